@@ -1,0 +1,118 @@
+# Every target sets up what it needs. On the machine: Python >= 3.10 and make.
+#
+#   make demo     train on handwritten digits with two workers
+#   make test     lint, types and the whole test suite but the soak tests
+#   make lint     ruff
+#   make types    mypy
+#   make soak     the tests that run for minutes
+#   make test-versions  the suite with the oldest and the newest TensorFlow and
+#                 Keras: two more environments, not a part of `make test`
+#   make bench-all-reduce, bench-fit, bench-wire, bench-growth, bench-memory-startup
+#                 measure one claim: see the folder in benchmarks/
+#   make wheel    sdist and wheel in dist/
+#   make clean    remove everything that was made
+
+PYTHON ?= python3
+VENV := .venv
+# For example: make test PYTEST_ARGS="tests/test_layers.py -x"
+PYTEST_ARGS ?=
+
+# The floors of setup.py. TensorFlow 2.18 runs on Python 3.10 to 3.12.
+OLDEST := tensorflow~=2.18.0 keras==3.14.0
+# More for pip to install, see test-oldest and test-newest.
+PINS ?=
+
+BIN := $(VENV)/bin
+# What decides which packages are installed: a change installs again.
+PACKAGING := setup.py pyproject.toml kerasdist/_version.py Makefile
+
+.PHONY: demo test pytest lint types soak wheel clean
+.PHONY: bench-all-reduce bench-fit bench-wire bench-growth bench-memory-startup
+.PHONY: test-versions test-oldest test-newest
+.DEFAULT_GOAL := test
+
+demo: $(VENV)/.demo
+	$(BIN)/kerasdist run -n 2 examples/digits.py
+
+test: lint types
+	$(BIN)/python -m pytest -m "not soak" $(PYTEST_ARGS)
+
+test-versions: test-oldest test-newest
+
+test-oldest:
+	$(MAKE) VENV=.venv-oldest PINS="$(OLDEST)" pytest
+
+# Without its stamp: the registry may have newer ones since the last time.
+test-newest:
+	rm -f .venv-newest/.test
+	$(MAKE) VENV=.venv-newest PINS="--upgrade tensorflow keras" pytest
+
+pytest: $(VENV)/.test
+	@$(BIN)/python -m pip list 2>/dev/null | grep -E '^(tensorflow|keras|numpy) '
+	$(BIN)/python -m pytest -m "not soak" $(PYTEST_ARGS)
+
+soak: $(VENV)/.test
+	$(BIN)/python -m pytest -m soak $(PYTEST_ARGS)
+
+lint: $(VENV)/.test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(VENV)/.test
+	$(BIN)/mypy
+
+bench-all-reduce: $(VENV)/.bench .venv-torch/.created
+	$(BIN)/python benchmarks/all_reduce/run.py --torch .venv-torch/bin/python
+
+# With jemalloc too if JEMALLOC names it: make bench-fit JEMALLOC=libjemalloc.so.2
+bench-fit: $(VENV)/.bench .venv-legacy/.created
+	$(BIN)/python benchmarks/fit/run.py --legacy .venv-legacy/bin/python \
+	  $(if $(JEMALLOC),--jemalloc $(JEMALLOC))
+
+# As root: it makes hosts out of network namespaces.
+bench-wire: $(VENV)/.bench
+	$(BIN)/python benchmarks/wire/run.py
+
+bench-growth: $(VENV)/.bench
+	$(BIN)/python benchmarks/growth/run.py
+
+bench-memory-startup: $(VENV)/.bench
+	$(BIN)/python benchmarks/memory_startup/run.py
+
+wheel: $(VENV)/.test
+	$(BIN)/python -m build
+
+clean:
+	rm -rf $(VENV) .venv-oldest .venv-newest .venv-torch .venv-legacy build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(VENV)/.created:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \
+	  echo "kerasdist needs Python >= 3.10. Received: PYTHON=$(PYTHON)," \
+	    "which is $$($(PYTHON) --version 2>&1). Set another:" \
+	    "make PYTHON=python3.12" >&2; exit 1; }
+	rm -rf $(VENV)
+	@$(PYTHON) -m venv $(VENV) || { \
+	  echo "$(PYTHON) can't create a virtual environment. On Debian and" \
+	    "Ubuntu: apt-get install python3-venv" >&2; \
+	  rm -rf $(VENV); exit 1; }
+	touch $@
+
+# Editable: what is run and tested is the checkout. The extras are the stamps.
+$(VENV)/.demo $(VENV)/.test $(VENV)/.bench: $(VENV)/.%: $(VENV)/.created $(PACKAGING)
+	$(BIN)/python -m pip install --quiet --editable ".[$*]" $(PINS)
+	touch $@
+
+# gloo comes with torch, which is measured in an environment of its own.
+.venv-torch/.created:
+	rm -rf .venv-torch
+	$(PYTHON) -m venv .venv-torch
+	.venv-torch/bin/python -m pip install --quiet numpy torch==2.13.0
+	touch $@
+
+# TensorFlow's own strategy works with legacy Keras only.
+.venv-legacy/.created:
+	rm -rf .venv-legacy
+	$(PYTHON) -m venv .venv-legacy
+	.venv-legacy/bin/python -m pip install --quiet tensorflow tf_keras
+	touch $@

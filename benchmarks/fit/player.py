@@ -1,0 +1,141 @@
+"""One process that trains when it is told to: see `run.py`.
+
+python player.py MODE MODEL CONTROL RANK SIZE
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import resource
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from common import serve
+
+MODE, MODEL, CONTROL = sys.argv[1:4]
+TASK = json.loads(os.environ.get("TF_CONFIG", "{}")).get("task", {})
+RANK, SIZE = TASK.get("index", int(sys.argv[4])), int(sys.argv[5])
+CORES = sorted(os.sched_getaffinity(0))
+os.sched_setaffinity(0, {CORES[RANK % len(CORES)]})
+
+import numpy as np
+import tensorflow as tf
+
+if MODE == "multi_worker_mirrored":  # TensorFlow's, which Keras 3 can't use
+    # Before anything else of TensorFlow is used.
+    strategy: Any = tf.distribute.MultiWorkerMirroredStrategy()
+    import tf_keras as keras
+else:
+    import keras
+
+    strategy = None
+    if MODE == "ring":
+        import kerasdist
+
+        options = json.loads(os.environ.get("RING_OPTIONS", "{}"))
+        strategy = kerasdist.RingStrategy(**options)
+    elif MODE == "one_device":
+        strategy = tf.distribute.OneDeviceStrategy("CPU:0")
+
+Dense = keras.layers.Dense
+LOSS = keras.losses.SparseCategoricalCrossentropy
+
+
+def mlp() -> tuple[list[Any], tuple[int, ...], int]:
+    """784 -> 4 x 1024 -> 10: 4 million parameters."""
+    hidden = [Dense(1024, activation="relu") for _ in range(4)]
+    return [*hidden, Dense(10)], (784,), 128
+
+
+def cnn() -> tuple[list[Any], tuple[int, ...], int]:
+    """Three small convolutions on 28 x 28 images."""
+    layers = []
+    for filters in (16, 32, 64):
+        layers += [
+            keras.layers.Conv2D(filters, 3, padding="same", activation="relu"),
+            keras.layers.MaxPooling2D(),
+        ]
+    return [*layers, keras.layers.Flatten(), Dense(10)], (28, 28, 1), 64
+
+
+def lstm() -> tuple[list[Any], tuple[int, ...], int]:
+    """128 units over 32 steps of 64 features."""
+    return [keras.layers.LSTM(128), Dense(10)], (32, 64), 64
+
+
+def embedding() -> tuple[list[Any], tuple[int, ...], int]:
+    """50,000 x 64, of which 20 rows per sample: sparse gradients."""
+    return (
+        [
+            keras.layers.Embedding(50_000, 64),
+            keras.layers.GlobalAveragePooling1D(),
+            Dense(128, activation="relu"),
+            Dense(10),
+        ],
+        (20,),
+        256,
+    )
+
+
+def build() -> tuple[Any, Any, int]:
+    layers, shape, batch = {f.__name__: f for f in (mlp, cnn, lstm, embedding)}[MODEL]()
+    dtype = "int32" if MODEL == "embedding" else "float32"
+    with contextlib.nullcontext() if strategy is None else strategy.scope():
+        model = keras.Sequential([keras.Input(shape, dtype=dtype), *layers])
+        model.compile("sgd", LOSS(from_logits=True), jit_compile=False)
+    generator = np.random.default_rng(0)
+    if MODEL == "embedding":
+        x = generator.integers(0, 50_000, (batch * 16, *shape), dtype=np.int32)
+    else:
+        x = generator.random((batch * 16, *shape), dtype=np.float32)
+    y = generator.integers(0, 10, len(x))
+    return model, (x, y), batch
+
+
+MODEL_, DATA, BATCH = build()
+
+
+class Timer(keras.callbacks.Callback):
+    """Seconds, processor seconds and page faults of the last epoch."""
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self.usage = resource.getrusage(resource.RUSAGE_SELF)
+        self.began = time.perf_counter()
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        seconds = time.perf_counter() - self.began
+        usage = resource.getrusage(resource.RUSAGE_SELF)
+        self.result = {
+            "seconds": seconds,
+            "cpu": usage.ru_utime
+            + usage.ru_stime
+            - self.usage.ru_utime
+            - self.usage.ru_stime,
+            "faults": usage.ru_minflt - self.usage.ru_minflt,
+        }
+
+
+def answer(order: dict[str, Any]) -> Any:
+    """Train for some steps; return what each took."""
+    steps, timer = order["steps"], Timer()
+    workers = SIZE if strategy is not None else 1
+    rows = np.arange(steps * BATCH * workers) % len(DATA[0])
+    MODEL_.fit(
+        *(values[rows] for values in DATA),
+        batch_size=BATCH * workers,
+        epochs=1,
+        shuffle=False,
+        verbose=0,
+        callbacks=[timer],
+    )
+    per_step = {name: value / steps for name, value in timer.result.items()}
+    return {**per_step, "examples": BATCH / per_step["seconds"]}
+
+
+serve(CONTROL, RANK, answer)

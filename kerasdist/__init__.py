@@ -1,0 +1,52 @@
+"""Train Keras 3 models on more than one device or machine with TensorFlow.
+
+    import kerasdist
+
+    strategy = kerasdist.RingStrategy()
+    with strategy.scope():
+        model = build_model()
+        model.compile("adam", "sparse_categorical_crossentropy")
+    model.fit(x, y, batch_size=256)          # batch_size is that of the global batch
+
+    $ kerasdist run -n 4 train.py            # four workers on this machine
+
+Imports inside the package go one way, from left to right and down:
+
+    cli > callbacks > strategies > _keras, _tf > collectives > transport > cluster
+        > errors
+
+`tests/test_layers.py` enforces it. What is right of `_keras` and `_tf` works without
+TensorFlow; so does importing this module: strategies are loaded when first asked for.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from kerasdist import errors
+from kerasdist._version import __version__
+from kerasdist.errors import KerasDistError, WorkerLost
+
+if TYPE_CHECKING:
+    from kerasdist.strategies.ring import RingStrategy
+
+__all__ = [
+    "KerasDistError",
+    "RingStrategy",
+    "WorkerLost",
+    "__version__",
+    "errors",
+]
+
+_LAZY = {"RingStrategy": "kerasdist.strategies.ring"}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        return getattr(importlib.import_module(_LAZY[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LAZY})

@@ -1,0 +1,116 @@
+"""The Keras seam: the only place that touches Keras's internals.
+
+Keras 3 was written for strategies that average equal parts, in an order of things
+that isn't right for several workers. `install` puts hooks into the places below;
+each does what Keras does, unless the strategy in use has `keras_hooks`:
+
+    losses      scale_loss_for_distribution, reduce_values, apply_mask, CompileLoss
+    optimizers  apply: reduce first, then clip, update; accumulate, then reduce
+    layers      SeedGenerator, BatchNormalization(synchronized=True)
+    arrays      TFEpochIterator: arrays in an order that all workers agree on
+    items       each worker reads its share of a PyDataset's items
+    trainer     steps, predictions, *_on_batch, fit
+    callbacks   files are written by the chief; stops and rates are agreed
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from keras.src.backend.tensorflow import nn as tf_nn
+from keras.src.backend.tensorflow import optimizer as tf_optimizer
+from keras.src.backend.tensorflow import trainer as tf_trainer
+from keras.src.callbacks import callback_list
+from keras.src.losses import loss as loss_module
+from keras.src.metrics import reduction_metrics
+from keras.src.optimizers import base_optimizer, loss_scale_optimizer
+from keras.src.random import seed_generator
+from keras.src.trainers import compile_utils
+
+from kerasdist._keras import arrays, callbacks, layers, losses, optimizers, trainer
+from kerasdist._keras.arrays import ArrayData, random_seed
+from kerasdist._keras.hooks import KerasHooks
+from kerasdist._keras.items import ItemData
+from kerasdist._keras.step import gradients_are_reduced
+
+__all__ = [
+    "ArrayData",
+    "ItemData",
+    "KerasHooks",
+    "gradients_are_reduced",
+    "install",
+    "random_seed",
+]
+
+_installing = threading.Lock()
+_installed = False
+
+
+def install() -> None:
+    """Put the hooks into Keras, once per process."""
+    global _installed
+    with _installing:
+        if _installed:
+            return
+        model = tf_trainer.TensorFlowTrainer
+        for owner, name, hook in (
+            (loss_module, "scale_loss_for_distribution", losses.leave_loss),
+            (loss_module, "unscale_loss_for_distribution", losses.leave_loss),
+            (loss_module, "reduce_values", losses.reduce_values),
+            (loss_module, "apply_mask", losses.mask_weights),
+            (compile_utils.CompileLoss, "call", losses.compile_loss),
+            (reduction_metrics.Mean, "update_state", losses.mean_metric),
+            (base_optimizer.BaseOptimizer, "apply", optimizers.apply),
+            (loss_scale_optimizer.LossScaleOptimizer, "apply", optimizers.apply),
+            (
+                base_optimizer.BaseOptimizer,
+                "_clip_gradients",
+                optimizers.clip_gradients,
+            ),
+            (
+                base_optimizer.BaseOptimizer,
+                "_backend_apply_gradients",
+                optimizers.accumulate,
+            ),
+            (
+                tf_optimizer.TFOptimizer,
+                "_all_reduce_sum_gradients",
+                optimizers.leave_reduced,
+            ),
+            (tf_nn, "_compute_moments_sync", layers.synchronized_moments),
+            (seed_generator.SeedGenerator, "next", layers.next_seed),
+            (tf_trainer.TFEpochIterator, "__init__", arrays.init_epoch_iterator),
+            (tf_trainer, "reduce_per_replica", trainer.reduce_per_replica),
+            (model, "_make_function", trainer.make_function),
+            (model, "_autoconvert_optionals", trainer.receive_batch),
+            (model, "_maybe_symbolic_build", trainer.symbolic_build),
+            (model, "_get_metrics_result_or_logs", trainer.finish_epoch),
+            (model, "make_train_function", trainer.begin_training),
+            (model, "fit", trainer.fit),
+            (model, "evaluate", trainer.on_chief_only),
+            (model, "predict", trainer.on_chief_only),
+            (model, "predict_on_batch", trainer.predict_on_batch),
+            (callback_list.CallbackList, "on_epoch_end", callbacks.on_epoch_end),
+            (
+                callback_list.CallbackList,
+                "on_train_batch_end",
+                callbacks.on_train_batch_end,
+            ),
+        ):
+            setattr(owner, name, _around(getattr(owner, name), hook))
+        for owner, name in callbacks.WRITERS:
+            setattr(owner, name, _around(getattr(owner, name), callbacks.on_chief_only))
+        for owner, name in callbacks.SAVERS:
+            setattr(owner, name, _around(getattr(owner, name), callbacks.close_window))
+        _installed = True
+
+
+def _around(original: Callable[..., Any], hook: Callable[..., Any]) -> Any:
+    @functools.wraps(original)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        return hook(original, *args, **kwargs)
+
+    return wrapper

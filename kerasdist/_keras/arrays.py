@@ -1,0 +1,214 @@
+"""What `fit`, `evaluate` and `predict` are given, and how Keras iterates over it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+from keras.src import tree
+from keras.src.trainers import epoch_iterator
+from keras.src.trainers.data_adapters import (
+    array_data_adapter,
+    array_slicing,
+    generator_data_adapter,
+    py_dataset_adapter,
+)
+from keras.src.utils import rng_utils
+
+from kerasdist._keras.hooks import KerasHooks, hooks_of
+from kerasdist._keras.items import ItemData
+
+__all__ = ["ArrayData", "first_item", "init_epoch_iterator", "random_seed"]
+
+
+class ArrayData:
+    """Arrays that were given to `fit`, `evaluate` or `predict`.
+
+    Attributes:
+        samples: Number of samples.
+        batch_size: Of the global batch.
+        shuffle: False, True, or "batch" (inside each batch).
+    """
+
+    def __init__(self, adapter: Any) -> None:
+        self.samples = int(adapter._num_samples)
+        self.batch_size = int(adapter._batch_size)
+        self.shuffle: bool | str = adapter._shuffle
+        self._inputs = adapter._inputs
+
+    def take(self, indices: Any) -> Any:
+        """Return a dataset of batches from a dataset of index vectors.
+
+        Only the rows named are read.
+        """
+        inputs = tree.lists_to_tuples(
+            array_slicing.convert_to_sliceable(
+                self._inputs, target_backend="tensorflow"
+            )
+        )
+
+        def gather(rows: Any, data: Any) -> Any:
+            def one(array: Any) -> Any:
+                if isinstance(array, array_slicing.TensorflowSparseWrapper):
+                    return array_slicing.slice_tensorflow_sparse_wrapper(array, rows)
+                if isinstance(array, (list, tuple, dict)):
+                    return None
+                return tf.gather(array, rows, axis=0) if tf.is_tensor(array) else array
+
+            return tree.traverse(one, data)
+
+        whole = tf.data.Dataset.from_tensors(inputs).repeat()
+        return (
+            tf.data.Dataset.zip((indices, whole))
+            .map(gather, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
+            .prefetch(tf.data.AUTOTUNE)
+        )
+
+
+def random_seed() -> int | None:
+    """What `keras.utils.set_random_seed` was given, or None."""
+    seed = rng_utils.get_random_seed()
+    return None if seed is None else int(seed)
+
+
+def init_epoch_iterator(
+    original: Callable[..., Any],
+    self: Any,
+    distribute_strategy: Any = None,
+    *args: Any,
+    **kwargs: Any,
+) -> None:
+    """In place of `TFEpochIterator.__init__`.
+
+    Keras shuffles arrays with an unseeded operation: another order per worker.
+
+    Raises:
+        ValueError: A plain generator with several workers.
+    """
+    hooks = hooks_of(distribute_strategy)
+    if hooks is None:
+        original(self, distribute_strategy, *args, **kwargs)
+        return
+    epoch_iterator.EpochIterator.__init__(self, *args, **kwargs)
+    self._distribute_strategy = distribute_strategy
+    adapter = self.data_adapter
+    if hooks.shards and isinstance(adapter, array_data_adapter.ArrayDataAdapter):
+        self._distributed_dataset = hooks.distribute_arrays(ArrayData(adapter))
+        return
+    if hooks.shards and isinstance(
+        adapter, generator_data_adapter.GeneratorDataAdapter
+    ):
+        _refuse_generator(hooks.replicas)
+    if hooks.shards and isinstance(adapter, py_dataset_adapter.PyDatasetAdapter):
+        self._distributed_dataset = hooks.distribute_items(ItemData(adapter))
+        if self._distributed_dataset is not None:
+            adapter.enqueuer = None  # it would read all items
+            return
+        _agree_on_order(adapter, hooks)
+    self._distributed_dataset, length = hooks.distribute_dataset(
+        adapter.get_tf_dataset(), adapter.num_batches
+    )
+    if length != adapter.num_batches:
+        # The longest worker's: Keras's loop counts batches.
+        self.data_adapter = _WithLength(adapter, length)
+        self._num_batches = length
+
+
+def first_item(iterator: Any) -> Any:
+    """A batch of the PyDataset that Keras fetches ahead for an iterator, or None.
+
+    Keras looks at a batch before it trains, and leaves an iterator behind. The items
+    that were fetched for that one would be the first of the epoch, and as many at its
+    end would be missing.
+    """
+    adapter = iterator.data_adapter
+    adapter = getattr(adapter, "kerasdist_adapter", adapter)
+    if getattr(adapter, "enqueuer", None) is None:
+        return None
+    return adapter._standardize_batch(adapter.py_dataset[0])
+
+
+class _WithLength:
+    """A data adapter with another number of batches."""
+
+    def __init__(self, adapter: Any, num_batches: int | None) -> None:
+        self.kerasdist_adapter = adapter
+        self.num_batches = num_batches
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.kerasdist_adapter, name)
+
+
+class _InOrder(py_dataset_adapter.PyDataset):
+    """A PyDataset whose items come in an order that all workers agree on.
+
+    The order changes only at the end of an epoch, when nothing fetches items.
+    """
+
+    def __init__(self, dataset: Any, draw: Callable[[int, int], Any]) -> None:
+        super().__init__(
+            workers=dataset.workers,
+            use_multiprocessing=dataset.use_multiprocessing,
+            max_queue_size=dataset.max_queue_size,
+        )
+        self._dataset = dataset
+        self._draw = draw
+        self._epoch = 0
+        self.order = self._next_order()
+
+    def _next_order(self) -> Any:
+        self._epoch += 1
+        return self._draw(self._dataset.num_batches, self._epoch)
+
+    @property
+    def num_batches(self) -> int | None:
+        return self._dataset.num_batches
+
+    def __getitem__(self, index: int) -> Any:
+        return self._dataset[int(self.order[index])]
+
+    def __getstate__(self) -> dict[str, Any]:
+        # What other processes need to fetch items.
+        return {**self.__dict__, "_draw": None}
+
+    def on_epoch_begin(self) -> None:
+        self._dataset.on_epoch_begin()
+
+    def on_epoch_end(self) -> None:
+        self._dataset.on_epoch_end()
+        self.order = self._next_order()
+
+
+def _agree_on_order(adapter: Any, hooks: KerasHooks) -> None:
+    """Keras shuffles items with Python's own generator: another order per worker."""
+    if hooks.replicas == 1 or not adapter.shuffle or adapter.num_batches is None:
+        return
+    items = _InOrder(adapter.py_dataset, hooks.order_of_epochs())
+    adapter.shuffle = False
+    adapter.py_dataset = items
+    if adapter.enqueuer is not None:
+        adapter.enqueuer.shuffle = False
+        adapter.enqueuer.py_dataset = items
+        return
+
+    def iterate() -> Any:
+        # An iterator keeps the order that it began with.
+        for index in list(items.order):
+            yield adapter._standardize_batch(items._dataset[int(index)])
+
+    adapter._get_iterator = iterate
+
+
+def _refuse_generator(replicas: int) -> None:
+    if replicas == 1:
+        return
+    raise ValueError(
+        "A plain Python generator can't be divided over several replicas: nothing says "
+        "whether each worker's generator yields the same batches or its own part of "
+        f"them. Received: a generator, with {replicas} replicas. Use arrays, a "
+        "`keras.utils.PyDataset`, or a `tf.data.Dataset` "
+        "(`tf.data.Dataset.from_generator`) of global batches, the same on all "
+        "workers; or, if each worker's generator yields its own part, say so with "
+        "RingStrategy(shard='off')."
+    )

@@ -1,0 +1,165 @@
+"""Keras's own callbacks on several workers: unchanged, but for who writes.
+
+Every rank runs every callback on the same logs, so that what they decide (the best
+epoch, a lower rate, to stop) is the same everywhere. Files are written by the chief
+alone. What a rank decides by itself is agreed on before it can tear the ranks apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+from keras.src.callbacks import (
+    backup_and_restore,
+    csv_logger,
+    history,
+    model_checkpoint,
+    progbar_logger,
+    tensorboard,
+)
+from keras.src.models import model as model_module
+
+from kerasdist._keras.hooks import hooks_of
+from kerasdist._keras.optimizers import open_window
+
+__all__ = [
+    "SAVERS",
+    "WRITERS",
+    "close_window",
+    "on_chief_only",
+    "on_epoch_end",
+    "on_train_batch_end",
+]
+
+# Called with a callback or a model; they do nothing but write (or remove) files.
+WRITERS = [
+    (backup_and_restore.BackupAndRestore, "_save_model"),
+    (backup_and_restore.BackupAndRestore, "on_train_end"),
+    (csv_logger.CSVLogger, "on_train_begin"),
+    (csv_logger.CSVLogger, "on_epoch_end"),
+    (csv_logger.CSVLogger, "on_train_end"),
+    (model_module.Model, "save"),
+    (model_module.Model, "save_weights"),
+    (model_module.Model, "export"),
+    *(
+        (tensorboard.TensorBoard, name)
+        for name in (
+            "set_model",
+            "on_train_begin",
+            "on_train_end",
+            "on_test_begin",
+            "on_test_end",
+            "on_train_batch_begin",
+            "on_train_batch_end",
+            "on_test_batch_begin",
+            "on_epoch_begin",
+            "on_epoch_end",
+        )
+    ),
+]
+
+# They may save in the midst of an epoch, on all ranks after the same batch.
+SAVERS = [
+    (backup_and_restore.BackupAndRestore, "_save_model"),
+    (model_checkpoint.ModelCheckpoint, "_save_model"),
+]
+
+# They look at batches, but never stop the training there.
+_NEVER_STOP = (
+    history.History,
+    progbar_logger.ProgbarLogger,
+    model_checkpoint.ModelCheckpoint,
+    backup_and_restore.BackupAndRestore,
+    csv_logger.CSVLogger,
+    tensorboard.TensorBoard,
+)
+
+
+def on_chief_only(
+    original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """Do it on the chief; on other ranks do nothing."""
+    model = self
+    if isinstance(self, keras.callbacks.Callback):
+        # `set_model` comes before there is one.
+        model = self.model if self.model is not None else (args or [None])[0]
+    hooks = hooks_of(model.distribute_strategy) if model is not None else None
+    if hooks is not None and hooks.rank > 0:
+        if isinstance(self, keras.callbacks.Callback) and args and args[0] is model:
+            self._model = model
+        return None
+    return original(self, *args, **kwargs)
+
+
+def close_window(
+    original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """In place of what saves: the chief's accumulators get what all have added up."""
+    hooks = hooks_of(self.model.distribute_strategy)
+    if hooks is not None:
+        hooks.average(open_window(self.model.optimizer))
+    return original(self, *args, **kwargs)
+
+
+def on_epoch_end(
+    original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """In place of `CallbackList.on_epoch_end`: agree on the stop and on the rate.
+
+    If one rank wants to stop, all stop. If the ranks' learning rates differ, all
+    take the chief's.
+    """
+    result = original(self, *args, **kwargs)
+    model = self.model
+    hooks = None if model is None else hooks_of(model.distribute_strategy)
+    if hooks is None or hooks.replicas == 1:
+        return result
+    model.stop_training = hooks.any_of(bool(model.stop_training))
+    rate = _rate(model)
+    if rate is not None:
+        chief = hooks.of_chief(rate)
+        if chief != rate:
+            model.optimizer.learning_rate = chief
+    return result
+
+
+def on_train_batch_end(
+    original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """In place of `CallbackList.on_train_batch_end`: agree on a stop inside an epoch.
+
+    Costs a collective per batch, and so is done only if there is a callback that
+    could stop there.
+    """
+    result = original(self, *args, **kwargs)
+    model = self.model
+    hooks = None if model is None else hooks_of(model.distribute_strategy)
+    if hooks is None or hooks.replicas == 1:
+        return result
+    if any(_may_stop(callback) for callback in self.callbacks):
+        if self._async_train:
+            self._flush_futures()
+        model.stop_training = hooks.any_of(bool(model.stop_training))
+    return result
+
+
+def _may_stop(callback: Any) -> bool:
+    if isinstance(callback, _NEVER_STOP):
+        return False
+    plain = keras.callbacks.Callback
+    return (
+        type(callback).on_train_batch_end is not plain.on_train_batch_end
+        or type(callback).on_batch_end is not plain.on_batch_end
+    )
+
+
+def _rate(model: Any) -> float | None:
+    """The learning rate, if it's a number that callbacks may set."""
+    optimizer = getattr(model, "optimizer", None)
+    if optimizer is None or not isinstance(
+        getattr(optimizer, "_learning_rate", None), keras.Variable
+    ):
+        return None
+    return float(keras.ops.convert_to_numpy(optimizer.learning_rate))

@@ -1,0 +1,360 @@
+"""Steps, predictions and the loop of `fit`."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import tensorflow as tf
+from keras.src import tree
+from keras.src.ops import convert_to_numpy
+from keras.src.utils import io_utils
+
+from kerasdist._keras.arrays import first_item
+from kerasdist._keras.hooks import KerasHooks, current_hooks, hooks_of
+from kerasdist._keras.items import closing_readers
+from kerasdist._keras.optimizers import open_window, own_accumulators
+from kerasdist._keras.step import current, setting
+
+__all__ = [
+    "begin_training",
+    "finish_epoch",
+    "fit",
+    "make_function",
+    "on_chief_only",
+    "predict_on_batch",
+    "receive_batch",
+    "reduce_per_replica",
+    "symbolic_build",
+]
+
+
+def reduce_per_replica(
+    original: Callable[..., Any], values: Any, strategy: Any, reduction: str
+) -> Any:
+    """Predictions: Keras concatenates this worker's replicas; then come the workers."""
+    result = original(values, strategy, reduction)
+    hooks = hooks_of(strategy)
+    if hooks is None or reduction != "concat":
+        return result
+    return tree.map_structure(hooks.gather_outputs, result)
+
+
+def make_function(
+    original: Callable[..., Any], trainer: Any, step_function: Callable[[Any], Any]
+) -> Callable[[Any], Any]:
+    """In place of `_make_function`, which makes the train and the test function.
+
+    Each step knows its rows; `*_on_batch` gets this worker's part of the batch; a
+    lost worker is named instead of a failed operation.
+    """
+    hooks = hooks_of(trainer.distribute_strategy)
+    if hooks is None:
+        return original(trainer, step_function)
+
+    def counted(data: Any) -> Any:
+        data, total = hooks.split(data)
+        rows = hooks.count_rows(data)
+        if hooks.replicas == 1 or (tf.get_static_value(rows) or 0) > 0:
+            with current.of(hooks, rows, total):
+                return step_function(data)
+        # A replica without rows runs the step on a row of zeros. Its gradients
+        # count for nothing, and what it wrote is put back.
+        variables = [
+            variable.value
+            for variable in [*trainer.metrics_variables, *_statistics(trainer)]
+        ]
+        before = [variable.read_value() for variable in variables]
+        with current.of(hooks, rows, total):
+            logs = step_function(hooks.fill_if_empty(data, rows))
+
+        def put_back() -> Any:
+            for variable, value in zip(variables, before, strict=True):
+                variable.assign(value)
+            return tf.constant(0)
+
+        tf.cond(rows > 0, lambda: tf.constant(0), put_back)
+        return logs
+
+    function = original(trainer, counted)
+    checked = False
+
+    def call(iterator: Any) -> Any:
+        nonlocal checked
+        if not checked:
+            _check_scope(trainer)
+            checked = True
+        with _translating(hooks):
+            if isinstance(
+                iterator, (tf.data.Iterator, tf.distribute.DistributedIterator)
+            ):
+                return function(iterator)
+            if getattr(iterator, "kerasdist_together", False):
+                # Keras's loop over such an iterator needs at least one step.
+                return function(iterator.at_least_one())
+            # `train_on_batch` and `test_on_batch`: one global batch.
+            logs = function(hooks.own_rows(_no_nones(batch)) for batch in iterator)
+            return trainer._get_metrics_result_or_logs(logs)
+
+    return call
+
+
+def receive_batch(
+    original: Callable[..., Any], trainer: Any, step_function: Callable[[Any], Any]
+) -> Callable[[Any], Any]:
+    """In place of `_autoconvert_optionals`, which every batch passes.
+
+    Takes the batch out of what our datasets put around it. A replica without rows
+    predicts a row of zeros, which is then dropped.
+    """
+    hooks = hooks_of(trainer.distribute_strategy)
+    converted = original(trainer, step_function)
+    if hooks is None or hooks.replicas == 1:
+        return converted
+
+    def filled(data: Any) -> Any:
+        data = hooks.unwrap(data)
+        if current.rows is not None or not _in_replica(hooks):
+            return converted(data)  # a train or test step, see `make_function`
+        data, _ = hooks.split(data)
+        rows = hooks.count_rows(data)
+        if (tf.get_static_value(rows) or 0) > 0:
+            return converted(data)
+        outputs = converted(hooks.fill_if_empty(data, rows))
+        return tree.map_structure(
+            lambda output: (
+                output[: tf.maximum(rows, 0)]
+                if getattr(output, "shape", None) is not None and len(output.shape)
+                else output
+            ),
+            outputs,
+        )
+
+    return filled
+
+
+def predict_on_batch(original: Callable[..., Any], trainer: Any, x: Any) -> Any:
+    """In place of `predict_on_batch`: each worker predicts its part of the batch."""
+    hooks = hooks_of(trainer.distribute_strategy)
+    if hooks is None:
+        return original(trainer, x)
+    with _translating(hooks):
+        return original(trainer, hooks.own_rows(x))
+
+
+def symbolic_build(
+    original: Callable[..., Any],
+    trainer: Any,
+    iterator: Any = None,
+    data_batch: Any = None,
+) -> Any:
+    """In place of `_maybe_symbolic_build`, which averages the replicas' batches.
+
+    That would be a collective, for the shapes alone, and has no meaning on strings
+    or on unequal parts.
+    """
+    hooks = hooks_of(trainer.distribute_strategy)
+    if iterator is not None and hooks is not None:
+        if _is_built(trainer):
+            return None  # and a generator's first batch isn't lost
+        strategy = trainer.distribute_strategy
+
+        def local(value: Any) -> Any:
+            return strategy.experimental_local_results(value)[0]
+
+        data_batch = first_item(iterator)
+        for _, _, batches in iterator if data_batch is None else ():
+            data_batch = getattr(batches, "kerasdist_example", None)
+            if data_batch is None:
+                batch, _ = hooks.split(hooks.unwrap(next(batches)))
+                data_batch = tree.map_structure(local, batch)
+            break
+        iterator = None
+    return original(trainer, iterator, data_batch)
+
+
+def _is_built(trainer: Any) -> bool:
+    """Whether there's nothing left that a batch's shapes are needed for."""
+    parts = (
+        trainer,
+        trainer.optimizer,
+        getattr(trainer, "_compile_loss", None),
+        getattr(trainer, "_compile_metrics", None),
+    )
+    return all(part is None or part.built for part in parts)
+
+
+def finish_epoch(original: Callable[..., Any], trainer: Any, logs: Any) -> Any:
+    """In place of `_get_metrics_result_or_logs`, called at the end of an epoch.
+
+    Metric state is summed over the workers as it's read. Logs that aren't metrics
+    are averaged, and so are the statistics that each replica kept for itself.
+    """
+    hooks = hooks_of(trainer.distribute_strategy)
+    result = original(trainer, logs)
+    if hooks is None or hooks.replicas == 1:
+        return result
+    hooks.average(
+        [variable.value for variable in _statistics(trainer)]
+        + open_window(trainer.optimizer)
+    )
+    if result is logs and isinstance(logs, dict):
+        return {name: hooks.mean_of(value) for name, value in logs.items()}
+    return result
+
+
+def begin_training(
+    original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """In place of `make_train_function`, which `fit` calls before its first step."""
+    hooks = hooks_of(trainer.distribute_strategy)
+    if hooks is not None:
+        if trainer.jit_compile is True and hooks.replicas > 1:
+            raise ValueError(
+                "XLA can't compile a step that communicates with other workers. "
+                "Received: jit_compile=True with "
+                f"{hooks.replicas} replicas. Compile the model with jit_compile=False "
+                "(or 'auto'); a layer's own functions may still use "
+                "`tf.function(jit_compile=True)`."
+            )
+        if current.fitting:
+            hooks.check_state(*_state(trainer))
+            if hooks.rank == 0 and current.fitting > 1:
+                io_utils.print_msg(_start_line(hooks, trainer))
+    return original(trainer, *args, **kwargs)
+
+
+def fit(original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
+    """In place of `fit`."""
+    hooks = hooks_of(trainer.distribute_strategy)
+    if hooks is None:
+        return original(trainer, *args, **kwargs)
+    args, kwargs, verbose = _quiet(original, hooks, trainer, args, kwargs)
+    fitting = 1 if verbose == 0 else 2
+    with setting(fitting=fitting), closing_readers(), _translating(hooks):
+        return original(trainer, *args, **kwargs)
+
+
+def on_chief_only(
+    original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """In place of `evaluate` and `predict`: the progress bar shows on the chief."""
+    hooks = hooks_of(trainer.distribute_strategy)
+    if hooks is None:
+        return original(trainer, *args, **kwargs)
+    args, kwargs, _ = _quiet(original, hooks, trainer, args, kwargs)
+    with closing_readers(), _translating(hooks):
+        return original(trainer, *args, **kwargs)
+
+
+def _quiet(
+    original: Callable[..., Any],
+    hooks: KerasHooks,
+    trainer: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
+    """Turn the progress bar off on all ranks but the chief."""
+    signature = inspect.signature(original)
+    bound = signature.bind(trainer, *args, **kwargs)
+    if hooks.rank > 0:
+        bound.arguments["verbose"] = 0
+    verbose = bound.arguments.get("verbose", "auto")
+    return bound.args[1:], bound.kwargs, verbose
+
+
+def _in_replica(hooks: KerasHooks) -> bool:
+    return current_hooks() is hooks and not tf.distribute.in_cross_replica_context()
+
+
+def _no_nones(batch: Any) -> Any:
+    """Drop what the end of (x, y, sample_weight) doesn't have."""
+    batch = tuple(batch)
+    while len(batch) > 1 and batch[-1] is None:
+        batch = batch[:-1]
+    return batch
+
+
+def _check_scope(trainer: Any) -> None:
+    """Refuse variables that only this worker has.
+
+    Raises:
+        ValueError: A metric, layer or optimizer was made outside of the scope. Its
+            numbers would be this worker's alone, and nothing would show it.
+    """
+    variables = list(trainer.variables)
+    if trainer.optimizer is not None:
+        variables += list(trainer.optimizer.variables)
+    outside = [
+        getattr(variable, "path", variable.name)
+        for variable in [*variables, *trainer.metrics_variables]
+        if not isinstance(variable.value, tf.distribute.DistributedValues)
+    ]
+    if outside:
+        raise ValueError(
+            "Some variables were created outside of the strategy's scope: they would "
+            f"be this worker's own. Received: {outside[:5]} "
+            f"{'and others ' if len(outside) > 5 else ''}outside of it. Create the "
+            "model, its optimizer, losses and metrics (`keras.metrics.AUC()`) inside "
+            "`with strategy.scope():`."
+        )
+
+
+def _statistics(trainer: Any) -> list[Any]:
+    """Variables that each replica keeps for itself, as BatchNormalization's are.
+
+    Seed generators' aren't: they are integers. Frozen weights aren't either: they
+    were made to be trained, and never change. Synchronized layers have the same
+    statistics on all replicas, also on one without rows.
+    """
+    shared: set[int] = set()
+    for layer in trainer._flatten_layers():
+        own = list(getattr(layer, "_trainable_variables", ()))
+        if getattr(layer, "synchronized", False):
+            own += layer.non_trainable_variables
+        shared.update(id(variable) for variable in own)
+    return [
+        variable
+        for variable in trainer.non_trainable_weights
+        if "float" in str(variable.dtype) and id(variable) not in shared
+    ]
+
+
+def _state(trainer: Any) -> tuple[list[tuple[str, Any]], list[tuple[str, Any]]]:
+    """What must be the same on all ranks when training begins, and what needn't."""
+    metrics = {id(variable) for variable in trainer.metrics_variables}
+    variables = [v for v in trainer.variables if id(v) not in metrics]
+    parts: list[Any] = []
+    if trainer.optimizer is not None:
+        parts = own_accumulators(trainer.optimizer)
+        theirs = {id(variable) for variable in parts}
+        variables += [v for v in trainer.optimizer.variables if id(v) not in theirs]
+
+    def named(some: list[Any]) -> list[tuple[str, Any]]:
+        return [(getattr(v, "path", v.name), v.value) for v in some]
+
+    return named(variables), named(parts)
+
+
+def _start_line(hooks: KerasHooks, trainer: Any) -> str:
+    parts = [hooks.describe()]
+    try:
+        rate = float(convert_to_numpy(trainer.optimizer.learning_rate))
+        parts.append(f"learning rate {rate:g}")
+    except (AttributeError, TypeError, ValueError):
+        pass
+    return "kerasdist: " + ", ".join(parts)
+
+
+@contextlib.contextmanager
+def _translating(hooks: KerasHooks) -> Iterator[None]:
+    """TensorFlow reports an exception inside a graph as text: raise the real one."""
+    try:
+        yield
+    except tf.errors.OpError as error:
+        failure = hooks.failure(error)
+        if failure is None:
+            raise
+        raise failure from error

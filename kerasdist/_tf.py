@@ -1,0 +1,292 @@
+"""The TensorFlow seam: the only module that imports `tensorflow.python`.
+
+What kerasdist needs of `tf.distribute` beyond its public API, under one roof, so
+that a new TensorFlow is checked by reading one file. Tested with TensorFlow 2.18
+to 2.21.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.core.protobuf import tensorflow_server_pb2
+from tensorflow.python import pywrap_tfe
+from tensorflow.python.autograph.core import ag_ctx as autograph_ctx
+from tensorflow.python.autograph.impl import api as autograph
+from tensorflow.python.data.experimental.ops import distribute as distribute_data
+from tensorflow.python.distribute import (
+    cross_device_ops,
+    device_util,
+    distribute_lib,
+    distribute_utils,
+    input_util,
+    mirrored_strategy,
+    reduce_util,
+    values,
+)
+from tensorflow.python.distribute.v1 import input_lib as input_lib_v1
+from tensorflow.python.eager import context, def_function
+from tensorflow.python.trackable import base as trackable
+
+__all__ = [
+    "DistributedValues",
+    "MirroredExtended",
+    "ReduceOp",
+    "abort_collectives",
+    "auto_shard",
+    "broadcast_to_devices",
+    "call_replica",
+    "canonical_device",
+    "devices_of",
+    "distribute_from_function",
+    "executing_eagerly",
+    "host_of",
+    "in_use",
+    "initial_tensor",
+    "input_context",
+    "input_fn_iterator",
+    "is_mirrored",
+    "keep_when_in_lockstep",
+    "local_replica_id",
+    "make_numbers",
+    "mirrored",
+    "rebatch_each",
+    "reduce_undistributed",
+    "regroup",
+    "serve_collectives",
+    "set_global_seed_if_none",
+    "static_batch_size",
+]
+
+MirroredExtended = mirrored_strategy.MirroredExtended
+ReduceOp = reduce_util.ReduceOp
+DistributedValues = values.DistributedValues
+
+
+def executing_eagerly() -> bool:
+    """Whether operations run now instead of being put into a graph."""
+    return bool(context.executing_eagerly())
+
+
+def canonical_device(device: str) -> str:
+    """The full name of a device of this process.
+
+    Raises:
+        ValueError: The name can't be parsed.
+    """
+    return str(device_util.canonicalize(device))
+
+
+def host_of(device: str) -> str:
+    """The name of the CPU device that holds what is in host memory."""
+    return str(device_util.canonicalize("/device:CPU:0", device))
+
+
+def is_mirrored(value: Any) -> bool:
+    """Whether the value is the same on all replicas by construction."""
+    return bool(distribute_utils.is_mirrored(value))
+
+
+def mirrored(local: list[Any]) -> Any:
+    """Wrap the same value on each local replica's device as one value."""
+    return distribute_utils.regroup(tuple(local), wrap_class=values.Mirrored)
+
+
+def regroup(local: list[Any]) -> Any:
+    """Wrap one value per local replica as one per-replica value."""
+    return distribute_utils.regroup(tuple(local), always_wrap=True)
+
+
+def devices_of(destinations: Any) -> tuple[str, ...]:
+    """The devices that `reduce_to` and the like are asked to leave a result on."""
+    if isinstance(destinations, tuple):
+        return destinations
+    return tuple(cross_device_ops.get_devices_from(destinations))
+
+
+def broadcast_to_devices(tensor: Any, devices: tuple[str, ...]) -> Any:
+    """Put one tensor on each device, as one mirrored value (or the tensor alone)."""
+    copies = []
+    for device in devices:
+        with tf.device(device):
+            copies.append(tf.identity(tensor))
+    return mirrored(copies)
+
+
+def reduce_undistributed(op: Any, value: Any, destinations: Any, replicas: int) -> Any:
+    """TensorFlow's rule for reducing a value that isn't per replica."""
+    return cross_device_ops.reduce_non_distributed_value(
+        op, value, destinations, replicas
+    )
+
+
+def initial_tensor(value: Any, dtype: Any) -> Any:
+    """What a variable's `initial_value` argument stands for, as a tensor."""
+    if callable(value):
+        value = value()
+    if isinstance(value, trackable.CheckpointInitialValue):
+        value = value.wrapped_value
+    return tf.convert_to_tensor(value, dtype=dtype)
+
+
+def input_context(pipelines: int, index: int, replicas: int) -> Any:
+    """What a dataset function is told of its place."""
+    return distribute_lib.InputContext(
+        num_input_pipelines=pipelines,
+        input_pipeline_id=index,
+        num_replicas_in_sync=replicas,
+    )
+
+
+def distribute_from_function(
+    function: Any, workers: Any, where: Any, strategy: Any, options: Any = None
+) -> Any:
+    """A distributed dataset whose elements go to the local replicas in turn."""
+    return input_util.get_distributed_datasets_from_function(
+        function, workers, [where], strategy, options=options
+    )
+
+
+def input_fn_iterator(function: Any, workers: Any, where: Any, strategy: Any) -> Any:
+    """An iterator of TensorFlow 1's kind: elements go to the local replicas in turn."""
+    return input_lib_v1.InputFunctionIterator(function, workers, [where], strategy)
+
+
+def static_batch_size(dataset: Any) -> int | None:
+    """The batch size that a dataset of batches was made with; None if not known.
+
+    Nothing is read. The last batch may be smaller.
+    """
+    size = int(distribute_data.compute_batch_size(dataset))
+    return None if size < 0 else size
+
+
+def rebatch_each(dataset: Any, parts: int) -> Any:
+    """A dataset of batches with each batch cut into parts, which may be empty."""
+    return distribute_data._LegacyRebatchDataset(dataset, parts)
+
+
+def auto_shard(dataset: Any, workers: int, index: int, replicas: int) -> Any:
+    """A worker's part of a dataset, by the policy in the dataset's options.
+
+    Raises:
+        tf.errors.NotFoundError: By file, and nothing in it reads files.
+    """
+    return distribute_data._AutoShardDataset(dataset, workers, index, replicas)
+
+
+def call_replica(strategy: Any, replica: int, fn: Any, args: Any, kwargs: Any) -> Any:
+    """Run `fn` as the only local replica: no thread, and merge calls anywhere.
+
+    Args:
+        strategy: The strategy.
+        replica: The replica's number over all workers.
+        fn: The function, and its arguments; per-replica values are unwrapped.
+        args: See `fn`.
+        kwargs: See `fn`.
+    """
+    if not executing_eagerly() and not isinstance(fn, def_function.Function):
+        fn = autograph.tf_convert(fn, autograph_ctx.control_status_ctx())
+    device = strategy.extended.worker_devices[0]
+    with tf.device(device), distribute_lib.ReplicaContext(strategy, replica):
+        return fn(
+            *distribute_utils.select_replica(0, args),
+            **distribute_utils.select_replica(0, kwargs),
+        )
+
+
+def local_replica_id() -> int:
+    """Index of the replica that is being traced among this worker's; 0 outside."""
+    replica = tf.distribute.get_replica_context()
+    return 0 if replica is None else int(replica._replica_id)
+
+
+def set_global_seed_if_none(draw: Callable[[], int]) -> None:
+    """Set TensorFlow's global seed to `draw()`, unless the script has set one."""
+    if context.global_seed() is None:
+        tf.random.set_seed(draw())
+
+
+def keep_when_in_lockstep() -> None:
+    """Let replicas write variables of `ONLY_FIRST_REPLICA` without meeting.
+
+    TensorFlow brings the replicas together to take the first one's value, which it
+    can't do inside `tf.cond`. While an extended object says `in_lockstep`, all
+    replicas have the same value by construction, and each writes its own copy.
+    """
+    original = values.apply_aggregation_replica_context
+    if hasattr(original, "kerasdist"):
+        return
+
+    def apply(value: Any, aggregation: Any, destinations: Any) -> Any:
+        if aggregation == tf.VariableAggregation.ONLY_FIRST_REPLICA and getattr(
+            tf.distribute.get_strategy().extended, "in_lockstep", False
+        ):
+            return value
+        return original(value, aggregation, destinations)
+
+    apply.kerasdist = True  # type: ignore[attr-defined]
+    values.apply_aggregation_replica_context = apply
+
+
+def make_numbers() -> None:
+    """Let `float(variable)` and `int(variable)` work on distributed variables too.
+
+    Callbacks write `float(model.optimizer.learning_rate)`. TensorFlow's plain
+    variables can be converted; its distributed ones can't.
+    """
+    kind = values.DistributedVariable
+    for name, convert in (("__float__", float), ("__int__", int)):
+        if not hasattr(kind, name):
+            setattr(kind, name, lambda self, convert=convert: convert(self.numpy()))
+
+
+def in_use() -> bool:
+    """Whether this process's TensorFlow has set up its devices already."""
+    return bool(context.context()._initialized)
+
+
+def serve_collectives(rank: int, addresses: Mapping[int, str]) -> None:
+    """Start this process's gRPC server for collectives, or tell it of more workers.
+
+    Devices are then called `/job:worker/replica:0/task:<rank>/device:...`. There's
+    no way back: the server runs until the process ends. It listens on all of the
+    machine's addresses, whatever its own is.
+
+    Args:
+        rank: This worker's rank: always the same in one process.
+        addresses: `"host:port"` of workers by rank, this one's among them.
+
+    Raises:
+        tf.errors.OpError: The port is taken. Nothing has changed.
+    """
+    ctx = context.context()
+    ctx.ensure_initialized()
+    # With the devices, threads and memory limits that the user has configured.
+    config = copy.deepcopy(ctx.config)
+    config.experimental.collective_group_leader = "/job:worker/replica:0/task:0"
+    del config.device_filters[:]
+    config.device_filters.append(f"/job:worker/task:{rank}")
+    server = tensorflow_server_pb2.ServerDef(
+        default_session_config=config,
+        job_name="worker",
+        task_index=rank,
+        protocol="grpc",
+    )
+    job = server.cluster.job.add()
+    job.name = "worker"
+    for task, address in addresses.items():
+        job.tasks[task] = address
+    # As `context.enable_collective_ops` does, which warns every time.
+    pywrap_tfe.TFE_EnableCollectiveOps(ctx._handle, server.SerializeToString())
+    ctx._collective_ops_server_def = server
+    ctx._initialize_logical_devices()
+    ctx._clear_caches()
+
+
+def abort_collectives(message: str) -> None:
+    """End all of this process's pending collectives, and all later ones, for good."""
+    context.context().abort_collective_ops(tf.errors.UNAVAILABLE, message)

@@ -1,0 +1,45 @@
+"""The `kerasdist` command: one module for each of its commands.
+
+A command's module has `add_parser(commands)`, which adds its options and sets the
+default `handler`: a function from the parsed arguments to the exit code.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from kerasdist._version import __version__
+from kerasdist.cli import doctor, run
+
+__all__ = ["main"]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit code.
+
+    Args:
+        argv: The arguments, `sys.argv[1:]` by default.
+
+    Raises:
+        SystemExit: The arguments can't be used (code 2), or only help was asked
+            for (code 0).
+    """
+    parser = argparse.ArgumentParser(
+        prog="kerasdist",
+        description="Train Keras 3 models on many workers.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=__version__)
+    commands = parser.add_subparsers(dest="command", metavar="command", required=True)
+    run.add_parser(commands)
+    doctor.add_parser(commands)
+    options = list(sys.argv[1:] if argv is None else argv)
+    command: list[str] = []
+    if options[:1] == ["run"]:
+        options, command = run.split(options)
+    known = argparse.Namespace(script=command)
+    arguments = parser.parse_args(options, known)
+    code: int = arguments.handler(arguments)
+    return code

@@ -1,0 +1,57 @@
+"""What runs in a worker's process before the user's script does.
+
+    python -I -S _start.py PARENT GROUP CORES -- command...
+
+    PARENT  process id of the supervisor: if it isn't our parent any more, stop
+    GROUP   process group to join, or "-"
+    CORES   cores to stay on, "0,1", or "-"
+
+A file of its own, run by its path, instead of `preexec_fn`: that would be code
+between fork and exec, in a process that may have had threads. Only the standard
+library, and little of it: every worker waits for it.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+
+__all__ = ["main"]
+
+_PR_SET_PDEATHSIG = 1
+
+
+def main(argv: list[str]) -> None:
+    """Set this process up, then become `command`. Doesn't return."""
+    parent, group, cores = argv[:3]
+    command = argv[4:]
+    if sys.platform == "linux":
+        # Second line of defence: normally the supervisor ends all workers, and the
+        # launcher does if the supervisor is killed. This is for both at once.
+        try:
+            import ctypes
+
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        except (ImportError, OSError, AttributeError):
+            pass  # a Python without ctypes: the first line remains
+        if cores != "-":
+            os.sched_setaffinity(0, [int(core) for core in cores.split(",")])
+    if os.getppid() != int(parent):
+        os._exit(1)
+    if group != "-":
+        try:
+            os.setpgid(0, int(group))
+        except OSError:
+            pass  # the launcher was killed in this moment; we are ended, too
+    # The supervisor ignores it, and that would be inherited.
+    signal.signal(signal.SIGTTOU, signal.SIG_DFL)
+    try:
+        os.execv(command[0], command)
+    except OSError as error:
+        print(f"kerasdist run: can't start {command[0]}: {error}", file=sys.stderr)
+        os._exit(127)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

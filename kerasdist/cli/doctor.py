@@ -1,0 +1,103 @@
+"""`kerasdist doctor`: what is here, what is wrong, and what to do about it."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import sys
+import time
+from collections.abc import Iterator
+
+from kerasdist.cli import machine, place
+from kerasdist.cli.findings import Finding
+
+__all__ = ["add_parser"]
+
+_DEVICES_SECONDS = 120.0  # importing TensorFlow from a cold network disk
+# The doctor of another machine that waits for us looks four times a second.
+_LISTEN_AT_LEAST = 1.0
+_MARKS = {"ok": "  ok   ", "warn": "  WARN ", "fault": "  FAULT"}
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add `doctor` to the command line."""
+    parser = commands.add_parser(
+        "doctor",
+        help="look for what would keep a job from running",
+        description="Look at versions, devices, cluster settings, peers and memory, "
+        "and say what to do about each fault. Run it with the environment of the "
+        "job, on all machines at the same time: while it looks, it listens at this "
+        "task's address. Exit code 0 if nothing is wrong, else 1.",
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--timeout",
+        type=_seconds,
+        default=5.0,
+        metavar="S",
+        help="seconds to try to reach the peers (default: 5)",
+    )
+    parser.set_defaults(handler=_run)
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds < math.inf:
+        raise argparse.ArgumentTypeError(
+            f"must be a number of seconds above 0. Received: {text!r}"
+        )
+    return seconds
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    counts = {"ok": 0, "warn": 0, "fault": 0}
+    for title, found in _sections(arguments.timeout):
+        print(f"{title}:")
+        for finding in found:
+            counts[finding.level] += 1
+            _print(finding)
+        sys.stdout.flush()
+    if counts["fault"]:
+        print(f"{_counted(counts['fault'], 'fault')}: see the lines that begin with ->")
+        return 1
+    warnings = counts["warn"]
+    print("no faults" + (f", {_counted(warnings, 'warning')}" if warnings else ""))
+    return 0
+
+
+def _sections(seconds: float) -> Iterator[tuple[str, list[Finding]]]:
+    """Yield the titles and findings, each as soon as it is known."""
+    environ = os.environ
+    yield "versions", machine.check_versions(environ)
+    yield "cores", machine.check_cores()
+    yield "allocator", machine.check_allocator(environ)
+    yield "shared memory", machine.check_shared_memory()
+    cluster, found = place.check_cluster(environ)
+    yield "cluster", found
+    if cluster is not None and (cluster.workers or cluster.servers):
+        yield "secret", place.check_secret(cluster, environ)
+        began = time.monotonic()
+        with place.own_port(cluster, environ) as found:
+            yield "own port", found
+            peers = place.check_peers(cluster, seconds)
+            yield "peers", peers
+            if peers:
+                time.sleep(max(0.0, began + _LISTEN_AT_LEAST - time.monotonic()))
+    yield "devices", machine.check_devices(_DEVICES_SECONDS)
+
+
+def _print(finding: Finding) -> None:
+    first, *rest = finding.text.splitlines()
+    print(f"{_MARKS[finding.level]} {first}")
+    for line in rest:
+        print(f"          {line}")
+    if finding.remedy:
+        print(f"          -> {finding.remedy}")
+
+
+def _counted(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"

@@ -1,0 +1,233 @@
+"""What `kerasdist doctor` finds on this machine: software, devices, memory, cores."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import json
+import os
+import platform
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from kerasdist._version import __version__
+from kerasdist.cli.allocator import ALLOCATORS, find_allocator
+from kerasdist.cli.findings import Finding
+
+__all__ = [
+    "check_allocator",
+    "check_cores",
+    "check_devices",
+    "check_shared_memory",
+    "check_versions",
+]
+
+_MiB = 1024**2
+_SMALL_SHM_BYTES = 64 * _MiB  # what a container gets if nobody asks for more
+_LEAST_VERSIONS = {"tensorflow": (2, 18), "keras": (3, 14)}
+_DISTRIBUTIONS = {
+    "tensorflow": ("tensorflow", "tensorflow-cpu", "tensorflow-macos", "tf-nightly"),
+    "keras": ("keras", "keras-nightly"),
+    "numpy": ("numpy",),
+}
+_LIST_DEVICES = """
+import json
+import tensorflow as tf
+print("\\nDEVICES" + json.dumps([
+    (device.name.removeprefix("/physical_device:"), device.device_type)
+    for device in tf.config.list_physical_devices()
+]))
+"""
+
+
+def check_versions(environ: Mapping[str, str]) -> list[Finding]:
+    """Look at the versions, without importing TensorFlow."""
+    found = [
+        Finding(level="ok", text=f"kerasdist {__version__}"),
+        Finding(level="ok", text=f"Python {platform.python_version()}"),
+    ]
+    for name, distributions in _DISTRIBUTIONS.items():
+        version = _version(distributions)
+        least = _LEAST_VERSIONS.get(name, (0, 0))
+        wanted = ".".join(map(str, least))
+        if version is None:
+            found.append(
+                Finding(
+                    level="fault",
+                    text=f"{name} isn't installed",
+                    remedy=f"{sys.executable} -m pip install {name}",
+                )
+            )
+        elif _numbers(version) < least:
+            found.append(
+                Finding(
+                    level="fault",
+                    text=f"{name} {version} is too old, at least {wanted} is needed",
+                    remedy=f"{sys.executable} -m pip install '{name}>={wanted}'",
+                )
+            )
+        else:
+            found.append(Finding(level="ok", text=f"{name} {version}"))
+    backend = environ.get("KERAS_BACKEND", "tensorflow")
+    if backend != "tensorflow":
+        found.append(
+            Finding(
+                level="fault",
+                text=f"Keras uses another backend: KERAS_BACKEND={backend!r}",
+                remedy="unset KERAS_BACKEND, or set it to tensorflow",
+            )
+        )
+    if environ.get("TF_USE_LEGACY_KERAS", "").lower() in ("1", "true"):
+        found.append(
+            Finding(
+                level="fault",
+                text="tf.keras is Keras 2: TF_USE_LEGACY_KERAS is set",
+                remedy="unset TF_USE_LEGACY_KERAS",
+            )
+        )
+    return found
+
+
+def _version(distributions: Sequence[str]) -> str | None:
+    for name in distributions:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            return importlib.metadata.version(name)
+    return None
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    parts = version.split(".")[:2]
+    return tuple(int(part) for part in parts if part.isdigit())
+
+
+def check_devices(
+    seconds: float,
+    command: Sequence[str] = (sys.executable, "-c", _LIST_DEVICES),
+    drivers: str = "/proc/driver/nvidia/gpus",
+) -> list[Finding]:
+    """Ask TensorFlow for its devices, in a process of its own.
+
+    A TensorFlow that crashes or hangs when it is imported can't hurt us there.
+
+    Args:
+        seconds: How long it may take.
+        command: What prints the devices.
+        drivers: Folder with one entry for each GPU that the driver knows.
+    """
+    process = subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "1"},
+        start_new_session=True,
+    )
+    remedy = f"look at what `{sys.executable} -c 'import tensorflow'` says"
+    try:
+        out, err = process.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        text = f"TensorFlow didn't list its devices within {seconds:g} s"
+        return [Finding(level="fault", text=text, remedy=remedy)]
+    finally:
+        # Also what it has started, if it hangs or has left something behind.
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+    listed = out.decode(errors="replace").rpartition("\nDEVICES")
+    if process.returncode != 0 or not listed[1]:
+        last = err.decode(errors="replace").strip().splitlines()[-1:] or ["no output"]
+        how = f"exit code {process.returncode}"
+        text = f"TensorFlow can't be imported ({how}): {last[0]}"
+        return [Finding(level="fault", text=text, remedy=remedy)]
+    devices: list[tuple[str, str]] = json.loads(listed[2])
+    found = [Finding(level="ok", text=f"device {name}") for name, _ in devices]
+    gpus = sum(kind == "GPU" for _, kind in devices)
+    with contextlib.suppress(OSError):
+        known = len(os.listdir(drivers))
+        if known > gpus:
+            found.append(
+                Finding(
+                    level="warn",
+                    text=f"the driver knows {known} GPUs, TensorFlow sees {gpus}",
+                    remedy="look at CUDA_VISIBLE_DEVICES, and whether TensorFlow has "
+                    "its CUDA libraries (pip install 'tensorflow[and-cuda]')",
+                )
+            )
+    return found
+
+
+def check_shared_memory(folder: str = "/dev/shm") -> list[Finding]:
+    """Look at the size and the free space of /dev/shm."""
+    try:
+        status = os.statvfs(folder)
+    except OSError:
+        return [
+            Finding(
+                level="warn",
+                text=f"there is no {folder}",
+                remedy="workers on this machine use slower connections; "
+                "transport='auto' chooses them by itself",
+            )
+        ]
+    size, free = (
+        blocks * status.f_frsize for blocks in (status.f_blocks, status.f_bavail)
+    )
+    text = f"{folder} has {size / _MiB:,.0f} MiB, {free / _MiB:,.0f} MiB of them free"
+    remedy = (
+        "make it larger: `docker run --shm-size=2g`, or on Kubernetes an emptyDir of "
+        f"medium Memory mounted at {folder}; segments of dead jobs can be removed"
+    )
+    if not os.access(folder, os.W_OK):
+        text, remedy = f"{folder} can't be written to", f"chmod 1777 {folder}, as root"
+        return [Finding(level="fault", text=text, remedy=remedy)]
+    if free < _MiB:
+        return [Finding(level="fault", text=text, remedy=remedy)]
+    if free <= _SMALL_SHM_BYTES:
+        return [Finding(level="warn", text=text, remedy=remedy)]
+    return [Finding(level="ok", text=text)]
+
+
+def check_cores() -> list[Finding]:
+    """Count the cores that this process may use."""
+    total = os.cpu_count() or 1
+    usable = total
+    if hasattr(os, "sched_getaffinity"):
+        usable = len(os.sched_getaffinity(0))
+    text = f"{usable} of {total} cores can be used"
+    quota = _quota(Path("/sys/fs/cgroup/cpu.max"))
+    if quota is not None and quota < usable:
+        return [
+            Finding(
+                level="warn",
+                text=f"{text}, but this container gets the time of {quota:g}",
+                remedy="TensorFlow starts a thread for each core: set "
+                f"TF_NUM_INTRAOP_THREADS={max(1, int(quota))}, or raise the limit",
+            )
+        ]
+    return [Finding(level="ok", text=text)]
+
+
+def check_allocator(environ: Mapping[str, str]) -> list[Finding]:
+    """Look at what memory is allocated with."""
+    loaded = [
+        name for name in ALLOCATORS if f"lib{name}." in environ.get("LD_PRELOAD", "")
+    ]
+    if loaded:
+        text = f"memory is allocated with {loaded[0]} (LD_PRELOAD)"
+    elif (library := find_allocator()) is not None:
+        text = f"{library} is installed: `kerasdist run --malloc auto` uses it"
+    else:
+        text = "memory is allocated with the C library"
+    return [Finding(level="ok", text=text)]
+
+
+def _quota(path: Path) -> float | None:
+    """Return how many cores' time the container gets; None if that isn't limited."""
+    try:
+        quota, period = path.read_text(encoding="ascii").split()
+        return int(quota) / int(period)
+    except (OSError, ValueError):  # "max", or another system
+        return None

@@ -1,0 +1,240 @@
+"""What becomes of the workers' output: tags, logs, and the traceback that counts."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import selectors
+import threading
+import time
+from pathlib import Path
+from typing import IO
+
+__all__ = [
+    "LineTagger",
+    "OutputPump",
+    "Tail",
+    "end_of",
+    "is_consequence",
+    "last_traceback",
+]
+
+_TAIL_BYTES = 256 * 1024
+_LONGEST_LINE = 64 * 1024
+_PROGRESS_SECONDS = 5.0
+_MOST_LINES = 200
+_LINES_WITHOUT_TRACEBACK = 20
+
+_TRACEBACK = re.compile(
+    r"^(?:[ +|]*)(?:Exception Group )?Traceback \(most recent call last\):", re.M
+)
+_CHAINED = re.compile(
+    r"(?:The above exception was the direct cause of the following exception:"
+    r"|During handling of the above exception, another exception occurred:)\s*\Z"
+)
+# What ranks raise because another one is gone: not what broke the job.
+_CONSEQUENCE = re.compile(r"\bWorkerLost: Rank \d+ ")
+
+
+class LineTagger:
+    """Cuts one rank's output into lines and puts a tag before each.
+
+    Progress bars write their line again and again with carriage returns. A
+    terminal would show the last state, so that is what a finished line becomes; of
+    a line that isn't finished a state is shown every few seconds.
+
+    Args:
+        tag: What comes first, e.g. `b"[1] "`.
+    """
+
+    def __init__(self, tag: bytes) -> None:
+        self._tag = tag
+        self._pending = b""
+        self._shown_at: float | None = None
+
+    def feed(self, data: bytes, now: float) -> bytes:
+        """Take what the rank wrote and return whole tagged lines, maybe none.
+
+        Args:
+            data: Any part of the output.
+            now: The monotonic time in seconds.
+        """
+        *lines, pending = (self._pending + data).split(b"\n")
+        result = b"".join(self._line(line) for line in lines)
+        if lines:
+            self._shown_at = None
+        if b"\r" in pending:
+            # The states before the last one have been written over.
+            body = pending.rstrip(b"\r")
+            start = body.rfind(b"\r")
+            pending = pending[max(start, 0) :]
+            if self._shown_at is None:
+                self._shown_at = now
+            elif now - self._shown_at >= _PROGRESS_SECONDS:
+                self._shown_at = now
+                result += self._line(pending)
+        if len(pending) > _LONGEST_LINE:
+            result += self._line(pending)
+            pending = b""
+        self._pending = pending
+        return result
+
+    def flush(self) -> bytes:
+        """Return what has no line end yet, as a line."""
+        pending, self._pending = self._pending, b""
+        return self._line(pending) if pending else b""
+
+    def _line(self, line: bytes) -> bytes:
+        states = line.rstrip(b"\r")
+        shown = states.rpartition(b"\r")[2].lstrip(b"\b")
+        if b"\r" in states and not shown.strip():
+            return b""  # a bar that was wiped out
+        return (self._tag + shown if shown else self._tag.rstrip()) + b"\n"
+
+
+class Tail:
+    """The end of one rank's output, and when it last said something."""
+
+    def __init__(self) -> None:
+        self._data = b""
+        self._written_at = 0
+
+    def add(self, data: bytes) -> None:
+        """Append `data`."""
+        self._data = (self._data + data)[-_TAIL_BYTES:]
+        self._written_at = time.time_ns()
+
+    def read(self) -> tuple[str, int]:
+        """Return the text, and when it was written, in ns since the epoch."""
+        return self._data.decode(errors="replace"), self._written_at
+
+    @staticmethod
+    def of_file(path: Path) -> tuple[str, int]:
+        """Return the same of a log; `("", 0)` if it can't be read."""
+        try:
+            with path.open("rb") as log:
+                status = os.fstat(log.fileno())
+                log.seek(max(0, status.st_size - _TAIL_BYTES))
+                return log.read().decode(errors="replace"), status.st_mtime_ns
+        except OSError:
+            return "", 0
+
+
+class OutputPump:
+    """Copies the output of several ranks to one descriptor, tagged.
+
+    In a thread of its own: who reads our output may stop for a while (a pager),
+    and the supervisor mustn't stop with it. The workers do, when their pipes are
+    full, as they would without us.
+
+    Args:
+        out: Descriptor to write to.
+    """
+
+    def __init__(self, out: int) -> None:
+        self._out: int | None = out
+        self._selector = selectors.DefaultSelector()
+        self._wake, self._woken = os.pipe()
+        self._selector.register(self._wake, selectors.EVENT_READ, None)
+        self._thread = threading.Thread(
+            target=self._run, name="kerasdist-output", daemon=True
+        )
+
+    def add(self, rank: int, source: IO[bytes], log: IO[bytes] | None) -> Tail:
+        """Add a rank before `start`; the pump owns `source` and `log` from now on."""
+        tail = Tail()
+        os.set_blocking(source.fileno(), False)
+        tagger = LineTagger(f"[{rank}] ".encode())
+        self._selector.register(
+            source, selectors.EVENT_READ, (source, tagger, tail, log)
+        )
+        return tail
+
+    def start(self) -> None:
+        """Begin to copy."""
+        self._thread.start()
+
+    def finish(self, seconds: float) -> None:
+        """Copy what there is, then stop; wait for that at most `seconds`."""
+        if self._thread.is_alive():
+            os.close(self._woken)
+            self._thread.join(seconds)
+
+    def _run(self) -> None:
+        ending = False
+        while self._selector.get_map():
+            events = self._selector.select(0 if ending else None)
+            if ending and not events:
+                break
+            for key, _ in events:
+                if key.data is None:
+                    ending = True
+                    self._selector.unregister(self._wake)
+                else:
+                    self._copy(*key.data)
+        for key in list(self._selector.get_map().values()):
+            if key.data is not None:
+                self._write(key.data[1].flush())
+
+    def _copy(
+        self, source: IO[bytes], tagger: LineTagger, tail: Tail, log: IO[bytes] | None
+    ) -> None:
+        try:
+            data = os.read(source.fileno(), 65536)
+        except BlockingIOError:
+            return
+        if data:
+            tail.add(data)
+            if log is not None:
+                with contextlib.suppress(OSError):  # a full disk mustn't end the job
+                    log.write(data)
+                    log.flush()
+            self._write(tagger.feed(data, time.monotonic()))
+            return
+        self._selector.unregister(source)
+        self._write(tagger.flush())
+        source.close()
+        if log is not None:
+            log.close()
+
+    def _write(self, data: bytes) -> None:
+        while data and self._out is not None:
+            try:
+                data = data[os.write(self._out, data) :]
+            except OSError:
+                # Nobody reads any more (`| head`). The workers mustn't stop for it.
+                self._out = None
+
+
+def last_traceback(text: str) -> str | None:
+    """Return the last traceback of an output, with those that it is chained to.
+
+    Args:
+        text: A rank's output, or its end.
+    """
+    starts = [match.start() for match in _TRACEBACK.finditer(text)]
+    if not starts:
+        return None
+    first = starts.pop()
+    while starts and _CHAINED.search(text, starts[-1], first):
+        first = starts.pop()
+    return text[first:].rstrip()
+
+
+def end_of(text: str) -> str:
+    """Return what to show of a failed rank: its traceback, else the last lines."""
+    traceback = last_traceback(text)
+    lines = (text.rstrip() if traceback is None else traceback).splitlines()
+    if traceback is None:
+        return "\n".join(lines[-_LINES_WITHOUT_TRACEBACK:])
+    if len(lines) > _MOST_LINES:
+        half = _MOST_LINES // 2
+        left_out = len(lines) - 2 * half
+        lines = [*lines[:half], f"  [... {left_out} lines]", *lines[-half:]]
+    return "\n".join(lines)
+
+
+def is_consequence(text: str) -> bool:
+    """Whether an output ends in an error about another rank that was lost."""
+    return bool(_CONSEQUENCE.search(last_traceback(text) or ""))

@@ -1,0 +1,148 @@
+"""Find and end all processes below one: children, their children, and orphans."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+__all__ = [
+    "adopt_orphans",
+    "descendants",
+    "in_foreground",
+    "kill_all",
+    "signal_all",
+]
+
+_PR_SET_CHILD_SUBREAPER = 36
+_PR_GET_CHILD_SUBREAPER = 37
+
+
+@contextlib.contextmanager
+def adopt_orphans() -> Iterator[None]:
+    """Become the parent of descendants whose own parents end, inside the block.
+
+    Otherwise an orphan goes to init, and nobody can tell any more whose it was. So
+    nothing escapes, whatever session or process group it made for itself. Where
+    the system can't do that (only Linux can), orphans do escape.
+    """
+    if sys.platform != "linux":
+        yield
+        return
+    try:
+        import ctypes
+
+        prctl = ctypes.CDLL(None).prctl
+        before = ctypes.c_int(0)
+        prctl(_PR_GET_CHILD_SUBREAPER, ctypes.byref(before), 0, 0, 0)
+    except (ImportError, OSError, AttributeError):
+        yield
+        return
+    prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    try:
+        yield
+    finally:
+        prctl(_PR_SET_CHILD_SUBREAPER, before.value, 0, 0, 0)
+
+
+def descendants(root: int) -> list[int]:
+    """Return the ids of all living processes below `root`, parents first.
+
+    Zombies aren't living: they only wait for their parent to look.
+    """
+    children: dict[int, list[tuple[int, bool]]] = {}
+    for pid, parent, alive in _processes():
+        children.setdefault(parent, []).append((pid, alive))
+    found: list[int] = []
+    todo = [root]
+    while todo:
+        for pid, alive in children.pop(todo.pop(0), []):
+            todo.append(pid)
+            if alive:
+                found.append(pid)
+    return found
+
+
+def _processes() -> Iterator[tuple[int, int, bool]]:
+    """Yield (process id, parent's id, whether it is alive) of every process."""
+    if not Path("/proc/self/stat").exists():
+        listing = subprocess.run(
+            ["ps", "-A", "-o", "pid=,ppid=,stat="],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=10,
+        )
+        for line in listing.stdout.splitlines():
+            pid, parent, state = line.split()[:3]
+            yield int(pid), int(parent), not state.startswith("Z")
+        return
+    for name in os.listdir("/proc"):
+        if not name.isdigit():
+            continue
+        try:
+            text = Path("/proc", name, "stat").read_bytes()
+        except OSError:  # it has ended in between
+            continue
+        # "pid (name) state parent ...", where the name may hold anything.
+        letter, above = text.rpartition(b")")[2].split()[:2]
+        yield int(name), int(above), letter not in (b"Z", b"X")
+
+
+def signal_all(root: int, signum: int, spare: frozenset[int] = frozenset()) -> None:
+    """Send a signal to everything below `root`, except to `spare`."""
+    for pid in descendants(root):
+        if pid not in spare:
+            # Gone in between, or it has become another user's (sudo).
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signum)
+
+
+def kill_all(
+    root: int, signum: int, seconds: float, spare: frozenset[int] = frozenset()
+) -> list[int]:
+    """Send a signal to everything below `root` until nothing is left.
+
+    Again and again, because one may fork while the others are being killed.
+    Children of this process are reaped.
+
+    Args:
+        root: This process, or one above all that shall end.
+        signum: The signal, usually SIGKILL.
+        seconds: How long to go on.
+        spare: Processes that are left alone.
+
+    Returns:
+        What is still there: the ids, empty if all is well.
+    """
+    until = time.monotonic() + seconds
+    while True:
+        left = [pid for pid in descendants(root) if pid not in spare]
+        if not left or time.monotonic() > until:
+            return left
+        signal_all(root, signum, spare)
+        for pid in left:
+            # Only our own children can be reaped; the others have parents or are
+            # given to us when those end.
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(pid, os.WNOHANG)
+        time.sleep(0.01)
+
+
+def in_foreground(group: int) -> bool:
+    """Whether the terminal's keys send signals to this process group."""
+    try:
+        terminal = os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY)
+    except OSError:  # there is no terminal
+        return False
+    try:
+        return os.tcgetpgrp(terminal) == group
+    except OSError:
+        return False
+    finally:
+        os.close(terminal)

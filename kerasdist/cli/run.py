@@ -1,0 +1,328 @@
+"""`kerasdist run`: start workers on this machine, and leave nothing behind."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.machinery
+import importlib.util
+import os
+import secrets
+import shlex
+import shutil
+import signal
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+
+from kerasdist.cli.allocator import ALLOCATORS, find_allocator, preloading
+from kerasdist.cli.binding import cores_in_order, shares
+from kerasdist.cli.job import Job
+from kerasdist.cli.processes import adopt_orphans, descendants, kill_all
+from kerasdist.cli.supervisor import ENDING_SIGNALS, Supervisor, say
+
+__all__ = ["add_parser", "split"]
+
+_DESCRIPTION = """\
+Start N workers on this machine, each with a TF_CONFIG of its own and a port that
+nobody else has, and one secret for all. When one fails the others are ended, and the
+exit code is that of the first that failed."""
+_EPILOG = """\
+examples:
+  kerasdist run -n 4 train.py --epochs 5
+  kerasdist run -n 4 --bind cores --log-dir logs -m mypackage.train"""
+
+
+_WITH_VALUE = ("-n", "--log-dir", "--output", "--bind", "--malloc")
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add `run` to the command line."""
+    parser = commands.add_parser(
+        "run",
+        help="start workers on this machine",
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+        usage="kerasdist run -n N [options] [--] (script.py | -m module) [args ...]",
+    )
+    parser.add_argument(
+        "-n", dest="size", metavar="N", required=True, help="number of workers"
+    )
+    parser.add_argument(
+        "--log-dir",
+        metavar="D",
+        help="folder for the output of ranks 1 to N-1, rank-1.log and so on "
+        "(default: a temporary one, which is removed if the job succeeds)",
+    )
+    parser.add_argument(
+        "--output",
+        choices=("chief", "all"),
+        default="chief",
+        help="'chief': the output of rank 0 passes through, that of the others goes "
+        "to the logs. 'all': that of the others is shown as well, each line with its "
+        "rank in front (default: chief)",
+    )
+    parser.add_argument(
+        "--bind",
+        choices=("none", "cores"),
+        default="none",
+        help="'cores': each worker gets its share of the cores, and TensorFlow as "
+        "many threads (default: none)",
+    )
+    parser.add_argument(
+        "--malloc",
+        metavar="none|auto|LIB",
+        default="none",
+        help="an allocator for the workers, loaded before the C library's: 'auto' "
+        f"takes the first installed one of {', '.join(ALLOCATORS)}; or the path of a "
+        "shared library (default: none)",
+    )
+    parser.set_defaults(handler=lambda arguments: _run(parser, arguments))
+
+
+def split(arguments: list[str]) -> tuple[list[str], list[str]]:
+    """Split `run ...` into its options, and the script and what belongs to that.
+
+    The command begins at the first argument that is no option of ours; a `--` before
+    it is left out, and `-m` belongs to it. argparse can't do this: its versions
+    differ in which `--` they swallow, and the script's own must stay.
+    """
+    i = 1
+    while i < len(arguments) and arguments[i].startswith("-"):
+        if arguments[i] == "--":
+            return arguments[:i], arguments[i + 1 :]
+        if arguments[i] == "-m":
+            break
+        i += 2 if arguments[i] in _WITH_VALUE else 1
+    return arguments[:i], arguments[i:]
+
+
+def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
+    """Check everything, then start."""
+    faults: list[str] = []
+    size = 0
+    try:
+        size = int(arguments.size)
+    except ValueError:
+        pass
+    if size < 1:
+        faults.append(
+            f"-n must be an integer >= 1. Received: -n {shlex.quote(arguments.size)}"
+        )
+    command = _command(arguments, faults)
+    log_dir = None if arguments.log_dir is None else Path(arguments.log_dir)
+    if log_dir is not None:
+        existing = next((p for p in (log_dir, *log_dir.parents) if p.exists()), log_dir)
+        if not (existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)):
+            faults.append(
+                "--log-dir must be a folder in which files can be made. Received: "
+                f"--log-dir {shlex.quote(arguments.log_dir)}"
+            )
+    if arguments.bind == "cores" and not hasattr(os, "sched_getaffinity"):
+        faults.append("--bind cores isn't possible on this system")
+    if os.sep in arguments.malloc and not os.access(arguments.malloc, os.R_OK):
+        faults.append(
+            "--malloc must be 'none', 'auto' or a shared library. Received: --malloc "
+            f"{shlex.quote(arguments.malloc)}, which can't be read"
+        )
+    elif os.sep not in arguments.malloc and arguments.malloc not in ("none", "auto"):
+        faults.append(
+            "--malloc must be 'none', 'auto' or the path of a shared library. "
+            f"Received: --malloc {shlex.quote(arguments.malloc)}"
+        )
+    if not hasattr(os, "fork"):
+        faults.append("kerasdist run needs Linux or macOS")
+    if not sys.executable:
+        faults.append("it is unknown where Python is (sys.executable is empty)")
+    if faults:
+        parser.error("\n  ".join(faults))
+    return _launch(arguments, size, command, log_dir)
+
+
+def _command(arguments: argparse.Namespace, faults: list[str]) -> tuple[str, ...]:
+    """Return what follows the interpreter; check that it is there."""
+    script: list[str] = arguments.script
+    if script[:1] == ["-m"]:
+        if len(script) < 2:
+            faults.append("-m must be followed by the name of a module")
+        elif not _module_exists(script[1]):
+            faults.append(
+                f"there is no module {script[1]!r} that can be run. Received: -m "
+                f"{shlex.quote(script[1])}"
+            )
+        return tuple(script)
+    if not script:
+        faults.append("expected a script, or -m and a module")
+        return ()
+    path = Path(script[0])
+    if path.is_dir():
+        if not (path / "__main__.py").exists():
+            faults.append(f"{script[0]} is a folder without a __main__.py")
+    elif not path.exists():
+        faults.append(
+            f"there is no script {script[0]!r} (in {os.getcwd()}). Expected the path "
+            "of a Python file"
+        )
+    elif not os.access(path, os.R_OK):
+        faults.append(f"the script {script[0]!r} can't be read")
+    # With a name like "-x.py" Python would see an option.
+    return (str(path) if not script[0].startswith("-") else f"./{path}", *script[1:])
+
+
+def _module_exists(name: str) -> bool:
+    """Whether `python -m name` will find it, without importing any of it."""
+    first, *rest = name.split(".")
+    if not all(part.isidentifier() for part in (first, *rest)):
+        return False
+    # `python -m` looks in the current folder first.
+    sys.path.insert(0, os.getcwd())
+    try:
+        spec = importlib.util.find_spec(first)
+        found = first
+        for part in (*rest, "__main__"):
+            if spec is None:
+                return False
+            if spec.submodule_search_locations is None:
+                return part == "__main__"
+            found = f"{found}.{part}"
+            spec = importlib.machinery.PathFinder.find_spec(
+                found, list(spec.submodule_search_locations)
+            )
+    except (ImportError, ValueError):
+        return False
+    finally:
+        del sys.path[0]
+    return spec is not None
+
+
+def _launch(
+    arguments: argparse.Namespace,
+    size: int,
+    command: tuple[str, ...],
+    log_dir: Path | None,
+) -> int:
+    """Acquire what the job needs, run it, and tidy up."""
+    temporary = log_dir is None and arguments.output == "chief" and size > 1
+    if temporary:
+        log_dir = Path(tempfile.mkdtemp(prefix="kerasdist-run-"))
+    elif log_dir is not None:
+        log_dir.mkdir(parents=True, exist_ok=True)
+    cores: tuple[tuple[int, ...], ...] = ()
+    if arguments.bind == "cores":
+        available = cores_in_order()
+        cores = tuple(shares(available, size))
+        if len(available) < size:
+            say(
+                f"{size} workers share {len(available)} cores: each has one core and "
+                "one thread, several have the same"
+            )
+    if os.environ.get("TF_CONFIG", "").strip() not in ("", "{}"):
+        say(
+            "TF_CONFIG is set, and is replaced: `kerasdist run` starts a job of its "
+            "own on this machine"
+        )
+    if log_dir is not None and size > 1:
+        first, last = log_dir / "rank-1.log", f"rank-{size - 1}.log"
+        rest = "" if size == 2 else f" ... {last}"
+        say(f"the others' output goes to {shlex.quote(str(first))}{rest}")
+    environ = dict(os.environ)
+    library = find_allocator() if arguments.malloc == "auto" else arguments.malloc
+    if library is None:
+        say(
+            "--malloc auto: no allocator is installed, workers use the C library's. On "
+            "Debian and Ubuntu: apt-get install libjemalloc2"
+        )
+    elif library != "none":
+        environ.update(preloading(library, environ))
+        say(f"workers allocate with {environ['LD_PRELOAD'].partition(':')[0]}")
+    job = Job(
+        size=size,
+        command=command,
+        log_dir=log_dir,
+        tagged=arguments.output == "all" and size > 1,
+        cores=cores,
+        environ=environ,
+    )
+    code = _supervised(job)
+    if temporary and log_dir is not None and code == 0:
+        shutil.rmtree(log_dir, ignore_errors=True)
+    return code
+
+
+def _supervised(job: Job) -> int:
+    """Fork the supervisor, hand on signals, and return the exit code.
+
+    When this returns, nothing of the job runs any more.
+    """
+    secret = os.environ.get("KERASDIST_SECRET") or secrets.token_hex(32)
+    group = os.getpgrp()
+    others = frozenset(descendants(os.getpid()))  # not ours to end
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Until both processes have their handlers no signal may be lost.
+    blocked = frozenset({*ENDING_SIGNALS, signal.SIGCHLD})
+    unblock = blocked - signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
+    life_read, life_write = os.pipe()
+    with adopt_orphans():
+        supervisor = os.fork()
+        if supervisor == 0:
+            # Only os._exit leaves: nothing of the caller's may run twice.
+            code = 1
+            try:
+                os.close(life_write)
+                os.setpgid(0, 0)
+                code = Supervisor(job, life_read, group, secret).run(unblock)
+            except BaseException:  # whatever it is, it must be seen
+                sys.excepthook(*sys.exc_info())
+            finally:
+                with contextlib.suppress(OSError):
+                    sys.stderr.flush()
+                os._exit(code)
+        os.close(life_read)
+        try:
+            with _handing_on(supervisor, unblock) as received:
+                _, status = os.waitpid(supervisor, 0)
+        finally:
+            os.close(life_write)
+        code = os.waitstatus_to_exitcode(status)
+        if code < 0:
+            # It was killed. What it had adopted has been given to us.
+            kill_all(os.getpid(), signal.SIGKILL, 2.0, others)
+            say(f"the supervisor of the workers was ended by signal {-code}")
+            return 128 - code
+    if code != 0 and received:
+        return 128 + received[0]
+    return code
+
+
+@contextlib.contextmanager
+def _handing_on(
+    supervisor: int, unblock: frozenset[signal.Signals]
+) -> Iterator[list[int]]:
+    """Send the signals that end the job on to the supervisor, inside the block.
+
+    Yields:
+        The signals that came, in order.
+    """
+    received: list[int] = []
+
+    def hand_on(number: int, frame: FrameType | None) -> None:
+        received.append(number)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(supervisor, number)
+
+    before = {}
+    for number in ENDING_SIGNALS:
+        # What `nohup` or a shell's `&` have set to be ignored stays so.
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            before[number] = signal.signal(number, hand_on)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, unblock)
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

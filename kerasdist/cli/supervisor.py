@@ -1,0 +1,391 @@
+"""The process that starts the workers of `kerasdist run`, watches and ends them.
+
+    launcher ───── supervisor ─┬─ rank 0, the chief ── ...
+    (what the      (fork)      ├─ rank 1 ── ...
+    user started)              └─ rank 2 ── ...
+
+Why two processes: the launcher may be killed with SIGKILL, and then somebody must
+end the workers and all their children. The supervisor holds the reading end of a
+pipe whose other end only the launcher has; it reads the end of file when the
+launcher is gone, however it went. All orphans below it become its children
+(`adopt_orphans`), so its descendants are the job: nothing escapes. The other way
+round the launcher adopts and ends the job if the supervisor is killed.
+
+Process groups and the terminal: the launcher stays in the group in which the shell
+started it, and the chief joins it, so the chief reads the terminal, and Ctrl-C
+reaches both of them, as if the user had started the chief alone. The supervisor has
+a group of its own in the same session: no key and no `kill -9 -GROUP` that hits the
+launcher hits it. The other ranks have sessions of their own and no terminal.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import selectors
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import time
+from typing import IO
+
+from kerasdist.cli import _start
+from kerasdist.cli.binding import thread_variables
+from kerasdist.cli.blame import Failure, exit_code, first_failure, in_words
+from kerasdist.cli.job import Job
+from kerasdist.cli.output import OutputPump, Tail, end_of, last_traceback
+from kerasdist.cli.processes import (
+    adopt_orphans,
+    descendants,
+    in_foreground,
+    kill_all,
+    signal_all,
+)
+from kerasdist.cli.verdict import Verdict
+
+__all__ = ["ENDING_SIGNALS", "Supervisor", "say"]
+
+ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+
+# When one rank fails, in seconds from then. The others first get the time to fail
+# by themselves: they say which rank they have lost, and the real first failure may
+# be one whose process takes longer to end. In sum less than 5 s.
+_LET_THEM_FAIL = 1.5
+_TERM_TO_KILL = 2.0
+# The rank that the others blame: TensorFlow may take long to end a process.
+_LET_BLAMED_END = 3.0
+# After Ctrl-C: scripts may catch KeyboardInterrupt and save.
+_INTERRUPT_TO_TERM = 2.0
+_TWICE = 0.5
+# A killed process can only stay when the kernel holds it (a dead network disk).
+_GIVE_UP = 1.0
+_OUTPUT_SECONDS = 2.0
+
+
+@dataclasses.dataclass(kw_only=True)
+class _Worker:
+    """A started worker; `code` and `ended_at` (ns since the epoch) when it ended."""
+
+    rank: int
+    process: subprocess.Popen[bytes]
+    tail: Tail | None
+    code: int | None = None
+    ended_at: int = 0
+    ended_by_us: bool = False
+
+
+class Supervisor:
+    """Runs one job from its start to the end of its last process.
+
+    Args:
+        job: What to run.
+        life: Reading end of the pipe that ends when the launcher does.
+        group: The launcher's process group.
+        secret: The job's secret.
+    """
+
+    def __init__(self, job: Job, life: int, group: int, secret: str) -> None:
+        self._job = job
+        self._life = life
+        self._group = group
+        self._secret = secret
+        self._workers: list[_Worker] = []
+        self._pump = OutputPump(1) if job.tagged else None
+        self._verdict = Verdict()
+        self._failed_at: float | None = None
+        self._signal: int | None = None
+        self._signal_at = 0.0
+        self._give_up_at: float | None = None
+        self._launcher_lost = False
+        # (monotonic time, signal): what is still to be sent to all, and when.
+        self._plan: list[tuple[float, int]] = []
+
+    def run(self, unblock: frozenset[signal.Signals]) -> int:
+        """Start the workers and return the launcher's exit code when all has ended.
+
+        Args:
+            unblock: Signals that are blocked until the handlers are in place.
+        """
+        wake_read, wake_write = os.pipe()
+        for fd in (wake_read, wake_write):
+            os.set_blocking(fd, False)
+        signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, _noted)
+        # We are in the background of the terminal, and yet want to write to it.
+        signal.signal(signal.SIGTTOU, signal.SIG_IGN)
+        for number in ENDING_SIGNALS:
+            # What `nohup` or a shell's `&` have set to be ignored stays so.
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                signal.signal(number, _noted)
+        with adopt_orphans():
+            try:
+                signal.pthread_sigmask(signal.SIG_UNBLOCK, unblock)
+                self._start()
+                self._watch(wake_read)
+            except OSError as error:
+                say(f"the workers can't be run: {error}")
+                return 1
+            finally:
+                left = kill_all(os.getpid(), signal.SIGKILL, _GIVE_UP)
+                if left:
+                    say(f"processes {left} can't be killed")
+        if self._pump is not None:
+            self._pump.finish(_OUTPUT_SECONDS)
+        return self._report()
+
+    # The start.
+
+    def _start(self) -> None:
+        # The sockets listen before any worker lives: nobody can take a port in
+        # between, and a worker that is early finds all others.
+        with contextlib.ExitStack() as listeners:
+            sockets = []
+            for _ in range(self._job.size):
+                server = listeners.enter_context(socket.socket())
+                server.bind(("127.0.0.1", 0))
+                server.listen(1024)
+                sockets.append(server)
+            addresses = [f"127.0.0.1:{each.getsockname()[1]}" for each in sockets]
+            for rank, server in enumerate(sockets):
+                self._start_worker(rank, addresses, server.fileno())
+        # Our copies are closed now, else a dead worker's port would stay open.
+        if self._pump is not None:
+            self._pump.start()
+
+    def _start_worker(self, rank: int, addresses: list[str], listen_fd: int) -> None:
+        job = self._job
+        cores = job.cores[rank] if job.cores else ()
+        task = {"type": "worker", "index": rank}
+        environ = {
+            **job.environ,
+            **(thread_variables(len(cores)) if cores else {}),
+            "KERASDIST_LISTEN_FD": str(listen_fd),
+            "KERASDIST_SECRET": self._secret,
+            **self._verdict.environ,
+            "PYTHONUNBUFFERED": "1",
+            "TF_CONFIG": json.dumps({"cluster": {"worker": addresses}, "task": task}),
+        }
+        command = [
+            *(sys.executable, "-I", "-S", str(_start.__file__)),
+            str(os.getpid()),
+            str(self._group) if rank == 0 else "-",
+            ",".join(map(str, cores)) or "-",
+            *("--", sys.executable, *job.command),
+        ]
+        path = job.log(rank)
+        log: IO[bytes] | None = None if path is None else path.open("wb", buffering=0)
+        piped = rank > 0 and self._pump is not None
+        process = subprocess.Popen(
+            command,
+            stdin=None if rank == 0 else subprocess.DEVNULL,
+            stdout=subprocess.PIPE if piped else log,
+            stderr=None if rank == 0 else subprocess.STDOUT,
+            bufsize=0,
+            env=environ,
+            pass_fds=(listen_fd, self._verdict.writing),
+            start_new_session=rank > 0,
+        )
+        tail = None
+        if piped and self._pump is not None and process.stdout is not None:
+            tail = self._pump.add(rank, process.stdout, log)
+        elif log is not None:
+            log.close()
+        self._workers.append(_Worker(rank=rank, process=process, tail=tail))
+
+    # The watch.
+
+    def _watch(self, wake: int) -> None:
+        with selectors.DefaultSelector() as selector:
+            selector.register(wake, selectors.EVENT_READ)
+            selector.register(self._life, selectors.EVENT_READ)
+            selector.register(self._verdict.reading, selectors.EVENT_READ)
+            while True:
+                self._reap()
+                self._verdict.read()
+                running = [w for w in self._workers if w.code is None]
+                if not running:
+                    # Grandchildren, which may hold the terminal or a pipe of ours.
+                    if not descendants(os.getpid()):
+                        return
+                    if not self._plan:
+                        self._plan_to_end(0.0, _TERM_TO_KILL)
+                self._be_patient_with_the_blamed()
+                self._send_what_is_due()
+                if self._give_up_at and time.monotonic() > self._give_up_at:
+                    return
+                for key, _ in selector.select(self._until_next(bool(running))):
+                    if key.fd == wake:
+                        for number in os.read(wake, 512):
+                            self._on_signal(number)
+                    elif key.fd == self._life:
+                        selector.unregister(self._life)
+                        self._launcher_lost = True
+                        self._plan_to_end(0.0, _TERM_TO_KILL)
+
+    def _reap(self) -> None:
+        by_pid = {w.process.pid: w for w in self._workers if w.code is None}
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                return
+            worker = by_pid.get(pid)
+            if worker is None:  # an orphan that was given to us
+                continue
+            worker.ended_at = time.time_ns()
+            worker.code = os.waitstatus_to_exitcode(status)
+            worker.process.returncode = worker.code  # it can't ask any more
+            failed = worker.code != 0 and not worker.ended_by_us
+            if failed and self._failed_at is None:
+                self._failed_at = time.monotonic()
+                self._plan_to_end(_LET_THEM_FAIL, _LET_THEM_FAIL + _TERM_TO_KILL)
+
+    def _on_signal(self, number: int) -> None:
+        if number not in ENDING_SIGNALS:
+            return
+        now = time.monotonic()
+        if self._signal is not None:
+            # Closing a terminal may send two at once; later it means: I can't wait.
+            if now - self._signal_at > _TWICE:
+                self._plan = [(now, signal.SIGKILL)]
+            return
+        self._signal, self._signal_at = number, now
+        if number != signal.SIGINT:
+            self._plan_to_end(0.0, _TERM_TO_KILL)
+            return
+        self._plan_to_end(_INTERRUPT_TO_TERM, _INTERRUPT_TO_TERM + _TERM_TO_KILL)
+        for worker in self._workers:
+            if worker.code is None:
+                worker.ended_by_us = True
+                # The terminal has sent the chief its own. To a second one it would
+                # answer by breaking off what it does about the first.
+                if worker.rank > 0 or not in_foreground(self._group):
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(worker.process.pid, signal.SIGINT)
+
+    def _plan_to_end(self, term: float, kill: float) -> None:
+        """Plan SIGTERM and SIGKILL, in seconds from now, if nothing earlier is."""
+        now = time.monotonic()
+        if not self._plan or self._plan[0][0] > now + term:
+            self._plan = [(now + term, signal.SIGTERM), (now + kill, signal.SIGKILL)]
+
+    def _blamed(self) -> _Worker | None:
+        """The worker that the others blame for the job's failure, if they do."""
+        rank = self._verdict.blamed
+        return next((w for w in self._workers if w.rank == rank), None)
+
+    def _be_patient_with_the_blamed(self) -> None:
+        """After a failure, SIGTERM waits longer for the rank whose code counts.
+
+        SIGKILL doesn't: the rank may be frozen.
+        """
+        if (
+            self._failed_at is None
+            or self._signal is not None
+            or self._launcher_lost
+            or not (self._plan and self._plan[0][1] == signal.SIGTERM)
+        ):
+            return
+        blamed = self._blamed()
+        ends = blamed is not None and blamed.code is None
+        seconds = _LET_BLAMED_END if ends else _LET_THEM_FAIL
+        self._plan[0] = (self._failed_at + seconds, signal.SIGTERM)
+
+    def _send_what_is_due(self) -> None:
+        while self._plan and self._plan[0][0] <= time.monotonic():
+            number = self._plan[0][1]
+            for worker in self._workers:
+                worker.ended_by_us = worker.ended_by_us or worker.code is None
+            signal_all(os.getpid(), number)
+            if number == signal.SIGKILL:
+                # Until nothing is left: one may have forked in between.
+                self._give_up_at = self._give_up_at or time.monotonic() + _GIVE_UP
+                self._plan = [(time.monotonic() + 0.05, signal.SIGKILL)]
+                return
+            del self._plan[0]
+
+    def _until_next(self, workers_run: bool) -> float | None:
+        """Seconds to wait for something to happen; None: as long as it takes."""
+        until = [] if workers_run else [0.05]  # grandchildren don't tell us
+        if self._plan:
+            until.append(max(0.0, self._plan[0][0] - time.monotonic()))
+        return min(until, default=None)
+
+    # The end.
+
+    def _report(self) -> int:
+        if self._signal is not None:
+            name = signal.Signals(self._signal).name
+            say(f"ended by {name}; all workers are ended")
+            return 128 + self._signal
+        if self._launcher_lost:
+            return 128 + signal.SIGKILL
+        failures = []
+        for worker in self._workers:
+            if worker.code and not worker.ended_by_us:
+                text, written_at = self._evidence(worker)
+                failures.append(
+                    Failure(
+                        rank=worker.rank,
+                        code=worker.code,
+                        ended_at=worker.ended_at,
+                        output=text,
+                        written_at=written_at,
+                    )
+                )
+        blamed = self._blamed()
+        first = first_failure(failures, None if blamed is None else blamed.rank)
+        if first is None:
+            return 0 if all(worker.code == 0 for worker in self._workers) else 1
+        others = "" if self._job.size == 1 else "; the other workers were ended"
+        say(f"rank {first.rank} {in_words(first.code)}{others}")
+        for other in failures:
+            # Said because the order of exits may deceive, see `blame`.
+            if other is not first:
+                say(f"afterwards rank {other.rank} {in_words(other.code)}")
+        shown = self._workers[first.rank]
+        if blamed is not None and blamed.rank != first.rank:
+            how = "was lost to the others, and had to be ended"
+            if not blamed.ended_by_us:
+                how = f"ended with code {blamed.code} while others still needed it"
+            say(f"before that, rank {blamed.rank} {how}")
+            if last_traceback(self._evidence(blamed)[0]):
+                shown = blamed
+        if shown.rank > 0:
+            self._show_end(shown)
+        return exit_code(first.code)
+
+    def _show_end(self, worker: _Worker) -> None:
+        output, log = self._evidence(worker)[0], self._job.log(worker.rank)
+        whose = f"the end of rank {worker.rank}'s output:"
+        if last_traceback(output) is None:
+            left = whose if output.strip() else "and no output"
+            whose = f"rank {worker.rank} left no traceback; {left}"
+        say(whose)
+        shown = end_of(output)
+        if shown:
+            print(shown, file=sys.stderr, flush=True)
+        if log is not None:
+            say(f"all of its output: {shlex.quote(str(log))}")
+
+    def _evidence(self, worker: _Worker) -> tuple[str, int]:
+        if worker.tail is not None:
+            return worker.tail.read()
+        log = self._job.log(worker.rank)
+        return ("", 0) if log is None else Tail.of_file(log)
+
+
+def say(text: str) -> None:
+    """Tell the user something on standard error, whoever still reads that."""
+    with contextlib.suppress(OSError):
+        print(f"kerasdist run: {text}", file=sys.stderr, flush=True)
+
+
+def _noted(number: int, frame: object) -> None:
+    """Do nothing: that it came is in the wake-up pipe."""

@@ -1,0 +1,82 @@
+"""Addresses of workers as text: `"host:port"`. Nothing here looks at the network."""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+
+__all__ = ["address_fault", "same_address_key", "split_address"]
+
+# Underscores aren't allowed in host names, but Docker and Compose make them.
+_HOST_NAME = re.compile(r"[\w.-]+")
+_SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
+
+
+def address_fault(address: object) -> str | None:
+    """Say in words what keeps `address` from being `"host:port"`; None if nothing.
+
+    Args:
+        address: What was found where an address should be.
+    """
+    if not isinstance(address, str):
+        return f"is a {type(address).__name__}, not a text"
+    if not address.strip():
+        return "is empty"
+    if address != address.strip():
+        return "has white space around it"
+    if _SCHEME.match(address):
+        return "has a scheme in front (leave out everything up to '://')"
+    if address.startswith("["):
+        host, bracket, rest = address[1:].partition("]")
+        if not bracket:
+            return "has a '[' without a ']'"
+        try:
+            ipaddress.IPv6Address(host)
+        except ValueError:
+            return "has something in brackets that is no IPv6 address"
+        if not rest.startswith(":"):
+            return "has no port"
+        port = rest[1:]
+    else:
+        host, colon, port = address.rpartition(":")
+        if not colon:
+            return "has no port"
+        if not host:
+            return "has no host"
+        if ":" in host:
+            return (
+                "has more than one ':' (an IPv6 address is written in brackets, "
+                "'[::1]:2222')"
+            )
+        if not _HOST_NAME.fullmatch(host):
+            return f"has a host that can't be one, {host!r}"
+    if not re.fullmatch("[0-9]+", port):
+        return f"has a port that is no number, {port!r}"
+    if len(port) > 5 or not 1 <= int(port) <= 65535:
+        return f"has a port outside 1..65535, {port}"
+    return None
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """Split a checked `"host:port"` or `"[v6]:port"`, brackets removed.
+
+    Raises:
+        ValueError: It isn't of that form.
+    """
+    fault = address_fault(address)
+    if fault is not None:
+        raise ValueError(
+            f"An address {fault}. Received: address={address!r}. Expected "
+            "'host:port', for example 'host1:2222'."
+        )
+    host, _, port = address.rpartition(":")
+    return host.strip("[]"), int(port)
+
+
+def same_address_key(address: str) -> tuple[str, int]:
+    """Return what is equal for two spellings of one address, by the text alone."""
+    host, port = split_address(address)
+    try:
+        return str(ipaddress.ip_address(host)), port
+    except ValueError:
+        return host.lower().rstrip("."), port

@@ -1,0 +1,88 @@
+"""Buffers of results, whose memory is used again when nobody needs it any more.
+
+A large new array is memory that the kernel gives page by page, filled with zeros,
+at the first touch: that costs as much as an all-reduce inside a host. A training
+loop drops the results of a step before the next one needs the same sizes.
+"""
+
+from __future__ import annotations
+
+import mmap
+import sys
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kerasdist.collectives.ops import Array
+
+__all__ = ["Buffers"]
+
+# What is smaller comes from memory that is in use already.
+_SMALLEST_BYTES = 64 << 10
+# What nobody asked for during so many requests is given back.
+_MOST_REQUESTS = 64
+_HUGE = getattr(mmap, "MADV_HUGEPAGE", None)
+
+
+class _Entry:
+    def __init__(self, buffer: npt.NDArray[np.uint8], used: int) -> None:
+        self.buffer = buffer
+        self.used = used
+
+    def references(self) -> int:
+        """How many there are to the buffer, this entry's own among them."""
+        return sys.getrefcount(self.buffer)
+
+
+# What `references` says of a buffer that nobody uses.
+_UNUSED = _Entry(np.empty(0, np.uint8), 0).references()
+
+
+class Buffers:
+    """Makes arrays; keeps the memory of those that were dropped.
+
+    An array is in use while it, or any view of it, is referred to: numpy lets every
+    view hold the array that owns the memory, whose references are counted.
+    """
+
+    def __init__(self) -> None:
+        self._entries: list[_Entry] = []
+        self._requests = 0
+
+    def empty(self, elements: int, dtype: np.dtype[Any]) -> Array:
+        """Return a flat array of any content that nobody else refers to."""
+        size = elements * dtype.itemsize
+        if size < _SMALLEST_BYTES:
+            return np.empty(elements, dtype)
+        self._requests += 1
+        oldest = self._requests - _MOST_REQUESTS
+        found = None
+        kept = []
+        for entry in self._entries:
+            free = entry.references() <= _UNUSED
+            if found is None and free and entry.buffer.size == size:
+                found = entry
+                entry.used = self._requests
+            if entry.used > oldest:
+                kept.append(entry)
+        self._entries = kept
+        if found is None:
+            found = _Entry(_allocate(size), self._requests)
+            self._entries.append(found)
+        return found.buffer.view(dtype)
+
+    def clear(self) -> None:
+        """Keep nothing; what is in use stays as it is."""
+        self._entries = []
+
+
+def _allocate(size: int) -> npt.NDArray[np.uint8]:
+    # Begins at a page: TensorFlow takes over without copying what is aligned.
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if _HUGE is not None:
+        try:
+            memory.madvise(_HUGE)
+        except OSError:  # a kernel without huge pages
+            pass
+    return np.frombuffer(memory, np.uint8)

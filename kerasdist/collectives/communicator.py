@@ -1,0 +1,356 @@
+"""The communicator contract, and what all communicators do alike.
+
+A communicator is one group of ranks and the collectives between them, on numpy
+arrays. `Communicator` checks arguments, packs buffers, numbers the calls, puts a
+deadline on each and turns what a transport saw into the errors of the job;
+subclasses say how bytes are reduced and moved. One contract test suite runs on
+all of them.
+"""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import operator
+import threading
+import zlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kerasdist import errors
+from kerasdist.collectives.explain import explain, fresh
+from kerasdist.collectives.ops import Array, check_dtype, check_op, octets
+from kerasdist.transport.base import Peer
+from kerasdist.transport.deadline import Deadline
+from kerasdist.transport.failures import Supervisor
+from kerasdist.transport.framing import Call
+
+__all__ = ["Communicator"]
+
+# How long `close` waits for a collective of another thread that it has ended.
+_CLOSE_SECONDS = 10.0
+_MOST_SHOWN = 500  # characters of shapes in a message
+
+
+class Communicator(abc.ABC):
+    """Collectives between the ranks of one group.
+
+    Every rank of the group must call the same collectives in the same order,
+    with arrays of the same shapes and dtypes. Each call carries a fingerprint; a
+    difference is a `CollectiveMismatch` on every rank. Calls of several threads
+    are done one after the other.
+
+    Args:
+        rank: This process's rank in the group.
+        peers: How messages name each rank of the group.
+        supervisor: Whom to ask about other ranks.
+        timeout: Seconds that one collective may take.
+
+    Attributes:
+        rank: 0..size-1.
+        size: Number of ranks.
+    """
+
+    def __init__(
+        self, rank: int, peers: Sequence[Peer], supervisor: Supervisor, timeout: float
+    ) -> None:
+        self.rank = rank
+        self.size = len(peers)
+        self.peers = tuple(peers)
+        self.timeout = timeout
+        self._supervisor = supervisor
+        self._lock = threading.Lock()
+        self._sequence = 0
+        self._closed = False
+        self._shapes = ""
+        self._failure: errors.CollectiveError | None = None
+
+    # The collectives.
+
+    def all_reduce(
+        self, buffers: Sequence[npt.ArrayLike], op: str = "sum"
+    ) -> list[Array]:
+        """Reduce each buffer over all ranks, element by element.
+
+        Args:
+            buffers: Arrays of any shape (scalars and empty ones too) and of any
+                numeric dtype: ints, floats incl. float16 and bfloat16, complex,
+                bool. Shapes and dtypes must be the same on all ranks.
+            op: "sum", "prod", "min" or "max". On bool only "max" (or) and "min"
+                (and). Sums are made in the buffer's own dtype; integers wrap.
+
+        Returns:
+            New arrays, one per buffer, bit-identical on all ranks.
+
+        Raises:
+            TypeError, ValueError: An argument is wrong; nothing was sent, and
+                the communicator can still be used.
+            CollectiveError: See `kerasdist.errors`. The communicator can't be
+                used any more, on any rank.
+        """
+        arrays = _arrays(buffers)
+        groups: dict[str, list[int]] = {}
+        for index, array in enumerate(arrays):
+            check_op(op, array.dtype)
+            groups.setdefault(check_dtype(array.dtype), []).append(index)
+        check_op(op, np.dtype("float32"))
+        results: list[Array] = [np.empty(0)] * len(arrays)
+        # In every group's fingerprint are the shapes of all: ranks that differ find
+        # out at once and not a group later.
+        shapes = [(array.dtype.name, array.shape) for array in arrays]
+        with self._user_call(shapes) as detail:
+            for name in sorted(groups) or ["none"]:
+                indices = groups.get(name, [])
+                parts = [np.ascontiguousarray(arrays[i]).reshape(-1) for i in indices]
+                dtype = parts[0].dtype if parts else np.dtype("uint8")
+                elements = sum(part.size for part in parts)
+                with (
+                    self._calling("all_reduce", op, name, elements, detail) as call,
+                    # What overflows is infinite, on all ranks: no matter for one of
+                    # them to warn of or, if so set, to stop at.
+                    np.errstate(all="ignore"),
+                ):
+                    flat = self._reduce(parts, elements, dtype, op, *call)
+                start = 0
+                for i, part in zip(indices, parts, strict=True):
+                    end = start + part.size
+                    results[i] = flat[start:end].reshape(arrays[i].shape)
+                    start = end
+        return results
+
+    def all_gather(self, array: npt.ArrayLike) -> list[Array]:
+        """Give every rank's array to every rank.
+
+        Args:
+            array: An array of any numeric dtype; its first dimension may differ
+                between ranks, the others may not. A scalar counts as one row.
+
+        Returns:
+            New arrays, one per rank, in rank order.
+
+        Raises:
+            As `all_reduce`.
+        """
+        mine = np.asarray(array)
+        name = check_dtype(mine.dtype)
+        shape = mine.shape or (1,)
+        mine = np.ascontiguousarray(mine).reshape(shape)
+        with self._user_call([(name, shape[1:])]) as detail:
+            with self._calling("all_gather", "none", "int64", 1, detail) as call:
+                rows = np.zeros(self.size, np.int64)
+                rows[self.rank] = shape[0]
+                self._gather([octets(rows[r : r + 1]) for r in range(self.size)], *call)
+            out = [np.empty((int(count), *shape[1:]), mine.dtype) for count in rows]
+            out[self.rank][...] = mine
+            elements = sum(part.size for part in out)
+            with self._calling("all_gather", "none", name, elements, detail) as call:
+                self._gather([octets(part) for part in out], *call)
+        return out
+
+    def broadcast(self, buffers: Sequence[npt.ArrayLike], root: int = 0) -> list[Array]:
+        """Give `root`'s buffers to every rank.
+
+        Args:
+            buffers: Arrays of any shape and numeric dtype; the same shapes and
+                dtypes on all ranks. Only the root's contents count.
+            root: The rank whose buffers are given.
+
+        Returns:
+            New arrays, one per buffer.
+
+        Raises:
+            As `all_reduce`.
+        """
+        root = operator.index(root)
+        if not 0 <= root < self.size:
+            raise ValueError(
+                f"There is no such rank. Received: root={root}; expected 0 to "
+                f"{self.size - 1}."
+            )
+        arrays = _arrays(buffers)
+        shapes = [(check_dtype(array.dtype), array.shape) for array in arrays]
+        total = sum(array.nbytes for array in arrays)
+        flat = np.empty(total, np.uint8)
+        if self.rank == root:
+            start = 0
+            for array in arrays:
+                part = octets(np.ascontiguousarray(array))
+                flat[start : start + len(part)] = part
+                start += len(part)
+        with (
+            self._user_call(shapes) as detail,
+            self._calling("broadcast", "none", "uint8", total, detail, root) as call,
+        ):
+            self._broadcast(octets(flat), root, *call)
+        results, start = [], 0
+        for array in arrays:
+            copied = flat[start : start + array.nbytes].copy()
+            results.append(copied.view(array.dtype).reshape(array.shape))
+            start += array.nbytes
+        return results
+
+    def barrier(self) -> None:
+        """Wait until every rank has come here.
+
+        Raises:
+            CollectiveError: See `kerasdist.errors`.
+        """
+        with (
+            self._user_call([]) as detail,
+            self._calling("barrier", "none", "none", 0, detail) as call,
+        ):
+            self._barrier(*call)
+
+    # The rest of the contract.
+
+    def abort(self, error: errors.CollectiveError | None = None) -> None:
+        """End every wait of this communicator, now and later, on this rank.
+
+        Args:
+            error: What the waits shall raise; by default `TransportClosed`.
+
+        Safe from any thread. The others notice that this rank has gone.
+        """
+        if self._failure is None:
+            self._failure = error or errors.TransportClosed(
+                "This communicator was aborted. Create a new strategy to go on."
+            )
+        self._abort()
+
+    def close(self) -> None:
+        """Give back sockets, threads and memory. Can be called twice.
+
+        A collective that another thread is in ends with `TransportClosed`.
+        """
+        self._closed = True
+        self._abort()
+        # Not while another thread uses them. If that takes too long (or this is a
+        # signal handler in the midst of a collective), that call closes them.
+        if self._lock.acquire(timeout=_CLOSE_SECONDS):
+            try:
+                self._close()
+            finally:
+                self._lock.release()
+
+    @property
+    def failure(self) -> errors.CollectiveError | None:
+        """What ended this communicator, or None."""
+        return self._failure
+
+    @property
+    def step(self) -> int:
+        """The optimizer step that messages name; the strategy counts it up."""
+        return self._supervisor.step
+
+    @step.setter
+    def step(self, value: int) -> None:
+        self._supervisor.step = value
+
+    # For subclasses. All arrays are flat and C-contiguous.
+
+    @abc.abstractmethod
+    def _reduce(
+        self,
+        parts: list[Array],
+        elements: int,
+        dtype: np.dtype[Any],
+        op: str,
+        call: Call,
+        deadline: Deadline,
+    ) -> Array:
+        """Return a new array: the concatenated parts, reduced over all ranks."""
+
+    @abc.abstractmethod
+    def _gather(self, views: list[memoryview], call: Call, deadline: Deadline) -> None:
+        """Fill all views but this rank's own, which is what the others get."""
+
+    @abc.abstractmethod
+    def _broadcast(
+        self, view: memoryview, root: int, call: Call, deadline: Deadline
+    ) -> None:
+        """Fill the view with the root's, except at the root."""
+
+    @abc.abstractmethod
+    def _barrier(self, call: Call, deadline: Deadline) -> None:
+        """Return when all ranks have called it."""
+
+    @abc.abstractmethod
+    def _abort(self) -> None:
+        """End every wait with `Aborted`."""
+
+    @abc.abstractmethod
+    def _close(self) -> None:
+        """Give back what is held."""
+
+    # Numbering, deadlines and errors.
+
+    @contextlib.contextmanager
+    def _user_call(self, shapes: list[tuple[str, tuple[int, ...]]]) -> Iterator[int]:
+        """One call of a user, which may be several collectives, and no other's.
+
+        Yields a checksum of dtypes and shapes that is the same in every process.
+        """
+        with self._lock:
+            try:
+                self._shapes = ", ".join(f"{name}{shape}" for name, shape in shapes)
+                yield zlib.crc32(repr(shapes).encode())
+            finally:
+                if self._closed:
+                    self._close()
+
+    @contextlib.contextmanager
+    def _calling(
+        self,
+        kind: str,
+        op: str,
+        dtype: str,
+        elements: int,
+        detail: int,
+        root: int = 0,
+    ) -> Iterator[tuple[Call, Deadline]]:
+        if self._failure is not None:
+            raise fresh(self._failure)
+        if self._closed:
+            raise errors.TransportClosed(
+                f"This communicator is closed. Received: a call of {kind}. Create a "
+                "new strategy to go on."
+            )
+        self._sequence += 1
+        call = Call(self._sequence, kind, op, dtype, elements, detail, root)
+        self._supervisor.call = call
+        try:
+            yield call, Deadline(self.timeout)
+        except BaseException as error:
+            self._give_up(error, call)
+            raise
+
+    def _give_up(self, error: BaseException, call: Call) -> None:
+        """Raise the job's failure for what was seen; return if it's none."""
+        here, ask = self.peers[self.rank], self._supervisor
+        shapes = self._shapes[:_MOST_SHOWN]
+        failure = explain(error, call, here, shapes, ask, self._failure)
+        if failure is None:
+            # Not a matter of the group (Ctrl-C, a bug): this rank is out of step
+            # all the same, and the others needn't wait to find out.
+            self.abort()
+            seen = f"it left {call} with {type(error).__name__}: {error}"
+            seen = seen.rstrip(". \n")
+            lost = errors.WorkerLost(here.rank, here.address, ask.step, seen)
+            ask.report(lost, wait=False)
+            return
+        if self._failure is None:
+            self._failure = failure
+        self._abort()
+        raise fresh(self._failure) from error
+
+
+def _arrays(buffers: Sequence[npt.ArrayLike]) -> list[Array]:
+    if isinstance(buffers, np.ndarray):
+        raise TypeError(
+            "A collective takes a list of arrays. Received: one array of shape "
+            f"{buffers.shape}. Put it into a list."
+        )
+    return [np.asarray(buffer) for buffer in buffers]

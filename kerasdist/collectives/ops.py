@@ -1,0 +1,69 @@
+"""The reduction operations, and which of them make sense on which dtype."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from kerasdist.transport.framing import DTYPES, OPS
+
+__all__ = ["Array", "check_dtype", "check_op", "octets", "reducer"]
+
+Array = np.ndarray[Any, Any]
+
+_REDUCERS: dict[str, np.ufunc] = {
+    "sum": np.add,
+    "prod": np.multiply,
+    "min": np.minimum,
+    "max": np.maximum,
+}
+
+
+def octets(array: Array) -> memoryview:
+    """Return the bytes of a C-contiguous array, which must not be 0-d."""
+    return array.reshape(-1).view(np.uint8).data
+
+
+def reducer(op: str) -> np.ufunc:
+    """Return the element-wise function of a checked op."""
+    return _REDUCERS[op]
+
+
+def check_dtype(dtype: np.dtype[Any]) -> str:
+    """Return the dtype's name as it travels.
+
+    Raises:
+        TypeError: It isn't a numeric dtype or bool.
+    """
+    if dtype.name not in DTYPES[1:] or not dtype.isnative:
+        raise TypeError(
+            "A collective moves arrays of numbers or bools in the machine's byte "
+            f"order. Received: dtype={dtype!r}; expected one of {DTYPES[1:]}. Convert "
+            "the array first."
+        )
+    return str(dtype.name)
+
+
+def check_op(op: str, dtype: np.dtype[Any]) -> None:
+    """Check that `op` exists and has a meaning on `dtype`.
+
+    Raises:
+        ValueError: There is no such op.
+        TypeError: It has no meaning on this dtype.
+    """
+    if op not in _REDUCERS:
+        raise ValueError(
+            f"Unknown reduction. Received: op={op!r}; expected one of {OPS[1:]}."
+        )
+    if dtype.kind == "b" and op in ("sum", "prod"):
+        raise TypeError(
+            f"{op!r} has no meaning on bool. Received: op={op!r}, dtype=bool. Use "
+            "'max' for a logical or, 'min' for a logical and, or convert to an integer "
+            "dtype to count."
+        )
+    if dtype.kind == "c" and op in ("min", "max"):
+        raise TypeError(
+            f"Complex numbers have no order. Received: op={op!r}, dtype={dtype.name}. "
+            "Use 'sum' or 'prod'."
+        )

@@ -1,0 +1,174 @@
+"""Ring collectives over any transport, see `kerasdist.collectives.schedule`.
+
+Every rank talks to its right and its left neighbour only. A chunk travels in pieces:
+while a rank adds up one, the kernel takes and sends others.
+
+What is small goes round whole, and everybody reduces it, in rank order: size-1 steps
+instead of 2 (size-1).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from kerasdist.collectives.buffers import Buffers
+from kerasdist.collectives.communicator import Communicator
+from kerasdist.collectives.ops import Array, octets, reducer
+from kerasdist.collectives.schedule import (
+    all_gather_steps,
+    chunk,
+    reduce_scatter_steps,
+)
+from kerasdist.transport.base import Transport
+from kerasdist.transport.deadline import Deadline
+from kerasdist.transport.failures import Supervisor
+from kerasdist.transport.framing import Call
+
+__all__ = ["RingCommunicator"]
+
+# Chunks travel in pieces of this size. It's below what the kernel buffers, and stays in
+# a core's own cache until it has been added.
+_PIECE_BYTES = 512 << 10
+# Up to this size buffers go round whole, if that moves at most so many bytes more.
+_SMALL_BYTES = 64 << 10
+_MORE_BYTES = 16 << 10
+
+
+class RingCommunicator(Communicator):
+    """Collectives around a ring.
+
+    Args:
+        transport: Connects this rank with (rank+1) % size and (rank-1) % size.
+        supervisor: Whom to ask about other ranks.
+        timeout: Seconds that one collective may take.
+    """
+
+    def __init__(
+        self, transport: Transport, supervisor: Supervisor, timeout: float
+    ) -> None:
+        super().__init__(transport.rank, transport.peers, supervisor, timeout)
+        self._transport = transport
+        self._right = (self.rank + 1) % self.size
+        self._left = (self.rank - 1) % self.size
+        self._results = Buffers()
+
+    def _reduce(
+        self,
+        parts: list[Array],
+        elements: int,
+        dtype: np.dtype[Any],
+        op: str,
+        call: Call,
+        deadline: Deadline,
+    ) -> Array:
+        size = elements * dtype.itemsize
+        flat = self._results.empty(elements, dtype)
+        if parts:
+            np.concatenate(parts, out=flat)
+        combine = reducer(op)
+        if (
+            self.size > 1
+            and size <= _SMALL_BYTES
+            and (self.size - 2) * size <= _MORE_BYTES
+        ):
+            inputs = np.empty((self.size, elements), dtype)
+            inputs[self.rank] = flat
+            self._gather([octets(row) for row in inputs], call, deadline)
+            combine(inputs[0], inputs[1], out=flat)
+            for row in inputs[2:]:
+                combine(flat, row, out=flat)
+            return flat
+        view = octets(flat)
+        width = dtype.itemsize
+        room = np.empty(min(elements, _PIECE_BYTES // width), dtype)
+        for send, receive in reduce_scatter_steps(self.rank, self.size):
+            for out, into in self._pieces(elements, width, send, receive):
+                mine = flat[into]
+                arrived = room[: mine.size]
+                self._pass_on(_part(view, out, width), octets(arrived), call, deadline)
+                # What came has been summed over the ranks to the left: it goes first,
+                # so that each chunk has one order of summation.
+                combine(arrived, mine, out=mine)
+        for send, receive in all_gather_steps(self.rank, self.size, 1):
+            for out, into in self._pieces(elements, width, send, receive):
+                self._pass_on(
+                    _part(view, out, width), _part(view, into, width), call, deadline
+                )
+        return flat
+
+    def _pieces(
+        self, elements: int, width: int, send: int, receive: int
+    ) -> Iterator[tuple[slice, slice]]:
+        """Cut a chunk to send and one to receive into pieces, equally many.
+
+        Chunks differ by an element: all are cut as the longest one, chunk 0, is.
+        """
+        longest = chunk(elements, self.size, 0).stop
+        out, into = (
+            chunk(elements, self.size, send),
+            chunk(elements, self.size, receive),
+        )
+        most = _PIECE_BYTES // width
+        for start in range(0, max(longest, 1), most):
+            yield (
+                _within(out, start, most),
+                _within(into, start, most),
+            )
+
+    def _gather(self, views: list[memoryview], call: Call, deadline: Deadline) -> None:
+        for send, receive in all_gather_steps(self.rank, self.size, 0):
+            self._pass_on(views[send], views[receive], call, deadline)
+
+    def _broadcast(
+        self, view: memoryview, root: int, call: Call, deadline: Deadline
+    ) -> None:
+        first, last = self.rank == root, self._right == root
+        for start in range(0, max(len(view), 1), _PIECE_BYTES):
+            piece = view[start : start + _PIECE_BYTES]
+            if not first:
+                self._transport.exchange(
+                    call, deadline, source=self._left, incoming=piece
+                )
+            if not last:
+                self._transport.exchange(call, deadline, to=self._right, outgoing=piece)
+
+    def _barrier(self, call: Call, deadline: Deadline) -> None:
+        # After size-1 rounds this rank has heard, through its neighbours, of all.
+        for _ in range(self.size - 1):
+            self._pass_on(memoryview(b""), None, call, deadline)
+
+    def _pass_on(
+        self,
+        outgoing: memoryview,
+        incoming: memoryview | None,
+        call: Call,
+        deadline: Deadline,
+    ) -> None:
+        self._transport.exchange(
+            call,
+            deadline,
+            to=self._right,
+            outgoing=outgoing,
+            source=self._left,
+            incoming=incoming,
+        )
+
+    def _abort(self) -> None:
+        self._transport.abort()
+
+    def _close(self) -> None:
+        self._transport.close()
+        self._results.clear()
+
+
+def _within(part: slice, start: int, most: int) -> slice:
+    """Return at most `most` elements of a part, `start` elements after its begin."""
+    begin = min(part.start + start, part.stop)
+    return slice(begin, min(begin + most, part.stop))
+
+
+def _part(view: memoryview, part: slice, width: int) -> memoryview:
+    return view[part.start * width : part.stop * width]

@@ -1,0 +1,274 @@
+"""Collectives of the workers of one host, through memory that they share.
+
+    R: ranks 0..N-1, each with a segment S_r that all of them map
+
+A large all-reduce goes through the segments block by block. In a block, chunk r is
+the one that rank r reduces:
+
+    1. r         packs all chunks of the block but its own into S_r
+    2. all       barrier: everybody has packed
+    3. r         reduces chunk r, its own input and what is in the other segments, in
+                 rank order, into its result, and copies that into S_r
+    4. all       barrier: every chunk is finished, chunk r in S_r
+    5. r         copies chunk q from S_q, for all other q, into its result
+
+There is one barrier per block: between two of them a rank does 5. of one block, 3.
+of the next and 1. of the one after that. Each block has a place of its own in the
+segments, one after the other and then from the beginning again. At least four fit:
+nobody can be two barriers ahead of a reader, so nothing is written that somebody
+still reads, in this collective or the next one.
+
+With B bytes of buffers a rank reads and writes, each
+
+    1.  (N-1)/N B        3.  reads B, writes 2/N B        5.  (N-1)/N B
+
+Why not always the same small place, which stays in the caches? Because to write what
+is in another core's cache is the slowest thing of all where cores don't share one
+(2.4 GB/s instead of 12, see benchmarks/all_reduce). Going through more memory than
+the caches hold, a rank finds its place gone from the others' when it comes back.
+
+A small all-reduce has one barrier: everybody packs all of it, and reduces all of it.
+
+A barrier is a message to and from other ranks over Unix sockets. The message
+carries the call's fingerprint, wakes a waiting rank at once, costs no processor
+time while it waits, orders memory on every architecture, and ends when a worker
+dies.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kerasdist.collectives.buffers import Buffers
+from kerasdist.collectives.communicator import Communicator
+from kerasdist.collectives.ops import Array, reducer
+from kerasdist.collectives.parts import Parts
+from kerasdist.collectives.schedule import chunk
+from kerasdist.errors import SharedMemoryFull
+from kerasdist.transport.deadline import Deadline
+from kerasdist.transport.failures import Supervisor
+from kerasdist.transport.framing import Call
+from kerasdist.transport.segments import SHM_FOLDER, create_segment, map_segment
+from kerasdist.transport.sockets import SocketTransport
+
+__all__ = ["SharedMemoryCommunicator"]
+
+# Buffers up to this size are reduced by everybody, with one barrier.
+_SMALL_BYTES = 64 << 10
+# Bytes of the segments of a host, together. Containers have 64 MB by default.
+_MOST_BYTES = 48 << 20
+# A segment is this much larger than the buffers that it was made for, up to that.
+_TIMES = 8
+# How many blocks fit into a segment.
+_BLOCKS = 4
+_PAGE = 4096
+# What small buffers need.
+_LEAST_BYTES = _BLOCKS * (_SMALL_BYTES + 2 * _PAGE)
+
+
+class SharedMemoryCommunicator(Communicator):
+    """Collectives through shared memory.
+
+    Args:
+        transport: Unix sockets that connect every rank with every other.
+        supervisor: Whom to ask about other ranks.
+        timeout: Seconds that one collective may take.
+        folder: Where segments are made.
+    """
+
+    def __init__(
+        self,
+        transport: SocketTransport,
+        supervisor: Supervisor,
+        timeout: float,
+        folder: str = SHM_FOLDER,
+    ) -> None:
+        super().__init__(transport.rank, transport.peers, supervisor, timeout)
+        self._transport = transport
+        self._folder = folder
+        self._segments: list[npt.NDArray[np.uint8]] = []
+        self._total = 0  # bytes of a segment, the same on all ranks
+        self._next = 0  # where the next block's place begins
+        self._results = Buffers()
+
+    def _reduce(
+        self,
+        parts: list[Array],
+        elements: int,
+        dtype: np.dtype[Any],
+        op: str,
+        call: Call,
+        deadline: Deadline,
+    ) -> Array:
+        size = elements * dtype.itemsize
+        self._make_room(size, call, deadline)
+        source = Parts(parts)
+        flat = self._results.empty(elements, dtype)
+        if size <= _SMALL_BYTES:
+            inputs = [place.view(dtype) for place in self._places(size)]
+            source.copy_to(inputs[self.rank], 0, elements)
+            self._meet(call, deadline)
+            _combine(inputs, flat, op)
+            return flat
+        # A block's place holds its chunks as packed, then one as reduced.
+        most = self._total // _BLOCKS - 2 * _PAGE
+        most_elements = most * self.size // (self.size + 1) // dtype.itemsize
+        count = -(-elements // most_elements)
+        places: list[list[Array]] = []
+        for stage in range(count + 2):
+            if stage > 1:
+                block = chunk(elements, count, stage - 2)
+                after = block.stop - block.start
+                for rank in range(self.size):
+                    if rank != self.rank:
+                        part = _chunk(block, self.size, rank)
+                        end = after + part.stop - part.start
+                        flat[part] = places[stage - 2][rank][after:end]
+            if 0 < stage <= count:
+                block = chunk(elements, count, stage - 1)
+                after = block.stop - block.start
+                part = _chunk(block, self.size, self.rank)
+                within = slice(part.start - block.start, part.stop - block.start)
+                inputs = [place[within] for place in places[stage - 1]]
+                inputs[self.rank] = source.take(part.start, part.stop)
+                _combine(inputs, flat[part], op)
+                end = after + part.stop - part.start
+                places[stage - 1][self.rank][after:end] = flat[part]
+            if stage < count:
+                block = chunk(elements, count, stage)
+                length = block.stop - block.start
+                room = length + -(-length // self.size)
+                places.append(
+                    [p.view(dtype) for p in self._places(room * dtype.itemsize)]
+                )
+                mine = places[stage][self.rank]
+                part = _chunk(block, self.size, self.rank)
+                before, after = part.start - block.start, part.stop - block.start
+                source.copy_to(mine[:before], block.start, part.start)
+                source.copy_to(mine[after:length], part.stop, block.stop)
+            if stage <= count:
+                self._meet(call, deadline)
+        return flat
+
+    def _gather(self, views: list[memoryview], call: Call, deadline: Deadline) -> None:
+        longest = max(len(view) for view in views)
+        self._make_room(longest, call, deadline)
+        for start, stop in self._pieces(longest):
+            places = self._places(stop - start)
+            own = views[self.rank][start:stop]
+            places[self.rank][: len(own)] = own
+            self._meet(call, deadline)
+            for rank, view in enumerate(views):
+                if rank != self.rank:
+                    piece = view[start:stop]
+                    piece[:] = places[rank][: len(piece)].data
+
+    def _broadcast(
+        self, view: memoryview, root: int, call: Call, deadline: Deadline
+    ) -> None:
+        self._make_room(len(view), call, deadline)
+        for start, stop in self._pieces(len(view)):
+            place = self._places(stop - start)[root]
+            if self.rank == root:
+                place[:] = view[start:stop]
+            self._meet(call, deadline)
+            if self.rank != root:
+                view[start:stop] = place.data
+
+    def _barrier(self, call: Call, deadline: Deadline) -> None:
+        self._meet(call, deadline)
+
+    def _meet(self, call: Call, deadline: Deadline) -> None:
+        """Return when all ranks have come here (a dissemination barrier).
+
+        After the round with distance d a rank has heard, directly or not, of the
+        2 d - 1 ranks before it, so log2(size) rounds are enough (Hensgen, Finkel
+        and Manber, "Two algorithms for barrier synchronization", 1988).
+        """
+        distance = 1
+        while distance < self.size:
+            self._transport.exchange(
+                call,
+                deadline,
+                to=(self.rank + distance) % self.size,
+                source=(self.rank - distance) % self.size,
+            )
+            distance *= 2
+
+    def _pieces(self, size: int) -> Iterator[tuple[int, int]]:
+        """Yield start and stop of the pieces that `size` bytes go through in."""
+        most = self._total // _BLOCKS - _PAGE
+        for start in range(0, max(size, 1), most):
+            yield start, min(start + most, size)
+
+    def _places(self, size: int) -> list[npt.NDArray[np.uint8]]:
+        """Return the place of the next block in each rank's segment.
+
+        At most a quarter of a segment. All ranks ask for the same.
+        """
+        if self._next + size > self._total:
+            self._next = 0
+        start = self._next
+        self._next = -(-(start + size) // _PAGE) * _PAGE
+        return [segment[start : start + size] for segment in self._segments]
+
+    def _make_room(self, size: int, call: Call, deadline: Deadline) -> None:
+        """Make the segments large enough for `size` bytes, in blocks."""
+        total = _LEAST_BYTES
+        if size > _SMALL_BYTES:
+            rounded = _SMALL_BYTES  # sizes that grow slowly don't grow it each time
+            while rounded < size:
+                rounded *= 2
+            most = max(_MOST_BYTES // self.size // _PAGE * _PAGE, _LEAST_BYTES)
+            total = min(_TIMES * rounded, most)
+        if total <= self._total:
+            return
+        # The old segments' room can be used for the new ones when all have let go.
+        if self._segments:
+            self._segments = []
+            self._meet(call, deadline)
+        try:
+            descriptor = create_segment(total, self._folder)
+        except SharedMemoryFull as error:
+            here = self.peers[self.rank]
+            raise SharedMemoryFull(
+                f"{here} in {call} at step {self.step}: {error}"
+            ) from error
+        descriptors = {self.rank: descriptor}
+        try:
+            descriptors |= self._transport.share_descriptor(call, deadline, descriptor)
+            self._segments = [
+                map_segment(descriptors[rank], total) for rank in range(self.size)
+            ]
+        finally:
+            for fd in descriptors.values():
+                os.close(fd)
+        self._total = total
+        self._next = 0
+
+    def _abort(self) -> None:
+        self._transport.abort()
+
+    def _close(self) -> None:
+        self._transport.close()
+        self._segments = []
+        self._results.clear()
+
+
+def _chunk(block: slice, size: int, rank: int) -> slice:
+    """Return a rank's chunk of a block."""
+    part = chunk(block.stop - block.start, size, rank)
+    return slice(block.start + part.start, block.start + part.stop)
+
+
+def _combine(inputs: list[Array], out: Array, op: str) -> None:
+    """Reduce all inputs in rank order into `out`, which is none of them."""
+    combine = reducer(op)
+    combine(inputs[0], inputs[1], out=out)
+    for values in inputs[2:]:
+        combine(out, values, out=out)

@@ -1,0 +1,126 @@
+"""The exceptions of kerasdist, one tree.
+
+    KerasDistError                      everything below
+    ├── ClusterError            (ValueError) the cluster settings are wrong
+    │   └── AddressInUseError   (OSError) this worker's address can't be listened on
+    ├── StartupError            (TimeoutError) ranks never came, each with the reason
+    ├── AuthenticationError     the other side doesn't hold this job's secret
+    ├── ProtocolError           what arrived isn't kerasdist, or another version
+    ├── CollectiveError         a collective failed; its communicator is done with
+    │   ├── WorkerLost          a rank died, froze or left (`rank`, `host`, `step`)
+    │   ├── CollectiveMismatch  ranks called different collectives
+    │   ├── CollectiveTimeout   (TimeoutError) all are alive, but not all came in time
+    │   ├── SharedMemoryFull    (OSError) /dev/shm has no room for the buffers
+    │   └── TransportClosed     closed by us: used after `close()`
+
+Whose fault it is shows in the class: `ClusterError` is the settings',
+`StartupError` and `WorkerLost` are a peer's, `ProtocolError` and
+`AuthenticationError` are a stranger's, `CollectiveMismatch` is the script's,
+and `TransportClosed` is the caller's. Messages say what is wrong, what was
+received, what was expected, and the remedy.
+
+All of them survive `pickle`, so that they can cross process boundaries in
+tests and in the launcher.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "AddressInUseError",
+    "AuthenticationError",
+    "ClusterError",
+    "CollectiveError",
+    "CollectiveMismatch",
+    "CollectiveTimeout",
+    "KerasDistError",
+    "ProtocolError",
+    "SharedMemoryFull",
+    "StartupError",
+    "TransportClosed",
+    "WorkerLost",
+]
+
+
+class KerasDistError(Exception):
+    """Base class of every error that kerasdist raises on purpose."""
+
+
+class ClusterError(KerasDistError, ValueError):
+    """The cluster settings (`TF_CONFIG`, Slurm, `cluster=`) are wrong.
+
+    Raised before any socket, thread or segment exists.
+    """
+
+
+class AddressInUseError(ClusterError, OSError):
+    """This worker's own address can't be listened on."""
+
+
+class StartupError(KerasDistError, TimeoutError):
+    """The workers of the job didn't all come together in time.
+
+    Attributes:
+        missing: Mapping from rank to the reason why it is missing.
+    """
+
+    def __init__(self, message: str, missing: dict[int, str] | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.missing = dict(missing or {})
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (self.message, self.missing)
+
+
+class AuthenticationError(KerasDistError):
+    """The other side of a connection doesn't hold this job's secret."""
+
+
+class ProtocolError(KerasDistError):
+    """What arrived on a connection isn't this version of kerasdist's protocol."""
+
+
+class CollectiveError(KerasDistError):
+    """A collective failed. The communicator can't be used any more."""
+
+
+class WorkerLost(CollectiveError):
+    """A worker died, froze or left while others still needed it.
+
+    Attributes:
+        rank: The rank that was lost.
+        host: Its address, `"host:port"`, or its host's name.
+        step: The optimizer step at which it was found to be lost (the number
+            of gradient reductions that this rank had begun).
+        reason: What was seen, e.g. `"its connection was closed"`.
+    """
+
+    def __init__(self, rank: int, host: str, step: int, reason: str) -> None:
+        super().__init__(
+            f"Rank {rank} ({host}) was lost at step {step}: {reason}. "
+            "The other workers can't go on without it. Look at the output of "
+            f"rank {rank} for the first error, then start the job again."
+        )
+        self.rank = rank
+        self.host = host
+        self.step = step
+        self.reason = reason
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (self.rank, self.host, self.step, self.reason)
+
+
+class CollectiveMismatch(CollectiveError):
+    """Ranks called different collectives, or the same one on different data."""
+
+
+class CollectiveTimeout(CollectiveError, TimeoutError):
+    """All ranks are alive, but not all of them came to the collective in time."""
+
+
+class SharedMemoryFull(CollectiveError, OSError):
+    """There is no room in /dev/shm for the buffers of a collective."""
+
+
+class TransportClosed(CollectiveError):
+    """The communicator was used after it had been closed."""

@@ -1,0 +1,144 @@
+"""What the workers agree on outside of graphs: small numbers, and the state."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import tensorflow as tf
+
+if TYPE_CHECKING:
+    from kerasdist.strategies.extended import SynchronousExtended
+
+__all__ = ["any_of", "average", "check_state", "longest", "mean_of", "of_chief"]
+
+
+def any_of(extended: SynchronousExtended, flag: bool) -> bool:
+    """Whether the flag is set on any worker."""
+    return bool(extended.job.communicator.all_reduce([np.bool_(flag)], "max")[0])
+
+
+def longest(extended: SynchronousExtended, length: int | None) -> int | None:
+    """The largest of the workers' lengths; None if one of them isn't known."""
+    mine = np.int64(-1 if length is None else length)
+    every = [int(n[0]) for n in extended.job.communicator.all_gather(mine)]
+    return None if min(every) < 0 else max(every)
+
+
+def of_chief(extended: SynchronousExtended, number: float) -> float:
+    """The chief's number."""
+    return float(extended.job.communicator.broadcast([np.float64(number)])[0])
+
+
+def mean_of(extended: SynchronousExtended, value: Any) -> Any:
+    """Mean of a number over the workers; anything else stays as it is."""
+    array = np.asarray(value)
+    if array.dtype.kind not in "fiu" or array.size != 1:
+        return value
+    communicator = extended.job.communicator
+    total = communicator.all_reduce([np.float64(array)])[0]
+    return float(total) / communicator.size
+
+
+def average(extended: SynchronousExtended, variables: Sequence[Any]) -> None:
+    """Set each variable to its mean over all replicas of all workers."""
+    if not variables or extended.is_alone:
+        return
+    strategy = extended._container_strategy()
+    # Each worker's mean, weighted by its number of replicas.
+    local = len(extended.worker_devices)
+    sums = []
+    for variable in variables:
+        wide = np.float64 if variable.dtype == tf.float64 else np.float32
+        parts = [
+            np.asarray(part, wide)
+            for part in strategy.experimental_local_results(variable)
+        ]
+        sums.append(np.sum(parts, axis=0) if local > 1 else parts[0])
+    totals = extended.job.communicator.all_reduce(sums)
+    replicas = extended.places[2]
+    for variable, total in zip(variables, totals, strict=True):
+        mean = total / total.dtype.type(replicas)
+        for part in strategy.experimental_local_results(variable):
+            part.assign(tf.cast(mean, part.dtype))
+
+
+def check_state(
+    extended: SynchronousExtended,
+    variables: Sequence[tuple[str, Any]],
+    parts: Sequence[tuple[str, Any]] = (),
+) -> None:
+    """Check that all workers hold the same values before the first step.
+
+    Args:
+        extended: The strategy's extended object.
+        variables: Names and variables, in the same order on all workers.
+        parts: The same for what each replica may have its part of, see
+            `strategies.accumulation`: if they differ, all take the mean.
+
+    Raises:
+        ValueError: They differ, and the strategy wasn't asked to broadcast them.
+            All ranks raise it.
+    """
+    communicator = extended.job.communicator
+    if communicator.size == 1:
+        return
+    strategy = extended._container_strategy()
+    digests = [
+        hashlib.sha256(_contents(strategy, variable)).digest()
+        for _, variable in variables
+    ]
+    contents = hashlib.sha256()
+    for _, part in parts:
+        for copy in strategy.experimental_local_results(part):
+            contents.update(np.asarray(copy).tobytes())
+    both = hashlib.sha256(b"".join(digests)).digest() + contents.digest()
+    every = communicator.all_gather(np.frombuffer(both, np.uint8))
+    if all(np.array_equal(theirs[:32], every[0][:32]) for theirs in every):
+        if not all(np.array_equal(theirs, every[0]) for theirs in every):
+            average(extended, [part for _, part in parts])
+        return
+    counts = [int(c[0]) for c in communicator.all_gather([np.int64(len(digests))])]
+    if len(set(counts)) == 1 and extended.initial_state == "broadcast":
+        _take_chiefs(extended, [*variables, *parts])
+        return
+    if len(set(counts)) > 1:
+        what = f"they have {counts} variables, by rank"
+    else:
+        table = np.frombuffer(b"".join(digests), np.uint8).reshape(len(digests), -1)
+        tables = communicator.all_gather(table)
+        differing = [
+            variables[i][0]
+            for i in range(len(digests))
+            if any(not np.array_equal(t[i], tables[0][i]) for t in tables)
+        ]
+        ranks = [r for r, t in enumerate(tables) if not np.array_equal(t, tables[0])]
+        what = (
+            f"{len(differing)} of {len(digests)} variables of ranks {ranks} differ "
+            f"from rank 0's: {differing[:5]}{'...' if len(differing) > 5 else ''}"
+        )
+    raise ValueError(
+        "The workers would begin to train from different states. "
+        f"Received: {what}. Load the same weights on all ranks (a file that only one "
+        "of them can read?), don't branch on the rank before `fit`, or let all take "
+        "rank 0's with RingStrategy(initial_state='broadcast')."
+    )
+
+
+def _contents(strategy: Any, variable: Any) -> bytes:
+    """The bytes of a variable's value on this worker, with its shape and dtype."""
+    value = np.asarray(strategy.experimental_local_results(variable)[0])
+    return f"{value.shape}{value.dtype}".encode() + value.tobytes()
+
+
+def _take_chiefs(
+    extended: SynchronousExtended, variables: Sequence[tuple[str, Any]]
+) -> None:
+    strategy = extended._container_strategy()
+    parts = [strategy.experimental_local_results(variable) for _, variable in variables]
+    values = extended.job.communicator.broadcast([np.asarray(p[0]) for p in parts])
+    for replicas, value in zip(parts, values, strict=True):
+        for part in replicas:
+            part.assign(tf.convert_to_tensor(value, part.dtype))

@@ -1,0 +1,40 @@
+"""How gradients are divided into buckets, each sent by a collective of its own.
+
+The backward pass has the gradients of the last layers first, so those are in the
+first bucket, which leaves while the rest of the pass still runs: TensorFlow starts
+a collective as soon as its own inputs are there.
+
+    computing    | grad D | grad C | grad B | grad A |            | update
+    on the wire           |  bucket D, C    |   bucket B, A       |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+__all__ = ["in_buckets"]
+
+
+def in_buckets(sizes: Sequence[int], limit: int) -> list[list[int]]:
+    """Divide gradients into buckets, from the last one to the first.
+
+    A function of numbers that are the same on all workers: so are the buckets, and
+    their order.
+
+    Args:
+        sizes: Bytes of each gradient.
+        limit: Bytes that a bucket should have at most; a larger gradient has a
+            bucket of its own.
+
+    Returns:
+        Indices of gradients, by bucket, in the order in which buckets are sent.
+    """
+    result: list[list[int]] = []
+    room = 0
+    for index in reversed(range(len(sizes))):
+        if not result or sizes[index] > room:
+            result.append([])
+            room = limit
+        result[-1].append(index)
+        room -= sizes[index]
+    return result

@@ -1,0 +1,188 @@
+"""Collectives on tensors: from a TensorFlow graph to a communicator and back.
+
+In a graph a collective is one `tf.numpy_function`: TensorFlow hands the tensors
+over without copying and goes on with everything that doesn't depend on them. All
+ranks must run their collectives in the same order, which a graph doesn't promise;
+so each collective
+
+    1. takes a number from a counter variable, which orders it against collectives
+       in other functions (TensorFlow runs what touches a variable in the order of
+       the program), and
+    2. waits for the collective before it in its own function.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from kerasdist import _tf
+from kerasdist.collectives import Communicator
+from kerasdist.collectives.mean import weighted_mean
+
+__all__ = ["CollectiveOps"]
+
+
+class CollectiveOps:
+    """Collectives between workers, on host tensors, in graphs and eagerly.
+
+    Args:
+        communicator: Between the workers.
+        host: The device that holds host memory.
+    """
+
+    def __init__(self, communicator: Communicator, host: str) -> None:
+        self._communicator = communicator
+        self._host = host
+        # Names and not operations: an operation would keep its graph alive.
+        self._last: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
+        with tf.init_scope(), tf.device(host):
+            self._counter = tf.Variable(
+                0, dtype=tf.int64, trainable=False, name="kerasdist_collectives"
+            )
+
+    def all_reduce(
+        self, tensors: Sequence[Any], op: str = "sum", *, step: bool = False
+    ) -> list[Any]:
+        """Reduce each tensor over the workers; dtypes and shapes are kept.
+
+        Args:
+            tensors: Host tensors.
+            op: One of the communicator's operations.
+            step: Whether an optimizer step begins with it.
+        """
+
+        def reduce(*arrays: Any) -> list[Any]:
+            self._communicator.step += step
+            return self._communicator.all_reduce(arrays, op)
+
+        return self.call(reduce, tensors, [t.dtype for t in tensors], _shapes(tensors))
+
+    def all_gather(self, tensor: Any, axis: int = 0) -> Any:
+        """Concatenate the workers' tensors along `axis`, in rank order."""
+
+        def gather(array: Any) -> list[Any]:
+            rows = np.moveaxis(array, axis, 0)
+            parts = self._communicator.all_gather(rows)
+            return [np.ascontiguousarray(np.moveaxis(np.concatenate(parts), 0, axis))]
+
+        shape = tensor.shape.as_list()
+        shape[axis] = None
+        return self.call(gather, [tensor], [tensor.dtype], [tf.TensorShape(shape)])[0]
+
+    def broadcast(self, tensor: Any) -> Any:
+        """Give every worker the chief's tensor; strings and the like stay as they are.
+
+        A dtype that can't travel has to be the same on all workers already.
+        """
+        if not (
+            tensor.dtype.is_floating
+            or tensor.dtype.is_integer
+            or (tensor.dtype in (tf.bool, tf.complex64, tf.complex128))
+        ):
+            return tensor
+
+        def give(array: Any) -> list[Any]:
+            return self._communicator.broadcast([array])
+
+        return self.call(give, [tensor], [tensor.dtype], [tensor.shape])[0]
+
+    def weighted_mean(
+        self, gradients: Sequence[Any], rows: Any, *, step: bool = False
+    ) -> list[Any]:
+        """Return sum(rows x gradients) / sum(rows) over the workers.
+
+        Args:
+            gradients: Host tensors of float dtypes.
+            rows: This worker's number of rows, a scalar integer tensor.
+            step: Whether an optimizer step begins with it.
+        """
+
+        def reduce(count: Any, *arrays: Any) -> list[Any]:
+            self._communicator.step += step
+            return weighted_mean(self._communicator, int(count), arrays)
+
+        return self.call(
+            reduce, [rows, *gradients], [g.dtype for g in gradients], _shapes(gradients)
+        )
+
+    def reduce_replicas(
+        self, values: Sequence[Sequence[Any]], *, step: bool = False
+    ) -> list[list[Any]] | None:
+        """Sum over all replicas at once where that can be done; here it can't."""
+        del values, step
+        return None
+
+    def failure(self, error: Exception) -> Exception | None:
+        """The job's failure that made TensorFlow raise `error`, or None."""
+        del error
+        return self._communicator.failure
+
+    def call(
+        self,
+        function: Callable[..., list[Any]],
+        tensors: Sequence[Any],
+        dtypes: Sequence[Any],
+        shapes: Sequence[Any],
+    ) -> list[Any]:
+        """Run a function of numpy arrays that communicates, in the common order.
+
+        Args:
+            function: Takes one array per tensor, returns a list of at least one.
+            tensors: Its arguments.
+            dtypes: Of its results.
+            shapes: Of its results.
+        """
+        if _tf.executing_eagerly():
+            results = function(*[tensor.numpy() for tensor in tensors])
+            return [
+                tf.convert_to_tensor(r, d) for r, d in zip(results, dtypes, strict=True)
+            ]
+        graph = tf.compat.v1.get_default_graph()
+
+        def numbered(number: Any, *arrays: Any) -> list[Any]:
+            del number
+            return function(*arrays)
+
+        with tf.device(self._host):
+            with tf.control_dependencies(self._before(graph)):
+                number = self._counter.assign_add(1, read_value=True)
+            results = tf.numpy_function(
+                numbered, [number, *tensors], list(dtypes), name="kerasdist_collective"
+            )
+        self._last[graph] = results[0].op.name
+        for result, shape in zip(results, shapes, strict=True):
+            result.set_shape(shape)
+        return list(results)
+
+    def cond(
+        self, predicate: Any, yes: Callable[[], Any], no: Callable[[], Any]
+    ) -> Any:
+        """`tf.cond` with collectives in its branches, in the common order.
+
+        Args:
+            predicate: A scalar boolean tensor, the same on all ranks.
+            yes: Returns a nest of at least one tensor.
+            no: The same for the other case.
+        """
+        if _tf.executing_eagerly():
+            return yes() if predicate else no()
+        graph = tf.compat.v1.get_default_graph()
+        # A branch is a graph of its own, where nothing is known of what is before.
+        with tf.control_dependencies(self._before(graph)):
+            results = tf.cond(predicate, yes, no)
+        self._last[graph] = tf.nest.flatten(results)[0].op.name
+        return results
+
+    def _before(self, graph: Any) -> list[Any]:
+        """The collective that the next one in a graph has to wait for."""
+        name = self._last.get(graph)
+        return [] if name is None else [graph.get_operation_by_name(name)]
+
+
+def _shapes(tensors: Sequence[Any]) -> list[Any]:
+    return [tensor.shape for tensor in tensors]

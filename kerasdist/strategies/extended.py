@@ -1,0 +1,391 @@
+"""The synchronous strategies' inside: `tf.distribute`'s extended object.
+
+TensorFlow's `MirroredExtended` keeps one copy of each variable per local replica
+and runs the replicas. Here it learns that there are other workers: whatever it
+reduces or gathers over its replicas is then reduced or gathered over the workers.
+
+`_use_merge_call` is False: updates run straight in the replica, so that they can
+stand inside `tf.cond` (gradient accumulation, loss scaling). Only a reduction over
+several local replicas brings them together with a merge call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from kerasdist import _keras, _tf
+from kerasdist.collectives import Job
+from kerasdist.strategies.auto_shard import is_by_file, own_part
+from kerasdist.strategies.collective_ops import CollectiveOps
+from kerasdist.strategies.keras_hooks import SynchronousHooks
+from kerasdist.strategies.native import NativeCommunicator
+from kerasdist.strategies.native_ops import NativeOps
+from kerasdist.strategies.rows import slice_dataset
+
+__all__ = ["SynchronousExtended"]
+
+
+class SynchronousExtended(_tf.MirroredExtended):
+    """Replicas of this worker, in step with those of all other workers.
+
+    Args:
+        container: The strategy.
+        devices: Canonical names of this worker's devices, one per replica.
+        job: The connected workers.
+        initial_state: "check" or "broadcast", see `RingStrategy`.
+        shards: Whether Keras's data are the same on all workers, each to take its
+            part, or each worker's own.
+        bucket_size: Bytes of gradients that are sent at once.
+        compression: None, "bf16" or "fp16", see `RingStrategy`.
+    """
+
+    def __init__(
+        self,
+        container: Any,
+        devices: Sequence[str],
+        job: Job,
+        *,
+        initial_state: str,
+        shards: bool,
+        bucket_size: int,
+        compression: str | None,
+    ) -> None:
+        super().__init__(container, devices=list(devices))
+        self.job = job
+        self.initial_state = initial_state
+        self.shards = shards
+        self.bucket_size = bucket_size
+        self.compression = compression
+        self._rank = job.communicator.rank
+        self._workers = job.communicator.size
+        self._first_replica = sum(job.replicas[: self._rank])
+        self._replicas = sum(job.replicas)
+        self._host = _tf.host_of(devices[0])
+        if isinstance(job.communicator, NativeCommunicator):
+            self.ops: CollectiveOps = NativeOps(
+                job.communicator, self._host, devices, self._replicas
+            )
+        else:
+            self.ops = CollectiveOps(job.communicator, self._host)
+        self.keras_hooks = SynchronousHooks(self)
+
+    # How many, and which.
+
+    @property
+    def _num_replicas_in_sync(self) -> int:
+        return self._replicas
+
+    def _get_replica_id_in_sync_group(self, replica_id: int) -> int:
+        return self._first_replica + int(replica_id)
+
+    def _get_local_replica_id(self, replica_id_in_sync_group: int) -> int:
+        return int(replica_id_in_sync_group) - self._first_replica
+
+    @property
+    def should_checkpoint(self) -> bool:
+        """Only the chief writes."""
+        return self._rank == 0
+
+    @property
+    def should_save_summary(self) -> bool:
+        """Only the chief writes."""
+        return self._rank == 0
+
+    def _use_merge_call(self) -> bool:
+        return False
+
+    @property
+    def places(self) -> tuple[int, int, int]:
+        """This worker's first replica, number of its replicas, number of all."""
+        return self._first_replica, len(self._devices), self._replicas
+
+    @property
+    def data_places(self) -> tuple[int, int, int]:
+        """The same among those that share a global batch that Keras is given."""
+        local = len(self._devices)
+        return self.places if self.shards else (0, local, local)
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether there's only one replica in all."""
+        return self._replicas == 1
+
+    @property
+    def in_lockstep(self) -> bool:
+        """Whether all replicas are about to write the same values."""
+        return _keras.gradients_are_reduced()
+
+    def _call_for_each_replica(self, fn: Any, args: Any, kwargs: Any) -> Any:
+        if len(self._devices) > 1:
+            return super()._call_for_each_replica(fn, args, kwargs)
+        return _tf.call_replica(
+            self._container_strategy(), self._first_replica, fn, args, kwargs
+        )
+
+    # Values.
+
+    def _get_variable_creator_initial_value(
+        self, replica_id: int, device: str, primary_var: Any, **kwargs: Any
+    ) -> Any:
+        """All workers begin with the chief's values, whatever their seeds are."""
+        value = super()._get_variable_creator_initial_value(
+            replica_id, device, primary_var, **kwargs
+        )
+        if replica_id > 0 or self._workers == 1:
+            return value
+
+        def from_chief() -> Any:
+            mine = _tf.initial_tensor(value, kwargs.get("dtype"))
+            return self.ops.broadcast(mine)
+
+        return from_chief
+
+    def _experimental_distribute_values_from_function(self, value_fn: Any) -> Any:
+        made = [
+            value_fn(
+                tf.distribute.experimental.ValueContext(
+                    self._first_replica + index, self._replicas
+                )
+            )
+            for index in range(len(self._devices))
+        ]
+        return _tf.regroup(made)
+
+    # Data: the elements of a dataset are global batches.
+
+    def _experimental_distribute_dataset(self, dataset: Any, options: Any) -> Any:
+        if self.is_alone:
+            return self._from_function(lambda _: dataset, options)
+        own = self.distribute_own(dataset, options)
+        if own is not None:
+            return own
+        part = slice_dataset(dataset, *self.places)
+        return self._from_function(lambda _: part, options)
+
+    def distribute_parts(self, dataset: Any) -> Any:
+        """Distribute a dataset of parts: one element per local replica in turn.
+
+        One replica in host memory needs no distribution. TensorFlow's distributed
+        iterator would cost it more than the time that it takes: it makes a
+        GeneratorDataset, which sets glibc's M_TRIM_THRESHOLD, and malloc then gives
+        the pages of each step back to the system and faults them in again.
+        """
+        if self.worker_devices == (self._host,):
+            return dataset
+        return self._from_function(lambda _: dataset, None)
+
+    def distribute_own(self, dataset: Any, options: Any = None) -> Any | None:
+        """Distribute this worker's part of a dataset whose policy is FILE or OFF.
+
+        None with another policy, or if there's no other worker.
+        """
+        own = None if self._workers == 1 else own_part(self, dataset)
+        if own is None:
+            return None
+        made = self._from_function(lambda _: own, options)
+        made.kerasdist_own = True
+        made.kerasdist_by_file = is_by_file(dataset)
+        return made
+
+    def _distribute_datasets_from_function(self, dataset_fn: Any, options: Any) -> Any:
+        made = self._from_function(dataset_fn, options)
+        # What a function makes is the worker's own, see `own_data`.
+        made.kerasdist_own = True
+        return made
+
+    def _make_dataset_iterator(self, dataset: Any) -> Any:
+        part = slice_dataset(dataset, *self.places)
+        return self._make_input_fn_iterator(lambda _: part)
+
+    def _make_input_fn_iterator(
+        self, input_fn: Any, replication_mode: Any = None
+    ) -> Any:
+        del replication_mode  # there's one function per worker in any case
+        return _tf.input_fn_iterator(
+            input_fn,
+            self._input_workers,
+            _tf.input_context(self._workers, self._rank, self._replicas),
+            self._container_strategy(),
+        )
+
+    def _from_function(self, dataset_fn: Callable[[Any], Any], options: Any) -> Any:
+        return _tf.distribute_from_function(
+            dataset_fn,
+            self._input_workers_with_options(options),
+            _tf.input_context(self._workers, self._rank, self._replicas),
+            self._container_strategy(),
+            options,
+        )
+
+    # Reductions, in cross-replica context.
+
+    def _reduce_to(
+        self, reduce_op: Any, value: Any, destinations: Any, options: Any
+    ) -> Any:
+        del options
+        if _tf.is_mirrored(value) and reduce_op == _tf.ReduceOp.MEAN:
+            return value
+
+        def reduce(leaf: Any) -> Any:
+            if not isinstance(leaf, _tf.DistributedValues) and (
+                len(self._devices) > 1 or self._workers == 1
+            ):
+                return _tf.reduce_undistributed(
+                    reduce_op, leaf, destinations, self._replicas
+                )
+            total = self._over_workers([self._local_sum(leaf)])[0]
+            return _tf.broadcast_to_devices(
+                self._finish(reduce_op, total), _tf.devices_of(destinations)
+            )
+
+        return tf.nest.map_structure(reduce, value)
+
+    def _batch_reduce_to(
+        self, reduce_op: Any, value_destination_pairs: Any, options: Any
+    ) -> Any:
+        del options
+        sums = [self._local_sum(value) for value, _ in value_destination_pairs]
+        return [
+            _tf.broadcast_to_devices(
+                self._finish(reduce_op, total), _tf.devices_of(destinations)
+            )
+            for total, (_, destinations) in zip(
+                self._over_workers(sums), value_destination_pairs, strict=True
+            )
+        ]
+
+    def _gather_to_implementation(
+        self, value: Any, destinations: Any, axis: int, options: Any
+    ) -> Any:
+        del options
+        local = self._container_strategy().experimental_local_results(value)
+        with tf.device(self._host):
+            tensor = tf.concat([tf.convert_to_tensor(v) for v in local], axis)
+        if self._workers > 1:
+            tensor = self.ops.all_gather(tensor, axis)
+        return _tf.broadcast_to_devices(tensor, _tf.devices_of(destinations))
+
+    def _batch_gather_to(
+        self, value_destination_pairs: Any, axis: int, options: Any = None
+    ) -> Any:
+        """Replicas gather in a merge call, and may have the same tensor."""
+        pairs = [(_tf.regroup(self.local(v)), to) for v, to in value_destination_pairs]
+        return super()._batch_gather_to(pairs, axis, options)
+
+    # Reductions, in replica context.
+
+    def _replica_ctx_all_reduce(
+        self, reduce_op: Any, value: Any, options: Any = None
+    ) -> Any:
+        flat = tf.nest.flatten(value)
+        reduced = self._reduce_in_replicas(reduce_op, flat, self.local, options)
+        return tf.nest.pack_sequence_as(value, reduced)
+
+    def sum_gradients(self, gradients: list[Any]) -> list[Any]:
+        """Sum over all replicas, in replica context, as Keras's optimizers do.
+
+        What is one object on all replicas of a worker counts once: Keras's tests
+        say so. `all_reduce` counts it for each replica.
+        """
+
+        def once(value: Any) -> list[Any]:
+            local = self.local(value)
+            if isinstance(value, _tf.DistributedValues):
+                return local
+            return [local[0], *(tf.zeros_like(tensor) for tensor in local[1:])]
+
+        return self._reduce_in_replicas(_tf.ReduceOp.SUM, gradients, once, None)
+
+    def _reduce_in_replicas(
+        self,
+        reduce_op: Any,
+        flat: list[Any],
+        spread: Callable[[Any], list[Any]],
+        options: Any,
+    ) -> list[Any]:
+        """Reduce what each replica has; `spread` makes one per replica of a value."""
+        if len(self._devices) == 1:
+            # No other replica to wait for, hence no merge call, which couldn't
+            # stand inside `tf.cond`.
+            sums = self._over_workers([_tensor(value) for value in flat])
+            return [self._finish(reduce_op, total) for total in sums]
+
+        def merge(_: Any, *values: Any) -> Any:
+            local = [spread(v) for v in values]
+            sparse = any(isinstance(v[0], tf.IndexedSlices) for v in local)
+            sums = None if sparse else self.ops.reduce_replicas(local)
+            if sums is not None:
+                return [self._mirror(reduce_op, totals) for totals in sums]
+            pairs = [(_tf.regroup(v), self._devices) for v in local]
+            return self._batch_reduce_to(reduce_op, pairs, options)
+
+        replica = tf.distribute.get_replica_context()
+        return list(replica.merge_call(merge, args=tuple(flat)))
+
+    def _mirror(self, reduce_op: Any, totals: list[Any]) -> Any:
+        """Finish what is on each device already."""
+        finished = []
+        for device, total in zip(self._devices, totals, strict=True):
+            with tf.device(device):
+                finished.append(self._finish(reduce_op, total))
+        return _tf.mirrored(finished)
+
+    def local(self, value: Any) -> list[Any]:
+        """One tensor per replica of this worker.
+
+        TensorFlow hands over what is one object on all replicas (a constant from
+        outside the step) as that object: each replica has it all the same.
+        """
+        local = self._container_strategy().experimental_local_results(value)
+        if not isinstance(value, _tf.DistributedValues):
+            local *= len(self._devices)
+        return [_tensor(tensor) for tensor in local]
+
+    def _local_sum(self, value: Any) -> Any:
+        """Sum over this worker's replicas, on the host."""
+        local = self.local(value)
+        with tf.device(self._host):
+            if len(local) == 1:
+                return local[0]
+            if all(isinstance(tensor, tf.IndexedSlices) for tensor in local):
+                return tf.IndexedSlices(
+                    tf.concat([slices.values for slices in local], 0),
+                    tf.concat([slices.indices for slices in local], 0),
+                    local[0].dense_shape,
+                )
+            return tf.add_n([tf.convert_to_tensor(tensor) for tensor in local])
+
+    def _over_workers(self, tensors: list[Any]) -> list[Any]:
+        """Sum over the workers: dense ones at once, slices by gathering them."""
+        if self._workers == 1:
+            return tensors
+        dense = [t for t in tensors if not isinstance(t, tf.IndexedSlices)]
+        reduced = iter(self.ops.all_reduce(dense) if dense else ())
+        return [
+            self._gather_slices(t) if isinstance(t, tf.IndexedSlices) else next(reduced)
+            for t in tensors
+        ]
+
+    def _gather_slices(self, slices: Any) -> Any:
+        return tf.IndexedSlices(
+            self.ops.all_gather(slices.values),
+            self.ops.all_gather(slices.indices),
+            slices.dense_shape,
+        )
+
+    def _finish(self, reduce_op: Any, total: Any) -> Any:
+        if reduce_op != _tf.ReduceOp.MEAN:
+            return total
+        if isinstance(total, tf.IndexedSlices):
+            mean = self._finish(reduce_op, total.values)
+            return tf.IndexedSlices(mean, total.indices, total.dense_shape)
+        return total / tf.cast(self._replicas, total.dtype)
+
+
+def _tensor(value: Any) -> Any:
+    if isinstance(value, tf.IndexedSlices):
+        return value
+    return tf.convert_to_tensor(value)

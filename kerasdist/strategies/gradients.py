@@ -1,0 +1,250 @@
+"""The mean gradient of a global batch, from each replica's mean over its rows.
+
+A replica's loss is the mean over its own n_r rows, so its gradient is g_r, and the
+global batch's gradient is sum(n_r g_r) / sum(n_r): the same for every division of
+the rows, and right for the last batch of an epoch. The row counts travel in the
+bucket of the gradients: one round trip, not two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import tensorflow as tf
+
+from kerasdist import _tf
+from kerasdist.strategies.buckets import in_buckets
+from kerasdist.strategies.slices import add_up, sum_over_workers
+
+if TYPE_CHECKING:
+    from kerasdist.strategies.extended import SynchronousExtended
+
+__all__ = ["narrow", "reduce_gradients", "widen"]
+
+_WIRE = {"bf16": tf.bfloat16, "fp16": tf.float16}
+
+
+def reduce_gradients(
+    extended: SynchronousExtended,
+    gradients: Sequence[Any],
+    rows: Any,
+    linear: bool = False,
+) -> list[Any]:
+    """Reduce gradients over all replicas of all workers, in replica context.
+
+    Args:
+        extended: The strategy's extended object.
+        gradients: One tensor or IndexedSlices per variable, or None.
+        rows: Number of rows that this replica's gradients are the mean over, a
+            scalar integer tensor: the result is the mean over all rows. Or None:
+            the result is the sum over the replicas, as `tf.distribute` has it in
+            custom loops.
+        linear: Whether slices of one index may be added up: see `Returns`.
+
+    Returns:
+        Tensors (or None), the same on all replicas. IndexedSlices stay what they are:
+        those of all replicas, in replica order. They aren't added up, because Keras's
+        optimizers don't do so either: Adam squares each slice, and must see what it
+        sees in one process, and so must clipping. Only if what becomes of the slices
+        is `linear` in them they are added up, before they are sent, and sent as a
+        whole table where that is less: see `kerasdist.strategies.slices`.
+    """
+    if extended.is_alone:
+        return list(gradients)
+    if rows is None:
+        present = [g for g in gradients if g is not None]
+        shares = [narrow(extended, g, 1 / extended.places[2]) for g in present]
+        sums = iter(extended.sum_gradients(shares))
+        return [
+            None if g is None else widen(extended, next(sums), g, extended.places[2])
+            for g in gradients
+        ]
+    slices = [g for g in gradients if isinstance(g, tf.IndexedSlices)]
+    dense = [g for g in gradients if g is not None and not _is_slices(g)]
+    means = iter(_mean_of_dense(extended, dense, rows) if dense else ())
+    # Without the table's shape they can't become one.
+    linear = linear and all(s.dense_shape is not None for s in slices)
+    mean_of_slices = _mean_of_added_slices if linear else _mean_of_slices
+    gathered = iter(mean_of_slices(extended, slices, rows) if slices else ())
+    return [
+        None if g is None else next(gathered if _is_slices(g) else means)
+        for g in gradients
+    ]
+
+
+def _is_slices(gradient: Any) -> bool:
+    return isinstance(gradient, tf.IndexedSlices)
+
+
+def _mean_of_dense(
+    extended: SynchronousExtended, gradients: list[Any], rows: Any
+) -> list[Any]:
+    """The mean of dense gradients, bucket by bucket."""
+    sizes = [(g.shape.num_elements() or 0) * g.dtype.size for g in gradients]
+    share = None
+    if extended.compression is not None:
+        count = tf.cast(rows, tf.float32)
+        (total,) = extended._replica_ctx_all_reduce(_tf.ReduceOp.SUM, [count])
+        share = tf.math.divide_no_nan(count, total)
+    means: list[Any] = [None] * len(gradients)
+    for number, bucket in enumerate(in_buckets(sizes, extended.bucket_size)):
+        some = [gradients[i] for i in bucket]
+        if share is None:
+            reduced = _mean_of_bucket(extended, some, rows, number == 0)
+        else:
+            shares = [narrow(extended, g, share) for g in some]
+            sums = extended._replica_ctx_all_reduce(_tf.ReduceOp.SUM, shares)
+            reduced = [
+                widen(extended, total, g, 1)
+                for total, g in zip(sums, some, strict=True)
+            ]
+        for i, mean in zip(bucket, reduced, strict=True):
+            means[i] = mean
+    return means
+
+
+def narrow(extended: SynchronousExtended, gradient: Any, share: Any) -> Any:
+    """A gradient's share of the mean, as it crosses the network.
+
+    The share is taken before the cast: the sum of all shares isn't larger than the
+    largest gradient, so 16 bits hold it if they hold the gradients.
+    """
+    if not _is_narrowed(extended, gradient):
+        return gradient
+    share = tf.cast(share, gradient.dtype)
+    # Not x 0: without rows a gradient may be anything.
+    part = tf.where(share > 0, gradient * share, tf.zeros_like(gradient))
+    return tf.cast(part, _WIRE[str(extended.compression)])
+
+
+def widen(extended: SynchronousExtended, total: Any, gradient: Any, factor: int) -> Any:
+    """The sum of shares as what `gradient` was before `narrow`."""
+    if not _is_narrowed(extended, gradient):
+        return total
+    return tf.cast(total, gradient.dtype) * tf.cast(factor, gradient.dtype)
+
+
+def _is_narrowed(extended: SynchronousExtended, gradient: Any) -> bool:
+    return (
+        extended.compression is not None
+        and not _is_slices(gradient)
+        and gradient.dtype.is_floating
+    )
+
+
+def _mean_of_bucket(
+    extended: SynchronousExtended, gradients: list[Any], rows: Any, step: bool
+) -> list[Any]:
+    devices = extended.worker_devices
+    if len(devices) == 1:
+        return extended.ops.weighted_mean(gradients, rows, step=step)
+    host = _tf.host_of(devices[0])
+    weighted = []
+    for gradient in gradients:
+        weight = tf.cast(rows, gradient.dtype)
+        # Not x 0: without rows a gradient may be anything.
+        weighted.append(tf.where(rows > 0, gradient * weight, tf.zeros_like(gradient)))
+
+    # Several local replicas are added before the workers are. From there on it's what
+    # a worker with one replica does: workers may have different numbers of them.
+    def merge(_: Any, rows: Any, *weighted: Any) -> Any:
+        values = [extended.local(value) for value in weighted]
+        counts = extended.local(rows)
+        floats = [tf.cast(count, tf.float32) for count in counts]
+        sums = extended.ops.reduce_replicas([*values, floats], step=step)
+        if sums is not None:
+            *sums, totals = sums
+            return [_tf.regroup(divided(parts, totals)) for parts in sums]
+        with tf.device(host):
+            count = tf.cast(tf.add_n(counts), tf.int64)
+            some = tf.maximum(count, 1)
+            means = [tf.add_n(v) / tf.cast(some, v[0].dtype) for v in values]
+            reduced = extended.ops.weighted_mean(means, count, step=step)
+        return [_tf.broadcast_to_devices(mean, devices) for mean in reduced]
+
+    def divided(parts: list[Any], totals: list[Any]) -> list[Any]:
+        means = []
+        for part, total, device in zip(parts, totals, devices, strict=True):
+            with tf.device(device):
+                means.append(part / tf.cast(tf.maximum(total, 1.0), part.dtype))
+        return means
+
+    replica = tf.distribute.get_replica_context()
+    return list(replica.merge_call(merge, args=(rows, *weighted)))
+
+
+def _mean_of_slices(
+    extended: SynchronousExtended, gradients: list[Any], rows: Any
+) -> list[Any]:
+    count = tf.cast(rows, tf.float32)
+    (total,) = extended._replica_ctx_all_reduce(_tf.ReduceOp.SUM, [count])
+    share = tf.math.divide_no_nan(count, total)
+    weighted = []
+    for gradient in gradients:
+        # A replica without rows has none to give, whatever its slices hold.
+        kept = tf.where(rows > 0, tf.shape(gradient.indices)[0], 0)
+        values = gradient.values[:kept]
+        weighted.append(
+            tf.IndexedSlices(
+                values * tf.cast(share, values.dtype),
+                gradient.indices[:kept],
+                gradient.dense_shape,
+            )
+        )
+    return extended._replica_ctx_all_reduce(_tf.ReduceOp.SUM, weighted)
+
+
+def _mean_of_added_slices(
+    extended: SynchronousExtended, gradients: list[Any], rows: Any
+) -> list[Any]:
+    """The same, with slices of one index added up, or as whole tables."""
+    dtypes = [gradient.dtype for gradient in gradients]
+    host = _tf.host_of(extended.worker_devices[0])
+
+    def mean(counts: list[Any], slices: list[list[Any]]) -> list[Any]:
+        with tf.device(host):
+            mine = [add_up(_concat(parts, counts)) for parts in slices]
+            count = tf.cast(tf.add_n(counts), tf.int64)
+            sums, (total,) = sum_over_workers(extended, mine, [count])
+            return [
+                tf.IndexedSlices(
+                    tf.cast(
+                        s.values / tf.cast(tf.maximum(total, 1), s.values.dtype), dtype
+                    ),
+                    s.indices,
+                    s.dense_shape,
+                )
+                for s, dtype in zip(sums, dtypes, strict=True)
+            ]
+
+    if len(extended.worker_devices) == 1:
+        return mean([rows], [[gradient] for gradient in gradients])
+
+    def merge(_: Any, rows: Any, *gradients: Any) -> Any:
+        return [
+            _tf.broadcast_to_devices(slices, extended.worker_devices)
+            for slices in mean(
+                extended.local(rows), [extended.local(g) for g in gradients]
+            )
+        ]
+
+    replica = tf.distribute.get_replica_context()
+    return list(replica.merge_call(merge, args=(rows, *gradients)))
+
+
+def _concat(parts: list[Any], counts: list[Any]) -> Any:
+    """The replicas' slices, each times its replica's rows, in at least 32 bits."""
+    values = []
+    indices = []
+    for part, count in zip(parts, counts, strict=True):
+        # A replica without rows has none to give, whatever its slices hold.
+        kept = tf.where(count > 0, tf.shape(part.indices)[0], 0)
+        wide = part.values[:kept]
+        if wide.dtype.size < 4:
+            wide = tf.cast(wide, tf.float32)
+        values.append(wide * tf.cast(count, wide.dtype))
+        indices.append(part.indices[:kept])
+    return tf.IndexedSlices(
+        tf.concat(values, 0), tf.concat(indices, 0), parts[0].dense_shape
+    )

@@ -1,0 +1,159 @@
+"""What all items of a PyDataset have in common, and how an item becomes bytes.
+
+An item travels between workers as one buffer:
+
+    int64  index of the item
+    int64  sizes of all dimensions of array 0, of array 1, ...
+           array 0, array 1, ...: each begins at a multiple of 64 bytes
+
+Structure, dtypes and numbers of dimensions don't travel: they are those of item 0,
+which all workers have compared.
+"""
+
+from __future__ import annotations
+
+import zlib
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import tensorflow as tf
+
+__all__ = ["ItemForm"]
+
+Array = npt.NDArray[Any]
+_ALIGNMENT = 64
+
+
+class ItemForm:
+    """The form of an item.
+
+    Args:
+        item: A nest of arrays and None.
+
+    Attributes:
+        text: The form as text; equal for equal forms, in every process.
+        exchangeable: Whether such items can be sent: all leaves are arrays of
+            numbers with at least one dimension, and there is one.
+    """
+
+    def __init__(self, item: Any) -> None:
+        leaves = tf.nest.flatten(item)
+        self._structure = tf.nest.map_structure(_kind, item)
+        self._given = [leaf is not None for leaf in leaves]
+        self.text = str(self._structure)
+        arrays = [leaf for leaf in leaves if leaf is not None]
+        self.exchangeable = bool(arrays) and all(map(_is_exchangeable, arrays))
+        if self.exchangeable:
+            self._dtypes = [array.dtype for array in arrays]
+            self._dimensions = [array.ndim for array in arrays]
+            self._head = 8 * (1 + sum(self._dimensions))
+
+    def pack(self, index: int, item: Any) -> Array:
+        """Return an item as bytes.
+
+        Raises:
+            ValueError: The item doesn't have this form. Dtypes may differ: arrays
+                are converted, as TensorFlow converts what a generator yields.
+        """
+        other = ItemForm(item)
+        if not other.exchangeable or (
+            (other._given, other._dimensions) != (self._given, self._dimensions)
+        ):
+            raise ValueError(
+                "All items of a PyDataset must have the same structure and numbers of "
+                f"dimensions. Received: item {index} with {other.text}; item 0 has "
+                f"{self.text}."
+            )
+        arrays = [
+            np.ascontiguousarray(leaf, dtype)
+            for leaf, dtype in zip(_arrays(item), self._dtypes, strict=True)
+        ]
+        starts, total = self._places([array.nbytes for array in arrays])
+        packed = np.zeros(total, np.uint8)
+        head = [index, *(size for array in arrays for size in array.shape)]
+        packed[: self._head] = np.array(head, np.int64).view(np.uint8)
+        for start, array in zip(starts, arrays, strict=True):
+            flat = array.reshape(-1).view(np.uint8)
+            packed[start : start + array.nbytes] = flat
+        return packed
+
+    def unpack(self, packed: Array) -> tuple[int, list[Array]]:
+        """Return an item's index and its arrays, which share the buffer's memory."""
+        index, *sizes = (int(n) for n in packed[: self._head].view(np.int64))
+        shapes = []
+        for dimensions in self._dimensions:
+            shapes.append(sizes[:dimensions])
+            del sizes[:dimensions]
+        bytes_of = [
+            int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+            for shape, dtype in zip(shapes, self._dtypes, strict=True)
+        ]
+        starts, _ = self._places(bytes_of)
+        return index, [
+            packed[start : start + length].view(dtype).reshape(shape)
+            for start, length, dtype, shape in zip(
+                starts, bytes_of, self._dtypes, shapes, strict=True
+            )
+        ]
+
+    def item(self, leaves: list[Any]) -> Any:
+        """Return a nest of this structure; `leaves` are in the place of its arrays."""
+        following = iter(leaves)
+        flat = [next(following) if given else None for given in self._given]
+        return tf.nest.pack_sequence_as(self._structure, flat)
+
+    def example(self, item: Any) -> Any:
+        """An item of zeros with an item's shapes, which takes no memory."""
+        return self.item(
+            [
+                np.broadcast_to(np.zeros((), dtype), array.shape)
+                for array, dtype in zip(_arrays(item), self._dtypes, strict=True)
+            ]
+        )
+
+    def rows(self, item: Any) -> int:
+        """Number of rows of an item."""
+        return int(_arrays(item)[0].shape[0])
+
+    def checksums(self, item: Any) -> list[int]:
+        """One number for each array, of its shape and contents."""
+        return [
+            zlib.crc32(
+                np.ascontiguousarray(a).tobytes(), zlib.crc32(str(a.shape).encode())
+            )
+            for a in _arrays(item)
+        ]
+
+    def _places(self, lengths: list[int]) -> tuple[list[int], int]:
+        """Where arrays of these lengths begin, and where the last one ends."""
+        starts, end = [], self._head
+        for length in lengths:
+            start = -(-end // _ALIGNMENT) * _ALIGNMENT
+            starts.append(start)
+            end = start + length
+        return starts, end
+
+
+def _arrays(item: Any) -> list[Any]:
+    return [leaf for leaf in tf.nest.flatten(item) if leaf is not None]
+
+
+def _kind(leaf: Any) -> str | None:
+    if leaf is None:
+        return None
+    if not isinstance(leaf, np.ndarray):
+        return type(leaf).__name__
+    return f"{leaf.dtype.name}[{leaf.ndim}]"
+
+
+def _is_exchangeable(leaf: Any) -> bool:
+    if not isinstance(leaf, np.ndarray) or leaf.ndim == 0:
+        return False
+    try:
+        dtype = tf.as_dtype(leaf.dtype)
+    except TypeError:
+        return False
+    return bool(
+        dtype.is_floating or dtype.is_integer or dtype.is_bool or dtype.is_complex
+    )

@@ -1,0 +1,333 @@
+"""What the synchronous strategies do in Keras's place, see `kerasdist._keras`."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import secrets
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import tensorflow as tf
+
+from kerasdist import _tf
+from kerasdist._keras import ArrayData, ItemData, random_seed
+from kerasdist.strategies import agreement
+from kerasdist.strategies.accumulation import end_window
+from kerasdist.strategies.gradients import reduce_gradients
+from kerasdist.strategies.order import epoch_order, own_rows
+from kerasdist.strategies.own_data import Together
+from kerasdist.strategies.rows import (
+    count_rows,
+    fill_if_empty,
+    slice_dataset,
+    split_total,
+    take_rows,
+    with_total,
+)
+from kerasdist.strategies.same_batches import CHECKSUM, SameBatches
+from kerasdist.strategies.shared_items import share_items
+from kerasdist.strategies.start_line import Given, describe
+
+if TYPE_CHECKING:
+    from kerasdist.strategies.extended import SynchronousExtended
+
+__all__ = ["SynchronousHooks"]
+
+
+class SynchronousHooks:
+    """The hooks of one strategy.
+
+    Args:
+        extended: The strategy's extended object.
+    """
+
+    def __init__(self, extended: SynchronousExtended) -> None:
+        self._extended = extended
+        self._orders = itertools.count()
+        self._given: Given | None = None
+        self._same = SameBatches(extended)
+        self.rank = extended.job.communicator.rank
+        self.replicas = extended.places[2]
+        self.shards = extended.shards
+
+    def count_rows(self, batch: Any) -> Any:
+        """See `KerasHooks.count_rows`."""
+        return count_rows(batch)
+
+    def reduce_gradients(
+        self, gradients: Sequence[Any], rows: Any, linear: bool
+    ) -> list[Any]:
+        """See `KerasHooks.reduce_gradients`."""
+        return reduce_gradients(self._extended, gradients, rows, linear)
+
+    def end_window(
+        self,
+        gradients: Sequence[Any],
+        accumulators: Sequence[Any],
+        last: Any,
+        steps: int,
+    ) -> list[Any]:
+        """See `KerasHooks.end_window`."""
+        return end_window(self._extended, gradients, accumulators, last, steps)
+
+    def fill_if_empty(self, batch: Any, rows: Any) -> Any:
+        """See `KerasHooks.fill_if_empty`."""
+        return fill_if_empty(batch, rows)
+
+    def sum_over_replicas(self, tensors: Sequence[Any]) -> list[Any]:
+        """See `KerasHooks.sum_over_replicas`."""
+        if self.replicas == 1:
+            return list(tensors)
+        return self._extended._replica_ctx_all_reduce(_tf.ReduceOp.SUM, list(tensors))
+
+    def replica(self) -> int:
+        """See `KerasHooks.replica`."""
+        return self._extended.places[0] + _tf.local_replica_id()
+
+    def own_rows(self, batch: Any) -> Any:
+        """See `KerasHooks.own_rows`."""
+        first, local, replicas = self._extended.data_places
+        if replicas == 1:
+            return batch
+        batch = tf.nest.map_structure(tf.convert_to_tensor, batch)
+        rows = count_rows(batch)
+        parts = [take_rows(batch, rows, first + i, replicas) for i in range(local)]
+        return parts[0] if local == 1 else _tf.regroup(parts)
+
+    def distribute_dataset(
+        self, dataset: Any, length: int | None
+    ) -> tuple[Any, int | None]:
+        """See `KerasHooks.distribute_dataset`."""
+        extended = self._extended
+        if isinstance(dataset, tf.distribute.DistributedDataset):
+            self._given = Given(division="distributed already")
+            return self._in_step(dataset, length)
+        self._given = _known_of(dataset, length)
+        if self.replicas == 1:
+            return extended.distribute_parts(dataset), length
+        if not self.shards:
+            self._given = Given(division="each worker's own data")
+            own = extended.distribute_parts(
+                slice_dataset(dataset, *extended.data_places)
+            )
+            own.kerasdist_own = True
+            return self._in_step(own, length)
+        own = extended.distribute_own(dataset)
+        if own is not None:
+            by_file = own.kerasdist_by_file
+            self._given = dataclasses.replace(
+                self._given,
+                batches=None,
+                division="divided by file" if by_file else "each worker's own dataset",
+            )
+            # How much of the whole is this worker's isn't known before it's read.
+            return self._in_step(own, None)
+        parts = slice_dataset(dataset, *extended.places, wrap=self._same.wrap)
+        return extended.distribute_parts(parts), length
+
+    def _in_step(self, dataset: Any, length: int | None) -> tuple[Any, int | None]:
+        """Let workers whose data end first go on with empty batches."""
+        own = getattr(dataset, "kerasdist_own", False)
+        if not own or self._extended.job.communicator.size == 1:
+            return dataset, length
+        return (
+            Together(self._extended, dataset),
+            agreement.longest(self._extended, length),
+        )
+
+    def unwrap(self, data: Any) -> Any:
+        """See `KerasHooks.unwrap`."""
+        if not isinstance(data, dict) or CHECKSUM not in data:
+            return data
+        strategy = self._extended._container_strategy()
+        if self._extended.job.communicator.size > 1:
+            local = strategy.experimental_local_results(data[CHECKSUM])
+            if _tf.local_replica_id() == 0:
+                self._same.compare(local[0])
+        return data["batch"]
+
+    def split(self, data: Any) -> tuple[Any, Any]:
+        """See `KerasHooks.split`."""
+        return split_total(data)
+
+    def order_of_epochs(self) -> Callable[[int, int], Any]:
+        """See `KerasHooks.order_of_epochs`."""
+        seed = self._seed()
+        return lambda length, epoch: epoch_order(length, 1, True, seed, epoch)
+
+    def any_of(self, flag: bool) -> bool:
+        """See `KerasHooks.any_of`."""
+        return agreement.any_of(self._extended, flag)
+
+    def of_chief(self, number: float) -> float:
+        """See `KerasHooks.of_chief`."""
+        return agreement.of_chief(self._extended, number)
+
+    def mean_of(self, value: Any) -> Any:
+        """See `KerasHooks.mean_of`."""
+        return agreement.mean_of(self._extended, value)
+
+    def average(self, variables: Sequence[Any]) -> None:
+        """See `KerasHooks.average`."""
+        agreement.average(self._extended, variables)
+
+    def check_state(
+        self, variables: Sequence[tuple[str, Any]], parts: Sequence[tuple[str, Any]]
+    ) -> None:
+        """See `KerasHooks.check_state`."""
+        agreement.check_state(self._extended, variables, parts)
+
+    def describe(self) -> str:
+        """See `KerasHooks.describe`."""
+        return describe(self._given, self._extended.job.replicas, self.rank)
+
+    def gather_outputs(self, output: Any) -> Any:
+        """See `KerasHooks.gather_outputs`."""
+        if self._extended.job.communicator.size == 1 or not self.shards:
+            return output
+        return self._extended.ops.all_gather(output)
+
+    def failure(self, error: Exception) -> Exception | None:
+        """See `KerasHooks.failure`."""
+        fault, self._same.fault = self._same.fault, None
+        return fault or self._extended.ops.failure(error)
+
+    def distribute_arrays(self, data: ArrayData) -> Any:
+        """See `KerasHooks.distribute_arrays`.
+
+        Raises:
+            ValueError: The workers were given different data.
+        """
+        self._given = Given(batch_size=data.batch_size, samples=data.samples)
+        return _Epochs(self._extended, data, self._agree(data))
+
+    def distribute_items(self, data: ItemData) -> Any | None:
+        """See `KerasHooks.distribute_items`.
+
+        Raises:
+            ValueError: The workers were given different data.
+        """
+        if self._extended.job.communicator.size == 1:
+            return None
+        items = share_items(self._extended, data, self._seed)
+        if items is not None:
+            self._given = Given(
+                batch_size=items.rows,
+                batches=items.length,
+                endless=items.length is None,
+            )
+        return items
+
+    def _agree(self, data: ArrayData) -> int:
+        """Check that all workers have the same number of samples; return a seed."""
+        communicator = self._extended.job.communicator
+        facts = np.array(
+            [
+                data.samples,
+                data.batch_size,
+                ["", "True", "batch"].index(str(data.shuffle or "")),
+            ],
+            np.int64,
+        )
+        every = communicator.all_gather(facts)
+        for rank, theirs in enumerate(every):
+            if not np.array_equal(theirs, facts):
+                raise ValueError(
+                    "All workers must be given the same data: each takes its own part "
+                    "of every global batch. Received: "
+                    f"rank {communicator.rank}: {_facts(facts)}; "
+                    f"rank {rank}: {_facts(theirs)}. Don't shard the arrays yourself."
+                )
+        return self._seed()
+
+    def _seed(self) -> int:
+        """A seed that all workers agree on, another one each time."""
+        chosen = random_seed()
+        number = next(self._orders)
+        if chosen is None:
+            seed = secrets.randbits(63)
+        else:
+            # A script that sets a seed gets the same orders in each run.
+            words = np.random.SeedSequence([chosen, number]).generate_state(
+                1, np.uint64
+            )
+            seed = int(words[0] >> np.uint64(1))
+        communicator = self._extended.job.communicator
+        return int(communicator.broadcast([np.int64(seed)])[0])
+
+
+class _Epochs:
+    """Iterates over this worker's parts of arrays; each iteration is an epoch.
+
+    The order of an epoch depends on the number of the iteration, which is counted
+    here, where all workers count alike, and not where TensorFlow prefetches.
+    """
+
+    def __init__(
+        self, extended: SynchronousExtended, data: ArrayData, seed: int
+    ) -> None:
+        self._data = data
+        self._seed = seed
+        self._epoch = 0
+        self._first, self._local, self._replicas = extended.places
+        batches = -(-data.samples // data.batch_size)
+        parts = batches * self._local
+
+        def order(_: Any) -> Any:
+            samples, bounds = tf.numpy_function(
+                self._own_rows, [], [tf.int64, tf.int64]
+            )
+            return tf.ensure_shape(samples, [None]), tf.ensure_shape(
+                bounds, [parts + 1]
+            )
+
+        def cut(samples: Any, bounds: Any) -> Any:
+            return tf.data.Dataset.range(parts).map(
+                lambda i: samples[bounds[i] : bounds[i + 1]]
+            )
+
+        # A large order takes a while: it is made before the epoch needs it.
+        indices = tf.data.Dataset.range(1).map(order).prefetch(1).flat_map(cut)
+        dataset = data.take(indices)
+        if extended.job.communicator.size > 1:
+            # Inside a worker nobody has to be asked.
+            def rows(part: Any) -> Any:
+                begin = part // self._local * data.batch_size
+                return tf.minimum(data.samples - begin, data.batch_size)
+
+            totals = tf.data.Dataset.range(parts).map(rows)
+            dataset = tf.data.Dataset.zip((dataset, totals)).map(with_total)
+        self._dataset = extended.distribute_parts(dataset)
+
+    def __iter__(self) -> Iterator[Any]:
+        self._epoch += 1
+        return iter(self._dataset)
+
+    def _own_rows(self) -> Any:
+        data = self._data
+        order = epoch_order(
+            data.samples, data.batch_size, data.shuffle, self._seed, self._epoch
+        )
+        return own_rows(
+            order, data.batch_size, self._first, self._local, self._replicas
+        )
+
+
+def _known_of(dataset: Any, length: int | None) -> Given:
+    """What is known of a dataset of global batches without reading it."""
+    try:
+        batch_size = _tf.static_batch_size(dataset)
+    except (IndexError, TypeError, ValueError, tf.errors.OpError):
+        batch_size = None  # its elements aren't batches: said when they are used
+    endless = int(dataset.cardinality()) == tf.data.INFINITE_CARDINALITY
+    return Given(batch_size=batch_size, batches=length, endless=endless)
+
+
+def _facts(facts: Any) -> str:
+    samples, batch_size, shuffle = (int(fact) for fact in facts)
+    return (
+        f"samples={samples}, batch_size={batch_size}, "
+        f"shuffle={[False, True, 'batch'][shuffle]!r}"
+    )

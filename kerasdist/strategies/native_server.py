@@ -1,0 +1,101 @@
+"""This process's gRPC server, by which TensorFlow's collectives reach the others.
+
+TensorFlow can start only one in a process, and never ends it. Each worker starts it
+on a free port of its own; the ring that connects the workers already carries the
+addresses round, and each tells its TensorFlow of all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+
+import numpy as np
+import tensorflow as tf
+
+from kerasdist import _tf, errors
+from kerasdist.collectives import Communicator
+
+__all__ = ["is_serving", "serve"]
+
+# Apart from the keys that TensorFlow's own strategies count up from 1.
+_FIRST_GROUP = 0x4B44_0000
+# Each job has a group of the workers, and one of all replicas.
+_GROUPS_PER_JOB = 2
+_ATTEMPTS = 20
+
+
+class _Server:
+    """There is one: a class, because TensorFlow has it for the process."""
+
+    rank: int | None = None
+    address = ""
+    workers: tuple[str, ...] = ()
+    next_group = _FIRST_GROUP
+
+
+def is_serving() -> bool:
+    """Whether this process has started its server."""
+    return _Server.rank is not None
+
+
+def serve(ring: Communicator) -> int:
+    """Take part in a job of TensorFlow's collectives, with all ranks of a ring.
+
+    Args:
+        ring: Connects them.
+
+    Returns:
+        The first of the job's group keys: of the workers. The next one is for the
+        job's replicas. No other job of these processes gets them.
+
+    Raises:
+        ClusterError: On all ranks, if one was a worker of another cluster before.
+            The ring can't be used any more then.
+    """
+    host = ring.peers[ring.rank].address.rpartition(":")[0]
+    if _Server.rank is None:
+        _start_server(ring.rank, host)
+    text = f"{_Server.rank} {_Server.address} {','.join(_Server.workers)}".encode()
+    heard = ring.all_gather(np.frombuffer(text, np.uint8))
+    said = [part.tobytes().decode().split(" ") for part in heard]
+    workers = tuple(address for _, address, _ in said)
+    moved = [str(r) for r, (was, _, _) in enumerate(said) if was != str(r)]
+    known = {before for _, _, before in said}
+    if moved or known not in ({""}, {",".join(workers)}):
+        # All see it: nobody leaves before all have come here. Who leaves first ends
+        # the ring, but those that it interrupts here know as much.
+        with contextlib.suppress(errors.CollectiveError):
+            ring.barrier()
+        raise errors.ClusterError(
+            "A process can be a worker of only one cluster with transport='native': "
+            "TensorFlow's server can't be started twice. "
+            f"Received: workers={workers}; before: {_Server.workers}; ranks that had "
+            f"another rank before: {', '.join(moved) or 'none'}. Use another "
+            "transport, or start new processes."
+        )
+    if not _Server.workers:
+        _tf.serve_collectives(ring.rank, dict(enumerate(workers)))
+        _Server.workers = workers
+    (group,) = ring.all_reduce([np.int64(_Server.next_group)], "max")
+    _Server.next_group = int(group) + _GROUPS_PER_JOB
+    return int(group)
+
+
+def _start_server(rank: int, host: str) -> None:
+    """Start the server on a free port.
+
+    TensorFlow wants to be told the port, so somebody else may take it first.
+    """
+    for attempt in range(_ATTEMPTS):
+        with socket.create_server(("", 0)) as free:
+            port = free.getsockname()[1]
+        address = f"{host}:{port}"
+        try:
+            _tf.serve_collectives(rank, {rank: address})
+        except tf.errors.UnknownError:
+            if attempt + 1 == _ATTEMPTS:
+                raise
+            continue
+        _Server.rank, _Server.address = rank, address
+        return

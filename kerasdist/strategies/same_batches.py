@@ -1,0 +1,95 @@
+"""Do all workers read the same global batches in the same order?
+
+Every worker takes its rows of each global batch of a dataset. If the workers'
+datasets are shuffled differently, some samples are trained on twice and others
+never, and nothing would show it. So the first batches of each iteration carry a
+checksum, and the step that uses one compares it over the workers.
+"""
+
+from __future__ import annotations
+
+import zlib
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import tensorflow as tf
+
+from kerasdist.strategies.rows import count_rows, with_total
+
+if TYPE_CHECKING:
+    from kerasdist.strategies.extended import SynchronousExtended
+
+__all__ = ["CHECKSUM", "SameBatches"]
+
+CHECKSUM = "kerasdist_checksum"
+# A different order shows in the first batches, or hardly ever.
+_CHECKED = 2
+
+
+class SameBatches:
+    """The check of one strategy.
+
+    Attributes:
+        fault: What was found, as an error; TensorFlow passes on only its text.
+    """
+
+    def __init__(self, extended: SynchronousExtended) -> None:
+        self._extended = extended
+        self.fault: ValueError | None = None
+
+    def wrap(self, index: Any, batch: Any, part: Any) -> Any:
+        """Make a dataset's element: the part, and the batch's checksum or 0."""
+        flat = [
+            tensor
+            for tensor in tf.nest.flatten(batch, expand_composites=True)
+            if tensor.dtype not in (tf.resource, tf.variant)
+        ]
+        checksum = tf.cond(
+            index < _CHECKED,
+            lambda: tf.ensure_shape(tf.numpy_function(_checksum, flat, tf.int64), []),
+            lambda: tf.constant(0, tf.int64),
+        )
+        return {CHECKSUM: checksum, "batch": with_total(part, count_rows(batch))}
+
+    def compare(self, checksum: Any) -> None:
+        """Compare a step's checksum over the workers, unless it's 0.
+
+        Raises:
+            ValueError: It differs. In a graph TensorFlow raises an error of its
+                own with this text, and `fault` is this one.
+        """
+
+        def compare() -> Any:
+            ops = self._extended.ops
+            return ops.call(self._compare, [checksum], [tf.int64], [tf.TensorShape([])])
+
+        tf.cond(checksum != 0, lambda: compare()[0], lambda: checksum)
+
+    def _compare(self, checksum: Any) -> list[Any]:
+        communicator = self._extended.job.communicator
+        every = [int(c[0]) for c in communicator.all_gather(np.int64(checksum))]
+        if len(set(every)) > 1:
+            others = [rank for rank, c in enumerate(every) if c != every[0]]
+            self.fault = ValueError(
+                "The workers read different global batches: each takes its own rows of "
+                "every batch, so all datasets must yield the same batches in the same "
+                f"order. Received: ranks {others} differ from rank 0. Give "
+                "`dataset.shuffle` a seed, or call `keras.utils.set_random_seed` with "
+                "the same number on all workers before the dataset is made. If each "
+                "worker's dataset is its own part already, use "
+                "`strategy.distribute_datasets_from_function`."
+            )
+            raise self.fault
+        return [np.int64(checksum)]
+
+
+def _checksum(*arrays: Any) -> Any:
+    """A checksum of arrays, never 0."""
+    crc = 0
+    for array in arrays:
+        data = np.ascontiguousarray(array)
+        if data.dtype == object:
+            crc = zlib.crc32(repr(data.tolist()).encode(), crc)
+        else:
+            crc = zlib.crc32(data.tobytes(), crc)
+    return np.int64(crc + 1)

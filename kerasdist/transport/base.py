@@ -1,0 +1,131 @@
+"""The transport contract: move bytes between the ranks of one group.
+
+A transport connects `size` ranks. Its one operation is `exchange`: send to one
+rank and receive from one rank at the same time, so that a ring in which
+everybody sends can't fill up and stop. Implementations: sockets
+(`kerasdist.transport.sockets`) and, for tests, queues in one process
+(`kerasdist.transport.memory`). One contract test suite runs on all of them.
+
+A transport knows nothing of jobs: it reports what it saw of one peer with the
+exceptions below, and its user finds out what that means for the job.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+from collections.abc import Sequence
+
+from kerasdist.transport.deadline import Deadline
+from kerasdist.transport.framing import Call
+
+__all__ = [
+    "Aborted",
+    "CallMismatch",
+    "Peer",
+    "PeerClosed",
+    "PeerSilent",
+    "Transport",
+    "TransportFault",
+]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Peer:
+    """A rank as messages name it: its rank in the job and its address."""
+
+    rank: int
+    address: str
+
+    def __str__(self) -> str:
+        """For instance `rank 2 (10.0.0.3:2222)`."""
+        return f"rank {self.rank} ({self.address})"
+
+
+class TransportFault(Exception):
+    """Something was seen on the connection to `peer`; caught by the collectives."""
+
+    def __init__(self, peer: Peer, message: str) -> None:
+        super().__init__(message)
+        self.peer = peer
+
+
+class PeerClosed(TransportFault):
+    """The peer's end of the connection is closed."""
+
+
+class PeerSilent(TransportFault):
+    """Nothing came from the peer, or it took nothing, until the deadline."""
+
+
+class CallMismatch(TransportFault):
+    """The peer is in another collective.
+
+    Attributes:
+        mine: The call of this rank.
+        theirs: The call of the peer.
+    """
+
+    def __init__(self, peer: Peer, mine: Call, theirs: Call) -> None:
+        super().__init__(peer, f"{peer} is in {theirs}, this rank in {mine}")
+        self.mine = mine
+        self.theirs = theirs
+
+
+class Aborted(Exception):
+    """`abort` or `close` was called on this transport."""
+
+
+class Transport(abc.ABC):
+    """Connects the ranks of one group.
+
+    Attributes:
+        rank: This process's rank in the group, 0..size-1.
+        size: Number of ranks in the group.
+        peers: How messages name each rank of the group, by group rank.
+    """
+
+    rank: int
+    size: int
+    peers: Sequence[Peer]
+
+    @abc.abstractmethod
+    def exchange(
+        self,
+        call: Call,
+        deadline: Deadline,
+        *,
+        to: int | None = None,
+        outgoing: memoryview | bytes = b"",
+        source: int | None = None,
+        incoming: memoryview | None = None,
+    ) -> None:
+        """Send `outgoing` to one rank and fill `incoming` from another, together.
+
+        Args:
+            call: The collective that this is part of; the peer's must be equal.
+            deadline: When to give up.
+            to: Group rank to send to, or None to send nothing.
+            outgoing: The bytes to send, C-contiguous.
+            source: Group rank to receive from, or None to receive nothing.
+            incoming: Where to put what arrives, C-contiguous and writable; it
+                must have exactly the size of what is sent. None for no bytes.
+
+        Raises:
+            PeerClosed: A connection is closed.
+            PeerSilent: The deadline passed.
+            CallMismatch: The source is in another collective.
+            ProtocolError: What arrived isn't a data frame.
+            Aborted: `abort` or `close` was called, here or by another thread.
+
+        After an exception the connections are out of step: the only thing left
+        to do is `abort`.
+        """
+
+    @abc.abstractmethod
+    def abort(self) -> None:
+        """End every wait, now and later, with `Aborted`. Safe from any thread."""
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Give back what the transport holds. Can be called twice."""

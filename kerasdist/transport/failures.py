@@ -1,0 +1,120 @@
+"""What a communicator asks about the other ranks, and how failures travel."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, Protocol
+
+from kerasdist import errors
+from kerasdist.transport.base import Peer
+from kerasdist.transport.framing import Call
+
+__all__ = ["Supervisor", "Unsupervised", "decode", "encode"]
+
+_MOST_CHARACTERS = 4000
+
+
+class Supervisor(Protocol):
+    """Knows about the ranks of a job what one connection can't tell.
+
+    Attributes:
+        step: This rank's step, for messages; set by the strategy.
+        call: The collective this rank is in, or was in last; set by the
+            communicator.
+    """
+
+    step: int
+    call: Call
+
+    @property
+    def failure(self) -> errors.CollectiveError | None:
+        """The first failure of the job, as far as this rank knows."""
+
+    def report(
+        self, error: errors.CollectiveError, *, wait: bool = True
+    ) -> errors.CollectiveError:
+        """Tell everybody of an error seen here; return the job's first one.
+
+        Args:
+            error: What was seen.
+            wait: Whether to wait until it's agreed which error was the first.
+        """
+
+    def explain(self, peer: Peer, seen: str) -> errors.CollectiveError:
+        """Find out why `peer` can't be heard any more, and tell everybody."""
+
+    def absent(self, call: Call) -> list[Peer] | None:
+        """Return the ranks that haven't come to `call`; None if that isn't known."""
+
+    def close(self) -> None:
+        """Say goodbye and end. Can be called twice."""
+
+
+class Unsupervised:
+    """Takes every broken connection at its word; for tests without a session.
+
+    Ranks in one process may share one: then they agree on the first failure.
+    """
+
+    def __init__(self) -> None:
+        self.step = 0
+        self.call = Call(0)
+        self._failure: errors.CollectiveError | None = None
+
+    @property
+    def failure(self) -> errors.CollectiveError | None:
+        """See `Supervisor.failure`."""
+        return self._failure
+
+    def report(
+        self, error: errors.CollectiveError, *, wait: bool = True
+    ) -> errors.CollectiveError:
+        """See `Supervisor.report`."""
+        self._failure = self._failure or error
+        return self._failure
+
+    def explain(self, peer: Peer, seen: str) -> errors.CollectiveError:
+        """See `Supervisor.explain`."""
+        return self.report(errors.WorkerLost(peer.rank, peer.address, self.step, seen))
+
+    def absent(self, call: Call) -> list[Peer] | None:
+        """See `Supervisor.absent`."""
+        return None
+
+    def close(self) -> None:
+        """See `Supervisor.close`."""
+
+
+def encode(error: errors.CollectiveError, *, suspected: bool = False) -> bytes:
+    """Return a failure as it travels: its class's name and its arguments.
+
+    Args:
+        error: The failure.
+        suspected: Whether something else may be the cause: the chief then waits
+            a moment for it.
+    """
+    args: tuple[Any, ...]
+    if isinstance(error, errors.WorkerLost):
+        reason = error.reason[:_MOST_CHARACTERS]
+        args = (error.rank, error.host, error.step, reason)
+    else:
+        args = (str(error)[:_MOST_CHARACTERS],)
+    value = {"error": type(error).__name__, "args": args, "suspected": suspected}
+    return json.dumps(value).encode()
+
+
+def decode(payload: bytes) -> tuple[errors.CollectiveError, bool]:
+    """Return what `encode` was given; anything else is a plain, certain failure."""
+    try:
+        value = json.loads(payload)
+        kind, args = getattr(errors, value["error"]), value["args"]
+        if issubclass(kind, errors.WorkerLost):
+            rank, host, step, reason = args
+            lost = kind(int(rank), str(host), int(step), str(reason))
+            return lost, value["suspected"] is True
+        if issubclass(kind, errors.CollectiveError):
+            return kind(str(args[0])), value["suspected"] is True
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        pass
+    shown = payload.decode("utf-8", "replace")[:_MOST_CHARACTERS]
+    return errors.CollectiveError(shown), False

@@ -1,0 +1,103 @@
+"""One control connection of a supervisor: what came in part, what must still go."""
+
+from __future__ import annotations
+
+import socket
+
+from kerasdist.errors import ProtocolError
+from kerasdist.transport.framing import (
+    HEADER_BYTES,
+    MAX_CONTROL,
+    Call,
+    FrameType,
+    pack_header,
+    unpack_header,
+)
+
+__all__ = ["Line"]
+
+
+class Line:
+    """A control connection that never blocks. Not safe for several threads.
+
+    Args:
+        sock: A connected socket; owned from now on.
+        now: The time, on the monotonic clock.
+
+    Attributes:
+        sock: The socket.
+        heard: When something was last heard on it.
+        open: Whether more may be heard on it; set by its user.
+    """
+
+    def __init__(self, sock: socket.socket, now: float) -> None:
+        sock.setblocking(False)
+        self.sock = sock
+        self.heard = now
+        self.open = True
+        self._inbox = bytearray()
+        self._outbox = bytearray()
+
+    @property
+    def waiting(self) -> bool:
+        """Whether something must still go out."""
+        return bool(self._outbox)
+
+    def post(self, kind: FrameType, payload: bytes, call: Call) -> None:
+        """Put a frame behind what must still go out; `flush` sends it."""
+        self._outbox += pack_header(kind, len(payload), call) + payload
+
+    def flush(self) -> None:
+        """Send what the kernel takes now. A broken connection takes all."""
+        while self._outbox:
+            try:
+                sent = self.sock.send(self._outbox)
+            except BlockingIOError:
+                return
+            except OSError:  # `frames` finds out and says so
+                self._outbox.clear()
+                return
+            del self._outbox[:sent]
+
+    def frames(self) -> list[tuple[FrameType, Call, bytes]]:
+        """Take the frames that have come.
+
+        Raises:
+            EOFError: The connection is closed; the text says how, if known.
+            ProtocolError: What came isn't a frame.
+        """
+        try:
+            data = self.sock.recv(1 << 16)
+        except BlockingIOError:
+            return []
+        except OSError as error:
+            raise EOFError(error.strerror or "") from error
+        if not data:
+            raise EOFError
+        self._inbox += data
+        frames = []
+        while len(self._inbox) >= HEADER_BYTES:
+            kind, length, call = unpack_header(self._inbox[:HEADER_BYTES])
+            if length > MAX_CONTROL:
+                raise ProtocolError(
+                    f"A {kind.name} frame is too long. Received: {length} bytes, "
+                    f"expected at most {MAX_CONTROL}."
+                )
+            end = HEADER_BYTES + length
+            if len(self._inbox) < end:
+                break
+            frames.append((kind, call, bytes(self._inbox[HEADER_BYTES:end])))
+            del self._inbox[:end]
+        return frames
+
+    def close(self) -> None:
+        """Close the connection; what has been sent still arrives."""
+        try:
+            self.sock.shutdown(socket.SHUT_WR)
+            # Closing a socket that holds unread bytes resets the connection, and
+            # that could overtake what was sent last.
+            while self.sock.recv(1 << 16):
+                pass
+        except OSError:  # nothing more to read now, or it is broken
+            pass
+        self.sock.close()

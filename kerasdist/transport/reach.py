@@ -1,0 +1,121 @@
+"""Can a peer be reached, and if not, why not: in words, within a deadline."""
+
+from __future__ import annotations
+
+import errno
+import os
+import queue
+import socket
+import threading
+
+from kerasdist.cluster.address import address_fault, split_address
+from kerasdist.transport.deadline import Deadline
+
+__all__ = ["why_unreachable"]
+
+_REASONS = {
+    errno.ECONNREFUSED: "connection refused: nothing listens there",
+    errno.EHOSTUNREACH: "no route to host: it is down, or a firewall rejects us",
+    errno.ENETUNREACH: "its network can't be reached from here",
+    errno.ECONNRESET: "the connection was reset by the other side",
+    errno.EACCES: "a firewall on this machine forbids it",
+    errno.EPERM: "a firewall on this machine forbids it",
+    errno.EADDRNOTAVAIL: "this machine has no address from which it could connect",
+}
+_Found = list[tuple[socket.AddressFamily, tuple[str, int] | tuple[str, int, int, int]]]
+
+
+def why_unreachable(address: str, timeout: float) -> str | None:
+    """Try to open a TCP connection, and say why it fails.
+
+    The connection is closed at once: whoever listens sees one that says nothing.
+    That it could be opened doesn't prove that a worker is there: transparent
+    proxies, such as the sidecars of a service mesh, accept for everybody.
+
+    Args:
+        address: `"host:port"`, or `"[v6]:port"`.
+        timeout: Seconds for the whole of it: looking up the name, and all the
+            addresses that it has.
+
+    Returns:
+        None if a connection could be opened, else the reason in words, without a
+        full stop.
+    """
+    fault = address_fault(address)
+    if fault is not None:
+        return f"its address {fault}"
+    deadline = Deadline(timeout)
+    found = _look_up(*split_address(address), deadline)
+    if isinstance(found, str):
+        return found
+    reasons: list[str] = []
+    for i, (family, target) in enumerate(found):
+        # Each address gets its share of what is left: a silent first one mustn't
+        # hide a second one that answers.
+        share = deadline.remaining() / (len(found) - i)
+        reason = _connect(family, target, share, deadline.seconds)
+        if reason is None:
+            return None
+        if reason not in reasons:
+            reasons.append(reason)
+    return "; ".join(reasons)
+
+
+def _look_up(host: str, port: int, deadline: Deadline) -> _Found | str:
+    """Resolve a name, or say why that fails.
+
+    `getaddrinfo` can't be interrupted and may take minutes, so it runs in a thread
+    that is left to itself when the time is over (as a daemon it keeps nobody).
+    """
+    answer: queue.SimpleQueue[_Found | str] = queue.SimpleQueue()
+
+    def look_up() -> None:
+        try:
+            infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        except socket.gaierror as error:
+            if error.errno == socket.EAI_AGAIN:
+                answer.put(
+                    "its host name doesn't resolve: the name server can't be reached "
+                    "or knows nothing yet"
+                )
+            else:
+                answer.put(f"its host name doesn't resolve ({error.strerror})")
+        except (OSError, UnicodeError) as error:
+            answer.put(f"its host name doesn't resolve ({error})")
+        else:
+            found: _Found = []
+            for family, _, _, _, target in infos:
+                item = (family, target)
+                if item not in found:
+                    found.append(item)  # type: ignore[arg-type]
+            answer.put(found or "its host name has no address")
+
+    threading.Thread(target=look_up, name="kerasdist-look-up", daemon=True).start()
+    try:
+        return answer.get(timeout=deadline.remaining())
+    except queue.Empty:
+        return f"looking up its host name took longer than {deadline.seconds:g} s"
+
+
+def _connect(
+    family: socket.AddressFamily,
+    target: tuple[str, int] | tuple[str, int, int, int],
+    seconds: float,
+    told: float,
+) -> str | None:
+    """Connect to one address; return None, or the reason why it fails."""
+    try:
+        with socket.socket(family, socket.SOCK_STREAM) as sock:
+            # 0 would mean "don't wait at all" and end in a meaningless error.
+            sock.settimeout(max(seconds, 0.001))
+            sock.connect(target)
+            # On one machine the kernel may choose the very port that is asked for
+            # as the source of the connection: then we have reached ourselves.
+            if sock.getsockname() == sock.getpeername():
+                return _REASONS[errno.ECONNREFUSED]
+    except TimeoutError:
+        return f"no answer within {told:g} s"
+    except OSError as error:
+        number = error.errno or 0
+        return _REASONS.get(number, os.strerror(number) if number else str(error))
+    return None

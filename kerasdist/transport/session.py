@@ -1,0 +1,227 @@
+"""A session: the workers of one strategy come together and find each other.
+
+They meet at the chief (`kerasdist.transport.startup`); these connections stay
+open, and the supervisor uses them. The connections for data are made afterwards,
+between the ranks that need them, through the same listeners (`Session.dial`,
+`Session.answer`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import socket
+import threading
+from typing import Any
+
+from kerasdist import errors
+from kerasdist.cluster import Cluster
+from kerasdist.transport.base import Aborted, Peer
+from kerasdist.transport.deadline import Deadline
+from kerasdist.transport.dialing import dial_tcp, dial_unix, retry
+from kerasdist.transport.listener import Listener
+from kerasdist.transport.member import Member, host_key
+from kerasdist.transport.secret import job_secret
+from kerasdist.transport.startup import Arrival, gather, report
+from kerasdist.transport.timeouts import Timeouts
+
+__all__ = ["Member", "Session", "host_key"]
+
+
+class Session:
+    """All workers of one strategy, come together.
+
+    Args:
+        cluster: Who this worker is and who its peers are; `size` >= 2.
+        settings: What all workers must have been asked for alike, e.g. the
+            transport. Small JSON values.
+        timeouts: How long to wait.
+        host: Overrides `host_key()`, for tests.
+        replicas: Number of this worker's replicas.
+
+    Attributes:
+        members: All workers by rank.
+        controls: The chief's connection to each other rank, or, on another
+            rank, its connection to rank 0. The supervisor takes them over.
+
+    Raises:
+        ClusterError: There is no secret where one is needed.
+        AddressInUseError: This worker's port is taken.
+        StartupError: Ranks didn't come, or were asked for something else.
+        AuthenticationError: The chief doesn't hold the same secret.
+        ProtocolError: What answers at the chief's address isn't kerasdist.
+
+    After an exception nothing of the session is left.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        *,
+        settings: dict[str, Any],
+        timeouts: Timeouts,
+        host: str | None = None,
+        replicas: int = 1,
+    ) -> None:
+        if cluster.rank is None or cluster.size < 2:
+            raise ValueError(
+                "A session needs at least two workers. "
+                f"Received: rank={cluster.rank}, size={cluster.size}."
+            )
+        # As they arrive: tuples as lists, for instance.
+        settings = json.loads(json.dumps(settings))
+        self.rank = cluster.rank
+        self.size = cluster.size
+        self.timeouts = timeouts
+        self._secret = job_secret(cluster.workers, os.environ)
+        self._stop = threading.Event()
+        self._released = False
+        self.controls: dict[int, socket.socket] = {}
+        self._number = _Number(cluster)
+        address = cluster.workers[self.rank]
+        try:
+            self._listener = Listener.acquire(address, self._secret)
+        except BaseException:
+            self._number.release(used=False)
+            raise
+        try:
+            self._me = Member(
+                rank=self.rank,
+                address=address,
+                host=host or host_key(),
+                unix_name=self._listener.unix_name,
+                pid=os.getpid(),
+                replicas=replicas,
+            )
+            arrival = Arrival(
+                session=self._number.session,
+                me=self._me,
+                settings=settings,
+                addresses=cluster.workers,
+                secret=self._secret,
+            )
+            deadline = Deadline(timeouts.startup)
+            if self.rank == 0:
+                come = gather(arrival, deadline, self._listener)
+            else:
+                come = report(arrival, deadline)
+            self.members: tuple[Member, ...] = come[0]
+            self.controls = come[1]
+        except BaseException:
+            self._number.release(used=False)
+            self.close()
+            raise
+        self._number.release(used=True)
+
+    @property
+    def name(self) -> str:
+        """What this session is called, alike on all ranks."""
+        return self._number.session
+
+    @property
+    def peers(self) -> tuple[Peer, ...]:
+        """All workers as messages name them, by rank."""
+        return tuple(member.peer for member in self.members)
+
+    def local_ranks(self) -> list[int]:
+        """The ranks on this worker's host, this one among them, in order."""
+        mine = self.members[self.rank].host
+        return [member.rank for member in self.members if member.host == mine]
+
+    def leaders(self) -> list[int]:
+        """The lowest rank of each host, in order."""
+        first: dict[str, int] = {}
+        for member in self.members:
+            first.setdefault(member.host, member.rank)
+        return sorted(first.values())
+
+    def dial(self, purpose: str, rank: int, deadline: Deadline) -> socket.socket:
+        """Connect to `rank` for `purpose`; it must `answer`.
+
+        Ranks on the same host are reached by their Unix socket.
+
+        Raises:
+            StartupError: It couldn't be reached by the deadline.
+            Aborted: `interrupt` was called.
+        """
+        member = self.members[rank]
+        local = member.host == self._me.host
+        hello = {"session": self._number.session, "purpose": purpose, "rank": self.rank}
+        address = member.address
+
+        def attempt() -> socket.socket:
+            if local:
+                name = member.unix_name
+                return dial_unix(name, self._secret, hello, deadline, address)
+            return dial_tcp(address, self._secret, hello, deadline)
+
+        sock = retry(attempt, deadline, rank, address, self._stop)
+        if sock is None:
+            raise Aborted
+        return sock
+
+    def answer(self, purpose: str, rank: int, deadline: Deadline) -> socket.socket:
+        """Wait until `rank` has connected for `purpose`.
+
+        Raises:
+            StartupError: It didn't come by the deadline.
+            Aborted: `interrupt` was called.
+        """
+        taken = self._listener.take(
+            self._number.session, purpose, rank, deadline, self._stop
+        )
+        if taken is not None:
+            return taken
+        if self._stop.is_set():
+            raise Aborted
+        peer = self.members[rank].peer
+        raise errors.StartupError(
+            f"{peer} didn't connect to this worker within "
+            f"{deadline.seconds:g} s, although it had come to the start. "
+            f"Can {peer.address} reach {self._me.address}?",
+            {rank: "it didn't connect for data"},
+        )
+
+    def interrupt(self) -> None:
+        """End every wait of `dial` and `answer`, now and later. From any thread."""
+        self._stop.set()
+        self._listener.interrupt()
+
+    def close(self) -> None:
+        """Give back the listener and the control connections."""
+        if self._released:
+            return
+        self._released = True
+        for sock in self.controls.values():
+            sock.close()
+        self._listener.release()
+
+
+class _Number:
+    """Names the n-th session of this process on this cluster: alike on all ranks.
+
+    A start that fails doesn't count: when it's tried again, the other ranks,
+    which may come for the first time, must find it under the same name.
+    """
+
+    _lock = threading.Lock()
+    _last: dict[str, int] = {}  # noqa: RUF012 - the process's, not the class's
+    _pending: set[str] = set()  # noqa: RUF012 - the process's, not the class's
+
+    def __init__(self, cluster: Cluster) -> None:
+        digest = hashlib.sha256(",".join(cluster.workers).encode()).hexdigest()[:16]
+        # Threads may play several ranks in tests.
+        self._key = f"{digest} {cluster.rank}"
+        with self._lock:
+            self._value = self._last.get(self._key, 0) + 1
+            while f"{self._key} {self._value}" in self._pending:
+                self._value += 1
+            self._pending.add(f"{self._key} {self._value}")
+        self.session = f"{digest}.{self._value}"
+
+    def release(self, *, used: bool) -> None:
+        with self._lock:
+            self._pending.discard(f"{self._key} {self._value}")
+            if used:
+                self._last[self._key] = max(self._value, self._last.get(self._key, 0))

@@ -1,0 +1,413 @@
+"""The transport contract over stream sockets: TCP between hosts, Unix inside one.
+
+All sockets are non-blocking; every wait is one `poll` with a deadline. While
+`poll` and the socket calls run the interpreter lock is free, so TensorFlow's
+threads go on.
+
+Before its first `poll` an exchange looks again and again for a moment, and gives its
+core to whoever else wants it in between: a processor that sleeps needs longer to wake
+up than a peer that is nearly there needs to come (benchmarks/all_reduce).
+"""
+
+from __future__ import annotations
+
+import array
+import errno
+import os
+import select
+import socket
+import sys
+import time
+from collections.abc import Mapping, Sequence
+
+from kerasdist.errors import ProtocolError
+from kerasdist.transport.base import (
+    Aborted,
+    CallMismatch,
+    Peer,
+    PeerClosed,
+    PeerSilent,
+    Transport,
+)
+from kerasdist.transport.deadline import Deadline
+from kerasdist.transport.framing import (
+    HEADER_BYTES,
+    Call,
+    FrameType,
+    pack_header,
+    unpack_header,
+)
+
+__all__ = ["SocketTransport"]
+
+# Received descriptors mustn't leak into processes that the script starts.
+# (The socket module has a name for this flag only from Python 3.14 on.)
+_CLOSE_ON_EXEC = 0x40000000 if sys.platform == "linux" else 0  # MSG_CMSG_CLOEXEC
+_NOTHING = memoryview(bytearray())
+# How long an exchange looks for its peer before it sleeps.
+_LOOKING_SECONDS = 100e-6
+# How long to wait when the kernel holds too many descriptors on their way.
+_CROWDED_SECONDS = 0.01
+
+
+def _receive_descriptor(sock: socket.socket, count: int) -> tuple[bytes, list[int]]:
+    """As `socket.recv_fds`, which disregards its flags."""
+    fds = array.array("i")
+    room = socket.CMSG_LEN(fds.itemsize)
+    data, ancillary, _, _ = sock.recvmsg(count, room, _CLOSE_ON_EXEC)
+    for level, kind, content in ancillary:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            fds.frombytes(content[: len(content) - len(content) % fds.itemsize])
+    return data, list(fds)
+
+
+def _broken(peer: Peer, error: OSError) -> PeerClosed:
+    """What an error of a connected socket means: it can't be used any more.
+
+    Whatever the number is: besides a reset there are time-outs of TCP itself,
+    lost routes and interfaces that went down.
+    """
+    return PeerClosed(peer, f"its connection broke ({error.strerror})")
+
+
+class _Sending:
+    """A frame on its way out: header and payload, and how far it is."""
+
+    __slots__ = ("_parts", "done", "peer", "sock")
+
+    def __init__(
+        self, sock: socket.socket, peer: Peer, parts: list[memoryview]
+    ) -> None:
+        self.sock = sock
+        self.peer = peer
+        self.done = False
+        self._parts = parts
+
+    def advance(self) -> None:
+        """Send what the kernel takes now."""
+        while self._parts:
+            try:
+                sent = self.sock.sendmsg(self._parts)
+            except BlockingIOError:
+                return
+            except OSError as error:
+                raise _broken(self.peer, error) from error
+            while self._parts and sent >= len(self._parts[0]):
+                sent -= len(self._parts[0])
+                del self._parts[0]
+            if sent:
+                self._parts[0] = self._parts[0][sent:]
+        self.done = True
+
+
+class _Receiving:
+    """A frame on its way in: the header, and exactly the payload's room.
+
+    What comes is put where it belongs before the header has been checked: whoever
+    finds a wrong one can't use what was in the room any more.
+    """
+
+    __slots__ = (
+        "_call",
+        "_expected",
+        "_header",
+        "_left",
+        "_room",
+        "done",
+        "peer",
+        "sock",
+    )
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        peer: Peer,
+        call: Call,
+        room: memoryview,
+        expected: bytes,
+    ) -> None:
+        self.sock = sock
+        self.peer = peer
+        self.done = False
+        self._call = call
+        self._room = room
+        self._expected = expected
+        self._header: bytearray | None = bytearray(HEADER_BYTES)
+        self._left = memoryview(self._header)
+
+    def advance(self) -> None:
+        """Take what the kernel has now."""
+        while not self.done:
+            try:
+                if self._header is None or not self._room:
+                    count = self.sock.recv_into(self._left)
+                else:
+                    count = self.sock.recvmsg_into([self._left, self._room])[0]
+            except BlockingIOError:
+                return
+            except OSError as error:
+                raise _broken(self.peer, error) from error
+            if count == 0:
+                raise PeerClosed(self.peer, "its connection was closed")
+            if count < len(self._left):
+                self._left = self._left[count:]
+                continue
+            if self._header is not None:
+                count -= len(self._left)
+                if self._header != self._expected:
+                    self._complain(self._header)
+                self._header = None
+                self._left = self._room
+            self._left = self._left[count:]
+            self.done = not self._left
+
+    def _complain(self, header: bytearray) -> None:
+        kind, length, theirs = unpack_header(header)
+        # First the call: in another collective a peer rightly sends other frames.
+        if theirs != self._call:
+            raise CallMismatch(self.peer, self._call, theirs)
+        if kind is not FrameType.DATA:
+            raise ProtocolError(
+                f"{self.peer} sent a {kind.name} frame where data was expected."
+            )
+        raise ProtocolError(
+            f"A data frame of {self.peer} has the wrong length. "
+            f"Received: {length} bytes, expected {len(self._room)}."
+        )
+
+
+class SocketTransport(Transport):
+    """Ranks of one group over connected stream sockets.
+
+    Args:
+        rank: This process's rank in the group.
+        peers: How to name each rank, by group rank.
+        outgoing: Connected sockets to send on, by group rank.
+        incoming: Connected sockets to receive on, by group rank. A rank may
+            have the same socket in both. The transport owns all of them.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        peers: Sequence[Peer],
+        outgoing: Mapping[int, socket.socket],
+        incoming: Mapping[int, socket.socket],
+    ) -> None:
+        self.rank = rank
+        self.size = len(peers)
+        self.peers = tuple(peers)
+        self._out = dict(outgoing)
+        self._in = dict(incoming)
+        self._aborted = False
+        for sock in self._sockets():
+            sock.setblocking(False)
+            if sock.family != socket.AF_UNIX:
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def _sockets(self) -> set[socket.socket]:
+        return {*self._out.values(), *self._in.values()}
+
+    def exchange(
+        self,
+        call: Call,
+        deadline: Deadline,
+        *,
+        to: int | None = None,
+        outgoing: memoryview | bytes = b"",
+        source: int | None = None,
+        incoming: memoryview | None = None,
+    ) -> None:
+        """See `Transport.exchange`."""
+        sending = receiving = None
+        header = pack_header(FrameType.DATA, len(outgoing), call)
+        if to is not None:
+            parts = [memoryview(header)]
+            if len(outgoing):
+                parts.append(memoryview(outgoing))
+            sending = _Sending(self._out[to], self.peers[to], parts)
+        if source is not None:
+            room = _NOTHING if incoming is None else incoming
+            if len(room) != len(outgoing):
+                header = pack_header(FrameType.DATA, len(room), call)
+            peer = self.peers[source]
+            receiving = _Receiving(self._in[source], peer, call, room, header)
+        try:
+            self._drive(sending, receiving, deadline)
+        except PeerClosed:
+            # A socket that another thread has shut down looks like a lost peer;
+            # whose doing it was decides what it means.
+            if self._aborted:
+                raise Aborted from None
+            raise
+
+    def _drive(
+        self,
+        sending: _Sending | None,
+        receiving: _Receiving | None,
+        deadline: Deadline,
+    ) -> None:
+        if self._aborted:
+            raise Aborted
+        stop_looking = 0.0
+        while True:
+            if sending is not None:
+                sending.advance()
+                if sending.done:
+                    sending = None
+            if receiving is not None:
+                receiving.advance()
+                if receiving.done:
+                    receiving = None
+            if sending is None and receiving is None:
+                return
+            if not stop_looking:
+                stop_looking = time.monotonic() + _LOOKING_SECONDS
+            elif time.monotonic() > stop_looking:
+                self._sleep(sending, receiving, deadline)
+                continue
+            os.sched_yield()
+
+    def _sleep(
+        self,
+        sending: _Sending | None,
+        receiving: _Receiving | None,
+        deadline: Deadline,
+    ) -> None:
+        """Wait until one of the frames can go on."""
+        masks: dict[socket.socket, int] = {}
+        if sending is not None:
+            waiting = sending.peer
+            masks[sending.sock] = select.POLLOUT
+        if receiving is not None:
+            waiting = receiving.peer
+            masks[receiving.sock] = masks.get(receiving.sock, 0) | select.POLLIN
+        poll = select.poll()
+        for sock, mask in masks.items():
+            poll.register(sock, mask)
+        if deadline.expired:
+            raise PeerSilent(waiting, f"silent for {deadline.seconds:g} s")
+        poll.poll(deadline.milliseconds())
+        if self._aborted:
+            raise Aborted
+
+    def share_descriptor(
+        self, call: Call, deadline: Deadline, descriptor: int
+    ) -> dict[int, int]:
+        """Give a file descriptor to every other rank and take theirs.
+
+        Only for Unix sockets. All ranks must call it at the same place.
+
+        Returns:
+            The descriptors received, by group rank; the caller owns them.
+
+        Raises:
+            The exceptions of `Transport.exchange`. Descriptors received before
+            a failure are closed.
+        """
+        received: dict[int, int] = {}
+        try:
+            # One at a time: how many descriptors a user may have on their way in
+            # sockets is limited.
+            for distance in range(1, self.size):
+                to = (self.rank + distance) % self.size
+                source = (self.rank - distance) % self.size
+                self._give_descriptor(to, call, deadline, descriptor)
+                received[source] = self._take_descriptor(source, call, deadline)
+        except BaseException as error:
+            for fd in received.values():
+                os.close(fd)
+            if self._aborted and isinstance(error, PeerClosed):
+                raise Aborted from None
+            raise
+        return received
+
+    def _give_descriptor(
+        self, rank: int, call: Call, deadline: Deadline, descriptor: int
+    ) -> None:
+        sock, peer = self._out[rank], self.peers[rank]
+        header = pack_header(FrameType.DESCRIPTOR, 0, call)
+        rights = array.array("i", [descriptor])
+        while True:
+            if self._aborted:
+                raise Aborted
+            try:
+                sent = sock.sendmsg(
+                    [header], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)]
+                )
+                break
+            except BlockingIOError:
+                self._wait(sock, select.POLLOUT, peer, deadline)
+            except OSError as error:
+                if error.errno != errno.ETOOMANYREFS:
+                    raise _broken(peer, error) from error
+                if deadline.expired:
+                    raise PeerSilent(
+                        peer, f"silent for {deadline.seconds:g} s"
+                    ) from error
+                # Others are taking theirs out of the way; nothing tells when.
+                time.sleep(_CROWDED_SECONDS)
+        if sent < len(header):  # the descriptor went with the first byte
+            rest = _Sending(sock, peer, [memoryview(header)[sent:]])
+            self._drive(rest, None, deadline)
+
+    def _take_descriptor(self, rank: int, call: Call, deadline: Deadline) -> int:
+        sock, peer = self._in[rank], self.peers[rank]
+        header = bytearray()
+        descriptors: list[int] = []
+        try:
+            while len(header) < HEADER_BYTES:
+                self._wait(sock, select.POLLIN, peer, deadline)
+                try:
+                    data, fds = _receive_descriptor(sock, HEADER_BYTES - len(header))
+                except BlockingIOError:
+                    continue
+                except OSError as error:
+                    raise _broken(peer, error) from error
+                descriptors.extend(fds)
+                if not data:
+                    raise PeerClosed(peer, "its connection was closed")
+                header += data
+            kind, _, theirs = unpack_header(header)
+            if theirs != call:
+                raise CallMismatch(peer, call, theirs)
+            if kind is not FrameType.DESCRIPTOR or len(descriptors) != 1:
+                raise ProtocolError(
+                    f"{peer} sent a {kind.name} frame with {len(descriptors)} "
+                    "descriptors where one memory segment was expected."
+                )
+        except BaseException:
+            for fd in descriptors:
+                os.close(fd)
+            raise
+        return descriptors[0]
+
+    def _wait(
+        self, sock: socket.socket, mask: int, peer: Peer, deadline: Deadline
+    ) -> None:
+        poll = select.poll()
+        poll.register(sock, mask)
+        while True:
+            if self._aborted:
+                raise Aborted
+            if poll.poll(deadline.milliseconds()):
+                break
+            if deadline.expired:
+                raise PeerSilent(peer, f"silent for {deadline.seconds:g} s")
+        if self._aborted:
+            raise Aborted
+
+    def abort(self) -> None:
+        """See `Transport.abort`."""
+        self._aborted = True
+        for sock in self._sockets():
+            try:
+                sock.shutdown(socket.SHUT_RDWR)
+            except OSError:  # the peer was faster, or it is closed already
+                continue
+
+    def close(self) -> None:
+        """See `Transport.close`."""
+        self.abort()
+        for sock in self._sockets():
+            sock.close()

@@ -1,0 +1,400 @@
+"""Who is alive, and what every rank hears when one isn't.
+
+    C: rank 0          W: every other rank          one connection between C and W
+
+    1. both ways, every `heartbeat_interval`: HEARTBEAT, in whose header is the
+       sender's collective; C adds the numbers of all ranks' collectives
+    2. W -> C  GOODBYE  I close; my script ended well, or with this error
+       C -> W  GOODBYE  the same, passed on for another rank
+    3. W -> C  FAILURE  I saw this error; or: I suspect that this rank is lost
+    4. C       decides what the job's first failure was: the first error that it
+               saw or was told of. A suspicion counts only if nothing better has
+               come `_VERDICT_SECONDS` later.
+    5. C -> W  FAILURE  the job's first failure, for everybody, the reporter too
+    6. a connection that ends without GOODBYE, or is silent for `heartbeat`
+       seconds: C (or, of C itself, every W) holds that the other side is lost
+
+So the chief decides, and all ranks raise the same error: without this a dead
+worker would be blamed on its neighbours, whose connections close as they give up.
+A suspicion is a broken data connection: the other side has died (6. is on its
+way), or has given up over a third rank (3. is on its way), or has left (2.).
+One thread per session does all of it; other threads only leave messages. It never
+calls into TensorFlow, so a long step can't stop it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import select
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+from kerasdist import errors
+from kerasdist.transport.base import Peer
+from kerasdist.transport.control import from_places, to_json, to_places
+from kerasdist.transport.failures import decode, encode
+from kerasdist.transport.framing import Call, FrameType
+from kerasdist.transport.line import Line
+from kerasdist.transport.report import Reporter
+from kerasdist.transport.timeouts import Timeouts
+
+__all__ = ["SessionSupervisor"]
+
+_LOG = logging.getLogger("kerasdist")
+_FLUSH_SECONDS = 1.0
+# How long the chief waits for something better than a suspicion.
+_VERDICT_SECONDS = 2.0
+_LONGEST_POLL = 3600.0
+
+
+class SessionSupervisor:
+    """The supervisor of a session's control connections, see `failures.Supervisor`.
+
+    Args:
+        rank: This worker's rank.
+        peers: All workers, by rank.
+        controls: The chief's connection to each other rank, or another rank's
+            to the chief. Owned from now on.
+        timeouts: `heartbeat` is used.
+        on_failure: Called once, from the supervisor's thread or a reporter's,
+            with the job's first failure: ends the waits of this rank.
+        reporter: Tells the launcher of the failure, before this rank can end of it.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        peers: Sequence[Peer],
+        controls: Mapping[int, socket.socket],
+        timeouts: Timeouts,
+        on_failure: Callable[[errors.CollectiveError], None],
+        reporter: Reporter | None = None,
+    ) -> None:
+        self.step = 0
+        self.call = Call(0)
+        self._rank = rank
+        self._peers = tuple(peers)
+        self._timeouts = timeouts
+        self._on_failure = on_failure
+        self._reporter = reporter
+        self._changed = threading.Condition()  # holds an RLock
+        self._failure: errors.CollectiveError | None = None
+        self._departed: dict[int, str] = {}
+        self._suspicions: list[tuple[float, errors.WorkerLost]] = []
+        # The number of the collective that each rank was last heard to be in.
+        self._places: dict[int, int] = {}
+        self._ending = False
+        now = time.monotonic()
+        self._lines = {r: Line(sock, now) for r, sock in controls.items()}
+        self._wake, self._woken = socket.socketpair()
+        self._wake.setblocking(False)
+        self._woken.setblocking(False)
+        self._thread = threading.Thread(
+            target=self._run, name=f"kerasdist-supervisor rank {rank}", daemon=True
+        )
+        self._thread.start()
+
+    # For communicators, from any thread.
+
+    @property
+    def failure(self) -> errors.CollectiveError | None:
+        """The first failure of the job, as far as this rank knows."""
+        with self._changed:
+            return self._failure
+
+    def absent(self, call: Call) -> list[Peer] | None:
+        """Return the ranks that haven't come to `call`, as last heard."""
+        with self._changed:
+            return [
+                self._peers[rank]
+                for rank, place in sorted(self._places.items())
+                if rank != self._rank and place < call.sequence
+            ]
+
+    def report(
+        self, error: errors.CollectiveError, *, wait: bool = True
+    ) -> errors.CollectiveError:
+        """See `Supervisor.report`: the chief says which was the first."""
+        if self._rank != 0:
+            self._post(FrameType.FAILURE, encode(error))
+            if wait:
+                self._await_verdict()
+        return self._fail(error)
+
+    def explain(self, peer: Peer, seen: str) -> errors.CollectiveError:
+        """Find out why `peer` can't be heard any more, and tell everybody."""
+        lost = errors.WorkerLost(peer.rank, peer.address, self.step, seen)
+        if self._rank == 0:
+            self._suspect(lost)
+        else:
+            self._post(FrameType.FAILURE, encode(lost, suspected=True))
+        self._await_verdict()
+        with self._changed:
+            if self._failure is None and self._departed:
+                # Nobody left to decide. Who left is the cause; the peer may have
+                # given up because of that.
+                gone = peer.rank if peer.rank in self._departed else min(self._departed)
+                host, why = self._peers[gone].address, self._departed[gone]
+                lost = errors.WorkerLost(gone, host, self.step, why)
+        return self._fail(lost)
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Say goodbye and end the thread and the connections. Can be called twice.
+
+        Args:
+            error: What ended this rank's script, if it ended badly: the others
+                then fail at once instead of at their next collective.
+        """
+        reason = "it closed its strategy while others still needed it"
+        if error is not None:
+            shown = f"its script ended with {type(error).__name__}: {error}"
+            reason = shown[:1000].rstrip(". \n")
+        with self._changed:
+            if self._ending:
+                return
+            # A script that ends because the job has failed isn't the cause.
+            failed = error is not None and self._failure is None
+            farewell = {"rank": self._rank, "failed": failed, "reason": reason}
+            for line in self._lines.values():
+                line.post(FrameType.GOODBYE, json.dumps(farewell).encode(), self.call)
+            self._ending = True
+            self._changed.notify_all()
+        self._nudge()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(2 * _FLUSH_SECONDS)
+        for line in self._lines.values():
+            line.close()
+        with self._changed:
+            self._wake.close()
+            self._woken.close()
+
+    # Deciding.
+
+    def _fail(self, error: errors.CollectiveError) -> errors.CollectiveError:
+        """Record the first failure and end this rank's waits; return the first.
+
+        If this is the chief, tell everybody.
+        """
+        with self._changed:
+            if self._failure is not None:
+                return self._failure
+            self._failure = error
+            if self._rank == 0:
+                # Before anybody here knows of it, and says goodbye because of it:
+                # the others must hear the cause first.
+                self._post(FrameType.FAILURE, encode(error))
+            if self._reporter is not None:
+                self._reporter.failed(error)
+            self._changed.notify_all()
+        if self._rank == 0:
+            _LOG.error("kerasdist: %s", error)
+        self._on_failure(error)
+        return error
+
+    def _suspect(self, lost: errors.WorkerLost) -> None:
+        """The chief's: decide on this when nothing better has come in a moment."""
+        with self._changed:
+            self._suspicions.append((time.monotonic() + _VERDICT_SECONDS, lost))
+        self._nudge()
+
+    def _judge(self, now: float) -> None:
+        """The chief's: decide on suspicions that are due."""
+        with self._changed:
+            due = [
+                lost
+                for at, lost in self._suspicions
+                if at <= now or lost.rank in self._departed
+            ]
+            departed = dict(self._departed)
+        if due:
+            lost = due[0]
+            why = departed.get(lost.rank, lost.reason)
+            self._fail(errors.WorkerLost(lost.rank, lost.host, lost.step, why))
+            with self._changed:
+                self._suspicions.clear()
+
+    def _await_verdict(self) -> None:
+        """Wait for the job's first failure, or until nobody is left to name it.
+
+        It comes in any case: the chief answers, or is found to be lost.
+        """
+        seconds = self._timeouts.heartbeat + 2 * _VERDICT_SECONDS
+        with self._changed:
+            self._changed.wait_for(
+                lambda: (
+                    self._failure is not None
+                    or self._ending
+                    or not any(line.open for line in self._lines.values())
+                ),
+                seconds,
+            )
+
+    def _lost(self, rank: int, reason: str) -> None:
+        host = self._peers[rank].address
+        self._fail(errors.WorkerLost(rank, host, self.step, reason))
+
+    # The thread.
+
+    def _post(self, kind: FrameType, payload: bytes, skip: int | None = None) -> None:
+        with self._changed:
+            for rank, line in self._lines.items():
+                if rank != skip and line.open:
+                    line.post(kind, payload, self.call)
+        self._nudge()
+
+    def _nudge(self) -> None:
+        with contextlib.suppress(OSError):  # full: it is awake; closed: it has ended
+            self._wake.send(b"x")
+
+    def _run(self) -> None:
+        try:
+            self._supervise()
+        except Exception as error:
+            # Without a supervisor a lost rank would go unnoticed: end the job.
+            _LOG.exception("kerasdist: the supervisor failed")
+            self._fail(
+                errors.CollectiveError(
+                    f"Supervising the workers failed: {type(error).__name__}: {error}"
+                )
+            )
+
+    def _supervise(self) -> None:
+        interval = self._timeouts.heartbeat_interval
+        now = due = ticked = time.monotonic()
+        while True:
+            if now >= due:
+                self._post(FrameType.HEARTBEAT, self._heartbeat())
+                due = now + interval
+            if not self._wait(self._next_event(due) - now):
+                return
+            now = time.monotonic()
+            # A process that was frozen itself must not blame the others for it:
+            # it first reads what they have sent in the meantime.
+            if now - ticked > 2 * interval:
+                for line in self._lines.values():
+                    line.heard = now
+            ticked = now
+            self._listen(now)
+            self._judge(now)
+
+    def _heartbeat(self) -> bytes:
+        with self._changed:
+            self._places[self._rank] = self.call.sequence
+            if self._rank != 0:
+                return b""
+            places = [self._places.get(rank, 0) for rank in range(len(self._peers))]
+        return from_places(places)
+
+    def _next_event(self, heartbeat_due: float) -> float:
+        """When there is something to do even if nothing is heard."""
+        with self._changed:
+            moments = [at for at, _ in self._suspicions]
+        for line in self._lines.values():
+            if line.open:
+                moments.append(line.heard + self._timeouts.heartbeat)
+        return min([heartbeat_due, *moments])
+
+    def _wait(self, seconds: float) -> bool:
+        """Wait for something to do; False when the thread shall end."""
+        poll = select.poll()
+        with self._changed:
+            if self._woken.fileno() < 0:
+                return False  # `close` didn't wait any longer for this thread
+            poll.register(self._woken, select.POLLIN)
+            for line in self._lines.values():
+                line.flush()
+                if line.open:
+                    mask = select.POLLIN | (select.POLLOUT if line.waiting else 0)
+                    poll.register(line.sock, mask)
+            ending = self._ending
+        if ending:
+            self._flush_all(time.monotonic() + _FLUSH_SECONDS)
+            return False
+        poll.poll(int(max(0.0, min(seconds, _LONGEST_POLL)) * 1000) + 1)
+        with contextlib.suppress(OSError):  # something else woke us
+            self._woken.recv(4096)
+        return True
+
+    def _flush_all(self, until: float) -> None:
+        """Give what must still go out a last chance to go."""
+        while time.monotonic() < until:
+            poll = select.poll()
+            with self._changed:
+                waiting = [line for line in self._lines.values() if line.waiting]
+                for line in waiting:
+                    line.flush()
+                    poll.register(line.sock, select.POLLOUT)
+            if not waiting:
+                return
+            poll.poll(10)
+
+    def _listen(self, now: float) -> None:
+        for rank, line in self._lines.items():
+            if not line.open:
+                continue
+            reason = None
+            try:
+                with self._changed:
+                    frames = line.frames()
+                for kind, call, payload in frames:
+                    line.heard = now
+                    self._hear(rank, kind, call, payload)
+            except (EOFError, errors.ProtocolError) as error:
+                seen = str(error) or "as when a process is killed"
+                reason = f"its connection ended ({seen.rstrip('.')})"
+                with self._changed:
+                    if rank in self._departed or self._ending:
+                        reason = None
+                    line.open = reason is not None
+                    self._changed.notify_all()
+            if line.open and now - line.heard > self._timeouts.heartbeat:
+                reason = (
+                    f"nothing was heard of it for {now - line.heard:.1f} s (is it "
+                    "stopped, or its machine or network gone?)"
+                )
+            if reason is not None:
+                # It's told too: it may be frozen, and wake up later.
+                self._lost(rank, reason)
+                line.open = False
+
+    def _hear(self, rank: int, kind: FrameType, call: Call, payload: bytes) -> None:
+        if kind is FrameType.HEARTBEAT:
+            self._note_places(rank, call, payload)
+        elif kind is FrameType.FAILURE:
+            error, suspected = decode(payload)
+            if suspected and self._rank == 0 and isinstance(error, errors.WorkerLost):
+                self._suspect(error)
+                return
+            self._fail(error)
+        elif kind is FrameType.GOODBYE:
+            self._note_goodbye(rank, payload)
+        else:
+            raise errors.ProtocolError(f"A {kind.name} frame isn't due now.")
+
+    def _note_places(self, rank: int, call: Call, payload: bytes) -> None:
+        if self._rank == 0:
+            places = {rank: call.sequence}
+        else:
+            places = dict(enumerate(to_places(payload, len(self._peers))))
+        with self._changed:
+            self._places |= places
+
+    def _note_goodbye(self, rank: int, payload: bytes) -> None:
+        said = to_json(payload)
+        gone, reason, failed = said.get("rank"), said.get("reason"), said.get("failed")
+        if not (isinstance(gone, int) and 0 <= gone < len(self._peers)) or (
+            self._rank == 0 and gone != rank
+        ):
+            raise errors.ProtocolError(f"A goodbye is damaged. Received: {said!r}.")
+        with self._changed:
+            self._departed[gone] = str(reason)
+            self._changed.notify_all()
+        if self._rank == 0:
+            self._post(FrameType.GOODBYE, payload, skip=rank)
+        # Of another rank's bad end the chief's word is on its way.
+        if failed and gone == rank:
+            self._lost(gone, str(reason))

@@ -1,0 +1,146 @@
+"""Fixtures on top of `workers` and `hosts`, and the check that nothing is left."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from hosts import Hosts
+
+# Before anything imports TensorFlow.
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+os.environ.setdefault("CUDA_VISIBLE_DEVICES", "-1")
+
+_PR_SET_CHILD_SUBREAPER = 36
+# How a file made with O_TMPFILE shows in /proc.
+_UNNAMED = "/dev/shm/#"
+# What ends by itself after a test (a peer's thread, a killed process) may take
+# this long, in seconds.
+_GRACE = 3.0
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # Orphaned grandchildren become children of this process, so that they are
+    # found here instead of living on under init.
+    if sys.platform == "linux":
+        libc = ctypes.CDLL(None, use_errno=True)
+        if libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
+            raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("netns") and (reason := Hosts.available()):
+        if os.environ.get("CI"):
+            # There it would be a hole in the net that nobody sees.
+            pytest.fail(f"This test must run in CI, but {reason}.")
+        pytest.skip(reason)
+
+
+@pytest.fixture
+def two_hosts() -> Iterator[Hosts]:
+    """Two hosts with an address each. The test needs the marker `netns`."""
+    with Hosts(2) as hosts:
+        yield hosts
+
+
+@pytest.fixture(autouse=True)
+def _no_surrounding_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests may run inside a Slurm job or a worker; they mustn't notice."""
+    for name in os.environ:
+        if name == "TF_CONFIG" or name.startswith(("KERASDIST_", "SLURM_")):
+            monkeypatch.delenv(name)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_left_behind() -> Iterator[None]:
+    before = existing()
+    yield
+    deadline = time.monotonic() + _GRACE
+    while left := existing() - before:
+        gc.collect()  # an array in a cycle keeps its segment mapped
+        if time.monotonic() > deadline:
+            pytest.fail(
+                "The test left behind:\n  " + "\n  ".join(sorted(left)), pytrace=False
+            )
+        time.sleep(0.02)  # rare: nothing tells when all of them are gone
+
+
+def existing() -> set[str]:
+    """What a test could leave behind and exists now, described."""
+    return {
+        *_segments(),
+        *_processes(),
+        *_listeners(),
+        *_threads(),
+        *(f"network namespace {name}" for name in Hosts.leftovers()),
+    }
+
+
+def _segments() -> Iterator[str]:
+    folder = Path("/dev/shm")
+    if not folder.is_dir():
+        return
+    found = [name for name in os.listdir(folder) if name.startswith("kerasdist")]
+    # Other jobs of this machine have theirs, and rightly.
+    others = _mapped_by_others() if found else ""
+    for name in found:
+        if f"{folder / name}" not in others:
+            yield f"segment {folder / name}"
+    # A segment without a name lives as long as somebody has it open or mapped.
+    for link in Path("/proc/self/fd").iterdir():
+        try:
+            target = os.readlink(link)
+        except FileNotFoundError:
+            continue  # the one by which the folder was read
+        if target.startswith(_UNNAMED):
+            yield f"open segment {target}"
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        _, unnamed, rest = line.partition(_UNNAMED)
+        if unnamed:
+            yield f"mapped segment {unnamed}{rest}"
+
+
+def _mapped_by_others() -> str:
+    ours = {os.getpid(), *(p.pid for p in psutil.Process().children(recursive=True))}
+    texts = []
+    for pid in psutil.pids():
+        if pid not in ours:
+            try:
+                texts.append(Path(f"/proc/{pid}/maps").read_text())
+            except OSError:
+                continue  # it has ended, or isn't ours to see
+    return "\n".join(texts)
+
+
+def _processes() -> Iterator[str]:
+    for child in psutil.Process().children(recursive=True):
+        try:
+            if child.status() == psutil.STATUS_ZOMBIE:
+                continue  # it has ended
+            command = " ".join(child.cmdline())
+        except psutil.NoSuchProcess:
+            continue
+        # Python starts it once for multiprocessing, and it ends with us.
+        if "multiprocessing.resource_tracker" not in command:
+            yield f"process {child.pid}: {command}"
+
+
+def _listeners() -> Iterator[str]:
+    for connection in psutil.Process().net_connections(kind="tcp"):
+        if connection.status == psutil.CONN_LISTEN:
+            yield f"listening socket {connection.laddr.ip}:{connection.laddr.port}"
+
+
+def _threads() -> Iterator[str]:
+    for thread in threading.enumerate():
+        if thread.name.startswith("kerasdist"):
+            yield f"thread {thread.name}"

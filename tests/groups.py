@@ -1,0 +1,299 @@
+"""Groups of ranks in one process, a thread per rank, for tests.
+
+    with Group("shared", 3) as group:
+        results = group.run(lambda c: c.all_reduce([np.ones(3)]))
+
+A kind of group says what its ranks talk through; `KINDS` has all of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import pytest
+
+from kerasdist.cluster import Cluster
+from kerasdist.collectives import Communicator, Job, connect
+from kerasdist.collectives.ring import RingCommunicator
+from kerasdist.collectives.shared import SharedMemoryCommunicator
+from kerasdist.collectives.single import SingleCommunicator
+from kerasdist.transport import Timeouts
+from kerasdist.transport.base import Peer, Transport
+from kerasdist.transport.failures import Unsupervised
+from kerasdist.transport.memory import Faults, memory_group
+from kerasdist.transport.session import Session
+from kerasdist.transport.sockets import SocketTransport
+from workers import free_ports
+
+__all__ = [
+    "CONNECTED",
+    "KINDS",
+    "LAYOUTS",
+    "Group",
+    "addresses_of",
+    "close_all",
+    "cluster_on",
+    "connect_all",
+    "in_threads",
+    "join",
+    "nothing_stays_open",
+    "open_sockets",
+    "outcomes",
+    "socket_mesh",
+    "socket_ring",
+]
+
+# On which host each rank is, for groups of workers on several hosts.
+LAYOUTS = ("aa", "ab", "aab", "abb", "abab", "abc", "abcab")
+# Groups of jobs made by `connect`, with a supervisor each.
+CONNECTED = [
+    *(("tcp", size) for size in (2, 3, 4, 5)),
+    *(("connected_shared", size) for size in (3,)),
+    *((layout, len(layout)) for layout in LAYOUTS),
+]
+KINDS = [
+    ("single", 1),
+    *(("memory", size) for size in (1, 2, 3, 4, 5)),
+    *(("unix", size) for size in (2, 3, 4, 5)),
+    *(("shared", size) for size in (2, 3, 4, 5)),
+    *CONNECTED,
+]
+
+
+def in_threads(
+    count: int, work: Callable[[int], Any], timeout: float = 60.0
+) -> list[Any]:
+    """Calls `work(0)`, ..., `work(count - 1)` at once; returns what they return.
+
+    Raises the first one's exception. Fails the test if one is still running after
+    `timeout` seconds.
+    """
+    results = outcomes(count, work, timeout)
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+    return results
+
+
+def outcomes(
+    count: int, work: Callable[[int], Any], timeout: float = 60.0
+) -> list[Any]:
+    """As `in_threads`, but returns exceptions instead of raising them."""
+    results: list[Any] = [None] * count
+
+    def run(rank: int) -> None:
+        try:
+            results[rank] = work(rank)
+        except Exception as error:
+            results[rank] = error
+
+    threads = [
+        threading.Thread(target=run, args=(rank,), name=f"rank {rank}", daemon=True)
+        for rank in range(count)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout)
+    stuck = [thread.name for thread in threads if thread.is_alive()]
+    if stuck:
+        pytest.fail(f"{', '.join(stuck)} still waited after {timeout} s.")
+    return results
+
+
+def socket_ring(size: int, pair: Callable[[], Any] = socket.socketpair) -> Any:
+    """Transports in a ring, as `connect` makes them between hosts."""
+    peers = [Peer(rank, f"ring:{rank}") for rank in range(size)]
+    links = [pair() for _ in range(size)]  # link r: from r to r + 1
+    return [
+        SocketTransport(
+            rank,
+            peers,
+            {(rank + 1) % size: links[rank][0]},
+            {(rank - 1) % size: links[rank - 1][1]},
+        )
+        for rank in range(size)
+    ]
+
+
+def socket_mesh(size: int) -> list[SocketTransport]:
+    """Transports in which all are connected, as `connect` makes them on a host."""
+    peers = [Peer(rank, f"mesh:{rank}") for rank in range(size)]
+    ends: list[dict[int, socket.socket]] = [{} for _ in range(size)]
+    for low in range(size):
+        for high in range(low + 1, size):
+            ends[low][high], ends[high][low] = socket.socketpair()
+    return [
+        SocketTransport(rank, peers, ends[rank], ends[rank]) for rank in range(size)
+    ]
+
+
+def cluster_on(addresses: Sequence[str], rank: int) -> Cluster:
+    """The place of `rank` among workers at these addresses."""
+    return Cluster(
+        rank=rank, size=len(addresses), workers=tuple(addresses), task_index=rank
+    )
+
+
+def addresses_of(size: int) -> list[str]:
+    """Addresses of `size` workers on this machine, at free ports."""
+    return [f"127.0.0.1:{port}" for port in free_ports(size)]
+
+
+def join(
+    addresses: Sequence[str],
+    rank: int,
+    timeouts: Timeouts | None = None,
+    settings: dict[str, Any] | None = None,
+    **options: Any,
+) -> Session:
+    """The session of `rank` among workers at these addresses; waits for the others."""
+    return Session(
+        cluster_on(addresses, rank),
+        settings=settings or {},
+        timeouts=timeouts or Timeouts(startup=20),
+        **options,
+    )
+
+
+def close_all(things: Sequence[Any]) -> None:
+    """Closes all at once, as the ranks of a group do."""
+    in_threads(len(things), lambda rank: things[rank].close())
+
+
+def connect_all(size: int, timeouts: Timeouts | None = None, **options: Any) -> Any:
+    """Connects `size` workers on free ports; returns their jobs by rank.
+
+    `options` are those of `connect`; `hosts` has each rank's host.
+    """
+    addresses = addresses_of(size)
+    hosts = options.pop("hosts", None)
+    timeouts = timeouts or Timeouts(startup=20, collective=20, heartbeat=10)
+
+    def join(rank: int) -> Job:
+        host = hosts[rank] if hosts else None
+        cluster = cluster_on(addresses, rank)
+        return connect(cluster, timeouts=timeouts, host=host, **options)
+
+    jobs = outcomes(size, join)
+    errors = [job for job in jobs if isinstance(job, BaseException)]
+    if errors:
+        for job in jobs:
+            if isinstance(job, Job):
+                job.close()
+        raise errors[0]
+    return jobs
+
+
+@contextlib.contextmanager
+def nothing_stays_open() -> Iterator[None]:
+    """Fails the test if the block leaves a socket or a thread of kerasdist's."""
+    before = open_sockets()
+    yield
+    for thread in threading.enumerate():
+        if "look-up" in thread.name:
+            # Nobody can end a question to a name server; it ends by itself.
+            thread.join(30.0)
+    assert open_sockets() == before
+    left = [t.name for t in threading.enumerate() if t.name.startswith("kerasdist")]
+    assert left == []
+
+
+def open_sockets() -> int:
+    """How many file descriptors of sockets and segments this process has."""
+    count = 0
+    for link in Path("/proc/self/fd").iterdir():
+        try:
+            target = os.readlink(link)
+        except FileNotFoundError:
+            continue
+        count += target.startswith(("socket:", "/dev/shm"))
+    return count
+
+
+class Group:
+    """Communicators of one group, by rank. Use it in a `with` statement.
+
+    Args:
+        kind: One of `KINDS`'s, or a layout: each rank's host as a letter.
+        size: Number of ranks.
+        timeout: Seconds that a collective may take.
+        heartbeat: Seconds of silence after which a rank is lost, if connected.
+        faults: Where transports of kind "memory" break.
+    """
+
+    def __init__(
+        self,
+        kind: str,
+        size: int,
+        *,
+        timeout: float = 20.0,
+        heartbeat: float = 10.0,
+        faults: Faults | None = None,
+    ) -> None:
+        self.size = size
+        self.jobs: list[Job] = []
+        self.communicators: list[Communicator] = []
+        if kind == "single":
+            self.communicators = [SingleCommunicator()]
+            return
+        if kind in ("memory", "unix"):
+            transports: list[Transport] = (
+                memory_group(size, faults) if kind == "memory" else socket_ring(size)
+            )
+            shared = Unsupervised()
+            self.communicators = [
+                RingCommunicator(transport, shared, timeout) for transport in transports
+            ]
+            return
+        if kind == "shared":
+            shared = Unsupervised()
+            self.communicators = [
+                SharedMemoryCommunicator(transport, shared, timeout)
+                for transport in socket_mesh(size)
+            ]
+            return
+        timeouts = Timeouts(startup=20, collective=timeout, heartbeat=heartbeat)
+        if kind == "tcp":
+            # Different hosts: so it is really TCP and not the host's own sockets.
+            hosts = [str(rank) for rank in range(size)]
+            self.jobs = connect_all(size, timeouts, transport="tcp", hosts=hosts)
+        elif kind == "connected_shared":
+            self.jobs = connect_all(size, timeouts, transport="shared_memory")
+        else:
+            self.jobs = connect_all(
+                size, timeouts, transport="hierarchical", hosts=kind
+            )
+        self.communicators = [job.communicator for job in self.jobs]
+
+    def run(self, work: Callable[[Communicator], Any], timeout: float = 60.0) -> Any:
+        """Calls `work` with each rank's communicator at once; see `in_threads`."""
+        return in_threads(
+            self.size, lambda rank: work(self.communicators[rank]), timeout
+        )
+
+    def outcomes(self, work: Callable[[Communicator], Any], timeout: float = 60) -> Any:
+        """As `run`, but returns exceptions instead of raising them."""
+        return outcomes(self.size, lambda rank: work(self.communicators[rank]), timeout)
+
+    def close(self) -> None:
+        """Closes all ranks at once."""
+        close_all(self.jobs or self.communicators)
+
+    def __enter__(self) -> Group:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()

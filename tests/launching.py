@@ -1,0 +1,144 @@
+"""`kerasdist run` as tests start it: in a folder, with scripts that tell what they do.
+
+    with launcher_in(tmp_path) as launcher:
+        code, out, err = launcher.run("-n", 2, "script.py", script="print(rank)")
+
+Scripts begin with `PRELUDE`. When the block ends no process of the job is left.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import subprocess
+import sys
+import textwrap
+
+import psutil
+
+from waiting import wait_until
+from workers import TAG, kill_tagged, python_env
+
+__all__ = ["HANG", "PRELUDE", "Launcher", "launcher_in"]
+
+PRELUDE = """
+import json, os, signal, subprocess, sys, time
+from pathlib import Path
+config = json.loads(os.environ["TF_CONFIG"])
+rank = config["task"]["index"]
+
+def mark(name, text=""):  # whole, or not there
+    Path(f"{name}.part").write_text(str(text))
+    os.replace(f"{name}.part", name)
+
+def wait_for(name):
+    end = time.monotonic() + 60
+    while not Path(name).exists():
+        if time.monotonic() > end:
+            sys.exit(f"{name} didn't come")
+        time.sleep(0.01)
+
+def wait_for_end(pid):  # also of one that nobody has asked about
+    end = time.monotonic() + 60
+    while time.monotonic() < end:
+        try:
+            status = Path(f"/proc/{pid}/status").read_text()
+        except OSError:
+            return
+        if "State:\tZ" in status:
+            return
+        time.sleep(0.01)
+    sys.exit(f"process {pid} didn't end")
+
+def hang():
+    mark(f"up-{rank}", os.getpid())
+    wait_for("never")
+"""
+HANG = "hang()\n"
+
+
+class Launcher:
+    """`kerasdist run` in a folder of its own; everything is gone afterwards."""
+
+    def __init__(self, folder):
+        self.folder = folder
+        self.tag = secrets.token_hex(8)
+        self.env = python_env({TAG: self.tag, "TMPDIR": str(folder / "tmp")})
+        for name in ("OMP_NUM_THREADS", "TF_NUM_INTEROP_THREADS"):
+            self.env.pop(name, None)
+        (folder / "tmp").mkdir()
+        self.processes = []
+
+    def command(self, *args, script):
+        if script is not None:
+            text = PRELUDE + textwrap.dedent(script)
+            (self.folder / "script.py").write_text(text)
+        return [sys.executable, "-m", "kerasdist", "run", *map(str, args)]
+
+    def start(self, *args, script=None, **more):
+        more = {"stdin": subprocess.DEVNULL, "start_new_session": True, **more}
+        process = subprocess.Popen(
+            self.command(*args, script=script),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            cwd=self.folder,
+            env=self.env,
+            text=True,
+            **more,
+        )
+        self.processes.append(process)
+        return process
+
+    def run(self, *args, script=None, **more):
+        """Run to the end; return the code, standard output, and standard error."""
+        process = self.start(*args, script=script, **more)
+        out, err = process.communicate(timeout=60)
+        return process.returncode, out, err
+
+    def wait_for(self, *names):
+        """Wait until the workers have made these files; return their texts."""
+        wait_until(lambda: all((self.folder / n).exists() for n in names), names)
+        return [(self.folder / name).read_text() for name in names]
+
+    def pids(self, *names):
+        return [int(text) for text in self.wait_for(*names)]
+
+    def temporary(self):
+        return list((self.folder / "tmp").iterdir())
+
+    def nothing_runs(self, within=30.0):
+        """Wait until no process of the job is alive."""
+
+        def gone():
+            return not any(_is_ours(p, self.tag) for p in psutil.process_iter())
+
+        wait_until(gone, "the end of all processes", within)
+
+
+def _is_ours(process, tag):
+    try:
+        return (
+            process.status() != psutil.STATUS_ZOMBIE
+            and process.environ().get(TAG) == tag
+        )
+    except psutil.Error:
+        return False
+
+
+@contextlib.contextmanager
+def launcher_in(folder):
+    """A `Launcher`; whatever it has started is ended with the block."""
+    launcher = Launcher(folder)
+    try:
+        yield launcher
+    finally:
+        kill_tagged(launcher.tag)
+        for process in launcher.processes:
+            with process:
+                process.kill()
+        # Orphans of a killed launcher are ours.
+        for child in psutil.Process().children():
+            if child.status() == psutil.STATUS_ZOMBIE:
+                with contextlib.suppress(ChildProcessError):
+                    os.waitpid(child.pid, os.WNOHANG)

@@ -1,0 +1,534 @@
+"""Runs TensorFlow's own tests of strategies, for `test_tensorflow_own.py`.
+
+TensorFlow ships base classes (`tensorflow.python.distribute.strategy_test_lib`)
+whose `_test_*` methods take a strategy; TensorFlow's tests of each strategy call
+them. Here they are called for MirroredStrategy and for RingStrategy, and tests of
+our own beside them. Arguments: names of classes below. Prints
+
+    RESULT {"<case>": {"MirroredStrategy": <outcome>, "RingStrategy": <outcome>}}
+
+where an outcome is "passed", "skipped", or the traceback.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import sys
+import unittest
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from tensorflow.python.distribute import strategy_test_lib
+from tensorflow.python.eager import context
+
+import kerasdist
+
+SUM, MEAN = tf.distribute.ReduceOp.SUM, tf.distribute.ReduceOp.MEAN
+_DEVICES = ["CPU:0", "CPU:1"]
+# Methods that aren't called, with the reason.
+ELSEWHERE = {
+    "_test_device_and_input_device_are_colocated": "sessions on a cluster of its own",
+    "_test_device_and_input_device_are_colocated_with_function": "likewise",
+}
+# Methods that choose their mode themselves, or that have none in a graph.
+EAGER = {
+    "_test_minimize_loss_eager": "it reads values at once",
+    "_test_minimize_loss_graph": "it makes a graph itself",
+    "_test_dataset_from_function": "TensorFlow 2's datasets aren't for sessions",
+}
+
+
+class TwoDevices(
+    strategy_test_lib.DistributionTestBase,
+    strategy_test_lib.TwoDeviceDistributionTestBase,
+):
+    """What TensorFlow asks of a strategy with two devices."""
+
+    devices = _DEVICES
+
+    # These need more than a strategy: TensorFlow's tests give it so.
+
+    def _test_minimize_loss_graph(self, d):
+        # A session of one CPU, where the second device must be allowed to be.
+        super()._test_minimize_loss_graph(d, soft_placement=True)
+
+    def _test_dataset_from_function(self, strategy):
+        self._test_input_fn_iterable(
+            strategy,
+            self._input_fn(lambda: tf.data.Dataset.range(10)),
+            [[i, i + 1] for i in range(0, 10, 2)],
+        )
+
+    def _test_input_fn_iterator_with_dataset(self, strategy):
+        self._test_input_fn_iterator(
+            strategy.make_input_fn_iterator(
+                self._input_fn(lambda: tf.data.Dataset.range(10))
+            ),
+            strategy.extended.worker_devices,
+            [[i, i + 1] for i in range(0, 10, 2)],
+        )
+
+    def _test_input_fn_iterator_with_callable(self, strategy):
+        def make():
+            data = tf.data.Dataset.from_tensor_slices([i // 2 for i in range(20)])
+            return tf.compat.v1.data.make_one_shot_iterator(data).get_next
+
+        self._test_input_fn_iterator(
+            strategy.make_input_fn_iterator(self._input_fn(make)),
+            strategy.extended.worker_devices,
+            [[i, i] for i in range(10)],
+            test_reinitialize=False,
+            ignore_order=True,
+        )
+
+    def _input_fn(self, make):
+        return self._input_fn_to_test_input_context(
+            make,
+            expected_num_replicas_in_sync=2,
+            expected_num_input_pipelines=1,
+            expected_input_pipeline_id=0,
+        )
+
+
+class Contract(tf.test.TestCase):
+    """What `tf.distribute`'s documentation says of two replicas, in our words."""
+
+    devices = _DEVICES
+
+    def _run(self, strategy, fn, *args, graph):
+        """What each replica's `fn` returns, as numpy arrays per replica."""
+        replicas = (lambda: strategy.run(fn, args=args)) if args else None
+        replicas = replicas or (lambda: strategy.run(fn))
+        made = (tf.function(replicas) if graph else replicas)()
+        local = tf.nest.map_structure(strategy.experimental_local_results, made)
+        return self.evaluate(local)
+
+    def _differing(self, strategy, *values):
+        return strategy.experimental_distribute_values_from_function(
+            lambda ctx: values[ctx.replica_id_in_sync_group]
+        )
+
+    def _test_all_reduce_of_a_nest(self, strategy, run_in_function=False):
+        def replica():
+            ctx = tf.distribute.get_replica_context()
+            number = tf.cast(ctx.replica_id_in_sync_group, tf.float32) + 1
+            ints = tf.fill([2], ctx.replica_id_in_sync_group)
+            return ctx.all_reduce("sum", {"a": number, "b": [ints, number * [[3.0]]]})
+
+        made = self._run(strategy, replica, graph=run_in_function)
+        self.assertAllEqual(made["a"], [3, 3])
+        self.assertAllEqual(made["b"][0], [[1, 1]] * 2)
+        self.assertAllEqual(made["b"][1], [[[9]]] * 2)
+
+    def _test_all_reduce_of_slices(self, strategy, run_in_function=False):
+        def replica():
+            ctx = tf.distribute.get_replica_context()
+            number = ctx.replica_id_in_sync_group
+            mine = tf.IndexedSlices(
+                tf.fill([2, 3], tf.cast(number, tf.float32) + 1),
+                tf.stack([0, number + 1]),
+                tf.constant([4, 3]),
+            )
+            total = ctx.all_reduce(SUM, mine)
+            mean = ctx.all_reduce(MEAN, mine)
+            assert isinstance(total, tf.IndexedSlices)
+            assert isinstance(mean, tf.IndexedSlices)
+            return tf.convert_to_tensor(total), tf.convert_to_tensor(mean)
+
+        total, mean = self._run(strategy, replica, graph=run_in_function)
+        expected = [[[3] * 3, [1] * 3, [2] * 3, [0] * 3]] * 2
+        self.assertAllEqual(total, expected)
+        self.assertAllEqual(mean, tf.constant(expected) / 2)
+
+    def _test_reduce_to_of_slices(self, strategy):
+        value = self._differing(
+            strategy,
+            tf.IndexedSlices(tf.ones([1, 2]), tf.constant([1]), tf.constant([3, 2])),
+            tf.IndexedSlices(tf.ones([2, 2]), tf.constant([1, 2]), tf.constant([3, 2])),
+        )
+        with strategy.scope():
+            variable = tf.Variable(tf.zeros([3, 2]))
+        for reduced in (
+            strategy.extended.reduce_to(SUM, value, variable),
+            *strategy.extended.batch_reduce_to(SUM, [(value, variable)]),
+        ):
+            for local in strategy.experimental_local_results(reduced):
+                assert isinstance(local, tf.IndexedSlices)
+                self.assertAllEqual(
+                    tf.convert_to_tensor(local), [[0, 0], [2, 2], [1, 1]]
+                )
+
+    def _test_gradient_of_all_gather(self, strategy, run_in_function=False):
+        def replica(x):
+            ctx = tf.distribute.get_replica_context()
+            with tf.GradientTape() as tape:
+                tape.watch(x)
+                gathered = ctx.all_gather(x, axis=0)
+                weight = tf.range(1.0, 5.0) * tf.cast(
+                    ctx.replica_id_in_sync_group + 1, tf.float32
+                )
+                loss = tf.reduce_sum(gathered * weight)
+            return gathered, tape.gradient(loss, x)
+
+        value = self._differing(
+            strategy, tf.constant([1.0, 2.0]), tf.constant([3.0, 4.0])
+        )
+        gathered, gradient = self._run(strategy, replica, value, graph=run_in_function)
+        self.assertAllEqual(gathered, [[1, 2, 3, 4]] * 2)
+        self.assertAllEqual(gradient, [[3, 6], [9, 12]])
+
+    def _test_all_gather_of_other_lengths(self, strategy, run_in_function=False):
+        def replica(x):
+            return tf.distribute.get_replica_context().all_gather(x, axis=1)
+
+        value = self._differing(
+            strategy, tf.constant([[1], [2]]), tf.constant([[3, 4], [5, 6]])
+        )
+        gathered = self._run(strategy, replica, value, graph=run_in_function)
+        self.assertAllEqual(gathered, [[[1, 3, 4], [2, 5, 6]]] * 2)
+
+    def _test_gather(self, strategy, run_in_function=False):
+        value = self._differing(
+            strategy, tf.constant([[1, 2]]), tf.constant([[3, 4], [5, 6]])
+        )
+
+        def gather():
+            return strategy.gather(value, axis=0)
+
+        gathered = (tf.function(gather) if run_in_function else gather)()
+        self.assertAllEqual(gathered, [[1, 2], [3, 4], [5, 6]])
+
+    def _test_gather_of_strings(self, strategy):
+        value = self._differing(strategy, tf.constant(["a"]), tf.constant(["b", "c"]))
+        self.assertAllEqual(strategy.gather(value, axis=0), [b"a", b"b", b"c"])
+
+    def _test_reduce_over_an_axis(self, strategy, run_in_function=False):
+        value = self._differing(strategy, tf.constant([2.0, 4.0]), tf.constant([6.0]))
+
+        def reduce():
+            return [strategy.reduce(op, value, axis=0) for op in (SUM, MEAN)]
+
+        total, mean = (tf.function(reduce) if run_in_function else reduce)()
+        self.assertAllEqual([total, mean], [12, 4])
+
+    def _test_reduce_over_an_axis_without_rows(self, strategy):
+        value = self._differing(strategy, tf.constant([2.0, 4.0]), tf.zeros([0]))
+        self.assertAllEqual(strategy.reduce(SUM, value, axis=0), 6)
+        self.assertAllEqual(strategy.reduce(MEAN, value, axis=0), 3)
+
+    def _test_reduce_of_integers(self, strategy):
+        value = self._differing(strategy, tf.constant([1, 2]), tf.constant([3]))
+        total = strategy.reduce("SUM", value, axis=0)
+        assert total.dtype == tf.int32
+        self.assertAllEqual(total, 6)
+
+    def _test_reduce_of_a_mirrored_value(self, strategy):
+        with strategy.scope():
+            variable = tf.Variable(3.0)
+        self.assertAllEqual(strategy.reduce(MEAN, variable, axis=None), 3)
+        self.assertAllEqual(strategy.reduce(MEAN, tf.constant(3.0), axis=None), 3)
+        with pytest.raises(ValueError, match="non-DistributedValues"):
+            strategy.reduce(SUM, tf.constant(3.0), axis=None)
+
+    def _test_partial_batches(self, strategy, run_in_function=False):
+        data = strategy.experimental_distribute_dataset(
+            tf.data.Dataset.range(7).batch(4)
+        )
+
+        def step(batch):
+            return strategy.reduce(
+                SUM, strategy.run(lambda x: x, args=(batch,)), axis=0
+            )
+
+        step = tf.function(step) if run_in_function else step
+        self.assertAllEqual([step(batch) for batch in data], [0 + 1 + 2 + 3, 4 + 5 + 6])
+
+    def _test_batches_in_a_function(self, strategy):
+        data = strategy.experimental_distribute_dataset(
+            tf.data.Dataset.range(8).batch(2)
+        )
+
+        @tf.function
+        def epoch(batches):
+            total = tf.constant(0, tf.int64)
+            for batch in batches:
+                total += strategy.reduce(SUM, strategy.run(tf.square, (batch,)), axis=0)
+            return total
+
+        self.assertAllEqual(epoch(data), sum(i * i for i in range(8)))
+        self.assertAllEqual(epoch(iter(data)), sum(i * i for i in range(8)))
+
+    def _test_element_spec(self, strategy):
+        data = strategy.experimental_distribute_dataset(
+            tf.data.Dataset.from_tensor_slices(tf.zeros([8, 3])).batch(4)
+        )
+        spec = data.element_spec
+
+        @tf.function(input_signature=[spec])
+        def total(batch):
+            return strategy.reduce(SUM, strategy.run(tf.shape, (batch,)), axis=None)
+
+        self.assertAllEqual([total(batch) for batch in data], [[4, 6]] * 2)
+
+    def _test_datasets_per_replica(self, strategy):
+        data = strategy.distribute_datasets_from_function(
+            lambda ctx: tf.data.Dataset.range(6).batch(
+                ctx.get_per_replica_batch_size(4)
+            ),
+            tf.distribute.InputOptions(experimental_fetch_to_device=False),
+        )
+        seen = [strategy.experimental_local_results(batch) for batch in data]
+        self.assertAllEqual(seen[0], [[0, 1], [2, 3]])
+        self.assertAllEqual(seen[1][0], [4, 5])
+
+    def _test_dataset_of_arrays(self, strategy):
+        x = np.arange(12).reshape(6, 2)
+        with strategy.scope():
+            data = strategy.extended.experimental_make_numpy_dataset((x, x[:, 0]))
+        batches = strategy.make_dataset_iterator(data.batch(4, drop_remainder=True))
+        a, b = strategy.experimental_run(lambda batch: batch, batches)
+        self.assertAllEqual(tf.concat(strategy.experimental_local_results(a), 0), x[:4])
+        self.assertAllEqual(
+            tf.concat(strategy.experimental_local_results(b), 0), x[:4, 0]
+        )
+
+    def _test_run_with_options(self, strategy):
+        made = strategy.run(
+            tf.function(lambda x: x + 1),
+            args=(tf.constant(1),),
+            options=tf.distribute.RunOptions(
+                experimental_enable_dynamic_batch_size=False
+            ),
+        )
+        self.assertAllEqual(strategy.experimental_local_results(made), [2, 2])
+
+    def _test_local_results(self, strategy):
+        assert strategy.experimental_local_results(3) == (3,)
+        value = self._differing(strategy, "a", "b")
+        assert strategy.experimental_local_results(value) == ("a", "b")
+        with strategy.scope():
+            variable = tf.Variable(1.0)
+        assert len(strategy.experimental_local_results(variable)) == 2
+
+    def _test_variable_written_in_replicas(self, strategy, run_in_function=False):
+        kinds = {
+            tf.VariableAggregation.SUM: 3,
+            tf.VariableAggregation.MEAN: 1.5,
+            tf.VariableAggregation.ONLY_FIRST_REPLICA: 1,
+        }
+        for kind, expected in kinds.items():
+            with strategy.scope():
+                variable = tf.Variable(5.0, aggregation=kind)
+
+            def replica(variable=variable):
+                ctx = tf.distribute.get_replica_context()
+                number = tf.cast(ctx.replica_id_in_sync_group, tf.float32) + 1
+                variable.assign(number)
+                variable.assign_add(number)
+                variable.assign_sub(number)
+                return variable.read_value()
+
+            seen = self._run(strategy, replica, graph=run_in_function)
+            self.assertAllEqual(seen, [expected] * 2)
+            self.assertAllEqual(variable, expected)
+
+    def _test_variable_synced_on_read(self, strategy, run_in_function=False):
+        on_read = tf.VariableSynchronization.ON_READ
+        kinds = {
+            tf.VariableAggregation.SUM: (3, 7),
+            tf.VariableAggregation.MEAN: (1.5, 7),
+            tf.VariableAggregation.ONLY_FIRST_REPLICA: (1, 7),
+        }
+        for kind, (expected, assigned) in kinds.items():
+            with strategy.scope():
+                variable = tf.Variable(0.0, synchronization=on_read, aggregation=kind)
+
+            def replica(variable=variable):
+                ctx = tf.distribute.get_replica_context()
+                number = tf.cast(ctx.replica_id_in_sync_group, tf.float32) + 1
+                return variable.assign_add(number)
+
+            self._run(strategy, replica, graph=run_in_function)
+            self.assertAllEqual(variable.read_value(), expected)
+            variable.assign(7.0)
+            self.assertAllEqual(variable.read_value(), assigned)
+
+    def _test_update(self, strategy):
+        with strategy.scope():
+            variable = tf.Variable(1.0)
+            change = self._differing(strategy, tf.constant(2.0), tf.constant(2.0))
+            strategy.extended.update(variable, lambda v, x: v.assign_add(x), (change,))
+        self.assertAllEqual(
+            strategy.experimental_local_results(variable.read_value()), [3]
+        )
+        for local in strategy.experimental_local_results(variable):
+            self.assertAllEqual(local, 3)
+
+    def _test_merge_call(self, strategy, run_in_function=False):
+        def merge(strategy, x):
+            return strategy.reduce(SUM, x, axis=None)
+
+        def replica():
+            ctx = tf.distribute.get_replica_context()
+            return ctx.merge_call(merge, args=(ctx.replica_id_in_sync_group + 1,))
+
+        # One object on all replicas, hence one result.
+        self.assertAllEqual(self._run(strategy, replica, graph=run_in_function), [3])
+
+    def _test_values_that_do_not_regroup(self, strategy):
+        def replica():
+            ctx = tf.distribute.get_replica_context()
+            return [1] * int(tf.get_static_value(ctx.replica_id_in_sync_group))
+
+        with pytest.raises(AssertionError):
+            strategy.run(replica)
+
+    def _test_creators_of_variables(self, strategy):
+        seen = []
+
+        def creator(next_creator, **kwargs):
+            seen.append(kwargs.get("name"))
+            return next_creator(**kwargs)
+
+        with strategy.scope(), tf.variable_creator_scope(creator):
+            tf.Variable(1.0, name="one")
+        assert seen == ["one"]
+
+    def _test_checkpoint(self, strategy):
+        path = os.path.join(self.get_temp_dir(), "checkpoint")
+        with strategy.scope():
+            saved = tf.train.Checkpoint(
+                a=tf.Variable([1.0, 2.0]),
+                b=tf.Variable(
+                    0.0,
+                    synchronization=tf.VariableSynchronization.ON_READ,
+                    aggregation=tf.VariableAggregation.SUM,
+                ),
+            )
+        strategy.run(lambda: saved.b.assign_add(2.0))
+        written = saved.write(path)
+        plain = tf.train.Checkpoint(a=tf.Variable([0.0, 0.0]), b=tf.Variable(0.0))
+        plain.read(written).assert_consumed()
+        self.assertAllEqual(plain.a, [1, 2])
+        self.assertAllEqual(plain.b, 4)
+        with strategy.scope():
+            again = tf.train.Checkpoint(a=tf.Variable([0.0, 0.0]))
+            again.read(written).expect_partial()
+        for local in strategy.experimental_local_results(again.a):
+            self.assertAllEqual(local, [1, 2])
+
+
+class OneObject(tf.test.TestCase):
+    """A tensor from outside the step is one object on all replicas.
+
+    MirroredStrategy counts it once: a sum of two replicas' ones is one.
+    """
+
+    devices = _DEVICES
+
+    def _test_all_reduce(self, strategy, run_in_function=False):
+        one = tf.constant(1.0)
+
+        def step():
+            ctx = tf.distribute.get_replica_context()
+            return [ctx.all_reduce(op, one) for op in (SUM, MEAN)]
+
+        step = tf.function(step) if run_in_function else step
+        total, mean = strategy.run(step)
+        self.assertAllEqual(strategy.experimental_local_results(total), [2, 2])
+        self.assertAllEqual(strategy.experimental_local_results(mean), [1, 1])
+
+    def _test_all_reduce_of_slices(self, strategy):
+        one = tf.IndexedSlices(tf.ones([1, 1]), tf.constant([0]), tf.constant([1, 1]))
+
+        def replica():
+            ctx = tf.distribute.get_replica_context()
+            return tf.convert_to_tensor(ctx.all_reduce(SUM, one))
+
+        made = strategy.experimental_local_results(strategy.run(replica))
+        self.assertAllEqual(made, [[[2]]] * 2)
+
+    def _test_all_gather(self, strategy):
+        one = tf.constant([1.0])
+        made = strategy.run(
+            lambda: tf.distribute.get_replica_context().all_gather(one, axis=0)
+        )
+        self.assertAllEqual(strategy.experimental_local_results(made), [[1, 1]] * 2)
+
+
+class OneDevice(
+    strategy_test_lib.DistributionTestBase,
+    strategy_test_lib.OneDeviceDistributionTestBase,
+):
+    """What TensorFlow asks of a strategy with one device."""
+
+    devices = _DEVICES[:1]
+
+
+def cases():
+    """All of (base class, whether in a graph, name of the method, its arguments)."""
+    for base in map(globals().__getitem__, sys.argv[1:]):
+        for name, method in inspect.getmembers(base, inspect.isfunction):
+            if not name.startswith("_test_") or name in ELSEWHERE:
+                continue
+            _, *parameters = inspect.signature(method).parameters.values()
+            required = [p.name for p in parameters if p.default is p.empty]
+            if len(required) != 1 or required[0] not in ("strategy", "d", "dist"):
+                continue  # it is called by others
+            yield base, False, name, {}
+            if any(p.name == "run_in_function" for p in parameters):
+                yield base, False, name, {"run_in_function": True}
+            if base in (TwoDevices, OneDevice) and name not in EAGER:
+                yield base, True, name, {}
+
+
+def start():
+    """Begin with two CPUs and nothing else, as in a new process."""
+    context._reset_context()
+    (cpu,) = tf.config.list_physical_devices("CPU")
+    tf.config.set_logical_device_configuration(
+        cpu, [tf.config.LogicalDeviceConfiguration() for _ in _DEVICES]
+    )
+
+
+def outcome(base, graph, name, arguments, strategy_class):
+    """Run one method in a TestCase of its own."""
+
+    class Case(base):
+        def runTest(self):
+            strategy = strategy_class(self.devices)
+            try:
+                getattr(self, name)(strategy, **arguments)
+            finally:
+                if hasattr(strategy, "close"):
+                    strategy.close()
+
+    result = unittest.TestResult()
+    if graph:
+        with context.graph_mode(), tf.Graph().as_default():
+            Case().run(result)
+    else:
+        Case().run(result)
+    if failed := result.errors + result.failures:
+        start()  # a failed collective leaves MirroredStrategy's next ones failing
+        return failed[0][1]
+    return "skipped" if result.skipped else "passed"
+
+
+def main():
+    start()
+    outcomes = {}
+    for base, graph, name, arguments in cases():
+        mode = "graph" if graph else "function" if arguments else "eager"
+        outcomes[f"{base.__name__}.{name} {mode}"] = {
+            strategy.__name__: outcome(base, graph, name, arguments, strategy)
+            for strategy in (tf.distribute.MirroredStrategy, kerasdist.RingStrategy)
+        }
+    print("RESULT", json.dumps(outcomes), flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,62 @@
+"""The benchmarks' scripts still work, with the smallest sizes and without peers."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from workers import python_env
+
+FOLDER = Path(__file__).resolve().parent.parent / "benchmarks"
+
+
+def run(name: str, output: Path, *arguments: str) -> dict:
+    """Runs a benchmark; returns its results."""
+    command = [sys.executable, str(FOLDER / name / "run.py"), "--quick"]
+    done = subprocess.run(
+        [*command, "--output", str(output), *arguments],
+        env=python_env(),
+        capture_output=True,
+        text=True,
+        timeout=150,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    text = (output / "output.txt").read_text(encoding="utf-8")
+    assert "load before" in text
+    assert "| --" in text
+    return json.loads((output / "results.json").read_text(encoding="utf-8"))
+
+
+def test_all_reduce(tmp_path):
+    columns = ["memcpy", "shared_memory", "tcp"]
+    results = run("all_reduce", tmp_path, "--columns", *columns)
+    assert list(results["medians"]) == columns
+    assert all(len(found) == 2 for found in results["medians"].values())
+
+
+@pytest.mark.netns
+def test_wire(tmp_path):
+    (row,) = run("wire", tmp_path)["rows"]
+    assert len(row) == 3
+
+
+def test_growth(tmp_path):
+    results = run("growth", tmp_path, "--only", "workers", "--no-strategy")
+    assert [len(found) for found in results["workers"].values()] == [2, 2]
+
+
+def test_memory_startup(tmp_path):
+    medians = run("memory_startup", tmp_path)["medians"]
+    assert medians["run"]["gradient_bytes"] == 4 * 3_962_890
+
+
+def test_fit(tmp_path):
+    names = ["plain", "two workers"]
+    results = run("fit", tmp_path, "--models", "cnn", "--columns", *names)
+    assert list(results["cnn"]) == names
+    assert [len(turn) for turn in results["cnn"]["two workers"]] == [2, 2]

@@ -1,0 +1,85 @@
+"""Memory of results is used again, but never while somebody still has it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from groups import Group
+from kerasdist.collectives.buffers import Buffers
+
+FLOAT = np.dtype("float32")
+LARGE = 1 << 18  # elements of 1 MB
+
+
+def address(array):
+    return array.__array_interface__["data"][0]
+
+
+def test_dropped_memory_is_used_again_for_the_same_size():
+    buffers = Buffers()
+    first = buffers.empty(LARGE, FLOAT)
+    assert (first.shape, first.dtype) == ((LARGE,), FLOAT)
+    where = address(first)
+    del first
+    assert address(buffers.empty(LARGE * 2, FLOAT)) != where
+    assert address(buffers.empty(LARGE // 2, np.dtype("float64"))) == where
+
+
+def test_large_arrays_begin_where_tensorflow_takes_them_without_copying():
+    assert address(Buffers().empty(LARGE, FLOAT)) % 4096 == 0
+
+
+@pytest.mark.parametrize(
+    "hold",
+    [
+        lambda a: a,
+        lambda a: a[5:9],
+        lambda a: a.reshape(2, -1)[1:, ::3].T,
+        lambda a: a.view(np.uint8)[7:8],
+        lambda a: a[10:20].data,
+        lambda a: memoryview(a[3:])[1:],
+    ],
+    ids=["itself", "slice", "view of view", "other dtype", "memory", "its slice"],
+)
+def test_memory_that_anything_refers_to_is_not_used_again(hold):
+    buffers = Buffers()
+    array = buffers.empty(LARGE, FLOAT)
+    where = address(array)
+    held = hold(array)
+    del array
+    assert address(buffers.empty(LARGE, FLOAT)) != where
+    del held
+    assert where in {address(a) for a in [buffers.empty(LARGE, FLOAT) for _ in "ab"]}
+
+
+def test_what_nobody_asks_for_is_given_back():
+    buffers = Buffers()
+    buffers.empty(LARGE, FLOAT)
+    for _ in range(100):
+        buffers.empty(LARGE * 2, FLOAT)
+    assert [entry.buffer.nbytes for entry in buffers._entries] == [LARGE * 8]
+    buffers.clear()
+    assert buffers._entries == []
+
+
+def test_small_arrays_are_not_kept():
+    buffers = Buffers()
+    buffers.empty(10, FLOAT)
+    assert buffers._entries == []
+
+
+@pytest.mark.parametrize("kind", ["shared", "unix"])
+def test_results_that_are_kept_stay_as_they_are(kind):
+    """Of many calls, some results are kept, some dropped: none changes later."""
+
+    def work(communicator):
+        kept = []
+        for turn in range(20):
+            (total,) = communicator.all_reduce([np.full(LARGE, turn, np.float32)])
+            if turn % 3 == 0:
+                kept.append((turn, total[turn::1000]))
+        return all((part == 2 * turn).all() for turn, part in kept)
+
+    with Group(kind, 2) as group:
+        assert group.run(work) == [True, True]

@@ -1,0 +1,567 @@
+from __future__ import annotations
+
+import itertools
+import json
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from kerasdist.cluster import Cluster, resolve
+from kerasdist.cluster.slurm import expand_hostlist, expand_tasks_per_node
+from kerasdist.errors import ClusterError
+
+TWO = {"worker": ["a:1", "b:1"]}
+
+
+def tf_config(cluster=None, task=None, **more):
+    settings = dict(more)
+    if cluster is not None:
+        settings["cluster"] = cluster
+    if task is not None:
+        settings["task"] = task
+    return {"TF_CONFIG": json.dumps(settings)}
+
+
+def task(task_type, index):
+    return {"type": task_type, "index": index}
+
+
+def error_of(environ=None, cluster=None):
+    with pytest.raises(ClusterError) as caught:
+        resolve(cluster, environ or {})
+    return str(caught.value)
+
+
+# --- without settings ---
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {},
+        {"TF_CONFIG": ""},
+        {"TF_CONFIG": " \n"},
+        {"TF_CONFIG": "{}"},
+        # A plain batch script: nobody started several tasks with srun.
+        {"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_NTASKS": "4"},
+        {
+            "SLURM_STEP_ID": "4294967291",
+            "SLURM_PROCID": "0",
+            "SLURM_NTASKS": "4",
+        },
+        # One task: alone.
+        {"SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"},
+    ],
+)
+def test_no_settings_is_one_worker(environ):
+    found = resolve(environ=environ)
+    assert found == Cluster(rank=0, size=1, source="none")
+    assert found.is_chief
+    assert found.address is None
+    assert found.workers == ()
+
+
+def test_the_process_environment_is_the_default(monkeypatch):
+    monkeypatch.setenv("TF_CONFIG", tf_config(TWO, task("worker", 1))["TF_CONFIG"])
+    assert resolve().rank == 1
+
+
+# --- TF_CONFIG ---
+
+
+def test_workers_are_ranked_by_their_index():
+    for index in (0, 1):
+        found = resolve(environ=tf_config(TWO, task("worker", index)))
+        assert (found.rank, found.size) == (index, 2)
+        assert found.workers == ("a:1", "b:1")
+        assert found.is_chief == (index == 0)
+        assert found.address == found.workers[index]
+        assert (found.task_type, found.task_index) == ("worker", index)
+        assert found.source == "TF_CONFIG"
+
+
+@pytest.mark.parametrize("name", ["chief", "master"])
+def test_the_chief_comes_first_and_master_is_its_old_name(name):
+    jobs = {"worker": ["a:1", "b:1"], name: ["c:1"]}
+    chief = resolve(environ=tf_config(jobs, task(name, 0)))
+    assert (chief.rank, chief.task_type, chief.is_chief) == (0, "chief", True)
+    assert chief.workers == ("c:1", "a:1", "b:1")
+    worker = resolve(environ=tf_config(jobs, task("worker", 1)))
+    assert (worker.rank, worker.task_index, worker.address) == (2, 1, "b:1")
+    assert not worker.is_chief
+
+
+def test_the_chief_needs_no_index():
+    found = resolve(environ=tf_config({"chief": ["c:1"]}, {"type": "chief"}))
+    assert (found.rank, found.size) == (0, 1)
+
+
+def test_a_server_is_no_worker():
+    jobs = {"chief": ["c:1"], "worker": ["a:1"], "ps": ["s:1", "s:2"]}
+    server = resolve(environ=tf_config(jobs, task("ps", 1)))
+    assert server.rank is None
+    assert not server.is_chief
+    assert (server.size, server.workers) == (2, ("c:1", "a:1"))
+    assert server.servers == ("s:1", "s:2")
+    assert (server.task_index, server.address) == (1, "s:2")
+    worker = resolve(environ=tf_config(jobs, task("worker", 0)))
+    assert (worker.rank, worker.servers) == (1, ("s:1", "s:2"))
+
+
+@pytest.mark.parametrize("listed", [{}, {"evaluator": ["e:1"]}])
+def test_an_evaluator_is_a_job_of_one(listed):
+    found = resolve(environ=tf_config({**TWO, **listed}, task("evaluator", 0)))
+    assert (found.rank, found.size, found.workers) == (0, 1, ())
+    assert found.task_type == "evaluator"
+
+
+@pytest.mark.parametrize("index", [1, "1"])
+def test_lists_may_be_dictionaries_and_numbers_texts(index):
+    jobs = {"worker": {"1": "b:1", "0": "a:1"}}
+    found = resolve(environ=tf_config(jobs, task("worker", index)))
+    assert (found.rank, found.workers) == (1, ("a:1", "b:1"))
+
+
+@pytest.mark.parametrize("jobs", [None, {}, {"ps": []}])
+@pytest.mark.parametrize("who", [None, {}, task("worker", 0), task("chief", 0)])
+def test_a_task_without_a_cluster_is_alone(jobs, who):
+    found = resolve(environ=tf_config(jobs, who, environment="cloud"))
+    assert (found.rank, found.size, found.workers) == (0, 1, ())
+    assert found.source == "TF_CONFIG"
+
+
+def test_ipv6_addresses():
+    found = resolve(
+        environ=tf_config(
+            {"worker": ["[::1]:2222", "[fe80::1%eth0]:1"]}, task("worker", 0)
+        )
+    )
+    assert found.address == "[::1]:2222"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('{"cluster": ', r"TF_CONFIG isn't JSON: .* line 1, column 13"),
+        ("{'task': {}}", r"isn't JSON: .* JSON wants double quotes"),
+        ("[1]", r"TF_CONFIG is a list\. Expected a dictionary"),
+        ('"x"', r"TF_CONFIG is a str\. Expected a dictionary"),
+        ("3", r"TF_CONFIG is a int\."),
+        ("null", r"TF_CONFIG is a NoneType\."),
+        ("[" * 100_000, r"TF_CONFIG isn't usable JSON"),
+        ('{"cluster": 1' + "0" * 5000 + "}", r"TF_CONFIG (isn't|can't)"),
+    ],
+)
+def test_what_isnt_a_json_dictionary(text, said):
+    with pytest.raises(ClusterError, match=rf"^TF_CONFIG can't be used\. .*{said}"):
+        resolve(environ={"TF_CONFIG": text})
+
+
+@pytest.mark.parametrize(
+    ("jobs", "who", "said"),
+    [
+        (TWO, None, "There is no 'task'"),
+        (TWO, {}, "There is no 'task'"),
+        (TWO, 1, "'task' is a int"),
+        (TWO, {"index": 0}, "'task' has no 'type'"),
+        (TWO, {"type": "worker"}, "'task' has no 'index'"),
+        (TWO, task("workers", 0), r"task\['type'\]='workers'\. Expected 'chief'"),
+        (TWO, task(["worker"], 0), r"task\['type'\] is unknown"),
+        (TWO, task("chief", 0), "This process is a chief, and the cluster has none"),
+        (
+            TWO,
+            task("worker", 2),
+            r"out of range\. .*=2.* 2 addresses\. Expected 0\.\.1",
+        ),
+        ({"worker": ["a:1"]}, task("worker", 1), r"has 1 address\. Expected 0\."),
+        (TWO, task("worker", -1), r"no integer >= 0\. Received: task\['index'\]=-1"),
+        (TWO, task("worker", "one"), "task.'index'. is no integer"),
+        (TWO, task("worker", 1.0), "task.'index'. is no integer"),
+        (TWO, task("worker", True), "task.'index'. is no integer"),
+        (TWO, task("worker", "9" * 5000), "task.'index'. is no integer"),
+        (
+            None,
+            task("worker", 1),
+            "There is no 'cluster', yet this process is worker 1",
+        ),
+        ({}, task("ps", 0), "There is no 'cluster', yet this process is ps 0"),
+        ([], task("worker", 0), "'cluster' is a list"),
+        ({"workers": ["a:1"]}, task("worker", 0), "unknown task type.*'workers'"),
+        ({"worker": "a:1"}, task("worker", 0), r"cluster\['worker'\] is a str"),
+        ({"worker": []}, task("worker", 0), r"cluster\['worker'\] is empty"),
+        (
+            {"chief": ["c:1"], "worker": []},
+            task("chief", 0),
+            r"cluster\['worker'\] is empty",
+        ),
+        ({"chief": ["a:1", "b:1"]}, task("chief", 0), "'cluster' has 2 chiefs"),
+        ({"chief": ["a:1"], "master": ["b:1"]}, task("chief", 0), "both 'chief' and"),
+        ({"ps": ["s:1"]}, task("ps", 0), "'cluster' has nobody who trains"),
+        ({"worker": {"0": "a:1", "2": "b:1"}}, task("worker", 0), "has gaps"),
+        ({"worker": {"x": "a:1"}}, task("worker", 0), "an index that is no integer"),
+        (
+            {"worker": ["a:1", "b:1", "A:1"]},
+            task("worker", 0),
+            r"same address .* cluster\['worker'\]\[0\] and cluster\['worker'\]\[2\]",
+        ),
+        (
+            {"chief": ["[::1]:1"], "worker": ["[0:0::1]:1"]},
+            task("chief", 0),
+            "The same address stands at two places",
+        ),
+        (
+            {"worker": ["a:1"], "ps": ["a:1"]},
+            task("worker", 0),
+            "The same address stands at two places",
+        ),
+    ],
+)
+def test_what_is_wrong_is_said(jobs, who, said):
+    with pytest.raises(
+        ClusterError,
+        match=rf"^TF_CONFIG can't be used\. .*{said}.*\nReceived: TF_CONFIG=",
+    ):
+        resolve(environ=tf_config(jobs, who))
+
+
+@pytest.mark.parametrize(
+    ("address", "said"),
+    [
+        ("", "is empty"),
+        (None, "is a NoneType, not a text"),
+        (2222, "is a int, not a text"),
+        ("host", "has no port"),
+        ("host:", "has a port that is no number, ''"),
+        ("host:http", "has a port that is no number, 'http'"),
+        ("host:²", "has a port that is no number"),
+        ("host:-1", "has a port that is no number"),
+        ("host:0", r"has a port outside 1\.\.65535, 0"),
+        ("host:65536", r"has a port outside 1\.\.65535, 65536"),
+        (":2222", "has no host"),
+        ("grpc://host:2222", "has a scheme in front"),
+        (" host:2222", "has white space around it"),
+        ("ho st:2222", "has a host that can't be one, 'ho st'"),
+        ("host/x:2222", "has a host that can't be one"),
+        ("::1:2222", "has more than one ':' .*brackets"),
+        ("[::1]", "has no port"),
+        ("[::1:2222", r"has a '\[' without a '\]'"),
+        ("[host]:2222", "has something in brackets that is no IPv6 address"),
+    ],
+)
+def test_every_address_is_checked(address, said):
+    jobs = {"worker": ["a:1", address]}
+    with pytest.raises(
+        ClusterError, match=rf"cluster\['worker'\]\[1\] {said}.*Expected"
+    ):
+        resolve(environ=tf_config(jobs, task("worker", 0)))
+
+
+def test_all_faults_come_in_one_message():
+    jobs = {"chief": ["c:0"], "worker": ["a", "b:1", "b:1"], "gpu": []}
+    said = error_of(tf_config(jobs, task("boss", "x")))
+    assert said.startswith("TF_CONFIG can't be used, for 6 reasons:\n  1. ")
+    for number in range(1, 7):
+        assert f"\n  {number}. " in said
+    assert "\nReceived: TF_CONFIG='{" in said
+
+
+def test_long_settings_are_cut_in_the_message():
+    said = error_of(tf_config({"worker": [f"h{i}:1" for i in range(5000)]}))
+    assert len(said) < 2000
+
+
+def test_a_cluster_error_is_a_value_error():
+    with pytest.raises(ValueError, match=r"^TF_CONFIG can't be used"):
+        resolve(environ={"TF_CONFIG": "{"})
+
+
+# --- `cluster=` ---
+
+
+class Resolver:
+    """What kerasdist uses of a ClusterResolver."""
+
+    def __init__(self, jobs, task_type=None, task_id=None):
+        self._jobs = jobs
+        self.task_type = task_type
+        self.task_id = task_id
+
+    def cluster_spec(self):
+        return SimpleNamespace(as_dict=lambda: self._jobs)
+
+
+def test_a_resolver_comes_before_the_environment():
+    environ = tf_config({"worker": ["x:1"]}, task("worker", 0))
+    found = resolve(Resolver({"worker": ["a:1", "b:1"]}, "worker", 1), environ)
+    assert (found.rank, found.workers) == (1, ("a:1", "b:1"))
+    assert found.source == "cluster resolver"
+
+
+def test_a_resolver_without_a_cluster_is_alone():
+    environ = tf_config(TWO, task("worker", 1))
+    for resolver in (Resolver({}), Resolver({}, "", 0), Resolver({}, "worker", 0)):
+        assert (resolve(resolver, environ).size, resolver.task_type) in (
+            (1, None),
+            (1, ""),
+            (1, "worker"),
+        )
+
+
+def test_slurms_resolver_knows_its_task_after_the_cluster():
+    class Late(Resolver):
+        def cluster_spec(self):
+            self.task_type, self.task_id = "worker", 1
+            return super().cluster_spec()
+
+    assert resolve(Late({"worker": ["a:1", "b:1"]}), {}).rank == 1
+
+
+def test_numbers_of_numpy_are_integers():
+    numpy = pytest.importorskip("numpy")
+    found = resolve(Resolver({"worker": ["a:1", "b:1"]}, "worker", numpy.int64(1)), {})
+    assert found.rank == 1
+    assert type(found.task_index) is int
+
+
+def test_a_resolver_without_a_task():
+    said = error_of(cluster=Resolver({"worker": ["a:1", "b:1"]}, None, 0))
+    assert said.startswith("The cluster resolver (Resolver) can't be used. ")
+    assert "There is no 'task'" in said
+
+
+def test_a_resolver_that_fails():
+    class Broken(Resolver):
+        def cluster_spec(self):
+            raise RuntimeError("no service")
+
+    with pytest.raises(
+        ClusterError,
+        match=r"^The cluster resolver \(Broken\) failed: RuntimeError: no service",
+    ) as caught:
+        resolve(Broken({}), {})
+    assert isinstance(caught.value.__cause__, RuntimeError)
+
+
+@pytest.mark.parametrize("cluster", ["{}", 3, ["a:1"], object()])
+def test_a_cluster_of_a_wrong_type(cluster):
+    with pytest.raises(
+        ClusterError, match=r"^`cluster` is of a type .* Expected a tf\.distribute"
+    ):
+        resolve(cluster, {})
+
+
+def test_a_dictionary_as_cluster():
+    settings = {"cluster": TWO, "task": task("worker", 1)}
+    found = resolve(settings, {"TF_CONFIG": "not even JSON"})
+    assert (found.rank, found.source) == (1, "cluster argument")
+    assert resolve({}, tf_config(TWO, task("worker", 1))).size == 1
+    said = error_of(cluster={"cluster": TWO})
+    assert said.startswith("`cluster` can't be used. There is no 'task'")
+
+
+def test_a_cluster_as_cluster():
+    mine = Cluster(rank=0, size=1)
+    assert resolve(mine, tf_config(TWO, task("worker", 1))) is mine
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"rank": 0, "size": 0}, "There is no worker"),
+        ({"rank": 2, "size": 2, "workers": ("a:1", "b:1")}, "rank is out of range"),
+        ({"rank": 0, "size": 2, "workers": ("a:1",)}, "as many addresses"),
+        ({"rank": 0, "size": 2}, "since there are several"),
+        ({"rank": None, "size": 1}, "Expected rank=None for a 'ps' task, and only"),
+        ({"rank": 0, "size": 1, "task_type": "ps"}, "Expected rank=None for a 'ps'"),
+        ({"rank": 0, "size": 1, "task_type": "x"}, "task type is unknown"),
+        ({"rank": None, "size": 1, "task_type": "ps"}, "a place in `servers`"),
+        ({"rank": 0, "size": 1, "workers": ("a",)}, "An address has no port"),
+    ],
+)
+def test_a_cluster_checks_itself(values, said):
+    with pytest.raises(ClusterError, match=rf"(?s)^The cluster can't be used.*{said}"):
+        Cluster(**values)
+
+
+def test_tensorflows_resolvers():
+    tf = pytest.importorskip("tensorflow")
+    spec = tf.train.ClusterSpec({"worker": ["a:1", "b:1"], "ps": {0: "s:1"}})
+    resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
+        spec, task_type="worker", task_id=1
+    )
+    found = resolve(resolver, {})
+    assert (found.rank, found.workers, found.servers) == (1, ("a:1", "b:1"), ("s:1",))
+
+
+def test_nothing_here_needs_tensorflow():
+    code = (
+        "import sys, kerasdist.cluster, kerasdist.transport.reach; "
+        "sys.exit('tensorflow' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
+# --- Slurm ---
+
+
+def step(procid, tasks, nodes, per_node, **more):
+    environ = {
+        "SLURM_JOB_ID": "1000",
+        "SLURM_STEP_ID": "0",
+        "SLURM_PROCID": str(procid),
+        "SLURM_STEP_NUM_TASKS": str(tasks),
+        "SLURM_STEP_NODELIST": nodes,
+        "SLURM_STEP_TASKS_PER_NODE": per_node,
+    }
+    environ.update(more)
+    return environ
+
+
+def hosts(workers):
+    return [address.rpartition(":")[0] for address in workers]
+
+
+def test_slurm_block_layout():
+    found = [resolve(environ=step(i, 5, "n[1-2],m", "2(x2),1")) for i in range(5)]
+    assert [each.rank for each in found] == [0, 1, 2, 3, 4]
+    assert len({each.workers for each in found}) == 1
+    assert hosts(found[0].workers) == ["n1", "n1", "n2", "n2", "m"]
+    ports = [int(address.rpartition(":")[2]) for address in found[0].workers]
+    assert ports == [ports[0] + local for local in (0, 1, 0, 1, 0)]
+    assert 20000 <= ports[0] < 30000
+    assert {each.source for each in found} == {"Slurm"}
+    assert found[3].task_type == "worker"
+
+
+@pytest.mark.parametrize(
+    ("more", "expected"),
+    [
+        ({"SLURM_DISTRIBUTION": "block:cyclic"}, "a a a b b"),
+        ({"SLURM_DISTRIBUTION": "cyclic"}, "a b a b a"),
+        ({"SLURM_DISTRIBUTION": "plane=2"}, "a a b b a"),
+        ({"SLURM_DISTRIBUTION": "plane", "SLURM_DIST_PLANESIZE": "2"}, "a a b b a"),
+    ],
+)
+def test_slurm_other_layouts(more, expected):
+    found = resolve(environ=step(0, 5, "a,b", "3,2", **more))
+    assert hosts(found.workers) == expected.split()
+
+
+@pytest.mark.parametrize("distribution", ["arbitrary", "plane", "plane=0", "new"])
+def test_slurm_layout_that_cant_be_told(distribution):
+    said = error_of(step(0, 2, "a,b", "1(x2)", SLURM_DISTRIBUTION=distribution))
+    assert "can't be told which rank runs on which node" in said
+    assert "srun --distribution=block" in said
+
+
+def test_slurm_own_place_is_checked():
+    # Rank 1 of a cyclic layout, although nobody said that it is cyclic.
+    said = error_of(
+        step(1, 4, "a,b", "2(x2)", SLURM_NODEID="1", SLURM_LOCALID="0"),
+    )
+    assert said.startswith("Slurm's environment can't be used. ")
+    assert "SLURM_NODEID=1" in said
+    assert "Expected SLURM_NODEID=0" in said
+    right = step(
+        1,
+        4,
+        "a,b",
+        "2(x2)",
+        SLURM_NODEID="1",
+        SLURM_LOCALID="0",
+        SLURM_DISTRIBUTION="cyclic",
+    )
+    assert hosts(resolve(environ=right).workers) == ["a", "b", "a", "b"]
+
+
+def test_slurm_port():
+    found = resolve(environ=step(1, 2, "a", "2", KERASDIST_PORT="4000"))
+    assert found.workers == ("a:4000", "a:4001")
+    for port in ("0", "65535", "x", "-1"):
+        said = error_of(step(1, 2, "a", "2", KERASDIST_PORT=port))
+        assert (
+            f"KERASDIST_PORT can't be used. Received: KERASDIST_PORT='{port}'" in said
+        )
+
+
+def test_slurm_jobs_and_steps_have_ports_of_their_own():
+    def port(job, number):
+        environ = step(0, 2, "a", "2", SLURM_JOB_ID=str(job), SLURM_STEP_ID=str(number))
+        return int(resolve(environ=environ).workers[0].rpartition(":")[2])
+
+    ports = [port(job, 0) for job in range(1000, 1156)]
+    ports.sort()
+    assert min(b - a for a, b in itertools.pairwise(ports)) == 64
+    assert len({port(1000, number) for number in range(100)}) == 100
+
+
+def test_slurm_older_names():
+    environ = {
+        "SLURM_JOBID": "1000",
+        "SLURM_STEPID": "0",
+        "SLURM_PROCID": "1",
+        "SLURM_NTASKS": "2",
+        "SLURM_JOB_NODELIST": "n[1-2]",
+        "SLURM_TASKS_PER_NODE": "1(x2)",
+    }
+    assert resolve(environ=environ).rank == 1
+
+
+def test_tf_config_comes_before_slurm():
+    environ = {**step(1, 2, "a", "2"), **tf_config(TWO, task("worker", 0))}
+    assert resolve(environ=environ).source == "TF_CONFIG"
+    assert resolve(environ={**environ, "TF_CONFIG": "{}"}).source == "Slurm"
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"SLURM_STEP_NODELIST": "n[1-"}, "SLURM_STEP_NODELIST can't be read"),
+        ({"SLURM_STEP_NODELIST": ""}, "SLURM_STEP_NODELIST isn't set"),
+        ({"SLURM_STEP_NODELIST": "a,b"}, "lists don't fit together.*2 nodes"),
+        ({"SLURM_STEP_TASKS_PER_NODE": "3"}, "lists don't fit together.*3 tasks"),
+        ({"SLURM_STEP_TASKS_PER_NODE": "x"}, "SLURM_STEP_TASKS_PER_NODE can't be read"),
+        ({"SLURM_PROCID": "2"}, "SLURM_PROCID is no rank of this step"),
+        ({"SLURM_PROCID": "x"}, "SLURM_PROCID is no rank of this step"),
+    ],
+)
+def test_slurm_settings_that_are_wrong(changed, said):
+    with pytest.raises(
+        ClusterError, match=rf"^Slurm's environment can't be used\. .*{said}"
+    ):
+        resolve(environ={**step(1, 2, "a", "2"), **changed})
+
+
+@pytest.mark.parametrize(
+    ("text", "expanded"),
+    [
+        ("n1", ["n1"]),
+        ("n[01-03,07],gpu5", ["n01", "n02", "n03", "n07", "gpu5"]),
+        ("r[1-2]n[8-10]", ["r1n8", "r1n9", "r1n10", "r2n8", "r2n9", "r2n10"]),
+        ("n[1,3]-ib.x,m", ["n1-ib.x", "n3-ib.x", "m"]),
+        ("n[098-101]", ["n098", "n099", "n100", "n101"]),
+    ],
+)
+def test_hostlists(text, expanded):
+    assert expand_hostlist(text) == expanded
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", ",", "n[1-2", "n1]", "n[]", "n[a]", "n[3-1]", "n[1-2-3]", "n[[1]]"),
+        *("n[1-999999999]", "n[1-60000],m[1-60000]", "n[1-300]x[1-300]"),
+    ],
+)
+def test_hostlists_that_are_wrong(text):
+    with pytest.raises(ValueError, match=r"^(it|its|the range|'.*') "):
+        expand_hostlist(text)
+
+
+def test_tasks_per_node():
+    assert expand_tasks_per_node("2(x3),1") == [2, 2, 2, 1]
+    for text in ("", "x", "2(3)", "2,", "1(x999999)"):
+        with pytest.raises(ValueError, match=r"^('|it stands)"):
+            expand_tasks_per_node(text)

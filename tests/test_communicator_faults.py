@@ -1,0 +1,362 @@
+"""What communicators do when ranks don't call the same, don't come, or give up."""
+
+from __future__ import annotations
+
+import threading
+import time
+import warnings
+
+import numpy as np
+import pytest
+
+from groups import CONNECTED, KINDS, Group, outcomes
+from kerasdist import errors
+from kerasdist.collectives.ring import RingCommunicator
+from kerasdist.transport.failures import Unsupervised
+from kerasdist.transport.memory import Faults, memory_group
+from waiting import wait_until
+
+pytestmark = pytest.mark.timeout(60)
+
+SEVERAL = [kind for kind in KINDS if kind[1] > 1]
+# One group of each implementation.
+SOME = [("memory", 3), ("unix", 4), ("shared", 3), ("tcp", 3), ("abab", 4), ("aab", 3)]
+
+
+def ids(kind):
+    return f"{kind[0]}-{kind[1]}"
+
+
+def ended(group, results, expected):
+    """Every rank got `expected`, and the same; afterwards each says it again."""
+    assert [type(result) for result in results] == [expected] * group.size, results
+    assert len({str(result) for result in results}) == 1
+    for communicator in group.communicators:
+        assert type(communicator.failure) is expected
+        with pytest.raises(expected) as again:
+            communicator.barrier()
+        assert str(again.value) == str(results[0])
+    return str(results[0])
+
+
+@pytest.mark.parametrize("kind", SEVERAL, ids=ids)
+def test_another_kind_of_collective_is_a_mismatch_that_names_both(kind):
+    with Group(*kind) as group:
+        group.run(lambda c: c.barrier())
+        started = time.monotonic()
+        odd = group.size - 1
+        results = group.outcomes(
+            lambda c: c.barrier() if c.rank == odd else c.all_reduce([np.ones(3)])
+        )
+        text = ended(group, results, errors.CollectiveMismatch)
+    assert time.monotonic() - started < 15  # a collective may take 20
+    assert text.startswith("Ranks called different collectives at step 0. Received: ra")
+    assert "#2 barrier()" in text
+    assert "#2 all_reduce(op='sum', dtype=float64, elements=3)" in text
+    assert f"rank {odd} (" in text
+
+
+DIFFERENT = {
+    "op": (
+        lambda c: c.all_reduce([np.ones(3)], "max"),
+        lambda c: c.all_reduce([np.ones(3)], "min"),
+        "op='max'",
+        "op='min'",
+    ),
+    "dtype": (
+        lambda c: c.all_reduce([np.ones(3, np.float32)]),
+        lambda c: c.all_reduce([np.ones(3, np.int32)]),
+        "dtype=float32",
+        "dtype=int32",
+    ),
+    "elements": (
+        lambda c: c.all_reduce([np.ones(3)]),
+        lambda c: c.all_reduce([np.ones(100_000)]),
+        "elements=3",
+        "elements=100000",
+    ),
+    "shape": (
+        lambda c: c.all_reduce([np.ones((2, 3))]),
+        lambda c: c.all_reduce([np.ones((3, 2))]),
+        "elements=6) on buffers float64(",
+        "elements=6) on buffers of other dtypes or shapes",
+    ),
+    "number of buffers": (
+        lambda c: c.all_reduce([np.ones(3)]),
+        lambda c: c.all_reduce([np.ones(3), np.ones(3, np.int8)]),
+        "on buffers ",
+        "on buffers of other dtypes or shapes",
+    ),
+    "root": (
+        lambda c: c.broadcast([np.ones(3)], root=0),
+        lambda c: c.broadcast([np.ones(3)], root=2),
+        "root=0",
+        "root=2",
+    ),
+    "gathered dtype": (
+        lambda c: c.all_gather(np.ones(3)),
+        lambda c: c.all_gather(np.ones(3, np.int16)),
+        "on buffers ",
+        "on buffers of other dtypes or shapes",
+    ),
+    "gathered shape": (
+        lambda c: c.all_gather(np.ones((3, 2))),
+        lambda c: c.all_gather(np.ones((3, 4))),
+        "on buffers float64(",
+        "on buffers of other dtypes or shapes",
+    ),
+    "large and small": (
+        lambda c: c.all_reduce([np.ones(1_000_000)]),
+        lambda c: c.broadcast([np.ones(3)]),
+        "all_reduce(",
+        "broadcast(",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", SOME, ids=ids)
+@pytest.mark.parametrize("difference", DIFFERENT)
+def test_every_difference_is_a_mismatch_on_every_rank(kind, difference):
+    most, odd, seen, other = DIFFERENT[difference]
+    with Group(*kind) as group:
+        group.run(lambda c: c.all_reduce([np.ones(3)]))
+
+        def work(communicator):
+            odd(communicator) if communicator.rank == 1 else most(communicator)
+            # A root, for one, needs nobody's answer: it finds out at its next call.
+            communicator.barrier()
+
+        results = group.outcomes(work)
+        text = ended(group, results, errors.CollectiveMismatch)
+    assert seen in text
+    assert other in text
+
+
+@pytest.mark.parametrize("kind", SOME, ids=ids)
+def test_one_call_too_many_is_a_mismatch_at_the_next_call(kind):
+    def work(communicator):
+        for _ in range(4 if communicator.rank == 1 else 3):
+            communicator.all_reduce([np.ones(3)])
+        communicator.barrier()
+
+    with Group(*kind) as group:
+        results = group.outcomes(work)
+        text = ended(group, results, errors.CollectiveMismatch)
+    assert "#4 barrier()" in text
+    assert "#4 all_reduce(op='sum', dtype=float64, elements=3)" in text
+
+
+@pytest.mark.parametrize("kind", SOME, ids=ids)
+def test_a_rank_that_does_not_come_is_a_timeout_on_every_rank(kind):
+    """Groups without a session take the silent neighbour for the late one."""
+    come = threading.Event()
+
+    def work(communicator):
+        communicator.barrier()
+        if communicator.rank == 1:
+            come.wait(30)
+        try:
+            communicator.all_reduce([np.ones(100_000)])
+        finally:
+            come.set()
+
+    with Group(*kind, timeout=1.0) as group:
+        started = time.monotonic()
+        results = group.outcomes(work)
+        assert 0.9 < time.monotonic() - started < 20
+        text = ended(group, results, errors.CollectiveTimeout)
+        late = "rank 1 (" if group.jobs else "rank "
+    assert text.startswith(late)
+    assert (
+        "didn't come to #2 all_reduce(op='sum', dtype=float64, elements=100000)" in text
+    )
+    assert "in time; rank " in text
+    assert "`timeout=`" in text
+
+
+@pytest.mark.parametrize(
+    ("layout", "late"), [("tcp", [2, 3]), ("aabb", [1]), ("abab", [3, 1])]
+)
+def test_late_ranks_are_named_and_not_their_neighbours(layout, late):
+    """In a ring everybody waits for a neighbour that waits itself."""
+    come = threading.Event()
+
+    def work(communicator):
+        communicator.barrier()
+        if communicator.rank in late:
+            come.wait(30)
+        try:
+            communicator.barrier()
+        finally:
+            come.set()
+
+    with Group(layout, 4, timeout=1.5) as group:
+        text = ended(group, group.outcomes(work), errors.CollectiveTimeout)
+    named = [rank for rank in range(4) if f"rank {rank} (" in text.split(" didn't")[0]]
+    assert named == sorted(late)
+
+
+@pytest.mark.parametrize("kind", SOME, ids=ids)
+@pytest.mark.parametrize("ending", ["abort", "close"])
+def test_a_wait_ends_when_another_thread_aborts_or_closes(kind, ending):
+    with Group(*kind) as group:
+        waiting = group.communicators[0]
+        result = []
+
+        def wait():
+            result.extend(outcomes(1, lambda _: waiting.all_reduce([np.ones(3)])))
+
+        thread = threading.Thread(target=wait, daemon=True)
+        thread.start()
+        wait_until(lambda: waiting._supervisor.call.kind == "all_reduce", "the call")
+        getattr(waiting, ending)()
+        thread.join(15)
+        assert not thread.is_alive()
+        assert type(result[0]) is errors.TransportClosed
+        pattern = {
+            "abort": "was aborted. Create",
+            "close": "was closed during #1 all_red",
+        }
+        assert str(result[0]).startswith(f"This communicator {pattern[ending]}")
+        with pytest.raises(errors.TransportClosed):
+            waiting.barrier()
+
+
+def test_abort_with_an_error_ends_a_wait_with_that_error():
+    with Group("unix", 2) as group:
+        error = errors.WorkerLost(5, "host5:1", 7, "a test said so")
+        group.communicators[0].abort(error)
+        with pytest.raises(errors.WorkerLost, match=r"^Rank 5 \(host5:1\) was lost at"):
+            group.communicators[0].barrier()
+
+
+@pytest.mark.parametrize("kind", CONNECTED, ids=ids)
+def test_a_rank_that_leaves_early_is_named_by_all_others(kind):
+    with Group(*kind) as group:
+        leaver = group.size - 1
+
+        def work(communicator):
+            communicator.step = 3
+            communicator.barrier()
+            if communicator.rank == leaver:
+                group.jobs[leaver].close()
+                return None
+            communicator.all_reduce([np.ones(3)])
+
+        started = time.monotonic()
+        lost = group.outcomes(work)[:-1]
+        assert time.monotonic() - started < 9  # not by a time-out: 10 and 20
+        for error in lost:
+            assert type(error) is errors.WorkerLost
+            assert (error.rank, error.step) == (leaver, 3)
+            assert error.host == group.jobs[leaver].cluster.address
+            assert error.reason == "it closed its strategy while others still needed it"
+
+
+@pytest.mark.parametrize("kind", CONNECTED, ids=ids)
+@pytest.mark.parametrize("chief", [True, False])
+def test_a_rank_whose_script_fails_is_named_with_its_error(kind, chief):
+    with Group(*kind) as group:
+        failing = 0 if chief else group.size - 1
+
+        def work(communicator):
+            communicator.barrier()
+            if communicator.rank == failing:
+                group.jobs[failing].close(ValueError("no such file."))
+                return None
+            communicator.all_reduce([np.ones(3)])
+
+        results = group.outcomes(work)
+        assert results.pop(failing) is None
+        for error in results:
+            assert type(error) is errors.WorkerLost
+            assert error.rank == failing
+            assert error.reason == "its script ended with ValueError: no such file"
+
+
+def test_ranks_may_leave_one_after_the_other_when_nobody_needs_them():
+    with Group("tcp", 4) as group:
+        group.run(lambda c: c.barrier())
+        for rank in (0, 2, 1, 3):
+            group.jobs[rank].close()
+        assert [job.failure for job in group.jobs] == [None] * 4
+
+
+@pytest.mark.parametrize(
+    "kind", [("tcp", 3), ("connected_shared", 3), ("aab", 3)], ids=ids
+)
+def test_an_interrupted_rank_is_named_by_the_others_at_once(kind, monkeypatch):
+    """Ctrl-C, or a bug, in the midst of a collective."""
+    with Group(*kind) as group:
+        group.run(lambda c: c.barrier())
+        broken = group.communicators[1]
+
+        def interrupt(*_):
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(broken, "_reduce", interrupt)
+
+        def work(communicator):
+            try:
+                communicator.all_reduce([np.ones(3)])
+            except KeyboardInterrupt:
+                return "interrupted"
+
+        started = time.monotonic()
+        first, second, third = group.outcomes(work)
+        assert time.monotonic() - started < 9  # not by a time-out: 10 and 20
+        assert second == "interrupted"
+        for error in (first, third):
+            assert type(error) is errors.WorkerLost
+            assert error.rank == 1
+            assert error.reason.startswith(
+                "it left #2 all_reduce(op='sum', dtype=float6"
+            )
+            assert error.reason.endswith("with KeyboardInterrupt:")
+        with pytest.raises(
+            errors.TransportClosed, match=r"^This communicator was abort"
+        ):
+            broken.barrier()
+
+
+def test_an_overflow_is_no_error_even_where_numpy_is_told_to_raise():
+    """One rank alone would stop, and leave the others waiting."""
+
+    def work(communicator):
+        with np.errstate(all="raise"), warnings.catch_warnings():
+            warnings.simplefilter("error")
+            return communicator.all_reduce([np.array([6e4], np.float16)])[0].tolist()
+
+    with Group("shared", 3) as group:
+        assert group.run(work) == [[np.inf]] * 3
+
+
+@pytest.mark.parametrize("exchange", [1, 2, 3, 4])
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_transport_that_breaks_at_any_place_ends_all_ranks(rank, exchange):
+    faults = Faults()
+    faults.fail_at(rank=rank, exchange=exchange)
+    supervisor = Unsupervised()
+    group = [
+        RingCommunicator(transport, supervisor, 5.0)
+        for transport in memory_group(4, faults)
+    ]
+
+    # Not a small buffer, which goes round in three exchanges: then a rank may have all
+    # that it needs before another one breaks.
+    results = outcomes(4, lambda r: group[r].all_reduce([np.arange(100_000)]))
+
+    assert type(results.pop(rank)) in (errors.TransportClosed, errors.WorkerLost)
+    for error in results:
+        assert type(error) is errors.WorkerLost
+        assert error.rank == rank
+
+
+def test_the_kept_failure_holds_no_arrays():
+    """An exception's traceback would keep all buffers of the failed call alive."""
+    with Group("shared", 2, timeout=0.2) as group:
+        for communicator in group.communicators:
+            with pytest.raises(errors.CollectiveError):
+                communicator.all_reduce([np.ones(3)])
+            assert communicator.failure.__traceback__ is None
+            assert communicator.failure.__cause__ is None

@@ -1,0 +1,376 @@
+"""From a cluster to a connected job: the choice, and starts that end in the midst."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import socket
+import subprocess
+import threading
+import time
+
+import numpy as np
+import psutil
+import pytest
+
+from groups import (
+    addresses_of,
+    cluster_on,
+    connect_all,
+    in_threads,
+    nothing_stays_open,
+    outcomes,
+)
+from hosts import Hosts
+from kerasdist import errors
+from kerasdist.cluster import Cluster
+from kerasdist.collectives import TRANSPORTS, connect
+from kerasdist.collectives.connect import _mesh
+from kerasdist.transport import Timeouts
+from kerasdist.transport.session import Session
+from waiting import wait_until
+from workers import Workers
+
+pytestmark = pytest.mark.timeout(90)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left():
+    with nothing_stays_open():
+        yield
+
+
+def use_and_close(jobs):
+    def work(rank):
+        job = jobs[rank]
+        (total,) = job.communicator.all_reduce([np.float64(rank)])
+        job.close()
+        job.close()
+        return total
+
+    assert in_threads(len(jobs), work) == [sum(range(len(jobs)))] * len(jobs)
+
+
+@pytest.mark.parametrize(
+    ("asked", "hosts", "chosen"),
+    [
+        ("auto", "aa", "shared_memory"),
+        ("auto", "aaaa", "shared_memory"),
+        ("auto", "ab", "tcp"),
+        ("auto", "abc", "tcp"),
+        ("auto", "aab", "hierarchical"),
+        ("auto", "abab", "hierarchical"),
+        ("tcp", "aaa", "tcp"),
+        ("shared_memory", "aa", "shared_memory"),
+        ("hierarchical", "aaa", "hierarchical"),
+        ("hierarchical", "abc", "hierarchical"),
+    ],
+)
+def test_the_transport_is_chosen_by_where_the_workers_are(asked, hosts, chosen):
+    jobs = connect_all(len(hosts), transport=asked, hosts=hosts, replicas=2)
+    assert [job.transport for job in jobs] == [chosen] * len(hosts)
+    assert [job.replicas for job in jobs] == [(2,) * len(hosts)] * len(hosts)
+    assert [job.communicator.rank for job in jobs] == list(range(len(hosts)))
+    assert [job.failure for job in jobs] == [None] * len(hosts)
+    use_and_close(jobs)
+
+
+def test_one_worker_needs_nobody():
+    job = connect(Cluster(rank=0, size=1), replicas=3)
+    assert (job.transport, job.replicas) == ("none", (3,))
+    assert job.communicator.all_gather(np.arange(2))[0].tolist() == [0, 1]
+    job.close()
+
+
+def test_an_unknown_transport_is_an_error_before_anything_is_done():
+    with pytest.raises(
+        ValueError,
+        match=r"^Unknown transport\. Received: transport='nccl'; expected on",
+    ):
+        connect(cluster_on(addresses_of(2), 0), transport="nccl")
+    assert {"auto", "hierarchical", "shared_memory", "tcp"} <= set(TRANSPORTS)
+
+
+def test_shared_memory_over_several_hosts_is_an_error_on_all():
+    addresses = addresses_of(3)
+    results = outcomes(
+        3,
+        lambda r: connect(
+            cluster_on(addresses, r), transport="shared_memory", host="aab"[r]
+        ),
+    )
+    for rank, error in enumerate(results):
+        assert type(error) is errors.ClusterError
+        mine = [2] if rank == 2 else [0, 1]
+        assert str(error).startswith("Shared memory reaches only the workers of one ")
+        assert f"3 workers on 2 hosts (this host has ranks {mine})" in str(error)
+
+
+def test_different_transports_are_an_error_on_all():
+    addresses = addresses_of(2)
+    results = outcomes(
+        2, lambda r: connect(cluster_on(addresses, r), transport=("tcp", "auto")[r])
+    )
+    for error in results:
+        assert type(error) is errors.StartupError
+        assert str(error).startswith("Workers were asked for different things.")
+
+
+def test_several_jobs_in_one_process_do_not_disturb_each_other():
+    addresses = addresses_of(2)
+    timeouts = Timeouts(startup=20, collective=20, heartbeat=10)
+
+    def join(rank):
+        return connect(cluster_on(addresses, rank), timeouts=timeouts)
+
+    first, second = in_threads(2, join), in_threads(2, join)
+    in_threads(2, lambda r: first[r].communicator.barrier())
+    first[1].communicator.abort()
+    assert outcomes(2, lambda r: second[r].communicator.barrier()) == [None, None]
+    in_threads(2, lambda r: first[r].close())
+    use_and_close(second)
+    third = in_threads(2, join)
+    use_and_close(third)
+
+
+@pytest.mark.parametrize("transport", ["tcp", "shared_memory", "hierarchical"])
+@pytest.mark.parametrize("lost", [0, 2])
+def test_a_rank_that_dies_between_its_start_and_its_connections(transport, lost):
+    """The others don't wait out the start's time-out: they are told."""
+    addresses = addresses_of(3)
+    timeouts = Timeouts(startup=60, collective=20, heartbeat=10)
+    hosts = "abc" if transport == "tcp" else "aaa"
+
+    def work(rank):
+        cluster = cluster_on(addresses, rank)
+        if rank == lost:
+            settings = {"transport": transport}
+            session = Session(
+                cluster, settings=settings, timeouts=timeouts, host=hosts[rank]
+            )
+            session.close()
+        else:
+            connect(cluster, transport=transport, timeouts=timeouts, host=hosts[rank])
+
+    started = time.monotonic()
+    results = outcomes(3, work)
+    assert time.monotonic() - started < 30
+    assert results.pop(lost) is None
+    for error in results:
+        assert type(error) is errors.WorkerLost
+        assert (error.rank, error.step) == (lost, 0)
+
+
+def test_what_was_connected_is_closed_when_the_rest_does_not_come():
+    addresses = addresses_of(3)
+    given_up = [threading.Event(), threading.Event()]
+    timeouts = Timeouts(startup=20)
+
+    def work(rank):
+        cluster = cluster_on(addresses, rank)
+        session = Session(cluster, settings={}, timeouts=timeouts, host="a")
+        session.timeouts = Timeouts(startup=1.5)
+        with contextlib.closing(session):
+            if rank == 2:
+                for event in given_up:
+                    event.wait(20)
+                return
+            try:
+                _mesh(session, [0, 1, 2])
+            finally:
+                given_up[rank].set()
+
+    first, second, third = outcomes(3, work)
+    assert third is None
+    for error in (first, second):
+        assert type(error) is errors.StartupError
+        assert error.missing == {2: "it didn't connect for data"}
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_strangers_disturb_neither_the_start_nor_the_work():
+    addresses = addresses_of(3)
+    ending = threading.Event()
+
+    def bother():
+        """An HTTP request, half-open connections, noise; on all ports, all the time."""
+        kept = []
+        noise = [b"GET / HTTP/1.1\r\nHost: x\r\n\r\n" * 5, b"", b"K", bytes(5000)]
+        while not ending.is_set():
+            for number, address in enumerate(addresses):
+                host, port = address.split(":")
+                with contextlib.suppress(OSError):
+                    sock = socket.create_connection((host, int(port)), timeout=1)
+                    kept.append(sock)
+                    sock.sendall(noise[(number + len(kept)) % 4])
+            for sock in kept[:-50]:
+                sock.close()
+            del kept[:-50]
+            ending.wait(0.005)
+        for sock in kept:
+            sock.close()
+
+    thread = threading.Thread(target=bother)
+    thread.start()
+    try:
+        timeouts = Timeouts(startup=20, collective=20, heartbeat=10)
+        for _ in range(2):
+            jobs = in_threads(
+                3, lambda r: connect(cluster_on(addresses, r), timeouts=timeouts)
+            )
+
+            def work(rank, jobs=jobs):
+                for turn in range(50):
+                    (total,) = jobs[rank].communicator.all_reduce([np.full(999, turn)])
+                    assert (total == 3 * turn).all()
+
+            in_threads(3, work)
+            use_and_close(jobs)
+    finally:
+        ending.set()
+        thread.join(10)
+
+
+def test_a_worker_that_is_killed_and_started_again_during_the_start_is_taken(tmp_path):
+    script = """
+        import os, sys, time
+        from kerasdist.cluster import resolve
+        from kerasdist.collectives import connect
+        from kerasdist.transport import Timeouts
+        cluster = resolve()
+        end = time.monotonic() + 60
+        while cluster.rank == 1 and not os.path.exists(sys.argv[1]):
+            assert time.monotonic() < end
+            time.sleep(0.01)
+        job = connect(cluster, timeouts=Timeouts(startup=60, heartbeat=20))
+        print("RESULT", job.communicator.all_reduce([cluster.rank])[0])
+        job.close()
+    """
+    go = tmp_path / "go"
+    with Workers(script, 3, args=[str(go)], handover=False) as job:
+        victim = psutil.Process(job.processes[2].pid)
+        chief = int(job.addresses[0].split(":")[1])
+
+        def has_come():
+            assert job.is_running(2), job.report()
+            return any(
+                connection.status == psutil.CONN_ESTABLISHED
+                and connection.raddr.port == chief
+                for connection in victim.net_connections(kind="tcp")
+            )
+
+        wait_until(has_come, "rank 2's connection to the chief")
+        env, command = victim.environ(), victim.cmdline()
+        job.kill(2, signal.SIGKILL)
+        job.wait_one(2)
+        again = subprocess.Popen(command, env=env, stdout=subprocess.PIPE)
+        with again:
+            go.touch()
+            assert [job.wait_one(r).result for r in (0, 1)] == [3, 3]
+            assert again.communicate(timeout=60)[0] == b"RESULT 3\n"
+
+
+# Several hosts, each with an address of its own.
+
+OVER_HOSTS = """
+    import json, os, time
+    import numpy as np
+    from kerasdist import errors
+    from kerasdist.cluster import resolve
+    from kerasdist.collectives import connect
+    from kerasdist.transport import Timeouts
+
+    cluster = resolve()
+    heartbeat = float(os.environ.get("HEARTBEAT", "20"))
+    job = connect(
+        cluster, timeouts=Timeouts(startup=40, collective=40, heartbeat=heartbeat))
+    communicator = job.communicator
+    size, rank = cluster.size, cluster.rank
+    large = np.arange(300_000, dtype=np.float64)
+    total, = communicator.all_reduce([large + rank])
+    assert (total == large * size + sum(range(size))).all()
+    assert [p.tolist() for p in communicator.all_gather(np.full(rank, rank))] == [
+        [r] * r for r in range(size)]
+    for root in range(size):
+        assert communicator.broadcast([large + rank], root)[0][0] == root
+    print("RESULT", json.dumps(job.transport), flush=True)
+    if "LOOP" in os.environ:
+        try:
+            for step in range(1, 1_000_000):
+                communicator.step = step
+                communicator.all_reduce([np.full(20_000, rank)])
+                if step == 5:
+                    print("LOOPING", flush=True)
+        except errors.WorkerLost as error:
+            print("RESULT", json.dumps(
+                [time.time(), error.rank, error.host, error.reason]), flush=True)
+            job.close(error)
+            raise SystemExit(0)
+    job.close()
+"""
+
+
+def over(hosts, layout, **options):
+    """Workers on hosts: `layout` has each rank's host as a digit."""
+    places = [int(place) for place in layout]
+    return Workers(
+        OVER_HOSTS,
+        len(places),
+        cluster=[hosts.address(place) for place in places],
+        prefix=lambda rank: hosts.prefix(places[rank]),
+        **options,
+    )
+
+
+@pytest.mark.netns
+@pytest.mark.parametrize(
+    ("count", "layout", "transport"),
+    [
+        (2, "01", "tcp"),
+        (2, "0011", "hierarchical"),
+        (4, "0123", "tcp"),
+        (4, "01230", "hierarchical"),
+    ],
+)
+def test_workers_on_several_hosts(count, layout, transport):
+    with Hosts(count) as hosts, over(hosts, layout) as job:
+        assert {worker.result for worker in job.succeed()} == {transport}
+
+
+@pytest.mark.netns
+@pytest.mark.parametrize(("layout", "victim"), [("01", 0), ("0011", 2), ("0011", 3)])
+def test_a_killed_rank_is_noticed_across_hosts(two_hosts, layout, victim):
+    with over(two_hosts, layout, env={"LOOP": "1"}) as job:
+        for rank in range(len(layout)):
+            job.wait_for_line(rank, "LOOPING")
+        killed = time.time()
+        job.kill(victim, signal.SIGKILL)
+        survivors = [w for w in job.wait() if w.rank != victim]
+    for survivor in survivors:
+        seen, rank, host, reason = survivor.results[1]
+        assert (rank, host) == (victim, job.addresses[victim])
+        assert seen - killed < 10  # far less than the heartbeat's time-out
+        assert reason.startswith("its connection ended")
+
+
+@pytest.mark.netns
+@pytest.mark.parametrize(("layout", "cut"), [("01", 1), ("0011", 1), ("0012", 2)])
+def test_a_host_that_is_cut_off_is_noticed_by_all(layout, cut):
+    """Nothing says so: no packet arrives any more, on either side."""
+    with (
+        Hosts(max(map(int, layout)) + 1) as hosts,
+        over(hosts, layout, env={"LOOP": "1", "HEARTBEAT": "3"}) as job,
+    ):
+        for rank in range(len(layout)):
+            job.wait_for_line(rank, "LOOPING")
+        at = time.time()
+        hosts.cut(cut)
+        workers = job.wait()
+    for worker in workers:
+        seen, rank, host, reason = worker.results[1]
+        assert seen - at < 20  # a collective may take 40
+        # Those that were cut off have lost the chief, the others those.
+        gone = int(layout[worker.rank]) == cut
+        assert rank == 0 if gone else int(layout[rank]) == cut
+        assert host == job.addresses[rank]
+        assert reason.startswith("nothing was heard of it for ")

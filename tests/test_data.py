@@ -1,0 +1,158 @@
+"""What each worker is given of the data: every sample once, in an agreed order."""
+
+from __future__ import annotations
+
+from workers import Workers
+
+SCRIPT = """
+import json, os
+import keras
+import numpy as np
+import tensorflow as tf
+import kerasdist
+
+strategy = kerasdist.RingStrategy(timeout=60)
+rank, size = strategy.rank, strategy.size
+seen = []
+
+class Seen(keras.Model):
+    '''Notes the first feature of every row that this worker trains on.'''
+    def __init__(self):
+        super().__init__()
+        self.dense = keras.layers.Dense(1, kernel_initializer="ones")
+    def call(self, x):
+        return self.dense(x)
+    def train_step(self, data):
+        x = data[0]
+        def note(values):
+            seen.append([int(v) for v in values])
+            return np.int64(0)
+        tf.numpy_function(note, [x[:, 0]], tf.int64)
+        return super().train_step(data)
+
+def build():
+    with strategy.scope():
+        m = Seen()
+        m.build((None, 1))
+        m.compile(keras.optimizers.SGD(1e-6), "mse")
+    return m
+
+def result(value):
+    print("RESULT", json.dumps(value), flush=True)
+
+x = np.arange(30, dtype="float32")[:, None]
+"""
+
+
+def run(body, size=2):
+    with Workers(SCRIPT + body, size, deadline=120) as job:
+        return [finished.result for finished in job.succeed()]
+
+
+def test_an_unseeded_shuffle_is_the_same_on_all_workers():
+    """Drawn after the strategy is made, from the chief's seed; another each epoch."""
+    body = """
+dataset = tf.data.Dataset.from_tensor_slices((x, x)).shuffle(30).batch(8)
+build().fit(dataset, epochs=2, verbose=0)
+result(seen)
+"""
+    a, b = run(body)
+    steps = [mine + other for mine, other in zip(a, b, strict=True)]
+    # A replica without rows trains on a row of zeros; 30 = 3 x 8 + 6 has none.
+    epochs = [[row for step in part for row in step] for part in (steps[:4], steps[4:])]
+    for epoch in epochs:
+        assert sorted(epoch) == list(range(30))
+    assert epochs[0] != epochs[1]
+
+
+def test_differently_shuffled_datasets_are_an_error():
+    body = """
+tf.random.set_seed(rank)
+dataset = tf.data.Dataset.from_tensor_slices((x, x)).shuffle(30).batch(8)
+try:
+    build().fit(dataset, epochs=2, verbose=0)
+except ValueError as error:
+    result([str(error), len(seen)])
+"""
+    for message, steps in run(body):
+        assert "The workers read different global batches" in message
+        assert "ranks [1] differ from rank 0" in message
+        assert steps <= 1
+
+
+def test_a_plain_generator_is_refused():
+    body = """
+def generate():
+    while True:
+        yield x[:4], x[:4]
+try:
+    build().fit(generate(), steps_per_epoch=2, verbose=0)
+except ValueError as error:
+    result(str(error))
+"""
+    for message in run(body):
+        assert "A plain Python generator can't be divided" in message
+        assert "Received: a generator, with 2 replicas" in message
+
+
+def test_own_datasets_of_unequal_length_never_hang():
+    """Worker r has 2 + 3 r batches; all train until the longest has ended."""
+    body = """
+x = np.arange(40, dtype="float32")[:, None]
+def make(context):
+    assert context.num_input_pipelines == size
+    assert context.input_pipeline_id == rank
+    rows = x[10 * rank: 10 * rank + 2 * (2 + 3 * rank)]
+    return tf.data.Dataset.from_tensor_slices((rows, rows)).batch(2)
+m = build()
+dataset = strategy.distribute_datasets_from_function(make)
+history = m.fit(dataset, epochs=2, verbose=0)
+result([[s for s in seen if s != [0]], history.history["loss"],
+        int(m.optimizer.iterations.numpy()),
+        m.evaluate(dataset, verbose=0), [w.tolist() for w in m.get_weights()]])
+"""
+    results = run(body, size=3)
+    # The loss is the mean over all rows of all workers.
+    for rank, (batches, losses, steps, evaluated, weights) in enumerate(results):
+        own = [[10 * rank + 2 * i, 10 * rank + 2 * i + 1] for i in range(2 + 3 * rank)]
+        assert batches[: len(own)] == own
+        assert steps == 2 * 8
+        assert (losses, evaluated, weights) == tuple(results[0][i] for i in (1, 3, 4))
+
+
+def test_batches_without_rows_weigh_nothing():
+    """One row per batch: only one of the three workers has it."""
+    body = """
+m = build()
+before = m.get_weights()
+history = m.fit(x[:4] + 1, x[:4] * 0, batch_size=1, epochs=1, shuffle=False, verbose=0)
+result([history.history["loss"], [w.tolist() for w in m.get_weights()]])
+"""
+    results = run(body, size=3)
+    assert results[0] == results[1] == results[2]
+    # Rows 1, 2, 3, 4 and a kernel of 1: the mean of their squares.
+    assert abs(results[0][0][0] - 7.5) < 1e-2
+
+
+def test_data_declared_as_each_workers_own():
+    """Arrays and a plain generator, unequally long; the batch size is the worker's."""
+    body = """
+strategy.close()
+strategy = kerasdist.RingStrategy(timeout=60, shard="off")
+mine = x[: 6 + 4 * rank] + 100 * rank
+m = build()
+history = m.fit(mine, mine, batch_size=4, epochs=1, shuffle=False, verbose=0)
+def generate():
+    for start in range(0, len(mine), 2):
+        yield mine[start:start + 2], mine[start:start + 2]
+m.fit(generate(), epochs=1, verbose=0)
+predicted = m.predict(mine, verbose=0)
+tested = m.test_on_batch(mine, mine)
+result([[s for s in seen if s != [0]], history.history["loss"], predicted.shape[0],
+        tested, [w.tolist() for w in m.get_weights()]])
+"""
+    a, b = run(body)
+    assert a[0][:5] == [[0, 1, 2, 3], [4, 5], [0, 1], [2, 3], [4, 5]]
+    assert b[0][:3] == [[100, 101, 102, 103], [104, 105, 106, 107], [108, 109]]
+    assert (a[2], b[2]) == (6, 10)
+    assert (a[1], a[3], a[4]) == (b[1], b[3], b[4])

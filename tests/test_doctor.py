@@ -1,0 +1,315 @@
+"""`kerasdist doctor`, and the findings it is made of."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from kerasdist.cli import machine, place
+from kerasdist.cli.allocator import find_allocator
+from kerasdist.cluster import Cluster
+from workers import free_ports, python_env
+
+pytestmark = pytest.mark.timeout(150)
+
+
+def levels(found):
+    return [finding.level for finding in found]
+
+
+def cluster_of(*addresses, rank=0):
+    return Cluster(rank=rank, size=len(addresses), workers=addresses)
+
+
+@pytest.fixture
+def listener():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield f"127.0.0.1:{server.getsockname()[1]}"
+
+
+@pytest.fixture
+def closed():
+    with socket.socket() as held:  # bound, so nobody else gets it, but not listening
+        held.bind(("127.0.0.1", 0))
+        yield f"127.0.0.1:{held.getsockname()[1]}"
+
+
+def doctor(*args, **env):
+    done = subprocess.run(
+        [sys.executable, "-m", "kerasdist", "doctor", *args],
+        env=python_env(env),
+        capture_output=True,
+        text=True,
+        timeout=140,
+        check=False,
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+def tf_config(index, *addresses):
+    task = {"type": "worker", "index": index}
+    return json.dumps({"cluster": {"worker": addresses}, "task": task})
+
+
+# --- the command ---
+
+
+def test_all_is_well():
+    code, out, err = doctor()
+    assert code == 0, out + err
+    for line in ("kerasdist 0.", "Python 3.", "tensorflow 2.", "keras 3.", "numpy "):
+        assert f"  ok    {line}" in out
+    assert "/dev/shm has " in out
+    assert " cores can be used\n" in out
+    assert "no cluster settings: one worker\n" in out
+    assert "  ok    device CPU:0\n" in out
+    assert "FAULT" not in out
+    assert out.splitlines()[-1].startswith("no faults")
+
+
+def test_faults_are_named_with_what_to_do(listener, closed):
+    config = tf_config(0, listener, closed, "no-such-host.invalid:1")
+    secret = "don't show me"
+    code, out, _ = doctor("--timeout", "1", TF_CONFIG=config, KERASDIST_SECRET=secret)
+    assert code == 1
+    assert "this is rank 0 of 3 (worker 0), by TF_CONFIG\n" in out
+    assert f"FAULT this task can't listen at {listener}: Address already in use" in out
+    assert f"FAULT rank 1 ({closed}) can't be reached: connection refused" in out
+    assert "-> start the worker there" in out
+    assert "FAULT rank 2 (no-such-host.invalid:1) can't be reached: " in out
+    assert "KERASDIST_SECRET is set\n" in out
+    assert secret not in out
+    assert out.splitlines()[-1].startswith("3 faults: ")
+
+
+def test_wrong_settings_dont_stop_the_rest():
+    code, out, _ = doctor(TF_CONFIG='{"cluster": {"worker": ["a", "b"]}}')
+    assert code == 1
+    assert "FAULT TF_CONFIG can't be used, for 3 reasons:\n" in out
+    assert "            1. cluster['worker'][0] has no port." in out
+    assert "  ok    device CPU:0\n" in out
+
+
+@pytest.mark.parametrize("seconds", ["0", "-1", "x", "nan", "inf"])
+def test_a_wrong_timeout(seconds):
+    code, out, err = doctor("--timeout", seconds)
+    assert (code, out) == (2, "")
+    assert "must be a number of seconds above 0" in err
+
+
+# --- its findings ---
+
+
+def test_versions():
+    found = machine.check_versions({})
+    assert set(levels(found)) == {"ok"}
+    found = machine.check_versions({"KERAS_BACKEND": "jax", "TF_USE_LEGACY_KERAS": "1"})
+    assert levels(found)[-2:] == ["fault", "fault"]
+    assert "KERAS_BACKEND='jax'" in found[-2].text
+
+
+def test_versions_that_are_missing_or_too_old(monkeypatch):
+    # Installing an old TensorFlow for this would take minutes.
+    monkeypatch.setattr(
+        machine.importlib.metadata,
+        "version",
+        {"tensorflow": "2.9.1", "numpy": "2.0"}.__getitem__,
+    )
+    monkeypatch.setattr(machine.importlib.metadata, "PackageNotFoundError", KeyError)
+    texts = {finding.text: finding for finding in machine.check_versions({})}
+    old = texts["tensorflow 2.9.1 is too old, at least 2.18 is needed"]
+    assert old.level == "fault"
+    assert "-m pip install 'tensorflow>=2.18'" in old.remedy
+    assert texts["keras isn't installed"].level == "fault"
+
+
+def test_devices_of_a_tensorflow_that_is_broken():
+    for code, said in (
+        ("import sys; sys.exit('no module')", "(exit code 1): no module"),
+        ("import os; os.abort()", "(exit code -6): no output"),
+        ("pass", "(exit code 0): no output"),
+    ):
+        (found,) = machine.check_devices(60.0, [sys.executable, "-c", code])
+        assert found.level == "fault"
+        assert found.text == f"TensorFlow can't be imported {said}"
+        assert "import tensorflow" in found.remedy
+
+
+def test_devices_of_a_tensorflow_that_hangs_with_a_child():
+    code = (
+        "import subprocess, sys\n"
+        "subprocess.run([sys.executable, '-c', 'import time; time.sleep(600)'])"
+    )
+    began = time.monotonic()
+    (found,) = machine.check_devices(1.0, [sys.executable, "-c", code])
+    assert time.monotonic() - began < 60.0
+    assert found.level == "fault"
+    assert found.text == "TensorFlow didn't list its devices within 1 s"
+
+
+def test_gpus_that_tensorflow_doesnt_see(tmp_path):
+    (tmp_path / "0000:01:00.0").touch()
+    code = """print('noise\\nDEVICES[["CPU:0", "CPU"]]')"""
+    found = machine.check_devices(60.0, [sys.executable, "-c", code], str(tmp_path))
+    assert levels(found) == ["ok", "warn"]
+    assert found[1].text == "the driver knows 1 GPUs, TensorFlow sees 0"
+
+
+def test_cluster():
+    cluster, found = place.check_cluster({})
+    assert cluster == Cluster(rank=0, size=1)
+    assert levels(found) == ["ok"]
+    cluster, found = place.check_cluster({"TF_CONFIG": "{"})
+    assert cluster is None
+    assert levels(found) == ["fault"]
+    environ = {"TF_CONFIG": tf_config(1, "localhost:1", "host:1")}
+    cluster, found = place.check_cluster(environ)
+    assert cluster is not None
+    assert cluster.rank == 1
+    assert levels(found) == ["ok", "ok", "ok", "warn"]
+
+
+@pytest.mark.parametrize(
+    ("host", "environ", "level"),
+    [
+        ("127.0.0.1", {}, "ok"),
+        ("[::1]", {}, "ok"),
+        ("host", {}, "fault"),
+        ("host", {"KERASDIST_INSECURE": "1"}, "warn"),
+        ("host", {"KERASDIST_INSECURE": "0"}, "fault"),
+        ("host", {"KERASDIST_SECRET": "s3cr3t"}, "ok"),
+    ],
+)
+def test_secret(host, environ, level):
+    (found,) = place.check_secret(cluster_of(f"{host}:1", f"{host}:2"), environ)
+    assert found.level == level
+    assert "s3cr3t" not in repr(found)
+
+
+def test_own_port_is_open_meanwhile_and_closed_afterwards():
+    free = f"127.0.0.1:{free_ports(1)[0]}"
+    with place.own_port(cluster_of(free), {}) as found:
+        assert levels(found) == ["ok"]
+        assert place.why_unreachable(free, 5.0) is None
+    assert place.why_unreachable(free, 5.0) is not None
+
+
+def test_own_port_faults(listener):
+    with place.own_port(cluster_of(listener), {}) as found:
+        assert levels(found) == ["fault"]
+        assert "Address already in use" in found[0].text
+        assert "ss -ltnp" in found[0].remedy
+    # The documentation's network: no machine has an address of it.
+    with place.own_port(cluster_of("203.0.113.7:1"), {}) as found:
+        assert levels(found)[0] in ("warn", "fault")
+        assert "203.0.113.7" in found[0].text
+    environ = {"KERASDIST_LISTEN_FD": "3"}
+    with place.own_port(cluster_of(listener), environ) as found:
+        assert levels(found) == ["ok"]
+    with place.own_port(Cluster(rank=0, size=1), {}) as found:
+        assert found == []
+
+
+def test_peers(listener, closed):
+    cluster = cluster_of("127.0.0.1:1", listener, closed)
+    one, two = place.check_peers(cluster, 1.5)
+    assert one.level == "ok"
+    assert one.text == f"rank 1 ({listener}) accepts connections"
+    assert two.level == "fault"
+    assert two.text == (
+        f"rank 2 ({closed}) can't be reached: connection refused: nothing listens there"
+    )
+
+
+def test_a_peer_that_comes_later_is_found():
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        reasons = []
+
+        def probe(address, seconds):
+            reasons.append(place.why_unreachable(address, seconds))
+            server.listen()  # after the first look
+            return reasons[-1]
+
+        cluster = cluster_of("127.0.0.1:1", address)
+        (found,) = place.check_peers(cluster, 20.0, probe)
+        assert found.level == "ok"
+        assert reasons == ["connection refused: nothing listens there", None]
+
+
+def test_a_probe_that_hangs_doesnt_hang_us():
+    hang = threading.Event()
+
+    def probe(address, seconds):
+        hang.wait(30.0)
+
+    began = time.monotonic()
+    found = place.check_peers(cluster_of("127.0.0.1:1", "h:1", "i:1"), 0.2, probe)
+    assert time.monotonic() - began < 20.0
+    hang.set()
+    assert [each.text for each in found] == [
+        "rank 1 (h:1) can't be reached: no answer within 0.2 s",
+        "rank 2 (i:1) can't be reached: no answer within 0.2 s",
+    ]
+
+
+def test_servers_are_peers_too(listener, closed):
+    cluster = Cluster(rank=0, size=1, workers=("127.0.0.1:1",), servers=(listener,))
+    (found,) = place.check_peers(cluster, 1.5)
+    assert found.text == f"server 0 ({listener}) accepts connections"
+    server = Cluster(
+        rank=None, size=1, workers=(closed,), servers=(listener,), task_type="ps"
+    )
+    (found,) = place.check_peers(server, 1.0)
+    assert found.text.startswith(f"rank 0 ({closed}) can't be reached")
+
+
+def test_shared_memory(tmp_path):
+    (found,) = machine.check_shared_memory()
+    assert "/dev/shm has " in found.text
+    (found,) = machine.check_shared_memory(str(tmp_path / "none"))
+    assert found.level == "warn"
+
+
+def test_shared_memory_that_is_small_or_full(tmp_path):
+    folder = tmp_path / "shm"
+    folder.mkdir()
+    options = ["-t", "tmpfs", "-o", "size=2m", "tmpfs", str(folder)]
+    if subprocess.run(["mount", *options], capture_output=True, check=False).returncode:
+        pytest.skip("mounting a tmpfs needs root")
+    try:
+        (found,) = machine.check_shared_memory(str(folder))
+        assert found.level == "warn"
+        assert found.text == f"{folder} has 2 MiB, 2 MiB of them free"
+        assert "--shm-size" in found.remedy
+        (folder / "fill").write_bytes(bytes(1_500_000))
+        (found,) = machine.check_shared_memory(str(folder))
+        assert found.level == "fault"
+    finally:
+        subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_cores(tmp_path):
+    (found,) = machine.check_cores()
+    assert f"{len(os.sched_getaffinity(0))} of " in found.text
+    for text, quota in (("150000 100000", 1.5), ("max 100000", None), ("", None)):
+        (tmp_path / "cpu.max").write_text(text)
+        assert machine._quota(tmp_path / "cpu.max") == quota
+    assert machine._quota(tmp_path / "none") is None
+
+
+def test_the_allocator():
+    (found,) = machine.check_allocator({"LD_PRELOAD": "/usr/lib/libjemalloc.so.2:x.so"})
+    assert found.text == "memory is allocated with jemalloc (LD_PRELOAD)"
+    (found,) = machine.check_allocator({})
+    library = find_allocator()
+    assert found.level == "ok"
+    assert ("the C library" if library is None else f"{library} is inst") in found.text

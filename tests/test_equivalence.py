@@ -1,0 +1,156 @@
+"""N workers equal one process: the numeric contract.
+
+Each layout (workers x devices) runs every case of `cases` in one job; the numbers of
+one plain process are the reference. On all ranks the numbers must be the same bits.
+"""
+
+from __future__ import annotations
+
+import pickle
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from cases import CASES
+from workers import Workers, python_env
+
+RUN = """
+import contextlib, hashlib, json, os, pickle, sys
+sys.path.insert(0, os.environ["TESTS"])
+import tensorflow as tf
+devices = int(os.environ.get("DEVICES", "1"))
+if devices > 1:
+    tf.config.set_logical_device_configuration(
+        tf.config.list_physical_devices("CPU")[0],
+        [tf.config.LogicalDeviceConfiguration()] * devices,
+    )
+import numpy as np
+import keras
+from cases import CASES
+if os.environ.get("PLAIN"):
+    rank, scope = 0, contextlib.nullcontext
+else:
+    import kerasdist
+    strategy = kerasdist.RingStrategy(
+        [f"CPU:{i}" for i in range(devices)], timeout=100
+    )
+    rank, scope = strategy.rank, strategy.scope
+collected = {}
+for name in sys.argv[2:] or CASES:
+    try:
+        numbers = {k: np.asarray(v) for k, v in CASES[name](scope).items()}
+    except Exception as error:
+        import traceback
+        traceback.print_exc()
+        print("RESULT", json.dumps([name, repr(error)]), flush=True)
+        sys.exit(1)
+    keras.backend.clear_session()
+    digest = hashlib.sha256()
+    for key in sorted(numbers):
+        digest.update(key.encode() + numbers[key].tobytes())
+    print("RESULT", json.dumps([name, digest.hexdigest()]), flush=True)
+    collected[name] = numbers
+if rank == 0:
+    with open(sys.argv[1], "wb") as file:
+        pickle.dump(collected, file)
+"""
+TESTS = str(Path(__file__).parent)
+pytestmark = pytest.mark.timeout(400)
+
+# The numbers of one process without kerasdist, by case; made as they are needed.
+_plain: dict[str, dict[str, np.ndarray]] = {}
+
+
+def plain(names: Sequence[str], folder: Path) -> dict[str, dict[str, np.ndarray]]:
+    missing = [name for name in names if name not in _plain]
+    if missing:
+        path = folder / "plain_numbers"
+        script = folder / "run_cases.py"
+        script.write_text(RUN)
+        done = subprocess.run(
+            [sys.executable, str(script), str(path), *missing],
+            env=python_env({"TESTS": TESTS, "PLAIN": "1"}),
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        _plain.update(pickle.loads(path.read_bytes()))
+    return {name: _plain[name] for name in names}
+
+
+# What differs between layouts: the division of rows, and how replicas meet.
+CORE = (
+    "fewer_rows_than_replicas",
+    "all_of_it",
+    "overflow_on_one_replica",
+    "loss_sum",
+    "masked_sequence",
+    "many_metrics",
+    "custom_train_step",
+    "embedding",
+    "accumulation_of_slices",
+    "synchronized_batch_normalization",
+    "on_batch",
+    "dataset",
+    "pydataset_of_sequences",
+)
+# A job of all cases would take minutes: they are dealt out to three.
+THIRDS = [tuple(list(CASES)[i::3]) for i in range(3)]
+
+
+def layouts() -> list[object]:
+    made: list[object] = []
+    for workers, devices, core in [
+        (1, 2, False),
+        (2, 1, False),
+        (1, 1, True),
+        (3, 1, True),
+        (4, 1, True),
+        (2, 2, True),
+    ]:
+        name = f"{workers}x{devices}"
+        if core:
+            made.append(pytest.param(workers, devices, CORE, id=f"{name}-core"))
+        for i, cases in enumerate(THIRDS):
+            marks = [pytest.mark.soak] if core else []
+            made.append(
+                pytest.param(workers, devices, cases, id=f"{name}-{i}", marks=marks)
+            )
+    return made
+
+
+@pytest.mark.parametrize(("workers", "devices", "cases"), layouts())
+def test_workers_equal_one_process(workers, devices, cases, tmp_path):
+    expected_of = plain(cases, tmp_path)
+    path = tmp_path / "numbers"
+    env = {"TESTS": TESTS, "DEVICES": str(devices)}
+    with Workers(RUN, workers, args=[str(path), *cases], env=env, deadline=300) as job:
+        finished = job.succeed()
+    first = finished[0].results
+    for other in finished[1:]:
+        assert other.results == first, "the ranks' numbers differ"
+    ours = pickle.loads(path.read_bytes())
+    assert set(ours) == set(cases)
+    faults = []
+    for name in ours:
+        expected = expected_of[name]
+        assert ours[name].keys() == expected.keys(), name
+        for key, value in expected.items():
+            coarse = key.startswith("coarse")
+            try:
+                np.testing.assert_allclose(
+                    ours[name][key],
+                    value,
+                    rtol=3e-2 if coarse else 1e-5,
+                    atol=3e-2 if coarse else 1e-6,
+                )
+            except AssertionError as error:
+                worst = str(error).strip().splitlines()
+                faults.append(f"{name}: {key}: {' '.join(worst)[:300]}")
+    assert not faults, "\n".join(faults)

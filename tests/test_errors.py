@@ -1,0 +1,81 @@
+"""The tree of exceptions, and how they cross process boundaries."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import re
+
+import pytest
+
+from kerasdist import errors
+
+MADE = [
+    errors.KerasDistError("a"),
+    errors.ClusterError("a"),
+    errors.AddressInUseError("a"),
+    errors.StartupError("a", {2: "it isn't there"}),
+    errors.AuthenticationError("a"),
+    errors.ProtocolError("a"),
+    errors.CollectiveError("a"),
+    errors.WorkerLost(3, "host3:2222", 17, "it was killed"),
+    errors.CollectiveMismatch("a"),
+    errors.CollectiveTimeout("a"),
+    errors.SharedMemoryFull("a"),
+    errors.TransportClosed("a"),
+]
+
+
+def name(error):
+    return type(error).__name__
+
+
+def test_every_exception_is_in_the_list_and_in_the_drawing():
+    assert sorted(map(name, MADE)) == errors.__all__
+    drawn = re.findall(r"── (\w+)|^    (\w+) ", errors.__doc__, re.MULTILINE)
+    assert sorted({a or b for a, b in drawn} - {"s"}) == errors.__all__
+
+
+@pytest.mark.parametrize(
+    ("kind", "bases"),
+    [
+        (errors.ClusterError, (errors.KerasDistError, ValueError)),
+        (errors.AddressInUseError, (errors.ClusterError, OSError)),
+        (errors.StartupError, (errors.KerasDistError, TimeoutError)),
+        (errors.WorkerLost, (errors.CollectiveError,)),
+        (errors.CollectiveMismatch, (errors.CollectiveError,)),
+        (errors.CollectiveTimeout, (errors.CollectiveError, TimeoutError)),
+        (errors.SharedMemoryFull, (errors.CollectiveError, OSError)),
+        (errors.TransportClosed, (errors.CollectiveError,)),
+        (errors.CollectiveError, (errors.KerasDistError,)),
+    ],
+)
+def test_who_catches_a_base_class_catches_it(kind, bases):
+    assert all(issubclass(kind, base) for base in bases)
+
+
+@pytest.mark.parametrize("error", MADE, ids=name)
+@pytest.mark.parametrize(
+    "through", [copy.copy, lambda e: pickle.loads(pickle.dumps(e))]
+)
+def test_copies_and_pickles_are_the_same(error, through):
+    other = through(error)
+    assert type(other) is type(error)
+    assert str(other) == str(error)
+    assert vars(other) == vars(error)
+
+
+def test_worker_lost_says_who_where_when_why_and_what_to_do():
+    error = errors.WorkerLost(3, "host3:2222", 17, "its connection was closed")
+    assert str(error) == (
+        "Rank 3 (host3:2222) was lost at step 17: its connection was closed. The other "
+        "workers can't go on without it. Look at the output of rank 3 for the first "
+        "error, then start the job again."
+    )
+    assert (error.rank, error.host, error.step) == (3, "host3:2222", 17)
+    assert error.reason == "its connection was closed"
+
+
+def test_startup_error_has_the_reason_of_each_missing_rank():
+    assert errors.StartupError("a").missing == {}
+    assert errors.StartupError("a", {1: "b"}).missing == {1: "b"}

@@ -1,0 +1,90 @@
+"""The examples do what they say: the demo, and a job over two hosts."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from workers import Workers, python_env
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+
+
+def run(*command: str) -> str:
+    done = subprocess.run(
+        [sys.executable, *command],
+        env=python_env(),
+        capture_output=True,
+        text=True,
+        timeout=150,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def accuracy(output: str) -> float:
+    (found,) = re.findall(r"^test loss \S+, test accuracy (\S+)$", output, re.M)
+    return float(found)
+
+
+def test_the_demo_on_two_workers_is_as_good_as_one_process():
+    digits = str(EXAMPLES / "digits.py")
+    alone = run(digits)
+    two = run("-m", "kerasdist", "run", "-n", "2", "--output", "all", digits)
+    assert "weights bit-equal on all workers: True" in two
+    hashes = re.findall(r"rank \d of 2: weights (\w{16})$", two, re.M)
+    assert len(hashes) == 2
+    assert len(set(hashes)) == 1
+    assert accuracy(two) > 0.9
+    assert abs(accuracy(two) - accuracy(alone)) <= 0.01
+    assert f"saved and reloaded model {accuracy(two):.4f}" in two
+    assert re.search(r"^\d+ examples/s with 2 worker\(s\)$", two, re.M)
+
+
+@pytest.mark.netns
+def test_two_hosts_by_hand_made_tf_config(two_hosts):
+    """Each worker in a network namespace of its own, with an address of its own."""
+    with Workers(
+        EXAMPLES / "digits.py",
+        2,
+        args=["--epochs", "5"],
+        cluster=[two_hosts.address(0), two_hosts.address(1)],
+        prefix=two_hosts.prefix,
+        deadline=120,
+    ) as job:
+        outputs = [f.output for f in job.succeed()]
+    hashes = [re.search(r"weights (\w{16})$", o, re.M).group(1) for o in outputs]
+    assert hashes[0] == hashes[1]
+    assert accuracy(outputs[0]) > 0.85
+
+
+@pytest.mark.netns
+def test_other_hosts_need_a_secret(two_hosts):
+    script = """
+import json, kerasdist
+try:
+    kerasdist.RingStrategy(startup_timeout=20)
+except kerasdist.errors.ClusterError as error:
+    print("RESULT", json.dumps(str(error)), flush=True)
+else:
+    print("RESULT", json.dumps("trained"), flush=True)
+"""
+    for env, expected in [
+        ({"KERASDIST_SECRET": None}, "KERASDIST_INSECURE=1"),
+        ({"KERASDIST_SECRET": None, "KERASDIST_INSECURE": "1"}, "trained"),
+    ]:
+        with Workers(
+            script,
+            2,
+            env=env,
+            cluster=[two_hosts.address(0), two_hosts.address(1)],
+            prefix=two_hosts.prefix,
+            deadline=60,
+        ) as job:
+            for finished in job.succeed():
+                assert expected in finished.result

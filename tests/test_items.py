@@ -1,0 +1,285 @@
+"""Each worker reads its share of a PyDataset's items, and trains on its rows of all."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+
+from kerasdist.strategies.item_form import ItemForm
+from kerasdist.strategies.order import part_of
+from workers import Workers
+
+SCRIPT = """
+import json
+import keras
+import numpy as np
+import tensorflow as tf
+import kerasdist
+
+keras.utils.set_random_seed(1)  # and the orders of epochs
+strategy = kerasdist.RingStrategy(timeout=60)
+rank, size = strategy.rank, strategy.size
+x = np.arange(42, dtype="float32")[:, None]
+trained = []
+
+class Noting(keras.Model):
+    '''Notes the first feature of every row that this worker trains on.'''
+    def __init__(self):
+        super().__init__()
+        self.dense = keras.layers.Dense(1, kernel_initializer="ones")
+    def call(self, x):
+        return self.dense(x)
+    def train_step(self, data):
+        def note(values):
+            trained.append([int(v) for v in values])
+            return np.int64(0)
+        tf.numpy_function(note, [data[0][:, 0]], tf.int64)
+        return super().train_step(data)
+
+with strategy.scope():
+    model = Noting()
+    model.build((None, 1))
+    model.compile(keras.optimizers.SGD(1e-6), "mse")
+
+class Items(keras.utils.PyDataset):
+    '''Notes which items are read.'''
+    def __init__(self, length=7, **options):
+        super().__init__(**options)
+        self.length, self.read, self.calls = length, [], []
+    def __len__(self):
+        return self.length
+    def __getitem__(self, index):
+        self.read.append(index)
+        return self.item(index)
+    def item(self, index):
+        rows = x[6 * index:6 * index + 6]
+        return rows, rows
+
+def taken(log):
+    '''What was noted since the last time.'''
+    result, log[:] = list(log), []
+    return result
+
+def result(value):
+    print("RESULT", json.dumps(value), flush=True)
+
+def refused(function):
+    try:
+        function()
+    except ValueError as error:
+        return str(error)
+"""
+
+
+def run(body, size=2):
+    with Workers(SCRIPT + body, size, deadline=120) as job:
+        return [finished.result for finished in job.succeed()]
+
+
+def test_each_worker_reads_its_share_and_its_rows_of_all():
+    body = """
+class Calls(Items):
+    def on_epoch_begin(self):
+        self.calls.append("begin")
+    def on_epoch_end(self):
+        self.calls.append("end")
+
+class Shuffling(Items):
+    order = np.arange(7)
+    random = np.random.default_rng(3)
+    def item(self, index):
+        return super().item(self.order[index])
+    def on_epoch_end(self):
+        self.random.shuffle(self.order)
+
+class Augmenting(Items):
+    def item(self, index):
+        rows, labels = super().item(index)
+        return rows + np.random.uniform(0, 0.5, rows.shape), labels
+
+seen = {}
+items = Items()
+model.fit(items, epochs=2, shuffle=False, verbose=0)
+seen["in order read"], seen["in order"] = taken(items.read), taken(trained)
+model.fit(items, epochs=2, verbose=0)
+seen["shuffled read"], seen["shuffled"] = taken(items.read), taken(trained)
+predicted = model.predict(items, verbose=0)
+seen["predicted"] = taken(items.read), len(predicted)
+evaluated = model.evaluate(items, verbose=0)
+seen["evaluated"] = taken(items.read), evaluated
+items = Items(workers=2)
+model.fit(items, verbose=0)
+seen["threads read"], seen["threads"] = taken(items.read), taken(trained)
+model.fit(Items(workers=2, use_multiprocessing=True), verbose=0)
+seen["processes"] = taken(trained)
+items = Calls(workers=2)
+model.fit(items, epochs=2, verbose=0)
+seen["calls"] = items.calls
+taken(trained)
+items = Shuffling(2)
+items.length = 7
+model.fit(items, epochs=2, shuffle=False, verbose=0)
+seen["shuffling"] = taken(trained)
+model.fit(Augmenting(), epochs=1, shuffle=False, verbose=0)
+seen["augmenting"] = taken(trained)
+import threading
+seen["left"] = [t.name for t in threading.enumerate() if t.name.startswith("Worker_")]
+result(seen)
+"""
+    results = run(body, size=3)
+    whole = [list(range(6 * i, 6 * i + 6)) for i in range(7)]
+
+    def steps(what):
+        """The rows of each step, in rank order."""
+        parts = [seen[what] for seen in results]
+        return [list(itertools.chain(*step)) for step in zip(*parts, strict=True)]
+
+    for rank, seen in enumerate(results):
+        own = list(range(rank, 7, 3))
+        # Item 0 is read by all, once for each call, to be compared.
+        assert seen["in order read"] == [0, *own, *own]
+        assert seen["predicted"] == [[0, *own], 42]
+        assert seen["evaluated"][0] == [0, *own]
+        assert seen["evaluated"][1] == results[0]["evaluated"][1]
+        assert len(seen["shuffled read"]) == 1 + 2 * len(own)
+        assert seen["calls"] == ["end", "begin", "end", "begin", "end"]
+        assert len(seen["threads read"]) == 1 + len(own)
+        assert seen["left"] == []
+    assert steps("in order") == whole * 2
+    shuffled = steps("shuffled")
+    assert sorted(shuffled[:7]) == sorted(shuffled[7:]) == whole
+    assert whole != shuffled[:7] != shuffled[7:]
+    read = [index for seen in results for index in seen["shuffled read"][1:]]
+    assert sorted(read) == sorted([*range(7), *range(7)])
+    assert sorted(steps("threads")) == sorted(steps("processes")) == whole
+    shuffling = steps("shuffling")
+    assert sorted(shuffling[:7]) == sorted(shuffling[7:]) == whole
+    assert shuffling[:7] != shuffling[7:]
+    assert steps("augmenting") == whole
+
+
+def test_other_datasets_and_what_getitem_raises():
+    """What can't be exchanged is read by all, as before; differences are errors.
+
+    They are errors on all ranks alike, so that the strategy can still be used.
+    """
+    body = """
+class Ragged(Items):
+    def item(self, index):
+        rows = tf.RaggedTensor.from_row_lengths(np.arange(6.0), [1, 3, 2])
+        return rows, np.ones((3, 1))
+
+class Strings(Items):
+    def item(self, index):
+        return tf.constant([["1"], ["2"], ["3"]]), np.ones((3, 1))
+
+def summing(inputs, compute):
+    with strategy.scope():
+        sums = keras.layers.Lambda(compute, output_shape=(1,))(inputs)
+        m = keras.Model(inputs, keras.layers.Dense(1, kernel_initializer="ones")(sums))
+        m.compile("sgd", "mse")
+    return m
+
+strings = Strings(4)
+m = summing(
+    keras.Input((1,), dtype="string"),
+    lambda s: tf.reshape(tf.strings.to_number(s), [-1, 1]),
+)
+predicted = m.predict(strings, verbose=0)
+m.fit(strings, verbose=0)
+sums = summing(
+    keras.Input((None,), ragged=True),
+    lambda r: tf.reshape(tf.reduce_sum(r, 1), [-1, 1]),
+).predict(Ragged(2), verbose=0)
+result([predicted.ravel().tolist(), sorted(set(strings.read)), sums.ravel().tolist()])
+
+class Own(Items):
+    def item(self, index):
+        return x[6 * index + rank:6 * index + 6], x[6 * index + rank:6 * index + 6]
+
+class Unseeded(Items):
+    def __init__(self):
+        super().__init__()
+        self.order = np.arange(7)
+    def item(self, index):
+        rows, labels = super().item(self.order[index])
+        return rows + np.random.default_rng().uniform(0, 0.5, rows.shape), labels
+    def on_epoch_end(self):
+        if trained:
+            self.order = (self.order + rank) % 7
+
+class Broken(Items):
+    def item(self, index):
+        if index == 5:
+            raise KeyError("no such row")
+        return super().item(index)
+
+other = Items()
+if rank == 1:
+    other.item = lambda index: (x[:6].astype("float64"), x[:6])
+result([
+    refused(lambda: model.fit(Items(5 + rank), verbose=0)),
+    refused(lambda: model.fit(Own(), verbose=0)),
+    refused(lambda: model.fit(other, verbose=0)),
+    len(taken(trained)),
+    refused(lambda: model.fit(Unseeded(), epochs=3, verbose=0)),
+    len(trained),
+    len(model.fit(Items(), verbose=2).history["loss"]),
+])
+try:
+    model.fit(Broken(workers=2), shuffle=False, verbose=0)
+except (KeyError, kerasdist.errors.WorkerLost) as error:
+    result([type(error).__name__, str(error)])
+    raise SystemExit(0 if rank == 0 else 1)
+"""
+    with Workers(SCRIPT + body, 2, deadline=150) as job:
+        here, there = job.wait()
+    for finished in (here, there):
+        (predicted, read, sums), errors, _ = finished.results
+        assert predicted == [1, 2, 3] * 4
+        assert read == [0, 1, 2, 3]
+        assert sums == [0, 6, 9] * 2
+        length, own, other, none, unseeded, one_epoch, after = errors
+        assert "rank 0: length=5, shuffle=True" in length
+        assert "rank 1: length=6, shuffle=True" in length
+        assert "item 0 of ranks [1] differs from rank 0's" in own
+        assert "item=\"('float32[2]', 'float32[2]')\"; rank 1: " in other
+        assert none == 0
+        # The labels aren't random: they give it away.
+        assert "item 0 of ranks [1] differs from rank 0's" in unseeded
+        assert one_epoch == 7
+        assert after == 1
+    assert (
+        "kerasdist: 2 worker(s) with 2 replica(s) in all, global batch 6, per worker "
+        "3, 7 batch(es), about 42 samples, about 21 of them here, learning rate 1e-06"
+    ) in here.output
+    assert there.results[2] == ["KeyError", "'no such row'"]
+    assert here.results[2][0] == "WorkerLost"
+    assert "Rank 1" in here.results[2][1]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int64", "uint8", "bool", "float16"])
+def test_an_item_becomes_bytes_and_back(dtype):
+    item = {"b": (np.ones((3, 2), dtype), None), "a": np.zeros((3, 0, 5), dtype)}
+    form = ItemForm(item)
+    assert form.exchangeable
+    longer = {"b": (np.ones((4, 7), dtype), None), "a": np.zeros((4, 1, 2), dtype)}
+    for index, other in enumerate([item, longer]):
+        found, arrays = form.unpack(form.pack(index, other))
+        assert found == index
+        back = form.item(arrays)
+        assert back["b"][1] is None
+        np.testing.assert_array_equal(back["a"], other["a"])
+        np.testing.assert_array_equal(back["b"][0], other["b"][0])
+        assert back["a"].dtype == dtype
+    with pytest.raises(ValueError, match=r"^All items of a PyDataset must have"):
+        form.pack(2, {"b": (np.ones(3, dtype), None), "a": item["a"]})
+
+
+@pytest.mark.parametrize("rows", [0, 1, 2, 3, 7, 12])
+def test_parts_in_rank_order_are_the_batch(rows):
+    parts = [list(range(rows))[part_of(rows, replica, 3)] for replica in range(3)]
+    assert list(itertools.chain(*parts)) == list(range(rows))
+    assert max(map(len, parts)) - min(map(len, parts)) <= 1

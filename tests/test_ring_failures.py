@@ -1,0 +1,177 @@
+"""What a user sees when something breaks while `fit` runs: real processes."""
+
+from __future__ import annotations
+
+import signal
+import time
+
+import pytest
+
+from workers import Workers
+
+TRAIN = """
+import json
+import os
+import sys
+import time
+import keras
+import numpy as np
+import kerasdist
+
+started = time.monotonic()
+strategy = kerasdist.RingStrategy(
+    heartbeat_timeout=HEARTBEAT, timeout=40, startup_timeout=60)
+with strategy.scope():
+    m = keras.Sequential([keras.Input((8,)), keras.layers.Dense(4)])
+    m.compile("sgd", "mse")
+x = np.ones((64, 8), "float32")
+
+class Say(keras.callbacks.Callback):
+    def on_epoch_end(self, epoch, logs=None):
+        if epoch == 1:
+            print("training", flush=True)
+        FAULT
+
+try:
+    m.fit(x, x[:, :4], batch_size=16, epochs=100000, verbose=0, callbacks=[Say()])
+except kerasdist.errors.CollectiveError as error:
+    print("RESULT", json.dumps({
+        "class": type(error).__name__,
+        "rank": getattr(error, "rank", None),
+        "host": getattr(error, "host", None),
+        "step": getattr(error, "step", None),
+        "message": str(error),
+        "at": time.time(),
+    }), flush=True)
+    sys.exit(7)
+"""
+
+
+def script_of(fault, heartbeat=30.0):
+    return TRAIN.replace("FAULT", fault).replace("HEARTBEAT", str(heartbeat))
+
+
+def survivors(job, lost):
+    """The results of all but `lost`, each of which must have raised."""
+    finished = job.wait()
+    left = [f for f in finished if f.rank != lost]
+    assert [f.returncode for f in left] == [7] * len(left), [f.output for f in left]
+    return [f.result for f in left]
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+@pytest.mark.parametrize(
+    ("fault", "seconds"),
+    [(signal.SIGKILL, 5.0), (signal.SIGSTOP, 10.0)],
+    ids=["killed", "frozen"],
+)
+def test_a_lost_worker_ends_fit_on_every_survivor(lost, fault, seconds):
+    # A killed one is noticed by its connections, not by its silence.
+    script = script_of("pass", 30.0 if fault == signal.SIGKILL else 3.0)
+    with Workers(script, 3, deadline=120) as job:
+        for rank in range(3):
+            job.wait_for_line(rank, "training")
+        at = time.time()
+        job.kill(lost, fault)
+        for rank in range(3):
+            if rank != lost:
+                job.wait_one(rank)
+        if fault == signal.SIGSTOP:
+            job.kill(lost, signal.SIGKILL)
+        for seen in survivors(job, lost):
+            assert seen["class"] == "WorkerLost"
+            assert seen["rank"] == lost
+            assert seen["host"] == job.addresses[lost]
+            assert seen["step"] >= 4
+            assert (
+                f"Rank {lost} ({job.addresses[lost]}) was lost at step"
+                in seen["message"]
+            )
+            assert seen["at"] - at < seconds
+
+
+def test_a_script_that_raises_is_named_on_the_others():
+    fault = "if epoch == 3 and strategy.rank == 1: raise RuntimeError('my own mistake')"
+    with Workers(script_of(fault), 2, deadline=90) as job:
+        (seen,) = survivors(job, 1)
+    assert seen["class"] == "WorkerLost"
+    assert seen["rank"] == 1
+    assert "RuntimeError: my own mistake" in seen["message"]
+
+
+def test_a_rank_that_does_something_else_is_a_mismatch_naming_both():
+    fault = "if epoch == 3 and strategy.rank == 1: strategy.communicator.barrier()"
+    with Workers(script_of(fault), 2, deadline=90) as job:
+        for seen in survivors(job, None):
+            assert seen["class"] == "CollectiveMismatch"
+            assert "barrier" in seen["message"]
+            assert "all_reduce" in seen["message"]
+            assert all(address in seen["message"] for address in job.addresses)
+
+
+def test_a_rank_that_does_not_come_is_a_timeout():
+    fault = "if epoch == 3 and strategy.rank == 1: time.sleep(100)"
+    # More than one rank may be behind the other when both trace their graphs.
+    script = script_of(fault).replace("timeout=40", "timeout=8")
+    with Workers(script, 2, deadline=90) as job:
+        seen = job.wait_one(0).result
+        assert seen["class"] == "CollectiveTimeout"
+        assert f"rank 1 ({job.addresses[1]})" in seen["message"]
+
+
+# Importing TensorFlow takes long, and not equally long: all have done it here.
+TOGETHER = """
+import json, os, pathlib, sys, time
+import kerasdist, tensorflow
+
+config = json.loads(os.environ["TF_CONFIG"])
+rank, folder = config["task"]["index"], pathlib.Path(sys.argv[1])
+(folder / str(rank)).touch()
+end = time.monotonic() + 60
+while len(list(folder.iterdir())) < len(config["cluster"]["worker"]):
+    assert time.monotonic() < end
+    time.sleep(0.01)
+"""
+
+
+def test_wrong_secret_is_said_at_the_start(tmp_path):
+    script = (
+        TOGETHER
+        + """
+try:
+    kerasdist.RingStrategy(startup_timeout=4)
+except kerasdist.KerasDistError as error:
+    print("RESULT", json.dumps([type(error).__name__, str(error)]), flush=True)
+"""
+    )
+
+    def env(rank):
+        return {"KERASDIST_SECRET": f"secret-{rank}"}
+
+    with Workers(script, 2, env=env, args=[str(tmp_path)], deadline=90) as job:
+        chief, other = [f.result for f in job.succeed()]
+    assert other[0] == "AuthenticationError"
+    assert "KERASDIST_SECRET" in other[1]
+    assert chief[0] == "StartupError"
+    assert f"rank 1 ({job.addresses[1]})" in chief[1]
+
+
+def test_ranks_that_never_come_are_named(tmp_path):
+    script = (
+        TOGETHER
+        + """
+if rank != 2:
+    try:
+        kerasdist.RingStrategy(startup_timeout=4)
+    except kerasdist.errors.StartupError as error:
+        print("RESULT", json.dumps([str(error), error.missing]), flush=True)
+"""
+    )
+    args = [str(tmp_path)]
+    with Workers(script, 3, args=args, deadline=90, handover=False) as job:
+        finished = job.succeed()
+    for f in finished[:2]:
+        message, missing = f.result
+        assert list(missing) == ["2"]
+        assert "connection refused" in missing["2"]
+        assert f"rank 2 ({job.addresses[2]})" in message

@@ -1,0 +1,154 @@
+"""Gradients of embeddings: what is sent, and that the numbers stay the same."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from kerasdist.strategies.slices import add_up, rows_of
+from workers import Workers
+
+pytestmark = pytest.mark.timeout(400)
+
+SCRIPT = """
+import json
+import keras
+import numpy as np
+import tensorflow as tf
+import kerasdist
+from kerasdist.collectives.communicator import Communicator
+
+strategy = kerasdist.RingStrategy(timeout=60)
+sent = []  # [kind, rows] of what is a table, or slices of one
+
+def watch(kind):
+    original = getattr(Communicator, kind)
+
+    def call(self, given, *args):
+        for array in given if kind == "all_reduce" else [given]:
+            if np.ndim(array) == 2 and np.shape(array)[1] == 8:
+                sent.append([kind, len(array)])
+        return original(self, given, *args)
+
+    setattr(Communicator, kind, call)
+
+watch("all_reduce")
+watch("all_gather")
+rng = np.random.default_rng(0)
+y = rng.integers(0, 2, size=27)
+
+def fit(optimizer, table, used, batch_size=16, eagerly=False):
+    '''Train on sentences of 30 words, `used` different ones, of a table of some.'''
+    x = np.random.default_rng(1).integers(0, used, size=(27, 30)) * (table // used)
+    keras.utils.set_random_seed(3)
+    with strategy.scope():
+        m = keras.Sequential([
+            keras.Input((30,), dtype="int64"),
+            keras.layers.Embedding(table, 8),
+            keras.layers.GlobalAveragePooling1D(),
+            keras.layers.Dense(2),
+        ])
+        m.compile(
+            optimizer(),
+            keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+            run_eagerly=eagerly,  # takes less time
+        )
+    sent.clear()
+    m.fit(x, y, batch_size=batch_size, epochs=2, shuffle=False, verbose=0)
+    return [[w.tolist() for w in m.get_weights()], sent[:]]
+
+o = keras.optimizers
+print("RESULT", json.dumps({
+    "sgd": fit(lambda: o.SGD(1.0), 1000, 10),
+    "momentum": fit(lambda: o.SGD(1.0, momentum=0.9, nesterov=True), 1000, 10,
+                    eagerly=True),
+    "scaled": fit(lambda: o.LossScaleOptimizer(o.SGD(1.0)), 1000, 10,
+                  eagerly=True),
+    "scaled adam": fit(
+        lambda: o.LossScaleOptimizer(o.Adam(0.1, gradient_accumulation_steps=2)),
+        1000, 10, eagerly=True),
+    "table": fit(lambda: o.SGD(1.0), 12, 12),
+    "empty": fit(lambda: o.SGD(1.0), 1000, 10, 13, eagerly=True),
+    "adam": fit(lambda: o.Adam(0.1), 1000, 10, eagerly=True),
+    "clipped": fit(lambda: o.SGD(1.0, clipnorm=0.001), 1000, 10, eagerly=True),
+    "few": fit(lambda: o.Adam(0.1, gradient_accumulation_steps=2), 1000, 10),
+    "many": fit(lambda: o.Adam(0.1, gradient_accumulation_steps=2), 12, 12,
+                eagerly=True),
+}))
+"""
+CASES = (
+    *("sgd", "momentum", "scaled", "scaled adam", "table", "empty"),
+    *("adam", "clipped", "few", "many"),
+)
+
+
+@pytest.fixture(scope="module")
+def jobs():
+    """What one process without other workers says, and what two workers say."""
+    said = []
+    for size in (1, 2):
+        with Workers(SCRIPT, size, deadline=190) as job:
+            said.append([finished.result for finished in job.succeed()])
+    return said
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_weights_are_those_of_one_process(jobs, case):
+    (alone,), (chief, other) = jobs
+    assert chief[case][0] == other[case][0]
+    for mine, expected in zip(chief[case][0], alone[case][0], strict=True):
+        np.testing.assert_allclose(mine, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("case", ["sgd", "momentum", "scaled", "scaled adam", "empty"])
+def test_what_is_linear_is_added_up_before_it_is_sent(jobs, case):
+    for kind, rows in jobs[1][0][case][1]:
+        assert kind == "all_gather"
+        assert rows <= 10  # of 8 x 30 slices
+
+
+@pytest.mark.parametrize("case", ["adam", "clipped"])
+def test_what_is_not_linear_gets_each_slice(jobs, case):
+    # Two epochs of 16 and 11 rows, of which the chief has 8 and 6.
+    assert (
+        jobs[1][0][case][1]
+        == [
+            ["all_gather", 8 * 30],
+            ["all_gather", 6 * 30],
+        ]
+        * 2
+    )
+
+
+def test_many_slices_are_sent_as_a_table(jobs):
+    assert jobs[1][0]["table"][1] == [["all_reduce", 12]] * 4
+
+
+def test_accumulated_tables_are_sent_by_their_rows(jobs):
+    """Four steps, two updates."""
+    assert jobs[1][0]["few"][1] == [["all_gather", 10]] * 2
+    assert jobs[1][0]["many"][1] == [["all_reduce", 12]] * 2
+
+
+def test_add_up():
+    slices = tf.IndexedSlices(
+        tf.constant([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]]),
+        tf.constant([7, 2, 7]),
+        tf.constant([9, 2]),
+    )
+    added = add_up(slices)
+    assert added.indices.numpy().tolist() == [7, 2]
+    assert added.values.numpy().tolist() == [[6.0, 8.0], [3.0, 4.0]]
+    np.testing.assert_array_equal(
+        tf.convert_to_tensor(added), tf.convert_to_tensor(slices)
+    )
+
+
+@pytest.mark.parametrize("shape", [(5,), (5, 2), (5, 2, 3)])
+def test_rows_of(shape):
+    table = np.zeros(shape, "float32")
+    table[1], table[3] = np.nan, -1
+    slices = rows_of(tf.constant(table))
+    assert slices.indices.numpy().tolist() == [1, 3]
+    np.testing.assert_array_equal(tf.convert_to_tensor(slices), table)

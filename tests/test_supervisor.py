@@ -1,0 +1,343 @@
+"""Supervisors: one word on what failed, on all ranks, whatever comes in."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+import threading
+import time
+
+import pytest
+
+from groups import open_sockets, outcomes
+from kerasdist import errors
+from kerasdist.transport.base import Peer
+from kerasdist.transport.failures import decode, encode
+from kerasdist.transport.framing import Call, FrameType, pack_header
+from kerasdist.transport.supervisor import SessionSupervisor
+from kerasdist.transport.timeouts import Timeouts
+from waiting import wait_until
+
+pytestmark = pytest.mark.timeout(60)
+
+SUPERVISOR = "kerasdist.transport.supervisor"
+
+
+class Crew:
+    """Supervisors of `size` ranks in one process."""
+
+    def __init__(self, size, heartbeat=5.0, collective=20.0, silent=()):
+        peers = [Peer(rank, f"host{rank}:1") for rank in range(size)]
+        pairs = {rank: socket.socketpair() for rank in range(1, size)}
+        self.size = size
+        self.seen = [[] for _ in range(size)]
+        self.raw = {rank: pairs[rank][1] for rank in silent}
+        timeouts = Timeouts(heartbeat=heartbeat, collective=collective)
+        self.ranks = {}
+        for rank in range(size):
+            if rank not in silent:
+                lines = {0: pairs[rank][1]} if rank else {}
+                if rank == 0:
+                    lines = {r: pair[0] for r, pair in pairs.items()}
+                self.ranks[rank] = SessionSupervisor(
+                    rank, peers, lines, timeouts, self.seen[rank].append
+                )
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        for supervisor in self.ranks.values():
+            supervisor.close()
+        for sock in self.raw.values():
+            sock.close()
+
+    def failures(self):
+        """What every rank holds to be the failure, when all have one."""
+        wait_until(
+            lambda: all(s.failure is not None for s in self.ranks.values()),
+            "a failure on all ranks",
+            30,
+        )
+        return [str(supervisor.failure) for supervisor in self.ranks.values()]
+
+
+def test_all_ranks_hold_the_first_report_for_the_failure():
+    with Crew(4) as crew:
+        error = errors.CollectiveMismatch("rank 2 says so")
+        assert crew.ranks[2].report(error) is not None
+        assert crew.failures() == ["rank 2 says so"] * 4
+        for supervisor in crew.ranks.values():
+            late = errors.CollectiveTimeout("too late")
+            assert str(supervisor.report(late)) == "rank 2 says so"
+        assert [len(seen) for seen in crew.seen] == [1] * 4
+
+
+def test_when_all_report_at_once_all_hold_the_same():
+    for _ in range(10):
+        with Crew(4) as crew:
+            texts = outcomes(
+                4,
+                lambda rank, crew=crew: str(
+                    crew.ranks[rank].report(errors.CollectiveError(f"of rank {rank}"))
+                ),
+            )
+            assert len(set(texts)) == 1
+            assert set(crew.failures()) == set(texts)
+
+
+def test_a_suspicion_gives_way_to_the_cause():
+    """Rank 1's connections close because it saw rank 3's fault."""
+    with Crew(4) as crew:
+        answers = []
+        thread = threading.Thread(
+            target=lambda: answers.append(
+                crew.ranks[2].explain(Peer(1, "host1:1"), "its connection was closed")
+            )
+        )
+        thread.start()
+        crew.ranks[1].report(errors.WorkerLost(3, "host3:1", 5, "the cause"))
+        thread.join(30)
+        assert (answers[0].rank, answers[0].reason) == (3, "the cause")
+        assert len(set(crew.failures())) == 1
+
+
+def test_a_suspicion_counts_when_nothing_better_comes():
+    with Crew(3, heartbeat=40.0) as crew:
+        started = time.monotonic()
+        lost = crew.ranks[2].explain(Peer(1, "host1:1"), "its connection was closed")
+        assert time.monotonic() - started < 30
+        assert (lost.rank, lost.reason) == (1, "its connection was closed")
+        assert len(set(crew.failures())) == 1
+
+
+def test_a_suspect_that_has_said_goodbye_has_left(monkeypatch):
+    monkeypatch.setattr(f"{SUPERVISOR}._VERDICT_SECONDS", 40.0)
+    with Crew(3, heartbeat=40.0) as crew:
+        crew.ranks[1].close()
+        started = time.monotonic()
+        lost = crew.ranks[2].explain(Peer(1, "host1:1"), "its connection was closed")
+        assert time.monotonic() - started < 30
+        assert lost.rank == 1
+        assert lost.reason == "it closed its strategy while others still needed it"
+
+
+def test_when_the_chief_has_left_the_others_name_it():
+    with Crew(4) as crew:
+        crew.ranks[0].close()
+        # Rank 2 has given up because of the chief; rank 3 sees only rank 2.
+        lost = crew.ranks[3].explain(Peer(2, "host2:1"), "its connection was closed")
+        assert (lost.rank, lost.host) == (0, "host0:1")
+
+
+def test_goodbyes_of_all_are_no_failure():
+    with Crew(4) as crew:
+        for rank in (2, 0, 3, 1):
+            crew.ranks[rank].close()
+            crew.ranks[rank].close()
+        assert [s.failure for s in crew.ranks.values()] == [None] * 4
+
+
+def test_who_ends_with_an_error_is_named_by_all_at_once():
+    with Crew(4) as crew:
+        crew.ranks[2].close(ValueError("x" * 5000))
+        del crew.ranks[2]
+        (text,) = set(crew.failures())
+    assert text.startswith(
+        "Rank 2 (host2:1) was lost at step 0: its script ended with V"
+    )
+    assert len(text) < 2000
+
+
+def test_the_end_that_a_failure_causes_is_not_taken_for_the_cause():
+    """The chief ends as soon as it knows; the others must hear the cause first."""
+    for _ in range(20):
+        with Crew(4) as crew:
+            chief = crew.ranks[0]
+            known = threading.Event()
+            chief._on_failure = lambda error, known=known: known.set()
+
+            def end(chief=chief, known=known):
+                known.wait(5)
+                chief.close(chief.failure)
+
+            thread = threading.Thread(target=end)
+            thread.start()
+            crew.ranks[1].report(errors.CollectiveMismatch("the cause"))
+            thread.join(5)
+            assert set(crew.failures()) == {"the cause"}
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+def test_silence_is_noticed_in_time_by_all(victim):
+    """A connection that stays open, and on which nothing comes."""
+    size = 4
+    started = time.monotonic()
+    with Crew(size, heartbeat=1.0, silent=[victim] if victim else []) as crew:
+        if victim == 0:
+            # The chief's thread goes, without a goodbye: as if it were frozen.
+            crew.ranks[0]._wait = lambda seconds: False
+            crew.ranks[0]._nudge()
+            frozen = crew.ranks.pop(0)
+        texts = crew.failures()
+        assert time.monotonic() - started > 0.7  # a heartbeat every 0.2 s
+        for text in texts:
+            assert text.startswith(f"Rank {victim} (host{victim}:1) was lost at step 0")
+            assert (
+                float(re.search(r"nothing was heard of it for (\S+) s", text)[1]) >= 1
+            )
+        if victim == 0:
+            frozen.close()
+
+
+def test_one_who_was_frozen_itself_blames_nobody():
+    """A whole machine that was suspended: all are silent for that time."""
+    with Crew(2, heartbeat=0.8, silent=[1]) as crew:
+        chief = crew.ranks[0]
+        original = chief._wait
+        never, awake = threading.Event(), threading.Event()
+        blamed = []
+
+        def freeze(seconds):
+            chief._wait = wake_up
+            never.wait(1.2)
+            return original(seconds)
+
+        def wake_up(seconds):
+            # It has looked at everything after it was frozen, and waits again.
+            chief._wait = original
+            blamed.append(chief.failure)
+            awake.set()
+            return original(seconds)
+
+        chief._wait = freeze
+        assert awake.wait(30)
+        assert blamed == [None]
+        # It isn't blind for that: the silence counts from when it woke up.
+        assert "nothing was heard of it for " in crew.failures()[0]
+
+
+def test_who_is_absent_is_known_to_all_ranks():
+    with Crew(4, heartbeat=5.0, collective=2.0) as crew:
+        for rank, supervisor in crew.ranks.items():
+            supervisor.call = Call(7 if rank == 2 else 8, "barrier")
+        for rank in (0, 1, 3):
+            ask = crew.ranks[rank].absent
+            wait_until(lambda ask=ask: [p.rank for p in ask(Call(8))] == [2], "rank 2")
+            wait_until(lambda ask=ask: ask(Call(7)) == [], "all")
+
+
+@pytest.mark.parametrize(
+    "garbage",
+    [
+        b"GET / HTTP/1.1\r\nHost: example.org\r\nAccept: */*\r\n\r\n",
+        pack_header(FrameType.GOODBYE, 4) + b"\xff{[x",
+        pack_header(FrameType.GOODBYE, 2) + b"[]",
+        pack_header(FrameType.GOODBYE, 2) + b"{}",
+        pack_header(FrameType.GOODBYE, 12) + b'{"rank": 99}',
+        pack_header(FrameType.GOODBYE, 11) + b'{"rank": 2}',
+        pack_header(FrameType.GOODBYE, 50_000) + b"[" * 50_000,
+        pack_header(FrameType.DATA, 0),
+        pack_header(FrameType.HEARTBEAT, 1 << 40),
+    ],
+)
+def test_garbage_ends_the_job_and_names_who_sent_it(garbage):
+    with Crew(3, silent=[1]) as crew:
+        crew.raw[1].sendall(garbage)
+        for text in crew.failures():
+            assert text.startswith(
+                "Rank 1 (host1:1) was lost at step 0: its connection"
+            )
+
+
+@pytest.mark.parametrize("payload", [b"", b"x", bytes(8), b"\xff" * 25])
+def test_a_damaged_heartbeat_of_the_chief_ends_a_worker(payload):
+    ours, theirs = socket.socketpair()
+    peers = [Peer(rank, f"host{rank}:1") for rank in range(3)]
+    found = threading.Event()
+    supervisor = SessionSupervisor(
+        2, peers, {0: ours}, Timeouts(), lambda error: found.set()
+    )
+    with theirs:
+        theirs.sendall(pack_header(FrameType.HEARTBEAT, len(payload)) + payload)
+        assert found.wait(30)
+        assert supervisor.failure.rank == 0
+        assert "A heartbeat has the wrong length" in supervisor.failure.reason
+        supervisor.close()
+
+
+def test_frames_may_come_in_pieces():
+    with Crew(2, silent=[1]) as crew:
+        frame = encode(errors.CollectiveMismatch("in pieces"))
+        frame = pack_header(FrameType.FAILURE, len(frame)) + frame
+        for i in range(len(frame)):
+            crew.raw[1].sendall(frame[i : i + 1])
+        assert crew.failures() == ["in pieces"]
+
+
+def test_a_supervisor_that_breaks_ends_its_rank():
+    with Crew(2, heartbeat=0.6) as crew:
+
+        def broken(now):
+            raise ZeroDivisionError("a bug")
+
+        crew.ranks[1]._judge = broken
+        crew.ranks[1]._nudge()
+        text = crew.failures()[1]
+    assert text == "Supervising the workers failed: ZeroDivisionError: a bug"
+
+
+def test_nothing_is_left():
+    before = open_sockets()
+    with Crew(4) as crew:
+        crew.ranks[1].report(errors.CollectiveError("x"))
+        crew.failures()
+    assert open_sockets() == before
+    assert not [t for t in threading.enumerate() if t.name.startswith("kerasdist")]
+
+
+# Failures as they travel.
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        errors.WorkerLost(3, "host3:1", 17, "it was killed"),
+        errors.CollectiveMismatch("a"),
+        errors.CollectiveTimeout("b ü"),
+        errors.SharedMemoryFull("c"),
+        errors.TransportClosed("d"),
+        errors.CollectiveError("e"),
+    ],
+)
+@pytest.mark.parametrize("suspected", [True, False])
+def test_failures_arrive_as_they_were(error, suspected):
+    other, suspicion = decode(encode(error, suspected=suspected))
+    assert type(other) is type(error)
+    assert str(other) == str(error)
+    assert vars(other) == vars(error)
+    assert suspicion is suspected
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [
+        b"",
+        b"x\xff",
+        b"[]",
+        b"null",
+        b"[" * 100_000,
+        json.dumps({"error": "WorkerLost", "args": [1], "suspected": False}).encode(),
+        json.dumps({"error": "WorkerLost", "args": ["x", 1, 2, 3]}).encode(),
+        json.dumps({"error": "StartupError", "args": ["x"]}).encode(),
+        json.dumps({"error": "annotations", "args": ["x"]}).encode(),
+        json.dumps({"error": ["x"], "args": ["x"]}).encode(),
+        json.dumps({"error": "CollectiveError", "args": []}).encode(),
+    ],
+)
+def test_anything_else_is_a_plain_failure(payload):
+    error, suspected = decode(payload)
+    assert type(error) is errors.CollectiveError
+    assert suspected is False
+    assert len(str(error)) <= 4000

@@ -1,0 +1,30 @@
+"""Waits for what nothing tells of: a file, a process that ends, another thread."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+__all__ = ["wait_until"]
+
+
+def wait_until(
+    condition: Callable[[], Any], what: object, within: float = 60.0
+) -> None:
+    """Looks often whether `condition()` holds; fails the test after `within` seconds.
+
+    Args:
+        condition: Called from this thread.
+        what: Names it in the failure's text.
+        within: Seconds. Far more than it takes on a machine that is busy.
+    """
+    never = threading.Event()
+    end = time.monotonic() + within
+    while not condition():
+        if time.monotonic() > end:
+            pytest.fail(f"Waited {within} s for {what}.")
+        never.wait(0.01)

@@ -1,0 +1,454 @@
+"""Real worker processes for tests.
+
+    script = '''
+        import json, os
+        print("RESULT", json.dumps(os.environ["TF_CONFIG"]))
+    '''
+    with Workers(script, 2) as job:
+        first, second = job.succeed()
+    assert first.result == ...
+
+Each worker is a session of its own, writes to a file of its own (so no pipe can
+fill up), and carries a tag in its environment. On exit every process that
+carries the tag is killed with SIGKILL, which ends stopped processes too, so
+also grandchildren that made themselves a session of their own.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import itertools
+import json
+import os
+import secrets
+import select
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import textwrap
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import psutil
+import pytest
+
+__all__ = ["Finished", "Workers", "free_ports", "kill_tagged", "python_env"]
+
+TAG = "KERASDIST_TEST_JOB"
+# Below the range from which the kernel takes ports by itself (32768 and up on
+# Linux), so that nobody gets one of them between the choice and the use.
+_PORTS = range(20000, 32000)
+_next_port = itertools.count(os.getpid() % len(_PORTS))
+# How much of one worker's output a failure shows, in characters from the end.
+_SHOWN = 20_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finished:
+    """A worker that has ended.
+
+    Attributes:
+        rank: Its rank.
+        returncode: As `subprocess` gives it: negative for a signal.
+        output: Its standard output and error, as they came.
+    """
+
+    rank: int
+    returncode: int
+    output: str
+
+    @property
+    def results(self) -> list[Any]:
+        """What the worker printed as `RESULT <json>`, in order."""
+        return [
+            json.loads(line.removeprefix("RESULT "))
+            for line in self.output.splitlines()
+            if line.startswith("RESULT ")
+        ]
+
+    @property
+    def result(self) -> Any:
+        """The one thing that the worker printed as `RESULT <json>`."""
+        results = self.results
+        if len(results) != 1:
+            pytest.fail(
+                f"Rank {self.rank} should print one line `RESULT <json>`. "
+                f"Received: {len(results)} of them.\n{self.output}"
+            )
+        return results[0]
+
+
+def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
+    """Ports that are free at `host`, different at each call.
+
+    For tests that need a port without a socket on it; where a socket may be
+    handed over, bind port 0 instead.
+    """
+    ports: list[int] = []
+    for number in itertools.islice(_next_port, len(_PORTS)):
+        port = _PORTS[number % len(_PORTS)]
+        with socket.socket() as probe:
+            try:
+                probe.bind((host, port))
+            except OSError:
+                continue
+        ports.append(port)
+        if len(ports) == count:
+            return ports
+    pytest.fail(f"{host} has fewer than {count} free ports in {_PORTS}.")
+
+
+@functools.cache
+def _import_root() -> str | None:
+    """Where kerasdist must be imported from; None if it is installed."""
+    installed = subprocess.run(
+        [sys.executable, "-c", "import kerasdist._version"],
+        cwd="/",
+        env={k: v for k, v in os.environ.items() if k != "PYTHONPATH"},
+        capture_output=True,
+        timeout=60,
+        check=False,
+    )
+    if installed.returncode == 0:
+        return None
+    spec = importlib.util.find_spec("kerasdist")
+    if spec is None or not spec.submodule_search_locations:
+        pytest.fail("kerasdist can't be imported. Run `make test`.")
+    return str(Path(spec.submodule_search_locations[0]).parent)
+
+
+def python_env(extra: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The environment for a Python process of a test.
+
+    It holds no cluster settings of the surrounding process, imports the same
+    kerasdist as the test, prints unbuffered, shows the stacks when it crashes,
+    and keeps TensorFlow quiet, on the CPU, and at one thread, so that several
+    workers fit on two cores.
+
+    Args:
+        extra: Variables on top.
+    """
+    env = {
+        name: value
+        for name, value in os.environ.items()
+        if name != "TF_CONFIG" and not name.startswith(("KERASDIST_", "SLURM_"))
+    }
+    root = _import_root()
+    if root is not None:
+        paths = [root, *filter(None, [env.get("PYTHONPATH")])]
+        env["PYTHONPATH"] = os.pathsep.join(paths)
+    env |= {
+        "CUDA_VISIBLE_DEVICES": "-1",
+        "OMP_NUM_THREADS": "1",
+        "OPENBLAS_NUM_THREADS": "1",
+        "PYTHONFAULTHANDLER": "1",
+        "PYTHONUNBUFFERED": "1",
+        "TF_CPP_MIN_LOG_LEVEL": "2",
+        "TF_NUM_INTEROP_THREADS": "1",
+        "TF_NUM_INTRAOP_THREADS": "1",
+    }
+    return env | dict(extra or {})
+
+
+def kill_tagged(value: str, *, timeout: float = 10.0) -> list[str]:
+    """Kills every process that carries `TAG=value`, and waits for their end.
+
+    Children of this process aren't reaped: who started them asks for their
+    return codes.
+
+    Args:
+        value: The tag of the job.
+        timeout: How long to wait for the killed to be gone, in seconds.
+
+    Returns:
+        A description of each process that was killed.
+    """
+    killed: dict[int, str] = {}
+    deadline = time.monotonic() + timeout
+    # Again until none is left: one may have forked while the others were killed.
+    while found := list(_tagged(value)):
+        for process in found:
+            try:
+                command = " ".join(process.cmdline())
+                killed.setdefault(process.pid, f"process {process.pid}: {command}")
+                process.kill()
+            except psutil.Error:
+                continue  # it has ended in between
+        for process in found:
+            _wait_for_end(process.pid, deadline)
+    return list(killed.values())
+
+
+def _wait_for_end(pid: int, deadline: float) -> None:
+    try:
+        pidfd = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return
+    try:
+        remaining = max(0.0, deadline - time.monotonic())
+        if not select.select([pidfd], [], [], remaining)[0]:
+            pytest.fail(f"Process {pid} can't be killed.")
+    finally:
+        os.close(pidfd)
+
+
+def _tagged(value: str) -> Iterable[psutil.Process]:
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get(TAG) == value:
+                yield process
+        except (psutil.Error, OSError):
+            continue  # it has ended, is a zombie, or isn't ours
+
+
+class Workers:
+    """A job of `size` worker processes. Use it in a `with` statement.
+
+    Args:
+        script: Source text of the workers' script (dedented), or its path.
+        size: How many workers.
+        args: Arguments of the script.
+        env: Environment variables on top of `python_env`; or a function from a
+            rank to them. It can override everything, also `TF_CONFIG`; a
+            variable whose value is None is removed.
+        deadline: Seconds from the start until the job must have ended.
+        cluster: `"loopback"`: all on 127.0.0.1. Otherwise the host of each rank,
+            e.g. the addresses of `Hosts`.
+        handover: Listen for the workers and hand each its socket as
+            `KERASDIST_LISTEN_FD`, as `kerasdist run` does. Otherwise the workers
+            bind their ports themselves. Only on loopback: a socket belongs to
+            the network namespace in which it was made.
+        prefix: From a rank to the command that the worker is run by, e.g.
+            `hosts.prefix`.
+    """
+
+    def __init__(
+        self,
+        script: str | Path,
+        size: int,
+        args: Sequence[str] = (),
+        env: Mapping[str, str | None]
+        | Callable[[int], Mapping[str, str | None]]
+        | None = None,
+        deadline: float = 60.0,
+        cluster: str | Sequence[str] = "loopback",
+        *,
+        handover: bool | None = None,
+        prefix: Callable[[int], Sequence[str]] | None = None,
+    ) -> None:
+        loopback = cluster == "loopback"
+        if handover and not loopback:
+            raise ValueError("handover=True needs cluster='loopback'.")
+        if not loopback and (isinstance(cluster, str) or len(cluster) != size):
+            raise ValueError(
+                "`cluster` must be 'loopback' or one host per rank. "
+                f"Received: cluster={cluster!r}, size={size}"
+            )
+        self.size = size
+        self.tag = secrets.token_hex(8)
+        self.secret = secrets.token_hex(16)
+        self.processes: list[subprocess.Popen[bytes]] = []
+        self.addresses: list[str] = []
+        self._script = script
+        self._args = list(args)
+        self._env = env if callable(env) else (lambda rank: env or {})
+        self._seconds = deadline
+        self._hosts = ["127.0.0.1"] * size if loopback else list(cluster)
+        self._handover = loopback if handover is None else handover
+        self._prefix = prefix or (lambda rank: [])
+        self._reported = False
+
+    # The start.
+
+    def __enter__(self) -> Workers:
+        self.folder = Path(tempfile.mkdtemp(prefix="kerasdist-test-"))
+        self._end = time.monotonic() + self._seconds
+        listeners: list[socket.socket] = []
+        try:
+            if isinstance(self._script, Path):
+                path = self._script
+            else:
+                path = self.folder / "script.py"
+                path.write_text(textwrap.dedent(self._script), encoding="utf-8")
+            if self._handover:
+                for host in self._hosts:
+                    listeners.append(socket.create_server((host, 0), backlog=128))
+                ports = [listener.getsockname()[1] for listener in listeners]
+            else:
+                ports = free_ports(self.size)
+            self.addresses = [
+                f"{host}:{port}" for host, port in zip(self._hosts, ports, strict=True)
+            ]
+            for rank in range(self.size):
+                fd = listeners[rank].fileno() if listeners else None
+                self._start(rank, path, fd)
+        except BaseException:
+            self._clean_up()
+            raise
+        finally:
+            # The workers have copies. Ours would keep a dead worker's port open.
+            for listener in listeners:
+                listener.close()
+        return self
+
+    def _start(self, rank: int, script: Path, listen_fd: int | None) -> None:
+        env: dict[str, str | None] = {
+            **python_env(),
+            "TF_CONFIG": json.dumps(
+                {
+                    "cluster": {"worker": self.addresses},
+                    "task": {"type": "worker", "index": rank},
+                }
+            ),
+            "KERASDIST_SECRET": self.secret,
+            TAG: self.tag,
+        }
+        if listen_fd is not None:
+            env["KERASDIST_LISTEN_FD"] = str(listen_fd)
+        env |= self._env(rank)
+        command = [*self._prefix(rank), sys.executable, str(script), *self._args]
+        with self._log(rank).open("wb") as log:
+            self.processes.append(
+                subprocess.Popen(
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    env={k: v for k, v in env.items() if v is not None},
+                    pass_fds=() if listen_fd is None else (listen_fd,),
+                    start_new_session=True,
+                )
+            )
+
+    # While it runs.
+
+    def wait(self, deadline: float | None = None) -> list[Finished]:
+        """Waits until every worker has ended.
+
+        Fails the test with every worker's output if that takes too long.
+
+        Args:
+            deadline: Seconds from now; the job's deadline if that is earlier.
+        """
+        end = self._end
+        if deadline is not None:
+            end = min(end, time.monotonic() + deadline)
+        for process in self.processes:
+            try:
+                process.wait(max(0.0, end - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                running = [r for r in range(self.size) if self.is_running(r)]
+                self._fail(f"Ranks {running} were still running at the deadline.")
+        return [self._finished(rank) for rank in range(self.size)]
+
+    def succeed(self) -> list[Finished]:
+        """Waits for all, and fails the test unless every worker returned 0."""
+        finished = self.wait()
+        bad = [worker.rank for worker in finished if worker.returncode != 0]
+        if bad:
+            self._fail(f"Ranks {bad} failed.")
+        return finished
+
+    def wait_one(self, rank: int, deadline: float | None = None) -> Finished:
+        """Waits until one worker has ended; like `wait` otherwise."""
+        end = self._end
+        if deadline is not None:
+            end = min(end, time.monotonic() + deadline)
+        try:
+            self.processes[rank].wait(max(0.0, end - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            self._fail(f"Rank {rank} was still running at the deadline.")
+        return self._finished(rank)
+
+    def wait_for_line(self, rank: int, text: str) -> str:
+        """Waits until a whole line of a rank's output contains `text`.
+
+        Fails the test with every worker's output if the worker ends before, or
+        at the job's deadline.
+
+        Returns:
+            The line, without its end.
+        """
+        while True:
+            # In this order: what an ended process wrote is all there.
+            running = self.is_running(rank)
+            for line in self.output(rank).splitlines(keepends=True):
+                if text in line and line.endswith("\n"):
+                    return line.rstrip("\n")
+            if not running:
+                self._fail(f"Rank {rank} ended before it printed {text!r}.")
+            if time.monotonic() > self._end:
+                self._fail(f"Rank {rank} didn't print {text!r} by the deadline.")
+            try:
+                # There is no way to wait for a file to grow; so look often.
+                self.processes[rank].wait(0.02)
+            except subprocess.TimeoutExpired:
+                pass
+
+    def is_running(self, rank: int) -> bool:
+        """Whether the process has not ended; a stopped one is running."""
+        return self.processes[rank].poll() is None
+
+    def output(self, rank: int) -> str:
+        """What a rank has printed so far, standard output and error."""
+        return self._log(rank).read_text(encoding="utf-8", errors="replace")
+
+    def kill(self, rank: int, signum: int = signal.SIGKILL) -> None:
+        """Sends a signal to one worker (not to its children)."""
+        self.processes[rank].send_signal(signum)
+
+    def report(self) -> str:
+        """Every worker's state and the end of its output."""
+        parts = []
+        for rank, process in enumerate(self.processes):
+            code = process.poll()
+            state = "running" if code is None else f"returned {code}"
+            text = self.output(rank)
+            if len(text) > _SHOWN:
+                text = f"[... {len(text) - _SHOWN} characters]\n{text[-_SHOWN:]}"
+            parts.append(f"---- rank {rank}, {self.addresses[rank]}, {state} ----\n")
+            parts.append(text if text.endswith("\n") or not text else text + "\n")
+        return "".join(parts)
+
+    # The end.
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        # A test that fails by itself: pytest shows what is printed here.
+        if kind is not None and not self._reported:
+            print(self.report())
+        self._clean_up()
+
+    def _clean_up(self) -> None:
+        kill_tagged(self.tag)
+        for process in self.processes:
+            process.wait(10.0)
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _fail(self, reason: str) -> None:
+        self._reported = True
+        report = self.report()
+        kill_tagged(self.tag)
+        pytest.fail(f"{reason}\n{report}", pytrace=False)
+
+    def _finished(self, rank: int) -> Finished:
+        return Finished(
+            rank=rank,
+            returncode=self.processes[rank].returncode,
+            output=self.output(rank),
+        )
+
+    def _log(self, rank: int) -> Path:
+        return self.folder / f"rank{rank}.log"
