@@ -65,6 +65,30 @@ result(seen)
     assert epochs[0] != epochs[1]
 
 
+def test_the_check_of_batches_waits_for_predictions_before_it():
+    """Several steps are one graph here, which has no order of its own.
+
+    Rank 1 is slow to give its predictions: a check that didn't wait would be first.
+    """
+    body = """
+import time
+if rank == 1:
+    given = strategy.communicator.all_gather
+    def slowly(array):
+        if np.asarray(array).dtype == np.float32:
+            time.sleep(0.2)
+        return given(array)
+    strategy.communicator.all_gather = slowly
+with strategy.scope():
+    m = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1, "linear")])
+    m.compile(steps_per_execution=2)
+    m.set_weights([np.ones((1, 1)), np.zeros(1)])
+dataset = tf.data.Dataset.from_tensor_slices(x).batch(8)
+result(m.predict(dataset, verbose=0)[:, 0].tolist())
+"""
+    assert run(body) == [list(range(30))] * 2
+
+
 def test_differently_shuffled_datasets_are_an_error():
     body = """
 tf.random.set_seed(rank)

@@ -20,7 +20,7 @@ import pytest
 from kerasdist.cli.allocator import find_allocator
 from kerasdist.cli.binding import cores_in_order, shares, thread_variables
 from kerasdist.cli.blame import Failure, exit_code, first_failure, in_words
-from kerasdist.cli.output import LineTagger, end_of, last_traceback
+from kerasdist.cli.output import LineTagger, WholeLines, end_of, last_traceback
 from kerasdist.cli.processes import descendants
 from launching import HANG, launcher_in
 from workers import kill_tagged, python_env
@@ -203,7 +203,6 @@ def test_temporary_logs_are_kept_after_a_failure(launcher):
 def test_tagged_output(launcher):
     code, out, err = launcher.run(
         *("-n", 3, "--output", "all", "script.py"),
-        # Silent, because unbuffered lines of the chief may be cut by ours.
         script="if rank == 0: sys.exit()\n"
         + SPEAK
         + "print('10%\\r20%\\r30%\\nno end', end='')",
@@ -249,11 +248,14 @@ def test_tagged_output_that_nobody_reads_doesnt_stop_the_job(launcher):
 def test_much_output_of_all_ranks_comes_whole(launcher):
     code, out, _ = launcher.run(
         *("-n", 3, "--output", "all", "script.py"),
-        script="for i in range(20_000): print(i) if rank else None",
+        # In pieces, as Python writes them: no line cuts another.
+        script="for i in range(20_000): print('x' * rank, i, sep='')",
     )
     assert code == 0
+    assert re.findall(r"^\d+$", out, re.M) == [str(i) for i in range(20_000)]
+    assert len(out.splitlines()) == 60_000
     for rank in (1, 2):
-        numbers = re.findall(rf"^\[{rank}\] (\d+)$", out, re.M)
+        numbers = re.findall(rf"^\[{rank}\] {'x' * rank}(\d+)$", out, re.M)
         assert numbers == [str(i) for i in range(20_000)]
 
 
@@ -782,6 +784,16 @@ def test_tagger_shows_long_progress_now_and_then():
 def test_tagger_cuts_lines_without_end():
     tagger = LineTagger(b"[1] ")
     assert len(tagger.feed(b"x" * 100_000, 0.0)) == 100_005
+
+
+def test_whole_lines_stay_as_they_are():
+    data = b"a\n 1\r 2\r\n" + b"x" * 100_000 + b"\nend"
+    lines = WholeLines()
+    given = [lines.feed(data[i : i + 7], 0.0) for i in range(0, len(data), 7)]
+    assert b"".join(given) + lines.flush() == data
+    assert lines.flush() == b""
+    assert WholeLines().feed(b"a\nb", 0.0) == b"a\n"
+    assert WholeLines().feed(b"bar 1\rbar", 0.0) == b"bar 1\r"
 
 
 CHAINED = """before

@@ -15,6 +15,7 @@ __all__ = [
     "LineTagger",
     "OutputPump",
     "Tail",
+    "WholeLines",
     "end_of",
     "is_consequence",
     "last_traceback",
@@ -93,6 +94,32 @@ class LineTagger:
         return (self._tag + shown if shown else self._tag.rstrip()) + b"\n"
 
 
+class WholeLines:
+    """Cuts one rank's output only where a line, or a state of a bar, ends.
+
+    For a rank whose output stays as it is, beside others' lines: Python writes what
+    one `print` is given in several pieces.
+    """
+
+    def __init__(self) -> None:
+        self._pending = b""
+
+    def feed(self, data: bytes, now: float) -> bytes:
+        """Take what the rank wrote and return what is complete; see `LineTagger`."""
+        del now
+        data = self._pending + data
+        end = max(data.rfind(b"\n"), data.rfind(b"\r")) + 1
+        if len(data) - end > _LONGEST_LINE:
+            end = len(data)
+        self._pending = data[end:]
+        return data[:end]
+
+    def flush(self) -> bytes:
+        """Return what has no line end yet."""
+        pending, self._pending = self._pending, b""
+        return pending
+
+
 class Tail:
     """The end of one rank's output, and when it last said something."""
 
@@ -122,7 +149,7 @@ class Tail:
 
 
 class OutputPump:
-    """Copies the output of several ranks to one descriptor, tagged.
+    """Copies the output of several ranks to one descriptor, in whole lines.
 
     In a thread of its own: who reads our output may stop for a while (a pager),
     and the supervisor mustn't stop with it. The workers do, when their pipes are
@@ -141,13 +168,17 @@ class OutputPump:
             target=self._run, name="kerasdist-output", daemon=True
         )
 
-    def add(self, rank: int, source: IO[bytes], log: IO[bytes] | None) -> Tail:
+    def add(
+        self,
+        lines: LineTagger | WholeLines,
+        source: IO[bytes],
+        log: IO[bytes] | None = None,
+    ) -> Tail:
         """Add a rank before `start`; the pump owns `source` and `log` from now on."""
         tail = Tail()
         os.set_blocking(source.fileno(), False)
-        tagger = LineTagger(f"[{rank}] ".encode())
         self._selector.register(
-            source, selectors.EVENT_READ, (source, tagger, tail, log)
+            source, selectors.EVENT_READ, (source, lines, tail, log)
         )
         return tail
 
@@ -178,7 +209,11 @@ class OutputPump:
                 self._write(key.data[1].flush())
 
     def _copy(
-        self, source: IO[bytes], tagger: LineTagger, tail: Tail, log: IO[bytes] | None
+        self,
+        source: IO[bytes],
+        lines: LineTagger | WholeLines,
+        tail: Tail,
+        log: IO[bytes] | None,
     ) -> None:
         try:
             data = os.read(source.fileno(), 65536)
@@ -190,10 +225,10 @@ class OutputPump:
                 with contextlib.suppress(OSError):  # a full disk mustn't end the job
                     log.write(data)
                     log.flush()
-            self._write(tagger.feed(data, time.monotonic()))
+            self._write(lines.feed(data, time.monotonic()))
             return
         self._selector.unregister(source)
-        self._write(tagger.flush())
+        self._write(lines.flush())
         source.close()
         if log is not None:
             log.close()

@@ -37,7 +37,14 @@ from kerasdist.cli import _start
 from kerasdist.cli.binding import thread_variables
 from kerasdist.cli.blame import Failure, exit_code, first_failure, in_words
 from kerasdist.cli.job import Job
-from kerasdist.cli.output import OutputPump, Tail, end_of, last_traceback
+from kerasdist.cli.output import (
+    LineTagger,
+    OutputPump,
+    Tail,
+    WholeLines,
+    end_of,
+    last_traceback,
+)
 from kerasdist.cli.processes import (
     adopt_orphans,
     descendants,
@@ -178,7 +185,9 @@ class Supervisor:
         ]
         path = job.log(rank)
         log: IO[bytes] | None = None if path is None else path.open("wb", buffering=0)
-        piped = rank > 0 and self._pump is not None
+        # The chief's goes straight to the terminal, with its progress bars; into a
+        # file or another program the pump writes it, or lines would be mixed.
+        piped = self._pump is not None and (rank > 0 or not os.isatty(1))
         process = subprocess.Popen(
             command,
             stdin=None if rank == 0 else subprocess.DEVNULL,
@@ -191,7 +200,11 @@ class Supervisor:
         )
         tail = None
         if piped and self._pump is not None and process.stdout is not None:
-            tail = self._pump.add(rank, process.stdout, log)
+            if rank == 0:
+                self._pump.add(WholeLines(), process.stdout)
+            else:
+                tag = LineTagger(f"[{rank}] ".encode())
+                tail = self._pump.add(tag, process.stdout, log)
         elif log is not None:
             log.close()
         self._workers.append(_Worker(rank=rank, process=process, tail=tail))

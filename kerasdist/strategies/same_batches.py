@@ -59,11 +59,12 @@ class SameBatches:
                 own with this text, and `fault` is this one.
         """
 
+        ops = self._extended.ops
+
         def compare() -> Any:
-            ops = self._extended.ops
             return ops.call(self._compare, [checksum], [tf.int64], [tf.TensorShape([])])
 
-        tf.cond(checksum != 0, lambda: compare()[0], lambda: checksum)
+        ops.cond(checksum != 0, compare, lambda: [checksum])
 
     def _compare(self, checksum: Any) -> list[Any]:
         communicator = self._extended.job.communicator
