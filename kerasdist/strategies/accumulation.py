@@ -80,7 +80,7 @@ def end_window(
                 for local, parts in zip(totals, values, strict=True)
             ]
 
-        return extended.ops.cond(last, reduce, lambda: values)
+        return tf.cond(last, reduce, lambda: values)
 
     if len(devices) == 1:
         return [parts[0] for parts in end([[value] for value in dense], last)]

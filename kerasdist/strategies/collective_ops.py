@@ -2,18 +2,17 @@
 
 In a graph a collective is one `tf.numpy_function`: TensorFlow hands the tensors
 over without copying and goes on with everything that doesn't depend on them. All
-ranks must run their collectives in the same order, which a graph doesn't promise;
-so each collective
+ranks must run their collectives in the same order, which a graph doesn't promise.
+TensorFlow does run what touches a variable in the order of the program, in nested
+functions, branches and loops too. So each collective
 
-    1. takes a number from a counter variable, which orders it against collectives
-       in other functions (TensorFlow runs what touches a variable in the order of
-       the program), and
-    2. waits for the collective before it in its own function.
+    1. adds one to a counter variable, and waits for the result,
+    2. runs,
+    3. reads the counter: who adds to it next waits for that.
 """
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -38,8 +37,6 @@ class CollectiveOps:
     def __init__(self, communicator: Communicator, host: str) -> None:
         self._communicator = communicator
         self._host = host
-        # Names and not operations: an operation would keep its graph alive.
-        self._last: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
         with tf.init_scope(), tf.device(host):
             self._counter = tf.Variable(
                 0, dtype=tf.int64, trainable=False, name="kerasdist_collectives"
@@ -142,46 +139,25 @@ class CollectiveOps:
             return [
                 tf.convert_to_tensor(r, d) for r, d in zip(results, dtypes, strict=True)
             ]
-        graph = tf.compat.v1.get_default_graph()
 
         def numbered(number: Any, *arrays: Any) -> list[Any]:
             del number
             return function(*arrays)
 
         with tf.device(self._host):
-            with tf.control_dependencies(self._before(graph)):
-                number = self._counter.assign_add(1, read_value=True)
+            number = self._counter.assign_add(1, read_value=True)
             results = tf.numpy_function(
                 numbered, [number, *tensors], list(dtypes), name="kerasdist_collective"
             )
-        self._last[graph] = results[0].op.name
+            self._hold_back(results)
         for result, shape in zip(results, shapes, strict=True):
             result.set_shape(shape)
         return list(results)
 
-    def cond(
-        self, predicate: Any, yes: Callable[[], Any], no: Callable[[], Any]
-    ) -> Any:
-        """`tf.cond` with collectives in its branches, in the common order.
-
-        Args:
-            predicate: A scalar boolean tensor, the same on all ranks.
-            yes: Returns a nest of at least one tensor.
-            no: The same for the other case.
-        """
-        if _tf.executing_eagerly():
-            return yes() if predicate else no()
-        graph = tf.compat.v1.get_default_graph()
-        # A branch is a graph of its own, where nothing is known of what is before.
-        with tf.control_dependencies(self._before(graph)):
-            results = tf.cond(predicate, yes, no)
-        self._last[graph] = tf.nest.flatten(results)[0].op.name
-        return results
-
-    def _before(self, graph: Any) -> list[Any]:
-        """The collective that the next one in a graph has to wait for."""
-        name = self._last.get(graph)
-        return [] if name is None else [graph.get_operation_by_name(name)]
+    def _hold_back(self, results: Sequence[Any]) -> None:
+        """Let the next collective wait for a collective's results."""
+        with tf.control_dependencies(results):
+            self._counter.read_value()
 
 
 def _shapes(tensors: Sequence[Any]) -> list[Any]:

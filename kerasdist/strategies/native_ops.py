@@ -303,10 +303,8 @@ class NativeOps(CollectiveOps):
         end: Callable[[Any], Any],
         build: Callable[[Any], list[Any]],
     ) -> list[Any]:
-        graph = tf.compat.v1.get_default_graph()
         with tf.device(self._host):
-            with tf.control_dependencies(self._before(graph)):
-                order = self._counter.assign_add(1, read_value=True)
+            order = self._counter.assign_add(1, read_value=True)
             with tf.control_dependencies([order]):
                 number = tf.numpy_function(begin, [], tf.int64, name="kerasdist_begin")
             number.set_shape([])
@@ -314,7 +312,7 @@ class NativeOps(CollectiveOps):
         results = build(key)
         with tf.device(self._host), tf.control_dependencies(results):
             ended = tf.numpy_function(end, [number], tf.bool, name="kerasdist_end")
-        self._last[graph] = ended.op.name
+            self._hold_back([ended])
         return results
 
 

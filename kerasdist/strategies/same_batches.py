@@ -58,13 +58,12 @@ class SameBatches:
             ValueError: It differs. In a graph TensorFlow raises an error of its
                 own with this text, and `fault` is this one.
         """
-
         ops = self._extended.ops
 
         def compare() -> Any:
             return ops.call(self._compare, [checksum], [tf.int64], [tf.TensorShape([])])
 
-        ops.cond(checksum != 0, compare, lambda: [checksum])
+        tf.cond(checksum != 0, compare, lambda: [checksum])
 
     def _compare(self, checksum: Any) -> list[Any]:
         communicator = self._extended.job.communicator

@@ -87,7 +87,7 @@ def _sum(extended: SynchronousExtended, slices: Any, total: Any) -> Any:
         return dense, tf.range(tf.cast(rows, indices.dtype), dtype=indices.dtype)
 
     few = total * (row + indices.dtype.size) < rows * row
-    summed, where = extended.ops.cond(few, gather, table)
+    summed, where = tf.cond(few, gather, table)
     if not tf.executing_eagerly():
         summed.set_shape([None, *values.shape[1:]])
         where.set_shape([None])

@@ -1,0 +1,56 @@
+"""Collectives in a graph run one after the other, in the order of the program."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import kerasdist
+
+
+@pytest.fixture
+def ops():
+    strategy = kerasdist.RingStrategy(["CPU:0"])
+    yield strategy.extended.ops
+    strategy.close()
+
+
+def test_order_over_functions_branches_and_loops(ops):
+    """Each sleeps: one that doesn't wait for those before it would overtake them."""
+    ran = []
+
+    def collective(name):
+        def function(array):
+            ran.append(f"{name} begins")
+            time.sleep(0.02)
+            ran.append(f"{name} ends")
+            return [array]
+
+        one = tf.constant(1.0)
+        return ops.call(function, [one], [tf.float32], [one.shape])[0]
+
+    @tf.function
+    def inner():
+        return collective("inner 1"), collective("inner 2")
+
+    @tf.function
+    def outer(yes):
+        first = collective("first")
+        branch = tf.cond(
+            yes, lambda: collective("branch"), lambda: tf.constant(np.float32(1))
+        )
+        inner()
+        (rounds,) = tf.while_loop(
+            lambda i: i < 3, lambda i: [i + collective("loop")], [tf.constant(0.0)]
+        )
+        return first, branch, rounds, collective("last")
+
+    names = ["first", "branch", "inner 1", "inner 2", *["loop"] * 3, "last"]
+    expected = [f"{name} {what}" for name in names for what in ("begins", "ends")]
+    for _ in range(2):
+        ran.clear()
+        outer(tf.constant(True))
+        assert ran == expected
