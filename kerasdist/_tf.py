@@ -59,6 +59,7 @@ __all__ = [
     "serve_collectives",
     "set_global_seed_if_none",
     "static_batch_size",
+    "weighted",
 ]
 
 MirroredExtended = mirrored_strategy.MirroredExtended
@@ -290,3 +291,9 @@ def serve_collectives(rank: int, addresses: Mapping[int, str]) -> None:
 def abort_collectives(message: str) -> None:
     """End all of this process's pending collectives, and all later ones, for good."""
     context.context().abort_collective_ops(tf.errors.UNAVAILABLE, message)
+
+
+def weighted(tensor: Any, weight: Any) -> Any:
+    """Multiply a tensor by a scalar, of any dtype; 0 gives zeros, also of NaN."""
+    product = tensor * tf.cast(weight, tensor.dtype)
+    return tf.where(weight > 0, product, tf.zeros_like(product))

@@ -215,6 +215,45 @@ def test_large_buffers(group):
             np.testing.assert_array_equal(part, base[: 200_000 + rank] + rank)
 
 
+def test_a_scale_multiplies_each_ranks_own(group):
+    """And with 0 a rank adds nothing, whatever it holds."""
+
+    def work(communicator):
+        rank = communicator.rank
+        share = 0.0 if rank == 0 else rank / 8
+        results = []
+        for name in ("float16", "float32", "float64"):
+            whole = np.arange(100_003) % 16
+            parts = [(whole[a:b]).astype(name) for a, b in ((0, 3), (3, 100_003))]
+            if rank == 0:
+                parts[1][5] = np.nan
+            totals = communicator.all_reduce(parts, scale=share)
+            results.append([total.dtype == name for total in totals])
+            results.append(np.concatenate(totals).astype("float64"))
+        return results
+
+    total = sum(range(group.size)) / 8
+    expected = (np.arange(100_003) % 16) * total
+    for results in group.run(work):
+        for dtypes, numbers in zip(results[::2], results[1::2], strict=True):
+            assert all(dtypes)
+            np.testing.assert_array_equal(numbers, expected)
+
+
+def test_large_results_are_aligned(group):
+    def work(communicator):
+        sizes = (10, 4096, 1, 5000, 300_000, 7, 2048)
+        arrays = [np.full(size, i, np.float32) for i, size in enumerate(sizes)]
+        totals = communicator.all_reduce([*arrays, np.ones(1001)])
+        for i, (array, total) in enumerate(zip(arrays, totals, strict=False)):
+            assert total.tolist() == (array * group.size).tolist(), i
+        return [t.ctypes.data % 64 for t in totals if t.nbytes >= 64 << 10]
+
+    results = group.run(work)
+    if group.size > 1:
+        assert results == [[0]] * group.size
+
+
 # All-gather, broadcast, barrier.
 
 

@@ -123,6 +123,16 @@ WRONG = [
         r"^Unknown reduction\. Received: op='none'",
     ),
     (
+        lambda c: c.all_reduce([1.0], "max", scale=0.5),
+        ValueError,
+        r"^A scale goes with sums only\. Received: scale=0\.5, op='max'\. Use",
+    ),
+    (
+        lambda c: c.all_reduce([1.0, 1], scale=0.5),
+        TypeError,
+        r"^Only floats can be scaled\. Received: scale=0\.5, dtype=int64; expected",
+    ),
+    (
         lambda c: c.all_reduce([1, True], "sum"),
         TypeError,
         r"^'sum' has no meaning on bool\. Received: op='sum', dtype=bool\. Use 'max'",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kerasdist.collectives.parts import Parts
+from kerasdist.collectives.parts import Parts, aligned
 
 
 @pytest.mark.parametrize(
@@ -35,3 +35,40 @@ def test_what_is_of_one_array_is_taken_without_copying():
     assert np.shares_memory(parts.take(1, 5), first)
     assert np.shares_memory(parts.take(5, 9), second)
     assert not np.shares_memory(parts.take(4, 6), first)
+
+
+@pytest.mark.parametrize("sizes", [[7], [3, 4], [0, 3, 0, 1, 5, 0]])
+def test_a_scale_multiplies_what_is_taken_and_copied(sizes):
+    whole = np.arange(sum(sizes), dtype=np.float32)
+    parts = Parts(np.split(whole, np.cumsum(sizes)[:-1]), 0.5)
+    for start in range(len(whole)):
+        for stop in range(start + 1, len(whole) + 1):
+            out = np.empty(stop - start, np.float32)
+            parts.copy_to(out, start, stop)
+            assert out.tolist() == (whole[start:stop] / 2).tolist()
+            assert parts.take(start, stop).tolist() == out.tolist()
+    assert whole.tolist() == list(range(len(whole)))
+
+
+def test_a_scale_of_0_takes_nothing_of_what_isnt_a_number():
+    parts = Parts([np.full(3, np.nan, np.float32), np.full(2, np.inf, np.float32)], 0)
+    assert parts.take(0, 5).tolist() == [0] * 5
+
+
+@pytest.mark.parametrize("dtype", [np.int8, np.float16, np.float64, np.longdouble])
+def test_large_arrays_are_aligned(dtype):
+    sizes = (1, 5000, 3, 0, 7, 4097, 4096)
+    arrays = [np.full(size, i, dtype) for i, size in enumerate(sizes)]
+    parts, starts = aligned(arrays)
+    whole = np.concatenate(parts)
+    for array, start in zip(arrays, starts, strict=True):
+        assert whole[start : start + array.size].tolist() == array.tolist()
+        if array.nbytes >= 4096:
+            assert start * whole.itemsize % 64 == 0
+    assert whole.size - sum(array.size for array in arrays) < 3 * 64
+
+
+def test_small_arrays_lie_side_by_side():
+    parts, starts = aligned([np.ones((2, 3)), np.float64(2), np.ones(4)])
+    assert starts == [0, 6, 7]
+    assert sum(part.size for part in parts) == 11

@@ -34,11 +34,12 @@ class KerasHooks(Protocol):
         """Give a batch without rows one row of zeros, so that a step can run."""
 
     def reduce_gradients(
-        self, gradients: Sequence[Any], rows: Any, linear: bool
+        self, gradients: Sequence[Any], rows: Any, total: Any, linear: bool
     ) -> list[Any]:
         """Reduce over all replicas; a mean by rows, or a sum if `rows` is None.
 
-        If `linear`, slices of one index may be added up.
+        `total` is the number of rows of all replicas, or None if it isn't known. If
+        `linear`, slices of one index may be added up.
         """
 
     def end_window(

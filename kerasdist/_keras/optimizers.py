@@ -22,6 +22,7 @@ from typing import Any
 import tensorflow as tf
 from keras.src.optimizers import base_optimizer, sgd
 
+from kerasdist import _tf
 from kerasdist._keras.hooks import current_hooks
 from kerasdist._keras.step import current, setting
 
@@ -54,7 +55,8 @@ def apply(
         rows, scale = tf.constant(1, tf.int64), hooks.replicas
     window = hooks.replicas > 1 and _has_windows(optimizer, trainable_variables)
     if not window:
-        grads = hooks.reduce_gradients(grads, rows, _is_linear(inner))
+        total = None if current.rows is None else current.total
+        grads = hooks.reduce_gradients(grads, rows, total, _is_linear(inner))
     elif current.rows is not None:
         weight = current.share * hooks.replicas
         grads = [None if g is None else _weighted(g, weight) for g in grads]
@@ -143,8 +145,6 @@ def _is_linear(optimizer: Any) -> bool:
 
 def _weighted(gradient: Any, weight: Any) -> Any:
     if isinstance(gradient, tf.IndexedSlices):
-        values = _weighted(gradient.values, weight)
+        values = _tf.weighted(gradient.values, weight)
         return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
-    weighted = gradient * tf.cast(weight, gradient.dtype)
-    # Not x 0: without rows a gradient may be anything.
-    return tf.where(weight > 0, weighted, tf.zeros_like(weighted))
+    return _tf.weighted(gradient, weight)

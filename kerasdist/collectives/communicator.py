@@ -22,7 +22,14 @@ import numpy.typing as npt
 
 from kerasdist import errors
 from kerasdist.collectives.explain import explain, fresh
-from kerasdist.collectives.ops import Array, check_dtype, check_op, octets
+from kerasdist.collectives.ops import (
+    Array,
+    check_dtype,
+    check_op,
+    check_scale,
+    octets,
+)
+from kerasdist.collectives.parts import Parts, aligned
 from kerasdist.transport.base import Peer
 from kerasdist.transport.deadline import Deadline
 from kerasdist.transport.failures import Supervisor
@@ -71,7 +78,11 @@ class Communicator(abc.ABC):
     # The collectives.
 
     def all_reduce(
-        self, buffers: Sequence[npt.ArrayLike], op: str = "sum"
+        self,
+        buffers: Sequence[npt.ArrayLike],
+        op: str = "sum",
+        *,
+        scale: float | None = None,
     ) -> list[Array]:
         """Reduce each buffer over all ranks, element by element.
 
@@ -81,6 +92,9 @@ class Communicator(abc.ABC):
                 bool. Shapes and dtypes must be the same on all ranks.
             op: "sum", "prod", "min" or "max". On bool only "max" (or) and "min"
                 (and). Sums are made in the buffer's own dtype; integers wrap.
+            scale: What this rank's buffers, which must be floats then, are multiplied
+                by while they are packed; the ranks' may differ. With 0 this rank
+                adds zeros, whatever its buffers hold.
 
         Returns:
             New arrays, one per buffer, bit-identical on all ranks.
@@ -96,6 +110,8 @@ class Communicator(abc.ABC):
         for index, array in enumerate(arrays):
             check_op(op, array.dtype)
             groups.setdefault(check_dtype(array.dtype), []).append(index)
+            if scale is not None:
+                check_scale(scale, op, array.dtype)
         check_op(op, np.dtype("float32"))
         results: list[Array] = [np.empty(0)] * len(arrays)
         # In every group's fingerprint are the shapes of all: ranks that differ find
@@ -104,7 +120,7 @@ class Communicator(abc.ABC):
         with self._user_call(shapes) as detail:
             for name in sorted(groups) or ["none"]:
                 indices = groups.get(name, [])
-                parts = [np.ascontiguousarray(arrays[i]).reshape(-1) for i in indices]
+                parts, starts = aligned([arrays[i] for i in indices])
                 dtype = parts[0].dtype if parts else np.dtype("uint8")
                 elements = sum(part.size for part in parts)
                 with (
@@ -113,12 +129,10 @@ class Communicator(abc.ABC):
                     # them to warn of or, if so set, to stop at.
                     np.errstate(all="ignore"),
                 ):
-                    flat = self._reduce(parts, elements, dtype, op, *call)
-                start = 0
-                for i, part in zip(indices, parts, strict=True):
-                    end = start + part.size
+                    flat = self._reduce(Parts(parts, scale), elements, dtype, op, *call)
+                for i, start in zip(indices, starts, strict=True):
+                    end = start + arrays[i].size
                     results[i] = flat[start:end].reshape(arrays[i].shape)
-                    start = end
         return results
 
     def all_gather(self, array: npt.ArrayLike) -> list[Array]:
@@ -254,14 +268,14 @@ class Communicator(abc.ABC):
     @abc.abstractmethod
     def _reduce(
         self,
-        parts: list[Array],
+        source: Parts,
         elements: int,
         dtype: np.dtype[Any],
         op: str,
         call: Call,
         deadline: Deadline,
     ) -> Array:
-        """Return a new array: the concatenated parts, reduced over all ranks."""
+        """Return a new array: the source's elements, reduced over all ranks."""
 
     @abc.abstractmethod
     def _gather(self, views: list[memoryview], call: Call, deadline: Deadline) -> None:

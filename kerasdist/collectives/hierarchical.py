@@ -19,6 +19,7 @@ import numpy as np
 
 from kerasdist.collectives.communicator import Communicator
 from kerasdist.collectives.ops import Array, octets
+from kerasdist.collectives.parts import Parts
 from kerasdist.transport.base import Peer
 from kerasdist.transport.deadline import Deadline
 from kerasdist.transport.failures import Supervisor
@@ -60,16 +61,18 @@ class HierarchicalCommunicator(Communicator):
 
     def _reduce(
         self,
-        parts: list[Array],
+        source: Parts,
         elements: int,
         dtype: np.dtype[Any],
         op: str,
         call: Call,
         deadline: Deadline,
     ) -> Array:
-        flat = self._local._reduce(parts, elements, dtype, op, call, deadline)
+        flat = self._local._reduce(source, elements, dtype, op, call, deadline)
         if self._leaders is not None:
-            flat = self._leaders._reduce([flat], elements, dtype, op, call, deadline)
+            flat = self._leaders._reduce(
+                Parts([flat]), elements, dtype, op, call, deadline
+            )
         self._local._broadcast(octets(flat), 0, call, deadline)
         return flat
 

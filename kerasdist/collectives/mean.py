@@ -14,7 +14,10 @@ __all__ = ["weighted_mean"]
 
 
 def weighted_mean(
-    communicator: Communicator, rows: int, gradients: Sequence[Array]
+    communicator: Communicator,
+    rows: int,
+    gradients: Sequence[Array],
+    total: int | None = None,
 ) -> list[Array]:
     """Return sum(rows x gradients) / sum(rows) over the workers.
 
@@ -22,38 +25,32 @@ def weighted_mean(
     up to 16,777,216 per global batch. A worker without rows adds nothing, whatever
     its gradients hold.
 
+    If the total is known, each worker gives its share of the mean: the gradients are
+    multiplied while they are packed, and nothing is left to do. Else the rows are
+    added up beside the gradients, which are divided at the end.
+
     Args:
         communicator: Between the workers.
         rows: Number of rows of this worker.
         gradients: Arrays of float dtypes, the same shapes on all workers.
+        total: sum(rows) over the workers, if all know it.
     """
-    groups: dict[np.dtype[Any], list[int]] = {}
-    for index, gradient in enumerate(gradients):
-        wide = np.promote_types(gradient.dtype, np.float32)
-        groups.setdefault(wide, []).append(index)
-    buckets = []
-    for dtype, indices in groups.items():
-        bucket = np.empty(sum(gradients[i].size for i in indices) + 1, dtype)
-        start = 0
-        if not rows:
-            bucket.fill(0)
-        for i in indices if rows else ():
-            stop = start + gradients[i].size
-            np.multiply(gradients[i].reshape(-1), rows, out=bucket[start:stop])
-            start = stop
-        bucket[-1] = rows
-        buckets.append(bucket)
-    means: list[Array] = [np.empty(0)] * len(gradients)
-    for bucket, indices in zip(
-        communicator.all_reduce(buckets), groups.values(), strict=True
-    ):
-        total = bucket[-1]
-        if total:
-            np.multiply(bucket, 1 / total, out=bucket)
-        start = 0
-        for i in indices:
-            stop = start + gradients[i].size
-            mean = bucket[start:stop].reshape(gradients[i].shape)
-            means[i] = mean.astype(gradients[i].dtype, copy=False)
-            start = stop
-    return means
+    wide = [
+        g.astype(np.promote_types(g.dtype, np.float32), copy=False) for g in gradients
+    ]
+    if total is not None:
+        means = communicator.all_reduce(wide, scale=rows / total if total else 0.0)
+    else:
+        dtypes: list[Any] = list(dict.fromkeys(array.dtype for array in wide))
+        ones = [np.ones(1, dtype) for dtype in dtypes]
+        sums = communicator.all_reduce([*wide, *ones], scale=float(rows))
+        means = sums[: len(wide)]
+        counts = dict(zip(dtypes, sums[len(wide) :], strict=True))
+        for mean in means:
+            count = counts[mean.dtype]
+            if count[0]:
+                np.multiply(mean, 1 / count[0], out=mean)
+    return [
+        mean.astype(gradient.dtype, copy=False)
+        for mean, gradient in zip(means, gradients, strict=True)
+    ]

@@ -22,6 +22,7 @@ from kerasdist import errors
 from kerasdist.cluster import Cluster
 from kerasdist.collectives.communicator import Communicator
 from kerasdist.collectives.ops import Array, octets
+from kerasdist.collectives.parts import Parts
 from kerasdist.transport.base import Aborted, CallMismatch, Peer, PeerSilent
 from kerasdist.transport.deadline import Deadline
 from kerasdist.transport.failures import Unsupervised
@@ -197,14 +198,15 @@ class MpiCommunicator(Communicator):
 
     def _reduce(
         self,
-        parts: list[Array],
+        source: Parts,
         elements: int,
         dtype: np.dtype[Any],
         op: str,
         call: Call,
         deadline: Deadline,
     ) -> Array:
-        flat = np.concatenate(parts) if parts else np.empty(0, dtype)
+        flat = np.empty(elements, dtype)
+        source.copy_to(flat, 0, elements)
         self._barrier(call, deadline)
         if dtype.name in ("float16", "bfloat16"):
             return self._floats(flat.astype(np.float32), op, deadline).astype(dtype)

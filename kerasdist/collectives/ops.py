@@ -8,7 +8,7 @@ import numpy as np
 
 from kerasdist.transport.framing import DTYPES, OPS
 
-__all__ = ["Array", "check_dtype", "check_op", "octets", "reducer"]
+__all__ = ["Array", "check_dtype", "check_op", "check_scale", "octets", "reducer"]
 
 Array = np.ndarray[Any, Any]
 
@@ -66,4 +66,24 @@ def check_op(op: str, dtype: np.dtype[Any]) -> None:
         raise TypeError(
             f"Complex numbers have no order. Received: op={op!r}, dtype={dtype.name}. "
             "Use 'sum' or 'prod'."
+        )
+
+
+def check_scale(scale: float, op: str, dtype: np.dtype[Any]) -> None:
+    """Check that what shall be multiplied can be.
+
+    Raises:
+        TypeError: `dtype` isn't one of numpy's floats.
+        ValueError: The op isn't a sum.
+    """
+    if op != "sum":
+        raise ValueError(
+            f"A scale goes with sums only. Received: scale={scale!r}, op={op!r}. Use "
+            "op='sum', or multiply the result."
+        )
+    if dtype.kind != "f":
+        raise TypeError(
+            f"Only floats can be scaled. Received: scale={scale!r}, "
+            f"dtype={dtype.name}; expected float16, float32 or float64. Convert the "
+            "array first."
         )

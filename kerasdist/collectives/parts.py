@@ -9,18 +9,27 @@ import numpy as np
 
 from kerasdist.collectives.ops import Array
 
-__all__ = ["Parts"]
+__all__ = ["Parts", "aligned"]
+
+# TensorFlow takes over without copying what begins at a multiple of this.
+_ALIGNMENT = 64
+# What is smaller is copied as fast as it is taken over.
+_LEAST_ALIGNED = 4096
 
 
 class Parts:
-    """The concatenation of flat arrays of one dtype.
+    """The concatenation of flat arrays of one dtype, each element times a number.
 
     Args:
         parts: The arrays, in order.
+        scale: The number, for arrays of floats; None: the elements as they are. With
+            0 all are 0, whatever the arrays hold (0 x NaN isn't).
     """
 
-    def __init__(self, parts: Sequence[Array]) -> None:
+    def __init__(self, parts: Sequence[Array], scale: float | None = None) -> None:
         self._parts = [part for part in parts if part.size]
+        self._scale = scale
+        self._room: Array = np.empty(0)
         self._starts: list[int] = []
         total = 0
         for part in self._parts:
@@ -28,7 +37,10 @@ class Parts:
             total += part.size
 
     def views(self, start: int, stop: int) -> list[Array]:
-        """Return views that make up elements `start` to `stop`, without empty ones."""
+        """Return views that make up elements `start` to `stop`, without empty ones.
+
+        Of the elements as they are.
+        """
         if start >= stop:
             return []
         first = bisect.bisect_right(self._starts, start) - 1
@@ -40,14 +52,57 @@ class Parts:
         return found
 
     def take(self, start: int, stop: int) -> Array:
-        """Return elements `start` to `stop`: a view if they are of one array."""
-        views = self.views(start, stop) or [self._parts[0][:0]]
-        return views[0] if len(views) == 1 else np.concatenate(views)
+        """Return elements `start` to `stop`, at least one, to be read.
+
+        A view if they are of one array and without a scale. Else they may be
+        overwritten by the next call.
+        """
+        views = self.views(start, stop)
+        if self._scale is None and len(views) == 1:
+            return views[0]
+        if self._room.size < stop - start:
+            self._room = np.empty(stop - start, views[0].dtype)
+        taken = self._room[: stop - start]
+        self.copy_to(taken, start, stop)
+        return taken
 
     def copy_to(self, out: Array, start: int, stop: int) -> None:
         """Copy elements `start` to `stop`."""
-        views = self.views(start, stop)
-        if len(views) == 1:
-            np.copyto(out, views[0])
-        elif views:
-            np.concatenate(views, out=out)
+        if self._scale == 0:
+            out.fill(0)
+            return
+        begin = 0
+        for view in self.views(start, stop):
+            end = begin + view.size
+            if self._scale is None:
+                np.copyto(out[begin:end], view)
+            else:
+                np.multiply(view, self._scale, out=out[begin:end])
+            begin = end
+
+
+def aligned(arrays: Sequence[Array]) -> tuple[list[Array], list[int]]:
+    """Lay arrays of one dtype out so that in an aligned result large ones are aligned.
+
+    Args:
+        arrays: Of any shape.
+
+    Returns:
+        Flat arrays, zeros between them where they are needed, and where each of the
+        given ones begins, in elements.
+    """
+    parts: list[Array] = []
+    starts = []
+    total = 0
+    for array in arrays:
+        flat = np.ascontiguousarray(array).reshape(-1)
+        beyond = total * flat.itemsize % _ALIGNMENT
+        # Of long doubles 4 make 64 bytes, of all other dtypes a power of two does.
+        if beyond and flat.nbytes >= _LEAST_ALIGNED:
+            zeros = np.zeros((_ALIGNMENT - beyond) // flat.itemsize, flat.dtype)
+            parts.append(zeros)
+            total += zeros.size
+        starts.append(total)
+        parts.append(flat)
+        total += flat.size
+    return parts, starts

@@ -17,6 +17,7 @@ import numpy as np
 from kerasdist.collectives.buffers import Buffers
 from kerasdist.collectives.communicator import Communicator
 from kerasdist.collectives.ops import Array, octets, reducer
+from kerasdist.collectives.parts import Parts
 from kerasdist.collectives.schedule import (
     all_gather_steps,
     chunk,
@@ -57,7 +58,7 @@ class RingCommunicator(Communicator):
 
     def _reduce(
         self,
-        parts: list[Array],
+        source: Parts,
         elements: int,
         dtype: np.dtype[Any],
         op: str,
@@ -66,8 +67,7 @@ class RingCommunicator(Communicator):
     ) -> Array:
         size = elements * dtype.itemsize
         flat = self._results.empty(elements, dtype)
-        if parts:
-            np.concatenate(parts, out=flat)
+        source.copy_to(flat, 0, elements)
         combine = reducer(op)
         if (
             self.size > 1

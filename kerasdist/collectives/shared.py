@@ -67,6 +67,9 @@ _TIMES = 8
 # How many blocks fit into a segment.
 _BLOCKS = 4
 _PAGE = 4096
+# A chunk is reduced in pieces: each is still in the core's own cache when it is read
+# again, to be copied.
+_PIECE_BYTES = 128 << 10
 # What small buffers need.
 _LEAST_BYTES = _BLOCKS * (_SMALL_BYTES + 2 * _PAGE)
 
@@ -98,7 +101,7 @@ class SharedMemoryCommunicator(Communicator):
 
     def _reduce(
         self,
-        parts: list[Array],
+        source: Parts,
         elements: int,
         dtype: np.dtype[Any],
         op: str,
@@ -107,7 +110,6 @@ class SharedMemoryCommunicator(Communicator):
     ) -> Array:
         size = elements * dtype.itemsize
         self._make_room(size, call, deadline)
-        source = Parts(parts)
         flat = self._results.empty(elements, dtype)
         if size <= _SMALL_BYTES:
             inputs = [place.view(dtype) for place in self._places(size)]
@@ -119,6 +121,7 @@ class SharedMemoryCommunicator(Communicator):
         most = self._total // _BLOCKS - 2 * _PAGE
         most_elements = most * self.size // (self.size + 1) // dtype.itemsize
         count = -(-elements // most_elements)
+        piece = _PIECE_BYTES // dtype.itemsize
         places: list[list[Array]] = []
         for stage in range(count + 2):
             if stage > 1:
@@ -133,12 +136,14 @@ class SharedMemoryCommunicator(Communicator):
                 block = chunk(elements, count, stage - 1)
                 after = block.stop - block.start
                 part = _chunk(block, self.size, self.rank)
-                within = slice(part.start - block.start, part.stop - block.start)
-                inputs = [place[within] for place in places[stage - 1]]
-                inputs[self.rank] = source.take(part.start, part.stop)
-                _combine(inputs, flat[part], op)
-                end = after + part.stop - part.start
-                places[stage - 1][self.rank][after:end] = flat[part]
+                reduced = places[stage - 1][self.rank][after:]
+                for start in range(part.start, part.stop, piece):
+                    stop = min(start + piece, part.stop)
+                    within = slice(start - block.start, stop - block.start)
+                    inputs = [place[within] for place in places[stage - 1]]
+                    inputs[self.rank] = source.take(start, stop)
+                    _combine(inputs, flat[start:stop], op)
+                    reduced[start - part.start : stop - part.start] = flat[start:stop]
             if stage < count:
                 block = chunk(elements, count, stage)
                 length = block.stop - block.start

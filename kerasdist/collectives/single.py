@@ -8,6 +8,7 @@ import numpy as np
 
 from kerasdist.collectives.communicator import Communicator
 from kerasdist.collectives.ops import Array
+from kerasdist.collectives.parts import Parts
 from kerasdist.transport.base import Peer
 from kerasdist.transport.deadline import Deadline
 from kerasdist.transport.failures import Unsupervised
@@ -24,14 +25,16 @@ class SingleCommunicator(Communicator):
 
     def _reduce(
         self,
-        parts: list[Array],
+        source: Parts,
         elements: int,
         dtype: np.dtype[Any],
         op: str,
         call: Call,
         deadline: Deadline,
     ) -> Array:
-        return np.concatenate(parts) if parts else np.empty(0, dtype)
+        flat = np.empty(elements, dtype)
+        source.copy_to(flat, 0, elements)
+        return flat
 
     def _gather(
         self, views: list[memoryview], call: Call, deadline: Deadline

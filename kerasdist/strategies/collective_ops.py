@@ -89,22 +89,38 @@ class CollectiveOps:
         return self.call(give, [tensor], [tensor.dtype], [tensor.shape])[0]
 
     def weighted_mean(
-        self, gradients: Sequence[Any], rows: Any, *, step: bool = False
+        self,
+        gradients: Sequence[Any],
+        rows: Any,
+        total: Any = None,
+        *,
+        step: bool = False,
     ) -> list[Any]:
         """Return sum(rows x gradients) / sum(rows) over the workers.
 
         Args:
             gradients: Host tensors of float dtypes.
             rows: This worker's number of rows, a scalar integer tensor.
+            total: sum(rows), if it's known, or None.
             step: Whether an optimizer step begins with it.
         """
+        counts = [rows] if total is None else [rows, total]
 
-        def reduce(count: Any, *arrays: Any) -> list[Any]:
+        def reduce(*arrays: Any) -> list[Any]:
             self._communicator.step += step
-            return weighted_mean(self._communicator, int(count), arrays)
+            numbers = [int(count) for count in arrays[: len(counts)]]
+            return weighted_mean(
+                self._communicator,
+                numbers[0],
+                arrays[len(counts) :],
+                None if total is None else numbers[1],
+            )
 
         return self.call(
-            reduce, [rows, *gradients], [g.dtype for g in gradients], _shapes(gradients)
+            reduce,
+            [*counts, *gradients],
+            [g.dtype for g in gradients],
+            _shapes(gradients),
         )
 
     def reduce_replicas(

@@ -8,7 +8,7 @@ bucket of the gradients: one round trip, not two.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
@@ -29,6 +29,7 @@ def reduce_gradients(
     extended: SynchronousExtended,
     gradients: Sequence[Any],
     rows: Any,
+    total: Any = None,
     linear: bool = False,
 ) -> list[Any]:
     """Reduce gradients over all replicas of all workers, in replica context.
@@ -40,6 +41,8 @@ def reduce_gradients(
             scalar integer tensor: the result is the mean over all rows. Or None:
             the result is the sum over the replicas, as `tf.distribute` has it in
             custom loops.
+        total: Number of rows of all replicas, if it's known: else it's asked for,
+            or travels with the gradients.
         linear: Whether slices of one index may be added up: see `Returns`.
 
     Returns:
@@ -62,11 +65,14 @@ def reduce_gradients(
         ]
     slices = [g for g in gradients if isinstance(g, tf.IndexedSlices)]
     dense = [g for g in gradients if g is not None and not _is_slices(g)]
-    means = iter(_mean_of_dense(extended, dense, rows) if dense else ())
+    means = iter(_mean_of_dense(extended, dense, rows, total) if dense else ())
     # Without the table's shape they can't become one.
     linear = linear and all(s.dense_shape is not None for s in slices)
-    mean_of_slices = _mean_of_added_slices if linear else _mean_of_slices
-    gathered = iter(mean_of_slices(extended, slices, rows) if slices else ())
+    gathered: Iterator[Any] = iter(())
+    if slices and linear:
+        gathered = iter(_mean_of_added_slices(extended, slices, rows))
+    elif slices:
+        gathered = iter(_mean_of_slices(extended, slices, rows, total))
     return [
         None if g is None else next(gathered if _is_slices(g) else means)
         for g in gradients
@@ -78,30 +84,35 @@ def _is_slices(gradient: Any) -> bool:
 
 
 def _mean_of_dense(
-    extended: SynchronousExtended, gradients: list[Any], rows: Any
+    extended: SynchronousExtended, gradients: list[Any], rows: Any, total: Any
 ) -> list[Any]:
     """The mean of dense gradients, bucket by bucket."""
     sizes = [(g.shape.num_elements() or 0) * g.dtype.size for g in gradients]
     share = None
     if extended.compression is not None:
-        count = tf.cast(rows, tf.float32)
-        (total,) = extended._replica_ctx_all_reduce(_tf.ReduceOp.SUM, [count])
-        share = tf.math.divide_no_nan(count, total)
+        share = _share(extended, rows, total)
     means: list[Any] = [None] * len(gradients)
     for number, bucket in enumerate(in_buckets(sizes, extended.bucket_size)):
         some = [gradients[i] for i in bucket]
         if share is None:
-            reduced = _mean_of_bucket(extended, some, rows, number == 0)
+            reduced = _mean_of_bucket(extended, some, rows, total, number == 0)
         else:
             shares = [narrow(extended, g, share) for g in some]
             sums = extended._replica_ctx_all_reduce(_tf.ReduceOp.SUM, shares)
             reduced = [
-                widen(extended, total, g, 1)
-                for total, g in zip(sums, some, strict=True)
+                widen(extended, s, g, 1) for s, g in zip(sums, some, strict=True)
             ]
         for i, mean in zip(bucket, reduced, strict=True):
             means[i] = mean
     return means
+
+
+def _share(extended: SynchronousExtended, rows: Any, total: Any) -> Any:
+    """This replica's rows divided by those of all: float32, scalar."""
+    count = tf.cast(rows, tf.float32)
+    if total is None:
+        (total,) = extended._replica_ctx_all_reduce(_tf.ReduceOp.SUM, [count])
+    return tf.math.divide_no_nan(count, tf.cast(total, tf.float32))
 
 
 def narrow(extended: SynchronousExtended, gradient: Any, share: Any) -> Any:
@@ -112,10 +123,7 @@ def narrow(extended: SynchronousExtended, gradient: Any, share: Any) -> Any:
     """
     if not _is_narrowed(extended, gradient):
         return gradient
-    share = tf.cast(share, gradient.dtype)
-    # Not x 0: without rows a gradient may be anything.
-    part = tf.where(share > 0, gradient * share, tf.zeros_like(gradient))
-    return tf.cast(part, _WIRE[str(extended.compression)])
+    return tf.cast(_tf.weighted(gradient, share), _WIRE[str(extended.compression)])
 
 
 def widen(extended: SynchronousExtended, total: Any, gradient: Any, factor: int) -> Any:
@@ -134,23 +142,24 @@ def _is_narrowed(extended: SynchronousExtended, gradient: Any) -> bool:
 
 
 def _mean_of_bucket(
-    extended: SynchronousExtended, gradients: list[Any], rows: Any, step: bool
+    extended: SynchronousExtended,
+    gradients: list[Any],
+    rows: Any,
+    total: Any,
+    step: bool,
 ) -> list[Any]:
     devices = extended.worker_devices
     if len(devices) == 1:
-        return extended.ops.weighted_mean(gradients, rows, step=step)
+        return extended.ops.weighted_mean(gradients, rows, total, step=step)
     host = _tf.host_of(devices[0])
-    weighted = []
-    for gradient in gradients:
-        weight = tf.cast(rows, gradient.dtype)
-        # Not x 0: without rows a gradient may be anything.
-        weighted.append(tf.where(rows > 0, gradient * weight, tf.zeros_like(gradient)))
+    weighted = [_tf.weighted(gradient, rows) for gradient in gradients]
 
     # Several local replicas are added before the workers are. From there on it's what
     # a worker with one replica does: workers may have different numbers of them.
-    def merge(_: Any, rows: Any, *weighted: Any) -> Any:
+    def merge(_: Any, rows: Any, total: Any, *weighted: Any) -> Any:
         values = [extended.local(value) for value in weighted]
         counts = extended.local(rows)
+        known = None if total is None else extended.local(total)[0]
         floats = [tf.cast(count, tf.float32) for count in counts]
         sums = extended.ops.reduce_replicas([*values, floats], step=step)
         if sums is not None:
@@ -160,7 +169,7 @@ def _mean_of_bucket(
             count = tf.cast(tf.add_n(counts), tf.int64)
             some = tf.maximum(count, 1)
             means = [tf.add_n(v) / tf.cast(some, v[0].dtype) for v in values]
-            reduced = extended.ops.weighted_mean(means, count, step=step)
+            reduced = extended.ops.weighted_mean(means, count, known, step=step)
         return [_tf.broadcast_to_devices(mean, devices) for mean in reduced]
 
     def divided(parts: list[Any], totals: list[Any]) -> list[Any]:
@@ -171,15 +180,13 @@ def _mean_of_bucket(
         return means
 
     replica = tf.distribute.get_replica_context()
-    return list(replica.merge_call(merge, args=(rows, *weighted)))
+    return list(replica.merge_call(merge, args=(rows, total, *weighted)))
 
 
 def _mean_of_slices(
-    extended: SynchronousExtended, gradients: list[Any], rows: Any
+    extended: SynchronousExtended, gradients: list[Any], rows: Any, total: Any
 ) -> list[Any]:
-    count = tf.cast(rows, tf.float32)
-    (total,) = extended._replica_ctx_all_reduce(_tf.ReduceOp.SUM, [count])
-    share = tf.math.divide_no_nan(count, total)
+    share = _share(extended, rows, total)
     weighted = []
     for gradient in gradients:
         # A replica without rows has none to give, whatever its slices hold.

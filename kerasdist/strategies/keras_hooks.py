@@ -57,10 +57,10 @@ class SynchronousHooks:
         return count_rows(batch)
 
     def reduce_gradients(
-        self, gradients: Sequence[Any], rows: Any, linear: bool
+        self, gradients: Sequence[Any], rows: Any, total: Any, linear: bool
     ) -> list[Any]:
         """See `KerasHooks.reduce_gradients`."""
-        return reduce_gradients(self._extended, gradients, rows, linear)
+        return reduce_gradients(self._extended, gradients, rows, total, linear)
 
     def end_window(
         self,

@@ -24,6 +24,7 @@ from kerasdist import _tf, errors
 from kerasdist.collectives import Communicator
 from kerasdist.collectives.explain import explain, fresh
 from kerasdist.collectives.ops import Array, octets, reducer
+from kerasdist.collectives.parts import Parts
 from kerasdist.strategies.native_server import is_serving, serve
 from kerasdist.strategies.native_watch import Watch
 from kerasdist.transport.base import Aborted, PeerClosed, PeerSilent
@@ -175,14 +176,15 @@ class NativeCommunicator(Communicator):
 
     def _reduce(
         self,
-        parts: list[Array],
+        source: Parts,
         elements: int,
         dtype: np.dtype[Any],
         op: str,
         call: Call,
         deadline: Deadline,
     ) -> Array:
-        flat = np.concatenate(parts) if parts else np.empty(0, dtype)
+        flat = np.empty(elements, dtype)
+        source.copy_to(flat, 0, elements)
         if dtype.kind == "c" and op != "sum":
             # Products of parts aren't parts of products.
             rows = np.empty((self.size, elements), dtype)

@@ -142,7 +142,12 @@ class NativeOps(CollectiveOps):
             return tf.reshape(_unpack(given[:-1], tensor.dtype), tf.shape(tensor))
 
     def weighted_mean(
-        self, gradients: Sequence[Any], rows: Any, *, step: bool = False
+        self,
+        gradients: Sequence[Any],
+        rows: Any,
+        total: Any = None,
+        *,
+        step: bool = False,
     ) -> list[Any]:
         """See `CollectiveOps.weighted_mean` and `kerasdist.collectives.mean`."""
         groups: dict[Any, list[int]] = {}
@@ -153,18 +158,19 @@ class NativeOps(CollectiveOps):
         for number, (wide, indices) in enumerate(groups.items()):
             with tf.device(self._devices[0]):
                 weight = tf.cast(rows, wide)
+                if total is not None:
+                    weight = tf.math.divide_no_nan(weight, tf.cast(total, wide))
                 parts = []
                 for i in indices:
-                    weighted = tf.cast(gradients[i], wide) * weight
-                    nothing = tf.zeros_like(weighted)
-                    # Not x 0: without rows a gradient may be anything.
-                    kept = tf.where(weight > 0, weighted, nothing)
-                    parts.append(tf.reshape(kept, [-1]))
-                bucket = tf.concat([*parts, [weight]], 0)
+                    weighted = _tf.weighted(tf.cast(gradients[i], wide), weight)
+                    parts.append(tf.reshape(weighted, [-1]))
+                count = [] if total is not None else [[weight]]
+                bucket = tf.concat([*parts, *count], 0)
             (reduced,) = self._reduce_on_devices([bucket], step=step and number == 0)
             with tf.device(self._devices[0]):
-                total = reduced[-1]
-                mean = reduced[:-1] * tf.math.reciprocal(tf.maximum(total, 1))
+                mean = reduced
+                if count:
+                    mean = reduced[:-1] / tf.maximum(reduced[-1], 1)
                 for i, part in zip(
                     indices, tf.split(mean, [tf.size(p) for p in parts]), strict=True
                 ):
