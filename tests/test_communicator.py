@@ -12,6 +12,9 @@ import numpy as np
 import pytest
 
 from groups import KINDS, Group
+from kerasdist.collectives.hierarchical import HierarchicalCommunicator
+from kerasdist.collectives.ring import RingCommunicator
+from kerasdist.collectives.shared import SharedMemoryCommunicator
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -247,11 +250,13 @@ def test_large_results_are_aligned(group):
         totals = communicator.all_reduce([*arrays, np.ones(1001)])
         for i, (array, total) in enumerate(zip(arrays, totals, strict=False)):
             assert total.tolist() == (array * group.size).tolist(), i
+        # TensorFlow's and MPI's own results are where those put them.
+        ours = (RingCommunicator, SharedMemoryCommunicator, HierarchicalCommunicator)
+        if not isinstance(communicator, ours):
+            return [0]
         return [t.ctypes.data % 64 for t in totals if t.nbytes >= 64 << 10]
 
-    results = group.run(work)
-    if group.size > 1:
-        assert results == [[0]] * group.size
+    assert group.run(work) == [[0]] * group.size
 
 
 # All-gather, broadcast, barrier.

@@ -69,7 +69,7 @@ _BLOCKS = 4
 _PAGE = 4096
 # A chunk is reduced in pieces: each is still in the core's own cache when it is read
 # again, to be copied.
-_PIECE_BYTES = 128 << 10
+_PIECE_BYTES = 256 << 10
 # What small buffers need.
 _LEAST_BYTES = _BLOCKS * (_SMALL_BYTES + 2 * _PAGE)
 
