@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from hosts import Hosts
+from workers import WARM
 
 # Before anything imports TensorFlow.
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
@@ -35,6 +36,15 @@ def pytest_configure(config: pytest.Config) -> None:
         libc = ctypes.CDLL(None, use_errno=True)
         if libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
             raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
+
+
+def pytest_sessionfinish() -> None:
+    WARM.close()
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    if reason := WARM.why_cold:
+        terminalreporter.write_line(f"Slow: workers started cold: {reason}.", red=True)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -122,8 +132,11 @@ def _mapped_by_others() -> str:
 
 
 def _processes() -> Iterator[str]:
+    kept = WARM.pids
     for child in psutil.Process().children(recursive=True):
         try:
+            if child.pid in kept:
+                continue  # they end with the last test
             if child.status() == psutil.STATUS_ZOMBIE:
                 continue  # it has ended
             command = " ".join(child.cmdline())

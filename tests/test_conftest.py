@@ -75,7 +75,7 @@ def clean_up():
 
 @pytest.mark.netns
 def test_what_is_left_behind_fails_the_test_and_is_named(tmp_path):
-    for name in ("conftest.py", "hosts.py", "workers.py"):
+    for name in ("conftest.py", "hosts.py", "warm.py", "workers.py"):
         shutil.copy(Path(__file__).with_name(name), tmp_path)
     (tmp_path / "test_bad.py").write_text(BAD)
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = netns\n")

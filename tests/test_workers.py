@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+import workers
 from workers import Workers, free_ports, kill_tagged, python_env
 
 HANG = """
@@ -122,14 +123,21 @@ def test_workers_import_the_kerasdist_of_the_test():
 
 
 def test_python_env_holds_no_cluster_settings_of_the_surroundings(monkeypatch):
-    monkeypatch.setenv("TF_CONFIG", "{}")
-    monkeypatch.setenv("SLURM_PROCID", "1")
-    monkeypatch.setenv("KERASDIST_SECRET", "x")
+    settings = {"TF_CONFIG": "{}", "SLURM_PROCID": "1", "KERASDIST_SECRET": "x"}
+    monkeypatch.setattr(workers, "_SURROUNDINGS", {"OTHER": "0", **settings})
 
     env = python_env({"EXTRA": "1"})
 
-    assert env["EXTRA"] == "1"
-    assert not {"TF_CONFIG", "SLURM_PROCID", "KERASDIST_SECRET"} & env.keys()
+    assert (env["EXTRA"], env["OTHER"]) == ("1", "0")
+    assert not settings.keys() & env.keys()
+
+
+def test_python_env_does_not_depend_on_what_was_imported_or_set(monkeypatch):
+    before = python_env()
+    monkeypatch.setenv("TF2_BEHAVIOR", "from an import")
+    monkeypatch.setenv("LATER", "1")
+
+    assert python_env() == before
 
 
 def test_a_hanging_worker_is_killed_at_the_deadline_and_its_output_shown():

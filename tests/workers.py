@@ -12,6 +12,9 @@ Each worker is a session of its own, writes to a file of its own (so no pipe can
 fill up), and carries a tag in its environment. On exit every process that
 carries the tag is killed with SIGKILL, which ends stopped processes too, so
 also grandchildren that made themselves a session of their own.
+
+A script that imports TensorFlow is run by forks of processes that have done so
+already, see `warm.py`; with `cold=True` by new interpreters.
 """
 
 from __future__ import annotations
@@ -40,13 +43,24 @@ from typing import Any
 import psutil
 import pytest
 
-__all__ = ["Finished", "Workers", "free_ports", "kill_tagged", "python_env"]
+from warm import Forked, WarmProcesses, imports_tensorflow
+
+__all__ = [
+    "WARM",
+    "Finished",
+    "Workers",
+    "free_ports",
+    "kill_tagged",
+    "python_env",
+]
 
 TAG = "KERASDIST_TEST_JOB"
 # Below the range from which the kernel takes ports by itself (32768 and up on
 # Linux), so that nobody gets one of them between the choice and the use.
 _PORTS = range(20000, 32000)
 _next_port = itertools.count(os.getpid() % len(_PORTS))
+# Before anything was imported, or a test has begun, that changes it.
+_SURROUNDINGS = dict(os.environ)
 # How much of one worker's output a failure shows, in characters from the end.
 _SHOWN = 20_000
 
@@ -128,8 +142,9 @@ def _import_root() -> str | None:
 def python_env(extra: Mapping[str, str] | None = None) -> dict[str, str]:
     """The environment for a Python process of a test.
 
-    It holds no cluster settings of the surrounding process, imports the same
-    kerasdist as the test, prints unbuffered, shows the stacks when it crashes,
+    It is the one that the tests were started in, without what they, or the import of
+    TensorFlow, have set in theirs since. It holds no cluster settings, imports the
+    same kerasdist as the test, prints unbuffered, shows the stacks when it crashes,
     and keeps TensorFlow quiet, on the CPU, and at one thread, so that several
     workers fit on two cores.
 
@@ -138,7 +153,7 @@ def python_env(extra: Mapping[str, str] | None = None) -> dict[str, str]:
     """
     env = {
         name: value
-        for name, value in os.environ.items()
+        for name, value in _SURROUNDINGS.items()
         if name != "TF_CONFIG" and not name.startswith(("KERASDIST_", "SLURM_"))
     }
     root = _import_root()
@@ -156,6 +171,10 @@ def python_env(extra: Mapping[str, str] | None = None) -> dict[str, str]:
         "TF_NUM_INTRAOP_THREADS": "1",
     }
     return env | dict(extra or {})
+
+
+# Those of this run of the tests; `conftest.py` ends them.
+WARM = WarmProcesses(TAG, python_env)
 
 
 def kill_tagged(value: str, *, timeout: float = 10.0) -> list[str]:
@@ -227,7 +246,8 @@ class Workers:
             bind their ports themselves. Only on loopback: a socket belongs to
             the network namespace in which it was made.
         prefix: From a rank to the command that the worker is run by, e.g.
-            `hosts.prefix`.
+            `hosts.prefix`. Such workers start cold.
+        cold: Start new interpreters, also where forks would do.
     """
 
     def __init__(
@@ -243,6 +263,7 @@ class Workers:
         *,
         handover: bool | None = None,
         prefix: Callable[[int], Sequence[str]] | None = None,
+        cold: bool = False,
     ) -> None:
         loopback = cluster == "loopback"
         if handover and not loopback:
@@ -255,7 +276,7 @@ class Workers:
         self.size = size
         self.tag = secrets.token_hex(8)
         self.secret = secrets.token_hex(16)
-        self.processes: list[subprocess.Popen[bytes]] = []
+        self.processes: list[subprocess.Popen[bytes] | Forked] = []
         self.addresses: list[str] = []
         self._script = script
         self._args = list(args)
@@ -264,11 +285,20 @@ class Workers:
         self._hosts = ["127.0.0.1"] * size if loopback else list(cluster)
         self._handover = loopback if handover is None else handover
         self._prefix = prefix or (lambda rank: [])
+        self._cold = cold or prefix is not None
         self._reported = False
 
     # The start.
 
     def __enter__(self) -> Workers:
+        if isinstance(self._script, Path):
+            text = self._script.read_text(encoding="utf-8")
+        else:
+            text = textwrap.dedent(self._script)
+        # Before the clock runs: the first job that needs them waits for the import.
+        self._cold = self._cold or not (
+            imports_tensorflow(text) and WARM.prepare(self.size)
+        )
         self.folder = Path(tempfile.mkdtemp(prefix="kerasdist-test-"))
         self._end = time.monotonic() + self._seconds
         listeners: list[socket.socket] = []
@@ -277,7 +307,7 @@ class Workers:
                 path = self._script
             else:
                 path = self.folder / "script.py"
-                path.write_text(textwrap.dedent(self._script), encoding="utf-8")
+                path.write_text(text, encoding="utf-8")
             if self._handover:
                 for host in self._hosts:
                     listeners.append(socket.create_server((host, 0), backlog=128))
@@ -314,19 +344,23 @@ class Workers:
         if listen_fd is not None:
             env["KERASDIST_LISTEN_FD"] = str(listen_fd)
         env |= self._env(rank)
-        command = [*self._prefix(rank), sys.executable, str(script), *self._args]
+        whole = {k: v for k, v in env.items() if v is not None}
+        command = [str(script.absolute()), *self._args]
+        pass_fds = () if listen_fd is None else (listen_fd,)
         with self._log(rank).open("wb") as log:
-            self.processes.append(
-                subprocess.Popen(
-                    command,
+            if self._cold or WARM.differing(whole):
+                process = subprocess.Popen(
+                    [*self._prefix(rank), sys.executable, *command],
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=subprocess.STDOUT,
-                    env={k: v for k, v in env.items() if v is not None},
-                    pass_fds=() if listen_fd is None else (listen_fd,),
+                    env=whole,
+                    pass_fds=pass_fds,
                     start_new_session=True,
                 )
-            )
+            else:
+                process = WARM.fork(rank, command, whole, log, pass_fds)
+            self.processes.append(process)
 
     # While it runs.
 

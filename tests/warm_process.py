@@ -1,0 +1,159 @@
+"""A process that has imported TensorFlow and Keras, and becomes workers by forking.
+
+`warm.py` starts it, in pytest's process, and asks it for workers; this module is its
+script and imports nothing else of `tests/`.
+
+    pytest            this process           each worker
+      |  ready             |
+      |<-------------------|  1. imported; how many threads it has
+      |  request, files    |
+      |------------------->|  2. script, arguments, folder, environment, tag
+      |                    |-- fork -- middle -- fork --> 3. runs the script
+      |                    |<- ends --'                       |
+      |  process id        |                                  |
+      |<-------------------|  4.                              |
+      |<-----------------------------------------------------'  5. ends
+
+Since the middle one has ended, the worker is a child of pytest, which takes in orphans
+(see `conftest.py`): it is waited for, stopped and killed like one that pytest has
+started by itself. This process ends when pytest closes the socket, or is gone.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import gc
+import json
+import os
+import select
+import socket
+import sys
+import types
+from typing import Any
+
+# Of a request, in bytes. Environments are a few kilobytes.
+_LARGEST = 1 << 20
+# Above all numbers that anybody has asked for.
+_HIGH_FD = 200
+
+
+def main() -> None:
+    control = socket.socket(fileno=int(sys.argv[1]))
+    name, tag = sys.argv[2], os.environ[sys.argv[2]]
+    before = dict(os.environ)
+    import keras  # noqa: F401
+    import tensorflow  # noqa: F401
+
+    # The import sets variables, in each process that does it.
+    by_import = {k: v for k, v in os.environ.items() if before.get(k) != v}
+    # What lives now lives on in all workers: no collection has to look at it, which
+    # would copy its memory into each of them.
+    gc.collect()
+    gc.freeze()
+    control.send(json.dumps({"threads": len(os.listdir("/proc/self/task"))}).encode())
+    while True:
+        message, fds, _, _ = socket.recv_fds(control, _LARGEST, 8)
+        if not message:
+            return  # pytest has closed the socket
+        request = json.loads(message)
+        worker = _fork_twice(f"{name}={tag}", f"{name}={request['tag']}")
+        if worker is None:
+            control.close()
+            _become({**request, "env": request["env"] | by_import}, fds)
+            _run(request["script"])
+            return
+        for fd in fds:
+            os.close(fd)
+        control.send(json.dumps({"pid": worker}).encode())
+
+
+def _fork_twice(before: str, after: str) -> int | None:
+    """Forks a worker that is nobody's child here: its process id; None in it."""
+    reader, writer = os.pipe()
+    middle = os.fork()
+    if middle == 0:
+        # Here, so that nobody ever sees a worker without its own tag.
+        _overwrite_environment(before, after)
+        ended = os.pidfd_open(os.getpid())
+        worker = os.fork()
+        if worker == 0:
+            select.select([ended], [], [])  # then this one has its new parent
+            for fd in (reader, writer, ended):
+                os.close(fd)
+            return None
+        os.write(writer, str(worker).encode())
+        os._exit(0)
+    os.close(writer)
+    with open(reader, "rb") as pipe:
+        said = pipe.read()
+    os.waitpid(middle, 0)
+    return int(said)
+
+
+def _overwrite_environment(before: str, after: str) -> None:
+    """Changes a variable in the memory that others see as /proc/PID/environ.
+
+    The kernel shows the place where the environment was when the process began,
+    whatever becomes of it; `os.environ` leaves that place as it is.
+    """
+    if len(before) != len(after):
+        raise ValueError(f"Not equally long. Received: {before!r}, {after!r}")
+    with open("/proc/self/stat", "rb") as file:
+        # The second field, a name in parentheses, may hold anything.
+        fields = file.read().rpartition(b")")[2].split()
+    start, end = int(fields[47]), int(fields[48])
+    offset = ctypes.string_at(start, end - start).find(before.encode())
+    if offset < 0:
+        raise RuntimeError(f"{before!r} isn't in this process's environment.")
+    ctypes.memmove(start + offset, after.encode(), len(after))
+
+
+def _become(request: dict[str, Any], fds: list[int]) -> None:
+    """Makes this fork what a new interpreter would be, but for the imports."""
+    os.setsid()
+    os.chdir(request["folder"])
+    os.environ.clear()
+    os.environ.update(request["env"])
+    # First all out of the way: a number may be free, or one of the others'.
+    high = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, _HIGH_FD) for fd in fds]
+    for fd in fds:
+        os.close(fd)
+    for fd, target in zip(high, request["fds"], strict=True):
+        if target > 2 and os.path.exists(f"/proc/self/fd/{target}"):
+            raise RuntimeError(f"File descriptor {target} is in use.")
+        os.dup2(fd, target)
+        os.close(fd)
+    # Python's own generator is seeded anew in each fork, by Python.
+    import numpy
+
+    numpy.random.seed()
+    sys.argv[:] = [request["script"], *request["args"]]
+    sys.orig_argv[:] = [sys.executable, *sys.argv]
+    sys.path[0] = os.path.dirname(os.path.realpath(request["script"]))
+
+
+def _run(script: str) -> None:
+    """Runs the script as `python script` does, with the interpreter's own function.
+
+    So nothing of this module is in a traceback, and `sys.exit` and Ctrl-C end the
+    process as they do there.
+    """
+    main = sys.modules["__main__"] = types.ModuleType("__main__")
+    if sys.version_info < (3, 14):
+        main.__annotations__ = {}
+    fopen = ctypes.CDLL(None).fopen
+    fopen.argtypes, fopen.restype = [ctypes.c_char_p] * 2, ctypes.c_void_p
+    stream = fopen(os.fsencode(script), b"rb")
+    if not stream:
+        sys.exit(f"{script} can't be opened.")
+    run = ctypes.pythonapi.PyRun_SimpleFileExFlags
+    run.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_int, ctypes.c_void_p]
+    failed = run(stream, os.fsencode(script), 1, None)
+    # After Ctrl-C the interpreter ends by that signal, if it ends by itself.
+    if failed and getattr(sys, "last_type", None) is not KeyboardInterrupt:
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()
