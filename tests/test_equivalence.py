@@ -1,22 +1,21 @@
 """N workers equal one process: the numeric contract.
 
-Each layout (workers x devices) runs every case of `cases` in one job; the numbers of
+Each layout (workers x devices) runs cases of `cases` in one job, or two; the numbers of
 one plain process are the reference. On all ranks the numbers must be the same bits.
 """
 
 from __future__ import annotations
 
+import contextlib
 import pickle
-import subprocess
-import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from cases import CASES
-from workers import Workers, python_env
+from workers import Workers
 
 RUN = """
 import contextlib, hashlib, json, os, pickle, sys
@@ -59,29 +58,33 @@ if rank == 0:
         pickle.dump(collected, file)
 """
 TESTS = str(Path(__file__).parent)
+Numbers = dict[str, dict[str, np.ndarray]]
 pytestmark = pytest.mark.timeout(400)
 
 # The numbers of one process without kerasdist, by case; made as they are needed.
-_plain: dict[str, dict[str, np.ndarray]] = {}
+_plain: Numbers = {}
 
 
-def plain(names: Sequence[str], folder: Path) -> dict[str, dict[str, np.ndarray]]:
+@contextlib.contextmanager
+def reference(names: Sequence[str], folder: Path) -> Iterator[Callable[[], Numbers]]:
+    """Starts to make the numbers of one plain process; waits for them when called."""
     missing = [name for name in names if name not in _plain]
-    if missing:
-        path = folder / "plain_numbers"
-        script = folder / "run_cases.py"
-        script.write_text(RUN)
-        done = subprocess.run(
-            [sys.executable, str(script), str(path), *missing],
-            env=python_env({"TESTS": TESTS, "PLAIN": "1"}),
-            capture_output=True,
-            text=True,
-            timeout=300,
-            check=False,
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
-        _plain.update(pickle.loads(path.read_bytes()))
-    return {name: _plain[name] for name in names}
+    path = folder / "plain_numbers"
+    env = {"TESTS": TESTS, "PLAIN": "1", "TF_CONFIG": None}
+    with contextlib.ExitStack() as stack:
+        if missing:
+            args = [str(path), *missing]
+            job = stack.enter_context(
+                Workers(RUN, 1, args=args, env=env, deadline=300, handover=False)
+            )
+
+        def wait() -> Numbers:
+            if missing:
+                job.succeed()
+                _plain.update(pickle.loads(path.read_bytes()))
+            return {name: _plain[name] for name in names}
+
+        yield wait
 
 
 # What differs between layouts: the division of rows, and how replicas meet.
@@ -127,15 +130,25 @@ def layouts() -> list[object]:
 
 @pytest.mark.parametrize(("workers", "devices", "cases"), layouts())
 def test_workers_equal_one_process(workers, devices, cases, tmp_path):
-    expected_of = plain(cases, tmp_path)
-    path = tmp_path / "numbers"
+    # One worker would leave cores idle.
+    parts = [cases[::2], cases[1::2]] if workers == 1 else [cases]
+    paths = [tmp_path / f"numbers-{i}" for i in range(len(parts))]
     env = {"TESTS": TESTS, "DEVICES": str(devices)}
-    with Workers(RUN, workers, args=[str(path), *cases], env=env, deadline=300) as job:
-        finished = job.succeed()
-    first = finished[0].results
-    for other in finished[1:]:
-        assert other.results == first, "the ranks' numbers differ"
-    ours = pickle.loads(path.read_bytes())
+    ours: Numbers = {}
+    with contextlib.ExitStack() as stack:
+        wait_for_reference = stack.enter_context(reference(cases, tmp_path))
+        jobs = [
+            stack.enter_context(
+                Workers(RUN, workers, args=[str(path), *part], env=env, deadline=300)
+            )
+            for path, part in zip(paths, parts, strict=True)
+        ]
+        for job, path in zip(jobs, paths, strict=True):
+            first, *others = job.succeed()
+            for other in others:
+                assert other.results == first.results, "the ranks' numbers differ"
+            ours |= pickle.loads(path.read_bytes())
+        expected_of = wait_for_reference()
     assert set(ours) == set(cases)
     faults = []
     for name in ours:
