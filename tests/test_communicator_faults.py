@@ -160,10 +160,10 @@ def test_a_rank_that_does_not_come_is_a_timeout_on_every_rank(kind):
         finally:
             come.set()
 
-    with Group(*kind, timeout=1.0) as group:
+    with Group(*kind, timeout=2.0) as group:
         started = time.monotonic()
         results = group.outcomes(work)
-        assert 0.9 < time.monotonic() - started < 20
+        assert 1.9 < time.monotonic() - started < 20
         text = ended(group, results, errors.CollectiveTimeout)
         late = "rank 1 (" if group.jobs else "rank "
     assert text.startswith(late)
@@ -190,7 +190,7 @@ def test_late_ranks_are_named_and_not_their_neighbours(layout, late):
         finally:
             come.set()
 
-    with Group(layout, 4, timeout=1.5) as group:
+    with Group(layout, 4, timeout=2.0) as group:
         text = ended(group, group.outcomes(work), errors.CollectiveTimeout)
     named = [rank for rank in range(4) if f"rank {rank} (" in text.split(" didn't")[0]]
     assert named == sorted(late)

@@ -102,7 +102,9 @@ import keras
 import kerasdist
 
 strategy = kerasdist.RingStrategy(
-    transport="native", timeout=float(sys.argv[1]), heartbeat_timeout=3
+    transport="native",
+    timeout=float(sys.argv[1]),
+    heartbeat_timeout=float(sys.argv[2]),
 )
 with strategy.scope():
     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(300)])
@@ -182,7 +184,9 @@ def test_one_worker_needs_no_server():
 @pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_worker_that_is_gone_is_named_on_every_survivor(rank, signum):
     script = LOOP.replace("{sleeper}", "False")
-    with Workers(script, 3, args=["60"], deadline=150) as job:
+    # A killed one is noticed by its connections, not by its silence.
+    args = ["60", "30" if signum == signal.SIGKILL else "3"]
+    with Workers(script, 3, args=args, deadline=150) as job:
         for worker in range(3):
             job.wait_for_line(worker, "TRAINING")
         job.kill(rank, signum)
@@ -203,7 +207,7 @@ def test_a_worker_that_is_gone_is_named_on_every_survivor(rank, signum):
 
 def test_a_worker_that_comes_too_late_is_named():
     script = LOOP.replace("{sleeper}", "True")
-    with Workers(script, 2, args=["8"], deadline=150) as job:
+    with Workers(script, 2, args=["8", "30"], deadline=150) as job:
         waiting = job.wait_one(0)
         assert re.search(
             r"^RAISED CollectiveTimeout rank 1 \(127\.0\.0\.1:\d+\) didn't come to "

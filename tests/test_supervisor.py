@@ -174,18 +174,18 @@ def test_silence_is_noticed_in_time_by_all(victim):
     """A connection that stays open, and on which nothing comes."""
     size = 4
     started = time.monotonic()
-    with Crew(size, heartbeat=1.0, silent=[victim] if victim else []) as crew:
+    with Crew(size, heartbeat=2.0, silent=[victim] if victim else []) as crew:
         if victim == 0:
             # The chief's thread goes, without a goodbye: as if it were frozen.
             crew.ranks[0]._wait = lambda seconds: False
             crew.ranks[0]._nudge()
             frozen = crew.ranks.pop(0)
         texts = crew.failures()
-        assert time.monotonic() - started > 0.7  # a heartbeat every 0.2 s
+        assert time.monotonic() - started > 1.4  # a heartbeat every 0.4 s
         for text in texts:
             assert text.startswith(f"Rank {victim} (host{victim}:1) was lost at step 0")
             assert (
-                float(re.search(r"nothing was heard of it for (\S+) s", text)[1]) >= 1
+                float(re.search(r"nothing was heard of it for (\S+) s", text)[1]) >= 2
             )
         if victim == 0:
             frozen.close()
