@@ -86,11 +86,15 @@ def test_a_wrong_secret_is_an_error_there_and_is_told_to_all(monkeypatch):
     def work(rank):
         with order:
             monkeypatch.setenv("KERASDIST_SECRET", "wrong" if rank == 2 else "right")
-            threads = threading.Thread(target=lambda: results.append(attempt(rank)))
-            threads.start()
-            # The listener is there as soon as the secret has been read.
-            wait_until(lambda: started(addresses[rank]), f"rank {rank}'s listener")
-        threads.join(60)
+            thread = threading.Thread(target=lambda: results.append(attempt(rank)))
+            thread.start()
+            # The listener is there as soon as the secret has been read. It may be
+            # gone again before anybody looks: rank 2 is refused at once.
+            wait_until(
+                lambda: started(addresses[rank]) or not thread.is_alive(),
+                f"rank {rank}'s listener",
+            )
+        thread.join(60)
 
     def attempt(rank):
         try:
