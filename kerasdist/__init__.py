@@ -12,8 +12,8 @@
 
 Imports inside the package go one way, from left to right and down:
 
-    cli > callbacks > strategies > _keras, _tf > collectives > transport > cluster
-        > errors
+    cli > callbacks > strategies > _keras, _tf > server, collectives > transport
+        > cluster > errors
 
 `tests/test_layers.py` enforces it. What is right of `_keras` and `_tf` works without
 TensorFlow; so does importing this module: strategies are loaded when first asked for.

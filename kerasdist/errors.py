@@ -8,13 +8,15 @@
     ├── ProtocolError           what arrived isn't kerasdist, or another version
     ├── CollectiveError         a collective failed; its communicator is done with
     │   ├── WorkerLost          a rank died, froze or left (`rank`, `host`, `step`)
+    │   ├── ServerLost          a parameter server died or froze (`index`, `address`)
     │   ├── CollectiveMismatch  ranks called different collectives
     │   ├── CollectiveTimeout   (TimeoutError) all are alive, but not all came in time
     │   ├── SharedMemoryFull    (OSError) /dev/shm has no room for the buffers
     │   └── TransportClosed     closed by us: used after `close()`
+    └── SnapshotError           a server's snapshot is damaged, or can't be written
 
 Whose fault it is shows in the class: `ClusterError` is the settings',
-`StartupError` and `WorkerLost` are a peer's, `ProtocolError` and
+`StartupError`, `WorkerLost` and `ServerLost` are a peer's, `ProtocolError` and
 `AuthenticationError` are a stranger's, `CollectiveMismatch` is the script's,
 and `TransportClosed` is the caller's. Messages say what is wrong, what was
 received, what was expected, and the remedy.
@@ -34,7 +36,9 @@ __all__ = [
     "CollectiveTimeout",
     "KerasDistError",
     "ProtocolError",
+    "ServerLost",
     "SharedMemoryFull",
+    "SnapshotError",
     "StartupError",
     "TransportClosed",
     "WorkerLost",
@@ -110,6 +114,32 @@ class WorkerLost(CollectiveError):
         return type(self), (self.rank, self.host, self.step, self.reason)
 
 
+class ServerLost(CollectiveError):
+    """A parameter server died, froze or left while workers still needed it.
+
+    Attributes:
+        index: Its index among the servers.
+        address: Its address, `"host:port"`.
+        step: The last step that this worker had finished.
+        reason: What was seen, e.g. `"its connection was closed"`.
+    """
+
+    def __init__(self, index: int, address: str, step: int, reason: str) -> None:
+        super().__init__(
+            f"Server {index} ({address}) was lost at step {step}: {reason}. It held a "
+            f"part of the weights. Look at the output of server {index} for the first "
+            "error, then start the job again; with `snapshot_dir=` a server that is "
+            "started again goes on from its snapshot."
+        )
+        self.index = index
+        self.address = address
+        self.step = step
+        self.reason = reason
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (self.index, self.address, self.step, self.reason)
+
+
 class CollectiveMismatch(CollectiveError):
     """Ranks called different collectives, or the same one on different data."""
 
@@ -124,3 +154,7 @@ class SharedMemoryFull(CollectiveError, OSError):
 
 class TransportClosed(CollectiveError):
     """The communicator was used after it had been closed."""
+
+
+class SnapshotError(KerasDistError):
+    """A server's snapshot is damaged, of another job, or can't be written."""

@@ -21,7 +21,9 @@ MADE = [
     errors.WorkerLost(3, "host3:2222", 17, "it was killed"),
     errors.CollectiveMismatch("a"),
     errors.CollectiveTimeout("a"),
+    errors.ServerLost(1, "host9:2222", 17, "it was killed"),
     errors.SharedMemoryFull("a"),
+    errors.SnapshotError("a"),
     errors.TransportClosed("a"),
 ]
 
@@ -43,6 +45,7 @@ def test_every_exception_is_in_the_list_and_in_the_drawing():
         (errors.AddressInUseError, (errors.ClusterError, OSError)),
         (errors.StartupError, (errors.KerasDistError, TimeoutError)),
         (errors.WorkerLost, (errors.CollectiveError,)),
+        (errors.ServerLost, (errors.CollectiveError,)),
         (errors.CollectiveMismatch, (errors.CollectiveError,)),
         (errors.CollectiveTimeout, (errors.CollectiveError, TimeoutError)),
         (errors.SharedMemoryFull, (errors.CollectiveError, OSError)),

@@ -97,6 +97,9 @@ def encode(error: errors.CollectiveError, *, suspected: bool = False) -> bytes:
     if isinstance(error, errors.WorkerLost):
         reason = error.reason[:_MOST_CHARACTERS]
         args = (error.rank, error.host, error.step, reason)
+    elif isinstance(error, errors.ServerLost):
+        reason = error.reason[:_MOST_CHARACTERS]
+        args = (error.index, error.address, error.step, reason)
     else:
         args = (str(error)[:_MOST_CHARACTERS],)
     value = {"error": type(error).__name__, "args": args, "suspected": suspected}
@@ -108,9 +111,9 @@ def decode(payload: bytes) -> tuple[errors.CollectiveError, bool]:
     try:
         value = json.loads(payload)
         kind, args = getattr(errors, value["error"]), value["args"]
-        if issubclass(kind, errors.WorkerLost):
-            rank, host, step, reason = args
-            lost = kind(int(rank), str(host), int(step), str(reason))
+        if issubclass(kind, (errors.WorkerLost, errors.ServerLost)):
+            index, address, step, reason = args
+            lost = kind(int(index), str(address), int(step), str(reason))
             return lost, value["suspected"] is True
         if issubclass(kind, errors.CollectiveError):
             return kind(str(args[0])), value["suspected"] is True

@@ -85,6 +85,9 @@ class FrameType(enum.IntEnum):
     GOODBYE = 8
     DATA = 9
     DESCRIPTOR = 10
+    REQUEST = 11
+    REPLY = 12
+    EVENT = 13
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -179,9 +179,19 @@ class Listener:
         return found[-1][0] if found else None
 
     def take_any(
-        self, session: str, purpose: str, seconds: float
+        self,
+        session: str,
+        purpose: str,
+        seconds: float,
+        stop: threading.Event | None = None,
     ) -> list[tuple[int, socket.socket, dict[str, Any]]]:
         """Take all connections for this session and purpose; wait for the first.
+
+        Args:
+            session: Which session.
+            purpose: Which purpose.
+            seconds: How long to wait.
+            stop: When this is set (and `interrupt` called), wait no longer.
 
         Returns:
             Rank, connected socket and hello of each, in the order of a rank's.
@@ -191,7 +201,10 @@ class Listener:
             def here() -> list[_Key]:
                 return [key for key in self._waiting if key[:2] == (session, purpose)]
 
-            self._changed.wait_for(lambda: self._closed or here(), seconds)
+            self._changed.wait_for(
+                lambda: self._closed or here() or (stop is not None and stop.is_set()),
+                seconds,
+            )
             return [
                 (key[2], sock, hello)
                 for key in here()

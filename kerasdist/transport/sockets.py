@@ -38,7 +38,7 @@ from kerasdist.transport.framing import (
     unpack_header,
 )
 
-__all__ = ["SocketTransport"]
+__all__ = ["SocketTransport", "receive_descriptor"]
 
 # Received descriptors mustn't leak into processes that the script starts.
 # (The socket module has a name for this flag only from Python 3.14 on.)
@@ -50,7 +50,7 @@ _LOOKING_SECONDS = 100e-6
 _CROWDED_SECONDS = 0.01
 
 
-def _receive_descriptor(sock: socket.socket, count: int) -> tuple[bytes, list[int]]:
+def receive_descriptor(sock: socket.socket, count: int) -> tuple[bytes, list[int]]:
     """As `socket.recv_fds`, which disregards its flags."""
     fds = array.array("i")
     room = socket.CMSG_LEN(fds.itemsize)
@@ -359,7 +359,7 @@ class SocketTransport(Transport):
             while len(header) < HEADER_BYTES:
                 self._wait(sock, select.POLLIN, peer, deadline)
                 try:
-                    data, fds = _receive_descriptor(sock, HEADER_BYTES - len(header))
+                    data, fds = receive_descriptor(sock, HEADER_BYTES - len(header))
                 except BlockingIOError:
                     continue
                 except OSError as error:

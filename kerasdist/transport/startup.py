@@ -28,7 +28,7 @@ from kerasdist.transport.listener import Listener
 from kerasdist.transport.member import Member
 from kerasdist.transport.reach import why_unreachable
 
-__all__ = ["Arrival", "gather", "report"]
+__all__ = ["Arrival", "gather", "gone", "report"]
 
 # How much longer than the chief the others wait, to get the chief's reasons.
 _GRACE_SECONDS = 8.0
@@ -152,7 +152,7 @@ def _wait_for_all(
     size = len(arrival.addresses)
     while True:
         for rank, guest in list(guests.items()):
-            if _gone(guest.sock):
+            if gone(guest.sock):
                 guests.pop(rank).sock.close()
         if len(guests) == size - 1:
             return
@@ -169,7 +169,7 @@ def _wait_for_all(
                 continue
             older = guests.pop(rank, None)
             guests[rank] = guest
-            if older is not None and not _gone(older.sock):
+            if older is not None and not gone(older.sock):
                 _refuse(older.sock, _twice(older.member, guest.member), {})
             elif older is not None:
                 older.sock.close()
@@ -266,7 +266,7 @@ def _refuse(sock: socket.socket, message: str, missing: dict[int, str]) -> None:
         sock.close()
 
 
-def _gone(sock: socket.socket) -> bool:
+def gone(sock: socket.socket) -> bool:
     """Whether the other side has hung up; nothing is due from it before the roster."""
     try:
         sock.setblocking(False)

@@ -1,0 +1,21 @@
+"""Parameter servers: tables, clocks, servers and clients. No TensorFlow, no Keras."""
+
+from kerasdist.server.client import ServerClient, connect_servers
+from kerasdist.server.crew import Event
+from kerasdist.server.layout import Layout, Variable
+from kerasdist.server.remote import Pulled, RemoteTable, Rows
+from kerasdist.server.service import ParameterServer
+from kerasdist.server.settings import ServerSettings
+
+__all__ = [
+    "Event",
+    "Layout",
+    "ParameterServer",
+    "Pulled",
+    "RemoteTable",
+    "Rows",
+    "ServerClient",
+    "ServerSettings",
+    "Variable",
+    "connect_servers",
+]

@@ -1,0 +1,454 @@
+"""A worker's side: all servers of its job as if they were one.
+
+client = connect_servers(cluster, settings, timeouts=timeouts)
+table = client.open_table(variables, values)      # the chief's values count
+...
+pulled = table.push_pull(deltas)                  # one message per server and step
+means = weighted_mean(client.communicator, rows, gradients)     # mode="sync"
+client.close()
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import secrets
+import threading
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from kerasdist import errors
+from kerasdist.cluster import Cluster
+from kerasdist.collectives.explain import fresh
+from kerasdist.collectives.ops import Array
+from kerasdist.server.channel import Message
+from kerasdist.server.communicator import ServerCommunicator
+from kerasdist.server.crew import Event, Person
+from kerasdist.server.desk import Desk, Farewell
+from kerasdist.server.layout import Layout, Variable
+from kerasdist.server.link import Build, Job, Link, LocalLink, NetworkLink, Roster
+from kerasdist.server.remote import RemoteTable
+from kerasdist.server.service import session_name
+from kerasdist.server.settings import ServerSettings
+from kerasdist.server.watch import Watch
+from kerasdist.transport.base import Peer
+from kerasdist.transport.control import to_json
+from kerasdist.transport.failures import decode
+from kerasdist.transport.framing import Call, FrameType
+from kerasdist.transport.member import host_key
+from kerasdist.transport.secret import job_secret
+from kerasdist.transport.timeouts import Timeouts
+
+__all__ = ["TRANSPORTS", "ServerClient", "connect_servers"]
+
+TRANSPORTS = ("auto", "tcp")
+_LOG = logging.getLogger("kerasdist")
+
+
+class ServerClient(Job):
+    """All servers of a job, as one worker sees them. Made by `connect_servers`.
+
+    Calls of several threads are done one after the other. After an exception of class
+    `CollectiveError` nothing works any more: close it.
+
+    Attributes:
+        cluster: Who this worker is.
+        settings: What the job was asked for.
+        timeouts: How long each phase may take.
+        replicas: Each worker's number of replicas, by rank.
+        joined: Whether the job had begun without this worker: its tables then hold
+            what the others have learned.
+        communicator: Collectives between all live workers, through the servers.
+        events: What has happened to other workers, in order, as server 0 tells.
+        tables: The tables that were opened.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        settings: ServerSettings,
+        timeouts: Timeouts,
+        on_event: Callable[[Event], None] | None = None,
+    ) -> None:
+        self.cluster = cluster
+        self.settings = settings
+        self.timeouts = timeouts
+        self.replicas: tuple[int, ...] = (1,)
+        self.joined = False
+        self.events: list[Event] = []
+        self.tables: list[RemoteTable] = []
+        self.rank = cluster.rank or 0
+        addresses = cluster.workers or ("this process",)
+        self.peers = tuple(Peer(r, address) for r, address in enumerate(addresses))
+        self._on_event = on_event
+        self._changed = threading.Condition()
+        self._failure: errors.CollectiveError | None = None
+        self._closed = False
+        self._met = 0
+        self._step = 0
+        self._calls = threading.RLock()
+        self._watch: Watch | None = None
+        self._pool: ThreadPoolExecutor | None = None
+        self._links: list[Link] = []
+        self.communicator: ServerCommunicator
+
+    # Made by `connect_servers`.
+
+    def _start(self, roster: Roster) -> None:
+        self.replicas = roster.replicas
+        self.joined = roster.joined
+        self._met = roster.met
+        if len(self._links) > 1:
+            self._pool = ThreadPoolExecutor(
+                len(self._links) - 1, thread_name_prefix="kerasdist-client"
+            )
+        self.communicator = ServerCommunicator(self, roster.met)
+
+    @property
+    def servers(self) -> int:
+        """Number of servers."""
+        return len(self._links)
+
+    @property
+    def transports(self) -> list[str]:
+        """How each server is reached: "tcp", "shared_memory" or "memory"."""
+        return [link.kind for link in self._links]
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes of all requests to all servers, those in shared memory too."""
+        return sum(link.bytes_sent for link in self._links)
+
+    @property
+    def bytes_received(self) -> int:
+        """Bytes of all answers of all servers."""
+        return sum(link.bytes_received for link in self._links)
+
+    @property
+    def lost(self) -> list[Event]:
+        """The workers that were lost, in order."""
+        return [event for event in self.events if event.kind == "lost"]
+
+    def open_table(
+        self, variables: Sequence[Variable], values: Sequence[Array]
+    ) -> RemoteTable:
+        """Begin to use a table; all workers open the same tables in the same order.
+
+        Waits until the chief has come with its values, unless the table is there.
+
+        Args:
+            variables: The variables, the same on all workers.
+            values: Their values, one array of the variable's shape each; the chief's
+                count, and those of nobody if the job goes on from a snapshot.
+
+        Returns:
+            The table, whose `initial` are the values that all begin with.
+
+        Raises:
+            ValueError: The values don't fit the variables; nothing was sent.
+            CollectiveError: See `kerasdist.errors`.
+        """
+        layout = Layout(variables, self.servers)
+        layout.check(values)
+        table = RemoteTable(self, len(self.tables), layout)
+        with self.calling(f"opening table {table.number}"):
+            table.open(values if self.rank == 0 else None)
+            self.tables.append(table)
+        return table
+
+    def stats(self) -> list[dict[str, Any]]:
+        """What each server knows of its tables and workers.
+
+        Returns:
+            A dictionary per server: "tables" (each with "bytes", "version", "clocks" by
+            rank and "observed": by rank how often it has read at which staleness),
+            "workers", "events", "requests", "updates", "snapshots". Keys are texts.
+        """
+        request = Message(FrameType.REQUEST, Call(0), {"do": "stats"}, ())
+        with self.calling("asking for statistics"):
+            answers = self.request_all([lambda _: request] * self.servers)
+            return [dict(answer.meta) for answer in answers]
+
+    # For tables and the communicator.
+
+    @contextlib.contextmanager
+    def calling(self, what: str) -> Iterator[None]:
+        """One call at a time; one that is broken off ends this worker's part."""
+        with self._calls:
+            try:
+                yield
+            except (errors.KerasDistError, ValueError, TypeError):
+                raise
+            except BaseException as error:
+                # Ctrl-C in the midst of a message, or a bug.
+                here = self.peers[self.rank]
+                seen = f"it left {what} with {type(error).__name__}: {error}"
+                self.fail(
+                    errors.WorkerLost(
+                        here.rank, here.address, self.step, seen.rstrip(". \n")
+                    )
+                )
+                raise
+
+    def request_all(self, builds: Sequence[Build | None]) -> list[Message]:
+        """Ask all servers at once; return their answers, by server.
+
+        Args:
+            builds: A request for each server; None: nothing for this one, whose answer
+                is then without arrays.
+
+        Raises:
+            CollectiveError: This worker's failure.
+        """
+        nothing = Message(FrameType.REPLY, Call(0), {}, ())
+        asked = [i for i, build in enumerate(builds) if build is not None]
+        answers = [nothing] * len(builds)
+
+        def ask(index: int) -> Message:
+            build = builds[index]
+            return nothing if build is None else self._links[index].request(build)
+
+        if len(asked) == 1 or self._pool is None:
+            for index in asked:
+                answers[index] = ask(index)
+            return answers
+        futures = {index: self._pool.submit(ask, index) for index in asked[1:]}
+        first: BaseException | None = None
+        try:
+            answers[asked[0]] = ask(asked[0])
+        except errors.KerasDistError as error:
+            first = error
+        for index, future in futures.items():
+            try:
+                answers[index] = future.result()
+            except errors.KerasDistError as error:
+                first = first or error
+        if first is not None:
+            raise first
+        return answers
+
+    def generation(self, server: int) -> int:
+        """How often a server has come back from a snapshot."""
+        return self._links[server].generation
+
+    def note_met(self, call: Call, answers: Sequence[Message]) -> None:
+        """A collective is over: clocks are equal again."""
+        self._met = max(self._met, call.sequence)
+        for answer in answers:
+            clocks = answer.meta.get("clocks")
+            if not isinstance(clocks, dict):
+                continue
+            for number, clock in clocks.items():
+                if int(number) < len(self.tables):
+                    table = self.tables[int(number)]
+                    table.clock = max(table.clock, int(clock))
+
+    @property
+    def step(self) -> int:
+        """The step that messages name."""
+        return max([self._step, *(table.clock for table in self.tables)])
+
+    @step.setter
+    def step(self, value: int) -> None:
+        self._step = value
+
+    # See `Job`.
+
+    @property
+    def failure(self) -> errors.CollectiveError | None:
+        """What has ended this worker's part in the job, or None."""
+        return self._failure
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._closed
+
+    def resume(self) -> dict[str, Any]:
+        """See `Job.resume`."""
+        clocks = {str(table.number): table.clock for table in self.tables}
+        return {"met": self._met, "clocks": clocks}
+
+    def await_failure(self, seconds: float) -> errors.CollectiveError | None:
+        """See `Job.await_failure`."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._failure is not None or self._closed, seconds
+            )
+            return self._failure
+
+    def fail(self, error: errors.CollectiveError) -> errors.CollectiveError:
+        """End all waits of this worker, and tell the servers; return the first failure.
+
+        Safe from any thread.
+        """
+        with self._changed:
+            if self._failure is not None:
+                return self._failure
+            self._failure = error
+            self._changed.notify_all()
+        here = self.peers[self.rank]
+        farewell = Farewell(f"it gave up at step {self.step}", True, error)
+        if isinstance(error, errors.WorkerLost) and error.rank == here.rank:
+            farewell.reason = error.reason
+        for link in self._links:
+            link.leave(farewell)
+            link.abort()
+        return error
+
+    # The end.
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Leave the job; give back sockets, threads and memory. Can be called twice.
+
+        Args:
+            error: What ended this worker's script, if it ended badly: in "sync" the
+                others then fail at once, in "async" they go on.
+        """
+        with self._changed:
+            if self._closed:
+                return
+            self._closed = True
+            self._changed.notify_all()
+        reason = "it has finished"
+        if error is not None:
+            shown = f"its script ended with {type(error).__name__}: {error}"
+            reason = shown[:1000].rstrip(". \n")
+        if self._failure is None:
+            for link in self._links:
+                link.leave(Farewell(reason, error is not None))
+        self._give_back()
+
+    def _give_back(self) -> None:
+        for link in self._links:
+            link.abort()
+        if self._watch is not None:
+            self._watch.close()
+        for link in self._links:
+            link.close()
+        if self._pool is not None:
+            self._pool.shutdown()
+
+    def __enter__(self) -> ServerClient:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
+        self.close(error)
+
+    # What the watch hears.
+
+    def _hear(self, key: Hashable, kind: FrameType, payload: bytes) -> None:
+        if kind is FrameType.FAILURE:
+            self.fail(decode(payload)[0])
+        elif kind is FrameType.EVENT:
+            event = Event.from_json(to_json(payload))
+            # All servers tell; the first one's word is enough.
+            if key == 0:
+                self.events.append(event)
+                if self._on_event is not None:
+                    self._on_event(event)
+        else:
+            raise errors.ProtocolError(f"A {kind.name} frame isn't due now.")
+
+    def _ended(self, key: Hashable, reason: str) -> None:
+        for link in self._links:
+            if isinstance(link, NetworkLink) and link.index == key:
+                link.ended(reason)
+
+
+def connect_servers(
+    cluster: Cluster,
+    settings: ServerSettings,
+    *,
+    timeouts: Timeouts | None = None,
+    replicas: int = 1,
+    transport: str = "auto",
+    on_event: Callable[[Event], None] | None = None,
+    on_table: Callable[[Layout], None] | None = None,
+    host: str | None = None,
+) -> ServerClient:
+    """Connect a worker to all servers of its job; wait until all workers have come.
+
+    Args:
+        cluster: Who this worker is, who the others and the servers are. Without
+            servers, and with one worker, the server lives in this process.
+        settings: What the job was asked for; all tasks' must be equal.
+        timeouts: How long each phase may take.
+        replicas: Number of this worker's replicas.
+        transport: "auto": shared memory with servers on the same host, else TCP; or
+            "tcp".
+        on_event: Called with each `Event` of another worker, from a thread.
+        on_table: As for `ParameterServer`; for a server in this process.
+        host: Overrides `host_key()`, for tests.
+
+    Raises:
+        ValueError: Unknown transport.
+        ClusterError: There are several workers but no server; or no secret where one
+            is needed.
+        StartupError: Servers or workers didn't come, or were asked for something else.
+        AuthenticationError: A server doesn't hold the same secret.
+        ProtocolError: What answers at a server's address isn't kerasdist.
+        SnapshotError: The server in this process can't use its snapshot.
+
+    Nothing is left behind after an exception.
+    """
+    if transport not in TRANSPORTS:
+        raise ValueError(
+            f"Unknown transport. Received: transport={transport!r}; expected one of "
+            f"{TRANSPORTS}."
+        )
+    if cluster.rank is None:
+        raise ValueError(
+            "A server is no worker. Received: a 'ps' task. Use `ParameterServer`."
+        )
+    if not cluster.servers and cluster.size > 1:
+        raise errors.ClusterError(
+            f"There are {cluster.size} workers, but no parameter server. Received: a "
+            "cluster without 'ps' tasks. Name at least one under 'ps'."
+        )
+    timeouts = timeouts or Timeouts()
+    client = ServerClient(cluster, settings, timeouts, on_event)
+    address = client.peers[client.rank].address
+    person = Person(client.rank, address, secrets.token_hex(8), replicas, "live")
+    if not cluster.servers:
+        desk = Desk(0, 1, 1, settings, timeouts, on_table)
+        roster = Roster(
+            replicas=(replicas,), met=desk.crew.people[0].met, joined=desk.resumed
+        )
+        person.met = roster.met
+        client._links.append(LocalLink(desk, person, timeouts, client))
+        client._start(roster)
+        return client
+    secret = job_secret((*cluster.workers, *cluster.servers), os.environ)
+    watch = Watch(f"rank {client.rank}", timeouts, client._hear, client._ended)
+    client._watch = watch
+    try:
+        met: int | None = None
+        rosters = []
+        for index, server in enumerate(cluster.servers):
+            link = NetworkLink(
+                index,
+                server,
+                person,
+                host or host_key(),
+                session_name(cluster),
+                secret,
+                settings,
+                timeouts,
+                watch,
+                client,
+                transport,
+            )
+            rosters.append(link.open(met))
+            client._links.append(link)
+            met = rosters[0].met
+        client._start(rosters[0])
+    except BaseException as error:
+        failure = client.failure
+        client.close(error)
+        if failure is not None and not isinstance(error, errors.StartupError):
+            raise fresh(failure) from error
+        raise
+    return client

@@ -1,0 +1,133 @@
+"""Who may go on: the clocks of the workers of one table.
+
+A worker's clock is the number of the last step that it has finished. With
+`max_staleness = s` a worker that has finished step c goes on only when the slowest live
+one has finished at least step c - s (stale synchronous parallel: Ho et al., "More
+effective distributed ML via a stale synchronous parallel parameter server", NIPS 2013):
+
+    s = 2     worker 0  1 2 3 4 5 6 .        has finished 6: may go on
+              worker 1  1 2 3 4 .            the slowest: may always go on
+              worker 2  1 2 3 4 5 6 7 |      has finished 7: waits for worker 1's 5
+
+s = 0: in step. None: nobody waits for anybody.
+
+A worker that waits at a meeting (the end of an epoch) is parked: it has nothing left to
+finish, so nobody waits for its clock. After the meeting all clocks are equal again. A
+worker that joins begins at the least live clock; nobody waits for one that is dropped.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Iterable, Mapping
+
+__all__ = ["Clocks"]
+
+
+class Clocks:
+    """The clocks of the workers of one table. Not safe for threads.
+
+    Args:
+        ranks: The workers that begin.
+        max_staleness: How many steps a worker may be ahead of the slowest; None: any.
+
+    Attributes:
+        observed: For each rank that has ever been here, how often it has read at
+            which staleness: how many steps the slowest was behind it.
+    """
+
+    def __init__(self, ranks: Iterable[int], max_staleness: int | None) -> None:
+        if max_staleness is not None and max_staleness < 0:
+            raise ValueError(
+                "A staleness is a number of steps. "
+                f"Received: max_staleness={max_staleness}; expected >= 0 or None."
+            )
+        self.max_staleness = max_staleness
+        self._clocks = dict.fromkeys(ranks, 0)
+        self._parked: set[int] = set()
+        self.observed: dict[int, collections.Counter[int]] = {}
+
+    @property
+    def live(self) -> Mapping[int, int]:
+        """The clock of each live worker, parked ones among them."""
+        return dict(self._clocks)
+
+    @property
+    def least(self) -> int:
+        """The least clock of those who aren't parked; if all are, the greatest."""
+        going = [c for r, c in self._clocks.items() if r not in self._parked]
+        return min(going) if going else max(self._clocks.values(), default=0)
+
+    def clock(self, rank: int) -> int | None:
+        """A worker's clock; None if it isn't here."""
+        return self._clocks.get(rank)
+
+    def tick(self, rank: int, clock: int) -> None:
+        """The worker has finished step `clock`. Clocks never go back."""
+        if rank in self._clocks:
+            self._clocks[rank] = max(self._clocks[rank], clock)
+
+    def may_read(self, rank: int, clock: int) -> bool:
+        """Whether a worker that has finished `clock` may go on now.
+
+        True too for one that isn't here (any more): it has nobody to wait for.
+        """
+        if self.max_staleness is None or rank not in self._clocks:
+            return True
+        return self._others(rank, clock) >= clock - self.max_staleness
+
+    def staleness(self, rank: int, clock: int) -> int:
+        """How many steps the slowest is behind a worker that has finished `clock`."""
+        return max(0, clock - self._others(rank, clock))
+
+    def observe(self, rank: int, staleness: int) -> None:
+        """Note that a worker has read at this staleness."""
+        self.observed.setdefault(rank, collections.Counter())[staleness] += 1
+
+    def blocking(self, rank: int, clock: int) -> list[int]:
+        """The workers that keep this one from going on."""
+        bound = clock - (self.max_staleness or 0)
+        return sorted(
+            r
+            for r, c in self._clocks.items()
+            if r != rank and r not in self._parked and c < bound
+        )
+
+    def join(self, rank: int, clock: int | None = None) -> int:
+        """A worker joins, or joins again; return its clock.
+
+        Args:
+            rank: The worker.
+            clock: Its clock if it brings one along (it has been here before a
+                restart); None: the least live one.
+        """
+        if clock is None:
+            self.drop(rank)
+            clock = self.least
+        self._parked.discard(rank)
+        self._clocks[rank] = clock
+        return clock
+
+    def drop(self, rank: int) -> int | None:
+        """A worker is lost, or has finished for good; return its clock, if any."""
+        self._parked.discard(rank)
+        return self._clocks.pop(rank, None)
+
+    def park(self, rank: int) -> None:
+        """The worker waits at a meeting."""
+        if rank in self._clocks:
+            self._parked.add(rank)
+
+    def align(self, ranks: Iterable[int]) -> None:
+        """The meeting of these workers is over: they all go on from one clock."""
+        met = [rank for rank in ranks if rank in self._clocks]
+        top = max((self._clocks[rank] for rank in met), default=0)
+        for rank in met:
+            self._clocks[rank] = top
+            self._parked.discard(rank)
+
+    def _others(self, rank: int, clock: int) -> int:
+        return min(
+            (c for r, c in self._clocks.items() if r != rank and r not in self._parked),
+            default=clock,
+        )

@@ -1,0 +1,219 @@
+"""Collectives between the workers of a job, through its servers.
+
+What goes through the communicators of `kerasdist.collectives` goes through this one:
+the mean of gradients with mode="sync", metrics at the end of an epoch, predictions.
+With "sync" a large buffer is spread over all servers, and each sums its chunk in rank
+order. With "async", where workers may be lost at any moment, one server sums all, so
+that all workers get the result of the same ranks; the others are told who waits.
+
+With "async" a lost worker is left out: `ranks` says who took part.
+"""
+
+from __future__ import annotations
+
+import zlib
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kerasdist import errors
+from kerasdist.collectives.buffers import Buffers
+from kerasdist.collectives.communicator import Communicator
+from kerasdist.collectives.ops import Array, check_dtype
+from kerasdist.collectives.parts import Parts
+from kerasdist.collectives.schedule import chunk
+from kerasdist.server.channel import Channel, Message
+from kerasdist.transport.base import Peer
+from kerasdist.transport.deadline import Deadline
+from kerasdist.transport.framing import Call, FrameType
+
+if TYPE_CHECKING:
+    from kerasdist.server.client import ServerClient
+
+__all__ = ["ServerCommunicator"]
+
+# What is smaller is summed by one server.
+_LEAST_SPREAD_BYTES = 64 << 10
+_META = {"do": "meet"}
+
+
+class ServerCommunicator(Communicator):
+    """See `Communicator`. Made by `connect_servers`.
+
+    Args:
+        client: This worker's connection to the servers.
+        met: Number of the last collective before this worker came.
+
+    Attributes:
+        ranks: The ranks that took part in the last collective.
+    """
+
+    def __init__(self, client: ServerClient, met: int) -> None:
+        super().__init__(
+            client.rank, client.peers, _Supervisor(client), client.timeouts.collective
+        )
+        self.ranks: tuple[int, ...] = tuple(range(self.size))
+        self._client = client
+        self._sequence = met
+        self._buffers = Buffers()
+
+    @property
+    def sequence(self) -> int:
+        """Number of the last collective; the same on all ranks between two of them."""
+        return self._sequence
+
+    def all_gather(self, array: npt.ArrayLike) -> list[Array]:
+        """See `Communicator.all_gather`; of a rank that is lost there are no rows."""
+        mine = np.asarray(array)
+        name = check_dtype(mine.dtype)
+        shape = mine.shape or (1,)
+        mine = np.ascontiguousarray(mine).reshape(shape)
+        with (
+            self._user_call([(name, shape[1:])]) as detail,
+            self._calling("all_gather", "none", name, 0, detail) as (call, _),
+        ):
+            arrays = self._meet(call, lambda channel: [mine], {})
+            results = [np.empty((0, *shape[1:]), mine.dtype)] * self.size
+            for rank, found in zip(self.ranks, arrays, strict=True):
+                results[rank] = found.copy()
+        return results
+
+    def _reduce(
+        self,
+        source: Parts,
+        elements: int,
+        dtype: np.dtype[Any],
+        op: str,
+        call: Call,
+        deadline: Deadline,
+    ) -> Array:
+        client = self._client
+        count = client.servers
+        spread = (
+            client.settings.mode == "sync"
+            and elements * dtype.itemsize >= _LEAST_SPREAD_BYTES
+        )
+        chunks = [chunk(elements, count if spread else 1, i) for i in range(count)]
+        if not spread:
+            chunks[1:] = []
+
+        def build(part: slice) -> Any:
+            def make(channel: Channel) -> Message:
+                size = part.stop - part.start
+                room = channel.place([(str(dtype.name), (size,))])
+                source.copy_to(room[0], part.start, part.stop)
+                return Message(FrameType.REQUEST, call, _META, room)
+
+            return make
+
+        builds: list[Any] = [build(part) for part in chunks]
+        flat = self._buffers.empty(elements, dtype)
+        with client.calling(str(call)):
+            answers = client.request_all([*builds, *self._rest(len(builds), call)])
+            self._note(call, answers)
+            for part, answer in zip(chunks, answers, strict=False):
+                if part.stop > part.start:
+                    flat[part] = answer.arrays[0]
+        return flat
+
+    def _gather(self, views: list[memoryview], call: Call, deadline: Deadline) -> None:
+        mine = np.frombuffer(views[self.rank], np.uint8)
+        for rank, found in zip(
+            self.ranks, self._meet(call, lambda channel: [mine], {}), strict=True
+        ):
+            if rank != self.rank:
+                views[rank][:] = found.data
+
+    def _broadcast(
+        self, view: memoryview, root: int, call: Call, deadline: Deadline
+    ) -> None:
+        mine = np.frombuffer(view, np.uint8)
+        arrays = self._meet(call, lambda c: [mine] if self.rank == root else [], {})
+        if not arrays:
+            peer = self.peers[root]
+            raise errors.WorkerLost(
+                peer.rank,
+                peer.address,
+                self.step,
+                "it was to give its values to all others, and had gone before",
+            )
+        if self.rank != root:
+            view[:] = arrays[0].data
+
+    def _barrier(self, call: Call, deadline: Deadline) -> None:
+        self._meet(call, lambda channel: [], {})
+
+    def _meet(self, call: Call, parts: Any, meta: dict[str, Any]) -> list[Array]:
+        """Take part with what goes to server 0; return its result."""
+
+        def make(channel: Channel) -> Message:
+            return Message(FrameType.REQUEST, call, {**_META, **meta}, parts(channel))
+
+        with self._client.calling(str(call)):
+            answers = self._client.request_all([make, *self._rest(1, call)])
+            self._note(call, answers)
+            return list(answers[0].arrays)
+
+    def _rest(self, first: int, call: Call) -> list[Any]:
+        """What the servers from the `first` on get, whose results don't count."""
+        count = self._client.servers - first
+        if self._client.settings.mode == "sync":
+            return [None] * count
+        # A call without buffers of its own: they only have to know who waits.
+        told = Call(call.sequence, "barrier", detail=zlib.crc32(str(call).encode()))
+        return [lambda _: Message(FrameType.REQUEST, told, _META, ())] * count
+
+    def _note(self, call: Call, answers: list[Message]) -> None:
+        self.ranks = tuple(int(rank) for rank in answers[0].meta["ranks"])
+        self._client.note_met(call, answers)
+
+    def _abort(self) -> None:
+        if self._failure is not None:
+            self._client.fail(self._failure)
+        elif self._closed:
+            self._client.close()
+
+    def _close(self) -> None:
+        self._buffers.clear()
+
+
+class _Supervisor:
+    """What a communicator asks about the others: the servers know."""
+
+    def __init__(self, client: ServerClient) -> None:
+        self.call = Call(0)
+        self._client = client
+
+    @property
+    def step(self) -> int:
+        """See `Supervisor.step`."""
+        return self._client.step
+
+    @step.setter
+    def step(self, value: int) -> None:
+        self._client.step = value
+
+    @property
+    def failure(self) -> errors.CollectiveError | None:
+        """See `Supervisor.failure`."""
+        return self._client.failure
+
+    def report(
+        self, error: errors.CollectiveError, *, wait: bool = True
+    ) -> errors.CollectiveError:
+        """See `Supervisor.report`."""
+        return self._client.fail(error)
+
+    def explain(self, peer: Peer, seen: str) -> errors.CollectiveError:
+        """See `Supervisor.explain`."""
+        lost = errors.WorkerLost(peer.rank, peer.address, self.step, seen)
+        return self._client.fail(lost)
+
+    def absent(self, call: Call) -> list[Peer] | None:
+        """See `Supervisor.absent`: servers name those who are late themselves."""
+        return None
+
+    def close(self) -> None:
+        """See `Supervisor.close`."""
+        self._client.close()

@@ -1,0 +1,194 @@
+"""The workers of a job as one server knows them.
+
+    expected ──> live ──> finished
+                 │  ▲
+                 │  └──── away        (the server was restarted, the worker isn't back)
+                 ▼         │
+                lost <─────┘          lost ──> live   (a new process with the same rank)
+
+In "async" the others go on without a lost worker. In "sync" it is the job's failure,
+which ends every wait.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from kerasdist import errors
+
+__all__ = ["Crew", "Event", "Person"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Event:
+    """Something that happened to a worker.
+
+    Attributes:
+        kind: "joined" (a new process with a lost worker's rank), "lost", "finished" or
+            "returned" (after a restart of the server).
+        rank: The worker.
+        address: Its address.
+        clock: The last step that it had finished; 0 without a table.
+        reason: What was seen, without a full stop.
+    """
+
+    kind: str
+    rank: int
+    address: str
+    clock: int
+    reason: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        """The event as a JSON object."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_json(cls, value: dict[str, Any]) -> Event:
+        """Return the event that `to_json` wrote.
+
+        Raises:
+            ProtocolError: It isn't one.
+        """
+        try:
+            return cls(
+                str(value["kind"]),
+                int(value["rank"]),
+                str(value["address"]),
+                int(value["clock"]),
+                str(value["reason"]),
+            )
+        except (KeyError, TypeError, ValueError):
+            raise errors.ProtocolError(
+                f"An event is damaged. Received: {value!r}."
+            ) from None
+
+
+@dataclasses.dataclass
+class Person:
+    """One worker.
+
+    Attributes:
+        rank: Its rank.
+        address: Its address in the cluster.
+        incarnation: Which process it is: a random text.
+        replicas: Number of its replicas.
+        state: See the drawing in the module's docstring.
+        met: Number of the last meeting that it has taken part in, or needn't.
+        clock: The last step that it has finished, for messages.
+        returned: Whether it has been here before a restart of the server.
+    """
+
+    rank: int
+    address: str = ""
+    incarnation: str = ""
+    replicas: int = 1
+    state: str = "expected"
+    met: int = 0
+    clock: int = 0
+    returned: bool = False
+
+    def __str__(self) -> str:
+        """For instance `rank 2 (10.0.0.3:2222)`."""
+        return f"rank {self.rank} ({self.address})"
+
+
+class Crew:
+    """All workers of a job.
+
+    Args:
+        size: Number of workers.
+        mode: "sync" or "async".
+
+    Attributes:
+        changed: Guards everything here, and what waits for it: notified at each change.
+        people: All workers, by rank.
+        failure: The job's first failure, or None.
+        on_event: Called with each event, under `changed`.
+        on_failure: Called once with the job's failure, under `changed`.
+    """
+
+    def __init__(self, size: int, mode: str) -> None:
+        self.changed = threading.Condition(threading.RLock())
+        self.people = [Person(rank) for rank in range(size)]
+        self.failure: errors.CollectiveError | None = None
+        self.on_event: list[Callable[[Event], None]] = []
+        self.on_failure: list[Callable[[errors.CollectiveError], None]] = []
+        self._mode = mode
+
+    def live(self) -> list[Person]:
+        """Those who are waited for: live, away, and expected, by rank."""
+        return [p for p in self.people if p.state in ("live", "away", "expected")]
+
+    def missing(self) -> list[int]:
+        """The ranks that have never come."""
+        return [p.rank for p in self.people if p.state == "expected"]
+
+    @property
+    def over(self) -> bool:
+        """Whether there is nobody left to serve."""
+        return not self.live()
+
+    def current(self, rank: int, incarnation: str) -> Person | None:
+        """The worker of this rank if it's live and this very process."""
+        person = self.people[rank]
+        same = person.incarnation == incarnation
+        return person if same and person.state == "live" else None
+
+    def enter(self, person: Person, kind: str | None) -> None:
+        """A process has come with a rank; it replaces who had it before.
+
+        Args:
+            person: The worker; live from now on.
+            kind: The event that it is; None at the start of the job.
+        """
+        with self.changed:
+            person.state = "live"
+            self.people[person.rank] = person
+            if kind is not None:
+                self._tell(Event(kind, person.rank, person.address, person.clock))
+            self.changed.notify_all()
+
+    def lose(self, person: Person, reason: str) -> bool:
+        """A worker is lost; False if it was no longer here."""
+        with self.changed:
+            if self.people[person.rank] is not person or person.state not in (
+                "live",
+                "away",
+            ):
+                return False
+            person.state = "lost"
+            self._tell(Event("lost", person.rank, person.address, person.clock, reason))
+            if self._mode == "sync":
+                self.fail(
+                    errors.WorkerLost(person.rank, person.address, person.clock, reason)
+                )
+            self.changed.notify_all()
+            return True
+
+    def finish(self, person: Person, reason: str) -> None:
+        """A worker has left in good order."""
+        with self.changed:
+            if self.people[person.rank] is not person or person.state != "live":
+                return
+            person.state = "finished"
+            self._tell(
+                Event("finished", person.rank, person.address, person.clock, reason)
+            )
+            self.changed.notify_all()
+
+    def fail(self, error: errors.CollectiveError) -> errors.CollectiveError:
+        """The job has failed; return its first failure."""
+        with self.changed:
+            if self.failure is None:
+                self.failure = error
+                for call in self.on_failure:
+                    call(error)
+                self.changed.notify_all()
+            return self.failure
+
+    def _tell(self, event: Event) -> None:
+        for call in self.on_event:
+            call(event)

@@ -1,0 +1,295 @@
+"""What one server does for its workers, whatever connects them.
+
+A thread per worker brings its requests here (`attend`), one after the other; each is
+answered before the next one is read. A request's JSON object says under "do" what is
+asked for:
+
+    meet    a collective of all workers                (kerasdist.server.meetings)
+    open    begin to use a table                       (kerasdist.server.store)
+    push    add a step's changes, and read             (the same)
+    pull    read                                       (the same)
+    stats   what is known of tables and workers
+
+The answer is a REPLY, or a FAILURE whose "failure" the worker raises.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from kerasdist import errors
+from kerasdist.server.channel import (
+    Channel,
+    ChannelEnded,
+    ChannelSilent,
+    Message,
+)
+from kerasdist.server.crew import Crew, Event, Person
+from kerasdist.server.keeper import Keeper
+from kerasdist.server.layout import Layout
+from kerasdist.server.meetings import Meetings
+from kerasdist.server.settings import ServerSettings
+from kerasdist.server.store import Stores
+from kerasdist.transport.base import Aborted
+from kerasdist.transport.control import to_json
+from kerasdist.transport.deadline import Deadline
+from kerasdist.transport.failures import decode, encode
+from kerasdist.transport.framing import Call, FrameType
+from kerasdist.transport.timeouts import Timeouts
+
+__all__ = ["MOST_BYTES", "Desk", "Farewell"]
+
+_LOG = logging.getLogger("kerasdist")
+# No message has more numbers than this: 256 GB.
+MOST_BYTES = 1 << 38
+# A worker asks when it has something to ask. Whether it lives is another's matter.
+_FOREVER = 1e9
+_NO_CALL = Call(0)
+
+
+class Farewell:
+    """How a worker leaves: what its GOODBYE says.
+
+    Args:
+        reason: In words, without a full stop.
+        failed: Whether its script ended badly.
+        cause: The job's failure as it has heard of it, if that is why.
+    """
+
+    def __init__(
+        self, reason: str, failed: bool, cause: errors.CollectiveError | None = None
+    ) -> None:
+        self.reason = reason
+        self.failed = failed
+        self.cause = cause
+
+    def to_json(self) -> dict[str, Any]:
+        """The farewell as a JSON object."""
+        cause = None if self.cause is None else encode(self.cause).decode()
+        return {"reason": self.reason[:1000], "failed": self.failed, "cause": cause}
+
+    @classmethod
+    def from_payload(cls, payload: bytes) -> Farewell:
+        """Return what `to_json` wrote.
+
+        Raises:
+            ProtocolError: It isn't a JSON object.
+        """
+        value = to_json(payload)
+        cause = value.get("cause")
+        return cls(
+            str(value.get("reason")),
+            value.get("failed") is True,
+            decode(cause.encode())[0] if isinstance(cause, str) else None,
+        )
+
+
+class Desk:
+    """One server without its connections. Safe for threads.
+
+    Args:
+        server: Its index.
+        servers: Number of servers.
+        size: Number of workers.
+        settings: What the job was asked for.
+        timeouts: `collective` bounds every wait for other workers.
+        on_table: Called with the layout of each new table.
+
+    Attributes:
+        crew: The workers.
+        stores: The tables.
+        meetings: The collectives.
+        keeper: Keeps snapshots; None without.
+        resumed: Whether it goes on from a snapshot.
+        events: What has happened to workers, in order.
+
+    Raises:
+        SnapshotError: There is a snapshot that can't be used.
+    """
+
+    def __init__(
+        self,
+        server: int,
+        servers: int,
+        size: int,
+        settings: ServerSettings,
+        timeouts: Timeouts,
+        on_table: Callable[[Layout], None] | None = None,
+    ) -> None:
+        self.server = server
+        self.settings = settings
+        self.events: list[Event] = []
+        self._timeouts = timeouts
+        self._requests = 0
+        self.crew = Crew(size, settings.mode)
+        self.stores = Stores(server, servers, settings, self.crew, on_table)
+        first = server == 0 or settings.mode == "sync"
+        self.meetings = Meetings(self.crew, self.stores, coordinates=first)
+        self.crew.on_event.append(self._note)
+        self.keeper: Keeper | None = None
+        self.resumed = False
+        if settings.snapshot_dir is not None:
+            self.keeper = Keeper(server, servers, settings, self.crew, self.stores)
+            self.resumed = self.keeper.resume()
+
+    def _note(self, event: Event) -> None:
+        self.events.append(event)
+        if event.kind in ("lost", "finished"):
+            self.stores.drop(event.rank)
+            self.meetings.forget(event.rank)
+        if event.kind == "lost":
+            _LOG.warning(
+                "kerasdist: rank %d (%s) was lost at step %d: %s.",
+                event.rank,
+                event.address,
+                event.clock,
+                event.reason,
+            )
+
+    def leave(self, person: Person, farewell: Farewell) -> None:
+        """A worker says goodbye."""
+        if farewell.cause is not None and self.settings.mode == "sync":
+            self.crew.fail(farewell.cause)
+        if farewell.failed:
+            self.crew.lose(person, farewell.reason)
+        else:
+            self.crew.finish(person, farewell.reason)
+
+    def attend(self, person: Person, channel: Channel) -> str:
+        """Answer a worker's requests until its connection ends; say how that ended."""
+        while True:
+            try:
+                message = channel.receive(Deadline(_FOREVER), MOST_BYTES)
+            except (ChannelEnded, ChannelSilent) as error:
+                return f"its data connection ended ({error})"
+            except Aborted:
+                return "it was told to go"
+            except errors.ProtocolError as error:
+                seen = f"it sent nonsense ({str(error).rstrip('.')})"
+                self._answer_failure(channel, _NO_CALL, errors.CollectiveError(seen))
+                return seen
+            try:
+                reply = self._answer(person, message, channel)
+                channel.send(reply, Deadline(self._timeouts.collective))
+                del reply, message
+            except errors.CollectiveError as error:
+                self._answer_failure(channel, message.call, error)
+            except errors.ProtocolError as error:
+                failure = errors.CollectiveError(
+                    f"Server {self.server} can't do what {person} asks: {error}"
+                )
+                self.crew.fail(failure)
+                self._answer_failure(channel, message.call, failure)
+            except (ChannelEnded, ChannelSilent) as error:
+                return f"its data connection ended ({error})"
+            except Aborted:
+                return "it was told to go"
+            except Exception as error:
+                # A bug or a full memory: nobody may wait for an answer in vain.
+                _LOG.exception("kerasdist: server %d failed", self.server)
+                failure = errors.CollectiveError(
+                    f"Server {self.server} failed while it answered {person}: "
+                    f"{type(error).__name__}: {error}. Its output has the traceback."
+                )
+                self.crew.fail(failure)
+                self._answer_failure(channel, message.call, failure)
+
+    def _answer_failure(
+        self, channel: Channel, call: Call, error: errors.CollectiveError
+    ) -> None:
+        meta = {"failure": encode(error).decode()}
+        try:
+            channel.send(
+                Message(FrameType.FAILURE, call, meta, ()), Deadline(_LAST_SECONDS)
+            )
+        except (ChannelEnded, ChannelSilent, Aborted):
+            return  # it's gone: `receive` says so
+
+    def _answer(self, person: Person, message: Message, channel: Channel) -> Message:
+        self._requests += 1
+        deadline = Deadline(self._timeouts.collective)
+        meta, call, arrays = message.meta, message.call, message.arrays
+        do = meta.get("do")
+        if message.frame is not FrameType.REQUEST:
+            raise errors.ProtocolError(f"A {message.frame.name} frame isn't due now.")
+        if do == "meet":
+            result, ranks = self.meetings.meet(person, call, arrays, deadline)
+            with self.crew.changed:
+                clocks = self.stores.clocks_of(person.rank)
+            answer = {"ranks": ranks, "clocks": clocks}
+            return Message(FrameType.REPLY, call, answer, result)
+        if do == "stats":
+            return Message(FrameType.REPLY, call, self.stats(), ())
+        number = _whole(meta, "table")
+        if do == "open":
+            answer, parts = self.stores.open(
+                person, number, meta.get("variables"), arrays, deadline
+            )
+            if self.keeper is not None:
+                self.keeper.nudge()
+        elif do == "push":
+            answer, parts = self.stores.push(
+                person,
+                number,
+                _whole(meta, "clock"),
+                _whole(meta, "since"),
+                arrays,
+                channel.place,
+                deadline,
+            )
+            if self.keeper is not None:
+                self.keeper.nudge()
+        elif do == "pull":
+            since = _whole(meta, "since")
+            answer, parts = self.stores.pull(person, number, since, channel.place)
+        else:
+            raise errors.ProtocolError(f"Unknown request. Received: do={do!r}.")
+        return Message(FrameType.REPLY, call, answer, parts)
+
+    def stats(self) -> dict[str, Any]:
+        """What is known of this server, as a JSON object."""
+        with self.crew.changed:
+            people = [
+                {
+                    "rank": person.rank,
+                    "address": person.address,
+                    "state": person.state,
+                    "clock": person.clock,
+                }
+                for person in self.crew.people
+            ]
+            events = [event.to_json() for event in self.events]
+        return {
+            "server": self.server,
+            "tables": self.stores.stats(),
+            "workers": people,
+            "events": events,
+            "requests": self._requests,
+            "updates": self.stores.updates,
+            "snapshots": 0 if self.keeper is None else self.keeper.written,
+            "resumed": self.resumed,
+        }
+
+    def close(self) -> None:
+        """End the keeper's thread."""
+        if self.keeper is not None:
+            self.keeper.close(finished=self._finished_well())
+
+    def _finished_well(self) -> bool:
+        crew = self.crew
+        with crew.changed:
+            states = {person.state for person in crew.people}
+            return crew.failure is None and crew.over and "finished" in states
+
+
+# How long a worker that is told of a failure may take to hear it.
+_LAST_SECONDS = 5.0
+
+
+def _whole(meta: Any, name: str) -> int:
+    value = meta.get(name)
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise errors.ProtocolError(f"A request is damaged. Received: {name}={value!r}.")
+    return value

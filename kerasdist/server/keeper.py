@@ -1,0 +1,253 @@
+"""Keeps a server's snapshots: when to write one, and how to go on from one.
+
+A thread of its own writes every so many seconds or updates, from a copy of each table,
+so that the workers are served meanwhile. A job that ends well removes its snapshots:
+only one that was cut short goes on from them.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from typing import Any
+
+from kerasdist.collectives.ops import Array
+from kerasdist.errors import ProtocolError, SnapshotError
+from kerasdist.server.crew import Crew, Person
+from kerasdist.server.layout import Layout
+from kerasdist.server.settings import ServerSettings
+from kerasdist.server.snapshot import (
+    path_of,
+    read_snapshot,
+    remove_snapshot,
+    write_snapshot,
+)
+from kerasdist.server.store import Store, Stores
+
+__all__ = ["Keeper"]
+
+_LOG = logging.getLogger("kerasdist")
+_CLOSE_SECONDS = 60.0
+# A job that is idle needs no more snapshots; the thread looks this often.
+_LONGEST_WAIT = 3600.0
+
+
+class Keeper:
+    """Writes snapshots of one server's tables.
+
+    Args:
+        server: Index of the server.
+        servers: Number of servers.
+        settings: `snapshot_dir` and how often.
+        crew: The workers.
+        stores: The tables.
+
+    Attributes:
+        written: Number of snapshots written.
+    """
+
+    def __init__(
+        self,
+        server: int,
+        servers: int,
+        settings: ServerSettings,
+        crew: Crew,
+        stores: Stores,
+    ) -> None:
+        self.written = 0
+        self.path = path_of(str(settings.snapshot_dir), server)
+        self._server = server
+        self._servers = servers
+        self._settings = settings
+        self._crew = crew
+        self._stores = stores
+        self._changed = threading.Condition()
+        self._nudged = False
+        self._closed = False
+        self._thread: threading.Thread | None = None
+
+    def resume(self) -> bool:
+        """Go on from the snapshot; False if there is none.
+
+        The workers of the snapshot are away until they come again.
+
+        Raises:
+            SnapshotError: It can't be used.
+        """
+        found = read_snapshot(self.path)
+        if found is None:
+            return False
+        header, arrays = found
+        mine = self._job()
+        theirs = header.get("job")
+        if theirs != mine:
+            raise SnapshotError(
+                f"The snapshot {self.path} is of another job. Received: {theirs}, "
+                f"expected {mine}. Remove it to begin anew, or give another "
+                "`snapshot_dir`."
+            )
+        try:
+            self._take(header, arrays)
+        except (KeyError, TypeError, ValueError, IndexError, ProtocolError) as error:
+            raise SnapshotError(
+                f"The snapshot {self.path} can't be used: {type(error).__name__}: "
+                f"{error}. Remove it to begin anew, or give another `snapshot_dir`."
+            ) from error
+        _LOG.warning(
+            "kerasdist: server %d goes on from its snapshot %s (%d updates).",
+            self._server,
+            self.path,
+            self._stores.updates,
+        )
+        return True
+
+    def _job(self) -> dict[str, Any]:
+        return {
+            "server": self._server,
+            "servers": self._servers,
+            "size": len(self._crew.people),
+            "settings": self._settings.agreed(),
+        }
+
+    def _take(self, header: dict[str, Any], arrays: list[Array]) -> None:
+        left = list(arrays)
+        for number, record in header["tables"].items():
+            layout = Layout.from_json(record["variables"], self._servers)
+            bound = self._settings.max_staleness
+            store = Store(layout, self._server, [], bound)
+            own = [*store.table.dense, *store.table.rows, *store.table.versions]
+            for mine in own:
+                array = left.pop(0)
+                if array.shape != mine.shape or array.dtype != mine.dtype:
+                    raise ValueError(f"an array of shape {array.shape} isn't due")
+                mine[...] = array
+            store.table.version = int(record["version"])
+            for rank, clock in record["clocks"].items():
+                store.clocks.join(int(rank), int(clock))
+            for rank, (incarnation, clock) in record["applied"].items():
+                store.applied[int(rank)] = (str(incarnation), int(clock))
+                if store.clocks.clock(int(rank)) is not None:
+                    store.clocks.tick(int(rank), int(clock))
+            self._stores.tables[int(number)] = store
+        for record in header["workers"]:
+            state = "away" if record["state"] == "live" else str(record["state"])
+            rank = int(record["rank"])
+            self._crew.people[rank] = Person(
+                rank,
+                str(record["address"]),
+                str(record["incarnation"]),
+                int(record["replicas"]),
+                state,
+                int(record["met"]),
+                int(record["clock"]),
+                returned=True,
+            )
+        self._stores.updates = int(header["updates"])
+
+    def start(self) -> None:
+        """Begin to write snapshots."""
+        self._thread = threading.Thread(
+            target=self._run, name=f"kerasdist-keeper {self._server}", daemon=True
+        )
+        self._thread.start()
+
+    def nudge(self) -> None:
+        """Something has changed: is a snapshot due?"""
+        if self._settings.snapshot_updates is None and self.written:
+            return
+        with self._changed:
+            self._nudged = True
+            self._changed.notify_all()
+
+    def _run(self) -> None:
+        seconds, updates = (
+            self._settings.snapshot_seconds,
+            self._settings.snapshot_updates,
+        )
+        at, count, tables = time.monotonic(), self._stores.updates, 0
+        while True:
+            left = _LONGEST_WAIT
+            if seconds is not None:
+                left = max(0.0, at + seconds - time.monotonic())
+            with self._changed:
+                self._changed.wait_for(lambda: self._nudged or self._closed, left)
+                self._nudged = False
+                if self._closed:
+                    return
+            done = self._stores.updates
+            late = seconds is not None and time.monotonic() - at >= seconds
+            many = updates is not None and done - count >= updates
+            # A table's first values at once: from then on the server can come back.
+            new = len(self._stores.tables) != tables
+            if new or many or (late and done != count):
+                tables = len(self._stores.tables)
+                try:
+                    self.write()
+                except SnapshotError as error:
+                    _LOG.error("kerasdist: server %d: %s", self._server, error)
+                count = done
+                at = time.monotonic()
+            elif late:
+                at = time.monotonic()
+
+    def write(self) -> int:
+        """Write a snapshot now; return its bytes.
+
+        Raises:
+            SnapshotError: It can't be written; the one before is as it was.
+        """
+        crew = self._crew
+        with crew.changed:
+            stores = dict(self._stores.tables)
+            clocks = {number: dict(s.clocks.live) for number, s in stores.items()}
+            workers = [
+                {
+                    "rank": person.rank,
+                    "address": person.address,
+                    "incarnation": person.incarnation,
+                    "replicas": person.replicas,
+                    "state": "live" if person.state == "away" else person.state,
+                    "met": person.met,
+                    "clock": person.clock,
+                }
+                for person in crew.people
+            ]
+        tables = {}
+        arrays: list[Array] = []
+        for number, store in stores.items():
+            with store.lock:
+                arrays += store.whole()
+                arrays += [versions.copy() for versions in store.table.versions]
+                tables[str(number)] = {
+                    "variables": store.layout.to_json(),
+                    "version": store.table.version,
+                    "clocks": {str(r): c for r, c in clocks[number].items()},
+                    "applied": {str(r): list(a) for r, a in store.applied.items()},
+                }
+        header = {
+            "job": self._job(),
+            "tables": tables,
+            "workers": workers,
+            "updates": self._stores.updates,
+        }
+        size = write_snapshot(self.path, header, arrays)
+        self.written += 1
+        return size
+
+    def close(self, *, finished: bool) -> None:
+        """End the thread.
+
+        Args:
+            finished: Whether the job has ended well: then the snapshot is removed.
+        """
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        if self._thread is not None:
+            self._thread.join(_CLOSE_SECONDS)
+        if finished:
+            try:
+                remove_snapshot(self.path)
+            except SnapshotError as error:
+                _LOG.error("kerasdist: server %d: %s", self._server, error)

@@ -1,0 +1,325 @@
+"""Which part of which variable is on which server: a function of numbers.
+
+A variable that is larger than a fair share (all bytes divided by the number of
+servers) is cut by rows into nearly equal pieces that aren't. Then the pieces go to the
+servers, the largest first, each to the server that has least so far (Graham, "Bounds
+on multiprocessing timing anomalies", 1969):
+
+    2 servers, fair share 600                      server 0      server 1
+    embedding   1000 = 500 + 500                   500           500
+    kernel       160                               500 + 160
+    bias          40                                             500 + 40
+
+All tasks compute the same layout from the same variables; `fingerprint` proves it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import json
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from kerasdist.collectives.ops import Array
+from kerasdist.errors import ProtocolError
+from kerasdist.transport.framing import DTYPES
+
+__all__ = ["Layout", "Piece", "Variable", "dtype_of"]
+
+# What is smaller isn't worth a message's part of its own.
+_LEAST_CUT_BYTES = 4096
+# Updates of a table are small beside its values: 16 bits would lose them.
+_HELD = {"float16": "float32", "bfloat16": "float32"}
+_FLOATS = ("float16", "bfloat16", "float32", "float64")
+_MOST_VARIABLES = 1 << 20
+
+
+def dtype_of(name: str) -> np.dtype[Any]:
+    """Return the dtype of this name, one of `framing.DTYPES`.
+
+    Raises:
+        TypeError: There is no such dtype here.
+    """
+    if name == "bfloat16":
+        # Comes with TensorFlow; without it nobody sends one.
+        import ml_dtypes
+
+        found: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
+        return found
+    if name not in DTYPES[1:]:
+        raise TypeError(f"Unknown dtype. Received: {name!r}; expected {DTYPES[1:]}.")
+    return np.dtype(name)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Variable:
+    """One variable of a table.
+
+    Attributes:
+        name: For messages; needn't be unique.
+        shape: Its shape. A row is an element of the first dimension; a scalar is one
+            row.
+        dtype: "float16", "bfloat16", "float32" or "float64".
+        sparse: Whether its changes are of few rows: then only these travel.
+
+    Raises:
+        ValueError: A value is wrong.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str = "float32"
+    sparse: bool = False
+
+    def __post_init__(self) -> None:
+        faults = []
+        if self.dtype not in _FLOATS:
+            faults.append(f"dtype={self.dtype!r}; expected one of {_FLOATS}")
+        if any(isinstance(n, bool) or n < 0 for n in self.shape):
+            faults.append(f"shape={self.shape!r}; expected integers >= 0")
+        if self.sparse and not self.shape:
+            faults.append("sparse=True for a scalar; expected at least one dimension")
+        if faults:
+            raise ValueError(
+                f"Variable {self.name!r} can't be held by a server. "
+                f"Received: {'; '.join(faults)}."
+            )
+
+    @property
+    def rows(self) -> int:
+        """Number of rows."""
+        return self.shape[0] if self.shape else 1
+
+    @property
+    def row_elements(self) -> int:
+        """Elements of one row."""
+        return math.prod(self.shape[1:])
+
+    @property
+    def held(self) -> str:
+        """The dtype in which servers hold and send it: at least 32 bits."""
+        return _HELD.get(self.dtype, self.dtype)
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row, as it is held."""
+        return self.row_elements * np.dtype(self.held).itemsize
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Piece:
+    """Some rows of one variable, on one server.
+
+    Attributes:
+        variable: Index of the variable.
+        start: Its first row in the variable.
+        stop: One after its last row.
+        server: Index of the server.
+        offset: Where it begins among the server's dense elements of its dtype; 0 for
+            a piece of a sparse variable.
+    """
+
+    variable: int
+    start: int
+    stop: int
+    server: int
+    offset: int
+
+    @property
+    def rows(self) -> int:
+        """Number of rows."""
+        return self.stop - self.start
+
+
+class Layout:
+    """The variables of one table over the servers.
+
+    Args:
+        variables: The variables, in the order that all workers give them in.
+        servers: Number of servers, >= 1.
+
+    Attributes:
+        variables: As given.
+        servers: As given.
+        pieces: All pieces, in the order of the variables and of their rows.
+    """
+
+    def __init__(self, variables: Sequence[Variable], servers: int) -> None:
+        if servers < 1:
+            raise ValueError(
+                f"There must be a server. Received: servers={servers}; expected >= 1."
+            )
+        self.variables = tuple(variables)
+        self.servers = servers
+        self.pieces = _assign(self.variables, servers)
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """A digest of the variables and of the number of servers."""
+        text = json.dumps([self.to_json(), self.servers], sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    def dense(self, server: int) -> dict[str, list[Piece]]:
+        """The server's pieces of dense variables, by the dtype they're held in.
+
+        In the order of their offsets; dtypes in alphabetical order.
+        """
+        found: dict[str, list[Piece]] = {}
+        for piece in self.pieces:
+            variable = self.variables[piece.variable]
+            if piece.server == server and not variable.sparse:
+                found.setdefault(variable.held, []).append(piece)
+        return dict(sorted(found.items()))
+
+    def sparse(self, server: int) -> list[Piece]:
+        """The server's pieces of sparse variables, in order."""
+        return [
+            piece
+            for piece in self.pieces
+            if piece.server == server and self.variables[piece.variable].sparse
+        ]
+
+    def elements(self, piece: Piece) -> int:
+        """Elements of a piece."""
+        return piece.rows * self.variables[piece.variable].row_elements
+
+    def server_bytes(self) -> list[int]:
+        """Bytes on each server, as they are held."""
+        total = [0] * self.servers
+        for piece in self.pieces:
+            row_bytes = self.variables[piece.variable].row_bytes
+            total[piece.server] += piece.rows * row_bytes
+        return total
+
+    def describe(self) -> str:
+        """Bytes per server as text, for instance `server 0: 1.2 MB, server 1: ...`."""
+        return ", ".join(
+            f"server {index}: {count / 1e6:,.3g} MB ({count:,} bytes)"
+            for index, count in enumerate(self.server_bytes())
+        )
+
+    def cut(self, server: int, arrays: Sequence[Array]) -> list[Array]:
+        """Return a server's part of all variables' values, as it is held.
+
+        Args:
+            server: Index of the server.
+            arrays: The values of all variables, in order.
+
+        Returns:
+            One flat array per dtype of `dense`, then one of shape `(rows,
+            row_elements)` per piece of `sparse`.
+        """
+        parts: list[Array] = []
+        for name, pieces in self.dense(server).items():
+            flat = np.empty(sum(map(self.elements, pieces)), name)
+            for piece in pieces:
+                end = piece.offset + self.elements(piece)
+                flat[piece.offset : end] = self.rows_of(piece, arrays).reshape(-1)
+            parts.append(flat)
+        for piece in self.sparse(server):
+            held = self.variables[piece.variable].held
+            parts.append(self.rows_of(piece, arrays).astype(held))
+        return parts
+
+    def rows_of(self, piece: Piece, arrays: Sequence[Array]) -> Array:
+        """Return a piece of the variables' values, of shape `(rows, row_elements)`."""
+        variable = self.variables[piece.variable]
+        values = np.asarray(arrays[piece.variable])
+        flat = values.reshape(variable.rows, variable.row_elements)
+        return flat[piece.start : piece.stop]
+
+    def check(self, arrays: Sequence[Array]) -> None:
+        """Check that there is one array of the right shape for each variable.
+
+        Raises:
+            ValueError: There isn't.
+        """
+        given = [np.shape(array) for array in arrays]
+        expected = [variable.shape for variable in self.variables]
+        if given != expected:
+            wrong = [
+                f"{v.name!r}: {shape}, expected {v.shape}"
+                for v, shape in zip(self.variables, given, strict=False)
+                if v.shape != shape
+            ]
+            raise ValueError(
+                "The arrays aren't those of the table's variables. Received: "
+                f"{len(given)} arrays, expected {len(expected)}; {'; '.join(wrong)}."
+            )
+
+    def to_json(self) -> list[list[Any]]:
+        """The variables as JSON values; see `from_json`."""
+        return [[v.name, list(v.shape), v.dtype, v.sparse] for v in self.variables]
+
+    @classmethod
+    def from_json(cls, value: Any, servers: int) -> Layout:
+        """Return the layout whose `to_json` this is.
+
+        Raises:
+            ProtocolError: It isn't one.
+        """
+        try:
+            if len(value) > _MOST_VARIABLES:
+                raise ValueError(f"{len(value)} variables")
+            variables = [
+                Variable(
+                    name=str(name),
+                    shape=tuple(int(n) for n in shape),
+                    dtype=str(dtype),
+                    sparse=bool(sparse),
+                )
+                for name, shape, dtype, sparse in value
+            ]
+        except (TypeError, ValueError) as error:
+            raise ProtocolError(f"A list of variables is damaged: {error}.") from None
+        return cls(variables, servers)
+
+    def difference(self, other: Layout) -> str:
+        """Say in words in what the other layout differs; empty if in nothing."""
+        if self.servers != other.servers:
+            return f"{self.servers} servers, the other {other.servers}"
+        if len(self.variables) != len(other.variables):
+            return f"{len(self.variables)} variables, the other {len(other.variables)}"
+        for mine, theirs in zip(self.variables, other.variables, strict=True):
+            if mine != theirs:
+                return f"{mine}, the other {theirs}"
+        return ""
+
+    def __repr__(self) -> str:
+        names: Mapping[str, int] = {v.name: v.rows for v in self.variables}
+        return f"Layout({len(names)} variables on {self.servers} servers)"
+
+
+def _assign(variables: Sequence[Variable], servers: int) -> tuple[Piece, ...]:
+    total = sum(v.rows * v.row_bytes for v in variables)
+    share = max(total / servers, _LEAST_CUT_BYTES)
+    cuts: list[tuple[int, int, int, int]] = []  # bytes, variable, start, stop
+    for index, variable in enumerate(variables):
+        size = variable.rows * variable.row_bytes
+        count = max(1, min(math.ceil(size / share), variable.rows))
+        for part in range(count):
+            start = variable.rows * part // count
+            stop = variable.rows * (part + 1) // count
+            cuts.append(((stop - start) * variable.row_bytes, index, start, stop))
+    loads = [0] * servers
+    chosen: dict[tuple[int, int], int] = {}
+    for size, index, start, _ in sorted(cuts, key=lambda c: (-c[0], c[1], c[2])):
+        server = min(range(servers), key=loads.__getitem__)
+        loads[server] += size
+        chosen[index, start] = server
+    pieces = []
+    used: dict[tuple[int, str], int] = {}
+    for _, index, start, stop in cuts:
+        variable, server = variables[index], chosen[index, start]
+        offset = 0
+        if not variable.sparse:
+            key = server, variable.held
+            offset = used.get(key, 0)
+            used[key] = offset + (stop - start) * variable.row_elements
+        pieces.append(Piece(index, start, stop, server, offset))
+    return tuple(pieces)

@@ -1,0 +1,211 @@
+"""Collectives of the workers of a job, at one server.
+
+    1. r -> server   its arrays, and which collective it believes this to be
+    2. server        waits until every live worker has come; compares what they believe
+    3. server        reduces in rank order, once
+    4. server -> r   the result, the same bytes for all
+
+Who waits here is parked in the clocks of all tables: nobody waits for its next step. A
+worker that joins later needn't come to the collectives before; what a lost worker
+brought to one that isn't finished isn't counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from kerasdist import errors
+from kerasdist.collectives.buffers import Buffers
+from kerasdist.collectives.ops import Array, reducer
+from kerasdist.server.crew import Crew, Person
+from kerasdist.server.store import Stores
+from kerasdist.transport.deadline import Deadline
+from kerasdist.transport.framing import OPS, Call
+
+__all__ = ["Meetings"]
+
+
+class _Round:
+    """One collective: who has come with what, and its result."""
+
+    def __init__(self, first: Person, call: Call) -> None:
+        self.first = first
+        self.call = call
+        self.brought: dict[int, Sequence[Array]] = {}
+        self.busy = False
+        self.result: list[Array] | None = None
+        self.ranks: list[int] = []
+
+
+class Meetings:
+    """The collectives at one server. Safe for threads.
+
+    Args:
+        crew: The workers.
+        stores: The tables, in whose clocks who waits is parked.
+        coordinates: Whether this server's results count: with "async" only those of
+            server 0, the others are told so that they know who waits.
+    """
+
+    def __init__(self, crew: Crew, stores: Stores, *, coordinates: bool) -> None:
+        self.number = 0
+        self._crew = crew
+        self._stores = stores
+        self._coordinates = coordinates
+        self._round: _Round | None = None
+        self._last: _Round | None = None
+        self._buffers = Buffers()
+
+    def meet(
+        self, person: Person, call: Call, arrays: Sequence[Array], deadline: Deadline
+    ) -> tuple[list[Array], list[int]]:
+        """Take part in a collective.
+
+        Args:
+            person: Who has come.
+            call: What it believes the collective to be.
+            arrays: One flat array, or none.
+            deadline: When to give up.
+
+        Returns:
+            The result, not to be changed, and the ranks that have taken part. Of
+            "all_gather" one array per rank of these; else one array, or none.
+
+        Raises:
+            CollectiveError: The job's failure.
+        """
+        crew = self._crew
+        with crew.changed:
+            round = self._enter(person, call)
+            if round.result is not None:
+                return round.result, round.ranks
+            round.brought[person.rank] = arrays
+            self._stores.park(person.rank)
+            crew.changed.notify_all()
+            while round.result is None:
+                if crew.failure is not None:
+                    raise crew.failure
+                if crew.people[person.rank] is not person or person.state != "live":
+                    # The thread of a lost worker: nobody hears this.
+                    raise errors.TransportClosed(f"{person} was lost.")
+                if not round.busy and self._complete(round):
+                    round.busy = True
+                    break
+                if deadline.expired:
+                    raise crew.fail(self._late(round, deadline))
+                crew.changed.wait(deadline.remaining())
+            if round.result is not None:
+                return round.result, round.ranks
+            # Now nobody can be lost from this round any more.
+            round.ranks = sorted(round.brought)
+        result = self._combine(round)
+        with crew.changed:
+            round.result = result
+            for rank in round.ranks:
+                crew.people[rank].met = max(crew.people[rank].met, call.sequence)
+            self._stores.align(round.ranks)
+            self.number = max(self.number, call.sequence)
+            round.brought = {}
+            self._last, self._round = round, None
+            crew.changed.notify_all()
+        return result, round.ranks
+
+    def forget(self, rank: int) -> None:
+        """A worker is lost: what it has brought isn't counted. Under `changed`."""
+        if self._round is not None and not self._round.busy:
+            self._round.brought.pop(rank, None)
+            if not self._round.brought:
+                self._round = None
+
+    def _enter(self, person: Person, call: Call) -> _Round:
+        crew = self._crew
+        if crew.failure is not None:
+            raise crew.failure
+        last = self._last
+        if last is not None and call == last.call and person.rank in last.ranks:
+            # Asked again: the answer was lost on its way.
+            return last
+        if self._round is None:
+            self._round = _Round(person, call)
+        elif self._round.call != call:
+            raise crew.fail(_mismatch(self._round, person, call))
+        return self._round
+
+    def _complete(self, round: _Round) -> bool:
+        number = round.call.sequence
+        for person in self._crew.live():
+            if person.rank in round.brought:
+                continue
+            if person.met < number:
+                return False
+            if person.returned and self._coordinates:
+                raise self._crew.fail(
+                    errors.CollectiveError(
+                        f"This server was restarted while {round.call} was being "
+                        f"finished: {person} has its result, the others can't get it "
+                        "any more. Start the job again; the servers go on from their "
+                        "snapshots."
+                    )
+                )
+        # Left in good order while others still need it: as bad as lost, if all are
+        # needed in each step.
+        gone = [p for p in self._crew.people if p.state == "finished"]
+        if gone and self._stores.mode == "sync":
+            raise self._crew.fail(
+                errors.WorkerLost(
+                    gone[0].rank,
+                    gone[0].address,
+                    gone[0].clock,
+                    "it closed its strategy while others still needed it",
+                )
+            )
+        return True
+
+    def _late(self, round: _Round, deadline: Deadline) -> errors.CollectiveTimeout:
+        late = [p for p in self._crew.live() if p.rank not in round.brought]
+        names = " and ".join(str(p) for p in late if p.met < round.call.sequence)
+        return errors.CollectiveTimeout(
+            f"{names or 'Nobody'} didn't come to {round.call} within "
+            f"{deadline.seconds:g} s; {round.first} waited. The process is alive: is "
+            "it still busy with something that only it does (saving, evaluating)? Give "
+            "it more time with `timeout=`, or let all ranks do the same."
+        )
+
+    def _combine(self, round: _Round) -> list[Array]:
+        call = round.call
+        brought = [round.brought[rank] for rank in round.ranks]
+        if call.kind == "all_gather":
+            return [arrays[0].copy() for arrays in brought if arrays]
+        if call.kind == "broadcast":
+            arrays = round.brought.get(call.root)
+            if arrays is None:
+                return []
+            return [array.copy() for array in arrays]
+        if not brought[0] or call.kind == "barrier":
+            return []
+        inputs = [arrays[0] for arrays in brought]
+        out = self._buffers.empty(inputs[0].size, inputs[0].dtype)
+        if len(inputs) == 1:
+            np.copyto(out, inputs[0])
+            return [out]
+        combine = reducer(call.op if call.op in OPS[1:] else "sum")
+        # What overflows is infinite, for all: no matter for a server to warn of.
+        with np.errstate(all="ignore"):
+            combine(inputs[0], inputs[1], out=out)
+            for values in inputs[2:]:
+                combine(out, values, out=out)
+        return [out]
+
+
+def _mismatch(round: _Round, person: Person, call: Call) -> errors.CollectiveMismatch:
+    mine, theirs = str(round.call), str(call)
+    if mine == theirs:
+        theirs += " on buffers of other dtypes or shapes"
+    return errors.CollectiveMismatch(
+        f"Ranks called different collectives at step {person.clock}. Received: "
+        f"{round.first}: {mine}; {person}: {theirs}. All ranks must call the same "
+        "collectives in the same order on the same shapes: does the script branch on "
+        "the rank, or does a model differ?"
+    )
