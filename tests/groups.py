@@ -63,6 +63,8 @@ KINDS = [
     *(("memory", size) for size in (1, 2, 3, 4, 5)),
     *(("unix", size) for size in (2, 3, 4, 5)),
     *(("shared", size) for size in (2, 3, 4, 5)),
+    *(("server", size) for size in (1, 3)),
+    ("servers_tcp", 2),
     *CONNECTED,
 ]
 
@@ -241,6 +243,11 @@ class Group:
         self.size = size
         self.jobs: list[Job] = []
         self.communicators: list[Communicator] = []
+        self._servers: Any = None
+        if kind.startswith("server"):
+            self._servers = _servers(kind, size, timeout, heartbeat)
+            self.communicators = [c.communicator for c in self._servers.clients]
+            return
         if kind == "single":
             self.communicators = [SingleCommunicator()]
             return
@@ -286,6 +293,8 @@ class Group:
     def close(self) -> None:
         """Closes all ranks at once."""
         close_all(self.jobs or self.communicators)
+        if self._servers is not None:
+            self._servers.close()
 
     def __enter__(self) -> Group:
         return self
@@ -297,3 +306,15 @@ class Group:
         traceback: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def _servers(kind: str, size: int, timeout: float, heartbeat: float) -> Any:
+    """A job whose workers meet at parameter servers."""
+    from servers import Servers  # it's made of the functions here
+
+    timeouts = Timeouts(startup=20, collective=timeout, heartbeat=heartbeat)
+    if size == 1:
+        return Servers(1, kind="memory", mode="sync", timeouts=timeouts)
+    if kind == "servers_tcp":
+        return Servers(size, 2, kind="tcp", mode="sync", timeouts=timeouts)
+    return Servers(size, 1, mode="sync", timeouts=timeouts)

@@ -177,6 +177,7 @@ class ServerClient(Job):
     def calling(self, what: str) -> Iterator[None]:
         """One call at a time; one that is broken off ends this worker's part."""
         with self._calls:
+            self.check()
             try:
                 yield
             except (errors.KerasDistError, ValueError, TypeError):
@@ -214,7 +215,11 @@ class ServerClient(Job):
             for index in asked:
                 answers[index] = ask(index)
             return answers
-        futures = {index: self._pool.submit(ask, index) for index in asked[1:]}
+        try:
+            futures = {index: self._pool.submit(ask, index) for index in asked[1:]}
+        except RuntimeError:  # closed by another thread just now
+            self.check()
+            raise
         first: BaseException | None = None
         try:
             answers[asked[0]] = ask(asked[0])
@@ -228,6 +233,16 @@ class ServerClient(Job):
         if first is not None:
             raise first
         return answers
+
+    def check(self) -> None:
+        """Raise what has ended this worker's part, if something has."""
+        if self._failure is not None:
+            raise fresh(self._failure)
+        if self._closed:
+            raise errors.TransportClosed(
+                "The connection to the parameter servers is closed. Create a new "
+                "strategy to go on."
+            )
 
     def generation(self, server: int) -> int:
         """How often a server has come back from a snapshot."""

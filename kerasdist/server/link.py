@@ -77,6 +77,10 @@ class Job(abc.ABC):
     def closed(self) -> bool:
         """Whether it was closed by its user."""
 
+    @abc.abstractmethod
+    def check(self) -> None:
+        """Raise what has ended this worker's part, if something has."""
+
     @property
     @abc.abstractmethod
     def step(self) -> int:
@@ -145,7 +149,7 @@ class Link(abc.ABC):
         with self._lock:
             while True:
                 deadline = Deadline(self._timeouts.collective + _GRACE_SECONDS)
-                self._check()
+                self._job.check()
                 channel = self._current()
                 try:
                     channel.send(build(channel), deadline)
@@ -170,15 +174,6 @@ class Link(abc.ABC):
             text = str(answer.meta.get("failure", ""))
             raise fresh(self._job.fail(decode(text.encode())[0]))
         return answer
-
-    def _check(self) -> None:
-        if self._job.failure is not None:
-            raise fresh(self._job.failure)
-        if self._job.closed:
-            raise errors.TransportClosed(
-                "The connection to the parameter servers is closed. Create a new "
-                "strategy to go on."
-            )
 
     @abc.abstractmethod
     def leave(self, farewell: Farewell) -> None:
@@ -350,7 +345,12 @@ class NetworkLink(Link):
         channel, generation = self._channel, self.generation
         if channel is not None:
             channel.abort()
-        if self._settings.restartable and not self._stop.is_set():
+        if self._stop.is_set() or self._job.closed:
+            return
+        if not self._settings.restartable:
+            # At once: its part may be needed only much later.
+            self._lost(reason)
+        else:
             # The server waits for its workers; this one may be busy for long.
             self._reviver = threading.Thread(
                 target=self._revive,
@@ -374,7 +374,7 @@ class NetworkLink(Link):
         failure = self._job.await_failure(0.0 if self._reason else _VERDICT_SECONDS)
         if failure is not None:
             raise fresh(failure) from error
-        self._check()
+        self._job.check()
         reason = self._reason or f"{error}".rstrip(".") or "its connection ended"
         if not self._settings.restartable:
             raise self._lost(reason) from error
@@ -385,7 +385,7 @@ class NetworkLink(Link):
                 self._connect(deadline, {"resume": self._job.resume()})
                 break
             except Aborted:
-                self._check()
+                self._job.check()
                 raise
             except errors.KerasDistError as refused:
                 raise self._lost(f"{reason}; {refused}".rstrip(".")) from refused
@@ -457,7 +457,7 @@ class LocalLink(Link):
         return self._channel
 
     def _again(self, error: Exception) -> None:
-        self._check()
+        self._job.check()
         raise errors.TransportClosed("The server in this process was closed.")
 
     def leave(self, farewell: Farewell) -> None:

@@ -62,6 +62,7 @@ _ANSWER_SECONDS = 5.0
 _VERDICT_SECONDS = 2.0
 _JOIN_SECONDS = 10.0
 _LOOK_SECONDS = 0.25
+_SHORT_LOOK_SECONDS = 0.05
 
 
 def session_name(cluster: Cluster) -> str:
@@ -168,8 +169,14 @@ class ParameterServer:
                 self._let_in(*came)
             if self.desk.resumed and patience.expired:
                 self._give_up_on_absent(patience)
+        # Who comes to a job that has failed hears why.
+        farewell = Deadline(_FAREWELL_SECONDS)
+        while not (crew.over or farewell.expired or self._closed):
+            for came in self._listener.take_any(
+                self._session, PURPOSE, _SHORT_LOOK_SECONDS
+            ):
+                self._let_in(*came)
         with crew.changed:
-            crew.changed.wait_for(lambda: crew.over, _FAREWELL_SECONDS)
             if crew.failure is not None:
                 raise crew.failure
             finished = any(person.state == "finished" for person in crew.people)

@@ -1,0 +1,275 @@
+"""Jobs with parameter servers, in threads of one process or in processes, for tests.
+
+with Servers(workers=2, servers=1, mode="async") as job:
+    tables = job.run(lambda client: client.open_table(variables, values))
+"""
+
+from __future__ import annotations
+
+import json
+import textwrap
+import threading
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any
+
+from groups import in_threads, outcomes
+from kerasdist.cluster import Cluster
+from kerasdist.server import (
+    ParameterServer,
+    ServerClient,
+    ServerSettings,
+    connect_servers,
+)
+from kerasdist.transport import Timeouts
+from workers import Workers, free_ports
+
+__all__ = ["KINDS", "ServerProcesses", "Servers", "server_place", "worker_place"]
+
+# What connects workers and servers: the contract tests run on all of them.
+KINDS = ("tcp", "shared_memory", "memory")
+SECONDS = Timeouts(startup=20, collective=20, heartbeat=10)
+
+
+def worker_place(workers: Any, servers: Any, rank: int) -> Cluster:
+    """The place of worker `rank` among these addresses."""
+    return Cluster(
+        rank=rank,
+        size=len(workers),
+        workers=tuple(workers),
+        servers=tuple(servers),
+        task_index=rank,
+    )
+
+
+def server_place(workers: Any, servers: Any, index: int) -> Cluster:
+    """The place of server `index` among these addresses."""
+    return Cluster(
+        rank=None,
+        size=len(workers),
+        workers=tuple(workers),
+        servers=tuple(servers),
+        task_type="ps",
+        task_index=index,
+    )
+
+
+class Servers:
+    """A job: servers and workers, each in threads. Use it in a `with` statement.
+
+    Args:
+        workers: Number of workers.
+        servers: Number of servers.
+        kind: One of `KINDS`; "memory" for one worker and no server of its own.
+        timeouts: Of all tasks.
+        connected: Whether the workers connect at once.
+        settings: Arguments of `ServerSettings`.
+    """
+
+    def __init__(
+        self,
+        workers: int = 2,
+        servers: int = 1,
+        *,
+        kind: str = "shared_memory",
+        timeouts: Timeouts = SECONDS,
+        connected: bool = True,
+        **settings: Any,
+    ) -> None:
+        self.settings = ServerSettings(**{"mode": "async", **settings})
+        self.timeouts = timeouts
+        self.kind = kind
+        self.size = workers
+        self.clients: list[ServerClient] = []
+        self.servers: list[ParameterServer] = []
+        self.layouts: list[Any] = []
+        self.ends: dict[int, Any] = {}
+        self.threads: list[threading.Thread] = []
+        self.workers: list[str] = []
+        self.addresses: list[str] = []
+        if kind == "memory":
+            place = Cluster(rank=0, size=1)
+            self.clients = [connect_servers(place, self.settings, timeouts=timeouts)]
+            return
+        ports = free_ports(workers + servers)
+        addresses = [f"127.0.0.1:{port}" for port in ports]
+        self.workers, self.addresses = addresses[:workers], addresses[workers:]
+        for index in range(servers):
+            self.start_server(index)
+        if connected:
+            self.clients = in_threads(workers, self.connect)
+
+    def start_server(self, index: int) -> ParameterServer:
+        """Starts a server, the first time or again."""
+        server = ParameterServer(
+            server_place(self.workers, self.addresses, index),
+            self.settings,
+            timeouts=self.timeouts,
+            on_table=self.layouts.append,
+        )
+        self.servers[index:] = [server, *self.servers[index + 1 :]]
+
+        def serve() -> None:
+            try:
+                self.ends[index] = server.serve()
+            except Exception as error:
+                self.ends[index] = error
+
+        thread = threading.Thread(target=serve, name=f"server {index}", daemon=True)
+        thread.start()
+        self.threads.append(thread)
+        return server
+
+    def connect(self, rank: int, **options: Any) -> ServerClient:
+        """Connects a worker; waits for the others."""
+        options.setdefault("transport", "auto" if self.kind != "tcp" else "tcp")
+        place = worker_place(self.workers, self.addresses, rank)
+        settings = options.pop("settings", self.settings)
+        return connect_servers(place, settings, timeouts=self.timeouts, **options)
+
+    def run(self, work: Callable[[ServerClient], Any], timeout: float = 60.0) -> Any:
+        """Calls `work` with each worker's client at once; see `in_threads`."""
+        return in_threads(
+            len(self.clients), lambda rank: work(self.clients[rank]), timeout
+        )
+
+    def outcomes(
+        self, work: Callable[[ServerClient], Any], timeout: float = 60.0
+    ) -> Any:
+        """As `run`, but returns exceptions instead of raising them."""
+        return outcomes(
+            len(self.clients), lambda rank: work(self.clients[rank]), timeout
+        )
+
+    def join(self, timeout: float = 20.0) -> None:
+        """Waits until all servers have ended."""
+        for thread in self.threads:
+            thread.join(timeout)
+        stuck = [t.name for t in self.threads if t.is_alive()]
+        if stuck:
+            raise TimeoutError(f"{stuck} still ran after {timeout} s.")
+
+    def close(self) -> None:
+        """Closes all workers at once, and waits for the servers."""
+        if self.clients:
+            in_threads(len(self.clients), lambda rank: self.clients[rank].close())
+        else:
+            for server in self.servers:
+                server.close()
+        try:
+            self.join()
+        finally:
+            for server in self.servers:
+                server.close()
+
+    def __enter__(self) -> Servers:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+# What tests of processes run in each of them. `work(client, table, say)` is the test's.
+_SCRIPT = """
+import json, os, sys, time
+import numpy as np
+from kerasdist import errors
+from kerasdist.cluster import resolve
+from kerasdist.server import *
+from kerasdist.transport import Timeouts
+
+options = json.loads(os.environ["OPTIONS"])
+settings = ServerSettings(**options["settings"])
+timeouts = Timeouts(**options["timeouts"])
+cluster = resolve()
+VARIABLES = [
+    Variable(name="slots", shape=(cluster.size,)),
+    Variable(name="rows", shape=(50, 2), sparse=True),
+]
+
+def say(text, value=None):
+    print(text if value is None else f"{text} {json.dumps(value)}", flush=True)
+
+def steps(table, count, pause=0.01):
+    one = np.zeros(cluster.size, "float32")
+    one[cluster.rank] = 1
+    for _ in range(count):
+        pulled = table.push_pull(
+            [one, Rows(np.array([cluster.rank]), np.ones((1, 2), "float32"))])
+        time.sleep(pause)
+    return pulled
+
+%s
+
+try:
+    if cluster.task_type == "ps":
+        server = ParameterServer(cluster, settings, timeouts=timeouts)
+        say("LISTENING")
+        say("RESULT", ["ok", server.serve()])
+    else:
+        client = connect_servers(cluster, settings, timeouts=timeouts)
+        table = None
+        if settings.mode == "async":
+            table = client.open_table(
+                VARIABLES, [np.zeros(v.shape, "float32") for v in VARIABLES])
+        result = work(client, table)
+        client.close()
+        say("RESULT", ["ok", result])
+except errors.KerasDistError as error:
+    fields = {k: v for k, v in vars(error).items() if isinstance(v, (int, str))}
+    say("RESULT", [type(error).__name__, str(error), fields])
+"""
+
+
+class ServerProcesses(Workers):
+    """Worker and server processes; ranks from `workers` on are the servers.
+
+    Args:
+        work: Source of a function `work(client, table)`.
+        workers: Number of workers.
+        servers: Number of servers.
+        timeouts: Arguments of `Timeouts`.
+        settings: Arguments of `ServerSettings`.
+    """
+
+    def __init__(
+        self,
+        work: str,
+        workers: int,
+        servers: int = 1,
+        *,
+        timeouts: dict[str, float] | None = None,
+        deadline: float = 60.0,
+        **settings: Any,
+    ) -> None:
+        def env(task: int) -> dict[str, str]:
+            cluster = {
+                "worker": self.addresses[:workers],
+                "ps": self.addresses[workers:],
+            }
+            kind = "worker" if task < workers else "ps"
+            place = {"type": kind, "index": task if task < workers else task - workers}
+            limits = {"startup": 20.0, "collective": 20.0, "heartbeat": 10.0}
+            options = {
+                "settings": {"mode": "async", **settings},
+                "timeouts": {**limits, **(timeouts or {})},
+            }
+            return {
+                "TF_CONFIG": json.dumps({"cluster": cluster, "task": place}),
+                "OPTIONS": json.dumps(options),
+            }
+
+        script = _SCRIPT % textwrap.dedent(work)
+        super().__init__(
+            script, workers + servers, env=env, deadline=deadline, handover=False
+        )
+
+    def start_again(self, task: int) -> None:
+        """Starts a task again whose process has ended; its output begins anew."""
+        self._start(task, self.folder / "script.py", None)
+        self.processes[task] = self.processes.pop()

@@ -1,0 +1,187 @@
+"""Real processes of workers and servers are killed, stopped and started again."""
+
+from __future__ import annotations
+
+import signal
+import time
+
+import pytest
+
+from servers import ServerProcesses
+
+pytestmark = pytest.mark.timeout(120)
+
+LONG = """
+def work(client, table):
+    for number in range(1000):
+        if table is None:
+            client.communicator.all_reduce([np.ones(3)])
+            time.sleep(0.005)
+        else:
+            steps(table, 1)
+        if number == 5:
+            say("GOING")
+    return "done"
+"""
+# The workers go on until somebody is lost, and 20 steps more.
+UNTIL_LOST = """
+def work(client, table):
+    say("GOING")
+    while not client.lost:
+        pulled = steps(table, 1)
+    pulled = steps(table, 20)
+    client.communicator.barrier()
+    return [[e.kind, e.rank, e.address, e.clock, e.reason] for e in client.events] + [
+        list(client.communicator.ranks), table.clock]
+"""
+# How long after a death or a freeze with heartbeat=1.5 everybody must know of it.
+BOUND = 8.0
+QUICK = {"heartbeat": 1.5}
+
+
+@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSTOP])
+def test_async_workers_go_on_without_a_lost_one(signum):
+    with ServerProcesses(UNTIL_LOST, 3, 2, max_staleness=2, timeouts=QUICK) as job:
+        for rank in range(3):
+            job.wait_for_line(rank, "GOING")
+        job.kill(1, signum)
+        began = time.monotonic()
+        first, last = (job.wait_one(rank).result for rank in (0, 2))
+        assert time.monotonic() - began < BOUND
+        for status, (event, ranks, clock) in (
+            (status, (events[0], events[-2], events[-1]))
+            for status, events in (first, last)
+        ):
+            assert status == "ok"
+            kind, rank, address, lost_at, reason = event
+            assert (kind, rank, address) == ("lost", 1, job.addresses[1])
+            assert clock >= lost_at + 18
+            seen = "connection" if signum == signal.SIGKILL else "nothing was heard"
+            assert seen in reason
+            assert ranks == [0, 2]
+        for task in (3, 4):
+            status, stats = job.wait_one(task, 20).result
+            assert status == "ok"
+            states = [worker["state"] for worker in stats["workers"]]
+            assert states == ["finished", "lost", "finished"]
+
+
+def test_a_worker_that_was_frozen_hears_that_it_was_dropped():
+    with ServerProcesses(UNTIL_LOST, 2, timeouts=QUICK) as job:
+        for rank in range(2):
+            job.wait_for_line(rank, "GOING")
+        job.kill(1, signal.SIGSTOP)
+        assert job.wait_one(0, 20).result[0] == "ok"
+        job.kill(1, signal.SIGCONT)
+        kind, message, fields = job.wait_one(1, 20).result
+        # The server may have ended before it could say why.
+        assert kind in ("WorkerLost", "ServerLost")
+        if kind == "WorkerLost":
+            assert fields["rank"] == 1
+            assert "nothing was heard of it" in message
+
+
+@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSTOP])
+def test_sync_workers_raise_the_lost_one(signum):
+    with ServerProcesses(LONG, 3, 2, mode="sync", timeouts=QUICK) as job:
+        for rank in range(3):
+            job.wait_for_line(rank, "GOING")
+        job.kill(1, signum)
+        began = time.monotonic()
+        for task in (0, 2, 3, 4):
+            kind, message, fields = job.wait_one(task, 30).result
+            assert (kind, fields["rank"]) == ("WorkerLost", 1), message
+            assert fields["host"] == job.addresses[1]
+        # Servers stay a moment longer for a frozen worker.
+        assert time.monotonic() - began < BOUND + 6
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSTOP])
+def test_workers_raise_the_lost_server(mode, signum):
+    with ServerProcesses(LONG, 2, 2, mode=mode, timeouts=QUICK) as job:
+        for rank in range(2):
+            job.wait_for_line(rank, "GOING")
+        job.kill(3, signum)
+        began = time.monotonic()
+        for rank in range(2):
+            kind, message, fields = job.wait_one(rank, 30).result
+            assert (kind, fields["index"]) == ("ServerLost", 1), message
+            assert fields["address"] == job.addresses[3]
+            assert f"Server 1 ({job.addresses[3]}) was lost at step" in message
+        assert time.monotonic() - began < BOUND
+        # The other server has nobody left to serve.
+        assert job.wait_one(2, 20).returncode == 0
+
+
+def test_a_sync_worker_that_ends_badly_is_named_by_the_others():
+    work = """
+    def work(client, table):
+        client.communicator.barrier()
+        if client.rank == 1:
+            client.close(RuntimeError("no more coffee"))
+            return
+        client.communicator.barrier()
+    """
+    with ServerProcesses(work, 3, mode="sync") as job:
+        for rank in (0, 2):
+            kind, message, fields = job.wait_one(rank, 20).result
+            assert (kind, fields["rank"]) == ("WorkerLost", 1)
+            assert "its script ended with RuntimeError: no more coffee" in message
+
+
+def test_a_new_process_takes_a_lost_workers_place():
+    work = """
+    def work(client, table):
+        if client.joined:
+            say("JOINED", [table.clock, float(table.initial[0].min())])
+            steps(table, 10)
+            client.communicator.barrier()
+            return list(client.communicator.ranks)
+        client.communicator.barrier()
+        say("GOING")
+        while not [e for e in client.events if e.kind == "joined"]:
+            steps(table, 1)
+        steps(table, 10)
+        client.communicator.barrier()
+        return list(client.communicator.ranks)
+    """
+    with ServerProcesses(work, 3, 2, max_staleness=3) as job:
+        for rank in range(3):
+            job.wait_for_line(rank, "GOING")
+        job.kill(2)
+        job.wait_one(2, 10)
+        job.start_again(2)
+        for rank in range(3):
+            assert job.wait_one(rank, 30).result == ["ok", [0, 1, 2]]
+        assert "JOINED" in job.output(2)
+        for task in (3, 4):
+            status, stats = job.wait_one(task, 20).result
+            assert status == "ok"
+            kinds = [event["kind"] for event in stats["events"]]
+            assert kinds[:2] == ["lost", "joined"]
+
+
+def test_nobody_joins_a_synchronous_job():
+    work = """
+    def work(client, table):
+        say("GOING")
+        client.communicator.barrier()
+        time.sleep(60)
+    """
+    with ServerProcesses(work, 2, mode="sync", timeouts={"startup": 3.0}) as job:
+        for rank in range(2):
+            job.wait_for_line(rank, "GOING")
+        job.kill(1)
+        job.wait_one(1, 10)
+        job.start_again(1)
+        assert job.wait_one(1, 20).result[0] == "StartupError"
+
+
+def test_a_server_whose_workers_never_come_says_who():
+    with ServerProcesses(LONG, 2, timeouts={"startup": 1.0}) as job:
+        job.kill(1)
+        for task in (0, 2):
+            kind, message, _ = job.wait_one(task, 30).result
+            assert kind == "StartupError"
+            assert f"rank 1 ({job.addresses[1]})" in message

@@ -1,0 +1,147 @@
+"""A server is killed and started again: it goes on, and so do the workers."""
+
+from __future__ import annotations
+
+import pytest
+
+from kerasdist.server.snapshot import path_of, read_snapshot
+from servers import ServerProcesses
+from waiting import wait_until
+
+pytestmark = pytest.mark.timeout(120)
+
+WORK = """
+def work(client, table):
+    steps(table, 30)
+    client.communicator.barrier()
+    say("GOING")
+    begun = time.monotonic()
+    # Long enough for a server to be killed and to come back.
+    while client.generation(client.servers - 1) == 0:
+        pulled = steps(table, 1)
+        if time.monotonic() - begun > 40:
+            raise errors.CollectiveError("the server never came back")
+    pulled = steps(table, 10)
+    before = table.clock
+    client.communicator.barrier()
+    everything = table.pull()
+    say("BYTES", [client.bytes_sent, client.bytes_received])
+    return [before, everything.values[0].tolist(), everything.staleness,
+            max(table.observed)]
+"""
+
+
+@pytest.mark.parametrize("servers", [1, 2])
+@pytest.mark.parametrize("staleness", [None, 3])
+def test_workers_go_on_with_a_server_that_was_killed(tmp_path, servers, staleness):
+    with ServerProcesses(
+        WORK,
+        3,
+        servers,
+        snapshot_dir=str(tmp_path),
+        snapshot_updates=20,
+        max_staleness=staleness,
+        timeouts={"heartbeat": 3.0},
+    ) as job:
+        for rank in range(3):
+            job.wait_for_line(rank, "GOING")
+        last = 3 + servers - 1
+        path = path_of(str(tmp_path), servers - 1)
+        wait_until(
+            lambda: path.exists() and read_snapshot(path)[0]["updates"] >= 60,
+            "a snapshot with some updates",
+        )
+        job.kill(last)
+        job.wait_one(last, 10)
+        saved = read_snapshot(path)[0]["updates"]
+        job.start_again(last)
+        results = [job.wait_one(rank, 60).result for rank in range(3)]
+        assert [status for status, _ in results] == ["ok"] * 3
+        for _, (clock, slots, _, most) in results:
+            assert clock > 40
+            if staleness is not None:
+                assert most <= staleness
+            # All read the same in the end.
+            assert slots == results[0][1][1]
+        status, stats = job.wait_one(last, 20).result
+        assert status == "ok"
+        assert stats["resumed"]
+        assert stats["updates"] > saved
+        kinds = sorted(event["kind"] for event in stats["events"])
+        assert kinds == ["finished"] * 3 + ["returned"] * 3
+        # The job has ended well: nobody will need them.
+        assert list(tmp_path.iterdir()) == []
+
+
+def test_without_a_snapshot_a_server_that_comes_back_is_refused(tmp_path):
+    with ServerProcesses(
+        WORK, 2, snapshot_dir=str(tmp_path), timeouts={"heartbeat": 3.0}
+    ) as job:
+        for rank in range(2):
+            job.wait_for_line(rank, "GOING")
+        job.kill(2)
+        job.wait_one(2, 10)
+        for file in tmp_path.iterdir():
+            file.unlink()
+        job.start_again(2)
+        for rank in range(2):
+            kind, message, fields = job.wait_one(rank, 30).result
+            assert (kind, fields["index"]) == ("ServerLost", 0)
+            assert "has no snapshot of this job" in message
+
+
+def test_workers_wait_for_a_lost_server_for_so_long(tmp_path):
+    with ServerProcesses(
+        WORK,
+        2,
+        snapshot_dir=str(tmp_path),
+        restart_timeout=1.0,
+        timeouts={"heartbeat": 3.0},
+    ) as job:
+        for rank in range(2):
+            job.wait_for_line(rank, "GOING")
+        job.kill(2)
+        for rank in range(2):
+            kind, message, fields = job.wait_one(rank, 30).result
+            assert (kind, fields["index"]) == ("ServerLost", 0)
+            assert "couldn't be reached within 1 s" in message
+
+
+def test_a_job_that_is_started_again_goes_on_from_its_snapshots(tmp_path):
+    work = """
+    def work(client, table):
+        first = float(table.initial[0].sum())
+        steps(table, 20, pause=0.0)
+        client.communicator.barrier()
+        say("GOING")
+        if first == 0:
+            time.sleep(60)
+        return first
+    """
+    arguments = {"snapshot_dir": str(tmp_path), "snapshot_updates": 5}
+    with ServerProcesses(work, 2, 2, **arguments) as job:
+        for rank in range(2):
+            job.wait_for_line(rank, "GOING")
+        for task in range(4):
+            job.kill(task)
+    assert {file.name for file in tmp_path.iterdir()} >= {
+        "server-0.snapshot",
+        "server-1.snapshot",
+    }
+    with ServerProcesses(work, 2, 2, **arguments) as job:
+        firsts = [job.wait_one(rank, 30).result for rank in range(2)]
+    assert [status for status, _ in firsts] == ["ok", "ok"]
+    assert all(30 <= first <= 60 for _, first in firsts)
+
+
+def test_another_jobs_snapshot_and_a_damaged_one_are_refused(tmp_path):
+    work = "def work(client, table): pass"
+    path = path_of(str(tmp_path), 0)
+    path.write_bytes(b"this is no snapshot")
+    with ServerProcesses(
+        work, 1, snapshot_dir=str(tmp_path), timeouts={"startup": 1.0}
+    ) as job:
+        kind, message, _ = job.wait_one(1, 20).result
+        assert kind == "SnapshotError"
+        assert "can't be used: it begins with b'this is '" in message
+        job.wait_one(0, 20)

@@ -1,0 +1,125 @@
+"""Snapshots: whole or not at all, and damage is noticed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from kerasdist import errors
+from kerasdist.server.snapshot import (
+    path_of,
+    read_snapshot,
+    remove_snapshot,
+    write_snapshot,
+)
+from waiting import wait_until
+from workers import python_env
+
+ARRAYS = [
+    np.arange(12, dtype="float32").reshape(3, 4),
+    np.arange(5, dtype="int64"),
+    np.zeros((0, 3)),
+    np.array(2.5),
+]
+
+
+@pytest.fixture
+def path(tmp_path):
+    return path_of(str(tmp_path / "new" / "folder"), 3)
+
+
+def test_what_is_written_is_read(path):
+    assert read_snapshot(path) is None
+    size = write_snapshot(
+        path, {"a": [1, None]}, [a.reshape(a.shape or (1,)) for a in ARRAYS]
+    )
+    assert path.stat().st_size == size
+    header, arrays = read_snapshot(path)
+    assert header == {"a": [1, None]}
+    for mine, array in zip(arrays, ARRAYS, strict=True):
+        assert mine.dtype == array.dtype
+        np.testing.assert_array_equal(mine, array.reshape(mine.shape))
+    write_snapshot(path, {"a": 2}, [])
+    assert read_snapshot(path) == ({"a": 2}, [])
+    assert os.listdir(path.parent) == ["server-3.snapshot"]
+    remove_snapshot(path)
+    remove_snapshot(path)
+    assert read_snapshot(path) is None
+
+
+def test_every_damaged_byte_and_every_missing_one_is_noticed(path):
+    write_snapshot(path, {"a": 1}, ARRAYS[:2])
+    data = path.read_bytes()
+    generator = np.random.default_rng(1)
+    for place in {*range(0, 24), *generator.integers(0, len(data), 60).tolist()}:
+        damaged = bytearray(data)
+        damaged[place] ^= 0x10
+        path.write_bytes(damaged)
+        with pytest.raises(
+            errors.SnapshotError, match=r"^The snapshot .* can't be used"
+        ):
+            read_snapshot(path)
+    for length in {
+        0,
+        7,
+        19,
+        30,
+        len(data) - 1,
+        *generator.integers(0, len(data), 20).tolist(),
+    }:
+        path.write_bytes(data[:length])
+        with pytest.raises(
+            errors.SnapshotError, match=r"can't be used: .* `snapshot_dir`"
+        ):
+            read_snapshot(path)
+    path.write_bytes(data + b"x")
+    with pytest.raises(errors.SnapshotError, match="bytes of numbers"):
+        read_snapshot(path)
+
+
+def test_a_strangers_file_is_refused(path):
+    path.parent.mkdir(parents=True)
+    path.write_bytes(b"PK\x03\x04" + bytes(1000))
+    with pytest.raises(errors.SnapshotError, match="it begins with b'PK"):
+        read_snapshot(path)
+
+
+def test_a_folder_that_cannot_be_written_is_an_error_and_leaves_the_one_before(path):
+    write_snapshot(path, {"a": 1}, ARRAYS[:2])
+    blocked = path / "below a file"
+    with pytest.raises(errors.SnapshotError, match=r"^A snapshot can't be written"):
+        write_snapshot(blocked, {}, [])
+    assert read_snapshot(path)[0] == {"a": 1}
+
+
+def test_who_is_killed_while_it_writes_leaves_the_one_before(path):
+    script = """
+import sys
+from pathlib import Path
+import numpy as np
+from kerasdist.server.snapshot import write_snapshot
+number = 0
+while True:
+    write_snapshot(Path(sys.argv[1]), {"n": number}, [np.full(300_000, number)])
+    number += 1
+    print(number, flush=True)
+"""
+    process = subprocess.Popen(
+        [sys.executable, "-c", script, str(path)],
+        env=python_env(),
+        stdout=subprocess.PIPE,
+    )
+    try:
+        wait_until(path.exists, "the first snapshot")
+        process.stdout.readline()
+        process.stdout.readline()
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+    header, arrays = read_snapshot(path)
+    assert (arrays[0] == header["n"]).all()
