@@ -67,7 +67,8 @@ _SHORT_LOOK_SECONDS = 0.05
 
 def session_name(cluster: Cluster) -> str:
     """What the session of a cluster's servers is called, alike in all tasks."""
-    text = json.dumps([cluster.workers, cluster.servers])
+    # In whatever order: that a server is taken for another one is found later, and said.
+    text = json.dumps([cluster.workers, sorted(cluster.servers)])
     return "servers-" + hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
@@ -127,6 +128,7 @@ class ParameterServer:
         self.desk = Desk(
             self.index, len(cluster.servers), size, settings, self._timeouts, on_table
         )
+        self._different = ""
         self._gathering = not self.desk.resumed
         self._listener = Listener.acquire(self.address, secret)
         self._watch = Watch(
@@ -228,6 +230,9 @@ class ParameterServer:
                 self._session, PURPOSE, seconds, self._stop
             ):
                 self._welcome(rank, sock, hello)
+            if self._different:
+                # Waiting wouldn't help anybody.
+                raise self._dismiss(errors.StartupError(self._different))
             for rank, (_, sock) in list(self._guests.items()):
                 if gone(sock):
                     self._guests.pop(rank)[1].close()
@@ -257,12 +262,17 @@ class ParameterServer:
             if rank not in self._guests
         }
         names = ", ".join(f"rank {r} ({self._workers[r]})" for r in reasons)
-        error = errors.StartupError(
-            f"{names} didn't come to server {self.index} ({self.address}) within "
-            f"{deadline.seconds:g} s. Are they running (look at their output first), "
-            "and can they reach this address?",
-            reasons,
+        return self._dismiss(
+            errors.StartupError(
+                f"{names} didn't come to server {self.index} ({self.address}) within "
+                f"{deadline.seconds:g} s. Are they running (look at their output first), "
+                "and can they reach this address?",
+                reasons,
+            )
         )
+
+    def _dismiss(self, error: errors.StartupError) -> errors.StartupError:
+        """Tell all who have come why the job doesn't begin."""
         for _, sock in self._guests.values():
             _refuse(sock, str(error))
         self._guests.clear()
@@ -345,6 +355,7 @@ class ParameterServer:
                 f"Received: {theirs!r}, here {mine!r}. Give all tasks the same "
                 "arguments."
             )
+            self._different = fault
         elif not isinstance(incarnation, str) or not isinstance(replicas, int):
             fault = f"A hello is damaged. Received: {hello!r}."
         else:

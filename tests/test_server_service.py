@@ -1,0 +1,176 @@
+"""Who is let in by a server, and who isn't."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import threading
+
+import numpy as np
+import pytest
+
+from groups import in_threads, nothing_stays_open, outcomes
+from kerasdist import errors
+from kerasdist.cluster.address import split_address
+from kerasdist.server import ParameterServer, ServerSettings, Variable
+from kerasdist.transport import Timeouts
+from servers import Servers, server_place, worker_place
+from workers import free_ports
+
+pytestmark = pytest.mark.timeout(60)
+SLOTS = [Variable(name="slots", shape=(4,))]
+ZEROS = [np.zeros(4, "float32")]
+
+
+def test_garbage_on_the_port_disturbs_nobody():
+    with nothing_stays_open(), Servers(2) as job:
+        stop = threading.Event()
+
+        def shout(_):
+            sent = 0
+            while not stop.is_set() or sent < 20:
+                with socket.create_connection(split_address(job.addresses[0])) as sock:
+                    sock.sendall(os.urandom(100))
+                sent += 1
+
+        def work(rank):
+            client = job.clients[rank]
+            table = client.open_table(SLOTS, ZEROS)
+            for _ in range(20):
+                table.push_pull([np.ones(4, "float32")])
+            client.communicator.barrier()
+            values = table.pull().values[0].copy()
+            stop.set()
+            return values
+
+        results = in_threads(3, lambda i: shout(i) if i == 2 else work(i))
+        assert all((values == 40).all() for values in results[:2])
+
+
+def test_another_secret_is_refused(monkeypatch):
+    monkeypatch.setenv("KERASDIST_SECRET", "one")
+    with nothing_stays_open():
+        timeouts = Timeouts(startup=2, collective=5, heartbeat=5)
+        with Servers(1, connected=False, timeouts=timeouts) as job:
+            monkeypatch.setenv("KERASDIST_SECRET", "another")
+            with pytest.raises(errors.AuthenticationError, match="KERASDIST_SECRET"):
+                job.connect(0)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (ServerSettings(mode="sync"), "'mode': 'sync'.*here.*'mode': 'async'"),
+        (
+            ServerSettings(mode="async", max_staleness=3),
+            "'max_staleness': 3.*here.*'max_staleness': None",
+        ),
+    ],
+)
+def test_a_worker_that_was_asked_for_something_else_is_refused(settings, message):
+    with nothing_stays_open(), Servers(2, connected=False) as job:
+
+        def connect(rank):
+            if rank:
+                return job.connect(rank, settings=settings)
+            return job.connect(rank)
+
+        # At once, and not when the time is over: waiting wouldn't help.
+        first, second = outcomes(2, connect, 10.0)
+        job.join(10.0)
+        for error in (first, second, job.ends[0]):
+            assert isinstance(error, errors.StartupError)
+            assert re.search(message, str(error))
+            assert "Give all tasks the same arguments" in str(error)
+
+
+def test_servers_in_another_order_are_refused():
+    """Two tasks whose clusters name the same servers in another order."""
+    timeouts = Timeouts(startup=3.0, collective=5, heartbeat=5)
+    with (
+        nothing_stays_open(),
+        Servers(1, 2, connected=False, timeouts=timeouts) as job,
+    ):
+        job.addresses.reverse()
+        with pytest.raises(errors.StartupError, match="This is server 1 of the job"):
+            job.connect(0)
+
+
+def test_a_server_that_never_comes_is_named():
+    ports = free_ports(2)
+    workers, servers = [f"127.0.0.1:{ports[0]}"], [f"127.0.0.1:{ports[1]}"]
+    from kerasdist.server import connect_servers
+
+    with (
+        nothing_stays_open(),
+        pytest.raises(
+            errors.StartupError,
+            match=rf"^Server 0 \({servers[0]}\) couldn't be reached within 0\.5 s: "
+            "connection refused",
+        ),
+    ):
+        connect_servers(
+            worker_place(workers, servers, 0),
+            ServerSettings(),
+            timeouts=Timeouts(startup=0.5),
+        )
+
+
+def test_a_port_that_is_taken_is_an_error_and_nothing_is_left():
+    with nothing_stays_open(), socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        place = server_place(["127.0.0.1:1"], [address], 0)
+        with pytest.raises(errors.AddressInUseError, match="can't listen"):
+            ParameterServer(place, ServerSettings())
+
+
+def test_addresses_of_other_machines_need_a_secret():
+    place = server_place(["10.0.0.1:1"], ["10.0.0.2:1"], 0)
+    with nothing_stays_open(), pytest.raises(errors.ClusterError, match="no secret"):
+        ParameterServer(place, ServerSettings())
+    with pytest.raises(ValueError, match="is a 'ps' task"):
+        ParameterServer(worker_place(["a:1"], ["b:1"], 0), ServerSettings())
+
+
+def test_a_server_can_be_closed_while_it_waits_and_while_it_serves():
+    with nothing_stays_open():
+        with Servers(1, connected=False) as waiting:
+            waiting.servers[0].close()
+            waiting.join()
+            assert isinstance(waiting.ends[0], errors.TransportClosed)
+        with Servers(2) as serving:
+            serving.servers[0].close()
+            for error in serving.outcomes(lambda c: c.communicator.barrier()):
+                assert isinstance(error, errors.ServerLost)
+                assert error.index == 0
+
+
+def test_it_says_where_the_bytes_are_when_a_table_is_opened():
+    with Servers(2, 2) as job:
+        variables = [Variable(name="large", shape=(1000, 30))]
+        zeros = [np.zeros((1000, 30), "float32")]
+        job.run(lambda client: client.open_table(variables, zeros))
+        assert len(job.layouts) == 2
+        assert job.layouts[0].server_bytes() == [60_000, 60_000]
+        (fingerprint,) = {layout.fingerprint for layout in job.layouts}
+        assert len(fingerprint) == 16
+    assert [job.ends[index]["requests"] for index in (0, 1)] == [2, 2]
+
+
+def test_statistics_at_the_end_have_everything():
+    with Servers(2, max_staleness=1) as job:
+
+        def work(client):
+            table = client.open_table(SLOTS, ZEROS)
+            for _ in range(5):
+                table.push_pull([np.ones(4, "float32")])
+
+        job.run(work)
+    end = job.ends[0]
+    assert [worker["state"] for worker in end["workers"]] == ["finished"] * 2
+    assert end["updates"] == 10
+    (table,) = end["tables"]
+    assert sum(sum(counts.values()) for counts in table["observed"].values()) == 10
+    assert all(int(s) <= 1 for counts in table["observed"].values() for s in counts)
+    assert [event["kind"] for event in end["events"]] == ["finished"] * 2

@@ -1,0 +1,112 @@
+"""Heartbeats between workers and servers."""
+
+from __future__ import annotations
+
+import queue
+import socket
+
+import pytest
+
+from groups import nothing_stays_open
+from kerasdist.server.watch import Watch
+from kerasdist.transport import Timeouts
+from kerasdist.transport.control import read_frame
+from kerasdist.transport.deadline import Deadline
+from kerasdist.transport.framing import FrameType, pack_header
+
+pytestmark = pytest.mark.timeout(60)
+
+
+class Ear:
+    """What a watch has told."""
+
+    def __init__(self, heartbeat=20.0, last=None):
+        self.frames = queue.SimpleQueue()
+        self.ends = queue.SimpleQueue()
+
+        def end(key, reason):
+            self.ends.put((key, reason))
+            return last
+
+        self.watch = Watch(
+            "test",
+            Timeouts(heartbeat=heartbeat),
+            lambda *frame: self.frames.put(frame),
+            end,
+        )
+
+
+@pytest.fixture
+def pair():
+    with nothing_stays_open():
+        first, second = socket.socketpair()
+        yield first, second
+        first.close()
+        second.close()
+
+
+def test_two_watches_hear_each_other(pair):
+    ears = Ear(0.5), Ear(0.5)
+    for ear, sock in zip(ears, pair, strict=True):
+        ear.watch.add("other", sock)
+    ears[0].watch.post("other", FrameType.EVENT, b"a" * 500_000)
+    ears[1].watch.post("other", FrameType.GOODBYE, b"b")
+    assert ears[1].frames.get(timeout=10) == ("other", FrameType.EVENT, b"a" * 500_000)
+    assert ears[0].frames.get(timeout=10) == ("other", FrameType.GOODBYE, b"b")
+    # They stay for longer than the heartbeat's time: nobody is lost.
+    with pytest.raises(queue.Empty):
+        ears[0].ends.get(timeout=1.2)
+    ears[0].watch.close()
+    key, reason = ears[1].ends.get(timeout=10)
+    assert (key, "connection ended" in reason) == ("other", True)
+    ears[1].watch.close()
+    ears[1].watch.close()
+
+
+def test_silence_is_a_loss_and_the_silent_one_is_told(pair):
+    ear = Ear(0.3, (FrameType.FAILURE, b"you were silent"))
+    ear.watch.add(7, pair[0])
+    key, reason = ear.ends.get(timeout=10)
+    assert key == 7
+    assert reason.startswith("nothing was heard of it for 0.")
+    kinds = []
+    while not kinds or kinds[-1] is not FrameType.FAILURE:
+        kind, payload = read_frame(pair[1], Deadline(5))
+        kinds.append(kind)
+    assert payload == b"you were silent"
+    assert set(kinds[:-1]) == {FrameType.HEARTBEAT}
+    ear.watch.close()
+
+
+@pytest.mark.parametrize(
+    "data", [b"x" * 100, pack_header(FrameType.EVENT, 1 << 40)], ids=["noise", "long"]
+)
+def test_nonsense_ends_a_connection(pair, data):
+    ear = Ear()
+    ear.watch.add(1, pair[0])
+    pair[1].sendall(data)
+    assert ear.ends.get(timeout=10)[0] == 1
+    ear.watch.close()
+
+
+def test_dropped_connections_are_not_reported(pair):
+    ear = Ear()
+    ear.watch.add(1, pair[0])
+    ear.watch.post(1, FrameType.EVENT, b"last")
+    ear.watch.drop(1)
+    ear.watch.drop(1)
+    ear.watch.post(1, FrameType.EVENT, b"to nobody")
+    ear.watch.close()
+    assert ear.ends.empty()
+    frames = []
+    with pytest.raises(EOFError):
+        while True:
+            frames.append(read_frame(pair[1], Deadline(5)))
+    assert (FrameType.EVENT, b"last") in frames
+
+
+def test_a_connection_that_comes_after_the_end_is_closed(pair):
+    ear = Ear()
+    ear.watch.close()
+    ear.watch.add(1, pair[0])
+    assert pair[0].fileno() == -1
