@@ -215,7 +215,9 @@ class Desk:
         if message.frame is not FrameType.REQUEST:
             raise errors.ProtocolError(f"A {message.frame.name} frame isn't due now.")
         if do == "meet":
-            result, ranks = self.meetings.meet(person, call, arrays, deadline)
+            result, ranks = self.meetings.meet(
+                person, call, arrays, channel.place, deadline
+            )
             with self.crew.changed:
                 clocks = self.stores.clocks_of(person.rank)
             answer = {"ranks": ranks, "clocks": clocks}

@@ -5,6 +5,12 @@
     3. server        reduces in rank order, once
     4. server -> r   the result, the same bytes for all
 
+A large all-reduce with "sync", the gradients of a step, is reduced by all threads at
+once, block by block, straight into the answers:
+
+    3. r's thread    takes the next block that nobody has taken, reduces it into r's own
+                     answer, and copies it into all others while it is in the caches
+
 Who waits here is parked in the clocks of all tables: nobody waits for its next step. A
 worker that joins later needn't come to the collectives before; what a lost worker
 brought to one that isn't finished isn't counted.
@@ -12,6 +18,7 @@ brought to one that isn't finished isn't counted.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -20,11 +27,15 @@ from kerasdist import errors
 from kerasdist.collectives.buffers import Buffers
 from kerasdist.collectives.ops import Array, reducer
 from kerasdist.server.crew import Crew, Person
-from kerasdist.server.store import Stores
+from kerasdist.server.store import Place, Stores
 from kerasdist.transport.deadline import Deadline
 from kerasdist.transport.framing import OPS, Call
 
 __all__ = ["Meetings"]
+
+# What is smaller is reduced by one thread.
+_LEAST_TOGETHER_BYTES = 256 << 10
+_BLOCK_BYTES = 256 << 10
 
 
 class _Round:
@@ -34,6 +45,9 @@ class _Round:
         self.first = first
         self.call = call
         self.brought: dict[int, Sequence[Array]] = {}
+        self.rooms: dict[int, Array] = {}
+        self.blocks = itertools.count()
+        self.done = 0
         self.busy = False
         self.result: list[Array] | None = None
         self.ranks: list[int] = []
@@ -59,7 +73,12 @@ class Meetings:
         self._buffers = Buffers()
 
     def meet(
-        self, person: Person, call: Call, arrays: Sequence[Array], deadline: Deadline
+        self,
+        person: Person,
+        call: Call,
+        arrays: Sequence[Array],
+        place: Place,
+        deadline: Deadline,
     ) -> tuple[list[Array], list[int]]:
         """Take part in a collective.
 
@@ -67,6 +86,7 @@ class Meetings:
             person: Who has come.
             call: What it believes the collective to be.
             arrays: One flat array, or none.
+            place: Makes arrays in this worker's answer.
             deadline: When to give up.
 
         Returns:
@@ -77,11 +97,23 @@ class Meetings:
             CollectiveError: The job's failure.
         """
         crew = self._crew
+        # What is never asked for again needn't be kept.
+        together = (
+            self._stores.mode == "sync"
+            and call.kind == "all_reduce"
+            and len(arrays) == 1
+            and arrays[0].nbytes >= _LEAST_TOGETHER_BYTES
+        )
+        room: list[Array] = []
+        if together:
+            room = place([(str(arrays[0].dtype.name), arrays[0].shape)])
         with crew.changed:
             round = self._enter(person, call)
             if round.result is not None:
                 return round.result, round.ranks
             round.brought[person.rank] = arrays
+            if together:
+                round.rooms[person.rank] = room[0]
             self._stores.park(person.rank)
             crew.changed.notify_all()
             while round.result is None:
@@ -90,17 +122,39 @@ class Meetings:
                 if crew.people[person.rank] is not person or person.state != "live":
                     # The thread of a lost worker: nobody hears this.
                     raise errors.TransportClosed(f"{person} was lost.")
+                if round.busy and together:
+                    break
                 if not round.busy and self._complete(round):
+                    # Now nobody can be lost from this round any more.
+                    round.ranks = sorted(round.brought)
                     round.busy = True
+                    crew.changed.notify_all()
                     break
                 if deadline.expired:
                     raise crew.fail(self._late(round, deadline))
                 crew.changed.wait(deadline.remaining())
             if round.result is not None:
                 return round.result, round.ranks
-            # Now nobody can be lost from this round any more.
-            round.ranks = sorted(round.brought)
+        if together:
+            _reduce_blocks(round, person.rank)
+            with crew.changed:
+                round.done += 1
+                if round.done == len(round.ranks):
+                    self._finish(round, [])
+                while round.result is None:
+                    if crew.failure is not None:
+                        raise crew.failure
+                    if deadline.expired:
+                        raise crew.fail(self._late(round, deadline))
+                    crew.changed.wait(deadline.remaining())
+            return room, round.ranks
         result = self._combine(round)
+        with crew.changed:
+            self._finish(round, result)
+        return result, round.ranks
+
+    def _finish(self, round: _Round, result: list[Array]) -> None:
+        crew, call = self._crew, round.call
         with crew.changed:
             round.result = result
             for rank in round.ranks:
@@ -108,9 +162,11 @@ class Meetings:
             self._stores.align(round.ranks)
             self.number = max(self.number, call.sequence)
             round.brought = {}
-            self._last, self._round = round, None
+            round.rooms = {}
+            # Only with "async" can an answer be asked for again.
+            self._last = None if self._stores.mode == "sync" else round
+            self._round = None
             crew.changed.notify_all()
-        return result, round.ranks
 
     def forget(self, rank: int) -> None:
         """A worker is lost: what it has brought isn't counted. Under `changed`."""
@@ -197,6 +253,30 @@ class Meetings:
             for values in inputs[2:]:
                 combine(out, values, out=out)
         return [out]
+
+
+def _reduce_blocks(round: _Round, rank: int) -> None:
+    """Reduce the blocks that no other thread has taken into all answers."""
+    # Copies: whoever is last clears them when all are done.
+    inputs = [round.brought[r][0] for r in round.ranks]
+    mine = round.rooms[rank]
+    others = [round.rooms[r] for r in round.ranks if r != rank]
+    combine = reducer(round.call.op)
+    step = _BLOCK_BYTES // mine.itemsize
+    with np.errstate(all="ignore"):
+        for start in (next(round.blocks) * step for _ in itertools.count()):
+            if start >= mine.size:
+                return
+            block = slice(start, start + step)
+            out = mine[block]
+            if len(inputs) == 1:
+                np.copyto(out, inputs[0][block])
+                continue
+            combine(inputs[0][block], inputs[1][block], out=out)
+            for values in inputs[2:]:
+                combine(out, values[block], out=out)
+            for other in others:
+                np.copyto(other[block], out)
 
 
 def _mismatch(round: _Round, person: Person, call: Call) -> errors.CollectiveMismatch:

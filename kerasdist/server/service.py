@@ -67,7 +67,7 @@ _SHORT_LOOK_SECONDS = 0.05
 
 def session_name(cluster: Cluster) -> str:
     """What the session of a cluster's servers is called, alike in all tasks."""
-    # In whatever order: that a server is taken for another one is found later, and said.
+    # In any order: that a server is taken for another one is found later, and said.
     text = json.dumps([cluster.workers, sorted(cluster.servers)])
     return "servers-" + hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -265,8 +265,8 @@ class ParameterServer:
         return self._dismiss(
             errors.StartupError(
                 f"{names} didn't come to server {self.index} ({self.address}) within "
-                f"{deadline.seconds:g} s. Are they running (look at their output first), "
-                "and can they reach this address?",
+                f"{deadline.seconds:g} s. Are they running (look at their output "
+                "first), and can they reach this address?",
                 reasons,
             )
         )

@@ -36,7 +36,7 @@ from kerasdist.server.settings import ServerSettings
 from kerasdist.server.table import Table
 from kerasdist.transport.deadline import Deadline
 
-__all__ = ["Store", "Stores"]
+__all__ = ["Place", "Store", "Stores"]
 
 # Makes arrays in the next answer.
 Place = Callable[[Sequence[Spec]], list[Array]]
