@@ -71,6 +71,7 @@ class ServerClient(Job):
         settings: ServerSettings,
         timeouts: Timeouts,
         on_event: Callable[[Event], None] | None = None,
+        on_failure: Callable[[errors.CollectiveError], None] | None = None,
     ) -> None:
         self.cluster = cluster
         self.settings = settings
@@ -83,6 +84,7 @@ class ServerClient(Job):
         addresses = cluster.workers or ("this process",)
         self.peers = tuple(Peer(r, address) for r, address in enumerate(addresses))
         self._on_event = on_event
+        self._on_failure = on_failure
         self._changed = threading.Condition()
         self._failure: errors.CollectiveError | None = None
         self._closed = False
@@ -223,12 +225,12 @@ class ServerClient(Job):
         first: BaseException | None = None
         try:
             answers[asked[0]] = ask(asked[0])
-        except errors.KerasDistError as error:
+        except Exception as error:
             first = error
         for index, future in futures.items():
             try:
                 answers[index] = future.result()
-            except errors.KerasDistError as error:
+            except Exception as error:
                 first = first or error
         if first is not None:
             raise first
@@ -311,6 +313,8 @@ class ServerClient(Job):
         for link in self._links:
             link.leave(farewell)
             link.abort()
+        if self._on_failure is not None:
+            self._on_failure(error)
         return error
 
     # The end.
@@ -381,6 +385,7 @@ def connect_servers(
     replicas: int = 1,
     transport: str = "auto",
     on_event: Callable[[Event], None] | None = None,
+    on_failure: Callable[[errors.CollectiveError], None] | None = None,
     on_table: Callable[[Layout], None] | None = None,
     host: str | None = None,
 ) -> ServerClient:
@@ -395,6 +400,8 @@ def connect_servers(
         transport: "auto": shared memory with servers on the same host, else TCP; or
             "tcp".
         on_event: Called with each `Event` of another worker, from a thread.
+        on_failure: Called once with the first failure, from whichever thread sees it:
+            for instance to tell a launcher.
         on_table: As for `ParameterServer`; for a server in this process.
         host: Overrides `host_key()`, for tests.
 
@@ -424,7 +431,7 @@ def connect_servers(
             "cluster without 'ps' tasks. Name at least one under 'ps'."
         )
     timeouts = timeouts or Timeouts()
-    client = ServerClient(cluster, settings, timeouts, on_event)
+    client = ServerClient(cluster, settings, timeouts, on_event, on_failure)
     address = client.peers[client.rank].address
     person = Person(client.rank, address, secrets.token_hex(8), replicas, "live")
     if not cluster.servers:

@@ -215,9 +215,8 @@ class Desk:
         if message.frame is not FrameType.REQUEST:
             raise errors.ProtocolError(f"A {message.frame.name} frame isn't due now.")
         if do == "meet":
-            result, ranks = self.meetings.meet(
-                person, call, arrays, channel.place, deadline
-            )
+            place = channel.place if channel.kind == "shared_memory" else None
+            result, ranks = self.meetings.meet(person, call, arrays, place, deadline)
             with self.crew.changed:
                 clocks = self.stores.clocks_of(person.rank)
             answer = {"ranks": ranks, "clocks": clocks}
@@ -230,7 +229,7 @@ class Desk:
                 person, number, meta.get("variables"), arrays, deadline
             )
             if self.keeper is not None:
-                self.keeper.nudge()
+                self.keeper.nudge(new_table=True)
         elif do == "push":
             answer, parts = self.stores.push(
                 person,

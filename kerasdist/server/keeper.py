@@ -152,9 +152,9 @@ class Keeper:
         )
         self._thread.start()
 
-    def nudge(self) -> None:
+    def nudge(self, *, new_table: bool = False) -> None:
         """Something has changed: is a snapshot due?"""
-        if self._settings.snapshot_updates is None and self.written:
+        if self._settings.snapshot_updates is None and not new_table:
             return
         with self._changed:
             self._nudged = True

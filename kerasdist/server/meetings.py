@@ -8,8 +8,11 @@
 A large all-reduce with "sync", the gradients of a step, is reduced by all threads at
 once, block by block, straight into the answers:
 
-    3. r's thread    takes the next block that nobody has taken, reduces it into r's own
+    3. r's thread    takes the next block that nobody has taken, reduces it into one
                      answer, and copies it into all others while it is in the caches
+
+An answer in shared memory is one worker's; those who are answered through a socket are
+sent the same one.
 
 Who waits here is parked in the clocks of all tables: nobody waits for its next step. A
 worker that joins later needn't come to the collectives before; what a lost worker
@@ -46,6 +49,7 @@ class _Round:
         self.call = call
         self.brought: dict[int, Sequence[Array]] = {}
         self.rooms: dict[int, Array] = {}
+        self.common: Array | None = None
         self.blocks = itertools.count()
         self.done = 0
         self.busy = False
@@ -77,7 +81,7 @@ class Meetings:
         person: Person,
         call: Call,
         arrays: Sequence[Array],
-        place: Place,
+        place: Place | None,
         deadline: Deadline,
     ) -> tuple[list[Array], list[int]]:
         """Take part in a collective.
@@ -86,7 +90,8 @@ class Meetings:
             person: Who has come.
             call: What it believes the collective to be.
             arrays: One flat array, or none.
-            place: Makes arrays in this worker's answer.
+            place: Makes arrays in this worker's answer; None if what others are
+                answered will do.
             deadline: When to give up.
 
         Returns:
@@ -105,14 +110,14 @@ class Meetings:
             and arrays[0].nbytes >= _LEAST_TOGETHER_BYTES
         )
         room: list[Array] = []
-        if together:
+        if together and place is not None:
             room = place([(str(arrays[0].dtype.name), arrays[0].shape)])
         with crew.changed:
             round = self._enter(person, call)
             if round.result is not None:
                 return round.result, round.ranks
             round.brought[person.rank] = arrays
-            if together:
+            if room:
                 round.rooms[person.rank] = room[0]
             self._stores.park(person.rank)
             crew.changed.notify_all()
@@ -128,6 +133,10 @@ class Meetings:
                     # Now nobody can be lost from this round any more.
                     round.ranks = sorted(round.brought)
                     round.busy = True
+                    if together and len(round.rooms) < len(round.ranks):
+                        round.common = self._buffers.empty(
+                            arrays[0].size, arrays[0].dtype
+                        )
                     crew.changed.notify_all()
                     break
                 if deadline.expired:
@@ -136,7 +145,7 @@ class Meetings:
             if round.result is not None:
                 return round.result, round.ranks
         if together:
-            _reduce_blocks(round, person.rank)
+            _reduce_blocks(round)
             with crew.changed:
                 round.done += 1
                 if round.done == len(round.ranks):
@@ -147,6 +156,8 @@ class Meetings:
                     if deadline.expired:
                         raise crew.fail(self._late(round, deadline))
                     crew.changed.wait(deadline.remaining())
+            if not room and round.common is not None:
+                room = [round.common]
             return room, round.ranks
         result = self._combine(round)
         with crew.changed:
@@ -255,12 +266,13 @@ class Meetings:
         return [out]
 
 
-def _reduce_blocks(round: _Round, rank: int) -> None:
+def _reduce_blocks(round: _Round) -> None:
     """Reduce the blocks that no other thread has taken into all answers."""
-    # Copies: whoever is last clears them when all are done.
     inputs = [round.brought[r][0] for r in round.ranks]
-    mine = round.rooms[rank]
-    others = [round.rooms[r] for r in round.ranks if r != rank]
+    outs = [round.rooms[r] for r in round.ranks if r in round.rooms]
+    if round.common is not None:
+        outs.append(round.common)
+    mine, others = outs[0], outs[1:]
     combine = reducer(round.call.op)
     step = _BLOCK_BYTES // mine.itemsize
     with np.errstate(all="ignore"):
@@ -271,8 +283,8 @@ def _reduce_blocks(round: _Round, rank: int) -> None:
             out = mine[block]
             if len(inputs) == 1:
                 np.copyto(out, inputs[0][block])
-                continue
-            combine(inputs[0][block], inputs[1][block], out=out)
+            else:
+                combine(inputs[0][block], inputs[1][block], out=out)
             for values in inputs[2:]:
                 combine(out, values[block], out=out)
             for other in others:

@@ -301,6 +301,8 @@ class ParameterServer:
                 refusal = f"The job has failed: {crew.failure}"
             elif resume and not returns:
                 refusal = self._no_snapshot()
+                if known.incarnation == person.incarnation:
+                    refusal = f"{person} was taken for lost, and came back too late"
             elif not returns and self._settings.mode == "sync":
                 refusal = (
                     f"{person} came after the start, and nobody can join a job with "
