@@ -349,6 +349,18 @@ def test_a_wait_for_slower_workers_ends_when_the_client_is_closed():
         in_threads(2, lambda i: (wait, close)[i](i))
 
 
+def test_the_first_failure_is_told_once():
+    told = []
+    with Servers(2, mode="sync", connected=False) as job:
+        job.clients = in_threads(2, lambda r: job.connect(r, on_failure=told.append))
+        job.clients[1].close(RuntimeError("out of paper"))
+        for _ in range(2):
+            with pytest.raises(errors.WorkerLost, match="out of paper"):
+                job.clients[0].communicator.barrier()
+        assert [error.rank for error in told] == [1]
+        assert job.clients[0].failure is told[0]
+
+
 def test_wrong_calls():
     settings = ServerSettings()
     several = Cluster(rank=0, size=2, workers=("a:1", "b:1"))

@@ -73,6 +73,33 @@ def test_workers_go_on_with_a_server_that_was_killed(tmp_path, servers, stalenes
         assert list(tmp_path.iterdir()) == []
 
 
+def test_a_collective_that_was_under_way_is_done_by_the_restarted_server(tmp_path):
+    """One worker waits in it, the other is busy and comes back by itself."""
+    work = """
+    def work(client, table):
+        steps(table, 5)
+        say("GOING")
+        if client.rank == 1:
+            while client.generation(0) == 0:
+                time.sleep(0.01)
+        (total,) = client.communicator.all_reduce([np.full(3, client.rank + 1.0)])
+        client.communicator.barrier()
+        steps(table, 5)
+        return [total.tolist(), table.clock]
+    """
+    with ServerProcesses(
+        work, 2, snapshot_dir=str(tmp_path), snapshot_updates=1, max_staleness=1
+    ) as job:
+        for rank in range(2):
+            job.wait_for_line(rank, "GOING")
+        job.kill(2)
+        job.wait_one(2, 10)
+        job.start_again(2)
+        for rank in range(2):
+            assert job.wait_one(rank, 30).result == ["ok", [[3.0] * 3, 10]]
+        assert job.wait_one(2, 20).result[0] == "ok"
+
+
 def test_without_a_snapshot_a_server_that_comes_back_is_refused(tmp_path):
     with ServerProcesses(
         WORK, 2, snapshot_dir=str(tmp_path), timeouts={"heartbeat": 3.0}
