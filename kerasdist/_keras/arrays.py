@@ -37,10 +37,18 @@ class ArrayData:
         self.shuffle: bool | str = adapter._shuffle
         self._inputs = adapter._inputs
 
-    def take(self, indices: Any) -> Any:
-        """Return a dataset of batches from a dataset of index vectors.
+    def take(
+        self,
+        parts: Any,
+        rows: Callable[[Any], Any],
+        finish: Callable[[Any, Any], Any],
+    ) -> Any:
+        """Return a dataset of batches. Only their rows are read.
 
-        Only the rows named are read.
+        Args:
+            parts: A dataset of numbers, one for each batch.
+            rows: Returns a batch's index vector, given its number.
+            finish: Makes the dataset's element from the batch and its number.
         """
         inputs = tree.lists_to_tuples(
             array_slicing.convert_to_sliceable(
@@ -48,19 +56,23 @@ class ArrayData:
             )
         )
 
-        def gather(rows: Any, data: Any) -> Any:
+        def gather(part: Any, data: Any) -> Any:
+            chosen = rows(part)
+
             def one(array: Any) -> Any:
                 if isinstance(array, array_slicing.TensorflowSparseWrapper):
-                    return array_slicing.slice_tensorflow_sparse_wrapper(array, rows)
+                    return array_slicing.slice_tensorflow_sparse_wrapper(array, chosen)
                 if isinstance(array, (list, tuple, dict)):
                     return None
-                return tf.gather(array, rows, axis=0) if tf.is_tensor(array) else array
+                if not tf.is_tensor(array):
+                    return array
+                return tf.gather(array, chosen, axis=0)
 
-            return tree.traverse(one, data)
+            return finish(tree.traverse(one, data), part)
 
         whole = tf.data.Dataset.from_tensors(inputs).repeat()
         return (
-            tf.data.Dataset.zip((indices, whole))
+            tf.data.Dataset.zip((parts, whole))
             .map(gather, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
             .prefetch(tf.data.AUTOTUNE)
         )

@@ -273,46 +273,39 @@ class _Epochs:
         self._epoch = 0
         self._first, self._local, self._replicas = extended.places
         batches = -(-data.samples // data.batch_size)
-        parts = batches * self._local
+        # Of this epoch: its samples, and the bounds between parts.
+        self._samples = self._bounds = np.zeros(0, np.int64)
 
-        def order(_: Any) -> Any:
-            samples, bounds = tf.numpy_function(
-                self._own_rows, [], [tf.int64, tf.int64]
-            )
-            return tf.ensure_shape(samples, [None]), tf.ensure_shape(
-                bounds, [parts + 1]
-            )
+        def rows(part: Any) -> Any:
+            chosen = tf.numpy_function(self._rows_of, [part], tf.int64)
+            return tf.ensure_shape(chosen, [None])
 
-        def cut(samples: Any, bounds: Any) -> Any:
-            return tf.data.Dataset.range(parts).map(
-                lambda i: samples[bounds[i] : bounds[i + 1]]
-            )
+        # Inside a worker nobody has to be asked for the rows of the global batch.
+        alone = extended.job.communicator.size == 1
 
-        # A large order takes a while: it is made before the epoch needs it.
-        indices = tf.data.Dataset.range(1).map(order).prefetch(1).flat_map(cut)
-        dataset = data.take(indices)
-        if extended.job.communicator.size > 1:
-            # Inside a worker nobody has to be asked.
-            def rows(part: Any) -> Any:
-                begin = part // self._local * data.batch_size
-                return tf.minimum(data.samples - begin, data.batch_size)
+        def finish(batch: Any, part: Any) -> Any:
+            begin = part // self._local * data.batch_size
+            total = tf.minimum(data.samples - begin, data.batch_size)
+            return batch if alone else with_total(batch, total)
 
-            totals = tf.data.Dataset.range(parts).map(rows)
-            dataset = tf.data.Dataset.zip((dataset, totals)).map(with_total)
-        self._dataset = extended.distribute_parts(dataset)
+        # As few stages as can be: each epoch makes them all again.
+        parts = tf.data.Dataset.range(batches * self._local)
+        self._dataset = extended.distribute_parts(data.take(parts, rows, finish))
 
     def __iter__(self) -> Iterator[Any]:
-        self._epoch += 1
-        return iter(self._dataset)
-
-    def _own_rows(self) -> Any:
         data = self._data
+        self._epoch += 1
         order = epoch_order(
             data.samples, data.batch_size, data.shuffle, self._seed, self._epoch
         )
-        return own_rows(
+        # Keras drops an epoch's iterator before it makes the next one.
+        self._samples, self._bounds = own_rows(
             order, data.batch_size, self._first, self._local, self._replicas
         )
+        return iter(self._dataset)
+
+    def _rows_of(self, part: Any) -> Any:
+        return self._samples[self._bounds[part] : self._bounds[part + 1]]
 
 
 def _known_of(dataset: Any, length: int | None) -> Given:
