@@ -71,10 +71,15 @@ class ArrayData:
             return finish(tree.traverse(one, data), part)
 
         whole = tf.data.Dataset.from_tensors(inputs).repeat()
+        # TensorFlow's optimizations of a pipeline write it down, with all the data in
+        # it, and read it again: in each epoch. Keras does without them too.
+        options = tf.data.Options()
+        options.experimental_optimization.apply_default_optimizations = False
         return (
             tf.data.Dataset.zip((parts, whole))
             .map(gather, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
             .prefetch(tf.data.AUTOTUNE)
+            .with_options(options)
         )
 
 

@@ -86,10 +86,7 @@ def check_state(
     if communicator.size == 1:
         return
     strategy = extended._container_strategy()
-    digests = [
-        hashlib.sha256(_contents(strategy, variable)).digest()
-        for _, variable in variables
-    ]
+    digests = [_digest(strategy, variable) for _, variable in variables]
     contents = hashlib.sha256()
     for _, part in parts:
         for copy in strategy.experimental_local_results(part):
@@ -127,10 +124,16 @@ def check_state(
     )
 
 
-def _contents(strategy: Any, variable: Any) -> bytes:
-    """The bytes of a variable's value on this worker, with its shape and dtype."""
+def _digest(strategy: Any, variable: Any) -> bytes:
+    """A hash of a variable's value on this worker, with its shape and dtype."""
     value = np.asarray(strategy.experimental_local_results(variable)[0])
-    return f"{value.shape}{value.dtype}".encode() + value.tobytes()
+    digest = hashlib.sha256(f"{value.shape}{value.dtype}".encode())
+    # Without a copy of the bytes: embeddings may be large.
+    if value.dtype.kind in "OSU":
+        digest.update(value.tobytes())
+    else:
+        digest.update(np.ascontiguousarray(value).reshape(-1).view(np.uint8).data)
+    return digest.digest()
 
 
 def _take_chiefs(
