@@ -7,7 +7,8 @@
 #   make soak     the tests that run for minutes
 #   make test-versions  the suite with the oldest and the newest TensorFlow and
 #                 Keras: two more environments, not a part of `make test`
-#   make bench-all-reduce, bench-fit, bench-wire, bench-growth, bench-memory-startup
+#   make bench-all-reduce, bench-fit, bench-overlap, bench-wire, bench-growth,
+#   bench-memory-startup
 #                 measure one claim: see the folder in benchmarks/
 #   make wheel    sdist and wheel in dist/
 #   make clean    remove everything that was made
@@ -27,7 +28,8 @@ BIN := $(VENV)/bin
 PACKAGING := setup.py pyproject.toml kerasdist/_version.py Makefile
 
 .PHONY: demo test pytest lint types soak wheel clean
-.PHONY: bench-all-reduce bench-fit bench-wire bench-growth bench-memory-startup
+.PHONY: bench-all-reduce bench-fit bench-overlap bench-wire bench-growth
+.PHONY: bench-memory-startup
 .PHONY: test-versions test-oldest test-newest
 .DEFAULT_GOAL := test
 
@@ -70,6 +72,9 @@ bench-fit: $(VENV)/.bench .venv-legacy/.created
 	  $(if $(JEMALLOC),--jemalloc $(JEMALLOC))
 
 # As root: it makes hosts out of network namespaces.
+bench-overlap: $(VENV)/.bench
+	$(BIN)/python benchmarks/overlap/run.py
+
 bench-wire: $(VENV)/.bench
 	$(BIN)/python benchmarks/wire/run.py
 

@@ -60,3 +60,11 @@ def test_fit(tmp_path):
     results = run("fit", tmp_path, "--models", "cnn", "--columns", *names)
     assert list(results["cnn"]) == names
     assert [len(turn) for turn in results["cnn"]["two workers"]] == [2, 2]
+
+
+@pytest.mark.netns
+def test_overlap(tmp_path):
+    results = run("overlap", tmp_path)
+    assert len(results["rows"]) == 4
+    kinds = {kind for kind, _, _ in results["trace"]}
+    assert kinds == {"forward pass", "backward pass", "all-reduce"}
