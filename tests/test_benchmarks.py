@@ -65,6 +65,6 @@ def test_fit(tmp_path):
 @pytest.mark.netns
 def test_overlap(tmp_path):
     results = run("overlap", tmp_path)
-    assert len(results["rows"]) == 4
+    assert len(results["rows"]) == 2
     kinds = {kind for kind, _, _ in results["trace"]}
     assert kinds == {"forward pass", "backward pass", "all-reduce"}
