@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
+import signal
 import sys
 import threading
 import time
@@ -36,6 +37,14 @@ def pytest_configure(config: pytest.Config) -> None:
         libc = ctypes.CDLL(None, use_errno=True)
         if libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
             raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
+    # Where the suite runs in the background (`&`, nohup) these are ignored, and
+    # would be in every process that a test starts.
+    for number in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):
+        if signal.getsignal(number) is signal.SIG_IGN:
+            default = signal.SIG_DFL
+            if number == signal.SIGINT:
+                default = signal.default_int_handler
+            signal.signal(number, default)
 
 
 def pytest_sessionfinish() -> None:
