@@ -301,6 +301,10 @@ class ServerClient(Job):
 
         Safe from any thread.
         """
+        if isinstance(error, errors.WorkerLost) and self.settings.mode == "sync":
+            # A server that has summed nothing doesn't know the step.
+            step = max(error.step, self.step)
+            error = errors.WorkerLost(error.rank, error.host, step, error.reason)
         with self._changed:
             if self._failure is not None:
                 return self._failure

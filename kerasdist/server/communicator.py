@@ -35,7 +35,6 @@ __all__ = ["ServerCommunicator"]
 
 # What is smaller is summed by one server.
 _LEAST_SPREAD_BYTES = 64 << 10
-_META = {"do": "meet"}
 
 
 class ServerCommunicator(Communicator):
@@ -73,7 +72,7 @@ class ServerCommunicator(Communicator):
             self._user_call([(name, shape[1:])]) as detail,
             self._calling("all_gather", "none", name, 0, detail) as (call, _),
         ):
-            arrays = self._meet(call, lambda channel: [mine], {})
+            arrays = self._meet(call, lambda channel: [mine])
             results = [np.empty((0, *shape[1:]), mine.dtype)] * self.size
             for rank, found in zip(self.ranks, arrays, strict=True):
                 results[rank] = found.copy()
@@ -98,12 +97,14 @@ class ServerCommunicator(Communicator):
         if not spread:
             chunks[1:] = []
 
+        meta = self._meta()
+
         def build(part: slice) -> Any:
             def make(channel: Channel) -> Message:
                 size = part.stop - part.start
                 room = channel.place([(str(dtype.name), (size,))])
                 source.copy_to(room[0], part.start, part.stop)
-                return Message(FrameType.REQUEST, call, _META, room)
+                return Message(FrameType.REQUEST, call, meta, room)
 
             return make
 
@@ -120,7 +121,7 @@ class ServerCommunicator(Communicator):
     def _gather(self, views: list[memoryview], call: Call, deadline: Deadline) -> None:
         mine = np.frombuffer(views[self.rank], np.uint8)
         for rank, found in zip(
-            self.ranks, self._meet(call, lambda channel: [mine], {}), strict=True
+            self.ranks, self._meet(call, lambda channel: [mine]), strict=True
         ):
             if rank != self.rank:
                 views[rank][:] = found.data
@@ -129,7 +130,7 @@ class ServerCommunicator(Communicator):
         self, view: memoryview, root: int, call: Call, deadline: Deadline
     ) -> None:
         mine = np.frombuffer(view, np.uint8)
-        arrays = self._meet(call, lambda c: [mine] if self.rank == root else [], {})
+        arrays = self._meet(call, lambda c: [mine] if self.rank == root else [])
         if not arrays:
             peer = self.peers[root]
             raise errors.WorkerLost(
@@ -142,13 +143,14 @@ class ServerCommunicator(Communicator):
             view[:] = arrays[0].data
 
     def _barrier(self, call: Call, deadline: Deadline) -> None:
-        self._meet(call, lambda channel: [], {})
+        self._meet(call, lambda channel: [])
 
-    def _meet(self, call: Call, parts: Any, meta: dict[str, Any]) -> list[Array]:
+    def _meet(self, call: Call, parts: Any) -> list[Array]:
         """Take part with what goes to server 0; return its result."""
+        asked = self._meta()
 
         def make(channel: Channel) -> Message:
-            return Message(FrameType.REQUEST, call, {**_META, **meta}, parts(channel))
+            return Message(FrameType.REQUEST, call, asked, parts(channel))
 
         with self._client.calling(str(call)):
             answers = self._client.request_all([make, *self._rest(1, call)])
@@ -162,7 +164,11 @@ class ServerCommunicator(Communicator):
             return [None] * count
         # A call without buffers of its own: they only have to know who waits.
         told = Call(call.sequence, "barrier", detail=zlib.crc32(str(call).encode()))
-        return [lambda _: Message(FrameType.REQUEST, told, _META, ())] * count
+        meta = self._meta()
+        return [lambda _: Message(FrameType.REQUEST, told, meta, ())] * count
+
+    def _meta(self) -> dict[str, Any]:
+        return {"do": "meet", "step": self.step}
 
     def _note(self, call: Call, answers: list[Message]) -> None:
         self.ranks = tuple(int(rank) for rank in answers[0].meta["ranks"])

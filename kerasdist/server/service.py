@@ -122,6 +122,7 @@ class ParameterServer:
         self._guests: dict[int, tuple[Person, socket.socket]] = {}
         self._serving: dict[str, tuple[SocketChannel, threading.Thread]] = {}
         self._lock = threading.Lock()
+        self._bytes_received = self._bytes_sent = 0
         self._closed = False
         secret = job_secret((*cluster.workers, *cluster.servers), os.environ)
         size = len(cluster.workers)
@@ -144,7 +145,8 @@ class ParameterServer:
         """Serve until every worker has finished or is lost; then close.
 
         Returns:
-            `Desk.stats` at the end.
+            `Desk.stats` at the end, and "bytes_received" and "bytes_sent": of all
+            workers' requests and of the answers.
 
         Raises:
             StartupError: Workers didn't come; the others have been told.
@@ -152,9 +154,15 @@ class ParameterServer:
         """
         try:
             self._serve()
-            return self.desk.stats()
+            stats = self.desk.stats()
         finally:
             self.close()
+        with self._lock:
+            return {
+                **stats,
+                "bytes_received": self._bytes_received,
+                "bytes_sent": self._bytes_sent,
+            }
 
     def _serve(self) -> None:
         crew = self.desk.crew
@@ -415,6 +423,9 @@ class ParameterServer:
             seen = self.desk.attend(person, channel)
         finally:
             channel.close()
+            with self._lock:
+                self._bytes_received += channel.bytes_received
+                self._bytes_sent += channel.bytes_sent
         with crew.changed:
             # Did it say goodbye, has it died? The control connection knows better.
             crew.changed.wait_for(
