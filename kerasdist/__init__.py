@@ -2,7 +2,7 @@
 
     import kerasdist
 
-    strategy = kerasdist.RingStrategy()
+    strategy = kerasdist.RingStrategy()      # or ParameterServerStrategy()
     with strategy.scope():
         model = build_model()
         model.compile("adam", "sparse_categorical_crossentropy")
@@ -29,17 +29,22 @@ from kerasdist._version import __version__
 from kerasdist.errors import KerasDistError, WorkerLost
 
 if TYPE_CHECKING:
+    from kerasdist.strategies.parameter_server import ParameterServerStrategy
     from kerasdist.strategies.ring import RingStrategy
 
 __all__ = [
     "KerasDistError",
+    "ParameterServerStrategy",
     "RingStrategy",
     "WorkerLost",
     "__version__",
     "errors",
 ]
 
-_LAZY = {"RingStrategy": "kerasdist.strategies.ring"}
+_LAZY = {
+    "ParameterServerStrategy": "kerasdist.strategies.parameter_server",
+    "RingStrategy": "kerasdist.strategies.ring",
+}
 
 
 def __getattr__(name: str) -> Any:

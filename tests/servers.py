@@ -247,26 +247,19 @@ class ServerProcesses(Workers):
         deadline: float = 60.0,
         **settings: Any,
     ) -> None:
-        def env(task: int) -> dict[str, str]:
-            cluster = {
-                "worker": self.addresses[:workers],
-                "ps": self.addresses[workers:],
-            }
-            kind = "worker" if task < workers else "ps"
-            place = {"type": kind, "index": task if task < workers else task - workers}
-            limits = {"startup": 20.0, "collective": 20.0, "heartbeat": 10.0}
-            options = {
-                "settings": {"mode": "async", **settings},
-                "timeouts": {**limits, **(timeouts or {})},
-            }
-            return {
-                "TF_CONFIG": json.dumps({"cluster": cluster, "task": place}),
-                "OPTIONS": json.dumps(options),
-            }
-
+        limits = {"startup": 20.0, "collective": 20.0, "heartbeat": 10.0}
+        options = {
+            "settings": {"mode": "async", **settings},
+            "timeouts": {**limits, **(timeouts or {})},
+        }
         script = _SCRIPT % textwrap.dedent(work)
         super().__init__(
-            script, workers + servers, env=env, deadline=deadline, handover=False
+            script,
+            workers,
+            servers=servers,
+            env={"OPTIONS": json.dumps(options)},
+            deadline=deadline,
+            handover=False,
         )
 
     def start_again(self, task: int) -> None:

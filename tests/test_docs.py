@@ -241,10 +241,10 @@ def test_the_message_of_a_lost_worker():
     assert shown == str(errors.WorkerLost(int(rank), host, int(step), reason))
 
 
-def settings() -> str:
-    """README's TF_CONFIG."""
-    (text,) = re.findall(r"^export TF_CONFIG='(.*?)'$", README, re.M | re.S)
-    return text
+def settings(number: int = 0) -> str:
+    """README's first TF_CONFIG, of workers, or its second one, with servers."""
+    first, second = re.findall(r"^export TF_CONFIG='(.*?)'$", README, re.M | re.S)
+    return (first, second)[number]
 
 
 def test_tf_config_is_accepted():
@@ -254,6 +254,14 @@ def test_tf_config_is_accepted():
         place = resolve(environ={"TF_CONFIG": text})
         places.append((place.rank, place.size, place.address))
     assert places == [(0, 2, "10.0.0.1:12345"), (1, 2, "10.0.0.2:12345")]
+
+
+def test_tf_config_with_servers_is_accepted():
+    server = resolve(environ={"TF_CONFIG": settings(1)})
+    assert (server.rank, server.address) == (None, "10.0.0.3:12345")
+    text = settings(1).replace('"ps", "index": 0', '"worker", "index": 1')
+    worker = resolve(environ={"TF_CONFIG": text})
+    assert (worker.rank, worker.size, worker.servers) == (1, 2, ("10.0.0.3:12345",))
 
 
 def test_the_message_of_wrong_settings():

@@ -1,7 +1,8 @@
 """N workers equal one process: the numeric contract.
 
-Each layout (workers x devices) runs cases of `cases` in one job, or two; the numbers of
-one plain process are the reference. On all ranks the numbers must be the same bits.
+Each layout (workers x devices, with parameter servers or without) runs cases of `cases`
+in one job, or two; the numbers of one plain process are the reference. On all ranks the
+numbers must be the same bits.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ if os.environ.get("PLAIN"):
     rank, scope = 0, contextlib.nullcontext
 else:
     import kerasdist
-    strategy = kerasdist.RingStrategy(
-        [f"CPU:{i}" for i in range(devices)], timeout=100
+    strategy = getattr(kerasdist, os.environ["STRATEGY"])(
+        devices=[f"CPU:{i}" for i in range(devices)], timeout=100
     )
     rank, scope = strategy.rank, strategy.scope
 collected = {}
@@ -109,42 +110,51 @@ THIRDS = [tuple(list(CASES)[i::3]) for i in range(3)]
 
 def layouts() -> list[object]:
     made: list[object] = []
-    for workers, devices, core in [
-        (1, 2, False),
-        (2, 1, False),
-        (1, 1, True),
-        (3, 1, True),
-        (4, 1, True),
-        (2, 2, True),
+    for workers, devices, servers, core in [
+        (1, 2, 0, False),
+        (2, 1, 0, False),
+        (1, 1, 0, True),
+        (3, 1, 0, True),
+        (4, 1, 0, True),
+        (2, 2, 0, True),
+        (2, 1, 2, True),
     ]:
-        name = f"{workers}x{devices}"
+        name = f"{workers}x{devices}" + (f"-servers{servers}" if servers else "")
         if core:
-            made.append(pytest.param(workers, devices, CORE, id=f"{name}-core"))
+            layout = workers, devices, servers, CORE
+            made.append(pytest.param(*layout, id=f"{name}-core"))
         for i, cases in enumerate(THIRDS):
             marks = [pytest.mark.soak] if core else []
-            made.append(
-                pytest.param(workers, devices, cases, id=f"{name}-{i}", marks=marks)
-            )
+            layout = workers, devices, servers, cases
+            made.append(pytest.param(*layout, id=f"{name}-{i}", marks=marks))
     return made
 
 
-@pytest.mark.parametrize(("workers", "devices", "cases"), layouts())
-def test_workers_equal_one_process(workers, devices, cases, tmp_path):
+@pytest.mark.parametrize(("workers", "devices", "servers", "cases"), layouts())
+def test_workers_equal_one_process(workers, devices, servers, cases, tmp_path):
     # One worker would leave cores idle.
     parts = [cases[::2], cases[1::2]] if workers == 1 else [cases]
     paths = [tmp_path / f"numbers-{i}" for i in range(len(parts))]
-    env = {"TESTS": TESTS, "DEVICES": str(devices)}
+    strategy = "ParameterServerStrategy" if servers else "RingStrategy"
+    env = {"TESTS": TESTS, "DEVICES": str(devices), "STRATEGY": strategy}
     ours: Numbers = {}
     with contextlib.ExitStack() as stack:
         wait_for_reference = stack.enter_context(reference(cases, tmp_path))
         jobs = [
             stack.enter_context(
-                Workers(RUN, workers, args=[str(path), *part], env=env, deadline=300)
+                Workers(
+                    RUN,
+                    workers,
+                    servers=servers,
+                    args=[str(path), *part],
+                    env=env,
+                    deadline=300,
+                )
             )
             for path, part in zip(paths, parts, strict=True)
         ]
         for job, path in zip(jobs, paths, strict=True):
-            first, *others = job.succeed()
+            first, *others = job.succeed()[:workers]
             for other in others:
                 assert other.results == first.results, "the ranks' numbers differ"
             ours |= pickle.loads(path.read_bytes())

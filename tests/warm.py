@@ -52,7 +52,7 @@ _IMPORT_TIME = re.compile(
 
 def imports_tensorflow(script: str) -> bool:
     """Whether a script, given as its text, imports TensorFlow or Keras."""
-    return bool(re.search(r"\b(tensorflow|keras|RingStrategy)\b", script))
+    return bool(re.search(r"\b(tensorflow|keras|\w+Strategy)\b", script))
 
 
 class Forked:

@@ -229,7 +229,7 @@ def _tagged(value: str) -> Iterable[psutil.Process]:
 
 
 class Workers:
-    """A job of `size` worker processes. Use it in a `with` statement.
+    """A job of `size` worker processes, or more. Use it in a `with` statement.
 
     Args:
         script: Source text of the workers' script (dedented), or its path.
@@ -248,6 +248,8 @@ class Workers:
         prefix: From a rank to the command that the worker is run by, e.g.
             `hosts.prefix`. Such workers start cold.
         cold: Start new interpreters, also where forks would do.
+        servers: How many parameter servers, "ps" tasks: what takes a rank here takes
+            `size`, `size + 1` and so on for them.
     """
 
     def __init__(
@@ -264,13 +266,16 @@ class Workers:
         handover: bool | None = None,
         prefix: Callable[[int], Sequence[str]] | None = None,
         cold: bool = False,
+        servers: int = 0,
     ) -> None:
+        self._workers = size
+        size += servers
         loopback = cluster == "loopback"
         if handover and not loopback:
             raise ValueError("handover=True needs cluster='loopback'.")
         if not loopback and (isinstance(cluster, str) or len(cluster) != size):
             raise ValueError(
-                "`cluster` must be 'loopback' or one host per rank. "
+                "`cluster` must be 'loopback' or one host per task. "
                 f"Received: cluster={cluster!r}, size={size}"
             )
         self.size = size
@@ -330,14 +335,16 @@ class Workers:
         return self
 
     def _start(self, rank: int, script: Path, listen_fd: int | None) -> None:
+        workers = self._workers
+        cluster = {"worker": self.addresses[:workers]}
+        task: dict[str, Any] = {"type": "worker", "index": rank}
+        if self.size > workers:
+            cluster["ps"] = self.addresses[workers:]
+        if rank >= workers:
+            task = {"type": "ps", "index": rank - workers}
         env: dict[str, str | None] = {
             **python_env(),
-            "TF_CONFIG": json.dumps(
-                {
-                    "cluster": {"worker": self.addresses},
-                    "task": {"type": "worker", "index": rank},
-                }
-            ),
+            "TF_CONFIG": json.dumps({"cluster": cluster, "task": task}),
             "KERASDIST_SECRET": self.secret,
             TAG: self.tag,
         }

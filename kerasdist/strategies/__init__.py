@@ -1,5 +1,6 @@
 """The strategies: what a user puts around a Keras script."""
 
+from kerasdist.strategies.parameter_server import ParameterServerStrategy
 from kerasdist.strategies.ring import RingStrategy
 
-__all__ = ["RingStrategy"]
+__all__ = ["ParameterServerStrategy", "RingStrategy"]

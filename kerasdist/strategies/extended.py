@@ -12,12 +12,12 @@ several local replicas brings them together with a merge call.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import tensorflow as tf
 
 from kerasdist import _keras, _tf
-from kerasdist.collectives import Job
+from kerasdist.collectives import Communicator
 from kerasdist.strategies.auto_shard import is_by_file, own_part
 from kerasdist.strategies.collective_ops import CollectiveOps
 from kerasdist.strategies.keras_hooks import SynchronousHooks
@@ -25,7 +25,22 @@ from kerasdist.strategies.native import NativeCommunicator
 from kerasdist.strategies.native_ops import NativeOps
 from kerasdist.strategies.rows import slice_dataset
 
-__all__ = ["SynchronousExtended"]
+__all__ = ["StrategyJob", "SynchronousExtended"]
+
+
+class StrategyJob(Protocol):
+    """What a strategy asks of the connected workers, whatever connects them."""
+
+    @property
+    def communicator(self) -> Communicator:
+        """Between all workers."""
+
+    @property
+    def replicas(self) -> tuple[int, ...]:
+        """Each worker's number of replicas, by rank."""
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Leave the job; say to the others what ended this worker's script."""
 
 
 class SynchronousExtended(_tf.MirroredExtended):
@@ -46,7 +61,7 @@ class SynchronousExtended(_tf.MirroredExtended):
         self,
         container: Any,
         devices: Sequence[str],
-        job: Job,
+        job: StrategyJob,
         *,
         initial_state: str,
         shards: bool,

@@ -2,29 +2,22 @@
 
 from __future__ import annotations
 
-import atexit
-import secrets
-import sys
-import weakref
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-import tensorflow as tf
-
-from kerasdist import _keras, _tf
+from kerasdist import _tf
 from kerasdist.cluster import resolve
-from kerasdist.collectives import Communicator, Job, connect
+from kerasdist.collectives import connect
 from kerasdist.errors import ClusterError
 from kerasdist.strategies import native
 from kerasdist.strategies.devices import check_devices
-from kerasdist.strategies.extended import SynchronousExtended
+from kerasdist.strategies.synchronous import Options, SynchronousStrategy
 from kerasdist.transport import Timeouts
 
 __all__ = ["RingStrategy"]
 
 
-class RingStrategy(tf.distribute.Strategy):
+class RingStrategy(SynchronousStrategy):
     """Trains one model on several devices and workers, in step.
 
     Every worker runs the same script. Each holds a copy of the model, computes the
@@ -89,9 +82,6 @@ class RingStrategy(tf.distribute.Strategy):
     is a `WorkerLost` on all others; a strategy can't be used after such an error.
     """
 
-    # TensorFlow's MirroredExtended asks its strategy for it.
-    _collective_key_base = 0
-
     def __init__(
         self,
         devices: Sequence[str] | None = None,
@@ -106,27 +96,12 @@ class RingStrategy(tf.distribute.Strategy):
         bucket_size: int = 25_000_000,
         compression: str | None = None,
     ) -> None:
-        if shard not in ("rows", "off"):
-            raise ValueError(
-                f"`shard` must be 'rows' or 'off'. Received: shard={shard!r}."
-            )
-        if isinstance(bucket_size, bool) or not (
-            isinstance(bucket_size, int) and bucket_size > 0
-        ):
-            raise ValueError(
-                "`bucket_size` must be a positive number of bytes. "
-                f"Received: bucket_size={bucket_size!r}."
-            )
-        if compression not in (None, "bf16", "fp16"):
-            raise ValueError(
-                "`compression` must be None, 'bf16' or 'fp16'. "
-                f"Received: compression={compression!r}."
-            )
-        if initial_state not in ("check", "broadcast"):
-            raise ValueError(
-                "`initial_state` must be 'check' or 'broadcast'. "
-                f"Received: initial_state={initial_state!r}."
-            )
+        options = Options(
+            initial_state=initial_state,
+            shard=shard,
+            bucket_size=bucket_size,
+            compression=compression,
+        )
         timeouts = Timeouts(
             collective=timeout, startup=startup_timeout, heartbeat=heartbeat_timeout
         )
@@ -137,7 +112,8 @@ class RingStrategy(tf.distribute.Strategy):
             raise ClusterError(
                 "RingStrategy has no parameter servers. "
                 f"Received: a task of type {place.task_type!r} from {place.source}. "
-                "Start only 'chief' and 'worker' tasks."
+                "Start only 'chief' and 'worker' tasks, or use "
+                "`ParameterServerStrategy`."
             )
         job = connect(
             place,
@@ -146,81 +122,10 @@ class RingStrategy(tf.distribute.Strategy):
             replicas=len(names),
             native=native.connector(in_use),
         )
-        self._job = job
         try:
             if job.transport == "native":
                 names = check_devices(devices)  # they have new names
-            super().__init__(
-                SynchronousExtended(
-                    self,
-                    names,
-                    job,
-                    initial_state=initial_state,
-                    shards=shard == "rows",
-                    bucket_size=bucket_size,
-                    compression=compression,
-                )
-            )
-            _keras.install()
-            _tf.keep_when_in_lockstep()
-            _tf.make_numbers()
-            if job.communicator.size > 1:
-                _tf.set_global_seed_if_none(lambda: _chiefs_seed(job.communicator))
         except BaseException as error:
             job.close(error)
             raise
-        # Without a reference to the strategy: it may be collected.
-        self._finalizer = weakref.finalize(self, job.close)
-        self._finalizer.atexit = False
-        _open_jobs.add(job)
-
-    @property
-    def rank(self) -> int:
-        """This worker's index, 0..size-1; the chief is 0."""
-        return self._job.communicator.rank
-
-    @property
-    def size(self) -> int:
-        """Number of workers."""
-        return self._job.communicator.size
-
-    @property
-    def is_chief(self) -> bool:
-        """Whether this worker writes what is written once for all."""
-        return self.rank == 0
-
-    @property
-    def communicator(self) -> Communicator:
-        """Collectives between the workers, on numpy arrays."""
-        return self._job.communicator
-
-    def close(self) -> None:
-        """Leave the job: give back sockets, threads and memory. Can be called twice.
-
-        The model keeps its weights and can be used without the strategy. Workers
-        that still wait for this one get `WorkerLost`.
-        """
-        self._finalizer()
-        _open_jobs.discard(self._job)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> RingStrategy:
-        # Keras copies models' attributes; there is one strategy all the same.
-        del memo
-        return self
-
-
-def _chiefs_seed(communicator: Communicator) -> int:
-    """A random seed, so that unseeded `dataset.shuffle`s agree on all workers."""
-    mine = np.int64(secrets.randbits(31))
-    return int(communicator.broadcast([mine])[0])
-
-
-_open_jobs: weakref.WeakSet[Job] = weakref.WeakSet()
-
-
-@atexit.register
-def _leave() -> None:
-    """At the end of the process, tell the others whether it ended well."""
-    error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
-    for job in list(_open_jobs):
-        job.close(error)
+        super().__init__(names, job, options)

@@ -1,0 +1,163 @@
+"""What the synchronous strategies have in common: one job, in step."""
+
+from __future__ import annotations
+
+import atexit
+import dataclasses
+import secrets
+import sys
+import weakref
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+import tensorflow as tf
+
+from kerasdist import _keras, _tf
+from kerasdist.collectives import Communicator
+from kerasdist.strategies.extended import StrategyJob, SynchronousExtended
+
+__all__ = ["Options", "SynchronousStrategy"]
+
+_Self = TypeVar("_Self", bound="SynchronousStrategy")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    """What a synchronous strategy is asked for, but for who connects its workers.
+
+    Attributes:
+        initial_state: What `fit` does when the workers hold different weights before
+            its first step: "check" or "broadcast".
+        shard: Whose the data are that Keras is given: "rows" of what is the same on all
+            workers, or "off": each worker's own.
+        bucket_size: Bytes of gradients that are sent at once.
+        compression: None, "bf16" or "fp16": how gradients cross the network.
+
+    Raises:
+        ValueError: One of them is wrong.
+    """
+
+    initial_state: str
+    shard: str
+    bucket_size: int
+    compression: str | None
+
+    def __post_init__(self) -> None:
+        if self.shard not in ("rows", "off"):
+            raise ValueError(
+                f"`shard` must be 'rows' or 'off'. Received: shard={self.shard!r}."
+            )
+        if isinstance(self.bucket_size, bool) or not (
+            isinstance(self.bucket_size, int) and self.bucket_size > 0
+        ):
+            raise ValueError(
+                "`bucket_size` must be a positive number of bytes. "
+                f"Received: bucket_size={self.bucket_size!r}."
+            )
+        if self.compression not in (None, "bf16", "fp16"):
+            raise ValueError(
+                "`compression` must be None, 'bf16' or 'fp16'. "
+                f"Received: compression={self.compression!r}."
+            )
+        if self.initial_state not in ("check", "broadcast"):
+            raise ValueError(
+                "`initial_state` must be 'check' or 'broadcast'. "
+                f"Received: initial_state={self.initial_state!r}."
+            )
+
+
+class SynchronousStrategy(tf.distribute.Strategy):
+    """A strategy whose workers take every step together.
+
+    Subclasses connect the workers, and call this constructor with the result. It owns
+    the job from then on, also if it raises.
+
+    Args:
+        devices: Canonical names of this worker's devices, one replica each.
+        job: The connected workers.
+        options: What was asked for.
+    """
+
+    # TensorFlow's MirroredExtended asks its strategy for it.
+    _collective_key_base = 0
+
+    def __init__(
+        self, devices: Sequence[str], job: StrategyJob, options: Options
+    ) -> None:
+        self._job = job
+        try:
+            super().__init__(
+                SynchronousExtended(
+                    self,
+                    devices,
+                    job,
+                    initial_state=options.initial_state,
+                    shards=options.shard == "rows",
+                    bucket_size=options.bucket_size,
+                    compression=options.compression,
+                )
+            )
+            _keras.install()
+            _tf.keep_when_in_lockstep()
+            _tf.make_numbers()
+            if job.communicator.size > 1:
+                _tf.set_global_seed_if_none(lambda: _chiefs_seed(job.communicator))
+        except BaseException as error:
+            job.close(error)
+            raise
+        # Without a reference to the strategy: it may be collected.
+        self._finalizer = weakref.finalize(self, job.close)
+        self._finalizer.atexit = False
+        _open_jobs.add(job)
+
+    @property
+    def rank(self) -> int:
+        """This worker's index, 0..size-1; the chief is 0."""
+        return self._job.communicator.rank
+
+    @property
+    def size(self) -> int:
+        """Number of workers."""
+        return self._job.communicator.size
+
+    @property
+    def is_chief(self) -> bool:
+        """Whether this worker writes what is written once for all."""
+        return self.rank == 0
+
+    @property
+    def communicator(self) -> Communicator:
+        """Collectives between the workers, on numpy arrays."""
+        return self._job.communicator
+
+    def close(self) -> None:
+        """Leave the job: give back sockets, threads and memory. Can be called twice.
+
+        The model keeps its weights and can be used without the strategy. Workers
+        that still wait for this one get `WorkerLost`.
+        """
+        self._finalizer()
+        _open_jobs.discard(self._job)
+
+    def __deepcopy__(self: _Self, memo: dict[int, Any]) -> _Self:
+        # Keras copies models' attributes; there is one strategy all the same.
+        del memo
+        return self
+
+
+def _chiefs_seed(communicator: Communicator) -> int:
+    """A random seed, so that unseeded `dataset.shuffle`s agree on all workers."""
+    mine = np.int64(secrets.randbits(31))
+    return int(communicator.broadcast([mine])[0])
+
+
+_open_jobs: weakref.WeakSet[StrategyJob] = weakref.WeakSet()
+
+
+@atexit.register
+def _leave() -> None:
+    """At the end of the process, tell the others whether it ended well."""
+    error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+    for job in list(_open_jobs):
+        job.close(error)

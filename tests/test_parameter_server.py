@@ -1,0 +1,260 @@
+"""ParameterServerStrategy as a user meets it: one process, servers, failures."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import socket
+import threading
+import time
+
+import keras
+import numpy as np
+import pytest
+
+import kerasdist
+from workers import Workers, free_ports
+
+pytestmark = pytest.mark.timeout(120)
+
+TRAIN = """
+import json, os, sys, time
+import keras
+import numpy as np
+import kerasdist
+
+strategy = kerasdist.ParameterServerStrategy(
+    "sync", heartbeat_timeout=HEARTBEAT, timeout=40, startup_timeout=60)
+with strategy.scope():
+    m = keras.Sequential([keras.Input((8,)), keras.layers.Dense(4)])
+    m.compile("sgd", "mse")
+x = np.ones((64, 8), "float32")
+
+class Say(keras.callbacks.Callback):
+    def on_epoch_end(self, epoch, logs=None):
+        if epoch == 1:
+            print("training", flush=True)
+        FAULT
+
+try:
+    m.fit(x, x[:, :4], batch_size=16, epochs=EPOCHS, verbose=0, callbacks=[Say()])
+except kerasdist.errors.CollectiveError as error:
+    print("RESULT", json.dumps({
+        "class": type(error).__name__,
+        **{k: v for k, v in vars(error).items() if isinstance(v, (int, str))},
+        "message": str(error),
+        "at": time.time(),
+    }), flush=True)
+    sys.exit(7)
+"""
+
+
+def script_of(fault="pass", epochs=100_000, heartbeat=30.0):
+    script = TRAIN.replace("FAULT", fault).replace("EPOCHS", str(epochs))
+    return script.replace("HEARTBEAT", str(heartbeat))
+
+
+def settings(monkeypatch, cluster, kind="worker", index=0):
+    task = {"type": kind, "index": index}
+    text = json.dumps({"cluster": cluster, "task": task})
+    monkeypatch.setenv("TF_CONFIG", text)
+
+
+# One process.
+
+
+def test_without_settings_the_server_is_in_this_process():
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(50, 4)).astype("float32")
+    y = x.sum(1, keepdims=True)
+
+    def train():
+        keras.utils.set_random_seed(1)
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+        model.compile("adam", "mse")
+        history = model.fit(x, y, batch_size=16, epochs=2, shuffle=False, verbose=0)
+        return model.get_weights(), history.history["loss"]
+
+    plain_weights, plain_loss = train()
+    strategy = kerasdist.ParameterServerStrategy(devices=["CPU:0"])
+    assert (strategy.rank, strategy.size, strategy.is_chief) == (0, 1, True)
+    np.testing.assert_array_equal(strategy.communicator.all_reduce([[1, 2]])[0], [1, 2])
+    with strategy.scope():
+        weights, loss = train()
+    for a, b in zip(weights, plain_weights, strict=True):
+        np.testing.assert_array_equal(a, b)
+    np.testing.assert_allclose(loss, plain_loss, rtol=1e-6)
+    strategy.close()
+    strategy.close()
+    with pytest.raises(kerasdist.errors.TransportClosed, match="closed"):
+        strategy.communicator.barrier()
+
+
+def test_collected_without_close():
+    def make():
+        kerasdist.ParameterServerStrategy().scope()
+
+    make()  # the check for what is left behind runs after each test
+
+
+@pytest.mark.parametrize("kind", ["worker", "ps"])
+@pytest.mark.parametrize(
+    ("arguments", "match"),
+    [
+        ({"mode": "slow"}, r"^`mode` must be 'sync'\. Received: mode='slow'\.$"),
+        ({"mode": None}, r"^`mode` must be 'sync'\. Received: mode=None\.$"),
+        ({"transport": "pigeon"}, r"^`transport` must .* Received: transport='pigeon'"),
+        ({"timeout": 0}, "Received: collective=0"),
+        ({"shard": "files"}, "Received: shard='files'"),
+        ({"bucket_size": 0}, "Received: bucket_size=0"),
+        ({"compression": "zip"}, "Received: compression='zip'"),
+        ({"initial_state": "any"}, "Received: initial_state='any'"),
+    ],
+)
+def test_wrong_arguments_are_an_error_on_every_task(
+    monkeypatch, kind, arguments, match
+):
+    cluster = {"worker": ["127.0.0.1:1"], "ps": ["127.0.0.1:2"]}
+    settings(monkeypatch, cluster, kind)
+    before = threading.active_count()
+    with pytest.raises(ValueError, match=match):
+        kerasdist.ParameterServerStrategy(**arguments)
+    assert threading.active_count() == before
+
+
+def test_wrong_devices():
+    with pytest.raises(ValueError, match="'CPU:9' doesn't exist"):
+        kerasdist.ParameterServerStrategy(devices=["CPU:9"])
+
+
+def test_several_workers_need_a_server(monkeypatch):
+    settings(monkeypatch, {"worker": ["127.0.0.1:1", "127.0.0.1:2"]})
+    with pytest.raises(kerasdist.errors.ClusterError, match="but no parameter server"):
+        kerasdist.ParameterServerStrategy()
+
+
+def test_a_servers_port_in_use(monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        settings(monkeypatch, {"worker": ["127.0.0.1:1"], "ps": [address]}, "ps")
+        with pytest.raises(kerasdist.errors.AddressInUseError, match=address):
+            kerasdist.ParameterServerStrategy()
+
+
+def test_a_server_that_never_comes_is_named(monkeypatch):
+    worker, server = (f"127.0.0.1:{port}" for port in free_ports(2))
+    settings(monkeypatch, {"worker": [worker], "ps": [server]})
+    with pytest.raises(
+        kerasdist.errors.StartupError,
+        match=rf"^Server 0 \({server}\) couldn't be reached within 1 s: .*refused",
+    ):
+        kerasdist.ParameterServerStrategy(startup_timeout=1)
+
+
+def test_workers_that_never_come_are_named(monkeypatch):
+    worker, server = (f"127.0.0.1:{port}" for port in free_ports(2))
+    settings(monkeypatch, {"worker": [worker], "ps": [server]}, "ps")
+    with pytest.raises(
+        kerasdist.errors.StartupError,
+        match=rf"^rank 0 \({worker}\) didn't come to server 0 \({server}\) within 1 s",
+    ):
+        kerasdist.ParameterServerStrategy(startup_timeout=1)
+
+
+# Several processes. That the numbers are those of one process is for
+# `test_equivalence.py`.
+
+
+def test_servers_serve_until_all_workers_have_finished_and_end_well():
+    # A second strategy finds the servers taken, and says so at once.
+    script = (
+        script_of(epochs=2)
+        + """
+try:
+    kerasdist.ParameterServerStrategy()
+except kerasdist.errors.StartupError as error:
+    print("RESULT", json.dumps(str(error)))
+gathered = strategy.communicator.all_gather(np.int64(strategy.rank))
+print("RESULT", json.dumps([int(each[0]) for each in gathered]))
+"""
+    )
+    with Workers(script, 2, servers=2, deadline=90) as job:
+        finished = job.succeed()
+    for worker in finished[:2]:
+        message, gathered = worker.results
+        assert "nobody can join a job with mode='sync'" in message
+        assert gathered == [0, 1]
+    for index, server in enumerate(finished[2:]):
+        name = rf"kerasdist: server {index} of 2 \({job.addresses[2 + index]}\)"
+        found = re.search(
+            rf"{name} serves 2 worker\(s\), mode='sync'\.\n[^\0]*"
+            rf"{name} has finished: [\d,]+ requests, ([\d,]+) bytes received, ",
+            server.output,
+        )
+        assert found, server.output
+        assert "RESULT" not in server.output
+
+
+def test_large_buffers_are_spread_over_the_servers():
+    script = """
+import numpy as np
+import kerasdist
+strategy = kerasdist.ParameterServerStrategy()
+for _ in range(3):
+    strategy.communicator.all_reduce([np.ones(1_000_000, np.float32)])
+"""
+    with Workers(script, 2, servers=2, deadline=90) as job:
+        servers = job.succeed()[2:]
+    for server in servers:
+        received = re.search(r" ([\d,]+) bytes received", server.output)
+        # Half of 4 MB, of two workers, three times.
+        assert received, server.output
+        assert 12_000_000 <= int(received[1].replace(",", "")) < 12_010_000
+
+
+@pytest.mark.parametrize(
+    ("fault", "seconds"),
+    [(signal.SIGKILL, 5.0), (signal.SIGSTOP, 10.0)],
+    ids=["killed", "frozen"],
+)
+@pytest.mark.parametrize("lost", [0, 3], ids=["worker", "server"])
+def test_who_is_lost_is_named_by_all_others_in_time(lost, fault, seconds):
+    script = script_of(heartbeat=30.0 if fault == signal.SIGKILL else 3.0)
+    with Workers(script, 2, servers=2, deadline=100) as job:
+        for rank in range(2):
+            job.wait_for_line(rank, "training")
+        at = time.time()
+        job.kill(lost, fault)
+        workers = [job.wait_one(rank) for rank in range(2) if rank != lost]
+        servers = [job.wait_one(task, 20) for task in (2, 3) if task != lost]
+        job.kill(lost, signal.SIGKILL)
+    address = job.addresses[lost]
+    for worker in workers:
+        assert worker.returncode == 7, worker.output
+        seen = worker.result
+        assert seen["at"] - at < seconds
+        assert seen["step"] >= 4
+        if lost == 0:
+            assert (seen["class"], seen["rank"]) == ("WorkerLost", 0)
+            assert f"Rank 0 ({address}) was lost at step" in seen["message"]
+        else:
+            assert (seen["class"], seen["index"]) == ("ServerLost", 1)
+            assert f"Server 1 ({address}) was lost at step" in seen["message"]
+    for server in servers:
+        # A server that is left ends with the job's error, whichever was lost.
+        assert server.returncode == 1, server.output
+        text = "WorkerLost: Rank 0" if lost == 0 else "ServerLost: Server 1"
+        assert text in server.output
+
+
+def test_a_script_that_raises_is_named_on_all_other_tasks():
+    fault = "if epoch == 3 and strategy.rank == 1: raise RuntimeError('my own mistake')"
+    with Workers(script_of(fault), 2, servers=1, deadline=90) as job:
+        first, second, server = job.wait()
+    assert first.returncode == 7, first.output
+    assert (first.result["class"], first.result["rank"]) == ("WorkerLost", 1)
+    assert "RuntimeError: my own mistake" in first.result["message"]
+    assert second.returncode == server.returncode == 1
+    assert "WorkerLost: Rank 1" in server.output
+    assert "RuntimeError: my own mistake" in server.output
