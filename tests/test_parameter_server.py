@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import socket
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 
 import kerasdist
+from launching import launcher_in
 from workers import Workers, free_ports
 
 pytestmark = pytest.mark.timeout(120)
@@ -258,3 +260,41 @@ def test_a_script_that_raises_is_named_on_all_other_tasks():
     assert second.returncode == server.returncode == 1
     assert "WorkerLost: Rank 1" in server.output
     assert "RuntimeError: my own mistake" in server.output
+
+
+# `kerasdist run --ps`.
+
+
+def test_the_launcher_starts_servers_that_end_with_the_job(tmp_path):
+    with launcher_in(tmp_path) as launcher:
+        code, out, err = launcher.run(
+            *("-n", 2, "--ps", 1, "--bind", "cores", "--log-dir", "logs", "script.py"),
+            script=script_of(epochs=2) + "print(strategy.rank, 'of', strategy.size)\n",
+        )
+        assert code == 0, err
+        assert out.splitlines()[-1] == "0 of 2"
+        log = (tmp_path / "logs" / "ps-0.log").read_text()
+        assert " serves 2 worker(s), mode='sync'." in log
+        assert " has finished: " in log
+        launcher.nothing_runs(within=1.0)
+
+
+@pytest.mark.parametrize(
+    "lost", [pytest.param("rank 1", marks=pytest.mark.soak), "server 0"]
+)
+def test_the_launcher_names_who_was_killed_and_leaves_nothing(tmp_path, lost):
+    kind, index = ("worker", 1) if lost == "rank 1" else ("ps", 0)
+    script = "mark(f\"pid-{config['task']['type']}-{rank}\", os.getpid())\n"
+    say = "mark(f'training-{strategy.rank}') if epoch == 1 else None"
+    with launcher_in(tmp_path) as launcher:
+        process = launcher.start(
+            *("-n", 2, "--ps", 2, "script.py"), script=script + script_of(say)
+        )
+        launcher.wait_for("training-0", "training-1")
+        (pid,) = launcher.pids(f"pid-{kind}-{index}")
+        os.kill(pid, signal.SIGKILL)
+        _, err = process.communicate(timeout=30)
+        assert process.returncode == 137, err
+        assert f"kerasdist run: {lost} was ended by signal SIGKILL (9)" in err
+        assert "; the other workers and servers were ended" in err
+        launcher.nothing_runs(within=0.5)

@@ -13,6 +13,7 @@ from kerasdist.cli.verdict import Verdict
 from kerasdist.transport.report import REPORT_VARIABLE, Report, Reporter
 
 LOST = errors.WorkerLost(1, "host1:1", 7, "its connection was closed")
+SERVER_LOST = errors.ServerLost(1, "host9:1", 7, "its connection was closed")
 MISMATCH = errors.CollectiveMismatch("Ranks differ.")
 
 
@@ -134,7 +135,10 @@ def test_the_first_word_on_the_last_job_counts(verdict):
     # Rank 2 has only seen that rank 0 was gone.
     assert say("a.1", 2, errors.WorkerLost(0, "host0:1", 7, "gone")) == 1
     assert say("a.2", 1, errors.WorkerLost(2, "host2:1", 9, "gone")) == 2
+    assert verdict.blamed_server is None
     assert say("a.3", 1, MISMATCH) is None
+    assert say("a.4", 0, SERVER_LOST) is None
+    assert verdict.blamed_server == 1
 
 
 def test_half_a_line_waits_for_its_end(verdict):

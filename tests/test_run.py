@@ -73,6 +73,45 @@ def test_each_worker_has_its_settings_and_listening_socket(launcher):
     assert len({each["secret"] for each in found}) == 1
 
 
+def test_servers_run_the_same_script_after_the_workers(launcher):
+    code, out, err = launcher.run(
+        *("-n", 2, "--ps", 2, "--bind", "cores", "--log-dir", "logs", "script.py"),
+        script="""
+        import socket
+        server = socket.socket(fileno=int(os.environ["KERASDIST_LISTEN_FD"]))
+        mark(f"is-{config['task']['type']}-{rank}", json.dumps({
+            "config": config, "port": server.getsockname()[1],
+            "secret": os.environ["KERASDIST_SECRET"],
+            "cores": sorted(os.sched_getaffinity(0))}))
+        print("out", config["task"]["type"], rank)
+        """,
+    )
+    assert (code, out) == (0, "out worker 0\n"), err
+    names = [f"is-{kind}-{index}" for kind in ("worker", "ps") for index in range(2)]
+    found = [json.loads(text) for text in launcher.wait_for(*names)]
+    cluster = found[0]["config"]["cluster"]
+    addresses = [*cluster["worker"], *cluster["ps"]]
+    assert list(map(len, cluster.values())) == [2, 2]
+    assert addresses == [f"127.0.0.1:{each['port']}" for each in found]
+    assert len({each["secret"] for each in found}) == 1
+    assert all(each["config"]["cluster"] == cluster for each in found)
+    places = [each["config"]["task"] for each in found]
+    assert [(place["type"], place["index"]) for place in places] == [
+        ("worker", 0),
+        ("worker", 1),
+        ("ps", 0),
+        ("ps", 1),
+    ]
+    # Workers share the cores; servers may use all.
+    cores = [tuple(each["cores"]) for each in found]
+    assert cores[:2] == [tuple(sorted(s)) for s in shares(cores_in_order(), 2)]
+    assert cores[2:] == [tuple(sorted(os.sched_getaffinity(0)))] * 2
+    logs = launcher.folder / "logs"
+    assert sorted(os.listdir(logs)) == ["ps-0.log", "ps-1.log", "rank-1.log"]
+    assert (logs / "ps-1.log").read_text() == "out ps 1\n"
+    assert f"the others' output goes to {Path('logs/rank-1.log')} ... ps-1.log\n" in err
+
+
 def test_every_job_has_a_fresh_secret_unless_the_user_has_one(launcher):
     script = "print(os.environ['KERASDIST_SECRET'])"
     first, second = (launcher.run("-n", 1, "script.py", script=script) for _ in "ab")
@@ -128,6 +167,11 @@ def test_a_tf_config_of_the_environment_is_replaced_and_said(launcher):
     [
         (["-n", 0, "script.py"], "-n must be an integer >= 1. Received: -n 0"),
         (["-n", "two", "script.py"], "-n must be an integer >= 1. Received: -n two"),
+        (
+            ["-n", 2, "--ps", -1, "script.py"],
+            "--ps must be an integer >= 0. Received: ",
+        ),
+        (["-n", 2, "--ps", "x", "script.py"], "Received: --ps x"),
         (["-n", 2, "none.py"], "there is no script 'none.py'"),
         (["-n", 2, "."], ". is a folder without a __main__.py"),
         (["-n", 2, "-m", "no_such.module"], "there is no module 'no_such.module'"),
@@ -220,6 +264,15 @@ def test_tagged_output(launcher):
     assert len(lines) == 8
     assert "err 1" not in err
     assert launcher.temporary() == []
+
+
+def test_tagged_output_of_servers(launcher):
+    code, out, _ = launcher.run(
+        *("-n", 1, "--ps", 1, "--output", "all", "script.py"),
+        script="print('out', config['task']['type'])",
+    )
+    assert code == 0
+    assert sorted(out.splitlines()) == ["[ps 0] out ps", "out worker"]
 
 
 def test_tagged_output_and_logs(launcher):
@@ -349,6 +402,47 @@ def test_the_first_to_fail_counts_not_those_that_follow(launcher):
     assert "afterwards rank 0 failed with exit code 9" in err
 
 
+def test_a_server_that_fails_is_shown_and_the_rest_is_ended(launcher):
+    code, _, err = launcher.run(
+        *("-n", 2, "--ps", 2, "script.py"),
+        script="""
+        if config["task"] != {"type": "ps", "index": 1}:
+            hang()
+        raise ValueError("the real reason")
+        """,
+    )
+    assert code == 1, err
+    assert "server 1 failed with exit code 1; the other workers and servers were" in err
+    assert "the end of server 1's output:" in err
+    assert re.search(r"^Traceback [^\0]*\nValueError: the real reason$", err, re.M)
+    (folder,) = launcher.temporary()
+    assert f"all of its output: {folder / 'ps-1.log'}\n" in err
+    launcher.nothing_runs(within=0.1)
+
+
+def test_who_has_lost_a_server_isnt_the_first(launcher):
+    # Server 0 fails, and takes its time to end. Rank 1 says so, and ends before it.
+    code, _, err = launcher.run(
+        *("-n", 2, "--ps", 1, "script.py"),
+        script="""
+        from kerasdist.errors import ServerLost
+        if config["task"]["type"] == "ps":
+            wait_for("pid-1")
+            mark("failed")
+            wait_for_end(Path("pid-1").read_text())
+            os._exit(6)
+        if rank == 0:
+            hang()
+        mark("pid-1", os.getpid())
+        wait_for("failed")
+        raise ServerLost(0, "127.0.0.1:1", 7, "its connection was closed")
+        """,
+    )
+    assert code == 6, err
+    assert "server 0 failed with exit code 6" in err
+    assert "afterwards rank 1 failed with exit code 1" in err
+
+
 def test_who_has_lost_another_rank_isnt_the_first(launcher):
     # Rank 0 fails, and takes its time to end. Rank 1 says so, and ends before it.
     code, _, err = launcher.run(
@@ -429,6 +523,31 @@ def test_a_signal_to_the_launcher_ends_everything(launcher, number):
     _, err = process.communicate(timeout=60)
     assert process.returncode == 128 + number
     assert f"ended by {number.name}" in err
+    launcher.nothing_runs(within=0.1)
+
+
+def test_ctrl_c_ends_servers_after_their_workers(launcher):
+    process = launcher.start(
+        *("-n", 2, "--ps", 1, "script.py"),
+        script="""
+        kind = config["task"]["type"]
+        signal.signal(signal.SIGINT, lambda *_: (mark(f"{kind}-{rank}"), sys.exit(1)))
+        mark(f"{kind}-up-{rank}", os.getpid())
+        if kind == "worker":
+            wait_for("never")
+        for worker in (0, 1):
+            wait_for(f"worker-up-{worker}")
+            wait_for_end(Path(f"worker-up-{worker}").read_text())
+        mark("served")
+        """,
+    )
+    launcher.wait_for("worker-up-0", "worker-up-1", "ps-up-0")
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "ended by SIGINT; all workers and servers are ended" in err
+    launcher.wait_for("worker-0", "worker-1", "served")
+    assert not (launcher.folder / "ps-0").exists()
     launcher.nothing_runs(within=0.1)
 
 

@@ -24,7 +24,7 @@ class Failure:
     """A rank that ended by itself, and not well.
 
     Attributes:
-        rank: The rank.
+        rank: The rank; servers come after the last one.
         code: Its exit code; negative for a signal, as `subprocess` has it.
         ended_at: When its process ended, in ns since the epoch.
         output: The end of its output; empty if we don't see it (the chief's).

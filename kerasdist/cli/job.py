@@ -6,7 +6,39 @@ import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 
-__all__ = ["Job"]
+__all__ = ["Job", "Task"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Task:
+    """One process of a job.
+
+    Attributes:
+        kind: "worker" or "ps", as `TF_CONFIG` has it.
+        index: Index among those; of a worker its rank.
+    """
+
+    kind: str
+    index: int
+
+    def __str__(self) -> str:
+        """What messages call it: `rank 1` or `server 0`."""
+        return f"{'server' if self.is_server else 'rank'} {self.index}"
+
+    @property
+    def is_server(self) -> bool:
+        """Whether it's a parameter server."""
+        return self.kind == "ps"
+
+    @property
+    def is_chief(self) -> bool:
+        """Whether it's rank 0, which has the terminal."""
+        return self.kind == "worker" and self.index == 0
+
+    @property
+    def tag(self) -> str:
+        """What stands before its lines: `1` or `ps 0`."""
+        return f"ps {self.index}" if self.is_server else f"{self.index}"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -15,23 +47,39 @@ class Job:
 
     Attributes:
         size: Number of workers.
+        servers: Number of parameter servers.
         command: What follows the interpreter: the script or `-m module`, and its
             arguments.
         log_dir: Folder of the logs, which exists. None: no logs.
-        tagged: Whether the output of ranks 1.. goes to our standard output.
-        cores: Cores by rank; empty: not bound.
+        tagged: Whether the output of all but the chief goes to our standard output.
+        cores: Cores by rank; empty: not bound. Servers never are.
         environ: The user's environment.
     """
 
     size: int
+    servers: int
     command: tuple[str, ...]
     log_dir: Path | None
     tagged: bool
     cores: tuple[tuple[int, ...], ...]
     environ: Mapping[str, str]
 
-    def log(self, rank: int) -> Path | None:
-        """Return the path of a rank's log; None if it has none."""
-        if self.log_dir is None or rank == 0:
+    @property
+    def tasks(self) -> tuple[Task, ...]:
+        """All processes: the workers by rank, then the servers."""
+        return (
+            *(Task(kind="worker", index=rank) for rank in range(self.size)),
+            *(Task(kind="ps", index=index) for index in range(self.servers)),
+        )
+
+    @property
+    def kinds(self) -> str:
+        """What messages call all of them together."""
+        return "workers and servers" if self.servers else "workers"
+
+    def log(self, task: Task) -> Path | None:
+        """Return the path of a task's log; None if it has none."""
+        if self.log_dir is None or task.is_chief:
             return None
-        return self.log_dir / f"rank-{rank}.log"
+        kind = "ps" if task.is_server else "rank"
+        return self.log_dir / f"{kind}-{task.index}.log"

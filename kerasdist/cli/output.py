@@ -35,7 +35,7 @@ _CHAINED = re.compile(
     r"|During handling of the above exception, another exception occurred:)\s*\Z"
 )
 # What ranks raise because another one is gone: not what broke the job.
-_CONSEQUENCE = re.compile(r"\bWorkerLost: Rank \d+ ")
+_CONSEQUENCE = re.compile(r"\b(?:WorkerLost: Rank|ServerLost: Server) \d+ ")
 
 
 class LineTagger:
@@ -271,5 +271,5 @@ def end_of(text: str) -> str:
 
 
 def is_consequence(text: str) -> bool:
-    """Whether an output ends in an error about another rank that was lost."""
+    """Whether an output ends in an error about another task that was lost."""
     return bool(_CONSEQUENCE.search(last_traceback(text) or ""))

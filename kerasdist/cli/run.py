@@ -1,4 +1,4 @@
-"""`kerasdist run`: start workers on this machine, and leave nothing behind."""
+"""`kerasdist run`: start a job on this machine, and leave nothing behind."""
 
 from __future__ import annotations
 
@@ -32,10 +32,11 @@ exit code is that of the first that failed."""
 _EPILOG = """\
 examples:
   kerasdist run -n 4 train.py --epochs 5
+  kerasdist run -n 3 --ps 2 train.py
   kerasdist run -n 4 --bind cores --log-dir logs -m mypackage.train"""
 
 
-_WITH_VALUE = ("-n", "--log-dir", "--output", "--bind", "--malloc")
+_WITH_VALUE = ("-n", "--ps", "--log-dir", "--output", "--bind", "--malloc")
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -53,10 +54,18 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "-n", dest="size", metavar="N", required=True, help="number of workers"
     )
     parser.add_argument(
+        "--ps",
+        dest="servers",
+        metavar="M",
+        default="0",
+        help="number of parameter servers, which run the same script (default: 0)",
+    )
+    parser.add_argument(
         "--log-dir",
         metavar="D",
-        help="folder for the output of ranks 1 to N-1, rank-1.log and so on "
-        "(default: a temporary one, which is removed if the job succeeds)",
+        help="folder for the output of ranks 1 to N-1, rank-1.log and so on, and of "
+        "servers, ps-0.log and so on (default: a temporary one, which is removed if "
+        "the job succeeds)",
     )
     parser.add_argument(
         "--output",
@@ -64,7 +73,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         default="chief",
         help="'chief': the output of rank 0 passes through, that of the others goes "
         "to the logs. 'all': that of the others is shown as well, each line with its "
-        "rank in front (default: chief)",
+        "rank in front, or 'ps' and the server's index (default: chief)",
     )
     parser.add_argument(
         "--bind",
@@ -104,15 +113,8 @@ def split(arguments: list[str]) -> tuple[list[str], list[str]]:
 def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
     """Check everything, then start."""
     faults: list[str] = []
-    size = 0
-    try:
-        size = int(arguments.size)
-    except ValueError:
-        pass
-    if size < 1:
-        faults.append(
-            f"-n must be an integer >= 1. Received: -n {shlex.quote(arguments.size)}"
-        )
+    size = _number("-n", arguments.size, 1, faults)
+    servers = _number("--ps", arguments.servers, 0, faults)
     command = _command(arguments, faults)
     log_dir = None if arguments.log_dir is None else Path(arguments.log_dir)
     if log_dir is not None:
@@ -140,7 +142,21 @@ def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
         faults.append("it is unknown where Python is (sys.executable is empty)")
     if faults:
         parser.error("\n  ".join(faults))
-    return _launch(arguments, size, command, log_dir)
+    return _launch(arguments, size, servers, command, log_dir)
+
+
+def _number(option: str, text: str, least: int, faults: list[str]) -> int:
+    """Return an option's number; `least` if it's wrong."""
+    try:
+        number = int(text)
+    except ValueError:
+        number = least - 1
+    if number < least:
+        faults.append(
+            f"{option} must be an integer >= {least}. Received: {option} "
+            f"{shlex.quote(text)}"
+        )
+    return max(number, least)
 
 
 def _command(arguments: argparse.Namespace, faults: list[str]) -> tuple[str, ...]:
@@ -202,11 +218,13 @@ def _module_exists(name: str) -> bool:
 def _launch(
     arguments: argparse.Namespace,
     size: int,
+    servers: int,
     command: tuple[str, ...],
     log_dir: Path | None,
 ) -> int:
     """Acquire what the job needs, run it, and tidy up."""
-    temporary = log_dir is None and arguments.output == "chief" and size > 1
+    several = size + servers > 1
+    temporary = log_dir is None and arguments.output == "chief" and several
     if temporary:
         log_dir = Path(tempfile.mkdtemp(prefix="kerasdist-run-"))
     elif log_dir is not None:
@@ -225,10 +243,6 @@ def _launch(
             "TF_CONFIG is set, and is replaced: `kerasdist run` starts a job of its "
             "own on this machine"
         )
-    if log_dir is not None and size > 1:
-        first, last = log_dir / "rank-1.log", f"rank-{size - 1}.log"
-        rest = "" if size == 2 else f" ... {last}"
-        say(f"the others' output goes to {shlex.quote(str(first))}{rest}")
     environ = dict(os.environ)
     library = find_allocator() if arguments.malloc == "auto" else arguments.malloc
     if library is None:
@@ -241,12 +255,17 @@ def _launch(
         say(f"workers allocate with {environ['LD_PRELOAD'].partition(':')[0]}")
     job = Job(
         size=size,
+        servers=servers,
         command=command,
         log_dir=log_dir,
-        tagged=arguments.output == "all" and size > 1,
+        tagged=arguments.output == "all" and several,
         cores=cores,
         environ=environ,
     )
+    logs = [log for task in job.tasks if (log := job.log(task)) is not None]
+    if logs:
+        rest = "" if len(logs) == 1 else f" ... {logs[-1].name}"
+        say(f"the others' output goes to {shlex.quote(str(logs[0]))}{rest}")
     code = _supervised(job)
     if temporary and log_dir is not None and code == 0:
         shutil.rmtree(log_dir, ignore_errors=True)

@@ -2,7 +2,8 @@
 
     launcher ───── supervisor ─┬─ rank 0, the chief ── ...
     (what the      (fork)      ├─ rank 1 ── ...
-    user started)              └─ rank 2 ── ...
+    user started)              ├─ rank 2 ── ...
+                               └─ server 0 ── ...
 
 Why two processes: the launcher may be killed with SIGKILL, and then somebody must
 end the workers and all their children. The supervisor holds the reading end of a
@@ -15,7 +16,7 @@ Process groups and the terminal: the launcher stays in the group in which the sh
 started it, and the chief joins it, so the chief reads the terminal, and Ctrl-C
 reaches both of them, as if the user had started the chief alone. The supervisor has
 a group of its own in the same session: no key and no `kill -9 -GROUP` that hits the
-launcher hits it. The other ranks have sessions of their own and no terminal.
+launcher hits it. All others have sessions of their own and no terminal.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from typing import IO
 from kerasdist.cli import _start
 from kerasdist.cli.binding import thread_variables
 from kerasdist.cli.blame import Failure, exit_code, first_failure, in_words
-from kerasdist.cli.job import Job
+from kerasdist.cli.job import Job, Task
 from kerasdist.cli.output import (
     LineTagger,
     OutputPump,
@@ -75,9 +76,9 @@ _OUTPUT_SECONDS = 2.0
 
 @dataclasses.dataclass(kw_only=True)
 class _Worker:
-    """A started worker; `code` and `ended_at` (ns since the epoch) when it ended."""
+    """A started task; `code` and `ended_at` (ns since the epoch) when it ended."""
 
-    rank: int
+    task: Task
     process: subprocess.Popen[bytes]
     tail: Tail | None
     code: int | None = None
@@ -151,22 +152,30 @@ class Supervisor:
         # between, and a worker that is early finds all others.
         with contextlib.ExitStack() as listeners:
             sockets = []
-            for _ in range(self._job.size):
+            tasks = self._job.tasks
+            for _ in tasks:
                 server = listeners.enter_context(socket.socket())
                 server.bind(("127.0.0.1", 0))
                 server.listen(1024)
                 sockets.append(server)
             addresses = [f"127.0.0.1:{each.getsockname()[1]}" for each in sockets]
-            for rank, server in enumerate(sockets):
-                self._start_worker(rank, addresses, server.fileno())
+            cluster = {"worker": addresses[: self._job.size]}
+            if self._job.servers:
+                cluster["ps"] = addresses[self._job.size :]
+            for task, server in zip(tasks, sockets, strict=True):
+                self._start_task(task, cluster, server.fileno())
         # Our copies are closed now, else a dead worker's port would stay open.
         if self._pump is not None:
             self._pump.start()
 
-    def _start_worker(self, rank: int, addresses: list[str], listen_fd: int) -> None:
+    def _start_task(
+        self, task: Task, cluster: dict[str, list[str]], listen_fd: int
+    ) -> None:
         job = self._job
-        cores = job.cores[rank] if job.cores else ()
-        task = {"type": "worker", "index": rank}
+        chief = task.is_chief
+        # A server may run on any core: it waits for most of the time.
+        cores = job.cores[task.index] if job.cores and not task.is_server else ()
+        place = {"type": task.kind, "index": task.index}
         environ = {
             **job.environ,
             **(thread_variables(len(cores)) if cores else {}),
@@ -174,40 +183,40 @@ class Supervisor:
             "KERASDIST_SECRET": self._secret,
             **self._verdict.environ,
             "PYTHONUNBUFFERED": "1",
-            "TF_CONFIG": json.dumps({"cluster": {"worker": addresses}, "task": task}),
+            "TF_CONFIG": json.dumps({"cluster": cluster, "task": place}),
         }
         command = [
             *(sys.executable, "-I", "-S", str(_start.__file__)),
             str(os.getpid()),
-            str(self._group) if rank == 0 else "-",
+            str(self._group) if chief else "-",
             ",".join(map(str, cores)) or "-",
             *("--", sys.executable, *job.command),
         ]
-        path = job.log(rank)
+        path = job.log(task)
         log: IO[bytes] | None = None if path is None else path.open("wb", buffering=0)
         # The chief's goes straight to the terminal, with its progress bars; into a
         # file or another program the pump writes it, or lines would be mixed.
-        piped = self._pump is not None and (rank > 0 or not os.isatty(1))
+        piped = self._pump is not None and (not chief or not os.isatty(1))
         process = subprocess.Popen(
             command,
-            stdin=None if rank == 0 else subprocess.DEVNULL,
+            stdin=None if chief else subprocess.DEVNULL,
             stdout=subprocess.PIPE if piped else log,
-            stderr=None if rank == 0 else subprocess.STDOUT,
+            stderr=None if chief else subprocess.STDOUT,
             bufsize=0,
             env=environ,
             pass_fds=(listen_fd, self._verdict.writing),
-            start_new_session=rank > 0,
+            start_new_session=not chief,
         )
         tail = None
         if piped and self._pump is not None and process.stdout is not None:
-            if rank == 0:
+            if chief:
                 self._pump.add(WholeLines(), process.stdout)
             else:
-                tag = LineTagger(f"[{rank}] ".encode())
+                tag = LineTagger(f"[{task.tag}] ".encode())
                 tail = self._pump.add(tag, process.stdout, log)
         elif log is not None:
             log.close()
-        self._workers.append(_Worker(rank=rank, process=process, tail=tail))
+        self._workers.append(_Worker(task=task, process=process, tail=tail))
 
     # The watch.
 
@@ -276,9 +285,12 @@ class Supervisor:
         for worker in self._workers:
             if worker.code is None:
                 worker.ended_by_us = True
-                # The terminal has sent the chief its own. To a second one it would
+                # Servers end after their workers, who may still need them. The
+                # terminal has sent the chief its own. To a second one it would
                 # answer by breaking off what it does about the first.
-                if worker.rank > 0 or not in_foreground(self._group):
+                if worker.task.is_server:
+                    continue
+                if not worker.task.is_chief or not in_foreground(self._group):
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(worker.process.pid, signal.SIGINT)
 
@@ -289,14 +301,19 @@ class Supervisor:
             self._plan = [(now + term, signal.SIGTERM), (now + kill, signal.SIGKILL)]
 
     def _blamed(self) -> _Worker | None:
-        """The worker that the others blame for the job's failure, if they do."""
-        rank = self._verdict.blamed
-        return next((w for w in self._workers if w.rank == rank), None)
+        """The task that the others blame for the job's failure, if they do."""
+        kind, index = "worker", self._verdict.blamed
+        if index is None:
+            kind, index = "ps", self._verdict.blamed_server
+        found = (
+            w for w in self._workers if (w.task.kind, w.task.index) == (kind, index)
+        )
+        return next(found, None)
 
     def _be_patient_with_the_blamed(self) -> None:
-        """After a failure, SIGTERM waits longer for the rank whose code counts.
+        """After a failure, SIGTERM waits longer for the task whose code counts.
 
-        SIGKILL doesn't: the rank may be frozen.
+        SIGKILL doesn't: the task may be frozen.
         """
         if (
             self._failed_at is None
@@ -335,17 +352,17 @@ class Supervisor:
     def _report(self) -> int:
         if self._signal is not None:
             name = signal.Signals(self._signal).name
-            say(f"ended by {name}; all workers are ended")
+            say(f"ended by {name}; all {self._job.kinds} are ended")
             return 128 + self._signal
         if self._launcher_lost:
             return 128 + signal.SIGKILL
         failures = []
-        for worker in self._workers:
+        for number, worker in enumerate(self._workers):
             if worker.code and not worker.ended_by_us:
                 text, written_at = self._evidence(worker)
                 failures.append(
                     Failure(
-                        rank=worker.rank,
+                        rank=number,
                         code=worker.code,
                         ended_at=worker.ended_at,
                         output=text,
@@ -353,33 +370,38 @@ class Supervisor:
                     )
                 )
         blamed = self._blamed()
-        first = first_failure(failures, None if blamed is None else blamed.rank)
+        to_blame = None if blamed is None else self._workers.index(blamed)
+        first = first_failure(failures, to_blame)
         if first is None:
             return 0 if all(worker.code == 0 for worker in self._workers) else 1
-        others = "" if self._job.size == 1 else "; the other workers were ended"
-        say(f"rank {first.rank} {in_words(first.code)}{others}")
+        shown = self._workers[first.rank]
+        alone = len(self._workers) == 1
+        others = "" if alone else f"; the other {self._job.kinds} were ended"
+        say(f"{shown.task} {in_words(first.code)}{others}")
         for other in failures:
             # Said because the order of exits may deceive, see `blame`.
             if other is not first:
-                say(f"afterwards rank {other.rank} {in_words(other.code)}")
-        shown = self._workers[first.rank]
-        if blamed is not None and blamed.rank != first.rank:
+                say(
+                    f"afterwards {self._workers[other.rank].task} "
+                    f"{in_words(other.code)}"
+                )
+        if blamed is not None and blamed is not shown:
             how = "was lost to the others, and had to be ended"
             if not blamed.ended_by_us:
                 how = f"ended with code {blamed.code} while others still needed it"
-            say(f"before that, rank {blamed.rank} {how}")
+            say(f"before that, {blamed.task} {how}")
             if last_traceback(self._evidence(blamed)[0]):
                 shown = blamed
-        if shown.rank > 0:
+        if not shown.task.is_chief:
             self._show_end(shown)
         return exit_code(first.code)
 
     def _show_end(self, worker: _Worker) -> None:
-        output, log = self._evidence(worker)[0], self._job.log(worker.rank)
-        whose = f"the end of rank {worker.rank}'s output:"
+        output, log = self._evidence(worker)[0], self._job.log(worker.task)
+        whose = f"the end of {worker.task}'s output:"
         if last_traceback(output) is None:
             left = whose if output.strip() else "and no output"
-            whose = f"rank {worker.rank} left no traceback; {left}"
+            whose = f"{worker.task} left no traceback; {left}"
         say(whose)
         shown = end_of(output)
         if shown:
@@ -390,7 +412,7 @@ class Supervisor:
     def _evidence(self, worker: _Worker) -> tuple[str, int]:
         if worker.tail is not None:
             return worker.tail.read()
-        log = self._job.log(worker.rank)
+        log = self._job.log(worker.task)
         return ("", 0) if log is None else Tail.of_file(log)
 
 

@@ -57,3 +57,8 @@ class Verdict:
         Of several jobs the last to fail counts: the script has survived the others.
         """
         return None if self._job is None else self._by_job[self._job].blames
+
+    @property
+    def blamed_server(self) -> int | None:
+        """The same of the parameter servers, by index."""
+        return None if self._job is None else self._by_job[self._job].server

@@ -34,12 +34,14 @@ class Report:
         error: Class of the job's first failure, e.g. `"WorkerLost"`.
         blames: The rank that was lost. None: no single rank is to blame, as when
             ranks called different collectives.
+        server: Index of the parameter server that was lost, or None.
     """
 
     job: str
     rank: int
     error: str
     blames: int | None
+    server: int | None = None
 
     def encode(self) -> bytes:
         """Return the line, with its end."""
@@ -51,12 +53,13 @@ class Report:
         try:
             value = json.loads(line)
             job, rank, error = value["job"], value["rank"], value["error"]
-            blames = value["blames"]
+            blames, server = value["blames"], value.get("server")
             return Report(
                 job=str(job),
                 rank=int(rank),
                 error=str(error),
                 blames=None if blames is None else int(blames),
+                server=None if server is None else int(server),
             )
         except (ValueError, LookupError, TypeError, OverflowError, RecursionError):
             return None
@@ -100,6 +103,7 @@ class Reporter:
             rank=self._rank,
             error=type(error).__name__,
             blames=error.rank if isinstance(error, errors.WorkerLost) else None,
+            server=error.index if isinstance(error, errors.ServerLost) else None,
         )
         # Full, or nobody reads it any more: then the launcher has to guess.
         with contextlib.suppress(OSError):
