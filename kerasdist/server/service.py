@@ -130,6 +130,7 @@ class ParameterServer:
             self.index, len(cluster.servers), size, settings, self._timeouts, on_table
         )
         self._different = ""
+        self._came: set[int] = set()
         self._gathering = not self.desk.resumed
         self._listener = Listener.acquire(self.address, secret)
         self._watch = Watch(
@@ -240,7 +241,9 @@ class ParameterServer:
                 self._welcome(rank, sock, hello)
             if self._different:
                 # Waiting wouldn't help anybody.
-                raise self._dismiss(errors.StartupError(self._different))
+                error = self._dismiss(errors.StartupError(self._different))
+                self._turn_away(str(error))
+                raise error
             for rank, (_, sock) in list(self._guests.items()):
                 if gone(sock):
                     self._guests.pop(rank)[1].close()
@@ -252,6 +255,7 @@ class ParameterServer:
             self._open_line(person, sock, joined=False)
 
     def _welcome(self, rank: int, sock: socket.socket, hello: dict[str, Any]) -> None:
+        self._came.add(rank)
         person = self._examine(rank, sock, hello)
         if person is None:
             return
@@ -285,6 +289,21 @@ class ParameterServer:
             _refuse(sock, str(error))
         self._guests.clear()
         return error
+
+    def _turn_away(self, message: str) -> None:
+        """Tell it to those who are on their way, for a moment.
+
+        Who finds nobody would try again for as long as the start may take.
+        """
+        deadline = Deadline(_FAREWELL_SECONDS)
+        while len(self._came) < len(self._workers) and not (
+            deadline.expired or self._stop.is_set()
+        ):
+            for rank, sock, _ in self._listener.take_any(
+                self._session, PURPOSE, _SHORT_LOOK_SECONDS, self._stop
+            ):
+                self._came.add(rank)
+                _refuse(sock, message)
 
     # Steps 1 to 4, later.
 
