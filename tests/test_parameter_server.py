@@ -198,15 +198,19 @@ print("RESULT", json.dumps([int(each[0]) for each in gathered]))
         assert "RESULT" not in server.output
 
 
-def test_large_buffers_are_spread_over_the_servers():
+@pytest.mark.parametrize("transport", ["auto", "tcp"])
+def test_large_buffers_are_spread_over_the_servers(transport):
     script = """
+import os
 import numpy as np
 import kerasdist
-strategy = kerasdist.ParameterServerStrategy()
+strategy = kerasdist.ParameterServerStrategy(transport=os.environ["TRANSPORT"])
 for _ in range(3):
-    strategy.communicator.all_reduce([np.ones(1_000_000, np.float32)])
+    (total,) = strategy.communicator.all_reduce([np.ones(1_000_000, np.float32)])
+    assert (total == 2).all()
 """
-    with Workers(script, 2, servers=2, deadline=90) as job:
+    env = {"TRANSPORT": transport}
+    with Workers(script, 2, servers=2, env=env, deadline=90) as job:
         servers = job.succeed()[2:]
     for server in servers:
         received = re.search(r" ([\d,]+) bytes received", server.output)

@@ -226,6 +226,6 @@ def _refuse_generator(replicas: int) -> None:
         f"them. Received: a generator, with {replicas} replicas. Use arrays, a "
         "`keras.utils.PyDataset`, or a `tf.data.Dataset` "
         "(`tf.data.Dataset.from_generator`) of global batches, the same on all "
-        "workers; or, if each worker's generator yields its own part, say so with "
-        "RingStrategy(shard='off')."
+        "workers; or, if each worker's generator yields its own part, say so with the "
+        "strategy's argument shard='off'."
     )

@@ -120,7 +120,7 @@ def check_state(
         "The workers would begin to train from different states. "
         f"Received: {what}. Load the same weights on all ranks (a file that only one "
         "of them can read?), don't branch on the rank before `fit`, or let all take "
-        "rank 0's with RingStrategy(initial_state='broadcast')."
+        "rank 0's with the strategy's argument initial_state='broadcast'."
     )
 
 

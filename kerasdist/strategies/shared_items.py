@@ -136,7 +136,7 @@ class SharedItems:
                     "All workers must be given the same PyDataset: its items are "
                     "global batches, of which each worker reads its share. Received: "
                     f"rank 0: {_text(every[0])}; rank {rank}: {_text(other)}. Don't "
-                    "shard the dataset yourself, or use RingStrategy(shard='off')."
+                    "shard the dataset yourself, or give the strategy shard='off'."
                 )
         return checksums
 
@@ -170,8 +170,8 @@ class SharedItems:
                 f"Received: item 0 of ranks {others} differs from rank 0's. A dataset "
                 "that shuffles itself must do it alike on all workers, with a "
                 "generator of its own (`np.random.default_rng(seed)`). If each "
-                "worker's dataset is its own part already, use "
-                "RingStrategy(shard='off')."
+                "worker's dataset is its own part already, give the strategy "
+                "shard='off'."
             )
 
 
