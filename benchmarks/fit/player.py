@@ -85,9 +85,10 @@ def embedding() -> tuple[list[Any], tuple[int, ...], int]:
 
 
 def build() -> tuple[Any, Any, int]:
-    layers, shape, batch = {f.__name__: f for f in (mlp, cnn, lstm, embedding)}[MODEL]()
+    make = {f.__name__: f for f in (mlp, cnn, lstm, embedding)}[MODEL]
     dtype = "int32" if MODEL == "embedding" else "float32"
     with contextlib.nullcontext() if strategy is None else strategy.scope():
+        layers, shape, batch = make()
         model = keras.Sequential([keras.Input(shape, dtype=dtype), *layers])
         model.compile("sgd", LOSS(from_logits=True), jit_compile=False)
     generator = np.random.default_rng(0)
