@@ -284,9 +284,10 @@ class _Epochs:
         alone = extended.job.communicator.size == 1
 
         def finish(batch: Any, part: Any) -> Any:
+            if alone:
+                return batch
             begin = part // self._local * data.batch_size
-            total = tf.minimum(data.samples - begin, data.batch_size)
-            return batch if alone else with_total(batch, total)
+            return with_total(batch, tf.minimum(data.samples - begin, data.batch_size))
 
         # As few stages as can be: each epoch makes them all again.
         parts = tf.data.Dataset.range(batches * self._local)
