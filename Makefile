@@ -8,7 +8,7 @@
 #   make test-versions  the suite with the oldest and the newest TensorFlow and
 #                 Keras: two more environments, not a part of `make test`
 #   make bench-all-reduce, bench-fit, bench-overlap, bench-wire, bench-growth,
-#   bench-memory-startup
+#   bench-memory-startup, bench-server-throughput
 #                 measure one claim: see the folder in benchmarks/
 #   make wheel    sdist and wheel in dist/
 #   make clean    remove everything that was made
@@ -29,7 +29,7 @@ PACKAGING := setup.py pyproject.toml kerasdist/_version.py Makefile
 
 .PHONY: demo test pytest lint types soak wheel clean
 .PHONY: bench-all-reduce bench-fit bench-overlap bench-wire bench-growth
-.PHONY: bench-memory-startup
+.PHONY: bench-memory-startup bench-server-throughput
 .PHONY: test-versions test-oldest test-newest
 .DEFAULT_GOAL := test
 
@@ -83,6 +83,9 @@ bench-growth: $(VENV)/.bench
 
 bench-memory-startup: $(VENV)/.bench
 	$(BIN)/python benchmarks/memory_startup/run.py
+
+bench-server-throughput: $(VENV)/.bench
+	$(BIN)/python benchmarks/server_throughput/run.py
 
 wheel: $(VENV)/.test
 	$(BIN)/python -m build

@@ -68,3 +68,10 @@ def test_overlap(tmp_path):
     assert len(results["rows"]) == 2
     kinds = {kind for kind, _, _ in results["trace"]}
     assert kinds == {"forward pass", "backward pass", "all-reduce"}
+
+
+def test_server_throughput(tmp_path):
+    rates = run("server_throughput", tmp_path)["bytes_per_second"]
+    columns = ("memcpy", "shared_memory", "tcp")
+    assert list(rates) == [f"{name}, {n}" for name in columns for n in (1, 2)]
+    assert all(len(found) == 2 for found in rates.values())
