@@ -83,6 +83,7 @@ class Servers:
         self.clients: list[ServerClient] = []
         self.servers: list[ParameterServer] = []
         self.layouts: list[Any] = []
+        self.splits: list[Any] = []
         self.ends: dict[int, Any] = {}
         self.threads: list[threading.Thread] = []
         self.workers: list[str] = []
@@ -106,6 +107,7 @@ class Servers:
             self.settings,
             timeouts=self.timeouts,
             on_table=self.layouts.append,
+            on_split=self.splits.append,
         )
         self.servers[index:] = [server, *self.servers[index + 1 :]]
 

@@ -164,6 +164,11 @@ def test_workers_that_never_come_are_named(monkeypatch):
         kerasdist.ParameterServerStrategy(startup_timeout=1)
 
 
+SHARES = [
+    r"\d+ bytes in \d pieces?, 100\.0 % of \d+ bytes",
+    r"0 bytes in 0 pieces, 0\.0 % of \d+ bytes",
+]
+
 # Several processes. That the numbers are those of one process is for
 # `test_equivalence.py`.
 
@@ -190,7 +195,9 @@ print("RESULT", json.dumps([int(each[0]) for each in gathered]))
     for index, server in enumerate(finished[2:]):
         name = rf"kerasdist: server {index} of 2 \({job.addresses[2 + index]}\)"
         found = re.search(
-            rf"{name} serves 2 worker\(s\), mode='sync'\.\n[^\0]*"
+            rf"{name} serves 2 worker\(s\), mode='sync'\.\n"
+            # The loss's gradients and a count of rows, too small to be cut.
+            rf"{name} gets of each worker and step: {SHARES[index]}\.\n[^\0]*"
             rf"{name} has finished: [\d,]+ requests, ([\d,]+) bytes received, ",
             server.output,
         )

@@ -24,6 +24,7 @@ from kerasdist.collectives.ops import Array, check_dtype
 from kerasdist.collectives.parts import Parts
 from kerasdist.collectives.schedule import chunk
 from kerasdist.server.channel import Channel, Message
+from kerasdist.server.loads import Tally
 from kerasdist.transport.base import Peer
 from kerasdist.transport.deadline import Deadline
 from kerasdist.transport.framing import Call, FrameType
@@ -56,6 +57,10 @@ class ServerCommunicator(Communicator):
         self._client = client
         self._sequence = met
         self._buffers = Buffers()
+        # The chief tells the servers once what each of them gets in a step.
+        self._tally: Tally | None = None
+        if self.rank == 0 and client.cluster.servers and client.settings.mode == "sync":
+            self._tally = Tally(client.servers)
 
     @property
     def sequence(self) -> int:
@@ -72,6 +77,7 @@ class ServerCommunicator(Communicator):
             self._user_call([(name, shape[1:])]) as detail,
             self._calling("all_gather", "none", name, 0, detail) as (call, _),
         ):
+            self._count([mine.nbytes])
             arrays = self._meet(call, lambda channel: [mine])
             results = [np.empty((0, *shape[1:]), mine.dtype)] * self.size
             for rank, found in zip(self.ranks, arrays, strict=True):
@@ -97,6 +103,7 @@ class ServerCommunicator(Communicator):
         if not spread:
             chunks[1:] = []
 
+        self._count([(c.stop - c.start) * dtype.itemsize for c in chunks])
         meta = self._meta()
 
         def build(part: slice) -> Any:
@@ -166,6 +173,18 @@ class ServerCommunicator(Communicator):
         told = Call(call.sequence, "barrier", detail=zlib.crc32(str(call).encode()))
         meta = self._meta()
         return [lambda _: Message(FrameType.REQUEST, told, meta, ())] * count
+
+    def _count(self, sizes: list[int]) -> None:
+        """Count the bytes for each server; tell those of the first step."""
+        if self._tally is None:
+            return
+        loads = self._tally.count(self.step, sizes)
+        if loads is not None:
+            self._tally = None
+            meta = {"do": "split", "loads": loads}
+            told = Message(FrameType.REQUEST, Call(0), meta, ())
+            with self._client.calling("telling the servers their shares"):
+                self._client.request_all([lambda _: told] * self._client.servers)
 
     def _meta(self) -> dict[str, Any]:
         return {"do": "meet", "step": self.step}

@@ -8,6 +8,7 @@ asked for:
     open    begin to use a table                       (kerasdist.server.store)
     push    add a step's changes, and read             (the same)
     pull    read                                       (the same)
+    split   hear what each server gets in a step       (kerasdist.server.loads)
     stats   what is known of tables and workers
 
 The answer is a REPLY, or a FAILURE whose "failure" the worker raises.
@@ -29,6 +30,7 @@ from kerasdist.server.channel import (
 from kerasdist.server.crew import Crew, Event, Person
 from kerasdist.server.keeper import Keeper
 from kerasdist.server.layout import Layout
+from kerasdist.server.loads import Load, loads_from_json
 from kerasdist.server.meetings import Meetings
 from kerasdist.server.settings import ServerSettings
 from kerasdist.server.store import Stores
@@ -96,8 +98,12 @@ class Desk:
         settings: What the job was asked for.
         timeouts: `collective` bounds every wait for other workers.
         on_table: Called with the layout of each new table.
+        on_split: Called with what each server gets in a step, when the first is over.
 
     Attributes:
+        server: As given.
+        servers: As given.
+        settings: As given.
         crew: The workers.
         stores: The tables.
         meetings: The collectives.
@@ -117,11 +123,14 @@ class Desk:
         settings: ServerSettings,
         timeouts: Timeouts,
         on_table: Callable[[Layout], None] | None = None,
+        on_split: Callable[[list[Load]], None] | None = None,
     ) -> None:
         self.server = server
+        self.servers = servers
         self.settings = settings
         self.events: list[Event] = []
         self._timeouts = timeouts
+        self._on_split = on_split
         self._requests = 0
         self.crew = Crew(size, settings.mode)
         self.stores = Stores(server, servers, settings, self.crew, on_table)
@@ -226,6 +235,11 @@ class Desk:
             return Message(FrameType.REPLY, call, answer, result)
         if do == "stats":
             return Message(FrameType.REPLY, call, self.stats(), ())
+        if do == "split":
+            loads = loads_from_json(meta.get("loads"), self.servers)
+            if self._on_split is not None:
+                self._on_split(loads)
+            return Message(FrameType.REPLY, call, {}, ())
         number = _whole(meta, "table")
         if do == "open":
             answer, parts = self.stores.open(

@@ -196,13 +196,6 @@ class Layout:
             total[piece.server] += piece.rows * row_bytes
         return total
 
-    def describe(self) -> str:
-        """Bytes per server as text, for instance `server 0: 1.2 MB, server 1: ...`."""
-        return ", ".join(
-            f"server {index}: {count / 1e6:,.3g} MB ({count:,} bytes)"
-            for index, count in enumerate(self.server_bytes())
-        )
-
     def cut(self, server: int, arrays: Sequence[Array]) -> list[Array]:
         """Return a server's part of all variables' values, as it is held.
 

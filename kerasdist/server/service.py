@@ -39,6 +39,7 @@ from kerasdist.cluster import Cluster
 from kerasdist.server.crew import Event, Person
 from kerasdist.server.desk import Desk, Farewell
 from kerasdist.server.layout import Layout
+from kerasdist.server.loads import Load
 from kerasdist.server.settings import ServerSettings
 from kerasdist.server.watch import Watch
 from kerasdist.server.wire import SocketChannel
@@ -80,7 +81,11 @@ class ParameterServer:
         settings: What the job was asked for; the workers' must be equal.
         timeouts: How long each phase may take.
         on_table: Called with the layout of each table when the chief has brought its
-            first values, for instance to print `Layout.describe`.
+            first values, for instance to say what this server holds.
+        on_split: Called with what one worker sends to each server in a step, when the
+            first step of a "sync" job is over.
+        on_start: Called when all workers have come, before any of them hears of it;
+            of a server that goes on from a snapshot at once.
         host: Overrides `host_key()`, for tests.
 
     Attributes:
@@ -103,6 +108,8 @@ class ParameterServer:
         *,
         timeouts: Timeouts | None = None,
         on_table: Callable[[Layout], None] | None = None,
+        on_split: Callable[[list[Load]], None] | None = None,
+        on_start: Callable[[], None] | None = None,
         host: str | None = None,
     ) -> None:
         if cluster.task_type != "ps":
@@ -127,8 +134,11 @@ class ParameterServer:
         secret = job_secret((*cluster.workers, *cluster.servers), os.environ)
         size = len(cluster.workers)
         self.desk = Desk(
-            self.index, len(cluster.servers), size, settings, self._timeouts, on_table
+            *(self.index, len(cluster.servers), size, settings, self._timeouts),
+            on_table,
+            on_split,
         )
+        self._on_start = on_start
         self._different = ""
         self._came: set[int] = set()
         self._gathering = not self.desk.resumed
@@ -169,6 +179,8 @@ class ParameterServer:
         crew = self.desk.crew
         if self._gathering:
             self._gather()
+        elif self._on_start is not None:
+            self._on_start()
         if self.desk.keeper is not None:
             self.desk.keeper.start()
         # Those of a snapshot who don't come again aren't waited for for ever.
@@ -251,6 +263,8 @@ class ParameterServer:
         guests, self._guests = self._guests, {}
         for person, _ in guests.values():
             self.desk.crew.enter(person, None)
+        if self._on_start is not None:
+            self._on_start()
         for person, sock in guests.values():
             self._open_line(person, sock, joined=False)
 

@@ -7,13 +7,9 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from kerasdist.cluster import Cluster, resolve
-from kerasdist.server import (
-    ParameterServer,
-    ServerClient,
-    ServerSettings,
-    connect_servers,
-)
+from kerasdist.server import ServerClient, ServerSettings, connect_servers
 from kerasdist.server.client import TRANSPORTS
+from kerasdist.server.process import run_server
 from kerasdist.server.service import session_name
 from kerasdist.strategies.devices import check_devices
 from kerasdist.strategies.synchronous import Options, SynchronousStrategy
@@ -143,17 +139,5 @@ def _connect(
 
 def _serve(place: Cluster, settings: ServerSettings, timeouts: Timeouts) -> NoReturn:
     """Be a server until the job is over; then end the process."""
-    count = len(place.servers)
-    name = f"kerasdist: server {place.task_index} of {count} ({place.address})"
-    server = ParameterServer(place, settings, timeouts=timeouts)
-    _say(f"{name} serves {place.size} worker(s), mode={settings.mode!r}.")
-    stats = server.serve()
-    _say(
-        f"{name} has finished: {stats['requests']:,} requests, "
-        f"{stats['bytes_received']:,} bytes received, {stats['bytes_sent']:,} sent."
-    )
+    run_server(place, settings, timeouts)
     sys.exit(0)
-
-
-def _say(text: str) -> None:
-    print(text, flush=True)

@@ -1,0 +1,57 @@
+"""A parameter server as a process: what it prints, and what it tells its launcher."""
+
+from __future__ import annotations
+
+from kerasdist.cluster import Cluster
+from kerasdist.server.layout import Layout
+from kerasdist.server.loads import Load, loads_of, share_in_words
+from kerasdist.server.service import ParameterServer
+from kerasdist.server.settings import ServerSettings
+from kerasdist.transport.timeouts import Timeouts
+
+__all__ = ["run_server"]
+
+
+def run_server(
+    cluster: Cluster, settings: ServerSettings, timeouts: Timeouts | None = None
+) -> None:
+    """Be a server of a job until the job is over.
+
+    It prints whom it serves, its part of each table when that is opened (with "sync"
+    its part of a step, when the first one is over), and at the end what has gone
+    through it.
+
+    Args:
+        cluster: The job; this process is one of its `servers`.
+        settings: What the job was asked for; the workers' must be equal.
+        timeouts: How long each phase may take.
+
+    Raises:
+        KerasDistError: As `ParameterServer` and its `serve`.
+    """
+    count = len(cluster.servers)
+    name = f"kerasdist: server {cluster.task_index} of {count} ({cluster.address})"
+
+    def opened(layout: Layout) -> None:
+        share = share_in_words(loads_of(layout), cluster.task_index)
+        _say(f"{name} holds {share}; variables: {len(layout.variables):,}.")
+
+    def split(loads: list[Load]) -> None:
+        share = share_in_words(loads, cluster.task_index)
+        _say(f"{name} gets of each worker and step: {share}.")
+
+    server = ParameterServer(
+        cluster, settings, timeouts=timeouts, on_table=opened, on_split=split
+    )
+    _say(f"{name} serves {cluster.size} worker(s), mode={settings.mode!r}.")
+    for store in server.desk.stores.tables.values():  # those of a snapshot
+        opened(store.layout)
+    stats = server.serve()
+    _say(
+        f"{name} has finished: {stats['requests']:,} requests, "
+        f"{stats['bytes_received']:,} bytes received, {stats['bytes_sent']:,} sent."
+    )
+
+
+def _say(text: str) -> None:
+    print(text, flush=True)

@@ -1,0 +1,48 @@
+"""A parameter server as a process: what it prints."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+
+from kerasdist.server import ServerSettings, Variable, connect_servers
+from kerasdist.server.process import run_server
+from servers import SECONDS, server_place, worker_place
+from workers import free_ports
+
+
+def test_it_says_at_the_start_what_it_holds(capsys):
+    worker, *servers = (f"127.0.0.1:{port}" for port in free_ports(3))
+    settings = ServerSettings(mode="async")
+    threads = [
+        threading.Thread(
+            target=run_server,
+            args=(server_place([worker], servers, index), settings, SECONDS),
+        )
+        for index in range(2)
+    ]
+    for thread in threads:
+        thread.start()
+    variables = [
+        Variable(name="large", shape=(1000, 3), sparse=True),
+        Variable(name="small", shape=(1500,)),
+    ]
+    place = worker_place([worker], servers, 0)
+    with connect_servers(place, settings, timeouts=SECONDS) as client:
+        client.open_table(variables, [np.zeros(v.shape, "f4") for v in variables])
+        said = capsys.readouterr().out.splitlines()
+    for thread in threads:
+        thread.join(20)
+    names = [f"kerasdist: server {i} of 2 ({servers[i]})" for i in range(2)]
+    for name in names:
+        assert f"{name} serves 1 worker(s), mode='async'." in said
+    share = "{} bytes in {}, {} % of 18,000 bytes; variables: 2."
+    held = [line for line in said if " holds " in line]
+    assert sorted(held) == [
+        f"{names[0]} holds {share.format('12,000', '2 pieces', '66.7')}",
+        f"{names[1]} holds {share.format('6,000', '1 piece', '33.3')}",
+    ]
+    ends = sorted(capsys.readouterr().out.splitlines())
+    assert all(end.startswith(name) for end, name in zip(ends, names, strict=True))
+    assert all(" has finished: 1 requests, " in end for end in ends)
