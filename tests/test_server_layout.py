@@ -71,7 +71,6 @@ def test_a_dominating_variable_is_cut_and_small_ones_are_not():
     assert [p.variable for p in layout.pieces[-2:]] == [1, 2]
     loads = layout.server_bytes()
     assert max(loads) < 1.4 * min(loads)
-    assert f"({loads[1]:,} bytes)" in layout.describe()
 
 
 @pytest.mark.parametrize("seed", range(10))
