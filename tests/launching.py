@@ -90,6 +90,14 @@ class Launcher:
         self.processes.append(process)
         return process
 
+    def start_plain(self, *args, env):
+        """Start the interpreter itself in the folder, as a user would by hand."""
+        process = subprocess.Popen(
+            [sys.executable, *args], cwd=self.folder, env={**self.env, **env}
+        )
+        self.processes.append(process)
+        return process
+
     def run(self, *args, script=None, **more):
         """Run to the end; return the code, standard output, and standard error."""
         process = self.start(*args, script=script, **more)

@@ -10,7 +10,13 @@ import pytest
 
 from kerasdist import errors
 from kerasdist.cli.verdict import Verdict
-from kerasdist.transport.report import REPORT_VARIABLE, Report, Reporter
+from kerasdist.transport.report import (
+    REPORT_VARIABLE,
+    Notice,
+    Report,
+    Reporter,
+    ServerReporter,
+)
 
 LOST = errors.WorkerLost(1, "host1:1", 7, "its connection was closed")
 SERVER_LOST = errors.ServerLost(1, "host9:1", 7, "its connection was closed")
@@ -149,3 +155,64 @@ def test_half_a_line_waits_for_its_end(verdict):
     os.write(verdict.writing, line[10:])
     verdict.read()
     assert verdict.blamed == 3
+
+
+# Servers.
+
+
+def test_what_servers_say_is_one_short_line(verdict):
+    server = ServerReporter(3, verdict.environ)
+    server.begun(7.5)
+    server.happened("lost", 12, "\N{SNOWMAN}" * 1000)
+    server.failed(MISMATCH)
+    lines = sent(verdict)
+    assert max(map(len, lines)) < 512
+    begun, lost, failed = map(Notice.decode, lines)
+    assert begun == Notice(server=3, kind="begun", patience=7.5)
+    assert (lost.kind, lost.rank) == ("lost", 12)
+    assert lost.reason.strip("\N{SNOWMAN}") == "" != lost.reason
+    assert failed.reason == "CollectiveMismatch: Ranks differ."
+    assert [Report.decode(line) for line in lines] == [None] * 3
+
+
+@pytest.fixture
+def servers():
+    """A verdict on a job with two servers."""
+    verdict = Verdict(2)
+    yield verdict, [ServerReporter(index, verdict.environ) for index in range(2)]
+    for descriptor in (verdict.reading, verdict.writing):
+        os.close(descriptor)
+
+
+def test_a_job_goes_on_when_all_servers_have_said_so_until_one_fails(servers):
+    verdict, (first, second) = servers
+    seen = []
+    for say in (
+        lambda: first.begun(0.0),
+        lambda: first.begun(0.0),
+        lambda: second.begun(5.0),
+        lambda: first.happened("lost", 1, "it was gone"),
+        lambda: second.failed(MISMATCH),
+    ):
+        say()
+        verdict.read()
+        seen.append(verdict.goes_on)
+    assert seen == [False, False, True, True, False]
+    assert verdict.patience == 5.0
+    (notice,) = verdict.notices()
+    assert (notice.kind, notice.rank, notice.reason) == ("lost", 1, "it was gone")
+    assert verdict.notices() == []
+
+
+def test_who_was_lost_before_is_no_witness(servers):
+    verdict, reporters = servers
+    for reporter in reporters:
+        reporter.begun(0.0)
+    # Whichever server sees it first.
+    reporters[1].happened("lost", 1, "nothing was heard of it")
+    Reporter("a.1", 1, verdict.environ).failed(SERVER_LOST)
+    Reporter("a.1", 2, verdict.environ).failed(LOST)
+    verdict.read()
+    assert verdict.gave_up == {1}
+    assert (verdict.blamed, verdict.blamed_server) == (1, None)
+    assert not verdict.goes_on  # rank 2 has lost what it needs

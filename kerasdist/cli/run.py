@@ -21,14 +21,17 @@ from kerasdist.cli.allocator import ALLOCATORS, find_allocator, preloading
 from kerasdist.cli.binding import cores_in_order, shares
 from kerasdist.cli.job import Job
 from kerasdist.cli.processes import adopt_orphans, descendants, kill_all
-from kerasdist.cli.supervisor import ENDING_SIGNALS, Supervisor, say
+from kerasdist.cli.saying import say
+from kerasdist.cli.supervisor import ENDING_SIGNALS, Supervisor
 
 __all__ = ["add_parser", "split"]
 
 _DESCRIPTION = """\
 Start N workers on this machine, each with a TF_CONFIG of its own and a port that
 nobody else has, and one secret for all. When one fails the others are ended, and the
-exit code is that of the first that failed."""
+exit code is that of the first that failed. A job with asynchronous parameter servers
+goes on without a worker that was lost: the exit code is 0 if it finishes, unless that
+worker was the chief, or was ended by an error of its own."""
 _EPILOG = """\
 examples:
   kerasdist run -n 4 train.py --epochs 5

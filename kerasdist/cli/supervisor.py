@@ -22,30 +22,15 @@ launcher hits it. All others have sessions of their own and no terminal.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import json
 import os
 import selectors
-import shlex
 import signal
-import socket
-import subprocess
-import sys
 import time
-from typing import IO
 
-from kerasdist.cli import _start
-from kerasdist.cli.binding import thread_variables
-from kerasdist.cli.blame import Failure, exit_code, first_failure, in_words
-from kerasdist.cli.job import Job, Task
-from kerasdist.cli.output import (
-    LineTagger,
-    OutputPump,
-    Tail,
-    WholeLines,
-    end_of,
-    last_traceback,
-)
+from kerasdist.cli.ending import Ending, to_blame
+from kerasdist.cli.job import Job
+from kerasdist.cli.losses import Losses
+from kerasdist.cli.output import OutputPump
 from kerasdist.cli.processes import (
     adopt_orphans,
     descendants,
@@ -53,9 +38,11 @@ from kerasdist.cli.processes import (
     kill_all,
     signal_all,
 )
+from kerasdist.cli.saying import say
+from kerasdist.cli.starting import Launch, Started
 from kerasdist.cli.verdict import Verdict
 
-__all__ = ["ENDING_SIGNALS", "Supervisor", "say"]
+__all__ = ["ENDING_SIGNALS", "Supervisor"]
 
 ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
@@ -66,24 +53,14 @@ _LET_THEM_FAIL = 1.5
 _TERM_TO_KILL = 2.0
 # The rank that the others blame: TensorFlow may take long to end a process.
 _LET_BLAMED_END = 3.0
+# A lost worker that still runs when the job without it has ended.
+_LET_LOST_END = 2.0
 # After Ctrl-C: scripts may catch KeyboardInterrupt and save.
 _INTERRUPT_TO_TERM = 2.0
 _TWICE = 0.5
 # A killed process can only stay when the kernel holds it (a dead network disk).
 _GIVE_UP = 1.0
 _OUTPUT_SECONDS = 2.0
-
-
-@dataclasses.dataclass(kw_only=True)
-class _Worker:
-    """A started task; `code` and `ended_at` (ns since the epoch) when it ended."""
-
-    task: Task
-    process: subprocess.Popen[bytes]
-    tail: Tail | None
-    code: int | None = None
-    ended_at: int = 0
-    ended_by_us: bool = False
 
 
 class Supervisor:
@@ -100,10 +77,18 @@ class Supervisor:
         self._job = job
         self._life = life
         self._group = group
-        self._secret = secret
-        self._workers: list[_Worker] = []
         self._pump = OutputPump(1) if job.tagged else None
-        self._verdict = Verdict()
+        self._verdict = Verdict(job.servers)
+        self._launch = Launch(
+            job=job,
+            group=group,
+            secret=secret,
+            environ=self._verdict.environ,
+            pass_fds=(self._verdict.writing,),
+            pump=self._pump,
+        )
+        self._tasks: list[Started] = []
+        self._losses = Losses((), self._verdict)
         self._failed_at: float | None = None
         self._signal: int | None = None
         self._signal_at = 0.0
@@ -132,7 +117,8 @@ class Supervisor:
         with adopt_orphans():
             try:
                 signal.pthread_sigmask(signal.SIG_UNBLOCK, unblock)
-                self._start()
+                self._tasks = self._launch.start()
+                self._losses = Losses(self._tasks, self._verdict)
                 self._watch(wake_read)
             except OSError as error:
                 say(f"the workers can't be run: {error}")
@@ -145,79 +131,6 @@ class Supervisor:
             self._pump.finish(_OUTPUT_SECONDS)
         return self._report()
 
-    # The start.
-
-    def _start(self) -> None:
-        # The sockets listen before any worker lives: nobody can take a port in
-        # between, and a worker that is early finds all others.
-        with contextlib.ExitStack() as listeners:
-            sockets = []
-            tasks = self._job.tasks
-            for _ in tasks:
-                server = listeners.enter_context(socket.socket())
-                server.bind(("127.0.0.1", 0))
-                server.listen(1024)
-                sockets.append(server)
-            addresses = [f"127.0.0.1:{each.getsockname()[1]}" for each in sockets]
-            cluster = {"worker": addresses[: self._job.size]}
-            if self._job.servers:
-                cluster["ps"] = addresses[self._job.size :]
-            for task, server in zip(tasks, sockets, strict=True):
-                self._start_task(task, cluster, server.fileno())
-        # Our copies are closed now, else a dead worker's port would stay open.
-        if self._pump is not None:
-            self._pump.start()
-
-    def _start_task(
-        self, task: Task, cluster: dict[str, list[str]], listen_fd: int
-    ) -> None:
-        job = self._job
-        chief = task.is_chief
-        # A server may run on any core: it waits for most of the time.
-        cores = job.cores[task.index] if job.cores and not task.is_server else ()
-        place = {"type": task.kind, "index": task.index}
-        environ = {
-            **job.environ,
-            **(thread_variables(len(cores)) if cores else {}),
-            "KERASDIST_LISTEN_FD": str(listen_fd),
-            "KERASDIST_SECRET": self._secret,
-            **self._verdict.environ,
-            "PYTHONUNBUFFERED": "1",
-            "TF_CONFIG": json.dumps({"cluster": cluster, "task": place}),
-        }
-        command = [
-            *(sys.executable, "-I", "-S", str(_start.__file__)),
-            str(os.getpid()),
-            str(self._group) if chief else "-",
-            ",".join(map(str, cores)) or "-",
-            *("--", sys.executable, *job.command),
-        ]
-        path = job.log(task)
-        log: IO[bytes] | None = None if path is None else path.open("wb", buffering=0)
-        # The chief's goes straight to the terminal, with its progress bars; into a
-        # file or another program the pump writes it, or lines would be mixed.
-        piped = self._pump is not None and (not chief or not os.isatty(1))
-        process = subprocess.Popen(
-            command,
-            stdin=None if chief else subprocess.DEVNULL,
-            stdout=subprocess.PIPE if piped else log,
-            stderr=None if chief else subprocess.STDOUT,
-            bufsize=0,
-            env=environ,
-            pass_fds=(listen_fd, self._verdict.writing),
-            start_new_session=not chief,
-        )
-        tail = None
-        if piped and self._pump is not None and process.stdout is not None:
-            if chief:
-                self._pump.add(WholeLines(), process.stdout)
-            else:
-                tag = LineTagger(f"[{task.tag}] ".encode())
-                tail = self._pump.add(tag, process.stdout, log)
-        elif log is not None:
-            log.close()
-        self._workers.append(_Worker(task=task, process=process, tail=tail))
-
     # The watch.
 
     def _watch(self, wake: int) -> None:
@@ -227,14 +140,17 @@ class Supervisor:
             selector.register(self._verdict.reading, selectors.EVENT_READ)
             while True:
                 self._reap()
-                self._verdict.read()
-                running = [w for w in self._workers if w.code is None]
+                self._losses.listen()
+                running = [w for w in self._tasks if w.code is None]
                 if not running:
                     # Grandchildren, which may hold the terminal or a pipe of ours.
                     if not descendants(os.getpid()):
                         return
                     if not self._plan:
                         self._plan_to_end(0.0, _TERM_TO_KILL)
+                elif self._losses.only_they_are_left and not self._plan:
+                    # Frozen, or busy with what nobody needs any more.
+                    self._plan_to_end(_LET_LOST_END, _LET_LOST_END + _TERM_TO_KILL)
                 self._be_patient_with_the_blamed()
                 self._send_what_is_due()
                 if self._give_up_at and time.monotonic() > self._give_up_at:
@@ -249,7 +165,7 @@ class Supervisor:
                         self._plan_to_end(0.0, _TERM_TO_KILL)
 
     def _reap(self) -> None:
-        by_pid = {w.process.pid: w for w in self._workers if w.code is None}
+        by_pid = {w.process.pid: w for w in self._tasks if w.code is None}
         while True:
             try:
                 pid, status = os.waitpid(-1, os.WNOHANG)
@@ -264,7 +180,9 @@ class Supervisor:
             worker.code = os.waitstatus_to_exitcode(status)
             worker.process.returncode = worker.code  # it can't ask any more
             failed = worker.code != 0 and not worker.ended_by_us
-            if failed and self._failed_at is None:
+            if not failed or self._failed_at is not None:
+                continue
+            if not self._losses.takes(worker):
                 self._failed_at = time.monotonic()
                 self._plan_to_end(_LET_THEM_FAIL, _LET_THEM_FAIL + _TERM_TO_KILL)
 
@@ -282,7 +200,7 @@ class Supervisor:
             self._plan_to_end(0.0, _TERM_TO_KILL)
             return
         self._plan_to_end(_INTERRUPT_TO_TERM, _INTERRUPT_TO_TERM + _TERM_TO_KILL)
-        for worker in self._workers:
+        for worker in self._tasks:
             if worker.code is None:
                 worker.ended_by_us = True
                 # Servers end after their workers, who may still need them. The
@@ -296,19 +214,14 @@ class Supervisor:
 
     def _plan_to_end(self, term: float, kill: float) -> None:
         """Plan SIGTERM and SIGKILL, in seconds from now, if nothing earlier is."""
+        self._losses.over = True
         now = time.monotonic()
         if not self._plan or self._plan[0][0] > now + term:
             self._plan = [(now + term, signal.SIGTERM), (now + kill, signal.SIGKILL)]
 
-    def _blamed(self) -> _Worker | None:
+    def _blamed(self) -> Started | None:
         """The task that the others blame for the job's failure, if they do."""
-        kind, index = "worker", self._verdict.blamed
-        if index is None:
-            kind, index = "ps", self._verdict.blamed_server
-        found = (
-            w for w in self._workers if (w.task.kind, w.task.index) == (kind, index)
-        )
-        return next(found, None)
+        return to_blame(self._tasks, self._verdict)
 
     def _be_patient_with_the_blamed(self) -> None:
         """After a failure, SIGTERM waits longer for the task whose code counts.
@@ -330,7 +243,7 @@ class Supervisor:
     def _send_what_is_due(self) -> None:
         while self._plan and self._plan[0][0] <= time.monotonic():
             number = self._plan[0][1]
-            for worker in self._workers:
+            for worker in self._tasks:
                 worker.ended_by_us = worker.ended_by_us or worker.code is None
             signal_all(os.getpid(), number)
             if number == signal.SIGKILL:
@@ -343,6 +256,9 @@ class Supervisor:
     def _until_next(self, workers_run: bool) -> float | None:
         """Seconds to wait for something to happen; None: as long as it takes."""
         until = [] if workers_run else [0.05]  # grandchildren don't tell us
+        told_in = self._losses.next_in()
+        if told_in is not None:
+            until.append(told_in)
         if self._plan:
             until.append(max(0.0, self._plan[0][0] - time.monotonic()))
         return min(until, default=None)
@@ -356,70 +272,8 @@ class Supervisor:
             return 128 + self._signal
         if self._launcher_lost:
             return 128 + signal.SIGKILL
-        failures = []
-        for number, worker in enumerate(self._workers):
-            if worker.code and not worker.ended_by_us:
-                text, written_at = self._evidence(worker)
-                failures.append(
-                    Failure(
-                        rank=number,
-                        code=worker.code,
-                        ended_at=worker.ended_at,
-                        output=text,
-                        written_at=written_at,
-                    )
-                )
-        blamed = self._blamed()
-        to_blame = None if blamed is None else self._workers.index(blamed)
-        first = first_failure(failures, to_blame)
-        if first is None:
-            return 0 if all(worker.code == 0 for worker in self._workers) else 1
-        shown = self._workers[first.rank]
-        alone = len(self._workers) == 1
-        others = "" if alone else f"; the other {self._job.kinds} were ended"
-        say(f"{shown.task} {in_words(first.code)}{others}")
-        for other in failures:
-            # Said because the order of exits may deceive, see `blame`.
-            if other is not first:
-                say(
-                    f"afterwards {self._workers[other.rank].task} "
-                    f"{in_words(other.code)}"
-                )
-        if blamed is not None and blamed is not shown:
-            how = "was lost to the others, and had to be ended"
-            if not blamed.ended_by_us:
-                how = f"ended with code {blamed.code} while others still needed it"
-            say(f"before that, {blamed.task} {how}")
-            if last_traceback(self._evidence(blamed)[0]):
-                shown = blamed
-        if not shown.task.is_chief:
-            self._show_end(shown)
-        return exit_code(first.code)
-
-    def _show_end(self, worker: _Worker) -> None:
-        output, log = self._evidence(worker)[0], self._job.log(worker.task)
-        whose = f"the end of {worker.task}'s output:"
-        if last_traceback(output) is None:
-            left = whose if output.strip() else "and no output"
-            whose = f"{worker.task} left no traceback; {left}"
-        say(whose)
-        shown = end_of(output)
-        if shown:
-            print(shown, file=sys.stderr, flush=True)
-        if log is not None:
-            say(f"all of its output: {shlex.quote(str(log))}")
-
-    def _evidence(self, worker: _Worker) -> tuple[str, int]:
-        if worker.tail is not None:
-            return worker.tail.read()
-        log = self._job.log(worker.task)
-        return ("", 0) if log is None else Tail.of_file(log)
-
-
-def say(text: str) -> None:
-    """Tell the user something on standard error, whoever still reads that."""
-    with contextlib.suppress(OSError):
-        print(f"kerasdist run: {text}", file=sys.stderr, flush=True)
+        ending = Ending(self._job, self._tasks, self._verdict)
+        return ending.report(failed=self._failed_at is not None)
 
 
 def _noted(number: int, frame: object) -> None:

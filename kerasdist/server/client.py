@@ -308,6 +308,9 @@ class ServerClient(Job):
         with self._changed:
             if self._failure is not None:
                 return self._failure
+            # First: once it is known another thread may end the process.
+            if self._on_failure is not None:
+                self._on_failure(error)
             self._failure = error
             self._changed.notify_all()
         here = self.peers[self.rank]
@@ -317,8 +320,6 @@ class ServerClient(Job):
         for link in self._links:
             link.leave(farewell)
             link.abort()
-        if self._on_failure is not None:
-            self._on_failure(error)
         return error
 
     # The end.
@@ -404,8 +405,8 @@ def connect_servers(
         transport: "auto": shared memory with servers on the same host, else TCP; or
             "tcp".
         on_event: Called with each `Event` of another worker, from a thread.
-        on_failure: Called once with the first failure, from whichever thread sees it:
-            for instance to tell a launcher.
+        on_failure: Called once with the first failure, from whichever thread sees it,
+            before anybody else hears of it: to tell a launcher. It mustn't wait.
         on_table: As for `ParameterServer`; for a server in this process.
         host: Overrides `host_key()`, for tests.
 

@@ -7,6 +7,7 @@ from kerasdist.server.layout import Layout
 from kerasdist.server.loads import Load, loads_of, share_in_words
 from kerasdist.server.service import ParameterServer
 from kerasdist.server.settings import ServerSettings
+from kerasdist.transport.report import ServerReporter
 from kerasdist.transport.timeouts import Timeouts
 
 __all__ = ["run_server"]
@@ -40,9 +41,28 @@ def run_server(
         share = share_in_words(loads, cluster.task_index)
         _say(f"{name} gets of each worker and step: {share}.")
 
+    launcher = ServerReporter(cluster.task_index)
+
+    def started() -> None:
+        patience = settings.restart_timeout if settings.restartable else 0.0
+        launcher.begun(patience)
+
+    tolerant = settings.mode == "async"
     server = ParameterServer(
-        cluster, settings, timeouts=timeouts, on_table=opened, on_split=split
+        cluster,
+        settings,
+        timeouts=timeouts,
+        on_table=opened,
+        on_split=split,
+        on_start=started if tolerant else None,
     )
+    if tolerant:
+        crew = server.desk.crew
+        # Before any worker hears of it, and ends.
+        crew.on_failure.insert(0, launcher.failed)
+        crew.on_event.insert(
+            0, lambda event: launcher.happened(event.kind, event.rank, event.reason)
+        )
     _say(f"{name} serves {cluster.size} worker(s), mode={settings.mode!r}.")
     for store in server.desk.stores.tables.values():  # those of a snapshot
         opened(store.layout)

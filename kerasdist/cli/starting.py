@@ -1,0 +1,158 @@
+"""Starts the workers and servers of `kerasdist run`, each where it belongs."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping
+from typing import IO
+
+from kerasdist.cli import _start
+from kerasdist.cli.binding import thread_variables
+from kerasdist.cli.job import Job, Task
+from kerasdist.cli.output import LineTagger, OutputPump, Tail, WholeLines
+
+__all__ = ["Launch", "Started"]
+
+
+@dataclasses.dataclass(kw_only=True, eq=False)
+class Started:
+    """A started task.
+
+    Attributes:
+        task: Which.
+        process: Its process.
+        tail: The end of its output, if that comes through the pump.
+        code: Its exit code when it has ended; negative for a signal.
+        ended_at: When it ended, in ns since the epoch.
+        ended_by_us: Whether it was told to end.
+        reason: What the servers say of how it was lost; empty: they don't.
+        heard_at: When they said so (monotonic), or None.
+        lost: Whether the job goes on without it.
+        replaced: Whether another process has come with its rank since.
+    """
+
+    task: Task
+    process: subprocess.Popen[bytes]
+    tail: Tail | None
+    code: int | None = None
+    ended_at: int = 0
+    ended_by_us: bool = False
+    reason: str = ""
+    heard_at: float | None = None
+    lost: bool = False
+    replaced: bool = False
+
+    def evidence(self, job: Job) -> tuple[str, int]:
+        """The end of its output, and when it last wrote, in ns since the epoch."""
+        if self.tail is not None:
+            return self.tail.read()
+        log = job.log(self.task)
+        return ("", 0) if log is None else Tail.of_file(log)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Launch:
+    """How tasks are started.
+
+    Attributes:
+        job: What to run.
+        group: The launcher's process group, which the chief joins.
+        secret: The job's secret.
+        environ: Further variables of all tasks.
+        pass_fds: Descriptors that all inherit.
+        pump: Takes the output of tasks; None: it goes where the job says.
+    """
+
+    job: Job
+    group: int
+    secret: str
+    environ: Mapping[str, str]
+    pass_fds: tuple[int, ...]
+    pump: OutputPump | None
+
+    def start(self) -> list[Started]:
+        """Start all tasks.
+
+        Raises:
+            OSError: One can't be started; others may run.
+        """
+        # The sockets listen before any worker lives: nobody can take a port in
+        # between, and a worker that is early finds all others.
+        started = []
+        with contextlib.ExitStack() as listeners:
+            sockets = []
+            tasks = self.job.tasks
+            for _ in tasks:
+                server = listeners.enter_context(socket.socket())
+                server.bind(("127.0.0.1", 0))
+                # A server that was lost can be started again at this address, though
+                # its connections linger. Not before `bind`: ports would be shared.
+                server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                server.listen(1024)
+                sockets.append(server)
+            addresses = [f"127.0.0.1:{each.getsockname()[1]}" for each in sockets]
+            cluster = {"worker": addresses[: self.job.size]}
+            if self.job.servers:
+                cluster["ps"] = addresses[self.job.size :]
+            for task, server in zip(tasks, sockets, strict=True):
+                started.append(self._start_task(task, cluster, server.fileno()))
+        # Our copies are closed now, else a dead worker's port would stay open.
+        if self.pump is not None:
+            self.pump.start()
+        return started
+
+    def _start_task(
+        self, task: Task, cluster: dict[str, list[str]], listen_fd: int
+    ) -> Started:
+        job = self.job
+        chief = task.is_chief
+        # A server may run on any core: it waits for most of the time.
+        cores = job.cores[task.index] if job.cores and not task.is_server else ()
+        place = {"type": task.kind, "index": task.index}
+        environ = {
+            **job.environ,
+            **(thread_variables(len(cores)) if cores else {}),
+            "KERASDIST_LISTEN_FD": str(listen_fd),
+            "KERASDIST_SECRET": self.secret,
+            **self.environ,
+            "PYTHONUNBUFFERED": "1",
+            "TF_CONFIG": json.dumps({"cluster": cluster, "task": place}),
+        }
+        command = [
+            *(sys.executable, "-I", "-S", str(_start.__file__)),
+            str(os.getpid()),
+            str(self.group) if chief else "-",
+            ",".join(map(str, cores)) or "-",
+            *("--", sys.executable, *job.command),
+        ]
+        path = job.log(task)
+        log: IO[bytes] | None = None if path is None else path.open("wb", buffering=0)
+        # The chief's goes straight to the terminal, with its progress bars; into a
+        # file or another program the pump writes it, or lines would be mixed.
+        piped = self.pump is not None and (not chief or not os.isatty(1))
+        process = subprocess.Popen(
+            command,
+            stdin=None if chief else subprocess.DEVNULL,
+            stdout=subprocess.PIPE if piped else log,
+            stderr=None if chief else subprocess.STDOUT,
+            bufsize=0,
+            env=environ,
+            pass_fds=(listen_fd, *self.pass_fds),
+            start_new_session=not chief,
+        )
+        tail = None
+        if piped and self.pump is not None and process.stdout is not None:
+            if chief:
+                self.pump.add(WholeLines(), process.stdout)
+            else:
+                tag = LineTagger(f"[{task.tag}] ".encode())
+                tail = self.pump.add(tag, process.stdout, log)
+        elif log is not None:
+            log.close()
+        return Started(task=task, process=process, tail=tail)
