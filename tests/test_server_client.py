@@ -362,19 +362,5 @@ def test_the_first_failure_is_told_once():
         assert job.clients[0].failure is told[0][0]
 
 
-def test_wrong_calls():
-    settings = ServerSettings()
-    several = Cluster(rank=0, size=2, workers=("a:1", "b:1"))
-    with pytest.raises(ValueError, match="transport='mpi'; expected one of"):
-        connect_servers(Cluster(rank=0, size=1), settings, transport="mpi")
-    with pytest.raises(errors.ClusterError, match="2 workers, but no parameter server"):
-        connect_servers(several, settings)
-    server = Cluster(
-        rank=None, size=1, workers=("a:1",), servers=("b:1",), task_type="ps"
-    )
-    with pytest.raises(ValueError, match="A server is no worker"):
-        connect_servers(server, settings)
-
-
 def test_all_kinds_are_tested():
     assert {kind for kind, _, _ in JOBS} == set(KINDS)

@@ -1,22 +1,19 @@
-"""Who is let in by a server, and who isn't."""
+"""A server on the network: its port, strangers, its end."""
 
 from __future__ import annotations
 
 import os
-import re
 import socket
 import threading
 
 import numpy as np
 import pytest
 
-from groups import in_threads, nothing_stays_open, outcomes
+from groups import in_threads, nothing_stays_open
 from kerasdist import errors
 from kerasdist.cluster.address import split_address
 from kerasdist.server import ParameterServer, ServerSettings, Variable
-from kerasdist.transport import Timeouts
 from servers import Servers, server_place, worker_place
-from workers import free_ports
 
 pytestmark = pytest.mark.timeout(60)
 SLOTS = [Variable(name="slots", shape=(4,))]
@@ -46,75 +43,6 @@ def test_garbage_on_the_port_disturbs_nobody():
 
         results = in_threads(3, lambda i: shout(i) if i == 2 else work(i))
         assert all((values == 40).all() for values in results[:2])
-
-
-def test_another_secret_is_refused(monkeypatch):
-    monkeypatch.setenv("KERASDIST_SECRET", "one")
-    with nothing_stays_open():
-        timeouts = Timeouts(startup=2, collective=5, heartbeat=5)
-        with Servers(1, connected=False, timeouts=timeouts) as job:
-            monkeypatch.setenv("KERASDIST_SECRET", "another")
-            with pytest.raises(errors.AuthenticationError, match="KERASDIST_SECRET"):
-                job.connect(0)
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        (ServerSettings(mode="sync"), "'mode': 'sync'.*here.*'mode': 'async'"),
-        (
-            ServerSettings(mode="async", max_staleness=3),
-            "'max_staleness': 3.*here.*'max_staleness': None",
-        ),
-    ],
-)
-def test_a_worker_that_was_asked_for_something_else_is_refused(settings, message):
-    with nothing_stays_open(), Servers(2, connected=False) as job:
-
-        def connect(rank):
-            if rank:
-                return job.connect(rank, settings=settings)
-            return job.connect(rank)
-
-        # At once, and not when the time is over: waiting wouldn't help.
-        first, second = outcomes(2, connect, 10.0)
-        job.join(10.0)
-        for error in (first, second, job.ends[0]):
-            assert isinstance(error, errors.StartupError)
-            assert re.search(message, str(error))
-            assert "Give all tasks the same arguments" in str(error)
-
-
-def test_servers_in_another_order_are_refused():
-    """Two tasks whose clusters name the same servers in another order."""
-    timeouts = Timeouts(startup=3.0, collective=5, heartbeat=5)
-    with (
-        nothing_stays_open(),
-        Servers(1, 2, connected=False, timeouts=timeouts) as job,
-    ):
-        job.addresses.reverse()
-        with pytest.raises(errors.StartupError, match="This is server 1 of the job"):
-            job.connect(0)
-
-
-def test_a_server_that_never_comes_is_named():
-    ports = free_ports(2)
-    workers, servers = [f"127.0.0.1:{ports[0]}"], [f"127.0.0.1:{ports[1]}"]
-    from kerasdist.server import connect_servers
-
-    with (
-        nothing_stays_open(),
-        pytest.raises(
-            errors.StartupError,
-            match=rf"^Server 0 \({servers[0]}\) couldn't be reached within 0\.5 s: "
-            "connection refused",
-        ),
-    ):
-        connect_servers(
-            worker_place(workers, servers, 0),
-            ServerSettings(),
-            timeouts=Timeouts(startup=0.5),
-        )
 
 
 def test_a_port_that_is_taken_is_an_error_and_nothing_is_left():

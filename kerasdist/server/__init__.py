@@ -1,6 +1,7 @@
 """Parameter servers: tables, clocks, servers and clients. No TensorFlow, no Keras."""
 
-from kerasdist.server.client import ServerClient, connect_servers
+from kerasdist.server.client import ServerClient
+from kerasdist.server.connect import connect_servers
 from kerasdist.server.crew import Event
 from kerasdist.server.layout import Layout, Variable
 from kerasdist.server.remote import Pulled, RemoteTable, Rows

@@ -1,6 +1,6 @@
 """A worker's side: all servers of its job as if they were one.
 
-client = connect_servers(cluster, settings, timeouts=timeouts)
+client = connect_servers(cluster, settings, timeouts=timeouts)   # server/connect.py
 table = client.open_table(variables, values)      # the chief's values count
 ...
 pulled = table.push_pull(deltas)                  # one message per server and step
@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
-import secrets
 import threading
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -25,23 +23,20 @@ from kerasdist.collectives.explain import fresh
 from kerasdist.collectives.ops import Array
 from kerasdist.server.channel import Message
 from kerasdist.server.communicator import ServerCommunicator
-from kerasdist.server.crew import Event, Person
-from kerasdist.server.desk import Desk, Farewell
+from kerasdist.server.crew import Event
+from kerasdist.server.desk import Farewell
 from kerasdist.server.layout import Layout, Variable
-from kerasdist.server.link import Build, Job, Link, LocalLink, NetworkLink, Roster
+from kerasdist.server.link import Build, Job, Link, Roster
 from kerasdist.server.remote import RemoteTable
-from kerasdist.server.service import session_name
 from kerasdist.server.settings import ServerSettings
 from kerasdist.server.watch import Watch
 from kerasdist.transport.base import Peer
 from kerasdist.transport.control import to_json
 from kerasdist.transport.failures import decode
 from kerasdist.transport.framing import Call, FrameType
-from kerasdist.transport.member import host_key
-from kerasdist.transport.secret import job_secret
 from kerasdist.transport.timeouts import Timeouts
 
-__all__ = ["TRANSPORTS", "ServerClient", "connect_servers"]
+__all__ = ["TRANSPORTS", "ServerClient"]
 
 TRANSPORTS = ("auto", "tcp")
 _LOG = logging.getLogger("kerasdist")
@@ -98,7 +93,17 @@ class ServerClient(Job):
 
     # Made by `connect_servers`.
 
-    def _start(self, roster: Roster) -> None:
+    def watch(self) -> Watch:
+        """Begin to watch the control connections of this worker."""
+        self._watch = Watch(f"rank {self.rank}", self.timeouts, self._hear, self._ended)
+        return self._watch
+
+    def add(self, link: Link) -> None:
+        """Add the connection to the next server; it's owned from now on."""
+        self._links.append(link)
+
+    def start(self, roster: Roster) -> None:
+        """All servers have let this worker in: `roster` is what the first one said."""
         self.replicas = roster.replicas
         self.joined = roster.joined
         self._met = roster.met
@@ -378,104 +383,5 @@ class ServerClient(Job):
 
     def _ended(self, key: Hashable, reason: str) -> None:
         for link in self._links:
-            if isinstance(link, NetworkLink) and link.index == key:
+            if link.index == key:
                 link.ended(reason)
-
-
-def connect_servers(
-    cluster: Cluster,
-    settings: ServerSettings,
-    *,
-    timeouts: Timeouts | None = None,
-    replicas: int = 1,
-    transport: str = "auto",
-    on_event: Callable[[Event], None] | None = None,
-    on_failure: Callable[[errors.CollectiveError], None] | None = None,
-    on_table: Callable[[Layout], None] | None = None,
-    host: str | None = None,
-) -> ServerClient:
-    """Connect a worker to all servers of its job; wait until all workers have come.
-
-    Args:
-        cluster: Who this worker is, who the others and the servers are. Without
-            servers, and with one worker, the server lives in this process.
-        settings: What the job was asked for; all tasks' must be equal.
-        timeouts: How long each phase may take.
-        replicas: Number of this worker's replicas.
-        transport: "auto": shared memory with servers on the same host, else TCP; or
-            "tcp".
-        on_event: Called with each `Event` of another worker, from a thread.
-        on_failure: Called once with the first failure, from whichever thread sees it,
-            before anybody else hears of it: to tell a launcher. It mustn't wait.
-        on_table: As for `ParameterServer`; for a server in this process.
-        host: Overrides `host_key()`, for tests.
-
-    Raises:
-        ValueError: Unknown transport.
-        ClusterError: There are several workers but no server; or no secret where one
-            is needed.
-        StartupError: Servers or workers didn't come, or were asked for something else.
-        AuthenticationError: A server doesn't hold the same secret.
-        ProtocolError: What answers at a server's address isn't kerasdist.
-        SnapshotError: The server in this process can't use its snapshot.
-
-    Nothing is left behind after an exception.
-    """
-    if transport not in TRANSPORTS:
-        raise ValueError(
-            f"Unknown transport. Received: transport={transport!r}; expected one of "
-            f"{TRANSPORTS}."
-        )
-    if cluster.rank is None:
-        raise ValueError(
-            "A server is no worker. Received: a 'ps' task. Use `ParameterServer`."
-        )
-    if not cluster.servers and cluster.size > 1:
-        raise errors.ClusterError(
-            f"There are {cluster.size} workers, but no parameter server. Received: a "
-            "cluster without 'ps' tasks. Name at least one under 'ps'."
-        )
-    timeouts = timeouts or Timeouts()
-    client = ServerClient(cluster, settings, timeouts, on_event, on_failure)
-    address = client.peers[client.rank].address
-    person = Person(client.rank, address, secrets.token_hex(8), replicas, "live")
-    if not cluster.servers:
-        desk = Desk(0, 1, 1, settings, timeouts, on_table)
-        roster = Roster(
-            replicas=(replicas,), met=desk.crew.people[0].met, joined=desk.resumed
-        )
-        person.met = roster.met
-        client._links.append(LocalLink(desk, person, timeouts, client))
-        client._start(roster)
-        return client
-    secret = job_secret((*cluster.workers, *cluster.servers), os.environ)
-    watch = Watch(f"rank {client.rank}", timeouts, client._hear, client._ended)
-    client._watch = watch
-    try:
-        met: int | None = None
-        rosters = []
-        for index, server in enumerate(cluster.servers):
-            link = NetworkLink(
-                index,
-                server,
-                person,
-                host or host_key(),
-                session_name(cluster),
-                secret,
-                settings,
-                timeouts,
-                watch,
-                client,
-                transport,
-            )
-            rosters.append(link.open(met))
-            client._links.append(link)
-            met = rosters[0].met
-        client._start(rosters[0])
-    except BaseException as error:
-        failure = client.failure
-        client.close(error)
-        if failure is not None and not isinstance(error, errors.StartupError):
-            raise fresh(failure) from error
-        raise
-    return client

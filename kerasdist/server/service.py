@@ -24,18 +24,23 @@ the control connections, one per worker that answers its requests.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import os
 import secrets
 import socket
 import threading
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 from kerasdist import errors
 from kerasdist.cluster import Cluster
+from kerasdist.server.admission import (
+    FAREWELL_SECONDS,
+    LOOK_SECONDS,
+    PURPOSE,
+    Admission,
+)
 from kerasdist.server.crew import Event, Person
 from kerasdist.server.desk import Desk, Farewell
 from kerasdist.server.layout import Layout
@@ -50,19 +55,14 @@ from kerasdist.transport.framing import FrameType
 from kerasdist.transport.listener import Listener
 from kerasdist.transport.member import host_key
 from kerasdist.transport.secret import job_secret
-from kerasdist.transport.startup import gone
 from kerasdist.transport.timeouts import Timeouts
 
-__all__ = ["PURPOSE", "ParameterServer", "session_name"]
+__all__ = ["ParameterServer", "session_name"]
 
-PURPOSE = "server"
-# How long a failed job's connections stay open, for workers to hear why.
-_FAREWELL_SECONDS = 5.0
 _ANSWER_SECONDS = 5.0
 # How long a broken data connection waits for what the control connection says.
 _VERDICT_SECONDS = 2.0
 _JOIN_SECONDS = 10.0
-_LOOK_SECONDS = 0.25
 _SHORT_LOOK_SECONDS = 0.05
 
 
@@ -119,14 +119,12 @@ class ParameterServer:
             )
         self.index = cluster.task_index
         self.address = cluster.servers[self.index]
-        self._workers = cluster.workers
         self._settings = settings
         self._timeouts = timeouts or Timeouts()
         self._host = host or host_key()
         self._session = session_name(cluster)
         self._incarnation = secrets.token_hex(8)
         self._stop = threading.Event()
-        self._guests: dict[int, tuple[Person, socket.socket]] = {}
         self._serving: dict[str, tuple[SocketChannel, threading.Thread]] = {}
         self._lock = threading.Lock()
         self._bytes_received = self._bytes_sent = 0
@@ -139,9 +137,9 @@ class ParameterServer:
             on_split,
         )
         self._on_start = on_start
-        self._different = ""
-        self._came: set[int] = set()
-        self._gathering = not self.desk.resumed
+        self._admission = Admission(
+            self.desk, self.address, cluster.workers, self._take, self._stop
+        )
         self._listener = Listener.acquire(self.address, secret)
         self._watch = Watch(
             f"server {self.index}", self._timeouts, self._hear, self._ended
@@ -177,7 +175,7 @@ class ParameterServer:
 
     def _serve(self) -> None:
         crew = self.desk.crew
-        if self._gathering:
+        if not self.desk.resumed:
             self._gather()
         elif self._on_start is not None:
             self._on_start()
@@ -186,14 +184,12 @@ class ParameterServer:
         # Those of a snapshot who don't come again aren't waited for for ever.
         patience = Deadline(self._settings.restart_timeout)
         while not self._stop.is_set():
-            for came in self._listener.take_any(
-                self._session, PURPOSE, _LOOK_SECONDS, self._stop
-            ):
+            for came in self._take(LOOK_SECONDS):
                 self._let_in(*came)
             if self.desk.resumed and patience.expired:
                 self._give_up_on_absent(patience)
         # Who comes to a job that has failed hears why.
-        farewell = Deadline(_FAREWELL_SECONDS)
+        farewell = Deadline(FAREWELL_SECONDS)
         while not (crew.over or farewell.expired or self._closed):
             for came in self._listener.take_any(
                 self._session, PURPOSE, _SHORT_LOOK_SECONDS
@@ -219,8 +215,7 @@ class ParameterServer:
             serving = list(self._serving.values())
         self._stop.set()
         self._listener.interrupt()
-        for _, sock in self._guests.values():
-            sock.close()
+        self._admission.close()
         self._watch.close()
         for channel, _ in serving:
             channel.abort()
@@ -236,182 +231,26 @@ class ParameterServer:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    # Steps 1 to 3, the first time.
+    # Steps 1 to 4.
 
     def _gather(self) -> None:
-        deadline = Deadline(self._timeouts.startup)
-        size = len(self._workers)
-        while len(self._guests) < size:
-            if self._stop.is_set():
-                raise errors.TransportClosed("This server was closed.")
-            if deadline.expired:
-                raise self._missing(deadline)
-            seconds = min(deadline.remaining(), _LOOK_SECONDS)
-            for rank, sock, hello in self._listener.take_any(
-                self._session, PURPOSE, seconds, self._stop
-            ):
-                self._welcome(rank, sock, hello)
-            if self._different:
-                # Waiting wouldn't help anybody.
-                error = self._dismiss(errors.StartupError(self._different))
-                self._turn_away(str(error))
-                raise error
-            for rank, (_, sock) in list(self._guests.items()):
-                if gone(sock):
-                    self._guests.pop(rank)[1].close()
-        self._gathering = False
-        guests, self._guests = self._guests, {}
-        for person, _ in guests.values():
-            self.desk.crew.enter(person, None)
+        guests = self._admission.gather(Deadline(self._timeouts.startup))
         if self._on_start is not None:
             self._on_start()
-        for person, sock in guests.values():
+        for person, sock in guests:
             self._open_line(person, sock, joined=False)
 
-    def _welcome(self, rank: int, sock: socket.socket, hello: dict[str, Any]) -> None:
-        self._came.add(rank)
-        person = self._examine(rank, sock, hello)
-        if person is None:
-            return
-        if hello.get("resume"):
-            _refuse(sock, self._no_snapshot())
-            return
-        older = self._guests.pop(rank, None)
-        if older is not None:
-            _refuse(older[1], f"Another process came as {person}.")
-        self._guests[rank] = person, sock
-
-    def _missing(self, deadline: Deadline) -> errors.StartupError:
-        reasons = {
-            rank: "it never came to this server"
-            for rank in range(len(self._workers))
-            if rank not in self._guests
-        }
-        names = ", ".join(f"rank {r} ({self._workers[r]})" for r in reasons)
-        return self._dismiss(
-            errors.StartupError(
-                f"{names} didn't come to server {self.index} ({self.address}) within "
-                f"{deadline.seconds:g} s. Are they running (look at their output "
-                "first), and can they reach this address?",
-                reasons,
-            )
-        )
-
-    def _dismiss(self, error: errors.StartupError) -> errors.StartupError:
-        """Tell all who have come why the job doesn't begin."""
-        for _, sock in self._guests.values():
-            _refuse(sock, str(error))
-        self._guests.clear()
-        return error
-
-    def _turn_away(self, message: str) -> None:
-        """Tell it to those who are on their way, for a moment.
-
-        Who finds nobody would try again for as long as the start may take.
-        """
-        deadline = Deadline(_FAREWELL_SECONDS)
-        while len(self._came) < len(self._workers) and not (
-            deadline.expired or self._stop.is_set()
-        ):
-            for rank, sock, _ in self._listener.take_any(
-                self._session, PURPOSE, _SHORT_LOOK_SECONDS, self._stop
-            ):
-                self._came.add(rank)
-                _refuse(sock, message)
-
-    # Steps 1 to 4, later.
+    def _take(self, seconds: float) -> Sequence[tuple[int, socket.socket, Any]]:
+        return self._listener.take_any(self._session, PURPOSE, seconds, self._stop)
 
     def _let_in(self, rank: int, sock: socket.socket, hello: dict[str, Any]) -> None:
         if hello.get("line") == "data":
             self._attend(rank, sock, hello)
             return
-        person = self._examine(rank, sock, hello)
-        if person is None:
-            return
-        crew = self.desk.crew
-        resume = hello.get("resume")
-        with crew.changed:
-            known = crew.people[rank]
-            returns = (
-                known.incarnation == person.incarnation
-                and known.returned
-                and known.state in ("away", "live")
-            )
-            refusal = None
-            if crew.failure is not None:
-                refusal = f"The job has failed: {crew.failure}"
-            elif resume and not returns:
-                refusal = self._no_snapshot()
-                if known.incarnation == person.incarnation:
-                    refusal = f"{person} was taken for lost, and came back too late"
-            elif not returns and self._settings.mode == "sync":
-                refusal = (
-                    f"{person} came after the start, and nobody can join a job with "
-                    "mode='sync'. Start the whole job again, or use mode='async'."
-                )
-            if refusal is not None:
-                _refuse(sock, refusal)
-                return
-            if returns:
-                clocks = _clocks(resume)
-                person.met = max(known.met, _number(resume, "met"))
-                person.clock = max([known.clock, *clocks.values()])
-                person.returned = True
-                self.desk.stores.return_at(rank, clocks)
-                crew.enter(person, "returned")
-            else:
-                crew.lose(known, "another process came with its rank")
-                # Server 0 says which collectives are over; the others hear it.
-                met = hello.get("met")
-                person.met = met if isinstance(met, int) else self.desk.meetings.number
-                person.met = max(person.met, *self._most_met())
-                crew.enter(person, "joined")
-        self._open_line(person, sock, joined=not returns)
-
-    def _most_met(self) -> tuple[int, ...]:
-        """Collectives that anybody has finished: a joiner needn't come to them."""
-        if self.index != 0:
-            return (0,)
-        return tuple(person.met for person in self.desk.crew.people)
-
-    def _examine(
-        self, rank: int, sock: socket.socket, hello: dict[str, Any]
-    ) -> Person | None:
-        """Return who came; None if it was refused."""
-        mine = self._settings.agreed()
-        theirs = hello.get("settings")
-        incarnation, replicas = hello.get("incarnation"), hello.get("replicas")
-        if hello.get("line") != "control":
-            sock.close()
-            return None
-        if not 0 <= rank < len(self._workers):
-            fault = f"There is no rank {rank} among {len(self._workers)} workers."
-        elif hello.get("server") != self.index:
-            fault = (
-                f"This is server {self.index} of the job. Received: server="
-                f"{hello.get('server')!r}. Are the servers' addresses the same, in the "
-                "same order, in all tasks?"
-            )
-        elif theirs != mine:
-            fault = (
-                f"Server {self.index} and rank {rank} were asked for different things. "
-                f"Received: {theirs!r}, here {mine!r}. Give all tasks the same "
-                "arguments."
-            )
-            self._different = fault
-        elif not isinstance(incarnation, str) or not isinstance(replicas, int):
-            fault = f"A hello is damaged. Received: {hello!r}."
-        else:
-            address = self._workers[rank]
-            return Person(rank, address, incarnation, replicas, "live")
-        _refuse(sock, fault)
-        return None
-
-    def _no_snapshot(self) -> str:
-        return (
-            f"server {self.index} was started again and has no snapshot of this job, "
-            "so that its part of the weights is gone"
-        )
+        found = self._admission.later(rank, sock, hello)
+        if found is not None:
+            person, joined = found
+            self._open_line(person, sock, joined=joined)
 
     def _open_line(self, person: Person, sock: socket.socket, *, joined: bool) -> None:
         people = self.desk.crew.people
@@ -529,24 +368,3 @@ class ParameterServer:
     def _end(self) -> None:
         self._stop.set()
         self._listener.interrupt()
-
-
-def _refuse(sock: socket.socket, message: str) -> None:
-    with contextlib.suppress(OSError):
-        write_json(
-            sock, FrameType.REFUSAL, {"message": message}, Deadline(_ANSWER_SECONDS)
-        )
-    sock.close()
-
-
-def _number(resume: Any, name: str) -> int:
-    value = resume.get(name) if isinstance(resume, dict) else None
-    return value if isinstance(value, int) else 0
-
-
-def _clocks(resume: Any) -> dict[int, int]:
-    value = resume.get("clocks") if isinstance(resume, dict) else None
-    try:
-        return {int(k): int(v) for k, v in dict(value or {}).items()}
-    except (TypeError, ValueError):
-        return {}

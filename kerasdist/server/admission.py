@@ -1,0 +1,277 @@
+"""Whom a server lets in: at the start, and later.
+
+At the start it waits for all workers, each once; if some were asked for something else,
+it refuses all of them at once. Later somebody may come back after a restart of the
+server, or, with mode="async", a new process with a lost worker's rank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from kerasdist import errors
+from kerasdist.server.crew import Person
+from kerasdist.server.desk import Desk
+from kerasdist.transport.control import write_json
+from kerasdist.transport.deadline import Deadline
+from kerasdist.transport.framing import FrameType
+from kerasdist.transport.startup import gone
+
+__all__ = ["FAREWELL_SECONDS", "LOOK_SECONDS", "PURPOSE", "Admission"]
+
+PURPOSE = "server"
+# How long those who are on their way are told that the job has failed.
+FAREWELL_SECONDS = 5.0
+# How long a server waits for somebody to come before it looks at other things.
+LOOK_SECONDS = 0.25
+_SHORT_LOOK_SECONDS = 0.05
+_ANSWER_SECONDS = 5.0
+
+# A worker's rank, its connection, and its hello.
+Came = tuple[int, socket.socket, dict[str, Any]]
+
+
+class Admission:
+    """Lets workers in, or says why not. For the thread that takes connections.
+
+    Args:
+        desk: The server.
+        address: Its address, for messages.
+        workers: The workers' addresses.
+        take: Waits so many seconds for connections, and returns those that came.
+        stop: Set when the server ends.
+    """
+
+    def __init__(
+        self,
+        desk: Desk,
+        address: str,
+        workers: Sequence[str],
+        take: Callable[[float], Sequence[Came]],
+        stop: threading.Event,
+    ) -> None:
+        self._desk = desk
+        self._address = address
+        self._workers = workers
+        self._take = take
+        self._stop = stop
+        self._guests: dict[int, tuple[Person, socket.socket]] = {}
+        self._came: set[int] = set()
+        self._different = ""
+
+    # At the start.
+
+    def gather(self, deadline: Deadline) -> list[tuple[Person, socket.socket]]:
+        """Wait for all workers; return them, live, and their control connections.
+
+        Raises:
+            StartupError: Some didn't come, or were asked for something else; those who
+                came have been told.
+            TransportClosed: The server was closed.
+        """
+        while len(self._guests) < len(self._workers):
+            if self._stop.is_set():
+                raise errors.TransportClosed("This server was closed.")
+            if deadline.expired:
+                raise self._missing(deadline)
+            for came in self._take(min(deadline.remaining(), LOOK_SECONDS)):
+                self._welcome(*came)
+            if self._different:
+                # Waiting wouldn't help anybody.
+                error = self._dismiss(errors.StartupError(self._different))
+                self._turn_away(str(error))
+                raise error
+            for rank, (_, sock) in list(self._guests.items()):
+                if gone(sock):
+                    self._guests.pop(rank)[1].close()
+        guests, self._guests = list(self._guests.values()), {}
+        for person, _ in guests:
+            self._desk.crew.enter(person, None)
+        return guests
+
+    def _welcome(self, rank: int, sock: socket.socket, hello: dict[str, Any]) -> None:
+        self._came.add(rank)
+        person = self._examine(rank, sock, hello)
+        if person is None:
+            return
+        if hello.get("resume"):
+            _refuse(sock, self._no_snapshot())
+            return
+        older = self._guests.pop(rank, None)
+        if older is not None:
+            _refuse(older[1], f"Another process came as {person}.")
+        self._guests[rank] = person, sock
+
+    def _missing(self, deadline: Deadline) -> errors.StartupError:
+        reasons = {
+            rank: "it never came to this server"
+            for rank in range(len(self._workers))
+            if rank not in self._guests
+        }
+        names = ", ".join(f"rank {r} ({self._workers[r]})" for r in reasons)
+        return self._dismiss(
+            errors.StartupError(
+                f"{names} didn't come to server {self._desk.server} ({self._address}) "
+                f"within {deadline.seconds:g} s. Are they running (look at their "
+                "output first), and can they reach this address?",
+                reasons,
+            )
+        )
+
+    def _dismiss(self, error: errors.StartupError) -> errors.StartupError:
+        """Tell all who have come why the job doesn't begin."""
+        for _, sock in self._guests.values():
+            _refuse(sock, str(error))
+        self._guests.clear()
+        return error
+
+    def _turn_away(self, message: str) -> None:
+        """Tell it to those who are on their way, for a moment.
+
+        Who finds nobody would try again for as long as the start may take.
+        """
+        deadline = Deadline(FAREWELL_SECONDS)
+        while len(self._came) < len(self._workers) and not (
+            deadline.expired or self._stop.is_set()
+        ):
+            for rank, sock, _ in self._take(_SHORT_LOOK_SECONDS):
+                self._came.add(rank)
+                _refuse(sock, message)
+
+    # Later.
+
+    def later(
+        self, rank: int, sock: socket.socket, hello: dict[str, Any]
+    ) -> tuple[Person, bool] | None:
+        """Let somebody in who comes after the start.
+
+        Returns:
+            Who it is, live, and whether it's a new process; None if it was refused.
+        """
+        person = self._examine(rank, sock, hello)
+        if person is None:
+            return None
+        crew = self._desk.crew
+        with crew.changed:
+            known = crew.people[rank]
+            returns = (
+                known.incarnation == person.incarnation
+                and known.returned
+                and known.state in ("away", "live")
+            )
+            refusal = self._why_not(known, person, hello, returns=returns)
+            if refusal is None and returns:
+                self._return(known, person, hello.get("resume"))
+            elif refusal is None:
+                self._join(known, person, hello.get("met"))
+        if refusal is not None:
+            _refuse(sock, refusal)
+            return None
+        return person, not returns
+
+    def _why_not(
+        self, known: Person, person: Person, hello: dict[str, Any], *, returns: bool
+    ) -> str | None:
+        failure = self._desk.crew.failure
+        if failure is not None:
+            return f"The job has failed: {failure}"
+        if hello.get("resume") and not returns:
+            if known.incarnation == person.incarnation:
+                return f"{person} was taken for lost, and came back too late"
+            return self._no_snapshot()
+        if not returns and self._desk.settings.mode == "sync":
+            return (
+                f"{person} came after the start, and nobody can join a job with "
+                "mode='sync'. Start the whole job again, or use mode='async'."
+            )
+        return None
+
+    def _return(self, known: Person, person: Person, resume: Any) -> None:
+        clocks = _clocks(resume)
+        person.met = max(known.met, _number(resume, "met"))
+        person.clock = max([known.clock, *clocks.values()])
+        person.returned = True
+        self._desk.stores.return_at(person.rank, clocks)
+        self._desk.crew.enter(person, "returned")
+
+    def _join(self, known: Person, person: Person, met: Any) -> None:
+        crew = self._desk.crew
+        crew.lose(known, "another process came with its rank")
+        # Server 0 says which collectives are over; the others hear it.
+        person.met = met if isinstance(met, int) else self._desk.meetings.number
+        if self._desk.server == 0:
+            # What anybody has finished a joiner needn't come to.
+            person.met = max(person.met, *(each.met for each in crew.people))
+        crew.enter(person, "joined")
+
+    # At any time.
+
+    def _examine(
+        self, rank: int, sock: socket.socket, hello: dict[str, Any]
+    ) -> Person | None:
+        """Return who came; None if it was refused."""
+        here = self._desk.server
+        mine = self._desk.settings.agreed()
+        theirs = hello.get("settings")
+        incarnation, replicas = hello.get("incarnation"), hello.get("replicas")
+        if hello.get("line") != "control":
+            sock.close()
+            return None
+        if not 0 <= rank < len(self._workers):
+            fault = f"There is no rank {rank} among {len(self._workers)} workers."
+        elif hello.get("server") != here:
+            fault = (
+                f"This is server {here} of the job. Received: server="
+                f"{hello.get('server')!r}. Are the servers' addresses the same, in the "
+                "same order, in all tasks?"
+            )
+        elif theirs != mine:
+            fault = (
+                f"Server {here} and rank {rank} were asked for different things. "
+                f"Received: {theirs!r}, here {mine!r}. Give all tasks the same "
+                "arguments."
+            )
+            self._different = fault
+        elif not isinstance(incarnation, str) or not isinstance(replicas, int):
+            fault = f"A hello is damaged. Received: {hello!r}."
+        else:
+            address = self._workers[rank]
+            return Person(rank, address, incarnation, replicas, "live")
+        _refuse(sock, fault)
+        return None
+
+    def _no_snapshot(self) -> str:
+        return (
+            f"server {self._desk.server} was started again and has no snapshot of this "
+            "job, so that its part of the weights is gone"
+        )
+
+    def close(self) -> None:
+        """Close the connections of those who wait for others."""
+        for _, sock in self._guests.values():
+            sock.close()
+
+
+def _refuse(sock: socket.socket, message: str) -> None:
+    with contextlib.suppress(OSError):
+        write_json(
+            sock, FrameType.REFUSAL, {"message": message}, Deadline(_ANSWER_SECONDS)
+        )
+    sock.close()
+
+
+def _number(resume: Any, name: str) -> int:
+    value = resume.get(name) if isinstance(resume, dict) else None
+    return value if isinstance(value, int) else 0
+
+
+def _clocks(resume: Any) -> dict[int, int]:
+    value = resume.get("clocks") if isinstance(resume, dict) else None
+    try:
+        return {int(k): int(v) for k, v in dict(value or {}).items()}
+    except (TypeError, ValueError):
+        return {}

@@ -1,0 +1,125 @@
+"""From a cluster to a worker's connection to all servers."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Callable
+
+from kerasdist import errors
+from kerasdist.cluster import Cluster
+from kerasdist.collectives.explain import fresh
+from kerasdist.server.client import TRANSPORTS, ServerClient
+from kerasdist.server.crew import Event, Person
+from kerasdist.server.desk import Desk
+from kerasdist.server.layout import Layout
+from kerasdist.server.link import Roster
+from kerasdist.server.local_link import LocalLink
+from kerasdist.server.network_link import NetworkLink
+from kerasdist.server.service import session_name
+from kerasdist.server.settings import ServerSettings
+from kerasdist.transport.member import host_key
+from kerasdist.transport.secret import job_secret
+from kerasdist.transport.timeouts import Timeouts
+
+__all__ = ["connect_servers"]
+
+
+def connect_servers(
+    cluster: Cluster,
+    settings: ServerSettings,
+    *,
+    timeouts: Timeouts | None = None,
+    replicas: int = 1,
+    transport: str = "auto",
+    on_event: Callable[[Event], None] | None = None,
+    on_failure: Callable[[errors.CollectiveError], None] | None = None,
+    on_table: Callable[[Layout], None] | None = None,
+    host: str | None = None,
+) -> ServerClient:
+    """Connect a worker to all servers of its job; wait until all workers have come.
+
+    Args:
+        cluster: Who this worker is, who the others and the servers are. Without
+            servers, and with one worker, the server lives in this process.
+        settings: What the job was asked for; all tasks' must be equal.
+        timeouts: How long each phase may take.
+        replicas: Number of this worker's replicas.
+        transport: "auto": shared memory with servers on the same host, else TCP; or
+            "tcp".
+        on_event: Called with each `Event` of another worker, from a thread.
+        on_failure: Called once with the first failure, from whichever thread sees it,
+            before anybody else hears of it: to tell a launcher. It mustn't wait.
+        on_table: As for `ParameterServer`; for a server in this process.
+        host: Overrides `host_key()`, for tests.
+
+    Raises:
+        ValueError: Unknown transport.
+        ClusterError: There are several workers but no server; or no secret where one
+            is needed.
+        StartupError: Servers or workers didn't come, or were asked for something else.
+        AuthenticationError: A server doesn't hold the same secret.
+        ProtocolError: What answers at a server's address isn't kerasdist.
+        SnapshotError: The server in this process can't use its snapshot.
+
+    Nothing is left behind after an exception.
+    """
+    if transport not in TRANSPORTS:
+        raise ValueError(
+            f"Unknown transport. Received: transport={transport!r}; expected one of "
+            f"{TRANSPORTS}."
+        )
+    if cluster.rank is None:
+        raise ValueError(
+            "A server is no worker. Received: a 'ps' task. Use `ParameterServer`."
+        )
+    if not cluster.servers and cluster.size > 1:
+        raise errors.ClusterError(
+            f"There are {cluster.size} workers, but no parameter server. Received: a "
+            "cluster without 'ps' tasks. Start the job with `kerasdist run -n "
+            f"{cluster.size} --ps 1`, or name at least one server under 'ps' in "
+            "TF_CONFIG, in all tasks."
+        )
+    timeouts = timeouts or Timeouts()
+    client = ServerClient(cluster, settings, timeouts, on_event, on_failure)
+    address = client.peers[client.rank].address
+    person = Person(client.rank, address, secrets.token_hex(8), replicas, "live")
+    if not cluster.servers:
+        desk = Desk(0, 1, 1, settings, timeouts, on_table)
+        roster = Roster(
+            replicas=(replicas,), met=desk.crew.people[0].met, joined=desk.resumed
+        )
+        person.met = roster.met
+        client.add(LocalLink(desk, person, timeouts, client))
+        client.start(roster)
+        return client
+    secret = job_secret((*cluster.workers, *cluster.servers), os.environ)
+    watch = client.watch()
+    try:
+        met: int | None = None
+        rosters = []
+        for index, server in enumerate(cluster.servers):
+            link = NetworkLink(
+                index,
+                server,
+                person,
+                host or host_key(),
+                session_name(cluster),
+                secret,
+                settings,
+                timeouts,
+                watch,
+                client,
+                transport,
+            )
+            rosters.append(link.open(met))
+            client.add(link)
+            met = rosters[0].met
+        client.start(rosters[0])
+    except BaseException as error:
+        failure = client.failure
+        client.close(error)
+        if failure is not None and not isinstance(error, errors.StartupError):
+            raise fresh(failure) from error
+        raise
+    return client

@@ -1,0 +1,267 @@
+"""A worker's connection to one server over the network.
+
+`kerasdist.server.service` draws how it is made. When it is lost, and the server may
+come back from its snapshot, it is made again.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from kerasdist import errors
+from kerasdist.collectives.explain import fresh
+from kerasdist.server.admission import PURPOSE
+from kerasdist.server.channel import Channel, ChannelEnded
+from kerasdist.server.crew import Person
+from kerasdist.server.desk import Farewell
+from kerasdist.server.link import GRACE_SECONDS, JOIN_SECONDS, Job, Link, Roster
+from kerasdist.server.settings import ServerSettings
+from kerasdist.server.watch import Watch
+from kerasdist.server.wire import SocketChannel
+from kerasdist.transport.base import Aborted
+from kerasdist.transport.control import read_json
+from kerasdist.transport.deadline import Deadline
+from kerasdist.transport.dialing import dial_tcp, dial_unix, retry
+from kerasdist.transport.framing import FrameType
+from kerasdist.transport.timeouts import Timeouts
+
+__all__ = ["NetworkLink"]
+
+# How long a broken connection waits for what the control connection says.
+_VERDICT_SECONDS = 1.0
+
+
+class NetworkLink(Link):
+    """A server over the network.
+
+    Args:
+        index: Index of the server.
+        address: Its address.
+        person: This worker.
+        host: What this worker shares with others on its host.
+        session: What the servers' session is called.
+        secret: The job's secret.
+        settings: What the job was asked for.
+        timeouts: How long each phase may take.
+        watch: Watches the control connections of this worker.
+        job: This worker's part in the job.
+        transport: "auto" or "tcp".
+    """
+
+    def __init__(
+        self,
+        index: int,
+        address: str,
+        person: Person,
+        host: str,
+        session: str,
+        secret: bytes,
+        settings: ServerSettings,
+        timeouts: Timeouts,
+        watch: Watch,
+        job: Job,
+        transport: str,
+    ) -> None:
+        super().__init__(job, timeouts)
+        self.index = index
+        self.address = address
+        self._person = person
+        self._host = host
+        self._session = session
+        self._secret = secret
+        self._settings = settings
+        self._watch = watch
+        self._transport = transport
+        self._channel: SocketChannel | None = None
+        self._reason = ""
+        self._stop = threading.Event()
+        self._reviver: threading.Thread | None = None
+
+    def __str__(self) -> str:
+        """For instance `server 1 (10.0.0.9:2222)`."""
+        return f"server {self.index} ({self.address})"
+
+    def _current(self) -> Channel:
+        if self._channel is None:
+            raise errors.TransportClosed(f"There is no connection to {self}.")
+        return self._channel
+
+    def open(self, met: int | None = None) -> Roster:
+        """Come to the start of the job, or join it.
+
+        Args:
+            met: What another server has said of collectives, see `Roster`.
+
+        Raises:
+            StartupError: The server didn't come, didn't let this worker in, or not all
+                workers came.
+            AuthenticationError: The server doesn't hold the same secret.
+            ProtocolError: What answers isn't kerasdist.
+        """
+        deadline = Deadline(self._timeouts.startup)
+        return self._connect(deadline, {"met": met})
+
+    def _connect(self, deadline: Deadline, more: dict[str, Any]) -> Roster:
+        hello = {
+            "session": self._session,
+            "purpose": PURPOSE,
+            "line": "control",
+            "rank": self._person.rank,
+            "server": self.index,
+            "incarnation": self._person.incarnation,
+            "replicas": self._person.replicas,
+            "settings": self._settings.agreed(),
+            **more,
+        }
+
+        def come() -> tuple[Any, dict[str, Any]]:
+            sock = dial_tcp(self.address, self._secret, hello, deadline)
+            try:
+                patience = Deadline(deadline.remaining() + GRACE_SECONDS)
+                kind, answer = read_json(sock, patience)
+                if kind is FrameType.REFUSAL:
+                    raise errors.StartupError(str(answer.get("message")))
+                if kind is not FrameType.ROSTER:
+                    raise errors.ProtocolError(f"A {kind.name} frame isn't due now.")
+            except BaseException:
+                sock.close()
+                raise
+            return sock, answer
+
+        control, answer = self._retry(come, deadline)
+        try:
+            shared = self._transport == "auto" and answer.get("host") == self._host
+            hello = {**hello, "line": "data", "shared": shared}
+            name = str(answer.get("unix_name"))
+
+            def dial() -> Any:
+                if shared:
+                    return dial_unix(name, self._secret, hello, deadline, self.address)
+                return dial_tcp(self.address, self._secret, hello, deadline)
+
+            roster = Roster(
+                replicas=tuple(int(n) for n in answer.get("replicas", ())),
+                met=int(answer.get("met", 0)),
+                joined=answer.get("joined") is True,
+            )
+            sock = self._retry(dial, deadline)
+        except (TypeError, ValueError) as error:
+            control.close()
+            raise errors.ProtocolError(f"A roster is damaged: {answer!r}.") from error
+        except BaseException:
+            control.close()
+            raise
+        self._keep_counts()
+        self._channel = SocketChannel(sock, shared=shared)
+        self._reason = ""
+        self._watch.add(self.index, control)
+        return roster
+
+    def _retry(self, attempt: Callable[[], Any], deadline: Deadline) -> Any:
+        """Try until it works; messages name the server."""
+        try:
+            found = retry(attempt, deadline, self.index, self.address, self._stop)
+        except errors.StartupError as error:
+            if not error.missing or f"Rank {self.index} " not in str(error):
+                raise
+            why = error.missing.get(self.index, str(error))
+            raise errors.StartupError(
+                f"Server {self.index} ({self.address}) couldn't be reached within "
+                f"{deadline.seconds:g} s: {why}. Is it running (look at its output "
+                "first), and is its address right?"
+            ) from error
+        if found is None:
+            raise Aborted
+        return found
+
+    def _keep_counts(self) -> None:
+        if self._channel is not None:
+            self._sent += self._channel.bytes_sent
+            self._received += self._channel.bytes_received
+            self._channel.close()
+
+    # When the connection is lost.
+
+    def ended(self, reason: str) -> None:
+        """See `Link.ended`."""
+        self._reason = reason
+        channel, generation = self._channel, self.generation
+        if channel is not None:
+            channel.abort()
+        if self._stop.is_set() or self._job.closed:
+            return
+        if not self._settings.restartable:
+            # At once: its part may be needed only much later.
+            self._lost(reason)
+        else:
+            # The server waits for its workers; this one may be busy for long.
+            self._reviver = threading.Thread(
+                target=self._revive,
+                args=(generation,),
+                name=f"kerasdist-reviver {self.index}",
+                daemon=True,
+            )
+            self._reviver.start()
+
+    def _revive(self, generation: int) -> None:
+        with self._lock:
+            if self.generation != generation or self._job.failure is not None:
+                return
+            try:
+                self._again(ChannelEnded(self._reason))
+            except (errors.KerasDistError, Aborted):
+                return  # the next request says so
+
+    def _again(self, error: Exception) -> None:
+        # Broken because the job has failed? Then that is on its way.
+        failure = self._job.await_failure(0.0 if self._reason else _VERDICT_SECONDS)
+        if failure is not None:
+            raise fresh(failure) from error
+        self._job.check()
+        reason = self._reason or f"{error}".rstrip(".") or "its connection ended"
+        if not self._settings.restartable:
+            raise self._lost(reason) from error
+        self._watch.drop(self.index)
+        deadline = Deadline(self._settings.restart_timeout)
+        while True:
+            try:
+                self._connect(deadline, {"resume": self._job.resume()})
+                break
+            except Aborted:
+                self._job.check()
+                raise
+            except errors.KerasDistError as refused:
+                raise self._lost(f"{reason}; {refused}".rstrip(".")) from refused
+        self.generation += 1
+
+    def _lost(self, reason: str) -> errors.CollectiveError:
+        return fresh(
+            self._job.fail(
+                errors.ServerLost(self.index, self.address, self._job.step, reason)
+            )
+        )
+
+    # The end.
+
+    def leave(self, farewell: Farewell) -> None:
+        """See `Link.leave`."""
+        payload = json.dumps(farewell.to_json()).encode()
+        self._watch.post(self.index, FrameType.GOODBYE, payload)
+
+    def abort(self) -> None:
+        """See `Link.abort`."""
+        self._stop.set()
+        if self._channel is not None:
+            self._channel.abort()
+
+    def close(self) -> None:
+        """See `Link.close`."""
+        self.abort()
+        reviver = self._reviver
+        if reviver is not None and reviver is not threading.current_thread():
+            reviver.join(JOIN_SECONDS)
+        if self._channel is not None:
+            self._channel.close()
