@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import time
 
 import numpy as np
@@ -54,3 +55,39 @@ def test_order_over_functions_branches_and_loops(ops):
         ran.clear()
         outer(tf.constant(True))
         assert ran == expected
+
+
+def test_tensorflow_writes_to_no_memory_of_numpys():
+    """Results that are lent are read by other workers, too: nothing may change them.
+
+    Operations that write into their input where nobody else needs it, and variables
+    that take a value over.
+    """
+    shape = (1024, 1024)
+    memory = mmap.mmap(-1, 4 << 20)
+    array = np.frombuffer(memory, np.float32).reshape(shape)
+    lent = array.view()
+    lent.flags.writeable = False
+
+    def give():
+        array[...] = 1
+        return lent
+
+    @tf.function
+    def step(variable):
+        tensor = tf.numpy_function(give, [], tf.float32)
+        tensor.set_shape(shape)
+        in_place = tf.nn.relu(-(tensor * 3.0 + 1.0))
+        variable.assign(tensor)
+        variable.assign_add(in_place + 5.0)
+        variable.scatter_nd_add([[0, 0]], [7.0])
+        return tensor
+
+    variable = tf.Variable(tf.zeros(shape))
+    for _ in range(3):
+        result = step(variable)
+        # Not copied either.
+        assert (array == 1).all()
+        array[0, 0] = 2
+        assert result.numpy()[0, 0] == 2
+        assert variable.numpy()[0, 0] == 13

@@ -48,7 +48,8 @@ def test_random_sequences_of_collectives(group, seed):
         names = script.choice([*INTS, *FLOATS, *COMPLEX], size=script.integers(0, 4))
         op = script.choice(["sum", "prod", "min", "max"])
         root = int(script.integers(group.size))
-        plan.append((str(kind), counts, names, str(op), root))
+        lend = bool(script.integers(2))
+        plan.append((str(kind), counts, names, str(op), root, lend))
 
     def inputs(rank, number, counts, names):
         g = np.random.default_rng([7, seed, number, rank])
@@ -57,7 +58,7 @@ def test_random_sequences_of_collectives(group, seed):
     def work(communicator):
         rank = communicator.rank
         pace = np.random.default_rng([8, seed, rank])
-        for number, (kind, counts, names, op, root) in enumerate(plan):
+        for number, (kind, counts, names, op, root, lend) in enumerate(plan):
             np.ones(pace.integers(1, 30_000)).sum()
             everyone = [inputs(r, number, counts, names) for r in range(group.size)]
             if kind == "barrier":
@@ -72,7 +73,7 @@ def test_random_sequences_of_collectives(group, seed):
             else:
                 if any(dtype_of(str(name)).kind == "c" for name in names):
                     op = "sum"
-                result = communicator.all_reduce(everyone[rank], op)
+                result = communicator.all_reduce(everyone[rank], op, lend=lend)
                 for i, array in enumerate(result):
                     expected = reference([mine[i] for mine in everyone], op)
                     np.testing.assert_array_equal(array, expected, f"{number} {rank}")

@@ -16,38 +16,48 @@ import numpy.typing as npt
 
 from kerasdist.collectives.ops import Array
 
-__all__ = ["Buffers"]
+__all__ = ["MOST_REQUESTS", "Buffers", "Memory"]
 
 # What is smaller comes from memory that is in use already.
 _SMALLEST_BYTES = 64 << 10
 # What nobody asked for during so many requests is given back.
-_MOST_REQUESTS = 64
+MOST_REQUESTS = 64
 _HUGE = getattr(mmap, "MADV_HUGEPAGE", None)
 
 
-class _Entry:
+class Memory:
+    """Memory of results, and whether one of them is still in use.
+
+    An array is in use while it, or any view of it, is referred to: numpy lets every
+    view hold the array that owns the memory, whose references are counted.
+
+    Args:
+        buffer: The array that owns the memory; no one else may refer to it.
+        used: Number of the request that it was used for last.
+    """
+
     def __init__(self, buffer: npt.NDArray[np.uint8], used: int) -> None:
         self.buffer = buffer
         self.used = used
 
-    def references(self) -> int:
-        """How many there are to the buffer, this entry's own among them."""
+    @property
+    def in_use(self) -> bool:
+        """Whether anything refers to the buffer or a view of it."""
+        return self._references() > _UNUSED
+
+    def _references(self) -> int:
         return sys.getrefcount(self.buffer)
 
 
-# What `references` says of a buffer that nobody uses.
-_UNUSED = _Entry(np.empty(0, np.uint8), 0).references()
+# What is said of a buffer that nobody uses.
+_UNUSED = Memory(np.empty(0, np.uint8), 0)._references()
 
 
 class Buffers:
-    """Makes arrays; keeps the memory of those that were dropped.
-
-    An array is in use while it, or any view of it, is referred to: numpy lets every
-    view hold the array that owns the memory, whose references are counted.
-    """
+    """Makes arrays; keeps the memory of those that were dropped."""
 
     def __init__(self) -> None:
-        self._entries: list[_Entry] = []
+        self._entries: list[Memory] = []
         self._requests = 0
 
     def empty(self, elements: int, dtype: np.dtype[Any]) -> Array:
@@ -56,19 +66,19 @@ class Buffers:
         if size < _SMALLEST_BYTES:
             return np.empty(elements, dtype)
         self._requests += 1
-        oldest = self._requests - _MOST_REQUESTS
+        oldest = self._requests - MOST_REQUESTS
         found = None
         kept = []
         for entry in self._entries:
-            free = entry.references() <= _UNUSED
-            if found is None and free and entry.buffer.size == size:
+            fits = entry.buffer.size == size
+            if found is None and fits and not entry.in_use:
                 found = entry
                 entry.used = self._requests
             if entry.used > oldest:
                 kept.append(entry)
         self._entries = kept
         if found is None:
-            found = _Entry(_allocate(size), self._requests)
+            found = Memory(_allocate(size), self._requests)
             self._entries.append(found)
         return found.buffer.view(dtype)
 

@@ -15,7 +15,6 @@ import operator
 import threading
 import zlib
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -83,6 +82,7 @@ class Communicator(abc.ABC):
         op: str = "sum",
         *,
         scale: float | None = None,
+        lend: bool = False,
     ) -> list[Array]:
         """Reduce each buffer over all ranks, element by element.
 
@@ -95,6 +95,8 @@ class Communicator(abc.ABC):
             scale: What this rank's buffers, which must be floats then, are multiplied
                 by while they are packed; the ranks' may differ. With 0 this rank
                 adds zeros, whatever its buffers hold.
+            lend: Whether results may lie in memory that other ranks read, too, which
+                spares copying. They are then read-only. The same on all ranks.
 
         Returns:
             New arrays, one per buffer, bit-identical on all ranks.
@@ -117,19 +119,23 @@ class Communicator(abc.ABC):
         # In every group's fingerprint are the shapes of all: ranks that differ find
         # out at once and not a group later.
         shapes = [(array.dtype.name, array.shape) for array in arrays]
+        if lend:
+            shapes.append(("lent", ()))
         with self._user_call(shapes) as detail:
             for name in sorted(groups) or ["none"]:
                 indices = groups.get(name, [])
                 parts, starts = aligned([arrays[i] for i in indices])
-                dtype = parts[0].dtype if parts else np.dtype("uint8")
-                elements = sum(part.size for part in parts)
+                source = Parts(parts, scale)
+                elements = source.elements
                 with (
                     self._calling("all_reduce", op, name, elements, detail) as call,
                     # What overflows is infinite, on all ranks: no matter for one of
                     # them to warn of or, if so set, to stop at.
                     np.errstate(all="ignore"),
                 ):
-                    flat = self._reduce(Parts(parts, scale), elements, dtype, op, *call)
+                    flat = self._reduce(source, lend, *call)
+                if lend:
+                    flat.flags.writeable = False
                 for i, start in zip(indices, starts, strict=True):
                     end = start + arrays[i].size
                     results[i] = flat[start:end].reshape(arrays[i].shape)
@@ -267,15 +273,12 @@ class Communicator(abc.ABC):
 
     @abc.abstractmethod
     def _reduce(
-        self,
-        source: Parts,
-        elements: int,
-        dtype: np.dtype[Any],
-        op: str,
-        call: Call,
-        deadline: Deadline,
+        self, source: Parts, lend: bool, call: Call, deadline: Deadline
     ) -> Array:
-        """Return a new array: the source's elements, reduced over all ranks."""
+        """Return a new array: the source's elements, reduced over all ranks.
+
+        What `call.op` says. If `lend`, other ranks may read the array's memory, too.
+        """
 
     @abc.abstractmethod
     def _gather(self, views: list[memoryview], call: Call, deadline: Deadline) -> None:

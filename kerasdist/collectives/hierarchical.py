@@ -13,9 +13,6 @@ rank order inside a host and in host order between them.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
-
-import numpy as np
 
 from kerasdist.collectives.communicator import Communicator
 from kerasdist.collectives.ops import Array, octets
@@ -60,19 +57,11 @@ class HierarchicalCommunicator(Communicator):
         self._leaders = leaders
 
     def _reduce(
-        self,
-        source: Parts,
-        elements: int,
-        dtype: np.dtype[Any],
-        op: str,
-        call: Call,
-        deadline: Deadline,
+        self, source: Parts, lend: bool, call: Call, deadline: Deadline
     ) -> Array:
-        flat = self._local._reduce(source, elements, dtype, op, call, deadline)
+        flat = self._local._reduce(source, False, call, deadline)
         if self._leaders is not None:
-            flat = self._leaders._reduce(
-                Parts([flat]), elements, dtype, op, call, deadline
-            )
+            flat = self._leaders._reduce(Parts([flat]), False, call, deadline)
         self._local._broadcast(octets(flat), 0, call, deadline)
         return flat
 

@@ -18,6 +18,8 @@ def weighted_mean(
     rows: int,
     gradients: Sequence[Array],
     total: int | None = None,
+    *,
+    lend: bool = False,
 ) -> list[Array]:
     """Return sum(rows x gradients) / sum(rows) over the workers.
 
@@ -34,12 +36,14 @@ def weighted_mean(
         rows: Number of rows of this worker.
         gradients: Arrays of float dtypes, the same shapes on all workers.
         total: sum(rows) over the workers, if all know it.
+        lend: See `Communicator.all_reduce`. Without the total nothing is lent.
     """
     wide = [
         g.astype(np.promote_types(g.dtype, np.float32), copy=False) for g in gradients
     ]
     if total is not None:
-        means = communicator.all_reduce(wide, scale=rows / total if total else 0.0)
+        share = rows / total if total else 0.0
+        means = communicator.all_reduce(wide, scale=share, lend=lend)
     else:
         dtypes: list[Any] = list(dict.fromkeys(array.dtype for array in wide))
         ones = [np.ones(1, dtype) for dtype in dtypes]

@@ -197,14 +197,9 @@ class MpiCommunicator(Communicator):
         self._kept: list[Any] = []
 
     def _reduce(
-        self,
-        source: Parts,
-        elements: int,
-        dtype: np.dtype[Any],
-        op: str,
-        call: Call,
-        deadline: Deadline,
+        self, source: Parts, lend: bool, call: Call, deadline: Deadline
     ) -> Array:
+        elements, dtype, op = source.elements, source.dtype, call.op
         flat = np.empty(elements, dtype)
         source.copy_to(flat, 0, elements)
         self._barrier(call, deadline)

@@ -24,9 +24,14 @@ class Parts:
         parts: The arrays, in order.
         scale: The number, for arrays of floats; None: the elements as they are. With
             0 all are 0, whatever the arrays hold (0 x NaN isn't).
+
+    Attributes:
+        elements: Number of elements, over all arrays.
+        dtype: Their dtype; uint8 if there's no array.
     """
 
     def __init__(self, parts: Sequence[Array], scale: float | None = None) -> None:
+        self.dtype = parts[0].dtype if parts else np.dtype("uint8")
         self._parts = [part for part in parts if part.size]
         self._scale = scale
         self._room: Array = np.empty(0)
@@ -35,6 +40,7 @@ class Parts:
         for part in self._parts:
             self._starts.append(total)
             total += part.size
+        self.elements = total
 
     def views(self, start: int, stop: int) -> list[Array]:
         """Return views that make up elements `start` to `stop`, without empty ones.

@@ -10,7 +10,6 @@ instead of 2 (size-1).
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 
@@ -57,14 +56,9 @@ class RingCommunicator(Communicator):
         self._results = Buffers()
 
     def _reduce(
-        self,
-        source: Parts,
-        elements: int,
-        dtype: np.dtype[Any],
-        op: str,
-        call: Call,
-        deadline: Deadline,
+        self, source: Parts, lend: bool, call: Call, deadline: Deadline
     ) -> Array:
+        elements, dtype, op = source.elements, source.dtype, call.op
         size = elements * dtype.itemsize
         flat = self._results.empty(elements, dtype)
         source.copy_to(flat, 0, elements)

@@ -8,9 +8,13 @@ the one that rank r reduces:
     1. r         packs all chunks of the block but its own into S_r
     2. all       barrier: everybody has packed
     3. r         reduces chunk r, its own input and what is in the other segments, in
-                 rank order, into its result, and copies that into S_r
+                 rank order, into its result, and copies that into S_r, where it has
+                 packed nothing
     4. all       barrier: every chunk is finished, chunk r in S_r
     5. r         copies chunk q from S_q, for all other q, into its result
+
+If the result is lent (`kerasdist.collectives.lent`), all ranks' result is one memory:
+then nothing is copied into S_r, and 5. falls away.
 
 There is one barrier per block: between two of them a rank does 5. of one block, 3.
 of the next and 1. of the one after that. Each block has a place of its own in the
@@ -21,6 +25,8 @@ still reads, in this collective or the next one.
 With B bytes of buffers a rank reads and writes, each
 
     1.  (N-1)/N B        3.  reads B, writes 2/N B        5.  (N-1)/N B
+
+and of a lent result 1. (N-1)/N B, and 3. reads B, writes 1/N B.
 
 Why not always the same small place, which stays in the caches? Because to write what
 is in another core's cache is the slowest thing of all where cores don't share one
@@ -39,13 +45,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from kerasdist.collectives.buffers import Buffers
 from kerasdist.collectives.communicator import Communicator
+from kerasdist.collectives.lent import Lent
 from kerasdist.collectives.ops import Array, reducer
 from kerasdist.collectives.parts import Parts
 from kerasdist.collectives.schedule import chunk
@@ -71,7 +77,7 @@ _PAGE = 4096
 # again, to be copied.
 _PIECE_BYTES = 256 << 10
 # What small buffers need.
-_LEAST_BYTES = _BLOCKS * (_SMALL_BYTES + 2 * _PAGE)
+_LEAST_BYTES = _BLOCKS * (_SMALL_BYTES + _PAGE)
 
 
 class SharedMemoryCommunicator(Communicator):
@@ -98,64 +104,73 @@ class SharedMemoryCommunicator(Communicator):
         self._total = 0  # bytes of a segment, the same on all ranks
         self._next = 0  # where the next block's place begins
         self._results = Buffers()
+        self._notes: list[npt.NDArray[np.uint64]] = []
+        self._lent = Lent(transport)
 
     def _reduce(
-        self,
-        source: Parts,
-        elements: int,
-        dtype: np.dtype[Any],
-        op: str,
-        call: Call,
-        deadline: Deadline,
+        self, source: Parts, lend: bool, call: Call, deadline: Deadline
     ) -> Array:
+        elements, dtype = source.elements, source.dtype
         size = elements * dtype.itemsize
         self._make_room(size, call, deadline)
+        if size > _SMALL_BYTES:
+            return self._reduce_blocks(source, lend, call, deadline)
         flat = self._results.empty(elements, dtype)
-        if size <= _SMALL_BYTES:
-            inputs = [place.view(dtype) for place in self._places(size)]
-            source.copy_to(inputs[self.rank], 0, elements)
-            self._meet(call, deadline)
-            _combine(inputs, flat, op)
-            return flat
-        # A block's place holds its chunks as packed, then one as reduced.
-        most = self._total // _BLOCKS - 2 * _PAGE
-        most_elements = most * self.size // (self.size + 1) // dtype.itemsize
-        count = -(-elements // most_elements)
+        inputs = [place.view(dtype) for place in self._places(size)]
+        source.copy_to(inputs[self.rank], 0, elements)
+        self._meet(call, deadline)
+        _combine(inputs, flat, call.op)
+        return flat
+
+    def _reduce_blocks(
+        self, source: Parts, lend: bool, call: Call, deadline: Deadline
+    ) -> Array:
+        elements, dtype = source.elements, source.dtype
+        size = elements * dtype.itemsize
+        most = (self._total // _BLOCKS - _PAGE) // dtype.itemsize
+        count = -(-elements // most)
         piece = _PIECE_BYTES // dtype.itemsize
-        places: list[list[Array]] = []
+        flat: Array = np.empty(0, dtype)
+        lent = None
+        if lend:
+            self._notes[self.rank][0] = self._lent.note(size)
+        # Of each block what all ranks have packed, by rank.
+        blocks: list[tuple[slice, list[Array]]] = []
         for stage in range(count + 2):
-            if stage > 1:
-                block = chunk(elements, count, stage - 2)
-                after = block.stop - block.start
+            if stage == 1:
+                if lend:
+                    notes = [int(note[0]) for note in self._notes]
+                    lent = self._lent.take(size, notes, call, deadline)
+                if lent is None:
+                    flat = self._results.empty(elements, dtype)
+                else:
+                    flat = lent.view(dtype)
+            if stage > 1 and lent is None:
+                block, places = blocks[stage - 2]
                 for rank in range(self.size):
                     if rank != self.rank:
                         part = _chunk(block, self.size, rank)
-                        end = after + part.stop - part.start
-                        flat[part] = places[stage - 2][rank][after:end]
+                        flat[part] = places[rank][_within(part, block)]
             if 0 < stage <= count:
-                block = chunk(elements, count, stage - 1)
-                after = block.stop - block.start
+                block, places = blocks[stage - 1]
                 part = _chunk(block, self.size, self.rank)
-                reduced = places[stage - 1][self.rank][after:]
                 for start in range(part.start, part.stop, piece):
-                    stop = min(start + piece, part.stop)
-                    within = slice(start - block.start, stop - block.start)
-                    inputs = [place[within] for place in places[stage - 1]]
-                    inputs[self.rank] = source.take(start, stop)
-                    _combine(inputs, flat[start:stop], op)
-                    reduced[start - part.start : stop - part.start] = flat[start:stop]
+                    some = slice(start, min(start + piece, part.stop))
+                    within = _within(some, block)
+                    inputs = [place[within] for place in places]
+                    inputs[self.rank] = source.take(some.start, some.stop)
+                    _combine(inputs, flat[some], call.op)
+                    if lent is None:
+                        places[self.rank][within] = flat[some]
             if stage < count:
                 block = chunk(elements, count, stage)
                 length = block.stop - block.start
-                room = length + -(-length // self.size)
-                places.append(
-                    [p.view(dtype) for p in self._places(room * dtype.itemsize)]
-                )
-                mine = places[stage][self.rank]
-                part = _chunk(block, self.size, self.rank)
-                before, after = part.start - block.start, part.stop - block.start
-                source.copy_to(mine[:before], block.start, part.start)
-                source.copy_to(mine[after:length], part.stop, block.stop)
+                places = [p.view(dtype) for p in self._places(length * dtype.itemsize)]
+                blocks.append((block, places))
+                mine, part = places[self.rank], _chunk(block, self.size, self.rank)
+                own = _within(part, block)
+                source.copy_to(mine[: own.start], block.start, part.start)
+                source.copy_to(mine[own.stop :], part.stop, block.stop)
             if stage <= count:
                 self._meet(call, deadline)
         return flat
@@ -235,10 +250,10 @@ class SharedMemoryCommunicator(Communicator):
             return
         # The old segments' room can be used for the new ones when all have let go.
         if self._segments:
-            self._segments = []
+            self._segments, self._notes = [], []
             self._meet(call, deadline)
         try:
-            descriptor = create_segment(total, self._folder)
+            descriptor = create_segment(total + _PAGE, self._folder)
         except SharedMemoryFull as error:
             here = self.peers[self.rank]
             raise SharedMemoryFull(
@@ -247,9 +262,12 @@ class SharedMemoryCommunicator(Communicator):
         descriptors = {self.rank: descriptor}
         try:
             descriptors |= self._transport.share_descriptor(call, deadline, descriptor)
-            self._segments = [
-                map_segment(descriptors[rank], total) for rank in range(self.size)
+            whole = [
+                map_segment(descriptors[rank], total + _PAGE)
+                for rank in range(self.size)
             ]
+            self._segments = [segment[:total] for segment in whole]
+            self._notes = [segment[total:].view(np.uint64) for segment in whole]
         finally:
             for fd in descriptors.values():
                 os.close(fd)
@@ -261,14 +279,20 @@ class SharedMemoryCommunicator(Communicator):
 
     def _close(self) -> None:
         self._transport.close()
-        self._segments = []
+        self._segments, self._notes = [], []
         self._results.clear()
+        self._lent.clear()
 
 
 def _chunk(block: slice, size: int, rank: int) -> slice:
     """Return a rank's chunk of a block."""
     part = chunk(block.stop - block.start, size, rank)
     return slice(block.start + part.start, block.start + part.stop)
+
+
+def _within(part: slice, block: slice) -> slice:
+    """Return where a part of a block lies in the block."""
+    return slice(part.start - block.start, part.stop - block.start)
 
 
 def _combine(inputs: list[Array], out: Array, op: str) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 from kerasdist.collectives.communicator import Communicator
@@ -24,14 +22,9 @@ class SingleCommunicator(Communicator):
         super().__init__(0, [Peer(0, address)], Unsupervised(), 1.0)
 
     def _reduce(
-        self,
-        source: Parts,
-        elements: int,
-        dtype: np.dtype[Any],
-        op: str,
-        call: Call,
-        deadline: Deadline,
+        self, source: Parts, lend: bool, call: Call, deadline: Deadline
     ) -> Array:
+        elements, dtype = source.elements, source.dtype
         flat = np.empty(elements, dtype)
         source.copy_to(flat, 0, elements)
         return flat

@@ -85,14 +85,9 @@ class ServerCommunicator(Communicator):
         return results
 
     def _reduce(
-        self,
-        source: Parts,
-        elements: int,
-        dtype: np.dtype[Any],
-        op: str,
-        call: Call,
-        deadline: Deadline,
+        self, source: Parts, lend: bool, call: Call, deadline: Deadline
     ) -> Array:
+        elements, dtype = source.elements, source.dtype
         client = self._client
         count = client.servers
         spread = (

@@ -105,6 +105,8 @@ class CollectiveOps:
             step: Whether an optimizer step begins with it.
         """
         counts = [rows] if total is None else [rows, total]
+        # Arrays that eager code holds are its own.
+        lend = not _tf.executing_eagerly()
 
         def reduce(*arrays: Any) -> list[Any]:
             self._communicator.step += step
@@ -114,6 +116,7 @@ class CollectiveOps:
                 numbers[0],
                 arrays[len(counts) :],
                 None if total is None else numbers[1],
+                lend=lend,
             )
 
         return self.call(

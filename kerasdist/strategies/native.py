@@ -175,14 +175,9 @@ class NativeCommunicator(Communicator):
     # The collectives.
 
     def _reduce(
-        self,
-        source: Parts,
-        elements: int,
-        dtype: np.dtype[Any],
-        op: str,
-        call: Call,
-        deadline: Deadline,
+        self, source: Parts, lend: bool, call: Call, deadline: Deadline
     ) -> Array:
+        elements, dtype, op = source.elements, source.dtype, call.op
         flat = np.empty(elements, dtype)
         source.copy_to(flat, 0, elements)
         if dtype.kind == "c" and op != "sum":

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from kerasdist.errors import SharedMemoryFull
 
-__all__ = ["SHM_FOLDER", "create_segment", "map_segment"]
+__all__ = ["SHM_FOLDER", "create_memory", "create_segment", "map_segment"]
 
 SHM_FOLDER = "/dev/shm"
 
@@ -45,6 +45,23 @@ def create_segment(size: int, folder: str = SHM_FOLDER) -> int:
             "free. Make it larger (Docker: `--shm-size=2g`; Kubernetes: an emptyDir of "
             "medium Memory at /dev/shm), or use `transport='tcp'`, which needs none."
         ) from error
+    return descriptor
+
+
+def create_memory(size: int) -> int:
+    """Return the file descriptor of new memory of `size` bytes, of no file system.
+
+    Like a segment, but it takes no room in /dev/shm.
+
+    Raises:
+        OSError: There's not enough memory, or the system forbids it.
+    """
+    descriptor = os.memfd_create("kerasdist", os.MFD_CLOEXEC)
+    try:
+        os.posix_fallocate(descriptor, 0, size)
+    except OSError:
+        os.close(descriptor)
+        raise
     return descriptor
 
 

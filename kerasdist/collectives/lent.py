@@ -1,0 +1,120 @@
+"""Results in memory that all workers of a host read.
+
+    M_0, M_1, ...: memories of one result each, mapped by all ranks
+
+An all-reduce inside a host ends with every rank copying what the others have reduced.
+If the result is lent, each rank writes its chunk into one memory that all read, and
+nothing is copied. While an array of that result is in use anywhere, its memory can't
+be used for another one:
+
+    1. r         notes which memories nobody uses on this rank, where all ranks read it
+    2. all       barrier: everybody has noted
+    3. r         takes the first memory that all have noted: the same one as all ranks,
+                 as nobody notes again before the last barrier of the call
+    4. all       if there's none, rank 0 makes one more, and all map it
+
+A memory has no name and takes no room in /dev/shm: the kernel frees it when the last
+worker that maps it has ended, however it ended. Lent arrays are read-only, as what one
+rank writes all others read. TensorFlow, too, writes to no memory of numpy's.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from kerasdist.collectives.buffers import MOST_REQUESTS, Memory
+from kerasdist.transport.deadline import Deadline
+from kerasdist.transport.framing import Call
+from kerasdist.transport.segments import create_memory, map_segment
+from kerasdist.transport.sockets import SocketTransport
+
+__all__ = ["Lent"]
+
+# What a rank notes has a bit for each of them.
+_MOST_MEMORIES = 64
+
+
+class Lent:
+    """The memories of lent results. All ranks call the same in the same order.
+
+    Args:
+        transport: Unix sockets that connect every rank with every other.
+    """
+
+    def __init__(self, transport: SocketTransport) -> None:
+        self._transport = transport
+        self._memories: list[Memory] = []
+        self._requests = 0
+        self._refused = False
+
+    def note(self, size: int) -> int:
+        """Return which memories of `size` bytes nobody uses here, a bit for each."""
+        self._requests += 1
+        oldest = self._requests - MOST_REQUESTS
+        # By what all ranks know alike: an array that is in use keeps its memory alive.
+        self._memories = [m for m in self._memories if m.used > oldest]
+        return sum(
+            1 << index
+            for index, memory in enumerate(self._memories)
+            if memory.buffer.size == size and not memory.in_use
+        )
+
+    def take(
+        self, size: int, notes: Sequence[int], call: Call, deadline: Deadline
+    ) -> npt.NDArray[np.uint8] | None:
+        """Return memory of `size` bytes, the same on all ranks.
+
+        Args:
+            size: In bytes.
+            notes: What each rank has noted.
+            call: The collective.
+            deadline: Its deadline.
+
+        Returns:
+            None, on all ranks, if no more memory can be had, or too many results are
+            in use.
+        """
+        common = ~0
+        for note in notes:
+            common &= note
+        if common:
+            memory = self._memories[(common & -common).bit_length() - 1]
+            memory.used = self._requests
+            return memory.buffer
+        if self._refused or len(self._memories) == _MOST_MEMORIES:
+            return None
+        made = self._make(size, call, deadline)
+        if made is None:
+            self._refused = True
+            return None
+        self._memories.append(Memory(made, self._requests))
+        return made
+
+    def _make(
+        self, size: int, call: Call, deadline: Deadline
+    ) -> npt.NDArray[np.uint8] | None:
+        descriptor = -1
+        if self._transport.rank == 0:
+            try:
+                descriptor = create_memory(size)
+            except OSError:  # the others find nothing in what they get
+                pass
+        if descriptor < 0:
+            descriptor = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+        descriptors = {self._transport.rank: descriptor}
+        try:
+            descriptors |= self._transport.share_descriptor(call, deadline, descriptor)
+            if os.fstat(descriptors[0]).st_size != size:
+                return None
+            return map_segment(descriptors[0], size)
+        finally:
+            for fd in descriptors.values():
+                os.close(fd)
+
+    def clear(self) -> None:
+        """Keep nothing; what is in use stays as it is."""
+        self._memories = []

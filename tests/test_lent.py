@@ -1,0 +1,138 @@
+"""Lent results: one memory that all workers of a host read."""
+
+from __future__ import annotations
+
+import os
+
+import numpy as np
+import pytest
+
+from groups import Group
+from kerasdist import errors
+from kerasdist.collectives import lent
+
+LARGE = 300_001  # elements: more than one block, in chunks of different sizes
+
+
+def address(array):
+    return array.__array_interface__["data"][0]
+
+
+def own(rank, size=LARGE):
+    return np.random.default_rng(rank).random(size, np.float32)
+
+
+@pytest.fixture(params=[2, 3])
+def group(request):
+    with Group("shared", request.param) as made:
+        yield made
+
+
+def test_a_lent_result_is_the_result(group):
+    def work(communicator):
+        # With a scale, in several dtypes, and from many arrays.
+        buffers = [own(communicator.rank), np.ones(3, np.float32)]
+        buffers += [np.full(70_000, communicator.rank, np.float64)]
+        plain = communicator.all_reduce(buffers, scale=0.5)
+        given = communicator.all_reduce(buffers, scale=0.5, lend=True)
+        return plain, given, communicator._lent._memories
+
+    for plain, given, memories in group.run(work):
+        assert [m.buffer.size for m in memories] == [(LARGE + 3) * 4, 70_000 * 8]
+        for one, other in zip(plain, given, strict=True):
+            np.testing.assert_array_equal(one, other)
+            assert not other.flags.writeable
+
+
+def test_all_ranks_read_one_memory(group):
+    """In threads it's mapped at different addresses: what one writes all see."""
+
+    def work(communicator):
+        (given,) = communicator.all_reduce([own(communicator.rank)], lend=True)
+        (memory,) = communicator._lent._memories
+        assert address(given) == address(memory.buffer)
+        communicator.barrier()
+        if communicator.rank == 0:
+            memory.buffer.view(np.float32)[-1] = 42
+        communicator.barrier()
+        return given[-1]
+
+    assert set(group.run(work)) == {42}
+
+
+def test_results_that_one_rank_keeps_stay_as_they_are(group):
+    """Of many calls each rank keeps others: no memory is used while anyone reads it."""
+
+    def work(communicator):
+        kept = []
+        for turn in range(30):
+            mine = np.full(LARGE, turn + communicator.rank, np.float32)
+            (total,) = communicator.all_reduce([mine], lend=True)
+            if turn % 5 == communicator.rank or turn % 7 == 0:
+                kept.append((turn, total[turn::1000]))
+            del total
+            kept = kept[-3:]
+        others = sum(range(communicator.size))
+        right = [
+            (part == communicator.size * turn + others).all() for turn, part in kept
+        ]
+        return right, len(communicator._lent._memories)
+
+    for right, count in group.run(work):
+        assert right == [True] * 3
+        assert 4 <= count <= 3 * group.size + 1
+
+
+def test_memory_that_nobody_reads_is_used_again(group):
+    def work(communicator):
+        for _ in range(200):
+            communicator.all_reduce([own(communicator.rank)], lend=True)
+        few = len(communicator._lent._memories)
+        # And what nobody asks for any more is given back.
+        for _ in range(100):
+            communicator.all_reduce([own(communicator.rank, 80_000)], lend=True)
+        return few, [m.buffer.size for m in communicator._lent._memories]
+
+    assert set(map(str, group.run(work))) == {str((1, [320_000]))}
+
+
+def test_with_all_memories_in_use_results_are_each_ranks_own(group, monkeypatch):
+    monkeypatch.setattr(lent, "_MOST_MEMORIES", 3)
+
+    def work(communicator):
+        kept = [
+            communicator.all_reduce([np.full(LARGE, turn, np.float32)], lend=True)[0]
+            for turn in range(6)
+        ]
+        return [float(k.min()) for k in kept], [float(k.max()) for k in kept]
+
+    expected = [group.size * turn for turn in range(6)]
+    assert group.run(work) == [(expected, expected)] * group.size
+
+
+def test_without_memory_to_lend_results_are_each_ranks_own(group, monkeypatch):
+    def refuse(size):
+        raise OSError("no memory")
+
+    monkeypatch.setattr(lent, "create_memory", refuse)
+    # Segments grow to their size first: each mapping holds a descriptor.
+    group.run(lambda c: c.all_reduce([np.ones(LARGE, np.float32)]))
+    before = len(os.listdir("/proc/self/fd"))
+
+    def work(communicator):
+        for _ in range(3):
+            (total,) = communicator.all_reduce([np.ones(LARGE, np.float32)], lend=True)
+        return float(total.min()), communicator._lent._memories
+
+    assert group.run(work) == [(group.size, [])] * group.size
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_all_ranks_must_lend_alike(group):
+    def work(communicator):
+        with pytest.raises(errors.CollectiveMismatch, match="all_reduce"):
+            communicator.all_reduce(
+                [np.ones(LARGE, np.float32)], lend=communicator.rank == 0
+            )
+
+    group.run(work)
