@@ -52,10 +52,12 @@ class CollectiveOps:
             op: One of the communicator's operations.
             step: Whether an optimizer step begins with it.
         """
+        # Arrays that eager code holds are its own.
+        lend = not _tf.executing_eagerly()
 
         def reduce(*arrays: Any) -> list[Any]:
             self._communicator.step += step
-            return self._communicator.all_reduce(arrays, op)
+            return self._communicator.all_reduce(arrays, op, lend=lend)
 
         return self.call(reduce, tensors, [t.dtype for t in tensors], _shapes(tensors))
 
