@@ -165,6 +165,38 @@ class ServerClient(Job):
             self.tables.append(table)
         return table
 
+    def claim(
+        self, dataset: int, epoch: int, *, limit: int | None = None, last: int = -1
+    ) -> int | None:
+        """Get the next number of a queue: each goes to one worker only.
+
+        Args:
+            dataset: Number of the dataset, the same on all workers.
+            epoch: Number of its epoch: it only increases, and has a queue of its own.
+            limit: How many numbers the queue has; None: there's no end of them.
+            last: The last one that this worker got of this queue, or -1; `END` ends the
+                queue for all.
+
+        Returns:
+            The number, from 0; None: there are none left.
+
+        Raises:
+            CollectiveError: See `kerasdist.errors`.
+        """
+        meta = {
+            "do": "claim",
+            "dataset": dataset,
+            "epoch": epoch,
+            "limit": -1 if limit is None else limit,
+            "last": last,
+        }
+        request = Message(FrameType.REQUEST, Call(0), meta, ())
+        with self.calling("claiming a batch"):
+            others: list[Build | None] = [None] * (self.servers - 1)
+            answer = self.request_all([lambda _: request, *others])[0]
+            number = int(answer.meta["number"])
+        return None if number < 0 else number
+
     def stats(self) -> list[dict[str, Any]]:
         """What each server knows of its tables and workers.
 

@@ -8,6 +8,7 @@ asked for:
     open    begin to use a table                       (kerasdist.server.store)
     push    add a step's changes, and read             (the same)
     pull    read                                       (the same)
+    claim   get the next number of a queue             (kerasdist.server.dealer)
     split   hear what each server gets in a step       (kerasdist.server.loads)
     stats   what is known of tables and workers
 
@@ -28,6 +29,7 @@ from kerasdist.server.channel import (
     Message,
 )
 from kerasdist.server.crew import Crew, Event, Person
+from kerasdist.server.dealer import Dealer
 from kerasdist.server.keeper import Keeper
 from kerasdist.server.layout import Layout
 from kerasdist.server.loads import Load, loads_from_json
@@ -132,6 +134,7 @@ class Desk:
         self._timeouts = timeouts
         self._on_split = on_split
         self._requests = 0
+        self._dealer = Dealer()
         self.crew = Crew(size, settings.mode)
         self.stores = Stores(server, servers, settings, self.crew, on_table)
         first = server == 0 or settings.mode == "sync"
@@ -235,6 +238,10 @@ class Desk:
             return Message(FrameType.REPLY, call, answer, result)
         if do == "stats":
             return Message(FrameType.REPLY, call, self.stats(), ())
+        if do == "claim":
+            names = ("dataset", "epoch", "limit", "last")
+            claimed = self._dealer.claim(*[_whole(meta, name) for name in names])
+            return Message(FrameType.REPLY, call, {"number": claimed}, ())
         if do == "split":
             loads = loads_from_json(meta.get("loads"), self.servers)
             if self._on_split is not None:

@@ -212,18 +212,18 @@ class Layout:
             flat = np.empty(sum(map(self.elements, pieces)), name)
             for piece in pieces:
                 end = piece.offset + self.elements(piece)
-                flat[piece.offset : end] = self.rows_of(piece, arrays).reshape(-1)
+                flat[piece.offset : end] = self.rows_of(piece, arrays[piece.variable]).reshape(-1)
             parts.append(flat)
         for piece in self.sparse(server):
             held = self.variables[piece.variable].held
-            parts.append(self.rows_of(piece, arrays).astype(held))
+            rows = self.rows_of(piece, arrays[piece.variable])
+            parts.append(rows.astype(held))
         return parts
 
-    def rows_of(self, piece: Piece, arrays: Sequence[Array]) -> Array:
-        """Return a piece of the variables' values, of shape `(rows, row_elements)`."""
+    def rows_of(self, piece: Piece, values: Array) -> Array:
+        """Return a piece of its variable's values, of shape `(rows, row_elements)`."""
         variable = self.variables[piece.variable]
-        values = np.asarray(arrays[piece.variable])
-        flat = values.reshape(variable.rows, variable.row_elements)
+        flat = np.asarray(values).reshape(variable.rows, variable.row_elements)
         return flat[piece.start : piece.stop]
 
     def check(self, arrays: Sequence[Array]) -> None:

@@ -21,7 +21,7 @@ from kerasdist.transport.framing import Call, FrameType
 if TYPE_CHECKING:
     from kerasdist.server.client import ServerClient
 
-__all__ = ["Pulled", "RemoteTable", "Rows"]
+__all__ = ["Change", "Pulled", "RemoteTable", "Rows"]
 
 _NO_CALL = Call(0)
 
@@ -38,6 +38,19 @@ class Rows:
 
     indices: npt.NDArray[np.integer]
     values: Array
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Change:
+    """By how much a dense variable has changed, taken when it is sent: no copy before.
+
+    Attributes:
+        value: What it is now.
+        base: What it was; of the same shape.
+    """
+
+    value: Array
+    base: Array
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -128,14 +141,14 @@ class RemoteTable:
             for array, v in zip(whole, layout.variables, strict=True)
         ]
 
-    def push_pull(self, deltas: Sequence[Array | Rows | None]) -> Pulled:
+    def push_pull(self, deltas: Sequence[Array | Change | Rows | None]) -> Pulled:
         """Push the changes of one step, and read the present values.
 
         Returns when this worker may go on with its next step, by `max_staleness`.
 
         Args:
             deltas: For each variable, by how much it shall change: an array of its
-                shape; None for not at all; for a sparse variable also `Rows`. (Of an
+                shape, or a `Change`; None for not at all; for a sparse variable also `Rows`. (Of an
                 array for a sparse variable the rows that aren't 0 are sent.)
 
         Raises:
@@ -190,7 +203,7 @@ class RemoteTable:
 
     # Out.
 
-    def _check(self, deltas: Sequence[Array | Rows | None]) -> dict[int, Rows]:
+    def _check(self, deltas: Sequence[Array | Change | Rows | None]) -> dict[int, Rows]:
         """Return the changed rows of sparse variables, each once, in order."""
         variables = self.layout.variables
         if len(deltas) != len(variables):
@@ -202,6 +215,13 @@ class RemoteTable:
         for index, (delta, variable) in enumerate(zip(deltas, variables, strict=True)):
             if delta is None:
                 continue
+            if isinstance(delta, Change):
+                if variable.sparse:
+                    delta = delta.value - delta.base
+                elif np.shape(delta.base) != variable.shape:
+                    delta = delta.base
+                else:
+                    delta = delta.value
             if not isinstance(delta, Rows):
                 if np.shape(delta) != variable.shape:
                     raise ValueError(
@@ -235,7 +255,7 @@ class RemoteTable:
         self,
         server: int,
         channel: Channel,
-        deltas: Sequence[Array | Rows | None],
+        deltas: Sequence[Array | Change | Rows | None],
         rows: dict[int, Rows],
     ) -> list[Array]:
         layout = self.layout
@@ -261,8 +281,15 @@ class RemoteTable:
                 delta = deltas[piece.variable]
                 if delta is None:
                     part.fill(0)
+                elif isinstance(delta, Change):
+                    value, base = (
+                        layout.rows_of(piece, array).reshape(-1)
+                        for array in (delta.value, delta.base)
+                    )
+                    with np.errstate(all="ignore"):  # NaN is the model's matter
+                        np.subtract(value, base, out=part, dtype=part.dtype)
                 else:
-                    part[:] = layout.rows_of(piece, deltas).reshape(-1)  # type: ignore[arg-type]
+                    part[:] = layout.rows_of(piece, delta).reshape(-1)  # type: ignore[arg-type]
         place = len(dense)
         for piece, found, start, stop in cuts:
             if found is not None:
