@@ -104,8 +104,15 @@ def test_collected_without_close():
 @pytest.mark.parametrize(
     ("arguments", "match"),
     [
-        ({"mode": "slow"}, r"^`mode` must be 'sync'\. Received: mode='slow'\.$"),
-        ({"mode": None}, r"^`mode` must be 'sync'\. Received: mode=None\.$"),
+        ({"mode": "slow"}, r"^`mode` must be one of .*\. Received: mode='slow'\.$"),
+        ({"mode": None}, r"^`mode` must be one of .*\. Received: mode=None\.$"),
+        ({"max_staleness": 1}, r"Received: max_staleness=1 with mode='sync'"),
+        ({"mode": "async", "max_staleness": -1}, r"Received: max_staleness=-1; exp"),
+        ({"mode": "async", "max_staleness": 1.5}, r"Received: max_staleness=1\.5; exp"),
+        ({"mode": "async", "max_staleness": True}, "Received: max_staleness=True; exp"),
+        ({"mode": "async", "compression": "bf16"}, "Received: compression='bf16'"),
+        ({"snapshot_dir": "x"}, "Received: snapshot_dir='x' with mode='sync'"),
+        ({"mode": "async", "snapshot_seconds": 0}, "Received: snapshot_seconds=0;"),
         ({"transport": "pigeon"}, r"^`transport` must .* Received: transport='pigeon'"),
         ({"timeout": 0}, "Received: collective=0"),
         ({"shard": "files"}, "Received: shard='files'"),

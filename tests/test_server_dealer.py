@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 
@@ -59,7 +61,9 @@ def test_workers_claim_each_number_once(workers, servers):
 
     with Servers(workers, servers) as job:
         found = job.run(work)
-    assert sorted(sum(found, [])) == [(e, n) for e in (1, 2) for n in range(200)]
+    assert sorted(itertools.chain(*found)) == [
+        (e, n) for e in (1, 2) for n in range(200)
+    ]
 
 
 def test_a_change_is_taken_when_it_is_sent():

@@ -7,6 +7,7 @@ each does what Keras does, unless the strategy in use has `keras_hooks`:
     losses      scale_loss_for_distribution, reduce_values, apply_mask, CompileLoss
     optimizers  apply: reduce first, then clip, update; accumulate, then reduce
     layers      SeedGenerator, BatchNormalization(synchronized=True)
+    dealt       TFEpochIterator, where each batch is one worker's
     arrays      TFEpochIterator: arrays in an order that all workers agree on
     items       each worker reads its share of a PyDataset's items
     trainer     steps, predictions, *_on_batch, fit
@@ -74,6 +75,11 @@ def install() -> None:
                 base_optimizer.BaseOptimizer,
                 "_backend_apply_gradients",
                 optimizers.accumulate,
+            ),
+            (
+                base_optimizer.BaseOptimizer,
+                "finalize_variable_values",
+                optimizers.finalize,
             ),
             (
                 tf_optimizer.TFOptimizer,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 from keras.src import tree
 from keras.src.trainers import epoch_iterator
@@ -16,10 +17,17 @@ from keras.src.trainers.data_adapters import (
 )
 from keras.src.utils import rng_utils
 
-from kerasdist._keras.hooks import KerasHooks, hooks_of
+from kerasdist._keras.hooks import DealingHooks, KerasHooks, dealing_hooks, hooks_of
 from kerasdist._keras.items import ItemData
+from kerasdist._keras.step import current
 
-__all__ = ["ArrayData", "first_item", "init_epoch_iterator", "random_seed"]
+__all__ = [
+    "ArrayData",
+    "deal_batches",
+    "first_item",
+    "init_epoch_iterator",
+    "random_seed",
+]
 
 
 class ArrayData:
@@ -37,6 +45,18 @@ class ArrayData:
         self.shuffle: bool | str = adapter._shuffle
         self._inputs = adapter._inputs
 
+    def reader(self) -> Callable[[Any], Any]:
+        """Return a function that takes a batch here and now, given its index vector."""
+        inputs = tree.map_structure(_as_tensor, self._sliceable())
+        return lambda rows: _take_rows(inputs, rows)
+
+    def _sliceable(self) -> Any:
+        return tree.lists_to_tuples(
+            array_slicing.convert_to_sliceable(
+                self._inputs, target_backend="tensorflow"
+            )
+        )
+
     def take(
         self,
         parts: Any,
@@ -50,25 +70,10 @@ class ArrayData:
             rows: Returns a batch's index vector, given its number.
             finish: Makes the dataset's element from the batch and its number.
         """
-        inputs = tree.lists_to_tuples(
-            array_slicing.convert_to_sliceable(
-                self._inputs, target_backend="tensorflow"
-            )
-        )
+        inputs = self._sliceable()
 
         def gather(part: Any, data: Any) -> Any:
-            chosen = rows(part)
-
-            def one(array: Any) -> Any:
-                if isinstance(array, array_slicing.TensorflowSparseWrapper):
-                    return array_slicing.slice_tensorflow_sparse_wrapper(array, chosen)
-                if isinstance(array, (list, tuple, dict)):
-                    return None
-                if not tf.is_tensor(array):
-                    return array
-                return tf.gather(array, chosen, axis=0)
-
-            return finish(tree.traverse(one, data), part)
+            return finish(_take_rows(data, rows(part)), part)
 
         whole = tf.data.Dataset.from_tensors(inputs).repeat()
         # TensorFlow's optimizations of a pipeline write it down, with all the data in
@@ -81,6 +86,25 @@ class ArrayData:
             .prefetch(tf.data.AUTOTUNE)
             .with_options(options)
         )
+
+
+def _take_rows(inputs: Any, rows: Any) -> Any:
+    """The rows of all arrays in a nest; anything else stays as it is."""
+
+    def one(array: Any) -> Any:
+        if isinstance(array, array_slicing.TensorflowSparseWrapper):
+            return array_slicing.slice_tensorflow_sparse_wrapper(array, rows)
+        if isinstance(array, (list, tuple, dict)):
+            return None
+        if not tf.is_tensor(array):
+            return array
+        return tf.gather(array, rows, axis=0)
+
+    return tree.traverse(one, inputs)
+
+
+def _as_tensor(array: Any) -> Any:
+    return tf.convert_to_tensor(array) if isinstance(array, np.ndarray) else array
 
 
 def random_seed() -> int | None:
@@ -110,6 +134,12 @@ def init_epoch_iterator(
     epoch_iterator.EpochIterator.__init__(self, *args, **kwargs)
     self._distribute_strategy = distribute_strategy
     adapter = self.data_adapter
+    if current.dealing:
+        current.dealing = False
+        dealing = dealing_hooks(distribute_strategy)
+        if dealing is not None:
+            deal_batches(self, dealing)
+            return
     if hooks.shards and isinstance(adapter, array_data_adapter.ArrayDataAdapter):
         self._distributed_dataset = hooks.distribute_arrays(ArrayData(adapter))
         return
@@ -144,6 +174,41 @@ def first_item(iterator: Any) -> Any:
     if getattr(adapter, "enqueuer", None) is None:
         return None
     return adapter._standardize_batch(adapter.py_dataset[0])
+
+
+def deal_batches(iterator: Any, hooks: DealingHooks) -> None:
+    """Let an epoch iterator go through the batches that this worker claims.
+
+    Its step numbers are those of the batches in the whole epoch.
+    """
+    adapter = iterator.data_adapter
+    if hooks.shards and isinstance(adapter, array_data_adapter.ArrayDataAdapter):
+        dealt = hooks.deal_arrays(ArrayData(adapter))
+    elif hooks.shards and isinstance(adapter, py_dataset_adapter.PyDatasetAdapter):
+        dealt = hooks.deal_items(ItemData(adapter))
+        adapter.enqueuer = None  # it would read all items
+    else:
+        if hooks.shards and isinstance(
+            adapter, generator_data_adapter.GeneratorDataAdapter
+        ):
+            _refuse_generator(hooks.replicas)
+        dealt = hooks.deal_dataset(adapter.get_tf_dataset(), adapter.num_batches)
+    if dealt.length != adapter.num_batches:
+        iterator.data_adapter = adapter = _WithLength(adapter, dealt.length)
+        iterator._num_batches = dealt.length
+    iterator._distributed_dataset = iterator.kerasdist_dealt = dealt
+
+    def enumerate_batches() -> Any:
+        adapter.on_epoch_begin()
+        batches = dealt.begin_epoch(iterator.steps_per_epoch)
+        if current.readers is not None:
+            current.readers.add(dealt)
+        while batches.ready():
+            first = batches.number
+            yield first, first + iterator.steps_per_execution - 1, batches
+        adapter.on_epoch_end()
+
+    iterator._enumerate_iterator = enumerate_batches
 
 
 class _WithLength:

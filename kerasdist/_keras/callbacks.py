@@ -21,7 +21,7 @@ from keras.src.callbacks import (
 )
 from keras.src.models import model as model_module
 
-from kerasdist._keras.hooks import hooks_of
+from kerasdist._keras.hooks import DealingHooks, dealing_hooks, hooks_of
 from kerasdist._keras.optimizers import open_window
 
 __all__ = [
@@ -99,7 +99,7 @@ def close_window(
     """In place of what saves: the chief's accumulators get what all have added up."""
     hooks = hooks_of(self.model.distribute_strategy)
     if hooks is not None:
-        hooks.average(open_window(self.model.optimizer))
+        hooks.close_window(open_window(self.model.optimizer))
     return original(self, *args, **kwargs)
 
 
@@ -111,6 +111,9 @@ def on_epoch_end(
     If one rank wants to stop, all stop. If the ranks' learning rates differ, all
     take the chief's.
     """
+    dealing = _dealing(self.model)
+    if dealing is not None:
+        _count_all(self.callbacks, dealing.steps_of_all)
     result = original(self, *args, **kwargs)
     model = self.model
     hooks = None if model is None else hooks_of(model.distribute_strategy)
@@ -131,10 +134,15 @@ def on_train_batch_end(
     """In place of `CallbackList.on_train_batch_end`: agree on a stop inside an epoch.
 
     Costs a collective per batch, and so is done only if there is a callback that
-    could stop there.
+    could stop there. Where batches are dealt out, who stops ends the epoch for all.
     """
     result = original(self, *args, **kwargs)
     model = self.model
+    dealing = _dealing(model)
+    if dealing is not None:
+        if model.stop_training:
+            dealing.end_batches()
+        return result
     hooks = None if model is None else hooks_of(model.distribute_strategy)
     if hooks is None or hooks.replicas == 1:
         return result
@@ -143,6 +151,19 @@ def on_train_batch_end(
             self._flush_futures()
         model.stop_training = hooks.any_of(bool(model.stop_training))
     return result
+
+
+def _dealing(model: Any) -> DealingHooks | None:
+    return None if model is None else dealing_hooks(model.distribute_strategy)
+
+
+def _count_all(callbacks: Any, steps: int) -> None:
+    """Tell the progress bar of an epoch of unknown length how long it was."""
+    for callback in callbacks:
+        if isinstance(callback, progbar_logger.ProgbarLogger) and (
+            callback.target is None
+        ):
+            callback.seen = max(callback.seen, steps, 1)
 
 
 def _may_stop(callback: Any) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -11,7 +12,7 @@ if TYPE_CHECKING:
     from kerasdist._keras.arrays import ArrayData
     from kerasdist._keras.items import ItemData
 
-__all__ = ["KerasHooks", "current_hooks", "hooks_of"]
+__all__ = ["DealingHooks", "KerasHooks", "current_hooks", "dealing_hooks", "hooks_of"]
 
 
 class KerasHooks(Protocol):
@@ -19,13 +20,18 @@ class KerasHooks(Protocol):
 
     Attributes:
         rank: This worker's rank.
-        replicas: Number of replicas over all workers.
         shards: Whether data are the same on all workers, and each takes its part.
+        deals: Whether workers don't wait for each other inside an epoch, whose batches
+            are dealt out: then it's a `DealingHooks`.
     """
 
     rank: int
-    replicas: int
     shards: bool
+    deals: bool
+
+    @property
+    def replicas(self) -> int:
+        """Number of replicas that take a step together."""
 
     def count_rows(self, batch: Any) -> Any:
         """Number of rows of a replica's batch, a scalar integer tensor."""
@@ -101,6 +107,31 @@ class KerasHooks(Protocol):
     def average(self, variables: Sequence[Any]) -> None:
         """Set each variable to its mean over all replicas."""
 
+    def close_window(self, variables: Sequence[Any]) -> None:
+        """In the midst of gradient accumulation: `average`, where steps are in step."""
+
+    def apart(self) -> contextlib.AbstractContextManager[None]:
+        """A step of training stands inside."""
+
+    def together(self) -> contextlib.AbstractContextManager[None]:
+        """A step of an evaluation or prediction stands inside."""
+
+    def updated(self, optimizer: Any, variables: Sequence[Any]) -> None:
+        """An optimizer has updated variables, in replica context."""
+
+    def has_own_state(self) -> bool:
+        """Whether all but weights may differ between workers; all workers ask."""
+
+    def begin_fit(self, variables: Sequence[Any]) -> None:
+        """All workers are about to train these variables."""
+
+    def evaluate(self, call: Callable[[bool], Any], forget: Callable[[], None]) -> Any:
+        """Evaluate or predict on all workers.
+
+        `call` does it; it is told whether to divide the data anew, and may be called
+        again. `forget` drops what was traced for other workers.
+        """
+
     def check_state(
         self, variables: Sequence[tuple[str, Any]], parts: Sequence[tuple[str, Any]]
     ) -> None:
@@ -116,10 +147,44 @@ class KerasHooks(Protocol):
         """What ended the job and made TensorFlow raise `error`, or None."""
 
 
+class DealingHooks(KerasHooks, Protocol):
+    """The hooks of a strategy whose workers don't wait for each other in an epoch.
+
+    Attributes:
+        steps_of_all: How many steps all workers took in the epoch that was ended last.
+    """
+
+    steps_of_all: int
+
+    def deal_arrays(self, data: ArrayData) -> Any:
+        """Return what deals out batches of arrays: see `strategies.dealing.Dealt`."""
+
+    def deal_items(self, data: ItemData) -> Any:
+        """The same for a PyDataset."""
+
+    def deal_dataset(self, dataset: Any, length: int | None) -> Any:
+        """The same for a `tf.data.Dataset`."""
+
+    def end_batches(self) -> None:
+        """Let the epoch end for all workers: one of them wants to stop."""
+
+    def end_epoch(self, logs: Any, statistics: Sequence[Any]) -> Any:
+        """Meet at the end of an epoch of training; return logs that all have.
+
+        Then all have the same weights, and the same `statistics`.
+        """
+
+
 def hooks_of(strategy: Any) -> KerasHooks | None:
     """The hooks of a strategy; None for one that isn't ours."""
     hooks: KerasHooks | None = getattr(strategy.extended, "keras_hooks", None)
     return hooks
+
+
+def dealing_hooks(strategy: Any) -> DealingHooks | None:
+    """The hooks of a strategy that deals out batches; None for any other."""
+    hooks: Any = hooks_of(strategy)
+    return hooks if hooks is not None and hooks.deals else None
 
 
 def current_hooks() -> KerasHooks | None:

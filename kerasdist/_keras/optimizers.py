@@ -23,13 +23,14 @@ import tensorflow as tf
 from keras.src.optimizers import base_optimizer, sgd
 
 from kerasdist import _tf
-from kerasdist._keras.hooks import current_hooks
+from kerasdist._keras.hooks import current_hooks, hooks_of
 from kerasdist._keras.step import current, setting
 
 __all__ = [
     "accumulate",
     "apply",
     "clip_gradients",
+    "finalize",
     "leave_reduced",
     "open_window",
     "own_accumulators",
@@ -43,6 +44,8 @@ def apply(
     trainable_variables: Any = None,
 ) -> Any:
     """In place of `BaseOptimizer.apply` and `LossScaleOptimizer.apply`."""
+    if trainable_variables is not None:
+        trainable_variables = list(trainable_variables)
     hooks = current_hooks()
     if hooks is None or current.reduced or tf.distribute.in_cross_replica_context():
         return original(optimizer, grads, trainable_variables)
@@ -61,7 +64,10 @@ def apply(
         weight = current.share * hooks.replicas
         grads = [None if g is None else _weighted(g, weight) for g in grads]
     with setting(reduced=True, window=window, scale=scale):
-        return original(optimizer, grads, trainable_variables)
+        result = original(optimizer, grads, trainable_variables)
+    if hooks.deals:
+        hooks.updated(inner, trainable_variables or inner._trainable_variables)
+    return result
 
 
 def accumulate(
@@ -114,6 +120,18 @@ def open_window(optimizer: Any) -> list[Any]:
         return []
     steps = int(optimizer._iterations.numpy()) % optimizer.gradient_accumulation_steps
     return [variable.value for variable in variables] if steps else []
+
+
+def finalize(original: Callable[..., Any], optimizer: Any, var_list: Any) -> Any:
+    """In place of `BaseOptimizer.finalize_variable_values`, at the end of `fit`.
+
+    It overwrites the weights with their averages, which asynchronous workers have
+    each of their own.
+    """
+    hooks = hooks_of(getattr(optimizer, "_distribution_strategy", None))
+    if hooks is not None and hooks.deals and optimizer.use_ema:
+        hooks.average([v.value for v in optimizer._model_variables_moving_average])
+    return original(optimizer, var_list)
 
 
 def _has_windows(optimizer: Any, variables: Any) -> bool:

@@ -26,6 +26,9 @@ class Step(threading.local):
         scale: What gradients are multiplied by before they are clipped.
         in_compile_loss: Whether CompileLoss records its parts.
         fitting: 1 inside `fit`, 2 if it shall print something.
+        dealing: Whether `fit` has still to be given the data that it trains on.
+        evaluating: Whether this is inside `evaluate` or `predict`.
+        training: Whether the function that is made takes steps of training.
         readers: What reads data ahead and must be closed; None outside of `fit`,
             `evaluate` and `predict`.
     """
@@ -38,6 +41,9 @@ class Step(threading.local):
     scale: int = 1
     in_compile_loss: bool = False
     fitting: int = 0
+    dealing: bool = False
+    evaluating: bool = False
+    training: bool = False
     readers: set[Any] | None = None
     _summed: tuple[Any, Any] | None = None
 

@@ -13,7 +13,7 @@ from keras.src.ops import convert_to_numpy
 from keras.src.utils import io_utils
 
 from kerasdist._keras.arrays import first_item
-from kerasdist._keras.hooks import KerasHooks, current_hooks, hooks_of
+from kerasdist._keras.hooks import KerasHooks, current_hooks, dealing_hooks, hooks_of
 from kerasdist._keras.items import closing_readers
 from kerasdist._keras.optimizers import open_window, own_accumulators
 from kerasdist._keras.step import current, setting
@@ -78,6 +78,7 @@ def make_function(
         tf.cond(rows > 0, lambda: tf.constant(0), put_back)
         return logs
 
+    inside = hooks.apart if current.training else hooks.together
     function = original(trainer, counted)
     checked = False
 
@@ -86,7 +87,7 @@ def make_function(
         if not checked:
             _check_scope(trainer)
             checked = True
-        with _translating(hooks):
+        with _translating(hooks), inside():
             if isinstance(
                 iterator, (tf.data.Iterator, tf.distribute.DistributedIterator)
             ):
@@ -140,7 +141,7 @@ def predict_on_batch(original: Callable[..., Any], trainer: Any, x: Any) -> Any:
     hooks = hooks_of(trainer.distribute_strategy)
     if hooks is None:
         return original(trainer, x)
-    with _translating(hooks):
+    with _translating(hooks), hooks.together():
         return original(trainer, hooks.own_rows(x))
 
 
@@ -164,7 +165,11 @@ def symbolic_build(
         def local(value: Any) -> Any:
             return strategy.experimental_local_results(value)[0]
 
-        data_batch = first_item(iterator)
+        dealt = getattr(iterator, "kerasdist_dealt", None)
+        if dealt is not None:
+            data_batch, _ = hooks.split(dealt.example())
+        else:
+            data_batch = first_item(iterator)
         for _, _, batches in iterator if data_batch is None else ():
             data_batch = getattr(batches, "kerasdist_example", None)
             if data_batch is None:
@@ -193,13 +198,16 @@ def finish_epoch(original: Callable[..., Any], trainer: Any, logs: Any) -> Any:
     are averaged, and so are the statistics that each replica kept for itself.
     """
     hooks = hooks_of(trainer.distribute_strategy)
+    dealing = dealing_hooks(trainer.distribute_strategy)
+    statistics = [variable.value for variable in _statistics(trainer)]
+    if dealing is not None and current.fitting and not current.evaluating:
+        logs = dealing.end_epoch(logs, statistics)
+        return original(trainer, logs)
     result = original(trainer, logs)
     if hooks is None or hooks.replicas == 1:
         return result
-    hooks.average(
-        [variable.value for variable in _statistics(trainer)]
-        + open_window(trainer.optimizer)
-    )
+    hooks.average(statistics)
+    hooks.close_window(open_window(trainer.optimizer))
     if result is logs and isinstance(logs, dict):
         return {name: hooks.mean_of(value) for name, value in logs.items()}
     return result
@@ -220,9 +228,12 @@ def begin_training(
                 "`tf.function(jit_compile=True)`."
             )
         if current.fitting:
-            hooks.check_state(*_state(trainer))
+            hooks.check_state(*_state(trainer, only_weights=hooks.has_own_state()))
+            hooks.begin_fit([v.value for v in trainer.trainable_weights])
             if hooks.rank == 0 and current.fitting > 1:
                 io_utils.print_msg(_start_line(hooks, trainer))
+        with setting(training=True), hooks.apart():
+            return original(trainer, *args, **kwargs)
     return original(trainer, *args, **kwargs)
 
 
@@ -233,7 +244,8 @@ def fit(original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -
         return original(trainer, *args, **kwargs)
     args, kwargs, verbose = _quiet(original, hooks, trainer, args, kwargs)
     fitting = 1 if verbose == 0 else 2
-    with setting(fitting=fitting), closing_readers(), _translating(hooks):
+    facts = {"fitting": fitting, "dealing": hooks.deals}
+    with setting(**facts), closing_readers(), _translating(hooks):
         return original(trainer, *args, **kwargs)
 
 
@@ -245,8 +257,18 @@ def on_chief_only(
     if hooks is None:
         return original(trainer, *args, **kwargs)
     args, kwargs, _ = _quiet(original, hooks, trainer, args, kwargs)
-    with closing_readers(), _translating(hooks):
+
+    def call(anew: bool) -> Any:
+        if anew and "_use_cached_eval_dataset" in kwargs:
+            kwargs["_use_cached_eval_dataset"] = False
         return original(trainer, *args, **kwargs)
+
+    def forget() -> None:
+        trainer.test_function = trainer.predict_function = None
+
+    facts = {"dealing": False, "evaluating": True}
+    with setting(**facts), closing_readers(), _translating(hooks):
+        return hooks.evaluate(call, forget)
 
 
 def _quiet(
@@ -322,8 +344,16 @@ def _statistics(trainer: Any) -> list[Any]:
     ]
 
 
-def _state(trainer: Any) -> tuple[list[tuple[str, Any]], list[tuple[str, Any]]]:
+def _state(
+    trainer: Any, *, only_weights: bool
+) -> tuple[list[tuple[str, Any]], list[tuple[str, Any]]]:
     """What must be the same on all ranks when training begins, and what needn't."""
+
+    def named(some: list[Any]) -> list[tuple[str, Any]]:
+        return [(getattr(v, "path", v.name), v.value) for v in some]
+
+    if only_weights:
+        return named([*trainer.trainable_weights, *_statistics(trainer)]), []
     metrics = {id(variable) for variable in trainer.metrics_variables}
     variables = [v for v in trainer.variables if id(v) not in metrics]
     parts: list[Any] = []
@@ -331,10 +361,6 @@ def _state(trainer: Any) -> tuple[list[tuple[str, Any]], list[tuple[str, Any]]]:
         parts = own_accumulators(trainer.optimizer)
         theirs = {id(variable) for variable in parts}
         variables += [v for v in trainer.optimizer.variables if id(v) not in theirs]
-
-    def named(some: list[Any]) -> list[tuple[str, Any]]:
-        return [(getattr(v, "path", v.name), v.value) for v in some]
-
     return named(variables), named(parts)
 
 

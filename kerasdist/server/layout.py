@@ -212,7 +212,9 @@ class Layout:
             flat = np.empty(sum(map(self.elements, pieces)), name)
             for piece in pieces:
                 end = piece.offset + self.elements(piece)
-                flat[piece.offset : end] = self.rows_of(piece, arrays[piece.variable]).reshape(-1)
+                flat[piece.offset : end] = self.rows_of(
+                    piece, arrays[piece.variable]
+                ).reshape(-1)
             parts.append(flat)
         for piece in self.sparse(server):
             held = self.variables[piece.variable].held

@@ -148,8 +148,9 @@ class RemoteTable:
 
         Args:
             deltas: For each variable, by how much it shall change: an array of its
-                shape, or a `Change`; None for not at all; for a sparse variable also `Rows`. (Of an
-                array for a sparse variable the rows that aren't 0 are sent.)
+                shape, or a `Change`; None for not at all; for a sparse variable also
+                `Rows`. (Of an array for a sparse variable the rows that aren't 0 are
+                sent.)
 
         Raises:
             ValueError: They don't fit the variables; nothing was sent.

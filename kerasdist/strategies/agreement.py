@@ -42,13 +42,24 @@ def mean_of(extended: SynchronousExtended, value: Any) -> Any:
     return float(total) / communicator.size
 
 
-def average(extended: SynchronousExtended, variables: Sequence[Any]) -> None:
-    """Set each variable to its mean over all replicas of all workers."""
+def average(
+    extended: SynchronousExtended,
+    variables: Sequence[Any],
+    share: float | None = None,
+) -> None:
+    """Set each variable to its mean over all replicas of all workers.
+
+    Args:
+        extended: The strategy's extended object.
+        variables: The variables.
+        share: What this worker's replicas weigh together, all workers' 1; None: every
+            replica weighs the same.
+    """
     if not variables or extended.is_alone:
         return
     strategy = extended._container_strategy()
-    # Each worker's mean, weighted by its number of replicas.
     local = len(extended.worker_devices)
+    weight = None if share is None else share / local
     sums = []
     for variable in variables:
         wide = np.float64 if variable.dtype == tf.float64 else np.float32
@@ -57,8 +68,8 @@ def average(extended: SynchronousExtended, variables: Sequence[Any]) -> None:
             for part in strategy.experimental_local_results(variable)
         ]
         sums.append(np.sum(parts, axis=0) if local > 1 else parts[0])
-    totals = extended.job.communicator.all_reduce(sums)
-    replicas = extended.places[2]
+    totals = extended.job.communicator.all_reduce(sums, scale=weight)
+    replicas = 1 if share is not None else extended.places[2]
     for variable, total in zip(variables, totals, strict=True):
         mean = total / total.dtype.type(replicas)
         for part in strategy.experimental_local_results(variable):

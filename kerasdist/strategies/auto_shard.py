@@ -32,8 +32,18 @@ def is_by_file(dataset: Any) -> bool:
     return bool(_policy(dataset) == _Policy.FILE)
 
 
-def own_part(extended: SynchronousExtended, dataset: Any) -> Any | None:
+def own_part(
+    extended: SynchronousExtended,
+    dataset: Any,
+    places: tuple[int, int, int] | None = None,
+) -> Any | None:
     """Return this worker's part of a dataset with the policy FILE or OFF.
+
+    Args:
+        extended: The strategy's extended object.
+        dataset: The dataset.
+        places: The worker's first replica, number of its replicas and of all among
+            those who divide a batch; by default `extended.places`.
 
     Returns:
         A dataset of batches for the worker's replicas in turn. Other workers' may be
@@ -47,7 +57,7 @@ def own_part(extended: SynchronousExtended, dataset: Any) -> Any | None:
         return None
     by_file = is_by_file(dataset)
     communicator = extended.job.communicator
-    first, _, replicas = extended.places
+    first, _, replicas = places or extended.places
     if any(
         spec.shape.rank == 0
         for spec in tf.nest.flatten(dataset.element_spec)

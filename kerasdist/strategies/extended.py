@@ -1,4 +1,4 @@
-"""The synchronous strategies' inside: `tf.distribute`'s extended object.
+"""The data-parallel strategies' inside: `tf.distribute`'s extended object.
 
 TensorFlow's `MirroredExtended` keeps one copy of each variable per local replica
 and runs the replicas. Here it learns that there are other workers: whatever it
@@ -12,35 +12,20 @@ several local replicas brings them together with a merge call.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import tensorflow as tf
 
 from kerasdist import _keras, _tf
-from kerasdist.collectives import Communicator
 from kerasdist.strategies.auto_shard import is_by_file, own_part
 from kerasdist.strategies.collective_ops import CollectiveOps
+from kerasdist.strategies.job import StrategyJob
 from kerasdist.strategies.keras_hooks import SynchronousHooks
 from kerasdist.strategies.native import NativeCommunicator
 from kerasdist.strategies.native_ops import NativeOps
 from kerasdist.strategies.rows import slice_dataset
 
-__all__ = ["StrategyJob", "SynchronousExtended"]
-
-
-class StrategyJob(Protocol):
-    """What a strategy asks of the connected workers, whatever connects them."""
-
-    @property
-    def communicator(self) -> Communicator:
-        """Between all workers."""
-
-    @property
-    def replicas(self) -> tuple[int, ...]:
-        """Each worker's number of replicas, by rank."""
-
-    def close(self, error: BaseException | None = None) -> None:
-        """Leave the job; say to the others what ended this worker's script."""
+__all__ = ["SynchronousExtended"]
 
 
 class SynchronousExtended(_tf.MirroredExtended):
@@ -74,14 +59,10 @@ class SynchronousExtended(_tf.MirroredExtended):
         self.shards = shards
         self.bucket_size = bucket_size
         self.compression = compression
-        self._rank = job.communicator.rank
-        self._workers = job.communicator.size
-        self._first_replica = sum(job.replicas[: self._rank])
-        self._replicas = sum(job.replicas)
         self._host = _tf.host_of(devices[0])
         if isinstance(job.communicator, NativeCommunicator):
             self.ops: CollectiveOps = NativeOps(
-                job.communicator, self._host, devices, self._replicas
+                job.communicator, self._host, devices, sum(job.replicas)
             )
         else:
             self.ops = CollectiveOps(job.communicator, self._host)
@@ -91,23 +72,23 @@ class SynchronousExtended(_tf.MirroredExtended):
 
     @property
     def _num_replicas_in_sync(self) -> int:
-        return self._replicas
+        return self.places[2]
 
     def _get_replica_id_in_sync_group(self, replica_id: int) -> int:
-        return self._first_replica + int(replica_id)
+        return self.places[0] + int(replica_id)
 
     def _get_local_replica_id(self, replica_id_in_sync_group: int) -> int:
-        return int(replica_id_in_sync_group) - self._first_replica
+        return int(replica_id_in_sync_group) - self.places[0]
 
     @property
     def should_checkpoint(self) -> bool:
         """Only the chief writes."""
-        return self._rank == 0
+        return self.job.communicator.rank == 0
 
     @property
     def should_save_summary(self) -> bool:
         """Only the chief writes."""
-        return self._rank == 0
+        return self.job.communicator.rank == 0
 
     def _use_merge_call(self) -> bool:
         return False
@@ -115,7 +96,14 @@ class SynchronousExtended(_tf.MirroredExtended):
     @property
     def places(self) -> tuple[int, int, int]:
         """This worker's first replica, number of its replicas, number of all."""
-        return self._first_replica, len(self._devices), self._replicas
+        job = self.job
+        first = sum(job.replicas[: job.communicator.rank])
+        return first, len(self._devices), sum(job.replicas)
+
+    @property
+    def workers(self) -> int:
+        """Number of workers that reduce and gather together."""
+        return self.job.communicator.size
 
     @property
     def data_places(self) -> tuple[int, int, int]:
@@ -126,7 +114,7 @@ class SynchronousExtended(_tf.MirroredExtended):
     @property
     def is_alone(self) -> bool:
         """Whether there's only one replica in all."""
-        return self._replicas == 1
+        return self.places[2] == 1
 
     @property
     def in_lockstep(self) -> bool:
@@ -137,7 +125,7 @@ class SynchronousExtended(_tf.MirroredExtended):
         if len(self._devices) > 1:
             return super()._call_for_each_replica(fn, args, kwargs)
         return _tf.call_replica(
-            self._container_strategy(), self._first_replica, fn, args, kwargs
+            self._container_strategy(), self.places[0], fn, args, kwargs
         )
 
     # Values.
@@ -149,7 +137,7 @@ class SynchronousExtended(_tf.MirroredExtended):
         value = super()._get_variable_creator_initial_value(
             replica_id, device, primary_var, **kwargs
         )
-        if replica_id > 0 or self._workers == 1:
+        if replica_id > 0 or self.job.communicator.size == 1:
             return value
 
         def from_chief() -> Any:
@@ -162,7 +150,7 @@ class SynchronousExtended(_tf.MirroredExtended):
         made = [
             value_fn(
                 tf.distribute.experimental.ValueContext(
-                    self._first_replica + index, self._replicas
+                    self.places[0] + index, self.places[2]
                 )
             )
             for index in range(len(self._devices))
@@ -197,7 +185,7 @@ class SynchronousExtended(_tf.MirroredExtended):
 
         None with another policy, or if there's no other worker.
         """
-        own = None if self._workers == 1 else own_part(self, dataset)
+        own = None if self.job.communicator.size == 1 else own_part(self, dataset)
         if own is None:
             return None
         made = self._from_function(lambda _: own, options)
@@ -222,15 +210,19 @@ class SynchronousExtended(_tf.MirroredExtended):
         return _tf.input_fn_iterator(
             input_fn,
             self._input_workers,
-            _tf.input_context(self._workers, self._rank, self._replicas),
+            self._input_place(),
             self._container_strategy(),
         )
+
+    def _input_place(self) -> Any:
+        communicator = self.job.communicator
+        return _tf.input_context(communicator.size, communicator.rank, self.places[2])
 
     def _from_function(self, dataset_fn: Callable[[Any], Any], options: Any) -> Any:
         return _tf.distribute_from_function(
             dataset_fn,
             self._input_workers_with_options(options),
-            _tf.input_context(self._workers, self._rank, self._replicas),
+            self._input_place(),
             self._container_strategy(),
             options,
         )
@@ -246,10 +238,10 @@ class SynchronousExtended(_tf.MirroredExtended):
 
         def reduce(leaf: Any) -> Any:
             if not isinstance(leaf, _tf.DistributedValues) and (
-                len(self._devices) > 1 or self._workers == 1
+                len(self._devices) > 1 or self.workers == 1
             ):
                 return _tf.reduce_undistributed(
-                    reduce_op, leaf, destinations, self._replicas
+                    reduce_op, leaf, destinations, self.places[2]
                 )
             total = self._over_workers([self._local_sum(leaf)])[0]
             return _tf.broadcast_to_devices(
@@ -279,7 +271,7 @@ class SynchronousExtended(_tf.MirroredExtended):
         local = self._container_strategy().experimental_local_results(value)
         with tf.device(self._host):
             tensor = tf.concat([tf.convert_to_tensor(v) for v in local], axis)
-        if self._workers > 1:
+        if self.workers > 1:
             tensor = self.ops.all_gather(tensor, axis)
         return _tf.broadcast_to_devices(tensor, _tf.devices_of(destinations))
 
@@ -375,7 +367,7 @@ class SynchronousExtended(_tf.MirroredExtended):
 
     def _over_workers(self, tensors: list[Any]) -> list[Any]:
         """Sum over the workers: dense ones at once, slices by gathering them."""
-        if self._workers == 1:
+        if self.workers == 1:
             return tensors
         dense = [t for t in tensors if not isinstance(t, tf.IndexedSlices)]
         reduced = iter(self.ops.all_reduce(dense) if dense else ())
@@ -397,7 +389,7 @@ class SynchronousExtended(_tf.MirroredExtended):
         if isinstance(total, tf.IndexedSlices):
             mean = self._finish(reduce_op, total.values)
             return tf.IndexedSlices(mean, total.indices, total.dense_shape)
-        return total / tf.cast(self._replicas, total.dtype)
+        return total / tf.cast(self.places[2], total.dtype)
 
 
 def _tensor(value: Any) -> Any:

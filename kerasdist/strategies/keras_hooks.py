@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import secrets
@@ -43,14 +44,20 @@ class SynchronousHooks:
         extended: The strategy's extended object.
     """
 
+    deals = False
+
     def __init__(self, extended: SynchronousExtended) -> None:
         self._extended = extended
         self._orders = itertools.count()
         self._given: Given | None = None
         self._same = SameBatches(extended)
         self.rank = extended.job.communicator.rank
-        self.replicas = extended.places[2]
         self.shards = extended.shards
+
+    @property
+    def replicas(self) -> int:
+        """See `KerasHooks`."""
+        return self._extended.places[2]
 
     def count_rows(self, batch: Any) -> Any:
         """See `KerasHooks.count_rows`."""
@@ -172,6 +179,33 @@ class SynchronousHooks:
     def average(self, variables: Sequence[Any]) -> None:
         """See `KerasHooks.average`."""
         agreement.average(self._extended, variables)
+
+    def close_window(self, variables: Sequence[Any]) -> None:
+        """See `KerasHooks.close_window`."""
+        self.average(variables)
+
+    def apart(self) -> contextlib.AbstractContextManager[None]:
+        """See `KerasHooks.apart`."""
+        return contextlib.nullcontext()
+
+    def together(self) -> contextlib.AbstractContextManager[None]:
+        """See `KerasHooks.together`."""
+        return contextlib.nullcontext()
+
+    def updated(self, optimizer: Any, variables: Sequence[Any]) -> None:
+        """See `KerasHooks.updated`."""
+
+    def has_own_state(self) -> bool:
+        """See `KerasHooks.has_own_state`."""
+        return False
+
+    def begin_fit(self, variables: Sequence[Any]) -> None:
+        """See `KerasHooks.begin_fit`."""
+
+    def evaluate(self, call: Callable[[bool], Any], forget: Callable[[], None]) -> Any:
+        """See `KerasHooks.evaluate`."""
+        del forget
+        return call(False)
 
     def check_state(
         self, variables: Sequence[tuple[str, Any]], parts: Sequence[tuple[str, Any]]

@@ -10,14 +10,14 @@ from kerasdist.cluster import resolve
 from kerasdist.collectives import connect
 from kerasdist.errors import ClusterError
 from kerasdist.strategies import native
+from kerasdist.strategies.data_parallel import DataParallelStrategy, Options
 from kerasdist.strategies.devices import check_devices
-from kerasdist.strategies.synchronous import Options, SynchronousStrategy
 from kerasdist.transport import Timeouts
 
 __all__ = ["RingStrategy"]
 
 
-class RingStrategy(SynchronousStrategy):
+class RingStrategy(DataParallelStrategy):
     """Trains one model on several devices and workers, in step.
 
     Every worker runs the same script. Each holds a copy of the model, computes the

@@ -19,7 +19,7 @@ from kerasdist.strategies.rows import count_rows, with_total
 if TYPE_CHECKING:
     from kerasdist.strategies.extended import SynchronousExtended
 
-__all__ = ["CHECKSUM", "SameBatches"]
+__all__ = ["CHECKSUM", "SameBatches", "checksum_of", "different_batches"]
 
 CHECKSUM = "kerasdist_checksum"
 # A different order shows in the first batches, or hardly ever.
@@ -46,7 +46,7 @@ class SameBatches:
         ]
         checksum = tf.cond(
             index < _CHECKED,
-            lambda: tf.ensure_shape(tf.numpy_function(_checksum, flat, tf.int64), []),
+            lambda: tf.ensure_shape(tf.numpy_function(checksum_of, flat, tf.int64), []),
             lambda: tf.constant(0, tf.int64),
         )
         return {CHECKSUM: checksum, "batch": with_total(part, count_rows(batch))}
@@ -70,20 +70,25 @@ class SameBatches:
         every = [int(c[0]) for c in communicator.all_gather(np.int64(checksum))]
         if len(set(every)) > 1:
             others = [rank for rank, c in enumerate(every) if c != every[0]]
-            self.fault = ValueError(
-                "The workers read different global batches: each takes its own rows of "
-                "every batch, so all datasets must yield the same batches in the same "
-                f"order. Received: ranks {others} differ from rank 0. Give "
-                "`dataset.shuffle` a seed, or call `keras.utils.set_random_seed` with "
-                "the same number on all workers before the dataset is made. If each "
-                "worker's dataset is its own part already, use "
-                "`strategy.distribute_datasets_from_function`."
-            )
+            self.fault = different_batches(others)
             raise self.fault
         return [np.int64(checksum)]
 
 
-def _checksum(*arrays: Any) -> Any:
+def different_batches(others: list[int]) -> ValueError:
+    """Return the error that says that these ranks' batches aren't rank 0's."""
+    return ValueError(
+        "The workers read different global batches: each takes its own rows of "
+        "every batch, or its own batches, so all datasets must yield the same batches "
+        f"in the same order. Received: ranks {others} differ from rank 0. Give "
+        "`dataset.shuffle` a seed, or call `keras.utils.set_random_seed` with "
+        "the same number on all workers before the dataset is made. If each "
+        "worker's dataset is its own part already, use "
+        "`strategy.distribute_datasets_from_function`."
+    )
+
+
+def checksum_of(*arrays: Any) -> Any:
     """A checksum of arrays, never 0."""
     crc = 0
     for array in arrays:

@@ -1,4 +1,4 @@
-"""What the synchronous strategies have in common: one job, in step."""
+"""What the data-parallel strategies have in common: one job of several workers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import dataclasses
 import secrets
 import sys
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -15,16 +15,17 @@ import tensorflow as tf
 
 from kerasdist import _keras, _tf
 from kerasdist.collectives import Communicator
-from kerasdist.strategies.extended import StrategyJob, SynchronousExtended
+from kerasdist.strategies.extended import SynchronousExtended
+from kerasdist.strategies.job import StrategyJob
 
-__all__ = ["Options", "SynchronousStrategy"]
+__all__ = ["DataParallelStrategy", "Options"]
 
-_Self = TypeVar("_Self", bound="SynchronousStrategy")
+_Self = TypeVar("_Self", bound="DataParallelStrategy")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options:
-    """What a synchronous strategy is asked for, but for who connects its workers.
+    """What a strategy is asked for, but for who connects its workers.
 
     Attributes:
         initial_state: What `fit` does when the workers hold different weights before
@@ -67,8 +68,8 @@ class Options:
             )
 
 
-class SynchronousStrategy(tf.distribute.Strategy):
-    """A strategy whose workers take every step together.
+class DataParallelStrategy(tf.distribute.Strategy):
+    """A strategy whose workers train copies of one model on parts of the data.
 
     Subclasses connect the workers, and call this constructor with the result. It owns
     the job from then on, also if it raises.
@@ -77,18 +78,23 @@ class SynchronousStrategy(tf.distribute.Strategy):
         devices: Canonical names of this worker's devices, one replica each.
         job: The connected workers.
         options: What was asked for.
+        extended: The class of the strategy's inside.
     """
 
     # TensorFlow's MirroredExtended asks its strategy for it.
     _collective_key_base = 0
 
     def __init__(
-        self, devices: Sequence[str], job: StrategyJob, options: Options
+        self,
+        devices: Sequence[str],
+        job: StrategyJob,
+        options: Options,
+        extended: Callable[..., Any] = SynchronousExtended,
     ) -> None:
         self._job = job
         try:
             super().__init__(
-                SynchronousExtended(
+                extended(
                     self,
                     devices,
                     job,

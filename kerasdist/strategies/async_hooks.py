@@ -1,0 +1,286 @@
+"""What asynchronous workers do in Keras's place, see `kerasdist._keras`.
+
+Inside an epoch nothing here asks the other workers for anything but the next batch's
+number: each is at another place. They meet where an epoch begins and ends:
+
+    begin    weights that callbacks have changed are rank 0's            `Dealt`
+    end      1. all come, and say how many steps they took, and their logs
+             2. all take the servers' weights, in which now is everything
+             3. all come again: so nobody goes on before everybody has them
+             4. statistics (BatchNormalization's) are averaged over the workers, by
+                their numbers of steps; Keras sums the state of its metrics
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import tensorflow as tf
+
+from kerasdist import _tf
+from kerasdist._keras import ArrayData, ItemData
+from kerasdist.strategies import agreement
+from kerasdist.strategies.auto_shard import own_part
+from kerasdist.strategies.dealing import Dealt
+from kerasdist.strategies.keras_hooks import SynchronousHooks
+from kerasdist.strategies.live import WorkersChanged
+from kerasdist.strategies.same_batches import different_batches
+from kerasdist.strategies.shared_items import SharedItems
+from kerasdist.strategies.sources import (
+    ArraySource,
+    DatasetSource,
+    ItemSource,
+    OwnSource,
+    Source,
+)
+
+if TYPE_CHECKING:
+    from kerasdist.strategies.asynchronous import AsyncExtended
+
+__all__ = ["AsyncHooks"]
+
+
+class AsyncHooks(SynchronousHooks):
+    """The hooks of one strategy.
+
+    Args:
+        extended: The strategy's extended object.
+
+    Attributes:
+        present: What the present epoch's batches are dealt from.
+        steps_of_all: How many steps all workers took in the epoch that was ended last.
+    """
+
+    _extended: AsyncExtended
+    deals = True
+
+    def __init__(self, extended: AsyncExtended) -> None:
+        super().__init__(extended)
+        self.rank = extended.job.client.rank
+        self.present: Dealt | None = None
+        self.steps_of_all = 0
+        self._datasets = 0
+        self._divided_over = extended.job.live.ranks
+        self._words = "no data"
+
+    # A step.
+
+    def apart(self) -> contextlib.AbstractContextManager[None]:
+        """See `KerasHooks.apart`."""
+        return self._extended.apart()
+
+    def updated(self, optimizer: Any, variables: Sequence[Any]) -> None:
+        """See `KerasHooks.updated`."""
+        extended = self._extended
+        values = [getattr(variable, "value", variable) for variable in variables]
+        window = getattr(optimizer, "gradient_accumulation_steps", None)
+        iterations = optimizer.iterations.value if window else None
+
+        def exchange() -> Any:
+            extended.shared.exchange(values)
+            return tf.constant(0)
+
+        def merge(_: Any) -> Any:
+            if iterations is None:
+                return exchange()
+            own = extended.local(iterations)[0]
+            ended = tf.equal(own % tf.cast(window, own.dtype), 0)
+            return tf.cond(ended, exchange, lambda: tf.constant(0))
+
+        if len(extended.worker_devices) == 1:
+            merge(None)
+        else:
+            tf.distribute.get_replica_context().merge_call(merge)
+
+    def replica(self) -> int:
+        """See `KerasHooks.replica`: each worker has streams of its own."""
+        return self._extended.first_replica + _tf.local_replica_id()
+
+    def close_window(self, variables: Sequence[Any]) -> None:
+        """See `KerasHooks.close_window`: a window is each worker's own."""
+        with self._extended.apart():
+            self.average(variables)
+
+    def average(self, variables: Sequence[Any]) -> None:
+        """See `KerasHooks.average`; apart, over this worker's replicas."""
+        extended = self._extended
+        if not extended.is_apart:
+            agreement.average(extended, variables)
+            return
+        strategy = extended._container_strategy()
+        for variable in variables if len(extended.worker_devices) > 1 else ():
+            parts = strategy.experimental_local_results(variable)
+            mean: Any = np.mean([np.asarray(p, np.float64) for p in parts], axis=0)
+            for part in parts:
+                part.assign(tf.cast(mean, part.dtype))
+
+    # Where training begins.
+
+    def has_own_state(self) -> bool:
+        """See `KerasHooks.has_own_state`."""
+        self.settle()
+        return self.any_of(self._datasets > 1 or self._extended.shared.has_begun)
+
+    def begin_fit(self, variables: Sequence[Any]) -> None:
+        """See `KerasHooks.begin_fit`."""
+        self._extended.shared.share(variables)
+
+    def settle(self) -> None:
+        """Meet; if a worker has taken steps since the last time, all take the weights.
+
+        All workers call it at the same place.
+        """
+        extended = self._extended
+        communicator = extended.job.communicator
+        dirty = [np.bool_(extended.shared.dirty)]
+        if communicator.all_reduce(dirty, "max")[0]:
+            extended.shared.pull()
+            communicator.barrier()
+
+    # Data.
+
+    def deal_arrays(self, data: ArrayData) -> Dealt:
+        """See `KerasHooks.deal_arrays`."""
+        return self._deal(ArraySource(data, self._agree(data)), data.batch_size)
+
+    def deal_items(self, data: ItemData) -> Dealt:
+        """See `KerasHooks.deal_items`."""
+        items = SharedItems(self._extended, data)
+        items.agree()
+        return self._deal(ItemSource(data, self._seed()), items.rows or None)
+
+    def deal_dataset(self, dataset: Any, length: int | None) -> Dealt:
+        """See `KerasHooks.deal_dataset`."""
+        extended = self._extended
+        if getattr(dataset, "kerasdist_own", False):
+            return self._deal(OwnSource(dataset, length), None)
+        if length is None:
+            known = int(dataset.cardinality())
+            length = known if known >= 0 else None
+        batch_size = _batch_size(dataset)
+        if not self.shards:
+            return self._deal(OwnSource(dataset, length), batch_size)
+        own = own_part(extended, dataset, (0, 1, 1))
+        if own is not None:
+            return self._deal(OwnSource(own, None), batch_size)
+        return self._deal(DatasetSource(dataset, length), batch_size)
+
+    def _deal(self, source: Source, batch_size: int | None) -> Dealt:
+        parts = [f"batches of {batch_size or 'unknown size'}"]
+        if source.length is not None:
+            parts.append(f"{source.length} in an epoch")
+        if source.is_shared:
+            parts.append("dealt out to whichever worker is free")
+        else:
+            parts.append("each worker's own")
+        self._words = ", ".join(parts)
+        self._datasets += 1
+        return Dealt(self._extended, source, self._datasets)
+
+    def describe(self) -> str:
+        """See `KerasHooks.describe`."""
+        job = self._extended.job
+        count, replicas = len(job.replicas), sum(job.replicas)
+        return (
+            f"{count} asynchronous worker(s) with {replicas} replica(s) in all, "
+            f"{self._words}"
+        )
+
+    # Where an epoch ends.
+
+    def end_epoch(self, logs: Any, statistics: Sequence[Any]) -> Any:
+        """See `KerasHooks.end_epoch`."""
+        extended = self._extended
+        steps = 0 if self.present is None else self.present.steps
+        evidence = {} if self.present is None else self.present.source.evidence
+        every = self._facts(
+            {"steps": steps, "logs": _numbers(logs), "evidence": evidence}
+        )
+        extended.shared.pull()
+        extended.job.communicator.barrier()
+        self._compare([facts["evidence"] for facts in every])
+        self.steps_of_all = sum(facts["steps"] for facts in every)
+        if self.steps_of_all:
+            agreement.average(extended, statistics, steps / self.steps_of_all)
+        found = [facts["logs"] for facts in every if facts["logs"]]
+        if not isinstance(logs, dict) or not found:
+            return logs
+        # Whoever took no step has no logs.
+        return {
+            name: _mean([some.get(name) for some in found], logs.get(name))
+            for name in found[0]
+        }
+
+    def _facts(self, mine: dict[str, Any]) -> list[dict[str, Any]]:
+        text = np.frombuffer(json.dumps(mine).encode(), np.uint8)
+        gathered = self._extended.job.communicator.all_gather(text)
+        return [json.loads(each.tobytes()) for each in gathered]
+
+    def _compare(self, evidence: list[dict[str, int]]) -> None:
+        for place in sorted({place for one in evidence for place in one}):
+            found = [one.get(place) for one in evidence]
+            known = [value for value in found if value is not None]
+            others = [
+                rank
+                for rank, value in enumerate(found)
+                if value is not None and value != known[0]
+            ]
+            if others:
+                raise different_batches(others)
+
+    def end_batches(self) -> None:
+        """See `KerasHooks.end_batches`."""
+        if self.present is not None:
+            self.present.end_for_all()
+
+    # Evaluation.
+
+    def together(self) -> contextlib.AbstractContextManager[None]:
+        """See `KerasHooks.together`."""
+        return self._extended.together()
+
+    def evaluate(self, call: Callable[[bool], Any], forget: Callable[[], None]) -> Any:
+        """See `KerasHooks.evaluate`."""
+        live = self._extended.job.live
+        self.settle()
+        everybody = len(self._extended.job.client.peers)
+        while True:
+            if live.ranks != self._divided_over:
+                # What was traced has divided the rows over other workers.
+                forget()
+                self._divided_over = live.ranks
+            try:
+                with self._extended.together(), live.strict():
+                    return call(live.size < everybody)
+            except (WorkersChanged, tf.errors.OpError):
+                if not live.changed:
+                    raise
+
+
+def _numbers(logs: Any) -> dict[str, float | None]:
+    """What can be averaged of logs, by name."""
+    if not isinstance(logs, dict):
+        return {}
+    found: dict[str, float | None] = {}
+    for name, value in logs.items():
+        try:
+            found[str(name)] = float(np.asarray(value))
+        except (TypeError, ValueError):
+            found[str(name)] = None
+    return found
+
+
+def _mean(values: list[float | None], otherwise: Any) -> Any:
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else otherwise
+
+
+def _batch_size(dataset: Any) -> int | None:
+    try:
+        return _tf.static_batch_size(dataset)
+    except (IndexError, TypeError, ValueError, tf.errors.OpError):
+        return None

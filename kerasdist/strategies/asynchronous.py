@@ -1,0 +1,114 @@
+"""`tf.distribute`'s extended object of workers that don't wait for each other.
+
+It has two views of the same workers:
+
+    apart       in a step: this worker's replicas only. A step consumes a whole batch,
+                reduces over local replicas, and ends with an exchange of the weights
+                (`strategies.shared_weights`)
+    together    in `evaluate` and `predict`, and wherever no step is: all live workers,
+                in step, as with the synchronous strategies
+
+What stands inside `strategy.run`, or in a graph that is no evaluation, is a step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from kerasdist import _tf
+from kerasdist.server import ServerClient
+from kerasdist.strategies.async_hooks import AsyncHooks
+from kerasdist.strategies.dealing import DealtLoop
+from kerasdist.strategies.extended import SynchronousExtended
+from kerasdist.strategies.live import LiveJob
+from kerasdist.strategies.shared_weights import SharedTables
+
+__all__ = ["AsyncExtended"]
+
+
+class AsyncExtended(SynchronousExtended):
+    """Replicas of this worker, which share weights with all other workers.
+
+    Args:
+        container: The strategy.
+        devices: Canonical names of this worker's devices, one per replica.
+        job: This worker's connection to the servers.
+        options: See `SynchronousExtended`.
+    """
+
+    job: LiveJob
+    keras_hooks: AsyncHooks
+    _evaluating = 0
+    _stepping = 0
+
+    def __init__(
+        self, container: Any, devices: Sequence[str], job: ServerClient, **options: Any
+    ) -> None:
+        super().__init__(container, devices, LiveJob(job), **options)
+        self.shared = SharedTables(self)
+        self.keras_hooks = AsyncHooks(self)
+
+    @property
+    def is_apart(self) -> bool:
+        """Whether what is run or traced now is this worker's own step."""
+        if self._evaluating:
+            return False
+        return self._stepping > 0 or not _tf.executing_eagerly()
+
+    @contextlib.contextmanager
+    def apart(self) -> Iterator[None]:
+        """What stands inside is this worker's own step."""
+        self._stepping += 1
+        try:
+            yield
+        finally:
+            self._stepping -= 1
+
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        """What stands inside is done by all workers in step."""
+        self._evaluating += 1
+        try:
+            yield
+        finally:
+            self._evaluating -= 1
+
+    @property
+    def places(self) -> tuple[int, int, int]:
+        """See `SynchronousExtended.places`; apart, of this worker alone."""
+        local = len(self._devices)
+        return (0, local, local) if self.is_apart else super().places
+
+    @property
+    def workers(self) -> int:
+        """Number of workers that reduce and gather together."""
+        return 1 if self.is_apart else super().workers
+
+    @property
+    def first_replica(self) -> int:
+        """Number of this worker's first replica over all workers of the job."""
+        client = self.job.client
+        return sum(client.replicas[: client.rank])
+
+    @property
+    def should_checkpoint(self) -> bool:
+        """Only the chief writes."""
+        return self.job.client.rank == 0
+
+    @property
+    def should_save_summary(self) -> bool:
+        """Only the chief writes."""
+        return self.job.client.rank == 0
+
+    def _call_for_each_replica(self, fn: Any, args: Any, kwargs: Any) -> Any:
+        if self._evaluating:
+            return super()._call_for_each_replica(fn, args, kwargs)
+        with self.apart():
+            return super()._call_for_each_replica(fn, args, kwargs)
+
+    def _experimental_distribute_dataset(self, dataset: Any, options: Any) -> Any:
+        if self._evaluating:
+            return super()._experimental_distribute_dataset(dataset, options)
+        return DealtLoop(self.keras_hooks.deal_dataset(dataset, None))

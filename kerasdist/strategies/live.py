@@ -1,0 +1,168 @@
+"""The workers that are left: collectives of a job that goes on without lost workers.
+
+With mode="async" a lost worker is left out of collectives. Who is left is told by the
+servers with each result, alike to all who get it. Here the live workers are numbered
+without gaps, so that what divides rows over "all workers" divides them over these:
+
+    rank in the job     0  1  2  3        rank 1 is lost
+    rank here           0  -  1  2        size 3
+
+What has divided something already must begin again when a worker is lost in the midst
+of it: then it's `strict`, and all who are left raise `WorkersChanged` at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kerasdist.collectives import Communicator
+from kerasdist.collectives.ops import Array
+from kerasdist.errors import CollectiveError
+from kerasdist.server import ServerClient
+
+__all__ = ["LiveCommunicator", "LiveJob", "WorkersChanged"]
+
+# What is smaller is gathered: then it doesn't matter who is lost just now.
+_LEAST_BROADCAST_BYTES = 4096
+
+
+class WorkersChanged(Exception):
+    """A worker was lost, or has joined, in the midst of something divided."""
+
+
+class LiveCommunicator(Communicator):
+    """Collectives between the live workers of a job.
+
+    Args:
+        client: The job.
+
+    Attributes:
+        ranks: The ranks in the job of those who took part in the last collective.
+        changed: Whether `WorkersChanged` was raised, perhaps inside a graph.
+    """
+
+    def __init__(self, client: ServerClient) -> None:
+        inner = client.communicator
+        super().__init__(client.rank, inner.peers, inner._supervisor, inner.timeout)
+        self.ranks = inner.ranks
+        self.changed = False
+        self._strict = False
+        self._client = client
+        self._inner = inner
+
+    @contextlib.contextmanager
+    def strict(self) -> Iterator[None]:
+        """Raise `WorkersChanged` when the workers change, for a `with` block."""
+        before, self._strict = self._strict, True
+        self.changed = False
+        try:
+            yield
+        finally:
+            self._strict = before
+
+    @property
+    def failure(self) -> CollectiveError | None:
+        """What has ended this worker's part in the job, or None."""
+        return self._inner.failure or self._client.failure
+
+    def all_reduce(
+        self,
+        buffers: Sequence[npt.ArrayLike],
+        op: str = "sum",
+        *,
+        scale: float | None = None,
+    ) -> list[Array]:
+        """See `Communicator.all_reduce`."""
+        result = self._inner.all_reduce(buffers, op, scale=scale)
+        self._note()
+        return result
+
+    def all_gather(self, array: npt.ArrayLike) -> list[Array]:
+        """See `Communicator.all_gather`; one array per live rank."""
+        result = self._inner.all_gather(array)
+        self._note()
+        return [result[rank] for rank in self.ranks]
+
+    def broadcast(self, buffers: Sequence[npt.ArrayLike], root: int = 0) -> list[Array]:
+        """See `Communicator.broadcast`."""
+        arrays = [np.asarray(buffer) for buffer in buffers]
+        if sum(array.nbytes for array in arrays) >= _LEAST_BROADCAST_BYTES:
+            result = self._inner.broadcast(arrays, self.ranks[root])
+            self._note()
+            return result
+        every = [self.all_gather(array.reshape(1, *array.shape)) for array in arrays]
+        return [
+            parts[min(root, len(parts) - 1)].reshape(array.shape)
+            for parts, array in zip(every, arrays, strict=True)
+        ]
+
+    def barrier(self) -> None:
+        """See `Communicator.barrier`."""
+        self._inner.barrier()
+        self._note()
+
+    def _note(self) -> None:
+        ranks = self._inner.ranks
+        if ranks == self.ranks:
+            return
+        self.ranks = ranks
+        self.rank = ranks.index(self._client.rank)
+        self.size = len(ranks)
+        self.peers = tuple(self._inner.peers[rank] for rank in ranks)
+        if self._strict:
+            self.changed = True
+            raise WorkersChanged
+
+    # The job's communicator does all this.
+
+    def _reduce(self, *args: Any) -> Array:
+        raise NotImplementedError
+
+    def _gather(self, *args: Any) -> None:
+        raise NotImplementedError
+
+    def _broadcast(self, *args: Any) -> None:
+        raise NotImplementedError
+
+    def _barrier(self, *args: Any) -> None:
+        raise NotImplementedError
+
+    def _abort(self) -> None:
+        self._inner.abort(self._failure)
+
+    def _close(self) -> None:
+        self._inner.close()
+
+
+class LiveJob:
+    """A job as its live workers see it; see `StrategyJob`.
+
+    Args:
+        client: The job.
+    """
+
+    def __init__(self, client: ServerClient) -> None:
+        self.client = client
+        self.live = LiveCommunicator(client)
+
+    @property
+    def communicator(self) -> Communicator:
+        """Between the live workers."""
+        return self.live
+
+    @property
+    def replicas(self) -> tuple[int, ...]:
+        """Each live worker's number of replicas."""
+        every = self.client.replicas
+        if len(every) == 1:
+            return every * self.live.size
+        return tuple(every[rank] for rank in self.live.ranks)
+
+    def close(self, error: BaseException | None = None) -> None:
+        """See `StrategyJob.close`."""
+        self.client.close(error)

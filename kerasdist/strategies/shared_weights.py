@@ -1,0 +1,224 @@
+"""The weights that asynchronous workers train together, at the servers.
+
+    w: this worker's weights     b: what it has received last     T: the servers' table
+
+    1. step        an optimizer of Keras changes w
+    2. push        w - b goes to the servers, which add it to T      (server/store.py)
+    3. the answer  is T with everything that is in it: b = w = T
+
+That is one operation at the end of `Optimizer.apply`, in whatever graph that runs, and
+once per window of gradient accumulation. So any optimizer works, with clipping, decay
+and averages: it is this worker's own, and so is its state.
+
+At ends of epochs all workers meet, when all changes are in T, and take T. What changes
+the weights between two epochs isn't a step, which N workers would push N times: then
+all take rank 0's (`rebase`).
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import tensorflow as tf
+
+from kerasdist import _tf
+from kerasdist.collectives.buffers import Buffers
+from kerasdist.collectives.ops import Array
+from kerasdist.server import Change, Pulled, Variable
+
+if TYPE_CHECKING:
+    from kerasdist.strategies.asynchronous import AsyncExtended
+
+__all__ = ["SharedTables", "SharedWeights"]
+
+# TensorFlow takes over without copying what is aligned so.
+_ALIGNMENT = 64
+
+
+class SharedWeights:
+    """The variables of one table, and what was received of them last.
+
+    Opened by all workers at the same place, or by each at its first step.
+
+    Args:
+        extended: The strategy's extended object.
+        variables: Trainable variables, of float dtypes.
+    """
+
+    def __init__(self, extended: AsyncExtended, variables: Sequence[Any]) -> None:
+        strategy = extended._container_strategy()
+        self._extended = extended
+        self._copies = [strategy.experimental_local_results(v) for v in variables]
+        # They are known by their ids: so they must live.
+        self._variables = list(variables)
+        self.keys = [_key(variable) for variable in variables]
+        self._base = [np.array(parts[0]) for parts in self._copies]
+        self.table = extended.job.client.open_table(
+            [
+                Variable(name=v.name, shape=tuple(v.shape), dtype=v.dtype.name)
+                for v in variables
+            ],
+            self._base,
+        )
+        self._buffers = Buffers()
+        self._places: list[tuple[int, int]] = []
+        end = 0
+        for array in self._base:
+            start = -(-end // _ALIGNMENT) * _ALIGNMENT
+            end = start + array.nbytes
+            self._places.append((start, end))
+        # Whether something was pushed, or read, since all workers had the same.
+        self.dirty = False
+
+    def exchange(self) -> None:
+        """Push what has changed, and take what the servers hold; in any context."""
+        extended = self._extended
+        with tf.device(_tf.host_of(extended.worker_devices[0])):
+            values = [tf.convert_to_tensor(c[0].read_value()) for c in self._copies]
+        shapes = [value.shape for value in values]
+        dtypes = [value.dtype for value in values]
+        results = extended.ops.call(self._push, values, dtypes, shapes)
+        self._assign(results)
+
+    def changed(self) -> bool:
+        """Whether something but a step has changed the weights."""
+        return any(
+            not np.array_equal(np.asarray(parts[0]), base)
+            for parts, base in zip(self._copies, self._base, strict=True)
+        )
+
+    def push(self) -> None:
+        """Push this worker's change, and take nothing."""
+        self.table.push_pull(self._changes([np.asarray(c[0]) for c in self._copies]))
+
+    def pull(self) -> None:
+        """Take what the servers hold."""
+        self._assign([tf.convert_to_tensor(v) for v in self._take(self.table.pull())])
+        self.dirty = False
+
+    def _push(self, *values: Array) -> list[Array]:
+        self.dirty = True
+        return self._take(self.table.push_pull(self._changes(values)))
+
+    def _changes(self, values: Sequence[Array]) -> list[Change]:
+        return [Change(v, b) for v, b in zip(values, self._base, strict=True)]
+
+    def _take(self, pulled: Pulled) -> list[Array]:
+        """Copy what was received: into the base, and into what TensorFlow gets.
+
+        That can't be one array: optimizers change variables in place.
+        """
+        end = self._places[-1][1] if self._places else 0
+        memory = self._buffers.empty(end, np.dtype(np.uint8))
+        taken = []
+        for value, base, (start, stop) in zip(
+            pulled.values, self._base, self._places, strict=True
+        ):
+            if value is None:
+                raise TypeError("A dense variable was received as rows.")
+            np.copyto(base, value)
+            out = memory[start:stop].view(base.dtype).reshape(base.shape)
+            np.copyto(out, value)
+            taken.append(out)
+        return taken
+
+    def _assign(self, values: Sequence[Any]) -> None:
+        for parts, value in zip(self._copies, values, strict=True):
+            for part in parts:
+                part.assign(value)
+
+
+class SharedTables:
+    """All tables of one strategy.
+
+    Args:
+        extended: The strategy's extended object.
+    """
+
+    def __init__(self, extended: AsyncExtended) -> None:
+        self._extended = extended
+        self._all: list[SharedWeights] = []
+        # Of this `fit`: opened by all workers together, and by each for itself.
+        self._agreed: SharedWeights | None = None
+        self._own: list[SharedWeights] = []
+
+    @property
+    def _in_use(self) -> list[SharedWeights]:
+        return [*([] if self._agreed is None else [self._agreed]), *self._own]
+
+    @property
+    def staleness(self) -> dict[int, int]:
+        """How often this worker has read at which staleness."""
+        counts: collections.Counter[int] = collections.Counter()
+        for weights in self._all:
+            counts.update(weights.table.observed)
+        return dict(sorted(counts.items()))
+
+    def share(self, variables: Sequence[Any]) -> None:
+        """Train these variables together from now on; all workers call it alike."""
+        self._own = []
+        self._agreed = self._table(variables) if variables else None
+        self.rebase()
+
+    def exchange(self, variables: Sequence[Any]) -> None:
+        """At the end of a step that has updated these variables."""
+        keys = {_key(variable) for variable in variables}
+        for weights in self._in_use:
+            if keys <= set(weights.keys):
+                weights.exchange()
+                return
+        with tf.init_scope():
+            weights = self._table(variables)
+        self._own.append(weights)
+        weights.exchange()
+
+    def rebase(self) -> None:
+        """Take rank 0's weights if some have changed since all workers had the same.
+
+        All workers call it, and no step is on its way.
+        """
+        weights = self._agreed
+        if weights is None:
+            return
+        communicator = self._extended.job.communicator
+        changed = [np.bool_(weights.changed())]
+        if not communicator.all_reduce(changed, "max")[0]:
+            return
+        if communicator.rank == 0:
+            weights.push()
+        communicator.barrier()
+        weights.pull()
+        communicator.barrier()
+
+    def pull(self) -> None:
+        """Take what the servers hold, after a meeting of all, before another."""
+        for weights in self._in_use:
+            weights.pull()
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether there's a table."""
+        return bool(self._all)
+
+    @property
+    def dirty(self) -> bool:
+        """Whether this worker has taken a step since all had the same weights."""
+        return any(weights.dirty for weights in self._in_use)
+
+    def _table(self, variables: Sequence[Any]) -> SharedWeights:
+        keys = [_key(variable) for variable in variables]
+        for weights in self._all:
+            if weights.keys == keys:
+                return weights
+        weights = SharedWeights(self._extended, variables)
+        self._all.append(weights)
+        return weights
+
+
+def _key(variable: Any) -> int:
+    if hasattr(variable, "_distributed_container"):
+        variable = variable._distributed_container()
+    return id(variable)

@@ -1,0 +1,288 @@
+"""Batches that are dealt out: each of them once, over all workers, whoever is free."""
+
+from __future__ import annotations
+
+import itertools
+import json
+
+import pytest
+
+from workers import Workers
+
+pytestmark = pytest.mark.timeout(150)
+
+# Sample i is the number i: what a step was given can be read off.
+SCRIPT = """
+import json, os, sys
+import keras
+import numpy as np
+import tensorflow as tf
+import kerasdist
+
+devices = int(os.environ.get("DEVICES", "1"))
+if devices > 1:
+    tf.config.set_logical_device_configuration(
+        tf.config.list_physical_devices("CPU")[0],
+        [tf.config.LogicalDeviceConfiguration()] * devices)
+strategy = kerasdist.ParameterServerStrategy(
+    "async", devices=[f"CPU:{i}" for i in range(devices)], timeout=40,
+    startup_timeout=60, shard=os.environ.get("SHARD", "rows"))
+rank = strategy.rank
+keras.utils.set_random_seed(1)
+
+class Log(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.dense = keras.layers.Dense(1)
+        self.taken = []
+    def call(self, x):
+        return self.dense(x)
+    def train_step(self, data):
+        x = data[0] if isinstance(data, tuple) else data
+        def note(x):
+            self.taken.append([int(v) for v in x[:, 0]])
+            return np.int64(0)
+        with tf.control_dependencies([tf.numpy_function(note, [x], tf.int64)]):
+            return super().train_step((x, x))
+
+class Batches(keras.callbacks.Callback):
+    def __init__(self):
+        super().__init__()
+        self.epochs, self.numbers = [], []
+    def on_epoch_begin(self, epoch, logs=None):
+        self.model.taken.clear()
+        self.numbers = []
+    def on_train_batch_end(self, batch, logs=None):
+        self.numbers.append(batch)
+    def on_epoch_end(self, epoch, logs=None):
+        self.epochs.append([list(self.model.taken), self.numbers])
+
+with strategy.scope():
+    model = Log()
+    model.compile("sgd", "mse")
+x = np.arange(50, dtype="float32")[:, None]
+log = Batches()
+
+class Items(keras.utils.PyDataset):
+    read = []
+    def __len__(self):
+        return 10
+    def __getitem__(self, index):
+        self.read.append(index)
+        part = x[index * 5:index * 5 + 5]
+        return part, part
+
+def fit(data, **more):
+    if isinstance(data, np.ndarray):
+        more["y"] = data
+    model.fit(data, verbose=0, **{"callbacks": [log], "epochs": 3, **more})
+
+BODY
+print("RESULT", json.dumps(log.epochs), flush=True)
+strategy.close()
+"""
+
+
+def run(body, size=3, **env):
+    with Workers(
+        SCRIPT.replace("BODY", body), size, servers=1, env=env, deadline=120
+    ) as job:
+        return [worker.result for worker in job.succeed()[:size]]
+
+
+def taken(results, epoch):
+    """All workers' batches of an epoch, in the order of their numbers."""
+    found = {}
+    for worker in results:
+        batches, numbers = worker[epoch]
+        # With several replicas each logs its part of a batch.
+        parts = len(batches) // max(1, len(numbers))
+        for number, start in zip(numbers, itertools.count(0, parts), strict=False):
+            assert number not in found, f"batch {number} was taken twice"
+            found[number] = sorted(itertools.chain(*batches[start : start + parts]))
+    assert sorted(found) == list(range(len(found)))
+    return [found[number] for number in sorted(found)]
+
+
+FIVES = [list(range(start, start + 5)) for start in range(0, 50, 5)]
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_arrays(devices):
+    body = "fit(x, batch_size=7, shuffle=False)"
+    results = run(body, size=2 if devices == 2 else 3, DEVICES=str(devices))
+    sevens = [list(range(start, min(start + 7, 50))) for start in range(0, 50, 7)]
+    for epoch in range(3):
+        assert taken(results, epoch) == sevens
+
+
+def test_shuffled_arrays_have_an_order_of_their_own_in_each_epoch():
+    results = run("fit(x, batch_size=5)")
+    epochs = [taken(results, epoch) for epoch in range(3)]
+    for epoch in epochs:
+        assert sorted(itertools.chain(*epoch)) == list(range(50))
+    assert len({json.dumps(epoch) for epoch in epochs}) == 3
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        "tf.data.Dataset.from_tensor_slices((x, x)).batch(5)",
+        # Of unknown length.
+        "tf.data.Dataset.from_tensor_slices((x, x)).batch(5).filter(lambda a, b: True)",
+        "Items()",
+        "Items(workers=2, use_multiprocessing=False)",
+    ],
+    ids=["dataset", "unknown_length", "pydataset", "pydataset_with_threads"],
+)
+def test_datasets(data):
+    results = run(f"fit({data}, shuffle=False)")
+    for epoch in range(3):
+        assert taken(results, epoch) == FIVES
+
+
+def test_a_shuffled_dataset_is_shuffled_alike_on_all_workers():
+    body = "fit(tf.data.Dataset.from_tensor_slices((x, x)).shuffle(50).batch(5))"
+    results = run(body)
+    for epoch in range(3):
+        assert sorted(itertools.chain(*taken(results, epoch))) == list(range(50))
+
+
+def test_datasets_that_differ_are_an_error_on_all_workers():
+    body = """
+import random
+d = tf.data.Dataset.from_tensor_slices((x, x)).shuffle(50, seed=rank).batch(5)
+try:
+    fit(d)
+except ValueError as error:
+    log.epochs = str(error)
+"""
+    for message in run(body):
+        assert message.startswith("The workers read different global batches")
+
+
+def test_items_are_read_by_one_worker():
+    body = """
+items = Items()
+fit(items, epochs=1)
+Items.read.sort()
+log.epochs = [Items.read, log.epochs[0][1]]
+"""
+    results = run(body)
+    # Item 0 is read by all, to build the model and to compare it.
+    read = [index for worker in results for index in worker[0] if index]
+    assert sorted(read) == list(range(1, 10))
+
+
+def test_steps_per_epoch_are_of_all_workers_and_go_on_in_the_data():
+    body = """
+data = tf.data.Dataset.from_tensor_slices((x, x)).batch(5).repeat()
+fit(data, steps_per_epoch=4)
+fit(x, batch_size=5, steps_per_epoch=5, shuffle=False, epochs=2)
+"""
+    results = run(body)
+    cycle = FIVES + FIVES
+    assert [taken(results, e) for e in range(3)] == [
+        cycle[0:4],
+        cycle[4:8],
+        cycle[8:12],
+    ]
+    assert [taken(results, e) for e in (3, 4)] == [FIVES[:5], FIVES[5:]]
+
+
+def test_data_that_run_out_before_the_steps_begin_anew():
+    body = """
+data = tf.data.Dataset.from_tensor_slices((x, x)).batch(5).filter(lambda a, b: True)
+fit(data, steps_per_epoch=8, epochs=3)
+"""
+    results = run(body, size=2)
+    epochs = [taken(results, epoch) for epoch in range(3)]
+    assert epochs == [FIVES[:8], FIVES[8:], FIVES[:8]]
+
+
+def test_each_workers_own_data_until_its_own_end():
+    body = """
+mine = x[:5 * (rank + 1)]
+fit(mine, batch_size=5, shuffle=False, epochs=2)
+data = tf.data.Dataset.from_tensor_slices((mine, mine)).batch(5).repeat()
+fit(data, steps_per_epoch=6, epochs=1)
+"""
+    results = run(body, SHARD="off")
+    for rank, worker in enumerate(results):
+        for epoch in range(2):
+            assert worker[epoch] == [FIVES[: rank + 1], list(range(rank + 1))]
+    # An own dataset without an end: the steps are those of all workers.
+    assert sum(len(worker[2][1]) for worker in results) == 6
+    numbers = [number for worker in results for number in worker[2][1]]
+    assert sorted(numbers) == list(range(6))
+
+
+def test_a_file_per_worker(tmp_path):
+    for number in range(3):
+        lines = "\n".join(map(str, range(number * 10, number * 10 + 10)))
+        (tmp_path / f"{number}.txt").write_text(lines + "\n")
+    body = """
+import glob
+names = sorted(glob.glob(os.environ["FOLDER"] + "/*.txt"))
+data = tf.data.Dataset.from_tensor_slices(names).flat_map(tf.data.TextLineDataset)
+data = data.map(lambda s: tf.strings.to_number(s)[None]).map(lambda v: (v, v)).batch(5)
+options = tf.data.Options()
+options.experimental_distribute.auto_shard_policy = (
+    tf.data.experimental.AutoShardPolicy.FILE)
+fit(data.with_options(options), epochs=2)
+"""
+    results = run(body, FOLDER=str(tmp_path))
+    for rank, worker in enumerate(results):
+        for epoch in range(2):
+            assert worker[epoch][0] == FIVES[2 * rank : 2 * rank + 2]
+
+
+def test_who_stops_ends_the_epoch_for_all():
+    """Rank 1 stops after its first batch: nobody goes through all the rest."""
+    body = """
+class Stop(keras.callbacks.Callback):
+    def on_train_batch_end(self, batch, logs=None):
+        self.model.stop_training = self.model.stop_training or rank == 1
+fit(np.tile(x, (4000, 1)), batch_size=5, epochs=3, callbacks=[log, Stop()])
+"""
+    results = run(body, size=2)
+    assert [len(worker) for worker in results] == [1, 1]
+    assert len(results[1][0][1]) == 1
+    assert sum(len(worker[0][1]) for worker in results) < 40_000
+
+
+def test_a_custom_loop():
+    body = """
+with strategy.scope():
+    optimizer = keras.optimizers.SGD(0.01)
+    model(x[:1])
+    optimizer.build(model.trainable_variables)
+seen = []
+
+def step(a, b):
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_mean((model(a) - b) ** 2)
+    optimizer.apply(tape.gradient(loss, model.trainable_variables),
+                    model.trainable_variables)
+    return loss
+
+@tf.function
+def train(batch):
+    return strategy.reduce("SUM", strategy.run(step, args=batch), axis=None)
+
+data = tf.data.Dataset.from_tensor_slices((x, x)).batch(5)
+loop = strategy.experimental_distribute_dataset(data)
+for epoch in range(3):
+    mine = []
+    for batch in loop:
+        train(batch)
+        mine.append([int(v) for v in batch[0][:, 0]])
+    seen.append([mine, [w.tolist() for w in model.get_weights()]])
+log.epochs = seen
+"""
+    results = run(body)
+    for epoch in range(3):
+        batches = [batch for worker in results for batch in worker[epoch][0]]
+        assert sorted(batches) == FIVES
+        weights = [worker[epoch][1] for worker in results]
+        assert weights[0] == weights[1] == weights[2]
