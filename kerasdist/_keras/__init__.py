@@ -78,6 +78,11 @@ def install() -> None:
             ),
             (
                 base_optimizer.BaseOptimizer,
+                "_get_current_learning_rate",
+                optimizers.learning_rate,
+            ),
+            (
+                base_optimizer.BaseOptimizer,
                 "finalize_variable_values",
                 optimizers.finalize,
             ),

@@ -122,8 +122,8 @@ class KerasHooks(Protocol):
     def has_own_state(self) -> bool:
         """Whether all but weights may differ between workers; all workers ask."""
 
-    def begin_fit(self, variables: Sequence[Any]) -> None:
-        """All workers are about to train these variables."""
+    def begin_fit(self, variables: Sequence[Any], optimizer: Any) -> None:
+        """All workers are about to train these variables with this optimizer."""
 
     def evaluate(self, call: Callable[[bool], Any], forget: Callable[[], None]) -> Any:
         """Evaluate or predict on all workers.
@@ -165,6 +165,9 @@ class DealingHooks(KerasHooks, Protocol):
     def deal_dataset(self, dataset: Any, length: int | None) -> Any:
         """The same for a `tf.data.Dataset`."""
 
+    def steps_of(self, optimizer: Any) -> Any | None:
+        """Number of steps by all workers, int64; None: the optimizer's own count."""
+
     def end_batches(self) -> None:
         """Let the epoch end for all workers: one of them wants to stop."""
 
@@ -177,7 +180,8 @@ class DealingHooks(KerasHooks, Protocol):
 
 def hooks_of(strategy: Any) -> KerasHooks | None:
     """The hooks of a strategy; None for one that isn't ours."""
-    hooks: KerasHooks | None = getattr(strategy.extended, "keras_hooks", None)
+    extended = getattr(strategy, "extended", None)
+    hooks: KerasHooks | None = getattr(extended, "keras_hooks", None)
     return hooks
 
 

@@ -21,9 +21,10 @@ from typing import Any
 
 import tensorflow as tf
 from keras.src.optimizers import base_optimizer, sgd
+from keras.src.optimizers.schedules import learning_rate_schedule
 
 from kerasdist import _tf
-from kerasdist._keras.hooks import current_hooks, hooks_of
+from kerasdist._keras.hooks import current_hooks, dealing_hooks
 from kerasdist._keras.step import current, setting
 
 __all__ = [
@@ -31,6 +32,7 @@ __all__ = [
     "apply",
     "clip_gradients",
     "finalize",
+    "learning_rate",
     "leave_reduced",
     "open_window",
     "own_accumulators",
@@ -128,10 +130,26 @@ def finalize(original: Callable[..., Any], optimizer: Any, var_list: Any) -> Any
     It overwrites the weights with their averages, which asynchronous workers have
     each of their own.
     """
-    hooks = hooks_of(getattr(optimizer, "_distribution_strategy", None))
-    if hooks is not None and hooks.deals and optimizer.use_ema:
+    hooks = dealing_hooks(getattr(optimizer, "_distribution_strategy", None))
+    if hooks is not None and optimizer.use_ema:
         hooks.average([v.value for v in optimizer._model_variables_moving_average])
     return original(optimizer, var_list)
+
+
+def learning_rate(original: Callable[..., Any], optimizer: Any) -> Any:
+    """In place of `BaseOptimizer._get_current_learning_rate`.
+
+    Where each worker counts its own steps, a schedule is asked for those of all.
+    """
+    hooks = dealing_hooks(getattr(optimizer, "_distribution_strategy", None))
+    schedule = optimizer._learning_rate
+    if hooks is not None and isinstance(
+        schedule, learning_rate_schedule.LearningRateSchedule
+    ):
+        steps = hooks.steps_of(optimizer)
+        if steps is not None:
+            return schedule(steps)
+    return original(optimizer)
 
 
 def _has_windows(optimizer: Any, variables: Any) -> bool:

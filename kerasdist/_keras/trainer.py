@@ -229,7 +229,11 @@ def begin_training(
             )
         if current.fitting:
             hooks.check_state(*_state(trainer, only_weights=hooks.has_own_state()))
-            hooks.begin_fit([v.value for v in trainer.trainable_weights])
+            optimizer = trainer.optimizer
+            hooks.begin_fit(
+                [v.value for v in trainer.trainable_weights],
+                getattr(optimizer, "inner_optimizer", optimizer),
+            )
             if hooks.rank == 0 and current.fitting > 1:
                 io_utils.print_msg(_start_line(hooks, trainer))
         with setting(training=True), hooks.apart():

@@ -102,6 +102,12 @@ class RemoteTable:
         self._seen = [(0, -1)] * layout.servers
         self._whole: dict[int, Array] = {}
 
+    @property
+    def updates(self) -> int:
+        """Number of updates by all workers, as it was when this one read last."""
+        # The first values count as one.
+        return max(0, self._seen[0][1] - 1)
+
     def open(self, values: Sequence[Array] | None) -> None:
         """See `ServerClient.open_table`, which calls it."""
         layout = self.layout

@@ -141,7 +141,7 @@ def _sum_of_local(
     devices = extended.worker_devices
     with tf.device(_tf.host_of(devices[0])):
         local = [tf.add_n(v) if len(v) > 1 else v[0] for v in values]
-    if extended.job.communicator.size > 1:
+    if extended.workers > 1:
         local = extended.ops.all_reduce(local, step=step)
     copies = [_tf.broadcast_to_devices(total, devices) for total in local]
     return [extended.local(copy) for copy in copies]

@@ -78,7 +78,7 @@ class AsyncHooks(SynchronousHooks):
         extended = self._extended
         values = [getattr(variable, "value", variable) for variable in variables]
         window = getattr(optimizer, "gradient_accumulation_steps", None)
-        iterations = optimizer.iterations.value if window else None
+        iterations = optimizer._iterations.value if window else None
 
         def exchange() -> Any:
             extended.shared.exchange(values)
@@ -125,9 +125,13 @@ class AsyncHooks(SynchronousHooks):
         self.settle()
         return self.any_of(self._datasets > 1 or self._extended.shared.has_begun)
 
-    def begin_fit(self, variables: Sequence[Any]) -> None:
+    def begin_fit(self, variables: Sequence[Any], optimizer: Any) -> None:
         """See `KerasHooks.begin_fit`."""
-        self._extended.shared.share(variables)
+        self._extended.shared.share(variables, optimizer)
+
+    def steps_of(self, optimizer: Any) -> Any | None:
+        """See `DealingHooks.steps_of`."""
+        return self._extended.shared.steps_of(optimizer)
 
     def settle(self) -> None:
         """Meet; if a worker has taken steps since the last time, all take the weights.

@@ -169,7 +169,9 @@ def _mean_of_bucket(
             count = tf.cast(tf.add_n(counts), tf.int64)
             some = tf.maximum(count, 1)
             means = [tf.add_n(v) / tf.cast(some, v[0].dtype) for v in values]
-            reduced = extended.ops.weighted_mean(means, count, known, step=step)
+            reduced = means
+            if extended.workers > 1:
+                reduced = extended.ops.weighted_mean(means, count, known, step=step)
         return [_tf.broadcast_to_devices(mean, devices) for mean in reduced]
 
     def divided(parts: list[Any], totals: list[Any]) -> list[Any]:

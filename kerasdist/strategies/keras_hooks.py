@@ -97,7 +97,11 @@ class SynchronousHooks:
         """See `KerasHooks.own_rows`."""
         first, local, replicas = self._extended.data_places
         if replicas == 1:
-            return batch
+            # Outside of graphs nobody else makes tensors of arrays.
+            return tf.nest.map_structure(
+                lambda x: tf.convert_to_tensor(x) if isinstance(x, np.ndarray) else x,
+                batch,
+            )
         batch = tf.nest.map_structure(tf.convert_to_tensor, batch)
         rows = count_rows(batch)
         parts = [take_rows(batch, rows, first + i, replicas) for i in range(local)]
@@ -199,7 +203,7 @@ class SynchronousHooks:
         """See `KerasHooks.has_own_state`."""
         return False
 
-    def begin_fit(self, variables: Sequence[Any]) -> None:
+    def begin_fit(self, variables: Sequence[Any], optimizer: Any) -> None:
         """See `KerasHooks.begin_fit`."""
 
     def evaluate(self, call: Callable[[bool], Any], forget: Callable[[], None]) -> Any:

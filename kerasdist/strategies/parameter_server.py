@@ -27,7 +27,7 @@ _LOG = logging.getLogger("kerasdist")
 
 
 class ParameterServerStrategy(DataParallelStrategy):
-    """Trains one model on several workers, whose gradients meet at servers.
+    """Trains one model on several workers, whose gradients or weights meet at servers.
 
     The same script runs on all tasks, workers and servers. Who is what stands in
     `TF_CONFIG`, whose cluster has "ps" tasks beside the workers, or `kerasdist run -n 3
@@ -51,6 +51,15 @@ class ParameterServerStrategy(DataParallelStrategy):
         mode: "sync": the servers sum the gradients of all workers in each step, and
             each worker applies its own optimizer to their mean. The numbers are those
             of one process with the same `batch_size`, as with `RingStrategy`.
+            "async": no worker waits for another inside an epoch. One step of one
+            worker consumes a whole batch of `batch_size` rows; the batches of an epoch
+            are dealt out, each to whichever worker is free. A worker runs its own
+            optimizer on its copy of the weights, pushes by how much they have
+            changed, and receives the present ones. Optimizer state (Adam's moments) is
+            each worker's own. Where an epoch ends all have the same weights and exact
+            metrics; `evaluate` and `predict` run over all workers.
+        max_staleness: With "async": how many steps a worker may be ahead of the slowest
+            live one; 0: in step; None: any number.
         devices: This worker's devices, one replica each: names as TensorFlow
             writes them (`"GPU:0"`, `"CPU:1"`). By default all GPUs, else the CPU.
             Servers need none.
@@ -70,7 +79,14 @@ class ParameterServerStrategy(DataParallelStrategy):
             are the same on all workers, and each takes its rows of each global batch;
             "off": each worker is given its own part already, batch by batch.
         bucket_size: Bytes of gradients that are sent at once.
-        compression: "bf16" or "fp16": gradients cross the network in 16 bits.
+        compression: "bf16" or "fp16": gradients cross the network in 16 bits. For
+            "sync" only.
+        snapshot_dir: With "async": folder in which each server keeps a snapshot of its
+            weights; one that is started again goes on from it. None: a lost server
+            ends the job.
+        snapshot_seconds: Seconds between two snapshots; None: not by time.
+        snapshot_updates: Steps between two snapshots; None: not by number.
+        restart_timeout: Seconds that workers wait for a lost server to come back.
 
     Raises:
         ClusterError: The settings are wrong, or there are several workers and no
@@ -82,7 +98,9 @@ class ParameterServerStrategy(DataParallelStrategy):
         ValueError: An argument is wrong.
 
     Whatever is raised, nothing is left behind. While training, a worker that dies is a
-    `WorkerLost` on all others, a server that dies a `ServerLost` on all workers.
+    `WorkerLost` on all others with "sync"; with "async" they log it, and go on. A
+    server that dies is a `ServerLost` on all workers, unless it keeps snapshots and
+    comes back.
     """
 
     def __init__(

@@ -80,8 +80,11 @@ class SharedWeights:
             values = [tf.convert_to_tensor(c[0].read_value()) for c in self._copies]
         shapes = [value.shape for value in values]
         dtypes = [value.dtype for value in values]
-        results = extended.ops.call(self._push, values, dtypes, shapes)
+        *results, updates = extended.ops.call(
+            self._push, values, [*dtypes, tf.int64], [*shapes, tf.TensorShape([])]
+        )
         self._assign(results)
+        extended.shared.note_updates(self, updates)
 
     def changed(self) -> bool:
         """Whether something but a step has changed the weights."""
@@ -97,11 +100,13 @@ class SharedWeights:
     def pull(self) -> None:
         """Take what the servers hold."""
         self._assign([tf.convert_to_tensor(v) for v in self._take(self.table.pull())])
+        self._extended.shared.note_updates(self, self.table.updates)
         self.dirty = False
 
-    def _push(self, *values: Array) -> list[Array]:
+    def _push(self, *values: Array) -> list[Any]:
         self.dirty = True
-        return self._take(self.table.push_pull(self._changes(values)))
+        taken = self._take(self.table.push_pull(self._changes(values)))
+        return [*taken, np.int64(self.table.updates)]
 
     def _changes(self, values: Sequence[Array]) -> list[Change]:
         return [Change(v, b) for v, b in zip(values, self._base, strict=True)]
@@ -144,6 +149,11 @@ class SharedTables:
         # Of this `fit`: opened by all workers together, and by each for itself.
         self._agreed: SharedWeights | None = None
         self._own: list[SharedWeights] = []
+        # Updates by all workers of the table that all have opened, and what an
+        # optimizer's count was before the first of them.
+        with tf.device(_tf.host_of(extended.worker_devices[0])):
+            self._updates = tf.Variable(0, dtype=tf.int64, trainable=False)
+        self._offsets: dict[int, tuple[Any, int]] = {}
 
     @property
     def _in_use(self) -> list[SharedWeights]:
@@ -157,11 +167,39 @@ class SharedTables:
             counts.update(weights.table.observed)
         return dict(sorted(counts.items()))
 
-    def share(self, variables: Sequence[Any]) -> None:
+    def share(self, variables: Sequence[Any], optimizer: Any) -> None:
         """Train these variables together from now on; all workers call it alike."""
         self._own = []
         self._agreed = self._table(variables) if variables else None
         self.rebase()
+        if self._agreed is None:
+            return
+        self._agreed.pull()
+        self._extended.job.communicator.barrier()
+        if optimizer is not None and id(optimizer) not in self._offsets:
+            steps = self._agreed.table.updates * _window(optimizer)
+            offset = int(optimizer.iterations.numpy()) - steps
+            # With a reference: no other optimizer gets its id.
+            self._offsets[id(optimizer)] = optimizer, offset
+
+    def note_updates(self, weights: SharedWeights, updates: Any) -> None:
+        """A worker has heard of so many updates of a table by all workers."""
+        if weights is self._agreed:
+            self._updates.assign(tf.cast(updates, tf.int64))
+
+    def steps_of(self, optimizer: Any) -> Any | None:
+        """Number of steps by all workers, as far as this one knows; int64, scalar.
+
+        None for an optimizer that isn't that of the present `fit`.
+        """
+        _, offset = self._offsets.get(id(optimizer), (None, None))
+        if offset is None or self._agreed is None:
+            return None
+        steps = self._updates.read_value() * _window(optimizer) + offset
+        if _window(optimizer) == 1:
+            return steps
+        own = tf.convert_to_tensor(optimizer.iterations)
+        return steps + tf.cast(own, tf.int64) % _window(optimizer)
 
     def exchange(self, variables: Sequence[Any]) -> None:
         """At the end of a step that has updated these variables."""
@@ -216,6 +254,11 @@ class SharedTables:
         weights = SharedWeights(self._extended, variables)
         self._all.append(weights)
         return weights
+
+
+def _window(optimizer: Any) -> int:
+    """How many steps of an optimizer are one update."""
+    return int(getattr(optimizer, "gradient_accumulation_steps", None) or 1)
 
 
 def _key(variable: Any) -> int:

@@ -63,7 +63,7 @@ def sum_over_workers(
         The sums of the slices, the same on all workers: one slice per index if they
         were sent as a table, else also several; and those of the numbers.
     """
-    if extended.job.communicator.size == 1:
+    if extended.workers == 1:
         return list(slices), list(numbers)
     counts = [tf.size(s.indices, tf.int64) for s in slices]
     (totals,) = extended.ops.all_reduce([tf.stack([*numbers, *counts])])

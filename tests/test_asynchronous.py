@@ -1,0 +1,480 @@
+"""ParameterServerStrategy(mode="async") as a user meets it."""
+
+from __future__ import annotations
+
+import signal
+import time
+
+import keras
+import numpy as np
+import pytest
+
+import kerasdist
+from workers import Workers
+
+pytestmark = pytest.mark.timeout(150)
+
+# One worker.
+
+
+def mlp(*, normalized=False):
+    layers = [keras.layers.Dense(7, activation="tanh")]
+    if normalized:
+        layers.append(keras.layers.BatchNormalization())
+    return keras.Sequential([keras.Input((5,)), *layers, keras.layers.Dense(3)])
+
+
+OPTIMIZERS = {
+    "sgd": lambda: keras.optimizers.SGD(0.1, momentum=0.9),
+    "adam": lambda: keras.optimizers.Adam(0.01),
+    "decay": lambda: keras.optimizers.AdamW(0.01, weight_decay=0.1),
+    "clipping": lambda: keras.optimizers.SGD(0.1, global_clipnorm=0.1),
+    "average": lambda: keras.optimizers.SGD(
+        0.1, use_ema=True, ema_momentum=0.8, ema_overwrite_frequency=3
+    ),
+    "accumulation": lambda: keras.optimizers.SGD(0.1, gradient_accumulation_steps=3),
+    "loss_scale": lambda: keras.optimizers.LossScaleOptimizer(
+        keras.optimizers.SGD(0.1)
+    ),
+    "schedule": lambda: keras.optimizers.SGD(
+        keras.optimizers.schedules.ExponentialDecay(0.1, 2, 0.5)
+    ),
+}
+
+
+@pytest.mark.parametrize("shares", [False, True], ids=["alone", "with_a_table"])
+@pytest.mark.parametrize("name", [*OPTIMIZERS, "normalized"])
+def test_one_worker_is_plain_keras(name, shares, tmp_path):
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(51, 5)).astype("float32")
+    y = rng.integers(0, 3, size=51)
+
+    def train():
+        keras.utils.set_random_seed(1)
+        model = mlp(normalized=name == "normalized")
+        model.compile(
+            OPTIMIZERS.get(name, OPTIMIZERS["adam"])(),
+            keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+            metrics=["accuracy"],
+        )
+        history = model.fit(x, y, batch_size=16, epochs=3, shuffle=False, verbose=0)
+        numbers = [*model.get_weights(), *map(np.asarray, history.history.values())]
+        return [*numbers, model.predict(x, verbose=0)]
+
+    plain = train()
+    folder = str(tmp_path) if shares else None
+    strategy = kerasdist.ParameterServerStrategy("async", snapshot_dir=folder)
+    with strategy.scope():
+        ours = train()
+    steps = sum(strategy.staleness.values())
+    strategy.close()
+    assert strategy.size == 1
+    assert steps == ({"accumulation": 4}.get(name, 12) if shares else 0)
+    for a, b in zip(ours, plain, strict=True):
+        if shares:
+            np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+        else:
+            np.testing.assert_array_equal(a, b)
+
+
+# Several workers.
+
+SCRIPT = """
+import hashlib, json, os, sys, time
+import keras
+import numpy as np
+import tensorflow as tf
+import kerasdist
+
+strategy = kerasdist.ParameterServerStrategy(
+    "async", timeout=40, startup_timeout=60,
+    heartbeat_timeout=float(os.environ.get("HEARTBEAT", "30")),
+    max_staleness=json.loads(os.environ.get("STALENESS", "null")))
+rank = strategy.rank
+keras.utils.set_random_seed(1)
+rng = np.random.default_rng(0)
+x = rng.normal(size=(600, 8)).astype("float32")
+y = (x @ rng.normal(size=(8, 4))).argmax(1)
+
+def build(optimizer=lambda: "adam", **more):
+    with strategy.scope():
+        m = keras.Sequential([
+            keras.Input((8,)),
+            keras.layers.Dense(16, activation="relu"),
+            keras.layers.BatchNormalization(),
+            keras.layers.Dense(4)])
+        m.compile(
+            optimizer(),
+            keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+            metrics=["accuracy"], **more)
+    return m
+
+def digest(m):
+    return hashlib.sha256(b"".join(w.tobytes() for w in m.get_weights())).hexdigest()
+
+class Digests(keras.callbacks.Callback):
+    def __init__(self):
+        super().__init__()
+        self.found = []
+    def on_epoch_end(self, epoch, logs=None):
+        self.found.append([digest(self.model), logs])
+
+def wait_for(path, seconds=60):
+    end = time.monotonic() + seconds
+    while not os.path.exists(path):
+        if time.monotonic() > end:
+            raise TimeoutError(path)
+        time.sleep(0.002)
+
+def result(value):
+    print("RESULT", json.dumps(value), flush=True)
+
+BODY
+strategy.close()
+"""
+
+
+def run(body, size=2, **env):
+    script = SCRIPT.replace("BODY", body)
+    with Workers(script, size, servers=1, env=env, deadline=120) as job:
+        return [worker.result for worker in job.succeed()[:size]]
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_workers_learn_and_agree_after_each_epoch(size):
+    body = """
+digests = Digests()
+m = build(lambda: keras.optimizers.Adam(0.01))
+m.fit(x, y, batch_size=20, epochs=8, verbose=0, callbacks=[digests],
+      validation_data=(x[:50], y[:50]))
+evaluated = m.evaluate(x, y, batch_size=32, verbose=0)
+predicted = m.predict(x[:101], batch_size=32, verbose=0)
+expected = m(x[:101], training=False).numpy()
+whole = m(x, training=False).numpy()
+accuracy = float((whole.argmax(1) == y).mean())
+np.testing.assert_allclose(predicted, expected, rtol=1e-5, atol=1e-5)
+np.testing.assert_allclose(evaluated[1], accuracy, rtol=1e-6)
+result([digests.found, evaluated, hashlib.sha256(predicted.tobytes()).hexdigest(),
+        strategy.staleness])
+"""
+    results = run(body, size)
+    for other in results[1:]:
+        assert other[:3] == results[0][:3]
+    digests, evaluated, _, _ = results[0]
+    assert len({digest for digest, _ in digests}) == 8
+    assert evaluated[1] > 0.85
+    assert digests[-1][1]["accuracy"] > 0.8
+    # Each step of each worker is a read.
+    assert sum(sum(each[3].values()) for each in results) == 8 * 30
+
+
+def test_epoch_metrics_are_of_all_workers():
+    body = """
+class Counted(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.dense = keras.layers.Dense(1)
+        self.rows = keras.metrics.Sum(name="rows")
+        self.first = keras.metrics.Mean(name="first")
+    def call(self, x):
+        return self.dense(x)
+    def train_step(self, data):
+        x, y = data
+        logs = super().train_step((x, x[:, :1]))
+        self.rows.update_state(tf.ones_like(x[:, 0]))
+        self.first.update_state(x[:, 0])
+        return {m.name: m.result() for m in [self.rows, self.first]}
+    @property
+    def metrics(self):
+        return [self.rows, self.first]
+
+with strategy.scope():
+    m = Counted()
+    m.compile("sgd", "mse")
+    m.build((None, 8))
+digests = Digests()
+m.fit(x, y, batch_size=17, epochs=3, verbose=0, callbacks=[digests])
+result([logs for _, logs in digests.found])
+"""
+    first, second, third = run(body, 3)
+    assert first == second == third
+    rng = np.random.default_rng(0)
+    mean = rng.normal(size=(600, 8)).astype("float32")[:, 0].mean()
+    for logs in first:
+        assert logs["rows"] == 600
+        np.testing.assert_allclose(logs["first"], mean, rtol=1e-5, atol=1e-6)
+
+
+# Each worker adds 1 to its own element in each step: a read shows whose steps it holds.
+READS = """
+class Counters(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.w = self.add_weight(shape=(strategy.size,), initializer="zeros")
+        self.reads = []
+    def call(self, x):
+        return x + tf.reduce_sum(self.w)
+    def train_step(self, data):
+        def note(w):
+            self.reads.append([int(v) for v in w])
+            return np.int64(0)
+        noted = tf.numpy_function(note, [self.w.value.read_value()], tf.int64)
+        with tf.control_dependencies([noted]):
+            gradient = -tf.one_hot(rank, strategy.size)
+        self.optimizer.apply([gradient], [self.w])
+        return {}
+
+with strategy.scope():
+    m = Counters()
+    m.compile(keras.optimizers.SGD(1.0))
+    m.build((None, 8))
+"""
+
+
+@pytest.mark.parametrize("bound", [0, 1, 3])
+def test_no_read_misses_an_update_older_than_its_bound(bound):
+    body = (
+        READS
+        + """
+class Slow(keras.callbacks.Callback):
+    def on_train_batch_end(self, batch, logs=None):
+        time.sleep(0.01 if rank == 2 else 0)
+
+m.fit(x, batch_size=6, epochs=1, verbose=0, callbacks=[Slow()])
+result([m.reads, m.get_weights()[0].tolist(), strategy.staleness])
+"""
+    )
+    results = run(body, 3, STALENESS=str(bound))
+    totals = results[0][1]
+    assert sum(totals) == 100
+    for rank, (reads, final, staleness) in enumerate(results):
+        assert final == totals
+        assert len(reads) == totals[rank]
+        assert all(int(observed) <= bound for observed in staleness)
+        for clock, read in enumerate(reads):
+            assert read[rank] == clock  # its own steps, all of them
+            for other, held in enumerate(read):
+                # All that a worker has done but the last `bound` clocks; who finds no
+                # batch any more isn't waited for.
+                assert held >= min(clock - bound, totals[other])
+
+
+def test_free_workers_go_on_while_one_stands_still(tmp_path):
+    """Rank 1 stands in its first step until rank 0 has taken all other batches."""
+    body = (
+        READS
+        + """
+folder = os.environ["FOLDER"]
+class Wait(keras.callbacks.Callback):
+    steps = 0
+    def on_train_batch_begin(self, batch, logs=None):
+        if rank == 1 and self.steps == 0:
+            open(folder + "/begun", "w").close()
+            wait_for(folder + "/done")
+        if rank == 0 and self.steps == 0:
+            wait_for(folder + "/begun")
+    def on_train_batch_end(self, batch, logs=None):
+        self.steps += 1
+        if rank == 0 and self.steps == 98:
+            open(folder + "/done", "w").close()
+
+m.fit(x, batch_size=6, epochs=1, verbose=0, callbacks=[Wait()])
+result([m.get_weights()[0].tolist(), strategy.staleness])
+"""
+    )
+    first, second = run(body, 2, FOLDER=str(tmp_path))
+    assert first[0] == second[0]
+    assert sum(first[0]) == 100
+    assert first[0][0] >= 98
+    assert first[1]["98"] == 1
+
+
+def test_statistics_and_a_worker_without_any_step():
+    """One batch per epoch: one of the workers has nothing to do, and no logs."""
+    body = """
+digests = Digests()
+m = build()
+m.fit(x, y, batch_size=600, epochs=4, verbose=0, callbacks=[digests])
+result(digests.found)
+"""
+    first, second, third = run(body, 3)
+    assert first == second == third
+    assert all(set(logs) == {"accuracy", "loss"} for _, logs in first)
+
+
+def test_weights_that_callbacks_set_are_taken_once():
+    body = """
+class Set(keras.callbacks.Callback):
+    def on_epoch_end(self, epoch, logs=None):
+        if epoch == 1:
+            self.model.set_weights([w + 5 for w in self.model.get_weights()])
+    def on_epoch_begin(self, epoch, logs=None):
+        self.before = self.model.get_weights()
+m = build(lambda: keras.optimizers.SGD(1e-6))
+callback, digests = Set(), Digests()
+m.fit(x, y, batch_size=20, epochs=3, verbose=0, callbacks=[callback, digests])
+for a, b in list(zip(m.get_weights(), callback.before))[:2]:
+    np.testing.assert_allclose(a, b, atol=1e-3)
+# Between two fits, and other optimizers' states don't matter.
+m.set_weights([w * 0 + 2 for w in m.get_weights()])
+m.fit(x, y, batch_size=20, epochs=1, verbose=0, callbacks=[digests])
+np.testing.assert_allclose(m.get_weights()[0], 2, atol=1e-3)
+result([each for each, _ in digests.found])
+"""
+    first, second = run(body)
+    # What the callback set isn't in the digest of that epoch's end on any of them.
+    assert first == second
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        "keras.optimizers.SGD(0.1, use_ema=True)",
+        "keras.optimizers.Adam(0.01, gradient_accumulation_steps=3)",
+        "keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1))",
+    ],
+)
+def test_optimizers_with_a_state_of_their_own(optimizer):
+    body = f"""
+m = build(lambda: {optimizer})
+digests = Digests()
+for _ in range(2):
+    m.fit(x, y, batch_size=20, epochs=2, verbose=0, callbacks=[digests])
+result([digests.found, digest(m), m.evaluate(x, y, verbose=0)])
+"""
+    first, second = run(body)
+    assert first == second
+    assert first[2][1] > 0.4
+
+
+def test_a_schedule_is_asked_for_the_steps_of_all_workers():
+    body = """
+asked = []
+class Schedule(keras.optimizers.schedules.LearningRateSchedule):
+    def __call__(self, step):
+        def note(step):
+            asked.append(int(step))
+            return np.float32(0.01)
+        rate = tf.numpy_function(note, [tf.cast(step, tf.int64)], tf.float32)
+        return tf.ensure_shape(rate, [])
+m = build(lambda: keras.optimizers.SGD(Schedule()))
+m.fit(x, y, batch_size=20, epochs=2, verbose=0)
+first = list(asked)
+float(m.optimizer.learning_rate)
+m.fit(x, y, batch_size=20, epochs=1, verbose=0)
+last = asked[len(first)]
+float(m.optimizer.learning_rate)
+result([first, last, asked[-1], int(m.optimizer.iterations.numpy())])
+"""
+    results = run(body)
+    assert sum(own for *_, own in results) == 90
+    for first, last, after, _ in results:
+        assert first == sorted(first)
+        assert all(0 <= step < 60 for step in first)
+        assert (last, after) == (60, 90)
+
+
+def test_steps_outside_of_fit_are_shared_too():
+    body = """
+m = build(run_eagerly=rank == 1)
+for start in range(0, 300, 20):
+    m.train_on_batch(x[start + 300 * rank:][:20], y[start + 300 * rank:][:20])
+different = digest(m)
+# Here the workers meet.
+evaluated = m.evaluate(x, y, verbose=0)
+result([different, digest(m), evaluated, m.predict_on_batch(x[:3]).shape])
+"""
+    first, second = run(body)
+    # Statistics of BatchNormalization are averaged where an epoch ends.
+    assert first[3] == second[3]
+    assert first[2] == second[2]
+
+
+def test_files_are_the_chiefs_and_hold_the_present_weights(tmp_path):
+    body = """
+folder = os.environ["FOLDER"]
+mine = os.path.join(folder, str(rank))
+os.makedirs(mine)
+m = build()
+m.fit(x, y, batch_size=20, epochs=3, verbose=0, callbacks=[
+    keras.callbacks.ModelCheckpoint(mine + "/{epoch}.keras"),
+    keras.callbacks.CSVLogger(mine + "/log.csv"),
+    keras.callbacks.BackupAndRestore(mine + "/backup", save_freq=7),
+    keras.callbacks.EarlyStopping("loss", patience=5, restore_best_weights=True)])
+if rank == 0:
+    loaded = keras.models.load_model(mine + "/3.keras")
+    for a, b in zip(loaded.get_weights(), m.get_weights()):
+        np.testing.assert_array_equal(a, b)
+result(sorted(os.listdir(mine)))
+"""
+    files, none = run(body, FOLDER=str(tmp_path))
+    assert files == ["1.keras", "2.keras", "3.keras", "log.csv"]
+    assert none == []
+
+
+# Failures.
+
+LONG = """
+class Say(keras.callbacks.Callback):
+    steps = 0
+    def on_train_batch_end(self, batch, logs=None):
+        self.steps += 1
+        if self.steps == 40:
+            print("training", flush=True)
+        if os.path.exists(os.environ["FOLDER"] + "/killed"):
+            self.after = getattr(self, "after", 0) + 1
+            self.model.stop_training = self.after > 100
+
+m = build()
+try:
+    m.fit(x, y, batch_size=20, epochs=100_000, verbose=0, callbacks=[Say()])
+except kerasdist.errors.CollectiveError as error:
+    result([type(error).__name__, str(error), time.time()])
+    sys.exit(7)
+predicted = m.predict(x[:101], batch_size=32, verbose=0)
+np.testing.assert_allclose(
+    predicted, m(x[:101], training=False).numpy(), rtol=1e-4, atol=1e-4)
+evaluated = m.evaluate(x, y, batch_size=32, verbose=0)
+np.testing.assert_allclose(
+    evaluated[1], (m(x, training=False).numpy().argmax(1) == y).mean(), rtol=1e-5)
+result([digest(m), evaluated])
+"""
+
+
+@pytest.mark.parametrize(
+    ("lost", "fault"),
+    [(2, signal.SIGKILL), (0, signal.SIGKILL), (1, signal.SIGSTOP)],
+    ids=["killed", "chief_killed", "frozen"],
+)
+def test_the_others_go_on_without_a_lost_worker(lost, fault, tmp_path):
+    heartbeat = "3" if fault == signal.SIGSTOP else "30"
+    env = {"FOLDER": str(tmp_path), "HEARTBEAT": heartbeat}
+    script = SCRIPT.replace("BODY", LONG)
+    with Workers(script, 3, servers=1, env=env, deadline=120) as job:
+        for rank in range(3):
+            job.wait_for_line(rank, "training")
+        job.kill(lost, fault)
+        (tmp_path / "killed").touch()
+        others = [job.wait_one(rank) for rank in range(4) if rank != lost]
+        job.kill(lost, signal.SIGKILL)
+    assert [task.returncode for task in others] == [0, 0, 0], others
+    assert others[0].result == others[1].result
+    for worker in others[:2]:
+        assert f"rank {lost} ({job.addresses[lost]}) was lost" in worker.output
+
+
+@pytest.mark.parametrize("bound", ["null", "0"])
+def test_a_lost_server_is_named_in_time(bound, tmp_path):
+    env = {"FOLDER": str(tmp_path), "STALENESS": bound}
+    script = SCRIPT.replace("BODY", LONG)
+    with Workers(script, 2, servers=2, env=env, deadline=90) as job:
+        for rank in range(2):
+            job.wait_for_line(rank, "training")
+        at = time.time()
+        job.kill(3)
+        workers = [job.wait_one(rank) for rank in range(2)]
+    for worker in workers:
+        kind, message, seen = worker.result
+        assert kind == "ServerLost", worker.output
+        assert f"Server 1 ({job.addresses[3]}) was lost" in message
+        assert seen - at < 5
