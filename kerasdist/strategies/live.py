@@ -76,9 +76,10 @@ class LiveCommunicator(Communicator):
         op: str = "sum",
         *,
         scale: float | None = None,
+        lend: bool = False,
     ) -> list[Array]:
         """See `Communicator.all_reduce`."""
-        result = self._inner.all_reduce(buffers, op, scale=scale)
+        result = self._inner.all_reduce(buffers, op, scale=scale, lend=lend)
         self._note()
         return result
 
