@@ -34,7 +34,6 @@ class Parts:
         self.dtype = parts[0].dtype if parts else np.dtype("uint8")
         self._parts = [part for part in parts if part.size]
         self._scale = scale
-        self._room: Array = np.empty(0)
         self._starts: list[int] = []
         total = 0
         for part in self._parts:
@@ -56,21 +55,6 @@ class Parts:
         found[-1] = found[-1][: stop - self._starts[last - 1]]
         found[0] = found[0][start - self._starts[first] :]
         return found
-
-    def take(self, start: int, stop: int) -> Array:
-        """Return elements `start` to `stop`, at least one, to be read.
-
-        A view if they are of one array and without a scale. Else they may be
-        overwritten by the next call.
-        """
-        views = self.views(start, stop)
-        if self._scale is None and len(views) == 1:
-            return views[0]
-        if self._room.size < stop - start:
-            self._room = np.empty(stop - start, views[0].dtype)
-        taken = self._room[: stop - start]
-        self.copy_to(taken, start, stop)
-        return taken
 
     def copy_to(self, out: Array, start: int, stop: int) -> None:
         """Copy elements `start` to `stop`."""

@@ -7,8 +7,8 @@ the one that rank r reduces:
 
     1. r         packs all chunks of the block but its own into S_r
     2. all       barrier: everybody has packed
-    3. r         reduces chunk r, its own input and what is in the other segments, in
-                 rank order, into its result, and copies that into S_r, where it has
+    3. r         reduces chunk r, its own input and then what is in the other segments,
+                 in rank order, into its result, and copies that into S_r, where it has
                  packed nothing
     4. all       barrier: every chunk is finished, chunk r in S_r
     5. r         copies chunk q from S_q, for all other q, into its result
@@ -130,6 +130,8 @@ class SharedMemoryCommunicator(Communicator):
         most = (self._total // _BLOCKS - _PAGE) // dtype.itemsize
         count = -(-elements // most)
         piece = _PIECE_BYTES // dtype.itemsize
+        combine = reducer(call.op)
+        others = [rank for rank in range(self.size) if rank != self.rank]
         flat: Array = np.empty(0, dtype)
         lent = None
         if lend:
@@ -147,21 +149,21 @@ class SharedMemoryCommunicator(Communicator):
                     flat = lent.view(dtype)
             if stage > 1 and lent is None:
                 block, places = blocks[stage - 2]
-                for rank in range(self.size):
-                    if rank != self.rank:
-                        part = _chunk(block, self.size, rank)
-                        flat[part] = places[rank][_within(part, block)]
+                for rank in others:
+                    part = _chunk(block, self.size, rank)
+                    flat[part] = places[rank][_within(part, block)]
             if 0 < stage <= count:
                 block, places = blocks[stage - 1]
                 part = _chunk(block, self.size, self.rank)
                 for start in range(part.start, part.stop, piece):
                     some = slice(start, min(start + piece, part.stop))
                     within = _within(some, block)
-                    inputs = [place[within] for place in places]
-                    inputs[self.rank] = source.take(some.start, some.stop)
-                    _combine(inputs, flat[some], call.op)
+                    reduced = flat[some]
+                    source.copy_to(reduced, some.start, some.stop)
+                    for rank in others:
+                        combine(reduced, places[rank][within], out=reduced)
                     if lent is None:
-                        places[self.rank][within] = flat[some]
+                        places[self.rank][within] = reduced
             if stage < count:
                 block = chunk(elements, count, stage)
                 length = block.stop - block.start
