@@ -12,12 +12,13 @@ are medians; times are in seconds.
 
 from common.figures import fit_line, human_bytes, median, plot, table, timed
 from common.places import ROOT, cluster_env, free_ports, quiet_env
-from common.processes import Driver, Team, serve
+from common.processes import Driver, Ended, Team, serve
 from common.report import Report, arguments
 
 __all__ = [
     "ROOT",
     "Driver",
+    "Ended",
     "Report",
     "Team",
     "arguments",

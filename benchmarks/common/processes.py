@@ -18,10 +18,14 @@ from typing import Any
 
 from common.places import cluster_env, quiet_env
 
-__all__ = ["Driver", "Team", "serve"]
+__all__ = ["Driver", "Ended", "Team", "serve"]
 
 # How long one order, or the start of a process, may take, in seconds.
 _PATIENCE = 300.0
+
+
+class Ended(RuntimeError):
+    """A process that should take orders has ended."""
 
 
 class Team:
@@ -48,7 +52,7 @@ class Team:
         for rank in asked:
             text = self._lines[rank].readline()
             if not text:
-                raise RuntimeError(f"Rank {rank} of {self.name} ended. See its output.")
+                raise Ended(f"Rank {rank} of {self.name} ended. See its output.")
             answers.append(json.loads(text))
         return answers
 

@@ -20,6 +20,7 @@ sys.path.insert(0, str(HERE.parent))
 
 from common import (
     Driver,
+    Ended,
     Report,
     Team,
     arguments,
@@ -69,7 +70,8 @@ def start(driver: Driver, name: str, model: str, options: Any) -> Team:
     )
 
 
-def measure(model: str, steps: int, options: Any) -> dict[str, Any]:
+def measure(model: str, steps: int, options: Any) -> tuple[dict[str, Any], list[str]]:
+    """Return each column's answers, and the columns of others that have ended early."""
     names = [
         name
         for name, (mode, _) in COLUMNS.items()
@@ -81,12 +83,21 @@ def measure(model: str, steps: int, options: Any) -> dict[str, Any]:
     answers: dict[str, list[list[dict[str, float]]]] = {name: [] for name in names}
     with Driver() as driver:
         teams = {name: start(driver, name, model, options) for name in names}
-        for team in teams.values():
-            team.order({"steps": 5})
-        for _ in range(rounds):
+        ended = []
+        for turn in range(rounds + 1):
             for name, team in teams.items():
-                answers[name].append(team.order({"steps": steps}))
-    return answers
+                if name in ended:
+                    continue
+                try:
+                    answer = team.order({"steps": steps if turn else 5})
+                except Ended:
+                    if COLUMNS[name][0] in ("plain", "ring"):
+                        raise
+                    ended.append(name)
+                    continue
+                if turn:
+                    answers[name].append(answer)
+    return {name: turns for name, turns in answers.items() if turns}, ended
 
 
 def summary(answers: dict[str, list[list[dict[str, float]]]]) -> list[list[str]]:
@@ -102,7 +113,7 @@ def summary(answers: dict[str, list[list[dict[str, float]]]]) -> list[list[str]]
         ratio = (
             "-"
             if base is None
-            else f"{median(a / b for a, b in zip(total[name], base, strict=True)):.2f}"
+            else f"{median(a / b for a, b in zip(total[name], base, strict=False)):.2f}"
         )
         spread = statistics.quantiles(total[name], n=4) if len(turns) > 1 else [0] * 3
         ranks = [rank for turn in turns for rank in turn]
@@ -146,10 +157,14 @@ def main() -> None:
     )
     for model in options.models:
         steps = 3 if options.quick else MODELS[model]
-        answers = measure(model, steps, options)
+        answers, ended = measure(model, steps, options)
         report.data[model] = answers
         report.add(f"{model}\n")
         report.add(table(HEAD, summary(answers)))
+        for name in ended:
+            report.add(
+                f"{name}: a process crashed; what was measured before counts."
+            )
     report.write()
 
 
