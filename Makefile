@@ -8,7 +8,8 @@
 #   make test-versions  the suite with the oldest and the newest TensorFlow and
 #                 Keras: two more environments, not a part of `make test`
 #   make bench-all-reduce, bench-fit, bench-overlap, bench-wire, bench-growth,
-#   bench-memory-startup, bench-server-throughput
+#   bench-memory-startup, bench-server-throughput, bench-server-steps,
+#   bench-straggler, bench-staleness
 #                 measure one claim: see the folder in benchmarks/
 #   make wheel    sdist and wheel in dist/
 #   make clean    remove everything that was made
@@ -29,7 +30,8 @@ PACKAGING := setup.py pyproject.toml kerasdist/_version.py Makefile
 
 .PHONY: demo test pytest lint types soak wheel clean
 .PHONY: bench-all-reduce bench-fit bench-overlap bench-wire bench-growth
-.PHONY: bench-memory-startup bench-server-throughput
+.PHONY: bench-memory-startup bench-server-throughput bench-server-steps
+.PHONY: bench-straggler bench-staleness
 .PHONY: test-versions test-oldest test-newest
 .DEFAULT_GOAL := test
 
@@ -86,6 +88,15 @@ bench-memory-startup: $(VENV)/.bench
 
 bench-server-throughput: $(VENV)/.bench
 	$(BIN)/python benchmarks/server_throughput/run.py
+
+bench-server-steps: $(VENV)/.bench .venv-legacy/.created
+	$(BIN)/python benchmarks/server_steps/run.py --legacy .venv-legacy/bin/python
+
+bench-straggler: $(VENV)/.bench
+	$(BIN)/python benchmarks/straggler/run.py
+
+bench-staleness: $(VENV)/.bench
+	$(BIN)/python benchmarks/staleness/run.py
 
 wheel: $(VENV)/.test
 	$(BIN)/python -m build

