@@ -162,9 +162,7 @@ def main() -> None:
         report.add(f"{model}\n")
         report.add(table(HEAD, summary(answers)))
         for name in ended:
-            report.add(
-                f"{name}: a process crashed; what was measured before counts."
-            )
+            report.add(f"{name}: a process crashed; what was measured before counts.")
     report.write()
 
 
