@@ -61,7 +61,8 @@ def group(request):
     """One group for all tests of this module that leave it usable."""
     with Group(*request.param) as made:
         # Shared memory grows to its full size now, so that no test is blamed for it.
-        made.run(lambda c: c.all_reduce([np.zeros(LARGEST_BYTES, np.uint8)]))
+        zeros = np.zeros(LARGEST_BYTES, np.uint8)
+        made.run(lambda c: (c.all_reduce([zeros]), c.broadcast([zeros], c.size - 1)))
         yield made
 
 

@@ -308,6 +308,25 @@ def test_the_synchronous_mean_is_that_of_the_ring_bit_by_bit(servers, known):
             np.testing.assert_array_equal(mine, value.astype(g.dtype))
 
 
+@pytest.mark.parametrize("servers", [1, 2])
+@pytest.mark.parametrize("kind", ["tcp", "shared_memory"])
+def test_large_buffers_go_in_several_rounds_at_each_server(kind, servers):
+    elements = 2_500_001  # 10 MB: 5 pieces, or 3 of each half
+    with Servers(2, servers, kind=kind, mode="sync") as job:
+
+        def work(client):
+            mine = np.arange(elements, dtype="float32") * (client.rank + 1)
+            (total,) = client.communicator.all_reduce([mine])
+            return total
+
+        for total in job.run(work):
+            np.testing.assert_array_equal(
+                total, np.arange(elements, dtype="float32") * 3
+            )
+    requests = [job.ends[index]["requests"] for index in range(servers)]
+    assert requests == ([10] if servers == 1 else [6, 6])
+
+
 def test_one_worker_alone_gets_its_own_mean_back():
     settings = ServerSettings(mode="sync")
     arrays = [np.arange(5.0), np.ones((3, 2), "float16")]

@@ -3,8 +3,9 @@
 What goes through the communicators of `kerasdist.collectives` goes through this one:
 the mean of gradients with mode="sync", metrics at the end of an epoch, predictions.
 With "sync" a large buffer is spread over all servers, and each sums its chunk in rank
-order. With "async", where workers may be lost at any moment, one server sums all, so
-that all workers get the result of the same ranks; the others are told who waits.
+order, piece by piece. With "async", where workers may be lost at any moment, one server
+sums all, so that all workers get the result of the same ranks; the others are told who
+waits.
 
 With "async" a lost worker is left out: `ranks` says who took part.
 """
@@ -36,6 +37,15 @@ __all__ = ["ServerCommunicator"]
 
 # What is smaller is summed by one server.
 _LEAST_SPREAD_BYTES = 64 << 10
+# What is larger goes in several rounds. A worker and a server don't send at once, so a
+# round should stay in the processor's caches and in the sockets' buffers.
+_PIECE_BYTES = 2 << 20
+
+
+def _piece(part: slice, rounds: int, number: int) -> slice:
+    """The part of a chunk that goes in one of several rounds."""
+    found = chunk(part.stop - part.start, rounds, number)
+    return slice(part.start + found.start, part.start + found.stop)
 
 
 class ServerCommunicator(Communicator):
@@ -110,14 +120,20 @@ class ServerCommunicator(Communicator):
 
             return make
 
-        builds: list[Any] = [build(part) for part in chunks]
+        rounds = 1
+        if spread:
+            longest = max(part.stop - part.start for part in chunks)
+            rounds = -(-longest * dtype.itemsize // _PIECE_BYTES)
         flat = self._buffers.empty(elements, dtype)
         with client.calling(str(call)):
-            answers = client.request_all([*builds, *self._rest(len(builds), call)])
-            self._note(call, answers)
-            for part, answer in zip(chunks, answers, strict=False):
-                if part.stop > part.start:
-                    flat[part] = answer.arrays[0]
+            for number in range(rounds):
+                pieces = [_piece(part, rounds, number) for part in chunks]
+                builds: list[Any] = [build(piece) for piece in pieces]
+                answers = client.request_all([*builds, *self._rest(len(builds), call)])
+                self._note(call, answers)
+                for piece, answer in zip(pieces, answers, strict=False):
+                    if piece.stop > piece.start:
+                        flat[piece] = answer.arrays[0]
         return flat
 
     def _gather(self, views: list[memoryview], call: Call, deadline: Deadline) -> None:

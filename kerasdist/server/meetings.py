@@ -168,8 +168,11 @@ class Meetings:
         crew, call = self._crew, round.call
         with crew.changed:
             round.result = result
-            for rank in round.ranks:
-                crew.people[rank].met = max(crew.people[rank].met, call.sequence)
+            if self._stores.mode == "async":
+                # With "sync" all come to all, and to each piece of a large buffer,
+                # which is a round of its own with the number of all others.
+                for rank in round.ranks:
+                    crew.people[rank].met = max(crew.people[rank].met, call.sequence)
             self._stores.align(round.ranks)
             self.number = max(self.number, call.sequence)
             round.brought = {}
