@@ -316,3 +316,44 @@ def test_the_launcher_names_who_was_killed_and_leaves_nothing(tmp_path, lost):
         assert f"kerasdist run: {lost} was ended by signal SIGKILL (9)" in err
         assert "; the other workers and servers were ended" in err
         launcher.nothing_runs(within=0.5)
+
+
+@pytest.mark.parametrize("how", ["killed", "raises"])
+def test_the_launcher_lets_an_async_job_go_on_without_a_worker(tmp_path, how):
+    prelude = "mark(f\"pid-{config['task']['type']}-{rank}\", os.getpid())\n"
+    say = """
+        if epoch == 1: mark(f"training-{strategy.rank}")
+        if os.path.exists("lost"):
+            if strategy.rank == 1 and HOW == "raises":
+                raise RuntimeError("my own mistake")
+            self.after = getattr(self, "after", 0) + 1
+            self.model.stop_training = self.after > 3
+""".replace("HOW", repr(how))
+    script = script_of(say).replace('"sync", ', '"async", ')
+    script += "\nmark(f'done-{strategy.rank}')\n"
+    with launcher_in(tmp_path) as launcher:
+        process = launcher.start(
+            *("-n", 3, "--ps", 1, "--log-dir", "logs", "script.py"),
+            script=prelude + script,
+        )
+        launcher.wait_for("training-0", "training-1", "training-2")
+        (pid,) = launcher.pids("pid-worker-1")
+        if how == "killed":
+            os.kill(pid, signal.SIGKILL)
+        (tmp_path / "lost").touch()
+        _, err = process.communicate(timeout=60)
+        assert "kerasdist run: rank 1 was lost: it" in err
+        assert "kerasdist run: the job has finished without rank 1\n" in err
+        if how == "killed":
+            assert process.returncode == 0, err
+        else:
+            assert process.returncode == 1, err
+            assert "rank 1 failed with exit code 1 by itself: this is no success" in err
+            assert "RuntimeError: my own mistake" in err
+        assert (tmp_path / "done-0").exists()
+        assert (tmp_path / "done-2").exists()
+        held = re.search(
+            r" holds ([\d,]+) bytes in ", (tmp_path / "logs/ps-0.log").read_text()
+        )
+        assert held
+        launcher.nothing_runs(within=1.0)
