@@ -34,7 +34,7 @@ from common import (
 PLAYER = str(HERE / "player.py")
 WORKERS = 2
 # Rows of a worker's batch, as in `player.py`; steps of an epoch, a second or so.
-MODELS = {"digits": (32, 600), "mlp": (128, 60)}
+MODELS = {"digits": (32, 400), "mlp": (128, 50)}
 TITLES = {
     "mlp": "MLP of 4 million parameters (784 -> 4 x 1024 -> 10), batch 128 per worker",
     "digits": "digits MLP (64 -> 128 -> 64 -> 10), batch 32 per worker",
