@@ -263,8 +263,3 @@ class ServerProcesses(Workers):
             deadline=deadline,
             handover=False,
         )
-
-    def start_again(self, task: int) -> None:
-        """Starts a task again whose process has ended; its output begins anew."""
-        self._start(task, self.folder / "script.py", None)
-        self.processes[task] = self.processes.pop()

@@ -89,7 +89,8 @@ import kerasdist
 strategy = kerasdist.ParameterServerStrategy(
     "async", timeout=40, startup_timeout=60,
     heartbeat_timeout=float(os.environ.get("HEARTBEAT", "30")),
-    max_staleness=json.loads(os.environ.get("STALENESS", "null")))
+    max_staleness=json.loads(os.environ.get("STALENESS", "null")),
+    snapshot_dir=os.environ.get("SNAPSHOTS"), snapshot_updates=10)
 rank = strategy.rank
 keras.utils.set_random_seed(1)
 rng = np.random.default_rng(0)
@@ -478,3 +479,116 @@ def test_a_lost_server_is_named_in_time(bound, tmp_path):
         assert kind == "ServerLost", worker.output
         assert f"Server 1 ({job.addresses[3]}) was lost" in message
         assert seen - at < 5
+
+
+RESTARTED = """
+class Say(keras.callbacks.Callback):
+    def __init__(self):
+        super().__init__()
+        self.batches = []
+    def on_epoch_begin(self, epoch, logs=None):
+        self.batches.append([])
+    def on_train_batch_begin(self, batch, logs=None):
+        self.batches[-1].append(batch)
+        time.sleep(0.01)
+        if len(self.batches) == 2 and batch > 8:
+            print("training", flush=True)
+
+m = build()
+say, digests = Say(), Digests()
+history = m.fit(
+    x, y, batch_size=20, epochs=5, verbose=0, validation_data=(x[:77], y[:77]),
+    callbacks=[say, digests])
+result([say.batches, digests.found, history.history, m.evaluate(x, y, verbose=0)])
+"""
+
+
+@pytest.mark.parametrize("servers", [1, 2])
+def test_a_server_that_is_started_again_goes_on_from_its_snapshot(servers, tmp_path):
+    script = SCRIPT.replace("BODY", RESTARTED)
+    env = {"SNAPSHOTS": str(tmp_path)}
+    with Workers(
+        script, 2, servers=servers, env=env, deadline=100, handover=False
+    ) as job:
+        for rank in range(2):
+            job.wait_for_line(rank, "training")
+        # The one that deals out the batches.
+        job.kill(2)
+        job.wait_one(2)
+        job.start_again(2)
+        tasks = job.succeed()
+    first, second = (task.result for task in tasks[:2])
+    assert first[1:] == second[1:]
+    for epoch in range(5):
+        # Each batch once, also in the epoch in which the server has forgotten.
+        assert sorted(first[0][epoch] + second[0][epoch]) == list(range(30))
+    names = {"loss", "accuracy", "val_loss", "val_accuracy"}
+    assert set(first[2]) == names
+    assert all(len(first[2][name]) == 5 for name in names)
+    assert "goes on from its snapshot" in tasks[2].output
+    # The job has ended well: nobody will need them.
+    assert list(tmp_path.iterdir()) == []
+
+
+EVALUATING = """
+class Say(keras.callbacks.Callback):
+    def say(self, batch, logs=None):
+        if batch == 2:
+            print(os.environ["DO"], flush=True)
+        wait = batch == 4 and rank == 2
+        time.sleep(60 if wait else 0.01)
+    on_test_batch_begin = on_predict_batch_begin = say
+
+m = build()
+m.fit(x, y, batch_size=20, epochs=1, verbose=0)
+if os.environ["DO"] == "evaluate":
+    found = m.evaluate(x, y, batch_size=32, verbose=0, callbacks=[Say()])
+    right = (m(x, training=False).numpy().argmax(1) == y).mean()
+    np.testing.assert_allclose(found[1], right, rtol=1e-5)
+else:
+    found = m.predict(x, batch_size=32, verbose=0, callbacks=[Say()])
+    np.testing.assert_allclose(
+        found, m(x, training=False).numpy(), rtol=1e-4, atol=1e-4)
+    found = found.tolist()
+# And they go on to train.
+history = m.fit(x, y, batch_size=20, epochs=2, verbose=0)
+result([found, history.history, digest(m)])
+"""
+
+
+@pytest.mark.parametrize("do", ["evaluate", "predict"])
+def test_a_worker_is_lost_while_the_others_evaluate(do):
+    script = SCRIPT.replace("BODY", EVALUATING)
+    with Workers(script, 3, servers=1, env={"DO": do}, deadline=90) as job:
+        for rank in range(3):
+            job.wait_for_line(rank, do)
+        job.kill(2)
+        others = [job.wait_one(rank) for rank in (0, 1, 3)]
+    assert [task.returncode for task in others] == [0, 0, 0], others
+    assert others[0].result == others[1].result
+
+
+def test_a_worker_is_lost_with_its_last_metrics():
+    body = """
+hooks = strategy.extended.keras_hooks
+end_epoch = hooks.end_epoch
+def dies(*args):
+    logs = end_epoch(*args)
+    # The others have met it, and its weights; they sum metrics without it.
+    if rank == 1:
+        os.kill(os.getpid(), 9)
+    return logs
+hooks.end_epoch = dies
+
+m = build()
+digests = Digests()
+history = m.fit(x, y, batch_size=20, epochs=3, verbose=0, callbacks=[digests])
+result([digests.found, history.history])
+"""
+    with Workers(SCRIPT.replace("BODY", body), 3, servers=1, deadline=90) as job:
+        others = [job.wait_one(rank) for rank in (0, 2, 3)]
+    assert [task.returncode for task in others] == [0, 0, 0], others
+    assert others[0].result == others[1].result
+    found, history = others[0].result
+    assert len(found) == 3
+    assert np.isfinite(history["loss"]).all()

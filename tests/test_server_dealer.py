@@ -92,3 +92,23 @@ def test_a_change_is_taken_when_it_is_sent():
             for value, variable in zip(values[:3], variables, strict=False):
                 np.testing.assert_array_equal(value, np.full(variable.shape, 6))
             assert rows == {} or (rows[3].values == 6).all()
+
+
+def test_a_restarted_dealer_goes_on_behind_what_the_workers_have():
+    dealer = Dealer()
+    dealer.resume(1, 3, [0, 2, 3, 7])
+    dealer.resume(1, 3, [1, 5])
+    # 4 and 6 were on their way to somebody: they go to whom they still can.
+    assert [dealer.claim(1, 3, 12, last) for last in (5, 7, 3, 5)] == [6, 8, 4, 9]
+    assert [dealer.claim(1, 3, 12, 9) for _ in range(3)] == [10, 11, -1]
+
+
+def test_after_a_restart_only_the_present_epoch_counts():
+    dealer = Dealer()
+    dealer.resume(1, 2, [40])
+    dealer.resume(1, 3, [1])
+    dealer.resume(1, 2, [50])
+    dealer.resume(2, 1, [])
+    assert [dealer.claim(1, 3, -1, -1) for _ in range(2)] == [0, 2]
+    assert dealer.claim(1, 4, -1, -1) == 0
+    assert dealer.claim(2, 1, -1, -1) == 0

@@ -313,6 +313,7 @@ class Workers:
             else:
                 path = self.folder / "script.py"
                 path.write_text(text, encoding="utf-8")
+            self._path = path
             if self._handover:
                 for host in self._hosts:
                     listeners.append(socket.create_server((host, 0), backlog=128))
@@ -445,6 +446,14 @@ class Workers:
     def kill(self, rank: int, signum: int = signal.SIGKILL) -> None:
         """Sends a signal to one worker (not to its children)."""
         self.processes[rank].send_signal(signum)
+
+    def start_again(self, task: int) -> None:
+        """Starts a task again whose process has ended; its output begins anew.
+
+        The job must have been started with `handover=False`.
+        """
+        self._start(task, self._path, None)
+        self.processes[task] = self.processes.pop()
 
     def report(self) -> str:
         """Every worker's state and the end of its output."""

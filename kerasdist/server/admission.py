@@ -196,6 +196,8 @@ class Admission:
         person.clock = max([known.clock, *clocks.values()])
         person.returned = True
         self._desk.stores.return_at(person.rank, clocks)
+        for dataset, (epoch, numbers) in _claims(resume).items():
+            self._desk.dealer.resume(dataset, epoch, numbers)
         self._desk.crew.enter(person, "returned")
 
     def _join(self, known: Person, person: Person, met: Any) -> None:
@@ -273,5 +275,16 @@ def _clocks(resume: Any) -> dict[int, int]:
     value = resume.get("clocks") if isinstance(resume, dict) else None
     try:
         return {int(k): int(v) for k, v in dict(value or {}).items()}
+    except (TypeError, ValueError):
+        return {}
+
+
+def _claims(resume: Any) -> dict[int, tuple[int, list[int]]]:
+    value = resume.get("claims") if isinstance(resume, dict) else None
+    try:
+        return {
+            int(dataset): (int(epoch), [int(n) for n in numbers])
+            for dataset, (epoch, numbers) in dict(value or {}).items()
+        }
     except (TypeError, ValueError):
         return {}

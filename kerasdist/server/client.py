@@ -24,6 +24,7 @@ from kerasdist.collectives.ops import Array
 from kerasdist.server.channel import Message
 from kerasdist.server.communicator import ServerCommunicator
 from kerasdist.server.crew import Event
+from kerasdist.server.dealer import REMEMBERED
 from kerasdist.server.desk import Farewell
 from kerasdist.server.layout import Layout, Variable
 from kerasdist.server.link import Build, Job, Link, Roster
@@ -85,6 +86,8 @@ class ServerClient(Job):
         self._closed = False
         self._met = 0
         self._step = 0
+        # By dataset: the epoch, and what this worker has claimed last in it.
+        self._claims: dict[int, tuple[int, tuple[int, ...]]] = {}
         self._calls = threading.RLock()
         self._watch: Watch | None = None
         self._pool: ThreadPoolExecutor | None = None
@@ -195,7 +198,12 @@ class ServerClient(Job):
             others: list[Build | None] = [None] * (self.servers - 1)
             answer = self.request_all([lambda _: request, *others])[0]
             number = int(answer.meta["number"])
-        return None if number < 0 else number
+            if number < 0:
+                return None
+            present, before = self._claims.get(dataset, (epoch, ()))
+            kept = before[1 - REMEMBERED :] if present == epoch else ()
+            self._claims[dataset] = epoch, (*kept, number)
+        return number
 
     def stats(self) -> list[dict[str, Any]]:
         """What each server knows of its tables and workers.
@@ -323,7 +331,9 @@ class ServerClient(Job):
     def resume(self) -> dict[str, Any]:
         """See `Job.resume`."""
         clocks = {str(table.number): table.clock for table in self.tables}
-        return {"met": self._met, "clocks": clocks}
+        # Not the dictionary itself: another thread may claim from another server.
+        claims = {str(d): [e, list(n)] for d, (e, n) in dict(self._claims).items()}
+        return {"met": self._met, "clocks": clocks, "claims": claims}
 
     def await_failure(self, seconds: float) -> errors.CollectiveError | None:
         """See `Job.await_failure`."""

@@ -107,6 +107,7 @@ class Desk:
         servers: As given.
         settings: As given.
         crew: The workers.
+        dealer: The numbers that are dealt out.
         stores: The tables.
         meetings: The collectives.
         keeper: Keeps snapshots; None without.
@@ -134,7 +135,7 @@ class Desk:
         self._timeouts = timeouts
         self._on_split = on_split
         self._requests = 0
-        self._dealer = Dealer()
+        self.dealer = Dealer()
         self.crew = Crew(size, settings.mode)
         self.stores = Stores(server, servers, settings, self.crew, on_table)
         first = server == 0 or settings.mode == "sync"
@@ -240,7 +241,8 @@ class Desk:
             return Message(FrameType.REPLY, call, self.stats(), ())
         if do == "claim":
             names = ("dataset", "epoch", "limit", "last")
-            claimed = self._dealer.claim(*[_whole(meta, name) for name in names])
+            self._await_claims(deadline)
+            claimed = self.dealer.claim(*[_whole(meta, name) for name in names])
             return Message(FrameType.REPLY, call, {"number": claimed}, ())
         if do == "split":
             loads = loads_from_json(meta.get("loads"), self.servers)
@@ -272,6 +274,23 @@ class Desk:
         else:
             raise errors.ProtocolError(f"Unknown request. Received: do={do!r}.")
         return Message(FrameType.REPLY, call, answer, parts)
+
+    def _await_claims(self, deadline: Deadline) -> None:
+        """After a restart all say what they have claimed before anybody gets more.
+
+        Who doesn't come in time may be training on a batch that another one gets too.
+        """
+        if not self.resumed:
+            return
+        crew = self.crew
+        with crew.changed:
+            crew.changed.wait_for(
+                lambda: (
+                    crew.failure is not None
+                    or all(person.state != "away" for person in crew.people)
+                ),
+                min(deadline.remaining(), _RETURN_SECONDS),
+            )
 
     def stats(self) -> dict[str, Any]:
         """What is known of this server, as a JSON object."""
@@ -309,6 +328,8 @@ class Desk:
             return crew.failure is None and crew.over and "finished" in states
 
 
+# How long claims wait for workers to come back after a restart.
+_RETURN_SECONDS = 10.0
 # How long a worker that is told of a failure may take to hear it.
 _LAST_SECONDS = 5.0
 
