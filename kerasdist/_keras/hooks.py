@@ -116,14 +116,25 @@ class KerasHooks(Protocol):
     def together(self) -> contextlib.AbstractContextManager[None]:
         """A step of an evaluation or prediction stands inside."""
 
-    def updated(self, optimizer: Any, variables: Sequence[Any]) -> None:
-        """An optimizer has updated variables, in replica context."""
+    def updated(
+        self, optimizer: Any, variables: Sequence[Any], touched: Sequence[Any]
+    ) -> None:
+        """An optimizer has updated variables, in replica context.
+
+        `touched` has for each of them indices of all rows that may have changed, or
+        None if they aren't known.
+        """
 
     def has_own_state(self) -> bool:
         """Whether all but weights may differ between workers; all workers ask."""
 
-    def begin_fit(self, variables: Sequence[Any], optimizer: Any) -> None:
-        """All workers are about to train these variables with this optimizer."""
+    def begin_fit(
+        self, variables: Sequence[Any], optimizer: Any, sparse: Sequence[bool]
+    ) -> None:
+        """All workers are about to train these variables with this optimizer.
+
+        `sparse` says of each whether few of its rows change in a step.
+        """
 
     def evaluate(self, call: Callable[[bool], Any], forget: Callable[[], None]) -> Any:
         """Evaluate or predict on all workers.

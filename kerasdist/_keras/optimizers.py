@@ -26,6 +26,7 @@ from keras.src.optimizers.schedules import learning_rate_schedule
 from kerasdist import _tf
 from kerasdist._keras.hooks import current_hooks, dealing_hooks
 from kerasdist._keras.step import current, setting
+from kerasdist._keras.touched import touched_rows
 
 __all__ = [
     "accumulate",
@@ -67,8 +68,9 @@ def apply(
         grads = [None if g is None else _weighted(g, weight) for g in grads]
     with setting(reduced=True, window=window, scale=scale):
         result = original(optimizer, grads, trainable_variables)
-    if hooks.deals:
-        hooks.updated(inner, trainable_variables or inner._trainable_variables)
+    if hooks.deals and grads:
+        updated = trainable_variables or inner._trainable_variables
+        hooks.updated(inner, updated, touched_rows(inner, grads, updated))
     return result
 
 

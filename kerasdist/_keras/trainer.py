@@ -17,6 +17,7 @@ from kerasdist._keras.hooks import KerasHooks, current_hooks, dealing_hooks, hoo
 from kerasdist._keras.items import closing_readers
 from kerasdist._keras.optimizers import open_window, own_accumulators
 from kerasdist._keras.step import current, setting
+from kerasdist._keras.touched import embedding_tables, moves_all_rows
 
 __all__ = [
     "begin_training",
@@ -230,9 +231,12 @@ def begin_training(
         if current.fitting:
             hooks.check_state(*_state(trainer, only_weights=hooks.has_own_state()))
             optimizer = trainer.optimizer
+            weights = trainer.trainable_weights
+            tables = embedding_tables(trainer)
             hooks.begin_fit(
-                [v.value for v in trainer.trainable_weights],
+                [v.value for v in weights],
                 getattr(optimizer, "inner_optimizer", optimizer),
+                [id(v) in tables and not moves_all_rows(optimizer, v) for v in weights],
             )
             if hooks.rank == 0 and current.fitting > 1:
                 io_utils.print_msg(_start_line(hooks, trainer))

@@ -73,28 +73,35 @@ class AsyncHooks(SynchronousHooks):
         """See `KerasHooks.apart`."""
         return self._extended.apart()
 
-    def updated(self, optimizer: Any, variables: Sequence[Any]) -> None:
+    def updated(
+        self, optimizer: Any, variables: Sequence[Any], touched: Sequence[Any]
+    ) -> None:
         """See `KerasHooks.updated`."""
         extended = self._extended
         values = [getattr(variable, "value", variable) for variable in variables]
         window = getattr(optimizer, "gradient_accumulation_steps", None)
         iterations = optimizer._iterations.value if window else None
+        known = [indices for indices in touched if indices is not None]
 
-        def exchange() -> Any:
-            extended.shared.exchange(values)
-            return tf.constant(0)
+        def merge(_: Any, *known: Any) -> Any:
+            local = iter([extended.local(indices)[0] for indices in known])
+            own = [None if indices is None else next(local) for indices in touched]
 
-        def merge(_: Any) -> Any:
+            def exchange() -> Any:
+                extended.shared.exchange(values, own)
+                return tf.constant(0)
+
             if iterations is None:
                 return exchange()
-            own = extended.local(iterations)[0]
-            ended = tf.equal(own % tf.cast(window, own.dtype), 0)
+            count = extended.local(iterations)[0]
+            ended = tf.equal(count % tf.cast(window, count.dtype), 0)
             return tf.cond(ended, exchange, lambda: tf.constant(0))
 
         if len(extended.worker_devices) == 1:
-            merge(None)
+            merge(None, *known)
         else:
-            tf.distribute.get_replica_context().merge_call(merge)
+            replica = tf.distribute.get_replica_context()
+            replica.merge_call(merge, args=tuple(known))
 
     def replica(self) -> int:
         """See `KerasHooks.replica`: each worker has streams of its own."""
@@ -125,9 +132,11 @@ class AsyncHooks(SynchronousHooks):
         self.settle()
         return self.any_of(self._datasets > 1 or self._extended.shared.has_begun)
 
-    def begin_fit(self, variables: Sequence[Any], optimizer: Any) -> None:
+    def begin_fit(
+        self, variables: Sequence[Any], optimizer: Any, sparse: Sequence[bool]
+    ) -> None:
         """See `KerasHooks.begin_fit`."""
-        self._extended.shared.share(variables, optimizer)
+        self._extended.shared.share(variables, optimizer, sparse)
 
     def steps_of(self, optimizer: Any) -> Any | None:
         """See `DealingHooks.steps_of`."""

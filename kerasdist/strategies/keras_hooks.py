@@ -196,14 +196,18 @@ class SynchronousHooks:
         """See `KerasHooks.together`."""
         return contextlib.nullcontext()
 
-    def updated(self, optimizer: Any, variables: Sequence[Any]) -> None:
+    def updated(
+        self, optimizer: Any, variables: Sequence[Any], touched: Sequence[Any]
+    ) -> None:
         """See `KerasHooks.updated`."""
 
     def has_own_state(self) -> bool:
         """See `KerasHooks.has_own_state`."""
         return False
 
-    def begin_fit(self, variables: Sequence[Any], optimizer: Any) -> None:
+    def begin_fit(
+        self, variables: Sequence[Any], optimizer: Any, sparse: Sequence[bool]
+    ) -> None:
         """See `KerasHooks.begin_fit`."""
 
     def evaluate(self, call: Callable[[bool], Any], forget: Callable[[], None]) -> Any:

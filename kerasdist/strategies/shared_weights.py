@@ -10,6 +10,8 @@ That is one operation at the end of `Optimizer.apply`, in whatever graph that ru
 once per window of gradient accumulation. So any optimizer works, with clipping, decay
 and averages: it is this worker's own, and so is its state.
 
+Of embeddings only rows travel (`strategies.shared_rows`).
+
 At ends of epochs all workers meet, when all changes are in T, and take T. What changes
 the weights between two epochs isn't a step, which N workers would push N times: then
 all take rank 0's (`rebase`).
@@ -18,7 +20,7 @@ all take rank 0's (`rebase`).
 from __future__ import annotations
 
 import collections
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -27,7 +29,8 @@ import tensorflow as tf
 from kerasdist import _tf
 from kerasdist.collectives.buffers import Buffers
 from kerasdist.collectives.ops import Array
-from kerasdist.server import Change, Pulled, Variable
+from kerasdist.server import Change, Pulled, Rows, Variable
+from kerasdist.strategies.shared_rows import SharedRows
 
 if TYPE_CHECKING:
     from kerasdist.strategies.asynchronous import AsyncExtended
@@ -36,6 +39,8 @@ __all__ = ["SharedTables", "SharedWeights"]
 
 # TensorFlow takes over without copying what is aligned so.
 _ALIGNMENT = 64
+# Of what is smaller all rows travel: a message isn't shorter for it.
+_LEAST_SPARSE_BYTES = 64 << 10
 
 
 class SharedWeights:
@@ -46,42 +51,98 @@ class SharedWeights:
     Args:
         extended: The strategy's extended object.
         variables: Trainable variables, of float dtypes.
+        sparse: For each of them whether few of its rows change in a step; the same on
+            all workers.
     """
 
-    def __init__(self, extended: AsyncExtended, variables: Sequence[Any]) -> None:
+    def __init__(
+        self,
+        extended: AsyncExtended,
+        variables: Sequence[Any],
+        sparse: Sequence[bool],
+    ) -> None:
         strategy = extended._container_strategy()
         self._extended = extended
         self._copies = [strategy.experimental_local_results(v) for v in variables]
         # They are known by their ids: so they must live.
         self._variables = list(variables)
         self.keys = [_key(variable) for variable in variables]
-        self._base = [np.array(parts[0]) for parts in self._copies]
-        self.table = extended.job.client.open_table(
-            [
-                Variable(name=v.name, shape=tuple(v.shape), dtype=v.dtype.name)
-                for v in variables
-            ],
-            self._base,
-        )
+        own = [np.asarray(parts[0]) for parts in self._copies]
+        held = [
+            Variable(
+                name=v.name,
+                shape=tuple(v.shape),
+                dtype=v.dtype.name,
+                sparse=few and array.ndim > 0 and array.nbytes >= _LEAST_SPARSE_BYTES,
+            )
+            for v, array, few in zip(variables, own, sparse, strict=True)
+        ]
+        self._base = {
+            index: np.array(array)
+            for index, (array, variable) in enumerate(zip(own, held, strict=True))
+            if not variable.sparse
+        }
+        self.table = extended.job.client.open_table(held, own)
+        del own  # the variables' memory: who holds it lets them be copied
+        first, self.table.initial = self.table.initial, []
+        self._rows = {
+            index: SharedRows(self._copies[index], first[index], variable.held)
+            for index, variable in enumerate(held)
+            if variable.sparse
+        }
+        # Rows that nobody changes from now on won't come.
+        for part in self._rows.values():
+            part.restore()
         self._buffers = Buffers()
         self._places: list[tuple[int, int]] = []
         end = 0
-        for array in self._base:
+        for base in self._base.values():
             start = -(-end // _ALIGNMENT) * _ALIGNMENT
-            end = start + array.nbytes
+            end = start + base.nbytes
             self._places.append((start, end))
         # Whether something was pushed, or read, since all workers had the same.
         self.dirty = False
 
-    def exchange(self) -> None:
-        """Push what has changed, and take what the servers hold; in any context."""
+    def exchange(self, touched: Mapping[int, Any]) -> None:
+        """Push what has changed, and take what the servers hold; in any context.
+
+        Args:
+            touched: By the key of a variable the indices of its rows that may have
+                changed; those of other variables aren't known.
+        """
         extended = self._extended
         with tf.device(_tf.host_of(extended.worker_devices[0])):
-            values = [tf.convert_to_tensor(c[0].read_value()) for c in self._copies]
-        shapes = [value.shape for value in values]
+            values = [
+                tf.convert_to_tensor(self._copies[index][0].read_value())
+                for index in self._base
+            ]
+            rows = [
+                [tf.identity(t) for t in part.read(touched.get(self.keys[index]))]
+                for index, part in self._rows.items()
+            ]
+        sparse = [self._copies[index][0] for index in self._rows]
         dtypes = [value.dtype for value in values]
+        shapes = [value.shape for value in values]
+        for variable in sparse:
+            dtypes += [tf.int64, variable.dtype]
+            shapes += [
+                tf.TensorShape([None]),
+                tf.TensorShape([None, *variable.shape[1:]]),
+            ]
+
+        def push(*arrays: Array) -> list[Any]:
+            self.dirty = True
+            rest = iter(arrays[len(values) :])
+            some = [[next(rest) for _ in tensors] for tensors in rows]
+            changes = self._changes(arrays[: len(values)], some)
+            taken = self._take(self.table.push_pull(changes))
+            return [*taken, np.int64(self.table.updates)]
+
         *results, updates = extended.ops.call(
-            self._push, values, [*dtypes, tf.int64], [*shapes, tf.TensorShape([])]
+            push,
+            [*values, *(tensor for tensors in rows for tensor in tensors)],
+            [*dtypes, tf.int64],
+            [*shapes, tf.TensorShape([])],
         )
         self._assign(results)
         extended.shared.note_updates(self, updates)
@@ -89,27 +150,37 @@ class SharedWeights:
     def changed(self) -> bool:
         """Whether something but a step has changed the weights."""
         return any(
-            not np.array_equal(np.asarray(parts[0]), base)
-            for parts, base in zip(self._copies, self._base, strict=True)
-        )
+            not np.array_equal(np.asarray(self._copies[index][0]), base)
+            for index, base in self._base.items()
+        ) or any(part.differing().size for part in self._rows.values())
 
     def push(self) -> None:
-        """Push this worker's change, and take nothing."""
-        self.table.push_pull(self._changes([np.asarray(c[0]) for c in self._copies]))
+        """Push this worker's change; what is received isn't assigned."""
+        changes = self._changes(
+            [np.asarray(self._copies[index][0]) for index in self._base],
+            [[np.asarray(self._copies[index][0])] for index in self._rows],
+        )
+        self._take(self.table.push_pull(changes))
 
     def pull(self) -> None:
         """Take what the servers hold."""
         self._assign([tf.convert_to_tensor(v) for v in self._take(self.table.pull())])
+        for part in self._rows.values():
+            part.restore()
         self._extended.shared.note_updates(self, self.table.updates)
         self.dirty = False
 
-    def _push(self, *values: Array) -> list[Any]:
-        self.dirty = True
-        taken = self._take(self.table.push_pull(self._changes(values)))
-        return [*taken, np.int64(self.table.updates)]
-
-    def _changes(self, values: Sequence[Array]) -> list[Change]:
-        return [Change(v, b) for v, b in zip(values, self._base, strict=True)]
+    def _changes(
+        self, values: Sequence[Array], rows: Sequence[Sequence[Array]]
+    ) -> list[Change | Rows]:
+        """In the order of the table's variables."""
+        found: dict[int, Change | Rows] = {
+            index: Change(value, base)
+            for (index, base), value in zip(self._base.items(), values, strict=True)
+        }
+        for (index, part), arrays in zip(self._rows.items(), rows, strict=True):
+            found[index] = part.change(arrays)
+        return [found[index] for index in range(len(self.keys))]
 
     def _take(self, pulled: Pulled) -> list[Array]:
         """Copy what was received: into the base, and into what TensorFlow gets.
@@ -119,21 +190,28 @@ class SharedWeights:
         end = self._places[-1][1] if self._places else 0
         memory = self._buffers.empty(end, np.dtype(np.uint8))
         taken = []
-        for value, base, (start, stop) in zip(
-            pulled.values, self._base, self._places, strict=True
+        for (index, base), (start, stop) in zip(
+            self._base.items(), self._places, strict=True
         ):
+            value = pulled.values[index]
             if value is None:
                 raise TypeError("A dense variable was received as rows.")
             np.copyto(base, value)
             out = memory[start:stop].view(base.dtype).reshape(base.shape)
             np.copyto(out, value)
             taken.append(out)
+        for index, part in self._rows.items():
+            taken += part.take(pulled.rows[index])
         return taken
 
     def _assign(self, values: Sequence[Any]) -> None:
-        for parts, value in zip(self._copies, values, strict=True):
-            for part in parts:
+        rest = iter(values)
+        for index in self._base:
+            value = next(rest)
+            for part in self._copies[index]:
                 part.assign(value)
+        for part in self._rows.values():
+            part.assign(next(rest), next(rest))
 
 
 class SharedTables:
@@ -167,10 +245,12 @@ class SharedTables:
             counts.update(weights.table.observed)
         return dict(sorted(counts.items()))
 
-    def share(self, variables: Sequence[Any], optimizer: Any) -> None:
+    def share(
+        self, variables: Sequence[Any], optimizer: Any, sparse: Sequence[bool]
+    ) -> None:
         """Train these variables together from now on; all workers call it alike."""
         self._own = []
-        self._agreed = self._table(variables) if variables else None
+        self._agreed = self._table(variables, sparse) if variables else None
         self.rebase()
         if self._agreed is None:
             return
@@ -201,17 +281,28 @@ class SharedTables:
         own = tf.convert_to_tensor(optimizer.iterations)
         return steps + tf.cast(own, tf.int64) % _window(optimizer)
 
-    def exchange(self, variables: Sequence[Any]) -> None:
-        """At the end of a step that has updated these variables."""
-        keys = {_key(variable) for variable in variables}
+    def exchange(self, variables: Sequence[Any], touched: Sequence[Any]) -> None:
+        """At the end of a step that has updated these variables.
+
+        Args:
+            variables: The variables.
+            touched: For each of them indices of all rows that the step may have
+                changed, or None if they aren't known.
+        """
+        keys = [_key(variable) for variable in variables]
+        known = {
+            key: indices
+            for key, indices in zip(keys, touched, strict=True)
+            if indices is not None
+        }
         for weights in self._in_use:
-            if keys <= set(weights.keys):
-                weights.exchange()
+            if set(keys) <= set(weights.keys):
+                weights.exchange(known)
                 return
         with tf.init_scope():
-            weights = self._table(variables)
+            weights = self._table(variables, [key in known for key in keys])
         self._own.append(weights)
-        weights.exchange()
+        weights.exchange(known)
 
     def rebase(self) -> None:
         """Take rank 0's weights if some have changed since all workers had the same.
@@ -246,12 +337,12 @@ class SharedTables:
         """Whether this worker has taken a step since all had the same weights."""
         return any(weights.dirty for weights in self._in_use)
 
-    def _table(self, variables: Sequence[Any]) -> SharedWeights:
+    def _table(self, variables: Sequence[Any], sparse: Sequence[bool]) -> SharedWeights:
         keys = [_key(variable) for variable in variables]
         for weights in self._all:
             if weights.keys == keys:
                 return weights
-        weights = SharedWeights(self._extended, variables)
+        weights = SharedWeights(self._extended, variables, sparse)
         self._all.append(weights)
         return weights
 

@@ -1,0 +1,92 @@
+"""Which rows of a table an optimizer moves in a step.
+
+The gradient of an embedding is IndexedSlices: some of its rows. What Keras's optimizers
+make of them differs:
+
+    the given rows    a row without a gradient stays as it is, to the bit: SGD, RMSprop,
+                      Adagrad, Adadelta, Adafactor
+    some rows         momentum moves a row for long after its last gradient: Adam and
+                      all others; also what accumulates gradients or takes averages
+    all rows          weight decay
+
+Whoever wants to know which rows have changed may take the slices' indices in the first
+case; in the second one has to look.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+from keras.src import optimizers
+
+__all__ = ["embedding_tables", "moves_all_rows", "touched_rows"]
+
+# Without momentum, their steps are a product with the gradient.
+_FOLLOW_GRADIENTS = (
+    optimizers.Adadelta,
+    optimizers.Adafactor,
+    optimizers.Adagrad,
+    optimizers.RMSprop,
+    optimizers.SGD,
+)
+
+
+def touched_rows(
+    optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any]
+) -> list[Any | None]:
+    """For each variable indices of all rows that a step moves; None: not known.
+
+    Args:
+        optimizer: The optimizer, not one around it.
+        gradients: What it's given: tensors, IndexedSlices or None.
+        variables: One for each gradient.
+
+    Returns:
+        Integer tensors of shape `(n,)`, with repetitions; or None.
+    """
+    return [
+        gradient.indices
+        if isinstance(gradient, tf.IndexedSlices) and _follows(optimizer, variable)
+        else None
+        for gradient, variable in zip(gradients, variables, strict=True)
+    ]
+
+
+def moves_all_rows(optimizer: Any, variable: Any) -> bool:
+    """Whether an optimizer, or None, moves all rows of a variable in every step."""
+    optimizer = getattr(optimizer, "inner_optimizer", optimizer)
+    if not getattr(optimizer, "weight_decay", None):
+        return False
+    return bool(optimizer._use_weight_decay(variable.value))
+
+
+def embedding_tables(trainer: Any) -> set[int]:
+    """The ids of the Keras variables in which a model's Embedding layers look up rows.
+
+    Not of those that are multiplied with as a whole, too: all of their rows get
+    gradients.
+    """
+    return {
+        id(variable)
+        for layer in trainer._flatten_layers()
+        if isinstance(layer, keras.layers.Embedding)
+        and not getattr(layer, "tie_weights", False)
+        for variable in layer._trainable_variables
+    }
+
+
+def _follows(optimizer: Any, variable: Any) -> bool:
+    """Whether rows without a gradient stay as they are."""
+    return (
+        # Not an instance of another class, which may do anything.
+        type(optimizer) in _FOLLOW_GRADIENTS
+        and not getattr(optimizer, "momentum", 0)
+        and not optimizer.weight_decay
+        and not optimizer.gradient_accumulation_steps
+        and not (optimizer.use_ema and optimizer.ema_overwrite_frequency)
+        and getattr(variable, "constraint", None) is None
+        and not getattr(variable, "overwrite_with_gradient", False)
+    )

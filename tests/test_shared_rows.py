@@ -1,0 +1,331 @@
+"""Embeddings with ParameterServerStrategy(mode="async"): only touched rows travel."""
+
+from __future__ import annotations
+
+import keras
+import ml_dtypes
+import numpy as np
+import pytest
+
+import kerasdist
+from kerasdist.strategies.shared_rows import rows_that_differ
+from workers import Workers
+
+pytestmark = pytest.mark.timeout(150)
+
+# Which rows differ.
+
+
+@pytest.mark.parametrize("dtype", ["float16", ml_dtypes.bfloat16, "float32", "float64"])
+@pytest.mark.parametrize("shape", [(20_000, 7), (5,), (9, 2, 3), (4, 0), (0, 3)])
+def test_rows_that_differ(dtype, shape):
+    rng = np.random.default_rng(0)
+    base = rng.normal(size=shape).astype(dtype)
+    value = base.copy()
+    assert rows_that_differ(value, base).tolist() == []
+    if not base.size:
+        return
+    changed = sorted({0, 3, shape[0] - 1})
+    for row in changed:
+        value[row] += np.asarray(1, dtype)
+    assert rows_that_differ(value, base).tolist() == changed
+
+
+def test_what_is_not_a_number_differs_once():
+    base = np.zeros((4, 3), "float32")
+    value = base.copy()
+    value[2, 1] = np.nan
+    assert rows_that_differ(value, base).tolist() == [2]
+    assert rows_that_differ(value, value.copy()).tolist() == []
+
+
+# One worker is plain Keras.
+
+ROWS = 3000
+
+
+def recommender(table=None, **more):
+    """Users and items in one table, used twice; and a smaller one."""
+    users, items = keras.Input((), dtype="int32"), keras.Input((), dtype="int32")
+    shared = keras.layers.Embedding(ROWS, 16, **more)
+    own = keras.layers.Embedding(50, 4)
+    both = keras.layers.Concatenate()([shared(users), shared(items), own(users % 50)])
+    return keras.Model([users, items], keras.layers.Dense(1)(both))
+
+
+o = keras.optimizers
+OPTIMIZERS = {
+    "sgd": lambda: o.SGD(0.1),
+    "momentum": lambda: o.SGD(0.1, momentum=0.9),
+    "adam": lambda: o.Adam(0.01),
+    "decay": lambda: o.AdamW(0.01, weight_decay=0.1),
+    "adagrad": lambda: o.Adagrad(0.1),
+    "clipping": lambda: o.SGD(0.1, global_clipnorm=0.1),
+    "accumulation": lambda: o.SGD(0.1, gradient_accumulation_steps=3),
+    "average": lambda: o.SGD(
+        0.1, use_ema=True, ema_momentum=0.8, ema_overwrite_frequency=3
+    ),
+    "loss_scale": lambda: o.LossScaleOptimizer(o.SGD(0.1)),
+    "constraint": lambda: o.SGD(0.1),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_one_worker_is_plain_keras(name, tmp_path):
+    rng = np.random.default_rng(0)
+    x = list(rng.integers(0, ROWS, size=(2, 51)).astype("int32"))
+    y = rng.normal(size=51).astype("float32")
+    more = {}
+    if name == "constraint":
+        more["embeddings_constraint"] = keras.constraints.MaxNorm(0.1, axis=1)
+
+    def train():
+        keras.utils.set_random_seed(1)
+        model = recommender(**more)
+        model.compile(OPTIMIZERS[name](), "mse")
+        history = model.fit(x, y, batch_size=16, epochs=3, shuffle=False, verbose=0)
+        return [*model.get_weights(), np.asarray(history.history["loss"])]
+
+    plain = train()
+    strategy = kerasdist.ParameterServerStrategy("async", snapshot_dir=str(tmp_path))
+    with strategy.scope():
+        ours = train()
+    (table,) = strategy.extended.job.client.tables
+    sparse = [variable.sparse for variable in table.layout.variables]
+    strategy.close()
+    # Weight decay moves all rows, and the second table is too small to be worth it.
+    assert sparse == [name != "decay", False, False, False]
+    for a, b in zip(ours, plain, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+# Several workers.
+
+SCRIPT = """
+import hashlib, json, os, sys
+import keras
+import numpy as np
+import tensorflow as tf
+import kerasdist
+
+replicas = int(os.environ.get("REPLICAS", "1"))
+tf.config.set_logical_device_configuration(
+    tf.config.list_physical_devices("CPU")[0],
+    [tf.config.LogicalDeviceConfiguration()] * replicas)
+strategy = kerasdist.ParameterServerStrategy(
+    "async", timeout=40, startup_timeout=60,
+    devices=[f"CPU:{i}" for i in range(replicas)],
+    max_staleness=json.loads(os.environ.get("STALENESS", "null")))
+rank, client = strategy.rank, strategy.extended.job.client
+keras.utils.set_random_seed(1)
+rng = np.random.default_rng(0)
+
+class Counts(keras.Model):
+    \"\"\"Adds 1 to a row of its table for each time that it's looked up.\"\"\"
+    def __init__(self, rows=4000, elements=8, constraint=None):
+        super().__init__()
+        self.table = keras.layers.Embedding(
+            rows, elements, embeddings_initializer="zeros",
+            embeddings_constraint=constraint)
+    def call(self, x):
+        return tf.reduce_sum(self.table(x), axis=-1)
+    def train_step(self, data):
+        (data,) = tf.nest.flatten(data)
+        with tf.GradientTape() as tape:
+            # The mean over the batch's rows, as all losses are.
+            loss = -tf.reduce_sum(self(data)) / tf.cast(tf.shape(data)[0], tf.float32)
+        weights = self.trainable_weights
+        self.optimizer.apply(tape.gradient(loss, weights), weights)
+        return {}
+
+def build(make, optimizer):
+    with strategy.scope():
+        m = make()
+        m.compile(optimizer())
+        m(np.zeros(1, "int32"))
+    return m
+
+def digest(m):
+    return hashlib.sha256(b"".join(w.tobytes() for w in m.get_weights())).hexdigest()
+
+class Digests(keras.callbacks.Callback):
+    def __init__(self):
+        super().__init__()
+        self.found = []
+    def on_epoch_end(self, epoch, logs=None):
+        self.found.append(digest(self.model))
+
+def result(value):
+    print("RESULT", json.dumps(value), flush=True)
+
+BODY
+strategy.close()
+"""
+
+
+def run(body, size=2, servers=2, **env):
+    script = SCRIPT.replace("BODY", body)
+    with Workers(script, size, servers=servers, env=env, deadline=120) as job:
+        return [worker.result for worker in job.succeed()[:size]]
+
+
+COUNTING = """
+constraint = json.loads(os.environ.get("CONSTRAINT", "null"))
+m = build(lambda: Counts(constraint=constraint), lambda: keras.optimizers.SGD(32.0))
+x = rng.integers(0, 4000, size=640).astype("int32") // 3
+digests = Digests()
+m.fit(x, batch_size=32, epochs=3, verbose=0, callbacks=[digests])
+expected = np.bincount(x, minlength=4000)[:, None] * np.full(8, 3.0)
+(table,) = client.tables
+result([digests.found, table.layout.variables[0].sparse,
+        float(np.abs(m.get_weights()[0] - expected).max())])
+"""
+
+
+@pytest.mark.parametrize(
+    ("size", "env"),
+    [
+        (2, {"STALENESS": "0"}),
+        (3, {"STALENESS": "2"}),
+        (2, {}),
+        (2, {"REPLICAS": "2"}),
+        (2, {"CONSTRAINT": '"non_neg"'}),
+        (2, {"CONSTRAINT": '"non_neg"', "REPLICAS": "2"}),
+    ],
+    ids=["in_step", "bounded", "free", "two_replicas", "compared", "compared_two"],
+)
+def test_no_change_of_any_worker_is_missing_or_there_twice(size, env):
+    """Steps of 1 and sums of whole numbers: all of them are exact."""
+    results = run(COUNTING, size, **env)
+    for digests, sparse, error in results:
+        assert digests == results[0][0]
+        assert len(set(digests)) == 3
+        assert sparse
+        assert error == 0
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        "keras.optimizers.Adam(0.01)",
+        "keras.optimizers.RMSprop(0.01)",
+        "keras.optimizers.SGD(0.1, momentum=0.9)",
+        "keras.optimizers.Adam(0.01, gradient_accumulation_steps=3)",
+        "keras.optimizers.LossScaleOptimizer(keras.optimizers.Adagrad(0.1))",
+    ],
+)
+def test_workers_learn_and_agree_after_each_epoch(optimizer):
+    """Does a user like an item? By the products of what was learned of both."""
+    body = f"""
+def make():
+    users = keras.Input((), dtype="int32")
+    items = keras.Input((), dtype="int32")
+    table = keras.layers.Embedding(4000, 8)
+    product = keras.layers.Dot(axes=1)([table(users), table(items)])
+    return keras.Model([users, items], keras.layers.Dense(1)(product))
+with strategy.scope():
+    m = make()
+    m.compile({optimizer}, "mse")
+users, items = rng.integers(0, 200, size=(2, 3200)).astype("int32")
+hidden = rng.normal(size=(400, 3)).astype("float32")
+x, y = [users, items + 200], (hidden[users] * hidden[items + 200]).sum(axis=1)
+before = m.evaluate(x, y, verbose=0, batch_size=512)
+digests = Digests()
+for _ in range(2):
+    m.fit(x, y, batch_size=32, epochs=2, verbose=0, callbacks=[digests])
+after = m.evaluate(x, y, verbose=0, batch_size=512)
+(table,) = client.tables
+result([digests.found, after, before, digest(m), table.layout.variables[0].sparse])
+"""
+    first, second = run(body)
+    assert first == second
+    digests, after, before, _, sparse = first
+    assert sparse
+    assert len(set(digests)) == 4
+    assert after < before
+
+
+def test_bytes_grow_with_the_rows_touched_and_not_with_the_table():
+    """Rows of 64 float32 and an index each, there and back: and little else."""
+    body = """
+class Note(keras.callbacks.Callback):
+    def on_train_batch_begin(self, batch, logs=None):
+        self.before = client.bytes_sent, client.bytes_received
+    def on_train_batch_end(self, batch, logs=None):
+        sent = client.bytes_sent - self.before[0]
+        found.append([sent, client.bytes_received - self.before[1]])
+
+counts = {}
+for rows in (20_000, 200_000):
+    m = build(lambda: Counts(rows, 64), lambda: keras.optimizers.SGD(0.1))
+    for touched in (10, 100, 1000):
+        found = []
+        # Batches that have no row in common.
+        x = np.arange(8 * touched, dtype="int32") * (rows // (8 * touched))
+        m.fit(x, batch_size=touched, epochs=1, verbose=0, callbacks=[Note()])
+        counts[f"{rows} {touched}"] = found
+result(counts)
+"""
+    results = run(body, STALENESS="0")
+    row_bytes = 64 * 4 + 4
+    for touched in (10, 100, 1000):
+        size = touched * row_bytes
+        for rows in (20_000, 200_000):
+            each = [found[f"{rows} {touched}"] for found in results]
+            assert sum(map(len, each)) == 8
+            # More than that: claims of batches and what frames each message.
+            assert all(0 <= sent - size < 4000 for steps in each for sent, _ in steps)
+            for steps in each:
+                # One's own rows, and each batch of the other worker once.
+                received = sum(received for _, received in steps)
+                assert len(steps) * size <= received < 8 * (size + 4000)
+
+
+def test_what_else_changes_rows():
+    """Between epochs rank 0's rows are everybody's; in the midst of one they aren't."""
+    body = """
+class Set(keras.callbacks.Callback):
+    def on_train_batch_end(self, batch, logs=None):
+        table.scatter_update(tf.IndexedSlices([[-7.0] * 8], [3999]))
+    def on_epoch_end(self, epoch, logs=None):
+        self.found = getattr(self, "found", []) + [float(table[3999, 0])]
+        if epoch == 0:
+            table.scatter_update(tf.IndexedSlices([[5.0 + rank] * 8], [3998]))
+
+m = build(Counts, lambda: keras.optimizers.SGD(1.0))
+table = strategy.experimental_local_results(m.table.embeddings.value)[0]
+x = np.arange(160, dtype="int32")
+callback = Set()
+m.fit(x, batch_size=1, epochs=2, verbose=0, callbacks=[callback])
+result([callback.found, m.get_weights()[0][:, 0].tolist()])
+"""
+    for found, values in run(body):
+        assert found == [0, 0]
+        assert values[:160] == [2.0] * 160
+        assert values[160:] == [0.0] * (4000 - 162) + [5.0, 0.0]
+
+
+def test_steps_outside_of_fit():
+    body = """
+m = build(Counts, lambda: keras.optimizers.SGD(4.0))
+x = np.arange(160, dtype="int32")
+for start in range(0, 40, 4):
+    m.train_on_batch(x[start + 40 * rank:][:4])
+# Here the workers meet.
+m.predict(x, verbose=0)
+outside = m.get_weights()[0][:, 0].tolist()
+(table,) = client.tables
+dataset = tf.data.Dataset.from_tensor_slices(x).batch(4, drop_remainder=True)
+
+@tf.function
+def step(batch):
+    strategy.run(m.train_step, args=(batch,))
+
+for batch in strategy.experimental_distribute_dataset(dataset):
+    step(batch)
+result([outside, m.get_weights()[0][:, 0].tolist(), table.layout.variables[0].sparse])
+"""
+    for outside, after, sparse in run(body):
+        assert sparse
+        assert outside == [1.0] * 80 + [0.0] * 3920
+        assert after == [2.0] * 80 + [1.0] * 80 + [0.0] * 3840

@@ -1,0 +1,110 @@
+"""Which rows of an embedding an optimizer moves: asked of Keras's optimizers."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from kerasdist._keras.touched import embedding_tables, moves_all_rows, touched_rows
+
+o = keras.optimizers
+FOLLOWING = {
+    "sgd": lambda: o.SGD(0.1),
+    "sgd_clipped": lambda: o.SGD(0.1, clipvalue=0.01),
+    "sgd_clipnorm": lambda: o.SGD(0.1, clipnorm=0.01),
+    "sgd_global_clipnorm": lambda: o.SGD(0.1, global_clipnorm=0.01),
+    "sgd_average": lambda: o.SGD(0.1, use_ema=True),
+    "adagrad": lambda: o.Adagrad(0.1),
+    "adadelta": lambda: o.Adadelta(0.1),
+    "rmsprop": lambda: o.RMSprop(0.1),
+    "rmsprop_centered": lambda: o.RMSprop(0.1, centered=True),
+    "adafactor": lambda: o.Adafactor(0.1),
+}
+OTHERS = {
+    "momentum": lambda: o.SGD(0.1, momentum=0.9),
+    "nesterov": lambda: o.SGD(0.1, momentum=0.9, nesterov=True),
+    "rmsprop_momentum": lambda: o.RMSprop(0.1, momentum=0.9),
+    "adam": lambda: o.Adam(0.1),
+    "adamax": lambda: o.Adamax(0.1),
+    "nadam": lambda: o.Nadam(0.1),
+    "lion": lambda: o.Lion(0.1),
+    "ftrl": lambda: o.Ftrl(0.1),
+    "accumulation": lambda: o.SGD(0.1, gradient_accumulation_steps=2),
+    "overwritten": lambda: o.SGD(0.1, use_ema=True, ema_overwrite_frequency=2),
+    "decay": lambda: o.AdamW(0.1),
+    "sgd_decay": lambda: o.SGD(0.1, weight_decay=0.01),
+}
+
+
+def gradient(indices):
+    rng = np.random.default_rng(len(indices))
+    values = rng.normal(size=(len(indices), 3)).astype("float32")
+    return tf.IndexedSlices(tf.constant(values), tf.constant(indices), [9, 3])
+
+
+@pytest.mark.parametrize("name", FOLLOWING)
+def test_rows_without_a_gradient_stay_as_they_are(name):
+    optimizer = FOLLOWING[name]()
+    first = np.random.default_rng(0).normal(size=(9, 3)).astype("float32")
+    variable = keras.Variable(first)
+    for indices in ([5, 2, 5], [1, 2], [8]):
+        before = np.array(variable)
+        slices = gradient(indices)
+        found = touched_rows(optimizer, [slices], [variable])[0]
+        optimizer.apply([slices], [variable])
+        moved = np.flatnonzero((np.array(variable) != before).any(axis=1))
+        assert found is not None
+        assert set(moved) == set(found.numpy()) == set(indices)
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_others_are_not_known(name):
+    variable = keras.Variable(np.ones((9, 3), "float32"))
+    assert touched_rows(OTHERS[name](), [gradient([1])], [variable]) == [None]
+
+
+def test_what_else_moves_rows():
+    sgd = o.SGD(0.1)
+    constrained = keras.Variable(np.ones((9, 3), "float32"))
+    constrained.constraint = keras.constraints.UnitNorm(axis=1)
+    variable = keras.Variable(np.ones((9, 3), "float32"))
+
+    class Mine(o.SGD):
+        pass
+
+    assert touched_rows(sgd, [gradient([1])], [constrained]) == [None]
+    assert touched_rows(Mine(0.1), [gradient([1])], [variable]) == [None]
+    dense = [tf.ones((9, 3)), None]
+    assert touched_rows(sgd, dense, [variable, variable]) == [None, None]
+
+
+def test_weight_decay_moves_all_rows():
+    variable = keras.Variable(np.ones((9, 3), "float32"))
+    excluding = o.AdamW(0.1)
+    excluding.exclude_from_weight_decay([variable])
+    assert moves_all_rows(o.AdamW(0.1), variable)
+    assert moves_all_rows(o.LossScaleOptimizer(o.AdamW(0.1)), variable)
+    assert not moves_all_rows(excluding, variable)
+    assert not moves_all_rows(o.Adam(0.1), variable)
+    assert not moves_all_rows(None, variable)
+
+
+def test_tables_are_those_of_embedding_layers():
+    inside = keras.Sequential([keras.Input((2,)), keras.layers.Embedding(9, 3)])
+    model = keras.Sequential(
+        [inside, keras.layers.Flatten(), keras.layers.Dense(2, name="dense")]
+    )
+    model.build((None, 2))
+    found = embedding_tables(model)
+    tables = [v.path for v in model.trainable_weights if id(v) in found]
+    assert [path.split("/")[-2:] for path in tables] == [["embedding", "embeddings"]]
+
+
+def test_a_table_that_is_multiplied_with_gets_gradients_everywhere():
+    tied = getattr(keras.layers, "ReversibleEmbedding", None)
+    if tied is None:
+        pytest.skip("this Keras has no ReversibleEmbedding")
+    model = keras.Sequential([keras.Input((2,)), tied(9, 3)])
+    assert embedding_tables(model) == set()
