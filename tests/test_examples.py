@@ -88,3 +88,22 @@ else:
         ) as job:
             for finished in job.succeed():
                 assert expected in finished.result
+
+
+def test_a_table_of_words_on_servers():
+    output = run(
+        *("-m", "kerasdist", "run", "-n", "2", "--ps", "2", "--output", "all"),
+        str(EXAMPLES / "embedding_ps.py"),
+    )
+    (table,) = re.findall(r"the table has (\d+) bytes$", output, re.M)
+    assert int(table) == 4 * 200_000 * 32
+    pattern = r"rank (\d) of 2: (\d+) steps, (\d+) bytes sent and (\d+) bytes received"
+    found = [list(map(int, each)) for each in re.findall(pattern, output)]
+    assert sorted(rank for rank, *_ in found) == [0, 1]
+    # 20,000 texts in batches of 64, 3 epochs.
+    assert sum(steps for _, steps, _, _ in found) == 3 * 313
+    for _, steps, sent, received in found:
+        # A step has 960 words at most, and this worker reads what others change too.
+        assert sent < 960 * (4 * 32 + 4) + 4000
+        assert received * steps < 939 * (960 * (4 * 32 + 4) + 4000)
+    assert accuracy(output) > 0.7

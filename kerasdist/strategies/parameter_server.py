@@ -161,9 +161,23 @@ class ParameterServerStrategy(DataParallelStrategy):
         job = _connect(place, settings, timeouts, transport, len(names))
         # A worker that nobody shares with trains as one process does.
         shares = mode == "async" and (place.size > 1 or snapshot_dir is not None)
+        self._client = job
         super().__init__(
             names, job, options, AsyncExtended if shares else SynchronousExtended
         )
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes of all messages from this worker to servers so far.
+
+        Those through shared memory count too.
+        """
+        return self._client.bytes_sent
+
+    @property
+    def bytes_received(self) -> int:
+        """Bytes of all messages from servers to this worker so far."""
+        return self._client.bytes_received
 
     @property
     def staleness(self) -> dict[int, int]:

@@ -1,0 +1,104 @@
+"""A large table of words on parameter servers: only the rows that are used travel.
+
+    kerasdist run -n 2 --ps 2 examples/embedding_ps.py
+    python examples/embedding_ps.py            # the same script, one worker
+
+A text is a number of words of a large vocabulary, some of which are frequent and most
+are rare, as in a language; each word speaks for or against, and the label is what most
+words of the text say. The texts are generated. A worker trains on batches of its own
+and exchanges with the servers, after each step, the rows of the table that were used.
+"""
+
+import argparse
+from typing import Any
+
+import keras
+import numpy as np
+
+import kerasdist
+
+
+class Bytes(keras.callbacks.Callback):
+    """How many bytes cross the network in a step of this worker, in both directions."""
+
+    def __init__(self, strategy: kerasdist.ParameterServerStrategy) -> None:
+        super().__init__()
+        self.strategy = strategy
+        self.steps = self.sent = self.received = 0
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        self.before = self.strategy.bytes_sent, self.strategy.bytes_received
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.steps += 1
+        self.sent += self.strategy.bytes_sent - self.before[0]
+        self.received += self.strategy.bytes_received - self.before[1]
+
+
+def texts(count: int, words: int, length: int) -> tuple[np.ndarray, np.ndarray]:
+    """Texts as numbers of words, of shape `(count, length)`, and their labels."""
+    rng = np.random.default_rng(0)
+    says = rng.choice([-1, 1], size=words)
+    # Half of all words that are written are among the most frequent few hundred.
+    x = (words ** rng.random((count, length))).astype("int32") % words
+    return x, (says[x].sum(axis=1) > 0).astype("int32")
+
+
+def build_model(words: int, length: int, width: int) -> keras.Model:
+    return keras.Sequential(
+        [
+            keras.Input((length,), dtype="int32"),
+            keras.layers.Embedding(words, width),
+            keras.layers.GlobalAveragePooling1D(),
+            keras.layers.Dense(1),
+        ]
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--words", type=int, default=200_000)
+    parser.add_argument("--width", type=int, default=32, help="floats per word")
+    parser.add_argument("--epochs", type=int, default=3)
+    parser.add_argument("--batch-size", type=int, default=64, help="of each worker")
+    options = parser.parse_args()
+
+    keras.utils.set_random_seed(0)
+    # A server doesn't come back from here. Workers may be 8 steps apart.
+    strategy = kerasdist.ParameterServerStrategy(mode="async", max_staleness=8)
+    length = 15
+    x, y = texts(24_000, options.words, length)
+    with strategy.scope():
+        model = build_model(options.words, length, options.width)
+        model.compile(
+            # Moves only the rows that were used. Adam would go on moving others.
+            optimizer=keras.optimizers.Adagrad(1.0),
+            loss=keras.losses.BinaryCrossentropy(from_logits=True),
+            metrics=[keras.metrics.BinaryAccuracy(threshold=0.0)],
+        )
+    counted = Bytes(strategy)
+    model.fit(
+        x[:20_000],
+        y[:20_000],
+        batch_size=options.batch_size,
+        epochs=options.epochs,
+        verbose=2 if strategy.is_chief else 0,
+        callbacks=[counted],
+    )
+    loss, accuracy = model.evaluate(x[20_000:], y[20_000:], verbose=0)
+
+    steps = max(1, counted.steps)
+    print(
+        f"rank {strategy.rank} of {strategy.size}: {counted.steps} steps, "
+        f"{counted.sent / steps:.0f} bytes sent and "
+        f"{counted.received / steps:.0f} bytes received per step",
+        flush=True,
+    )
+    if strategy.is_chief:
+        print(f"the table has {4 * options.words * options.width} bytes")
+        print(f"test loss {loss:.4f}, test accuracy {accuracy:.4f}")
+    strategy.close()
+
+
+if __name__ == "__main__":
+    main()
