@@ -592,3 +592,105 @@ result([digests.found, history.history])
     found, history = others[0].result
     assert len(found) == 3
     assert np.isfinite(history["loss"]).all()
+
+
+# Joining.
+
+JOINING = """
+client = strategy.extended.job.client
+# `fit` ends a few epochs after the new process has joined.
+class Say(keras.callbacks.Callback):
+    def __init__(self):
+        super().__init__()
+        self.batches = {}
+    def on_epoch_begin(self, epoch, logs=None):
+        self.epoch = epoch
+        self.batches[epoch] = []
+    def on_train_batch_begin(self, batch, logs=None):
+        self.batches[self.epoch].append(batch)
+        time.sleep(0.01)
+        if self.epoch == 1:
+            print("second epoch", flush=True)
+    def on_epoch_end(self, epoch, logs=None):
+        self.model.stop_training = client.joined and len(self.batches) == 4
+
+m = build(lambda: keras.optimizers.Adam(
+    keras.optimizers.schedules.ExponentialDecay(0.01, 1000, 0.9)))
+if os.environ["DATA"] == "arrays":
+    data, more = (x, y), {"batch_size": 20}
+else:
+    data = tf.data.Dataset.from_tensor_slices((x, y)).shuffle(600).batch(20),
+    more = {}
+say, digests = Say(), Digests()
+history = m.fit(*data, **more, epochs=10_000, verbose=0, callbacks=[say, digests],
+      validation_data=(x[:77], y[:77]))
+rate = float(m.optimizer.learning_rate)
+found = [digests.found[-4:], {k: v[-4:] for k, v in history.history.items()}, digest(m),
+         m.evaluate(x, y, verbose=0), m.predict(x[:5], verbose=0).tolist(), rate]
+result([found, sorted(say.batches.items())])
+"""
+
+
+@pytest.mark.parametrize(
+    ("lost", "servers", "data", "bound"),
+    [(2, 1, "arrays", "null"), (0, 2, "dataset", "2")],
+    ids=["last", "chief"],
+)
+def test_a_new_process_joins_with_a_lost_workers_task(lost, servers, data, bound):
+    env = {"DATA": data, "STALENESS": bound}
+    script = SCRIPT.replace("BODY", JOINING)
+    with Workers(
+        script, 3, servers=servers, env=env, deadline=110, handover=False
+    ) as job:
+        for rank in range(3):
+            job.wait_for_line(rank, "second epoch")
+        job.kill(lost)
+        job.wait_one(lost)
+        job.start_again(lost)
+        tasks = job.succeed()[:3]
+    found = [task.result[0] for task in tasks]
+    assert found[0] == found[1] == found[2]
+    joined = tasks[lost].result[1]
+    assert len(joined) == 4
+    assert joined[0][0] >= 2
+    assert sum(len(batches) for _, batches in joined) > 0
+    every = [dict(task.result[1]) for task in tasks]
+    for epoch, _ in joined:
+        # The batches are dealt out to all three, each to one.
+        dealt = sorted(batch for each in every for batch in each[epoch])
+        assert dealt == list(range(30))
+
+
+def test_who_joins_trains_in_fit_only(tmp_path):
+    body = """
+m = build()
+if strategy.extended.job.client.joined:
+    # By itself: the others are busy.
+    before = m.evaluate(x[:40], y[:40], verbose=0)
+    try:
+        m.train_on_batch(x[:20], y[:20])
+    except RuntimeError as error:
+        result([len(before), str(error)])
+    open(os.environ["FOLDER"] + "/refused", "w").close()
+    sys.exit(0)
+class Wait(keras.callbacks.Callback):
+    def on_epoch_end(self, epoch, logs=None):
+        print("epoch", flush=True)
+        time.sleep(0.05)
+        self.model.stop_training = os.path.exists(os.environ["FOLDER"] + "/refused")
+m.fit(x, y, batch_size=20, epochs=10_000, verbose=0, callbacks=[Wait()])
+result(digest(m))
+"""
+    script = SCRIPT.replace("BODY", body)
+    env = {"FOLDER": str(tmp_path)}
+    with Workers(script, 2, servers=1, env=env, deadline=90, handover=False) as job:
+        for rank in range(2):
+            job.wait_for_line(rank, "epoch")
+        job.kill(1)
+        job.wait_one(1)
+        job.start_again(1)
+        tasks = job.succeed()
+    metrics, message = tasks[1].result
+    assert metrics == 2
+    assert "can join it in `fit` only" in message
+    assert "rank 1" in tasks[0].output

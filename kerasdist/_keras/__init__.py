@@ -104,6 +104,7 @@ def install() -> None:
             (model, "evaluate", trainer.on_chief_only),
             (model, "predict", trainer.on_chief_only),
             (model, "predict_on_batch", trainer.predict_on_batch),
+            (callback_list.CallbackList, "on_train_begin", callbacks.on_train_begin),
             (callback_list.CallbackList, "on_epoch_end", callbacks.on_epoch_end),
             (
                 callback_list.CallbackList,

@@ -23,6 +23,8 @@ from keras.src.models import model as model_module
 
 from kerasdist._keras.hooks import DealingHooks, dealing_hooks, hooks_of
 from kerasdist._keras.optimizers import open_window
+from kerasdist._keras.step import current
+from kerasdist._keras.trainer import statistics_of
 
 __all__ = [
     "SAVERS",
@@ -31,6 +33,7 @@ __all__ = [
     "on_chief_only",
     "on_epoch_end",
     "on_train_batch_end",
+    "on_train_begin",
 ]
 
 # Called with a callback or a model; they do nothing but write (or remove) files.
@@ -117,14 +120,42 @@ def on_epoch_end(
     result = original(self, *args, **kwargs)
     model = self.model
     hooks = None if model is None else hooks_of(model.distribute_strategy)
-    if hooks is None or hooks.replicas == 1:
+    if hooks is not None and hooks.replicas > 1:
+        model.stop_training = hooks.any_of(bool(model.stop_training))
+        rate = _rate(model)
+        if rate is not None:
+            chief = hooks.of_chief(rate)
+            if chief != rate:
+                model.optimizer.learning_rate = chief
+    if dealing is not None and not model.stop_training:
+        epoch, epochs = (args or [kwargs.get("epoch")])[0], self.params.get("epochs")
+        if epoch is not None and epochs is not None and epoch + 1 < epochs:
+            evaluated = getattr(model, "_eval_epoch_iterator", None) is not None
+            known = {"rate": _rate(model), "evaluated": evaluated}
+            dealing.let_in(epoch + 1, known, statistics_of(model))
+    return result
+
+
+def on_train_begin(
+    original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """In place of `CallbackList.on_train_begin`: a worker that comes later joins.
+
+    Here everything is built, and `fit` hasn't looked yet at which epoch it begins.
+    """
+    result = original(self, *args, **kwargs)
+    model = self.model
+    dealing = _dealing(model)
+    if dealing is None or not dealing.joining:
         return result
-    model.stop_training = hooks.any_of(bool(model.stop_training))
-    rate = _rate(model)
-    if rate is not None:
-        chief = hooks.of_chief(rate)
-        if chief != rate:
-            model.optimizer.learning_rate = chief
+    model._initial_epoch, known = dealing.join(statistics_of(model))
+    current.joined = True
+    if known["rate"] is not None and _rate(model) is not None:
+        model.optimizer.learning_rate = known["rate"]
+    if known["evaluated"]:
+        # `fit` makes an iterator for all its evaluations, which the others have. From
+        # now on all make another one each time.
+        model._eval_epoch_iterator = iter(())
     return result
 
 

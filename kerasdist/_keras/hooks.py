@@ -163,9 +163,25 @@ class DealingHooks(KerasHooks, Protocol):
 
     Attributes:
         steps_of_all: How many steps all workers took in the epoch that was ended last.
+        joining: Whether this worker has come later, and hasn't joined the others.
     """
 
     steps_of_all: int
+
+    @property
+    def joining(self) -> bool: ...
+
+    def let_in(self, epoch: int, known: dict[str, Any], statistics: Any) -> None:
+        """Another epoch follows: let others join who have come meanwhile.
+
+        Args:
+            epoch: Its number.
+            known: What they are told of the trainer.
+            statistics: As in `end_epoch`: they get all workers'.
+        """
+
+    def join(self, statistics: Sequence[Any]) -> tuple[int, dict[str, Any]]:
+        """Join the others; return the epoch that begins, and what they know."""
 
     def deal_arrays(self, data: ArrayData) -> Any:
         """Return what deals out batches of arrays: see `strategies.dealing.Dealt`."""

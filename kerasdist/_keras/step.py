@@ -27,6 +27,7 @@ class Step(threading.local):
         in_compile_loss: Whether CompileLoss records its parts.
         fitting: 1 inside `fit`, 2 if it shall print something.
         dealing: Whether `fit` has still to be given the data that it trains on.
+        joined: Whether this worker has joined others in the midst of this `fit`.
         evaluating: Whether this is inside `evaluate` or `predict`.
         training: Whether the function that is made takes steps of training.
         readers: What reads data ahead and must be closed; None outside of `fit`,
@@ -42,6 +43,7 @@ class Step(threading.local):
     in_compile_loss: bool = False
     fitting: int = 0
     dealing: bool = False
+    joined: bool = False
     evaluating: bool = False
     training: bool = False
     readers: set[Any] | None = None

@@ -28,6 +28,7 @@ __all__ = [
     "predict_on_batch",
     "receive_batch",
     "reduce_per_replica",
+    "statistics_of",
     "symbolic_build",
 ]
 
@@ -200,7 +201,7 @@ def finish_epoch(original: Callable[..., Any], trainer: Any, logs: Any) -> Any:
     """
     hooks = hooks_of(trainer.distribute_strategy)
     dealing = dealing_hooks(trainer.distribute_strategy)
-    statistics = [variable.value for variable in _statistics(trainer)]
+    statistics = statistics_of(trainer)
     if dealing is not None and current.fitting and not current.evaluating:
         logs = dealing.end_epoch(logs, statistics)
         return original(trainer, logs)
@@ -252,9 +253,14 @@ def fit(original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -
         return original(trainer, *args, **kwargs)
     args, kwargs, verbose = _quiet(original, hooks, trainer, args, kwargs)
     fitting = 1 if verbose == 0 else 2
-    facts = {"fitting": fitting, "dealing": hooks.deals}
+    facts = {"fitting": fitting, "dealing": hooks.deals, "joined": False}
     with setting(**facts), closing_readers(), _translating(hooks):
-        return original(trainer, *args, **kwargs)
+        initial = getattr(trainer, "_initial_epoch", None)
+        try:
+            return original(trainer, *args, **kwargs)
+        finally:
+            if current.joined:
+                trainer._initial_epoch = initial
 
 
 def on_chief_only(
@@ -350,6 +356,11 @@ def _statistics(trainer: Any) -> list[Any]:
         for variable in trainer.non_trainable_weights
         if "float" in str(variable.dtype) and id(variable) not in shared
     ]
+
+
+def statistics_of(trainer: Any) -> list[Any]:
+    """TensorFlow's variables that each replica keeps for itself."""
+    return [variable.value for variable in _statistics(trainer)]
 
 
 def _state(

@@ -4,6 +4,7 @@ from kerasdist.server.client import ServerClient
 from kerasdist.server.connect import connect_servers
 from kerasdist.server.crew import Event
 from kerasdist.server.dealer import END
+from kerasdist.server.gate import enter
 from kerasdist.server.layout import Layout, Variable
 from kerasdist.server.remote import Change, Pulled, RemoteTable, Rows
 from kerasdist.server.service import ParameterServer
@@ -22,4 +23,5 @@ __all__ = [
     "ServerSettings",
     "Variable",
     "connect_servers",
+    "enter",
 ]

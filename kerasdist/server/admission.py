@@ -167,7 +167,7 @@ class Admission:
             if refusal is None and returns:
                 self._return(known, person, hello.get("resume"))
             elif refusal is None:
-                self._join(known, person, hello.get("met"))
+                self._join(known, person, hello)
         if refusal is not None:
             _refuse(sock, refusal)
             return None
@@ -195,13 +195,20 @@ class Admission:
         person.met = max(known.met, _number(resume, "met"))
         person.clock = max([known.clock, *clocks.values()])
         person.returned = True
+        person.joining = isinstance(resume, dict) and resume.get("joining") is True
         self._desk.stores.return_at(person.rank, clocks)
         for dataset, (epoch, numbers) in _claims(resume).items():
             self._desk.dealer.resume(dataset, epoch, numbers)
         self._desk.crew.enter(person, "returned")
 
-    def _join(self, known: Person, person: Person, met: Any) -> None:
-        crew = self._desk.crew
+    def _join(self, known: Person, person: Person, hello: dict[str, Any]) -> None:
+        crew, met = self._desk.crew, hello.get("met")
+        # As server 0 has said, or by its own judgement.
+        person.joining = hello.get("gate") is True and (
+            hello.get("joining") is True
+            if isinstance(hello.get("joining"), bool)
+            else self._others_train(known)
+        )
         crew.lose(known, "another process came with its rank")
         # Server 0 says which collectives are over; the others hear it.
         person.met = met if isinstance(met, int) else self._desk.meetings.number
@@ -209,6 +216,11 @@ class Admission:
             # What anybody has finished a joiner needn't come to.
             person.met = max(person.met, *(each.met for each in crew.people))
         crew.enter(person, "joined")
+
+    def _others_train(self, known: Person) -> bool:
+        """Whether there is a job to join; else all its tasks were started again."""
+        back = any(p.returned and p.state == "live" for p in self._desk.crew.people)
+        return back or not (self._desk.resumed and known.returned)
 
     # At any time.
 

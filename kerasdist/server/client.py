@@ -56,6 +56,7 @@ class ServerClient(Job):
         replicas: Each worker's number of replicas, by rank.
         joined: Whether the job had begun without this worker: its tables then hold
             what the others have learned.
+        joining: Whether the others don't wait for it yet, see `kerasdist.server.gate`.
         communicator: Collectives between all live workers, through the servers.
         events: What has happened to other workers, in order, as server 0 tells.
         tables: The tables that were opened.
@@ -73,7 +74,7 @@ class ServerClient(Job):
         self.settings = settings
         self.timeouts = timeouts
         self.replicas: tuple[int, ...] = (1,)
-        self.joined = False
+        self.joined = self.joining = False
         self.events: list[Event] = []
         self.tables: list[RemoteTable] = []
         self.rank = cluster.rank or 0
@@ -109,6 +110,7 @@ class ServerClient(Job):
         """All servers have let this worker in: `roster` is what the first one said."""
         self.replicas = roster.replicas
         self.joined = roster.joined
+        self.joining = roster.joining
         self._met = roster.met
         if len(self._links) > 1:
             self._pool = ThreadPoolExecutor(
@@ -193,17 +195,44 @@ class ServerClient(Job):
             "limit": -1 if limit is None else limit,
             "last": last,
         }
-        request = Message(FrameType.REQUEST, Call(0), meta, ())
         with self.calling("claiming a batch"):
-            others: list[Build | None] = [None] * (self.servers - 1)
-            answer = self.request_all([lambda _: request, *others])[0]
-            number = int(answer.meta["number"])
+            number = int(self.ask("claiming a batch", meta)["number"])
             if number < 0:
                 return None
             present, before = self._claims.get(dataset, (epoch, ()))
             kept = before[1 - REMEMBERED :] if present == epoch else ()
             self._claims[dataset] = epoch, (*kept, number)
         return number
+
+    def ask(self, what: str, meta: dict[str, Any]) -> dict[str, Any]:
+        """Ask server 0 something without arrays.
+
+        Args:
+            what: In words, for messages.
+            meta: The request.
+
+        Raises:
+            CollectiveError: See `kerasdist.errors`.
+        """
+        request = Message(FrameType.REQUEST, Call(0), meta, ())
+        with self.calling(what):
+            others: list[Build | None] = [None] * (self.servers - 1)
+            return dict(self.request_all([lambda _: request, *others])[0].meta)
+
+    def post(self, name: str, number: int) -> None:
+        """Tell those who come later a number."""
+        self.ask("telling a number", {"do": "post", "name": name, "number": number})
+
+    def read(self, name: str) -> int | None:
+        """Read a number that `post` was given, on any worker; None: there is none."""
+        found = self.ask("asking for a number", {"do": "read", "name": name})
+        return None if found.get("number") is None else int(found["number"])
+
+    def entered(self, met: int, ranks: tuple[int, ...]) -> None:
+        """The others wait for this worker from now on; see `kerasdist.server.gate`."""
+        self.joining = False
+        self._met = met
+        self.communicator.enter(met, ranks)
 
     def stats(self) -> list[dict[str, Any]]:
         """What each server knows of its tables and workers.
@@ -333,7 +362,12 @@ class ServerClient(Job):
         clocks = {str(table.number): table.clock for table in self.tables}
         # Not the dictionary itself: another thread may claim from another server.
         claims = {str(d): [e, list(n)] for d, (e, n) in dict(self._claims).items()}
-        return {"met": self._met, "clocks": clocks, "claims": claims}
+        return {
+            "met": self._met,
+            "clocks": clocks,
+            "claims": claims,
+            "joining": self.joining,
+        }
 
     def await_failure(self, seconds: float) -> errors.CollectiveError | None:
         """See `Job.await_failure`."""

@@ -66,11 +66,34 @@ class ServerCommunicator(Communicator):
         self.ranks: tuple[int, ...] = tuple(range(self.size))
         self._client = client
         self._sequence = met
+        self._facts: dict[str, Any] | None = None
+        self._joined: tuple[int, ...] = ()
         self._buffers = Buffers()
         # The chief tells the servers once what each of them gets in a step.
         self._tally: Tally | None = None
         if self.rank == 0 and client.cluster.servers and client.settings.mode == "sync":
             self._tally = Tally(client.servers)
+
+    def gate(self, facts: dict[str, Any]) -> tuple[int, ...]:
+        """A barrier at which others may join; return who has.
+
+        Args:
+            facts: What those are told; the same on all ranks.
+
+        Raises:
+            CollectiveError: See `kerasdist.errors`.
+        """
+        self._facts = facts
+        try:
+            self.barrier()
+        finally:
+            self._facts = None
+        return self._joined
+
+    def enter(self, met: int, ranks: tuple[int, ...]) -> None:
+        """This worker has joined: the next collective is number `met` + 1."""
+        self._sequence = met
+        self.ranks = ranks
 
     @property
     def sequence(self) -> int:
@@ -166,6 +189,8 @@ class ServerCommunicator(Communicator):
     def _meet(self, call: Call, parts: Any) -> list[Array]:
         """Take part with what goes to server 0; return its result."""
         asked = self._meta()
+        if self._facts is not None:
+            asked["gate"] = self._facts
 
         def make(channel: Channel) -> Message:
             return Message(FrameType.REQUEST, call, asked, parts(channel))
@@ -202,6 +227,7 @@ class ServerCommunicator(Communicator):
 
     def _note(self, call: Call, answers: list[Message]) -> None:
         self.ranks = tuple(int(rank) for rank in answers[0].meta["ranks"])
+        self._joined = tuple(int(r) for r in answers[0].meta.get("joined", ()))
         self._client.note_met(call, answers)
 
     def _abort(self) -> None:

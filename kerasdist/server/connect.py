@@ -35,6 +35,7 @@ def connect_servers(
     on_event: Callable[[Event], None] | None = None,
     on_failure: Callable[[errors.CollectiveError], None] | None = None,
     on_table: Callable[[Layout], None] | None = None,
+    gate: bool = False,
     host: str | None = None,
 ) -> ServerClient:
     """Connect a worker to all servers of its job; wait until all workers have come.
@@ -51,6 +52,8 @@ def connect_servers(
         on_failure: Called once with the first failure, from whichever thread sees it,
             before anybody else hears of it: to tell a launcher. It mustn't wait.
         on_table: As for `ParameterServer`; for a server in this process.
+        gate: Whether a worker that comes later joins at a gate, see
+            `kerasdist.server.gate`; else the others wait for it at once.
         host: Overrides `host_key()`, for tests.
 
     Raises:
@@ -97,7 +100,7 @@ def connect_servers(
     watch = client.watch()
     try:
         met: int | None = None
-        rosters = []
+        rosters: list[Roster] = []
         for index, server in enumerate(cluster.servers):
             link = NetworkLink(
                 index,
@@ -112,7 +115,9 @@ def connect_servers(
                 client,
                 transport,
             )
-            rosters.append(link.open(met))
+            first = rosters[0] if rosters else None
+            joining = None if first is None else first.joining
+            rosters.append(link.open(met, gate=gate, joining=joining))
             client.add(link)
             met = rosters[0].met
         client.start(rosters[0])

@@ -79,6 +79,7 @@ class Person:
         met: Number of the last meeting that it has taken part in, or needn't.
         clock: The last step that it has finished, for messages.
         returned: Whether it has been here before a restart of the server.
+        joining: Whether it waits to join the others, who don't wait for it yet.
     """
 
     rank: int
@@ -89,6 +90,7 @@ class Person:
     met: int = 0
     clock: int = 0
     returned: bool = False
+    joining: bool = False
 
     def __str__(self) -> str:
         """For instance `rank 2 (10.0.0.3:2222)`."""

@@ -9,6 +9,9 @@ asked for:
     push    add a step's changes, and read             (the same)
     pull    read                                       (the same)
     claim   get the next number of a queue             (kerasdist.server.dealer)
+    enter   join the others                            (kerasdist.server.gate)
+    post    tell those who come later a number         (the same)
+    read    read such a number                         (the same)
     split   hear what each server gets in a step       (kerasdist.server.loads)
     stats   what is known of tables and workers
 
@@ -149,6 +152,9 @@ class Desk:
 
     def _note(self, event: Event) -> None:
         self.events.append(event)
+        if event.kind == "joined" and self.keeper is not None:
+            # A server that is restarted lets nobody go on whom it doesn't know.
+            self.keeper.nudge(at_once=True)
         if event.kind in ("lost", "finished"):
             self.stores.drop(event.rank)
             self.meetings.forget(event.rank)
@@ -221,10 +227,11 @@ class Desk:
             return  # it's gone: `receive` says so
 
     def _answer(self, person: Person, message: Message, channel: Channel) -> Message:
-        self._requests += 1
         deadline = Deadline(self._timeouts.collective)
         meta, call, arrays = message.meta, message.call, message.arrays
         do = meta.get("do")
+        # Who only waits for the others isn't counted: they may have stopped.
+        self._requests += do != "enter"
         if message.frame is not FrameType.REQUEST:
             raise errors.ProtocolError(f"A {message.frame.name} frame isn't due now.")
         if do == "meet":
@@ -232,10 +239,14 @@ class Desk:
                 # There are no tables, whose clocks would say it.
                 person.clock = max(person.clock, _whole(meta, "step"))
             place = channel.place if channel.kind == "shared_memory" else None
-            result, ranks = self.meetings.meet(person, call, arrays, place, deadline)
+            facts = meta.get("gate") if isinstance(meta.get("gate"), dict) else None
+            result, ranks = self.meetings.meet(
+                person, call, arrays, place, deadline, facts
+            )
             with self.crew.changed:
                 clocks = self.stores.clocks_of(person.rank)
-            answer = {"ranks": ranks, "clocks": clocks}
+                joined = self.meetings.gate.joined_at(call.sequence)
+            answer = {"ranks": ranks, "clocks": clocks, "joined": joined}
             return Message(FrameType.REPLY, call, answer, result)
         if do == "stats":
             return Message(FrameType.REPLY, call, self.stats(), ())
@@ -244,6 +255,17 @@ class Desk:
             self._await_claims(deadline)
             claimed = self.dealer.claim(*[_whole(meta, name) for name in names])
             return Message(FrameType.REPLY, call, {"number": claimed}, ())
+        if do == "enter":
+            fit = _whole(meta, "fit")
+            entered = self.meetings.gate.enter(person, fit, deadline)
+            told = {"entered": entered, "requests": self._requests}
+            return Message(FrameType.REPLY, call, told, ())
+        if do == "post":
+            self.stores.board.post(str(meta.get("name")), _whole(meta, "number"))
+            return Message(FrameType.REPLY, call, {}, ())
+        if do == "read":
+            found = self.stores.board.posts.get(str(meta.get("name")))
+            return Message(FrameType.REPLY, call, {"number": found}, ())
         if do == "split":
             loads = loads_from_json(meta.get("loads"), self.servers)
             if self._on_split is not None:
@@ -255,7 +277,7 @@ class Desk:
                 person, number, meta.get("variables"), arrays, deadline
             )
             if self.keeper is not None:
-                self.keeper.nudge(new_table=True)
+                self.keeper.nudge(at_once=True)
         elif do == "push":
             answer, parts = self.stores.push(
                 person,

@@ -64,6 +64,7 @@ class Keeper:
         self._stores = stores
         self._changed = threading.Condition()
         self._nudged = False
+        self._due = False
         self._closed = False
         self._thread: threading.Thread | None = None
 
@@ -144,6 +145,8 @@ class Keeper:
                 returned=True,
             )
         self._stores.updates = int(header["updates"])
+        for name, number in header.get("board", {}).items():
+            self._stores.board.post(str(name), int(number))
 
     def start(self) -> None:
         """Begin to write snapshots."""
@@ -152,12 +155,17 @@ class Keeper:
         )
         self._thread.start()
 
-    def nudge(self, *, new_table: bool = False) -> None:
-        """Something has changed: is a snapshot due?"""
-        if self._settings.snapshot_updates is None and not new_table:
+    def nudge(self, *, at_once: bool = False) -> None:
+        """Something has changed: is a snapshot due?
+
+        Args:
+            at_once: It is: a table is new, or a worker.
+        """
+        if self._settings.snapshot_updates is None and not at_once:
             return
         with self._changed:
             self._nudged = True
+            self._due = self._due or at_once
             self._changed.notify_all()
 
     def _run(self) -> None:
@@ -173,13 +181,14 @@ class Keeper:
             with self._changed:
                 self._changed.wait_for(lambda: self._nudged or self._closed, left)
                 self._nudged = False
+                due, self._due = self._due, False
                 if self._closed:
                     return
             done = self._stores.updates
             late = seconds is not None and time.monotonic() - at >= seconds
             many = updates is not None and done - count >= updates
             # A table's first values at once: from then on the server can come back.
-            new = len(self._stores.tables) != tables
+            new = due or len(self._stores.tables) != tables
             if new or many or (late and done != count):
                 tables = len(self._stores.tables)
                 try:
@@ -230,6 +239,7 @@ class Keeper:
             "tables": tables,
             "workers": workers,
             "updates": self._stores.updates,
+            "board": dict(self._stores.board.posts),
         }
         size = write_snapshot(self.path, header, arrays)
         self.written += 1

@@ -42,11 +42,13 @@ class Roster:
         replicas: Each worker's number of replicas, by rank.
         met: Number of the last collective that this worker needn't come to.
         joined: Whether the job had begun without it.
+        joining: Whether the others don't wait for it yet, see `kerasdist.server.gate`.
     """
 
     replicas: tuple[int, ...]
     met: int
     joined: bool
+    joining: bool = False
 
 
 class Job(abc.ABC):

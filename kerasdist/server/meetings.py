@@ -22,7 +22,8 @@ brought to one that isn't finished isn't counted.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -30,6 +31,7 @@ from kerasdist import errors
 from kerasdist.collectives.buffers import Buffers
 from kerasdist.collectives.ops import Array, reducer
 from kerasdist.server.crew import Crew, Person
+from kerasdist.server.gate import Gate
 from kerasdist.server.store import Place, Stores
 from kerasdist.transport.deadline import Deadline
 from kerasdist.transport.framing import OPS, Call
@@ -53,6 +55,7 @@ class _Round:
         self.blocks = itertools.count()
         self.done = 0
         self.busy = False
+        self.facts: Mapping[str, Any] | None = None
         self.result: list[Array] | None = None
         self.ranks: list[int] = []
 
@@ -65,10 +68,15 @@ class Meetings:
         stores: The tables, in whose clocks who waits is parked.
         coordinates: Whether this server's results count: with "async" only those of
             server 0, the others are told so that they know who waits.
+
+    Attributes:
+        number: Of the last collective that is over.
+        gate: Lets workers join.
     """
 
     def __init__(self, crew: Crew, stores: Stores, *, coordinates: bool) -> None:
         self.number = 0
+        self.gate = Gate(crew)
         self._crew = crew
         self._stores = stores
         self._coordinates = coordinates
@@ -83,6 +91,7 @@ class Meetings:
         arrays: Sequence[Array],
         place: Place | None,
         deadline: Deadline,
+        facts: Mapping[str, Any] | None = None,
     ) -> tuple[list[Array], list[int]]:
         """Take part in a collective.
 
@@ -93,6 +102,7 @@ class Meetings:
             place: Makes arrays in this worker's answer; None if what others are
                 answered will do.
             deadline: When to give up.
+            facts: What this worker tells those who join here, if this is a gate.
 
         Returns:
             The result, not to be changed, and the ranks that have taken part. Of
@@ -113,7 +123,13 @@ class Meetings:
         if together and place is not None:
             room = place([(str(arrays[0].dtype.name), arrays[0].shape)])
         with crew.changed:
+            if not self._coordinates:
+                # Who has joined at server 0 is waited for here from now on.
+                person.joining = False
+                if call.sequence <= self.number:
+                    return [], []
             round = self._enter(person, call)
+            round.facts = facts
             if round.result is not None:
                 return round.result, round.ranks
             round.brought[person.rank] = arrays
@@ -168,6 +184,8 @@ class Meetings:
         crew, call = self._crew, round.call
         with crew.changed:
             round.result = result
+            if round.facts is not None and self._coordinates:
+                self.gate.admit(call.sequence, round.ranks, round.facts)
             if self._stores.mode == "async":
                 # With "sync" all come to all, and to each piece of a large buffer,
                 # which is a round of its own with the number of all others.
@@ -206,7 +224,7 @@ class Meetings:
     def _complete(self, round: _Round) -> bool:
         number = round.call.sequence
         for person in self._crew.live():
-            if person.rank in round.brought:
+            if person.rank in round.brought or person.joining:
                 continue
             if person.met < number:
                 return False
@@ -234,7 +252,11 @@ class Meetings:
         return True
 
     def _late(self, round: _Round, deadline: Deadline) -> errors.CollectiveTimeout:
-        late = [p for p in self._crew.live() if p.rank not in round.brought]
+        late = [
+            person
+            for person in self._crew.live()
+            if person.rank not in round.brought and not person.joining
+        ]
         names = " and ".join(str(p) for p in late if p.met < round.call.sequence)
         return errors.CollectiveTimeout(
             f"{names or 'Nobody'} didn't come to {round.call} within "

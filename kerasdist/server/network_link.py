@@ -89,11 +89,19 @@ class NetworkLink(Link):
             raise errors.TransportClosed(f"There is no connection to {self}.")
         return self._channel
 
-    def open(self, met: int | None = None) -> Roster:
+    def open(
+        self,
+        met: int | None = None,
+        *,
+        gate: bool = False,
+        joining: bool | None = None,
+    ) -> Roster:
         """Come to the start of the job, or join it.
 
         Args:
             met: What another server has said of collectives, see `Roster`.
+            gate: Whether to join at a gate, see `kerasdist.server.gate`.
+            joining: What another server has said of that.
 
         Raises:
             StartupError: The server didn't come, didn't let this worker in, or not all
@@ -102,7 +110,8 @@ class NetworkLink(Link):
             ProtocolError: What answers isn't kerasdist.
         """
         deadline = Deadline(self._timeouts.startup)
-        return self._connect(deadline, {"met": met})
+        more = {"met": met, "gate": gate, "joining": joining}
+        return self._connect(deadline, more)
 
     def _connect(self, deadline: Deadline, more: dict[str, Any]) -> Roster:
         hello = {
@@ -146,6 +155,7 @@ class NetworkLink(Link):
                 replicas=tuple(int(n) for n in answer.get("replicas", ())),
                 met=int(answer.get("met", 0)),
                 joined=answer.get("joined") is True,
+                joining=answer.get("joining") is True,
             )
             sock = self._retry(dial, deadline)
         except (TypeError, ValueError) as error:

@@ -262,6 +262,7 @@ class ParameterServer:
             "replicas": [each.replicas for each in people],
             "met": person.met,
             "joined": joined,
+            "joining": person.joining,
         }
         try:
             write_json(sock, FrameType.ROSTER, roster, Deadline(_ANSWER_SECONDS))

@@ -31,6 +31,7 @@ from kerasdist.collectives.ops import Array, octets
 from kerasdist.server.channel import Spec
 from kerasdist.server.clocks import Clocks
 from kerasdist.server.crew import Crew, Person
+from kerasdist.server.gate import Board
 from kerasdist.server.layout import Layout
 from kerasdist.server.settings import ServerSettings
 from kerasdist.server.table import Table
@@ -99,6 +100,7 @@ class Stores:
     Attributes:
         mode: As in `settings`.
         updates: Number of updates of all tables.
+        board: What the workers have agreed on.
     """
 
     def __init__(
@@ -112,6 +114,7 @@ class Stores:
         self.mode = settings.mode
         self.updates = 0
         self.tables: dict[int, Store] = {}
+        self.board = Board()
         self._server = server
         self._servers = servers
         self._max_staleness = settings.max_staleness
@@ -149,8 +152,9 @@ class Stores:
         made = None
         with crew.changed:
             self._check(person)
+            self._check_joiner(person, number, layout)
             if number not in self.tables and person.rank == 0:
-                ranks = [p.rank for p in crew.live()]
+                ranks = [p.rank for p in crew.live() if not p.joining]
                 made = Store(layout, self._server, ranks, self._max_staleness)
                 made.table.load(parts)
                 self.tables[number] = made
@@ -354,6 +358,17 @@ class Stores:
                 f"{sorted(self.tables)}."
             )
         return store
+
+    def _check_joiner(self, person: Person, number: int, layout: Layout) -> None:
+        """Who doesn't fit can't join; the others go on."""
+        if not person.joining:
+            return
+        store = self.tables.get(number)
+        if store is None or store.layout.fingerprint != layout.fingerprint:
+            raise errors.CollectiveMismatch(
+                f"{person} can't join: it has another model than the others, or trains "
+                "it at another place. All workers must run the same script."
+            )
 
     def _check(self, person: Person) -> None:
         if self._crew.failure is not None:

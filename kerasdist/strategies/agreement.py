@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import secrets
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -12,12 +13,26 @@ import tensorflow as tf
 if TYPE_CHECKING:
     from kerasdist.strategies.extended import SynchronousExtended
 
-__all__ = ["any_of", "average", "check_state", "longest", "mean_of", "of_chief"]
+__all__ = [
+    "any_of",
+    "average",
+    "check_state",
+    "common_seed",
+    "longest",
+    "mean_of",
+    "of_chief",
+]
 
 
 def any_of(extended: SynchronousExtended, flag: bool) -> bool:
     """Whether the flag is set on any worker."""
     return bool(extended.job.communicator.all_reduce([np.bool_(flag)], "max")[0])
+
+
+def common_seed(extended: SynchronousExtended) -> int:
+    """A random seed, so that unseeded `dataset.shuffle`s agree on all workers."""
+    mine = np.int64(secrets.randbits(31))
+    return int(extended.job.communicator.broadcast([mine])[0])
 
 
 def longest(extended: SynchronousExtended, length: int | None) -> int | None:

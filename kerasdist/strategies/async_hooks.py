@@ -9,6 +9,10 @@ number: each is at another place. They meet where an epoch begins and ends:
              3. all come again: so nobody goes on before everybody has them
              4. statistics (BatchNormalization's) are averaged over the workers, by
                 their numbers of steps; Keras sums the state of its metrics
+    gate     after the callbacks, if there's another epoch: a worker that has come later
+             may join; it gets the others' statistics, rate and place in the data
+
+Before it has joined such a worker is alone: it evaluates by itself, and can't train.
 """
 
 from __future__ import annotations
@@ -23,6 +27,7 @@ import tensorflow as tf
 
 from kerasdist import _tf
 from kerasdist._keras import ArrayData, ItemData
+from kerasdist.server import enter
 from kerasdist.strategies import agreement
 from kerasdist.strategies.auto_shard import own_part
 from kerasdist.strategies.dealing import Dealt
@@ -65,6 +70,11 @@ class AsyncHooks(SynchronousHooks):
         self.steps_of_all = 0
         self._datasets = 0
         self._divided_over = extended.job.live.ranks
+        # Whether the workers haven't all the same behind them.
+        self._mixed = extended.job.client.joining
+        self._fits = 0
+        self._newest: Dealt | None = None
+        self._trained: tuple[Sequence[Any], Any, Sequence[bool]] = ((), None, ())
         self._words = "no data"
 
     # A step.
@@ -136,7 +146,10 @@ class AsyncHooks(SynchronousHooks):
         self, variables: Sequence[Any], optimizer: Any, sparse: Sequence[bool]
     ) -> None:
         """See `KerasHooks.begin_fit`."""
-        self._extended.shared.share(variables, optimizer, sparse)
+        self._fits += 1
+        self._trained = variables, optimizer, sparse
+        if not self._extended.job.client.joining:
+            self._extended.shared.share(variables, optimizer, sparse)
 
     def steps_of(self, optimizer: Any) -> Any | None:
         """See `DealingHooks.steps_of`."""
@@ -192,7 +205,8 @@ class AsyncHooks(SynchronousHooks):
             parts.append("each worker's own")
         self._words = ", ".join(parts)
         self._datasets += 1
-        return Dealt(self._extended, source, self._datasets)
+        self._newest = Dealt(self._extended, source, self._datasets)
+        return self._newest
 
     def describe(self) -> str:
         """See `KerasHooks.describe`."""
@@ -250,6 +264,55 @@ class AsyncHooks(SynchronousHooks):
         if self.present is not None:
             self.present.end_for_all()
 
+    # Who comes later.
+
+    @property
+    def joining(self) -> bool:
+        """See `DealingHooks.joining`."""
+        return self._extended.job.client.joining
+
+    def check_joined(self) -> None:
+        """Refuse to train before this worker has joined the others.
+
+        Raises:
+            RuntimeError: It hasn't.
+        """
+        if self.joining:
+            raise RuntimeError(
+                f"Rank {self.rank} has come to a job that runs, and can join it in "
+                "`fit` only. Received: a step of training before or outside of `fit`. "
+                "Let the script train with `fit` alone, or start the whole job again."
+            )
+
+    def let_in(self, epoch: int, known: dict[str, Any], statistics: Any) -> None:
+        """See `DealingHooks.let_in`."""
+        if self.present is None or len(self._extended.job.client.peers) == 1:
+            return
+        offset = self._extended.shared.offset_of(self._trained[1])
+        facts: dict[str, Any] = {"fit": self._fits, "epoch": epoch, "offset": offset}
+        facts |= {"data": self.present.facts(), "known": known}
+        if self._extended.job.live.gate(facts):
+            self._mixed = True
+            self._give(statistics, 1.0)
+
+    def join(self, statistics: Sequence[Any]) -> tuple[int, dict[str, Any]]:
+        """See `DealingHooks.join`."""
+        entry = enter(self._extended.job.client, self._fits)
+        self._extended.job.live.enter(entry.met, entry.ranks)
+        facts = entry.facts
+        if self._newest is not None:
+            self._newest.join(facts["data"])
+        self._give(statistics, 0.0)
+        self._extended.shared.join(*self._trained, int(facts["offset"]))
+        return int(facts["epoch"]), dict(facts["known"])
+
+    def _give(self, statistics: Sequence[Any], weight: float) -> None:
+        """All take the mean of those who have been here."""
+        mine = [np.float64(weight)]
+        total = float(self._extended.job.communicator.all_reduce(mine)[0])
+        if total:
+            agreement.average(self._extended, statistics, weight / total)
+
     # Evaluation.
 
     def together(self) -> contextlib.AbstractContextManager[None]:
@@ -268,7 +331,7 @@ class AsyncHooks(SynchronousHooks):
                 self._divided_over = live.ranks
             try:
                 with self._extended.together(), live.strict():
-                    return call(live.size < everybody)
+                    return call(self._mixed or live.size < everybody)
             except (WorkersChanged, tf.errors.OpError):
                 if not live.changed:
                     raise

@@ -18,6 +18,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from kerasdist import _tf
+from kerasdist.errors import CollectiveError
 from kerasdist.server import ServerClient
 from kerasdist.strategies.async_hooks import AsyncHooks
 from kerasdist.strategies.dealing import DealtLoop
@@ -49,6 +50,26 @@ class AsyncExtended(SynchronousExtended):
         super().__init__(container, devices, LiveJob(job), **options)
         self.shared = SharedTables(self)
         self.keras_hooks = AsyncHooks(self)
+
+    def common_seed(self) -> int:
+        """See `SynchronousExtended.common_seed`; the same for who comes later.
+
+        Raises:
+            CollectiveError: This worker has come before the others agreed on it.
+        """
+        client = self.job.client
+        if not client.joining:
+            seed = super().common_seed()
+            if client.rank == 0:
+                client.post("seed", seed)
+            return seed
+        found = client.read("seed")
+        if found is None:
+            raise CollectiveError(
+                "The others haven't agreed on a seed yet, or had none to agree on. "
+                "Start this worker again, and let all tasks run the same script."
+            )
+        return found
 
     @property
     def is_apart(self) -> bool:

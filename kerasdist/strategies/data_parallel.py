@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import atexit
 import dataclasses
-import secrets
 import sys
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-import numpy as np
 import tensorflow as tf
 
 from kerasdist import _keras, _tf
@@ -108,7 +106,7 @@ class DataParallelStrategy(tf.distribute.Strategy):
             _tf.keep_when_in_lockstep()
             _tf.make_numbers()
             if job.communicator.size > 1:
-                _tf.set_global_seed_if_none(lambda: _chiefs_seed(job.communicator))
+                _tf.set_global_seed_if_none(self.extended.common_seed)
         except BaseException as error:
             job.close(error)
             raise
@@ -150,12 +148,6 @@ class DataParallelStrategy(tf.distribute.Strategy):
         # Keras copies models' attributes; there is one strategy all the same.
         del memo
         return self
-
-
-def _chiefs_seed(communicator: Communicator) -> int:
-    """A random seed, so that unseeded `dataset.shuffle`s agree on all workers."""
-    mine = np.int64(secrets.randbits(31))
-    return int(communicator.broadcast([mine])[0])
 
 
 _open_jobs: weakref.WeakSet[StrategyJob] = weakref.WeakSet()

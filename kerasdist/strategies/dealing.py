@@ -74,9 +74,13 @@ class Dealt:
             steps: Number of batches over all workers; None: to the end of the data.
         """
         hooks = self.extended.keras_hooks
+        hooks.check_joined()
         if self._batches is not None:
             self._batches.close()
-            if hooks.any_of(self._batches.exhausted):
+        # Who joins just now has no batches, and comes all the same.
+        if self._epoch:
+            exhausted = self._batches is not None and self._batches.exhausted
+            if hooks.any_of(exhausted):
                 self._used = 0
         self.extended.shared.rebase()
         hooks.present = self
@@ -106,6 +110,39 @@ class Dealt:
             self._used = 0
         self._batches = DealtBatches(self, claim, used)
         return self._batches
+
+    def facts(self) -> dict[str, Any]:
+        """Where this is, between two epochs, for those who join."""
+        return {
+            "dataset": self._number,
+            "length": self.length,
+            "seed": self.source.seed,
+            "begun": self._epoch,
+            "passes": self._pass,
+            "used": self._used,
+        }
+
+    def join(self, facts: dict[str, Any]) -> None:
+        """Go on where the others are, who have told `facts`.
+
+        Raises:
+            ValueError: This worker was given other data.
+        """
+        theirs = facts["length"], facts["dataset"]
+        if theirs != (self.length, self._number):
+            raise ValueError(
+                "A worker that joins must be given the others' data. Received: "
+                f"{self.length} batches, dataset {self._number}; the others have "
+                f"{theirs[0]}, dataset {theirs[1]}. All workers must run the same "
+                "script."
+            )
+        source = self.source
+        source.seed = facts["seed"]
+        self._epoch, self._pass = int(facts["begun"]), int(facts["passes"])
+        self._used = int(facts["used"])
+        source.skip(self._pass - bool(self._used))
+        if self._used:
+            source.begin(self._pass)
 
     def end_for_all(self) -> None:
         """Let all workers' epoch end with the batches that they have."""

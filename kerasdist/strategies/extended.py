@@ -17,6 +17,7 @@ from typing import Any
 import tensorflow as tf
 
 from kerasdist import _keras, _tf
+from kerasdist.strategies import agreement
 from kerasdist.strategies.auto_shard import is_by_file, own_part
 from kerasdist.strategies.collective_ops import CollectiveOps
 from kerasdist.strategies.job import StrategyJob
@@ -67,6 +68,10 @@ class SynchronousExtended(_tf.MirroredExtended):
         else:
             self.ops = CollectiveOps(job.communicator, self._host)
         self.keras_hooks = SynchronousHooks(self)
+
+    def common_seed(self) -> int:
+        """A random seed that all workers agree on."""
+        return agreement.common_seed(self)
 
     # How many, and which.
 

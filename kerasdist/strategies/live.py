@@ -7,6 +7,9 @@ without gaps, so that what divides rows over "all workers" divides them over the
     rank in the job     0  1  2  3        rank 1 is lost
     rank here           0  -  1  2        size 3
 
+A worker that has come later is alone until it has joined the others: what it calls
+before that ends at once, with what it has brought itself.
+
 What has divided something already must begin again when a worker is lost in the midst
 of it: then it's `strict`, and all who are left raise `WorkersChanged` at once.
 """
@@ -22,6 +25,7 @@ import numpy.typing as npt
 
 from kerasdist.collectives import Communicator
 from kerasdist.collectives.ops import Array
+from kerasdist.collectives.single import SingleCommunicator
 from kerasdist.errors import CollectiveError
 from kerasdist.server import ServerClient
 
@@ -53,7 +57,11 @@ class LiveCommunicator(Communicator):
         self.changed = False
         self._strict = False
         self._client = client
-        self._inner = inner
+        self._inner: Communicator = inner
+        if client.joining:
+            here = inner.peers[client.rank]
+            self._inner = SingleCommunicator(here.address)
+            self._number((client.rank,))
 
     @contextlib.contextmanager
     def strict(self) -> Iterator[None]:
@@ -64,6 +72,22 @@ class LiveCommunicator(Communicator):
             yield
         finally:
             self._strict = before
+
+    def gate(self, facts: dict[str, Any]) -> bool:
+        """A barrier at which others may join; return whether somebody has.
+
+        Args:
+            facts: What they are told.
+        """
+        joined = self._client.communicator.gate(facts)
+        self._note()
+        return bool(joined)
+
+    def enter(self, met: int, ranks: tuple[int, ...]) -> None:
+        """Join these ranks, this worker's own among them, after collective `met`."""
+        self._client.entered(met, ranks)
+        self._inner = self._client.communicator
+        self._number(ranks)
 
     @property
     def failure(self) -> CollectiveError | None:
@@ -86,6 +110,8 @@ class LiveCommunicator(Communicator):
     def all_gather(self, array: npt.ArrayLike) -> list[Array]:
         """See `Communicator.all_gather`; one array per live rank."""
         result = self._inner.all_gather(array)
+        if self._client.joining:
+            return result
         self._note()
         return [result[rank] for rank in self.ranks]
 
@@ -93,7 +119,8 @@ class LiveCommunicator(Communicator):
         """See `Communicator.broadcast`."""
         arrays = [np.asarray(buffer) for buffer in buffers]
         if sum(array.nbytes for array in arrays) >= _LEAST_BROADCAST_BYTES:
-            result = self._inner.broadcast(arrays, self.ranks[root])
+            alone = self._client.joining
+            result = self._inner.broadcast(arrays, 0 if alone else self.ranks[root])
             self._note()
             return result
         every = [self.all_gather(array.reshape(1, *array.shape)) for array in arrays]
@@ -108,16 +135,22 @@ class LiveCommunicator(Communicator):
         self._note()
 
     def _note(self) -> None:
-        ranks = self._inner.ranks
+        if self._client.joining:
+            return
+        ranks = self._client.communicator.ranks
         if ranks == self.ranks:
             return
-        self.ranks = ranks
-        self.rank = ranks.index(self._client.rank)
-        self.size = len(ranks)
-        self.peers = tuple(self._inner.peers[rank] for rank in ranks)
+        self._number(ranks)
         if self._strict:
             self.changed = True
             raise WorkersChanged
+
+    def _number(self, ranks: tuple[int, ...]) -> None:
+        self.ranks = ranks
+        self.rank = ranks.index(self._client.rank)
+        self.size = len(ranks)
+        peers = self._client.communicator.peers
+        self.peers = tuple(peers[rank] for rank in ranks)
 
     # The job's communicator does all this.
 

@@ -98,9 +98,9 @@ class ParameterServerStrategy(DataParallelStrategy):
         ValueError: An argument is wrong.
 
     Whatever is raised, nothing is left behind. While training, a worker that dies is a
-    `WorkerLost` on all others with "sync"; with "async" they log it, and go on. A
-    server that dies is a `ServerLost` on all workers, unless it keeps snapshots and
-    comes back.
+    `WorkerLost` on all others with "sync"; with "async" they log it, and go on, and a
+    new process with its task joins them where an epoch of `fit` ends. A server that
+    dies is a `ServerLost` on all workers, unless it keeps snapshots and comes back.
     """
 
     def __init__(
@@ -209,6 +209,7 @@ def _connect(
         transport=transport,
         on_event=_note if settings.mode == "async" else None,
         on_failure=reporter.failed,
+        gate=settings.mode == "async",
     )
 
 
@@ -221,6 +222,12 @@ def _note(event: Event) -> None:
             event.address,
             event.clock,
             event.reason,
+        )
+    elif event.kind == "joined":
+        _LOG.warning(
+            "kerasdist: rank %d (%s) has come; it joins where an epoch of `fit` ends.",
+            event.rank,
+            event.address,
         )
 
 

@@ -262,6 +262,31 @@ class SharedTables:
             # With a reference: no other optimizer gets its id.
             self._offsets[id(optimizer)] = optimizer, offset
 
+    def join(
+        self,
+        variables: Sequence[Any],
+        optimizer: Any,
+        sparse: Sequence[bool],
+        offset: int,
+    ) -> None:
+        """Train these variables with the others, whose table is there.
+
+        Args:
+            variables: The variables.
+            optimizer: The optimizer, or None.
+            sparse: Of which variables only some rows change in a step.
+            offset: What the others' `offset_of` of it is.
+        """
+        self._agreed = self._table(variables, sparse) if variables else None
+        if self._agreed is not None:
+            self._agreed.pull()
+        if optimizer is not None:
+            self._offsets[id(optimizer)] = optimizer, offset
+
+    def offset_of(self, optimizer: Any) -> int:
+        """What an optimizer's count was before the first update of the table."""
+        return self._offsets.get(id(optimizer), (None, 0))[1]
+
     def note_updates(self, weights: SharedWeights, updates: Any) -> None:
         """A worker has heard of so many updates of a table by all workers."""
         if weights is self._agreed:
@@ -342,6 +367,7 @@ class SharedTables:
         for weights in self._all:
             if weights.keys == keys:
                 return weights
+        self._extended.keras_hooks.check_joined()
         weights = SharedWeights(self._extended, variables, sparse)
         self._all.append(weights)
         return weights

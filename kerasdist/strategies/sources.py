@@ -35,12 +35,14 @@ class Source(abc.ABC):
     Attributes:
         length: Number of batches in a pass; None: not known.
         is_shared: Whether all workers have the same batches, each for one of them.
+        seed: Of the orders of passes, the same on all workers; None: it has none.
         evidence: A checksum of each of the first batches of this pass that this worker
             has seen, by number, where all workers should see the same.
     """
 
     length: int | None = None
     is_shared = True
+    seed: int | None = None
 
     def __init__(self) -> None:
         self.evidence: dict[int, int] = {}
@@ -56,6 +58,10 @@ class Source(abc.ABC):
         Args:
             number: Of the pass; the same on all workers.
         """
+
+    def skip(self, passes: int) -> None:
+        """The others have made so many passes before this worker came."""
+        del passes
 
     @abc.abstractmethod
     def read(self, number: int) -> tuple[Any] | None:
@@ -78,7 +84,7 @@ class ArraySource(Source):
         super().__init__()
         self.length = -(-data.samples // data.batch_size)
         self._data = data
-        self._seed = seed
+        self.seed = seed
         self._take = data.reader()
         self._order = np.zeros(0, np.int64)
 
@@ -90,7 +96,7 @@ class ArraySource(Source):
         """See `Source.begin`."""
         data = self._data
         self._order = epoch_order(
-            data.samples, data.batch_size, data.shuffle, self._seed, number
+            data.samples, data.batch_size, data.shuffle, self.seed or 0, number
         )
 
     def read(self, number: int) -> tuple[Any] | None:
@@ -112,7 +118,7 @@ class ItemSource(Source):
         super().__init__()
         self.length = data.length
         self._data = data
-        self._seed = seed
+        self.seed = seed
         self._order: Any = None
 
     def example(self) -> Any:
@@ -124,7 +130,7 @@ class ItemSource(Source):
         self.length = self._data.length
         self._order = None
         if self._data.shuffle and self.length is not None:
-            self._order = epoch_order(self.length, 1, True, self._seed, number)
+            self._order = epoch_order(self.length, 1, True, self.seed or 0, number)
 
     def read(self, number: int) -> tuple[Any] | None:
         """See `Source.read`."""
@@ -156,6 +162,11 @@ class DatasetSource(Source):
         """See `Source.begin`."""
         self.evidence = {}
         self._elements = zip(itertools.count(), self._dataset, strict=False)
+
+    def skip(self, passes: int) -> None:
+        """See `Source.skip`: a dataset that is shuffled counts its passes."""
+        for _ in range(passes):
+            iter(self._dataset)
 
     def read(self, number: int) -> tuple[Any] | None:
         """See `Source.read`."""

@@ -1,0 +1,215 @@
+"""Where a worker joins that comes later: between two epochs of the others.
+
+    j: a new process with a lost worker's rank    v: the others    s: server 0
+
+    1. j -> s   lets itself in; nobody waits for it yet (`Person.joining`)
+    2. j -> s   which `fit` it has come to; waits
+    3. v -> s   a gate: a barrier between two epochs, with facts of what v do
+    4. s -> j   the facts, and the gate's number
+       s -> v   who has joined: from the next collective on it is waited for
+
+What the others agreed on before stands among the facts, or on a small board that server
+0 keeps (`post`, `read`). The other servers wait for a joiner from the first collective
+on that it comes to.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from kerasdist import errors
+from kerasdist.server.crew import Crew, Person
+from kerasdist.transport.deadline import Deadline
+
+if TYPE_CHECKING:
+    from kerasdist.server.client import ServerClient
+
+__all__ = ["Board", "Entry", "Gate", "enter"]
+
+# How long a server lets a joiner wait before it says that it still has to.
+_WAIT_SECONDS = 2.0
+_MOST_POSTS = 64
+_MOST_CHARACTERS = 100
+
+
+class Board:
+    """Numbers that workers have agreed on, for those who come later.
+
+    Attributes:
+        posts: The numbers, by name.
+    """
+
+    def __init__(self) -> None:
+        self.posts: dict[str, int] = {}
+
+    def post(self, name: str, number: int) -> None:
+        """Put a number up.
+
+        Raises:
+            ProtocolError: The board is full, or the name is too long.
+        """
+        if len(name) > _MOST_CHARACTERS or len(self.posts) >= _MOST_POSTS:
+            raise errors.ProtocolError(f"There's no room for a post. Received: {name}.")
+        self.posts[name] = number
+
+
+class Gate:
+    """Lets workers join at one server. All under `Crew.changed`.
+
+    Args:
+        crew: The workers.
+    """
+
+    def __init__(self, crew: Crew) -> None:
+        self._crew = crew
+        # Who waits, and in which `fit`; what those who were let in are told.
+        self._waiting: dict[int, tuple[Person, int]] = {}
+        self._entered: dict[str, dict[str, Any]] = {}
+        self._fit = 0
+        self._last: tuple[int, list[int]] = (0, [])
+
+    def enter(
+        self, person: Person, fit: int, deadline: Deadline
+    ) -> dict[str, Any] | None:
+        """A joiner waits for the next gate.
+
+        Args:
+            person: The joiner.
+            fit: Number of the `fit` that it has come to, from 1.
+            deadline: Of the request.
+
+        Returns:
+            "met", "ranks" and "facts" of the gate; None: it has to wait longer.
+
+        Raises:
+            CollectiveError: It can't join any more; the job's failure.
+        """
+        crew = self._crew
+        with crew.changed:
+            if not person.joining and person.incarnation not in self._entered:
+                raise errors.CollectiveError(
+                    f"{self._restarted(person)} Start this worker again."
+                )
+            self._waiting[person.rank] = person, fit
+            crew.changed.wait_for(
+                lambda: not person.joining or self._why_not(person, fit),
+                min(_WAIT_SECONDS, deadline.remaining()),
+            )
+            if self._waiting.get(person.rank, (None,))[0] is person:
+                del self._waiting[person.rank]
+            if crew.failure is not None:
+                raise crew.failure
+            if not person.joining:
+                return self._entered.pop(person.incarnation)
+            why = self._why_not(person, fit)
+        if why:
+            raise errors.CollectiveError(why)
+        return None
+
+    def admit(self, number: int, ranks: list[int], facts: Mapping[str, Any]) -> None:
+        """The others are at a gate: who waits for it joins.
+
+        Args:
+            number: Of this collective.
+            ranks: Who has come to it; those who join are added.
+            facts: What the others say of themselves; "fit" is the number of theirs.
+        """
+        fit = facts.get("fit")
+        self._fit = fit if isinstance(fit, int) else self._fit
+        joined = [
+            person
+            for person, theirs in self._waiting.values()
+            if theirs == self._fit and self._is_here(person)
+        ]
+        names = [person.rank for person in joined]
+        ranks[:] = sorted([*ranks, *names])
+        self._last = number, names
+        for person in joined:
+            person.joining = False
+            del self._waiting[person.rank]
+            self._entered[person.incarnation] = {
+                "met": number,
+                "ranks": list(ranks),
+                "facts": dict(facts),
+            }
+
+    def joined_at(self, number: int) -> list[int]:
+        """Who has joined at the gate with this number, if that was the last one."""
+        return self._last[1] if self._last[0] == number else []
+
+    def _is_here(self, person: Person) -> bool:
+        return self._crew.people[person.rank] is person and person.state == "live"
+
+    def _restarted(self, person: Person) -> str:
+        return f"This server was restarted while {person} was joining."
+
+    def _why_not(self, person: Person, fit: int) -> str:
+        crew = self._crew
+        if crew.failure is not None or not self._is_here(person):
+            return f"{person} was lost."
+        if not any(not each.joining for each in crew.live()):
+            return (
+                f"{person} came too late to join: all others have finished or are lost."
+            )
+        if self._fit > fit:
+            return (
+                f"{person} came too late to join: it is in `fit` number {fit} of its "
+                f"script, the others are in number {self._fit}. A worker can join in "
+                "the same `fit` only."
+            )
+        return ""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Entry:
+    """Where a worker has joined.
+
+    Attributes:
+        met: Number of the last collective before.
+        ranks: All live workers, this one among them.
+        facts: What the others say of themselves.
+    """
+
+    met: int
+    ranks: tuple[int, ...]
+    facts: dict[str, Any]
+
+
+def enter(client: ServerClient, fit: int) -> Entry:
+    """Wait until the others are between two epochs, and join them.
+
+    Args:
+        client: This worker's connection; it has come later (`client.joining`).
+        fit: Number of the `fit` that it has come to, from 1.
+
+    Raises:
+        CollectiveTimeout: The others have asked the servers for nothing for as long as
+            a collective may take.
+        CollectiveError: It is too late; see `kerasdist.errors`.
+    """
+    seen = -1
+    deadline = Deadline(client.timeouts.collective)
+    while True:
+        found = client.ask("joining the others", {"do": "enter", "fit": fit})
+        entry = found.get("entered")
+        if isinstance(entry, dict):
+            break
+        # An epoch may take longer than any wait inside of it.
+        if found.get("requests") != seen:
+            seen = int(found.get("requests", 0))
+            deadline = Deadline(client.timeouts.collective)
+        if deadline.expired:
+            raise client.fail(
+                errors.CollectiveTimeout(
+                    f"Rank {client.rank} waited for the end of the others' epoch, and "
+                    f"none of them took a step in {deadline.seconds:g} s. Are they "
+                    "busy with something else? Give them more time with `timeout=`."
+                )
+            )
+    return Entry(
+        int(entry["met"]),
+        tuple(int(rank) for rank in entry["ranks"]),
+        dict(entry["facts"]),
+    )
