@@ -530,6 +530,42 @@ def test_a_server_that_is_started_again_goes_on_from_its_snapshot(servers, tmp_p
     assert list(tmp_path.iterdir()) == []
 
 
+BEGUN_AGAIN = """
+class Begin(keras.callbacks.Callback):
+    def on_train_begin(self, logs=None):
+        self.found = [digest(self.model), fresh]
+    def on_train_batch_end(self, batch, logs=None):
+        again = self.found[0] != fresh
+        self.steps = getattr(self, "steps", 0) + 1
+        if self.steps == 60:
+            print("training", flush=True)
+        self.model.stop_training = again and self.steps > 10
+
+m = build()
+fresh, begin = digest(m), Begin()
+m.fit(x, y, batch_size=20, epochs=10_000, verbose=0, callbacks=[begin])
+result([begin.found, digest(m)])
+"""
+
+
+def test_a_job_whose_tasks_were_all_killed_begins_with_its_snapshots(tmp_path):
+    script = SCRIPT.replace("BODY", BEGUN_AGAIN)
+    env = {"SNAPSHOTS": str(tmp_path)}
+    with Workers(script, 2, servers=1, env=env, deadline=90, handover=False) as job:
+        for rank in range(2):
+            job.wait_for_line(rank, "training")
+        for task in range(3):
+            job.kill(task)
+        for task in range(3):
+            job.wait_one(task)
+        for task in range(3):
+            job.start_again(task)
+        first, second = (task.result for task in job.succeed()[:2])
+    assert first == second
+    (learned, fresh), _ = first
+    assert learned != fresh
+
+
 EVALUATING = """
 class Say(keras.callbacks.Callback):
     def say(self, batch, logs=None):
@@ -616,11 +652,13 @@ class Say(keras.callbacks.Callback):
 
 m = build(lambda: keras.optimizers.Adam(
     keras.optimizers.schedules.ExponentialDecay(0.01, 1000, 0.9)))
-if os.environ["DATA"] == "arrays":
+if os.environ["DATA"] != "dataset":
     data, more = (x, y), {"batch_size": 20}
 else:
     data = tf.data.Dataset.from_tensor_slices((x, y)).shuffle(600).batch(20),
     more = {}
+if os.environ["DATA"] == "parts":
+    more["steps_per_epoch"] = 7
 say, digests = Say(), Digests()
 history = m.fit(*data, **more, epochs=10_000, verbose=0, callbacks=[say, digests],
       validation_data=(x[:77], y[:77]))
@@ -633,8 +671,8 @@ result([found, sorted(say.batches.items())])
 
 @pytest.mark.parametrize(
     ("lost", "servers", "data", "bound"),
-    [(2, 1, "arrays", "null"), (0, 2, "dataset", "2")],
-    ids=["last", "chief"],
+    [(2, 1, "arrays", "null"), (0, 2, "dataset", "2"), (1, 1, "parts", "null")],
+    ids=["last", "chief", "within_a_pass"],
 )
 def test_a_new_process_joins_with_a_lost_workers_task(lost, servers, data, bound):
     env = {"DATA": data, "STALENESS": bound}
@@ -658,7 +696,7 @@ def test_a_new_process_joins_with_a_lost_workers_task(lost, servers, data, bound
     for epoch, _ in joined:
         # The batches are dealt out to all three, each to one.
         dealt = sorted(batch for each in every for batch in each[epoch])
-        assert dealt == list(range(30))
+        assert dealt == list(range(30 if data != "parts" else len(dealt)))
 
 
 def test_who_joins_trains_in_fit_only(tmp_path):
