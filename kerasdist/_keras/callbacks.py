@@ -128,7 +128,9 @@ def on_epoch_end(
             if chief != rate:
                 model.optimizer.learning_rate = chief
     if dealing is not None and not model.stop_training:
-        epoch, epochs = (args or [kwargs.get("epoch")])[0], self.params.get("epochs")
+        epoch = (args or [kwargs.get("epoch")])[0]
+        # Not there in loops of one's own.
+        epochs = (self.params or {}).get("epochs")
         if epoch is not None and epochs is not None and epoch + 1 < epochs:
             evaluated = getattr(model, "_eval_epoch_iterator", None) is not None
             known = {"rate": _rate(model), "evaluated": evaluated}
