@@ -9,7 +9,7 @@
 #                 Keras: two more environments, not a part of `make test`
 #   make bench-all-reduce, bench-fit, bench-overlap, bench-wire, bench-growth,
 #   bench-memory-startup, bench-server-throughput, bench-server-steps,
-#   bench-straggler, bench-staleness
+#   bench-straggler, bench-staleness, bench-embedding-rows
 #                 measure one claim: see the folder in benchmarks/
 #   make wheel    sdist and wheel in dist/
 #   make clean    remove everything that was made
@@ -31,7 +31,7 @@ PACKAGING := setup.py pyproject.toml kerasdist/_version.py Makefile
 .PHONY: demo test pytest lint types soak wheel clean
 .PHONY: bench-all-reduce bench-fit bench-overlap bench-wire bench-growth
 .PHONY: bench-memory-startup bench-server-throughput bench-server-steps
-.PHONY: bench-straggler bench-staleness
+.PHONY: bench-straggler bench-staleness bench-embedding-rows
 .PHONY: test-versions test-oldest test-newest
 .DEFAULT_GOAL := test
 
@@ -97,6 +97,9 @@ bench-straggler: $(VENV)/.bench
 
 bench-staleness: $(VENV)/.bench
 	$(BIN)/python benchmarks/staleness/run.py
+
+bench-embedding-rows: $(VENV)/.bench
+	$(BIN)/python benchmarks/embedding_rows/run.py
 
 wheel: $(VENV)/.test
 	$(BIN)/python -m build

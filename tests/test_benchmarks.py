@@ -101,3 +101,15 @@ def test_staleness(tmp_path):
     (found,) = results["s=0"]["2"]
     assert len(found["accuracy"]) == 2
     assert found["accuracy"][-1] > 0.5
+
+
+def test_embedding_rows(tmp_path):
+    found = run("embedding_rows", tmp_path, "--columns", "rows", "whole")["steps"]
+    table = 20_000 * 64 * 4
+    for touched in (10, 100, 1000):
+        for rank in found["rows"][str(touched)]:
+            for _, sent, _ in rank[1:]:
+                assert sent < touched * 260 + 6000
+        for rank in found["whole"][str(touched)]:
+            for _, sent, received in rank[1:]:
+                assert min(sent, received) > table
