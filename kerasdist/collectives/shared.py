@@ -77,7 +77,7 @@ _PAGE = 4096
 # again, to be copied.
 _PIECE_BYTES = 256 << 10
 # What small buffers need.
-_LEAST_BYTES = _BLOCKS * (_SMALL_BYTES + _PAGE)
+_LEAST_BYTES = _BLOCKS * (_SMALL_BYTES + 2 * _PAGE)
 
 
 class SharedMemoryCommunicator(Communicator):
@@ -101,7 +101,7 @@ class SharedMemoryCommunicator(Communicator):
         self._transport = transport
         self._folder = folder
         self._segments: list[npt.NDArray[np.uint8]] = []
-        self._total = 0  # bytes of a segment, the same on all ranks
+        self._total = 0  # bytes of a segment for blocks, the same on all ranks
         self._next = 0  # where the next block's place begins
         self._results = Buffers()
         self._notes: list[npt.NDArray[np.uint64]] = []
@@ -248,14 +248,16 @@ class SharedMemoryCommunicator(Communicator):
                 rounded *= 2
             most = max(_MOST_BYTES // self.size // _PAGE * _PAGE, _LEAST_BYTES)
             total = min(_TIMES * rounded, most)
-        if total <= self._total:
+        # The last page is for what ranks note.
+        usable = total - _PAGE
+        if usable <= self._total:
             return
         # The old segments' room can be used for the new ones when all have let go.
         if self._segments:
             self._segments, self._notes = [], []
             self._meet(call, deadline)
         try:
-            descriptor = create_segment(total + _PAGE, self._folder)
+            descriptor = create_segment(total, self._folder)
         except SharedMemoryFull as error:
             here = self.peers[self.rank]
             raise SharedMemoryFull(
@@ -264,16 +266,13 @@ class SharedMemoryCommunicator(Communicator):
         descriptors = {self.rank: descriptor}
         try:
             descriptors |= self._transport.share_descriptor(call, deadline, descriptor)
-            whole = [
-                map_segment(descriptors[rank], total + _PAGE)
-                for rank in range(self.size)
-            ]
-            self._segments = [segment[:total] for segment in whole]
-            self._notes = [segment[total:].view(np.uint64) for segment in whole]
+            whole = [map_segment(descriptors[r], total) for r in range(self.size)]
+            self._segments = [segment[:usable] for segment in whole]
+            self._notes = [segment[usable:].view(np.uint64) for segment in whole]
         finally:
             for fd in descriptors.values():
                 os.close(fd)
-        self._total = total
+        self._total = usable
         self._next = 0
 
     def _abort(self) -> None:
