@@ -124,3 +124,6 @@ def test_the_board_has_room_for_few_numbers():
         for number in range(1000):
             board.post(str(number), number)
     assert len(board.posts) < 100
+    # One that is there already can change.
+    board.post("3", 33)
+    assert board.posts["3"] == 33

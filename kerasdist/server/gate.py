@@ -45,13 +45,19 @@ class Board:
         self.posts: dict[str, int] = {}
 
     def post(self, name: str, number: int) -> None:
-        """Put a number up.
+        """Put a number up, in the place of one with the same name.
 
         Raises:
             ProtocolError: The board is full, or the name is too long.
         """
-        if len(name) > _MOST_CHARACTERS or len(self.posts) >= _MOST_POSTS:
-            raise errors.ProtocolError(f"There's no room for a post. Received: {name}.")
+        full = name not in self.posts and len(self.posts) >= _MOST_POSTS
+        if full or len(name) > _MOST_CHARACTERS:
+            raise errors.ProtocolError(
+                "There's no room for a post. Received: "
+                f"name={name[:_MOST_CHARACTERS]!r}; expected at most {_MOST_POSTS} "
+                f"names, of up to {_MOST_CHARACTERS} characters. Do all tasks have the "
+                "same version of kerasdist?"
+            )
         self.posts[name] = number
 
 

@@ -25,9 +25,12 @@ import numpy.typing as npt
 
 from kerasdist.collectives import Communicator
 from kerasdist.collectives.ops import Array
+from kerasdist.collectives.parts import Parts
 from kerasdist.collectives.single import SingleCommunicator
 from kerasdist.errors import CollectiveError
 from kerasdist.server import ServerClient
+from kerasdist.transport.deadline import Deadline
+from kerasdist.transport.framing import Call
 
 __all__ = ["LiveCommunicator", "LiveJob", "WorkersChanged"]
 
@@ -152,19 +155,23 @@ class LiveCommunicator(Communicator):
         peers = self._client.communicator.peers
         self.peers = tuple(peers[rank] for rank in ranks)
 
-    # The job's communicator does all this.
+    # The collectives above are the job's communicator's; so is what they are made of.
 
-    def _reduce(self, *args: Any) -> Array:
-        raise NotImplementedError
+    def _reduce(
+        self, source: Parts, lend: bool, call: Call, deadline: Deadline
+    ) -> Array:
+        return self._inner._reduce(source, lend, call, deadline)
 
-    def _gather(self, *args: Any) -> None:
-        raise NotImplementedError
+    def _gather(self, views: list[memoryview], call: Call, deadline: Deadline) -> None:
+        self._inner._gather(views, call, deadline)
 
-    def _broadcast(self, *args: Any) -> None:
-        raise NotImplementedError
+    def _broadcast(
+        self, view: memoryview, root: int, call: Call, deadline: Deadline
+    ) -> None:
+        self._inner._broadcast(view, root, call, deadline)
 
-    def _barrier(self, *args: Any) -> None:
-        raise NotImplementedError
+    def _barrier(self, call: Call, deadline: Deadline) -> None:
+        self._inner._barrier(call, deadline)
 
     def _abort(self) -> None:
         self._inner.abort(self._failure)
