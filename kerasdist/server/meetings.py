@@ -124,7 +124,13 @@ class Meetings:
             room = place([(str(arrays[0].dtype.name), arrays[0].shape)])
         with crew.changed:
             if not self._coordinates:
-                # Who has joined at server 0 is waited for here from now on.
+                # Who has joined at server 0 is waited for here from now on. It may be
+                # here before the others' calls from before that are over.
+                if person.joining:
+                    crew.changed.wait_for(
+                        lambda: crew.failure or self.number >= call.sequence - 1,
+                        deadline.remaining(),
+                    )
                 person.joining = False
                 if call.sequence <= self.number:
                     return [], []
