@@ -26,6 +26,7 @@ from kerasdist.collectives.ops import (
     check_dtype,
     check_op,
     check_scale,
+    itemsize,
     octets,
 )
 from kerasdist.collectives.parts import Parts, aligned
@@ -33,6 +34,7 @@ from kerasdist.transport.base import Peer
 from kerasdist.transport.deadline import Deadline
 from kerasdist.transport.failures import Supervisor
 from kerasdist.transport.framing import Call
+from kerasdist.transport.spans import Recorder, Several, now
 
 __all__ = ["Communicator"]
 
@@ -73,6 +75,8 @@ class Communicator(abc.ABC):
         self._closed = False
         self._shapes = ""
         self._failure: errors.CollectiveError | None = None
+        self._listeners: list[Recorder] = []
+        self._recorder: Recorder | None = None
 
     # The collectives.
 
@@ -255,6 +259,27 @@ class Communicator(abc.ABC):
             finally:
                 self._lock.release()
 
+    def listen(self, recorder: Recorder) -> None:
+        """Record what collectives spend their time on, from the next one on.
+
+        Args:
+            recorder: See `kerasdist.transport.spans`. There may be several.
+        """
+        self._listeners.append(recorder)
+        self._listen()
+
+    def unlisten(self, recorder: Recorder) -> None:
+        """End what `listen` has begun; nothing happens if that wasn't called."""
+        self._listeners = [each for each in self._listeners if each is not recorder]
+        self._listen()
+
+    def _listen(self) -> None:
+        several = self._listeners
+        if len(several) > 1:
+            self._record(Several(several))
+        else:
+            self._record(several[0] if several else None)
+
     @property
     def failure(self) -> errors.CollectiveError | None:
         """What ended this communicator, or None."""
@@ -270,6 +295,10 @@ class Communicator(abc.ABC):
         self._supervisor.step = value
 
     # For subclasses. All arrays are flat and C-contiguous.
+
+    def _record(self, recorder: Recorder | None) -> None:
+        """Begin or end to record; subclasses tell what they are made of."""
+        self._recorder = recorder
 
     @abc.abstractmethod
     def _reduce(
@@ -338,11 +367,15 @@ class Communicator(abc.ABC):
         self._sequence += 1
         call = Call(self._sequence, kind, op, dtype, elements, detail, root)
         self._supervisor.call = call
+        recorder = self._recorder
+        begin = 0 if recorder is None else now()
         try:
             yield call, Deadline(self.timeout)
         except BaseException as error:
             self._give_up(error, call)
             raise
+        if recorder is not None:
+            recorder.add(kind, begin, now(), elements * itemsize(dtype), str(call))
 
     def _give_up(self, error: BaseException, call: Call) -> None:
         """Raise the job's failure for what was seen; return if it's none."""

@@ -21,6 +21,7 @@ from kerasdist.transport.base import Peer
 from kerasdist.transport.deadline import Deadline
 from kerasdist.transport.failures import Supervisor
 from kerasdist.transport.framing import Call
+from kerasdist.transport.spans import Recorder
 
 __all__ = ["HierarchicalCommunicator"]
 
@@ -103,6 +104,12 @@ class HierarchicalCommunicator(Communicator):
         if self._leaders is not None:
             self._leaders._barrier(call, deadline)
         self._local._barrier(call, deadline)
+
+    def _record(self, recorder: Recorder | None) -> None:
+        super()._record(recorder)
+        for part in (self._local, self._leaders):
+            if part is not None:
+                part._record(recorder)
 
     def _abort(self) -> None:
         for part in (self._local, self._leaders):

@@ -33,6 +33,7 @@ from kerasdist.transport.framing import (
     pack_header,
     unpack_header,
 )
+from kerasdist.transport.spans import Laps
 from kerasdist.transport.timeouts import Timeouts
 
 __all__ = ["MpiCommunicator", "join"]
@@ -200,9 +201,14 @@ class MpiCommunicator(Communicator):
         self, source: Parts, lend: bool, call: Call, deadline: Deadline
     ) -> Array:
         elements, dtype, op = source.elements, source.dtype, call.op
+        laps = None if self._recorder is None else Laps(self._recorder)
         flat = np.empty(elements, dtype)
         source.copy_to(flat, 0, elements)
+        if laps is not None:
+            laps.end("pack", flat.nbytes)
         self._barrier(call, deadline)
+        if laps is not None:
+            laps.end("wait")
         if dtype.name in ("float16", "bfloat16"):
             return self._floats(flat.astype(np.float32), op, deadline).astype(dtype)
         if dtype.kind == "f":

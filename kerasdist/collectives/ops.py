@@ -8,7 +8,15 @@ import numpy as np
 
 from kerasdist.transport.framing import DTYPES, OPS
 
-__all__ = ["Array", "check_dtype", "check_op", "check_scale", "octets", "reducer"]
+__all__ = [
+    "Array",
+    "check_dtype",
+    "check_op",
+    "check_scale",
+    "itemsize",
+    "octets",
+    "reducer",
+]
 
 Array = np.ndarray[Any, Any]
 
@@ -23,6 +31,12 @@ _REDUCERS: dict[str, np.ufunc] = {
 def octets(array: Array) -> memoryview:
     """Return the bytes of a C-contiguous array, which must not be 0-d."""
     return array.reshape(-1).view(np.uint8).data
+
+
+def itemsize(name: str) -> int:
+    """Return the bytes of one element of a checked dtype; 0 for "none"."""
+    bits = name.lstrip("abcdefghijklmnopqrstuvwxyz")  # also of bfloat16
+    return int(bits) // 8 if bits else int(name == "bool")
 
 
 def reducer(op: str) -> np.ufunc:

@@ -26,6 +26,7 @@ from kerasdist.transport.base import Transport
 from kerasdist.transport.deadline import Deadline
 from kerasdist.transport.failures import Supervisor
 from kerasdist.transport.framing import Call
+from kerasdist.transport.spans import Laps, Recorder
 
 __all__ = ["RingCommunicator"]
 
@@ -60,8 +61,11 @@ class RingCommunicator(Communicator):
     ) -> Array:
         elements, dtype, op = source.elements, source.dtype, call.op
         size = elements * dtype.itemsize
+        laps = None if self._recorder is None else Laps(self._recorder)
         flat = self._results.empty(elements, dtype)
         source.copy_to(flat, 0, elements)
+        if laps is not None:
+            laps.end("pack", size)
         combine = reducer(op)
         if (
             self.size > 1
@@ -71,9 +75,13 @@ class RingCommunicator(Communicator):
             inputs = np.empty((self.size, elements), dtype)
             inputs[self.rank] = flat
             self._gather([octets(row) for row in inputs], call, deadline)
+            if laps is not None:
+                laps.skip()
             combine(inputs[0], inputs[1], out=flat)
             for row in inputs[2:]:
                 combine(flat, row, out=flat)
+            if laps is not None:
+                laps.end("reduce", size * (self.size - 1))
             return flat
         view = octets(flat)
         width = dtype.itemsize
@@ -83,9 +91,13 @@ class RingCommunicator(Communicator):
                 mine = flat[into]
                 arrived = room[: mine.size]
                 self._pass_on(_part(view, out, width), octets(arrived), call, deadline)
+                if laps is not None:
+                    laps.skip()
                 # What came has been summed over the ranks to the left: it goes first,
                 # so that each chunk has one order of summation.
                 combine(arrived, mine, out=mine)
+                if laps is not None:
+                    laps.end("reduce", mine.nbytes)
         for send, receive in all_gather_steps(self.rank, self.size, 1):
             for out, into in self._pieces(elements, width, send, receive):
                 self._pass_on(
@@ -149,6 +161,10 @@ class RingCommunicator(Communicator):
             source=self._left,
             incoming=incoming,
         )
+
+    def _record(self, recorder: Recorder | None) -> None:
+        super()._record(recorder)
+        self._transport.recorder = recorder
 
     def _abort(self) -> None:
         self._transport.abort()

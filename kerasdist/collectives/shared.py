@@ -61,6 +61,7 @@ from kerasdist.transport.failures import Supervisor
 from kerasdist.transport.framing import Call
 from kerasdist.transport.segments import SHM_FOLDER, create_segment, map_segment
 from kerasdist.transport.sockets import SocketTransport
+from kerasdist.transport.spans import Laps, Recorder
 
 __all__ = ["SharedMemoryCommunicator"]
 
@@ -115,11 +116,18 @@ class SharedMemoryCommunicator(Communicator):
         self._make_room(size, call, deadline)
         if size > _SMALL_BYTES:
             return self._reduce_blocks(source, lend, call, deadline)
+        laps = None if self._recorder is None else Laps(self._recorder)
         flat = self._results.empty(elements, dtype)
         inputs = [place.view(dtype) for place in self._places(size)]
         source.copy_to(inputs[self.rank], 0, elements)
+        if laps is not None:
+            laps.end("pack", size)
         self._meet(call, deadline)
+        if laps is not None:
+            laps.skip()
         _combine(inputs, flat, call.op)
+        if laps is not None:
+            laps.end("reduce", size * (self.size - 1))
         return flat
 
     def _reduce_blocks(
@@ -136,6 +144,7 @@ class SharedMemoryCommunicator(Communicator):
         lent = None
         if lend:
             self._notes[self.rank][0] = self._lent.note(size)
+        laps = None if self._recorder is None else Laps(self._recorder)
         # Of each block what all ranks have packed, by rank.
         blocks: list[tuple[slice, list[Array]]] = []
         for stage in range(count + 2):
@@ -147,11 +156,15 @@ class SharedMemoryCommunicator(Communicator):
                     flat = self._results.empty(elements, dtype)
                 else:
                     flat = lent.view(dtype)
+                if laps is not None:
+                    laps.skip()
             if stage > 1 and lent is None:
                 block, places = blocks[stage - 2]
                 for rank in others:
                     part = _chunk(block, self.size, rank)
                     flat[part] = places[rank][_within(part, block)]
+                if laps is not None:
+                    laps.end("receive", (block.stop - block.start) * dtype.itemsize)
             if 0 < stage <= count:
                 block, places = blocks[stage - 1]
                 part = _chunk(block, self.size, self.rank)
@@ -164,6 +177,8 @@ class SharedMemoryCommunicator(Communicator):
                         combine(reduced, places[rank][within], out=reduced)
                     if lent is None:
                         places[self.rank][within] = reduced
+                if laps is not None:
+                    laps.end("reduce", (part.stop - part.start) * dtype.itemsize)
             if stage < count:
                 block = chunk(elements, count, stage)
                 length = block.stop - block.start
@@ -173,8 +188,12 @@ class SharedMemoryCommunicator(Communicator):
                 own = _within(part, block)
                 source.copy_to(mine[: own.start], block.start, part.start)
                 source.copy_to(mine[own.stop :], part.stop, block.stop)
+                if laps is not None:
+                    laps.end("pack", length * dtype.itemsize)
             if stage <= count:
                 self._meet(call, deadline)
+                if laps is not None:
+                    laps.skip()
         return flat
 
     def _gather(self, views: list[memoryview], call: Call, deadline: Deadline) -> None:
@@ -274,6 +293,10 @@ class SharedMemoryCommunicator(Communicator):
                 os.close(fd)
         self._total = usable
         self._next = 0
+
+    def _record(self, recorder: Recorder | None) -> None:
+        super()._record(recorder)
+        self._transport.recorder = recorder
 
     def _abort(self) -> None:
         self._transport.abort()

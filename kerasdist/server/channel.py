@@ -34,6 +34,7 @@ from kerasdist.server.layout import dtype_of
 from kerasdist.transport.base import Aborted
 from kerasdist.transport.deadline import Deadline
 from kerasdist.transport.framing import Call, FrameType
+from kerasdist.transport.spans import now
 
 __all__ = [
     "Channel",
@@ -85,6 +86,7 @@ class Channel(abc.ABC):
         kind: "tcp", "shared_memory" or "memory".
         bytes_sent: Bytes of all messages sent, those in shared memory too.
         bytes_received: Bytes of all messages received.
+        answered: When what was received last has begun to come, see `transport.spans`.
     """
 
     kind: str
@@ -92,6 +94,7 @@ class Channel(abc.ABC):
     def __init__(self) -> None:
         self.bytes_sent = 0
         self.bytes_received = 0
+        self.answered = 0
 
     @abc.abstractmethod
     def place(self, specs: Sequence[Spec]) -> list[Array]:
@@ -218,6 +221,7 @@ class MemoryChannel(Channel):
         except queue.Empty:
             self._check()
             raise ChannelSilent(f"silent for {deadline.seconds:g} s") from None
+        self.answered = now()
         if message is None:
             self._in.put(None)
             self._check()

@@ -29,6 +29,7 @@ from kerasdist.server.loads import Tally
 from kerasdist.transport.base import Peer
 from kerasdist.transport.deadline import Deadline
 from kerasdist.transport.framing import Call, FrameType
+from kerasdist.transport.spans import Laps, Recorder
 
 if TYPE_CHECKING:
     from kerasdist.server.client import ServerClient
@@ -153,10 +154,14 @@ class ServerCommunicator(Communicator):
                 pieces = [_piece(part, rounds, number) for part in chunks]
                 builds: list[Any] = [build(piece) for piece in pieces]
                 answers = client.request_all([*builds, *self._rest(len(builds), call)])
+                laps = None if self._recorder is None else Laps(self._recorder)
                 self._note(call, answers)
                 for piece, answer in zip(pieces, answers, strict=False):
                     if piece.stop > piece.start:
                         flat[piece] = answer.arrays[0]
+                if laps is not None:
+                    size = sum(p.stop - p.start for p in pieces) * dtype.itemsize
+                    laps.end("receive", size)
         return flat
 
     def _gather(self, views: list[memoryview], call: Call, deadline: Deadline) -> None:
@@ -229,6 +234,10 @@ class ServerCommunicator(Communicator):
         self.ranks = tuple(int(rank) for rank in answers[0].meta["ranks"])
         self._joined = tuple(int(r) for r in answers[0].meta.get("joined", ()))
         self._client.note_met(call, answers)
+
+    def _record(self, recorder: Recorder | None) -> None:
+        super()._record(recorder)
+        self._client.recorder = recorder
 
     def _abort(self) -> None:
         if self._failure is not None:

@@ -21,6 +21,7 @@ from kerasdist.transport.base import Aborted
 from kerasdist.transport.deadline import Deadline
 from kerasdist.transport.failures import decode
 from kerasdist.transport.framing import FrameType
+from kerasdist.transport.spans import Laps, Recorder
 from kerasdist.transport.timeouts import Timeouts
 
 __all__ = ["GRACE_SECONDS", "JOIN_SECONDS", "Build", "Job", "Link", "Roster"]
@@ -52,7 +53,13 @@ class Roster:
 
 
 class Job(abc.ABC):
-    """What a link asks of its worker."""
+    """What a link asks of its worker.
+
+    Attributes:
+        recorder: Who is told of packing, sending and waiting, if anybody is.
+    """
+
+    recorder: Recorder | None = None
 
     @property
     @abc.abstractmethod
@@ -140,9 +147,21 @@ class Link(abc.ABC):
                 deadline = Deadline(self._timeouts.collective + GRACE_SECONDS)
                 self._job.check()
                 channel = self._current()
+                recorder = self._job.recorder
+                laps = None if recorder is None else Laps(recorder)
                 try:
-                    channel.send(build(channel), deadline)
+                    request = build(channel)
+                    if laps is not None:
+                        size = sum(array.nbytes for array in request.arrays)
+                        laps.end("pack", size)
+                    channel.send(request, deadline)
+                    if laps is not None:
+                        laps.end("send", size, str(self))
                     answer = channel.receive(deadline, MOST_BYTES)
+                    if laps is not None:
+                        laps.end("wait", what=str(self), until=channel.answered)
+                        size = sum(array.nbytes for array in answer.arrays)
+                        laps.end("receive", size, str(self))
                 except (ChannelEnded, Aborted) as error:
                     self._again(error)
                     continue

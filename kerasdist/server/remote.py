@@ -17,6 +17,7 @@ from kerasdist.server.channel import Channel, Message, Spec
 from kerasdist.server.layout import Layout, Piece, dtype_of
 from kerasdist.server.table import merge_rows
 from kerasdist.transport.framing import Call, FrameType
+from kerasdist.transport.spans import Laps, now
 
 if TYPE_CHECKING:
     from kerasdist.server.client import ServerClient
@@ -162,6 +163,8 @@ class RemoteTable:
             ValueError: They don't fit the variables; nothing was sent.
             CollectiveError: See `kerasdist.errors`.
         """
+        recorder = self._client.recorder
+        begin = 0 if recorder is None else now()
         rows = self._check(deltas)
         with self._client.calling("a step's push"):
             clock = self.clock + 1
@@ -182,7 +185,12 @@ class RemoteTable:
             builds = [build(server) for server in range(self.layout.servers)]
             answers = self._client.request_all(builds)
             self.clock = clock
+            laps = None if recorder is None else Laps(recorder)
             pulled = self._unpack(answers)
+        if recorder is not None and laps is not None:
+            size = sum(a.nbytes for answer in answers for a in answer.arrays)
+            laps.end("receive", size)
+            recorder.add("push_pull", begin, now(), what=f"clock {clock}")
         self.observed[pulled.staleness] += 1
         return pulled
 

@@ -50,6 +50,7 @@ from kerasdist.transport.framing import (
 )
 from kerasdist.transport.segments import create_segment, map_segment
 from kerasdist.transport.sockets import receive_descriptor
+from kerasdist.transport.spans import now
 
 __all__ = ["SocketChannel"]
 
@@ -145,6 +146,7 @@ class SocketChannel(Channel):
         while True:
             head = bytearray(HEADER_BYTES)
             descriptors = self._fill_head(head, deadline)
+            self.answered = now()
             try:
                 frame, length, call = unpack_header(head)
                 if frame is FrameType.DESCRIPTOR:

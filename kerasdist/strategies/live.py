@@ -31,6 +31,7 @@ from kerasdist.errors import CollectiveError
 from kerasdist.server import ServerClient
 from kerasdist.transport.deadline import Deadline
 from kerasdist.transport.framing import Call
+from kerasdist.transport.spans import Recorder
 
 __all__ = ["LiveCommunicator", "LiveJob", "WorkersChanged"]
 
@@ -172,6 +173,11 @@ class LiveCommunicator(Communicator):
 
     def _barrier(self, call: Call, deadline: Deadline) -> None:
         self._inner._barrier(call, deadline)
+
+    def _record(self, recorder: Recorder | None) -> None:
+        super()._record(recorder)
+        # Also while this worker is alone: it joins the others later.
+        self._client.communicator._record(recorder)
 
     def _abort(self) -> None:
         self._inner.abort(self._failure)

@@ -23,7 +23,7 @@ import tensorflow as tf
 from kerasdist import _tf, errors
 from kerasdist.collectives import Communicator
 from kerasdist.collectives.explain import explain, fresh
-from kerasdist.collectives.ops import Array, octets, reducer
+from kerasdist.collectives.ops import Array, itemsize, octets, reducer
 from kerasdist.collectives.parts import Parts
 from kerasdist.strategies.native_server import is_serving, serve
 from kerasdist.strategies.native_watch import Watch
@@ -31,6 +31,7 @@ from kerasdist.transport.base import Aborted, PeerClosed, PeerSilent
 from kerasdist.transport.deadline import Deadline
 from kerasdist.transport.failures import Supervisor
 from kerasdist.transport.framing import Call
+from kerasdist.transport.spans import Recorder, now
 
 __all__ = ["NativeCommunicator", "connector", "group_options"]
 
@@ -127,6 +128,8 @@ class NativeCommunicator(Communicator):
         self._host = _tf.host_of("/device:CPU:0")
         self._options = group_options(self.group, self.size, self._host)
         self._watch = Watch(f"kerasdist-native rank {self.rank}", self._late)
+        # Of collectives that are recorded: when they began.
+        self._began: dict[int, tuple[int, Call]] = {}
 
     # For operations in graphs.
 
@@ -152,11 +155,19 @@ class NativeCommunicator(Communicator):
             call = Call(self._sequence, kind, op, dtype, elements, detail)
             self._supervisor.call = call
             self._watch.begin(call, Deadline(self.timeout))
+            if self._recorder is not None:
+                self._began[call.sequence] = now(), call
             return call.sequence
 
     def end(self, sequence: int) -> None:
         """It is done."""
         self._watch.end(sequence)
+        began = self._began.pop(sequence, None) if self._began else None
+        recorder = self._recorder
+        if began is not None and recorder is not None:
+            begin, call = began
+            size = call.elements * itemsize(call.dtype)
+            recorder.add(call.kind, begin, now(), size, str(call))
 
     def translate(self, error: BaseException) -> errors.CollectiveError | None:
         """The job's failure for what TensorFlow raised; None if it's no matter of it.
@@ -326,6 +337,11 @@ class NativeCommunicator(Communicator):
         here = self.peers[self.rank]
         silent = PeerSilent(self.peers[self.rank - 1], "its time is over")
         self.abort(explain(silent, call, here, "", self._supervisor, self._failure))
+
+    def _record(self, recorder: Recorder | None) -> None:
+        super()._record(recorder)
+        self._began.clear()
+        self._ring._record(recorder)
 
     def _abort(self) -> None:
         self._ring._abort()

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 
 from kerasdist.transport.deadline import Deadline
 from kerasdist.transport.framing import Call
+from kerasdist.transport.spans import Recorder
 
 __all__ = [
     "Aborted",
@@ -83,11 +84,13 @@ class Transport(abc.ABC):
         rank: This process's rank in the group, 0..size-1.
         size: Number of ranks in the group.
         peers: How messages name each rank of the group, by group rank.
+        recorder: Who is told of sending, waiting and receiving, if anybody is.
     """
 
     rank: int
     size: int
     peers: Sequence[Peer]
+    recorder: Recorder | None = None
 
     @abc.abstractmethod
     def exchange(

@@ -37,6 +37,7 @@ from kerasdist.transport.framing import (
     pack_header,
     unpack_header,
 )
+from kerasdist.transport.spans import now
 
 __all__ = ["SocketTransport", "receive_descriptor"]
 
@@ -71,9 +72,12 @@ def _broken(peer: Peer, error: OSError) -> PeerClosed:
 
 
 class _Sending:
-    """A frame on its way out: header and payload, and how far it is."""
+    """A frame on its way out: header and payload, and how far it is.
 
-    __slots__ = ("_parts", "done", "peer", "sock")
+    `ended` is when it was done, if that is recorded.
+    """
+
+    __slots__ = ("_parts", "done", "ended", "peer", "sock")
 
     def __init__(
         self, sock: socket.socket, peer: Peer, parts: list[memoryview]
@@ -81,6 +85,7 @@ class _Sending:
         self.sock = sock
         self.peer = peer
         self.done = False
+        self.ended = 0
         self._parts = parts
 
     def advance(self) -> None:
@@ -105,6 +110,8 @@ class _Receiving:
 
     What comes is put where it belongs before the header has been checked: whoever
     finds a wrong one can't use what was in the room any more.
+
+    `began` and `ended` are when its first and its last byte came, if that is recorded.
     """
 
     __slots__ = (
@@ -113,7 +120,9 @@ class _Receiving:
         "_header",
         "_left",
         "_room",
+        "began",
         "done",
+        "ended",
         "peer",
         "sock",
     )
@@ -129,6 +138,7 @@ class _Receiving:
         self.sock = sock
         self.peer = peer
         self.done = False
+        self.began = self.ended = 0
         self._call = call
         self._room = room
         self._expected = expected
@@ -160,6 +170,11 @@ class _Receiving:
                 self._left = self._room
             self._left = self._left[count:]
             self.done = not self._left
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether something has come."""
+        return self._header is None or len(self._left) < HEADER_BYTES
 
     def _complain(self, header: bytearray) -> None:
         kind, length, theirs = unpack_header(header)
@@ -232,20 +247,31 @@ class SocketTransport(Transport):
                 header = pack_header(FrameType.DATA, len(room), call)
             peer = self.peers[source]
             receiving = _Receiving(self._in[source], peer, call, room, header)
+        recorder = self.recorder
+        begin = 0 if recorder is None else now()
         try:
-            self._drive(sending, receiving, deadline)
+            self._drive(sending, receiving, deadline, recorder is not None)
         except PeerClosed:
             # A socket that another thread has shut down looks like a lost peer;
             # whose doing it was decides what it means.
             if self._aborted:
                 raise Aborted from None
             raise
+        if recorder is not None:
+            if sending is not None and len(outgoing):
+                recorder.add("send", begin, sending.ended, len(outgoing))
+            if receiving is not None:
+                recorder.add("wait", begin, receiving.began)
+                if len(room):
+                    begin, end = receiving.began, receiving.ended
+                    recorder.add("receive", begin, end, len(room))
 
     def _drive(
         self,
         sending: _Sending | None,
         receiving: _Receiving | None,
         deadline: Deadline,
+        timing: bool = False,
     ) -> None:
         if self._aborted:
             raise Aborted
@@ -254,10 +280,16 @@ class SocketTransport(Transport):
             if sending is not None:
                 sending.advance()
                 if sending.done:
+                    if timing:
+                        sending.ended = now()
                     sending = None
             if receiving is not None:
+                if timing and not receiving.has_begun:
+                    receiving.began = now()
                 receiving.advance()
                 if receiving.done:
+                    if timing:
+                        receiving.ended = now()
                     receiving = None
             if sending is None and receiving is None:
                 return
