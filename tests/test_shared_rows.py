@@ -238,10 +238,8 @@ after = m.evaluate(x, y, verbose=0, batch_size=512)
 result([digests.found, after, before, digest(m), table.layout.variables[0].sparse])
 """
     first, second = run(body)
-    digests, after, before, weights, sparse = first
-    assert [digests, weights] == [second[0], second[3]]
-    # The last bit of the loss has been seen to differ; why, isn't known.
-    assert second[1:3] == pytest.approx([after, before], rel=1e-6)
+    assert first == second
+    digests, after, before, _, sparse = first
     assert sparse
     assert len(set(digests)) == 4
     if "momentum" not in optimizer:  # which learns nothing yet in one process either

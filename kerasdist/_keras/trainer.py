@@ -204,6 +204,7 @@ def finish_epoch(original: Callable[..., Any], trainer: Any, logs: Any) -> Any:
     statistics = statistics_of(trainer)
     if dealing is not None and current.fitting and not current.evaluating:
         logs = dealing.end_epoch(logs, statistics)
+        dealing.close_window(open_window(trainer.optimizer))
         return original(trainer, logs)
     result = original(trainer, logs)
     if hooks is None or hooks.replicas == 1:

@@ -118,16 +118,11 @@ class AsyncHooks(SynchronousHooks):
         return self._extended.first_replica + _tf.local_replica_id()
 
     def close_window(self, variables: Sequence[Any]) -> None:
-        """See `KerasHooks.close_window`: a window is each worker's own."""
-        with self._extended.apart():
-            self.average(variables)
+        """See `KerasHooks.close_window`; over this worker's replicas.
 
-    def average(self, variables: Sequence[Any]) -> None:
-        """See `KerasHooks.average`; apart, over this worker's replicas."""
+        A window is each worker's own: another one may have none that is open.
+        """
         extended = self._extended
-        if not extended.is_apart:
-            agreement.average(extended, variables)
-            return
         strategy = extended._container_strategy()
         for variable in variables if len(extended.worker_devices) > 1 else ():
             parts = strategy.experimental_local_results(variable)
