@@ -13,7 +13,8 @@
     │   ├── CollectiveTimeout   (TimeoutError) all are alive, but not all came in time
     │   ├── SharedMemoryFull    (OSError) /dev/shm has no room for the buffers
     │   └── TransportClosed     closed by us: used after `close()`
-    └── SnapshotError           a server's snapshot is damaged, or can't be written
+    ├── SnapshotError           a server's snapshot is damaged, or can't be written
+    └── PlanError       (ValueError) a model fits into no placement on these devices
 
 Whose fault it is shows in the class: `ClusterError` is the settings',
 `StartupError`, `WorkerLost` and `ServerLost` are a peer's, `ProtocolError` and
@@ -35,6 +36,7 @@ __all__ = [
     "CollectiveMismatch",
     "CollectiveTimeout",
     "KerasDistError",
+    "PlanError",
     "ProtocolError",
     "ServerLost",
     "SharedMemoryFull",
@@ -158,3 +160,27 @@ class TransportClosed(CollectiveError):
 
 class SnapshotError(KerasDistError):
     """A server's snapshot is damaged, of another job, or can't be written."""
+
+
+class PlanError(KerasDistError, ValueError):
+    """A model doesn't fit into the memory of the devices, however it is cut.
+
+    Raised before a weight exists.
+
+    Attributes:
+        advice: What would fit, one sentence each; each was searched for with the
+            model's costs. Empty if nothing was found.
+        plan: The cut that comes nearest, with the figures of each layer and device
+            (`kerasdist.placement.plan.Plan`); None where it isn't known.
+    """
+
+    def __init__(
+        self, message: str, advice: tuple[str, ...] = (), plan: object = None
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.advice = tuple(advice)
+        self.plan = plan
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (self.message, self.advice, self.plan)

@@ -24,6 +24,7 @@ MADE = [
     errors.ServerLost(1, "host9:2222", 17, "it was killed"),
     errors.SharedMemoryFull("a"),
     errors.SnapshotError("a"),
+    errors.PlanError("a", ("b",)),
     errors.TransportClosed("a"),
 ]
 

@@ -437,6 +437,8 @@ def test_the_library_keeps_the_rules():
         "kerasdist.cluster",
         "kerasdist.transport",
         "kerasdist.collectives",
+        "kerasdist.placement",
+        "kerasdist.placement.plan",
         "kerasdist.cli",
     ],
 )

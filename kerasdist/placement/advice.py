@@ -1,0 +1,171 @@
+"""What would fit, when nothing does: every line has been searched for and found.
+
+Each search changes one thing and leaves the rest as it was asked for: the number of
+devices, the batch size, the number of micro-batches, rematerialization, the order of
+the devices. Where one alone isn't enough, two together are tried.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Sequence
+
+from kerasdist.placement.costs import ModelCost, Run
+from kerasdist.placement.partition import StageCosts
+from kerasdist.placement.table import human_bytes
+
+__all__ = ["advise", "in_lines", "run_in_words"]
+
+_MOST_DEVICES = 64
+# Orders of devices are tried as long as there are few.
+_MOST_ORDERED = 5
+
+
+def advise(model: ModelCost, run: Run, limits: Sequence[float]) -> tuple[str, ...]:
+    """Return what would fit.
+
+    Args:
+        model: The model.
+        run: How it was to be trained.
+        limits: Bytes of each device, in order.
+
+    Returns:
+        One sentence for each change that helps, without full stops; empty if none does.
+    """
+    found: list[str] = []
+    if order := _order(model, run, limits):
+        found.append(order)
+    if devices := _devices(model, run, limits):
+        found.append(devices)
+    found += _runs(model, run, limits)
+    if not found:
+        found += _together(model, run, limits)
+    found += _too_large(model, limits)
+    return tuple(found)
+
+
+def in_lines(found: Sequence[str]) -> str:
+    """Return advice as it is printed, one line each."""
+    if not found:
+        return (
+            f"  - nothing that was tried: up to {_MOST_DEVICES} devices, a batch of "
+            "one row, as many micro-batches as rows, rematerialization"
+        )
+    return "\n".join(f"  - {line}" for line in found)
+
+
+def run_in_words(run: Run) -> str:
+    """For instance `batch_size=64, micro_batches=4`."""
+    text = f"batch_size={run.batch_size}, micro_batches={run.micro_batches}"
+    return f"{text}, rematerialize=True" if run.rematerialize else text
+
+
+def _fits(model: ModelCost, run: Run, limits: Sequence[float]) -> bool:
+    return StageCosts(model, run).best(limits) is not None
+
+
+def _order(model: ModelCost, run: Run, limits: Sequence[float]) -> str | None:
+    if len(set(limits)) < 2 or len(limits) > _MOST_ORDERED:
+        return None
+    costs = StageCosts(model, run)
+    for order in itertools.permutations(limits):
+        if costs.best(order) is not None:
+            shown = ", ".join(map(human_bytes, order))
+            return f"the devices in another order, with {shown}"
+    return None
+
+
+def _devices(model: ModelCost, run: Run, limits: Sequence[float]) -> str | None:
+    costs = StageCosts(model, run)
+    largest = max(limits)
+
+    def enough(count: int) -> bool:
+        more = [largest] * (count - len(limits))
+        return costs.best([*limits, *more]) is not None
+
+    count = _least(enough, len(limits) + 1, _MOST_DEVICES)
+    if count is None:
+        return None
+    more = count - len(limits)
+    what = "device" if more == 1 else "devices"
+    return f"{more} more {what} with {human_bytes(largest)} ({count} in all)"
+
+
+def _runs(model: ModelCost, run: Run, limits: Sequence[float]) -> list[str]:
+    found = []
+    if rows := _batch(model, run, limits):
+        found.append(f"a smaller batch: batch_size={rows} (at most)")
+    if parts := _parts(model, run, limits):
+        found.append(f"more micro-batches: micro_batches={parts} (at least)")
+    if not run.rematerialize:
+        again = dataclasses.replace(run, rematerialize=True)
+        if _fits(model, again, limits):
+            found.append("rematerialize=True")
+        elif parts := _parts(model, again, limits):
+            found.append(f"rematerialize=True with micro_batches={parts} (at least)")
+    return found
+
+
+def _together(model: ModelCost, run: Run, limits: Sequence[float]) -> list[str]:
+    """A smaller batch with everything else that saves memory."""
+    count = len(limits)
+    while count <= _MOST_DEVICES:
+        more = [*limits, *[max(limits)] * (count - len(limits))]
+        best = dataclasses.replace(run, rematerialize=True)
+        if rows := _batch(model, best, more):
+            where = f"{count} devices, " if count > len(limits) else ""
+            return [f"{where}rematerialize=True and batch_size={rows} (at most)"]
+        count *= 2
+    return []
+
+
+def _too_large(model: ModelCost, limits: Sequence[float]) -> list[str]:
+    """Layers that no device of this size can hold, whatever else is done."""
+    found = []
+    for layer in model.layers:
+        needed = layer.parameter_bytes + layer.slot_bytes + layer.gradient_bytes
+        if needed > max(limits):
+            found.append(
+                f"nothing while layer {layer.path!r} is whole: its weights, gradients "
+                f"and slots alone are {human_bytes(needed)}, the largest device has "
+                f"{human_bytes(max(limits))}. Divide it over several devices "
+                "(`kerasdist.layers.ShardedDense`, `ShardedEmbedding`)"
+            )
+    return found
+
+
+def _batch(model: ModelCost, run: Run, limits: Sequence[float]) -> int | None:
+    """The largest smaller batch that fits."""
+    rows = _least(
+        lambda less: _fits(
+            model, dataclasses.replace(run, batch_size=run.batch_size - less), limits
+        ),
+        1,
+        run.batch_size - 1,
+    )
+    return None if rows is None else run.batch_size - rows
+
+
+def _parts(model: ModelCost, run: Run, limits: Sequence[float]) -> int | None:
+    """The smallest number of more micro-batches that fits."""
+    return _least(
+        lambda parts: _fits(
+            model, dataclasses.replace(run, micro_batches=parts), limits
+        ),
+        run.micro_batches + 1,
+        run.batch_size,
+    )
+
+
+def _least(enough: Callable[[int], bool], low: int, high: int) -> int | None:
+    """The least number that is enough, by bisection; None if there's none."""
+    if low > high or not enough(high):
+        return None
+    while low < high:
+        middle = (low + high) // 2
+        if enough(middle):
+            high = middle
+        else:
+            low = middle + 1
+    return low

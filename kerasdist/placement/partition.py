@@ -1,0 +1,220 @@
+"""The cut of a model into stages: the slowest stage as fast as possible.
+
+Layers stand in the order in which they run; a stage is a run of neighbours, and stage s
+goes to the s-th device. A stage takes
+
+    work        the operations of its layers
+    transfers   for each byte that crosses one of its borders, as many operations as its
+                device could do meanwhile (`flops_per_byte`)
+
+A tensor that skips layers crosses once for each stage that reads it, and costs nothing
+in the stages between, which it doesn't pass through. Both terms and the memory depend
+on a stage's first and last layer alone. So dynamic programming finds the best of all
+cuts of this order, for chains and for any other graph of layers:
+
+    best(s, j) = min over i <= j of max(best(s - 1, i), time(i, j))
+                 where layers i to j - 1 fit into device s
+
+A stage may be empty: its device isn't needed. Among cuts with an equally fast slowest
+stage the one with the least total is taken: that with the fewest transfers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from kerasdist.placement.costs import ModelCost, Run
+
+__all__ = ["FLOPS_PER_BYTE", "Cut", "StageCosts", "best_cut"]
+
+# A device that does 1e12 operations a second, behind a bus of 1e10 bytes a second.
+FLOPS_PER_BYTE = 100.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Cut:
+    """A model's layers in stages.
+
+    Attributes:
+        borders: Stage s has the layers `borders[s]` to `borders[s + 1] - 1`.
+        times: What each stage takes, in operations of a training step.
+        memory: Bytes of each stage at its worst moment.
+        entering: Bytes of a batch that each stage gets: from other stages, and of the
+            data.
+    """
+
+    borders: tuple[int, ...]
+    times: tuple[float, ...]
+    memory: tuple[int, ...]
+    entering: tuple[int, ...]
+
+    @property
+    def slowest(self) -> float:
+        """What the slowest stage takes."""
+        return max(self.times)
+
+
+class StageCosts:
+    """What every possible stage of a model would cost.
+
+    The stage of the layers i to j - 1 stands at `[i, j]`, for i <= j; an empty one
+    costs nothing.
+
+    Args:
+        model: The model.
+        run: How it's trained.
+        flops_per_byte: See the module.
+
+    Attributes:
+        time: Array of shape `(n + 1, n + 1)`, operations.
+        memory: The same, bytes at the worst moment.
+        entering: The same, bytes that come from other stages or are the model's data.
+    """
+
+    def __init__(
+        self, model: ModelCost, run: Run, flops_per_byte: float = FLOPS_PER_BYTE
+    ) -> None:
+        size = len(model.layers)
+        shape = (size + 1, size + 1)
+        self.entering, leaving = np.zeros(shape), np.zeros(shape)
+        for tensor in model.tensors:
+            _count(tensor.source, tensor.consumers, self.entering, leaving, tensor)
+        np.cumsum(self.entering, axis=1, out=self.entering)
+        np.cumsum(leaving, axis=1, out=leaving)
+        # Sums of bytes per row, which needn't be whole numbers.
+        self.entering = np.round(self.entering * run.batch_size)
+        leaving = np.round(leaving * run.batch_size)
+        work = _sums([layer.flops(run) for layer in model.layers])
+        # Their gradients come back the same way.
+        transfers = 2 * flops_per_byte * (self.entering + leaving)
+        self.time = np.where(_there(size), work[None] - work[:, None] + transfers, 0.0)
+        self.memory = np.where(_there(size), self._memory(model, run), 0.0)
+
+    def _memory(self, model: ModelCost, run: Run) -> Any:
+        layers = model.layers
+        size = len(layers)
+        fixed = _sums([layer.parameter_bytes + layer.slot_bytes for layer in layers])
+        saved = _sums([layer.activation_bytes(run) for layer in layers])
+        gradients = _sums([layer.gradient_bytes for layer in layers])
+        transient = np.array([layer.transient_bytes(run) for layer in layers])
+        update = np.array([layer.update_bytes for layer in layers], float)
+        # At layer k of the stage from i to j - 1, without what depends on i or j alone.
+        moment = saved[1:] - gradients[:-1] + transient
+        memory = np.zeros((size + 1, size + 1))
+        for i in range(size):
+            worst = np.maximum.accumulate(moment[i:]) - saved[i] + gradients[i + 1 :]
+            updating = np.maximum.accumulate(update[i:])
+            end = gradients[i + 1 :] - gradients[i] + updating
+            memory[i, i + 1 :] = fixed[i + 1 :] - fixed[i] + np.maximum(worst, end)
+        return np.ceil(memory + self.entering - 1e-3)
+
+    def cut(self, borders: Sequence[int]) -> Cut:
+        """Return what a cut costs."""
+        pairs = list(itertools.pairwise(borders))
+        return Cut(
+            borders=tuple(borders),
+            times=tuple(float(self.time[i, j]) for i, j in pairs),
+            memory=tuple(int(self.memory[i, j]) for i, j in pairs),
+            entering=tuple(int(self.entering[i, j]) for i, j in pairs),
+        )
+
+    def best(self, limits: Sequence[float]) -> Cut | None:
+        """Return the best cut for devices with this much memory, in bytes.
+
+        Returns:
+            A cut with one stage, perhaps empty, for each limit; None if nothing fits.
+        """
+        size = len(self.time) - 1
+        fits = [(self.memory <= limit) & _ordered(size) for limit in limits]
+        slowest = self._search(fits, np.maximum)
+        if slowest is None:
+            return None
+        bound = max(self.cut(slowest).times)
+        borders = self._search([ok & (self.time <= bound) for ok in fits], np.add)
+        return self.cut(slowest if borders is None else borders)
+
+    def smallest(self, limits: Sequence[float]) -> Cut:
+        """Return the cut whose largest excess over the devices' memory is least."""
+        over = [self.memory - limit for limit in limits]
+        low, high = 0.0, float(np.max(self.memory))
+        size = len(self.time) - 1
+        for _ in range(40):
+            middle = (low + high) / 2
+            fits = [(excess <= middle) & _ordered(size) for excess in over]
+            if self._search(fits, np.maximum) is None:
+                low = middle
+            else:
+                high = middle
+        found = self.best([limit + high for limit in limits])
+        # With the largest of all stages as excess everything fits.
+        return self.cut([0, *[size] * len(limits)]) if found is None else found
+
+    def _search(self, allowed: Sequence[Any], join: Any) -> list[int] | None:
+        """The borders with the least `join` over the stages' times."""
+        size = len(self.time) - 1
+        best = np.full(size + 1, np.inf)
+        best[0] = 0.0
+        choices = []
+        for ok in allowed:
+            totals = np.where(ok, join(best[:, None], self.time), np.inf)
+            choice = np.argmin(totals, axis=0)
+            best = np.take_along_axis(totals, choice[None], axis=0)[0]
+            choices.append(choice)
+        if not np.isfinite(best[size]):
+            return None
+        borders = [size]
+        for choice in reversed(choices):
+            borders.append(int(choice[borders[-1]]))
+        return borders[::-1]
+
+
+def best_cut(
+    model: ModelCost,
+    run: Run,
+    limits: Sequence[float],
+    flops_per_byte: float = FLOPS_PER_BYTE,
+) -> Cut | None:
+    """Return the best cut of a model; see `StageCosts.best`."""
+    return StageCosts(model, run, flops_per_byte).best(limits)
+
+
+def _count(
+    source: int, consumers: Sequence[int], entering: Any, leaving: Any, tensor: Any
+) -> None:
+    """Add a tensor to the differences of `entering` and `leaving` along a row."""
+    amount = tensor.row_bytes
+    readers = sorted({index for index in consumers if index != source})
+    if not readers:
+        return
+    # The first reader at or after i is the moment from which a stage reads it.
+    for i in range(readers[-1] + 1):
+        first = next(index for index in readers if index >= i)
+        if source < i or source > first:
+            entering[i, first + 1] += amount
+            if source > first:
+                # A stage that goes on as far as the source makes it itself.
+                entering[i, source + 1] -= amount
+    for i in range(source + 1):
+        leaving[i, source + 1] += amount
+        # All readers are inside from here on, unless one is before i.
+        if readers[0] >= i:
+            leaving[i, max(readers[-1], source) + 1] -= amount
+
+
+def _sums(values: Sequence[float]) -> Any:
+    """The sums of the first 0, 1, ... values."""
+    return np.concatenate([[0.0], np.cumsum(np.array(values, float))])
+
+
+def _ordered(size: int) -> Any:
+    return np.triu(np.ones((size + 1, size + 1), bool))
+
+
+def _there(size: int) -> Any:
+    """Where a stage has layers."""
+    return np.triu(np.ones((size + 1, size + 1), bool), 1)

@@ -1,0 +1,190 @@
+"""The cut is the best one: compared with all cuts there are."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import time
+
+import pytest
+
+from kerasdist.placement.costs import LayerCost, ModelCost, Run, TensorCost
+from kerasdist.placement.partition import StageCosts, best_cut
+
+PRICE = 3.0
+
+
+def layers(draw: random.Random, count: int) -> list[LayerCost]:
+    return [
+        LayerCost(
+            path=f"layer_{i}",
+            parameter_bytes=draw.randrange(100),
+            slot_bytes=draw.randrange(200),
+            gradient_bytes=draw.randrange(100),
+            update_bytes=draw.randrange(60),
+            saved_row_bytes=draw.randrange(20),
+            saved_bytes=draw.randrange(10),
+            transient_row_bytes=draw.randrange(20),
+            output_row_bytes=draw.randrange(1, 20),
+            row_flops=draw.randrange(50),
+        )
+        for i in range(count)
+    ]
+
+
+def skips(draw: random.Random, count: int, tensors: int) -> tuple[TensorCost, ...]:
+    """Tensors from anywhere to anywhere: of a shared layer they go backwards, too."""
+    return tuple(
+        TensorCost(
+            source=draw.randrange(-1, count),
+            consumers=tuple(draw.randrange(count) for _ in range(draw.randrange(1, 4))),
+            row_bytes=draw.randrange(1, 20),
+        )
+        for _ in range(tensors)
+    )
+
+
+# What a stage costs, said as plainly as possible.
+
+
+def plain_stage(model: ModelCost, run: Run, start: int, stop: int):
+    """Time, memory and entering bytes of one stage."""
+    if start == stop:
+        return 0.0, 0.0, 0.0
+    mine = model.layers[start:stop]
+    inside = range(start, stop)
+    entering = leaving = 0.0
+    for tensor in model.tensors:
+        size = tensor.row_bytes * run.batch_size
+        if tensor.source in inside:
+            leaving += size * any(i not in inside for i in tensor.consumers)
+        else:
+            entering += size * any(i in inside for i in tensor.consumers)
+    moments = [
+        sum(layer.activation_bytes(run) for layer in mine[: i + 1])
+        + sum(layer.gradient_bytes for layer in mine[i:])
+        + layer.transient_bytes(run)
+        for i, layer in enumerate(mine)
+    ]
+    moments.append(
+        sum(layer.gradient_bytes for layer in mine)
+        + max(layer.update_bytes for layer in mine)
+    )
+    held = sum(layer.parameter_bytes + layer.slot_bytes for layer in mine)
+    time = sum(layer.flops(run) for layer in mine)
+    time += 2 * PRICE * (entering + leaving)
+    return time, held + entering + max(moments), entering
+
+
+def brute_force(model: ModelCost, run: Run, limits) -> tuple[float, float] | None:
+    """The slowest stage of the best cut, and the total of all its stages."""
+    size, best = len(model.layers), None
+    inner = itertools.combinations_with_replacement(range(size + 1), len(limits) - 1)
+    for borders in inner:
+        ends = (0, *borders, size)
+        stages = [plain_stage(model, run, i, j) for i, j in itertools.pairwise(ends)]
+        if all(s[1] <= limit for s, limit in zip(stages, limits, strict=True)):
+            times = [stage[0] for stage in stages]
+            found = (max(times), sum(times))
+            best = found if best is None else min(best, found)
+    return best
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_it_is_the_best_of_all_cuts(seed):
+    """Of chains, and of graphs with skips and shared layers."""
+    draw = random.Random(seed)
+    count = draw.randrange(1, 9)
+    run = Run(
+        batch_size=draw.randrange(1, 9),
+        micro_batches=draw.randrange(1, 4),
+        rematerialize=draw.random() < 0.3,
+    )
+    made = layers(draw, count)
+    if seed % 2:
+        model = ModelCost(layers=tuple(made), tensors=skips(draw, count, 6))
+    else:
+        model = ModelCost.chain(made)
+    total = plain_stage(model, run, 0, count)[1]
+    limits = [draw.uniform(0.3, 1.1) * total for _ in range(draw.randrange(1, 5))]
+    expected = brute_force(model, run, limits)
+    cut = best_cut(model, run, limits, PRICE)
+    if expected is None:
+        assert cut is None
+        return
+    assert cut is not None
+    assert (cut.slowest, sum(cut.times)) == pytest.approx(expected)
+    assert all(a <= b + 1 for a, b in zip(cut.memory, limits, strict=True))
+    assert cut.borders[0] == 0
+    assert cut.borders[-1] == count
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_every_stage_is_priced_as_it_is_said(seed):
+    draw = random.Random(seed)
+    run = Run(batch_size=3, micro_batches=2, rematerialize=bool(seed % 2))
+    model = ModelCost(layers=tuple(layers(draw, 7)), tensors=skips(draw, 7, 9))
+    costs = StageCosts(model, run, PRICE)
+    for start, stop in itertools.combinations_with_replacement(range(8), 2):
+        found = (
+            costs.time[start, stop],
+            costs.memory[start, stop],
+            costs.entering[start, stop],
+        )
+        assert found == pytest.approx(plain_stage(model, run, start, stop), abs=1)
+
+
+def test_a_skip_is_priced_by_what_crosses():
+    """Of two equally good cuts that one is taken which the skip doesn't cross."""
+    made = [LayerCost(path=name, row_flops=100) for name in "abcd"]
+    chain = [(0, 1), (1, 2), (2, 3)]
+    narrow = {(1, 2): 1.0}
+    for skip in ((0, 1), (2, 3)):
+        tensors = tuple(
+            TensorCost(source=a, consumers=(b,), row_bytes=narrow.get((a, b), 1.0))
+            for a, b in chain
+        )
+        tensors += (TensorCost(source=skip[0], consumers=(skip[1],), row_bytes=500.0),)
+        model = ModelCost(layers=tuple(made), tensors=tensors)
+        cut = best_cut(model, Run(batch_size=1), [float("inf")] * 2, 0.1)
+        assert cut is not None
+        assert cut.borders == (0, 2, 4)
+
+
+def test_a_tensor_costs_nothing_in_a_stage_that_it_skips():
+    made = tuple(LayerCost(path=name, row_flops=10) for name in "abc")
+    skip = TensorCost(source=0, consumers=(2,), row_bytes=5.0)
+    costs = StageCosts(ModelCost(layers=made, tensors=(skip,)), Run(batch_size=1))
+    assert costs.entering[1, 2] == 0
+    assert costs.time[1, 2] == 30  # forward and backward pass
+    assert costs.entering[2, 3] == 5
+
+
+def test_memory_moves_the_cut():
+    """The fastest cut is in the middle; the first device has less memory."""
+    made = [LayerCost(path=str(i), parameter_bytes=100, row_flops=1) for i in range(8)]
+    model, run = ModelCost.chain(made), Run(batch_size=1)
+    for limits, borders in (
+        ([800, 800], (0, 4, 8)),
+        ([200, 800], (0, 2, 8)),
+        ([800, 100], (0, 7, 8)),
+    ):
+        cut = best_cut(model, run, limits)
+        assert cut is not None
+        assert cut.borders == borders
+    assert best_cut(model, run, [300, 400]) is None
+
+
+def test_a_device_stays_empty_if_it_would_only_cost():
+    made = [LayerCost(path=str(i), output_row_bytes=1000, row_flops=1) for i in "ab"]
+    cut = best_cut(ModelCost.chain(made), Run(batch_size=1), [1e9, 1e9])
+    assert cut is not None
+    assert sorted(cut.times) == [0.0, 6.0]
+
+
+def test_a_thousand_layers_take_little_time():
+    made = layers(random.Random(0), 1000)
+    began = time.perf_counter()
+    cut = best_cut(ModelCost.chain(made), Run(batch_size=8), [1e9] * 8)
+    assert cut is not None
+    assert time.perf_counter() - began < 5.0

@@ -1,0 +1,198 @@
+"""Plans, their tables, and what they say when nothing fits."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+import pytest
+
+from kerasdist.errors import PlanError
+from kerasdist.placement.costs import LayerCost, ModelCost, Run
+from kerasdist.placement.partition import best_cut
+from kerasdist.placement.plan import Device, make_plan
+from kerasdist.placement.table import human_bytes, parse_bytes
+
+MB = 10**6
+
+
+def chain(count: int = 8, **values: float) -> ModelCost:
+    """A chain of equal layers: 10 MB of weights each, by default."""
+    given = {"parameter_bytes": 10 * MB, "row_flops": 1000.0, **values}
+    return ModelCost.chain(
+        [LayerCost(path=f"dense_{i}", kind="Dense", **given) for i in range(count)]
+    )
+
+
+def devices(*limits: int | None) -> list[Device]:
+    return [
+        Device(name=f"GPU:{i}", memory_limit=limit, found="as it was given")
+        for i, limit in enumerate(limits)
+    ]
+
+
+def test_a_placement_names_a_device_for_each_layer_in_order():
+    plan = make_plan(chain(), Run(batch_size=4), devices(100 * MB, 100 * MB))
+    assert plan.fits
+    assert list(plan.placement) == [f"dense_{i}" for i in range(8)]
+    assert list(plan.placement.values()) == ["GPU:0"] * 4 + ["GPU:1"] * 4
+    assert len(plan.layers) == 8
+
+
+def test_the_tables():
+    model = chain(slot_bytes=20 * MB, gradient_bytes=10 * MB, saved_row_bytes=1000.0)
+    run = Run(batch_size=1000, micro_batches=4)
+    text = str(make_plan(model, run, devices(200 * MB, None)))
+    lines = text.splitlines()
+    assert lines[0] == "Layers, for a batch of 1000 rows in 4 micro-batches:"
+    (row,) = [line for line in lines if line.startswith("dense_7")]
+    assert re.split(r"  +", row) == [
+        "dense_7",
+        "Dense",
+        "10 MB",
+        "30 MB",
+        "1 MB",
+        "3 M",
+        "GPU:1",
+    ]
+    (total,) = [line for line in lines if line.startswith("all layers")]
+    assert re.split(r"  +", total)[1:] == ["80 MB", "240 MB", "8 MB", "24 M"]
+    (first,) = [line for line in lines if line.startswith("GPU:0")]
+    assert re.split(r"  +", first) == [
+        "GPU:0",
+        "4",
+        "40 MB",
+        "120 MB",
+        "4 MB",
+        "0 B",
+        "161 MB",
+        "200 MB",
+        "80 %",
+        "50 %",
+    ]
+    assert lines[-2:] == ["  GPU:0: as it was given", "  GPU:1: as it was given"]
+    assert all(line == line.rstrip() for line in lines)
+
+
+def test_more_devices_are_found_by_search():
+    model, run = chain(), Run(batch_size=4)
+    with pytest.raises(PlanError, match=r"^The model doesn't fit") as caught:
+        make_plan(model, run, devices(25 * MB, 25 * MB))
+    assert caught.value.advice == ("2 more devices with 25 MB (4 in all)",)
+    assert "  - 2 more devices with 25 MB (4 in all)" in str(caught.value)
+    assert best_cut(model, run, [25 * MB] * 4) is not None
+    assert best_cut(model, run, [25 * MB] * 3) is None
+    plan = caught.value.plan
+    assert not plan.fits
+    assert "too much" in str(caught.value)
+
+
+def test_a_smaller_batch_more_micro_batches_and_rematerialization():
+    model = chain(
+        parameter_bytes=MB, saved_row_bytes=0.1 * MB, transient_row_bytes=0.2 * MB
+    )
+    run, limits = Run(batch_size=100), [100 * MB]
+    with pytest.raises(PlanError) as caught:
+        make_plan(model, run, devices(*limits))
+    found = {}
+    for line in caught.value.advice:
+        for name, number in re.findall(r"(batch_size|micro_batches)=(\d+)", line):
+            found[name] = int(number)
+
+    def fits(**changes: int) -> bool:
+        return best_cut(model, dataclasses.replace(run, **changes), limits) is not None
+
+    assert fits(batch_size=found["batch_size"])
+    assert not fits(batch_size=found["batch_size"] + 1)
+    assert fits(micro_batches=found["micro_batches"])
+    assert not fits(micro_batches=found["micro_batches"] - 1)
+    again = [line for line in caught.value.advice if "rematerialize" in line]
+    assert again == ["rematerialize=True with micro_batches=2 (at least)"] or fits(
+        rematerialize=True
+    )
+
+
+def test_another_order_of_the_devices():
+    model = ModelCost.chain(
+        [
+            LayerCost(path="embedding", parameter_bytes=80 * MB, row_flops=1.0),
+            LayerCost(path="dense", parameter_bytes=10 * MB, row_flops=1.0),
+        ]
+    )
+    with pytest.raises(PlanError) as caught:
+        make_plan(model, Run(batch_size=1), devices(20 * MB, 80 * MB))
+    assert caught.value.advice[0] == "the devices in another order, with 80 MB, 20 MB"
+
+
+def test_a_layer_that_no_device_can_hold():
+    model = ModelCost.chain(
+        [LayerCost(path="wide", parameter_bytes=80 * MB, row_flops=1.0)]
+    )
+    with pytest.raises(PlanError, match="layer 'wide' is whole") as caught:
+        make_plan(model, Run(batch_size=1), devices(20 * MB, 20 * MB))
+    assert len(caught.value.advice) == 1
+
+
+def test_two_changes_where_one_is_not_enough():
+    model = chain(count=64, parameter_bytes=0, saved_row_bytes=1.0 * MB)
+    model = dataclasses.replace(model, tensors=())
+    with pytest.raises(PlanError) as caught:
+        make_plan(model, Run(batch_size=4096), devices(2 * MB))
+    assert caught.value.advice == (
+        "32 devices, rematerialize=True and batch_size=1 (at most)",
+    )
+
+
+def test_where_nothing_helps():
+    model = chain(count=1, parameter_bytes=MB, saved_row_bytes=1.0 * MB)
+    with pytest.raises(PlanError) as caught:
+        make_plan(model, Run(batch_size=1), devices(MB))
+    assert caught.value.advice == ()
+    assert "nothing that was tried" in str(caught.value)
+
+
+def test_a_plan_needs_a_device():
+    with pytest.raises(ValueError, match=r"^A plan needs a device\."):
+        make_plan(chain(), Run(batch_size=1), [])
+
+
+def test_an_error_says_it_in_another_process_too():
+    import pickle
+
+    with pytest.raises(PlanError) as caught:
+        make_plan(chain(), Run(batch_size=4), devices(25 * MB))
+    copied = pickle.loads(pickle.dumps(caught.value))
+    assert str(copied) == str(caught.value)
+    assert copied.advice == caught.value.advice
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("16GB", 16 * 10**9),
+        ("16 GiB", 16 * 2**30),
+        ("512mb", 512 * 10**6),
+        ("1.5G", 15 * 10**8),
+        ("1e9", 10**9),
+        ("4096", 4096),
+    ],
+)
+def test_sizes_are_read(text, size):
+    assert parse_bytes(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "GB", "-1", "1.2.3", "16XB", "1iB", "0", "1e99"])
+def test_what_is_no_size(text):
+    with pytest.raises(ValueError, match=r"^A size must be a number of bytes\."):
+        parse_bytes(text)
+
+
+def test_sizes_are_written():
+    assert [human_bytes(n) for n in (0, 999, 1000, 999_999, 1.5e9, float("inf"))] == [
+        "0 B",
+        "999 B",
+        "1 KB",
+        "1 MB",
+        "1.5 GB",
+        "not limited",
+    ]
