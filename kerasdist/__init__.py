@@ -12,8 +12,8 @@
 
 Imports inside the package go one way, from left to right and down:
 
-    cli > callbacks > strategies > _keras, _tf > server, collectives > transport
-        > cluster > errors
+    cli > callbacks > strategies > layers > _keras, _tf > server, collectives
+        > transport > cluster > errors
 
 `tests/test_layers.py` enforces it. What is right of `_keras` and `_tf` works without
 TensorFlow; so does importing this module: strategies are loaded when first asked for.
@@ -29,6 +29,7 @@ from kerasdist._version import __version__
 from kerasdist.errors import KerasDistError, WorkerLost
 
 if TYPE_CHECKING:
+    from kerasdist import layers
     from kerasdist.strategies.parameter_server import ParameterServerStrategy
     from kerasdist.strategies.ring import RingStrategy
 
@@ -39,6 +40,7 @@ __all__ = [
     "WorkerLost",
     "__version__",
     "errors",
+    "layers",
 ]
 
 _LAZY = {
@@ -48,10 +50,12 @@ _LAZY = {
 
 
 def __getattr__(name: str) -> Any:
+    if name == "layers":
+        return importlib.import_module("kerasdist.layers")
     if name in _LAZY:
         return getattr(importlib.import_module(_LAZY[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_LAZY})
+    return sorted({*globals(), *_LAZY, "layers"})

@@ -6,6 +6,7 @@ The layers, upper first; a module may import its own layer and those below:
     callbacks      kerasdist.callbacks
     facade         kerasdist (its `__init__`): strategies only when asked for
     strategies     kerasdist.strategies
+    layers         kerasdist.layers
     keras seam     kerasdist._keras          alone imports keras.src
     tf seam        kerasdist._tf             alone imports tensorflow.python
     mechanism      kerasdist.collectives, .server, .placement
@@ -47,6 +48,7 @@ LAYERS = [
     ),
     ("tf seam", {"kerasdist._tf"}),
     ("keras seam", {"kerasdist._keras"}),
+    ("layers", {"kerasdist.layers"}),
     ("strategies", {"kerasdist.strategies"}),
     ("facade", {"kerasdist"}),
     ("callbacks", {"kerasdist.callbacks"}),
@@ -192,7 +194,7 @@ def _direction(layer: str, target: str, imported: Import) -> str | None:
     if (
         layer == "facade"
         and imported.when == "eager"
-        and below in ("strategies", "keras seam", "tf seam")
+        and below in ("strategies", "layers", "keras seam", "tf seam")
     ):
         return f"kerasdist imports {imported.name} eagerly, which needs TensorFlow"
     return None
