@@ -306,9 +306,22 @@ result([callback.found, m.get_weights()[0][:, 0].tolist()])
         assert values[160:] == [0.0] * (4000 - 162) + [5.0, 0.0]
 
 
-def test_steps_outside_of_fit():
+@pytest.mark.parametrize(
+    "env",
+    [
+        {},
+        {"EAGER": "1"},
+        {"EAGER": "1", "REPLICAS": "2"},
+        {"EAGER": "1", "ROWS": "960"},
+    ],
+    ids=["traced", "eager", "eager_two_replicas", "eager_dense"],
+)
+def test_steps_outside_of_fit(env):
+    """Also the first one, which opens the table; eagerly it was once lost."""
     body = """
-m = build(Counts, lambda: keras.optimizers.SGD(4.0))
+rows, eager = int(os.environ.get("ROWS", "4000")), "EAGER" in os.environ
+m = build(lambda: Counts(rows), lambda: keras.optimizers.SGD(4.0))
+m.run_eagerly = eager
 x = np.arange(160, dtype="int32")
 for start in range(0, 40, 4):
     m.train_on_batch(x[start + 40 * rank:][:4])
@@ -318,15 +331,18 @@ outside = m.get_weights()[0][:, 0].tolist()
 (table,) = client.tables
 dataset = tf.data.Dataset.from_tensor_slices(x).batch(4, drop_remainder=True)
 
-@tf.function
 def step(batch):
     strategy.run(m.train_step, args=(batch,))
 
+step = step if eager else tf.function(step)
 for batch in strategy.experimental_distribute_dataset(dataset):
     step(batch)
 result([outside, m.get_weights()[0][:, 0].tolist(), table.layout.variables[0].sparse])
 """
-    for outside, after, sparse in run(body):
-        assert sparse
-        assert outside == [1.0] * 80 + [0.0] * 3920
-        assert after == [2.0] * 80 + [1.0] * 80 + [0.0] * 3840
+    for outside, after, sparse in run(body, **env):
+        assert sparse == ("ROWS" not in env)
+        rest = [0.0] * (len(outside) - 160)
+        assert outside == [1.0] * 80 + [0.0] * 80 + rest
+        # A loop's own gradients are summed over replicas.
+        more = float(env.get("REPLICAS", "1"))
+        assert after == [1 + more] * 80 + [more] * 80 + rest

@@ -116,6 +116,9 @@ class KerasHooks(Protocol):
     def together(self) -> contextlib.AbstractContextManager[None]:
         """A step of an evaluation or prediction stands inside."""
 
+    def updating(self, variables: Sequence[Any], touched: Sequence[Any]) -> None:
+        """An optimizer is about to update variables, see `updated`."""
+
     def updated(
         self, optimizer: Any, variables: Sequence[Any], touched: Sequence[Any]
     ) -> None:

@@ -66,11 +66,16 @@ def apply(
     elif current.rows is not None:
         weight = current.share * hooks.replicas
         grads = [None if g is None else _weighted(g, weight) for g in grads]
-    with setting(reduced=True, window=window, scale=scale):
-        result = original(optimizer, grads, trainable_variables)
+    updated: list[Any] = []
     if hooks.deals and grads:
         updated = trainable_variables or inner._trainable_variables
-        hooks.updated(inner, updated, touched_rows(inner, grads, updated))
+    touched = touched_rows(inner, grads, updated) if updated else []
+    if updated:
+        hooks.updating(updated, touched)
+    with setting(reduced=True, window=window, scale=scale):
+        result = original(optimizer, grads, trainable_variables)
+    if updated:
+        hooks.updated(inner, updated, touched)
     return result
 
 

@@ -83,6 +83,19 @@ class AsyncHooks(SynchronousHooks):
         """See `KerasHooks.apart`."""
         return self._extended.apart()
 
+    def updating(self, variables: Sequence[Any], touched: Sequence[Any]) -> None:
+        """See `KerasHooks.updating`: there must be a table before weights change."""
+        extended = self._extended
+        values = [getattr(variable, "value", variable) for variable in variables]
+
+        def prepare(_: Any) -> None:
+            extended.shared.table_of(values, touched)
+
+        if len(extended.worker_devices) == 1:
+            prepare(None)
+        else:
+            tf.distribute.get_replica_context().merge_call(prepare)
+
     def updated(
         self, optimizer: Any, variables: Sequence[Any], touched: Sequence[Any]
     ) -> None:

@@ -23,7 +23,7 @@ import tensorflow as tf
 
 from kerasdist import _tf
 from kerasdist.server import END
-from kerasdist.strategies.rows import count_rows, take_rows, with_total
+from kerasdist.strategies.rows import count_rows, split_total, take_rows, with_total
 from kerasdist.strategies.sources import Source
 
 if TYPE_CHECKING:
@@ -258,7 +258,9 @@ class DealtLoop:
     def __iter__(self) -> Iterator[Any]:
         batches = self._dealt.begin_epoch()
         try:
-            yield from batches
+            for batch in batches:
+                # Keras's steps are told how many rows there are, a user's aren't.
+                yield split_total(batch)[0]
         finally:
             batches.close()
         self._dealt.extended.keras_hooks.settle()

@@ -196,6 +196,9 @@ class SynchronousHooks:
         """See `KerasHooks.together`."""
         return contextlib.nullcontext()
 
+    def updating(self, variables: Sequence[Any], touched: Sequence[Any]) -> None:
+        """See `KerasHooks.updating`."""
+
     def updated(
         self, optimizer: Any, variables: Sequence[Any], touched: Sequence[Any]
     ) -> None:

@@ -315,19 +315,33 @@ class SharedTables:
                 changed, or None if they aren't known.
         """
         keys = [_key(variable) for variable in variables]
-        known = {
-            key: indices
-            for key, indices in zip(keys, touched, strict=True)
-            if indices is not None
-        }
+        self.table_of(variables, touched).exchange(
+            {
+                key: indices
+                for key, indices in zip(keys, touched, strict=True)
+                if indices is not None
+            }
+        )
+
+    def table_of(
+        self, variables: Sequence[Any], touched: Sequence[Any]
+    ) -> SharedWeights:
+        """The table that holds these variables; opened if there's none.
+
+        Before a step updates them: what each worker changes is counted from there.
+
+        Args:
+            variables: See `exchange`.
+            touched: See `exchange`.
+        """
+        keys = [_key(variable) for variable in variables]
         for weights in self._in_use:
             if set(keys) <= set(weights.keys):
-                weights.exchange(known)
-                return
+                return weights
         with tf.init_scope():
-            weights = self._table(variables, [key in known for key in keys])
+            weights = self._table(variables, [few is not None for few in touched])
         self._own.append(weights)
-        weights.exchange(known)
+        return weights
 
     def rebase(self) -> None:
         """Take rank 0's weights if some have changed since all workers had the same.
