@@ -12,8 +12,8 @@
 
 Imports inside the package go one way, from left to right and down:
 
-    cli > callbacks > strategies > layers > _keras, _tf > server, collectives
-        > transport > cluster > errors
+    cli > callbacks > strategies > layers > _keras, _tf > server, collectives,
+        placement > transport > cluster > errors
 
 `tests/test_layers.py` enforces it. What is right of `_keras` and `_tf` works without
 TensorFlow; so does importing this module: strategies are loaded when first asked for.
@@ -30,11 +30,13 @@ from kerasdist.errors import KerasDistError, WorkerLost
 
 if TYPE_CHECKING:
     from kerasdist import layers
+    from kerasdist.strategies.model_parallel import ModelParallelStrategy
     from kerasdist.strategies.parameter_server import ParameterServerStrategy
     from kerasdist.strategies.ring import RingStrategy
 
 __all__ = [
     "KerasDistError",
+    "ModelParallelStrategy",
     "ParameterServerStrategy",
     "RingStrategy",
     "WorkerLost",
@@ -44,6 +46,7 @@ __all__ = [
 ]
 
 _LAZY = {
+    "ModelParallelStrategy": "kerasdist.strategies.model_parallel",
     "ParameterServerStrategy": "kerasdist.strategies.parameter_server",
     "RingStrategy": "kerasdist.strategies.ring",
 }

@@ -12,6 +12,8 @@ each does what Keras does, unless the strategy in use has `keras_hooks`:
     items       each worker reads its share of a PyDataset's items
     trainer     steps, predictions, *_on_batch, fit
     callbacks   files are written by the chief; stops and rates are agreed
+    placed      each layer, its variables among it, on the device that it belongs on:
+                where a strategy has a `layer_placer`
 """
 
 from __future__ import annotations
@@ -21,26 +23,45 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from keras.src.backend.tensorflow import core as tf_core
 from keras.src.backend.tensorflow import nn as tf_nn
 from keras.src.backend.tensorflow import optimizer as tf_optimizer
 from keras.src.backend.tensorflow import trainer as tf_trainer
 from keras.src.callbacks import callback_list
+from keras.src.layers import layer as layer_module
 from keras.src.losses import loss as loss_module
 from keras.src.metrics import reduction_metrics
 from keras.src.optimizers import base_optimizer, loss_scale_optimizer
 from keras.src.random import seed_generator
 from keras.src.trainers import compile_utils
 
-from kerasdist._keras import arrays, callbacks, layers, losses, optimizers, trainer
+from kerasdist._keras import (
+    arrays,
+    callbacks,
+    layers,
+    losses,
+    optimizers,
+    placed_layers,
+    placed_trainer,
+    trainer,
+)
 from kerasdist._keras.arrays import ArrayData, random_seed
 from kerasdist._keras.hooks import KerasHooks
 from kerasdist._keras.items import ItemData
+from kerasdist._keras.placed_layers import (
+    LayerFacts,
+    LayerPlacer,
+    device_of_variable,
+)
 from kerasdist._keras.step import gradients_are_reduced
 
 __all__ = [
     "ArrayData",
     "ItemData",
     "KerasHooks",
+    "LayerFacts",
+    "LayerPlacer",
+    "device_of_variable",
     "gradients_are_reduced",
     "install",
     "random_seed",
@@ -113,6 +134,17 @@ def install() -> None:
             ),
         ):
             setattr(owner, name, _around(getattr(owner, name), hook))
+        for owner, name, place in (
+            (layer_module.Layer, "__init__", placed_layers.init_layer),
+            (layer_module.Layer, "__call__", placed_layers.call_layer),
+            (tf_core.Variable, "__init__", placed_layers.init_variable),
+            (tf_core.Variable, "_initialize", placed_layers.initialize_variable),
+            (model, "compile", placed_trainer.compile_model),
+            (model, "make_train_function", placed_trainer.make_function),
+            (model, "make_test_function", placed_trainer.make_function),
+            (model, "make_predict_function", placed_trainer.make_function),
+        ):
+            setattr(owner, name, _around(getattr(owner, name), place))
         for owner, name in callbacks.WRITERS:
             setattr(owner, name, _around(getattr(owner, name), callbacks.on_chief_only))
         for owner, name in callbacks.SAVERS:

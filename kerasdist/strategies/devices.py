@@ -1,4 +1,4 @@
-"""The devices of a worker's replicas."""
+"""Devices by the names that users write."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import tensorflow as tf
 
 from kerasdist import _tf
 
-__all__ = ["check_devices"]
+__all__ = ["check_devices", "known_devices", "resolve_devices"]
 
 
 def check_devices(devices: Sequence[str] | None) -> list[str]:
@@ -47,6 +47,42 @@ def check_devices(devices: Sequence[str] | None) -> list[str]:
         raise ValueError(
             f"`devices` can't be used: {'; '.join(faults)}. "
             f"Received: devices={list(devices)!r}; this worker has {sorted(short)}. "
+            "Several devices can be made of one CPU with "
+            "`tf.config.set_logical_device_configuration` before anything else runs."
+        )
+    return names
+
+
+def known_devices() -> list[str]:
+    """Full names of all devices that this process can use, others' among them."""
+    return [device.name for device in tf.config.list_logical_devices()]
+
+
+def resolve_devices(devices: Sequence[str], argument: str) -> list[str]:
+    """Return the canonical name of each device; names may occur several times.
+
+    Args:
+        devices: Names as TensorFlow writes them.
+        argument: What they were given as, for messages.
+
+    Raises:
+        ValueError: Some don't exist; all of them are named.
+    """
+    known = [_tf.canonical_device(name) for name in known_devices()]
+    faults, names = [], []
+    for device in devices:
+        try:
+            name = _tf.canonical_device(device)
+        except (ValueError, TypeError, AttributeError):
+            faults.append(f"{device!r} isn't a device name")
+            continue
+        if name not in known:
+            faults.append(f"{device!r} doesn't exist")
+        names.append(name)
+    if faults:
+        raise ValueError(
+            f"`{argument}` can't be used: {'; '.join(dict.fromkeys(faults))}. "
+            f"Received: {argument}={list(devices)!r}; there are {known}. "
             "Several devices can be made of one CPU with "
             "`tf.config.set_logical_device_configuration` before anything else runs."
         )

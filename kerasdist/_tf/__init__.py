@@ -1,7 +1,7 @@
-"""The TensorFlow seam: the only module that imports `tensorflow.python`.
+"""The TensorFlow seam: the only package that imports `tensorflow.python`.
 
 What kerasdist needs of `tf.distribute` beyond its public API, under one roof, so
-that a new TensorFlow is checked by reading one file. Tested with TensorFlow 2.18
+that a new TensorFlow is checked by reading one package. Tested with TensorFlow 2.18
 to 2.21.
 """
 

@@ -1,0 +1,205 @@
+"""Devices of operations: of what is differentiated, and of what nobody has placed.
+
+TensorFlow puts the operations of a gradient where `tf.GradientTape.gradient` is
+called, not where the operations stand that are differentiated. What TensorFlow
+records for a tape tells the device no longer, but it has the name scope, which it
+hands on untouched as text. So `place_gradients` lets the device travel in it:
+
+    1. forward    an operation is made on a device; what is recorded is
+                  "scope <separator> device"
+    2. backward   the two are taken apart; the gradient's operations are made on that
+                  device, in the scope that they would have had
+    3. functions  of `tf.function` and `tf.custom_gradient` there is a Python function
+                  that computes the gradient: it is called on that device
+    4. sums       of gradients of one tensor are made where the first of them is
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.python import pywrap_tfe
+from tensorflow.python.distribute import distribute_lib
+from tensorflow.python.distribute.one_device_strategy import (
+    OneDeviceExtended,
+    _OneDeviceReplicaContext,
+)
+from tensorflow.python.eager import backprop, context, execute, record
+from tensorflow.python.framework import ops
+
+__all__ = [
+    "OneDeviceExtended",
+    "calls_functions",
+    "default_placement",
+    "on_device",
+    "place_gradients",
+    "replica_of",
+    "update_on",
+]
+
+_SEPARATOR = "\0"
+
+# They have functions, whose operations are placed one by one, or take the device of
+# the call: that variables are among its arguments says nothing of where it should be.
+_CALLS = frozenset(
+    {
+        "Case",
+        "For",
+        "If",
+        "PartitionedCall",
+        "StatefulPartitionedCall",
+        "StatelessCase",
+        "StatelessIf",
+        "StatelessWhile",
+        "While",
+    }
+)
+
+
+def on_device(device: str | None) -> AbstractContextManager[Any]:
+    """Make operations on a device; None: where they are made otherwise."""
+    return ops.device(device) if device else ExitStack()
+
+
+def update_on(device: str) -> AbstractContextManager[Any]:
+    """Update a variable that is on a device."""
+    stack = ExitStack()
+    stack.enter_context(ops.device(device))
+    stack.enter_context(distribute_lib.UpdateContext(device))
+    return stack
+
+
+def replica_of(strategy: Any) -> AbstractContextManager[Any]:
+    """Be in the only replica of a strategy with a `OneDeviceExtended`."""
+    return _OneDeviceReplicaContext(strategy)
+
+
+def calls_functions(op: Any) -> bool:
+    """Whether an operation of a graph calls functions of its own."""
+    return op.type in _CALLS
+
+
+@contextmanager
+def default_placement(choose: Callable[[Any], str]) -> Iterator[None]:
+    """Ask `choose` for the device of each operation that is put into this graph.
+
+    It's asked last, also of operations of functions that are made inside: their
+    device is what `tf.device` says so far, or empty.
+    """
+    with ops.get_default_graph().device(choose):
+        yield
+
+
+def place_gradients() -> None:
+    """Let gradients be computed where the operations are that they are gradients of.
+
+    Once per process. Nothing changes but for strategies whose extended object says
+    `places_gradients`.
+    """
+    if getattr(execute.record_gradient, "kerasdist", False):
+        return
+    execute.record_gradient = _recording_device(execute.record_gradient)
+    for name in ("record_operation", "record_operation_backprop_only"):
+        setattr(record, name, _calling_on_device(getattr(record, name)))
+    pywrap_tfe.TFE_Py_RegisterGradientFunction(
+        _differentiating_on_device(backprop._gradient_function)
+    )
+    space = backprop._default_vspace
+    pywrap_tfe.TFE_Py_RegisterVSpace(
+        space._replace(aggregate_fn=_adding_on_device(space.aggregate_fn))
+    )
+
+
+def _is_placing() -> bool:
+    strategy = distribute_lib.get_strategy()
+    return bool(getattr(strategy.extended, "places_gradients", False))
+
+
+def _device_of(tensors: Any) -> str:
+    """The device that the first of some tensors in a graph was given, or empty."""
+    for tensor in tf.nest.flatten(tensors):
+        if isinstance(tensor, tf.IndexedSlices):
+            tensor = tensor.values
+        if isinstance(tensor, ops.EagerTensor):
+            return str(tensor.device)
+        if isinstance(tensor, tf.Tensor):
+            return str(tensor.op.device)
+    return ""
+
+
+def _recording_device(original: Callable[..., Any]) -> Callable[..., Any]:
+    def record_gradient(op_name: str, inputs: Any, attrs: Any, outputs: Any) -> None:
+        device = ""
+        if not context.executing_eagerly() and _is_placing():
+            device = _device_of(outputs)
+        if not device:
+            original(op_name, inputs, attrs, outputs)
+            return
+        scope = f"{ops.get_name_scope()}{_SEPARATOR}{device}"
+        pywrap_tfe.TFE_Py_RecordGradient(op_name, inputs, attrs, outputs, scope)
+
+    record_gradient.kerasdist = True  # type: ignore[attr-defined]
+    return record_gradient
+
+
+def _differentiating_on_device(original: Callable[..., Any]) -> Callable[..., Any]:
+    def gradient(
+        op_name: str,
+        attributes: Any,
+        count: int,
+        inputs: Any,
+        outputs: Any,
+        gradients: Any,
+        skipped: Any,
+        scope: str | None,
+    ) -> Any:
+        device = ""
+        if scope and _SEPARATOR in scope:
+            scope, _, device = scope.partition(_SEPARATOR)
+        elif context.executing_eagerly() and _is_placing():
+            # Of what isn't needed for the gradient TensorFlow keeps nothing.
+            device = _device_of(outputs)
+        with on_device(device):
+            return original(
+                op_name, attributes, count, inputs, outputs, gradients, skipped, scope
+            )
+
+    return gradient
+
+
+def _calling_on_device(original: Callable[..., Any]) -> Callable[..., Any]:
+    def record_operation(
+        op_type: str,
+        output_tensors: Any,
+        input_tensors: Any,
+        backward_function: Callable[..., Any],
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        device = _device_of(output_tensors) if _is_placing() else ""
+        function = backward_function
+        if device:
+
+            def on_its_device(*gradients: Any, **keywords: Any) -> Any:
+                with on_device(device):
+                    return backward_function(*gradients, **keywords)
+
+            function = on_its_device
+        return original(
+            op_type, output_tensors, input_tensors, function, *args, **kwargs
+        )
+
+    return record_operation
+
+
+def _adding_on_device(original: Callable[..., Any]) -> Callable[..., Any]:
+    def aggregate(gradients: Any) -> Any:
+        if len(gradients) < 2 or not _is_placing():
+            return original(gradients)
+        with on_device(_device_of(gradients)):
+            return original(gradients)
+
+    return aggregate

@@ -1,0 +1,151 @@
+"""`ModelParallelStrategy`: the layers of one model on several devices."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from kerasdist import _keras
+from kerasdist._tf import placing
+from kerasdist.placement.patterns import Patterns
+from kerasdist.strategies.devices import known_devices, resolve_devices
+from kerasdist.strategies.placed import PlacedExtended
+from kerasdist.strategies.placed_ops import Placer
+
+__all__ = ["ModelParallelStrategy"]
+
+
+class ModelParallelStrategy(tf.distribute.Strategy):
+    """Trains one model whose layers are on several devices of this process.
+
+    Everything of a layer is on its device: variables, the optimizer's slots, forward
+    pass, backward pass and update. Numbers are those of the same model without a
+    placement.
+
+        strategy = kerasdist.ModelParallelStrategy(
+            {"encoder/.*": "GPU:0", "decoder/.*": "GPU:1"}
+        )
+        with strategy.scope():
+            model = build_model()
+            model.compile("adam", "mse")
+        model.fit(x, y, batch_size=256)
+
+    A pattern is a regular expression, as in `keras.distribution.LayoutMap`, but for the
+    path of a layer: it must match the whole path ("my_model/encoder/dense_1"), or its
+    end behind a "/". "encoder/.*" matches "encoder" and everything inside of it. The
+    pattern counts that matches the innermost layer; of several that match one, that
+    which is the path letter by letter, else the first. A layer that no pattern matches
+    is where the layer is that calls it, else on the first device.
+
+    What is between layers (losses, metrics, additions of a functional model) is where
+    its largest input is.
+
+    Args:
+        placement: From patterns of layer paths to devices, as TensorFlow writes them
+            ("GPU:0", "CPU:1").
+        devices: All devices that may be used; the first one is for what no pattern
+            matches. By default those of the placement, in its order; if it's empty, all
+            GPUs, or else the CPU.
+        micro_batches: Into how many parts each batch is divided.
+        memory_limits: Bytes by device, for a plan.
+
+    Raises:
+        ValueError: An argument is wrong: a device that doesn't exist, a pattern that
+            isn't a regular expression. All that is wrong with an argument is named.
+            `fit`, `evaluate` and `predict` raise it before their first step if a
+            pattern matches no layer, or with `jit_compile=True`.
+        TypeError: `placement` isn't a mapping.
+    """
+
+    def __init__(
+        self,
+        placement: Mapping[str, str],
+        *,
+        devices: Sequence[str] | None = None,
+        micro_batches: int = 1,
+        memory_limits: Mapping[str, int] | None = None,
+    ) -> None:
+        if not isinstance(placement, Mapping):
+            raise TypeError(
+                "`placement` must be a mapping from patterns of layer paths to "
+                f"devices. Received: placement={placement!r}. Write for example "
+                "{'encoder/.*': 'GPU:0', 'decoder/.*': 'GPU:1'}."
+            )
+        if micro_batches != 1 or memory_limits is not None:
+            raise ValueError(
+                "This version knows neither micro-batches nor memory limits. "
+                f"Received: micro_batches={micro_batches!r}, "
+                f"memory_limits={memory_limits!r}. Leave them out."
+            )
+        names, patterns = _places(placement, devices)
+        super().__init__(PlacedExtended(self, Placer(patterns, names)))
+        _keras.install()
+        placing.place_gradients()
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """Full names of all devices; the first is for what no pattern matches."""
+        return self.extended.layer_placer.devices
+
+    def stage(self, device: str) -> contextlib.AbstractContextManager[None]:
+        """Put on a device what is made or built inside a `with` block.
+
+        It comes before patterns that match the same layers. Can be nested: the inner
+        one counts.
+
+        Args:
+            device: As in the placement.
+
+        Raises:
+            ValueError: There's no such device, or it isn't one of `devices`.
+        """
+        (name,) = resolve_devices([device], "device")
+        placer = self.extended.layer_placer
+        if name not in placer.devices:
+            raise ValueError(
+                "A stage must be on one of the strategy's devices. "
+                f"Received: device={device!r}; they are {list(placer.devices)}. Name "
+                "it in the strategy's `devices=`."
+            )
+        return placer.staging(name)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ModelParallelStrategy:
+        # Keras copies models' attributes; there is one strategy all the same.
+        del memo
+        return self
+
+
+def _places(
+    placement: Mapping[str, str], devices: Sequence[str] | None
+) -> tuple[list[str], Patterns]:
+    """All devices, and the patterns with full names of devices."""
+    for pattern, device in placement.items():
+        if not (isinstance(pattern, str) and isinstance(device, str)):
+            raise TypeError(
+                "`placement` must map text to text: patterns of layer paths to names "
+                f"of devices. Received: {pattern!r}: {device!r}."
+            )
+    found = resolve_devices(list(placement.values()), "placement")
+    names = list(dict.fromkeys(found))
+    if devices is not None:
+        if isinstance(devices, str) or not devices:
+            raise ValueError(
+                "`devices` must be a list of device names, at least one. "
+                f"Received: devices={devices!r}."
+            )
+        all_names = list(dict.fromkeys(resolve_devices(devices, "devices")))
+        missing = [name for name in names if name not in all_names]
+        if missing:
+            raise ValueError(
+                "`placement` names devices that aren't among `devices`. "
+                f"Received: {missing} beside devices={list(devices)!r}. Add them, or "
+                "leave `devices` out."
+            )
+        names = all_names
+    if not names:
+        known = known_devices()
+        names = [name for name in known if ":GPU:" in name] or known[:1]
+    return names, Patterns(dict(zip(placement, found, strict=True)))

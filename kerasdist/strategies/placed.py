@@ -1,0 +1,65 @@
+"""The inside of `ModelParallelStrategy`: one replica, spread over several devices."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tensorflow as tf
+
+from kerasdist import _keras, _tf
+from kerasdist._tf import placing
+from kerasdist.strategies.placed_ops import Placer
+
+__all__ = ["PlacedExtended"]
+
+
+class PlacedExtended(placing.OneDeviceExtended):
+    """TensorFlow's strategy of one device, with what belongs elsewhere elsewhere.
+
+    Args:
+        container: The strategy.
+        placer: Where everything is.
+    """
+
+    # A function that two layers share is traced for the device of each.
+    _retrace_functions_for_each_device = True
+    # See `_tf.placing`.
+    places_gradients = True
+
+    def __init__(self, container: Any, placer: Placer) -> None:
+        super().__init__(container, placer.devices[0])
+        self._retrace_functions_for_each_device = True
+        self.layer_placer = placer
+        self._host = _tf.host_of(placer.devices[0])
+
+    def _create_variable(self, next_creator: Any, **kwargs: Any) -> Any:
+        beside = kwargs.pop("colocate_with", None)
+        if beside is not None:
+            device = beside.device
+        else:
+            placer = self.layer_placer
+            device = _keras.device_of_variable() or placer.stage or placer.devices[0]
+        with placing.on_device(device):
+            return next_creator(**kwargs)
+
+    def _call_for_each_replica(self, fn: Any, args: Any, kwargs: Any) -> Any:
+        if _tf.executing_eagerly():
+            return super()._call_for_each_replica(fn, args, kwargs)
+        strategy = self._container_strategy()
+        choose = self.layer_placer.choose(tf.compat.v1.get_default_graph())
+        with placing.default_placement(choose), placing.replica_of(strategy):
+            return fn(*args, **kwargs)
+
+    def _update(self, var: Any, fn: Any, args: Any, kwargs: Any, group: bool) -> Any:
+        with placing.update_on(var.device):
+            result = fn(var, *args, **kwargs)
+        if group:
+            return result
+        return tf.nest.map_structure(self._local_results, result)
+
+    def _experimental_distribute_dataset(self, dataset: Any, options: Any) -> Any:
+        # TensorFlow's distributed iterator costs more than it gives to one replica,
+        # see `SynchronousExtended.distribute_parts`.
+        if self.worker_devices == (self._host,):
+            return dataset
+        return super()._experimental_distribute_dataset(dataset, options)
