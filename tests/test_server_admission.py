@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import re
+import threading
 
+import numpy as np
 import pytest
 
-from groups import nothing_stays_open, outcomes
+from groups import in_threads, nothing_stays_open, outcomes
 from kerasdist import errors
-from kerasdist.server import ServerSettings
+from kerasdist.server import ServerSettings, Variable, admission, enter
+from kerasdist.server.network_link import NetworkLink
+from kerasdist.server.snapshot import path_of
 from kerasdist.transport import Timeouts
 from servers import Servers
+from waiting import wait_until
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -62,3 +67,66 @@ def test_servers_in_another_order_are_refused():
         job.addresses.reverse()
         with pytest.raises(errors.StartupError, match="This is server 1 of the job"):
             job.connect(0)
+
+
+@pytest.fixture
+def returning(monkeypatch):
+    """Nobody comes back to a restarted server before this event is set."""
+    event = threading.Event()
+    connect = NetworkLink._connect
+
+    def late(link, deadline, more):
+        if "resume" in more:
+            event.wait(20)
+        return connect(link, deadline, more)
+
+    monkeypatch.setattr(NetworkLink, "_connect", late)
+    return event
+
+
+def lose_server_and_worker(job, folder):
+    """Server 0 and rank 1 of three are gone; the server is started again."""
+    values = [np.zeros(3, "float32")]
+    job.run(lambda c: c.open_table([Variable(name="v", shape=(3,))], values))
+    wait_until(path_of(str(folder), 0).exists, "a snapshot")
+    job.servers[0].close()
+    job.join()
+    job.clients[1].close(RuntimeError("preempted"))
+    return job.start_server(0)
+
+
+def test_who_comes_before_those_who_only_come_back_joins_them(tmp_path, returning):
+    """A server and a worker are lost at once; the worker is back first."""
+    with Servers(3, snapshot_dir=str(tmp_path)) as job:
+        server = lose_server_and_worker(job, tmp_path)
+
+        def work(rank):
+            if rank == 1:
+                client = job.clients[1] = job.connect(1, gate=True)
+                assert client.joining
+                entry = enter(client, 1)
+                client.entered(entry.met, entry.ranks)
+            else:
+                wait_until(lambda: server._admission._held, "rank 1 to come")
+                returning.set()
+                client = job.clients[rank]
+                while not client.communicator.gate({"fit": 1}):
+                    pass
+            (total,) = client.communicator.all_reduce([np.full(2, rank + 1.0)])
+            return total.tolist(), client.communicator.ranks
+
+        assert in_threads(3, work, 40) == [([6.0, 6.0], (0, 1, 2))] * 3
+
+
+def test_a_job_that_was_begun_anew_is_no_place_to_come_back_to(
+    tmp_path, returning, monkeypatch
+):
+    monkeypatch.setattr(admission, "_RETURN_SECONDS", 0.2)
+    with Servers(3, snapshot_dir=str(tmp_path)) as job:
+        lose_server_and_worker(job, tmp_path)
+        job.clients[1] = job.connect(1, gate=True)
+        assert not job.clients[1].joining
+        returning.set()
+        for rank in (0, 2):
+            with pytest.raises(errors.ServerLost, match="have begun the job anew"):
+                job.clients[rank].communicator.barrier()

@@ -30,6 +30,8 @@ FAREWELL_SECONDS = 5.0
 LOOK_SECONDS = 0.25
 _SHORT_LOOK_SECONDS = 0.05
 _ANSWER_SECONDS = 5.0
+# Who lives tries again every second or so: after this nobody comes back any more.
+_RETURN_SECONDS = 10.0
 
 # A worker's rank, its connection, and its hello.
 Came = tuple[int, socket.socket, dict[str, Any]]
@@ -62,6 +64,11 @@ class Admission:
         self._guests: dict[int, tuple[Person, socket.socket]] = {}
         self._came: set[int] = set()
         self._different = ""
+        # New processes of which isn't known whether they join, by rank; until when.
+        self._held: dict[int, Came] = {}
+        self._patience: Deadline | None = None
+        # Whether the job was begun anew, from its snapshots.
+        self._anew = False
 
     # At the start.
 
@@ -164,14 +171,57 @@ class Admission:
                 and known.state in ("away", "live")
             )
             refusal = self._why_not(known, person, hello, returns=returns)
-            if refusal is None and returns:
+            hold = refusal is None and not returns and self._is_open(rank, hello)
+            if returns and refusal is not None:
+                crew.lose(known, "it came back too late")
+            if hold:
+                older = self._held.pop(rank, None)
+                self._held[rank] = rank, sock, hello
+                if older is not None:
+                    _refuse(older[1], f"Another process came as {person}.")
+            elif refusal is None and returns:
                 self._return(known, person, hello.get("resume"))
             elif refusal is None:
                 self._join(known, person, hello)
         if refusal is not None:
             _refuse(sock, refusal)
-            return None
-        return person, not returns
+        return None if hold or refusal is not None else (person, not returns)
+
+    def waiting(self) -> list[Came]:
+        """Those who had to wait in `later`, and needn't any more: it's their turn."""
+        crew = self._desk.crew
+        with crew.changed:
+            for rank, (_, sock, _) in list(self._held.items()):
+                if gone(sock):
+                    self._held.pop(rank)[1].close()
+            ready = [
+                came
+                for rank, came in self._held.items()
+                if crew.failure is not None or not self._is_open(rank, came[2])
+            ]
+            for rank, _, _ in ready:
+                del self._held[rank]
+        return ready
+
+    def _is_open(self, rank: int, hello: dict[str, Any]) -> bool:
+        """Whether it isn't known yet if a new process joins others. Under `changed`."""
+        people = self._desk.crew.people
+        if (
+            self._anew
+            or self._desk.server != 0
+            or hello.get("gate") is not True
+            or not (self._desk.resumed and people[rank].returned)
+            or any(each.returned and each.state == "live" for each in people)
+        ):
+            return False
+        if not any(
+            each.state == "away" and each.rank not in (rank, *self._held)
+            for each in people
+        ):
+            return False
+        if self._patience is None:
+            self._patience = Deadline(_RETURN_SECONDS)
+        return not self._patience.expired
 
     def _why_not(
         self, known: Person, person: Person, hello: dict[str, Any], *, returns: bool
@@ -179,6 +229,8 @@ class Admission:
         failure = self._desk.crew.failure
         if failure is not None:
             return f"The job has failed: {failure}"
+        if returns and self._anew:
+            return f"{person} came back too late: the others have begun the job anew"
         if hello.get("resume") and not returns:
             if known.incarnation == person.incarnation:
                 return f"{person} was taken for lost, and came back too late"
@@ -208,6 +260,10 @@ class Admission:
             hello.get("joining") is True
             if isinstance(hello.get("joining"), bool)
             else self._others_train(known)
+        )
+        # All others wait for it from the start, or none of them do.
+        self._anew = self._anew or (
+            self._desk.resumed and hello.get("gate") is True and not person.joining
         )
         crew.lose(known, "another process came with its rank")
         # Server 0 says which collectives are over; the others hear it.
@@ -267,6 +323,8 @@ class Admission:
     def close(self) -> None:
         """Close the connections of those who wait for others."""
         for _, sock in self._guests.values():
+            sock.close()
+        for _, sock, _ in self._held.values():
             sock.close()
 
 

@@ -184,16 +184,15 @@ class ParameterServer:
         # Those of a snapshot who don't come again aren't waited for for ever.
         patience = Deadline(self._settings.restart_timeout)
         while not self._stop.is_set():
-            for came in self._take(LOOK_SECONDS):
+            for came in (*self._take(LOOK_SECONDS), *self._admission.waiting()):
                 self._let_in(*came)
             if self.desk.resumed and patience.expired:
                 self._give_up_on_absent(patience)
         # Who comes to a job that has failed hears why.
         farewell = Deadline(FAREWELL_SECONDS)
         while not (crew.over or farewell.expired or self._closed):
-            for came in self._listener.take_any(
-                self._session, PURPOSE, _SHORT_LOOK_SECONDS
-            ):
+            new = self._listener.take_any(self._session, PURPOSE, _SHORT_LOOK_SECONDS)
+            for came in (*new, *self._admission.waiting()):
                 self._let_in(*came)
         with crew.changed:
             if crew.failure is not None:
