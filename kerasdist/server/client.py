@@ -24,10 +24,10 @@ from kerasdist.collectives.ops import Array
 from kerasdist.server.channel import Message
 from kerasdist.server.communicator import ServerCommunicator
 from kerasdist.server.crew import Event
-from kerasdist.server.dealer import REMEMBERED
 from kerasdist.server.desk import Farewell
 from kerasdist.server.layout import Layout, Variable
-from kerasdist.server.link import Build, Job, Link, Roster
+from kerasdist.server.link import Build, Link, Roster
+from kerasdist.server.questions import Questions
 from kerasdist.server.remote import RemoteTable
 from kerasdist.server.settings import ServerSettings
 from kerasdist.server.watch import Watch
@@ -43,7 +43,7 @@ TRANSPORTS = ("auto", "tcp")
 _LOG = logging.getLogger("kerasdist")
 
 
-class ServerClient(Job):
+class ServerClient(Questions):
     """All servers of a job, as one worker sees them. Made by `connect_servers`.
 
     Calls of several threads are done one after the other. After an exception of class
@@ -70,6 +70,7 @@ class ServerClient(Job):
         on_event: Callable[[Event], None] | None = None,
         on_failure: Callable[[errors.CollectiveError], None] | None = None,
     ) -> None:
+        super().__init__()
         self.cluster = cluster
         self.settings = settings
         self.timeouts = timeouts
@@ -87,8 +88,6 @@ class ServerClient(Job):
         self._closed = False
         self._met = 0
         self._step = 0
-        # By dataset: the epoch, and what this worker has claimed last in it.
-        self._claims: dict[int, tuple[int, tuple[int, ...]]] = {}
         self._calls = threading.RLock()
         self._watch: Watch | None = None
         self._pool: ThreadPoolExecutor | None = None
@@ -170,82 +169,11 @@ class ServerClient(Job):
             self.tables.append(table)
         return table
 
-    def claim(
-        self, dataset: int, epoch: int, *, limit: int | None = None, last: int = -1
-    ) -> int | None:
-        """Get the next number of a queue: each goes to one worker only.
-
-        Args:
-            dataset: Number of the dataset, the same on all workers.
-            epoch: Number of its epoch: it only increases, and has a queue of its own.
-            limit: How many numbers the queue has; None: there's no end of them.
-            last: The last one that this worker got of this queue, or -1; `END` ends the
-                queue for all.
-
-        Returns:
-            The number, from 0; None: there are none left.
-
-        Raises:
-            CollectiveError: See `kerasdist.errors`.
-        """
-        meta = {
-            "do": "claim",
-            "dataset": dataset,
-            "epoch": epoch,
-            "limit": -1 if limit is None else limit,
-            "last": last,
-        }
-        with self.calling("claiming a batch"):
-            number = int(self.ask("claiming a batch", meta)["number"])
-            if number < 0:
-                return None
-            present, before = self._claims.get(dataset, (epoch, ()))
-            kept = before[1 - REMEMBERED :] if present == epoch else ()
-            self._claims[dataset] = epoch, (*kept, number)
-        return number
-
-    def ask(self, what: str, meta: dict[str, Any]) -> dict[str, Any]:
-        """Ask server 0 something without arrays.
-
-        Args:
-            what: In words, for messages.
-            meta: The request.
-
-        Raises:
-            CollectiveError: See `kerasdist.errors`.
-        """
-        request = Message(FrameType.REQUEST, Call(0), meta, ())
-        with self.calling(what):
-            others: list[Build | None] = [None] * (self.servers - 1)
-            return dict(self.request_all([lambda _: request, *others])[0].meta)
-
-    def post(self, name: str, number: int) -> None:
-        """Tell those who come later a number."""
-        self.ask("telling a number", {"do": "post", "name": name, "number": number})
-
-    def read(self, name: str) -> int | None:
-        """Read a number that `post` was given, on any worker; None: there is none."""
-        found = self.ask("asking for a number", {"do": "read", "name": name})
-        return None if found.get("number") is None else int(found["number"])
-
     def entered(self, met: int, ranks: tuple[int, ...]) -> None:
         """The others wait for this worker from now on; see `kerasdist.server.gate`."""
         self.joining = False
         self._met = met
         self.communicator.enter(met, ranks)
-
-    def stats(self) -> list[dict[str, Any]]:
-        """What each server knows of its tables and workers.
-
-        Returns:
-            A dictionary per server: "tables" (each with "bytes", "version", "clocks" by
-            rank and "observed": by rank how often it has read at which staleness),
-            "workers", "events", "requests", "updates", "snapshots". Keys are texts.
-        """
-        request = Message(FrameType.REQUEST, Call(0), {"do": "stats"}, ())
-        with self.calling("asking for statistics"):
-            answers = self.request_all([lambda _: request] * self.servers)
-            return [dict(answer.meta) for answer in answers]
 
     # For tables and the communicator.
 
@@ -360,12 +288,10 @@ class ServerClient(Job):
     def resume(self) -> dict[str, Any]:
         """See `Job.resume`."""
         clocks = {str(table.number): table.clock for table in self.tables}
-        # Not the dictionary itself: another thread may claim from another server.
-        claims = {str(d): [e, list(n)] for d, (e, n) in dict(self._claims).items()}
         return {
             "met": self._met,
             "clocks": clocks,
-            "claims": claims,
+            "claims": self.claims,
             "joining": self.joining,
         }
 

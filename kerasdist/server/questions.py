@@ -1,0 +1,117 @@
+"""What a worker asks its servers besides gradients and weights: short questions.
+
+Server 0 deals out batches and keeps what workers tell each other; of statistics all
+servers have their own.
+"""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+from collections.abc import Sequence
+from typing import Any
+
+from kerasdist.server.channel import Message
+from kerasdist.server.dealer import REMEMBERED
+from kerasdist.server.link import Build, Job
+from kerasdist.transport.framing import Call, FrameType
+
+__all__ = ["Questions"]
+
+
+class Questions(Job):
+    """The part of a worker's client that asks; see `kerasdist.server.client`."""
+
+    def __init__(self) -> None:
+        # By dataset: the epoch, and what this worker has claimed last in it.
+        self._claims: dict[int, tuple[int, tuple[int, ...]]] = {}
+
+    @property
+    @abc.abstractmethod
+    def servers(self) -> int:
+        """Number of servers."""
+
+    @abc.abstractmethod
+    def calling(self, what: str) -> contextlib.AbstractContextManager[None]:
+        """One call at a time; one that is broken off ends this worker's part."""
+
+    @abc.abstractmethod
+    def request_all(self, builds: Sequence[Build | None]) -> list[Message]:
+        """Ask all servers at once; return their answers, by server."""
+
+    @property
+    def claims(self) -> dict[str, Any]:
+        """What this worker has claimed last, for a server that comes back."""
+        # Not the dictionary itself: another thread may claim from another server.
+        return {str(d): [e, list(n)] for d, (e, n) in dict(self._claims).items()}
+
+    def claim(
+        self, dataset: int, epoch: int, *, limit: int | None = None, last: int = -1
+    ) -> int | None:
+        """Get the next number of a queue: each goes to one worker only.
+
+        Args:
+            dataset: Number of the dataset, the same on all workers.
+            epoch: Number of its epoch: it only increases, and has a queue of its own.
+            limit: How many numbers the queue has; None: there's no end of them.
+            last: The last one that this worker got of this queue, or -1; `END` ends the
+                queue for all.
+
+        Returns:
+            The number, from 0; None: there are none left.
+
+        Raises:
+            CollectiveError: See `kerasdist.errors`.
+        """
+        meta = {
+            "do": "claim",
+            "dataset": dataset,
+            "epoch": epoch,
+            "limit": -1 if limit is None else limit,
+            "last": last,
+        }
+        with self.calling("claiming a batch"):
+            number = int(self.ask("claiming a batch", meta)["number"])
+            if number < 0:
+                return None
+            present, before = self._claims.get(dataset, (epoch, ()))
+            kept = before[1 - REMEMBERED :] if present == epoch else ()
+            self._claims[dataset] = epoch, (*kept, number)
+        return number
+
+    def ask(self, what: str, meta: dict[str, Any]) -> dict[str, Any]:
+        """Ask server 0 something without arrays.
+
+        Args:
+            what: In words, for messages.
+            meta: The request.
+
+        Raises:
+            CollectiveError: See `kerasdist.errors`.
+        """
+        request = Message(FrameType.REQUEST, Call(0), meta, ())
+        with self.calling(what):
+            others: list[Build | None] = [None] * (self.servers - 1)
+            return dict(self.request_all([lambda _: request, *others])[0].meta)
+
+    def post(self, name: str, number: int) -> None:
+        """Tell those who come later a number."""
+        self.ask("telling a number", {"do": "post", "name": name, "number": number})
+
+    def read(self, name: str) -> int | None:
+        """Read a number that `post` was given, on any worker; None: there is none."""
+        found = self.ask("asking for a number", {"do": "read", "name": name})
+        return None if found.get("number") is None else int(found["number"])
+
+    def stats(self) -> list[dict[str, Any]]:
+        """What each server knows of its tables and workers.
+
+        Returns:
+            A dictionary per server: "tables" (each with "bytes", "version", "clocks" by
+            rank and "observed": by rank how often it has read at which staleness),
+            "workers", "events", "requests", "updates", "snapshots". Keys are texts.
+        """
+        request = Message(FrameType.REQUEST, Call(0), {"do": "stats"}, ())
+        with self.calling("asking for statistics"):
+            answers = self.request_all([lambda _: request] * self.servers)
+            return [dict(answer.meta) for answer in answers]
