@@ -36,6 +36,11 @@ OPTIMIZERS = {
     "schedule": lambda: keras.optimizers.SGD(
         keras.optimizers.schedules.ExponentialDecay(0.1, 2, 0.5)
     ),
+    # Keras asks for the number of the step here, and not of the update.
+    "schedule_accumulation": lambda: keras.optimizers.SGD(
+        keras.optimizers.schedules.ExponentialDecay(0.1, 2, 0.5),
+        gradient_accumulation_steps=3,
+    ),
 }
 
 
@@ -66,9 +71,10 @@ def test_one_worker_is_plain_keras(name, shares, tmp_path):
     steps = sum(strategy.staleness.values())
     strategy.close()
     assert strategy.size == 1
-    assert steps == ({"accumulation": 4}.get(name, 12) if shares else 0)
+    assert steps == ((4 if "accumulation" in name else 12) if shares else 0)
     for a, b in zip(ours, plain, strict=True):
-        if shares:
+        # That one has been seen to differ in the last bit.
+        if shares or name == "schedule_accumulation":
             np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
         else:
             np.testing.assert_array_equal(a, b)
@@ -301,7 +307,7 @@ for _ in range(2):
     for a, b in zip(m.optimizer.variables, before):
         np.testing.assert_array_equal(a.numpy(), b)
 found.append(m.evaluate(x, y, batch_size=96, verbose=0))
-result([found, int(m.optimizer.iterations.numpy()) % 2])
+result([found, int(m.optimizer._iterations.numpy()) % 2])
 """
     first, second = run(body)
     assert first[0] == second[0]

@@ -257,8 +257,10 @@ class SharedTables:
         self._agreed.pull()
         self._extended.job.communicator.barrier()
         if optimizer is not None and id(optimizer) not in self._offsets:
-            steps = self._agreed.table.updates * _window(optimizer)
-            offset = int(optimizer.iterations.numpy()) - steps
+            window = _window(optimizer)
+            # Keras's `iterations` are whole windows, if there are any.
+            before = int(optimizer._iterations.numpy()) // window
+            offset = (before - self._agreed.table.updates) * window
             # With a reference: no other optimizer gets its id.
             self._offsets[id(optimizer)] = optimizer, offset
 
@@ -303,7 +305,7 @@ class SharedTables:
         steps = self._updates.read_value() * _window(optimizer) + offset
         if _window(optimizer) == 1:
             return steps
-        own = tf.convert_to_tensor(optimizer.iterations)
+        own = tf.convert_to_tensor(optimizer._iterations)
         return steps + tf.cast(own, tf.int64) % _window(optimizer)
 
     def exchange(self, variables: Sequence[Any], touched: Sequence[Any]) -> None:
