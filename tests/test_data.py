@@ -150,10 +150,16 @@ def test_batches_without_rows_weigh_nothing():
 m = build()
 before = m.get_weights()
 history = m.fit(x[:4] + 1, x[:4] * 0, batch_size=1, epochs=1, shuffle=False, verbose=0)
-result([history.history["loss"], [w.tolist() for w in m.get_weights()]])
+after = m.get_weights()
+m = build()
+data = tf.data.Dataset.from_tensor_slices((x[:4] + 1, x[:4] * 0))
+again = m.fit(data.batch(1, drop_remainder=True), verbose=0)
+result([history.history["loss"], [w.tolist() for w in after],
+        again.history["loss"], [w.tolist() for w in m.get_weights()]])
 """
     results = run(body, size=3)
     assert results[0] == results[1] == results[2]
+    assert results[0][:2] == results[0][2:]
     # Rows 1, 2, 3, 4 and a kernel of 1: the mean of their squares.
     assert abs(results[0][0][0] - 7.5) < 1e-2
 
@@ -180,3 +186,27 @@ result([[s for s in seen if s != [0]], history.history["loss"], predicted.shape[
     assert b[0][:3] == [[100, 101, 102, 103], [104, 105, 106, 107], [108, 109]]
     assert (a[2], b[2]) == (6, 10)
     assert (a[1], a[3], a[4]) == (b[1], b[3], b[4])
+
+
+def test_a_step_is_made_for_its_rows_where_all_parts_have_as_many():
+    """Three of five rows, or two; with an unequal last batch any number."""
+    body = """
+class Shapes(Seen):
+    def train_step(self, data):
+        shapes.append(data[0].shape[0])
+        return super().train_step(data)
+
+shapes = []
+with strategy.scope():
+    m = Shapes()
+    m.build((None, 1))
+    m.compile(keras.optimizers.SGD(1e-6), "mse")
+m.fit(x, x, batch_size=5, epochs=1, verbose=0)
+equal = set(shapes)
+shapes.clear()
+with strategy.scope():
+    m.compile(keras.optimizers.SGD(1e-6), "mse")
+m.fit(x, x, batch_size=7, epochs=1, verbose=0)
+result([list(equal), list(set(shapes))])
+"""
+    assert run(body) == [[[3], [None]], [[2], [None]]]

@@ -6,6 +6,7 @@ each does what Keras does, unless the strategy in use has `keras_hooks`:
 
     losses      scale_loss_for_distribution, reduce_values, apply_mask, CompileLoss
     optimizers  apply: reduce first, then clip, update; accumulate, then reduce
+    updates     SGD.update_step: one operation, no memory for what's between
     layers      SeedGenerator, BatchNormalization(synchronized=True)
     dealt       TFEpochIterator, where each batch is one worker's
     arrays      TFEpochIterator: arrays in an order that all workers agree on
@@ -31,7 +32,7 @@ from keras.src.callbacks import callback_list
 from keras.src.layers import layer as layer_module
 from keras.src.losses import loss as loss_module
 from keras.src.metrics import reduction_metrics
-from keras.src.optimizers import base_optimizer, loss_scale_optimizer
+from keras.src.optimizers import base_optimizer, loss_scale_optimizer, sgd
 from keras.src.random import seed_generator
 from keras.src.trainers import compile_utils
 
@@ -44,6 +45,7 @@ from kerasdist._keras import (
     placed_layers,
     placed_trainer,
     trainer,
+    updates,
 )
 from kerasdist._keras.arrays import ArrayData, random_seed
 from kerasdist._keras.hooks import KerasHooks
@@ -112,6 +114,7 @@ def install() -> None:
                 "_all_reduce_sum_gradients",
                 optimizers.leave_reduced,
             ),
+            (sgd.SGD, "update_step", updates.sgd_step),
             (tf_nn, "_compute_moments_sync", layers.synchronized_moments),
             (seed_generator.SeedGenerator, "next", layers.next_seed),
             (tf_trainer.TFEpochIterator, "__init__", arrays.init_epoch_iterator),

@@ -17,7 +17,7 @@ from kerasdist._keras import ArrayData, ItemData, random_seed
 from kerasdist.strategies import agreement
 from kerasdist.strategies.accumulation import end_window
 from kerasdist.strategies.gradients import reduce_gradients
-from kerasdist.strategies.order import epoch_order, own_rows
+from kerasdist.strategies.order import epoch_order, own_rows, same_length
 from kerasdist.strategies.own_data import Together
 from kerasdist.strategies.rows import (
     count_rows,
@@ -321,9 +321,13 @@ class _Epochs:
         # Of this epoch: its samples, and the bounds between parts.
         self._samples = self._bounds = np.zeros(0, np.int64)
 
+        known = same_length(
+            data.samples, data.batch_size, self._first, self._local, self._replicas
+        )
+
         def rows(part: Any) -> Any:
             chosen = tf.numpy_function(self._rows_of, [part], tf.int64)
-            return tf.ensure_shape(chosen, [None])
+            return tf.ensure_shape(chosen, [known])
 
         # Inside a worker nobody has to be asked for the rows of the global batch.
         alone = extended.job.communicator.size == 1

@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["epoch_order", "own_rows", "part_of"]
+__all__ = ["epoch_order", "own_rows", "part_of", "same_length"]
 
 
 def epoch_order(
@@ -87,3 +87,26 @@ def part_of(rows: int, replica: int, replicas: int) -> slice:
     length, longer = divmod(rows, replicas)
     start = replica * length + min(replica, longer)
     return slice(start, start + length + (replica < longer))
+
+
+def same_length(
+    samples: int, batch_size: int, first: int, local: int, replicas: int
+) -> int | None:
+    """Return the number of rows that all parts of a worker have, or None.
+
+    A step that TensorFlow makes for one number of rows costs less than one for any. A
+    replica without rows needs the latter: it computes with a row of zeros.
+
+    Args:
+        samples: Number of samples of an epoch.
+        batch_size: Of the global batch.
+        first: Number of the worker's first replica over all workers.
+        local: Number of its replicas.
+        replicas: Number of replicas over all workers.
+    """
+    lengths = set()
+    for rows in {min(batch_size, samples), samples % batch_size} - {0}:
+        for replica in range(first, first + local):
+            part = part_of(rows, replica, replicas)
+            lengths.add(part.stop - part.start)
+    return lengths.pop() or None if len(lengths) == 1 else None

@@ -42,6 +42,8 @@ def count_rows(batch: Any) -> Any:
         if isinstance(tensor, tf.RaggedTensor):
             return tensor.nrows(out_type=tf.int64)
         if tf.is_tensor(tensor) and tensor.shape.rank != 0:
+            if tensor.shape.rank and tensor.shape[0] is not None:
+                return tf.constant(tensor.shape[0], tf.int64)
             return tf.shape(tensor, out_type=tf.int64)[0]
     raise ValueError(
         "A batch must have a first dimension that counts its samples. "
@@ -72,6 +74,8 @@ def fill_if_empty(batch: Any, rows: Any) -> Any:
         return tf.zeros(shape, tensor.dtype)
 
     flat = tf.nest.flatten(batch)
+    if tf.get_static_value(rows) == 0:
+        return tf.nest.pack_sequence_as(batch, [one_row(t) for t in flat])
     filled = tf.cond(rows > 0, lambda: flat, lambda: [one_row(t) for t in flat])
     for before, after in zip(flat, filled, strict=True):
         if not tf.executing_eagerly() and hasattr(after, "set_shape"):
