@@ -20,6 +20,7 @@ each does what Keras does, unless the strategy in use has `keras_hooks`:
 from __future__ import annotations
 
 import functools
+import inspect
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -160,4 +161,6 @@ def _around(original: Callable[..., Any], hook: Callable[..., Any]) -> Any:
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         return hook(original, *args, **kwargs)
 
+    # Keras asks a layer's constructor for its arguments, and not what it wraps.
+    wrapper.__signature__ = inspect.signature(original)  # type: ignore[attr-defined]
     return wrapper
