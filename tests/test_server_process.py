@@ -30,8 +30,12 @@ def test_it_says_at_the_start_what_it_holds(capsys):
     ]
     place = worker_place([worker], servers, 0)
     with connect_servers(place, settings, timeouts=SECONDS) as client:
-        client.open_table(variables, [np.zeros(v.shape, "f4") for v in variables])
+        table = client.open_table(
+            variables, [np.zeros(v.shape, "f4") for v in variables]
+        )
         said = capsys.readouterr().out.splitlines()
+        for _ in range(3):
+            table.push_pull([np.ones((1000, 3), "f4"), np.ones(1500, "f4")])
     for thread in threads:
         thread.join(20)
     names = [f"kerasdist: server {i} of 2 ({servers[i]})" for i in range(2)]
@@ -45,4 +49,7 @@ def test_it_says_at_the_start_what_it_holds(capsys):
     ]
     ends = sorted(capsys.readouterr().out.splitlines())
     assert all(end.startswith(name) for end, name in zip(ends, names, strict=True))
-    assert all(" has finished: 1 requests, " in end for end in ends)
+    # One for the table, and one for each step, however many variables there are.
+    assert all(" has finished: 4 requests, " in end for end in ends)
+    last = "; staleness of 3 reads: 0.00 steps in the mean, 0 at most."
+    assert all(end.endswith(last) for end in ends)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import collections
+from typing import Any
+
 from kerasdist.cluster import Cluster
 from kerasdist.server.layout import Layout
 from kerasdist.server.loads import Load, loads_of, share_in_words
@@ -20,7 +23,7 @@ def run_server(
 
     It prints whom it serves, its part of each table when that is opened (with "sync"
     its part of a step, when the first one is over), and at the end what has gone
-    through it.
+    through it and how stale the weights were that were read.
 
     Args:
         cluster: The job; this process is one of its `servers`.
@@ -69,7 +72,24 @@ def run_server(
     stats = server.serve()
     _say(
         f"{name} has finished: {stats['requests']:,} requests, "
-        f"{stats['bytes_received']:,} bytes received, {stats['bytes_sent']:,} sent."
+        f"{stats['bytes_received']:,} bytes received, {stats['bytes_sent']:,} sent"
+        f"{_staleness_in_words(stats['tables'])}."
+    )
+
+
+def _staleness_in_words(tables: list[dict[str, Any]]) -> str:
+    """How far behind the slowest worker was when workers read; "" if nobody did."""
+    counts: collections.Counter[int] = collections.Counter()
+    for table in tables:
+        for observed in table["observed"].values():
+            counts.update({int(steps): n for steps, n in observed.items()})
+    reads = counts.total()
+    if not reads:
+        return ""
+    mean = sum(steps * n for steps, n in counts.items()) / reads
+    return (
+        f"; staleness of {reads:,} reads: {mean:.2f} steps in the mean, {max(counts)} "
+        "at most"
     )
 
 
