@@ -36,6 +36,7 @@ from keras.src.metrics import reduction_metrics
 from keras.src.optimizers import base_optimizer, loss_scale_optimizer, sgd
 from keras.src.random import seed_generator
 from keras.src.trainers import compile_utils
+from keras.src.trainers import trainer as base_trainer
 
 from kerasdist._keras import (
     arrays,
@@ -70,6 +71,14 @@ __all__ = [
     "random_seed",
 ]
 
+_ENTRIES = (
+    "fit",
+    "evaluate",
+    "predict",
+    "train_on_batch",
+    "test_on_batch",
+    "predict_on_batch",
+)
 _installing = threading.Lock()
 _installed = False
 
@@ -143,10 +152,13 @@ def install() -> None:
             (layer_module.Layer, "__call__", placed_layers.call_layer),
             (tf_core.Variable, "__init__", placed_layers.init_variable),
             (tf_core.Variable, "_initialize", placed_layers.initialize_variable),
-            (model, "compile", placed_trainer.compile_model),
+            # Where it's defined: Keras takes a `compile` that it finds elsewhere for a
+            # user's own.
+            (base_trainer.Trainer, "compile", placed_trainer.compile_model),
             (model, "make_train_function", placed_trainer.make_function),
             (model, "make_test_function", placed_trainer.make_function),
             (model, "make_predict_function", placed_trainer.make_function),
+            *((model, name, placed_trainer.name_the_lost) for name in _ENTRIES),
         ):
             setattr(owner, name, _around(getattr(owner, name), place))
         for owner, name in callbacks.WRITERS:

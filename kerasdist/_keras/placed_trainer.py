@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from kerasdist._keras.placed_layers import placer_of, prepare
 
-__all__ = ["compile_model", "make_function"]
+__all__ = ["compile_model", "make_function", "name_the_lost"]
 
 
 def compile_model(
@@ -39,6 +39,20 @@ def make_function(
         with trainer.distribute_strategy.scope():
             prepare(trainer, placer)
     return original(trainer, *args, **kwargs)
+
+
+def name_the_lost(
+    original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """In place of what trains or uses a model: says which worker was lost."""
+    try:
+        return original(trainer, *args, **kwargs)
+    except tf.errors.OpError as error:
+        extended = trainer.distribute_strategy.extended
+        failure = getattr(extended, "failure", lambda error: None)(error)
+        if failure is None:
+            raise
+        raise failure from error
 
 
 def _check(trainer: Any) -> None:

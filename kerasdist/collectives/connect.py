@@ -83,6 +83,19 @@ class Job:
         """The job's first failure, or None. Waits for nothing."""
         return self.communicator.failure
 
+    def await_end(self, rank: int | None = None) -> errors.CollectiveError | None:
+        """See `SessionSupervisor.await_end`; a worker alone waits for nothing."""
+        return None if self._supervisor is None else self._supervisor.await_end(rank)
+
+    def explain(self, rank: int, seen: str) -> errors.CollectiveError | None:
+        """Find out why a rank can't be reached any more; see `Supervisor.explain`.
+
+        None for a worker alone.
+        """
+        if self._supervisor is None:
+            return None
+        return self._supervisor.explain(self.communicator.peers[rank], seen)
+
     def close(self, error: BaseException | None = None) -> None:
         """Leave the job; give back sockets, threads and memory.
 

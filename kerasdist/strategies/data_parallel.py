@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import atexit
 import dataclasses
-import sys
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -14,7 +12,7 @@ import tensorflow as tf
 from kerasdist import _keras, _tf
 from kerasdist.collectives import Communicator
 from kerasdist.strategies.extended import SynchronousExtended
-from kerasdist.strategies.job import StrategyJob
+from kerasdist.strategies.job import StrategyJob, forget, leave_at_exit
 
 __all__ = ["DataParallelStrategy", "Options"]
 
@@ -113,7 +111,7 @@ class DataParallelStrategy(tf.distribute.Strategy):
         # Without a reference to the strategy: it may be collected.
         self._finalizer = weakref.finalize(self, job.close)
         self._finalizer.atexit = False
-        _open_jobs.add(job)
+        leave_at_exit(job)
 
     @property
     def rank(self) -> int:
@@ -142,20 +140,9 @@ class DataParallelStrategy(tf.distribute.Strategy):
         that still wait for this one get `WorkerLost`.
         """
         self._finalizer()
-        _open_jobs.discard(self._job)
+        forget(self._job)
 
     def __deepcopy__(self: _Self, memo: dict[int, Any]) -> _Self:
         # Keras copies models' attributes; there is one strategy all the same.
         del memo
         return self
-
-
-_open_jobs: weakref.WeakSet[StrategyJob] = weakref.WeakSet()
-
-
-@atexit.register
-def _leave() -> None:
-    """At the end of the process, tell the others whether it ended well."""
-    error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
-    for job in list(_open_jobs):
-        job.close(error)

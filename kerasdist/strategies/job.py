@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
+import sys
+import weakref
 from typing import Protocol
 
 from kerasdist.collectives import Communicator
 
-__all__ = ["StrategyJob"]
+__all__ = ["StrategyJob", "forget", "leave_at_exit"]
 
 
 class StrategyJob(Protocol):
@@ -22,3 +25,23 @@ class StrategyJob(Protocol):
 
     def close(self, error: BaseException | None = None) -> None:
         """Leave the job; say to the others what ended this worker's script."""
+
+
+_open: weakref.WeakSet[StrategyJob] = weakref.WeakSet()
+
+
+def leave_at_exit(job: StrategyJob) -> None:
+    """Let the others know at the end of this process whether it ended well."""
+    _open.add(job)
+
+
+def forget(job: StrategyJob) -> None:
+    """The job has been left before. Can be called twice."""
+    _open.discard(job)
+
+
+@atexit.register
+def _leave() -> None:
+    error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+    for job in list(_open):
+        job.close(error)

@@ -10,16 +10,21 @@ import tensorflow as tf
 
 from kerasdist import _keras
 from kerasdist._tf import placing
+from kerasdist.cluster import resolve
 from kerasdist.placement.patterns import Patterns
 from kerasdist.strategies.devices import known_devices, resolve_devices
 from kerasdist.strategies.placed import PlacedExtended
 from kerasdist.strategies.placed_ops import Placer
+from kerasdist.strategies.remote_devices import come_together
+from kerasdist.transport import Timeouts
 
 __all__ = ["ModelParallelStrategy"]
 
 
 class ModelParallelStrategy(tf.distribute.Strategy):
-    """Trains one model whose layers are on several devices of this process.
+    """Trains one model whose layers are on several devices.
+
+    They are devices of this process, or of other machines: see `cluster`.
 
     Everything of a layer is on its device: variables, the optimizer's slots, forward
     pass, backward pass and update. Numbers are those of the same model without a
@@ -51,13 +56,31 @@ class ModelParallelStrategy(tf.distribute.Strategy):
             GPUs, or else the CPU.
         micro_batches: Into how many parts each batch is divided.
         memory_limits: Bytes by device, for a plan.
+        cluster: Who this worker is and who its peers are: a
+            `tf.distribute.cluster_resolver.ClusterResolver`, or a dictionary of
+            `TF_CONFIG`'s shape. By default `TF_CONFIG`, else Slurm's environment, else
+            one worker. With several workers rank 0, the chief, drives the devices of
+            all: "/job:worker/task:1/GPU:0" is one of task 1's, "GPU:0" one of its own.
+            The others run the same script, and serve in this constructor until the
+            chief has finished; then their processes end. TensorFlow carries the data,
+            and isn't protected by the job's secret: keep strangers off the network.
+        startup_timeout: Seconds until all workers have come and are connected.
+        heartbeat_timeout: Seconds of silence after which a worker is lost.
 
     Raises:
+        ClusterError: The settings are wrong (`AddressInUseError`: this worker's
+            port is taken), or this process has driven another cluster before.
+        StartupError: Workers didn't come, or can't be reached; they are named, with
+            the reasons.
+        AuthenticationError: Another job, or one with another secret, is at the
+            chief's address.
         ValueError: An argument is wrong: a device that doesn't exist, a pattern that
             isn't a regular expression. All that is wrong with an argument is named.
             `fit`, `evaluate` and `predict` raise it before their first step if a
             pattern matches no layer, or with `jit_compile=True`.
         TypeError: `placement` isn't a mapping.
+
+    A worker that dies while training is a `WorkerLost`: what it held is lost with it.
     """
 
     def __init__(
@@ -67,6 +90,9 @@ class ModelParallelStrategy(tf.distribute.Strategy):
         devices: Sequence[str] | None = None,
         micro_batches: int = 1,
         memory_limits: Mapping[str, int] | None = None,
+        cluster: Any = None,
+        startup_timeout: float = 300.0,
+        heartbeat_timeout: float = 30.0,
     ) -> None:
         if not isinstance(placement, Mapping):
             raise TypeError(
@@ -80,10 +106,29 @@ class ModelParallelStrategy(tf.distribute.Strategy):
                 f"Received: micro_batches={micro_batches!r}, "
                 f"memory_limits={memory_limits!r}. Leave them out."
             )
-        names, patterns = _places(placement, devices)
-        super().__init__(PlacedExtended(self, Placer(patterns, names)))
-        _keras.install()
-        placing.place_gradients()
+        timeouts = Timeouts(startup=startup_timeout, heartbeat=heartbeat_timeout)
+        place = resolve(cluster)
+        self._remote = None if place.size == 1 else come_together(place, timeouts)
+        try:
+            names, patterns = _places(placement, devices)
+            super().__init__(
+                PlacedExtended(self, Placer(patterns, names), self._remote)
+            )
+            _keras.install()
+            placing.place_gradients()
+        except BaseException as error:
+            if self._remote is not None:
+                self._remote.close(error)
+            raise
+
+    def close(self) -> None:
+        """Let the other workers end. Can be called twice.
+
+        What is on their devices is gone then: save the model before. Without other
+        workers it does nothing. At the end of the script it's done by itself.
+        """
+        if self._remote is not None:
+            self._remote.close()
 
     @property
     def devices(self) -> tuple[str, ...]:

@@ -9,6 +9,7 @@ import tensorflow as tf
 from kerasdist import _keras, _tf
 from kerasdist._tf import placing
 from kerasdist.strategies.placed_ops import Placer
+from kerasdist.strategies.remote_devices import RemoteDevices
 
 __all__ = ["PlacedExtended"]
 
@@ -19,6 +20,7 @@ class PlacedExtended(placing.OneDeviceExtended):
     Args:
         container: The strategy.
         placer: Where everything is.
+        remote: The other workers, if some of the devices are theirs.
     """
 
     # A function that two layers share is traced for the device of each.
@@ -26,11 +28,19 @@ class PlacedExtended(placing.OneDeviceExtended):
     # See `_tf.placing`.
     places_gradients = True
 
-    def __init__(self, container: Any, placer: Placer) -> None:
+    def __init__(
+        self, container: Any, placer: Placer, remote: RemoteDevices | None = None
+    ) -> None:
         super().__init__(container, placer.devices[0])
         self._retrace_functions_for_each_device = True
         self.layer_placer = placer
-        self._host = _tf.host_of(placer.devices[0])
+        # Data are read by this process, wherever layers are.
+        self._host = _tf.canonical_device("CPU:0")
+        self._remote = remote
+
+    def failure(self, error: Exception) -> Exception | None:
+        """What ended the job and made TensorFlow raise `error`, or None."""
+        return None if self._remote is None else self._remote.failure(error)
 
     def _create_variable(self, next_creator: Any, **kwargs: Any) -> Any:
         beside = kwargs.pop("colocate_with", None)
@@ -60,6 +70,6 @@ class PlacedExtended(placing.OneDeviceExtended):
     def _experimental_distribute_dataset(self, dataset: Any, options: Any) -> Any:
         # TensorFlow's distributed iterator costs more than it gives to one replica,
         # see `SynchronousExtended.distribute_parts`.
-        if self.worker_devices == (self._host,):
+        if self.worker_devices == (self._host,) or self._remote is not None:
             return dataset
         return super()._experimental_distribute_dataset(dataset, options)

@@ -84,6 +84,8 @@ class SessionSupervisor:
         self._changed = threading.Condition()  # holds an RLock
         self._failure: errors.CollectiveError | None = None
         self._departed: dict[int, str] = {}
+        # Those of them whose scripts ended well.
+        self._finished: set[int] = set()
         self._suspicions: list[tuple[float, errors.WorkerLost]] = []
         # The number of the collective that each rank was last heard to be in.
         self._places: dict[int, int] = {}
@@ -141,6 +143,25 @@ class SessionSupervisor:
                 host, why = self._peers[gone].address, self._departed[gone]
                 lost = errors.WorkerLost(gone, host, self.step, why)
         return self._fail(lost)
+
+    def await_end(self, rank: int | None = None) -> errors.CollectiveError | None:
+        """Wait until the job has ended here.
+
+        That takes as long as it takes, but a rank that is lost ends it in time.
+
+        Args:
+            rank: It also ends when this rank has left, after a script that ended well.
+
+        Returns:
+            The job's first failure; None: that rank has left, or this one has closed.
+        """
+        with self._changed:
+            self._changed.wait_for(
+                lambda: (
+                    self._failure is not None or self._ending or rank in self._finished
+                )
+            )
+            return None if rank in self._finished else self._failure
 
     def close(self, error: BaseException | None = None) -> None:
         """Say goodbye and end the thread and the connections. Can be called twice.
@@ -392,6 +413,8 @@ class SessionSupervisor:
             raise errors.ProtocolError(f"A goodbye is damaged. Received: {said!r}.")
         with self._changed:
             self._departed[gone] = str(reason)
+            if not failed:
+                self._finished.add(gone)
             self._changed.notify_all()
         if self._rank == 0:
             self._post(FrameType.GOODBYE, payload, skip=rank)

@@ -1,0 +1,229 @@
+"""Layers on other workers' devices, in real processes; and what is lost with them."""
+
+from __future__ import annotations
+
+import signal
+import textwrap
+
+import pytest
+
+from workers import Workers
+
+PRELUDE = """
+import json, os, signal, sys, time
+import numpy as np
+import tensorflow as tf
+tf.config.set_logical_device_configuration(
+    tf.config.list_physical_devices("CPU")[0],
+    [tf.config.LogicalDeviceConfiguration()] * 2,
+)
+import keras
+import kerasdist
+from kerasdist.strategies import remote_devices
+
+rank = json.loads(os.environ["TF_CONFIG"])["task"]["index"]
+ONE, TWO = "/job:worker/task:1/CPU:1", "/job:worker/task:{}/device:CPU:0"
+random = np.random.default_rng(0)
+x = random.random((50, 8), dtype="float32")
+y = random.integers(0, 3, 50)
+
+def place(first="CPU:0", last=1, **options):
+    return kerasdist.ModelParallelStrategy(
+        {"one": ONE, "two": TWO.format(last)},
+        devices=[first, ONE, TWO.format(last)],
+        **{"heartbeat_timeout": 2, "startup_timeout": 30, **options},
+    )
+
+def build():
+    keras.utils.set_random_seed(1)
+    model = keras.Sequential(
+        [
+            keras.layers.Dense(16, activation="relu", name="one"),
+            keras.layers.Dropout(0.2),
+            keras.layers.BatchNormalization(name="two"),
+            keras.layers.Dense(3, name="three"),
+        ]
+    )
+    model.compile(
+        keras.optimizers.Adam(0.01, global_clipnorm=0.5),
+        keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        metrics=["accuracy"],
+    )
+    return model
+
+def numbers(model):
+    history = model.fit(x, y, batch_size=16, epochs=2, shuffle=False, verbose=0)
+    found = [*history.history.values(), *model.get_weights()]
+    found += [model.evaluate(x, y, verbose=0), model.predict(x, verbose=0)]
+    return [np.asarray(number).tolist() for number in found]
+
+class Say(keras.callbacks.Callback):
+    def on_train_batch_end(self, batch, logs=None):
+        if batch == 2:
+            print("TRAINING", flush=True)
+"""
+
+
+def script(text: str) -> str:
+    return PRELUDE + textwrap.dedent(text)
+
+
+def test_layers_on_other_workers_train_as_they_do_in_one_process(tmp_path):
+    job = Workers(
+        script("""
+        found = []
+        for first in ("CPU:0", "/job:worker/task:2/CPU:1"):
+            placed = place(first, last=2)
+            with placed.scope():
+                model = build()
+            found.append(numbers(model))
+        devices = {
+            variable.path: variable.value.device.removeprefix("/job:worker/replica:0")
+            for variable in [*model.variables, *model.optimizer.variables]
+        }
+        path = os.path.join(sys.argv[1], "model.keras")
+        model.save(path)
+        loaded = keras.models.load_model(path)
+        alone = build()
+        print("RESULT", json.dumps({
+            "placed": found,
+            "alone": numbers(alone),
+            "loaded": np.asarray(loaded.predict(x, verbose=0)).tolist(),
+            "devices": devices,
+            "all": list(placed.devices),
+        }))
+        """),
+        3,
+        args=[str(tmp_path)],
+    )
+    with job:
+        chief, *others = job.succeed()
+    assert [other.results for other in others] == [[], []]  # they only serve
+    found = chief.result
+
+    assert found["placed"] == [found["alone"]] * 2
+    assert found["loaded"] == found["alone"][-1]
+    assert found["all"] == [
+        "/job:worker/replica:0/task:2/device:CPU:1",
+        "/job:worker/replica:0/task:1/device:CPU:1",
+        "/job:worker/replica:0/task:2/device:CPU:0",
+    ]
+    one, two, rest = (
+        {device for name, device in found["devices"].items() if part in name}
+        for part in ("one", "two", "three")
+    )
+    assert one == {"/task:1/device:CPU:1"}
+    assert two == {"/task:2/device:CPU:0"}
+    assert rest == {"/task:2/device:CPU:1"}
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=str)
+def test_a_lost_worker_is_named_in_time(number):
+    text = """
+    placed = place(last=2)
+    with placed.scope():
+        model = build()
+    try:
+        model.fit(x, y, batch_size=16, epochs=10_000, verbose=0, callbacks=[Say()])
+    except kerasdist.WorkerLost as error:
+        begun = time.monotonic()
+        try:
+            model.get_weights()
+        except tf.errors.OpError:
+            print("RESULT", json.dumps([error.rank, str(error)]), flush=True)
+        placed.close()
+    """
+    with Workers(script(text), 3) as job:
+        job.wait_for_line(0, "TRAINING")
+        job.kill(2, number)
+        chief = job.wait_one(0, 15)
+        other = job.wait_one(1, 15)
+        assert job.is_running(2) == (number == signal.SIGSTOP)
+    assert chief.returncode == 0
+    lost, message = chief.result
+    assert lost == 2
+    assert message.startswith(f"Rank 2 ({job.addresses[2]}) was lost")
+    assert other.returncode == 1
+    assert "WorkerLost: Rank 2" in other.output
+
+
+def test_workers_end_when_the_chief_is_lost():
+    text = """
+    placed = place()
+    with placed.scope():
+        model = build()
+    model.fit(x, y, batch_size=16, epochs=10_000, verbose=0, callbacks=[Say()])
+    """
+    with Workers(script(text), 2) as job:
+        job.wait_for_line(0, "TRAINING")
+        job.kill(0)
+        other = job.wait_one(1, 15)
+    assert other.returncode == 1
+    assert "WorkerLost: Rank 0" in other.output
+
+
+def test_a_start_that_fails_says_who_is_missing_and_why(tmp_path):
+    """TensorFlow alone would wait for ever, and say nothing."""
+    text = """
+    found = []
+    real_serve = remote_devices.remote.serve_devices
+    real_drive = remote_devices.remote.drive_devices
+
+    # 1. A worker whose server can't be reached.
+    def elsewhere(*arguments):
+        server, port = real_serve(*arguments)
+        return server, 1
+    remote_devices.remote.serve_devices = elsewhere
+    try:
+        place()
+    except kerasdist.errors.StartupError as error:
+        found.append([error.missing, str(error)])
+
+    # 2. A worker that is lost while TensorFlow connects.
+    remote_devices.remote.serve_devices = real_serve
+    with open(os.path.join(sys.argv[1], str(rank)), "w") as file:
+        file.write(str(os.getpid()))
+    def lose(*arguments):
+        with open(os.path.join(sys.argv[1], "1")) as file:
+            os.kill(int(file.read()), signal.SIGKILL)
+        real_drive(*arguments)
+    if rank == 0:
+        remote_devices.remote.drive_devices = lose
+    try:
+        place()
+    except kerasdist.WorkerLost as error:
+        found.append([error.rank, str(error)])
+    print("RESULT", json.dumps(found), flush=True)
+    """
+    with Workers(script(text), 2, args=[str(tmp_path)]) as job:
+        chief, other = job.wait(40)
+    assert other.returncode == -signal.SIGKILL
+    assert chief.returncode == 0
+    (missing, unreachable), (lost, _) = chief.result
+    assert missing.keys() == {"1"}
+    assert "from rank 0: connection refused" in missing["1"]
+    assert "does a firewall or a network policy allow" in unreachable
+    assert lost == 1
+
+
+def test_what_it_refuses_before_it_waits():
+    text = """
+    found = []
+    addresses = {"worker": ["127.0.0.1:1", "127.0.0.1:2"], "ps": ["127.0.0.1:3"]}
+    for cluster, task in [
+        (addresses, {"type": "ps", "index": 0}),
+        ({"worker": ["10.0.0.1:1", "10.0.0.2:1"]}, {"type": "worker", "index": 0}),
+        ({"worker": ["127.0.0.1:1"]}, {"type": "worker", "index": 3}),
+    ]:
+        try:
+            place(cluster={"cluster": cluster, "task": task})
+        except kerasdist.errors.ClusterError as error:
+            found.append(str(error))
+    print("RESULT", json.dumps(found))
+    """
+    env = {"KERASDIST_SECRET": None}
+    with Workers(script(text), 1, env=env) as job:
+        server, secret, task = job.succeed()[0].result
+    assert server.startswith("ModelParallelStrategy has no parameter servers.")
+    assert secret.startswith("This job has no secret")
+    assert "can't be used" in task
