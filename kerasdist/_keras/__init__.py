@@ -15,6 +15,8 @@ each does what Keras does, unless the strategy in use has `keras_hooks`:
     callbacks   files are written by the chief; stops and rates are agreed
     placed      each layer, its variables among it, on the device that it belongs on:
                 where a strategy has a `layer_placer`
+    micro       a model's call as several calls, on parts of its batch: inside of
+                `dividing`
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ from keras.src.backend.tensorflow import optimizer as tf_optimizer
 from keras.src.backend.tensorflow import trainer as tf_trainer
 from keras.src.callbacks import callback_list
 from keras.src.layers import layer as layer_module
+from keras.src.layers.normalization import batch_normalization
 from keras.src.losses import loss as loss_module
 from keras.src.metrics import reduction_metrics
 from keras.src.optimizers import base_optimizer, loss_scale_optimizer, sgd
@@ -43,6 +46,7 @@ from kerasdist._keras import (
     callbacks,
     layers,
     losses,
+    micro_batches,
     optimizers,
     placed_layers,
     placed_trainer,
@@ -52,6 +56,7 @@ from kerasdist._keras import (
 from kerasdist._keras.arrays import ArrayData, random_seed
 from kerasdist._keras.hooks import KerasHooks
 from kerasdist._keras.items import ItemData
+from kerasdist._keras.micro_batches import dividing
 from kerasdist._keras.placed_layers import (
     LayerFacts,
     LayerPlacer,
@@ -66,6 +71,7 @@ __all__ = [
     "LayerFacts",
     "LayerPlacer",
     "device_of_variable",
+    "dividing",
     "gradients_are_reduced",
     "install",
     "random_seed",
@@ -161,6 +167,18 @@ def install() -> None:
             *((model, name, placed_trainer.name_the_lost) for name in _ENTRIES),
         ):
             setattr(owner, name, _around(getattr(owner, name), place))
+        # Last, so that they are around the others.
+        divided: Any = (
+            (layer_module.Layer, "__call__", micro_batches.call_layer),
+            (reduction_metrics.Mean, "update_state", micro_batches.mean_metric),
+            (
+                batch_normalization.BatchNormalization,
+                "call",
+                micro_batches.normalize,
+            ),
+        )
+        for owner, name, hook in divided:
+            setattr(owner, name, _around(getattr(owner, name), hook))
         for owner, name in callbacks.WRITERS:
             setattr(owner, name, _around(getattr(owner, name), callbacks.on_chief_only))
         for owner, name in callbacks.SAVERS:

@@ -12,7 +12,9 @@ from kerasdist import _keras
 from kerasdist._tf import placing
 from kerasdist.cluster import resolve
 from kerasdist.placement.patterns import Patterns
+from kerasdist.placement.schedule import Pipeline
 from kerasdist.strategies.devices import known_devices, resolve_devices
+from kerasdist.strategies.micro_batches import check_micro_batches
 from kerasdist.strategies.placed import PlacedExtended
 from kerasdist.strategies.placed_ops import Placer
 from kerasdist.strategies.remote_devices import come_together
@@ -100,11 +102,11 @@ class ModelParallelStrategy(tf.distribute.Strategy):
                 f"devices. Received: placement={placement!r}. Write for example "
                 "{'encoder/.*': 'GPU:0', 'decoder/.*': 'GPU:1'}."
             )
-        if micro_batches != 1 or memory_limits is not None:
+        check_micro_batches(micro_batches)
+        if memory_limits is not None:
             raise ValueError(
-                "This version knows neither micro-batches nor memory limits. "
-                f"Received: micro_batches={micro_batches!r}, "
-                f"memory_limits={memory_limits!r}. Leave them out."
+                "This version doesn't know memory limits. "
+                f"Received: memory_limits={memory_limits!r}. Leave them out."
             )
         timeouts = Timeouts(startup=startup_timeout, heartbeat=heartbeat_timeout)
         place = resolve(cluster)
@@ -112,7 +114,12 @@ class ModelParallelStrategy(tf.distribute.Strategy):
         try:
             names, patterns = _places(placement, devices)
             super().__init__(
-                PlacedExtended(self, Placer(patterns, names), self._remote)
+                PlacedExtended(
+                    self,
+                    Placer(patterns, names),
+                    self._remote,
+                    micro_batches=micro_batches,
+                )
             )
             _keras.install()
             placing.place_gradients()
@@ -134,6 +141,13 @@ class ModelParallelStrategy(tf.distribute.Strategy):
     def devices(self) -> tuple[str, ...]:
         """Full names of all devices; the first is for what no pattern matches."""
         return self.extended.layer_placer.devices
+
+    def pipeline(self) -> Pipeline:
+        """GPipe's schedule of a step: `print(strategy.pipeline())` draws it.
+
+        For stages that take equally long, in the order of `devices`.
+        """
+        return Pipeline(stages=self.devices, micro_batches=self.extended.micro_batches)
 
     def stage(self, device: str) -> contextlib.AbstractContextManager[None]:
         """Put on a device what is made or built inside a `with` block.

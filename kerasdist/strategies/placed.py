@@ -8,6 +8,7 @@ import tensorflow as tf
 
 from kerasdist import _keras, _tf
 from kerasdist._tf import placing
+from kerasdist.strategies.micro_batches import in_micro_batches
 from kerasdist.strategies.placed_ops import Placer
 from kerasdist.strategies.remote_devices import RemoteDevices
 
@@ -21,6 +22,7 @@ class PlacedExtended(placing.OneDeviceExtended):
         container: The strategy.
         placer: Where everything is.
         remote: The other workers, if some of the devices are theirs.
+        micro_batches: Into how many parts each batch is divided.
     """
 
     # A function that two layers share is traced for the device of each.
@@ -29,11 +31,17 @@ class PlacedExtended(placing.OneDeviceExtended):
     places_gradients = True
 
     def __init__(
-        self, container: Any, placer: Placer, remote: RemoteDevices | None = None
+        self,
+        container: Any,
+        placer: Placer,
+        remote: RemoteDevices | None = None,
+        *,
+        micro_batches: int = 1,
     ) -> None:
         super().__init__(container, placer.devices[0])
         self._retrace_functions_for_each_device = True
         self.layer_placer = placer
+        self.micro_batches = micro_batches
         # Data are read by this process, wherever layers are.
         self._host = _tf.canonical_device("CPU:0")
         self._remote = remote
@@ -54,10 +62,15 @@ class PlacedExtended(placing.OneDeviceExtended):
 
     def _call_for_each_replica(self, fn: Any, args: Any, kwargs: Any) -> Any:
         if _tf.executing_eagerly():
-            return super()._call_for_each_replica(fn, args, kwargs)
+            with in_micro_batches(self.micro_batches):
+                return super()._call_for_each_replica(fn, args, kwargs)
         strategy = self._container_strategy()
         choose = self.layer_placer.choose(tf.compat.v1.get_default_graph())
-        with placing.default_placement(choose), placing.replica_of(strategy):
+        with (
+            placing.default_placement(choose),
+            placing.replica_of(strategy),
+            in_micro_batches(self.micro_batches),
+        ):
             return fn(*args, **kwargs)
 
     def _update(self, var: Any, fn: Any, args: Any, kwargs: Any, group: bool) -> Any:

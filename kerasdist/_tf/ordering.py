@@ -1,0 +1,59 @@
+"""Edges in a graph that say in which order devices work on micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from tensorflow.python.framework import ops
+from tensorflow.python.ops import control_flow_ops
+
+from kerasdist.placement.order import Node, Part, find_edges
+
+__all__ = ["order_parts"]
+
+# Stateful by name, but they may run in any order.
+_READS = frozenset({"ReadVariableOp", "ResourceGather", "ResourceGatherNd"})
+
+
+def order_parts(graph: Any, marks: Iterable[tuple[Any, Part]]) -> int:
+    """Let each device of a graph finish one micro-batch before it begins the next.
+
+    Args:
+        graph: The graph of a step, which has been made as a whole.
+        marks: Operations of it at which parts begin their ways; those of other graphs
+            are left out.
+
+    Returns:
+        How many visits wait for another one, see `placement.order`.
+    """
+    operations = graph.get_operations()
+    index = {operation: i for i, operation in enumerate(operations)}
+    known = {index[op]: part for op, part in marks if op in index}
+    if not known:
+        return 0
+    nodes = [
+        Node(
+            inputs=[
+                index[one]
+                for one in (*(t.op for t in op.inputs), *op.control_inputs)
+                # A loop gets inputs later, when it's differentiated: constants.
+                if index.get(one, i) < i
+            ],
+            device=op.device,
+            has_effects=op.op_def.is_stateful and op.type not in _READS,
+        )
+        for i, op in enumerate(operations)
+    ]
+    found = find_edges(nodes, known)
+    for edges in found:
+        before = [operations[i] for i in edges.before]
+        with (
+            graph.as_default(),
+            ops.device(edges.device),
+            graph.control_dependencies(before),
+        ):
+            done = control_flow_ops.no_op(name="micro_batch_done")
+        for i in edges.after:
+            operations[i]._add_control_input(done)
+    return len(found)

@@ -1,0 +1,212 @@
+"""In which order a device works on micro-batches: edges for a graph of operations.
+
+An executor runs what is ready, first come, first served. When all micro-batches are
+there at once, the first stage would do the first layer of each of them, then the second
+layer of each: the next stage would have to wait for its first micro-batch until nearly
+all of the work is done. So each device is told to finish one micro-batch before it
+begins the next:
+
+    visit       the operations of one micro-batch from where it comes to a device until
+                it leaves it; forward and backward are different visits, and so are two
+                that begin after a different number of changes of device
+    entry       an operation of a visit with an input from outside of it
+    exit        an operation of a visit whose results nothing in it uses
+    edges       the entries of a visit wait for the exits of the same visit with the
+                micro-batch before
+
+Which micro-batch an operation belongs to is found along the edges of the graph, from
+those operations that are marked: where batches are divided, and where gradients are.
+An operation with inputs of several micro-batches (a loss, a sum of gradients) belongs
+to none, and whatever comes after it is the backward pass.
+
+Forward all edges go from what was made earlier to what was made later, as all others in
+the graph, so that there can't be a cycle. Gradients are made layer by layer, of all
+micro-batches in turn: there it's checked. Where there would be a cycle, or what has
+effects is executed in the order in which it was made, edges that go back are left out.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TypeAlias
+
+__all__ = ["Edges", "Node", "Part", "find_edges"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """A micro-batch on its way.
+
+    Attributes:
+        call: Which call of a model it is a part of.
+        number: Its number in this call.
+        backward: Whether it's on its way back.
+    """
+
+    call: int
+    number: int
+    backward: bool
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Node:
+    """An operation.
+
+    Attributes:
+        inputs: The operations that it waits for, as indices of a list in the order in
+            which they were made.
+        device: Where it is; empty: where its inputs are.
+        has_effects: Whether it may be bound to the order in which it was made.
+    """
+
+    inputs: Sequence[int]
+    device: str
+    has_effects: bool = False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Edges:
+    """What waits for what: each of `after` for all of `before`, on one device."""
+
+    device: str
+    before: tuple[int, ...]
+    after: tuple[int, ...]
+
+
+@dataclasses.dataclass
+class _Visit:
+    device: str
+    nodes: list[int] = dataclasses.field(default_factory=list)
+    entries: list[int] = dataclasses.field(default_factory=list)
+    used: set[int] = dataclasses.field(default_factory=set)
+
+    @property
+    def exits(self) -> list[int]:
+        return [node for node in self.nodes if node not in self.used]
+
+
+# By call, direction, device and changes of device; then by part.
+_Visits: TypeAlias = dict[tuple[int, bool, str, int], dict[int, _Visit]]
+
+
+def find_edges(nodes: Sequence[Node], marks: Mapping[int, Part]) -> list[Edges]:
+    """Find the edges.
+
+    Args:
+        nodes: All operations, in the order in which they were made.
+        marks: The operations at which parts begin their ways.
+    """
+    visits = _visits(nodes, marks)
+    found = _edges(nodes, visits, only_on=False)
+    return found if _can_be_run(nodes, found) else _edges(nodes, visits, only_on=True)
+
+
+def _edges(nodes: Sequence[Node], visits: _Visits, *, only_on: bool) -> list[Edges]:
+    """All edges, or only those from what was made earlier."""
+    found = []
+    for (_, backward, device, _), chain in visits.items():
+        # Backward the last micro-batch comes first: its activations were used last.
+        numbers = sorted(
+            (number for number, visit in chain.items() if visit.entries),
+            reverse=backward,
+        )
+        for number, following in itertools.pairwise(numbers):
+            one, other = chain[number], chain[following]
+            bound = only_on or any(
+                nodes[i].has_effects for i in one.nodes + other.nodes
+            )
+            first = min(other.entries)
+            before = tuple(i for i in one.exits if i < first or not bound)
+            if before:
+                edges = Edges(device=device, before=before, after=tuple(other.entries))
+                found.append(edges)
+    return found
+
+
+def _can_be_run(nodes: Sequence[Node], edges: Sequence[Edges]) -> bool:
+    """Whether there's an order in which everything finds done what it waits for."""
+    after: list[list[int]] = [[] for _ in range(len(nodes) + len(edges))]
+    waits = [0] * len(after)
+
+    def wait(late: int, early: int) -> None:
+        after[early].append(late)
+        waits[late] += 1
+
+    for index, node in enumerate(nodes):
+        for i in node.inputs:
+            wait(index, i)
+    for number, one in enumerate(edges, len(nodes)):
+        for i in one.before:
+            wait(number, i)
+        for i in one.after:
+            wait(i, number)
+    ready = [index for index, count in enumerate(waits) if count == 0]
+    done = 0
+    while ready:
+        done += 1
+        for index in after[ready.pop()]:
+            waits[index] -= 1
+            if waits[index] == 0:
+                ready.append(index)
+    return done == len(after)
+
+
+def _visits(nodes: Sequence[Node], marks: Mapping[int, Part]) -> _Visits:
+    """All visits."""
+    parts: list[Part | None] = []
+    joined: list[bool] = []  # whether it comes after something of several parts
+    devices: list[str] = []
+    levels: list[int] = []  # changes of device so far; -1: marked
+    visits: _Visits = {}
+    for index, node in enumerate(nodes):
+        if index in marks:
+            parts.append(marks[index])
+            joined.append(False)
+            devices.append("")
+            levels.append(-1)
+            continue
+        part, is_joined = _part_of(node.inputs, parts, joined)
+        parts.append(part)
+        joined.append(is_joined)
+        inside = [i for i in node.inputs if part is not None and parts[i] == part]
+        device, level = node.device, 0
+        deepest = max(inside, key=lambda i: levels[i], default=None)
+        if deepest is not None and not device:
+            device = devices[deepest]
+        for i in inside:
+            moved = levels[i] >= 0 and devices[i] != device
+            level = max(level, levels[i] + moved)
+        devices.append(device)
+        levels.append(level)
+        if part is None or not device:
+            continue
+        key = (part.call, part.backward, device, level)
+        visit = visits.setdefault(key, {}).setdefault(part.number, _Visit(device))
+        visit.nodes.append(index)
+        same = [i for i in inside if levels[i] == level and devices[i] == device]
+        visit.used.update(same)
+        if len(same) < len(inside):
+            visit.entries.append(index)
+    return visits
+
+
+def _part_of(
+    inputs: Iterable[int], parts: Sequence[Part | None], joined: Sequence[bool]
+) -> tuple[Part | None, bool]:
+    """The part that an operation belongs to, and whether it's of several."""
+    after_join, found = False, set()
+    backward = False
+    for i in inputs:
+        after_join |= joined[i]
+        part = parts[i]
+        if part is not None:
+            backward |= part.backward
+            found.add((part.call, part.number))
+    if not found:
+        return None, after_join
+    if len(found) > 1:
+        return None, True
+    ((call, number),) = found
+    return Part(call, number, backward or after_join), False
