@@ -7,6 +7,7 @@ without a strategy: a script needs no `if`. Keras's own callbacks work unchanged
 
 from __future__ import annotations
 
+from kerasdist.callbacks.broadcast_initial_state import BroadcastInitialState
 from kerasdist.callbacks.scale_learning_rate import ScaleLearningRate
 
-__all__ = ["ScaleLearningRate"]
+__all__ = ["BroadcastInitialState", "ScaleLearningRate"]

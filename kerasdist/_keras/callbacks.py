@@ -25,7 +25,7 @@ from kerasdist._keras.hooks import DealingHooks, dealing_hooks, hooks_of
 from kerasdist._keras.optimizers import open_window
 from kerasdist._keras.rates import base_rate, set_base_rate
 from kerasdist._keras.step import current
-from kerasdist._keras.trainer import statistics_of
+from kerasdist._keras.trainer import before_first_step, statistics_of
 
 __all__ = [
     "SAVERS",
@@ -142,12 +142,15 @@ def on_epoch_end(
 def on_train_begin(
     original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """In place of `CallbackList.on_train_begin`: a worker that comes later joins.
+    """In place of `CallbackList.on_train_begin`: all workers begin from one state.
 
-    Here everything is built, and `fit` hasn't looked yet at which epoch it begins.
+    Here everything is built, and callbacks have restored what they restore; `fit`
+    hasn't looked yet at which epoch it begins. A worker that comes later joins.
     """
     result = original(self, *args, **kwargs)
     model = self.model
+    if model is not None and current.fitting:
+        before_first_step(model, self.callbacks)
     dealing = _dealing(model)
     if dealing is None or not dealing.joining:
         return result
