@@ -16,8 +16,7 @@ Imports inside the package go one way, from left to right and down:
         placement > transport > cluster > errors
 
 `tests/test_layers.py` enforces it. What is right of `_keras` and `_tf` works without
-TensorFlow; so does importing this module: strategies, and the callbacks above it, are
-loaded when first asked for.
+TensorFlow; so does importing this module: strategies are loaded when first asked for.
 """
 
 from __future__ import annotations
@@ -33,6 +32,7 @@ if TYPE_CHECKING:
     from kerasdist import layers
     from kerasdist.strategies.model_parallel import ModelParallelStrategy
     from kerasdist.strategies.parameter_server import ParameterServerStrategy
+    from kerasdist.strategies.planning import plan
     from kerasdist.strategies.ring import RingStrategy
 
 __all__ = [
@@ -44,23 +44,24 @@ __all__ = [
     "__version__",
     "errors",
     "layers",
+    "plan",
 ]
 
 _LAZY = {
     "ModelParallelStrategy": "kerasdist.strategies.model_parallel",
     "ParameterServerStrategy": "kerasdist.strategies.parameter_server",
     "RingStrategy": "kerasdist.strategies.ring",
+    "plan": "kerasdist.strategies.planning",
 }
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("callbacks", "layers"):
-        # `kerasdist.callbacks.ScaleLearningRate` needs no import of its own.
-        return importlib.import_module(f"{__name__}.{name}")
+    if name == "layers":
+        return importlib.import_module("kerasdist.layers")
     if name in _LAZY:
         return getattr(importlib.import_module(_LAZY[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_LAZY, "callbacks", "layers"})
+    return sorted({*globals(), *_LAZY, "layers"})

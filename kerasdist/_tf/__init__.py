@@ -16,6 +16,7 @@ from tensorflow.core.protobuf import tensorflow_server_pb2
 from tensorflow.python import pywrap_tfe
 from tensorflow.python.autograph.core import ag_ctx as autograph_ctx
 from tensorflow.python.autograph.impl import api as autograph
+from tensorflow.python.client import device_lib
 from tensorflow.python.data.experimental.ops import distribute as distribute_data
 from tensorflow.python.distribute import (
     cross_device_ops,
@@ -41,9 +42,11 @@ __all__ = [
     "broadcast_to_devices",
     "call_replica",
     "canonical_device",
+    "device_memory",
     "devices_of",
     "distribute_from_function",
     "executing_eagerly",
+    "function_graph",
     "host_of",
     "in_use",
     "initial_tensor",
@@ -54,13 +57,13 @@ __all__ = [
     "local_replica_id",
     "make_numbers",
     "mirrored",
-    "own_variable",
     "rebatch_each",
     "reduce_undistributed",
     "regroup",
     "serve_collectives",
     "set_global_seed_if_none",
     "static_batch_size",
+    "variable_without_value",
     "weighted",
 ]
 
@@ -247,14 +250,6 @@ def make_numbers() -> None:
             setattr(kind, name, lambda self, convert=convert: convert(self.numpy()))
 
 
-def own_variable(value: Any, dtype: Any) -> Any:
-    """A variable in host memory of this process alone, in a strategy's scope too."""
-    with tf.init_scope(), tf.device(host_of("/device:CPU:0")):
-        return resource_variable_ops.ResourceVariable(
-            value, dtype=dtype, trainable=False
-        )
-
-
 def in_use() -> bool:
     """Whether this process's TensorFlow has set up its devices already."""
     return bool(context.context()._initialized)
@@ -307,3 +302,36 @@ def weighted(tensor: Any, weight: Any) -> Any:
     """Multiply a tensor by a scalar, of any dtype; 0 gives zeros, also of NaN."""
     product = tensor * tf.cast(weight, tensor.dtype)
     return tf.where(weight > 0, product, tf.zeros_like(product))
+
+
+class _WithoutValue(resource_variable_ops.UninitializedVariable):
+    """A variable that has a shape and a dtype, and never a value."""
+
+    def assign(self, value: Any, *args: Any, **kwargs: Any) -> Any:
+        return self
+
+    assign_add = assign_sub = assign
+
+
+def variable_without_value(shape: Any, dtype: Any, trainable: bool, name: str) -> Any:
+    """A variable for which no memory is allocated; what's assigned to it is lost."""
+    return _WithoutValue(shape=shape, dtype=dtype, trainable=trainable, name=name)
+
+
+def function_graph(graph: Any, name: str) -> Any:
+    """The graph of a function that operations of a graph call; None if it has none."""
+    return getattr(graph._get_function(name), "graph", None)
+
+
+def device_memory() -> dict[str, int]:
+    """From "GPU:0" and the like to the bytes that TensorFlow may take there.
+
+    Sets up TensorFlow's devices, if that hasn't happened. CPUs aren't among them: what
+    TensorFlow says of them isn't so.
+    """
+    context.context().ensure_initialized()
+    return {
+        device.name.removeprefix("/device:"): int(device.memory_limit)
+        for device in device_lib.list_local_devices()
+        if device.device_type != "CPU"
+    }

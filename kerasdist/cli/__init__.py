@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 
 from kerasdist._version import __version__
-from kerasdist.cli import doctor, run
+from kerasdist.cli import doctor, plan, run
 
 __all__ = ["main"]
 
@@ -35,6 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", metavar="command", required=True)
     run.add_parser(commands)
     doctor.add_parser(commands)
+    plan.add_parser(commands)
     options = list(sys.argv[1:] if argv is None else argv)
     command: list[str] = []
     if options[:1] == ["run"]:

@@ -162,7 +162,8 @@ class StageCosts:
         choices = []
         for ok in allowed:
             totals = np.where(ok, join(best[:, None], self.time), np.inf)
-            choice = np.argmin(totals, axis=0)
+            # The last of equally good ones: rather the first devices than the last.
+            choice = size - np.argmin(totals[::-1], axis=0)
             best = np.take_along_axis(totals, choice[None], axis=0)[0]
             choices.append(choice)
         if not np.isfinite(best[size]):

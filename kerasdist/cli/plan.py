@@ -1,0 +1,172 @@
+"""`kerasdist plan`: which layer goes to which device, before anything runs."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.util
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from kerasdist.errors import PlanError
+from kerasdist.placement.table import parse_bytes
+
+__all__ = ["add_parser"]
+
+_DESCRIPTION = """\
+Print what each layer of a model costs (parameters, gradients and slots, activations,
+operations), which device it should go to, and what each device would hold. No weights
+are allocated, and nothing is trained. Exit code 0 if the model fits, 1 if it doesn't:
+then the last lines say what would."""
+_EPILOG = """\
+examples:
+  kerasdist plan train.py:build_model --batch-size 256 --optimizer adam
+  kerasdist plan train.py:build_model --devices GPU:0,GPU:1 --memory 16GB \\
+      --batch-size 256 --optimizer adam --micro-batches 8"""
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add `plan` to the command line."""
+    parser = commands.add_parser(
+        "plan",
+        help="say which layer goes to which device, and whether that fits",
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "model",
+        metavar="script.py:function",
+        help="a function without arguments that returns the model: of a script, or of "
+        "a module (package.module:function)",
+    )
+    parser.add_argument(
+        "--devices",
+        metavar="D,D",
+        type=lambda text: [name for name in text.split(",") if name],
+        help="names as in TensorFlow, in the order of the stages; devices of another "
+        "machine need --memory (default: all GPUs, or all CPUs)",
+    )
+    parser.add_argument(
+        "--batch-size",
+        metavar="N",
+        type=_number,
+        required=True,
+        help="rows of a batch",
+    )
+    parser.add_argument(
+        "--optimizer",
+        metavar="NAME",
+        help="as in `model.compile` (default: that which the model was compiled with)",
+    )
+    parser.add_argument(
+        "--memory",
+        metavar="SIZE",
+        type=_sizes,
+        help="of each device, as 16GB or 512MiB; or one for each, as 16GB,8GB "
+        "(default: what the devices report)",
+    )
+    parser.add_argument(
+        "--micro-batches",
+        metavar="M",
+        type=_number,
+        default=1,
+        help="parts into which a batch is cut (default: 1)",
+    )
+    parser.add_argument(
+        "--rematerialize",
+        action="store_true",
+        help="activations are computed again in the backward pass",
+    )
+    parser.add_argument(
+        "--input-shape",
+        metavar="N,N",
+        type=lambda text: tuple(_number(part) for part in text.split(",") if part),
+        help="of one row, for a model that doesn't say it itself",
+    )
+    parser.set_defaults(handler=lambda arguments: _run(parser, arguments))
+
+
+def _number(text: str) -> int:
+    try:
+        number = int(text)
+    except ValueError:
+        number = 0
+    if number < 1:
+        raise argparse.ArgumentTypeError(
+            f"must be an integer above 0. Received: {text!r}"
+        )
+    return number
+
+
+def _sizes(text: str) -> int | list[int]:
+    try:
+        sizes = [parse_bytes(part) for part in text.split(",")]
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return sizes[0] if len(sizes) == 1 else sizes
+
+
+def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+    model_fn = _load(parser, arguments.model)
+    # TensorFlow takes seconds to import: not before the arguments are right.
+    from kerasdist.strategies.planning import plan
+
+    try:
+        found = plan(
+            model_fn,
+            arguments.devices,
+            batch_size=arguments.batch_size,
+            optimizer=arguments.optimizer,
+            micro_batches=arguments.micro_batches,
+            memory_limits=arguments.memory,
+            rematerialize=arguments.rematerialize,
+            inputs=arguments.input_shape,
+        )
+    except PlanError as error:
+        print(error, file=sys.stderr)
+        return 1
+    except ValueError as error:
+        parser.error(str(error))
+    print(found)
+    return 0
+
+
+def _load(parser: argparse.ArgumentParser, text: str) -> Callable[[], Any]:
+    """Import what is before the colon; return the function behind it."""
+    where, colon, name = text.rpartition(":")
+    if not (colon and where and name.isidentifier()):
+        parser.error(
+            "expected a script and a function, as train.py:build_model. Received: "
+            f"{text!r}"
+        )
+    if where.endswith(".py"):
+        path = Path(where).resolve()
+        if not path.is_file():
+            parser.error(f"there is no script {where!r} (in {os.getcwd()})")
+        # As Python does for a script; not as __main__, so that it doesn't train.
+        sys.path.insert(0, str(path.parent))
+        spec = importlib.util.spec_from_file_location(path.stem, path)
+        if spec is None or spec.loader is None:
+            parser.error(f"{where!r} can't be imported")
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[path.stem] = module
+        spec.loader.exec_module(module)
+    else:
+        sys.path.insert(0, os.getcwd())
+        try:
+            module = importlib.import_module(where)
+        except ModuleNotFoundError as error:
+            parser.error(f"there is no module {where!r} ({error})")
+    function = getattr(module, name, None)
+    if not callable(function):
+        parser.error(
+            f"{where} has no function {name!r}. Received: {text!r}; expected a "
+            "function without arguments that returns the model"
+        )
+    return function

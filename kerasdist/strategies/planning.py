@@ -1,0 +1,237 @@
+"""`kerasdist.plan`: which layer goes where, before anything runs."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import tensorflow as tf
+
+from kerasdist import _tf
+from kerasdist._keras.describe import describe
+from kerasdist.placement.costs import Run
+from kerasdist.placement.plan import Device, Plan, make_plan
+from kerasdist.placement.table import parse_bytes
+
+__all__ = ["find_devices", "plan"]
+
+Limits = Mapping[str, "int | str"] | Sequence["int | str"] | int | str | None
+
+
+def plan(
+    model_fn: Callable[[], Any],
+    devices: Sequence[str] | None = None,
+    *,
+    batch_size: int,
+    optimizer: Any = None,
+    micro_batches: int = 1,
+    memory_limits: Limits = None,
+    rematerialize: bool = False,
+    inputs: Any = None,
+) -> Plan:
+    """Say which layer should go to which device, and what each device will hold.
+
+    Nothing is trained and no weights are allocated: the model is built from shapes.
+    The cut is that with the fastest slowest device within every device's memory.
+
+        plan = kerasdist.plan(
+            build_model, ["GPU:0", "GPU:1"], batch_size=256, optimizer="adam"
+        )
+        print(plan)
+        strategy = kerasdist.ModelParallelStrategy(placement=plan.placement)
+
+    Args:
+        model_fn: Returns the model; takes no arguments. It's called once, or twice if
+            it calls the model on data.
+        devices: Names as in TensorFlow, in the order in which the layers shall go
+            through them; by default all logical GPUs, or else all logical CPUs. A
+            device that isn't here can be planned for if its memory limit is given.
+        batch_size: Rows of a batch (of one replica).
+        optimizer: A Keras optimizer or its name. By default that which the model was
+            compiled with; without one there are no slots.
+        micro_batches: Parts into which a batch is cut.
+        memory_limits: Bytes for the model on each device, as numbers or like "16GB":
+            one for all, a list, or a mapping from device names. By default what the
+            device reports: the limit of a logical device, a GPU's memory, or of the
+            machine's memory (what its control group may use, if that's less) an equal
+            part for each CPU device.
+        rematerialize: Whether activations are computed again in the backward pass.
+        inputs: What the model is called with, if it doesn't say that itself (a
+            subclassed model that isn't built): shapes without the batch or
+            `keras.Input`s, in the structure that `call` takes.
+
+    Returns:
+        The plan: `placement` (from layer path to device), `layers`, `devices`, `fits`;
+        `str(plan)` is a table of the layers and one of the devices.
+
+    Raises:
+        ValueError: An argument is wrong, or the model can't be built from shapes.
+        PlanError: Nothing fits. The message has the figures, and says what would fit.
+    """
+    run = Run(
+        batch_size=batch_size,
+        micro_batches=micro_batches,
+        rematerialize=bool(rematerialize),
+    )
+    found = find_devices(devices, memory_limits)
+    # One row may be special: it's the size that is broadcast.
+    model = describe(model_fn, max(2, run.part_rows), optimizer, inputs)
+    return make_plan(model, run, found)
+
+
+def find_devices(
+    names: Sequence[str] | None = None, memory_limits: Limits = None
+) -> tuple[Device, ...]:
+    """Return devices with their memory.
+
+    Args:
+        names: See `plan`.
+        memory_limits: See `plan`.
+
+    Raises:
+        ValueError: There's no such device and its memory isn't given, or a limit is
+            wrong.
+    """
+    if isinstance(names, str):
+        raise ValueError(
+            f"`devices` must be a list of names. Received: devices={names!r}; expected "
+            f"for instance [{names!r}]."
+        )
+    here = [_short(device.name) for device in tf.config.list_logical_devices()]
+    if names is None:
+        shown = [n for n in here if n.startswith("GPU:")] or [
+            n for n in here if n.startswith("CPU:")
+        ]
+    else:
+        shown = [_short(name) for name in names]
+    if not shown:
+        raise ValueError(
+            "A plan needs a device. Received: devices=[]; expected names like 'GPU:0'."
+        )
+    if len(set(shown)) < len(shown):
+        raise ValueError(
+            f"`devices` must be different ones. Received: devices={list(names or ())}."
+        )
+    given = _given(shown, memory_limits)
+    unknown = [n for n in shown if n not in here and n not in given]
+    if unknown:
+        raise ValueError(
+            f"There is no device {', '.join(unknown)} here. Received: devices="
+            f"{list(names or ())}; expected some of {here}, or `memory_limits=` for "
+            "devices of another machine."
+        )
+    reported = _reported(shown) if set(shown) - set(given) else {}
+    return tuple(
+        Device(name=n, memory_limit=given[n], found="as given")
+        if n in given
+        else Device(name=n, memory_limit=reported[n][0], found=reported[n][1])
+        for n in shown
+    )
+
+
+def _short(name: str) -> str:
+    """For instance "GPU:0" of "/device:GPU:0"; with its job, if it has one.
+
+    Raises:
+        ValueError: It isn't a device's name.
+    """
+    match = re.fullmatch(
+        r"(/job:[^/]+)?(/replica:\d+)?(/task:\d+)?/?(?:device:)?([A-Za-z_]+):(\d+)",
+        name if isinstance(name, str) else "",
+    )
+    if match is None:
+        raise ValueError(
+            f"A device must be named as in TensorFlow. Received: {name!r}; expected "
+            "for instance 'GPU:0' or '/job:worker/task:1/device:GPU:0'."
+        )
+    job, _, task, kind, index = match.groups()
+    short = f"{kind.upper()}:{index}"
+    if job in (None, "/job:localhost"):
+        return short
+    return f"{job}{task or '/task:0'}/device:{short}"
+
+
+def _given(names: Sequence[str], limits: Limits) -> dict[str, int]:
+    """The limits that the caller gave, by device."""
+    if limits is None:
+        return {}
+    if isinstance(limits, Mapping):
+        found = {_short(name): limit for name, limit in limits.items()}
+        if strange := sorted(set(found) - set(names)):
+            raise ValueError(
+                f"`memory_limits` names devices that aren't planned for: {strange}. "
+                f"Received: memory_limits={limits!r}; expected some of {list(names)}."
+            )
+    elif isinstance(limits, int | str):
+        found = {name: limits for name in names}
+    else:
+        if len(limits) != len(names):
+            raise ValueError(
+                "`memory_limits` must be one size for all devices, or one for each. "
+                f"Received: {len(limits)} sizes for {len(names)} devices."
+            )
+        found = dict(zip(names, limits, strict=True))
+    return {name: _bytes(limit) for name, limit in found.items()}
+
+
+def _bytes(limit: Any) -> int:
+    if isinstance(limit, str):
+        return parse_bytes(limit)
+    if isinstance(limit, bool) or not isinstance(limit, int) or limit < 1:
+        raise ValueError(
+            "A memory limit must be a number of bytes above 0, or a text like '16GB'. "
+            f"Received: {limit!r}."
+        )
+    return limit
+
+
+def _reported(names: Sequence[str]) -> dict[str, tuple[int, str]]:
+    """What devices report: bytes, and where that comes from."""
+    found = _configured()
+    memory = _tf.device_memory()
+    cpus = [n for n in names if n.startswith("CPU:") and n not in found]
+    machine, where = _machine()
+    for name in cpus:
+        part = "" if len(cpus) == 1 else f", one of {len(cpus)} equal parts"
+        found[name] = machine // len(cpus), f"{where}{part}"
+    for name in names:
+        if name not in found:
+            found[name] = memory.get(name, machine), "what TensorFlow may take there"
+    return found
+
+
+def _configured() -> dict[str, tuple[int, str]]:
+    """Logical devices whose memory was limited by `LogicalDeviceConfiguration`."""
+    found = {}
+    count: dict[str, int] = {}
+    for physical in tf.config.list_physical_devices():
+        kind = physical.device_type
+        parts = tf.config.get_logical_device_configuration(physical) or [None]
+        for part in parts:
+            index = count.get(kind, 0)
+            count[kind] = index + 1
+            limit = getattr(part, "memory_limit", None)
+            if limit:
+                # TensorFlow's are in MiB.
+                words = "the logical device's memory_limit"
+                found[f"{kind}:{index}"] = int(limit * 2**20), words
+    return found
+
+
+def _machine() -> tuple[int, str]:
+    """The machine's memory, or what this process's control group may use of it."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for path in (
+        "/sys/fs/cgroup/memory.max",
+        "/sys/fs/cgroup/memory/memory.limit_in_bytes",
+    ):
+        try:
+            limit = int(Path(path).read_text())
+        except (OSError, ValueError):
+            continue  # there's no such file, or it says "max"
+        if limit < total:
+            return limit, f"the control group's limit ({path})"
+    return total, "the machine's memory"

@@ -1,0 +1,190 @@
+"""`kerasdist.plan` and `kerasdist plan`."""
+
+from __future__ import annotations
+
+import sys
+import textwrap
+
+import keras
+import pytest
+
+import kerasdist
+from kerasdist import cli
+from kerasdist.strategies.planning import find_devices
+
+MB = 10**6
+
+
+def build() -> keras.Model:
+    return keras.Sequential(
+        [
+            keras.Input((64,)),
+            *(keras.layers.Dense(256, activation="relu") for _ in range(4)),
+            keras.layers.Dense(10),
+        ]
+    )
+
+
+def limits(size: int | str, *names: str) -> dict[str, int | str]:
+    return dict.fromkeys(names or ("GPU:0", "GPU:1"), size)
+
+
+def test_a_plan_for_devices_that_are_not_here():
+    plan = kerasdist.plan(
+        build,
+        ["GPU:0", "GPU:1"],
+        batch_size=32,
+        optimizer="adam",
+        memory_limits="16GB",
+    )
+    assert plan.fits
+    assert list(plan.placement.values()) == ["GPU:0"] * 2 + ["GPU:1"] * 3
+    assert [layer.kind for layer in plan.layers] == ["Dense"] * 5
+    first = plan.layers[0]
+    assert first.parameter_bytes == 4 * (64 * 256 + 256)
+    assert first.slot_bytes == 2 * first.parameter_bytes
+    assert "16 GB" in str(plan)
+    assert plan.layers[0].path in str(plan)
+
+
+def test_the_names_are_those_that_the_model_gets_afterwards():
+    plan = kerasdist.plan(build, ["CPU:0"], batch_size=4)
+    model = build()
+    assert list(plan.placement) == [layer.path for layer in model.layers]
+
+
+def test_when_nothing_fits_it_says_what_would():
+    with pytest.raises(kerasdist.errors.PlanError) as caught:
+        kerasdist.plan(
+            build,
+            ["GPU:0"],
+            batch_size=32,
+            optimizer="adam",
+            memory_limits=[3 * MB],
+        )
+    assert any("more device" in line for line in caught.value.advice)
+    assert not caught.value.plan.fits
+    more = len(caught.value.plan.devices) + int(caught.value.advice[0].split()[0])
+    names = [f"GPU:{i}" for i in range(more)]
+    assert kerasdist.plan(
+        build, names, batch_size=32, optimizer="adam", memory_limits=3 * MB
+    ).fits
+
+
+def test_memory_of_this_machine():
+    (cpu,) = find_devices(["/device:CPU:0"])
+    assert cpu.name == "CPU:0"
+    assert cpu.memory_limit is not None
+    assert cpu.memory_limit > 100 * MB
+    assert "memory" in cpu.found
+
+
+def test_devices_of_other_workers():
+    name = "/job:worker/task:1/device:GPU:0"
+    (device,) = find_devices(["/job:worker/task:1/GPU:0"], {name: "1GB"})
+    assert (device.name, device.memory_limit) == (name, 10**9)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"names": "GPU:0"}, r"^`devices` must be a list of names\."),
+        ({"names": []}, r"^A plan needs a device\."),
+        ({"names": ["gpu"]}, r"^A device must be named as in TensorFlow\."),
+        ({"names": ["CPU:0", "CPU:0"]}, r"^`devices` must be different ones\."),
+        ({"names": ["GPU:7"]}, r"^There is no device GPU:7 here\."),
+        (
+            {"names": ["CPU:0"], "memory_limits": {"GPU:0": 1}},
+            r"^`memory_limits` names devices that aren't planned for",
+        ),
+        (
+            {"names": ["CPU:0"], "memory_limits": [1, 2]},
+            r"2 sizes for 1 devices\.$",
+        ),
+        ({"names": ["CPU:0"], "memory_limits": 0}, r"^A memory limit must be"),
+        ({"names": ["CPU:0"], "memory_limits": "0"}, r"^A size must be"),
+    ],
+)
+def test_wrong_devices(given, message):
+    with pytest.raises(ValueError, match=message):
+        find_devices(**given)
+
+
+def test_a_wrong_batch_size():
+    with pytest.raises(ValueError, match=r"Received: batch_size=0; expected integers"):
+        kerasdist.plan(build, batch_size=0)
+
+
+# The command.
+
+
+SCRIPT = """
+    import keras
+
+    def build_model():
+        return keras.Sequential(
+            [keras.Input((64,)), *(keras.layers.Dense(256) for _ in range(4))]
+        )
+
+    if __name__ == "__main__":
+        raise SystemExit("it trains")
+"""
+
+
+@pytest.fixture
+def script(tmp_path):
+    path = tmp_path / "train_it.py"
+    path.write_text(textwrap.dedent(SCRIPT))
+    before = list(sys.path)
+    yield path
+    sys.path[:] = before
+    sys.modules.pop("train_it", None)
+
+
+def test_the_command_prints_the_tables(script, capsys):
+    code = cli.main(
+        [
+            *("plan", f"{script}:build_model", "--devices", "GPU:0,GPU:1"),
+            *("--memory", "16GB,8GB", "--batch-size", "32", "--optimizer", "adam"),
+            *("--micro-batches", "4", "--rematerialize"),
+        ]
+    )
+    assert code == 0
+    text = capsys.readouterr().out
+    assert text.startswith("Layers, for a batch of 32 rows in 4 micro-batches, act")
+    assert "sequential" in text
+    assert "8 GB" in text
+
+
+def test_the_command_says_what_would_fit(script, capsys):
+    given = ["plan", f"{script}:build_model", "--devices", "GPU:0", "--memory", "1MB"]
+    assert cli.main([*given, "--batch-size", "8", "--optimizer", "adam"]) == 1
+    assert "What would fit:\n  - " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ("train.py", "expected a script and a function"),
+        ("missing.py:build", "there is no script 'missing.py'"),
+        ("missing_module:build", "there is no module 'missing_module'"),
+        ("json:nothing", "json has no function 'nothing'"),
+    ],
+)
+def test_what_the_command_can_not_load(model, message, capsys):
+    with pytest.raises(SystemExit, match=r"^2$"):
+        cli.main(["plan", model, "--batch-size", "8"])
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("--batch-size", "0", "must be an integer above 0"),
+        ("--memory", "much", "A size must be a number of bytes"),
+    ],
+)
+def test_wrong_options_of_the_command(option, value, message, capsys):
+    with pytest.raises(SystemExit, match=r"^2$"):
+        cli.main(["plan", "a.py:b", "--batch-size", "8", option, value])
+    assert message in capsys.readouterr().err
