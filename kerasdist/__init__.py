@@ -16,7 +16,8 @@ Imports inside the package go one way, from left to right and down:
         placement > transport > cluster > errors
 
 `tests/test_layers.py` enforces it. What is right of `_keras` and `_tf` works without
-TensorFlow; so does importing this module: strategies are loaded when first asked for.
+TensorFlow; so does importing this module: strategies, and the callbacks above it, are
+loaded when first asked for.
 """
 
 from __future__ import annotations
@@ -56,12 +57,13 @@ _LAZY = {
 
 
 def __getattr__(name: str) -> Any:
-    if name == "layers":
-        return importlib.import_module("kerasdist.layers")
+    if name in ("callbacks", "layers"):
+        # `kerasdist.callbacks.ScaleLearningRate` needs no import of its own.
+        return importlib.import_module(f"{__name__}.{name}")
     if name in _LAZY:
         return getattr(importlib.import_module(_LAZY[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_LAZY, "layers"})
+    return sorted({*globals(), *_LAZY, "callbacks", "layers"})

@@ -7,6 +7,7 @@ each does what Keras does, unless the strategy in use has `keras_hooks`:
     losses      scale_loss_for_distribution, reduce_values, apply_mask, CompileLoss
     optimizers  apply: reduce first, then clip, update; accumulate, then reduce
     updates     SGD.update_step: one operation, no memory for what's between
+    rates       the learning rate times a factor
     layers      SeedGenerator, BatchNormalization(synchronized=True)
     dealt       TFEpochIterator, where each batch is one worker's
     arrays      TFEpochIterator: arrays in an order that all workers agree on
@@ -50,6 +51,7 @@ from kerasdist._keras import (
     optimizers,
     placed_layers,
     placed_trainer,
+    rates,
     trainer,
     updates,
 )
@@ -183,6 +185,12 @@ def install() -> None:
             setattr(owner, name, _around(getattr(owner, name), callbacks.on_chief_only))
         for owner, name in callbacks.SAVERS:
             setattr(owner, name, _around(getattr(owner, name), callbacks.close_window))
+        for owner, name in rates.SCHEDULERS:
+            setattr(owner, name, _around(getattr(owner, name), rates.on_base_rate))
+        rate = base_optimizer.BaseOptimizer.learning_rate
+        base_optimizer.BaseOptimizer.learning_rate = rate.setter(
+            _around(rate.fset, rates.set_rate)
+        )
         _installed = True
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -17,12 +18,14 @@ from keras.src.trainers.data_adapters import (
 )
 from keras.src.utils import rng_utils
 
+from kerasdist import _tf
 from kerasdist._keras.hooks import DealingHooks, KerasHooks, dealing_hooks, hooks_of
 from kerasdist._keras.items import ItemData
 from kerasdist._keras.step import current
 
 __all__ = [
     "ArrayData",
+    "batch_size_of_fit",
     "deal_batches",
     "first_item",
     "init_epoch_iterator",
@@ -127,6 +130,7 @@ def init_epoch_iterator(
     Raises:
         ValueError: A plain generator with several workers.
     """
+    current.iterator = weakref.ref(self)
     hooks = hooks_of(distribute_strategy)
     if hooks is None:
         original(self, distribute_strategy, *args, **kwargs)
@@ -174,6 +178,27 @@ def first_item(iterator: Any) -> Any:
     if getattr(adapter, "enqueuer", None) is None:
         return None
     return adapter._standardize_batch(adapter.py_dataset[0])
+
+
+def batch_size_of_fit() -> int | None:
+    """Rows of the batches that `fit` is given, at its beginning; None: not known.
+
+    The last one of an epoch may have fewer.
+    """
+    iterator = None if current.iterator is None else current.iterator()
+    if iterator is None:
+        return None
+    adapter = iterator.data_adapter
+    adapter = getattr(adapter, "kerasdist_adapter", adapter)
+    if isinstance(adapter, array_data_adapter.ArrayDataAdapter):
+        return int(adapter._batch_size)
+    if isinstance(adapter, py_dataset_adapter.PyDatasetAdapter):
+        first = tree.flatten(adapter._standardize_batch(adapter.py_dataset[0]))
+        return int(first[0].shape[0]) if first else None
+    try:
+        return _tf.static_batch_size(adapter.get_tf_dataset())
+    except (AttributeError, IndexError, TypeError, ValueError, tf.errors.OpError):
+        return None  # it was distributed already, or its elements aren't batches
 
 
 def deal_batches(iterator: Any, hooks: DealingHooks) -> None:

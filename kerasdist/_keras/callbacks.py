@@ -23,8 +23,9 @@ from keras.src.models import model as model_module
 
 from kerasdist._keras.hooks import DealingHooks, dealing_hooks, hooks_of
 from kerasdist._keras.optimizers import open_window
+from kerasdist._keras.rates import base_rate, set_base_rate
 from kerasdist._keras.step import current
-from kerasdist._keras.trainer import statistics_of
+from kerasdist._keras.trainer import before_first_step, statistics_of
 
 __all__ = [
     "SAVERS",
@@ -126,7 +127,7 @@ def on_epoch_end(
         if rate is not None:
             chief = hooks.of_chief(rate)
             if chief != rate:
-                model.optimizer.learning_rate = chief
+                set_base_rate(model.optimizer, chief)
     if dealing is not None and not model.stop_training:
         epoch = (args or [kwargs.get("epoch")])[0]
         # Not there in loops of one's own.
@@ -141,19 +142,22 @@ def on_epoch_end(
 def on_train_begin(
     original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """In place of `CallbackList.on_train_begin`: a worker that comes later joins.
+    """In place of `CallbackList.on_train_begin`: all workers begin from one state.
 
-    Here everything is built, and `fit` hasn't looked yet at which epoch it begins.
+    Here everything is built, and callbacks have restored what they restore; `fit`
+    hasn't looked yet at which epoch it begins. A worker that comes later joins.
     """
     result = original(self, *args, **kwargs)
     model = self.model
+    if model is not None and current.fitting:
+        before_first_step(model, self.callbacks)
     dealing = _dealing(model)
     if dealing is None or not dealing.joining:
         return result
     model._initial_epoch, known = dealing.join(statistics_of(model))
     current.joined = True
     if known["rate"] is not None and _rate(model) is not None:
-        model.optimizer.learning_rate = known["rate"]
+        set_base_rate(model.optimizer, known["rate"])
     if known["evaluated"]:
         # `fit` makes an iterator for all its evaluations, which the others have. From
         # now on all make another one each time.
@@ -210,10 +214,10 @@ def _may_stop(callback: Any) -> bool:
 
 
 def _rate(model: Any) -> float | None:
-    """The learning rate, if it's a number that callbacks may set."""
+    """The base rate, if it's a number that callbacks may set."""
     optimizer = getattr(model, "optimizer", None)
     if optimizer is None or not isinstance(
         getattr(optimizer, "_learning_rate", None), keras.Variable
     ):
         return None
-    return float(keras.ops.convert_to_numpy(optimizer.learning_rate))
+    return base_rate(optimizer)

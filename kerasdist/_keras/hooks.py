@@ -154,6 +154,9 @@ class KerasHooks(Protocol):
         `parts` are what replicas may have parts of: they take the mean.
         """
 
+    def share_state(self, variables: Sequence[Any], root: int) -> Any:
+        """Give all workers a rank's values; see `strategies.initial_state.Shared`."""
+
     def describe(self) -> str:
         """The workers and their replicas, for the start-up line."""
 

@@ -25,6 +25,7 @@ from keras.src.optimizers.schedules import learning_rate_schedule
 
 from kerasdist import _tf
 from kerasdist._keras.hooks import current_hooks, dealing_hooks
+from kerasdist._keras.rates import scaled
 from kerasdist._keras.step import current, setting
 from kerasdist._keras.touched import touched_rows
 
@@ -146,8 +147,13 @@ def finalize(original: Callable[..., Any], optimizer: Any, var_list: Any) -> Any
 def learning_rate(original: Callable[..., Any], optimizer: Any) -> Any:
     """In place of `BaseOptimizer._get_current_learning_rate`.
 
-    Where each worker counts its own steps, a schedule is asked for those of all.
+    Where each worker counts its own steps, a schedule is asked for those of all. Then
+    comes the factor, see `rates`.
     """
+    return scaled(optimizer, _unscaled(original, optimizer))
+
+
+def _unscaled(original: Callable[..., Any], optimizer: Any) -> Any:
     hooks = dealing_hooks(getattr(optimizer, "_distribution_strategy", None))
     schedule = optimizer._learning_rate
     if hooks is not None and isinstance(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -30,6 +31,9 @@ class Step(threading.local):
         joined: Whether this worker has joined others in the midst of this `fit`.
         evaluating: Whether this is inside `evaluate` or `predict`.
         training: Whether the function that is made takes steps of training.
+        base_rate: Whether rates are read and set as they are before they are scaled.
+        iterator: A weak reference to the newest epoch iterator: at the beginning of
+            `fit` that of its data; None: there was none.
         readers: What reads data ahead and must be closed; None outside of `fit`,
             `evaluate` and `predict`.
     """
@@ -46,6 +50,8 @@ class Step(threading.local):
     joined: bool = False
     evaluating: bool = False
     training: bool = False
+    base_rate: bool = False
+    iterator: weakref.ref[Any] | None = None
     readers: set[Any] | None = None
     _summed: tuple[Any, Any] | None = None
 

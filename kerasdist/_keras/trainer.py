@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -20,6 +20,7 @@ from kerasdist._keras.step import current, setting
 from kerasdist._keras.touched import embedding_tables, moves_all_rows
 
 __all__ = [
+    "before_first_step",
     "begin_training",
     "finish_epoch",
     "fit",
@@ -230,21 +231,34 @@ def begin_training(
                 "(or 'auto'); a layer's own functions may still use "
                 "`tf.function(jit_compile=True)`."
             )
-        if current.fitting:
-            hooks.check_state(*_state(trainer, only_weights=hooks.has_own_state()))
-            optimizer = trainer.optimizer
-            weights = trainer.trainable_weights
-            tables = embedding_tables(trainer)
-            hooks.begin_fit(
-                [v.value for v in weights],
-                getattr(optimizer, "inner_optimizer", optimizer),
-                [id(v) in tables and not moves_all_rows(optimizer, v) for v in weights],
-            )
-            if hooks.rank == 0 and current.fitting > 1:
-                io_utils.print_msg(_start_line(hooks, trainer))
         with setting(training=True), hooks.apart():
             return original(trainer, *args, **kwargs)
     return original(trainer, *args, **kwargs)
+
+
+def before_first_step(trainer: Any, callbacks: Sequence[Any]) -> None:
+    """When `fit`'s callbacks have begun: all workers must hold the same state.
+
+    Callbacks that have a method of this name may see to it.
+    """
+    hooks = hooks_of(trainer.distribute_strategy)
+    if hooks is None:
+        return
+    for callback in callbacks:
+        prepare = getattr(callback, "before_first_step", None)
+        if prepare is not None:
+            prepare(hooks, _whole_state(trainer))
+    hooks.check_state(*_state(trainer, only_weights=hooks.has_own_state()))
+    optimizer = trainer.optimizer
+    weights = trainer.trainable_weights
+    tables = embedding_tables(trainer)
+    hooks.begin_fit(
+        [v.value for v in weights],
+        getattr(optimizer, "inner_optimizer", optimizer),
+        [id(v) in tables and not moves_all_rows(optimizer, v) for v in weights],
+    )
+    if hooks.rank == 0 and current.fitting > 1:
+        io_utils.print_msg(_start_line(hooks, trainer))
 
 
 def fit(original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
@@ -382,6 +396,15 @@ def _state(
         theirs = {id(variable) for variable in parts}
         variables += [v for v in trainer.optimizer.variables if id(v) not in theirs]
     return named(variables), named(parts)
+
+
+def _whole_state(trainer: Any) -> list[Any]:
+    """TensorFlow's variables of everything that training changes, each once."""
+    variables = [*trainer.variables, *trainer.metrics_variables]
+    if trainer.optimizer is not None:
+        variables += trainer.optimizer.variables
+    found = {id(variable): variable.value for variable in variables}
+    return list(found.values())
 
 
 def _start_line(hooks: KerasHooks, trainer: Any) -> str:

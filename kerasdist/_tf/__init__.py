@@ -57,6 +57,7 @@ __all__ = [
     "local_replica_id",
     "make_numbers",
     "mirrored",
+    "own_variable",
     "rebatch_each",
     "reduce_undistributed",
     "regroup",
@@ -248,6 +249,14 @@ def make_numbers() -> None:
     for name, convert in (("__float__", float), ("__int__", int)):
         if not hasattr(kind, name):
             setattr(kind, name, lambda self, convert=convert: convert(self.numpy()))
+
+
+def own_variable(value: Any, dtype: Any) -> Any:
+    """A variable in host memory of this process alone, in a strategy's scope too."""
+    with tf.init_scope(), tf.device(host_of("/device:CPU:0")):
+        return resource_variable_ops.ResourceVariable(
+            value, dtype=dtype, trainable=False
+        )
 
 
 def in_use() -> bool:

@@ -18,6 +18,7 @@ __all__ = [
     "average",
     "check_state",
     "common_seed",
+    "digest_of",
     "longest",
     "mean_of",
     "of_chief",
@@ -112,7 +113,10 @@ def check_state(
     if communicator.size == 1:
         return
     strategy = extended._container_strategy()
-    digests = [_digest(strategy, variable) for _, variable in variables]
+    digests = [
+        digest_of(strategy.experimental_local_results(variable)[0])
+        for _, variable in variables
+    ]
     contents = hashlib.sha256()
     for _, part in parts:
         for copy in strategy.experimental_local_results(part):
@@ -146,13 +150,15 @@ def check_state(
         "The workers would begin to train from different states. "
         f"Received: {what}. Load the same weights on all ranks (a file that only one "
         "of them can read?), don't branch on the rank before `fit`, or let all take "
-        "rank 0's with the strategy's argument initial_state='broadcast'."
+        "one rank's: give `fit` the callback "
+        "`kerasdist.callbacks.BroadcastInitialState()`, or the strategy the argument "
+        "initial_state='broadcast'."
     )
 
 
-def _digest(strategy: Any, variable: Any) -> bytes:
-    """A hash of a variable's value on this worker, with its shape and dtype."""
-    value = np.asarray(strategy.experimental_local_results(variable)[0])
+def digest_of(copy: Any) -> bytes:
+    """A hash of the value of a replica's variable, with its shape and dtype."""
+    value = np.asarray(copy)
     digest = hashlib.sha256(f"{value.shape}{value.dtype}".encode())
     # Without a copy of the bytes: embeddings may be large.
     if value.dtype.kind in "OSU":

@@ -31,6 +31,7 @@ from kerasdist.server import enter
 from kerasdist.strategies import agreement
 from kerasdist.strategies.auto_shard import own_part
 from kerasdist.strategies.dealing import Dealt
+from kerasdist.strategies.initial_state import Shared
 from kerasdist.strategies.keras_hooks import SynchronousHooks
 from kerasdist.strategies.live import WorkersChanged
 from kerasdist.strategies.same_batches import different_batches
@@ -149,6 +150,11 @@ class AsyncHooks(SynchronousHooks):
         """See `KerasHooks.has_own_state`."""
         self.settle()
         return self.any_of(self._datasets > 1 or self._extended.shared.has_begun)
+
+    def share_state(self, variables: Sequence[Any], root: int) -> Shared:
+        """See `KerasHooks.share_state`; then the table takes what rank 0 holds."""
+        self.settle()
+        return super().share_state(variables, root)
 
     def begin_fit(
         self, variables: Sequence[Any], optimizer: Any, sparse: Sequence[bool]

@@ -17,6 +17,7 @@ from kerasdist._keras import ArrayData, ItemData, random_seed
 from kerasdist.strategies import agreement
 from kerasdist.strategies.accumulation import end_window
 from kerasdist.strategies.gradients import reduce_gradients
+from kerasdist.strategies.initial_state import Shared, share_state
 from kerasdist.strategies.order import epoch_order, own_rows, same_length
 from kerasdist.strategies.own_data import Together
 from kerasdist.strategies.rows import (
@@ -223,6 +224,10 @@ class SynchronousHooks:
     ) -> None:
         """See `KerasHooks.check_state`."""
         agreement.check_state(self._extended, variables, parts)
+
+    def share_state(self, variables: Sequence[Any], root: int) -> Shared:
+        """See `KerasHooks.share_state`."""
+        return share_state(self._extended, variables, root)
 
     def describe(self) -> str:
         """See `KerasHooks.describe`."""

@@ -1,0 +1,113 @@
+"""One rank's state becomes everybody's, see `BroadcastInitialState`."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import keras
+
+from kerasdist._keras.hooks import KerasHooks, hooks_of
+
+__all__ = ["BroadcastInitialState"]
+
+
+class BroadcastInitialState(keras.callbacks.Callback):
+    """Gives all workers one rank's state before the first step of each `fit`.
+
+    Weights, the optimizer's variables and counters, the state of metrics and of seed
+    generators: after all callbacks' `on_train_begin`, wherever in the list this one
+    stands. So weights that only one rank could load (a file on its disk,
+    `BackupAndRestore` included) reach everybody. With
+    `ParameterServerStrategy(mode="async")` the servers get them too.
+
+    The ranks compare hashes of what they hold, only what differs travels, and then they
+    compare again. With one worker there's nothing to do.
+
+    Without this callback a strategy refuses to train from different states, unless it
+    was made with `initial_state="broadcast"`, which does the same with rank 0.
+
+    Args:
+        root: Whose state all take: a rank.
+        verbose: Whether the chief prints a line about it: 1 or 0.
+
+    Attributes:
+        bytes: How many bytes the root gave at the beginning of the last `fit`; 0 if
+            all held the same already.
+        seconds: How long that took, with the comparisons.
+
+    Raises:
+        TypeError: `root` isn't a whole number.
+        ValueError: It's negative; or, in `fit`, there's no such rank.
+
+    Example:
+    ```python
+    if strategy.rank == 0:
+        model.load_weights("pretrained.weights.h5")  # only here
+    model.fit(x, y, callbacks=[kerasdist.callbacks.BroadcastInitialState()])
+    ```
+    """
+
+    def __init__(self, root: int = 0, *, verbose: int = 1) -> None:
+        super().__init__()
+        try:
+            self.root = operator.index(root)
+        except TypeError:
+            raise TypeError(
+                f"`root` must be a rank, a whole number. Received: root={root!r}."
+            ) from None
+        if self.root < 0:
+            raise ValueError(
+                f"`root` must be a rank, 0 or more. Received: root={root!r}."
+            )
+        self.verbose = verbose
+        self.bytes = 0
+        self.seconds = 0.0
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Without a strategy of ours there's one worker, of rank 0.
+
+        Raises:
+            ValueError: There is no such rank.
+        """
+        self.bytes, self.seconds = 0, 0.0
+        if hooks_of(self.model.distribute_strategy) is None and self.root:
+            raise ValueError(
+                "There is no such rank to take the initial state from. Received: "
+                f"root={self.root}, and there is one worker; expected 0."
+            )
+
+    def before_first_step(self, hooks: KerasHooks, variables: list[Any]) -> None:
+        """All callbacks have begun: share the state. The strategy calls it.
+
+        Args:
+            hooks: The strategy's.
+            variables: TensorFlow's variables, of everything that training changes.
+
+        Raises:
+            ValueError: There is no such rank, or the ranks' models differ.
+            CollectiveError: See `kerasdist.errors`.
+        """
+        done = hooks.share_state(variables, self.root)
+        self.bytes, self.seconds = done.size, done.seconds
+        if not self.verbose or hooks.rank > 0 or done.workers == 1:
+            return
+        if done.differed:
+            what = (
+                f"{done.differed} of {done.variables} variables differed, "
+                f"{_amount(done.size)} sent"
+            )
+        else:
+            what = f"{done.variables} variables were equal, nothing sent"
+        print(
+            f"kerasdist: all {done.workers} workers hold the state of rank "
+            f"{self.root}: {what}, {done.seconds:.3f} s",
+            flush=True,
+        )
+
+
+def _amount(size: int) -> str:
+    for power, unit in ((9, "GB"), (6, "MB"), (3, "KB")):
+        if size >= 10**power:
+            return f"{size / 10**power:.3g} {unit}"
+    return f"{size} bytes"

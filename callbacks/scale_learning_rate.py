@@ -1,0 +1,304 @@
+"""The learning rate of a larger global batch, see `ScaleLearningRate`."""
+
+from __future__ import annotations
+
+import math
+from numbers import Real
+from typing import Any
+
+import keras
+
+from kerasdist import _keras
+from kerasdist._keras import rates
+from kerasdist._keras.arrays import batch_size_of_fit
+from kerasdist._keras.hooks import KerasHooks, hooks_of
+
+__all__ = ["RULES", "ScaleLearningRate"]
+
+RULES = ("linear", "sqrt", "none")
+
+
+class ScaleLearningRate(keras.callbacks.Callback):
+    """Scales the learning rate with the global batch, after a warm-up.
+
+    A learning rate is tuned for a batch size. On several replicas the global batch is
+    usually larger, in the same number of epochs there are fewer steps, and each of them
+    should be longer. This callback multiplies the optimizer's rate by a factor that
+    depends on the growth of the global batch; it rises from 1, step by step, while the
+    warm-up lasts:
+
+        rate(step) = base rate * (1 + (factor - 1) * min(step / warm-up steps, 1))
+
+    The optimizer goes on holding its base rate, a number or a `LearningRateSchedule`:
+    that is what's saved with the model, so a saved model is that of one process, and
+    what training goes on from when it's restored. Reading
+    `optimizer.learning_rate` tells the rate of the next step, base rate times factor.
+    `LearningRateScheduler` and `ReduceLROnPlateau` read and set the base rate, in
+    whatever order the callbacks are given. Where your own callback sets
+    `optimizer.learning_rate`, that is the rate of the next step; set
+    `base_learning_rate` to say what one worker would use.
+
+    Over several calls of `fit`, and when training is resumed (`BackupAndRestore`,
+    `initial_epoch=`), the warm-up goes on where it was; if the number of workers has
+    changed meanwhile, towards the new target.
+
+    Args:
+        rule: How the factor depends on k, the growth of the batch: `"linear"`, k, for
+            SGD (Goyal et al., "Accurate, large minibatch SGD", 2017); `"sqrt"`, the
+            square root of k, for Adam and other adaptive optimizers (Krizhevsky, "One
+            weird trick for parallelizing convolutional neural networks", 2014);
+            `"none"`, 1.
+        warmup_epochs: Epochs until the rate has its target; 0 for none. Fractions
+            count. A factor below 1 needs no warm-up and has none.
+        warmup_steps: The same in steps, instead of `warmup_epochs`.
+        base_batch_size: The batch size that the rate was tuned for: k is the global
+            batch size divided by it. By default that is one replica's share of the
+            global batch, so k is the number of replicas that take a step together:
+            1 with `ParameterServerStrategy(mode="async")` and one device per worker.
+        batch_size: The global batch size, where `base_batch_size` needs it and the data
+            don't tell: in a dataset that was distributed already, say.
+        verbose: Whether the chief prints a line at the beginning of each `fit`: 1 or 0.
+
+    Attributes:
+        factor: What the rate is multiplied by after the warm-up; None before `fit`.
+        steps: Number of steps of the warm-up; None before `fit`.
+
+    Raises:
+        ValueError: An argument is wrong.
+
+    Example:
+    ```python
+    strategy = kerasdist.RingStrategy()
+    with strategy.scope():
+        model = build_model()
+        model.compile(keras.optimizers.SGD(0.1), "mse")
+    model.fit(
+        x, y,
+        batch_size=64 * strategy.num_replicas_in_sync,
+        epochs=90,
+        callbacks=[kerasdist.callbacks.ScaleLearningRate(warmup_epochs=5)],
+    )
+    ```
+    """
+
+    def __init__(
+        self,
+        rule: str = "linear",
+        warmup_epochs: float = 5,
+        *,
+        warmup_steps: int | None = None,
+        base_batch_size: int | None = None,
+        batch_size: int | None = None,
+        verbose: int = 1,
+    ) -> None:
+        super().__init__()
+        faults = []
+        if rule not in RULES:
+            faults.append(f"rule={rule!r}; expected one of {RULES}")
+        if not _is_number(warmup_epochs) or warmup_epochs < 0:
+            faults.append(f"warmup_epochs={warmup_epochs!r}; expected 0 or more epochs")
+        if warmup_steps is not None and (
+            not _is_whole(warmup_steps) or warmup_steps < 0
+        ):
+            faults.append(f"warmup_steps={warmup_steps!r}; expected 0 or more steps")
+        for name, size in (
+            ("base_batch_size", base_batch_size),
+            ("batch_size", batch_size),
+        ):
+            if size is not None and (not _is_whole(size) or size < 1):
+                faults.append(f"{name}={size!r}; expected a positive number of rows")
+        if faults:
+            raise ValueError(
+                "`ScaleLearningRate` can't be made. Received: "
+                + "; and ".join(faults)
+                + "."
+            )
+        self.rule = rule
+        self.warmup_epochs = warmup_epochs
+        self.warmup_steps = warmup_steps
+        self.base_batch_size = base_batch_size
+        self.batch_size = batch_size
+        self.verbose = verbose
+        self.factor: float | None = None
+        self.steps: int | None = None
+        self._growth = ""
+        self._begun = False
+        # Before `fit` begins, also where no strategy of ours has done it.
+        _keras.install()
+
+    @property
+    def base_learning_rate(self) -> float:
+        """The rate before it's multiplied; of a schedule what it says now."""
+        return rates.base_rate(self._optimizers()[0])
+
+    @base_learning_rate.setter
+    def base_learning_rate(self, rate: float) -> None:
+        for optimizer in self._optimizers():
+            rates.set_base_rate(optimizer, rate)
+
+    def set_model(self, model: Any) -> None:
+        """Keras calls it before `fit` makes its function of a step."""
+        super().set_model(model)
+        for optimizer in self._optimizers():
+            if rates.scaling_of(optimizer) is None:
+                rates.scaling_of(optimizer, make=True)
+                # What was traced before doesn't know of it.
+                model.train_function = None
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Find out the factor; all ranks must find the same.
+
+        Raises:
+            ValueError: The batch size or the length of an epoch isn't known, or the
+                ranks' arguments differ.
+        """
+        hooks = hooks_of(self.model.distribute_strategy)
+        growth = self._find_growth(hooks)
+        self.factor = {"linear": growth, "sqrt": math.sqrt(growth), "none": 1.0}[
+            self.rule
+        ]
+        self.steps = self._find_steps()
+        self._begun = False
+        if hooks is None:
+            return
+        of_chief = [hooks.of_chief(self.factor), hooks.of_chief(self.steps)]
+        if hooks.any_of(of_chief != [self.factor, self.steps]):
+            raise ValueError(
+                "`ScaleLearningRate` must be given the same arguments and data on all "
+                f"ranks. Received: factor {self.factor:g} and {self.steps} steps of "
+                f"warm-up on rank {hooks.rank}, factor {of_chief[0]:g} and "
+                f"{of_chief[1]:g} steps on rank 0."
+            )
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        """Before the first step: only now it's known where training is resumed."""
+        if self._begun or self.factor is None or self.steps is None:
+            return
+        self._begun = True
+        behind = 0
+        for optimizer in self._optimizers():
+            scaling = rates.scaling_of(optimizer, make=True)
+            if scaling is None:
+                continue
+            taken = int(rates.steps_of(optimizer).numpy())
+            last = (taken + scaling.shift, scaling.steps) if scaling.steps else None
+            behind = taken
+            if self.warmup_steps is None:
+                behind = _steps_behind(
+                    taken, epoch, self._per_epoch(), last, self.steps
+                )
+            scaling.set(self.factor, self.steps, behind - taken)
+        hooks = hooks_of(self.model.distribute_strategy)
+        if self.verbose and (hooks is None or hooks.rank == 0):
+            print(self._line(behind), flush=True)
+
+    def _optimizers(self) -> list[Any]:
+        found = rates.leaves(getattr(self.model, "optimizer", None))
+        usable = [each for each in found if hasattr(each, "_learning_rate")]
+        if not usable:
+            raise ValueError(
+                "`ScaleLearningRate` needs a model that was compiled with one of "
+                "Keras's optimizers. Received: "
+                f"optimizer={found[0] if found else None!r}."
+            )
+        return usable
+
+    def _per_epoch(self) -> int | None:
+        steps = self.params.get("steps") if self.params else None
+        return None if steps is None else int(steps)
+
+    def _find_steps(self) -> int:
+        """Number of steps of the warm-up."""
+        if self.factor is None or self.factor <= 1:
+            return 0
+        if self.warmup_steps is not None:
+            return int(self.warmup_steps)
+        if not self.warmup_epochs:
+            return 0
+        per_epoch = self._per_epoch()
+        if per_epoch is None:
+            raise ValueError(
+                "How many steps `warmup_epochs` are can't be known: the data don't "
+                f"tell their length. Received: warmup_epochs={self.warmup_epochs}. "
+                "Give `warmup_steps=` instead, or `fit` the argument "
+                "`steps_per_epoch=`."
+            )
+        return round(self.warmup_epochs * per_epoch)
+
+    def _find_growth(self, hooks: KerasHooks | None) -> float:
+        """By what the global batch is larger than what the rate was tuned for."""
+        strategy = self.model.distribute_strategy
+        if self.base_batch_size is None:
+            replicas = 1
+            if hooks is not None and hooks.deals:
+                # Each step is one worker's.
+                replicas = len(strategy.extended.worker_devices)
+            elif strategy is not None:
+                replicas = strategy.num_replicas_in_sync
+            self._growth = f"{replicas} replica(s)"
+            return float(replicas)
+        size = self.batch_size
+        if size is None:
+            size = batch_size_of_fit()
+            if size is not None and hooks is not None and not hooks.shards:
+                # Each worker's own batches: together they are the global batch.
+                size *= 1 if hooks.deals else strategy.size
+        if size is None:
+            raise ValueError(
+                "The global batch size can't be known from the data. Received: "
+                f"base_batch_size={self.base_batch_size}. Give the callback "
+                "`batch_size=` too."
+            )
+        self._growth = f"global batch {size} instead of {self.base_batch_size}"
+        return size / self.base_batch_size
+
+    def _line(self, behind: int) -> str:
+        optimizer = self._optimizers()[0]
+        base, factor, steps = rates.base_rate(optimizer), self.factor or 1, self.steps
+        text = f"{base:g}"
+        if not isinstance(optimizer._learning_rate, keras.Variable):
+            text = f"{type(optimizer._learning_rate).__name__} (now {base:g})"
+        line = (
+            f"kerasdist: learning rate {text} x {factor:g} (rule {self.rule!r}, "
+            f"{self._growth}) = {base * factor:g}, {steps} step(s) of warm-up"
+        )
+        if steps and behind:
+            line += f", {min(behind, steps)} of them behind"
+        return line
+
+
+def _steps_behind(
+    taken: int,
+    epoch: int,
+    per_epoch: int | None,
+    last: tuple[int, int] | None,
+    steps: int,
+) -> int:
+    """How many steps of the warm-up are behind where `fit` begins.
+
+    Args:
+        taken: Number of steps that the optimizer has taken.
+        epoch: Number of the epoch that begins.
+        per_epoch: Number of steps per epoch, if it's known.
+        last: How many steps were behind at the end of an earlier `fit` of this process,
+            and how many there were in its warm-up; None: there was no such `fit`.
+        steps: How many there are in the warm-up now.
+    """
+    if last is not None:
+        behind, of = last
+        return round(min(behind / of, 1.0) * steps)
+    if epoch and per_epoch and not 0 <= taken - epoch * per_epoch <= per_epoch:
+        # Steps were counted by an optimizer that took another number of them per
+        # epoch, with other workers: the epochs count.
+        return epoch * per_epoch
+    return taken
+
+
+def _is_number(value: Any) -> bool:
+    return (
+        isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+    )
+
+
+def _is_whole(value: Any) -> bool:
+    return _is_number(value) and value == int(value)

@@ -1,0 +1,169 @@
+"""An optimizer's learning rate times a factor, which a callback sets.
+
+The optimizer keeps the rate that it was tuned with, its base rate: that is what is
+saved with the model, restored, and agreed on by the ranks. The factor is applied where
+the rate is read, inside a step's graph too, from the number of the step:
+
+    factor(step) = 1 + (target - 1) * min(step / warm-up steps, 1)
+
+    who                                         reads           sets
+    the optimizer itself, in a step             base x factor
+    scripts and their callbacks                 base x factor   what they would read
+    LearningRateScheduler, ReduceLROnPlateau    base            base
+
+So Keras's own schedulers go on as in one process, whatever the order of callbacks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+from keras.src import backend
+from keras.src.callbacks import learning_rate_scheduler, reduce_lr_on_plateau
+
+from kerasdist import _tf
+from kerasdist._keras.hooks import dealing_hooks
+from kerasdist._keras.step import current, setting
+
+__all__ = [
+    "SCHEDULERS",
+    "Scaling",
+    "base_rate",
+    "leaves",
+    "on_base_rate",
+    "scaled",
+    "scaling_of",
+    "set_base_rate",
+    "set_rate",
+    "steps_of",
+]
+
+# Where Keras sets the rate.
+SCHEDULERS = [
+    (learning_rate_scheduler.LearningRateScheduler, "on_epoch_begin"),
+    (reduce_lr_on_plateau.ReduceLROnPlateau, "on_epoch_end"),
+]
+_ATTRIBUTE = "_kerasdist_scaling"
+
+
+class Scaling:
+    """The factor of one optimizer, in variables that a traced step reads."""
+
+    def __init__(self) -> None:
+        self._target = _tf.own_variable(1.0, tf.float32)
+        self._steps = _tf.own_variable(0, tf.int64)
+        self._shift = _tf.own_variable(0, tf.int64)
+
+    def set(self, target: float, steps: int, shift: int) -> None:
+        """Set what the factor is computed from.
+
+        Args:
+            target: The factor after the warm-up.
+            steps: Number of steps of the warm-up.
+            shift: What is added to the optimizer's number of steps to get how many
+                steps of the warm-up are behind.
+        """
+        self._target.assign(target)
+        self._steps.assign(steps)
+        self._shift.assign(shift)
+
+    @property
+    def steps(self) -> int:
+        """Number of steps of the warm-up."""
+        return int(self._steps.numpy())
+
+    @property
+    def shift(self) -> int:
+        """See `set`."""
+        return int(self._shift.numpy())
+
+    def factor(self, optimizer: Any) -> Any:
+        """The factor of the step that comes next; float32, scalar."""
+        target = self._target.read_value()
+        steps = self._steps.read_value()
+        behind = steps_of(optimizer) + self._shift.read_value()
+        # Counted in integers: float32 can't count to more than 16,777,216.
+        behind = tf.clip_by_value(behind, tf.zeros_like(steps), steps)
+        share = tf.cast(behind, tf.float32) / tf.cast(tf.maximum(steps, 1), tf.float32)
+        return tf.where(steps > 0, 1.0 + (target - 1.0) * share, target)
+
+
+def leaves(optimizer: Any) -> list[Any]:
+    """The optimizers that take the steps: what others are wrapped around."""
+    if optimizer is None:
+        return []
+    inner = getattr(optimizer, "inner_optimizer", None)
+    parts = [inner] if inner is not None else getattr(optimizer, "optimizers", None)
+    if not parts:
+        return [optimizer]
+    return [leaf for part in parts for leaf in leaves(part)]
+
+
+def scaling_of(optimizer: Any, *, make: bool = False) -> Scaling | None:
+    """The factor of an optimizer; None if it has none and none is to be made."""
+    scaling: Scaling | None = getattr(optimizer, _ATTRIBUTE, None)
+    if scaling is None and make:
+        scaling = Scaling()
+        setattr(optimizer, _ATTRIBUTE, scaling)
+    return scaling
+
+
+def steps_of(optimizer: Any) -> Any:
+    """Number of steps that an optimizer has taken, of all workers; int64, scalar."""
+    hooks = dealing_hooks(getattr(optimizer, "_distribution_strategy", None))
+    steps = None if hooks is None else hooks.steps_of(optimizer)
+    if steps is None:
+        steps = tf.convert_to_tensor(optimizer._iterations.value)
+    return tf.cast(steps, tf.int64)
+
+
+def scaled(optimizer: Any, rate: Any) -> Any:
+    """What is read of an optimizer whose base rate is `rate`."""
+    scaling = scaling_of(optimizer)
+    if scaling is None or current.base_rate:
+        return rate
+    rate = tf.convert_to_tensor(getattr(rate, "value", rate))
+    return rate * tf.cast(scaling.factor(optimizer), rate.dtype)
+
+
+def set_rate(original: Callable[..., Any], optimizer: Any, rate: Any) -> None:
+    """In place of the setter of `BaseOptimizer.learning_rate`."""
+    scaling = scaling_of(optimizer)
+    if scaling is not None and not current.base_rate and not callable(rate):
+        rate = backend.convert_to_numpy(rate)
+        rate = float(rate) / float(scaling.factor(optimizer).numpy())
+    original(optimizer, rate)
+
+
+def base_rate(optimizer: Any) -> float:
+    """The base rate of an optimizer; of a schedule what it says now."""
+    with setting(base_rate=True):
+        return float(backend.convert_to_numpy(optimizer.learning_rate))
+
+
+def set_base_rate(optimizer: Any, rate: float) -> None:
+    """Set the base rate of an optimizer that has no schedule."""
+    with setting(base_rate=True):
+        optimizer.learning_rate = rate
+
+
+def on_base_rate(
+    original: Callable[..., Any], self: Any, index: int, logs: Any = None
+) -> Any:
+    """In place of what Keras sets rates with; its logs say the rate of the steps."""
+    optimizer = getattr(self.model, "optimizer", None)
+    several = hasattr(optimizer, "optimizers")
+    rates = {
+        f"learning_rate_{leaf.name}" if several else "learning_rate": float(
+            backend.convert_to_numpy(leaf.learning_rate)
+        )
+        for leaf in leaves(optimizer)
+        if scaling_of(leaf) is not None
+    }
+    with setting(base_rate=True):
+        result = original(self, index, logs)
+    for name in rates.keys() & (logs or {}).keys():
+        logs[name] = rates[name]
+    return result

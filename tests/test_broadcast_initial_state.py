@@ -1,0 +1,211 @@
+"""BroadcastInitialState: all ranks begin with one rank's state."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+import pytest
+
+import kerasdist
+from kerasdist.callbacks import BroadcastInitialState
+from workers import Workers
+
+pytestmark = pytest.mark.timeout(150)
+
+COMMON = """
+import json, os, sys
+import keras
+import numpy as np
+import kerasdist
+from kerasdist.callbacks import BroadcastInitialState
+
+x = np.random.default_rng(0).normal(size=(24, 4)).astype("float32")
+y = x.sum(1, keepdims=True)
+
+def build(units=3):
+    with strategy.scope():
+        m = keras.Sequential([
+            keras.Input((4,)), keras.layers.Dense(units), keras.layers.Dropout(0.5),
+            keras.layers.BatchNormalization(), keras.layers.Dense(1),
+        ])
+        m.compile(keras.optimizers.Adam(0.01), "mse", metrics=["mae"])
+        m.optimizer.build(m.trainable_variables)
+    return m
+
+def everything(m):
+    found = {id(v): v for v in [*m.variables, *m.optimizer.variables]}
+    return list(found.values())
+
+def disturb(m, amount):
+    # Weights, slots, counters, statistics, seeds: each rank has its own.
+    with strategy.scope():
+        for variable in everything(m):
+            variable.assign(variable + np.asarray(amount).astype(variable.dtype))
+
+class State(keras.callbacks.Callback):
+    "What is there before the first step, which comes first in the list or last."
+    def on_train_begin(self, logs=None):
+        self.found = None
+    def on_train_batch_begin(self, batch, logs=None):
+        if self.found is None:
+            self.found = {
+                v.path: np.asarray(v.value.values[0] if hasattr(v.value, "values")
+                                   else v.value).tolist()
+                for v in everything(self.model)}
+
+def fit(m, callbacks, **more):
+    state = State()
+    m.fit(x, y, **{"batch_size": 8, "epochs": 1, "verbose": 0, **more},
+          callbacks=[*callbacks, state])
+    return state.found
+
+def result(value):
+    print("RESULT", json.dumps(value), flush=True)
+"""
+
+RING = """
+strategy = kerasdist.RingStrategy(timeout=60)
+rank = strategy.rank
+found = {}
+
+m = build()
+disturb(m, rank + 1)
+share = BroadcastInitialState(root=1)
+found["root"] = {v.path: np.asarray(v.value.values[0] if hasattr(v.value, "values")
+                 else v.value).tolist() for v in everything(m)}
+found["begin"] = fit(m, [share])
+found["bytes"] = [share.bytes, share.seconds > 0]
+found["weights"] = [w.tolist() for w in m.get_weights()]
+
+# The second time all hold the same but for their own seeds: nothing else travels.
+fit(m, [share])
+found["again"] = share.bytes
+
+# What only rank 0's callback can load comes after this one's turn in the list.
+class Load(keras.callbacks.Callback):
+    def on_train_begin(self, logs=None):
+        if rank == 0:
+            self.model.layers[0].bias.assign([7.0, 8.0, 9.0])
+m = build()
+began = fit(m, [BroadcastInitialState(verbose=0), Load()])
+found["loaded"] = [v for path, v in began.items() if path.endswith("dense_2/bias")]
+
+def refused(callbacks, units=3):
+    m = build(units)
+    disturb(m, rank)
+    try:
+        fit(m, callbacks)
+    except ValueError as error:
+        return str(error)
+
+found["without"] = refused([])
+found["no rank"] = refused([BroadcastInitialState(root=2)])
+result(found)
+"""
+
+
+def test_ring():
+    with Workers(COMMON + RING, 2, deadline=120) as job:
+        finished = job.succeed()
+    zero, one = (each.result for each in finished)
+    root = one["root"]
+    assert zero["root"] != root
+    for found in (zero, one):
+        begin = found["begin"]
+        assert set(begin) == set(root)
+        assert any("seed" in path for path in root)
+        assert any("momentum" in path for path in root)
+        for path, value in root.items():
+            # Keras sets the metrics back when an epoch begins.
+            if path.split("/")[0] not in ("loss", "mae", "mean_metric_wrapper"):
+                assert begin[path] == value, path
+        assert found["weights"] == zero["weights"]
+        assert found["bytes"] == [zero["bytes"][0], True]
+        assert found["loaded"] == [[7.0, 8.0, 9.0]]
+        assert "BroadcastInitialState()" in found["without"]
+        assert found["no rank"].startswith("There is no such rank to take the initial")
+    # float32 and int64, uint32 of all variables.
+    assert zero["bytes"][0] >= 4 * sum(np.size(v) for v in root.values())
+    assert zero["again"] == one["again"] < 200
+    lines = [x for x in finished[0].output.splitlines() if "hold the state" in x]
+    assert len(lines) >= 2
+    assert lines[0].startswith("kerasdist: all 2 workers hold the state of rank 1: ")
+    assert "variables differed" in lines[0]
+    assert "hold the state" not in finished[1].output
+
+
+ASYNC = """
+strategy = kerasdist.ParameterServerStrategy("async", timeout=60)
+rank = strategy.rank
+m = build()
+disturb(m, rank + 1)
+kernel = m.layers[0].kernel
+own = np.asarray(kernel).tolist()
+class First(keras.callbacks.Callback):
+    def on_epoch_begin(self, epoch, logs=None):
+        self.kernel = np.asarray(kernel).tolist()
+first = First()
+fit(m, [BroadcastInitialState(root=1), first])
+begin = first.kernel
+with strategy.scope():
+    kernel.assign(kernel + rank + 1.0)
+set_to = np.asarray(kernel).tolist()
+fit(m, [BroadcastInitialState(root=1), first], epochs=1)
+result([own, begin, set_to, first.kernel, [w.tolist() for w in m.get_weights()]])
+"""
+
+
+def test_the_table_of_servers_takes_it_too():
+    with Workers(COMMON + ASYNC, 2, servers=1, deadline=90) as job:
+        zero, one = (each.result for each in job.succeed()[:2])
+    assert zero[0] != one[0]
+    assert zero[1] == one[1] == one[0]
+    assert zero[2] != one[2]
+    assert zero[3] == one[3] == one[2]
+    assert zero[4] == one[4]
+
+
+SYNC = """
+strategy = kerasdist.ParameterServerStrategy("sync", timeout=60)
+m = build()
+disturb(m, strategy.rank + 1)
+share = BroadcastInitialState()
+begin = fit(m, [share])
+result([begin, share.bytes, [w.tolist() for w in m.get_weights()]])
+"""
+
+
+def test_servers_in_step():
+    with Workers(COMMON + SYNC, 2, servers=1, deadline=90) as job:
+        zero, one = (each.result for each in job.succeed()[:2])
+    assert zero == one
+    assert zero[1] > 0
+
+
+def test_one_worker_and_none(capsys):
+    for make in (kerasdist.RingStrategy, None):
+        share = BroadcastInitialState()
+        strategy = make() if make else None
+        names = {"strategy": strategy}
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+        if strategy is not None:
+            exec(COMMON, names)
+            model = names["build"]()
+        else:
+            model.compile("sgd", "mse")
+        x = np.ones((8, 4), "float32")
+        model.fit(x, x[:, :1], verbose=0, callbacks=[share])
+        assert share.bytes == 0
+        wrong = BroadcastInitialState(root=1)
+        with pytest.raises(ValueError, match=r"^There is no such rank to take the"):
+            model.fit(x, x[:, :1], verbose=0, callbacks=[wrong])
+        if strategy is not None:
+            strategy.close()
+    assert "kerasdist: all" not in capsys.readouterr().out
+
+
+def test_wrong_arguments():
+    with pytest.raises(TypeError, match=r"^`root` must be a rank, a whole number\. "):
+        BroadcastInitialState(root="chief")
+    with pytest.raises(ValueError, match=r"^`root` must be a rank, 0 or more\. "):
+        BroadcastInitialState(root=-1)

@@ -1,0 +1,468 @@
+"""ScaleLearningRate: the rate of every step against what is computed by hand.
+
+The models here have a gradient of exactly 1: by how much a weight has sunk is the rate
+that a step was taken with.
+"""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import kerasdist
+from kerasdist.callbacks import ScaleLearningRate
+from kerasdist.callbacks.scale_learning_rate import _steps_behind
+from workers import Workers
+
+pytestmark = pytest.mark.timeout(150)
+
+COMMON = """
+import json, os, sys
+import keras
+import numpy as np
+import kerasdist
+from kerasdist.callbacks import ScaleLearningRate
+
+folder = os.environ.get("FOLDER", "")
+x = np.ones((24, 1), "float32")
+y = np.zeros((24, 1), "float32")
+
+class Slope(keras.losses.Loss):
+    def call(self, y_true, y_pred):
+        return y_pred[:, 0]
+
+class Rates(keras.callbacks.Callback):
+    def __init__(self):
+        super().__init__()
+        self.read, self.weights = [], []
+    def on_train_begin(self, logs=None):
+        self.weights.append(float(self.model.get_weights()[0][0, 0]))
+    def on_train_batch_begin(self, batch, logs=None):
+        self.read.append(float(self.model.optimizer.learning_rate))
+    def on_train_batch_end(self, batch, logs=None):
+        self.weights.append(float(self.model.get_weights()[0][0, 0]))
+    def found(self):
+        return [(-np.diff(self.weights)).tolist(), self.read]
+
+def build(rate=0.125, optimizer=keras.optimizers.SGD, **more):
+    m = keras.Sequential([
+        keras.Input((1,)),
+        keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros"),
+    ])
+    m.compile(optimizer(rate), Slope(), **more)
+    return m
+
+def fit(m, callbacks, epochs=3, batch_size=4, **more):
+    rates = Rates()
+    history = m.fit(x, y, batch_size=batch_size, epochs=epochs, verbose=0,
+                    callbacks=[*callbacks, rates], **more)
+    return [*rates.found(), history.history.get("learning_rate")]
+
+def result(value):
+    print("RESULT", json.dumps(value), flush=True)
+"""
+
+here: dict = {}
+exec(COMMON, here)  # the same in this process
+
+
+def expected(steps, base=0.125, factor=2.0, warmup=9, first=0):
+    """The rates of `steps` steps: what the docstring says, in float64."""
+    found = []
+    for step in range(first, first + steps):
+        share = min(step / warmup, 1.0) if warmup else 1.0
+        rate = base(step) if callable(base) else base
+        found.append(rate * (1 + (factor - 1) * share))
+    return found
+
+
+def check(found, rates):
+    """What the weights have sunk by, and what was read before each step."""
+    np.testing.assert_allclose(found[0], rates, rtol=1e-5)
+    np.testing.assert_allclose(found[1], rates, rtol=1e-6)
+
+
+# One process without a strategy.
+
+
+def test_it_scales_by_the_batch_size_and_prints_one_line(capsys):
+    m = here["build"]()
+    scale = ScaleLearningRate(warmup_epochs=1.5, base_batch_size=1)
+    check(here["fit"](m, [scale]), expected(18, factor=4, warmup=9))
+    assert (scale.factor, scale.steps, scale.base_learning_rate) == (4.0, 9, 0.125)
+    assert capsys.readouterr().out == (
+        "kerasdist: learning rate 0.125 x 4 (rule 'linear', global batch 4 instead of "
+        "1) = 0.5, 9 step(s) of warm-up\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "factor", "warmup"),
+    [
+        ({"rule": "sqrt", "warmup_steps": 7, "base_batch_size": 1}, 2.0, 7),
+        ({"rule": "none", "base_batch_size": 1}, 1.0, 0),
+        ({"warmup_epochs": 0, "base_batch_size": 2}, 2.0, 0),
+        # A smaller batch: the longer steps aren't the safe ones.
+        ({"base_batch_size": 16}, 0.25, 0),
+        ({}, 1.0, 0),
+    ],
+)
+def test_rules(options, factor, warmup):
+    scale = ScaleLearningRate(**options, verbose=0)
+    found = here["fit"](here["build"](), [scale])
+    check(found, expected(18, factor=factor, warmup=warmup))
+    assert scale.steps == warmup
+
+
+def test_every_optimizer_that_is_wrapped():
+    def wrapped(rate):
+        inner = keras.optimizers.SGD(rate)
+        return keras.optimizers.LossScaleOptimizer(inner, initial_scale=1.0)
+
+    def accumulating(rate):
+        return keras.optimizers.SGD(rate, gradient_accumulation_steps=3)
+
+    scale = ScaleLearningRate(warmup_epochs=1.5, base_batch_size=2, verbose=0)
+    found = here["fit"](here["build"](optimizer=wrapped), [scale])
+    check(found, expected(18))
+    found = here["fit"](here["build"](optimizer=accumulating), [scale])
+    rates = expected(18)
+    np.testing.assert_allclose(found[1], rates, rtol=1e-6)
+    kept = [rate if step % 3 == 2 else 0.0 for step, rate in enumerate(rates)]
+    np.testing.assert_allclose(found[0], kept, rtol=1e-5)
+
+
+def test_with_a_schedule_of_keras():
+    cosine = keras.optimizers.schedules.CosineDecay(0.25, 12)
+    scale = ScaleLearningRate(warmup_epochs=1.5, base_batch_size=2, verbose=0)
+    found = here["fit"](here["build"](cosine), [scale])
+
+    def by_hand(step):
+        return 0.25 * 0.5 * (1 + np.cos(np.pi * min(step, 12) / 12))
+
+    np.testing.assert_allclose(found[1], expected(18, by_hand), rtol=1e-5, atol=1e-8)
+    np.testing.assert_allclose(found[0], expected(18, by_hand), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_with_keras_schedulers_in_either_order(first):
+    def in_order(callbacks):
+        scale = ScaleLearningRate(warmup_epochs=1.5, base_batch_size=2, verbose=0)
+        return [scale, *callbacks] if first else [*callbacks, scale]
+
+    # What it's given is what it has set: the base rate.
+    halve = keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate * 0.5)
+    found = here["fit"](here["build"](), in_order([halve]))
+    rates = expected(18, lambda step: 0.0625 * 0.5 ** (step // 6))
+    check(found, rates)
+    # In the logs it's the rate of the step that comes next.
+    np.testing.assert_allclose(found[2][:1], [0.0625 * (1 + 6 / 9)], rtol=1e-6)
+
+    plateau = keras.callbacks.ReduceLROnPlateau(
+        "loss", factor=0.5, patience=1, min_delta=1e6, min_lr=0.04
+    )
+    found = here["fit"](here["build"](), in_order([plateau]), epochs=5)
+    base = [0.125, 0.125, 0.0625, 0.04, 0.04]
+    rates = expected(30, lambda step: base[step // 6])
+    check(found, rates)
+    after = [0.125 * (1 + 6 / 9), 0.25, 0.125, 0.08, 0.08]
+    np.testing.assert_allclose(found[2], after, rtol=1e-6)
+
+
+def test_a_callback_of_ones_own_reads_and_sets_the_rate_of_the_next_step():
+    class Halve(keras.callbacks.Callback):
+        def on_epoch_begin(self, epoch, logs=None):
+            if epoch:
+                optimizer = self.model.optimizer
+                optimizer.learning_rate = optimizer.learning_rate * 0.5
+
+    scale = ScaleLearningRate(warmup_epochs=1.5, base_batch_size=2, verbose=0)
+    found = here["fit"](here["build"](), [scale, Halve()])
+    check(found, expected(18, lambda step: 0.125 * 0.5 ** (step // 6)))
+    scale.base_learning_rate = 0.5
+    assert scale.base_learning_rate == 0.5
+    assert float(scale.model.optimizer.learning_rate) == 1.0
+
+
+def test_several_steps_in_one_execution():
+    m = here["build"](steps_per_execution=4)
+    scale = ScaleLearningRate(warmup_epochs=1.5, base_batch_size=2, verbose=0)
+    found = here["fit"](m, [scale])
+    rates = expected(18)
+    sums = [sum(rates[i : min(i + 4, e + 6)]) for e in (0, 6, 12) for i in (e, e + 4)]
+    np.testing.assert_allclose(found[0], sums, rtol=1e-5)
+
+
+def test_several_fits_are_one_warm_up(capsys):
+    m = here["build"]()
+    # What was traced without the callback doesn't know of it.
+    check(here["fit"](m, [], epochs=1), expected(6, factor=1))
+    m.optimizer.iterations.assign(0)
+
+    def scaled(**more):
+        return here["fit"](m, [ScaleLearningRate(base_batch_size=2, **more)])
+
+    check(scaled(warmup_epochs=4), expected(18, warmup=24))
+    check(scaled(warmup_epochs=4), expected(18, warmup=24, first=18))
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1].endswith("= 0.25, 24 step(s) of warm-up, 18 of them behind")
+    # The target of another growth of the batch, from the base rate that it was.
+    found = here["fit"](m, [ScaleLearningRate(base_batch_size=1, verbose=0)], epochs=1)
+    check(found, expected(6, factor=4, warmup=0))
+
+
+def test_a_saved_model_is_that_of_one_process(tmp_path):
+    m, plain = here["build"](), here["build"]()
+    here["fit"](m, [ScaleLearningRate(base_batch_size=1, verbose=0)])
+    here["fit"](plain, [])
+    first, second = (
+        (
+            {**each.optimizer.get_config(), "name": "sgd"},
+            [variable.name for variable in each.optimizer.variables],
+        )
+        for each in (m, plain)
+    )
+    assert first == second
+    m.save(tmp_path / "m.keras")
+    script = COMMON.replace("import kerasdist", "").replace(
+        "from kerasdist.callbacks import ScaleLearningRate",
+        "sys.modules['kerasdist'] = None",
+    )
+    script += """
+m = keras.models.load_model(folder + "/m.keras", custom_objects={"Slope": Slope})
+result([float(m.optimizer.learning_rate), int(m.optimizer.iterations),
+        fit(m, [], epochs=1)])
+"""
+    env = {"FOLDER": str(tmp_path)}
+    with Workers(script, 1, env=env, deadline=60) as job:
+        (finished,) = job.succeed()
+    rate, iterations, found = finished.result
+    assert (rate, iterations) == (0.125, 18)
+    check(found, expected(6, factor=1))
+
+
+def test_where_a_warm_up_goes_on():
+    # (steps taken, epoch, steps per epoch, before, steps of the warm-up)
+    assert _steps_behind(0, 0, 6, None, 30) == 0
+    assert _steps_behind(6, 0, 6, None, 30) == 6
+    # Resumed by the same number of workers, in the midst of an epoch too.
+    assert _steps_behind(18, 3, 6, None, 30) == 18
+    assert _steps_behind(20, 3, 6, None, 30) == 20
+    # By others: epochs count, which were of 12 steps.
+    assert _steps_behind(36, 3, 6, None, 30) == 18
+    assert _steps_behind(18, 3, 12, None, 60) == 36
+    # After another fit of this process: as large a part of it.
+    assert _steps_behind(18, 0, 3, (18, 24), 12) == 9
+    assert _steps_behind(40, 0, 3, (40, 24), 12) == 12
+
+
+def test_what_is_wrong_is_said():
+    with pytest.raises(ValueError, match=r"^`ScaleLearningRate` can't be made\. ") as e:
+        ScaleLearningRate("cubic", -1, warmup_steps=0.5, base_batch_size=0)
+    for part in ("rule='cubic'", "warmup_epochs=-1", "warmup_steps=0.5", "_size=0"):
+        assert part in str(e.value)
+    m = here["build"]()
+    rows = tf.TensorSpec((None, 1))
+    unknown = tf.data.Dataset.from_generator(
+        lambda: iter([(here["x"], here["y"])] * 6), output_signature=(rows, rows)
+    )
+    quiet = {"verbose": 0, "shuffle": False}
+    scale = ScaleLearningRate(base_batch_size=6)
+    with pytest.raises(ValueError, match=r"^The global batch size can't be known"):
+        m.fit(unknown, callbacks=[scale], **quiet)
+    scale = ScaleLearningRate(base_batch_size=6, batch_size=24)
+    with pytest.raises(ValueError, match=r"^How many steps `warmup_epochs` are"):
+        m.fit(unknown, callbacks=[scale], **quiet)
+    scale = ScaleLearningRate(
+        base_batch_size=6, batch_size=24, warmup_steps=3, verbose=0
+    )
+    rates = here["Rates"]()
+    unknown = unknown.apply(tf.data.experimental.assert_cardinality(6))
+    m.fit(unknown, callbacks=[scale, rates], **quiet)
+    check(rates.found(), expected(6, factor=4, warmup=3))
+
+
+# With strategies.
+
+BODY = """
+with strategy.scope():
+    m = build()
+scale = ScaleLearningRate(warmup_epochs=1.5, **OPTIONS)
+found = {"fit": fit(m, [scale])}
+found["again"] = fit(m, [ScaleLearningRate(warmup_epochs=1.5, **OPTIONS)], epochs=1)
+with strategy.scope():
+    m = build(steps_per_execution=3)
+found["execution"] = fit(m, [scale])
+with strategy.scope():
+    schedule = keras.optimizers.schedules.ExponentialDecay(0.125, 1, 0.9)
+    m = build(schedule)
+scheduler = keras.callbacks.LearningRateScheduler(lambda e, rate: rate * 0.5)
+found["schedule"] = fit(m, [scale])
+with strategy.scope():
+    m = build()
+found["scheduler"] = fit(m, [scheduler, scale])
+found["factor"] = scale.factor
+"""
+
+
+def check_strategy(found, factor):
+    """What BODY has found, with synchronous steps."""
+    check(found["fit"], expected(18, factor=factor))
+    check(found["again"], expected(6, factor=factor, first=18))
+    rates = expected(18, factor=factor)
+    sums = [sum(rates[i : i + 3]) for i in range(0, 18, 3)]
+    np.testing.assert_allclose(found["execution"][0], sums, rtol=1e-5)
+    decay = expected(18, lambda step: 0.125 * 0.9**step, factor)
+    check(found["schedule"], decay)
+    halved = expected(18, lambda step: 0.0625 * 0.5 ** (step // 6), factor)
+    check(found["scheduler"], halved)
+    assert found["factor"] == factor
+
+
+def test_one_worker():
+    for make in (
+        kerasdist.RingStrategy,
+        lambda: kerasdist.ParameterServerStrategy("sync"),
+        lambda: kerasdist.ParameterServerStrategy("async"),
+        lambda: kerasdist.ModelParallelStrategy({"dense.*": "/device:CPU:0"}),
+    ):
+        strategy = make()
+        options = {"base_batch_size": 2, "verbose": 0}
+        names = {**here, "strategy": strategy, "OPTIONS": options}
+        exec(BODY, names)
+        check_strategy(names["found"], 2.0)
+        if hasattr(strategy, "close"):
+            strategy.close()
+
+
+RING = """
+strategy = kerasdist.RingStrategy(timeout=60)
+OPTIONS = {}
+exec(BODY)
+
+# It was killed in its second epoch; then all goes on.
+class Killed(Exception): pass
+class Kill(keras.callbacks.Callback):
+    def on_epoch_begin(self, epoch, logs=None):
+        if epoch == 1:
+            raise Killed
+def backup():
+    return keras.callbacks.BackupAndRestore(folder + "/resume")
+with strategy.scope():
+    m = build()
+try:
+    fit(m, [ScaleLearningRate(warmup_epochs=2), backup(), Kill()])
+except Killed:
+    pass
+strategy.communicator.barrier()  # the chief has written
+with strategy.scope():
+    m = build()
+found["resumed"] = fit(m, [ScaleLearningRate(warmup_epochs=2), backup()])
+
+# What others go on with, see below: 3 epochs of 6 steps.
+with strategy.scope():
+    m = build()
+kept = keras.callbacks.BackupAndRestore(folder + "/others", delete_checkpoint=False)
+fit(m, [ScaleLearningRate(warmup_epochs=5), kept])
+
+with strategy.scope():
+    m = build()
+try:
+    fit(m, [ScaleLearningRate(warmup_epochs=2 + strategy.rank)])
+except ValueError as error:
+    found["differ"] = str(error)
+with strategy.scope():
+    m = build()
+scale = ScaleLearningRate(warmup_epochs=1.5, base_batch_size=2)
+own = kerasdist.RingStrategy(shard="off", timeout=60)
+with own.scope():
+    m = build()
+found["own"] = fit(m, [scale], batch_size=2)
+result(found)
+"""
+
+OTHERS = """
+strategy = kerasdist.RingStrategy(timeout=60)
+with strategy.scope():
+    m = build()
+kept = keras.callbacks.BackupAndRestore(folder + "/others", delete_checkpoint=False)
+scale = ScaleLearningRate(warmup_epochs=5)
+result(fit(m, [scale, kept], batch_size=6, epochs=6))
+"""
+
+
+def test_ring_and_another_number_of_workers(tmp_path):
+    script = COMMON + f"BODY = {BODY!r}\n" + RING
+    env = {"FOLDER": str(tmp_path)}
+    with Workers(script, 2, env=env, deadline=120) as job:
+        finished = job.succeed()
+    for each in finished:
+        found = each.result
+        check_strategy(found, 2.0)
+        check(found["resumed"], expected(12, warmup=12, first=6))
+        assert found["differ"].startswith(
+            "`ScaleLearningRate` must be given the same arguments and data on all ranks"
+        )
+        # Batches of 2 rows from each of two workers.
+        check(found["own"], expected(36, factor=2, warmup=18))
+    lines = [line for line in finished[0].output.splitlines() if " x " in line]
+    assert lines[0] == (
+        "kerasdist: learning rate 0.125 x 2 (rule 'linear', 2 replica(s)) = 0.25, "
+        "9 step(s) of warm-up"
+    )
+    assert "kerasdist: learning rate" not in finished[1].output
+    # Three epochs have passed, of 6 steps each; now it's 4 steps. The base rate is
+    # what it was, the target that of 3 workers.
+    with Workers(COMMON + OTHERS, 3, env=env, deadline=60) as job:
+        finished = job.succeed()
+    for each in finished:
+        check(each.result, expected(12, factor=3, warmup=20, first=12))
+    assert "20 step(s) of warm-up, 12 of them behind" in finished[0].output
+
+
+def test_parameter_servers_in_step():
+    script = COMMON + f"BODY = {BODY!r}\n"
+    script += 'strategy = kerasdist.ParameterServerStrategy("sync", timeout=60)\n'
+    script += "OPTIONS = {}\nexec(BODY)\nresult(found)\n"
+    with Workers(script, 2, servers=1, deadline=90) as job:
+        finished = job.succeed()
+    for each in finished[:2]:
+        check_strategy(each.result, 2.0)
+
+
+ASYNC = """
+strategy = kerasdist.ParameterServerStrategy("async", timeout=60)
+from kerasdist._keras.rates import steps_of
+steps = []
+class Steps(keras.callbacks.Callback):
+    def on_train_batch_begin(self, batch, logs=None):
+        steps.append(int(steps_of(self.model.optimizer)))
+with strategy.scope():
+    m = build()
+plain = fit(m, [ScaleLearningRate()])
+with strategy.scope():
+    m = build()
+found = fit(m, [ScaleLearningRate(warmup_epochs=1.5, base_batch_size=2), Steps()])
+result([plain, found, steps, float(m.get_weights()[0][0, 0])])
+"""
+
+
+def test_asynchronous_workers():
+    """Each step is one worker's; the warm-up counts the steps of all."""
+    with Workers(COMMON + ASYNC, 2, servers=1, deadline=90) as job:
+        finished = job.succeed()[:2]
+    results = [each.result for each in finished]
+    taken = 0
+    for plain, found, steps, _ in results:
+        np.testing.assert_allclose(plain[1], [0.125] * len(plain[1]))
+        assert len(steps) == len(found[1])
+        taken += len(steps)
+        by_hand = [expected(1, first=step)[0] for step in steps]
+        np.testing.assert_allclose(found[1], by_hand, rtol=1e-6)
+    assert taken == 18
+    # The weights have sunk by all rates of all workers together.
+    total = sum(sum(found[1]) for _, found, _, _ in results)
+    for *_, weight in results:
+        assert weight == pytest.approx(-total, rel=1e-5)
