@@ -62,6 +62,7 @@ from kerasdist._keras.micro_batches import dividing
 from kerasdist._keras.placed_layers import (
     LayerFacts,
     LayerPlacer,
+    called_layer,
     device_of_variable,
 )
 from kerasdist._keras.step import gradients_are_reduced
@@ -72,6 +73,7 @@ __all__ = [
     "KerasHooks",
     "LayerFacts",
     "LayerPlacer",
+    "called_layer",
     "device_of_variable",
     "dividing",
     "gradients_are_reduced",
@@ -155,19 +157,35 @@ def install() -> None:
             ),
         ):
             setattr(owner, name, _around(getattr(owner, name), hook))
-        for owner, name, place in (
-            (layer_module.Layer, "__init__", placed_layers.init_layer),
+        placed: list[tuple[Any, str, Callable[..., Any]]] = [
+            (layer_module.Layer, "_initialize_tracker", placed_layers.init_layer),
             (layer_module.Layer, "__call__", placed_layers.call_layer),
             (tf_core.Variable, "__init__", placed_layers.init_variable),
             (tf_core.Variable, "_initialize", placed_layers.initialize_variable),
             # Where it's defined: Keras takes a `compile` that it finds elsewhere for a
             # user's own.
             (base_trainer.Trainer, "compile", placed_trainer.compile_model),
+            (
+                tf_optimizer.TFOptimizer,
+                "_all_reduce_sum_gradients",
+                placed_trainer.leave_gradients,
+            ),
+            (
+                base_optimizer.BaseOptimizer,
+                "_backend_reset_gradient_accumulators",
+                placed_trainer.reset_accumulators,
+            ),
+            (
+                tf_trainer.TFEpochIterator,
+                "__init__",
+                placed_trainer.init_epoch_iterator,
+            ),
             (model, "make_train_function", placed_trainer.make_function),
             (model, "make_test_function", placed_trainer.make_function),
             (model, "make_predict_function", placed_trainer.make_function),
             *((model, name, placed_trainer.name_the_lost) for name in _ENTRIES),
-        ):
+        ]
+        for owner, name, place in placed:
             setattr(owner, name, _around(getattr(owner, name), place))
         # Last, so that they are around the others.
         divided: Any = (

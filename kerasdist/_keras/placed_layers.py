@@ -16,6 +16,7 @@ __all__ = [
     "LayerFacts",
     "LayerPlacer",
     "call_layer",
+    "called_layer",
     "device_of_variable",
     "init_layer",
     "init_variable",
@@ -73,6 +74,17 @@ class LayerPlacer(Protocol):
             device: The device of that layer, or None.
         """
 
+    def recording(
+        self, kind: str, rows: int | None, optimizer: str
+    ) -> contextlib.AbstractContextManager[Any]:
+        """The first step of its kind runs inside.
+
+        Args:
+            kind: "train", "test" or "predict".
+            rows: Rows of a batch, if they are known.
+            optimizer: The name of the model's optimizer.
+        """
+
     def check(self, layers: Iterable[LayerFacts]) -> None:
         """A model is about to be used, of which these are all layers.
 
@@ -111,19 +123,26 @@ def placer_of(strategy: Any) -> LayerPlacer | None:
     return placer
 
 
+def called_layer() -> str | None:
+    """The path of the layer that is being called in this thread; None if none is."""
+    return _calls.stack[-1][0][-1] if _calls.stack else None
+
+
 def device_of_variable() -> str | None:
     """Where the variable goes that Keras is making in this thread; None if none."""
     return _calls.device
 
 
-def init_layer(
-    original: Callable[..., Any], layer: Any, *args: Any, **kwargs: Any
-) -> None:
-    """In place of `Layer.__init__`: a layer that is made in a stage belongs there."""
+def init_layer(original: Callable[..., Any], layer: Any) -> None:
+    """In place of `Layer._initialize_tracker`, which `Layer.__init__` calls.
+
+    A layer that is made in a stage belongs there. Not in place of `Layer.__init__`,
+    whose arguments Keras looks at.
+    """
     placer = placer_of(tf.distribute.get_strategy())
     if placer is not None and placer.stage is not None:
-        _stages[layer] = placer.stage
-    original(layer, *args, **kwargs)
+        _stages.setdefault(layer, placer.stage)
+    original(layer)
 
 
 def call_layer(

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import functools
+import threading
 import warnings
 from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
 
-from kerasdist._keras.placed_layers import placer_of, prepare
+from kerasdist._keras.placed_layers import LayerPlacer, placer_of, prepare
 
-__all__ = ["compile_model", "make_function", "name_the_lost"]
+__all__ = [
+    "compile_model",
+    "init_epoch_iterator",
+    "leave_gradients",
+    "make_function",
+    "name_the_lost",
+    "reset_accumulators",
+]
 
 
 def compile_model(
@@ -34,11 +43,63 @@ def make_function(
 ) -> Any:
     """In place of `make_train_function` and its like, called before the first step."""
     placer = placer_of(trainer.distribute_strategy)
-    if placer is not None:
-        _check(trainer)
-        with trainer.distribute_strategy.scope():
-            prepare(trainer, placer)
-    return original(trainer, *args, **kwargs)
+    if placer is None:
+        return original(trainer, *args, **kwargs)
+    _check(trainer)
+    with trainer.distribute_strategy.scope():
+        prepare(trainer, placer)
+    original(trainer, *args, **kwargs)
+    for kind in ("train", "test", "predict"):
+        function = getattr(trainer, f"{kind}_function")
+        if function is not None and not hasattr(function, "kerasdist_placed"):
+            recorded = _record_first(placer, trainer, kind, function)
+            setattr(trainer, f"{kind}_function", recorded)
+    return getattr(trainer, f"{_KINDS[original.__name__]}_function")
+
+
+def init_epoch_iterator(
+    original: Callable[..., Any], iterator: Any, *args: Any, **kwargs: Any
+) -> None:
+    """In place of `TFEpochIterator.__init__`: how many rows the next steps have."""
+    original(iterator, *args, **kwargs)
+    if placer_of(iterator._distribute_strategy) is not None:
+        _next.rows = iterator.data_adapter.batch_size
+
+
+_KINDS = {
+    "make_train_function": "train",
+    "make_test_function": "test",
+    "make_predict_function": "predict",
+}
+
+
+class _Next(threading.local):
+    """Rows of a batch of the loop that this thread is about to run, if known."""
+
+    rows: int | None = None
+
+
+_next = _Next()
+
+
+def _record_first(
+    placer: LayerPlacer, trainer: Any, kind: str, function: Callable[..., Any]
+) -> Callable[..., Any]:
+    """The same function, whose first call is looked at."""
+    first = not trainer.run_eagerly
+    name = getattr(trainer.optimizer, "name", "")
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        nonlocal first
+        if not first:
+            return function(*args, **kwargs)
+        first = False
+        with placer.recording(kind, _next.rows, name):
+            return function(*args, **kwargs)
+
+    call.kerasdist_placed = True  # type: ignore[attr-defined]
+    return call
 
 
 def name_the_lost(
@@ -53,6 +114,29 @@ def name_the_lost(
         if failure is None:
             raise
         raise failure from error
+
+
+def leave_gradients(
+    original: Callable[..., Any], optimizer: Any, grads_and_vars: Any
+) -> Any:
+    """In place of `_all_reduce_sum_gradients`: there's nothing to reduce.
+
+    TensorFlow would lead all gradients through one operation, on one device.
+    """
+    if placer_of(tf.distribute.get_strategy()) is None:
+        return original(optimizer, grads_and_vars)
+    return grads_and_vars
+
+
+def reset_accumulators(original: Callable[..., Any], optimizer: Any) -> None:
+    """In place of `_backend_reset_gradient_accumulators`: zeros are made in place."""
+    if placer_of(tf.distribute.get_strategy()) is None:
+        original(optimizer)
+        return
+    for accumulator in optimizer._accumulated_gradients:
+        if accumulator is not None:
+            with tf.device(accumulator.value.device):
+                accumulator.assign(tf.zeros(accumulator.shape, accumulator.value.dtype))
 
 
 def _check(trainer: Any) -> None:

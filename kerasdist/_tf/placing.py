@@ -16,6 +16,7 @@ hands on untouched as text. So `place_gradients` lets the device travel in it:
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
@@ -37,6 +38,7 @@ __all__ = [
     "on_device",
     "place_gradients",
     "replica_of",
+    "source_device",
     "update_on",
 ]
 
@@ -75,6 +77,43 @@ def update_on(device: str) -> AbstractContextManager[Any]:
 def replica_of(strategy: Any) -> AbstractContextManager[Any]:
     """Be in the only replica of a strategy with a `OneDeviceExtended`."""
     return _OneDeviceReplicaContext(strategy)
+
+
+def source_device(tensor: Any) -> str:
+    """The device of a tensor of a graph, as far as it's known; else empty.
+
+    What is read from a variable is where the variable is.
+    """
+    op = tensor.op
+    if op.device:
+        return str(op.device)
+    if op.type == "Placeholder":
+        outer = _captured(tensor)
+        if outer is None:
+            return ""
+        if isinstance(outer, ops.EagerTensor):
+            return str(outer.device)
+        return source_device(outer)
+    if calls_functions(op):
+        return ""
+    resources = [source for source in op.inputs if source.dtype == tf.resource]
+    return source_device(resources[0]) if resources else ""
+
+
+def _captured(placeholder: Any) -> Any:
+    """What a placeholder stands for in a function's graph; None for an argument."""
+    graph = placeholder.graph
+    captures = getattr(graph, "captures", ())
+    found, count = _outer.get(graph, ({}, 0))
+    if count != len(captures):
+        found = {id(inner): outer for outer, inner in captures}
+        _outer[graph] = found, len(captures)
+    return found.get(id(placeholder))
+
+
+_outer: weakref.WeakKeyDictionary[Any, tuple[dict[int, Any], int]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 def calls_functions(op: Any) -> bool:

@@ -17,6 +17,7 @@ from kerasdist.strategies.devices import known_devices, resolve_devices
 from kerasdist.strategies.micro_batches import check_micro_batches
 from kerasdist.strategies.placed import PlacedExtended
 from kerasdist.strategies.placed_ops import Placer
+from kerasdist.strategies.placement_report import PlacementReport
 from kerasdist.strategies.remote_devices import come_together
 from kerasdist.transport import Timeouts
 
@@ -170,6 +171,18 @@ class ModelParallelStrategy(tf.distribute.Strategy):
                 "it in the strategy's `devices=`."
             )
         return placer.staging(name)
+
+    def placement_report(self) -> PlacementReport:
+        """Tell what really ran where in the first step of each kind.
+
+        Printed as a table: for each layer how many operations of its forward and
+        backward pass ran on which device, and how many bytes are moved from one device
+        to another in each step. That's what TensorFlow's runtime made of the step, not
+        what the placement says; small operations that it has merged or moved in order
+        to run faster are where it has them. Of steps by `fit`, `evaluate`, `predict`
+        and `*_on_batch`, of the model that ran last.
+        """
+        return PlacementReport(steps=dict(self.extended.layer_placer.steps))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ModelParallelStrategy:
         # Keras copies models' attributes; there is one strategy all the same.

@@ -9,9 +9,11 @@ from typing import Any
 
 import tensorflow as tf
 
-from kerasdist._keras import LayerFacts
+from kerasdist._keras import LayerFacts, called_layer
 from kerasdist._tf import placing
+from kerasdist._tf.run_graphs import ran_graphs
 from kerasdist.placement.patterns import Patterns
+from kerasdist.strategies.placement_report import Names, StepPlaces, places_of
 
 __all__ = ["Placer"]
 
@@ -37,6 +39,9 @@ class Placer:
         patterns: From layer paths to devices.
         devices: Canonical names of all devices; the first one is for what nothing is
             said of.
+
+    Attributes:
+        steps: What ran where, by kind of step.
     """
 
     def __init__(self, patterns: Patterns, devices: Sequence[str]) -> None:
@@ -44,6 +49,9 @@ class Placer:
         self.devices = tuple(devices)
         self._stages = _Stages()
         self._known: set[str] = set()
+        self._names = Names()
+        self._traced: dict[int, Any] = {}
+        self.steps: dict[str, StepPlaces] = {}
 
     @property
     def stage(self) -> str | None:
@@ -113,6 +121,31 @@ class Placer:
                 "all models of a strategy before the first is trained."
             )
 
+    @contextlib.contextmanager
+    def recording(self, kind: str, rows: int | None, optimizer: str) -> Iterator[None]:
+        """See `LayerPlacer`."""
+        self._names.optimizers.add(optimizer)
+        self._traced = {}
+        with ran_graphs() as graphs:
+            yield
+        for op in (op for g in self._traced.values() for op in g.get_operations()):
+            self._names.shapes[op.name] = tuple(
+                None if output.shape.rank is None else tuple(output.shape)
+                for output in op.outputs
+            )
+        self._traced = {}
+        if graphs:
+            # Beside the step there are small ones, of data and of single operations.
+            step = max(graphs, key=len)
+            self.steps[kind] = places_of(step, self._names, rows)
+
+    def _note(self, op: Any) -> None:
+        layer = called_layer()
+        if layer is not None:
+            self._names.layers.setdefault(op.name.rpartition("/")[0], layer)
+        # Some shapes are known only when the operation is finished.
+        self._traced[id(op.graph)] = op.graph
+
     def choose(self, top: Any) -> Any:
         """A function that says where an operation of a step goes.
 
@@ -122,6 +155,7 @@ class Placer:
         """
 
         def device_of(op: Any) -> str:
+            self._note(op)
             given = str(op.device)
             resource = any(t.dtype == tf.resource for t in op.inputs)
             if resource and not placing.calls_functions(op):
@@ -142,12 +176,12 @@ def _largest(inputs: Iterable[Any]) -> str:
     """The device of the largest input that is on one, or empty."""
     largest, found = -1, ""
     for tensor in inputs:
-        device = tensor.op.device
+        device = placing.source_device(tensor)
         if not device:
             continue
         size = max(1, tensor.dtype.size)
         for dimension in tensor.shape if tensor.shape.rank is not None else ():
             size *= _UNKNOWN_DIMENSION if dimension is None else dimension
         if size > largest:
-            largest, found = size, str(device)
+            largest, found = size, device
     return found

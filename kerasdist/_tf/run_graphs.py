@@ -1,0 +1,81 @@
+"""What ran where: the graphs of functions as the runtime has divided them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.python.eager import context
+
+__all__ = ["RunNode", "ran_graphs"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunNode:
+    """One operation of a function, after the runtime has optimized and divided it.
+
+    Attributes:
+        name: Its name in the function.
+        op: Its kind.
+        device: Where it runs: a full name.
+        inputs: Names of the operations that its inputs come from.
+        target: Of a `_Send` to another device: which; else None.
+        item_size: Bytes of one element of what is sent; 0 of anything else.
+        output: Which output of its first input it takes.
+        shapes: Of what sends what an operation with known shapes has made: those, with
+            None for an unknown dimension.
+    """
+
+    name: str
+    op: str
+    device: str
+    inputs: tuple[str, ...]
+    target: str | None
+    item_size: int
+    output: int
+    shapes: tuple[tuple[int | None, ...] | None, ...]
+
+
+@contextmanager
+def ran_graphs() -> Iterator[list[list[RunNode]]]:
+    """Collect the functions that run inside for the first time, one list each."""
+    found: list[list[RunNode]] = []
+    metadata = None
+    context.enable_run_metadata()
+    context.export_run_metadata()  # what ran before isn't asked for
+    try:
+        yield found
+    finally:
+        metadata = context.export_run_metadata()
+        context.disable_run_metadata()
+        for function in metadata.function_graphs:
+            nodes = [node for graph in function.partition_graphs for node in graph.node]
+            made = {node.name: node for node in nodes if "output_shapes" in node.attr}
+            found.append([_node(node, made) for node in nodes])
+
+
+def _node(node: Any, made: dict[str, Any]) -> RunNode:
+    sends = node.op == "_Send" and "recv_device" in node.attr
+    source = node.input[0] if node.input else ""
+    _, _, output = source.partition(":")
+    target = node.attr["recv_device"].s.decode() if sends else None
+    maker = made.get(source.partition(":")[0]) if sends else None
+    shapes = maker.attr["output_shapes"].list.shape if maker is not None else ()
+    return RunNode(
+        name=node.name,
+        op=node.op,
+        device=node.device,
+        inputs=tuple(name.partition(":")[0] for name in node.input if name[:1] != "^"),
+        target=None if target == node.device else target,
+        item_size=tf.dtypes.as_dtype(node.attr["T"].type).size if sends else 0,
+        output=int(output) if output.isdigit() else 0,
+        shapes=tuple(
+            None
+            if shape.unknown_rank
+            else tuple(None if dim.size < 0 else dim.size for dim in shape.dim)
+            for shape in shapes
+        ),
+    )

@@ -1,0 +1,571 @@
+"""Kinds of models that a placement must not change, and what is checked of them.
+
+A layer's name begins with the number of the stage that it belongs to: "on1_dense". So
+the names of operations tell where each should be, and only the runtime's metadata tell
+where it was: `misplaced` compares the two. `numbers` trains, evaluates and predicts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+from keras import layers, ops
+
+__all__ = [
+    "ZOO",
+    "Kind",
+    "misplaced",
+    "misplaced_variables",
+    "moved_into_updates",
+    "numbers",
+    "placement",
+    "run_metadata",
+]
+
+ROWS = 10
+BATCH = 4  # the last batch has 2 rows
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Kind:
+    """One kind of model.
+
+    Attributes:
+        build: Makes the model, given a function that enters a stage by its number.
+        data: Arguments of `fit`, without numbers of epochs and rows.
+        compile: Arguments of `compile`; called in the scope.
+        by_rows: Whether a batch's gradient is the mean of its rows' gradients: not if
+            rows are normalized together, or numbers are drawn per batch.
+        staged: Whether stages place it, instead of patterns.
+        exact: Whether its numbers are the same bits wherever it is. Where operations
+            of one layer and the next are on one device, the runtime may fuse them.
+    """
+
+    build: Callable[[Callable[[int], Any]], Any]
+    data: Callable[[], dict[str, Any]]
+    compile: Callable[[], dict[str, Any]]
+    by_rows: bool = True
+    staged: bool = False
+    exact: bool = True
+
+
+def placement(kind: Kind, devices: list[str]) -> dict[str, str]:
+    """The placement of a kind of model on some devices."""
+    if kind.staged:
+        return {}
+    return {f"on{i}_[^/]*": devices[min(i, len(devices) - 1)] for i in range(3)}
+
+
+def numbers(
+    kind: Kind, scope: Callable[[], Any], stage: Callable[[int], Any]
+) -> dict[str, Any]:
+    """Train, evaluate and predict; all numbers that came out, and the model."""
+    keras.backend.clear_session()
+    keras.utils.set_random_seed(7)
+    with scope():
+        model = kind.build(stage)
+        model.compile(**kind.compile())
+    data = kind.data()
+    x = data["x"]
+    fitted = model.fit(**data, batch_size=BATCH, epochs=2, verbose=0, shuffle=False)
+    found = {f"history {k}": np.asarray(v) for k, v in fitted.history.items()}
+    evaluated = model.evaluate(**data, batch_size=BATCH, verbose=0, return_dict=True)
+    found |= {f"evaluate {k}": np.asarray(v) for k, v in evaluated.items()}
+    predicted = model.predict(x, batch_size=BATCH, verbose=0)
+    for i, part in enumerate(tf.nest.flatten(predicted)):
+        found[f"predict {i}"] = np.asarray(part)
+    variables = [*model.variables, *model.optimizer.variables]
+    for i, variable in enumerate(variables):
+        found[f"{i} {variable.path}"] = np.asarray(variable.value)
+    return {"model": model, **found}
+
+
+# Where operations were.
+
+# They compute nothing, or are moved and merged by the runtime as it likes.
+_LIGHT = {
+    "_Arg",
+    "_DeviceArg",
+    "_DeviceRetval",
+    "_HostRecv",
+    "_HostSend",
+    "_Recv",
+    "_Retval",
+    "_Send",
+    "Const",
+    "ConcatOffset",
+    "Enter",
+    "Exit",
+    "Identity",
+    "LoopCond",
+    "Merge",
+    "NextIteration",
+    "NoOp",
+    "Switch",
+}
+
+
+@contextlib.contextmanager
+def run_metadata() -> Iterator[list[Any]]:
+    """Collect the graphs of all functions that run inside, as they ran.
+
+    The strategy's own reports get nothing meanwhile: TensorFlow collects them once.
+    """
+    from tensorflow.python.eager import context
+
+    from kerasdist.strategies import placed_ops
+
+    found: list[Any] = []
+    own = placed_ops.ran_graphs
+    placed_ops.ran_graphs = lambda: contextlib.nullcontext([])
+    context.enable_run_metadata()
+    context.export_run_metadata()  # what ran before
+    try:
+        yield found
+        graphs = context.export_run_metadata().function_graphs
+        found.extend(graph for f in graphs for graph in f.partition_graphs)
+    finally:
+        placed_ops.ran_graphs = own
+        context.disable_run_metadata()
+
+
+def misplaced(graphs: list[Any], devices: list[str]) -> tuple[int, list[str]]:
+    """Operations that weren't where their layer belongs.
+
+    And the number of those of the backward pass that were looked at.
+    """
+    count, wrong = 0, []
+    for node in (node for graph in graphs for node in graph.node):
+        if node.op in _LIGHT:
+            continue
+        expected = _expected(node.name, devices)
+        if expected is None:
+            continue
+        count += "gradient_tape/" in node.name
+        if not node.device.endswith(f"device:{expected}"):
+            wrong.append(f"{node.op} {node.name} on {node.device[-5:]}")
+    return count, wrong
+
+
+def misplaced_variables(model: Any, devices: list[str]) -> list[str]:
+    """Variables, also the optimizer's, that aren't where their layer belongs."""
+    return [
+        f"{variable.path} on {variable.value.device[-5:]}"
+        for variable in [*model.variables, *model.optimizer.variables]
+        if (expected := _expected(variable.path, devices)) is not None
+        and not variable.value.device.endswith(f"device:{expected}")
+    ]
+
+
+def _expected(name: str, devices: list[str]) -> str | None:
+    stages = re.findall(r"(?:^|[/_])on(\d)_", name)
+    return devices[min(int(stages[-1]), len(devices) - 1)] if stages else None
+
+
+def moved_into_updates(graphs: list[Any]) -> list[str]:
+    """Optimizer updates whose new value was computed on another device."""
+    wrong = []
+    for graph in graphs:
+        nodes = {node.name: node for node in graph.node}
+        for node in graph.node:
+            if not re.search(r"(^|/)(adam|adamw|sgd)\w*/", node.name):
+                continue
+            if not node.op.startswith(("Assign", "ResourceApply", "ResourceScatter")):
+                continue
+            for name in node.input[1:]:
+                source = nodes.get(name.partition(":")[0])
+                if source is not None and source.op == "_Recv":
+                    wrong.append(f"{node.op} {node.name} <- {source.name}")
+    return wrong
+
+
+# The models.
+
+
+def _rows(*shape: int, seed: int = 0) -> np.ndarray:
+    return np.random.RandomState(seed).normal(size=(ROWS, *shape)).astype("float32")
+
+
+def _words(length: int, most: int) -> np.ndarray:
+    return np.random.RandomState(3).randint(0, most, size=(ROWS, length))
+
+
+def _plain_data() -> dict[str, Any]:
+    return {"x": _rows(6), "y": _rows(3, seed=1)}
+
+
+def _sequence_data() -> dict[str, Any]:
+    return {"x": _rows(5, 4), "y": _rows(3, seed=1)}
+
+
+def _word_data() -> dict[str, Any]:
+    return {"x": _words(5, 11), "y": _rows(3, seed=1)}
+
+
+def _image_data() -> dict[str, Any]:
+    return {"x": _rows(6, 6, 2), "y": np.arange(ROWS) % 3}
+
+
+def _simple() -> dict[str, Any]:
+    return {"optimizer": keras.optimizers.SGD(0.05), "loss": "mse"}
+
+
+def _adam() -> dict[str, Any]:
+    return {"optimizer": keras.optimizers.Adam(0.01), "loss": "mse", "metrics": ["mae"]}
+
+
+def _classes() -> dict[str, Any]:
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    optimizer = keras.optimizers.SGD(0.05, momentum=0.9)
+    return {"optimizer": optimizer, "loss": loss, "metrics": ["accuracy"]}
+
+
+def _everything() -> dict[str, Any]:
+    return {
+        "optimizer": keras.optimizers.AdamW(
+            0.01,
+            weight_decay=0.02,
+            global_clipnorm=0.5,
+            use_ema=True,
+            ema_overwrite_frequency=2,
+            gradient_accumulation_steps=2,
+        ),
+        "loss": "mse",
+    }
+
+
+def _sequential(stage: Any) -> Any:
+    del stage
+    return keras.Sequential(
+        [
+            layers.Dense(8, name="on0_dense"),  # without activation: BiasAddGrad
+            layers.Dropout(0.3, name="on1_dropout"),
+            layers.Dense(8, activation="relu", name="on1_dense"),
+            layers.BatchNormalization(name="on2_norm"),
+            layers.Dense(3, name="on2_dense"),
+        ]
+    )
+
+
+def _skip(stage: Any) -> Any:
+    del stage
+    x = keras.Input((6,))
+    a = layers.Dense(8, activation="tanh", name="on0_a")(x)
+    b = layers.Dense(8, name="on1_b")(a)
+    c = layers.Dense(8, name="on2_c")(layers.Add(name="on1_add")([a, b]))
+    return keras.Model(x, layers.Dense(3, name="on2_d")(ops.tanh(a * 0.5 + c)))
+
+
+class Scaled(layers.Layer):
+    """Weights of its own around those of layers inside."""
+
+    def __init__(self, name: str, inner: list[Any]) -> None:
+        super().__init__(name=name)
+        self.inner = inner
+
+    def build(self, shape: Any) -> None:
+        self.scale = self.add_weight(shape=(shape[-1],), initializer="ones")
+        self.built = True
+
+    def call(self, x: Any) -> Any:
+        x = x * self.scale
+        for layer in self.inner:
+            x = layer(x)
+        return x
+
+
+class Subclassed(keras.Model):
+    """Built at its first call, with layers in layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = Scaled(
+            "on0_block",
+            [layers.Dense(8, name="inner"), layers.Dense(8, name="on1_guest")],
+        )
+        self.second = Scaled("on1_block", [layers.Dense(8, name="inner")])
+        self.out = layers.Dense(3, name="on2_out")
+
+    def call(self, x: Any) -> Any:
+        x = self.first(x)
+        return self.out(x + self.second(tf.nn.relu(x)))
+
+
+def _shared(stage: Any) -> Any:
+    del stage
+    x = keras.Input((6,))
+    twice = layers.Dense(6, activation="tanh", name="on1_twice")
+    middle = layers.Dense(6, name="on0_middle")(twice(x))
+    return keras.Model(x, layers.Dense(3, name="on2_out")(twice(middle)))
+
+
+def _recurrent(stage: Any) -> Any:
+    del stage
+    return keras.Sequential(
+        [
+            layers.LSTM(4, return_sequences=True, name="on0_lstm"),
+            layers.GRU(4, name="on1_gru"),
+            layers.Dense(3, name="on2_out"),
+        ]
+    )
+
+
+def _bidirectional(stage: Any) -> Any:
+    del stage
+    return keras.Sequential(
+        [
+            layers.Embedding(11, 4, mask_zero=True, name="on0_words"),
+            layers.Bidirectional(layers.LSTM(3), name="on1_both"),
+            layers.Dense(3, name="on2_out"),
+        ]
+    )
+
+
+class Controlled(layers.Layer):
+    """A condition and a loop, both with weights inside."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name=name)
+        self.dense = layers.Dense(6, name="dense")
+
+    def build(self, shape: Any) -> None:
+        self.dense.build(shape)
+        self.built = True
+
+    def call(self, x: Any) -> Any:
+        x = tf.cond(tf.reduce_sum(x) > 0, lambda: self.dense(x), lambda: x * 0.5)
+        return tf.while_loop(
+            lambda i, _: i < 3,
+            lambda i, h: (i + 1, tf.tanh(tf.matmul(h, self.dense.kernel))),
+            (tf.constant(0), x),
+            shape_invariants=(tf.TensorShape([]), tf.TensorShape([None, 6])),
+        )[1]
+
+
+def _control_flow(stage: Any) -> Any:
+    del stage
+    return keras.Sequential(
+        [
+            layers.Dense(6, name="on0_in"),
+            Controlled("on1_controlled"),
+            layers.Dense(3, name="on2_out"),
+        ]
+    )
+
+
+@tf.function
+def _affine(x: Any, kernel: Any) -> Any:
+    return tf.nn.softplus(tf.matmul(x, kernel))
+
+
+class Functioned(layers.Layer):
+    """Calls a `tf.function` that other layers call, too, and has one of its own."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name=name)
+
+    def build(self, shape: Any) -> None:
+        self.kernel = self.add_weight(shape=(shape[-1], 6))
+        self.built = True
+
+    @tf.function
+    def call(self, x: Any) -> Any:
+        return tf.sin(_affine(x, self.kernel.value))
+
+
+def _functions(stage: Any) -> Any:
+    del stage
+    return keras.Sequential(
+        [
+            Functioned(name="on0_f"),
+            Functioned(name="on1_f"),
+            layers.Dense(3, name="on2_out"),
+        ]
+    )
+
+
+def _attention(stage: Any) -> Any:
+    del stage
+    x = keras.Input((5,), dtype="int32")
+    h = layers.Embedding(11, 4, name="on0_words")(x)
+    attended = layers.MultiHeadAttention(2, 2, name="on1_attention")(h, h)
+    h = layers.LayerNormalization(name="on1_norm")(h + attended)
+    h = layers.GlobalAveragePooling1D(name="on2_pool")(h)
+    return keras.Model(x, layers.Dense(3, name="on2_out")(h))
+
+
+def _convolution(stage: Any) -> Any:
+    del stage
+    return keras.Sequential(
+        [
+            layers.Conv2D(4, 3, padding="same", name="on0_conv"),
+            layers.BatchNormalization(name="on0_norm"),
+            layers.ReLU(name="on0_relu"),
+            layers.SeparableConv2D(4, 3, name="on1_separable"),
+            layers.MaxPooling2D(name="on1_pool"),
+            layers.Flatten(name="on2_flat"),
+            layers.Dense(3, name="on2_out"),
+        ]
+    )
+
+
+def _functional(name: str, inner: str, width: int) -> Any:
+    x = keras.Input((6,))
+    h = layers.Dense(6, activation="tanh", name=f"{inner}_a")(x)
+    return keras.Model(x, layers.Dense(width, name=f"{inner}_b")(h), name=name)
+
+
+def _nested(stage: Any) -> Any:
+    """Sub-models that were built by themselves, with the same names inside."""
+    del stage
+    x = keras.Input((6,))
+    h = _functional("on0_encoder", "dense", 6)(x)
+    dropped = layers.Dropout(0.2, name="on1_dropout")(h)
+    decoder = keras.Sequential(
+        [
+            keras.Input((6,)),
+            layers.Dropout(0.2, name="drop"),
+            layers.Dense(6, name="dense_a"),
+        ],
+        name="on1_decoder",
+    )
+    return keras.Model(x, _functional("on2_head", "dense", 3)(decoder(dropped)))
+
+
+def _staged(stage: Any) -> Any:
+    with stage(0):
+        encoder = _functional("on0_encoder", "on0_dense", 6)
+    with stage(1):
+        middle = layers.Dense(6, name="on1_dense")
+        drop = layers.Dropout(0.2, name="on1_dropout")
+    with stage(2):
+        head = keras.Sequential(
+            [
+                layers.Dense(6, activation="relu", name="on2_a"),
+                layers.Dense(3, name="on2_b"),
+            ],
+            name="on2_head",
+        )
+    return keras.Sequential([encoder, middle, drop, head])
+
+
+def _deep(stage: Any) -> Any:
+    del stage
+    return keras.Sequential(
+        [
+            layers.Dense(8, activation="tanh", name="on0_a"),
+            layers.Dense(8, activation="tanh", name="on1_b"),
+            layers.Dense(3, name="on2_c"),
+        ]
+    )
+
+
+def _half(stage: Any) -> Any:
+    del stage
+    policy = "mixed_float16"
+    return keras.Sequential(
+        [
+            layers.Dense(8, name="on0_a", dtype=policy),
+            layers.Dense(8, activation="relu", name="on1_b", dtype=policy),
+            layers.Dense(3, name="on2_c", dtype="float32"),
+        ]
+    )
+
+
+def _scaled_loss() -> dict[str, Any]:
+    inner = keras.optimizers.Adam(0.01)
+    return {"optimizer": keras.optimizers.LossScaleOptimizer(inner), "loss": "mse"}
+
+
+class OwnStep(keras.Sequential):
+    """A model with a step of its own, which clips by hand."""
+
+    def train_step(self, data: Any) -> Any:
+        x, y = data
+        with tf.GradientTape() as tape:
+            predicted = self(x, training=True)
+            loss = self.compute_loss(x, y, predicted)
+        gradients = tape.gradient(loss, self.trainable_weights)
+        gradients, _ = tf.clip_by_global_norm(gradients, 0.3)
+        self.optimizer.apply_gradients(
+            zip(gradients, self.trainable_weights, strict=True)
+        )
+        return self.compute_metrics(x, y, predicted)
+
+
+def _own_step(stage: Any) -> Any:
+    return OwnStep(_deep(stage).layers)
+
+
+class Reversed(layers.Layer):
+    """A gradient of its own, and a loss of its own."""
+
+    def call(self, x: Any) -> Any:
+        @tf.custom_gradient
+        def through(value: Any) -> Any:
+            return value * 1.5, lambda gradient: tf.tanh(gradient) * -0.5
+
+        self.add_loss(1e-2 * ops.sum(ops.square(x)))
+        return through(x)
+
+
+def _many(stage: Any) -> Any:
+    del stage
+    a, b = keras.Input((6,), name="a"), keras.Input((4,), name="b")
+    h = layers.Dense(5, name="on0_a", kernel_regularizer="l2")(a)
+    k = Reversed(name="on1_reversed")(layers.Dense(5, name="on1_b")(b))
+    both = layers.Concatenate(name="on1_both")([h, k])
+    outputs = {
+        "first": layers.Dense(3, name="on2_first", activity_regularizer="l2")(both),
+        "second": layers.Dense(1, name="on0_second")(both),
+    }
+    return keras.Model({"a": a, "b": b}, outputs)
+
+
+def _many_data() -> dict[str, Any]:
+    return {
+        "x": {"a": _rows(6), "b": _rows(4, seed=5)},
+        "y": {"first": _rows(3, seed=1), "second": _rows(1, seed=2)},
+        "sample_weight": {
+            "first": np.linspace(0, 1, ROWS).astype("float32"),
+            "second": np.linspace(1, 2, ROWS).astype("float32"),
+        },
+    }
+
+
+def _several_steps() -> dict[str, Any]:
+    return {**_adam(), "steps_per_execution": 2}
+
+
+def _kind(build: Any, data: Any, compiled: Any, **more: Any) -> Kind:
+    return Kind(build=build, data=data, compile=compiled, **more)
+
+
+ZOO: dict[str, Kind] = {
+    "sequential": _kind(_sequential, _plain_data, _simple, by_rows=False),
+    "skip": _kind(_skip, _plain_data, _adam, exact=False),
+    "subclassed": _kind(lambda stage: Subclassed(), _plain_data, _adam),
+    "shared": _kind(_shared, _plain_data, _adam),
+    "recurrent": _kind(_recurrent, _sequence_data, _simple),
+    "bidirectional": _kind(_bidirectional, _word_data, _simple),
+    "control_flow": _kind(_control_flow, _plain_data, _simple, by_rows=False),
+    "functions": _kind(_functions, _plain_data, _simple),
+    "attention": _kind(_attention, _word_data, _adam),
+    "convolution": _kind(
+        _convolution, _image_data, _classes, by_rows=False, exact=False
+    ),
+    "nested": _kind(_nested, _plain_data, _adam, by_rows=False),
+    "staged": _kind(_staged, _plain_data, _adam, by_rows=False, staged=True),
+    "everything": _kind(_deep, _plain_data, _everything),
+    "half": _kind(_half, _plain_data, _scaled_loss),
+    "own_step": _kind(_own_step, _plain_data, _simple, exact=False),
+    "many": _kind(_many, _many_data, _simple),
+    "several_steps": _kind(_deep, _plain_data, _several_steps),
+}
