@@ -9,5 +9,6 @@ from __future__ import annotations
 
 from kerasdist.callbacks.broadcast_initial_state import BroadcastInitialState
 from kerasdist.callbacks.scale_learning_rate import ScaleLearningRate
+from kerasdist.callbacks.timeline import Timeline
 
-__all__ = ["BroadcastInitialState", "ScaleLearningRate"]
+__all__ = ["BroadcastInitialState", "ScaleLearningRate", "Timeline"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -88,6 +89,21 @@ else:
         ) as job:
             for finished in job.succeed():
                 assert expected in finished.result
+
+
+def test_callbacks(tmp_path):
+    trace = tmp_path / "trace.json"
+    script = EXAMPLES / "callbacks.py"
+    with Workers(script, 2, args=[str(trace)], deadline=120) as job:
+        chief, _ = job.succeed()
+    assert re.search(
+        r"^kerasdist: learning rate 0\.1 x 2 .* = 0\.2, ", chief.output, re.M
+    )
+    assert re.search(r"^kerasdist: all 2 workers hold the state", chief.output, re.M)
+    (found,) = re.findall(r"^accuracy (\S+)$", chief.output, re.M)
+    assert float(found) > 0.85
+    events = json.loads(trace.read_text())["traceEvents"]
+    assert {event["pid"] for event in events} == {0, 1}
 
 
 def test_a_table_of_words_on_servers():

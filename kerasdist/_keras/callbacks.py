@@ -204,7 +204,7 @@ def _count_all(callbacks: Any, steps: int) -> None:
 
 
 def _may_stop(callback: Any) -> bool:
-    if isinstance(callback, _NEVER_STOP):
+    if isinstance(callback, _NEVER_STOP) or getattr(callback, "never_stops", False):
         return False
     plain = keras.callbacks.Callback
     return (

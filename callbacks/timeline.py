@@ -1,0 +1,293 @@
+"""A trace of some steps on all ranks, see `Timeline`."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+
+from kerasdist._keras.hooks import hooks_of
+from kerasdist.callbacks.trace import Execution, Record, Span, trace
+from kerasdist.collectives import Communicator
+from kerasdist.collectives.offsets import clock_offset
+from kerasdist.transport.spans import now
+
+__all__ = ["Timeline"]
+
+# A rank keeps so many spans: a window of steps should be short.
+_MOST_SPANS = 200_000
+
+
+class Timeline(keras.callbacks.Callback):
+    """Writes what all workers did in some steps of `fit`, as one trace.
+
+    For each rank: the step and in it computing, exchanging gradients and updating; each
+    collective (a bucket of gradients) and in it packing, waiting for others, receiving
+    and reducing; sending. The chief writes one file of all ranks, in Chrome's trace
+    format: open it at https://ui.perfetto.dev, in `chrome://tracing`, or in another
+    viewer of that format, as TensorBoard's trace viewer is.
+
+    Times are those of rank 0's clock. How far the others' clocks are ahead is estimated
+    by meeting often, before and after the steps; how far that may be wrong is in the
+    file (`otherData`, `clock_error_us`) and in what the chief prints.
+
+    Outside of the steps nothing is recorded: all that's left is to compare two numbers
+    per step.
+
+    With `ParameterServerStrategy(mode="async")` each rank counts its own steps, and the
+    file is written at the end of the epoch in which all have taken them.
+
+    Args:
+        path: The file, `.json` or `.json.gz`; folders are made.
+        steps: The first step that is recorded, and the one after the last: numbers of
+            steps in this `fit`, from 0. With `steps_per_execution` whole executions.
+        verbose: Whether the chief prints a line when the file is written: 1 or 0.
+
+    Raises:
+        ValueError: `path` or `steps` is wrong.
+
+    Example:
+    ```python
+    timeline = kerasdist.callbacks.Timeline("trace.json", steps=(10, 20))
+    model.fit(x, y, callbacks=[timeline])
+    ```
+    """
+
+    # So that the ranks needn't ask each other after every step.
+    never_stops = True
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        steps: tuple[int, int] = (10, 20),
+        *,
+        verbose: int = 1,
+    ) -> None:
+        super().__init__()
+        self.path = Path(path)
+        faults = []
+        if not self.path.name.endswith((".json", ".json.gz")):
+            faults.append(f"path={str(path)!r}; expected a name in .json or .json.gz")
+        try:
+            first, stop = steps
+            right = first == int(first) >= 0 and stop == int(stop) > first
+        except (TypeError, ValueError):
+            right = False
+        if not right:
+            faults.append(
+                f"steps={steps!r}; expected two numbers, the first step and the one "
+                "after the last"
+            )
+        if faults:
+            raise ValueError(
+                "`Timeline` can't be made. Received: " + "; and ".join(faults) + "."
+            )
+        self.steps = int(first), int(stop)
+        self.verbose = verbose
+        self._taken = self._batch = self._begun = 0
+        self._done = True
+        self._log = _Log(None)
+        self._record: Record | None = None
+
+    # Keras calls these.
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Begin to count steps."""
+        self._log.unlisten()  # an earlier `fit` may have failed
+        self._taken = 0
+        self._done = False
+        self._record = None
+        strategy = self.model.distribute_strategy
+        self._log = _Log(getattr(strategy, "communicator", None))
+        if not self._in_step:
+            # Inside an epoch these workers don't meet.
+            self._open()
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        """Before an execution, of one step or several."""
+        self._batch = batch
+        if self._done or self._taken + self._per_execution <= self.steps[0]:
+            return
+        if self._taken >= self.steps[1]:
+            return
+        if self._record is None:
+            self._open()
+        self._log.listen()
+        self._begun = now()
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """After an execution; after the last one of the window the file is written."""
+        if self._done:
+            return
+        ended = now()
+        first, count = self._taken, batch - self._batch + 1
+        self._taken += count
+        if self._record is None or not self._log.listening:
+            return
+        self._record.executions.append(
+            Execution(first, count, self._begun, ended, self._log.before)
+        )
+        self._log.before = self._log.step
+        if self._taken >= self.steps[1]:
+            self._log.unlisten()
+            if self._in_step:
+                self._write()
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """What comes between two epochs isn't recorded."""
+        if self._done:
+            return
+        self._log.unlisten()
+        if not self._in_step and self._all(self._taken >= self.steps[1]):
+            self._write()
+
+    def on_train_end(self, logs: Any = None) -> None:
+        """If `fit` had fewer steps, the file has those that there were."""
+        if self._done:
+            return
+        self._log.unlisten()
+        if self._record is not None:
+            self._write()
+        elif self.verbose and self._is_chief:
+            print(
+                f"kerasdist: {self.path} isn't written: `fit` ended after "
+                f"{self._taken} step(s), before step {self.steps[0]}.",
+                flush=True,
+            )
+
+    # What they do.
+
+    @property
+    def _in_step(self) -> bool:
+        hooks = hooks_of(self.model.distribute_strategy)
+        return hooks is None or not hooks.deals
+
+    @property
+    def _is_chief(self) -> bool:
+        hooks = hooks_of(self.model.distribute_strategy)
+        return hooks is None or hooks.rank == 0
+
+    @property
+    def _per_execution(self) -> int:
+        return int(getattr(self.model, "steps_per_execution", 1) or 1)
+
+    def _all(self, flag: bool) -> bool:
+        hooks = hooks_of(self.model.distribute_strategy)
+        return flag if hooks is None else not hooks.any_of(not flag)
+
+    def _open(self) -> None:
+        """Begin the record; workers in step meet here."""
+        communicator = self._log.communicator
+        if communicator is None:
+            self._record = Record(0, "this worker", [(now(), 0, 0)])
+            return
+        here = communicator.peers[communicator.rank].address
+        self._record = Record(communicator.rank, here, [])
+        self._align()
+
+    def _align(self) -> None:
+        communicator, record = self._log.communicator, self._record
+        if communicator is None or record is None:
+            return
+        found = clock_offset(communicator)
+        if communicator.size == 1 and not self._in_step:
+            return  # it has come later, and is alone: its offset is known at the end
+        record.offsets.append((found.at, found.ahead, found.error))
+
+    def _write(self) -> None:
+        """Gather what all ranks have recorded; the chief writes the file."""
+        self._done = True
+        record, communicator = self._record, self._log.communicator
+        if record is None:
+            return
+        record.spans, record.dropped = self._log.spans, self._log.dropped
+        records = [record]
+        if communicator is not None:
+            self._align()
+            record.rank = communicator.rank
+            if not record.offsets:
+                record.offsets.append((now(), 0, 0))
+            text = gzip.compress(json.dumps(record.to_json()).encode(), 1)
+            every = communicator.all_gather(np.frombuffer(text, np.uint8))
+            if not self._is_chief:
+                return
+            records = [
+                Record.from_json(json.loads(gzip.decompress(part.tobytes())))
+                for part in every
+            ]
+        self._put(trace(records))
+        if self.verbose:
+            count = sum(len(each.spans) for each in records)
+            error = max(each.error for each in records) / 1000
+            print(
+                f"kerasdist: the timeline of {len(records)} rank(s) is in {self.path}: "
+                f"{len(record.executions)} call(s) of the training step, {count} "
+                f"span(s) of communication, clocks right to {error:.1f} us. Open it at "
+                "https://ui.perfetto.dev.",
+                flush=True,
+            )
+
+    def _put(self, found: dict[str, Any]) -> None:
+        """Write the file; whoever reads it meanwhile gets the one before."""
+        data = json.dumps(found, separators=(",", ":")).encode()
+        if self.path.suffix == ".gz":
+            data = gzip.compress(data)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        partial = self.path.with_name(f"{self.path.name}.{os.getpid()}.part")
+        partial.write_bytes(data)
+        partial.replace(self.path)
+
+
+class _Log:
+    """Keeps spans while it listens to a communicator, if there is one.
+
+    Attributes:
+        communicator: The communicator.
+        listening: Whether spans are kept.
+        spans: The spans.
+        dropped: How many more there were.
+        before: The communicator's number of steps when the present execution began.
+    """
+
+    def __init__(self, communicator: Communicator | None) -> None:
+        self.communicator = communicator
+        self.listening = False
+        self.spans: list[Span] = []
+        self.dropped = 0
+        self.before = 0
+
+    @property
+    def step(self) -> int:
+        """The communicator's number of steps."""
+        return 0 if self.communicator is None else self.communicator.step
+
+    def listen(self) -> None:
+        """Keep spans from now on."""
+        if self.listening:
+            return
+        self.listening = True
+        self.before = self.step
+        if self.communicator is not None:
+            self.communicator.listen(self)
+
+    def unlisten(self) -> None:
+        """Keep no more of them."""
+        if self.listening and self.communicator is not None:
+            self.communicator.unlisten(self)
+        self.listening = False
+
+    def add(
+        self, name: str, begin: int, end: int, size: int = 0, what: str = ""
+    ) -> None:
+        """See `Recorder.add`."""
+        if len(self.spans) >= _MOST_SPANS:
+            self.dropped += 1
+            return
+        thread = threading.get_ident()
+        self.spans.append(Span(name, begin, end, size, what, thread, self.step))

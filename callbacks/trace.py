@@ -1,0 +1,245 @@
+"""What all ranks have recorded, as one trace in Chrome's format.
+
+Pure functions of numbers; `callbacks.timeline` records and gathers. A rank is a process
+of the trace, and has these lanes ("threads"):
+
+    step        step ⊃ compute, exchange, update
+    collectives the collective, or exchange with servers, ⊃ pack, wait, receive, reduce
+    send        what goes out, while the worker waits and receives
+    server i    the same of connections to further parameter servers
+
+Times are microseconds on rank 0's clock since the first span.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from kerasdist.transport.spans import NAMES
+
+__all__ = ["Execution", "Record", "Span", "trace"]
+
+_STEP, _COLLECTIVES, _SEND, _SERVERS = 0, 1, 2, 3
+
+
+@dataclass(frozen=True)
+class Span:
+    """Something that a rank did, in nanoseconds of its clock.
+
+    Attributes:
+        name: What; see `kerasdist.transport.spans`.
+        begin: When it began.
+        end: When it ended.
+        size: Its bytes, 0 if unknown.
+        what: More of it, in words.
+        thread: Of which thread.
+        step: The number of the communicator's step.
+    """
+
+    name: str
+    begin: int
+    end: int
+    size: int = 0
+    what: str = ""
+    thread: int = 0
+    step: int = 0
+
+
+@dataclass(frozen=True)
+class Execution:
+    """One call of the function that takes steps.
+
+    Attributes:
+        first: Number of its first step in this `fit`.
+        steps: How many steps it takes.
+        begin: When it began, in nanoseconds.
+        end: When it ended.
+        before: The communicator's number of steps when it began.
+    """
+
+    first: int
+    steps: int
+    begin: int
+    end: int
+    before: int = 0
+
+
+@dataclass
+class Record:
+    """What one rank has recorded.
+
+    Attributes:
+        rank: Its rank.
+        host: How it's called.
+        offsets: How far its clock is ahead of rank 0's: two of (at, ahead, error), from
+            the begin and the end, see `collectives.offsets`.
+        executions: Its steps.
+        spans: What its communicator has told.
+        dropped: How many spans were too many to be kept.
+    """
+
+    rank: int
+    host: str
+    offsets: list[tuple[int, int, int]]
+    executions: list[Execution] = field(default_factory=list)
+    spans: list[Span] = field(default_factory=list)
+    dropped: int = 0
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain lists and numbers."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, found: dict[str, Any]) -> Record:
+        """The other way round."""
+        offsets = [(int(a), int(b), int(c)) for a, b, c in found["offsets"]]
+        return cls(
+            rank=int(found["rank"]),
+            host=str(found["host"]),
+            offsets=offsets,
+            executions=[Execution(**each) for each in found["executions"]],
+            spans=[Span(**each) for each in found["spans"]],
+            dropped=int(found["dropped"]),
+        )
+
+    def aligned(self, time: int) -> int:
+        """A time of this rank's clock as rank 0's clock would have it."""
+        (first, low, _), (last, high, _) = self.offsets[0], self.offsets[-1]
+        if last <= first:
+            return time - low
+        # Clocks drift apart evenly.
+        return time - low - (high - low) * (time - first) // (last - first)
+
+    @property
+    def error(self) -> int:
+        """How far an aligned time may be wrong, in nanoseconds."""
+        return max(error for _, _, error in self.offsets)
+
+
+def trace(records: Sequence[Record]) -> dict[str, Any]:
+    """Make the trace: an object to be written as JSON.
+
+    Args:
+        records: Of all ranks.
+    """
+    events: list[dict[str, Any]] = []
+    start = min((_begin(record) for record in records), default=0)
+    for record in records:
+        lanes: dict[int, str] = {}
+        spans = []
+        for lane, title, span in _lanes(record):
+            lanes[lane] = title
+            begin, end = record.aligned(span.begin), record.aligned(span.end)
+            spans.append((lane, begin - start, end - start, span))
+        events += _names(record, lanes)
+        # What contains others comes before them.
+        for lane, begin, end, span in sorted(
+            spans, key=lambda each: (each[0], each[1], -each[2])
+        ):
+            events.append(
+                {
+                    "name": span.name,
+                    "ph": "X",
+                    "pid": record.rank,
+                    "tid": lane,
+                    "ts": begin / 1000,
+                    "dur": (end - begin) / 1000,
+                    "cat": "step" if lane == _STEP else "communication",
+                    "args": _args(span),
+                }
+            )
+    return {
+        "traceEvents": events,
+        "displayTimeUnit": "ms",
+        "otherData": {
+            "made by": "kerasdist",
+            "clock": "rank 0's",
+            "clock_error_us": {
+                str(record.rank): record.error / 1000 for record in records
+            },
+            "spans_dropped": sum(record.dropped for record in records),
+        },
+    }
+
+
+def _begin(record: Record) -> int:
+    times = [each.begin for each in record.executions]
+    times += [each.begin for each in record.spans]
+    return record.aligned(min(times)) if times else 0
+
+
+def _names(record: Record, lanes: dict[int, str]) -> Iterator[dict[str, Any]]:
+    def meta(kind: str, lane: int, **args: Any) -> dict[str, Any]:
+        return {"name": kind, "ph": "M", "pid": record.rank, "tid": lane, "args": args}
+
+    yield meta("process_name", 0, name=f"rank {record.rank} ({record.host})")
+    yield meta("process_sort_index", 0, sort_index=record.rank)
+    for lane, title in sorted(lanes.items()):
+        yield meta("thread_name", lane, name=title)
+        yield meta("thread_sort_index", lane, sort_index=lane)
+
+
+def _args(span: Span) -> dict[str, Any]:
+    args: dict[str, Any] = {}
+    if span.size:
+        args["bytes"] = span.size
+    if span.what:
+        args["what"] = span.what
+    return args
+
+
+def _lanes(record: Record) -> Iterator[tuple[int, str, Span]]:
+    """Each span of a rank with its lane's number and name."""
+    for execution in record.executions:
+        for span in _parts(execution, record.spans):
+            yield _STEP, "step", span
+    # Collectives are done one after the other, by whichever threads TensorFlow has.
+    main = {span.thread for span in record.spans if span.name not in NAMES}
+    others: dict[int, int] = {}
+    for span in record.spans:
+        if span.thread in main and span.name != "send":
+            yield _COLLECTIVES, "collectives", span
+        elif span.thread in main:
+            yield _SEND, "send", span
+        else:
+            number = others.setdefault(span.thread, len(others))
+            yield _SERVERS + number, f"server {number + 1}", span
+
+
+def _parts(execution: Execution, spans: Sequence[Span]) -> Iterator[Span]:
+    """An execution as a span, and what it's made of, from where its collectives are."""
+    first, last = execution.first, execution.first + execution.steps - 1
+    name = f"step {first}" if first == last else f"steps {first} to {last}"
+    yield Span(name, execution.begin, execution.end)
+    exchanges: dict[int, tuple[int, int]] = {}
+    for span in spans:
+        inside = execution.begin <= span.begin and span.end <= execution.end
+        if not inside or span.name in NAMES:
+            continue
+        # Before the first bucket of a step others may exchange something.
+        if span.name != "push_pull" and span.step <= execution.before:
+            continue
+        begin, end = exchanges.get(span.step, (span.begin, span.end))
+        exchanges[span.step] = min(begin, span.begin), max(end, span.end)
+    end = execution.begin
+    pushes = any(span.name == "push_pull" for span in spans)
+    # Workers that share weights through servers update first, then exchange.
+    before, after = (
+        ("compute, update", "compute, update")
+        if pushes
+        else (
+            "compute",
+            "update",
+        )
+    )
+    between = before if pushes else "update, compute"
+    for number, step in enumerate(sorted(exchanges)):
+        begin, finished = exchanges[step]
+        if begin > end:
+            yield Span(between if number else before, end, begin)
+        yield Span("exchange", begin, finished)
+        end = max(end, finished)
+    if end < execution.end:
+        yield Span(after if exchanges else "compute, update", end, execution.end)

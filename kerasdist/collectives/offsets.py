@@ -1,0 +1,80 @@
+"""By how much the clocks of ranks differ, found out by meeting often.
+
+    1. r     reads its clock: a
+    2. all   barrier
+    3. 0     reads its clock: t
+    4. all   barrier
+    5. r     reads its clock: b
+
+Rank 0 reads after r has come to the first barrier and before r leaves the second one.
+So at the moment of t the clock of r stood between a and b, and r is ahead of rank 0 by
+at least a - t and at most b - t. Each round gives such bounds, and all of them hold:
+the tightest ones of many rounds are less apart than a round trip takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from kerasdist.collectives.communicator import Communicator
+from kerasdist.transport.spans import now
+
+__all__ = ["Offset", "clock_offset"]
+
+_ROUNDS = 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class Offset:
+    """By how much this rank's clock is ahead of rank 0's, in nanoseconds.
+
+    Attributes:
+        at: When that was so, by this rank's clock.
+        ahead: The estimate.
+        error: How far it may be wrong, to either side.
+    """
+
+    at: int
+    ahead: int
+    error: int
+
+
+def clock_offset(
+    communicator: Communicator,
+    *,
+    clock: Callable[[], int] = now,
+    rounds: int = _ROUNDS,
+) -> Offset:
+    """Find out by how much this rank's clock is ahead; all ranks call it.
+
+    Args:
+        communicator: Between the ranks.
+        clock: This rank's clock, in nanoseconds.
+        rounds: How often to meet.
+
+    Raises:
+        CollectiveError: See `kerasdist.errors`.
+    """
+    if communicator.size == 1:
+        return Offset(at=clock(), ahead=0, error=0)
+    before = np.zeros(rounds, np.int64)
+    middle = np.zeros(rounds, np.int64)
+    after = np.zeros(rounds, np.int64)
+    communicator.barrier()  # now all are on their way
+    for number in range(rounds):
+        before[number] = clock()
+        communicator.barrier()
+        middle[number] = clock()
+        communicator.barrier()
+        after[number] = clock()
+    (theirs,) = communicator.broadcast([middle], 0)
+    if communicator.rank == 0:
+        return Offset(at=int(after[-1]), ahead=0, error=0)
+    least = int((before - theirs).max())
+    most = int((after - theirs).min())
+    # Clocks run at speeds that differ a little: bounds of long rounds may cross.
+    error = max(most - least, 0) // 2 + 1
+    return Offset(at=int(after[-1]), ahead=(least + most) // 2, error=error)
