@@ -35,8 +35,15 @@ if os.environ.get("PLAIN"):
     rank, scope = 0, contextlib.nullcontext
 else:
     import kerasdist
+    options = {}
+    if os.environ.get("PLACED"):
+        # Of layers that are named by Keras, each second one.
+        options = {
+            "placement": {r".*_\\d*[13579]": "CPU:1", ".*": "CPU:0"},
+            "micro_batches": int(os.environ["PLACED"]),
+        }
     strategy = getattr(kerasdist, os.environ["STRATEGY"])(
-        devices=[f"CPU:{i}" for i in range(devices)], timeout=100
+        devices=[f"CPU:{i}" for i in range(devices)], timeout=100, **options
     )
     rank, scope = strategy.rank, strategy.scope
 collected = {}
@@ -104,13 +111,22 @@ CORE = (
     "dataset",
     "pydataset_of_sequences",
 )
+# What a placement adds to that: where the gradients are, and where they are updated.
+PLACED = (
+    "fewer_rows_than_replicas",
+    "all_of_it",
+    "overflow_on_one_replica",
+    "custom_train_step",
+    "embedding",
+    "accumulation_of_slices",
+)
 # A job of all cases would take minutes: they are dealt out to three.
 THIRDS = [tuple(list(CASES)[i::3]) for i in range(3)]
 
 
 def layouts() -> list[object]:
     made: list[object] = []
-    for workers, devices, servers, core in [
+    for workers, devices, servers, core, *micro_batches in [
         (1, 2, 0, False),
         (2, 1, 0, False),
         (1, 1, 0, True),
@@ -118,25 +134,34 @@ def layouts() -> list[object]:
         (4, 1, 0, True),
         (2, 2, 0, True),
         (2, 1, 2, True),
+        # One replica per worker, whose layers are on two devices; micro-batches.
+        (2, 2, 0, True, 2),
     ]:
         name = f"{workers}x{devices}" + (f"-servers{servers}" if servers else "")
+        placed = sum(micro_batches)
+        name += f"-placed{placed}" if placed else ""
         if core:
-            layout = workers, devices, servers, CORE
+            few = PLACED if placed else CORE
+            layout = workers, devices, servers, placed, few
             made.append(pytest.param(*layout, id=f"{name}-core"))
         for i, cases in enumerate(THIRDS):
             marks = [pytest.mark.soak] if core else []
-            layout = workers, devices, servers, cases
+            layout = workers, devices, servers, placed, cases
             made.append(pytest.param(*layout, id=f"{name}-{i}", marks=marks))
     return made
 
 
-@pytest.mark.parametrize(("workers", "devices", "servers", "cases"), layouts())
-def test_workers_equal_one_process(workers, devices, servers, cases, tmp_path):
+@pytest.mark.parametrize(
+    ("workers", "devices", "servers", "placed", "cases"), layouts()
+)
+def test_workers_equal_one_process(workers, devices, servers, placed, cases, tmp_path):
     # One worker would leave cores idle.
     parts = [cases[::2], cases[1::2]] if workers == 1 else [cases]
     paths = [tmp_path / f"numbers-{i}" for i in range(len(parts))]
     strategy = "ParameterServerStrategy" if servers else "RingStrategy"
     env = {"TESTS": TESTS, "DEVICES": str(devices), "STRATEGY": strategy}
+    if placed:
+        env["PLACED"] = str(placed)
     ours: Numbers = {}
     with contextlib.ExitStack() as stack:
         wait_for_reference = stack.enter_context(reference(cases, tmp_path))

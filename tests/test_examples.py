@@ -123,3 +123,15 @@ def test_a_table_of_words_on_servers():
         assert sent < 960 * (4 * 32 + 4) + 4000
         assert received * steps < 939 * (960 * (4 * 32 + 4) + 4000)
     assert accuracy(output) > 0.7
+
+
+def test_both_at_once():
+    hybrid = str(EXAMPLES / "hybrid.py")
+    out = run(
+        *("-m", "kerasdist", "run", "-n", "2", "--output", "all", hybrid),
+        *("--epochs", "3"),
+    )
+    assert len(set(re.findall(r"rank \d of 2: weights (\w{16})$", out, re.M))) == 1
+    assert re.search(r"^encoder_2 is on \S*/device:CPU:0$", out, re.M)
+    assert re.search(r"^classifier_1 is on \S*/device:CPU:1$", out, re.M)
+    assert accuracy(out) > 0.8

@@ -91,6 +91,11 @@ def test_layers_on_other_workers_train_as_they_do_in_one_process(tmp_path):
             "loaded": np.asarray(loaded.predict(x, verbose=0)).tolist(),
             "devices": devices,
             "all": list(placed.devices),
+            "ran": {
+                place.layer: [place.device[-20:], place.forward > 0, place.backward > 0]
+                for place in placed.placement_report().steps["train"].layers
+                if place.layer.startswith("sequential")
+            },
         }))
         """),
         3,
@@ -108,6 +113,9 @@ def test_layers_on_other_workers_train_as_they_do_in_one_process(tmp_path):
         "/job:worker/replica:0/task:1/device:CPU:1",
         "/job:worker/replica:0/task:2/device:CPU:0",
     ]
+    assert found["ran"]["sequential_1/one"] == ["/task:1/device:CPU:1", True, True]
+    assert found["ran"]["sequential_1/two"] == ["/task:2/device:CPU:0", True, True]
+    assert found["ran"]["sequential_1/three"] == ["/task:2/device:CPU:1", True, True]
     one, two, rest = (
         {device for name, device in found["devices"].items() if part in name}
         for part in ("one", "two", "three")

@@ -7,6 +7,7 @@ to 2.21.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -185,7 +186,9 @@ def auto_shard(dataset: Any, workers: int, index: int, replicas: int) -> Any:
     return distribute_data._AutoShardDataset(dataset, workers, index, replicas)
 
 
-def call_replica(strategy: Any, replica: int, fn: Any, args: Any, kwargs: Any) -> Any:
+def call_replica(
+    strategy: Any, replica: int, fn: Any, args: Any, kwargs: Any, device: str | None
+) -> Any:
     """Run `fn` as the only local replica: no thread, and merge calls anywhere.
 
     Args:
@@ -194,11 +197,12 @@ def call_replica(strategy: Any, replica: int, fn: Any, args: Any, kwargs: Any) -
         fn: The function, and its arguments; per-replica values are unwrapped.
         args: See `fn`.
         kwargs: See `fn`.
+        device: Where its operations are; None: where they are made otherwise.
     """
     if not executing_eagerly() and not isinstance(fn, def_function.Function):
         fn = autograph.tf_convert(fn, autograph_ctx.control_status_ctx())
-    device = strategy.extended.worker_devices[0]
-    with tf.device(device), distribute_lib.ReplicaContext(strategy, replica):
+    place = contextlib.nullcontext() if device is None else tf.device(device)
+    with place, distribute_lib.ReplicaContext(strategy, replica):
         return fn(
             *distribute_utils.select_replica(0, args),
             **distribute_utils.select_replica(0, kwargs),

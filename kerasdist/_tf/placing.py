@@ -35,6 +35,7 @@ __all__ = [
     "OneDeviceExtended",
     "calls_functions",
     "default_placement",
+    "device_of",
     "on_device",
     "place_gradients",
     "replica_of",
@@ -157,7 +158,7 @@ def _is_placing() -> bool:
     return bool(getattr(strategy.extended, "places_gradients", False))
 
 
-def _device_of(tensors: Any) -> str:
+def device_of(tensors: Any) -> str:
     """The device that the first of some tensors in a graph was given, or empty."""
     for tensor in tf.nest.flatten(tensors):
         if isinstance(tensor, tf.IndexedSlices):
@@ -173,7 +174,7 @@ def _recording_device(original: Callable[..., Any]) -> Callable[..., Any]:
     def record_gradient(op_name: str, inputs: Any, attrs: Any, outputs: Any) -> None:
         device = ""
         if not context.executing_eagerly() and _is_placing():
-            device = _device_of(outputs)
+            device = device_of(outputs)
         if not device:
             original(op_name, inputs, attrs, outputs)
             return
@@ -200,7 +201,7 @@ def _differentiating_on_device(original: Callable[..., Any]) -> Callable[..., An
             scope, _, device = scope.partition(_SEPARATOR)
         elif context.executing_eagerly() and _is_placing():
             # Of what isn't needed for the gradient TensorFlow keeps nothing.
-            device = _device_of(outputs)
+            device = device_of(outputs)
         with on_device(device):
             return original(
                 op_name, attributes, count, inputs, outputs, gradients, skipped, scope
@@ -218,7 +219,7 @@ def _calling_on_device(original: Callable[..., Any]) -> Callable[..., Any]:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        device = _device_of(output_tensors) if _is_placing() else ""
+        device = device_of(output_tensors) if _is_placing() else ""
         function = backward_function
         if device:
 
@@ -238,7 +239,7 @@ def _adding_on_device(original: Callable[..., Any]) -> Callable[..., Any]:
     def aggregate(gradients: Any) -> Any:
         if len(gradients) < 2 or not _is_placing():
             return original(gradients)
-        with on_device(_device_of(gradients)):
+        with on_device(device_of(gradients)):
             return original(gradients)
 
     return aggregate

@@ -66,10 +66,8 @@ def end_window(
             own = []
             for parts, variables in zip(values, copies, strict=True):
                 mine = []
-                for part, variable, device in zip(
-                    parts, variables, devices, strict=True
-                ):
-                    with tf.device(device):
+                for part, variable in zip(parts, variables, strict=True):
+                    with tf.device(variable.device):
                         mine.append(_wide(part) + _wide(variable.read_value()))
                         variable.assign(tf.zeros_like(variable))
                 own.append(mine)

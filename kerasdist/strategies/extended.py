@@ -130,7 +130,12 @@ class SynchronousExtended(_tf.MirroredExtended):
         if len(self._devices) > 1:
             return super()._call_for_each_replica(fn, args, kwargs)
         return _tf.call_replica(
-            self._container_strategy(), self.places[0], fn, args, kwargs
+            self._container_strategy(),
+            self.places[0],
+            fn,
+            args,
+            kwargs,
+            self._devices[0],
         )
 
     # Values.

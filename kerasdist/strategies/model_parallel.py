@@ -21,7 +21,7 @@ from kerasdist.strategies.placement_report import PlacementReport
 from kerasdist.strategies.remote_devices import come_together
 from kerasdist.transport import Timeouts
 
-__all__ = ["ModelParallelStrategy"]
+__all__ = ["ModelParallelStrategy", "check_mapping", "placer_for", "staging"]
 
 
 class ModelParallelStrategy(tf.distribute.Strategy):
@@ -97,12 +97,7 @@ class ModelParallelStrategy(tf.distribute.Strategy):
         startup_timeout: float = 300.0,
         heartbeat_timeout: float = 30.0,
     ) -> None:
-        if not isinstance(placement, Mapping):
-            raise TypeError(
-                "`placement` must be a mapping from patterns of layer paths to "
-                f"devices. Received: placement={placement!r}. Write for example "
-                "{'encoder/.*': 'GPU:0', 'decoder/.*': 'GPU:1'}."
-            )
+        check_mapping(placement)
         check_micro_batches(micro_batches)
         if memory_limits is not None:
             raise ValueError(
@@ -113,14 +108,9 @@ class ModelParallelStrategy(tf.distribute.Strategy):
         place = resolve(cluster)
         self._remote = None if place.size == 1 else come_together(place, timeouts)
         try:
-            names, patterns = _places(placement, devices)
+            placer = placer_for(placement, devices)
             super().__init__(
-                PlacedExtended(
-                    self,
-                    Placer(patterns, names),
-                    self._remote,
-                    micro_batches=micro_batches,
-                )
+                PlacedExtended(self, placer, self._remote, micro_batches=micro_batches)
             )
             _keras.install()
             placing.place_gradients()
@@ -162,15 +152,7 @@ class ModelParallelStrategy(tf.distribute.Strategy):
         Raises:
             ValueError: There's no such device, or it isn't one of `devices`.
         """
-        (name,) = resolve_devices([device], "device")
-        placer = self.extended.layer_placer
-        if name not in placer.devices:
-            raise ValueError(
-                "A stage must be on one of the strategy's devices. "
-                f"Received: device={device!r}; they are {list(placer.devices)}. Name "
-                "it in the strategy's `devices=`."
-            )
-        return placer.staging(name)
+        return staging(self.extended.layer_placer, device)
 
     def placement_report(self) -> PlacementReport:
         """Tell what really ran where in the first step of each kind.
@@ -188,6 +170,42 @@ class ModelParallelStrategy(tf.distribute.Strategy):
         # Keras copies models' attributes; there is one strategy all the same.
         del memo
         return self
+
+
+def check_mapping(placement: Any) -> None:
+    """Check what can be checked before anything is acquired.
+
+    Raises:
+        TypeError: It isn't a mapping.
+    """
+    if not isinstance(placement, Mapping):
+        raise TypeError(
+            "`placement` must be a mapping from patterns of layer paths to "
+            f"devices. Received: placement={placement!r}. Write for example "
+            "{'encoder/.*': 'GPU:0', 'decoder/.*': 'GPU:1'}."
+        )
+
+
+def staging(placer: Placer, device: str) -> contextlib.AbstractContextManager[None]:
+    """A stage on a device, see `ModelParallelStrategy.stage`."""
+    (name,) = resolve_devices([device], "device")
+    if name not in placer.devices:
+        raise ValueError(
+            "A stage must be on one of the strategy's devices. "
+            f"Received: device={device!r}; they are {list(placer.devices)}. Name "
+            "it in the strategy's `devices=`."
+        )
+    return placer.staging(name)
+
+
+def placer_for(placement: Mapping[str, str], devices: Sequence[str] | None) -> Placer:
+    """A placement in use, of what a strategy was given.
+
+    Raises:
+        TypeError, ValueError: See `ModelParallelStrategy`.
+    """
+    names, patterns = _places(placement, devices)
+    return Placer(patterns, names)
 
 
 def _places(

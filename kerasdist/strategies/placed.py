@@ -2,17 +2,35 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import tensorflow as tf
 
-from kerasdist import _keras, _tf
+from kerasdist import _tf
 from kerasdist._tf import placing
 from kerasdist.strategies.micro_batches import in_micro_batches
 from kerasdist.strategies.placed_ops import Placer
 from kerasdist.strategies.remote_devices import RemoteDevices
 
-__all__ = ["PlacedExtended"]
+__all__ = ["PlacedExtended", "placed_step"]
+
+
+@contextlib.contextmanager
+def placed_step(placer: Placer, micro_batches: int) -> Iterator[None]:
+    """A step of a placed replica stands inside.
+
+    Args:
+        placer: Where everything is.
+        micro_batches: Into how many parts the replica's batch is divided.
+    """
+    with contextlib.ExitStack() as stack:
+        if not _tf.executing_eagerly():
+            choose = placer.choose(tf.compat.v1.get_default_graph())
+            stack.enter_context(placing.default_placement(choose))
+        stack.enter_context(in_micro_batches(micro_batches))
+        yield
 
 
 class PlacedExtended(placing.OneDeviceExtended):
@@ -55,23 +73,16 @@ class PlacedExtended(placing.OneDeviceExtended):
         if beside is not None:
             device = beside.device
         else:
-            placer = self.layer_placer
-            device = _keras.device_of_variable() or placer.stage or placer.devices[0]
+            device = self.layer_placer.new_variable()
         with placing.on_device(device):
             return next_creator(**kwargs)
 
     def _call_for_each_replica(self, fn: Any, args: Any, kwargs: Any) -> Any:
-        if _tf.executing_eagerly():
-            with in_micro_batches(self.micro_batches):
+        with placed_step(self.layer_placer, self.micro_batches):
+            if _tf.executing_eagerly():
                 return super()._call_for_each_replica(fn, args, kwargs)
-        strategy = self._container_strategy()
-        choose = self.layer_placer.choose(tf.compat.v1.get_default_graph())
-        with (
-            placing.default_placement(choose),
-            placing.replica_of(strategy),
-            in_micro_batches(self.micro_batches),
-        ):
-            return fn(*args, **kwargs)
+            with placing.replica_of(self._container_strategy()):
+                return fn(*args, **kwargs)
 
     def _update(self, var: Any, fn: Any, args: Any, kwargs: Any, group: bool) -> Any:
         with placing.update_on(var.device):

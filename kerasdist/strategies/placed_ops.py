@@ -9,6 +9,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from kerasdist import _keras
 from kerasdist._keras import LayerFacts, called_layer
 from kerasdist._tf import placing
 from kerasdist._tf.run_graphs import ran_graphs
@@ -103,6 +104,10 @@ class Placer:
             if match is None or match.above >= deeper:
                 return device
         return self.devices[0] if match is None else match.device
+
+    def new_variable(self) -> str:
+        """Where the variable goes that is being made in this thread."""
+        return _keras.device_of_variable() or self.stage or self.devices[0]
 
     def check(self, layers: Iterable[LayerFacts]) -> None:
         """See `LayerPlacer`."""

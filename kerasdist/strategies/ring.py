@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import functools
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kerasdist import _tf
+from kerasdist._tf import placing
 from kerasdist.cluster import resolve
 from kerasdist.collectives import connect
 from kerasdist.errors import ClusterError
 from kerasdist.strategies import native
 from kerasdist.strategies.data_parallel import DataParallelStrategy, Options
 from kerasdist.strategies.devices import check_devices
+from kerasdist.strategies.hybrid import HybridExtended
+from kerasdist.strategies.micro_batches import check_micro_batches
+from kerasdist.strategies.model_parallel import (
+    check_mapping,
+    placer_for,
+    staging,
+)
+from kerasdist.strategies.placement_report import PlacementReport
 from kerasdist.transport import Timeouts
 
 __all__ = ["RingStrategy"]
@@ -69,6 +80,12 @@ class RingStrategy(DataParallelStrategy):
             slow networks. They are the global batch's shares before they are cast, so
             that their sum can't overflow; all workers still end with the same bits,
             but no longer with those of one process.
+        placement: Each worker's model is spread over its devices: from patterns of
+            layer paths to devices, see `ModelParallelStrategy`. Each worker then has
+            one replica; `devices` are all that it may be on, the first one for what
+            no pattern matches.
+        micro_batches: Into how many parts each worker's part of a batch is divided,
+            to keep the devices of a placement busy.
 
     Raises:
         ClusterError: The settings are wrong (`AddressInUseError`: this worker's
@@ -76,7 +93,7 @@ class RingStrategy(DataParallelStrategy):
         StartupError: Workers didn't come; they are named, with the reasons.
         AuthenticationError: Another job, or one with another secret, is at the
             chief's address.
-        ValueError: An argument is wrong.
+        ValueError, TypeError: An argument is wrong.
 
     Whatever is raised, nothing is left behind. While training, a worker that dies
     is a `WorkerLost` on all others; a strategy can't be used after such an error.
@@ -95,6 +112,8 @@ class RingStrategy(DataParallelStrategy):
         shard: str = "rows",
         bucket_size: int = 25_000_000,
         compression: str | None = None,
+        placement: Mapping[str, str] | None = None,
+        micro_batches: int = 1,
     ) -> None:
         options = Options(
             initial_state=initial_state,
@@ -106,7 +125,23 @@ class RingStrategy(DataParallelStrategy):
             collective=timeout, startup=startup_timeout, heartbeat=heartbeat_timeout
         )
         in_use = _tf.in_use()
-        names = check_devices(devices)
+        check_micro_batches(micro_batches)
+        placer = None
+        if placement is not None:
+            check_mapping(placement)
+            if transport == "native":
+                raise ValueError(
+                    "TensorFlow's own collectives take gradients from one device of "
+                    "each replica. Received: transport='native' with a placement. Use "
+                    "transport='auto'."
+                )
+            placer = placer_for(placement, devices)
+        elif micro_batches != 1:
+            raise ValueError(
+                "Micro-batches keep the stages of a placement busy. Received: "
+                f"micro_batches={micro_batches!r} without `placement`."
+            )
+        names = check_devices(devices) if placer is None else list(placer.devices)
         place = resolve(cluster)
         if place.rank is None:
             raise ClusterError(
@@ -119,7 +154,7 @@ class RingStrategy(DataParallelStrategy):
             place,
             transport=transport,
             timeouts=timeouts,
-            replicas=len(names),
+            replicas=len(names) if placer is None else 1,
             native=native.connector(in_use),
         )
         try:
@@ -128,4 +163,43 @@ class RingStrategy(DataParallelStrategy):
         except BaseException as error:
             job.close(error)
             raise
-        super().__init__(names, job, options)
+        if placer is None:
+            super().__init__(names, job, options)
+            return
+        super().__init__(
+            names,
+            job,
+            options,
+            functools.partial(
+                HybridExtended, placer=placer, micro_batches=micro_batches
+            ),
+        )
+        placing.place_gradients()
+
+    def stage(self, device: str) -> contextlib.AbstractContextManager[None]:
+        """Put on a device what is made or built inside a `with` block.
+
+        See `ModelParallelStrategy.stage`.
+
+        Args:
+            device: As in the placement; `{}` is a placement, too.
+
+        Raises:
+            ValueError: There's no such device, it isn't one of `devices`, or the
+                strategy has no placement.
+        """
+        if not isinstance(self.extended, HybridExtended):
+            raise ValueError(
+                "Stages are a part of a placement. Received: "
+                f"device={device!r}. Create the strategy with `placement={{}}` and "
+                "`devices=[...]`."
+            )
+        return staging(self.extended.layer_placer, device)
+
+    def placement_report(self) -> PlacementReport:
+        """Tell what really ran where on this worker.
+
+        See `ModelParallelStrategy.placement_report`; empty without a placement.
+        """
+        placer = getattr(self.extended, "layer_placer", None)
+        return PlacementReport(steps={} if placer is None else dict(placer.steps))

@@ -1,0 +1,163 @@
+"""Data parallel over workers, each worker's model over its own devices.
+
+That the numbers are those of one process is a part of `test_equivalence`.
+"""
+
+from __future__ import annotations
+
+import textwrap
+
+from workers import Workers
+
+PRELUDE = """
+import hashlib, json, os
+import numpy as np
+import tensorflow as tf
+tf.config.set_logical_device_configuration(
+    tf.config.list_physical_devices("CPU")[0],
+    [tf.config.LogicalDeviceConfiguration()] * 2,
+)
+import keras
+import kerasdist
+
+random = np.random.default_rng(0)
+x = random.random((50, 8), dtype="float32")
+y = random.integers(0, 3, 50)
+
+def build():
+    keras.utils.set_random_seed(1)
+    model = keras.Sequential(
+        [
+            keras.layers.Dense(16, activation="relu", name="encoder"),
+            keras.layers.LayerNormalization(name="norm"),
+            keras.layers.Dense(3, name="decoder"),
+        ]
+    )
+    model.compile(
+        keras.optimizers.Adam(0.01, global_clipnorm=0.5),
+        keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        metrics=["accuracy"],
+    )
+    return model
+
+def numbers(model):
+    history = model.fit(x, y, batch_size=16, epochs=2, shuffle=False, verbose=0)
+    found = [*history.history.values(), model.evaluate(x, y, verbose=0)]
+    found += [model.predict(x, verbose=0), *model.trainable_variables]
+    return [np.asarray(number).tolist() for number in found]
+
+def devices_of(model):
+    return {
+        variable.path: variable.value.device[-5:]
+        for variable in [*model.variables, *model.optimizer.variables]
+    }
+"""
+
+
+def script(text: str) -> str:
+    return PRELUDE + textwrap.dedent(text)
+
+
+def test_layers_are_on_the_devices_of_each_worker():
+    """Operations, too: the report is made of TensorFlow's own metadata."""
+    text = """
+    strategy = kerasdist.RingStrategy(
+        placement={"encoder": "CPU:1", "decoder": "CPU:0"}, devices=["CPU:0", "CPU:1"]
+    )
+    with strategy.scope():
+        model = build()
+    numbers(model)
+    report = strategy.placement_report().steps
+    ran = [
+        [place.layer, place.device[-5:], place.forward, place.backward]
+        for place in report["train"].layers
+    ]
+    first = list(strategy.extended.worker_devices)
+    print("RESULT", json.dumps([ran, devices_of(model), first]))
+    """
+    with Workers(script(text), 2) as job:
+        results = [worker.result for worker in job.succeed()]
+    for ran, variables, (device,) in results:
+        assert device.endswith("CPU:0")
+        for name, expected in {"encoder": "CPU:1", "decoder": "CPU:0"}.items():
+            there = {place for path, place in variables.items() if name in path}
+            assert there == {expected}, name
+            ((_, place, forward, backward),) = [p for p in ran if f"/{name}" in p[0]]
+            assert place == expected
+            assert forward > 0
+            assert backward > 0
+
+
+def test_workers_may_have_different_devices_and_files_have_none(tmp_path):
+    text = """
+    import sys
+    rank = json.loads(os.environ["TF_CONFIG"])["task"]["index"]
+    strategy = kerasdist.RingStrategy(
+        placement={} if rank else {"encoder": "CPU:1", "norm": "CPU:1"},
+        devices=["CPU:0", "CPU:1"],
+    )
+    with strategy.scope():
+        if rank:
+            with strategy.stage("CPU:1"):
+                model = build()
+        else:
+            model = build()
+    found = numbers(model)
+    path = os.path.join(sys.argv[1], "model.keras")
+    model.save(path)
+    digest = hashlib.sha256(json.dumps(found).encode()).hexdigest()
+    print("RESULT", json.dumps([digest, devices_of(model)]))
+    if rank == 0:
+        strategy.close()
+        loaded = keras.models.load_model(path)
+        plain = numbers(build())
+        for mine, theirs in zip(found, plain, strict=True):
+            np.testing.assert_allclose(mine, theirs, rtol=1e-4, atol=1e-6)
+        print("RESULT", json.dumps(bool(np.allclose(
+            loaded.predict(x, verbose=0), found[3], rtol=1e-5, atol=1e-6
+        ))))
+    """
+    with Workers(script(text), 2, args=[str(tmp_path)]) as job:
+        first, second = job.succeed()
+    (digest, devices), loads = first.results
+    assert loads
+    assert digest == second.result[0]
+    other = second.result[1]
+    assert devices["sequential/encoder/kernel"] == "CPU:1"
+    assert devices["sequential/decoder/kernel"] == "CPU:0"
+    assert other["sequential/encoder/kernel"] == "CPU:1"
+    assert other["sequential/decoder/kernel"] == "CPU:1"
+
+
+def test_what_it_refuses():
+    text = """
+    def message(call, *args, **kwargs):
+        try:
+            call(*args, **kwargs)
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+
+    ring = kerasdist.RingStrategy
+    placed = ring(placement={"nothing": "CPU:1"})
+    with placed.scope():
+        model = build()
+    print("RESULT", json.dumps({
+        "no mapping": message(ring, placement=["CPU:0"]),
+        "no device": message(ring, placement={"a": "GPU:7"}),
+        "native": message(ring, placement={"a": "CPU:1"}, transport="native"),
+        "micro": message(ring, micro_batches=2),
+        "stage": message(ring().stage, "CPU:0"),
+        "no layer": message(model.fit, x, y, verbose=0),
+    }))
+    """
+    with Workers(script(text), 1, env={"TF_CONFIG": None}, handover=False) as job:
+        found = job.succeed()[0].result
+    begin = {
+        "no mapping": "TypeError: `placement` must be a mapping from patterns",
+        "no device": "ValueError: `placement` can't be used: 'GPU:7' doesn't exist",
+        "native": "ValueError: TensorFlow's own collectives take gradients from one",
+        "micro": "ValueError: Micro-batches keep the stages of a placement busy.",
+        "stage": "ValueError: Stages are a part of a placement.",
+        "no layer": "ValueError: Patterns of the placement match no layer.",
+    }
+    assert {name: found[name][: len(text)] for name, text in begin.items()} == begin
