@@ -9,7 +9,8 @@
 #                 Keras: two more environments, not a part of `make test`
 #   make bench-all-reduce, bench-fit, bench-overlap, bench-wire, bench-growth,
 #   bench-memory-startup, bench-server-throughput, bench-server-steps,
-#   bench-straggler, bench-staleness, bench-embedding-rows
+#   bench-straggler, bench-staleness, bench-embedding-rows,
+#   bench-placement-memory, bench-planning-time
 #                 measure one claim: see the folder in benchmarks/
 #   make wheel    sdist and wheel in dist/
 #   make clean    remove everything that was made
@@ -32,6 +33,7 @@ PACKAGING := setup.py pyproject.toml kerasdist/_version.py Makefile
 .PHONY: bench-all-reduce bench-fit bench-overlap bench-wire bench-growth
 .PHONY: bench-memory-startup bench-server-throughput bench-server-steps
 .PHONY: bench-straggler bench-staleness bench-embedding-rows
+.PHONY: bench-placement-memory bench-planning-time
 .PHONY: test-versions test-oldest test-newest
 .DEFAULT_GOAL := test
 
@@ -100,6 +102,12 @@ bench-staleness: $(VENV)/.bench
 
 bench-embedding-rows: $(VENV)/.bench
 	$(BIN)/python benchmarks/embedding_rows/run.py
+
+bench-placement-memory: $(VENV)/.bench
+	$(BIN)/python benchmarks/placement_memory/run.py
+
+bench-planning-time: $(VENV)/.bench
+	$(BIN)/python benchmarks/planning_time/run.py
 
 wheel: $(VENV)/.test
 	$(BIN)/python -m build

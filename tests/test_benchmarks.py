@@ -113,3 +113,14 @@ def test_embedding_rows(tmp_path):
         for rank in found["whole"][str(touched)]:
             for _, sent, received in rank[1:]:
                 assert min(sent, received) > table
+
+
+def test_placement_memory(tmp_path):
+    (found,) = run("placement_memory", tmp_path)["models"].values()
+    ratio = found["estimated"]["bytes"] / found["measured"]["bytes"]
+    assert ratio == pytest.approx(1, abs=0.2)
+
+
+def test_planning_time(tmp_path):
+    found = run("planning_time", tmp_path)["seconds"]
+    assert {len(seconds) for seconds in found.values()} == {1}

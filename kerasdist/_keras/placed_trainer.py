@@ -11,6 +11,7 @@ from typing import Any
 import tensorflow as tf
 
 from kerasdist._keras.placed_layers import LayerPlacer, placer_of, prepare
+from kerasdist._keras.planned import ensure_planned
 
 __all__ = [
     "compile_model",
@@ -46,6 +47,7 @@ def make_function(
     if placer is None:
         return original(trainer, *args, **kwargs)
     _check(trainer)
+    ensure_planned(trainer, placer)
     with trainer.distribute_strategy.scope():
         prepare(trainer, placer)
     original(trainer, *args, **kwargs)
