@@ -10,7 +10,7 @@
 #   make bench-all-reduce, bench-fit, bench-overlap, bench-wire, bench-growth,
 #   bench-memory-startup, bench-server-throughput, bench-server-steps,
 #   bench-straggler, bench-staleness, bench-embedding-rows,
-#   bench-placement-memory, bench-planning-time
+#   bench-placement-memory, bench-planning-time, bench-placed-overhead
 #                 measure one claim: see the folder in benchmarks/
 #   make wheel    sdist and wheel in dist/
 #   make clean    remove everything that was made
@@ -33,7 +33,7 @@ PACKAGING := setup.py pyproject.toml kerasdist/_version.py Makefile
 .PHONY: bench-all-reduce bench-fit bench-overlap bench-wire bench-growth
 .PHONY: bench-memory-startup bench-server-throughput bench-server-steps
 .PHONY: bench-straggler bench-staleness bench-embedding-rows
-.PHONY: bench-placement-memory bench-planning-time
+.PHONY: bench-placement-memory bench-planning-time bench-placed-overhead
 .PHONY: test-versions test-oldest test-newest
 .DEFAULT_GOAL := test
 
@@ -108,6 +108,9 @@ bench-placement-memory: $(VENV)/.bench
 
 bench-planning-time: $(VENV)/.bench
 	$(BIN)/python benchmarks/planning_time/run.py
+
+bench-placed-overhead: $(VENV)/.bench
+	$(BIN)/python benchmarks/placed_overhead/run.py
 
 wheel: $(VENV)/.test
 	$(BIN)/python -m build

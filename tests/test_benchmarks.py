@@ -103,6 +103,13 @@ def test_staleness(tmp_path):
     assert found["accuracy"][-1] > 0.5
 
 
+def test_placed_overhead(tmp_path):
+    results = run(
+        *("placed_overhead", tmp_path, "--models", "cnn", "--columns", "placed")
+    )
+    assert list(results["cnn"]) == ["plain", "placed"]
+
+
 def test_embedding_rows(tmp_path):
     found = run("embedding_rows", tmp_path, "--columns", "rows", "whole")["steps"]
     table = 20_000 * 64 * 4
