@@ -10,6 +10,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from kerasdist._keras.hooks import hooks_of
 from kerasdist._keras.placed_layers import LayerPlacer, placer_of, prepare
 from kerasdist._keras.planned import ensure_planned
 
@@ -125,7 +126,8 @@ def leave_gradients(
 
     TensorFlow would lead all gradients through one operation, on one device.
     """
-    if placer_of(tf.distribute.get_strategy()) is None:
+    strategy = tf.distribute.get_strategy()
+    if placer_of(strategy) is None or hooks_of(strategy) is not None:
         return original(optimizer, grads_and_vars)
     return grads_and_vars
 
