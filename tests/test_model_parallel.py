@@ -145,13 +145,13 @@ def test_what_no_pattern_matches_goes_with_its_caller_then_to_the_first_device()
     assert found["on batch"] == [4, True]
 
 
-def test_saved_models_have_no_devices_and_the_report_prices_what_moves():
+def test_saved_models_have_no_devices_and_the_report_prices_what_moves(tmp_path):
     script = """
-    import tempfile, warnings, zipfile
+    import sys, warnings, zipfile
     from pathlib import Path
     from tensorflow.core.protobuf import saved_model_pb2
 
-    folder = Path(tempfile.mkdtemp(dir="."))
+    folder = Path(sys.argv[1])
     strategy = kerasdist.ModelParallelStrategy({"first": "CPU:1", "second": "CPU:2"})
     with strategy.scope():
         model = two_layers()
@@ -208,7 +208,9 @@ def test_saved_models_have_no_devices_and_the_report_prices_what_moves():
         found["eager"] = [device(v) for v in model.weights]
     print("RESULT", json.dumps(found))
     """
-    with Workers(PRELUDE + textwrap.dedent(script), 1, env={"TF_CONFIG": None}) as job:
+    script = PRELUDE + textwrap.dedent(script)
+    args = [str(tmp_path)]
+    with Workers(script, 1, args=args, env={"TF_CONFIG": None}) as job:
         found = job.succeed()[0].result
 
     assert found["kinds"] == ["train"]
