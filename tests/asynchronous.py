@@ -59,16 +59,12 @@ def build(optimizer=lambda: "adam", **more):
     return m
 
 COMMON
-# Of other processes' files and events nothing tells.
-def wait_until(condition, seconds=60):
+def wait_for(path, seconds=60):
     end = time.monotonic() + seconds
-    while not condition():
+    while not os.path.exists(path):
         if time.monotonic() > end:
-            raise TimeoutError(condition)
+            raise TimeoutError(path)
         time.sleep(0.002)
-
-def wait_for(path):
-    wait_until(lambda: os.path.exists(path))
 
 BODY
 strategy.close()

@@ -18,6 +18,7 @@ each does what Keras does, unless the strategy in use has `keras_hooks`:
                 where a strategy has a `layer_placer`
     micro       a model's call as several calls, on parts of its batch: inside of
                 `dividing`
+    again       activations that are computed again: inside of `rematerializing`
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from keras.src.layers import layer as layer_module
 from keras.src.layers.normalization import batch_normalization
 from keras.src.losses import loss as loss_module
 from keras.src.metrics import reduction_metrics
-from keras.src.models import model as keras_model
+from keras.src.ops import function
 from keras.src.optimizers import base_optimizer, loss_scale_optimizer, sgd
 from keras.src.random import seed_generator
 from keras.src.trainers import compile_utils
@@ -52,8 +53,8 @@ from kerasdist._keras import (
     optimizers,
     placed_layers,
     placed_trainer,
-    planned,
     rates,
+    rematerialize,
     trainer,
     updates,
 )
@@ -67,6 +68,7 @@ from kerasdist._keras.placed_layers import (
     called_layer,
     device_of_variable,
 )
+from kerasdist._keras.rematerialize import rematerializing
 from kerasdist._keras.step import gradients_are_reduced
 
 __all__ = [
@@ -81,6 +83,7 @@ __all__ = [
     "gradients_are_reduced",
     "install",
     "random_seed",
+    "rematerializing",
 ]
 
 _ENTRIES = (
@@ -144,7 +147,6 @@ def install() -> None:
             (model, "_make_function", trainer.make_function),
             (model, "_autoconvert_optionals", trainer.receive_batch),
             (model, "_maybe_symbolic_build", trainer.symbolic_build),
-            (model, "_maybe_symbolic_build", planned.plan_placement),
             (model, "_get_metrics_result_or_logs", trainer.finish_epoch),
             (model, "make_train_function", trainer.begin_training),
             (model, "fit", trainer.fit),
@@ -163,7 +165,6 @@ def install() -> None:
         placed: list[tuple[Any, str, Callable[..., Any]]] = [
             (layer_module.Layer, "_initialize_tracker", placed_layers.init_layer),
             (layer_module.Layer, "__call__", placed_layers.call_layer),
-            (keras_model.Model, "export", placed_layers.export_model),
             (tf_core.Variable, "__init__", placed_layers.init_variable),
             (tf_core.Variable, "_initialize", placed_layers.initialize_variable),
             # Where it's defined: Keras takes a `compile` that it finds elsewhere for a
@@ -193,6 +194,10 @@ def install() -> None:
             setattr(owner, name, _around(getattr(owner, name), place))
         # Last, so that they are around the others.
         divided: Any = (
+            (layer_module.Layer, "__call__", rematerialize.call_layer),
+            (function.Function, "_run_through_graph", rematerialize.run_through_graph),
+            (seed_generator.SeedGenerator, "next", rematerialize.draw_seed),
+            (tf_core.Variable, "assign", rematerialize.assign),
             (layer_module.Layer, "__call__", micro_batches.call_layer),
             (reduction_metrics.Mean, "update_state", micro_batches.mean_metric),
             (

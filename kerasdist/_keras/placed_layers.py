@@ -17,8 +17,9 @@ __all__ = [
     "LayerPlacer",
     "call_layer",
     "called_layer",
+    "calling",
+    "calls_now",
     "device_of_variable",
-    "export_model",
     "init_layer",
     "init_variable",
     "initialize_variable",
@@ -100,7 +101,6 @@ class _Calls(threading.local):
     Attributes:
         stack: The layers that are being called, each with its paths and device.
         device: Where the variable goes that is being made, or None.
-        exporting: Whether calls are for a file that holds no devices.
         unchecked: A model whose layers aren't all known before it's called.
     """
 
@@ -108,7 +108,6 @@ class _Calls(threading.local):
         self.stack: list[tuple[tuple[str, ...], str | None]] = []
         self.device: str | None = None
         self.unchecked: Any = None
-        self.exporting = False
 
 
 _calls = _Calls()
@@ -153,7 +152,7 @@ def call_layer(
 ) -> Any:
     """In place of `Layer.__call__`: what it builds and does is on its device."""
     placer = placer_of(tf.distribute.get_strategy())
-    if placer is None or _calls.exporting:
+    if placer is None:
         return original(layer, *args, **kwargs)
     if placer.stage is not None and not layer.built:
         _stages.setdefault(layer, placer.stage)
@@ -170,15 +169,19 @@ def call_layer(
             placer.check(facts for _, facts, _ in layers_of(layer, placer))
 
 
-def export_model(
-    original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any
-) -> Any:
-    """In place of `Model.export`: what is saved runs where it is loaded."""
-    before, _calls.exporting = _calls.exporting, True
+def calls_now() -> list[Any]:
+    """The layers that are being called in this thread, for `calling`."""
+    return list(_calls.stack)
+
+
+@contextlib.contextmanager
+def calling(calls: list[Any]) -> Iterator[None]:
+    """Be inside of calls of layers, as when `calls_now` was asked."""
+    before, _calls.stack = _calls.stack, list(calls)
     try:
-        return original(model, *args, **kwargs)
+        yield
     finally:
-        _calls.exporting = before
+        _calls.stack = before
 
 
 def init_variable(

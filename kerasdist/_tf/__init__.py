@@ -30,7 +30,7 @@ from tensorflow.python.distribute import (
     values,
 )
 from tensorflow.python.distribute.v1 import input_lib as input_lib_v1
-from tensorflow.python.eager import context, def_function
+from tensorflow.python.eager import context, def_function, record
 from tensorflow.python.ops import resource_variable_ops
 from tensorflow.python.trackable import base as trackable
 
@@ -54,6 +54,7 @@ __all__ = [
     "input_context",
     "input_fn_iterator",
     "is_mirrored",
+    "is_recording",
     "keep_when_in_lockstep",
     "local_replica_id",
     "make_numbers",
@@ -65,6 +66,7 @@ __all__ = [
     "serve_collectives",
     "set_global_seed_if_none",
     "static_batch_size",
+    "stop_recording",
     "variable_without_value",
     "weighted",
 ]
@@ -77,6 +79,16 @@ DistributedValues = values.DistributedValues
 def executing_eagerly() -> bool:
     """Whether operations run now instead of being put into a graph."""
     return bool(context.executing_eagerly())
+
+
+def is_recording() -> bool:
+    """Whether a `tf.GradientTape` is there that may record operations."""
+    return bool(record.could_possibly_record())
+
+
+def stop_recording() -> Any:
+    """Let no `tf.GradientTape` record what is inside of a `with` block."""
+    return record.stop_recording()
 
 
 def canonical_device(device: str) -> str:

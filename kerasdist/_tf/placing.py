@@ -158,6 +158,11 @@ def _is_placing() -> bool:
     return bool(getattr(strategy.extended, "places_gradients", False))
 
 
+def _adds_in_turn() -> bool:
+    extended = distribute_lib.get_strategy().extended
+    return int(getattr(extended, "micro_batches", 1)) > 1
+
+
 def device_of(tensors: Any) -> str:
     """The device that the first of some tensors in a graph was given, or empty."""
     for tensor in tf.nest.flatten(tensors):
@@ -240,6 +245,14 @@ def _adding_on_device(original: Callable[..., Any]) -> Callable[..., Any]:
         if len(gradients) < 2 or not _is_placing():
             return original(gradients)
         with on_device(device_of(gradients)):
+            if _adds_in_turn() and all(isinstance(g, tf.Tensor) for g in gradients):
+                # One at a time as they come, the last micro-batch's first: a sum of
+                # all at once would keep them all until the end of the step, and
+                # would take its time when nothing else is left to do.
+                total = gradients[-1]
+                for gradient in gradients[-2::-1]:
+                    total = total + gradient
+                return total
             return original(gradients)
 
     return aggregate

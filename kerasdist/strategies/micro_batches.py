@@ -34,16 +34,22 @@ def check_micro_batches(micro_batches: Any) -> int:
 
 
 @contextlib.contextmanager
-def in_micro_batches(micro_batches: int) -> Iterator[None]:
+def in_micro_batches(
+    micro_batches: int, *, rematerialize: bool = False
+) -> Iterator[None]:
     """A replica's step stands inside: models are called on parts of its batch.
 
     The stages then overlap by themselves, because a part needs only itself; and they
     take the parts in order.
+
+    Args:
+        micro_batches: How many parts.
+        rematerialize: Whether activations are computed again instead of kept.
     """
-    if micro_batches == 1:
-        yield
-        return
-    with _keras.dividing(micro_batches) as marks:
+    with (
+        _keras.dividing(micro_batches) as marks,
+        _keras.rematerializing(rematerialize),
+    ):
         yield
     if not _tf.executing_eagerly():
         ordering.order_parts(tf.compat.v1.get_default_graph(), marks.found)

@@ -18,18 +18,23 @@ __all__ = ["PlacedExtended", "placed_step"]
 
 
 @contextlib.contextmanager
-def placed_step(placer: Placer, micro_batches: int) -> Iterator[None]:
+def placed_step(
+    placer: Placer, micro_batches: int, *, rematerialize: bool = False
+) -> Iterator[None]:
     """A step of a placed replica stands inside.
 
     Args:
         placer: Where everything is.
         micro_batches: Into how many parts the replica's batch is divided.
+        rematerialize: Whether activations are computed again instead of kept.
     """
     with contextlib.ExitStack() as stack:
         if not _tf.executing_eagerly():
             choose = placer.choose(tf.compat.v1.get_default_graph())
             stack.enter_context(placing.default_placement(choose))
-        stack.enter_context(in_micro_batches(micro_batches))
+        stack.enter_context(
+            in_micro_batches(micro_batches, rematerialize=rematerialize)
+        )
         yield
 
 
@@ -41,6 +46,7 @@ class PlacedExtended(placing.OneDeviceExtended):
         placer: Where everything is.
         remote: The other workers, if some of the devices are theirs.
         micro_batches: Into how many parts each batch is divided.
+        rematerialize: Whether activations are computed again instead of kept.
     """
 
     # A function that two layers share is traced for the device of each.
@@ -55,11 +61,13 @@ class PlacedExtended(placing.OneDeviceExtended):
         remote: RemoteDevices | None = None,
         *,
         micro_batches: int = 1,
+        rematerialize: bool = False,
     ) -> None:
         super().__init__(container, placer.devices[0])
         self._retrace_functions_for_each_device = True
         self.layer_placer = placer
         self.micro_batches = micro_batches
+        self.rematerialize = rematerialize
         # Data are read by this process, wherever layers are.
         self._host = _tf.canonical_device("CPU:0")
         self._remote = remote
@@ -78,11 +86,16 @@ class PlacedExtended(placing.OneDeviceExtended):
             return next_creator(**kwargs)
 
     def _call_for_each_replica(self, fn: Any, args: Any, kwargs: Any) -> Any:
-        with placed_step(self.layer_placer, self.micro_batches):
+        with self._step():
             if _tf.executing_eagerly():
                 return super()._call_for_each_replica(fn, args, kwargs)
             with placing.replica_of(self._container_strategy()):
                 return fn(*args, **kwargs)
+
+    def _step(self) -> contextlib.AbstractContextManager[None]:
+        return placed_step(
+            self.layer_placer, self.micro_batches, rematerialize=self.rematerialize
+        )
 
     def _update(self, var: Any, fn: Any, args: Any, kwargs: Any, group: bool) -> Any:
         with placing.update_on(var.device):
