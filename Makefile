@@ -9,7 +9,8 @@
 #                 Keras: two more environments, not a part of `make test`
 #   make bench-all-reduce, bench-fit, bench-overlap, bench-wire, bench-growth,
 #   bench-memory-startup, bench-server-throughput, bench-server-steps,
-#   bench-straggler, bench-staleness, bench-embedding-rows, bench-pipeline
+#   bench-straggler, bench-staleness, bench-embedding-rows,
+#   bench-placement-memory, bench-planning-time, bench-placed-overhead, bench-pipeline
 #                 measure one claim: see the folder in benchmarks/
 #   make wheel    sdist and wheel in dist/
 #   make clean    remove everything that was made
@@ -31,7 +32,8 @@ PACKAGING := setup.py pyproject.toml kerasdist/_version.py Makefile
 .PHONY: demo test pytest lint types soak wheel clean
 .PHONY: bench-all-reduce bench-fit bench-overlap bench-wire bench-growth
 .PHONY: bench-memory-startup bench-server-throughput bench-server-steps
-.PHONY: bench-straggler bench-staleness bench-embedding-rows bench-pipeline
+.PHONY: bench-straggler bench-staleness bench-embedding-rows
+.PHONY: bench-placement-memory bench-planning-time bench-placed-overhead bench-pipeline
 .PHONY: test-versions test-oldest test-newest
 .DEFAULT_GOAL := test
 
@@ -103,6 +105,15 @@ bench-staleness: $(VENV)/.bench
 
 bench-embedding-rows: $(VENV)/.bench
 	$(BIN)/python benchmarks/embedding_rows/run.py
+
+bench-placement-memory: $(VENV)/.bench
+	$(BIN)/python benchmarks/placement_memory/run.py
+
+bench-planning-time: $(VENV)/.bench
+	$(BIN)/python benchmarks/planning_time/run.py
+
+bench-placed-overhead: $(VENV)/.bench
+	$(BIN)/python benchmarks/placed_overhead/run.py
 
 wheel: $(VENV)/.test
 	$(BIN)/python -m build

@@ -205,7 +205,14 @@ class ScaleLearningRate(keras.callbacks.Callback):
 
     def _per_epoch(self) -> int | None:
         steps = self.params.get("steps") if self.params else None
-        return None if steps is None else int(steps)
+        if steps is None:
+            return None
+        strategy = self.model.distribute_strategy
+        hooks = hooks_of(strategy)
+        if hooks is not None and hooks.deals and not hooks.shards:
+            # Each worker has so many of its own, and the steps of all are counted.
+            return int(steps) * int(strategy.size)
+        return int(steps)
 
     def _find_steps(self) -> int:
         """Number of steps of the warm-up."""

@@ -30,8 +30,8 @@ class Timeline(keras.callbacks.Callback):
     For each rank: the step and in it computing, exchanging gradients and updating; each
     collective (a bucket of gradients) and in it packing, waiting for others, receiving
     and reducing; sending. The chief writes one file of all ranks, in Chrome's trace
-    format: open it at https://ui.perfetto.dev, in `chrome://tracing`, or in another
-    viewer of that format, as TensorBoard's trace viewer is.
+    format: open it at https://ui.perfetto.dev or in `chrome://tracing`. TensorBoard's
+    trace viewer takes `<logdir>/plugins/profile/<run>/<name>.trace.json.gz`.
 
     Times are those of rank 0's clock. How far the others' clocks are ahead is estimated
     by meeting often, before and after the steps; how far that may be wrong is in the

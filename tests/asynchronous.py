@@ -59,12 +59,16 @@ def build(optimizer=lambda: "adam", **more):
     return m
 
 COMMON
-def wait_for(path, seconds=60):
+# Of other processes' files and events nothing tells.
+def wait_until(condition, seconds=60):
     end = time.monotonic() + seconds
-    while not os.path.exists(path):
+    while not condition():
         if time.monotonic() > end:
-            raise TimeoutError(path)
+            raise TimeoutError(condition)
         time.sleep(0.002)
+
+def wait_for(path):
+    wait_until(lambda: os.path.exists(path))
 
 BODY
 strategy.close()

@@ -125,7 +125,7 @@ def run_metadata() -> Iterator[list[Any]]:
     found: list[Any] = []
     own = placed_ops.ran_graphs
     placed_ops.ran_graphs = lambda: contextlib.nullcontext([])
-    context.enable_run_metadata()
+    context.enable_graph_collection()
     context.export_run_metadata()  # what ran before
     try:
         yield found
@@ -133,7 +133,7 @@ def run_metadata() -> Iterator[list[Any]]:
         found.extend(graph for f in graphs for graph in f.partition_graphs)
     finally:
         placed_ops.ran_graphs = own
-        context.disable_run_metadata()
+        context.disable_graph_collection()
 
 
 def misplaced(graphs: list[Any], devices: list[str]) -> tuple[int, list[str]]:

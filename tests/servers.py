@@ -178,7 +178,7 @@ class Servers:
 
 # What tests of processes run in each of them. `work(client, table, say)` is the test's.
 _SCRIPT = """
-import json, os, sys, time
+import json, os, signal, sys, time
 import numpy as np
 from kerasdist import errors
 from kerasdist.cluster import resolve
@@ -203,7 +203,7 @@ def steps(table, count, pause=0.01):
     for _ in range(count):
         pulled = table.push_pull(
             [one, Rows(np.array([cluster.rank]), np.ones((1, 2), "float32"))])
-        time.sleep(pause)
+        time.sleep(pause)  # the test's own process needs the cores, too
     return pulled
 
 %s

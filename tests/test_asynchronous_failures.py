@@ -88,9 +88,10 @@ class Say(keras.callbacks.Callback):
         self.batches.append([])
     def on_train_batch_begin(self, batch, logs=None):
         self.batches[-1].append(batch)
-        time.sleep(0.01)
         if len(self.batches) == 2 and batch > 8:
+            # Claimed before the server is lost, trained on afterwards.
             print("training", flush=True)
+            wait_for(os.environ["FOLDER"] + "/killed")
 
 m = build()
 say, digests = Say(), Digests()
@@ -104,7 +105,9 @@ result([say.batches, digests.found, history.history, m.evaluate(x, y, verbose=0)
 @pytest.mark.parametrize("servers", [1, 2])
 def test_a_server_that_is_started_again_goes_on_from_its_snapshot(servers, tmp_path):
     script = SCRIPT.replace("BODY", RESTARTED)
-    env = {"SNAPSHOTS": str(tmp_path)}
+    snapshots, folder = tmp_path / "snapshots", tmp_path / "folder"
+    folder.mkdir()
+    env = {"SNAPSHOTS": str(snapshots), "FOLDER": str(folder)}
     with Workers(
         script, 2, servers=servers, env=env, deadline=100, handover=False
     ) as job:
@@ -112,6 +115,7 @@ def test_a_server_that_is_started_again_goes_on_from_its_snapshot(servers, tmp_p
             job.wait_for_line(rank, "training")
         # The one that deals out the batches.
         job.kill(2)
+        (folder / "killed").touch()
         job.wait_one(2)
         job.start_again(2)
         tasks = job.succeed()
@@ -125,7 +129,7 @@ def test_a_server_that_is_started_again_goes_on_from_its_snapshot(servers, tmp_p
     assert all(len(first[2][name]) == 5 for name in names)
     assert "goes on from its snapshot" in tasks[2].output
     # The job has ended well: nobody will need them.
-    assert list(tmp_path.iterdir()) == []
+    assert list(snapshots.iterdir()) == []
 
 
 BEGUN_AGAIN = """
@@ -167,10 +171,9 @@ def test_a_job_whose_tasks_were_all_killed_begins_with_its_snapshots(tmp_path):
 EVALUATING = """
 class Say(keras.callbacks.Callback):
     def say(self, batch, logs=None):
-        if batch == 2:
+        if batch == 4:
             print(os.environ["DO"], flush=True)
-        wait = batch == 4 and rank == 2
-        time.sleep(60 if wait else 0.01)
+            wait_for(os.environ["FOLDER"] + "/killed")
     on_test_batch_begin = on_predict_batch_begin = say
 
 m = build()
@@ -191,12 +194,14 @@ result([found, history.history, digest(m)])
 
 
 @pytest.mark.parametrize("do", ["evaluate", "predict"])
-def test_a_worker_is_lost_while_the_others_evaluate(do):
+def test_a_worker_is_lost_while_the_others_evaluate(do, tmp_path):
     script = SCRIPT.replace("BODY", EVALUATING)
-    with Workers(script, 3, servers=1, env={"DO": do}, deadline=90) as job:
+    env = {"DO": do, "FOLDER": str(tmp_path)}
+    with Workers(script, 3, servers=1, env=env, deadline=90) as job:
         for rank in range(3):
             job.wait_for_line(rank, do)
         job.kill(2)
+        (tmp_path / "killed").touch()
         others = [job.wait_one(rank) for rank in (0, 1, 3)]
     assert [task.returncode for task in others] == [0, 0, 0], others
     assert others[0].result == others[1].result
@@ -242,7 +247,7 @@ class Say(keras.callbacks.Callback):
         self.batches[epoch] = []
     def on_train_batch_begin(self, batch, logs=None):
         self.batches[self.epoch].append(batch)
-        time.sleep(0.01)
+        time.sleep(0.01)  # the new process needs the cores: it begins with its imports
         if self.epoch == 1:
             print("second epoch", flush=True)
     def on_epoch_end(self, epoch, logs=None):
@@ -325,9 +330,8 @@ if strategy.extended.job.client.joined:
 class Wait(keras.callbacks.Callback):
     def on_epoch_end(self, epoch, logs=None):
         print("epoch", flush=True)
-        time.sleep(0.05)
-        self.model.stop_training = os.path.exists(os.environ["FOLDER"] + "/refused")
-m.fit(x, y, batch_size=20, epochs=10_000, verbose=0, callbacks=[Wait()])
+        wait_for(os.environ["FOLDER"] + "/refused")
+m.fit(x, y, batch_size=20, epochs=1, verbose=0, callbacks=[Wait()])
 result(digest(m))
 """
     script = SCRIPT.replace("BODY", body)

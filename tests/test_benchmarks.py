@@ -103,6 +103,13 @@ def test_staleness(tmp_path):
     assert found["accuracy"][-1] > 0.5
 
 
+def test_placed_overhead(tmp_path):
+    results = run(
+        *("placed_overhead", tmp_path, "--models", "cnn", "--columns", "placed")
+    )
+    assert list(results["cnn"]) == ["plain", "placed"]
+
+
 def test_embedding_rows(tmp_path):
     found = run("embedding_rows", tmp_path, "--columns", "rows", "whole")["steps"]
     table = 20_000 * 64 * 4
@@ -113,3 +120,14 @@ def test_embedding_rows(tmp_path):
         for rank in found["whole"][str(touched)]:
             for _, sent, received in rank[1:]:
                 assert min(sent, received) > table
+
+
+def test_placement_memory(tmp_path):
+    (found,) = run("placement_memory", tmp_path)["models"].values()
+    ratio = found["estimated"]["bytes"] / found["measured"]["bytes"]
+    assert ratio == pytest.approx(1, abs=0.2)
+
+
+def test_planning_time(tmp_path):
+    found = run("planning_time", tmp_path)["seconds"]
+    assert {len(seconds) for seconds in found.values()} == {1}

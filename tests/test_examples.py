@@ -106,6 +106,20 @@ def test_callbacks(tmp_path):
     assert {event["pid"] for event in events} == {0, 1}
 
 
+def test_two_stages_of_a_model_that_is_too_large_for_one_device():
+    output = run(str(EXAMPLES / "two_stage.py"), "--epochs", "2")
+
+    alone, _, two = output.partition("On two:")
+    assert "doesn't fit into the memory of 1 device" in alone
+    assert re.search(r"^CPU:0 +6 .* too much ", alone, re.M)
+    assert re.search(r"^  - 1 more device with 40 MB", alone, re.M)
+    assert re.search(r"^CPU:1 +4 ", two, re.M)
+    (weights,) = re.findall(r"^weights: (\d+) bytes$", two, re.M)
+    assert int(weights) > 40e6
+    assert re.search(r"^  digits/hidden +CPU:1 +\d+ +[1-9]", two, re.M)
+    assert accuracy(two) > 0.8
+
+
 def test_a_table_of_words_on_servers():
     output = run(
         *("-m", "kerasdist", "run", "-n", "2", "--ps", "2", "--output", "all"),

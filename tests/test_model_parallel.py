@@ -80,3 +80,151 @@ def test_it_says_what_is_wrong_before_it_trains():
         "jit": "ValueError: XLA compiles a step for one device",
     }
     assert {name: found[name][: len(text)] for name, text in begin.items()} == begin
+
+
+def test_what_no_pattern_matches_goes_with_its_caller_then_to_the_first_device():
+    script = """
+    def devices(model):
+        return {v.path.partition("/")[2]: device(v) for v in model.variables}
+
+    class Block(keras.layers.Layer):
+        def __init__(self, name):
+            super().__init__(name=name)
+            self.inner = keras.layers.Dense(4, name="inner")
+            self.guest = keras.layers.Dense(4, name="guest")
+
+        def call(self, x):
+            return self.guest(self.inner(x))
+
+    names = ["CPU:0", "CPU:1", "CPU:2"]
+    strategy = kerasdist.ModelParallelStrategy(
+        {"block/.*": "CPU:1", "block/guest": "CPU:2"}, devices=names
+    )
+    with strategy.scope():
+        model = keras.Sequential([Block("block"), keras.layers.Dense(2, name="rest")])
+        with strategy.stage("CPU:2"):
+            model.add(keras.layers.Dense(2, name="staged"))
+        model.compile("adam", "mse")
+    model.fit(x, y, verbose=0)
+    found = {"patterns": devices(model)}
+
+    # Two models of one strategy whose layers have the same paths.
+    strategy = kerasdist.ModelParallelStrategy({"m/a": "CPU:1"}, devices=names)
+    models = []
+    with strategy.scope():
+        for size in (3, 5):
+            a = keras.layers.Dense(size, name="a")
+            b = keras.layers.Dense(2, name="b")
+            models.append(keras.Sequential([keras.Input((8,)), a, b], name="m"))
+            models[-1].compile("sgd", "mse")
+    for _ in range(2):
+        for model in models:
+            model.fit(x, y, verbose=0)
+    found["models"] = [devices(model) for model in models]
+    found["steps"] = strategy.placement_report().steps["train"].devices_of("m/a")
+
+    # By single batches.
+    logs = model.train_on_batch(x, y), model.test_on_batch(x, y)
+    found["on batch"] = [len(model.predict_on_batch(x)), logs[1] < logs[0]]
+    print("RESULT", json.dumps(found))
+    """
+    with Workers(PRELUDE + textwrap.dedent(script), 1, env={"TF_CONFIG": None}) as job:
+        found = job.succeed()[0].result
+
+    def both(layer, name):
+        return {f"{layer}/kernel": name, f"{layer}/bias": name}
+
+    assert found["patterns"] == {
+        **both("block/inner", "CPU:1"),
+        **both("block/guest", "CPU:2"),
+        **both("rest", "CPU:0"),
+        **both("staged", "CPU:2"),
+    }
+    assert found["models"] == [both("a", "CPU:1") | both("b", "CPU:0")] * 2
+    assert found["steps"] == ["/job:localhost/replica:0/task:0/device:CPU:1"]
+    assert found["on batch"] == [4, True]
+
+
+def test_saved_models_have_no_devices_and_the_report_prices_what_moves(tmp_path):
+    script = """
+    import sys, warnings, zipfile
+    from pathlib import Path
+    from tensorflow.core.protobuf import saved_model_pb2
+
+    folder = Path(sys.argv[1])
+    strategy = kerasdist.ModelParallelStrategy({"first": "CPU:1", "second": "CPU:2"})
+    with strategy.scope():
+        model = two_layers()
+        model.compile("adam", "mse")
+    model.fit(x, y, batch_size=4, verbose=0)
+    report = strategy.placement_report().steps
+    found = {
+        "kinds": sorted(report),
+        "moves": [
+            [move.source[-5:], move.target[-5:], move.bytes(4), move.unknown]
+            for move in report["train"].moves
+        ],
+        "rows": report["train"].rows,
+    }
+    expected = model.predict(x, verbose=0)
+
+    model.save(folder / "model.keras")
+    with zipfile.ZipFile(folder / "model.keras") as file:
+        found["named"] = [n for n in file.namelist() if b"CPU:" in file.read(n)]
+    plain = keras.models.load_model(folder / "model.keras")
+    other = kerasdist.ModelParallelStrategy({"first": "CPU:2", "second": "CPU:0"})
+    with other.scope():
+        moved = keras.models.load_model(folder / "model.keras")
+    moved.fit(x, y, epochs=0)
+    found["loaded"] = [
+        [device(v) for v in (*m.weights, *m.optimizer.variables[2:4])]
+        for m in (plain, moved)
+    ]
+    found["same"] = [
+        bool(np.array_equal(m.predict(x, verbose=0), expected)) for m in (plain, moved)
+    ]
+
+    with strategy.scope():
+        model.export(folder / "exported", verbose=False)
+    saved = saved_model_pb2.SavedModel.FromString(
+        (folder / "exported" / "saved_model.pb").read_bytes()
+    )
+    (graph,) = (meta.graph_def for meta in saved.meta_graphs)
+    nodes = [*graph.node, *(n for f in graph.library.function for n in f.node_def)]
+    found["exported"] = [
+        n.name for n in nodes if "CPU:1" in n.device or "CPU:2" in n.device
+    ]
+    served = tf.saved_model.load(folder / "exported")
+    served = served.serve(x), served
+    found["same"].append(bool(np.allclose(served[0], expected, rtol=1e-6)))
+
+    with strategy.scope():
+        model = two_layers()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            model.compile("sgd", "mse", run_eagerly=True)
+            model.fit(x, y, verbose=0)
+        found["warned"] = sorted({str(w.message)[:26] for w in caught})
+        found["eager"] = [device(v) for v in model.weights]
+    print("RESULT", json.dumps(found))
+    """
+    script = PRELUDE + textwrap.dedent(script)
+    args = [str(tmp_path)]
+    with Workers(script, 1, args=args, env={"TF_CONFIG": None}) as job:
+        found = job.succeed()[0].result
+
+    assert found["kinds"] == ["train"]
+    assert found["rows"] == 4
+    moves = {(source, target): rest for source, target, *rest in found["moves"]}
+    # Gradients of 4 rows of 3 numbers come back from the second layer, with a scalar.
+    assert moves["CPU:2", "CPU:1"][0] in range(48, 64)
+    # They went there before, and with them scalars of Adam.
+    assert moves["CPU:1", "CPU:2"][0] in range(48, 128)
+    assert {unknown for _, unknown in moves.values()} == {0}
+    assert found["named"] == []
+    first = ["CPU:2"] * 2 + ["CPU:0"] * 2 + ["CPU:2"] * 2
+    assert found["loaded"] == [["CPU:0"] * 6, first]
+    assert found["same"] == [True, True, True]
+    assert found["exported"] == []
+    assert "With run_eagerly=True numb" in found["warned"]
+    assert found["eager"] == ["CPU:1"] * 2 + ["CPU:2"] * 2

@@ -13,6 +13,7 @@ from kerasdist import errors
 from kerasdist.server import Variable
 from kerasdist.transport import Timeouts
 from servers import Servers
+from waiting import wait_until
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -91,8 +92,7 @@ def test_a_worker_that_leaves_is_not_waited_for():
             if client.rank:
                 client.close()
                 return None
-            while not client.events:
-                time.sleep(0.01)
+            wait_until(lambda: client.events, "the other's end", within=20)
             return client.events, table.clock
 
         events, clock = job.run(work)[0]

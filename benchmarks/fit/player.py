@@ -41,6 +41,10 @@ else:
 
         options = json.loads(os.environ.get("RING_OPTIONS", "{}"))
         strategy = kerasdist.RingStrategy(**options)
+    elif MODE == "placed":
+        import kerasdist
+
+        strategy = kerasdist.ModelParallelStrategy({".*": "CPU:0"})
     elif MODE == "one_device":
         strategy = tf.distribute.OneDeviceStrategy("CPU:0")
 

@@ -3,9 +3,9 @@
     make bench-pipeline
 
 An MLP of two equal stages is trained by two processes, each bound to one core: the
-first stage is on one's CPU, the second on the other's. Beside it is the same model in one
-process on one core, without a strategy. If the stages overlapped as well as they can,
-a step would take (M + S - 1) / (M S) of that, with M micro-batches and S = 2 stages.
+first stage is on one's CPU, the second on the other's. Beside it is the same model in
+one process on one core, without a strategy. If the stages overlapped as well as they
+can, a step would take (M + S - 1) / (M S) of that, with M micro-batches, S = 2 stages.
 """
 
 from __future__ import annotations

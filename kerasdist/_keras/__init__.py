@@ -38,6 +38,7 @@ from keras.src.layers import layer as layer_module
 from keras.src.layers.normalization import batch_normalization
 from keras.src.losses import loss as loss_module
 from keras.src.metrics import reduction_metrics
+from keras.src.models import model as keras_model
 from keras.src.ops import function
 from keras.src.optimizers import base_optimizer, loss_scale_optimizer, sgd
 from keras.src.random import seed_generator
@@ -53,6 +54,7 @@ from kerasdist._keras import (
     optimizers,
     placed_layers,
     placed_trainer,
+    planned,
     rates,
     rematerialize,
     trainer,
@@ -147,6 +149,7 @@ def install() -> None:
             (model, "_make_function", trainer.make_function),
             (model, "_autoconvert_optionals", trainer.receive_batch),
             (model, "_maybe_symbolic_build", trainer.symbolic_build),
+            (model, "_maybe_symbolic_build", planned.plan_placement),
             (model, "_get_metrics_result_or_logs", trainer.finish_epoch),
             (model, "make_train_function", trainer.begin_training),
             (model, "fit", trainer.fit),
@@ -165,6 +168,7 @@ def install() -> None:
         placed: list[tuple[Any, str, Callable[..., Any]]] = [
             (layer_module.Layer, "_initialize_tracker", placed_layers.init_layer),
             (layer_module.Layer, "__call__", placed_layers.call_layer),
+            (keras_model.Model, "export", placed_layers.export_model),
             (tf_core.Variable, "__init__", placed_layers.init_variable),
             (tf_core.Variable, "_initialize", placed_layers.initialize_variable),
             # Where it's defined: Keras takes a `compile` that it finds elsewhere for a

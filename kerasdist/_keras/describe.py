@@ -27,7 +27,7 @@ from kerasdist._keras.unallocated import shapes_only, without_weights
 from kerasdist._keras.units import Units
 from kerasdist.placement.costs import LayerCost, ModelCost, TensorCost
 
-__all__ = ["describe"]
+__all__ = ["describe", "describe_built"]
 
 
 def describe(
@@ -52,6 +52,18 @@ def describe(
     with without_weights():
         model = _built(model_fn)
         return _describe(model, rows, optimizer, inputs)
+
+
+def describe_built(model: Any, rows: int, inputs: Any = None) -> ModelCost:
+    """Return what the layers of a model cost that is there, with its own optimizer.
+
+    Args:
+        model: A model, all of whose layers are built. It stays as it is.
+        rows: See `describe`.
+        inputs: See `describe`.
+    """
+    with without_weights():
+        return _describe(model, rows, None, inputs)
 
 
 def _built(model_fn: Callable[[], Any]) -> Any:

@@ -20,6 +20,7 @@ __all__ = [
     "calling",
     "calls_now",
     "device_of_variable",
+    "export_model",
     "init_layer",
     "init_variable",
     "initialize_variable",
@@ -101,6 +102,7 @@ class _Calls(threading.local):
     Attributes:
         stack: The layers that are being called, each with its paths and device.
         device: Where the variable goes that is being made, or None.
+        exporting: Whether calls are for a file that holds no devices.
         unchecked: A model whose layers aren't all known before it's called.
     """
 
@@ -108,6 +110,7 @@ class _Calls(threading.local):
         self.stack: list[tuple[tuple[str, ...], str | None]] = []
         self.device: str | None = None
         self.unchecked: Any = None
+        self.exporting = False
 
 
 _calls = _Calls()
@@ -152,7 +155,7 @@ def call_layer(
 ) -> Any:
     """In place of `Layer.__call__`: what it builds and does is on its device."""
     placer = placer_of(tf.distribute.get_strategy())
-    if placer is None:
+    if placer is None or _calls.exporting:
         return original(layer, *args, **kwargs)
     if placer.stage is not None and not layer.built:
         _stages.setdefault(layer, placer.stage)
@@ -167,6 +170,17 @@ def call_layer(
         if layer is _calls.unchecked:
             _calls.unchecked = None
             placer.check(facts for _, facts, _ in layers_of(layer, placer))
+
+
+def export_model(
+    original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """In place of `Model.export`: what is saved runs where it is loaded."""
+    before, _calls.exporting = _calls.exporting, True
+    try:
+        return original(model, *args, **kwargs)
+    finally:
+        _calls.exporting = before
 
 
 def calls_now() -> list[Any]:

@@ -10,7 +10,9 @@ from typing import Any
 
 import tensorflow as tf
 
+from kerasdist._keras.hooks import hooks_of
 from kerasdist._keras.placed_layers import LayerPlacer, placer_of, prepare
+from kerasdist._keras.planned import ensure_planned
 
 __all__ = [
     "compile_model",
@@ -46,6 +48,7 @@ def make_function(
     if placer is None:
         return original(trainer, *args, **kwargs)
     _check(trainer)
+    ensure_planned(trainer, placer)
     with trainer.distribute_strategy.scope():
         prepare(trainer, placer)
     original(trainer, *args, **kwargs)
@@ -123,7 +126,8 @@ def leave_gradients(
 
     TensorFlow would lead all gradients through one operation, on one device.
     """
-    if placer_of(tf.distribute.get_strategy()) is None:
+    strategy = tf.distribute.get_strategy()
+    if placer_of(strategy) is None or hooks_of(strategy) is not None:
         return original(optimizer, grads_and_vars)
     return grads_and_vars
 

@@ -43,14 +43,14 @@ class RunNode:
 def ran_graphs() -> Iterator[list[list[RunNode]]]:
     """Collect the functions that run inside for the first time, one list each."""
     found: list[list[RunNode]] = []
-    metadata = None
-    context.enable_run_metadata()
+    # Not `enable_run_metadata`: what that turns on isn't all turned off again.
+    context.enable_graph_collection()
     context.export_run_metadata()  # what ran before isn't asked for
     try:
         yield found
     finally:
         metadata = context.export_run_metadata()
-        context.disable_run_metadata()
+        context.disable_graph_collection()
         for function in metadata.function_graphs:
             nodes = [node for graph in function.partition_graphs for node in graph.node]
             made = {node.name: node for node in nodes if "output_shapes" in node.attr}

@@ -121,6 +121,20 @@ class WholeValue:
         return whole
 
 
+class _OfWhole(keras.regularizers.Regularizer):
+    """What a regularizer says of a whole matrix, whatever variable it is asked about.
+
+    A class, because Keras 3.14 takes no function.
+    """
+
+    def __init__(self, regularizer: Any, whole: Callable[[], Any]) -> None:
+        self._regularizer = regularizer
+        self._of = whole
+
+    def __call__(self, x: Any) -> Any:
+        return self._regularizer(self._of())
+
+
 class Shard(keras.layers.Layer):
     """One shard's variables, and what is computed with them.
 
@@ -270,7 +284,9 @@ class Sharded:
         if regularizer is None or type(regularizer) in _SUMS:
             return regularizer
         # Anything else may need the whole matrix: the first shard's adds it up.
-        return None if place.index else lambda _: regularizer(self._whole(name, axis))
+        if place.index:
+            return None
+        return _OfWhole(regularizer, lambda: self._whole(name, axis))
 
     def _store_whole(self, store: Any, key: str, name: str, axis: int) -> None:
         parts = [getattr(shard, name) for shard in self._parts()]

@@ -94,9 +94,14 @@ class Patterns:
 
     def _matching(self, path: str) -> str | None:
         """The pattern of a path itself, whatever is above it."""
-        for pattern in self._devices:
-            if path == pattern or path.endswith(f"/{pattern}"):
-                return pattern
+        literal = [
+            pattern
+            for pattern in self._devices
+            if path == pattern or path.endswith(f"/{pattern}")
+        ]
+        if literal:
+            # "block/dense" rather than "dense".
+            return max(literal, key=len)
         for pattern, matcher in self._matchers.items():
             if matcher.fullmatch(path) or matcher.fullmatch(f"{path}/"):
                 return pattern

@@ -12,12 +12,15 @@ from kerasdist import _keras
 from kerasdist._tf import placing
 from kerasdist.cluster import resolve
 from kerasdist.placement.patterns import Patterns
+from kerasdist.placement.plan import Plan
 from kerasdist.placement.schedule import Pipeline
+from kerasdist.strategies.auto_placement import AutoPlacer
 from kerasdist.strategies.devices import known_devices, resolve_devices
 from kerasdist.strategies.micro_batches import check_micro_batches
 from kerasdist.strategies.placed import PlacedExtended
 from kerasdist.strategies.placed_ops import Placer
 from kerasdist.strategies.placement_report import PlacementReport
+from kerasdist.strategies.planning import Limits, find_devices
 from kerasdist.strategies.remote_devices import come_together
 from kerasdist.transport import Timeouts
 
@@ -53,7 +56,10 @@ class ModelParallelStrategy(tf.distribute.Strategy):
 
     Args:
         placement: From patterns of layer paths to devices, as TensorFlow writes them
-            ("GPU:0", "CPU:1").
+            ("GPU:0", "CPU:1"); or a plan of `kerasdist.plan`; or "auto": variables are
+            made in host memory, and when a model is first used (`fit`, `evaluate`,
+            `predict`) a plan is made from its layers, its optimizer and the batch
+            size, and each variable moves to its device. See `plan`.
         devices: All devices that may be used; the first one is for what no pattern
             matches. By default those of the placement, in its order; if it's empty, all
             GPUs, or else the CPU.
@@ -62,7 +68,7 @@ class ModelParallelStrategy(tf.distribute.Strategy):
         rematerialize: Whether of a stage's activations only its inputs are kept, and
             the others computed again when their gradients are due: less memory, and a
             third more to compute.
-        memory_limits: Bytes by device, for a plan.
+        memory_limits: With "auto": bytes by device, see `kerasdist.plan`.
         cluster: Who this worker is and who its peers are: a
             `tf.distribute.cluster_resolver.ClusterResolver`, or a dictionary of
             `TF_CONFIG`'s shape. By default `TF_CONFIG`, else Slurm's environment, else
@@ -85,35 +91,49 @@ class ModelParallelStrategy(tf.distribute.Strategy):
             isn't a regular expression. All that is wrong with an argument is named.
             `fit`, `evaluate` and `predict` raise it before their first step if a
             pattern matches no layer, or with `jit_compile=True`.
-        TypeError: `placement` isn't a mapping.
+        PlanError: With "auto" nothing fits, raised by `fit` and so on; says what would.
+        TypeError: `placement` isn't a mapping, a plan or "auto".
 
     A worker that dies while training is a `WorkerLost`: what it held is lost with it.
     """
 
     def __init__(
         self,
-        placement: Mapping[str, str],
+        placement: Mapping[str, str] | Plan | str,
         *,
         devices: Sequence[str] | None = None,
         micro_batches: int = 1,
         rematerialize: bool = False,
-        memory_limits: Mapping[str, int] | None = None,
+        memory_limits: Limits = None,
         cluster: Any = None,
         startup_timeout: float = 300.0,
         heartbeat_timeout: float = 30.0,
     ) -> None:
-        check_mapping(placement)
+        self._plan: Plan | None = None
+        if isinstance(placement, Plan):
+            self._plan = placement
+            devices = devices or [device.name for device in placement.devices]
+            placement = placement.placement
+        auto = isinstance(placement, str) and placement == "auto"
+        if not auto:
+            check_mapping(placement)
         check_micro_batches(micro_batches)
-        if memory_limits is not None:
+        if memory_limits is not None and not auto:
             raise ValueError(
-                "This version doesn't know memory limits. "
-                f"Received: memory_limits={memory_limits!r}. Leave them out."
+                "Memory limits are for a plan. Received: "
+                f"memory_limits={memory_limits!r} with a placement by hand. Leave them "
+                "out, or write placement='auto'."
             )
         timeouts = Timeouts(startup=startup_timeout, heartbeat=heartbeat_timeout)
         place = resolve(cluster)
         self._remote = None if place.size == 1 else come_together(place, timeouts)
         try:
-            placer = placer_for(placement, devices)
+            placer: Placer
+            if isinstance(placement, str):
+                planned = find_devices(devices, memory_limits)
+                placer = AutoPlacer(planned, micro_batches)
+            else:
+                placer = placer_for(placement, devices)
             super().__init__(
                 PlacedExtended(
                     self,
@@ -138,6 +158,14 @@ class ModelParallelStrategy(tf.distribute.Strategy):
         """
         if self._remote is not None:
             self._remote.close()
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan of this placement; None if there's none, or not yet.
+
+        With `placement="auto"` it's made when a model is first used.
+        """
+        return getattr(self.extended.layer_placer, "plan", self._plan)
 
     @property
     def devices(self) -> tuple[str, ...]:

@@ -99,8 +99,9 @@ class ParameterServerStrategy(DataParallelStrategy):
 
     Whatever is raised, nothing is left behind. While training, a worker that dies is a
     `WorkerLost` on all others with "sync"; with "async" they log it, and go on, and a
-    new process with its task joins them where an epoch of `fit` ends. A server that
-    dies is a `ServerLost` on all workers, unless it keeps snapshots and comes back.
+    new process with its task may come at any time, waits until they end an epoch of
+    `fit`, and joins them there. A server that dies is a `ServerLost` on all workers,
+    unless it keeps snapshots and comes back.
     """
 
     def __init__(
@@ -185,7 +186,8 @@ class ParameterServerStrategy(DataParallelStrategy):
 
         With mode="async": how often the slowest worker was how many steps behind when
         this one went on with its next step. `{0: 90, 1: 10}`: not at all 90 times, one
-        step 10 times. Empty with mode="sync", and for a worker alone.
+        step 10 times. Empty with mode="sync", and for a worker alone. Callbacks may ask
+        at any time, as in `on_epoch_end`: all steps so far are in it.
         """
         extended = self.extended
         if not isinstance(extended, AsyncExtended):

@@ -16,7 +16,7 @@ from kerasdist.placement.costs import Run
 from kerasdist.placement.plan import Device, Plan, make_plan
 from kerasdist.placement.table import parse_bytes
 
-__all__ = ["find_devices", "plan"]
+__all__ = ["Limits", "find_devices", "plan"]
 
 Limits = Mapping[str, "int | str"] | Sequence["int | str"] | int | str | None
 
