@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import threading
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
@@ -115,8 +114,9 @@ class _Calls(threading.local):
 
 _calls = _Calls()
 
-# Keyed by layer: an attribute would be tracked, copied and saved.
-_stages: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
+# Where a layer belongs that was made in a stage. Written past Keras's `__setattr__`,
+# which would track it.
+_STAGE = "_kerasdist_stage"
 # Of a variable that has no value yet. It can't be a key: it has no hash.
 _WISH = "_kerasdist_device"
 
@@ -146,7 +146,7 @@ def init_layer(original: Callable[..., Any], layer: Any) -> None:
     """
     placer = placer_of(tf.distribute.get_strategy())
     if placer is not None and placer.stage is not None:
-        _stages.setdefault(layer, placer.stage)
+        layer.__dict__.setdefault(_STAGE, placer.stage)
     original(layer)
 
 
@@ -158,7 +158,7 @@ def call_layer(
     if placer is None or _calls.exporting:
         return original(layer, *args, **kwargs)
     if placer.stage is not None and not layer.built:
-        _stages.setdefault(layer, placer.stage)
+        layer.__dict__.setdefault(_STAGE, placer.stage)
     facts = _facts(layer)
     device = placer.device_of(facts)
     _calls.stack.append((facts.paths, device))
@@ -309,7 +309,7 @@ def _facts(
                 for base in (built_in, above)
             )
         ),
-        stage=_stages.get(layer),
+        stage=layer.__dict__.get(_STAGE),
         parent=parent,
         own=own,
         inner=frozenset(_devices(layer.weights) if inside else own),
