@@ -9,9 +9,24 @@ import numpy as np
 import pytest
 
 from asynchronous import SCRIPT
+from kerasdist.server.snapshot import path_of, read_snapshot
+from waiting import wait_until
 from workers import Workers
 
 pytestmark = pytest.mark.timeout(150)
+
+
+def wait_for_snapshot(folder):
+    """Until server 0 has written one with updates; killed before, it has lost them.
+
+    A table's first values are written at once; then the disk may be slow.
+    """
+    path = path_of(str(folder), 0)
+    wait_until(
+        lambda: path.exists() and read_snapshot(path)[0]["updates"] > 0,
+        "a snapshot with some updates",
+    )
+
 
 LONG = """
 class Say(keras.callbacks.Callback):
@@ -114,6 +129,7 @@ def test_a_server_that_is_started_again_goes_on_from_its_snapshot(servers, tmp_p
         for rank in range(2):
             job.wait_for_line(rank, "training")
         # The one that deals out the batches.
+        wait_for_snapshot(snapshots)
         job.kill(2)
         (folder / "killed").touch()
         job.wait_one(2)
@@ -156,6 +172,7 @@ def test_a_job_whose_tasks_were_all_killed_begins_with_its_snapshots(tmp_path):
     with Workers(script, 2, servers=1, env=env, deadline=90, handover=False) as job:
         for rank in range(2):
             job.wait_for_line(rank, "training")
+        wait_for_snapshot(tmp_path)
         for task in range(3):
             job.kill(task)
         for task in range(3):
