@@ -69,6 +69,8 @@ def script(text: str) -> str:
 
 
 def test_layers_on_other_workers_train_as_they_do_in_one_process(tmp_path):
+    # gRPC would take the proxy to 127.0.0.1, too, and wait for ever: nobody is there.
+    proxies = dict.fromkeys(["http_proxy", "https_proxy"], "http://127.0.0.1:9")
     job = Workers(
         script("""
         found = []
@@ -100,6 +102,7 @@ def test_layers_on_other_workers_train_as_they_do_in_one_process(tmp_path):
         """),
         3,
         args=[str(tmp_path)],
+        env=proxies,
     )
     with job:
         chief, *others = job.succeed()
@@ -235,3 +238,24 @@ def test_what_it_refuses_before_it_waits():
     assert server.startswith("ModelParallelStrategy has no parameter servers.")
     assert secret.startswith("This job has no secret")
     assert "can't be used" in task
+
+
+@pytest.mark.soak
+@pytest.mark.netns
+def test_devices_of_another_host(two_hosts):
+    text = """
+    placed = place(TWO.format(0))
+    with placed.scope():
+        model = build()
+    numbers(model)
+    print("RESULT", json.dumps([v.value.device[-20:] for v in model.variables[:2]]))
+    """
+    with Workers(
+        script(text),
+        2,
+        cluster=[two_hosts.address(0), two_hosts.address(1)],
+        prefix=two_hosts.prefix,
+    ) as job:
+        chief, other = job.succeed()
+    assert chief.result == ["/task:1/device:CPU:1"] * 2
+    assert other.results == []

@@ -4,17 +4,33 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import tensorflow as tf
 from tensorflow.core.protobuf import tensorflow_server_pb2
 from tensorflow.python.eager import context
 
-__all__ = ["drive_devices", "open_to_workers", "serve_devices"]
+__all__ = ["drive_devices", "open_to_workers", "reach_directly", "serve_devices"]
 
+_DIRECT = "no_grpc_proxy"
 # Without it an operation on a worker that is lost waits for its return, for ever.
 _STREAMING = "TF_ENABLE_EAGER_CLIENT_STREAMING_ENQUEUE"
+
+
+def reach_directly(hosts: Iterable[str]) -> None:
+    """Let TensorFlow's connections to these hosts go round a proxy.
+
+    gRPC takes the proxy that `http_proxy` names for the web, also to this machine's own
+    addresses, and waits for ever where that doesn't let it through.
+
+    Args:
+        hosts: Names or addresses, without brackets.
+    """
+    # Read when a connection is made. The first one counts, where it's set.
+    before = os.environ.get(_DIRECT) or os.environ.get("no_proxy", "")
+    known = [name for name in before.split(",") if name]
+    os.environ[_DIRECT] = ",".join(dict.fromkeys([*known, *hosts]))
 
 
 def serve_devices(job: str, index: int, host: str) -> tuple[Any, int]:

@@ -14,6 +14,8 @@ import numpy as np
 import tensorflow as tf
 
 from kerasdist import _tf, errors
+from kerasdist._tf import remote
+from kerasdist.cluster.address import split_address
 from kerasdist.collectives import Communicator
 
 __all__ = ["is_serving", "serve"]
@@ -53,6 +55,7 @@ def serve(ring: Communicator) -> int:
         ClusterError: On all ranks, if one was a worker of another cluster before.
             The ring can't be used any more then.
     """
+    remote.reach_directly(split_address(peer.address)[0] for peer in ring.peers)
     host = ring.peers[ring.rank].address.rpartition(":")[0]
     if _Server.rank is None:
         _start_server(ring.rank, host)

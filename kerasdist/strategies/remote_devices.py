@@ -117,8 +117,7 @@ class RemoteDevices:
             rank = self._named_in(str(error))
             if rank is not None:
                 said = str(error).partition("\n")[0]
-                self.job.explain(rank, f"TensorFlow can't reach it ({said})")
-                known = self.job.failure
+                known = self.job.explain(rank, f"TensorFlow can't reach it ({said})")
         return None if known is None else fresh(known)
 
     def close(self, error: BaseException | None = None) -> None:
@@ -213,7 +212,9 @@ def _start(job: Job, deadline: Deadline, in_use: bool) -> tuple[list[str], list[
     ring, place = job.communicator, job.cluster
     tasks = _tasks(place)
     kind, index = tasks[ring.rank]
-    host = split_address(place.workers[ring.rank])[0]
+    hosts = [split_address(address)[0] for address in place.workers]
+    remote.reach_directly(hosts)
+    host = hosts[ring.rank]
     host = f"[{host}]" if ":" in host else host
     if ring.rank == 0:
         if in_use:
