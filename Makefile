@@ -10,7 +10,8 @@
 #   make bench-all-reduce, bench-fit, bench-overlap, bench-wire, bench-growth,
 #   bench-memory-startup, bench-server-throughput, bench-server-steps,
 #   bench-straggler, bench-staleness, bench-embedding-rows,
-#   bench-placement-memory, bench-planning-time, bench-placed-overhead, bench-pipeline
+#   bench-placement-memory, bench-planning-time, bench-placed-overhead, bench-pipeline,
+#   bench-board-cost
 #                 measure one claim: see the folder in benchmarks/
 #   make wheel    sdist and wheel in dist/
 #   make clean    remove everything that was made
@@ -34,6 +35,7 @@ PACKAGING := setup.py pyproject.toml kerasdist/_version.py Makefile
 .PHONY: bench-memory-startup bench-server-throughput bench-server-steps
 .PHONY: bench-straggler bench-staleness bench-embedding-rows
 .PHONY: bench-placement-memory bench-planning-time bench-placed-overhead bench-pipeline
+.PHONY: bench-board-cost
 .PHONY: test-versions test-oldest test-newest
 .DEFAULT_GOAL := test
 
@@ -114,6 +116,9 @@ bench-planning-time: $(VENV)/.bench
 
 bench-placed-overhead: $(VENV)/.bench
 	$(BIN)/python benchmarks/placed_overhead/run.py
+
+bench-board-cost: $(VENV)/.bench
+	$(BIN)/python benchmarks/board_cost/run.py
 
 wheel: $(VENV)/.test
 	$(BIN)/python -m build

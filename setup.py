@@ -90,6 +90,8 @@ setup(
             "ruff==0.17.5",
             'scikit-learn==1.7.2; python_version < "3.11"',
             'scikit-learn==1.9.1; python_version >= "3.11"',
+            # Drives the system's Chromium, which looks at TensorBoard's page.
+            "selenium==4.51.0",
             "setuptools==84.2.1",
         ],
     },

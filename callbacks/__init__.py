@@ -9,6 +9,12 @@ from __future__ import annotations
 
 from kerasdist.callbacks.broadcast_initial_state import BroadcastInitialState
 from kerasdist.callbacks.scale_learning_rate import ScaleLearningRate
+from kerasdist.callbacks.scaling_tensorboard import ScalingTensorBoard
 from kerasdist.callbacks.timeline import Timeline
 
-__all__ = ["BroadcastInitialState", "ScaleLearningRate", "Timeline"]
+__all__ = [
+    "BroadcastInitialState",
+    "ScaleLearningRate",
+    "ScalingTensorBoard",
+    "Timeline",
+]

@@ -61,7 +61,7 @@ from kerasdist._keras import (
     updates,
 )
 from kerasdist._keras.arrays import ArrayData, random_seed
-from kerasdist._keras.hooks import KerasHooks
+from kerasdist._keras.hooks import KerasHooks, StepTimer
 from kerasdist._keras.items import ItemData
 from kerasdist._keras.micro_batches import dividing
 from kerasdist._keras.placed_layers import (
@@ -71,7 +71,8 @@ from kerasdist._keras.placed_layers import (
     device_of_variable,
 )
 from kerasdist._keras.rematerialize import rematerializing
-from kerasdist._keras.step import gradients_are_reduced
+from kerasdist._keras.step import gradients_are_reduced, is_timed
+from kerasdist._keras.trainer import new_train_function
 
 __all__ = [
     "ArrayData",
@@ -79,11 +80,14 @@ __all__ = [
     "KerasHooks",
     "LayerFacts",
     "LayerPlacer",
+    "StepTimer",
     "called_layer",
     "device_of_variable",
     "dividing",
     "gradients_are_reduced",
     "install",
+    "is_timed",
+    "new_train_function",
     "random_seed",
     "rematerializing",
 ]

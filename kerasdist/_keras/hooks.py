@@ -12,7 +12,42 @@ if TYPE_CHECKING:
     from kerasdist._keras.arrays import ArrayData
     from kerasdist._keras.items import ItemData
 
-__all__ = ["DealingHooks", "KerasHooks", "current_hooks", "dealing_hooks", "hooks_of"]
+__all__ = [
+    "DealingHooks",
+    "KerasHooks",
+    "StepTimer",
+    "current_hooks",
+    "dealing_hooks",
+    "hooks_of",
+    "timer_of",
+]
+
+
+class StepTimer(Protocol):
+    """Measures steps of training; see `strategies.step_clock`.
+
+    Attributes:
+        running: Whether somebody wants to know.
+    """
+
+    running: bool
+
+    def enter(self) -> None:
+        """Keras calls the function that takes steps."""
+
+    def leave(self, executions: int) -> None:
+        """It has returned; it takes so many steps at a time, 0 if it has failed."""
+
+    def step(self, run: Callable[[Any], Any], data: Any) -> Any:
+        """Run one step on this worker's part of a batch, in cross-replica context."""
+
+    def exchange(
+        self, gradients: Sequence[Any], reduce: Callable[[Sequence[Any]], list[Any]]
+    ) -> list[Any]:
+        """Reduce gradients, in replica context; return what `reduce` does.
+
+        `reduce` is given tensors that the last thing it does must wait for.
+        """
 
 
 class KerasHooks(Protocol):
@@ -23,11 +58,13 @@ class KerasHooks(Protocol):
         shards: Whether data are the same on all workers, and each takes its part.
         deals: Whether workers don't wait for each other inside an epoch, whose batches
             are dealt out: then it's a `DealingHooks`.
+        timer: Measures steps of training.
     """
 
     rank: int
     shards: bool
     deals: bool
+    timer: StepTimer
 
     @property
     def replicas(self) -> int:
@@ -216,6 +253,14 @@ def hooks_of(strategy: Any) -> KerasHooks | None:
     extended = getattr(strategy, "extended", None)
     hooks: KerasHooks | None = getattr(extended, "keras_hooks", None)
     return hooks
+
+
+def timer_of(strategy: Any) -> StepTimer | None:
+    """What measures a strategy's steps of training; None for one that isn't ours."""
+    timer: StepTimer | None = getattr(
+        getattr(strategy, "extended", None), "timer", None
+    )
+    return timer
 
 
 def dealing_hooks(strategy: Any) -> DealingHooks | None:

@@ -24,7 +24,7 @@ from keras.src.optimizers import base_optimizer, sgd
 from keras.src.optimizers.schedules import learning_rate_schedule
 
 from kerasdist import _tf
-from kerasdist._keras.hooks import current_hooks, dealing_hooks
+from kerasdist._keras.hooks import current_hooks, dealing_hooks, timer_of
 from kerasdist._keras.rates import scaled
 from kerasdist._keras.step import current, setting
 from kerasdist._keras.touched import touched_rows
@@ -51,6 +51,14 @@ def apply(
     if trainable_variables is not None:
         trainable_variables = list(trainable_variables)
     hooks = current_hooks()
+    if hooks is None and current.timed and not current.reduced:
+        timer = timer_of(tf.distribute.get_strategy())
+        if timer is not None:
+            # Nothing to send: but here the backward pass ends.
+            given = list(grads)
+            with setting(reduced=True):
+                given = timer.exchange(given, lambda after: given)
+                return original(optimizer, given, trainable_variables)
     if hooks is None or current.reduced or tf.distribute.in_cross_replica_context():
         return original(optimizer, grads, trainable_variables)
     grads, rows, scale = list(grads), current.rows, 1

@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from kerasdist._keras.hooks import KerasHooks
 
-__all__ = ["Step", "current", "gradients_are_reduced", "setting"]
+__all__ = ["Step", "current", "gradients_are_reduced", "is_timed", "setting"]
 
 
 class Step(threading.local):
@@ -34,6 +34,7 @@ class Step(threading.local):
         base_rate: Whether rates are read and set as they are before they are scaled.
         iterator: A weak reference to the newest epoch iterator: at the beginning of
             `fit` that of its data; None: there was none.
+        timed: Whether a step that is measured runs, or is being traced.
         readers: What reads data ahead and must be closed; None outside of `fit`,
             `evaluate` and `predict`.
     """
@@ -52,6 +53,7 @@ class Step(threading.local):
     training: bool = False
     base_rate: bool = False
     iterator: weakref.ref[Any] | None = None
+    timed: bool = False
     readers: set[Any] | None = None
     _summed: tuple[Any, Any] | None = None
 
@@ -107,3 +109,8 @@ def setting(**values: Any) -> Iterator[None]:
 def gradients_are_reduced() -> bool:
     """Whether an optimizer runs on gradients that are the same on all replicas."""
     return current.reduced
+
+
+def is_timed() -> bool:
+    """Whether a step that is measured runs, or is being traced."""
+    return current.timed

@@ -13,7 +13,13 @@ from keras.src.ops import convert_to_numpy
 from keras.src.utils import io_utils
 
 from kerasdist._keras.arrays import first_item
-from kerasdist._keras.hooks import KerasHooks, current_hooks, dealing_hooks, hooks_of
+from kerasdist._keras.hooks import (
+    KerasHooks,
+    current_hooks,
+    dealing_hooks,
+    hooks_of,
+    timer_of,
+)
 from kerasdist._keras.items import closing_readers
 from kerasdist._keras.optimizers import open_window, own_accumulators
 from kerasdist._keras.step import current, setting
@@ -25,6 +31,7 @@ __all__ = [
     "finish_epoch",
     "fit",
     "make_function",
+    "new_train_function",
     "on_chief_only",
     "predict_on_batch",
     "receive_batch",
@@ -54,8 +61,17 @@ def make_function(
     lost worker is named instead of a failed operation.
     """
     hooks = hooks_of(trainer.distribute_strategy)
+    timing = _timing if current.training else _untimed
     if hooks is None:
-        return original(trainer, step_function)
+        plain = original(trainer, step_function)
+        if timer_of(trainer.distribute_strategy) is None:
+            return plain
+
+        def timed(iterator: Any) -> Any:
+            with timing(trainer):
+                return plain(iterator)
+
+        return timed
 
     def counted(data: Any) -> Any:
         data, total = hooks.split(data)
@@ -90,7 +106,7 @@ def make_function(
         if not checked:
             _check_scope(trainer)
             checked = True
-        with _translating(hooks), inside():
+        with _translating(hooks), inside(), timing(trainer):
             if isinstance(
                 iterator, (tf.data.Iterator, tf.distribute.DistributedIterator)
             ):
@@ -115,12 +131,18 @@ def receive_batch(
     """
     hooks = hooks_of(trainer.distribute_strategy)
     converted = original(trainer, step_function)
-    if hooks is None or hooks.replicas == 1:
+    timer = timer_of(trainer.distribute_strategy)
+    if timer is None:
         return converted
 
     def filled(data: Any) -> Any:
-        data = hooks.unwrap(data)
-        if current.rows is not None or not _in_replica(hooks):
+        if hooks is not None and hooks.replicas > 1:
+            data = hooks.unwrap(data)
+        if current.timed:
+            return timer.step(converted, data)
+        if hooks is None:
+            return converted(data)
+        if hooks.replicas == 1 or current.rows is not None or not _in_replica(hooks):
             return converted(data)  # a train or test step, see `make_function`
         data, _ = hooks.split(data)
         rows = hooks.count_rows(data)
@@ -194,6 +216,12 @@ def _is_built(trainer: Any) -> bool:
     return all(part is None or part.built for part in parts)
 
 
+def new_train_function(trainer: Any) -> Callable[[Any], Any]:
+    """A function of an iterator that takes steps of training, traced anew."""
+    with setting(training=True):
+        return trainer._make_function(trainer.train_step)
+
+
 def finish_epoch(original: Callable[..., Any], trainer: Any, logs: Any) -> Any:
     """In place of `_get_metrics_result_or_logs`, called at the end of an epoch.
 
@@ -233,7 +261,8 @@ def begin_training(
             )
         with setting(training=True), hooks.apart():
             return original(trainer, *args, **kwargs)
-    return original(trainer, *args, **kwargs)
+    with setting(training=True):
+        return original(trainer, *args, **kwargs)
 
 
 def before_first_step(trainer: Any, callbacks: Sequence[Any]) -> None:
@@ -273,9 +302,31 @@ def fit(original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -
         initial = getattr(trainer, "_initial_epoch", None)
         try:
             return original(trainer, *args, **kwargs)
+        except Exception as error:
+            _tell(original, error, trainer, args, kwargs)
+            raise
         finally:
             if current.joined:
                 trainer._initial_epoch = initial
+
+
+def _tell(
+    original: Callable[..., Any],
+    error: Exception,
+    trainer: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> None:
+    """Tell callbacks that want to know that `fit` ends with an error."""
+    bound = inspect.signature(original).bind(trainer, *args, **kwargs)
+    given = bound.arguments.get("callbacks") or ()
+    given = getattr(given, "callbacks", given)
+    for callback in given if isinstance(given, (list, tuple)) else [given]:
+        on_failure = getattr(callback, "on_failure", None)
+        if callable(on_failure):
+            # The error matters more than what goes wrong on account of it.
+            with contextlib.suppress(Exception):
+                on_failure(error)
 
 
 def on_chief_only(
@@ -415,6 +466,30 @@ def _start_line(hooks: KerasHooks, trainer: Any) -> str:
     except (AttributeError, TypeError, ValueError):
         pass
     return "kerasdist: " + ", ".join(parts)
+
+
+@contextlib.contextmanager
+def _untimed(trainer: Any) -> Iterator[None]:
+    del trainer
+    yield
+
+
+@contextlib.contextmanager
+def _timing(trainer: Any) -> Iterator[None]:
+    """Steps of training stand inside: they are measured, if somebody wants to know."""
+    timer = timer_of(trainer.distribute_strategy)
+    # XLA can't compile what reads a clock.
+    if timer is None or not timer.running or trainer.jit_compile is True:
+        yield
+        return
+    timer.enter()
+    try:
+        with setting(timed=True):
+            yield
+    except BaseException:
+        timer.leave(0)  # above all where the data have ended
+        raise
+    timer.leave(int(trainer.steps_per_execution))
 
 
 @contextlib.contextmanager

@@ -63,6 +63,8 @@ __all__ = [
     "rebatch_each",
     "reduce_undistributed",
     "regroup",
+    "same",
+    "select_replica",
     "serve_collectives",
     "set_global_seed_if_none",
     "static_batch_size",
@@ -118,6 +120,11 @@ def mirrored(local: list[Any]) -> Any:
 def regroup(local: list[Any]) -> Any:
     """Wrap one value per local replica as one per-replica value."""
     return distribute_utils.regroup(tuple(local), always_wrap=True)
+
+
+def select_replica(index: int, nest: Any) -> Any:
+    """A local replica's part of a nest of per-replica values, by its index here."""
+    return distribute_utils.select_replica(index, nest)
 
 
 def devices_of(destinations: Any) -> tuple[str, ...]:
@@ -321,6 +328,14 @@ def serve_collectives(rank: int, addresses: Mapping[int, str]) -> None:
 def abort_collectives(message: str) -> None:
     """End all of this process's pending collectives, and all later ones, for good."""
     context.context().abort_collective_ops(tf.errors.UNAVAILABLE, message)
+
+
+def same(gradient: Any) -> Any:
+    """A tensor or IndexedSlices that are the same, as an operation of this place."""
+    if isinstance(gradient, tf.IndexedSlices):
+        values = tf.identity(gradient.values)
+        return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
+    return tf.identity(gradient)
 
 
 def weighted(tensor: Any, weight: Any) -> Any:

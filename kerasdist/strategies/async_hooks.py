@@ -66,7 +66,7 @@ class AsyncHooks(SynchronousHooks):
 
     def __init__(self, extended: AsyncExtended) -> None:
         super().__init__(extended)
-        self.rank = extended.job.client.rank
+        self.rank = self.timer.rank = extended.job.client.rank
         self.present: Dealt | None = None
         self.steps_of_all = 0
         self._datasets = 0
@@ -102,6 +102,8 @@ class AsyncHooks(SynchronousHooks):
     ) -> None:
         """See `KerasHooks.updated`."""
         extended = self._extended
+        if extended.excluding:
+            return
         values = [getattr(variable, "value", variable) for variable in variables]
         window = getattr(optimizer, "gradient_accumulation_steps", None)
         iterations = optimizer._iterations.value if window else None

@@ -15,6 +15,7 @@ missing from that epoch.
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
@@ -197,7 +198,9 @@ class DealtBatches:
         """Whether there's another batch; waits until it is read."""
         if self._next is None and self._pool is not None:
             ahead = self._ahead or self._pool.submit(self._read)
+            begin = time.time()
             self._next = ahead.result()
+            self._dealt.extended.keras_hooks.timer.waited(time.time() - begin)
             self._ahead = None
             if self._next is None:
                 self.close()

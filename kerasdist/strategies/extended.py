@@ -11,12 +11,14 @@ several local replicas brings them together with a merge call.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from kerasdist import _keras, _tf
+from kerasdist._keras import StepTimer
 from kerasdist.strategies import agreement
 from kerasdist.strategies.auto_shard import is_by_file, own_part
 from kerasdist.strategies.collective_ops import CollectiveOps
@@ -68,6 +70,7 @@ class SynchronousExtended(_tf.MirroredExtended):
         else:
             self.ops = CollectiveOps(job.communicator, self._host)
         self.keras_hooks = SynchronousHooks(self)
+        self.excluding = False
 
     def common_seed(self) -> int:
         """A random seed that all workers agree on."""
@@ -99,8 +102,15 @@ class SynchronousExtended(_tf.MirroredExtended):
         return False
 
     @property
+    def timer(self) -> StepTimer:
+        """Measures steps of training."""
+        return self.keras_hooks.timer
+
+    @property
     def places(self) -> tuple[int, int, int]:
         """This worker's first replica, number of its replicas, number of all."""
+        if self.excluding:
+            return 0, len(self._devices), len(self._devices)
         job = self.job
         first = sum(job.replicas[: job.communicator.rank])
         return first, len(self._devices), sum(job.replicas)
@@ -108,7 +118,7 @@ class SynchronousExtended(_tf.MirroredExtended):
     @property
     def workers(self) -> int:
         """Number of workers that reduce and gather together."""
-        return self.job.communicator.size
+        return 1 if self.excluding else self.job.communicator.size
 
     @property
     def data_places(self) -> tuple[int, int, int]:
@@ -137,6 +147,15 @@ class SynchronousExtended(_tf.MirroredExtended):
             kwargs,
             self._devices[0],
         )
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """What stands inside, this worker does without the others, who wait for it."""
+        before, self.excluding = self.excluding, True
+        try:
+            yield
+        finally:
+            self.excluding = before
 
     # Values.
 

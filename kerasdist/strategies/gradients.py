@@ -31,6 +31,7 @@ def reduce_gradients(
     rows: Any,
     total: Any = None,
     linear: bool = False,
+    after: Sequence[Any] = (),
 ) -> list[Any]:
     """Reduce gradients over all replicas of all workers, in replica context.
 
@@ -44,6 +45,7 @@ def reduce_gradients(
         total: Number of rows of all replicas, if it's known: else it's asked for,
             or travels with the gradients.
         linear: Whether slices of one index may be added up: see `Returns`.
+        after: What the last bucket waits for.
 
     Returns:
         Tensors (or None), the same on all replicas. IndexedSlices stay what they are:
@@ -65,7 +67,9 @@ def reduce_gradients(
         ]
     slices = [g for g in gradients if isinstance(g, tf.IndexedSlices)]
     dense = [g for g in gradients if g is not None and not _is_slices(g)]
-    means = iter(_mean_of_dense(extended, dense, rows, total) if dense else ())
+    means: Iterator[Any] = iter(())
+    if dense:
+        means = iter(_mean_of_dense(extended, dense, rows, total, after))
     # Without the table's shape they can't become one.
     linear = linear and all(s.dense_shape is not None for s in slices)
     gathered: Iterator[Any] = iter(())
@@ -84,7 +88,11 @@ def _is_slices(gradient: Any) -> bool:
 
 
 def _mean_of_dense(
-    extended: SynchronousExtended, gradients: list[Any], rows: Any, total: Any
+    extended: SynchronousExtended,
+    gradients: list[Any],
+    rows: Any,
+    total: Any,
+    after: Sequence[Any],
 ) -> list[Any]:
     """The mean of dense gradients, bucket by bucket."""
     sizes = [(g.shape.num_elements() or 0) * g.dtype.size for g in gradients]
@@ -92,16 +100,18 @@ def _mean_of_dense(
     if extended.compression is not None:
         share = _share(extended, rows, total)
     means: list[Any] = [None] * len(gradients)
-    for number, bucket in enumerate(in_buckets(sizes, extended.bucket_size)):
+    buckets = list(in_buckets(sizes, extended.bucket_size))
+    for number, bucket in enumerate(buckets):
         some = [gradients[i] for i in bucket]
-        if share is None:
-            reduced = _mean_of_bucket(extended, some, rows, total, number == 0)
-        else:
-            shares = [narrow(extended, g, share) for g in some]
-            sums = extended._replica_ctx_all_reduce(_tf.ReduceOp.SUM, shares)
-            reduced = [
-                widen(extended, s, g, 1) for s, g in zip(sums, some, strict=True)
-            ]
+        with tf.control_dependencies(after if bucket is buckets[-1] else ()):
+            if share is None:
+                reduced = _mean_of_bucket(extended, some, rows, total, number == 0)
+            else:
+                shares = [narrow(extended, g, share) for g in some]
+                sums = extended._replica_ctx_all_reduce(_tf.ReduceOp.SUM, shares)
+                reduced = [
+                    widen(extended, s, g, 1) for s, g in zip(sums, some, strict=True)
+                ]
         for i, mean in zip(bucket, reduced, strict=True):
             means[i] = mean
     return means

@@ -13,7 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 from kerasdist import _tf
-from kerasdist._keras import ArrayData, ItemData, random_seed
+from kerasdist._keras import ArrayData, ItemData, is_timed, random_seed
 from kerasdist.strategies import agreement
 from kerasdist.strategies.accumulation import end_window
 from kerasdist.strategies.gradients import reduce_gradients
@@ -31,6 +31,7 @@ from kerasdist.strategies.rows import (
 from kerasdist.strategies.same_batches import CHECKSUM, SameBatches
 from kerasdist.strategies.shared_items import share_items
 from kerasdist.strategies.start_line import Given, describe
+from kerasdist.strategies.step_clock import StepClock
 
 if TYPE_CHECKING:
     from kerasdist.strategies.extended import SynchronousExtended
@@ -54,6 +55,12 @@ class SynchronousHooks:
         self._same = SameBatches(extended)
         self.rank = extended.job.communicator.rank
         self.shards = extended.shards
+        # With servers it's they who are waited for, in the first place.
+        job = extended.job
+        servers = hasattr(job, "client") or hasattr(job, "open_table")
+        self.timer = StepClock(
+            extended.worker_devices, job.communicator, in_turn=not servers
+        )
 
     @property
     def replicas(self) -> int:
@@ -68,7 +75,13 @@ class SynchronousHooks:
         self, gradients: Sequence[Any], rows: Any, total: Any, linear: bool
     ) -> list[Any]:
         """See `KerasHooks.reduce_gradients`."""
-        return reduce_gradients(self._extended, gradients, rows, total, linear)
+
+        def reduce(after: Sequence[Any] = ()) -> list[Any]:
+            return reduce_gradients(
+                self._extended, gradients, rows, total, linear, after
+            )
+
+        return self.timer.exchange(gradients, reduce) if is_timed() else reduce()
 
     def end_window(
         self,
@@ -78,7 +91,12 @@ class SynchronousHooks:
         steps: int,
     ) -> list[Any]:
         """See `KerasHooks.end_window`."""
-        return end_window(self._extended, gradients, accumulators, last, steps)
+
+        def end(after: Sequence[Any] = ()) -> list[Any]:
+            with tf.control_dependencies(after):
+                return end_window(self._extended, gradients, accumulators, last, steps)
+
+        return self.timer.exchange(gradients, end) if is_timed() else end()
 
     def fill_if_empty(self, batch: Any, rows: Any) -> Any:
         """See `KerasHooks.fill_if_empty`."""

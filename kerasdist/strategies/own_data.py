@@ -10,6 +10,7 @@ divided by file, see `auto_shard`; there a worker without any data is an error.
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -69,12 +70,18 @@ class TogetherIterator:
         return self._waiting.pop() if self._waiting else self._fetch()
 
     def _fetch(self) -> Any:
+        timer = self._extended.keras_hooks.timer
+        begin = time.time()
         if self._by_file and self._last is None:
             optional = self._first_by_file()
         else:
             optional = self._iterator.get_next_as_optional()
         here = bool(optional.has_value())
-        if not any_of(self._extended, here):
+        fetched = time.time()
+        timer.waited(fetched - begin)
+        anybody = any_of(self._extended, here)
+        timer.waited(time.time() - fetched, others=True)
+        if not anybody:
             raise StopIteration
         if here:
             self._last = optional.get_value()

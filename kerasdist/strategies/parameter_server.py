@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from kerasdist.cluster import Cluster, resolve
@@ -159,7 +159,10 @@ class ParameterServerStrategy(DataParallelStrategy):
             # Before TensorFlow looks for devices: a server leaves them to workers.
             _serve(place, settings, timeouts)
         names = check_devices(devices)
-        job = _connect(place, settings, timeouts, transport, len(names))
+        self._events: list[Event] = []
+        job = _connect(
+            place, settings, timeouts, transport, len(names), _Notes(self._events)
+        )
         # A worker that nobody shares with trains as one process does.
         shares = mode == "async" and (place.size > 1 or snapshot_dir is not None)
         self._client = job
@@ -179,6 +182,14 @@ class ParameterServerStrategy(DataParallelStrategy):
     def bytes_received(self) -> int:
         """Bytes of all messages from servers to this worker so far."""
         return self._client.bytes_received
+
+    @property
+    def events(self) -> tuple[Event, ...]:
+        """What has happened to workers so far, as this one has heard of it.
+
+        With mode="async": who was lost, who has come in its place; in this order.
+        """
+        return tuple(self._events)
 
     @property
     def staleness(self) -> dict[int, int]:
@@ -201,6 +212,7 @@ def _connect(
     timeouts: Timeouts,
     transport: str,
     replicas: int,
+    on_event: Callable[[Event], None],
 ) -> ServerClient:
     reporter = Reporter(session_name(place), place.rank or 0)
     return connect_servers(
@@ -209,14 +221,28 @@ def _connect(
         timeouts=timeouts,
         replicas=replicas,
         transport=transport,
-        on_event=_note if settings.mode == "async" else None,
+        on_event=on_event if settings.mode == "async" else None,
         on_failure=reporter.failed,
         gate=settings.mode == "async",
     )
 
 
-def _note(event: Event) -> None:
-    """The others go on: so somebody has to say it."""
+class _Notes:
+    """Notes what happens to workers, and says it: the others go on.
+
+    Args:
+        events: Where it is noted.
+    """
+
+    def __init__(self, events: list[Event]) -> None:
+        self._events = events
+
+    def __call__(self, event: Event) -> None:
+        self._events.append(event)
+        _say(event)
+
+
+def _say(event: Event) -> None:
     if event.kind == "lost":
         _LOG.warning(
             "kerasdist: rank %d (%s) was lost at step %d: %s. The others go on.",

@@ -10,9 +10,11 @@ import tensorflow as tf
 
 from kerasdist import _tf
 from kerasdist._tf import placing
+from kerasdist.collectives.single import SingleCommunicator
 from kerasdist.strategies.micro_batches import in_micro_batches
 from kerasdist.strategies.placed_ops import Placer
 from kerasdist.strategies.remote_devices import RemoteDevices
+from kerasdist.strategies.step_clock import StepClock
 
 __all__ = ["PlacedExtended", "placed_step"]
 
@@ -71,6 +73,7 @@ class PlacedExtended(placing.OneDeviceExtended):
         # Data are read by this process, wherever layers are.
         self._host = _tf.canonical_device("CPU:0")
         self._remote = remote
+        self.timer = StepClock([self._host], SingleCommunicator(), in_turn=True)
 
     def failure(self, error: Exception) -> Exception | None:
         """What ended the job and made TensorFlow raise `error`, or None."""

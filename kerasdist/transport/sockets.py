@@ -200,6 +200,9 @@ class SocketTransport(Transport):
         outgoing: Connected sockets to send on, by group rank.
         incoming: Connected sockets to receive on, by group rank. A rank may
             have the same socket in both. The transport owns all of them.
+
+    Attributes:
+        bytes_sent: Bytes of all frames that this rank has sent so far.
     """
 
     def __init__(
@@ -215,6 +218,7 @@ class SocketTransport(Transport):
         self._out = dict(outgoing)
         self._in = dict(incoming)
         self._aborted = False
+        self.bytes_sent = 0
         for sock in self._sockets():
             sock.setblocking(False)
             if sock.family != socket.AF_UNIX:
@@ -241,6 +245,7 @@ class SocketTransport(Transport):
             if len(outgoing):
                 parts.append(memoryview(outgoing))
             sending = _Sending(self._out[to], self.peers[to], parts)
+            self.bytes_sent += len(header) + len(outgoing)
         if source is not None:
             room = _NOTHING if incoming is None else incoming
             if len(room) != len(outgoing):

@@ -1,0 +1,111 @@
+"""Under which names figures are written, and how TensorBoard's page shows them.
+
+Each figure is a scalar; the tab "Custom Scalars" shows those that belong together in
+one chart, in the order in which one asks: how fast is it, where does the time go, who
+is slow, what is sent.
+"""
+
+from __future__ import annotations
+
+from tensorboard.plugins.custom_scalar import layout_pb2
+
+from kerasdist.callbacks.figures import Figures
+
+__all__ = ["CHARTS", "EVENTS", "STALENESS", "VERDICT", "layout", "scalars"]
+
+EVENTS = "events"
+STALENESS = "staleness/reads"
+VERDICT = "verdict"
+
+# Category, chart, and the regular expressions of the tags in it.
+CHARTS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
+    ("1. How fast", "Examples per second", (r"examples_per_second/.*",)),
+    (
+        "1. How fast",
+        "Scaling efficiency: percent of as many single workers",
+        (r"efficiency/.*",),
+    ),
+    ("2. Where a step's time goes", "Seconds of a step", (r"step_seconds/.*",)),
+    ("2. Where a step's time goes", "Percent of a step", (r"step_percent/.*",)),
+    (
+        "3. Who is slow",
+        "Seconds of a step that a worker is busy",
+        (r"busy_seconds/.*",),
+    ),
+    ("3. Who is slow", "Slowest rank", (r"straggler/rank",)),
+    ("3. Who is slow", "Its lag in seconds", (r"straggler/lag_seconds",)),
+    ("3. Who is slow", "Staleness of the weights in steps", (r"staleness/(mean|max)",)),
+    (
+        "3. Who is slow",
+        "Percent of the time that a stage is idle",
+        (r"idle_percent/.*",),
+    ),
+    ("4. What is sent", "Bytes that a worker sends in a step", (r"bytes/per_step",)),
+    (
+        "4. What is sent",
+        "Bandwidth in bytes per second: achieved, and of the link",
+        (r"bandwidth/.*",),
+    ),
+    ("5. The job", "Learning rate", (r"job/learning_rate",)),
+    ("5. The job", "Global batch", (r"job/global_batch",)),
+    ("5. The job", "Workers", (r"job/workers",)),
+)
+
+
+def layout() -> layout_pb2.Layout:
+    """The layout of the tab "Custom Scalars"."""
+    titles = dict.fromkeys(category for category, _, _ in CHARTS)
+    return layout_pb2.Layout(
+        category=[
+            layout_pb2.Category(
+                title=title,
+                chart=[
+                    layout_pb2.Chart(
+                        title=chart,
+                        # The whole tag, whatever else is written to the folder.
+                        multiline=layout_pb2.MultilineChartContent(
+                            tag=[f"^{tag}$" for tag in tags]
+                        ),
+                    )
+                    for category, chart, tags in CHARTS
+                    if category == title
+                ],
+            )
+            for title in titles
+        ]
+    )
+
+
+def scalars(figures: Figures, learning_rate: float | None = None) -> dict[str, float]:
+    """What is written of figures, by tag."""
+    found = {"examples_per_second/all": figures.examples_per_second}
+    for rank, speed in figures.by_rank.items():
+        found[f"examples_per_second/rank_{rank}"] = speed
+    if figures.efficiency is not None:
+        found["efficiency/percent"] = 100 * figures.efficiency
+    found["step_seconds/whole"] = figures.step_seconds
+    for phase, seconds in figures.phases.items():
+        found[f"step_seconds/{phase}"] = seconds
+        found[f"step_percent/{phase}"] = 100 * figures.share(phase)
+    for rank, seconds in figures.busy.items():
+        found[f"busy_seconds/rank_{rank}"] = seconds
+    if figures.slowest is not None:
+        found["straggler/rank"] = figures.slowest
+        found["straggler/lag_seconds"] = figures.lag
+    if figures.staleness:
+        reads = sum(figures.staleness.values())
+        steps = sum(lag * count for lag, count in figures.staleness.items())
+        found["staleness/mean"] = steps / reads
+        found["staleness/max"] = max(figures.staleness)
+    for stage, idle in enumerate(figures.idle):
+        found[f"idle_percent/stage_{stage}"] = 100 * idle
+    if figures.workers > 1:
+        found["bytes/per_step"] = figures.bytes_per_step
+        found["bandwidth/achieved"] = figures.bandwidth
+        if figures.link is not None:
+            found["bandwidth/link"] = figures.link
+    if learning_rate is not None:
+        found["job/learning_rate"] = learning_rate
+    found["job/global_batch"] = figures.global_batch
+    found["job/workers"] = figures.workers
+    return found

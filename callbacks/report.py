@@ -1,0 +1,81 @@
+"""The figures and the verdict of a whole `fit`, as one page and for a terminal."""
+
+from __future__ import annotations
+
+from kerasdist.callbacks.figures import Figures
+from kerasdist.callbacks.verdict import Verdict, in_bytes, in_seconds
+
+__all__ = ["to_markdown", "to_text"]
+
+
+def to_markdown(figures: Figures, verdict: Verdict) -> str:
+    """As TensorBoard's text tab shows it."""
+    rows = [f"| {name} | {value} |" for name, value in _table(figures)]
+    table = "\n".join(["| figure | value |", "| --- | --- |", *rows])
+    parts = "\n".join(
+        f"| {phase} | {in_seconds(seconds)} | {figures.share(phase):.1%} |"
+        for phase, seconds in figures.phases.items()
+    )
+    split = f"| part of a step | seconds | share |\n| --- | --- | --- |\n{parts}"
+    return f"{verdict.to_markdown()}\n\n{table}\n\n{split}\n"
+
+
+def to_text(figures: Figures, verdict: Verdict) -> str:
+    """As it is printed at the end of `fit`."""
+    lines = ["kerasdist: how this job scales"]
+    table = _table(figures)
+    width = max(len(name) for name, _ in table)
+    lines += [f"  {name:<{width}}  {value}" for name, value in table]
+    lines.append("  a step:")
+    for phase, seconds in figures.phases.items():
+        share = figures.share(phase)
+        bar = "#" * round(40 * share)
+        lines.append(f"    {phase:<12}{in_seconds(seconds):>9} {share:>6.1%} {bar}")
+    lines.append(verdict.to_text())
+    return "\n".join(lines)
+
+
+def _table(figures: Figures) -> list[tuple[str, str]]:
+    ranks = ", ".join(
+        f"rank {rank} {speed:,.0f}" for rank, speed in figures.by_rank.items()
+    )
+    rows = [
+        ("workers", str(figures.workers)),
+        ("global batch", f"{figures.global_batch:,.0f}"),
+        ("examples/s", f"{figures.examples_per_second:,.0f} ({ranks})"),
+    ]
+    if figures.efficiency is not None:
+        rows.append(
+            (
+                "scaling efficiency",
+                f"{figures.efficiency:.0%} of {figures.workers} x "
+                f"{figures.baseline:,.0f} examples/s",
+            )
+        )
+    rows.append(("step", in_seconds(figures.step_seconds)))
+    if figures.slowest is not None:
+        rows.append(
+            (
+                "slowest worker",
+                f"rank {figures.slowest}, {in_seconds(figures.lag)} per step behind",
+            )
+        )
+    if figures.workers > 1:
+        link = "" if figures.link is None else f" of {in_bytes(figures.link)}/s"
+        rows.append(
+            (
+                "sent by a worker",
+                f"{in_bytes(figures.bytes_per_step)} per step, at "
+                f"{in_bytes(figures.bandwidth)}/s{link}",
+            )
+        )
+    if figures.staleness:
+        reads = sum(figures.staleness.values())
+        mean = sum(lag * n for lag, n in figures.staleness.items()) / reads
+        rows.append(
+            ("staleness", f"mean {mean:.1f} steps, at most {max(figures.staleness)}")
+        )
+    if figures.idle:
+        idle = ", ".join(f"{share:.0%}" for share in figures.idle)
+        rows.append(("stages idle", idle))
+    return rows

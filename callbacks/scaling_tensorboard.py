@@ -1,0 +1,413 @@
+"""`ScalingTensorBoard`: see why a job scales, or why it doesn't.
+
+Each worker measures its own steps (`strategies.step_clock`). After a window of steps
+all workers give each other a few numbers, and the chief writes what they say together:
+
+    every worker   steps ...  │  steps ...      │  ...            end of `fit`
+    all                       all-gather        all-gather        all-gather
+    chief                     figures -> file   figures -> file   verdict
+
+A window ends after a number of steps that all workers know: nobody waits for who is in
+another one. Where workers don't wait for each other, it ends with the epoch.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import keras
+import numpy as np
+
+from kerasdist.callbacks import layout, report
+from kerasdist.callbacks.figures import Figures, combine
+from kerasdist.callbacks.summaries import Summaries
+from kerasdist.callbacks.verdict import Verdict, judge
+from kerasdist.strategies.calibration import speed_alone
+from kerasdist.strategies.link_speed import link_speed
+from kerasdist.strategies.step_times import StepTimes, gather
+
+__all__ = ["ScalingTensorBoard"]
+
+# Steps of the first window, if it's left to the callback.
+_FIRST = 10
+# A window is at least so many times what it costs to write one, and at most so long.
+_TIMES_COST = 300
+_MOST_SECONDS = 5.0
+# While a job is young its windows are a part of its age: there is something to see.
+_PART_OF_AGE = 20
+# Reads that are staler are counted as this.
+_STALEST = 63
+
+
+class ScalingTensorBoard(keras.callbacks.Callback):
+    """Writes what a job's speed consists of, over all workers, and what limits it.
+
+        board = kerasdist.callbacks.ScalingTensorBoard("logs", baseline=5_200)
+        model.fit(x, y, batch_size=256, callbacks=[board])
+
+    Give it on all workers; the chief writes. Open `tensorboard --logdir logs` and look
+    at the tabs "Custom Scalars", which has a layout ready, and "Text", which says in
+    words what limits the job and what to change first. The same is printed at the end
+    of `fit`.
+
+    Args:
+        log_dir: Folder of TensorBoard's files; the run is called "scaling".
+        baseline: Examples per second of one worker, to tell the scaling efficiency.
+            Train with one worker and this callback to get the number.
+        calibrate: Measure the baseline instead, early in `fit` (asynchronous workers:
+            after the first epoch): the chief takes some steps alone, on a whole global
+            batch of zeros, while the others wait; then weights, optimizer and metrics
+            are what they were. It takes a few seconds. Not with several replicas in
+            one worker.
+        update_freq: When something is written: after so many batches, "epoch", or
+            "auto": often at first, and never so often that it costs a hundredth of the
+            time. With asynchronous workers always after each epoch.
+        verbose: 0: print nothing at the end of `fit`.
+
+    Attributes:
+        figures: The `callbacks.figures.Figures` of the whole `fit`, when it has ended;
+            None before that, and on all workers but the chief.
+        verdict: What limits the job (`callbacks.verdict.Verdict`); likewise.
+
+    Raises:
+        ValueError: An argument is wrong.
+    """
+
+    def __init__(
+        self,
+        log_dir: str | os.PathLike[str],
+        *,
+        baseline: float | None = None,
+        calibrate: bool = False,
+        update_freq: int | str = "auto",
+        verbose: int = 1,
+    ) -> None:
+        super().__init__()
+        faults = []
+        if baseline is not None and not baseline > 0:
+            faults.append(
+                "`baseline` must be a positive number of examples per second. "
+                f"Received: baseline={baseline!r}."
+            )
+        if baseline is not None and calibrate:
+            faults.append(
+                "`baseline` is given, or measured with `calibrate`, but not both. "
+                f"Received: baseline={baseline!r}, calibrate={calibrate!r}."
+            )
+        if update_freq not in ("auto", "epoch") and not (
+            isinstance(update_freq, int)
+            and not isinstance(update_freq, bool)
+            and update_freq > 0
+        ):
+            faults.append(
+                "`update_freq` must be 'auto', 'epoch' or a positive number of "
+                f"batches. Received: update_freq={update_freq!r}."
+            )
+        if faults:
+            raise ValueError(" ".join(faults))
+        self.log_dir = os.fspath(log_dir)
+        self.figures: Figures | None = None
+        self.verdict: Verdict | None = None
+        self._baseline = None if baseline is None else float(baseline)
+        self._calibrate = calibrate
+        self._update_freq = update_freq
+        self._verbose = verbose
+        self._summaries: Summaries | None = None
+        self._timed: Any = None
+        self._active = False
+        self._forget()
+
+    def _forget(self) -> None:
+        self._link: float | None = None
+        self._calls = 0
+        self._window = self._first_window()
+        self._cost = 0.0
+        self._began = time.monotonic()
+        self._steps = 0
+        self._sums: dict[int, StepTimes] = {}
+        self._staleness: dict[int, int] = {}
+        self._seen: dict[int, int] = {}
+        self._ranks: tuple[int, ...] | None = None
+        self._told = 0
+        self._texts: list[str] = []
+
+    # What Keras calls.
+
+    def set_model(self, model: Any) -> None:
+        """See `keras.callbacks.Callback.set_model`."""
+        super().set_model(model)
+        strategy = model.distribute_strategy
+        if not hasattr(getattr(strategy, "extended", None), "timer"):
+            # A script that is tried without a strategy needs no `if`.
+            warnings.warn(
+                "ScalingTensorBoard measures strategies of kerasdist, and writes "
+                f"nothing here. Received: a model with {type(strategy).__name__}. "
+                "Build and compile it in `with kerasdist.RingStrategy().scope():`, "
+                "which works for one worker, too.",
+                stacklevel=2,
+            )
+            self._active = False
+            return
+        self._active = True
+        # What was traced before has no clock in it.
+        if model.train_function is not self._timed or self._timed is None:
+            model.train_function = None
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """See `keras.callbacks.Callback.on_train_begin`."""
+        del logs
+        if not self._active:
+            return
+        self._forget()
+        self._timed = self.model.train_function
+        self._clock.start()
+        self._steps = int(self.model.optimizer.iterations)
+        self._seen = dict(self._observed())
+        self._told = len(self._events())
+        self._link = link_speed(self._communicator)
+        if self._is_chief and self._summaries is None:
+            self._summaries = Summaries(os.path.join(self.log_dir, "scaling"))
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        """See `keras.callbacks.Callback.on_epoch_begin`."""
+        del epoch, logs
+        if not self._active:
+            return
+        self._clock.begin_epoch()
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        """See `keras.callbacks.Callback.on_train_batch_begin`.
+
+        Not `on_train_batch_end`: who has that one may stop the training there, about
+        which all workers would have to agree after each batch.
+        """
+        del batch, logs
+        if not self._active:
+            return
+        if self._in_step:
+            if self._calls == 2 and self._calibrate:
+                self._measure_baseline()
+            if self._calls >= self._window:
+                self._end_window()
+        self._calls += 1
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """See `keras.callbacks.Callback.on_epoch_end`."""
+        del epoch, logs
+        if not self._active:
+            return
+        if not self._in_step and self._calibrate:
+            self._measure_baseline()
+        if not self._in_step or self._update_freq == "epoch":
+            self._end_window()
+
+    def on_train_end(self, logs: Any = None) -> None:
+        """See `keras.callbacks.Callback.on_train_end`."""
+        del logs
+        if not self._active:
+            return
+        if self._in_step and self._calls:
+            self._end_window()
+        self._clock.stop()
+        self._conclude()
+
+    def on_failure(self, error: BaseException) -> None:
+        """`fit` ends with this error: write what is known, on the chief."""
+        if not self._active:
+            return
+        self._clock.stop()
+        self._texts.append(f"`fit` ended with {type(error).__name__}: {error}")
+        self._conclude()
+
+    def _measure_baseline(self) -> None:
+        """All workers call it at the same place, once."""
+        self._calibrate = False
+        self._baseline = speed_alone(self.model)
+        if self._baseline is None:
+            self._texts.append(
+                "The speed of one worker can't be measured here: give `baseline=`."
+            )
+        else:
+            self._texts.append(
+                f"One worker alone: {self._baseline:,.0f} examples/s on zeros."
+            )
+
+    # A window of steps.
+
+    def _end_window(self) -> None:
+        """All workers call it at the same place."""
+        begin = time.monotonic()
+        mine = self._clock.take()
+        more = [float(self._calls), self._cost, begin - self._began]
+        every, others = gather(
+            self._communicator, mine, np.array([*more, *self._new_reads()])
+        )
+        calls, cost, age = (float(number) for number in others[0][: len(more)])
+        self._calls = 0
+        self._window = self._next_window(every[0], calls, cost, age)
+        if not self._is_chief:
+            return
+        reads: dict[int, int] = {}
+        for numbers in others:
+            for lag, count in enumerate(numbers[len(more) :]):
+                if count:
+                    reads[lag] = reads.get(lag, 0) + int(count)
+        self._note_workers(tuple(one.rank for one in every))
+        self._write(every, reads)
+        self._cost = max(self._cost / 2, time.monotonic() - begin)
+
+    def _next_window(
+        self, times: StepTimes, calls: float, cost: float, age: float
+    ) -> int:
+        """How many calls the next window has: the same on all workers."""
+        if self._update_freq != "auto" or not calls or not times.seconds:
+            return self._first_window()
+        length = min(_MOST_SECONDS, age / _PART_OF_AGE)
+        length = max(length, _TIMES_COST * cost)
+        # All steps that were counted, of which those that were traced aren't a part.
+        per_call = times.seconds / max(times.steps / self._per_call, 1.0)
+        return max(_FIRST, round(length / per_call))
+
+    def _first_window(self) -> int:
+        if isinstance(self._update_freq, int):
+            return max(1, self._update_freq // self._per_call)
+        return _FIRST if self._update_freq == "auto" else 1 << 62
+
+    @property
+    def _per_call(self) -> int:
+        model = getattr(self, "_model", None)
+        return 1 if model is None else int(model.steps_per_execution)
+
+    def _new_reads(self) -> list[float]:
+        """How often this worker has read at which staleness since the last window."""
+        seen = dict(self._observed())
+        counts = [0.0] * (_STALEST + 1)
+        for lag, count in seen.items():
+            counts[min(lag, _STALEST)] += count - self._seen.get(lag, 0)
+        self._seen = seen
+        return counts if seen else []
+
+    def _write(self, every: list[StepTimes], reads: Mapping[int, int]) -> None:
+        figures = self._figures(every, reads)
+        for one in every:
+            before = self._sums.get(one.rank)
+            self._sums[one.rank] = one if before is None else before.plus(one)
+        for lag, count in reads.items():
+            self._staleness[lag] = self._staleness.get(lag, 0) + count
+        if self._in_step:
+            self._steps = int(self.model.optimizer.iterations)
+        elif figures is not None:
+            self._steps += round(figures.steps)
+        numbers = {} if figures is None else layout.scalars(figures, self._rate())
+        self._put(numbers, {layout.STALENESS: reads} if reads else {})
+
+    def _put(
+        self,
+        numbers: Mapping[str, float],
+        histograms: Mapping[str, Mapping[int, int]] | None = None,
+        texts: Mapping[str, str] | None = None,
+    ) -> None:
+        if self._summaries is None:
+            return
+        words = dict(texts or {})
+        if self._texts:
+            words[layout.EVENTS] = "\n".join(f"- {text}" for text in self._texts)
+            self._texts = []
+        if numbers or histograms or words:
+            self._summaries.write(self._steps, numbers, words, histograms)
+            self._summaries.flush()
+
+    def _figures(
+        self, times: list[StepTimes], reads: Mapping[int, int]
+    ) -> Figures | None:
+        return combine(
+            times,
+            in_step=self._in_step,
+            link=self._link,
+            baseline=self._baseline,
+            staleness=reads,
+            idle=self._idle(),
+        )
+
+    def _conclude(self) -> None:
+        """The verdict on the whole `fit`."""
+        if not self._is_chief or self._summaries is None:
+            return
+        times = [self._sums[rank] for rank in sorted(self._sums)]
+        self.figures = self._figures(times, self._staleness)
+        words = {}
+        if self.figures is not None:
+            self.verdict = judge(self.figures)
+            words[layout.VERDICT] = report.to_markdown(self.figures, self.verdict)
+            if self._verbose:
+                print(report.to_text(self.figures, self.verdict), flush=True)
+        self._put({}, texts=words)
+        self._summaries.close()
+        self._summaries = None
+
+    def _note_workers(self, ranks: tuple[int, ...]) -> None:
+        """Tell who has come and gone."""
+        told = self._events()
+        for event in told[self._told :]:
+            what = {"lost": "was lost", "joined": "has come"}.get(
+                event.kind, event.kind
+            )
+            why = f": {event.reason}" if event.reason else ""
+            self._texts.append(
+                f"rank {event.rank} ({event.address}) {what} at its step "
+                f"{event.clock}{why}"
+            )
+        self._told = len(told)
+        if self._ranks not in (None, ranks):
+            self._texts.append(
+                f"{len(ranks)} workers train from here on: ranks "
+                f"{', '.join(map(str, ranks))}"
+            )
+        self._ranks = ranks
+
+    # Whom to ask.
+
+    @property
+    def _extended(self) -> Any:
+        return self.model.distribute_strategy.extended
+
+    @property
+    def _clock(self) -> Any:
+        return self._extended.timer
+
+    @property
+    def _communicator(self) -> Any:
+        return self._clock.communicator
+
+    @property
+    def _is_chief(self) -> bool:
+        return bool(self._clock.rank == 0)
+
+    @property
+    def _in_step(self) -> bool:
+        hooks = getattr(self._extended, "keras_hooks", None)
+        return hooks is None or not hooks.deals
+
+    def _idle(self) -> tuple[float, ...]:
+        """By stage which part of a step it has nothing to do, by the schedule."""
+        pipeline = getattr(self.model.distribute_strategy, "pipeline", None)
+        if pipeline is None:
+            return ()
+        schedule = pipeline()
+        return (schedule.bubble,) * len(schedule.stages)
+
+    def _observed(self) -> Mapping[int, int]:
+        return getattr(self.model.distribute_strategy, "staleness", {})
+
+    def _events(self) -> list[Any]:
+        return list(getattr(self.model.distribute_strategy, "events", ()))
+
+    def _rate(self) -> float | None:
+        try:
+            return float(keras.ops.convert_to_numpy(self.model.optimizer.learning_rate))
+        except (AttributeError, TypeError, ValueError):
+            return None

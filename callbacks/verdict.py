@@ -1,0 +1,309 @@
+"""What limits a job, in words: a pure function of its figures.
+
+Of each step some time is lost to one of these; the largest part is the limit, if it's
+large enough to be worth a change:
+
+    straggler   all others wait for one worker
+    input       the next batch isn't there
+    network     the bytes take as long as the link needs for them
+    batch       a step is over too soon: what each step costs, however large it is
+                (round trips, calls), is a large part of it
+    compute     nothing of that: the devices are busy, and that is how it should be
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from kerasdist.callbacks.figures import Figures
+
+__all__ = ["LEAST", "Verdict", "in_bytes", "in_seconds", "judge"]
+
+# What costs a smaller part of the step isn't worth a change.
+LEAST = 0.15
+# From this part of the link's speed on it's the link that is slow.
+_NEAR_LINK = 0.4
+_SCALES = 0.9
+_NAMES = {
+    "input": "input",
+    "compute": "compute",
+    "network": "the network",
+    "straggler": "a straggler",
+    "batch": "too small a batch",
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """What limits a job.
+
+    Attributes:
+        limit: "input", "compute", "network", "straggler" or "batch".
+        headline: One sentence.
+        because: The figures that say so, a sentence each.
+        change: What to change, first things first.
+    """
+
+    limit: str
+    headline: str
+    because: Sequence[str]
+    change: Sequence[str]
+
+    def to_markdown(self) -> str:
+        """As TensorBoard's text tab shows it."""
+        lines = [f"### {self.headline}", "", "**The figures that say so**", ""]
+        lines += [f"- {reason}" for reason in self.because]
+        lines += ["", "**What to change first**", ""]
+        lines += [f"{n}. {change}" for n, change in enumerate(self.change, 1)]
+        return "\n".join(lines)
+
+    def to_text(self) -> str:
+        """As a terminal shows it."""
+        lines = [self.headline, *(f"  - {reason}" for reason in self.because)]
+        lines += [f"  {n}. {change}" for n, change in enumerate(self.change, 1)]
+        return "\n".join(lines).replace("`", "")
+
+
+def judge(figures: Figures) -> Verdict:
+    """What limits the job that has these figures."""
+    lost = _lost(figures)
+    limit = max(lost, key=lambda name: lost[name])
+    if lost[limit] < LEAST:
+        limit = "compute"
+    because = {
+        "straggler": _straggler,
+        "input": _input,
+        "network": _network,
+        "batch": _batch,
+        "compute": _compute,
+    }[limit]
+    reasons, change = because(figures)
+    reasons.append(_split(figures))
+    reasons += _efficiency(figures)
+    others = [
+        name
+        for name in sorted(lost, key=lambda name: -lost[name])
+        if name != limit and lost[name] >= LEAST
+    ]
+    if others:
+        named = " and ".join(
+            f"{_NAMES[name]} ({lost[name]:.0%} of a step)" for name in others
+        )
+        reasons.append(f"What comes next: {named}.")
+    headline = f"This job is limited by {_NAMES[limit]}"
+    if limit == "straggler":
+        headline += f": rank {figures.slowest}"
+    elif limit in lost:
+        headline += f": {lost[limit]:.0%} of each step is lost to it"
+    return Verdict(limit=limit, headline=headline + ".", because=reasons, change=change)
+
+
+def _lost(figures: Figures) -> dict[str, float]:
+    """Which part of a step is lost to what, 0 to 1."""
+    step = figures.step_seconds or 1.0
+    # What one worker lags the others wait: they'd be done with it, were it not there.
+    straggler = figures.lag / step if figures.workers > 1 else 0.0
+    if not figures.in_step:
+        # Nobody waits, but where `max_staleness` says so.
+        straggler = min(straggler, figures.share("wait"))
+    lagging = figures.slow_part if straggler >= LEAST else ""
+    traffic = figures.share("pack", "communicate")
+    small = figures.share("outside")
+    if _is_near_link(figures):
+        network = traffic
+    else:
+        network, small = 0.0, small + traffic
+    waiting = figures.share("input")
+    if straggler < LEAST and figures.in_step:
+        # All wait for each other in turn: for whose data are late just then, or because
+        # steps are so short.
+        if waiting > small:
+            waiting += figures.share("wait")
+        else:
+            small += figures.share("wait")
+    if lagging == "input":
+        waiting -= figures.lag / figures.workers / step
+    return {
+        "straggler": straggler,
+        "input": max(waiting, 0.0),
+        "network": network,
+        "batch": small,
+    }
+
+
+def _is_near_link(figures: Figures) -> bool:
+    if not figures.bandwidth:
+        return False
+    return figures.link is None or figures.bandwidth >= _NEAR_LINK * figures.link
+
+
+def _straggler(figures: Figures) -> tuple[list[str], list[str]]:
+    rank = figures.slowest
+    other = min(figures.busy.values())
+    busiest = figures.busy.get(-1 if rank is None else rank, 0.0)
+    what = {
+        "input": "waiting for its data",
+        "compute": "computing",
+        "outside": "between its steps (callbacks, Python)",
+    }.get(figures.slow_part, figures.slow_part)
+    reasons = [
+        f"Rank {rank} works {in_seconds(busiest)} of each step, the fastest worker "
+        f"{in_seconds(other)}. It lags {in_seconds(figures.lag)} behind the others, "
+        f"mostly while {what}.",
+        f"A worker waits {in_seconds(figures.phases['wait'])} in a step for others, "
+        f"{figures.share('wait'):.0%} of it.",
+    ]
+    if figures.slow_part == "input":
+        first = (
+            f"Look at how rank {rank} reads its data: its disk, its network, the "
+            "number of its cores; `prefetch` and "
+            "`map(..., num_parallel_calls=tf.data.AUTOTUNE)` hide some of it."
+        )
+    else:
+        first = (
+            f"Look at rank {rank}'s machine: what else runs there, its cores "
+            "(`kerasdist run` binds workers to cores of their own), heat, memory."
+        )
+    change = [first]
+    if figures.in_step:
+        change.append(
+            "If it can't be mended, leave that machine out, or use "
+            '`ParameterServerStrategy("async")`, where nobody waits for it.'
+        )
+    else:
+        change.append("A larger `max_staleness` lets the others run further ahead.")
+    return reasons, change
+
+
+def _input(figures: Figures) -> tuple[list[str], list[str]]:
+    reasons = [
+        f"A worker waits {in_seconds(figures.phases['input'])} in each step for its "
+        f"next batch, and computes {in_seconds(figures.phases['compute'])}."
+    ]
+    return reasons, [
+        "Read ahead and in parallel: `dataset.map(f, num_parallel_calls="
+        "tf.data.AUTOTUNE)...prefetch(tf.data.AUTOTUNE)`, `cache()` what fits into "
+        "memory; more `workers` of a `PyDataset`.",
+        "Let each worker read its own files only: "
+        "`options.experimental_distribute.auto_shard_policy = "
+        "tf.data.experimental.AutoShardPolicy.FILE`.",
+    ]
+
+
+def _network(figures: Figures) -> tuple[list[str], list[str]]:
+    traffic = figures.phases["pack"] + figures.phases["communicate"]
+    link = "which wasn't measured alone"
+    if figures.link is not None:
+        link = f"of {in_bytes(figures.link)}/s that the link gave when nothing else ran"
+    reasons = [
+        f"{in_bytes(figures.bytes_per_step)} per step and worker take "
+        f"{in_seconds(traffic)} that no computation hides.",
+        f"They are sent at {in_bytes(figures.bandwidth)}/s, {link}.",
+    ]
+    change = [
+        "Send less often: a larger `batch_size`, or `gradient_accumulation_steps` of "
+        "the optimizer, which exchanges once in as many steps.",
+        'Send less: `compression="bf16"` halves the bytes of float32 gradients.',
+    ]
+    if not figures.in_step:
+        change[1] = (
+            "More parameter servers (`--ps`) share the traffic; for large embeddings "
+            "use `SGD` or `Adagrad`, with which only touched rows travel."
+        )
+    return reasons, change
+
+
+def _batch(figures: Figures) -> tuple[list[str], list[str]]:
+    fixed = sum(
+        figures.phases[phase] for phase in ("pack", "communicate", "wait", "outside")
+    )
+    samples = figures.global_batch / (figures.workers if figures.in_step else 1)
+    reasons = [
+        f"A step takes {in_seconds(figures.step_seconds)}, of which a worker computes "
+        f"{in_seconds(figures.phases['compute'])} on {samples:.0f} samples; "
+        f"{in_seconds(fixed)} goes to what each step costs, however large it is."
+    ]
+    if figures.bandwidth and figures.link:
+        reasons.append(
+            f"It isn't the link: {in_bytes(figures.bandwidth)}/s of "
+            f"{in_bytes(figures.link)}/s are used while workers communicate."
+        )
+    change = [
+        "Use a larger `batch_size` (`kerasdist.callbacks.ScaleLearningRate` adapts the "
+        "learning rate)."
+    ]
+    if figures.share("outside") >= LEAST:
+        change.append(
+            "Take several steps at once, `model.compile(steps_per_execution=10)`, and "
+            "look at what your callbacks do after each batch: "
+            f"{in_seconds(figures.phases['outside'])} of a step is spent in Python."
+        )
+    if figures.workers > 1:
+        change.append("Use fewer workers for a model this small.")
+    return reasons, change
+
+
+def _compute(figures: Figures) -> tuple[list[str], list[str]]:
+    busy = figures.share("compute", "update")
+    reasons = [f"{busy:.0%} of each step is computing and updating."]
+    change = [
+        "More workers make it faster; so do faster devices, `mixed_precision`, a "
+        "smaller model."
+    ]
+    efficiency = figures.efficiency
+    if efficiency is not None and efficiency < _SCALES and figures.workers > 1:
+        reasons.append(
+            "Each worker computes slower than one alone does: workers share cores or "
+            "memory, or the part of a batch that each has is small."
+        )
+        change.insert(
+            0,
+            "Give each worker cores of its own (`kerasdist run` does so), at most as "
+            "many workers as there are cores to spare, or a larger `batch_size`.",
+        )
+    return reasons, change
+
+
+def _efficiency(figures: Figures) -> list[str]:
+    efficiency = figures.efficiency
+    if efficiency is None:
+        if figures.workers == 1:
+            return []
+        return [
+            "How well it scales isn't known without the speed of one worker: "
+            "`baseline=` examples per second, or `calibrate=True`."
+        ]
+    return [
+        f"{figures.examples_per_second:,.0f} examples/s are {efficiency:.0%} of "
+        f"{figures.workers} times what one worker does ({figures.baseline:,.0f})."
+    ]
+
+
+def _split(figures: Figures) -> str:
+    parts = ", ".join(
+        f"{phase} {in_seconds(seconds)}"
+        for phase, seconds in figures.phases.items()
+        if figures.share(phase) >= 0.005
+    )
+    return f"A step of {in_seconds(figures.step_seconds)}: {parts}."
+
+
+def in_seconds(seconds: float) -> str:
+    """A time for people."""
+    if seconds < 1e-3:
+        return f"{seconds * 1e6:.0f} us"
+    if seconds < 1:
+        return f"{seconds * 1e3:.1f} ms"
+    return f"{seconds:.2f} s"
+
+
+def in_bytes(number: float) -> str:
+    """A number of bytes for people."""
+    if number < 1000:
+        return f"{number:.0f} bytes"
+    for unit in ("KB", "MB"):
+        number /= 1000
+        if number < 1000:
+            return f"{number:.1f} {unit}"
+    return f"{number / 1000:.1f} GB"

@@ -1,0 +1,113 @@
+"""What communication adds up to: sums of the spans of `transport.spans`."""
+
+from __future__ import annotations
+
+import threading
+
+from kerasdist.transport.spans import NAMES
+
+__all__ = ["SpanSums", "Work"]
+
+_NANO = 1e-9
+
+
+class SpanSums:
+    """A recorder of a communicator's work while it's open; see `transport.spans`.
+
+    Args:
+        size: Number of workers.
+
+    Attributes:
+        open: Whether what is told now counts.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.open = False
+        self._size = size
+        self._lock = threading.Lock()
+        self._now = Work(size)
+
+    def add(
+        self, name: str, begin: int, end: int, size: int = 0, what: str = ""
+    ) -> None:
+        """See `transport.spans.Recorder.add`."""
+        del what
+        if not self.open:
+            return
+        with self._lock:
+            self._now.add(name, end - begin, size)
+
+    def take(self) -> Work:
+        """What was done since this was called last."""
+        with self._lock:
+            taken, self._now = self._now, Work(self._size)
+        return taken
+
+
+class Work:
+    """Sums of spans.
+
+    Args:
+        size: Number of workers.
+
+    Attributes:
+        late: Seconds until the first byte came, over all collectives.
+        sent: Bytes sent to other processes, through memory too.
+        count: Number of collectives.
+        reduced: Bytes of all buffers that were reduced.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.late = 0.0
+        self.sent = 0
+        self.count = 0
+        self.reduced = 0
+        # What each rank sends of a buffer that goes round a ring.
+        self._ring = 2 * (size - 1) / size
+        self._nanoseconds: dict[str, int] = {}
+        self._packed = self._sending = 0
+        self._begun = False
+
+    def add(self, name: str, duration: int, size: int) -> None:
+        """Add a span of so many nanoseconds, about so many bytes."""
+        total = self._nanoseconds
+        total[name] = total.get(name, 0) + duration
+        if name == "send":
+            self._sending += size
+        elif name == "pack":
+            self._packed += size
+        elif name == "wait":
+            if not self._begun:
+                self.late += duration * _NANO
+            self._begun = True
+        elif name not in NAMES:
+            self.count += 1
+            self._begun = False
+            # Inside a host nothing is sent: the others read what was packed. And of
+            # TensorFlow's own collectives only the size is known.
+            self.sent += self._sending or self._packed or int(self._ring * size)
+            self._sending = self._packed = 0
+            if name == "all_reduce":
+                self.reduced += size
+
+    def seconds(self, name: str) -> float:
+        """Seconds of all spans of this name."""
+        return self._nanoseconds.get(name, 0) * _NANO
+
+    def share(self, name: str) -> float:
+        """Which part of the time of all collectives was of this name, 0 to 1.
+
+        Sending goes on beside the others.
+        """
+        parts = {part: self.seconds(part) for part in NAMES if part != "send"}
+        total = sum(parts.values())
+        return parts[name] / total if total else 0.0
+
+    @property
+    def communicating(self) -> float:
+        """Seconds of all collectives and exchanges with servers."""
+        return sum(
+            value * _NANO
+            for name, value in self._nanoseconds.items()
+            if name not in NAMES
+        )

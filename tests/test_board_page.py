@@ -1,0 +1,232 @@
+"""TensorBoard's page on what `ScalingTensorBoard` has written, in a real browser."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kerasdist.callbacks import layout
+from kerasdist.callbacks.figures import combine
+from kerasdist.callbacks.report import to_markdown
+from kerasdist.callbacks.summaries import Summaries
+from kerasdist.callbacks.verdict import judge
+from kerasdist.strategies.step_times import StepTimes
+from workers import TAG, kill_tagged, python_env
+
+pytestmark = pytest.mark.timeout(170)
+
+_START = 60.0  # seconds until TensorBoard listens
+_SHOWN = 60  # seconds until a chart has its lines
+
+
+def browser_missing() -> str | None:
+    """Why there's no browser to look with; None if there is one."""
+    missing = [name for name in ("chromium", "chromedriver") if not shutil.which(name)]
+    try:
+        import selenium  # noqa: F401
+    except ImportError:
+        missing.append("selenium")
+    return f"there is no {' and no '.join(missing)}" if missing else None
+
+
+@pytest.fixture(scope="module")
+def pictured() -> None:
+    reason = browser_missing()
+    if reason is None:
+        return
+    if os.environ.get("CI"):
+        # There it would be a hole in the net that nobody sees.
+        pytest.fail(f"This test must run in CI, but {reason}.")
+    pytest.skip(f"{reason} (Debian, Ubuntu: chromium, chromium-driver).")
+
+
+@contextlib.contextmanager
+def tensorboard(folder: Path) -> Iterator[str]:
+    """A real TensorBoard at a port of the system's choice; yields its address."""
+    tag = f"board-{os.getpid()}"
+    log = folder.parent / "tensorboard.log"
+    command = [sys.executable, "-m", "tensorboard.main", "--logdir", str(folder)]
+    # Its other loader is a program of its own, which isn't there for every machine.
+    command += ["--host", "127.0.0.1", "--port", "0", "--load_fast", "false"]
+    with log.open("w") as out:
+        process = subprocess.Popen(
+            command,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            env=python_env({TAG: tag}),
+            start_new_session=True,
+        )
+    try:
+        end = time.monotonic() + _START
+        while not (found := re.search(r"http://127\.0\.0\.1:\d+/", log.read_text())):
+            if process.poll() is not None or time.monotonic() > end:
+                pytest.fail(f"TensorBoard didn't start.\n{log.read_text()}")
+            time.sleep(0.1)  # nothing tells when it listens but its output
+        yield found[0]
+    finally:
+        kill_tagged(tag)
+        process.wait(30)
+
+
+@contextlib.contextmanager
+def chromium(folder: Path) -> Iterator[object]:
+    """A real Chromium without a window."""
+    from selenium import webdriver
+    from selenium.webdriver.chrome.options import Options
+    from selenium.webdriver.chrome.service import Service
+
+    options = Options()
+    options.binary_location = shutil.which("chromium")
+    for argument in (
+        "--headless=new",
+        "--no-sandbox",  # the tests may be root's
+        "--disable-gpu",
+        "--disable-dev-shm-usage",
+        "--disable-background-networking",
+        "--window-size=1500,1500",
+        f"--user-data-dir={folder / 'profile'}",
+    ):
+        options.add_argument(argument)
+    driver = webdriver.Chrome(
+        options=options, service=Service(shutil.which("chromedriver"))
+    )
+    try:
+        yield driver
+    finally:
+        driver.quit()
+        driver.service.stop()
+
+
+# What TensorBoard's page is made of stands in shadow trees: this goes through them.
+_FIND = """
+const found = [];
+const visit = node => {
+  if (node.matches && node.matches(arguments[0])) found.push(node);
+  if (node.shadowRoot) [...node.shadowRoot.children].forEach(visit);
+  [...node.children].forEach(visit);
+};
+visit(document.documentElement);
+return found;
+"""
+_CHARTS = """
+const charts = [];
+const visit = node => {
+  if (node.localName === 'tf-custom-scalar-multi-line-chart-card') {
+    const paths = [];
+    let words = '';
+    const inside = n => {
+      if (n.localName === 'tf-card-heading' && n.shadowRoot)
+        words += n.shadowRoot.textContent;
+      if (n.localName === 'path' && n.classList.contains('line'))
+        paths.push(n.getAttribute('d') || '');
+      if (n.shadowRoot) [...n.shadowRoot.children].forEach(inside);
+      [...n.children].forEach(inside);
+    };
+    inside(node);
+    charts.push([words, paths]);
+  }
+  if (node.shadowRoot) [...node.shadowRoot.children].forEach(visit);
+  [...node.children].forEach(visit);
+};
+visit(document.documentElement);
+return charts;
+"""
+
+
+def write(folder: Path) -> str:
+    """A job of two workers with a slow rank, as the callback writes it."""
+    summaries = Summaries(str(folder / "scaling"))
+    window: list[StepTimes] = []
+    for step in range(0, 200, 10):
+        slow = 0.30 + 0.02 * (step % 3)
+        parts = {"input": 0.02, "pack": 0.01, "update": 0.03, "outside": 0.02}
+        window = [
+            StepTimes(
+                rank=rank,
+                steps=10,
+                rows=640,
+                compute=compute,
+                exchange=0.42 - compute,
+                seconds=0.42 + sum(parts.values()),
+                sent=4e7,
+                communicating=0.05,
+                **parts,
+            )
+            for rank, compute in enumerate((0.12, slow))
+        ]
+        figures = combine(
+            window,
+            link=1.1e9,
+            baseline=2000.0,
+            staleness={0: 5, 1: 3, 2: 1 + step % 2},
+            idle=(0.2, 0.3 + step / 1000),
+        )
+        assert figures is not None
+        numbers = layout.scalars(figures, 0.1 - step / 4000)
+        texts = {"events": "- rank 3 was lost"} if step == 100 else {}
+        summaries.write(step, numbers, texts, {layout.STALENESS: figures.staleness})
+    figures = combine(window, link=1.1e9, baseline=2000.0)
+    assert figures is not None
+    verdict = judge(figures)
+    summaries.write(200, {}, {layout.VERDICT: to_markdown(figures, verdict)})
+    summaries.close()
+    return verdict.headline
+
+
+def wait_for(what: str, look) -> object:
+    end = time.monotonic() + _SHOWN
+    while True:
+        found = look()
+        if found:
+            return found
+        if time.monotonic() > end:
+            pytest.fail(f"After {_SHOWN} s the page doesn't show {what}.")
+        time.sleep(0.2)  # a page tells nobody when it has drawn
+
+
+def lines(paths: list[str]) -> list[str]:
+    """Those that are lines of a chart, with most of the 20 points that are written."""
+    return [path for path in paths if path.count("L") >= 10]
+
+
+@pytest.mark.usefixtures("pictured")
+def test_the_page_shows_every_chart_and_the_verdict(tmp_path):
+    logs = tmp_path / "logs"
+    headline = write(logs)
+    charts = [title for _, title, _ in layout.CHARTS]
+    with tensorboard(logs) as address, chromium(tmp_path) as driver:
+        driver.get(f"{address}#custom_scalars")
+
+        def drawn() -> bool:
+            found = driver.execute_script(_CHARTS)
+            return len(found) == len(charts) and all(lines(paths) for _, paths in found)
+
+        wait_for("lines in all charts", drawn)
+        found = driver.execute_script(_CHARTS)
+        for title, (text, paths) in zip(charts, found, strict=True):
+            assert title in text
+            assert lines(paths), title
+
+        driver.get("about:blank")
+        driver.get(f"{address}#text")
+
+        def told() -> bool:
+            parts = driver.execute_script(_FIND, "tf-markdown-view, .step-value-pair")
+            words = "\n".join(
+                driver.execute_script(
+                    "return (arguments[0].shadowRoot||arguments[0]).textContent", part
+                )
+                for part in parts
+            )
+            return headline in words and "rank 3 was lost" in words
+
+        wait_for("the verdict", told)

@@ -1,0 +1,531 @@
+"""`ScalingTensorBoard`: what it writes is what is so, by another measurement.
+
+Each job of several workers trains twice: with a rank whose layers are slow, and with
+data that come slowly, an optimizer that is slow, and a callback that is. How slow is
+known: a part of a step takes as long at least, and more where the machine is busy with
+something else. What they add up to is measured by the clock.
+"""
+
+from __future__ import annotations
+
+import collections
+import math
+import re
+import time
+from pathlib import Path
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.custom_scalar import layout_pb2
+from tensorboard.util import tensor_util
+
+import kerasdist
+from kerasdist.callbacks import ScalingTensorBoard, layout
+from workers import Workers
+
+pytestmark = pytest.mark.timeout(150)
+
+SLOW = 0.04  # seconds that a slow rank's layer sleeps in each step
+READ, UPDATE, CALLBACK = 0.25, 0.006, 0.004  # seconds
+
+SCRIPT = """
+import dataclasses, json, os, statistics, time
+import keras
+import numpy as np
+import tensorflow as tf
+import kerasdist
+from kerasdist.callbacks import ScalingTensorBoard
+
+# Or who sleeps in a graph would hold up all others that want the one thread.
+tf.config.threading.set_inter_op_parallelism_threads(4)
+kind, folder = os.environ["KIND"], os.environ["FOLDER"]
+if kind.startswith("ring"):
+    strategy = kerasdist.RingStrategy(transport=kind[5:], timeout=60)
+else:
+    strategy = kerasdist.ParameterServerStrategy(kind, timeout=60, heartbeat_timeout=5)
+rank, asynchronous = strategy.rank, kind == "async"
+rng = np.random.default_rng(0)
+x = rng.normal(size=(240, 16)).astype("float32")
+y = rng.integers(0, 4, size=240)
+
+def sleep(seconds):
+    def call(value):
+        time.sleep(seconds)
+        return value
+    return lambda tensor: tf.ensure_shape(
+        tf.numpy_function(call, [tensor], tensor.dtype), tensor.shape)
+
+class Slow(keras.layers.Layer):
+    def __init__(self, seconds):
+        super().__init__()
+        self.seconds = seconds
+
+    def call(self, inputs):
+        if not self.seconds:
+            return inputs
+        late = sleep(self.seconds)(tf.constant(1.0))
+        return inputs * late
+
+class SlowSGD(keras.optimizers.SGD):
+    def update_step(self, gradient, variable, learning_rate):
+        if variable.shape == (4,):
+            gradient = gradient * sleep(UPDATE)(tf.constant(1.0))
+        super().update_step(gradient, variable, learning_rate)
+
+def build(seconds, optimizer):
+    keras.utils.set_random_seed(1)
+    with strategy.scope():
+        m = keras.Sequential([
+            keras.Input((16,)), keras.layers.Dense(256, activation="relu"),
+            Slow(seconds), keras.layers.Dense(4)])
+        m.compile(
+            optimizer(), keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    return m
+
+class Watch(keras.callbacks.Callback):
+    '''Another measurement: the clock, the samples, the counters.'''
+
+    def __init__(self, seconds=0.0):
+        super().__init__()
+        self.seconds = seconds
+        self.spent, self.sent, self.before, self.rows = [], [], None, 0
+        self.times, self.bytes = [], []
+
+    def on_train_begin(self, logs=None):
+        original = type(strategy.communicator).all_reduce
+        def all_reduce(*args, **kwargs):
+            begin, before = time.perf_counter(), counter()
+            result = original(strategy.communicator, *args, **kwargs)
+            if kwargs.get("lend"):
+                self.times.append(time.perf_counter() - begin)
+                self.bytes.append(counter() - before)
+            return result
+        strategy.communicator.all_reduce = all_reduce
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self.begin, self.before = time.perf_counter(), None
+
+    def on_train_batch_begin(self, batch, logs=None):
+        now = counter()
+        if self.before is not None:
+            self.sent.append(now - self.before)
+        self.before = now
+        time.sleep(self.seconds)
+
+    def on_epoch_end(self, epoch, logs=None):
+        # Where each worker has batches of its own, it then waits for the others.
+        end = self.end if asynchronous else time.perf_counter()
+        self.spent.append(end - self.begin)
+
+    def on_train_end(self, logs=None):
+        del strategy.communicator.all_reduce
+
+if asynchronous:
+    # With the others' strategies all would have to agree after each batch.
+    def on_train_batch_end(self, batch, logs=None):
+        self.end = time.perf_counter()
+    Watch.on_train_batch_end = on_train_batch_end
+
+def counter():
+    if kind == "ring tcp":
+        return strategy.communicator._transport.bytes_sent
+    return getattr(strategy, "bytes_sent", 0)
+
+def run(name, m, data, watch, epochs=4, **more):
+    # After the board: what its callbacks do isn't in the bytes of a step.
+    board = ScalingTensorBoard(
+        folder + "/" + name, baseline=1000, update_freq=8, verbose=rank == 0)
+    m.fit(**data, epochs=epochs, verbose=0, callbacks=[board, watch], **more)
+    facts = {
+        "seconds": sum(watch.spent[1:]),
+        "sent": statistics.median(watch.sent),
+        "bandwidth": sum(watch.bytes) / sum(watch.times) if watch.times else 0,
+        "gradients": sum(4 * v.numpy().size for v in m.trainable_weights),
+        "steps": int(m.optimizer.iterations),
+    }
+    if board.figures is not None:
+        facts["figures"] = dataclasses.asdict(board.figures)
+        facts["verdict"] = dataclasses.asdict(board.verdict)
+    return facts
+"""
+
+BODY = """
+found = {}
+m = build(SLOW if rank == 1 else 0, lambda: keras.optimizers.SGD(0.1))
+found["slow"] = run("slow", m, {"x": x, "y": y, "batch_size": 12}, Watch())
+found["staleness"] = getattr(strategy, "staleness", {})
+
+@tf.function
+def read(x, y):
+    return sleep(READ)(x), y
+
+data = tf.data.Dataset.from_tensor_slices((x, y)).batch(48).map(read)
+m = build(0, lambda: SlowSGD(0.1))
+found["input"] = run("input", m, {"x": data}, Watch(CALLBACK), 3)
+print("RESULT", json.dumps(found))
+"""
+CONSTANTS = f"SLOW, READ, UPDATE, CALLBACK = {SLOW}, {READ}, {UPDATE}, {CALLBACK}\n"
+
+
+def train(kind, folder, body=BODY):
+    servers = 0 if kind.startswith("ring") else 1
+    env = {"KIND": kind, "FOLDER": str(folder)}
+    with Workers(
+        CONSTANTS + SCRIPT + body, 2, env=env, deadline=120, servers=servers
+    ) as job:
+        finished = job.succeed()[:2]
+    return [one.result for one in finished], finished[0].output
+
+
+def events(folder):
+    accumulator = EventAccumulator(
+        str(folder), size_guidance={"tensors": 0, "scalars": 0, "histograms": 0}
+    )
+    accumulator.Reload()
+    return accumulator
+
+
+def series(board, tag):
+    return [
+        (event.step, tensor_util.make_ndarray(event.tensor_proto).item())
+        for event in board.Tensors(tag)
+    ]
+
+
+def text(board, tag):
+    return [
+        tensor_util.make_ndarray(event.tensor_proto).item().decode()
+        for event in board.Tensors(tag)
+    ]
+
+
+def near(value, other, part, rest=0.0):
+    return math.isclose(value, other, rel_tol=part, abs_tol=rest)
+
+
+@pytest.mark.parametrize("kind", ["ring shared_memory", "ring tcp", "sync", "async"])
+def test_every_figure_is_what_another_measurement_says(kind, tmp_path):
+    (chief, other), output = train(kind, tmp_path)
+    asynchronous = kind == "async"
+    slow, late = chief["slow"], chief["input"]
+    figures, throttled = slow["figures"], late["figures"]
+
+    # Examples per second: the clock and the number of samples.
+    for name in ("slow", "input"):
+        found = chief[name]["figures"]
+        seconds = max(one[name]["seconds"] for one in (chief, other))
+        epochs = 3 if name == "slow" else 2
+        # Epochs in which a slow worker has a step or two aren't all alike.
+        part = 0.4 if asynchronous else 0.25
+        assert near(found["examples_per_second"], 240 * epochs / seconds, part)
+        whole = sum(found["by_rank"].values())
+        if asynchronous:
+            # Who is done with an epoch has the others' time left.
+            assert whole > 0.75 * found["examples_per_second"]
+        else:
+            assert near(whole, found["examples_per_second"], 0.25)
+    # A step: samples of all workers, or of the one that takes it.
+    for found, batch in ((figures, 12), (throttled, 48)):
+        assert found["workers"] == 2
+        assert near(found["global_batch"], batch, 0.01)
+        assert near(sum(found["phases"].values()), found["step_seconds"], 1e-6)
+        busy = 2 if asynchronous else 1
+        expected = found["global_batch"] * busy / found["examples_per_second"]
+        assert near(found["step_seconds"], expected, 0.3)
+
+    # The rank that is slow, by how much, and in what.
+    assert figures["slowest"] == 1
+    assert figures["slow_part"] == "compute"
+    assert figures["lag"] > 0.6 * SLOW
+    assert "other" not in other["slow"]
+    assert other["slow"].get("figures") is None
+    if not asynchronous:
+        assert slow["verdict"]["limit"] == "straggler"
+        assert "rank 1" in slow["verdict"]["headline"]
+        # Of two workers one waits.
+        assert figures["phases"]["wait"] > 0.6 * SLOW / 2
+        assert figures["phases"]["compute"] > SLOW / 2
+    assert figures["busy"]["1"] > SLOW
+
+    # Data that come late; where batches are dealt out, each worker reads all of them.
+    assert late["verdict"]["limit"] == "input", throttled["phases"]
+    phases, reading = throttled["phases"], READ * (2 if asynchronous else 1)
+    assert throttled["step_seconds"] > 0.8 * reading
+    # The next batch is read while the step runs.
+    rest = sum(phases.values()) - phases["input"]
+    assert phases["input"] > 0.8 * (reading - rest)
+    assert phases["update"] > UPDATE
+    assert phases["outside"] > CALLBACK
+
+    # Bytes: the counters of the transport. Frames' headers are a few.
+    if kind == "ring shared_memory":
+        # Each gradient begins at a multiple of 64 bytes.
+        more = figures["bytes_per_step"] - slow["gradients"]
+        assert 0 <= more < 64 * 4
+    else:
+        mean = (slow["sent"] + other["slow"]["sent"]) / 2
+        assert near(figures["bytes_per_step"], mean, 0.05)
+    if kind == "ring tcp":
+        fastest = max(slow["bandwidth"], other["slow"]["bandwidth"])
+        # A few KB: how long that takes varies.
+        assert fastest / 4 < figures["bandwidth"] < fastest * 4
+    assert figures["link"] > figures["bandwidth"] > 0
+
+    # Staleness: what the strategy counts.
+    counts = collections.Counter()
+    for facts in (chief, other):
+        counts.update({int(lag): n for lag, n in facts["staleness"].items()})
+    assert {int(lag): n for lag, n in figures["staleness"].items()} == dict(counts)
+    assert bool(counts) == asynchronous
+
+    # And so it stands in the file.
+    board = events(tmp_path / "slow" / "scaling")
+    check_file(board, figures, asynchronous, counts)
+    assert slow["verdict"]["headline"] in text(board, "verdict")[-1]
+    assert slow["verdict"]["headline"] in output
+    assert "examples/s" in output
+
+
+def check_file(board, figures, asynchronous, counts):
+    speeds = series(board, "examples_per_second/all")
+    assert len(speeds) >= (4 if asynchronous else 8)
+    middle = float(np.median([speed for _, speed in speeds]))
+    assert near(middle, figures["examples_per_second"], 0.3)
+    assert series(board, "job/workers") == [(step, 2.0) for step, _ in speeds]
+    assert series(board, "straggler/rank")[-1][1] == 1
+    efficient = series(board, "efficiency/percent")
+    for (_, percent), (_, speed) in zip(efficient, speeds, strict=True):
+        assert near(percent, 100 * speed / 2000, 1e-5)
+    rates = [rate for _, rate in series(board, "job/learning_rate")]
+    assert rates == pytest.approx([0.1] * len(rates))
+    steps = [step for step, _ in speeds]
+    assert steps == sorted(set(steps))
+    if asynchronous:
+        # Each histogram has the reads of one window.
+        reads = 0.0
+        for event in board.Tensors("staleness/reads"):
+            buckets = tensor_util.make_ndarray(event.tensor_proto)
+            reads += buckets[:, 2].sum()
+        assert reads == sum(counts.values())
+
+
+LOST = """
+import threading
+strategy.communicator  # connected
+class Leave(keras.callbacks.Callback):
+    def on_epoch_begin(self, epoch, logs=None):
+        if rank == 1 and epoch == 2:
+            os._exit(0)
+
+m = build(0, lambda: keras.optimizers.SGD(0.1))
+board = ScalingTensorBoard(folder, update_freq="epoch")
+error = None
+try:
+    m.fit(x, y, batch_size=12, epochs=5, verbose=0, callbacks=[board, Leave()])
+except kerasdist.errors.CollectiveError as failure:
+    error = type(failure).__name__
+print("RESULT", json.dumps(error))
+"""
+
+
+@pytest.mark.parametrize("kind", ["ring auto", "async"])
+def test_a_lost_worker_is_an_event(kind, tmp_path):
+    asynchronous = kind == "async"
+    env = {"KIND": kind, "FOLDER": str(tmp_path)}
+    with Workers(
+        CONSTANTS + SCRIPT + LOST,
+        2,
+        env=env,
+        deadline=100,
+        servers=int(asynchronous),
+    ) as job:
+        chief = job.wait_one(0)
+    assert chief.result == (None if asynchronous else "WorkerLost")
+    board = events(tmp_path / "scaling")
+    told = "\n".join(text(board, "events"))
+    workers = [number for _, number in series(board, "job/workers")]
+    if asynchronous:
+        assert re.search(r"rank 1 \(127.0.0.1:\d+\) was lost at its step \d+", told)
+        assert "1 workers train from here on: ranks 0" in told
+        assert workers[0] == 2
+        assert workers[-1] == 1
+    else:
+        assert "`fit` ended with WorkerLost: " in told
+        assert "rank 1" in told
+        assert workers == [2, 2]
+    # The verdict is there all the same.
+    assert text(board, "verdict")[-1].startswith("### This job is limited by ")
+
+
+CALIBRATED = """
+m = build(0, lambda: keras.optimizers.Adam(0.01))
+before = [v.tolist() for v in m.get_weights()]
+
+def weights(callbacks):
+    m.set_weights([np.array(v) for v in before])
+    for v in m.optimizer.variables:
+        v.assign(tf.zeros_like(v))
+    m.optimizer.learning_rate = 0.01
+    m.fit(x, y, batch_size=12, epochs=2, verbose=0, callbacks=callbacks, shuffle=False)
+    return [v.tolist() for v in m.get_weights()]
+
+plain = weights([])
+board = ScalingTensorBoard(folder, calibrate=True, verbose=0)
+same = weights([board])
+equal = plain == same
+print("RESULT", json.dumps([equal, board._baseline]))
+"""
+
+
+def test_a_calibration_changes_nothing_else(tmp_path):
+    (chief, other), _ = train("ring auto", tmp_path, CALIBRATED)
+    assert chief[0]
+    assert other[0]
+    assert chief[1] == other[1]
+    # More than nothing, and not more than any machine could.
+    assert 100 < chief[1] < 1e7
+    board = events(tmp_path / "scaling")
+    speeds = dict(series(board, "examples_per_second/all"))
+    for step, percent in series(board, "efficiency/percent"):
+        assert near(percent, 100 * speeds[step] / (2 * chief[1]), 1e-5)
+    assert "One worker alone: " in text(board, "events")[0]
+
+
+# One worker, in this process.
+
+
+@pytest.fixture
+def strategy():
+    made = kerasdist.RingStrategy()
+    yield made
+    made.close()
+
+
+def one_worker(strategy, callbacks, epochs=3, **more):
+    x = np.ones((64, 4), np.float32)
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
+        model.compile("sgd", "mse", **more)
+    model.fit(x, x[:, :2], batch_size=8, epochs=epochs, verbose=0, callbacks=callbacks)
+    return model
+
+
+@pytest.mark.parametrize("executions", [1, 4])
+@pytest.mark.parametrize("eager", [False, True], ids=["graph", "eager"])
+def test_one_worker(strategy, tmp_path, executions, eager, capsys):
+    if eager and executions > 1:
+        pytest.skip("Keras takes single steps then.")
+    board = ScalingTensorBoard(tmp_path, update_freq="epoch")
+    one_worker(strategy, [board], steps_per_execution=executions, run_eagerly=eager)
+    found = events(tmp_path / "scaling")
+    # The first call of a graph traces: it isn't counted.
+    assert len(series(found, "examples_per_second/all")) == 3
+    assert [s for s, _ in series(found, "job/workers")] == [8, 16, 24]
+    figures = board.figures
+    assert figures.steps == 24 - (0 if eager else executions)
+    assert figures.global_batch == 8
+    assert figures.phases["wait"] == 0
+    assert figures.phases["compute"] > 0
+    assert sum(figures.phases.values()) == pytest.approx(figures.step_seconds)
+    assert figures.slowest is None
+    assert "bytes/per_step" not in found.Tags()["tensors"]
+    assert "how this job scales" in capsys.readouterr().out
+
+
+def test_each_tag_is_in_a_chart(strategy, tmp_path):
+    one_worker(strategy, [ScalingTensorBoard(tmp_path, baseline=10, verbose=0)])
+    board = events(tmp_path / "scaling")
+    tags = set(board.Tags()["tensors"])
+    written = board.Tensors("custom_scalars__config__")[0]
+    made = layout_pb2.Layout.FromString(
+        tensor_util.make_ndarray(written.tensor_proto).item()
+    )
+    assert made == layout.layout()
+    patterns = [
+        tag for c in made.category for chart in c.chart for tag in chart.multiline.tag
+    ]
+    texts = {"custom_scalars__config__", layout.VERDICT, layout.EVENTS}
+    for tag in tags - texts:
+        assert sum(bool(re.search(pattern, tag)) for pattern in patterns) == 1, tag
+
+
+def test_a_model_can_be_trained_again_with_or_without(strategy, tmp_path):
+    board = ScalingTensorBoard(tmp_path, verbose=0)
+    model = one_worker(strategy, [board])
+    first = board.figures
+    timer = strategy.extended.keras_hooks.timer
+    assert not timer.running
+    x = np.ones((64, 4), np.float32)
+    model.fit(x, x[:, :2], batch_size=8, verbose=0)
+    model.evaluate(x, x[:, :2], verbose=0, callbacks=[])
+    model.fit(x, x[:, :2], batch_size=8, verbose=0, callbacks=[board])
+    assert board.figures is not first
+    # Traced already, with the clock in it: every step counts.
+    assert board.figures.steps == 8
+    other = ScalingTensorBoard(tmp_path / "other", verbose=0)
+    model.fit(x, x[:, :2], batch_size=8, epochs=2, verbose=0, callbacks=[other])
+    assert other.figures.steps == 15
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"baseline": -1}, r"`baseline` must be a positive number .* baseline=-1"),
+        ({"baseline": 5, "calibrate": True}, r"but not both. Received: baseline=5, c"),
+        ({"update_freq": 0}, r"`update_freq` must be .* Received: update_freq=0\."),
+        ({"update_freq": "batch"}, r"Received: update_freq='batch'"),
+    ],
+)
+def test_wrong_arguments(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        ScalingTensorBoard("unused", **arguments)
+
+
+def test_without_a_strategy_of_ours_nothing_is_written(tmp_path):
+    x = np.ones((8, 4), np.float32)
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
+    model.compile("sgd", "mse")
+    with pytest.warns(UserWarning, match=r"Received: a model with .*RingStrategy\(\)"):
+        model.fit(x, x[:, :2], verbose=0, callbacks=[ScalingTensorBoard(tmp_path)])
+    assert not list(Path(tmp_path).iterdir())
+    assert not kerasdist.RingStrategy().extended.timer.running
+
+
+def test_stages(tmp_path):
+    """Devices of this one process; the schedule says how long they idle."""
+    strategy = kerasdist.ModelParallelStrategy(
+        {".*first": "CPU:0"}, devices=["CPU:0"], micro_batches=2
+    )
+    x = np.ones((64, 4), np.float32)
+    with strategy.scope():
+        model = keras.Sequential(
+            [keras.Input((4,)), keras.layers.Dense(3, name="first"), Slow()]
+        )
+        model.compile("sgd", "mse")
+    board = ScalingTensorBoard(tmp_path, update_freq="epoch", verbose=0)
+    model.fit(x, x[:, :3], batch_size=8, epochs=3, verbose=0, callbacks=[board])
+    figures = board.figures
+    assert figures.steps == 23
+    assert figures.global_batch == 8
+    # The layer sleeps once for each micro-batch.
+    assert figures.phases["compute"] > 2 * SLEEP
+    assert figures.idle == (strategy.pipeline().bubble,)
+    found = events(tmp_path / "scaling")
+    assert series(found, "idle_percent/stage_0")[-1][1] == 0
+
+
+SLEEP = 0.005
+
+
+class Slow(keras.layers.Layer):
+    def call(self, inputs):
+        def late(values):
+            time.sleep(SLEEP)
+            return values
+
+        number = tf.constant(1.0) * tf.reduce_sum(tf.stop_gradient(inputs) * 0)
+        late_one = tf.numpy_function(late, [number + 1.0], tf.float32)
+        return inputs * tf.ensure_shape(late_one, [])

@@ -1,0 +1,233 @@
+"""Figures and the words for them."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from kerasdist.callbacks import report
+from kerasdist.callbacks.figures import PHASES, Figures
+from kerasdist.callbacks.verdict import LEAST, in_bytes, in_seconds, judge
+
+
+def figures(workers=4, *, busy=None, **more):
+    """Figures of a job whose step's parts are given in milliseconds."""
+    phases = {phase: more.pop(phase, 0.0) / 1e3 for phase in PHASES}
+    whole = sum(phases.values())
+    facts = {
+        "workers": workers,
+        "steps": 100.0,
+        "examples_per_second": 256 / whole,
+        "by_rank": {r: 256 / whole / workers for r in range(workers)},
+        "step_seconds": whole,
+        "phases": phases,
+        "busy": busy or {r: 0.01 for r in range(workers)},
+        "slowest": 2 if workers > 1 else None,
+        "slow_part": "compute" if workers > 1 else "",
+        "global_batch": 256.0,
+        "bytes_per_step": 8e6,
+        "bandwidth": 9e8,
+        "link": 1e9,
+    }
+    return Figures(**{**facts, **more})
+
+
+def words(verdict):
+    return " ".join([verdict.headline, *verdict.because, *verdict.change])
+
+
+CASES = {
+    "compute": figures(compute=90, communicate=8, update=2),
+    "input": figures(compute=50, input=45, communicate=5),
+    "network": figures(compute=50, communicate=45, pack=5),
+    "straggler": figures(
+        compute=50,
+        wait=40,
+        communicate=5,
+        lag=0.045,
+        busy={0: 0.05, 1: 0.05, 2: 0.095, 3: 0.05},
+    ),
+    "batch": figures(compute=1, communicate=3, outside=2, bandwidth=5e7),
+}
+
+
+@pytest.mark.parametrize("limit", CASES)
+def test_each_limit(limit):
+    verdict = judge(CASES[limit])
+    assert verdict.limit == limit
+    assert verdict.headline.startswith("This job is limited by ")
+    assert verdict.because
+    assert verdict.change
+    for sentence in [verdict.headline, *verdict.because, *verdict.change]:
+        assert sentence[0].isupper() or sentence[0].isdigit()
+        assert sentence[-1] == "."
+
+
+def test_what_is_said_of_compute():
+    verdict = judge(CASES["compute"])
+    assert verdict.headline == "This job is limited by compute."
+    assert "92% of each step is computing and updating." in verdict.because
+    assert verdict.change[0].startswith("More workers make it faster")
+
+
+def test_what_is_said_of_input():
+    verdict = judge(CASES["input"])
+    assert "input: 45% of each step is lost to it" in verdict.headline
+    assert "waits 45.0 ms in each step for its next batch" in words(verdict)
+    assert "prefetch" in verdict.change[0]
+
+
+def test_what_is_said_of_the_network():
+    verdict = judge(CASES["network"])
+    assert "the network: 50% of each step is lost to it" in verdict.headline
+    assert "8.0 MB per step and worker take 50.0 ms" in words(verdict)
+    assert "900.0 MB/s, of 1.0 GB/s that the link gave" in words(verdict)
+    assert "gradient_accumulation_steps" in verdict.change[0]
+    assert "compression" in verdict.change[1]
+
+
+def test_compression_isnt_for_asynchronous_workers():
+    verdict = judge(figures(compute=50, communicate=50, in_step=False))
+    assert verdict.limit == "network"
+    assert "compression" not in words(verdict)
+    assert "More parameter servers" in verdict.change[1]
+
+
+def test_what_is_said_of_a_straggler():
+    verdict = judge(CASES["straggler"])
+    assert verdict.headline == "This job is limited by a straggler: rank 2."
+    assert "Rank 2 works 95.0 ms of each step, the fastest worker 50.0 ms" in words(
+        verdict
+    )
+    assert "lags 45.0 ms behind the others, mostly while computing." in words(verdict)
+    assert "Look at rank 2's machine" in verdict.change[0]
+    assert 'ParameterServerStrategy("async")' in verdict.change[1]
+
+
+def test_a_straggler_that_waits_for_its_data():
+    verdict = judge(
+        figures(
+            compute=30,
+            input=12,
+            wait=50,
+            lag=0.045,
+            slow_part="input",
+            busy={0: 0.03, 1: 0.03, 2: 0.075, 3: 0.03},
+        )
+    )
+    assert verdict.limit == "straggler"
+    assert "mostly while waiting for its data" in words(verdict)
+    assert "how rank 2 reads its data" in verdict.change[0]
+
+
+def test_nobody_waits_for_a_slow_asynchronous_worker():
+    slow = {"compute": 90, "communicate": 5, "lag": 0.05, "in_step": False}
+    assert judge(figures(**slow)).limit == "compute"
+    bounded = judge(figures(**slow, wait=40))
+    assert bounded.limit == "straggler"
+    assert "max_staleness" in bounded.change[1]
+
+
+def test_what_is_said_of_too_small_a_batch():
+    verdict = judge(CASES["batch"])
+    assert "too small a batch: 83% of each step is lost to it" in verdict.headline
+    assert "computes 1.0 ms on 64 samples" in words(verdict)
+    assert "It isn't the link: 50.0 MB/s of 1.0 GB/s" in words(verdict)
+    assert "batch_size" in verdict.change[0]
+    assert "steps_per_execution" in verdict.change[1]
+    assert "fewer workers" in verdict.change[2]
+
+
+def test_waiting_without_a_straggler_comes_of_short_steps():
+    verdict = judge(figures(compute=5, wait=4, communicate=1, bandwidth=1e7))
+    assert verdict.limit == "batch"
+
+
+def test_waiting_for_each_others_data_comes_of_the_data():
+    verdict = judge(figures(compute=50, input=20, wait=20, outside=10))
+    assert verdict.limit == "input"
+    assert "40% of each step" in verdict.headline
+
+
+def test_one_worker_alone_is_told_nothing_of_others():
+    verdict = judge(figures(1, compute=9, outside=3, bandwidth=0.0, link=None))
+    assert verdict.limit == "batch"
+    assert "fewer workers" not in words(verdict)
+    assert "baseline" not in words(verdict)
+
+
+def test_without_the_link_s_speed_bytes_are_blamed():
+    verdict = judge(figures(compute=50, communicate=50, link=None))
+    assert verdict.limit == "network"
+    assert "which wasn't measured alone" in words(verdict)
+
+
+def test_efficiency():
+    base = 256 / 0.1 / 4
+    good = judge(figures(compute=95, communicate=5, baseline=base))
+    assert "are 100% of 4 times what one worker does (640)" in words(good)
+    assert good.change[0].startswith("More workers")
+    bad = judge(figures(compute=95, communicate=5, baseline=2 * base))
+    assert bad.limit == "compute"
+    assert "50% of 4 times" in words(bad)
+    assert "cores of its own" in bad.change[0]
+    unknown = judge(figures(compute=95, communicate=5))
+    assert "`baseline=` examples per second, or `calibrate=True`" in words(unknown)
+
+
+def test_what_comes_next_is_named():
+    verdict = judge(figures(compute=40, input=35, communicate=25))
+    assert verdict.limit == "input"
+    assert "What comes next: the network (25% of a step)." in verdict.because
+
+
+@pytest.mark.parametrize("part", [LEAST - 0.01, LEAST + 0.01])
+def test_a_little_isnt_worth_a_change(part):
+    verdict = judge(figures(compute=100 * (1 - part), input=100 * part))
+    assert verdict.limit == ("input" if part > LEAST else "compute")
+
+
+def test_nothing_took_any_time():
+    assert judge(figures(compute=1e-12)).limit == "compute"
+
+
+def test_as_a_page_and_for_a_terminal():
+    found = figures(
+        compute=50,
+        wait=40,
+        communicate=10,
+        lag=0.045,
+        baseline=1000.0,
+        staleness={0: 5, 4: 15},
+        idle=(0.25, 0.5),
+    )
+    verdict = judge(found)
+    page = report.to_markdown(found, verdict)
+    assert page.startswith(f"### {verdict.headline}\n")
+    for phase in PHASES:
+        assert re.search(rf"^\| {phase} \| .* \| [\d.]+% \|$", page, re.M)
+    text = report.to_text(found, verdict)
+    assert "`" not in text
+    for line in (
+        "workers             4",
+        "scaling efficiency  64% of 4 x 1,000 examples/s",
+        "slowest worker      rank 2, 45.0 ms per step behind",
+        "sent by a worker    8.0 MB per step, at 900.0 MB/s of 1.0 GB/s",
+        "staleness           mean 3.0 steps, at most 4",
+        "stages idle         25%, 50%",
+        "wait          40.0 ms  40.0% ################",
+    ):
+        assert line in text
+    assert verdict.headline in text
+
+
+def test_numbers_for_people():
+    assert in_seconds(0) == "0 us"
+    assert in_seconds(12.34e-6) == "12 us"
+    assert in_seconds(0.0123) == "12.3 ms"
+    assert in_seconds(2.5) == "2.50 s"
+    assert in_bytes(0) == "0 bytes"
+    assert in_bytes(1234) == "1.2 KB"
+    assert in_bytes(5e6) == "5.0 MB"
+    assert in_bytes(2.5e12) == "2500.0 GB"
