@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import textwrap
+from pathlib import Path
 
+import pytest
+
+from placement_zoo import ZOO
 from workers import Workers
+
+# "many" adds a loss that is a sum over rows: it's taken for a mean, as documented.
+BY_ROWS = [name for name, kind in ZOO.items() if kind.by_rows and name != "many"]
 
 SETUP = """
 import contextlib, json
@@ -282,3 +290,65 @@ def test_what_is_refused():
         "divided."
     ] * 2
     assert "micro_batches=2 with stateful=True in 'on0'" in messages[2]
+
+
+ZOO_SCRIPT = """
+import contextlib, json, os, sys
+sys.path.insert(0, os.environ["TESTS"])
+import numpy as np
+import tensorflow as tf
+tf.config.set_logical_device_configuration(
+    tf.config.list_physical_devices("CPU")[0],
+    [tf.config.LogicalDeviceConfiguration()] * 3)
+import kerasdist
+import placement_zoo as zoo
+
+rank = json.loads(os.environ["RANK"])
+for name in json.loads(os.environ["NAMES"])[rank::2]:
+    kind = zoo.ZOO[name]
+    plain = zoo.numbers(
+        kind, contextlib.nullcontext, lambda _: contextlib.nullcontext())
+    model = plain.pop("model")
+    for parts, count in ((3, 3), (4, 2)):
+        devices = [f"CPU:{i}" for i in range(count)]
+        strategy = kerasdist.ModelParallelStrategy(
+            zoo.placement(kind, devices), devices=devices, micro_batches=parts,
+            rematerialize=parts == 4)
+        found = zoo.numbers(kind, strategy.scope, None)
+        model = found.pop("model")
+        # What is computed in 16 bits is rounded after other sums.
+        how = {"rtol": 1e-2, "atol": 2e-3} if name == "half" else {
+            "rtol": 1e-5, "atol": 5e-6}
+        differ = [
+            f"{mine} {np.max(np.abs(found[mine] - plain[theirs]))}"
+            for mine, theirs in zip(found, plain, strict=True)
+            if not np.allclose(found[mine], plain[theirs], **how)]
+        print("RESULT", json.dumps([
+            name, parts, differ[:5], zoo.misplaced_variables(model, devices)[:5]]),
+            flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def zoo():
+    """Of each kind of model what differs: 3 parts on 3 devices, 4 on 2 and again."""
+
+    def environment(rank):
+        return {
+            "TESTS": str(Path(__file__).parent),
+            "RANK": str(rank),
+            "NAMES": json.dumps(BY_ROWS),
+            "TF_CONFIG": None,
+        }
+
+    with Workers(ZOO_SCRIPT, 2, env=environment, deadline=280, handover=False) as job:
+        return [result for worker in job.succeed() for result in worker.results]
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", BY_ROWS)
+def test_kinds_of_models(zoo, name):
+    """With batches of 4 rows, and of 2 at last. With 4 parts activations come again."""
+    found = [result[1:] for result in zoo if result[0] == name]
+
+    assert found == [[3, [], []], [4, [], []]]
