@@ -73,7 +73,22 @@ class Plan:
             for used, device in zip(self.cut.memory, self.devices, strict=True)
         )
 
+    @functools.cached_property
+    def spared(self) -> tuple[int, ...]:
+        """Bytes of each device that `rematerialize=True` spares in this cut, or would.
+
+        0 where the worst moment isn't one of activations: where the optimizer updates.
+        """
+        kept, again = (
+            StageCosts(self.model, dataclasses.replace(self.run, rematerialize=value))
+            .cut(self.cut.borders)
+            .memory
+            for value in (False, True)
+        )
+        return tuple(a - b for a, b in zip(kept, again, strict=True))
+
     def __str__(self) -> str:
+        names = [device.name for device in self.devices]
         return "\n".join(
             [
                 table.layers(self.model, self.run, self.placement),
@@ -84,6 +99,7 @@ class Plan:
                     self.cut,
                     [(d.name, d.memory_limit, d.found) for d in self.devices],
                 ),
+                *table.spared(self.run, names, self.spared),
             ]
         )
 

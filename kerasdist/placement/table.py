@@ -9,7 +9,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from kerasdist.placement.costs import ModelCost, Run
 from kerasdist.placement.partition import Cut
 
-__all__ = ["devices", "human_bytes", "human_flops", "layers", "parse_bytes"]
+__all__ = [
+    "devices",
+    "human_bytes",
+    "human_flops",
+    "layers",
+    "parse_bytes",
+    "spared",
+]
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 
@@ -161,6 +168,23 @@ def devices(
     if sources:
         lines += ["", "Memory is", *(f"  {line}" for line in sources)]
     return "\n".join(lines)
+
+
+def spared(run: Run, names: Sequence[str], sizes: Sequence[int]) -> list[str]:
+    """What activations that are computed again spare; nothing if they aren't.
+
+    Args:
+        run: How the model is trained.
+        names: The devices.
+        sizes: Bytes that each of them doesn't hold because of it.
+    """
+    if not run.rematerialize:
+        return []
+    each = ", ".join(
+        f"{human_bytes(size)} on {name}"
+        for name, size in zip(names, sizes, strict=True)
+    )
+    return ["", f"Computing activations again saves {each}."]
 
 
 def _scaled(count: float) -> str:
