@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import textwrap
+from pathlib import Path
 
 from workers import Workers
 
@@ -230,6 +231,45 @@ def test_mixed_precision_ragged_words_and_given_tables():
         assert not layer.trainable_weights and len(layer.weights) == 4
         result(0)
     """)
+
+
+def test_each_shard_s_gradients_are_computed_on_its_device():
+    """Whatever patterns say: a shard names its device."""
+    body = """
+import os, sys
+sys.path.insert(0, os.environ["TESTS"])
+import placement_zoo as zoo
+
+keras.backend.clear_session = lambda: None  # not inside of a scope
+
+def train(layers, scope):
+    with scope:
+        model = build(layers, eagerly=False)
+    fit(model)
+    return whole(model)
+
+plain = train(plain_layers(), contextlib.nullcontext())
+found = {}
+for split in ("rows", "columns"):
+    strategy = kerasdist.ModelParallelStrategy({".*": "CPU:0"}, devices=THREE)
+    with zoo.run_metadata() as graphs:
+        sharded = train(sharded_layers(split=split), strategy.scope())
+    for a, b in zip(plain, sharded, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+    # Where the products of each shard were computed, forward and back.
+    found[split] = sorted({
+        (node.device[-5:], shard.group(1), "gradient_tape" in node.name)
+        for graph in graphs for node in graph.node
+        if (shard := re.search(r"shard_(\\d)", node.name))
+        and "MatMul" in node.op})
+result(found)
+"""
+    env = {"TF_CONFIG": None, "TESTS": str(Path(__file__).parent)}
+    script = SETUP + "import contextlib\n" + textwrap.dedent(body)
+    with Workers(script, 1, env=env, deadline=120) as job:
+        found = job.succeed()[0].result
+    own = [[f"CPU:{i}", str(i), back] for i in range(3) for back in (False, True)]
+    assert found == {"rows": own, "columns": own}
 
 
 def test_what_they_refuse():

@@ -245,16 +245,16 @@ class Sharded:
         for index, device in enumerate(devices):
             staged = device is not None and hasattr(strategy, "stage")
             start, stop = self._bounds[index]
-            shard = make(
-                Place(
-                    index=index,
-                    count=len(devices),
-                    start=start,
-                    stop=stop,
-                    device=None if staged else device,
-                )
+            place = Place(
+                index=index,
+                count=len(devices),
+                start=start,
+                stop=stop,
+                device=None if staged else device,
             )
+            # Made in its stage, too: it comes before patterns that match the layer.
             with strategy.stage(device) if staged else _on(device):
+                shard = make(place)
                 shard.build()
             made.append(shard)
         self._count = len(devices)
