@@ -512,7 +512,7 @@ class Reversed(layers.Layer):
         def through(value: Any) -> Any:
             return value * 1.5, lambda gradient: tf.tanh(gradient) * -0.5
 
-        self.add_loss(1e-2 * ops.sum(ops.square(x)))
+        self.add_loss(1e-2 * ops.mean(ops.square(x)))
         return through(x)
 
 

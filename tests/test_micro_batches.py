@@ -11,8 +11,7 @@ import pytest
 from placement_zoo import ZOO
 from workers import Workers
 
-# "many" adds a loss that is a sum over rows: it's taken for a mean, as documented.
-BY_ROWS = [name for name, kind in ZOO.items() if kind.by_rows and name != "many"]
+BY_ROWS = [name for name, kind in ZOO.items() if kind.by_rows]
 
 SETUP = """
 import contextlib, json
@@ -309,7 +308,7 @@ for name in json.loads(os.environ["NAMES"])[rank::2]:
     plain = zoo.numbers(
         kind, contextlib.nullcontext, lambda _: contextlib.nullcontext())
     model = plain.pop("model")
-    for parts, count in ((3, 3), (4, 2)):
+    for parts, count in json.loads(os.environ["CUTS"]):
         devices = [f"CPU:{i}" for i in range(count)]
         strategy = kerasdist.ModelParallelStrategy(
             zoo.placement(kind, devices), devices=devices, micro_batches=parts,
@@ -329,15 +328,20 @@ for name in json.loads(os.environ["NAMES"])[rank::2]:
 """
 
 
-@pytest.fixture(scope="module")
-def zoo():
-    """Of each kind of model what differs: 3 parts on 3 devices, 4 on 2 and again."""
+# Numbers of parts and devices. With four parts activations are computed again.
+CUTS = [(3, 3), (4, 2)]
+OTHER_CUTS = [(3, 2), (4, 3)]
+
+
+def differences(cuts):
+    """Of each kind of model and each cut what differs from the model as it is."""
 
     def environment(rank):
         return {
             "TESTS": str(Path(__file__).parent),
             "RANK": str(rank),
             "NAMES": json.dumps(BY_ROWS),
+            "CUTS": json.dumps(cuts),
             "TF_CONFIG": None,
         }
 
@@ -345,10 +349,26 @@ def zoo():
         return [result for worker in job.succeed() for result in worker.results]
 
 
+@pytest.fixture(scope="module")
+def zoo():
+    return differences(CUTS)
+
+
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", BY_ROWS)
 def test_kinds_of_models(zoo, name):
-    """With batches of 4 rows, and of 2 at last. With 4 parts activations come again."""
+    """With batches of 4 rows, and of 2 at last."""
     found = [result[1:] for result in zoo if result[0] == name]
 
-    assert found == [[3, [], []], [4, [], []]]
+    assert found == [[parts, [], []] for parts, _ in CUTS]
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(300)
+def test_kinds_of_models_in_other_cuts():
+    found = differences(OTHER_CUTS)
+
+    assert len(BY_ROWS) >= 12
+    assert sorted(found) == sorted(
+        [name, parts, [], []] for name in BY_ROWS for parts, _ in OTHER_CUTS
+    )
