@@ -147,8 +147,9 @@ def _check(trainer: Any) -> None:
     if trainer.jit_compile is True:
         raise ValueError(
             "XLA compiles a step for one device, and would undo the placement. "
-            "Received: jit_compile=True under ModelParallelStrategy. Compile the "
-            "model with jit_compile=False (or 'auto')."
+            "Received: jit_compile=True under "
+            f"{type(trainer.distribute_strategy).__name__} with a placement. Compile "
+            "the model with jit_compile=False (or 'auto')."
         )
     if trainer.run_eagerly or tf.config.functions_run_eagerly():
         warnings.warn(
