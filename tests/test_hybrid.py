@@ -129,7 +129,7 @@ def test_workers_may_have_different_devices_and_files_have_none(tmp_path):
     assert other["sequential/decoder/kernel"] == "CPU:1"
 
 
-def test_what_it_refuses():
+def test_what_it_refuses_and_a_plan():
     text = """
     def message(call, *args, **kwargs):
         try:
@@ -141,7 +141,13 @@ def test_what_it_refuses():
     placed = ring(placement={"nothing": "CPU:1"})
     with placed.scope():
         model = build()
+    plan = kerasdist.plan(build, ["CPU:1", "CPU:0"], batch_size=16, inputs=(8,))
+    planned = ring(placement=plan)
+    with planned.scope():
+        other = build()
+    numbers(other)
     print("RESULT", json.dumps({
+        "auto": message(ring, placement="auto"),
         "no mapping": message(ring, placement=["CPU:0"]),
         "no device": message(ring, placement={"a": "GPU:7"}),
         "native": message(ring, placement={"a": "CPU:1"}, transport="native"),
@@ -149,10 +155,18 @@ def test_what_it_refuses():
         "stage": message(ring().stage, "CPU:0"),
         "no layer": message(model.fit, x, y, verbose=0),
     }))
+    print("RESULT", json.dumps([plan.placement, devices_of(other)]))
     """
     with Workers(script(text), 1, env={"TF_CONFIG": None}, handover=False) as job:
-        found = job.succeed()[0].result
+        found, (plan, devices) = job.succeed()[0].results
+    assert len(plan) == 3
+    assert "CPU:1" in plan.values()
+    for path, device in plan.items():
+        kernels = [name for name in devices if f"/{path.split('/')[-1]}/" in name]
+        assert kernels
+        assert {devices[name] for name in kernels} == {device}
     begin = {
+        "auto": "ValueError: RingStrategy doesn't plan. Received: placement='auto'.",
         "no mapping": "TypeError: `placement` must be a mapping from patterns",
         "no device": "ValueError: `placement` can't be used: 'GPU:7' doesn't exist",
         "native": "ValueError: TensorFlow's own collectives take gradients from one",

@@ -32,13 +32,17 @@ class AutoPlacer(Placer):
     Args:
         devices: The devices, in the order of the stages.
         micro_batches: Into how many parts each batch is divided.
+        rematerialize: Whether activations are computed again instead of kept.
     """
 
-    def __init__(self, devices: Sequence[Device], micro_batches: int) -> None:
+    def __init__(
+        self, devices: Sequence[Device], micro_batches: int, *, rematerialize: bool
+    ) -> None:
         names = resolve_devices([device.name for device in devices], "devices")
         super().__init__(Patterns({}), names)
         self._described = tuple(devices)
         self._micro_batches = micro_batches
+        self._rematerialize = rematerialize
         self._host = _tf.host_of(names[0])
         self.plan: Plan | None = None
 
@@ -68,7 +72,11 @@ class AutoPlacer(Placer):
         """
         if self.plan is not None:
             return
-        run = Run(batch_size=rows, micro_batches=self._micro_batches)
+        run = Run(
+            batch_size=rows,
+            micro_batches=self._micro_batches,
+            rematerialize=self._rematerialize,
+        )
         costs = describe_built(model, max(2, run.part_rows), inputs)
         plan = make_plan(costs, run, self._described)
         names = {

@@ -24,7 +24,13 @@ from kerasdist.strategies.planning import Limits, find_devices
 from kerasdist.strategies.remote_devices import come_together
 from kerasdist.transport import Timeouts
 
-__all__ = ["ModelParallelStrategy", "check_mapping", "placer_for", "staging"]
+__all__ = [
+    "ModelParallelStrategy",
+    "check_mapping",
+    "placer_for",
+    "staging",
+    "unpacked",
+]
 
 
 class ModelParallelStrategy(tf.distribute.Strategy):
@@ -109,14 +115,10 @@ class ModelParallelStrategy(tf.distribute.Strategy):
         startup_timeout: float = 300.0,
         heartbeat_timeout: float = 30.0,
     ) -> None:
-        self._plan: Plan | None = None
-        if isinstance(placement, Plan):
-            self._plan = placement
-            devices = devices or [device.name for device in placement.devices]
-            placement = placement.placement
+        self._plan = placement if isinstance(placement, Plan) else None
+        placement, devices = unpacked(placement, devices)
         auto = isinstance(placement, str) and placement == "auto"
-        if not auto:
-            check_mapping(placement)
+        mapping = {} if auto else check_mapping(placement)
         check_micro_batches(micro_batches)
         if memory_limits is not None and not auto:
             raise ValueError(
@@ -129,11 +131,11 @@ class ModelParallelStrategy(tf.distribute.Strategy):
         self._remote = None if place.size == 1 else come_together(place, timeouts)
         try:
             placer: Placer
-            if isinstance(placement, str):
+            if auto:
                 planned = find_devices(devices, memory_limits)
-                placer = AutoPlacer(planned, micro_batches)
+                placer = AutoPlacer(planned, micro_batches, rematerialize=rematerialize)
             else:
-                placer = placer_for(placement, devices)
+                placer = placer_for(mapping, devices)
             super().__init__(
                 PlacedExtended(
                     self,
@@ -211,8 +213,16 @@ class ModelParallelStrategy(tf.distribute.Strategy):
         return self
 
 
-def check_mapping(placement: Any) -> None:
-    """Check what can be checked before anything is acquired.
+def unpacked(placement: Any, devices: Sequence[str] | None) -> tuple[Any, Any]:
+    """The mapping and the devices of a plan; anything else as it is."""
+    if not isinstance(placement, Plan):
+        return placement, devices
+    names = [device.name for device in placement.devices]
+    return placement.placement, names if devices is None else devices
+
+
+def check_mapping(placement: Any) -> Mapping[str, str]:
+    """Return a placement by hand; check what can be checked before anything else.
 
     Raises:
         TypeError: It isn't a mapping.
@@ -223,6 +233,7 @@ def check_mapping(placement: Any) -> None:
             f"devices. Received: placement={placement!r}. Write for example "
             "{'encoder/.*': 'GPU:0', 'decoder/.*': 'GPU:1'}."
         )
+    return placement
 
 
 def staging(placer: Placer, device: str) -> contextlib.AbstractContextManager[None]:

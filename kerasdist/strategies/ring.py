@@ -12,6 +12,7 @@ from kerasdist._tf import placing
 from kerasdist.cluster import resolve
 from kerasdist.collectives import connect
 from kerasdist.errors import ClusterError
+from kerasdist.placement.plan import Plan
 from kerasdist.strategies import native
 from kerasdist.strategies.data_parallel import DataParallelStrategy, Options
 from kerasdist.strategies.devices import check_devices
@@ -21,6 +22,7 @@ from kerasdist.strategies.model_parallel import (
     check_mapping,
     placer_for,
     staging,
+    unpacked,
 )
 from kerasdist.strategies.placement_report import PlacementReport
 from kerasdist.transport import Timeouts
@@ -81,7 +83,8 @@ class RingStrategy(DataParallelStrategy):
             that their sum can't overflow; all workers still end with the same bits,
             but no longer with those of one process.
         placement: Each worker's model is spread over its devices: from patterns of
-            layer paths to devices, see `ModelParallelStrategy`. Each worker then has
+            layer paths to devices, see `ModelParallelStrategy`, or a plan of
+            `kerasdist.plan` for one worker's rows of a batch. Each worker then has
             one replica; `devices` are all that it may be on, the first one for what
             no pattern matches.
         micro_batches: Into how many parts each worker's part of a batch is divided,
@@ -112,7 +115,7 @@ class RingStrategy(DataParallelStrategy):
         shard: str = "rows",
         bucket_size: int = 25_000_000,
         compression: str | None = None,
-        placement: Mapping[str, str] | None = None,
+        placement: Mapping[str, str] | Plan | None = None,
         micro_batches: int = 1,
     ) -> None:
         options = Options(
@@ -127,15 +130,23 @@ class RingStrategy(DataParallelStrategy):
         in_use = _tf.in_use()
         check_micro_batches(micro_batches)
         placer = None
+        placement, devices = unpacked(placement, devices)
         if placement is not None:
-            check_mapping(placement)
+            if placement == "auto":
+                # Each worker would plan by itself, for the memory that it has.
+                raise ValueError(
+                    "RingStrategy doesn't plan. Received: placement='auto'. Make the "
+                    "plan before, for one worker's rows of a batch: "
+                    "placement=kerasdist.plan(build_model, devices, batch_size=...)."
+                )
+            mapping = check_mapping(placement)
             if transport == "native":
                 raise ValueError(
                     "TensorFlow's own collectives take gradients from one device of "
                     "each replica. Received: transport='native' with a placement. Use "
                     "transport='auto'."
                 )
-            placer = placer_for(placement, devices)
+            placer = placer_for(mapping, devices)
         elif micro_batches != 1:
             raise ValueError(
                 "Micro-batches keep the stages of a placement busy. Received: "
