@@ -85,6 +85,7 @@ def test_server_steps(tmp_path):
     assert min(rates) > 0
 
 
+@pytest.mark.soak
 def test_straggler(tmp_path):
     results = run("straggler", tmp_path, "--columns", "sync", "free")
     for case in ("always", "turns"):
@@ -110,6 +111,7 @@ def test_placed_overhead(tmp_path):
     assert list(results["cnn"]) == ["plain", "placed"]
 
 
+@pytest.mark.soak
 def test_embedding_rows(tmp_path):
     found = run("embedding_rows", tmp_path, "--columns", "rows", "whole")["steps"]
     table = 20_000 * 64 * 4

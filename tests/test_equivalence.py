@@ -127,7 +127,7 @@ THIRDS = [tuple(list(CASES)[i::3]) for i in range(3)]
 def layouts() -> list[object]:
     made: list[object] = []
     for workers, devices, servers, core, *micro_batches in [
-        (1, 2, 0, False),
+        (1, 2, 0, True),
         (2, 1, 0, False),
         (1, 1, 0, True),
         (3, 1, 0, True),

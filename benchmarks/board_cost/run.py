@@ -58,7 +58,7 @@ def main() -> None:
     parser = arguments(__doc__, HERE)
     options = parser.parse_args()
     models = MODELS[2:] if options.quick else MODELS
-    rounds, steps = (2, 30) if options.quick else (6, 100)
+    rounds, steps = (2, 30) if options.quick else (12, 100)
     report = Report("What ScalingTensorBoard costs", options.output)
     report.data["samples"] = {}
     rows = []
