@@ -194,7 +194,7 @@ class ScaleLearningRate(keras.callbacks.Callback):
 
     def _optimizers(self) -> list[Any]:
         found = rates.leaves(getattr(self.model, "optimizer", None))
-        usable = [each for each in found if hasattr(each, "_learning_rate")]
+        usable = [each for each in found if rates.has_rate(each)]
         if not usable:
             raise ValueError(
                 "`ScaleLearningRate` needs a model that was compiled with one of "
@@ -263,8 +263,9 @@ class ScaleLearningRate(keras.callbacks.Callback):
         optimizer = self._optimizers()[0]
         base, factor, steps = rates.base_rate(optimizer), self.factor or 1, self.steps
         text = f"{base:g}"
-        if not isinstance(optimizer._learning_rate, keras.Variable):
-            text = f"{type(optimizer._learning_rate).__name__} (now {base:g})"
+        schedule = rates.schedule_of(optimizer)
+        if schedule is not None:
+            text = f"{type(schedule).__name__} (now {base:g})"
         line = (
             f"kerasdist: learning rate {text} x {factor:g} (rule {self.rule!r}, "
             f"{self._growth}) = {base * factor:g}, {steps} step(s) of warm-up"

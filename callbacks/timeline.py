@@ -161,6 +161,12 @@ class Timeline(keras.callbacks.Callback):
                 flush=True,
             )
 
+    def on_failure(self, error: BaseException) -> None:
+        """`fit` ends with this error: nobody listens to the communicator any more."""
+        del error
+        self._done = True
+        self._log.unlisten()
+
     # What they do.
 
     @property

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import textwrap
 
 import keras
 import numpy as np
@@ -286,3 +287,23 @@ def test_wrong_arguments():
         Timeline("trace.txt", steps=(5, 5))
     assert "path='trace.txt'" in str(e.value)
     assert "steps=(5, 5); expected two numbers" in str(e.value)
+
+
+def test_nobody_listens_when_fit_has_failed(tmp_path):
+    body = """
+    strategy = kerasdist.RingStrategy()
+    class Fails(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            seen.append(len(strategy.communicator._listeners))
+            if batch == 2:
+                raise KeyError("here")
+    seen = []
+    try:
+        fit(build(), [Timeline(folder + "/t.json", (0, 10)), Fails()])
+    except KeyError:
+        result([seen, len(strategy.communicator._listeners)])
+    """
+    env = {"FOLDER": str(tmp_path), "TF_CONFIG": None}
+    with Workers(COMMON + textwrap.dedent(body), 1, env=env, handover=False) as job:
+        assert job.succeed()[0].result == [[1, 1, 1], 0]
+    assert list(tmp_path.iterdir()) == []

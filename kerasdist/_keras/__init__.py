@@ -168,7 +168,7 @@ def install() -> None:
                 callbacks.on_train_batch_end,
             ),
         ):
-            setattr(owner, name, _around(getattr(owner, name), hook))
+            _wrap(owner, name, hook)
         placed: list[tuple[Any, str, Callable[..., Any]]] = [
             (layer_module.Layer, "_initialize_tracker", placed_layers.init_layer),
             (layer_module.Layer, "__call__", placed_layers.call_layer),
@@ -199,7 +199,7 @@ def install() -> None:
             *((model, name, placed_trainer.name_the_lost) for name in _ENTRIES),
         ]
         for owner, name, place in placed:
-            setattr(owner, name, _around(getattr(owner, name), place))
+            _wrap(owner, name, place)
         # Last, so that they are around the others.
         divided: Any = (
             (layer_module.Layer, "__call__", rematerialize.call_layer),
@@ -215,18 +215,22 @@ def install() -> None:
             ),
         )
         for owner, name, hook in divided:
-            setattr(owner, name, _around(getattr(owner, name), hook))
+            _wrap(owner, name, hook)
         for owner, name in callbacks.WRITERS:
-            setattr(owner, name, _around(getattr(owner, name), callbacks.on_chief_only))
+            _wrap(owner, name, callbacks.on_chief_only)
         for owner, name in callbacks.SAVERS:
-            setattr(owner, name, _around(getattr(owner, name), callbacks.close_window))
+            _wrap(owner, name, callbacks.close_window)
         for owner, name in rates.SCHEDULERS:
-            setattr(owner, name, _around(getattr(owner, name), rates.on_base_rate))
+            _wrap(owner, name, rates.on_base_rate)
         rate = base_optimizer.BaseOptimizer.learning_rate
         base_optimizer.BaseOptimizer.learning_rate = rate.setter(
             _around(rate.fset, rates.set_rate)
         )
         _installed = True
+
+
+def _wrap(owner: Any, name: str, hook: Callable[..., Any]) -> None:
+    setattr(owner, name, _around(getattr(owner, name), hook))
 
 
 def _around(original: Callable[..., Any], hook: Callable[..., Any]) -> Any:

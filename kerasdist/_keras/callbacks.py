@@ -24,8 +24,9 @@ from keras.src.models import model as model_module
 from kerasdist._keras.hooks import DealingHooks, dealing_hooks, hooks_of
 from kerasdist._keras.optimizers import open_window
 from kerasdist._keras.rates import base_rate, set_base_rate
+from kerasdist._keras.state import statistics_of
 from kerasdist._keras.step import current
-from kerasdist._keras.trainer import before_first_step, statistics_of
+from kerasdist._keras.trainer import before_first_step
 
 __all__ = [
     "SAVERS",

@@ -31,10 +31,12 @@ __all__ = [
     "SCHEDULERS",
     "Scaling",
     "base_rate",
+    "has_rate",
     "leaves",
     "on_base_rate",
     "scaled",
     "scaling_of",
+    "schedule_of",
     "set_base_rate",
     "set_rate",
     "steps_of",
@@ -108,6 +110,17 @@ def scaling_of(optimizer: Any, *, make: bool = False) -> Scaling | None:
         scaling = Scaling()
         setattr(optimizer, _ATTRIBUTE, scaling)
     return scaling
+
+
+def has_rate(optimizer: Any) -> bool:
+    """Whether it's an optimizer of Keras's, with a learning rate."""
+    return hasattr(optimizer, "_learning_rate")
+
+
+def schedule_of(optimizer: Any) -> Any | None:
+    """The `LearningRateSchedule` that a rate comes from; None for a number."""
+    rate = optimizer._learning_rate
+    return None if isinstance(rate, backend.Variable) else rate
 
 
 def steps_of(optimizer: Any) -> Any:

@@ -21,8 +21,15 @@ from kerasdist._keras.hooks import (
     timer_of,
 )
 from kerasdist._keras.items import closing_readers
-from kerasdist._keras.optimizers import open_window, own_accumulators
+from kerasdist._keras.optimizers import open_window
+from kerasdist._keras.state import (
+    check_scope,
+    state_of,
+    statistics_of,
+    whole_state,
+)
 from kerasdist._keras.step import current, setting
+from kerasdist._keras.timing import measured, unmeasured
 from kerasdist._keras.touched import embedding_tables, moves_all_rows
 
 __all__ = [
@@ -36,7 +43,6 @@ __all__ = [
     "predict_on_batch",
     "receive_batch",
     "reduce_per_replica",
-    "statistics_of",
     "symbolic_build",
 ]
 
@@ -61,7 +67,7 @@ def make_function(
     lost worker is named instead of a failed operation.
     """
     hooks = hooks_of(trainer.distribute_strategy)
-    timing = _timing if current.training else _untimed
+    timing = measured if current.training else unmeasured
     if hooks is None:
         plain = original(trainer, step_function)
         if timer_of(trainer.distribute_strategy) is None:
@@ -81,10 +87,8 @@ def make_function(
                 return step_function(data)
         # A replica without rows runs the step on a row of zeros. Its gradients
         # count for nothing, and what it wrote is put back.
-        variables = [
-            variable.value
-            for variable in [*trainer.metrics_variables, *_statistics(trainer)]
-        ]
+        metrics = [variable.value for variable in trainer.metrics_variables]
+        variables = [*metrics, *statistics_of(trainer)]
         before = [variable.read_value() for variable in variables]
         with current.of(hooks, rows, total):
             logs = step_function(hooks.fill_if_empty(data, rows))
@@ -104,7 +108,7 @@ def make_function(
     def call(iterator: Any) -> Any:
         nonlocal checked
         if not checked:
-            _check_scope(trainer)
+            check_scope(trainer)
             checked = True
         with _translating(hooks), inside(), timing(trainer):
             if isinstance(
@@ -276,8 +280,8 @@ def before_first_step(trainer: Any, callbacks: Sequence[Any]) -> None:
     for callback in callbacks:
         prepare = getattr(callback, "before_first_step", None)
         if prepare is not None:
-            prepare(hooks, _whole_state(trainer))
-    hooks.check_state(*_state(trainer, only_weights=hooks.has_own_state()))
+            prepare(hooks, whole_state(trainer))
+    hooks.check_state(*state_of(trainer, only_weights=hooks.has_own_state()))
     optimizer = trainer.optimizer
     weights = trainer.trainable_weights
     tables = embedding_tables(trainer)
@@ -379,85 +383,6 @@ def _no_nones(batch: Any) -> Any:
     return batch
 
 
-def _check_scope(trainer: Any) -> None:
-    """Refuse variables that only this worker has.
-
-    Raises:
-        ValueError: A metric, layer or optimizer was made outside of the scope. Its
-            numbers would be this worker's alone, and nothing would show it.
-    """
-    variables = list(trainer.variables)
-    if trainer.optimizer is not None:
-        variables += list(trainer.optimizer.variables)
-    outside = [
-        getattr(variable, "path", variable.name)
-        for variable in [*variables, *trainer.metrics_variables]
-        if not isinstance(variable.value, tf.distribute.DistributedValues)
-    ]
-    if outside:
-        raise ValueError(
-            "Some variables were created outside of the strategy's scope: they would "
-            f"be this worker's own. Received: {outside[:5]} "
-            f"{'and others ' if len(outside) > 5 else ''}outside of it. Create the "
-            "model, its optimizer, losses and metrics (`keras.metrics.AUC()`) inside "
-            "`with strategy.scope():`."
-        )
-
-
-def _statistics(trainer: Any) -> list[Any]:
-    """Variables that each replica keeps for itself, as BatchNormalization's are.
-
-    Seed generators' aren't: they are integers. Frozen weights aren't either: they
-    were made to be trained, and never change. Synchronized layers have the same
-    statistics on all replicas, also on one without rows.
-    """
-    shared: set[int] = set()
-    for layer in trainer._flatten_layers():
-        own = list(getattr(layer, "_trainable_variables", ()))
-        if getattr(layer, "synchronized", False):
-            own += layer.non_trainable_variables
-        shared.update(id(variable) for variable in own)
-    return [
-        variable
-        for variable in trainer.non_trainable_weights
-        if "float" in str(variable.dtype) and id(variable) not in shared
-    ]
-
-
-def statistics_of(trainer: Any) -> list[Any]:
-    """TensorFlow's variables that each replica keeps for itself."""
-    return [variable.value for variable in _statistics(trainer)]
-
-
-def _state(
-    trainer: Any, *, only_weights: bool
-) -> tuple[list[tuple[str, Any]], list[tuple[str, Any]]]:
-    """What must be the same on all ranks when training begins, and what needn't."""
-
-    def named(some: list[Any]) -> list[tuple[str, Any]]:
-        return [(getattr(v, "path", v.name), v.value) for v in some]
-
-    if only_weights:
-        return named([*trainer.trainable_weights, *_statistics(trainer)]), []
-    metrics = {id(variable) for variable in trainer.metrics_variables}
-    variables = [v for v in trainer.variables if id(v) not in metrics]
-    parts: list[Any] = []
-    if trainer.optimizer is not None:
-        parts = own_accumulators(trainer.optimizer)
-        theirs = {id(variable) for variable in parts}
-        variables += [v for v in trainer.optimizer.variables if id(v) not in theirs]
-    return named(variables), named(parts)
-
-
-def _whole_state(trainer: Any) -> list[Any]:
-    """TensorFlow's variables of everything that training changes, each once."""
-    variables = [*trainer.variables, *trainer.metrics_variables]
-    if trainer.optimizer is not None:
-        variables += trainer.optimizer.variables
-    found = {id(variable): variable.value for variable in variables}
-    return list(found.values())
-
-
 def _start_line(hooks: KerasHooks, trainer: Any) -> str:
     parts = [hooks.describe()]
     try:
@@ -466,30 +391,6 @@ def _start_line(hooks: KerasHooks, trainer: Any) -> str:
     except (AttributeError, TypeError, ValueError):
         pass
     return "kerasdist: " + ", ".join(parts)
-
-
-@contextlib.contextmanager
-def _untimed(trainer: Any) -> Iterator[None]:
-    del trainer
-    yield
-
-
-@contextlib.contextmanager
-def _timing(trainer: Any) -> Iterator[None]:
-    """Steps of training stand inside: they are measured, if somebody wants to know."""
-    timer = timer_of(trainer.distribute_strategy)
-    # XLA can't compile what reads a clock.
-    if timer is None or not timer.running or trainer.jit_compile is True:
-        yield
-        return
-    timer.enter()
-    try:
-        with setting(timed=True):
-            yield
-    except BaseException:
-        timer.leave(0)  # above all where the data have ended
-        raise
-    timer.leave(int(trainer.steps_per_execution))
 
 
 @contextlib.contextmanager

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import tensorflow as tf
 
@@ -21,7 +21,7 @@ def check_devices(devices: Sequence[str] | None) -> list[str]:
     Raises:
         ValueError: A device doesn't exist or is given twice; all faults are named.
     """
-    known = [device.name for device in tf.config.list_logical_devices()]
+    known = known_devices()
     if devices is None:
         gpus = [name for name in known if ":GPU:" in name]
         devices = gpus or ["CPU:0"]
@@ -30,27 +30,15 @@ def check_devices(devices: Sequence[str] | None) -> list[str]:
             "`devices` must be a list of device names, at least one. "
             f"Received: devices={devices!r}. For one device write ['CPU:0']."
         )
-    short = {name.split("/device:")[-1] for name in known}
-    faults, names = [], []
-    for device in devices:
-        try:
-            name = _tf.canonical_device(device)
-        except (ValueError, TypeError, AttributeError):
-            faults.append(f"{device!r} isn't a device name")
-            continue
-        if name.split("/device:")[-1] not in short:
-            faults.append(f"{device!r} doesn't exist")
-        elif name in names:
+    here = sorted({_short(name) for name in known})
+    names, faults = _canonical(devices, lambda name: _short(name) in here)
+    given: set[str] = set()
+    for device, name in zip(devices, names, strict=True):
+        if name in given and _short(name) in here:
             faults.append(f"{device!r} is given twice")
-        names.append(name)
-    if faults:
-        raise ValueError(
-            f"`devices` can't be used: {'; '.join(faults)}. "
-            f"Received: devices={list(devices)!r}; this worker has {sorted(short)}. "
-            "Several devices can be made of one CPU with "
-            "`tf.config.set_logical_device_configuration` before anything else runs."
-        )
-    return names
+        given.add(name)
+    _refuse(faults, "devices", devices, f"this worker has {here}")
+    return [name for name in names if name]
 
 
 def known_devices() -> list[str]:
@@ -69,21 +57,41 @@ def resolve_devices(devices: Sequence[str], argument: str) -> list[str]:
         ValueError: Some don't exist; all of them are named.
     """
     known = [_tf.canonical_device(name) for name in known_devices()]
-    faults, names = [], []
+    names, faults = _canonical(devices, known.__contains__)
+    _refuse(faults, argument, devices, f"there are {known}")
+    return names
+
+
+def _canonical(
+    devices: Sequence[str], is_there: Callable[[str], bool]
+) -> tuple[list[str], list[str]]:
+    """The canonical names, "" for what is none, and what is wrong with them."""
+    names, faults = [], []
     for device in devices:
         try:
             name = _tf.canonical_device(device)
         except (ValueError, TypeError, AttributeError):
             faults.append(f"{device!r} isn't a device name")
-            continue
-        if name not in known:
-            faults.append(f"{device!r} doesn't exist")
+            name = ""
+        else:
+            if not is_there(name):
+                faults.append(f"{device!r} doesn't exist")
         names.append(name)
-    if faults:
-        raise ValueError(
-            f"`{argument}` can't be used: {'; '.join(dict.fromkeys(faults))}. "
-            f"Received: {argument}={list(devices)!r}; there are {known}. "
-            "Several devices can be made of one CPU with "
-            "`tf.config.set_logical_device_configuration` before anything else runs."
-        )
-    return names
+    return names, faults
+
+
+def _refuse(
+    faults: Sequence[str], argument: str, devices: Sequence[str], there: str
+) -> None:
+    if not faults:
+        return
+    raise ValueError(
+        f"`{argument}` can't be used: {'; '.join(dict.fromkeys(faults))}. "
+        f"Received: {argument}={list(devices)!r}; {there}. "
+        "Several devices can be made of one CPU with "
+        "`tf.config.set_logical_device_configuration` before anything else runs."
+    )
+
+
+def _short(name: str) -> str:
+    return name.split("/device:")[-1]

@@ -8,7 +8,6 @@ addresses round, and each tells its TensorFlow of all.
 from __future__ import annotations
 
 import contextlib
-import socket
 
 import numpy as np
 import tensorflow as tf
@@ -17,6 +16,7 @@ from kerasdist import _tf, errors
 from kerasdist._tf import remote
 from kerasdist.cluster.address import split_address
 from kerasdist.collectives import Communicator
+from kerasdist.transport.ports import on_free_port
 
 __all__ = ["is_serving", "serve"]
 
@@ -24,7 +24,6 @@ __all__ = ["is_serving", "serve"]
 _FIRST_GROUP = 0x4B44_0000
 # Each job has a group of the workers, and one of all replicas.
 _GROUPS_PER_JOB = 2
-_ATTEMPTS = 20
 
 
 class _Server:
@@ -86,19 +85,10 @@ def serve(ring: Communicator) -> int:
 
 
 def _start_server(rank: int, host: str) -> None:
-    """Start the server on a free port.
+    """Start the server on a free port."""
 
-    TensorFlow wants to be told the port, so somebody else may take it first.
-    """
-    for attempt in range(_ATTEMPTS):
-        with socket.create_server(("", 0)) as free:
-            port = free.getsockname()[1]
-        address = f"{host}:{port}"
-        try:
-            _tf.serve_collectives(rank, {rank: address})
-        except tf.errors.UnknownError:
-            if attempt + 1 == _ATTEMPTS:
-                raise
-            continue
-        _Server.rank, _Server.address = rank, address
-        return
+    def listen(port: int) -> None:
+        _tf.serve_collectives(rank, {rank: f"{host}:{port}"})
+
+    port = on_free_port(listen, tf.errors.UnknownError)
+    _Server.rank, _Server.address = rank, f"{host}:{port}"

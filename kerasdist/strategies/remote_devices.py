@@ -23,7 +23,6 @@ import json
 import logging
 import queue
 import signal
-import socket
 import sys
 import threading
 import time
@@ -43,13 +42,13 @@ from kerasdist.collectives.explain import fresh
 from kerasdist.strategies.job import forget, leave_at_exit
 from kerasdist.transport import Timeouts
 from kerasdist.transport.deadline import Deadline
+from kerasdist.transport.ports import on_free_port
 from kerasdist.transport.reach import why_unreachable
 from kerasdist.transport.severing import sever
 
 __all__ = ["RemoteDevices", "come_together"]
 
 _LOG = logging.getLogger("kerasdist")
-_ATTEMPTS = 20
 # Seconds to open a connection to a server that listens already.
 _DIAL_SECONDS = 20.0
 # Seconds between two looks at what still waits for a lost worker.
@@ -256,21 +255,12 @@ def _tasks(place: Cluster) -> list[tuple[str, int]]:
 
 
 def _open(kind: str, index: int, host: str) -> str:
-    """Start the chief's own server on a free port; return its address.
+    """Start the chief's own server on a free port; return its address."""
 
-    TensorFlow wants to be told the port, so somebody else may take it first.
-    """
-    for attempt in range(_ATTEMPTS):
-        with socket.create_server(("", 0)) as free:
-            port = free.getsockname()[1]
-        try:
-            remote.open_to_workers(kind, index, f"{host}:{port}")
-        except tf.errors.UnknownError:
-            if attempt + 1 == _ATTEMPTS:
-                raise
-            continue
-        return f"{host}:{port}"
-    raise RuntimeError("unreachable")
+    def listen(port: int) -> None:
+        remote.open_to_workers(kind, index, f"{host}:{port}")
+
+    return f"{host}:{on_free_port(listen, tf.errors.UnknownError)}"
 
 
 def _dial_all(job: Job, servers: Sequence[str]) -> None:

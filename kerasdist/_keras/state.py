@@ -1,0 +1,90 @@
+"""What a model's state consists of: what all workers must hold alike."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tensorflow as tf
+
+from kerasdist._keras.optimizers import own_accumulators
+
+__all__ = ["check_scope", "state_of", "statistics_of", "whole_state"]
+
+
+def check_scope(trainer: Any) -> None:
+    """Refuse variables that only this worker has.
+
+    Raises:
+        ValueError: A metric, layer or optimizer was made outside of the scope. Its
+            numbers would be this worker's alone, and nothing would show it.
+    """
+    variables = list(trainer.variables)
+    if trainer.optimizer is not None:
+        variables += list(trainer.optimizer.variables)
+    outside = [
+        getattr(variable, "path", variable.name)
+        for variable in [*variables, *trainer.metrics_variables]
+        if not isinstance(variable.value, tf.distribute.DistributedValues)
+    ]
+    if outside:
+        raise ValueError(
+            "Some variables were created outside of the strategy's scope: they would "
+            f"be this worker's own. Received: {outside[:5]} "
+            f"{'and others ' if len(outside) > 5 else ''}outside of it. Create the "
+            "model, its optimizer, losses and metrics (`keras.metrics.AUC()`) inside "
+            "`with strategy.scope():`."
+        )
+
+
+def _statistics(trainer: Any) -> list[Any]:
+    """Variables that each replica keeps for itself, as BatchNormalization's are.
+
+    Seed generators' aren't: they are integers. Frozen weights aren't either: they
+    were made to be trained, and never change. Synchronized layers have the same
+    statistics on all replicas, also on one without rows.
+    """
+    shared: set[int] = set()
+    for layer in trainer._flatten_layers():
+        own = list(getattr(layer, "_trainable_variables", ()))
+        if getattr(layer, "synchronized", False):
+            own += layer.non_trainable_variables
+        shared.update(id(variable) for variable in own)
+    return [
+        variable
+        for variable in trainer.non_trainable_weights
+        if "float" in str(variable.dtype) and id(variable) not in shared
+    ]
+
+
+def statistics_of(trainer: Any) -> list[Any]:
+    """TensorFlow's variables that each replica keeps for itself."""
+    return [variable.value for variable in _statistics(trainer)]
+
+
+def state_of(
+    trainer: Any, *, only_weights: bool
+) -> tuple[list[tuple[str, Any]], list[tuple[str, Any]]]:
+    """What must be the same on all ranks when training begins, and what needn't."""
+
+    def named(some: list[Any]) -> list[tuple[str, Any]]:
+        return [(getattr(v, "path", v.name), v.value) for v in some]
+
+    if only_weights:
+        return named([*trainer.trainable_weights, *_statistics(trainer)]), []
+    metrics = {id(variable) for variable in trainer.metrics_variables}
+    variables = [v for v in trainer.variables if id(v) not in metrics]
+    parts: list[Any] = []
+    if trainer.optimizer is not None:
+        parts = own_accumulators(trainer.optimizer)
+        theirs = {id(variable) for variable in parts}
+        variables += [v for v in trainer.optimizer.variables if id(v) not in theirs]
+    return named(variables), named(parts)
+
+
+def whole_state(trainer: Any) -> list[Any]:
+    """TensorFlow's variables of everything that training changes, each once."""
+    variables = [*trainer.variables, *trainer.metrics_variables]
+    if trainer.optimizer is not None:
+        variables += trainer.optimizer.variables
+    found = {id(variable): variable.value for variable in variables}
+    return list(found.values())
