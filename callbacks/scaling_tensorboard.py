@@ -26,19 +26,13 @@ from kerasdist.callbacks import layout, report
 from kerasdist.callbacks.figures import Figures, combine
 from kerasdist.callbacks.summaries import Summaries
 from kerasdist.callbacks.verdict import Verdict, judge
+from kerasdist.callbacks.windows import Windows
 from kerasdist.strategies.calibration import speed_alone
 from kerasdist.strategies.link_speed import link_speed
 from kerasdist.strategies.step_times import StepTimes, gather
 
 __all__ = ["ScalingTensorBoard"]
 
-# Steps of the first window, if it's left to the callback.
-_FIRST = 10
-# A window is at least so many times what it costs to write one, and at most so long.
-_TIMES_COST = 300
-_MOST_SECONDS = 5.0
-# While a job is young its windows are a part of its age: there is something to see.
-_PART_OF_AGE = 20
 # Reads that are staler are counted as this.
 _STALEST = 63
 
@@ -123,10 +117,7 @@ class ScalingTensorBoard(keras.callbacks.Callback):
 
     def _forget(self) -> None:
         self._link: float | None = None
-        self._calls = 0
-        self._window = self._first_window()
-        self._cost = 0.0
-        self._began = time.monotonic()
+        self._windows = Windows(self._update_freq, self._steps_per_call)
         self._steps = 0
         self._sums: dict[int, StepTimes] = {}
         self._staleness: dict[int, int] = {}
@@ -189,11 +180,11 @@ class ScalingTensorBoard(keras.callbacks.Callback):
         if not self._active:
             return
         if self._in_step:
-            if self._calls == 2 and self._calibrate:
+            if self._windows.calls == 2 and self._calibrate:
                 self._measure_baseline()
-            if self._calls >= self._window:
+            if self._windows.full:
                 self._end_window()
-        self._calls += 1
+        self._windows.calls += 1
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """See `keras.callbacks.Callback.on_epoch_end`."""
@@ -210,7 +201,7 @@ class ScalingTensorBoard(keras.callbacks.Callback):
         del logs
         if not self._active:
             return
-        if self._in_step and self._calls:
+        if self._in_step and self._windows.calls:
             self._end_window()
         self._clock.stop()
         self._conclude()
@@ -242,43 +233,24 @@ class ScalingTensorBoard(keras.callbacks.Callback):
         """All workers call it at the same place."""
         begin = time.monotonic()
         mine = self._clock.take()
-        more = [float(self._calls), self._cost, begin - self._began]
+        told = self._windows.told()
         every, others = gather(
-            self._communicator, mine, np.array([*more, *self._new_reads()])
+            self._communicator, mine, np.array([*told, *self._new_reads()])
         )
-        calls, cost, age = (float(number) for number in others[0][: len(more)])
-        self._calls = 0
-        self._window = self._next_window(every[0], calls, cost, age)
+        self._windows.begin(every[0], [float(one) for one in others[0][: len(told)]])
         if not self._is_chief:
             return
         reads: dict[int, int] = {}
         for numbers in others:
-            for lag, count in enumerate(numbers[len(more) :]):
+            for lag, count in enumerate(numbers[len(told) :]):
                 if count:
                     reads[lag] = reads.get(lag, 0) + int(count)
         self._note_workers(tuple(one.rank for one in every))
         self._write(every, reads)
-        self._cost = max(self._cost / 2, time.monotonic() - begin)
-
-    def _next_window(
-        self, times: StepTimes, calls: float, cost: float, age: float
-    ) -> int:
-        """How many calls the next window has: the same on all workers."""
-        if self._update_freq != "auto" or not calls or not times.seconds:
-            return self._first_window()
-        length = min(_MOST_SECONDS, age / _PART_OF_AGE)
-        length = max(length, _TIMES_COST * cost)
-        # All steps that were counted, of which those that were traced aren't a part.
-        per_call = times.seconds / max(times.steps / self._per_call, 1.0)
-        return max(_FIRST, round(length / per_call))
-
-    def _first_window(self) -> int:
-        if isinstance(self._update_freq, int):
-            return max(1, self._update_freq // self._per_call)
-        return _FIRST if self._update_freq == "auto" else 1 << 62
+        self._windows.cost(time.monotonic() - begin)
 
     @property
-    def _per_call(self) -> int:
+    def _steps_per_call(self) -> int:
         model = getattr(self, "_model", None)
         return 1 if model is None else int(model.steps_per_execution)
 

@@ -1,0 +1,82 @@
+"""Windows of steps: how long they are, and that all workers' are equally long."""
+
+from __future__ import annotations
+
+import pytest
+
+from kerasdist.callbacks.windows import Windows
+from kerasdist.strategies.step_times import StepTimes
+
+
+class Clock:
+    seconds = 0.0
+
+    def __call__(self):
+        return self.seconds
+
+
+def length(windows):
+    """Calls until this window is full."""
+    while not windows.full:
+        windows.calls += 1
+    return windows.calls
+
+
+def times(steps, seconds):
+    return StepTimes(rank=0, steps=steps, seconds=seconds)
+
+
+@pytest.mark.parametrize(
+    ("steps", "per_call", "expected"), [(1, 1, 1), (8, 1, 8), (8, 3, 2), (2, 4, 1)]
+)
+def test_so_many_steps(steps, per_call, expected):
+    windows = Windows(steps, per_call)
+    for _ in range(2):
+        assert length(windows) == expected
+        windows.begin(times(100, 1.0), [expected, 9.0, 9.0])
+        assert windows.calls == 0
+
+
+def test_a_window_of_an_epoch_is_never_full_by_itself():
+    windows = Windows("epoch")
+    windows.calls = 10**9
+    assert not windows.full
+
+
+@pytest.mark.parametrize(
+    ("cost", "age", "seconds"),
+    [
+        (0.0, 20.0, 1.0),  # a part of the job's age,
+        (0.0, 2_000.0, 5.0),  # but not more than it takes to see something,
+        (0.1, 2_000.0, 30.0),  # unless that cost too much,
+        (0.0, 0.01, 0.1),  # and at least ten calls.
+    ],
+)
+@pytest.mark.parametrize("per_call", [1, 4])
+def test_a_length_that_is_left_to_the_callback(cost, age, seconds, per_call):
+    windows = Windows("auto", per_call)
+    assert length(windows) == 10
+    # A hundredth of a second per call.
+    windows.begin(times(100 * per_call, 1.0), [100, cost, age])
+    assert length(windows) == round(seconds * 100)
+
+
+@pytest.mark.parametrize("told", [[0, 0.1, 100.0], [5, 0.1, 100.0]])
+def test_without_a_step_that_counts_the_next_is_like_the_first(told):
+    windows = Windows("auto")
+    windows.begin(times(0, 0.0), told)
+    assert length(windows) == 10
+
+
+def test_what_the_chief_tells_makes_all_equal():
+    clock = Clock()
+    chief, other = Windows("auto", now=clock), Windows("auto")
+    chief.calls, clock.seconds = 10, 4.0
+    chief.cost(0.01)
+    chief.cost(0.001)
+    assert chief.told() == [10.0, 0.005, 4.0]
+    assert other.told()[:2] == [0.0, 0.0]
+    told = chief.told()
+    for windows in (chief, other):
+        windows.begin(times(10, 0.1), told)
+    assert length(chief) == length(other) == 150
