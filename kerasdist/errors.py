@@ -97,7 +97,8 @@ class WorkerLost(CollectiveError):
         rank: The rank that was lost.
         host: Its address, `"host:port"`, or its host's name.
         step: The optimizer step at which it was found to be lost (the number
-            of gradient reductions that this rank had begun).
+            of gradient reductions that this rank had begun; of steps, where the
+            chief drives the others' devices).
         reason: What was seen, e.g. `"its connection was closed"`.
     """
 

@@ -55,6 +55,8 @@ def make_function(
     for kind in ("train", "test", "predict"):
         function = getattr(trainer, f"{kind}_function")
         if function is not None and not hasattr(function, "kerasdist_placed"):
+            if kind == "train":
+                function = _count(trainer, function)
             recorded = _record_first(placer, trainer, kind, function)
             setattr(trainer, f"{kind}_function", recorded)
     return getattr(trainer, f"{_KINDS[original.__name__]}_function")
@@ -102,6 +104,30 @@ def _record_first(
             return function(*args, **kwargs)
 
     call.kerasdist_placed = True  # type: ignore[attr-defined]
+    return call
+
+
+def _count(trainer: Any, function: Callable[..., Any]) -> Callable[..., Any]:
+    """The same function of training, whose steps are counted for errors.
+
+    Of a call that takes several steps the first one counts until it's over.
+    """
+    counter = getattr(trainer.distribute_strategy.extended, "step_counter", None)
+    if counter is None:
+        return function
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        before = counter.step
+        counter.step = before + 1
+        try:
+            result = function(*args, **kwargs)
+        except (StopIteration, tf.errors.OutOfRangeError):
+            counter.step = before  # there were no data left for it
+            raise
+        counter.step = before + int(trainer.steps_per_execution)
+        return result
+
     return call
 
 

@@ -49,6 +49,10 @@ class PlacedExtended(placing.OneDeviceExtended):
         remote: The other workers, if some of the devices are theirs.
         micro_batches: Into how many parts each batch is divided.
         rematerialize: Whether activations are computed again instead of kept.
+
+    Attributes:
+        step_counter: What has a `step`, the one that the chief is at: errors name it.
+            None if no other worker can be lost.
     """
 
     # A function that two layers share is traced for the device of each.
@@ -73,6 +77,7 @@ class PlacedExtended(placing.OneDeviceExtended):
         # Data are read by this process, wherever layers are.
         self._host = _tf.canonical_device("CPU:0")
         self._remote = remote
+        self.step_counter = None if remote is None else remote.communicator
         self.timer = StepClock([self._host], SingleCommunicator(), in_turn=True)
 
     def failure(self, error: Exception) -> Exception | None:
