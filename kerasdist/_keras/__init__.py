@@ -70,6 +70,7 @@ from kerasdist._keras.placed_layers import (
     called_layer,
     device_of_variable,
 )
+from kerasdist._keras.rates import own_steps
 from kerasdist._keras.rematerialize import rematerializing
 from kerasdist._keras.step import gradients_are_reduced, is_timed
 from kerasdist._keras.trainer import new_train_function
@@ -88,6 +89,7 @@ __all__ = [
     "install",
     "is_timed",
     "new_train_function",
+    "own_steps",
     "random_seed",
     "rematerializing",
 ]

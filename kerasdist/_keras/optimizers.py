@@ -25,7 +25,7 @@ from keras.src.optimizers.schedules import learning_rate_schedule
 
 from kerasdist import _tf
 from kerasdist._keras.hooks import current_hooks, dealing_hooks, timer_of
-from kerasdist._keras.rates import scaled
+from kerasdist._keras.rates import own_steps, scaled
 from kerasdist._keras.step import current, setting
 from kerasdist._keras.touched import touched_rows
 
@@ -100,7 +100,7 @@ def accumulate(
             own[optimizer._get_variable_index(variable)].value
             for variable in trainable_variables
         ]
-        last = tf.equal((optimizer._iterations.value + 1) % steps, 0)
+        last = tf.equal((own_steps(optimizer) + 1) % steps, 0)
         grads = hooks.end_window(grads, accumulators, last, steps)
     return original(optimizer, grads, trainable_variables)
 
@@ -136,7 +136,7 @@ def open_window(optimizer: Any) -> list[Any]:
     variables = own_accumulators(optimizer)
     if not variables:
         return []
-    steps = int(optimizer._iterations.numpy()) % optimizer.gradient_accumulation_steps
+    steps = int(own_steps(optimizer).numpy()) % optimizer.gradient_accumulation_steps
     return [variable.value for variable in variables] if steps else []
 
 

@@ -34,6 +34,7 @@ __all__ = [
     "has_rate",
     "leaves",
     "on_base_rate",
+    "own_steps",
     "scaled",
     "scaling_of",
     "schedule_of",
@@ -123,12 +124,20 @@ def schedule_of(optimizer: Any) -> Any | None:
     return None if isinstance(rate, backend.Variable) else rate
 
 
+def own_steps(optimizer: Any) -> Any:
+    """The variable in which an optimizer counts its steps; an integer, scalar.
+
+    Not its `iterations`: with gradient accumulation those are whole windows.
+    """
+    return optimizer._iterations.value
+
+
 def steps_of(optimizer: Any) -> Any:
     """Number of steps that an optimizer has taken, of all workers; int64, scalar."""
     hooks = dealing_hooks(getattr(optimizer, "_distribution_strategy", None))
     steps = None if hooks is None else hooks.steps_of(optimizer)
     if steps is None:
-        steps = tf.convert_to_tensor(optimizer._iterations.value)
+        steps = tf.convert_to_tensor(own_steps(optimizer))
     return tf.cast(steps, tf.int64)
 
 

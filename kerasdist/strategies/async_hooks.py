@@ -26,7 +26,7 @@ import numpy as np
 import tensorflow as tf
 
 from kerasdist import _tf
-from kerasdist._keras import ArrayData, ItemData
+from kerasdist._keras import ArrayData, ItemData, own_steps
 from kerasdist.server import enter
 from kerasdist.strategies import agreement
 from kerasdist.strategies.auto_shard import own_part
@@ -106,7 +106,7 @@ class AsyncHooks(SynchronousHooks):
             return
         values = [getattr(variable, "value", variable) for variable in variables]
         window = getattr(optimizer, "gradient_accumulation_steps", None)
-        iterations = optimizer._iterations.value if window else None
+        steps = own_steps(optimizer) if window else None
         known = [indices for indices in touched if indices is not None]
 
         def merge(_: Any, *known: Any) -> Any:
@@ -117,9 +117,9 @@ class AsyncHooks(SynchronousHooks):
                 extended.shared.exchange(values, own)
                 return tf.constant(0)
 
-            if iterations is None:
+            if steps is None:
                 return exchange()
-            count = extended.local(iterations)[0]
+            count = extended.local(steps)[0]
             ended = tf.equal(count % tf.cast(window, count.dtype), 0)
             return tf.cond(ended, exchange, lambda: tf.constant(0))
 

@@ -27,6 +27,7 @@ import numpy as np
 import tensorflow as tf
 
 from kerasdist import _tf
+from kerasdist._keras import own_steps
 from kerasdist.collectives.buffers import Buffers
 from kerasdist.collectives.ops import Array
 from kerasdist.server import Change, Pulled, Rows, Variable
@@ -258,8 +259,7 @@ class SharedTables:
         self._extended.job.communicator.barrier()
         if optimizer is not None and id(optimizer) not in self._offsets:
             window = _window(optimizer)
-            # Keras's `iterations` are whole windows, if there are any.
-            before = int(optimizer._iterations.numpy()) // window
+            before = int(own_steps(optimizer).numpy()) // window
             offset = (before - self._agreed.table.updates) * window
             # With a reference: no other optimizer gets its id.
             self._offsets[id(optimizer)] = optimizer, offset
@@ -305,7 +305,7 @@ class SharedTables:
         steps = self._updates.read_value() * _window(optimizer) + offset
         if _window(optimizer) == 1:
             return steps
-        own = tf.convert_to_tensor(optimizer._iterations)
+        own = tf.convert_to_tensor(own_steps(optimizer))
         return steps + tf.cast(own, tf.int64) % _window(optimizer)
 
     def exchange(self, variables: Sequence[Any], touched: Sequence[Any]) -> None:
