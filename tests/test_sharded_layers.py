@@ -294,7 +294,8 @@ def test_what_they_refuse():
             refused(lambda: built(ShardedDense(8, devices=["CPU:0", "CPU:7"]))),
             refused(lambda: built(ShardedDense(
                 8, shards=2, kernel_constraint=norm(axis=1)))),
-            refused(lambda: ShardedDense(8).enable_lora(2), NotImplementedError),
+            refused(lambda: ShardedDense(8, name="wide").enable_lora(2),
+                    NotImplementedError),
             refused(lambda: good.quantize("int8"), NotImplementedError),
             refused(lambda: ShardedEmbedding(8, 2)(tf.sparse.eye(3))),
         ])
@@ -311,8 +312,8 @@ def test_what_they_refuse():
         "A layer can't have more shards than its matrix has columns. Received: 3",
         "There are no such devices. Received: devices=['CPU:7']; there are ['CPU:0'",
         "`kernel_constraint` must treat each shard as it treats the whole. Received:",
-        "A sharded layer has no LoRA.",
-        "A sharded layer can't be quantized.",
+        "A sharded layer has no LoRA. Received: rank=2 for layer 'wide'.",
+        "A sharded layer can't be quantized. Received: mode='int8' for layer",
         "A sharded embedding doesn't look up sparse tensors. Received:",
     ]
 

@@ -313,24 +313,27 @@ class Sharded:
         for part, (start, stop) in zip(parts, self._bounds, strict=True):
             part.assign(np.take(value, range(start, stop), axis))
 
-    def quantize(self, *args: Any, **kwargs: Any) -> None:
+    def quantize(self, mode: Any = None, *args: Any, **kwargs: Any) -> None:
         """Refused.
 
         Raises:
             NotImplementedError: Always.
         """
         raise NotImplementedError(
-            "A sharded layer can't be quantized. Load its weights into the plain layer."
+            f"A sharded layer can't be quantized. Received: mode={mode!r} for layer "
+            f"{self.name!r}. Load its weights into the plain layer, and quantize that."
         )
 
-    def enable_lora(self, *args: Any, **kwargs: Any) -> None:
+    def enable_lora(self, rank: Any = None, *args: Any, **kwargs: Any) -> None:
         """Refused.
 
         Raises:
             NotImplementedError: Always.
         """
         raise NotImplementedError(
-            "A sharded layer has no LoRA. Load its weights into the plain layer."
+            f"A sharded layer has no LoRA. Received: rank={rank!r} for layer "
+            f"{self.name!r}. Load its weights into the plain layer, and enable it "
+            "there."
         )
 
 
