@@ -88,14 +88,20 @@ def test_layers_are_on_the_devices_of_each_worker():
             assert backward > 0
 
 
-def test_workers_may_have_different_devices_and_files_have_none(tmp_path):
+def test_workers_may_be_placed_differently_and_files_have_no_devices(tmp_path):
     text = """
     import sys
     rank = json.loads(os.environ["TF_CONFIG"])["task"]["index"]
     strategy = kerasdist.RingStrategy(
         placement={} if rank else {"encoder": "CPU:1", "norm": "CPU:1"},
         devices=["CPU:0", "CPU:1"],
+        rematerialize=rank == 1,
     )
+    calls, plain_call = [0], keras.layers.LayerNormalization.call
+    def call(self, inputs):
+        calls[0] += 1
+        return plain_call(self, inputs)
+    keras.layers.LayerNormalization.call = call
     with strategy.scope():
         if rank:
             with strategy.stage("CPU:1"):
@@ -106,7 +112,7 @@ def test_workers_may_have_different_devices_and_files_have_none(tmp_path):
     path = os.path.join(sys.argv[1], "model.keras")
     model.save(path)
     digest = hashlib.sha256(json.dumps(found).encode()).hexdigest()
-    print("RESULT", json.dumps([digest, devices_of(model)]))
+    print("RESULT", json.dumps([digest, devices_of(model), calls[0]]))
     if rank == 0:
         strategy.close()
         loaded = keras.models.load_model(path)
@@ -119,10 +125,12 @@ def test_workers_may_have_different_devices_and_files_have_none(tmp_path):
     """
     with Workers(script(text), 2, args=[str(tmp_path)]) as job:
         first, second = job.succeed()
-    (digest, devices), loads = first.results
+    (digest, devices, calls), loads = first.results
     assert loads
-    assert digest == second.result[0]
-    other = second.result[1]
+    second_digest, other, more_calls = second.result
+    assert second_digest == digest
+    # One of them computes activations again.
+    assert more_calls > calls > 0
     assert devices["sequential/encoder/kernel"] == "CPU:1"
     assert devices["sequential/decoder/kernel"] == "CPU:0"
     assert other["sequential/encoder/kernel"] == "CPU:1"
@@ -152,6 +160,7 @@ def test_what_it_refuses_and_a_plan():
         "no device": message(ring, placement={"a": "GPU:7"}),
         "native": message(ring, placement={"a": "CPU:1"}, transport="native"),
         "micro": message(ring, micro_batches=2),
+        "again": message(ring, rematerialize=True),
         "stage": message(ring().stage, "CPU:0"),
         "no layer": message(model.fit, x, y, verbose=0),
     }))
@@ -171,6 +180,7 @@ def test_what_it_refuses_and_a_plan():
         "no device": "ValueError: `placement` can't be used: 'GPU:7' doesn't exist",
         "native": "ValueError: TensorFlow's own collectives take gradients from one",
         "micro": "ValueError: Micro-batches keep the stages of a placement busy.",
+        "again": "ValueError: What is computed again is a stage of a placement.",
         "stage": "ValueError: Stages are a part of a placement.",
         "no layer": "ValueError: Patterns of the placement match no layer.",
     }

@@ -35,6 +35,7 @@ class HybridExtended(SynchronousExtended):
         job: The connected workers.
         placer: Where everything of this worker's replica is.
         micro_batches: Into how many parts the replica's batch is divided.
+        rematerialize: Whether activations are computed again instead of kept.
         options: As of `SynchronousExtended`.
     """
 
@@ -49,6 +50,7 @@ class HybridExtended(SynchronousExtended):
         *,
         placer: Placer,
         micro_batches: int,
+        rematerialize: bool = False,
         **options: Any,
     ) -> None:
         super().__init__(container, devices[:1], job, **options)
@@ -56,6 +58,7 @@ class HybridExtended(SynchronousExtended):
         self._retrace_functions_for_each_device = True
         self.layer_placer = placer
         self.micro_batches = micro_batches
+        self.rematerialize = rematerialize
         self.keras_hooks = HybridHooks(self)
 
     def _create_variable(self, next_creator: Any, **kwargs: Any) -> Any:
@@ -64,7 +67,9 @@ class HybridExtended(SynchronousExtended):
         return super()._create_variable(next_creator, **kwargs)
 
     def _call_for_each_replica(self, fn: Any, args: Any, kwargs: Any) -> Any:
-        with placed_step(self.layer_placer, self.micro_batches):
+        with placed_step(
+            self.layer_placer, self.micro_batches, rematerialize=self.rematerialize
+        ):
             if _tf.executing_eagerly():
                 return super()._call_for_each_replica(fn, args, kwargs)
             return _tf.call_replica(

@@ -89,6 +89,8 @@ class RingStrategy(DataParallelStrategy):
             no pattern matches.
         micro_batches: Into how many parts each worker's part of a batch is divided,
             to keep the devices of a placement busy.
+        rematerialize: Whether of a stage's activations only its inputs are kept, see
+            `ModelParallelStrategy`.
 
     Raises:
         ClusterError: The settings are wrong (`AddressInUseError`: this worker's
@@ -117,6 +119,7 @@ class RingStrategy(DataParallelStrategy):
         compression: str | None = None,
         placement: Mapping[str, str] | Plan | None = None,
         micro_batches: int = 1,
+        rematerialize: bool = False,
     ) -> None:
         options = Options(
             initial_state=initial_state,
@@ -152,6 +155,12 @@ class RingStrategy(DataParallelStrategy):
                 "Micro-batches keep the stages of a placement busy. Received: "
                 f"micro_batches={micro_batches!r} without `placement`."
             )
+        elif rematerialize:
+            raise ValueError(
+                "What is computed again is a stage of a placement. Received: "
+                f"rematerialize={rematerialize!r} without `placement`. With "
+                "`placement={}` the whole model is one stage."
+            )
         names = check_devices(devices) if placer is None else list(placer.devices)
         place = resolve(cluster)
         if place.rank is None:
@@ -182,7 +191,10 @@ class RingStrategy(DataParallelStrategy):
             job,
             options,
             functools.partial(
-                HybridExtended, placer=placer, micro_batches=micro_batches
+                HybridExtended,
+                placer=placer,
+                micro_batches=micro_batches,
+                rematerialize=rematerialize,
             ),
         )
         placing.place_gradients()
