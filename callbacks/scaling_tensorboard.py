@@ -21,13 +21,15 @@ from typing import Any
 
 import keras
 import numpy as np
+import tensorflow as tf
 
 from kerasdist.callbacks import layout, report
+from kerasdist.callbacks.baseline import Baseline
+from kerasdist.callbacks.events import Events
 from kerasdist.callbacks.figures import Figures, combine
 from kerasdist.callbacks.summaries import Summaries
 from kerasdist.callbacks.verdict import Verdict, judge
 from kerasdist.callbacks.windows import Windows
-from kerasdist.strategies.calibration import speed_alone
 from kerasdist.strategies.link_speed import link_speed
 from kerasdist.strategies.step_times import StepTimes, gather
 
@@ -52,11 +54,12 @@ class ScalingTensorBoard(keras.callbacks.Callback):
         log_dir: Folder of TensorBoard's files; the run is called "scaling".
         baseline: Examples per second of one worker, to tell the scaling efficiency.
             Train with one worker and this callback to get the number.
-        calibrate: Measure the baseline instead, early in `fit` (asynchronous workers:
-            after the first epoch): the chief takes some steps alone, on a whole global
-            batch of zeros, while the others wait; then weights, optimizer and metrics
-            are what they were. It takes a few seconds. Not with several replicas in
-            one worker.
+        calibrate: Measure the baseline instead, early in each `fit` (asynchronous
+            workers: after its first epoch): the chief takes some steps alone, on a
+            whole global batch of zeros, while the others wait; then weights, optimizer
+            and metrics are what they were. It takes a few seconds. What lies between
+            two steps (callbacks, Python) is taken to last as long as with all workers,
+            data to be there at once. Not with several replicas in one worker.
         update_freq: When something is written: after so many batches, "epoch", or
             "auto": often at first, and never so often that it costs a hundredth of the
             time. With asynchronous workers always after each epoch.
@@ -68,7 +71,8 @@ class ScalingTensorBoard(keras.callbacks.Callback):
         verdict: What limits the job (`callbacks.verdict.Verdict`); likewise.
 
     Raises:
-        ValueError: An argument is wrong.
+        ValueError: An argument is wrong; or, when `fit` begins, on all workers:
+            `log_dir` can't be written to, or there's another such callback.
     """
 
     def __init__(
@@ -82,16 +86,14 @@ class ScalingTensorBoard(keras.callbacks.Callback):
     ) -> None:
         super().__init__()
         faults = []
-        if baseline is not None and not baseline > 0:
+        try:
+            self.log_dir = os.fsdecode(log_dir)
+        except TypeError:
             faults.append(
-                "`baseline` must be a positive number of examples per second. "
-                f"Received: baseline={baseline!r}."
+                "`log_dir` must be the path of a folder. "
+                f"Received: log_dir={log_dir!r}."
             )
-        if baseline is not None and calibrate:
-            faults.append(
-                "`baseline` is given, or measured with `calibrate`, but not both. "
-                f"Received: baseline={baseline!r}, calibrate={calibrate!r}."
-            )
+        faults += Baseline.faults(baseline, calibrate)
         if update_freq not in ("auto", "epoch") and not (
             isinstance(update_freq, int)
             and not isinstance(update_freq, bool)
@@ -103,11 +105,9 @@ class ScalingTensorBoard(keras.callbacks.Callback):
             )
         if faults:
             raise ValueError(" ".join(faults))
-        self.log_dir = os.fspath(log_dir)
-        self.figures: Figures | None = None
-        self.verdict: Verdict | None = None
-        self._baseline = None if baseline is None else float(baseline)
-        self._calibrate = calibrate
+        self.figures: Figures | None
+        self.verdict: Verdict | None
+        self._speed = (None if baseline is None else float(baseline), calibrate)
         self._update_freq = update_freq
         self._verbose = verbose
         self._summaries: Summaries | None = None
@@ -116,15 +116,16 @@ class ScalingTensorBoard(keras.callbacks.Callback):
         self._forget()
 
     def _forget(self) -> None:
+        self.figures = self.verdict = None
         self._link: float | None = None
+        self._baseline = Baseline(*self._speed)
+        self._calls = 0
         self._windows = Windows(self._update_freq, self._steps_per_call)
         self._steps = 0
         self._sums: dict[int, StepTimes] = {}
         self._staleness: dict[int, int] = {}
         self._seen: dict[int, int] = {}
-        self._ranks: tuple[int, ...] | None = None
-        self._told = 0
-        self._texts: list[str] = []
+        self._events = Events()
 
     # What Keras calls.
 
@@ -144,6 +145,8 @@ class ScalingTensorBoard(keras.callbacks.Callback):
             self._active = False
             return
         self._active = True
+        # A `fit` that was interrupted from outside has left it running.
+        self._clock.stop()
         # What was traced before has no clock in it.
         if model.train_function is not self._timed or self._timed is None:
             model.train_function = None
@@ -154,14 +157,18 @@ class ScalingTensorBoard(keras.callbacks.Callback):
         if not self._active:
             return
         self._forget()
+        if self._clock.running:
+            raise ValueError(
+                "One ScalingTensorBoard measures all that there is. Received: another "
+                f"one, log_dir={self.log_dir!r}, in the same `fit`. Give one of them."
+            )
+        self._open()
         self._timed = self.model.train_function
         self._clock.start()
         self._steps = int(self.model.optimizer.iterations)
         self._seen = dict(self._observed())
-        self._told = len(self._events())
+        self._events = Events(self._happened)
         self._link = link_speed(self._communicator)
-        if self._is_chief and self._summaries is None:
-            self._summaries = Summaries(os.path.join(self.log_dir, "scaling"))
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """See `keras.callbacks.Callback.on_epoch_begin`."""
@@ -180,10 +187,12 @@ class ScalingTensorBoard(keras.callbacks.Callback):
         if not self._active:
             return
         if self._in_step:
-            if self._windows.calls == 2 and self._calibrate:
-                self._measure_baseline()
+            # The first call has traced, and isn't measured.
+            if self._calls == 2 and self._baseline.missing:
+                self._events.add(self._baseline.measure(self.model))
             if self._windows.full:
                 self._end_window()
+        self._calls += 1
         self._windows.calls += 1
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
@@ -191,8 +200,10 @@ class ScalingTensorBoard(keras.callbacks.Callback):
         del epoch, logs
         if not self._active:
             return
-        if not self._in_step and self._calibrate:
-            self._measure_baseline()
+        if not self._in_step:
+            self._baseline.agree(self._communicator)
+            if self._baseline.missing:
+                self._events.add(self._baseline.measure(self.model))
         if not self._in_step or self._update_freq == "epoch":
             self._end_window()
 
@@ -203,6 +214,10 @@ class ScalingTensorBoard(keras.callbacks.Callback):
             return
         if self._in_step and self._windows.calls:
             self._end_window()
+        if self._baseline.missing:
+            self._events.add(
+                "`fit` was over before the speed of one worker could be measured."
+            )
         self._clock.stop()
         self._conclude()
 
@@ -211,20 +226,23 @@ class ScalingTensorBoard(keras.callbacks.Callback):
         if not self._active:
             return
         self._clock.stop()
-        self._texts.append(f"`fit` ended with {type(error).__name__}: {error}")
+        self._events.add(f"`fit` ended with {type(error).__name__}: {error}")
         self._conclude()
 
-    def _measure_baseline(self) -> None:
-        """All workers call it at the same place, once."""
-        self._calibrate = False
-        self._baseline = speed_alone(self.model)
-        if self._baseline is None:
-            self._texts.append(
-                "The speed of one worker can't be measured here: give `baseline=`."
-            )
-        else:
-            self._texts.append(
-                f"One worker alone: {self._baseline:,.0f} examples/s on zeros."
+    def _open(self) -> None:
+        """Make the file, on the chief; all workers call it, and fail if that does."""
+        fault = " "
+        if self._is_chief and self._summaries is None:
+            try:
+                self._summaries = Summaries(os.path.join(self.log_dir, "scaling"))
+            except (OSError, tf.errors.OpError) as error:
+                fault += getattr(error, "message", None) or str(error)
+        told = self._communicator.all_gather(np.frombuffer(fault.encode(), np.uint8))
+        faults = "".join(one.tobytes().decode() for one in told).strip()
+        if faults:
+            raise ValueError(
+                "`log_dir` must be a folder that the chief can write to. Received: "
+                f"log_dir={self.log_dir!r}: {faults}"
             )
 
     # A window of steps.
@@ -241,11 +259,11 @@ class ScalingTensorBoard(keras.callbacks.Callback):
         if not self._is_chief:
             return
         reads: dict[int, int] = {}
-        for numbers in others:
-            for lag, count in enumerate(numbers[len(told) :]):
+        for more in others:
+            for lag, count in enumerate(more[len(told) :]):
                 if count:
                     reads[lag] = reads.get(lag, 0) + int(count)
-        self._note_workers(tuple(one.rank for one in every))
+        self._events.note_workers(self._happened, tuple(one.rank for one in every))
         self._write(every, reads)
         self._windows.cost(time.monotonic() - begin)
 
@@ -286,9 +304,8 @@ class ScalingTensorBoard(keras.callbacks.Callback):
         if self._summaries is None:
             return
         words = dict(texts or {})
-        if self._texts:
-            words[layout.EVENTS] = "\n".join(f"- {text}" for text in self._texts)
-            self._texts = []
+        if events := self._events.take():
+            words[layout.EVENTS] = events
         if numbers or histograms or words:
             self._summaries.write(self._steps, numbers, words, histograms)
             self._summaries.flush()
@@ -300,7 +317,7 @@ class ScalingTensorBoard(keras.callbacks.Callback):
             times,
             in_step=self._in_step,
             link=self._link,
-            baseline=self._baseline,
+            baseline=self._baseline.speed(times),
             staleness=reads,
             idle=self._idle(),
         )
@@ -320,26 +337,6 @@ class ScalingTensorBoard(keras.callbacks.Callback):
         self._put({}, texts=words)
         self._summaries.close()
         self._summaries = None
-
-    def _note_workers(self, ranks: tuple[int, ...]) -> None:
-        """Tell who has come and gone."""
-        told = self._events()
-        for event in told[self._told :]:
-            what = {"lost": "was lost", "joined": "has come"}.get(
-                event.kind, event.kind
-            )
-            why = f": {event.reason}" if event.reason else ""
-            self._texts.append(
-                f"rank {event.rank} ({event.address}) {what} at its step "
-                f"{event.clock}{why}"
-            )
-        self._told = len(told)
-        if self._ranks not in (None, ranks):
-            self._texts.append(
-                f"{len(ranks)} workers train from here on: ranks "
-                f"{', '.join(map(str, ranks))}"
-            )
-        self._ranks = ranks
 
     # Whom to ask.
 
@@ -375,7 +372,8 @@ class ScalingTensorBoard(keras.callbacks.Callback):
     def _observed(self) -> Mapping[int, int]:
         return getattr(self.model.distribute_strategy, "staleness", {})
 
-    def _events(self) -> list[Any]:
+    @property
+    def _happened(self) -> list[Any]:
         return list(getattr(self.model.distribute_strategy, "events", ()))
 
     def _rate(self) -> float | None:

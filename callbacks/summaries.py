@@ -35,6 +35,7 @@ class Summaries:
     def __init__(self, folder: str) -> None:
         self._writer = tf.summary.create_file_writer(folder)
         self._write(custom_scalar.pb(layout()), 0)
+        self._writer.flush()
 
     def write(
         self,

@@ -314,14 +314,18 @@ def check_file(board, figures, asynchronous, counts):
 
 LOST = """
 import threading
+from kerasdist.callbacks import baseline
 strategy.communicator  # connected
+calibrates = kind == "ring tcp"
+if calibrates and rank == 1:
+    baseline.measure_alone = lambda model: os._exit(0)
 class Leave(keras.callbacks.Callback):
     def on_epoch_begin(self, epoch, logs=None):
         if rank == 1 and epoch == 2:
             os._exit(0)
 
 m = build(0, lambda: keras.optimizers.SGD(0.1))
-board = ScalingTensorBoard(folder, update_freq="epoch")
+board = ScalingTensorBoard(folder, update_freq="epoch", calibrate=calibrates)
 error = None
 try:
     m.fit(x, y, batch_size=12, epochs=5, verbose=0, callbacks=[board, Leave()])
@@ -331,7 +335,7 @@ print("RESULT", json.dumps(error))
 """
 
 
-@pytest.mark.parametrize("kind", ["ring auto", "async"])
+@pytest.mark.parametrize("kind", ["ring auto", "ring tcp", "async"])
 def test_a_lost_worker_is_an_event(kind, tmp_path):
     asynchronous = kind == "async"
     env = {"KIND": kind, "FOLDER": str(tmp_path)}
@@ -346,52 +350,100 @@ def test_a_lost_worker_is_an_event(kind, tmp_path):
     assert chief.result == (None if asynchronous else "WorkerLost")
     board = events(tmp_path / "scaling")
     told = "\n".join(text(board, "events"))
-    workers = [number for _, number in series(board, "job/workers")]
+    tags = board.Tags()["tensors"]
+    workers = (
+        [n for _, n in series(board, "job/workers")] if "job/workers" in tags else []
+    )
     if asynchronous:
         assert re.search(r"rank 1 \(127.0.0.1:\d+\) was lost at its step \d+", told)
-        assert "1 workers train from here on: ranks 0" in told
+        assert "1 worker trains from here on: rank 0" in told
         assert workers[0] == 2
         assert workers[-1] == 1
     else:
         assert "`fit` ended with WorkerLost: " in told
         assert "rank 1" in told
-        assert workers == [2, 2]
+        # Lost between epochs; or while the chief alone takes steps, in the first one.
+        assert workers == ([2, 2] if kind == "ring auto" else [])
+    if kind == "ring tcp":
+        return
     # The verdict is there all the same.
     assert text(board, "verdict")[-1].startswith("### This job is limited by ")
 
 
 CALIBRATED = """
-m = build(0, lambda: keras.optimizers.Adam(0.01))
-before = [v.tolist() for v in m.get_weights()]
+from kerasdist.strategies import calibration
 
-def weights(callbacks):
-    m.set_weights([np.array(v) for v in before])
-    for v in m.optimizer.variables:
-        v.assign(tf.zeros_like(v))
-    m.optimizer.learning_rate = 0.01
-    m.fit(x, y, batch_size=12, epochs=2, verbose=0, callbacks=callbacks, shuffle=False)
-    return [v.tolist() for v in m.get_weights()]
+calibration._SECONDS = 0.05
 
-plain = weights([])
-board = ScalingTensorBoard(folder, calibrate=True, verbose=0)
-same = weights([board])
-equal = plain == same
-print("RESULT", json.dumps([equal, board._baseline]))
+class Picky(keras.layers.Layer):
+    def call(self, inputs):
+        check = tf.debugging.assert_greater(tf.reduce_max(tf.abs(inputs)), 0.0)
+        with tf.control_dependencies([check]):
+            return tf.identity(inputs)
+
+def outcome(batch, picky=False, callbacks=(), accumulate=None, **more):
+    keras.utils.set_random_seed(1)
+    with strategy.scope():
+        m = keras.Sequential([
+            keras.Input((16,)), Picky() if picky else keras.layers.Identity(),
+            keras.layers.Dense(32), keras.layers.BatchNormalization(),
+            keras.layers.Dropout(0.3), keras.layers.Dense(4)])
+        m.compile(
+            keras.optimizers.Adam(0.01, gradient_accumulation_steps=accumulate),
+            keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+            metrics=["accuracy"], **more)
+    history = m.fit(
+        x, y, batch_size=batch, epochs=2, verbose=0, callbacks=list(callbacks),
+        shuffle=False).history
+    state = [*m.variables, *m.metrics_variables, *m.optimizer.variables]
+    return [history, *(v.numpy().tolist() for v in state)]
+
+found = {}
+for name, board, more in (
+    ("plain", {}, {"batch": 12}),
+    # Each window is shorter than what comes before the calibration.
+    ("often", {"update_freq": 1}, {"batch": 24, "steps_per_execution": 2}),
+    ("accumulated", {}, {"batch": 30, "accumulate": 3}),
+    ("picky", {}, {"batch": 12, "picky": True}),
+):
+    board = ScalingTensorBoard(folder + "/" + name, calibrate=True, verbose=0, **board)
+    same = outcome(**more) == outcome(**more, callbacks=[board])
+    speed = board.figures and board.figures.baseline
+    found[name] = [same, speed]
+open(folder + "/file", "w").close()
+try:
+    outcome(12, callbacks=[ScalingTensorBoard(folder + "/file")])
+except ValueError as error:
+    found["refused"] = str(error)
+print("RESULT", json.dumps(found))
 """
 
 
 def test_a_calibration_changes_nothing_else(tmp_path):
+    """Neither weights, nor the optimizer, nor metrics, nor streams of random numbers.
+
+    The first epoch's metrics once had the steps on zeros in them.
+    """
     (chief, other), _ = train("ring auto", tmp_path, CALIBRATED)
-    assert chief[0]
-    assert other[0]
-    assert chief[1] == other[1]
-    # More than nothing, and not more than any machine could.
-    assert 100 < chief[1] < 1e7
-    board = events(tmp_path / "scaling")
-    speeds = dict(series(board, "examples_per_second/all"))
-    for step, percent in series(board, "efficiency/percent"):
-        assert near(percent, 100 * speeds[step] / (2 * chief[1]), 1e-5)
-    assert "One worker alone: " in text(board, "events")[0]
+    for name, rows in (("plain", 12), ("often", 24), ("accumulated", 30)):
+        same, speed = chief[name]
+        assert same, name
+        assert other[name] == [True, None]
+        # More than nothing, and not more than any machine could.
+        assert 100 < speed < 1e7
+        board = events(tmp_path / name / "scaling")
+        told = text(board, "events")[0]
+        assert re.search(rf"One worker alone takes .*s for a step on {rows} sam", told)
+        assert all(percent > 0 for _, percent in series(board, "efficiency/percent"))
+    # Who wants to know how fast a job is doesn't want to end it.
+    assert chief["picky"] == other["picky"] == [True, None]
+    told = text(events(tmp_path / "picky" / "scaling"), "events")[0]
+    assert "here (a step on zeros fails: InvalidArgumentError: " in told
+    # Before anything has begun, and on all workers.
+    folder = re.escape(str(tmp_path / "file"))
+    expected = rf"`log_dir` must be .*chief .*log_dir='{folder}': .*not a directory"
+    for facts in (chief, other):
+        assert re.search(expected, facts["refused"])
 
 
 # One worker, in this process.
@@ -474,6 +526,10 @@ def test_a_model_can_be_trained_again_with_or_without(strategy, tmp_path):
     ("arguments", "message"),
     [
         ({"baseline": -1}, r"`baseline` must be a positive number .* baseline=-1"),
+        ({"baseline": "5"}, r"Received: baseline='5'\."),
+        ({"baseline": math.inf}, r"Received: baseline=inf\."),
+        ({"calibrate": "yes"}, r"`calibrate` must be True .* calibrate='yes'\."),
+        ({"log_dir": 5, "baseline": 0}, r"log_dir=5\. .* baseline=0\."),
         ({"baseline": 5, "calibrate": True}, r"but not both. Received: baseline=5, c"),
         ({"update_freq": 0}, r"`update_freq` must be .* Received: update_freq=0\."),
         ({"update_freq": "batch"}, r"Received: update_freq='batch'"),
@@ -481,7 +537,83 @@ def test_a_model_can_be_trained_again_with_or_without(strategy, tmp_path):
 )
 def test_wrong_arguments(arguments, message):
     with pytest.raises(ValueError, match=message):
-        ScalingTensorBoard("unused", **arguments)
+        ScalingTensorBoard(**{"log_dir": "unused", **arguments})
+
+
+class Fails(keras.callbacks.Callback):
+    """Ends `fit` as somebody's Ctrl-C does, or a fault in somebody's script."""
+
+    def __init__(self, error):
+        super().__init__()
+        self.error = error
+
+    def on_epoch_end(self, epoch, logs=None):
+        raise self.error
+
+
+@pytest.mark.parametrize("placed", [False, True], ids=["ring", "placed"])
+def test_a_fit_that_fails_is_told(strategy, tmp_path, placed):
+    if placed:
+        strategy = kerasdist.ModelParallelStrategy({}, devices=["CPU:0"])
+    board = ScalingTensorBoard(tmp_path, update_freq=4, verbose=0)
+    with pytest.raises(OverflowError):
+        one_worker(strategy, [board, Fails(OverflowError("Too much."))])
+    assert not strategy.extended.timer.running
+    told = text(events(tmp_path / "scaling"), "events")
+    assert told == ["- `fit` ended with OverflowError: Too much."]
+    assert board.verdict is not None
+
+
+def test_two_of_them_would_measure_half_of_it_each(strategy, tmp_path):
+    first = ScalingTensorBoard(tmp_path / "1", verbose=0)
+    second = ScalingTensorBoard(tmp_path / "2", verbose=0)
+    with pytest.raises(ValueError, match=r"^One ScalingTensorBoard .*/2', in the same"):
+        one_worker(strategy, [first, second])
+    assert not strategy.extended.timer.running
+    one_worker(strategy, [second])
+    assert second.figures.steps == 23
+
+
+def test_after_a_fit_that_was_interrupted(strategy, tmp_path):
+    """Nobody tells callbacks of a Ctrl-C: the clock ran on."""
+
+    board = ScalingTensorBoard(tmp_path, verbose=0)
+    with pytest.raises(KeyboardInterrupt):
+        one_worker(strategy, [board, Fails(KeyboardInterrupt())])
+    one_worker(strategy, [board])
+    assert board.figures.steps == 23
+
+
+def test_a_calibration_says_what_one_worker_does(strategy, tmp_path):
+    """Which is what this one has done: with what lies between its steps."""
+
+    class Pause(keras.callbacks.Callback):
+        def on_train_batch_begin(self, batch, logs=None):
+            time.sleep(0.02)
+
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3), Slow()])
+        model.compile("sgd", "mse")
+    x = np.ones((64, 4), np.float32)
+    board = ScalingTensorBoard(tmp_path, calibrate=True, verbose=0)
+    model.fit(
+        x, x[:, :3], batch_size=8, epochs=3, verbose=0, callbacks=[board, Pause()]
+    )
+    assert near(board.figures.baseline, board.figures.examples_per_second, 0.25)
+    assert board.figures.baseline < 8 / (SLEEP + 0.02)
+
+
+def test_a_step_that_xla_compiles(strategy, tmp_path):
+    """What is inside of it isn't known, but all else is."""
+    board = ScalingTensorBoard(tmp_path, verbose=0)
+    begin = time.monotonic()
+    one_worker(strategy, [board], jit_compile=True)
+    figures = board.figures
+    assert figures.steps == 23
+    assert figures.global_batch == 8
+    assert 23 * figures.step_seconds < time.monotonic() - begin
+    assert figures.phases["compute"] > 0
+    assert figures.phases["update"] == 0
 
 
 def test_without_a_strategy_of_ours_nothing_is_written(tmp_path):

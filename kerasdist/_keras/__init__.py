@@ -72,6 +72,7 @@ from kerasdist._keras.placed_layers import (
 )
 from kerasdist._keras.rates import own_steps
 from kerasdist._keras.rematerialize import rematerializing
+from kerasdist._keras.state import whole_state
 from kerasdist._keras.step import gradients_are_reduced, is_timed
 from kerasdist._keras.trainer import new_train_function
 
@@ -92,6 +93,7 @@ __all__ = [
     "own_steps",
     "random_seed",
     "rematerializing",
+    "whole_state",
 ]
 
 _ENTRIES = (

@@ -35,6 +35,7 @@ class Step(threading.local):
         iterator: A weak reference to the newest epoch iterator: at the beginning of
             `fit` that of its data; None: there was none.
         timed: Whether a step that is measured runs, or is being traced.
+        compiled: Whether what is inside of that step is for XLA.
         readers: What reads data ahead and must be closed; None outside of `fit`,
             `evaluate` and `predict`.
     """
@@ -54,6 +55,7 @@ class Step(threading.local):
     base_rate: bool = False
     iterator: weakref.ref[Any] | None = None
     timed: bool = False
+    compiled: bool = False
     readers: set[Any] | None = None
     _summed: tuple[Any, Any] | None = None
 
@@ -112,5 +114,5 @@ def gradients_are_reduced() -> bool:
 
 
 def is_timed() -> bool:
-    """Whether a step that is measured runs, or is being traced."""
-    return current.timed
+    """Whether the inside of a step is measured that runs, or is being traced."""
+    return current.timed and not current.compiled

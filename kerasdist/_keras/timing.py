@@ -23,13 +23,13 @@ def unmeasured(trainer: Any) -> Iterator[None]:
 def measured(trainer: Any) -> Iterator[None]:
     """Steps of training stand inside: they are measured, if somebody wants to know."""
     timer = timer_of(trainer.distribute_strategy)
-    # XLA can't compile what reads a clock.
-    if timer is None or not timer.running or trainer.jit_compile is True:
+    if timer is None or not timer.running:
         yield
         return
     timer.enter()
     try:
-        with setting(timed=True):
+        # XLA can't compile what reads a clock: then there are none inside of a step.
+        with setting(timed=True, compiled=trainer.jit_compile is True):
             yield
     except BaseException:
         timer.leave(0)  # above all where the data have ended

@@ -298,39 +298,44 @@ def fit(original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -
     """In place of `fit`."""
     hooks = hooks_of(trainer.distribute_strategy)
     if hooks is None:
-        return original(trainer, *args, **kwargs)
+        if timer_of(trainer.distribute_strategy) is None:
+            return original(trainer, *args, **kwargs)
+        with _telling(original, trainer, args, kwargs):
+            return original(trainer, *args, **kwargs)
     args, kwargs, verbose = _quiet(original, hooks, trainer, args, kwargs)
     fitting = 1 if verbose == 0 else 2
     facts = {"fitting": fitting, "dealing": hooks.deals, "joined": False}
     with setting(**facts), closing_readers(), _translating(hooks):
         initial = getattr(trainer, "_initial_epoch", None)
         try:
-            return original(trainer, *args, **kwargs)
-        except Exception as error:
-            _tell(original, error, trainer, args, kwargs)
-            raise
+            with _telling(original, trainer, args, kwargs):
+                return original(trainer, *args, **kwargs)
         finally:
             if current.joined:
                 trainer._initial_epoch = initial
 
 
-def _tell(
+@contextlib.contextmanager
+def _telling(
     original: Callable[..., Any],
-    error: Exception,
     trainer: Any,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-) -> None:
+) -> Iterator[None]:
     """Tell callbacks that want to know that `fit` ends with an error."""
-    bound = inspect.signature(original).bind(trainer, *args, **kwargs)
-    given = bound.arguments.get("callbacks") or ()
-    given = getattr(given, "callbacks", given)
-    for callback in given if isinstance(given, (list, tuple)) else [given]:
-        on_failure = getattr(callback, "on_failure", None)
-        if callable(on_failure):
-            # The error matters more than what goes wrong on account of it.
-            with contextlib.suppress(Exception):
-                on_failure(error)
+    try:
+        yield
+    except Exception as error:
+        bound = inspect.signature(original).bind(trainer, *args, **kwargs)
+        given = bound.arguments.get("callbacks") or ()
+        given = getattr(given, "callbacks", given)
+        for callback in given if isinstance(given, (list, tuple)) else [given]:
+            on_failure = getattr(callback, "on_failure", None)
+            if callable(on_failure):
+                # The error matters more than what goes wrong on account of it.
+                with contextlib.suppress(Exception):
+                    on_failure(error)
+        raise
 
 
 def on_chief_only(

@@ -1,36 +1,64 @@
 """How fast one worker is alone: what the scaling of several is compared with.
 
-The others wait meanwhile. Its steps are real ones, optimizer included, on a whole
-global batch of zeros, which are there at once. Then everything is what it was.
+Its steps are real ones, optimizer included, on a whole global batch of zeros, which are
+there at once. Then everything is what it was. The others wait meanwhile, from one of
+its calls to the next:
+
+    chief    trace, warm up │ call │ call │ ... │ restore │ result
+    others   wait           │ wait │ wait │ ... │ wait    │ result
+
+so that no wait is longer than a call, however many there are.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from kerasdist import _keras
+from kerasdist import _keras, errors
 from kerasdist.collectives import Communicator
 
-__all__ = ["speed_alone"]
+__all__ = ["Alone", "measure_alone"]
 
-_WARM_UP = 2  # calls
+_WARM_UP = 2  # calls, the first of which traces
 _SECONDS = 1.0
-_FEWEST, _MOST = 3, 100  # calls
+_MOST = 100  # calls
+# What the chief tells the others after each call; else the seconds of a step.
+_GOES_ON, _FAILED = -1.0, 0.0
 
 
-def speed_alone(model: Any) -> float | None:
-    """Measure the examples per second of the chief alone; all workers call it together.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Alone:
+    """What one worker does alone.
+
+    Attributes:
+        rows: Samples of a step: those of a global batch.
+        seconds: Seconds of a step, without reading data and without what lies between
+            two steps.
+    """
+
+    rows: int
+    seconds: float
+
+
+def measure_alone(model: Any) -> Alone | str:
+    """Let the chief take steps alone; all workers call it together.
 
     Args:
         model: A model in `fit`, which has taken a step that was measured.
 
     Returns:
-        The same on all workers. None if it can't be measured: a worker has several
-        replicas, or batches are made of something else than plain tensors.
+        What it has measured, the same on all workers. Or why that's impossible: a
+        worker has several replicas, batches are made of something else than plain
+        tensors, or a step on zeros fails. Then too the model is what it was.
+
+    Raises:
+        CollectiveError: See `kerasdist.errors`; the model is what it was.
     """
     extended = model.distribute_strategy.extended
     clock = extended.timer
@@ -40,14 +68,35 @@ def speed_alone(model: Any) -> float | None:
     every = [float(part[0]) for part in communicator.all_gather(mine)]
     # Where workers don't wait for each other, each has whole batches.
     rows = round(every[0] if hooks is None or hooks.deals else sum(every))
-    speed = 0.0
-    possible = rows and len(extended.worker_devices) == 1 and _is_plain(clock.batch)
-    if clock.rank == 0 and hooks is not None and possible:
-        with clock.stopped():
-            speed = _measure(model, clock.batch, rows)
+    if hooks is None:
+        return "layers are on several devices"
+    if len(extended.worker_devices) > 1:
+        return "a worker has several replicas"
+
+    def tell(value: float) -> float:
+        """What the chief says, to all."""
+        (told,) = communicator.broadcast([np.float64(value)])
+        return float(told)
+
     with clock.stopped():
-        # Who isn't the chief waits here.
-        return float(communicator.all_reduce([np.float64(speed)], "max")[0]) or None
+        if clock.rank > 0:
+            while (told := tell(_FAILED)) == _GOES_ON:
+                pass
+            reason = "see the chief"
+        else:
+            found, reason = 0.0, ""
+            try:
+                if not rows or not _is_plain(clock.batch):
+                    reason = "batches aren't made of plain tensors"
+                else:
+                    found = _measure(model, clock.batch, rows, lambda: tell(_GOES_ON))
+            except errors.KerasDistError:
+                raise
+            except Exception as error:
+                # Whoever wants to know how fast a job is doesn't want to end it.
+                reason = f"a step on zeros fails: {type(error).__name__}: {error}"
+            told = tell(found)
+    return Alone(rows=rows, seconds=told) if told > 0 else reason
 
 
 def _is_plain(batch: Any) -> bool:
@@ -57,7 +106,8 @@ def _is_plain(batch: Any) -> bool:
     )
 
 
-def _measure(model: Any, batch: Any, rows: int) -> float:
+def _measure(model: Any, batch: Any, rows: int, after_call: Callable[[], Any]) -> float:
+    """Seconds of a step of this worker alone."""
     strategy = model.distribute_strategy
     extended = strategy.extended
 
@@ -67,25 +117,25 @@ def _measure(model: Any, batch: Any, rows: int) -> float:
         shape = [rows, *(1 if size is None else size for size in spec.shape[1:])]
         return tf.zeros(shape[: spec.shape.rank], spec.dtype)
 
-    variables = [*model.variables, *model.optimizer.variables]
     kept = [
         (part, part.numpy())
-        for variable in variables
-        for part in strategy.experimental_local_results(variable.value)
+        for variable in _keras.whole_state(model)
+        for part in strategy.experimental_local_results(variable)
     ]
     with extended.alone(), tf.device(extended.worker_devices[0]):
         data = tf.data.Dataset.from_tensors(tf.nest.map_structure(zeros, batch))
         batches = iter(data.repeat())
         function = _keras.new_train_function(model)
+        calls, seconds = -_WARM_UP, 0.0
         try:
-            for _ in range(_WARM_UP):
-                function(batches)
-            begin, calls, seconds = time.perf_counter(), 0, 0.0
-            while calls < _FEWEST or (calls < _MOST and seconds < _SECONDS):
+            while calls < _MOST and seconds < _SECONDS:
+                begin = time.perf_counter()
                 function(batches)
                 calls += 1
-                seconds = time.perf_counter() - begin
+                if calls > 0:
+                    seconds += time.perf_counter() - begin
+                after_call()
         finally:
             for part, value in kept:
                 part.assign(value)
-    return calls * int(model.steps_per_execution) * rows / seconds
+    return seconds / (calls * int(model.steps_per_execution))

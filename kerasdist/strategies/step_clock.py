@@ -115,9 +115,13 @@ class StepClock:
 
     @property
     def rows_per_step(self) -> float:
-        """Samples that this worker has trained on per step, over all steps."""
+        """Samples that this worker trains on per step; 0.0: no step was measured."""
         sums = self._sums()
-        return float(sums[_ROWS] / sums[_STEPS]) if sums[_STEPS] else 0.0
+        # Those before may be another model's.
+        for found in (sums - self._before, sums):
+            if found[_STEPS]:
+                return float(found[_ROWS] / found[_STEPS])
+        return 0.0
 
     @contextlib.contextmanager
     def stopped(self) -> Iterator[None]:
@@ -226,11 +230,11 @@ class StepClock:
         """See `StepTimer.step`."""
         parts = [_tf.select_replica(index, data) for index in range(self._replicas)]
         rows = sum(_rows(part) for part in parts)
-        if self.batch is None:
-            batch, _ = split_total(parts[0])
-            self.batch = tf.nest.map_structure(
-                tf.type_spec_from_value, batch, expand_composites=False
-            )
+        # Of whichever model is trained now.
+        batch, _ = split_total(parts[0])
+        self.batch = tf.nest.map_structure(
+            tf.type_spec_from_value, batch, expand_composites=False
+        )
         if _tf.executing_eagerly():
             begin = time.time()
             self._is_eager = True

@@ -1,0 +1,100 @@
+"""Examples per second of one worker: what the scaling of several is compared with."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from numbers import Real
+from typing import Any
+
+import numpy as np
+
+from kerasdist.callbacks.verdict import in_seconds
+from kerasdist.collectives import Communicator
+from kerasdist.strategies.calibration import Alone, measure_alone
+from kerasdist.strategies.step_times import StepTimes
+
+__all__ = ["Baseline"]
+
+
+class Baseline:
+    """The baseline of one `fit`: given, or measured in it.
+
+    Args:
+        given: Examples per second, or None.
+        calibrate: Whether it shall be measured.
+
+    Attributes:
+        missing: Whether it's still to be measured.
+    """
+
+    def __init__(self, given: float | None, calibrate: bool) -> None:
+        self._given = given
+        self._calibrate = calibrate
+        self._alone: Alone | None = None
+        self.missing = calibrate
+
+    @staticmethod
+    def faults(given: Any, calibrate: Any) -> list[str]:
+        """What is wrong with these arguments of a user's."""
+        found = []
+        if given is not None and not (
+            isinstance(given, Real)
+            and not isinstance(given, bool)
+            and 0 < float(given) < math.inf
+        ):
+            found.append(
+                "`baseline` must be a positive number of examples per second. "
+                f"Received: baseline={given!r}."
+            )
+        if not isinstance(calibrate, bool):
+            found.append(
+                f"`calibrate` must be True or False. Received: calibrate={calibrate!r}."
+            )
+        elif given is not None and calibrate:
+            found.append(
+                "`baseline` is given, or measured with `calibrate`, but not both. "
+                f"Received: baseline={given!r}, calibrate={calibrate!r}."
+            )
+        return found
+
+    def agree(self, communicator: Communicator) -> None:
+        """Let the chief say whether it's missing: others may have come later.
+
+        All workers call it, of which each has been asked to measure it.
+        """
+        if self._calibrate:
+            (missing,) = communicator.broadcast([np.int64(self.missing)])
+            self.missing = bool(missing)
+
+    def measure(self, model: Any) -> str:
+        """Measure it; all workers call it, in a `fit` that has taken a measured step.
+
+        Returns:
+            What was found, in words.
+        """
+        self.missing = False
+        found = measure_alone(model)
+        if isinstance(found, str):
+            return (
+                f"The speed of one worker can't be measured here ({found}): give "
+                "`baseline=`."
+            )
+        self._alone = found
+        return (
+            f"One worker alone takes {in_seconds(found.seconds)} for a step on "
+            f"{found.rows:,} samples, all zeros."
+        )
+
+    def speed(self, times: Sequence[StepTimes]) -> float | None:
+        """Examples per second of one worker, or None if they aren't known.
+
+        Args:
+            times: What all workers have measured. What lies between two steps would be
+                there for one worker, too.
+        """
+        steps = sum(one.steps for one in times)
+        if self._alone is None or not steps:
+            return self._given
+        outside = sum(one.outside for one in times) / steps
+        return self._alone.rows / (self._alone.seconds + outside)
