@@ -7,6 +7,9 @@ from kerasdist.callbacks.verdict import Verdict, in_bytes, in_seconds
 
 __all__ = ["to_markdown", "to_text"]
 
+# More aren't named one by one.
+_MOST_RANKS = 8
+
 
 def to_markdown(figures: Figures, verdict: Verdict) -> str:
     """As TensorBoard's text tab shows it."""
@@ -14,7 +17,7 @@ def to_markdown(figures: Figures, verdict: Verdict) -> str:
     table = "\n".join(["| figure | value |", "| --- | --- |", *rows])
     parts = "\n".join(
         f"| {phase} | {in_seconds(seconds)} | {figures.share(phase):.1%} |"
-        for phase, seconds in figures.phases.items()
+        for phase, seconds in _parts(figures)
     )
     split = f"| part of a step | seconds | share |\n| --- | --- | --- |\n{parts}"
     return f"{verdict.to_markdown()}\n\n{table}\n\n{split}\n"
@@ -27,22 +30,44 @@ def to_text(figures: Figures, verdict: Verdict) -> str:
     width = max(len(name) for name, _ in table)
     lines += [f"  {name:<{width}}  {value}" for name, value in table]
     lines.append("  a step:")
-    for phase, seconds in figures.phases.items():
+    for phase, seconds in _parts(figures):
         share = figures.share(phase)
         bar = "#" * round(40 * share)
-        lines.append(f"    {phase:<12}{in_seconds(seconds):>9} {share:>6.1%} {bar}")
+        line = f"    {phase:<12}{in_seconds(seconds):>9} {share:>6.1%} {bar}"
+        lines.append(line.rstrip())
     lines.append(verdict.to_text())
     return "\n".join(lines)
 
 
+def _parts(figures: Figures) -> list[tuple[str, float]]:
+    """What a step consists of; of one worker without what only several do."""
+    between = ("pack", "communicate", "wait")
+    alone = figures.workers == 1 and figures.share(*between) < 0.005
+    return [
+        (phase, seconds)
+        for phase, seconds in figures.phases.items()
+        if not (alone and phase in between)
+    ]
+
+
+def _by_rank(figures: Figures) -> str:
+    """Examples per second of each worker; of many, of the slowest and the fastest."""
+    speeds = figures.by_rank
+    if len(speeds) < 2:
+        return ""
+    ranks = sorted(speeds)
+    if len(ranks) <= _MOST_RANKS:
+        return f" ({', '.join(f'rank {rank} {speeds[rank]:,.0f}' for rank in ranks)})"
+    low = min(ranks, key=lambda rank: speeds[rank])
+    high = max(ranks, key=lambda rank: speeds[rank])
+    return f" (rank {low} {speeds[low]:,.0f} to rank {high} {speeds[high]:,.0f})"
+
+
 def _table(figures: Figures) -> list[tuple[str, str]]:
-    ranks = ", ".join(
-        f"rank {rank} {speed:,.0f}" for rank, speed in figures.by_rank.items()
-    )
     rows = [
         ("workers", str(figures.workers)),
         ("global batch", f"{figures.global_batch:,.0f}"),
-        ("examples/s", f"{figures.examples_per_second:,.0f} ({ranks})"),
+        ("examples/s", f"{figures.examples_per_second:,.0f}{_by_rank(figures)}"),
     ]
     if figures.efficiency is not None:
         rows.append(

@@ -79,7 +79,6 @@ def judge(figures: Figures) -> Verdict:
         "compute": _compute,
     }[limit]
     reasons, change = because(figures)
-    reasons.append(_split(figures))
     reasons += _efficiency(figures)
     others = [
         name
@@ -145,8 +144,10 @@ def _straggler(figures: Figures) -> tuple[list[str], list[str]]:
     what = {
         "input": "waiting for its data",
         "compute": "computing",
+        "pack": "copying what it sends",
+        "update": "updating its weights",
         "outside": "between its steps (callbacks, Python)",
-    }.get(figures.slow_part, figures.slow_part)
+    }[figures.slow_part]
     reasons = [
         f"Rank {rank} works {in_seconds(busiest)} of each step, the fastest worker "
         f"{in_seconds(other)}. It lags {in_seconds(figures.lag)} behind the others, "
@@ -160,13 +161,21 @@ def _straggler(figures: Figures) -> tuple[list[str], list[str]]:
             "number of its cores; `prefetch` and "
             "`map(..., num_parallel_calls=tf.data.AUTOTUNE)` hide some of it."
         )
+    elif figures.slow_part == "outside":
+        first = (
+            f"Look at what rank {rank} does after each batch that the others don't: "
+            "a callback that writes, prints or evaluates. Let it do so once in an "
+            "epoch, or in a thread of its own."
+        )
     else:
         first = (
             f"Look at rank {rank}'s machine: what else runs there, its cores "
             "(`kerasdist run` binds workers to cores of their own), heat, memory."
         )
     change = [first]
-    if figures.in_step:
+    if figures.slow_part == "outside":
+        pass  # it isn't the machine
+    elif figures.in_step:
         change.append(
             "If it can't be mended, leave that machine out, or use "
             '`ParameterServerStrategy("async")`, where nobody waits for it.'
@@ -278,15 +287,6 @@ def _efficiency(figures: Figures) -> list[str]:
         f"{figures.examples_per_second:,.0f} examples/s are {efficiency:.0%} of "
         f"{figures.workers} times what one worker does ({figures.baseline:,.0f})."
     ]
-
-
-def _split(figures: Figures) -> str:
-    parts = ", ".join(
-        f"{phase} {in_seconds(seconds)}"
-        for phase, seconds in figures.phases.items()
-        if figures.share(phase) >= 0.005
-    )
-    return f"A step of {in_seconds(figures.step_seconds)}: {parts}."
 
 
 def in_seconds(seconds: float) -> str:

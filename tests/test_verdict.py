@@ -121,6 +121,24 @@ def test_a_straggler_that_waits_for_its_data():
     assert "how rank 2 reads its data" in verdict.change[0]
 
 
+def test_a_straggler_whose_callbacks_are_slow():
+    """The chief, mostly: its machine is as good as the others'."""
+    verdict = judge(
+        figures(
+            compute=30,
+            outside=12,
+            wait=50,
+            lag=0.045,
+            slow_part="outside",
+            busy={0: 0.03, 1: 0.03, 2: 0.075, 3: 0.03},
+        )
+    )
+    assert verdict.limit == "straggler"
+    assert "between its steps (callbacks, Python)" in words(verdict)
+    assert verdict.change[0].startswith("Look at what rank 2 does after each batch")
+    assert "machine" not in words(verdict)
+
+
 def test_nobody_waits_for_a_slow_asynchronous_worker():
     slow = {"compute": 90, "communicate": 5, "lag": 0.05, "in_step": False}
     assert judge(figures(**slow)).limit == "compute"
@@ -220,6 +238,23 @@ def test_as_a_page_and_for_a_terminal():
     ):
         assert line in text
     assert verdict.headline in text
+
+
+def test_one_worker_has_a_shorter_page():
+    found = figures(1, compute=9, outside=3, bandwidth=0.0, link=None)
+    text = report.to_text(found, judge(found))
+    assert re.search(r"^  examples/s +21,333$", text, re.M)
+    for phase in ("pack", "communicate", "wait"):
+        assert phase not in text
+    # With servers it does communicate.
+    found = figures(1, compute=9, communicate=3, in_step=False)
+    assert "    communicate" in report.to_text(found, judge(found))
+
+
+def test_many_workers_arent_named_one_by_one():
+    found = figures(64, compute=10, by_rank={r: 100.0 + r % 63 for r in range(64)})
+    text = report.to_text(found, judge(found))
+    assert "25,600 (rank 0 100 to rank 62 162)" in text
 
 
 def test_numbers_for_people():
