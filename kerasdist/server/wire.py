@@ -41,6 +41,7 @@ from kerasdist.server.channel import (
 from kerasdist.transport.base import Aborted
 from kerasdist.transport.control import to_json
 from kerasdist.transport.deadline import Deadline
+from kerasdist.transport.descriptors import receive_descriptor
 from kerasdist.transport.framing import (
     HEADER_BYTES,
     MAX_CONTROL,
@@ -49,7 +50,6 @@ from kerasdist.transport.framing import (
     unpack_header,
 )
 from kerasdist.transport.segments import create_segment, map_segment
-from kerasdist.transport.sockets import receive_descriptor
 from kerasdist.transport.spans import now
 
 __all__ = ["SocketChannel"]

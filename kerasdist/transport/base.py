@@ -28,6 +28,7 @@ __all__ = [
     "PeerSilent",
     "Transport",
     "TransportFault",
+    "connection_broke",
 ]
 
 
@@ -75,6 +76,15 @@ class CallMismatch(TransportFault):
 
 class Aborted(Exception):
     """`abort` or `close` was called on this transport."""
+
+
+def connection_broke(peer: Peer, error: OSError) -> PeerClosed:
+    """What an error of a connected socket means: it can't be used any more.
+
+    Whatever the number is: besides a reset there are time-outs of TCP itself,
+    lost routes and interfaces that went down.
+    """
+    return PeerClosed(peer, f"its connection broke ({error.strerror})")
 
 
 class Transport(abc.ABC):

@@ -11,12 +11,9 @@ up than a peer that is nearly there needs to come (benchmarks/all_reduce).
 
 from __future__ import annotations
 
-import array
-import errno
 import os
 import select
 import socket
-import sys
 import time
 from collections.abc import Mapping, Sequence
 
@@ -28,8 +25,10 @@ from kerasdist.transport.base import (
     PeerClosed,
     PeerSilent,
     Transport,
+    connection_broke,
 )
 from kerasdist.transport.deadline import Deadline
+from kerasdist.transport.descriptors import give_descriptor, take_descriptor
 from kerasdist.transport.framing import (
     HEADER_BYTES,
     Call,
@@ -39,36 +38,11 @@ from kerasdist.transport.framing import (
 )
 from kerasdist.transport.spans import now
 
-__all__ = ["SocketTransport", "receive_descriptor"]
+__all__ = ["SocketTransport"]
 
-# Received descriptors mustn't leak into processes that the script starts.
-# (The socket module has a name for this flag only from Python 3.14 on.)
-_CLOSE_ON_EXEC = 0x40000000 if sys.platform == "linux" else 0  # MSG_CMSG_CLOEXEC
 _NOTHING = memoryview(bytearray())
 # How long an exchange looks for its peer before it sleeps.
 _LOOKING_SECONDS = 100e-6
-# How long to wait when the kernel holds too many descriptors on their way.
-_CROWDED_SECONDS = 0.01
-
-
-def receive_descriptor(sock: socket.socket, count: int) -> tuple[bytes, list[int]]:
-    """As `socket.recv_fds`, which disregards its flags."""
-    fds = array.array("i")
-    room = socket.CMSG_LEN(fds.itemsize)
-    data, ancillary, _, _ = sock.recvmsg(count, room, _CLOSE_ON_EXEC)
-    for level, kind, content in ancillary:
-        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
-            fds.frombytes(content[: len(content) - len(content) % fds.itemsize])
-    return data, list(fds)
-
-
-def _broken(peer: Peer, error: OSError) -> PeerClosed:
-    """What an error of a connected socket means: it can't be used any more.
-
-    Whatever the number is: besides a reset there are time-outs of TCP itself,
-    lost routes and interfaces that went down.
-    """
-    return PeerClosed(peer, f"its connection broke ({error.strerror})")
 
 
 class _Sending:
@@ -96,7 +70,7 @@ class _Sending:
             except BlockingIOError:
                 return
             except OSError as error:
-                raise _broken(self.peer, error) from error
+                raise connection_broke(self.peer, error) from error
             while self._parts and sent >= len(self._parts[0]):
                 sent -= len(self._parts[0])
                 del self._parts[0]
@@ -156,7 +130,7 @@ class _Receiving:
             except BlockingIOError:
                 return
             except OSError as error:
-                raise _broken(self.peer, error) from error
+                raise connection_broke(self.peer, error) from error
             if count == 0:
                 raise PeerClosed(self.peer, "its connection was closed")
             if count < len(self._left):
@@ -349,8 +323,21 @@ class SocketTransport(Transport):
             for distance in range(1, self.size):
                 to = (self.rank + distance) % self.size
                 source = (self.rank - distance) % self.size
-                self._give_descriptor(to, call, deadline, descriptor)
-                received[source] = self._take_descriptor(source, call, deadline)
+                give_descriptor(
+                    self._out[to],
+                    self.peers[to],
+                    call,
+                    deadline,
+                    descriptor,
+                    lambda: self._aborted,
+                )
+                received[source] = take_descriptor(
+                    self._in[source],
+                    self.peers[source],
+                    call,
+                    deadline,
+                    lambda: self._aborted,
+                )
         except BaseException as error:
             for fd in received.values():
                 os.close(fd)
@@ -358,81 +345,6 @@ class SocketTransport(Transport):
                 raise Aborted from None
             raise
         return received
-
-    def _give_descriptor(
-        self, rank: int, call: Call, deadline: Deadline, descriptor: int
-    ) -> None:
-        sock, peer = self._out[rank], self.peers[rank]
-        header = pack_header(FrameType.DESCRIPTOR, 0, call)
-        rights = array.array("i", [descriptor])
-        while True:
-            if self._aborted:
-                raise Aborted
-            try:
-                sent = sock.sendmsg(
-                    [header], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)]
-                )
-                break
-            except BlockingIOError:
-                self._wait(sock, select.POLLOUT, peer, deadline)
-            except OSError as error:
-                if error.errno != errno.ETOOMANYREFS:
-                    raise _broken(peer, error) from error
-                if deadline.expired:
-                    raise PeerSilent(
-                        peer, f"silent for {deadline.seconds:g} s"
-                    ) from error
-                # Others are taking theirs out of the way; nothing tells when.
-                time.sleep(_CROWDED_SECONDS)
-        if sent < len(header):  # the descriptor went with the first byte
-            rest = _Sending(sock, peer, [memoryview(header)[sent:]])
-            self._drive(rest, None, deadline)
-
-    def _take_descriptor(self, rank: int, call: Call, deadline: Deadline) -> int:
-        sock, peer = self._in[rank], self.peers[rank]
-        header = bytearray()
-        descriptors: list[int] = []
-        try:
-            while len(header) < HEADER_BYTES:
-                self._wait(sock, select.POLLIN, peer, deadline)
-                try:
-                    data, fds = receive_descriptor(sock, HEADER_BYTES - len(header))
-                except BlockingIOError:
-                    continue
-                except OSError as error:
-                    raise _broken(peer, error) from error
-                descriptors.extend(fds)
-                if not data:
-                    raise PeerClosed(peer, "its connection was closed")
-                header += data
-            kind, _, theirs = unpack_header(header)
-            if theirs != call:
-                raise CallMismatch(peer, call, theirs)
-            if kind is not FrameType.DESCRIPTOR or len(descriptors) != 1:
-                raise ProtocolError(
-                    f"{peer} sent a {kind.name} frame with {len(descriptors)} "
-                    "descriptors where one memory segment was expected."
-                )
-        except BaseException:
-            for fd in descriptors:
-                os.close(fd)
-            raise
-        return descriptors[0]
-
-    def _wait(
-        self, sock: socket.socket, mask: int, peer: Peer, deadline: Deadline
-    ) -> None:
-        poll = select.poll()
-        poll.register(sock, mask)
-        while True:
-            if self._aborted:
-                raise Aborted
-            if poll.poll(deadline.milliseconds()):
-                break
-            if deadline.expired:
-                raise PeerSilent(peer, f"silent for {deadline.seconds:g} s")
-        if self._aborted:
-            raise Aborted
 
     def abort(self) -> None:
         """See `Transport.abort`."""
