@@ -323,7 +323,7 @@ def test_what_they_refuse():
 
 def test_bounds_of_shards():
     found = run("""
-        from kerasdist.layers.shards import bounds
+        from kerasdist.layers.whole import bounds
         result([bounds(6, 2), bounds(7, 3), bounds(3, 3), bounds(5, 1)])
     """)
 

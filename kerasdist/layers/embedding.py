@@ -8,14 +8,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from kerasdist.layers.shards import (
-    Place,
-    Shard,
-    Sharded,
-    WholeValue,
-    check_constraint,
-    refuse_extras,
-)
+from kerasdist.layers.shards import Shard, Sharded, refuse_extras
+from kerasdist.layers.whole import Place, WholeValue, check_constraint
 
 __all__ = ["ShardedEmbedding"]
 

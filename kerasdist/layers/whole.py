@@ -1,0 +1,165 @@
+"""What is said of a whole matrix, for the parts that it is cut into.
+
+Its initial value is drawn once; a regularizer and a constraint must mean for the parts
+what they mean for the whole.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+__all__ = ["Place", "WholeValue", "bounds", "check_constraint", "regularizer_of"]
+
+# Sums over entries: the penalty of a matrix is the sum of its parts' penalties.
+_SUMS = (keras.regularizers.L1, keras.regularizers.L2, keras.regularizers.L1L2)
+_NORMS = (
+    keras.constraints.MaxNorm,
+    keras.constraints.MinMaxNorm,
+    keras.constraints.UnitNorm,
+)
+
+
+def bounds(length: int, shards: int) -> list[tuple[int, int]]:
+    """Where each shard begins and ends: in order, sizes differ by at most 1."""
+    size, more = divmod(length, shards)
+    ends = [size * i + min(i, more) for i in range(shards + 1)]
+    return list(itertools.pairwise(ends))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where a shard belongs.
+
+    Attributes:
+        index: Its number.
+        count: Number of shards.
+        start: Where it begins, along the axis that is cut.
+        stop: Where it ends.
+        device: The device that it has to name itself; None for no wish.
+    """
+
+    index: int
+    count: int
+    start: int
+    stop: int
+    device: str | None
+
+    @property
+    def size(self) -> int:
+        """Number of rows or columns."""
+        return self.stop - self.start
+
+
+class WholeValue:
+    """The initial value of a matrix, drawn whole and once, given out in parts.
+
+    So a sharded layer begins with the numbers of a plain one with the same seed. It is
+    drawn in host memory, and dropped when all parts were given out.
+
+    Args:
+        initializer: Keras's initializer, or a function of shape and dtype.
+        shape: Of the whole matrix.
+        axis: Along which it's cut.
+        parts: Into how many parts.
+    """
+
+    def __init__(
+        self,
+        initializer: Callable[..., Any],
+        shape: Sequence[int],
+        axis: int,
+        parts: int,
+    ) -> None:
+        self._initializer = initializer
+        self._shape = tuple(shape)
+        self._axis = axis
+        self._parts = parts
+        self._missing = parts
+        self._whole: Any = None
+
+    def part(self, place: Place) -> Callable[..., Any]:
+        """The initializer of a shard."""
+
+        def initial(shape: Sequence[int], dtype: Any = None) -> Any:
+            with tf.device("CPU:0"):
+                whole = self._draw(dtype)
+                where = [slice(None)] * len(self._shape)
+                where[self._axis] = slice(place.start, place.stop)
+                return tf.identity(whole[tuple(where)])
+
+        return initial
+
+    def _draw(self, dtype: Any) -> Any:
+        if not tf.executing_eagerly():
+            # A tensor of one graph isn't another's. Keras's initializers draw the
+            # same numbers again.
+            return tf.convert_to_tensor(self._initializer(self._shape, dtype=dtype))
+        if self._whole is None:
+            drawn = self._initializer(self._shape, dtype=dtype)
+            self._whole = tf.convert_to_tensor(drawn)
+            self._missing = self._parts
+        whole = self._whole
+        self._missing -= 1
+        if self._missing == 0:
+            self._whole = None
+        return whole
+
+
+class _OfWhole(keras.regularizers.Regularizer):
+    """What a regularizer says of a whole matrix, whatever variable it is asked about.
+
+    A class, because Keras 3.14 takes no function.
+    """
+
+    def __init__(self, regularizer: Any, whole: Callable[[], Any]) -> None:
+        self._regularizer = regularizer
+        self._of = whole
+
+    def __call__(self, x: Any) -> Any:
+        return self._regularizer(self._of())
+
+
+def regularizer_of(
+    regularizer: Any, place: Place, whole: Callable[[], Any]
+) -> Callable[[Any], Any] | None:
+    """The regularizer of one part's variable, or None.
+
+    Args:
+        regularizer: That of the whole matrix, or None.
+        place: Which part it is.
+        whole: Puts the whole matrix together.
+    """
+    if regularizer is None or type(regularizer) in _SUMS:
+        return regularizer
+    # Anything else may need the whole matrix: the first part's adds it up.
+    return None if place.index else _OfWhole(regularizer, whole)
+
+
+def check_constraint(constraint: Any, argument: str, axis: int, shards: int) -> None:
+    """Check that a constraint on each shard is the constraint on the whole.
+
+    Raises:
+        ValueError: It isn't, or nobody knows.
+    """
+    if constraint is None or shards == 1:
+        return
+    kind = type(constraint)
+    if kind is keras.constraints.NonNeg:
+        return
+    if kind in _NORMS:
+        axes = constraint.axis
+        axes = axes if isinstance(axes, (list, tuple)) else [axes]
+        if axis not in axes and axis - 2 not in axes:
+            return
+    raise ValueError(
+        f"`{argument}` must treat each shard as it treats the whole. Received: "
+        f"{argument}={constraint!r} with {shards} shards along axis {axis}. Expected "
+        "NonNeg, or a norm along the other axis: take it, split the layer the other "
+        "way, or use one shard."
+    )
