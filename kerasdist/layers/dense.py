@@ -8,8 +8,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from kerasdist.layers.shards import Shard, Sharded, refuse_extras
-from kerasdist.layers.whole import Place, WholeValue, check_constraint
+from kerasdist.layers.shards import Sharded, refuse_extras
+from kerasdist.layers.whole import Whole
 
 __all__ = ["ShardedDense"]
 
@@ -84,12 +84,9 @@ class ShardedDense(Sharded, keras.layers.Dense):
 
     def build(self, input_shape: Any) -> None:
         """Create the shards, for inputs of shape `(batch, ..., input_dim)`."""
-        shape = (int(input_shape[-1]), self.units)
-        axis = 1 if self.split == "columns" else 0
-        self.input_spec = keras.layers.InputSpec(min_ndim=2, axes={-1: shape[0]})
-        biased = self.use_bias and axis == 1
-        kernel: WholeValue | None = None
-        bias: WholeValue | None = None
+        rows = int(input_shape[-1])
+        self.input_spec = keras.layers.InputSpec(min_ndim=2, axes={-1: rows})
+        biased = self.use_bias and self.split == "columns"
         activation = self.activation if self._by_shard() else None
 
         def compute(shard: Any, inputs: Any) -> Any:
@@ -98,50 +95,10 @@ class ShardedDense(Sharded, keras.layers.Dense):
                 outputs = keras.ops.add(outputs, shard.bias)
             return outputs if activation is None else activation(outputs)
 
-        def make(place: Place) -> Shard:
-            nonlocal kernel, bias
-            if kernel is None or bias is None:
-                check_constraint(
-                    self.kernel_constraint, "kernel_constraint", axis, place.count
-                )
-                kernel = WholeValue(self.kernel_initializer, shape, axis, place.count)
-                bias = WholeValue(self.bias_initializer, (self.units,), 0, place.count)
-                if biased:
-                    check_constraint(
-                        self.bias_constraint, "bias_constraint", 0, place.count
-                    )
-            weights = [
-                {
-                    "name": "kernel",
-                    "shape": (shape[0], place.size) if axis else (place.size, shape[1]),
-                    "initializer": kernel.part(place),
-                    "regularizer": self._penalty(
-                        self.kernel_regularizer, "kernel", axis, place
-                    ),
-                    "constraint": self.kernel_constraint,
-                }
-            ]
-            if biased:
-                weights.append(
-                    {
-                        "name": "bias",
-                        "shape": (place.size,),
-                        "initializer": bias.part(place),
-                        "regularizer": self._penalty(
-                            self.bias_regularizer, "bias", 0, place
-                        ),
-                        "constraint": self.bias_constraint,
-                    }
-                )
-            return Shard(
-                weights,
-                compute,
-                place.device,
-                name=f"shard_{place.index}",
-                dtype=self.dtype_policy,
-            )
-
-        self._make_shards(shape[axis], make)
+        wholes = {"kernel": Whole(shape=(rows, self.units), axis=self._axis)}
+        if biased:
+            wholes["bias"] = Whole(shape=(self.units,), axis=0)
+        self._make_shards(wholes, compute)
         if self.use_bias and not biased:
             self._bias = self.add_weight(
                 name="bias",
@@ -158,7 +115,7 @@ class ShardedDense(Sharded, keras.layers.Dense):
     @property
     def kernel(self) -> Any:
         """The whole kernel, shape `(input_dim, units)`."""
-        return self._whole("kernel", 1 if self.split == "columns" else 0)
+        return self._whole("kernel", self._axis)
 
     @property
     def bias(self) -> Any:
@@ -191,7 +148,7 @@ class ShardedDense(Sharded, keras.layers.Dense):
         """Store one kernel and one bias, as a Dense layer does."""
         if not self.built:
             return
-        self._store_whole(store, "0", "kernel", 1 if self.split == "columns" else 0)
+        self._store_whole(store, "0", "kernel", self._axis)
         if self.use_bias:
             store["1"] = keras.ops.convert_to_numpy(self.bias)
 
@@ -210,17 +167,11 @@ class ShardedDense(Sharded, keras.layers.Dense):
                 f"{'' if self.built else 'not '}built. Load into a model of the same "
                 "layers."
             )
-        self._load_whole(store["0"], "kernel", 1 if self.split == "columns" else 0)
+        self._load_whole(store["0"], "kernel", self._axis)
         if self.use_bias and self.split == "columns":
             self._load_whole(store["1"], "bias", 0)
         elif self.use_bias:
             self._bias.assign(store["1"])
-
-    def get_config(self) -> dict[str, Any]:
-        """The arguments; devices are left out, so that a file has none baked in."""
-        config = super().get_config()
-        config.pop("quantization_config", None)
-        return {**config, "shards": self.shards, "split": self.split}
 
 
 # Keras calls a layer's place in a file by the class: the files of sharded and plain

@@ -8,8 +8,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from kerasdist.layers.shards import Shard, Sharded, refuse_extras
-from kerasdist.layers.whole import Place, WholeValue, check_constraint
+from kerasdist.layers.shards import Sharded, refuse_extras
+from kerasdist.layers.whole import Whole
 
 __all__ = ["ShardedEmbedding"]
 
@@ -63,50 +63,13 @@ class ShardedEmbedding(Sharded, keras.layers.Embedding):
                 weights = weights[0]
             self._load_whole(weights, "embeddings", self._axis)
 
-    @property
-    def _axis(self) -> int:
-        return 1 if self.split == "columns" else 0
-
     def build(self, input_shape: Any = None) -> None:
         """Create the shards."""
         if self.built:
             return
-        shape = (self.input_dim, self.output_dim)
-        axis = self._axis
-        table: WholeValue | None = None
-
-        def make(place: Place) -> Shard:
-            nonlocal table
-            if table is None:
-                check_constraint(
-                    self.embeddings_constraint,
-                    "embeddings_constraint",
-                    axis,
-                    place.count,
-                )
-                table = WholeValue(
-                    self.embeddings_initializer, shape, axis, place.count
-                )
-            weights = {
-                "name": "embeddings",
-                "shape": (shape[0], place.size) if axis else (place.size, shape[1]),
-                "initializer": table.part(place),
-                "regularizer": self._penalty(
-                    self.embeddings_regularizer, "embeddings", axis, place
-                ),
-                "constraint": self.embeddings_constraint,
-            }
-            shard = Shard(
-                [weights],
-                _look_up,
-                place.device,
-                name=f"shard_{place.index}",
-                dtype=self.dtype_policy,
-            )
-            shard.autocast = False
-            return shard
-
-        self._make_shards(shape[axis], make)
+        table = Whole(shape=(self.input_dim, self.output_dim), axis=self._axis)
+        # Its inputs are words: there's nothing to cast.
+        self._make_shards({"embeddings": table}, _look_up, autocast=False)
         self.built = True
 
     @property
@@ -178,12 +141,6 @@ class ShardedEmbedding(Sharded, keras.layers.Embedding):
                 "layers."
             )
         self._load_whole(store["0"], "embeddings", self._axis)
-
-    def get_config(self) -> dict[str, Any]:
-        """The arguments; devices are left out, so that a file has none baked in."""
-        config = super().get_config()
-        config.pop("quantization_config", None)
-        return {**config, "shards": self.shards, "split": self.split}
 
 
 # See `ShardedDense`.

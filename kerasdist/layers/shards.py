@@ -7,14 +7,21 @@ a device, and a backward pass on it.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
 
-from kerasdist.layers.whole import Place, bounds, regularizer_of
+from kerasdist.layers.whole import (
+    Place,
+    Whole,
+    WholeValue,
+    bounds,
+    check_constraint,
+    regularizer_of,
+)
 
 __all__ = ["Shard", "Sharded", "refuse_extras"]
 
@@ -63,6 +70,7 @@ class Sharded:
 
     built: bool
     name: str
+    dtype_policy: Any
 
     # `__shards__`, because Keras writes layers that it finds under other names into
     # files of their own; those of this layer hold the whole matrix.
@@ -120,31 +128,73 @@ class Sharded:
         # Saved with more shards than there are devices now: they go round.
         return [theirs[i % len(theirs)] if theirs else None for i in range(count)]
 
-    def _make_shards(self, length: int, make: Callable[[Place], Shard]) -> None:
-        """Create and build the shards of an axis of that length, where they belong."""
+    @property
+    def _axis(self) -> int:
+        """Along which axis the matrix is cut."""
+        return 1 if self.split == "columns" else 0
+
+    def _make_shards(
+        self,
+        wholes: Mapping[str, Whole],
+        compute: Callable[[Any, Any], Any],
+        **options: Any,
+    ) -> None:
+        """Create and build the shards, where they belong.
+
+        Args:
+            wholes: By name what is cut, the matrix first; all are equally long along
+                the axes that are cut. The layer has an initializer, a regularizer and a
+                constraint of each.
+            compute: What a shard computes, see `Shard`.
+            **options: As of any layer.
+        """
         strategy = tf.distribute.get_strategy()
-        devices = self._devices(length)
+        matrix = next(iter(wholes.values()))
+        devices = self._devices(matrix.shape[matrix.axis])
+        values = {}
+        for name, whole in wholes.items():
+            argument = f"{name}_constraint"
+            check_constraint(
+                getattr(self, argument), argument, whole.axis, len(devices)
+            )
+            initializer = getattr(self, f"{name}_initializer")
+            values[name] = WholeValue(initializer, whole, len(devices))
         made = []
-        self._bounds = bounds(length, len(devices))
+        self._bounds = bounds(matrix.shape[matrix.axis], len(devices))
         for index, device in enumerate(devices):
             staged = device is not None and hasattr(strategy, "stage")
             start, stop = self._bounds[index]
-            place = Place(
-                index=index,
-                count=len(devices),
-                start=start,
-                stop=stop,
-                device=None if staged else device,
-            )
+            place = Place(index=index, start=start, stop=stop)
             # Made in its stage, too: it comes before patterns that match the layer.
             with strategy.stage(device) if staged else _on(device):
-                shard = make(place)
+                shard = Shard(
+                    [self._weight(name, values[name], place) for name in wholes],
+                    compute,
+                    None if staged else device,
+                    name=f"shard_{index}",
+                    dtype=self.dtype_policy,
+                    **options,
+                )
                 shard.build()
             made.append(shard)
         self._count = len(devices)
         # XLA doesn't compile for several devices at once.
         self.supports_jit = len(devices) == 1
         self.__shards__ = made
+
+    def _weight(self, name: str, value: WholeValue, place: Place) -> dict[str, Any]:
+        """The arguments of `add_weight` for a shard's part of a matrix or vector."""
+        return {
+            "name": name,
+            "shape": value.whole.shape_of(place),
+            "initializer": value.part(place),
+            "regularizer": regularizer_of(
+                getattr(self, f"{name}_regularizer"),
+                place,
+                lambda: self._whole(name, value.whole.axis),
+            ),
+            "constraint": getattr(self, f"{name}_constraint"),
+        }
 
     @property
     def shards(self) -> int | None:
@@ -160,12 +210,6 @@ class Sharded:
         # Keras asks for all attributes of what it writes: in host memory there's room.
         with _on("CPU:0" if tf.executing_eagerly() else None):
             return tf.concat([tf.convert_to_tensor(part) for part in parts], axis)
-
-    def _penalty(
-        self, regularizer: Any, name: str, axis: int, place: Place
-    ) -> Callable[[Any], Any] | None:
-        """The regularizer of one shard's variable."""
-        return regularizer_of(regularizer, place, lambda: self._whole(name, axis))
 
     def _store_whole(self, store: Any, key: str, name: str, axis: int) -> None:
         parts = [getattr(shard, name) for shard in self._parts()]
@@ -191,6 +235,12 @@ class Sharded:
             )
         for part, (start, stop) in zip(parts, self._bounds, strict=True):
             part.assign(np.take(value, range(start, stop), axis))
+
+    def get_config(self) -> dict[str, Any]:
+        """The arguments; devices are left out, so that a file has none baked in."""
+        config: dict[str, Any] = super().get_config()  # type: ignore[misc]
+        config.pop("quantization_config", None)
+        return {**config, "shards": self.shards, "split": self.split}
 
     def quantize(self, mode: Any = None, *args: Any, **kwargs: Any) -> None:
         """Refused.

@@ -14,7 +14,14 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-__all__ = ["Place", "WholeValue", "bounds", "check_constraint", "regularizer_of"]
+__all__ = [
+    "Place",
+    "Whole",
+    "WholeValue",
+    "bounds",
+    "check_constraint",
+    "regularizer_of",
+]
 
 # Sums over entries: the penalty of a matrix is the sum of its parts' penalties.
 _SUMS = (keras.regularizers.L1, keras.regularizers.L2, keras.regularizers.L1L2)
@@ -34,26 +41,36 @@ def bounds(length: int, shards: int) -> list[tuple[int, int]]:
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Where a shard belongs.
+    """Which part of a matrix a shard is.
 
     Attributes:
         index: Its number.
-        count: Number of shards.
         start: Where it begins, along the axis that is cut.
         stop: Where it ends.
-        device: The device that it has to name itself; None for no wish.
     """
 
     index: int
-    count: int
     start: int
     stop: int
-    device: str | None
 
-    @property
-    def size(self) -> int:
-        """Number of rows or columns."""
-        return self.stop - self.start
+
+@dataclass(frozen=True, kw_only=True)
+class Whole:
+    """A matrix or vector that is cut.
+
+    Attributes:
+        shape: Its shape.
+        axis: Along which it's cut.
+    """
+
+    shape: tuple[int, ...]
+    axis: int
+
+    def shape_of(self, place: Place) -> tuple[int, ...]:
+        """The shape of a part."""
+        shape = list(self.shape)
+        shape[self.axis] = place.stop - place.start
+        return tuple(shape)
 
 
 class WholeValue:
@@ -64,34 +81,31 @@ class WholeValue:
 
     Args:
         initializer: Keras's initializer, or a function of shape and dtype.
-        shape: Of the whole matrix.
-        axis: Along which it's cut.
-        parts: Into how many parts.
+        whole: The matrix.
+        parts: Into how many parts it's cut.
+
+    Attributes:
+        whole: The matrix.
     """
 
     def __init__(
-        self,
-        initializer: Callable[..., Any],
-        shape: Sequence[int],
-        axis: int,
-        parts: int,
+        self, initializer: Callable[..., Any], whole: Whole, parts: int
     ) -> None:
+        self.whole = whole
         self._initializer = initializer
-        self._shape = tuple(shape)
-        self._axis = axis
         self._parts = parts
         self._missing = parts
-        self._whole: Any = None
+        self._drawn: Any = None
 
     def part(self, place: Place) -> Callable[..., Any]:
         """The initializer of a shard."""
 
         def initial(shape: Sequence[int], dtype: Any = None) -> Any:
             with tf.device("CPU:0"):
-                whole = self._draw(dtype)
-                where = [slice(None)] * len(self._shape)
-                where[self._axis] = slice(place.start, place.stop)
-                return tf.identity(whole[tuple(where)])
+                drawn = self._draw(dtype)
+                where = [slice(None)] * len(self.whole.shape)
+                where[self.whole.axis] = slice(place.start, place.stop)
+                return tf.identity(drawn[tuple(where)])
 
         return initial
 
@@ -99,16 +113,18 @@ class WholeValue:
         if not tf.executing_eagerly():
             # A tensor of one graph isn't another's. Keras's initializers draw the
             # same numbers again.
-            return tf.convert_to_tensor(self._initializer(self._shape, dtype=dtype))
-        if self._whole is None:
-            drawn = self._initializer(self._shape, dtype=dtype)
-            self._whole = tf.convert_to_tensor(drawn)
+            return tf.convert_to_tensor(
+                self._initializer(self.whole.shape, dtype=dtype)
+            )
+        if self._drawn is None:
+            value = self._initializer(self.whole.shape, dtype=dtype)
+            self._drawn = tf.convert_to_tensor(value)
             self._missing = self._parts
-        whole = self._whole
+        drawn = self._drawn
         self._missing -= 1
         if self._missing == 0:
-            self._whole = None
-        return whole
+            self._drawn = None
+        return drawn
 
 
 class _OfWhole(keras.regularizers.Regularizer):
