@@ -22,7 +22,7 @@ import keras
 import tensorflow as tf
 
 from kerasdist._keras import slots
-from kerasdist._keras.liveness import Use, measure
+from kerasdist._keras.liveness import Traced, Use, measure
 from kerasdist._keras.unallocated import shapes_only, without_weights
 from kerasdist._keras.units import Units
 from kerasdist.placement.costs import LayerCost, ModelCost, TensorCost
@@ -112,14 +112,16 @@ def _describe(model: Any, rows: int, optimizer: Any, inputs: Any) -> ModelCost:
     ]
     weights = _weights(units, trained, gradients, optimizer)
     use = measure(
-        graph.get_operations(),
-        forward,
-        [t for t in tf.nest.flatten(data) if t is not None],
-        results,
-        seeds,
-        ends,
-        units.of,
-        len(units.layers),
+        Traced(
+            made=graph.get_operations(),
+            forward=forward,
+            data=[t for t in tf.nest.flatten(data) if t is not None],
+            outputs=results,
+            seeds=seeds,
+            gradients=ends,
+            unit_of=units.of,
+            units=len(units.layers),
+        )
     )
     return _costs(units, use, weights, rows)
 

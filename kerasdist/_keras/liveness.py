@@ -18,7 +18,7 @@ from typing import Any
 
 from kerasdist._keras import operations
 
-__all__ = ["UnitUse", "Use", "measure"]
+__all__ = ["Traced", "UnitUse", "Use", "measure"]
 
 # They read a shape, not the elements: TensorFlow replaces them by constants.
 _SHAPES_ONLY = {"BroadcastGradientArgs", "Rank", "Shape", "ShapeN", "Size", "ZerosLike"}
@@ -107,20 +107,12 @@ class Use:
     tensors: list[tuple[int, tuple[int, ...], int]]
 
 
-def measure(
-    made: Sequence[Any],
-    forward: int,
-    data: Sequence[Any],
-    outputs: Sequence[Any],
-    seeds: Sequence[Any],
-    gradients: Sequence[Any],
-    unit_of: Callable[[str], int | None],
-    units: int,
-) -> Use:
-    """Go through a step.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Traced:
+    """A step's graph.
 
-    Args:
-        made: The graph's operations in the order in which they were made.
+    Attributes:
+        made: Its operations in the order in which they were made.
         forward: How many of them belong to the forward pass.
         data: The tensors of a batch.
         outputs: What the forward pass leads to.
@@ -129,45 +121,48 @@ def measure(
         unit_of: From an operation's name to the number of its layer.
         units: Number of layers.
     """
-    return _Step(made, forward, data, outputs, seeds, gradients, unit_of, units).use()
+
+    made: Sequence[Any]
+    forward: int
+    data: Sequence[Any]
+    outputs: Sequence[Any]
+    seeds: Sequence[Any]
+    gradients: Sequence[Any]
+    unit_of: Callable[[str], int | None]
+    units: int
+
+
+def measure(step: Traced) -> Use:
+    """Go through a step."""
+    return _Step(step).use()
 
 
 class _Step:
-    def __init__(
-        self,
-        made: Sequence[Any],
-        forward: int,
-        data: Sequence[Any],
-        outputs: Sequence[Any],
-        seeds: Sequence[Any],
-        gradients: Sequence[Any],
-        unit_of: Callable[[str], int | None],
-        units: int,
-    ) -> None:
-        self._forward = forward
-        self._unit_count = units
-        self._made = made
-        needed = _needed([t.op for t in (*outputs, *gradients)])
+    def __init__(self, step: Traced) -> None:
+        self._forward = step.forward
+        self._unit_count = step.units
+        self._made = made = step.made
+        needed = _needed([t.op for t in (*step.outputs, *step.gradients)])
         order = [i for i, o in enumerate(made) if o.name in needed]
         self._inputs = {i: list(made[i].inputs) for i in order}
         self._outputs = {i: list(made[i].outputs) for i in order}
-        late = self._after([tensor.name for tensor in seeds], order)
+        late = self._after([tensor.name for tensor in step.seeds], order)
         self._order = [i for i in order if i not in late]
         # Where the late part begins.
         self._border = len(self._order)
         self._order += [i for i in order if i in late]
         self._place = {i: place for place, i in enumerate(self._order)}
-        self._data = {tensor.name for tensor in data}
-        self._seeds = {tensor.name for tensor in seeds}
+        self._data = {tensor.name for tensor in step.data}
+        self._seeds = {tensor.name for tensor in step.seeds}
         self._root: dict[str, str] = {}
         self._size: dict[str, int] = {}
         self._maker: dict[str, int] = {}
         for i in self._order:
             self._name_memory(i)
-        self._gradients = self._weight_gradients(gradients)
+        self._gradients = self._weight_gradients(step.gradients)
         self._depends = self._data_dependent()
-        self._unit = self._assign(unit_of)
-        self._last = self._last_reads([self._root[t.name] for t in outputs])
+        self._unit = self._assign(step.unit_of)
+        self._last = self._last_reads([self._root[t.name] for t in step.outputs])
         self._saved = [
             root
             for root, size in self._size.items()
