@@ -1,0 +1,14 @@
+"""Training jobs that must give the same numbers on any number of workers.
+
+A case is a function that builds a model inside `scope()`, trains it, and returns
+numbers: weights, logs, evaluations, predictions. It's an ordinary Keras script: the
+same function runs in one plain process and under a strategy.
+"""
+
+from __future__ import annotations
+
+# Each adds its cases to CASES.
+from cases import datasets, loops, losses, models, optimizers, rows  # noqa: F401
+from cases.training import CASES
+
+__all__ = ["CASES"]
