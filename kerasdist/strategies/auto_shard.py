@@ -20,7 +20,7 @@ import tensorflow as tf
 from kerasdist import _tf
 
 if TYPE_CHECKING:
-    from kerasdist.strategies.extended import SynchronousExtended
+    from kerasdist.strategies.shares import SharingExtended
 
 __all__ = ["is_by_file", "own_part", "own_sizes"]
 
@@ -33,7 +33,7 @@ def is_by_file(dataset: Any) -> bool:
 
 
 def own_part(
-    extended: SynchronousExtended,
+    extended: SharingExtended,
     dataset: Any,
     places: tuple[int, int, int] | None = None,
 ) -> Any | None:

@@ -11,8 +11,7 @@ several local replicas brings them together with a merge call.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -20,18 +19,17 @@ import tensorflow as tf
 from kerasdist import _keras, _tf
 from kerasdist._keras import StepTimer
 from kerasdist.strategies import agreement
-from kerasdist.strategies.auto_shard import is_by_file, own_part
 from kerasdist.strategies.collective_ops import CollectiveOps
 from kerasdist.strategies.job import StrategyJob
 from kerasdist.strategies.keras_hooks import SynchronousHooks
 from kerasdist.strategies.native import NativeCommunicator
 from kerasdist.strategies.native_ops import NativeOps
-from kerasdist.strategies.rows import slice_dataset
+from kerasdist.strategies.shares import SharingExtended
 
 __all__ = ["SynchronousExtended"]
 
 
-class SynchronousExtended(_tf.MirroredExtended):
+class SynchronousExtended(SharingExtended):
     """Replicas of this worker, in step with those of all other workers.
 
     Args:
@@ -56,13 +54,10 @@ class SynchronousExtended(_tf.MirroredExtended):
         bucket_size: int,
         compression: str | None,
     ) -> None:
-        super().__init__(container, devices=list(devices))
-        self.job = job
+        super().__init__(container, devices, job, shards=shards)
         self.initial_state = initial_state
-        self.shards = shards
         self.bucket_size = bucket_size
         self.compression = compression
-        self._host = _tf.host_of(devices[0])
         if isinstance(job.communicator, NativeCommunicator):
             self.ops: CollectiveOps = NativeOps(
                 job.communicator, self._host, devices, sum(job.replicas)
@@ -70,23 +65,10 @@ class SynchronousExtended(_tf.MirroredExtended):
         else:
             self.ops = CollectiveOps(job.communicator, self._host)
         self.keras_hooks = SynchronousHooks(self)
-        self.excluding = False
 
     def common_seed(self) -> int:
         """A random seed that all workers agree on."""
         return agreement.common_seed(self)
-
-    # How many, and which.
-
-    @property
-    def _num_replicas_in_sync(self) -> int:
-        return self.places[2]
-
-    def _get_replica_id_in_sync_group(self, replica_id: int) -> int:
-        return self.places[0] + int(replica_id)
-
-    def _get_local_replica_id(self, replica_id_in_sync_group: int) -> int:
-        return int(replica_id_in_sync_group) - self.places[0]
 
     @property
     def should_checkpoint(self) -> bool:
@@ -107,31 +89,6 @@ class SynchronousExtended(_tf.MirroredExtended):
         return self.keras_hooks.timer
 
     @property
-    def places(self) -> tuple[int, int, int]:
-        """This worker's first replica, number of its replicas, number of all."""
-        if self.excluding:
-            return 0, len(self._devices), len(self._devices)
-        job = self.job
-        first = sum(job.replicas[: job.communicator.rank])
-        return first, len(self._devices), sum(job.replicas)
-
-    @property
-    def workers(self) -> int:
-        """Number of workers that reduce and gather together."""
-        return 1 if self.excluding else self.job.communicator.size
-
-    @property
-    def data_places(self) -> tuple[int, int, int]:
-        """The same among those that share a global batch that Keras is given."""
-        local = len(self._devices)
-        return self.places if self.shards else (0, local, local)
-
-    @property
-    def is_alone(self) -> bool:
-        """Whether there's only one replica in all."""
-        return self.places[2] == 1
-
-    @property
     def in_lockstep(self) -> bool:
         """Whether all replicas are about to write the same values."""
         return _keras.gradients_are_reduced()
@@ -147,15 +104,6 @@ class SynchronousExtended(_tf.MirroredExtended):
             kwargs,
             self._devices[0],
         )
-
-    @contextlib.contextmanager
-    def alone(self) -> Iterator[None]:
-        """What stands inside, this worker does without the others, who wait for it."""
-        before, self.excluding = self.excluding, True
-        try:
-            yield
-        finally:
-            self.excluding = before
 
     # Values.
 
@@ -185,76 +133,6 @@ class SynchronousExtended(_tf.MirroredExtended):
             for index in range(len(self._devices))
         ]
         return _tf.regroup(made)
-
-    # Data: the elements of a dataset are global batches.
-
-    def _experimental_distribute_dataset(self, dataset: Any, options: Any) -> Any:
-        if self.is_alone:
-            return self._from_function(lambda _: dataset, options)
-        own = self.distribute_own(dataset, options)
-        if own is not None:
-            return own
-        part = slice_dataset(dataset, *self.places)
-        return self._from_function(lambda _: part, options)
-
-    def distribute_parts(self, dataset: Any) -> Any:
-        """Distribute a dataset of parts: one element per local replica in turn.
-
-        One replica in host memory needs no distribution. TensorFlow's distributed
-        iterator would cost it more than the time that it takes: it makes a
-        GeneratorDataset, which sets glibc's M_TRIM_THRESHOLD, and malloc then gives
-        the pages of each step back to the system and faults them in again.
-        """
-        if self.worker_devices == (self._host,):
-            return dataset
-        return self._from_function(lambda _: dataset, None)
-
-    def distribute_own(self, dataset: Any, options: Any = None) -> Any | None:
-        """Distribute this worker's part of a dataset whose policy is FILE or OFF.
-
-        None with another policy, or if there's no other worker.
-        """
-        own = None if self.job.communicator.size == 1 else own_part(self, dataset)
-        if own is None:
-            return None
-        made = self._from_function(lambda _: own, options)
-        made.kerasdist_own = True
-        made.kerasdist_by_file = is_by_file(dataset)
-        return made
-
-    def _distribute_datasets_from_function(self, dataset_fn: Any, options: Any) -> Any:
-        made = self._from_function(dataset_fn, options)
-        # What a function makes is the worker's own, see `own_data`.
-        made.kerasdist_own = True
-        return made
-
-    def _make_dataset_iterator(self, dataset: Any) -> Any:
-        part = slice_dataset(dataset, *self.places)
-        return self._make_input_fn_iterator(lambda _: part)
-
-    def _make_input_fn_iterator(
-        self, input_fn: Any, replication_mode: Any = None
-    ) -> Any:
-        del replication_mode  # there's one function per worker in any case
-        return _tf.input_fn_iterator(
-            input_fn,
-            self._input_workers,
-            self._input_place(),
-            self._container_strategy(),
-        )
-
-    def _input_place(self) -> Any:
-        communicator = self.job.communicator
-        return _tf.input_context(communicator.size, communicator.rank, self.places[2])
-
-    def _from_function(self, dataset_fn: Callable[[Any], Any], options: Any) -> Any:
-        return _tf.distribute_from_function(
-            dataset_fn,
-            self._input_workers_with_options(options),
-            self._input_place(),
-            self._container_strategy(),
-            options,
-        )
 
     # Reductions, in cross-replica context.
 
