@@ -133,3 +133,20 @@ def test_placement_memory(tmp_path):
 def test_planning_time(tmp_path):
     found = run("planning_time", tmp_path)["seconds"]
     assert {len(seconds) for seconds in found.values()} == {1}
+
+
+@pytest.mark.soak
+def test_pipeline(tmp_path):
+    results = run("pipeline", tmp_path)
+    assert [len(found) for found in results["seconds"].values()] == [1, 1]
+    alone, staged = results["loss"].values()
+    assert staged == pytest.approx(alone, rel=1e-4)
+
+
+@pytest.mark.soak
+def test_board_cost(tmp_path):
+    (samples,) = run("board_cost", tmp_path)["samples"].values()
+    assert {name: len(found) for name, found in samples.items()} == {
+        "without": 2,
+        "with": 2,
+    }
