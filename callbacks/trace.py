@@ -1,7 +1,8 @@
 """What all ranks have recorded, as one trace in Chrome's format.
 
-Pure functions of numbers; `callbacks.timeline` records and gathers. A rank is a process
-of the trace, and has these lanes ("threads"):
+Pure functions of numbers; `callbacks.timeline` records and gathers, `callbacks.xplane`
+has the same trace in TensorBoard's format. A rank is a process of the trace, and has
+these lanes ("threads"):
 
     step        step ⊃ compute, exchange, update
     collectives the collective, or exchange with servers, ⊃ pack, wait, receive, reduce
@@ -19,9 +20,12 @@ from typing import Any
 
 from kerasdist.transport.spans import NAMES
 
-__all__ = ["Execution", "Record", "Span", "trace"]
+__all__ = ["Execution", "Lane", "Process", "Record", "Span", "processes", "trace"]
 
 _STEP, _COLLECTIVES, _SEND, _SERVERS = 0, 1, 2, 3
+# Perfetto tells threads apart by their numbers alone, whichever process they are of,
+# and takes 0 for none: so each rank has its own thousand, and lanes begin with 1.
+_NUMBERS = 1000
 
 
 @dataclass(frozen=True)
@@ -118,6 +122,67 @@ class Record:
         return max(error for _, _, error in self.offsets)
 
 
+@dataclass(frozen=True)
+class Lane:
+    """Spans that contain each other or don't overlap.
+
+    Attributes:
+        number: Which of the rank's lanes, from 0.
+        title: How it's called.
+        spans: The spans with begin and end in nanoseconds on the trace's clock; what
+            contains others comes before them.
+    """
+
+    number: int
+    title: str
+    spans: tuple[tuple[int, int, Span], ...]
+
+
+@dataclass(frozen=True)
+class Process:
+    """A rank in the trace.
+
+    Attributes:
+        rank: Its rank.
+        title: How it's called.
+        lanes: What it did.
+    """
+
+    rank: int
+    title: str
+    lanes: tuple[Lane, ...]
+
+
+def processes(records: Sequence[Record]) -> list[Process]:
+    """All ranks on one clock, which begins with the first span.
+
+    Args:
+        records: Of all ranks.
+    """
+    start = min((_begin(record) for record in records), default=0)
+    # Perfetto sorts processes by their titles: rank 2 comes before rank 10.
+    digits = len(str(max((record.rank for record in records), default=0)))
+    found = []
+    for record in records:
+        titles: dict[int, str] = {}
+        spans: dict[int, list[tuple[int, int, Span]]] = {}
+        for lane, title, span in _lanes(record):
+            titles[lane] = title
+            begin, end = record.aligned(span.begin), record.aligned(span.end)
+            spans.setdefault(lane, []).append((begin - start, end - start, span))
+        lanes = [
+            Lane(
+                lane,
+                title,
+                tuple(sorted(spans[lane], key=lambda each: (each[0], -each[1]))),
+            )
+            for lane, title in sorted(titles.items())
+        ]
+        title = f"rank {record.rank:0{digits}} ({record.host})"
+        found.append(Process(record.rank, title, tuple(lanes)))
+    return found
+
+
 def trace(records: Sequence[Record]) -> dict[str, Any]:
     """Make the trace: an object to be written as JSON.
 
@@ -125,31 +190,23 @@ def trace(records: Sequence[Record]) -> dict[str, Any]:
         records: Of all ranks.
     """
     events: list[dict[str, Any]] = []
-    start = min((_begin(record) for record in records), default=0)
-    for record in records:
-        lanes: dict[int, str] = {}
-        spans = []
-        for lane, title, span in _lanes(record):
-            lanes[lane] = title
-            begin, end = record.aligned(span.begin), record.aligned(span.end)
-            spans.append((lane, begin - start, end - start, span))
-        events += _names(record, lanes)
-        # What contains others comes before them.
-        for lane, begin, end, span in sorted(
-            spans, key=lambda each: (each[0], each[1], -each[2])
-        ):
-            events.append(
-                {
-                    "name": span.name,
-                    "ph": "X",
-                    "pid": record.rank,
-                    "tid": lane,
-                    "ts": begin / 1000,
-                    "dur": (end - begin) / 1000,
-                    "cat": "step" if lane == _STEP else "communication",
-                    "args": _args(span),
-                }
-            )
+    for process in processes(records):
+        number = _NUMBERS * (process.rank + 1)
+        events += _names(process, number)
+        for lane in process.lanes:
+            for begin, end, span in lane.spans:
+                events.append(
+                    {
+                        "name": span.name,
+                        "ph": "X",
+                        "pid": number,
+                        "tid": number + 1 + lane.number,
+                        "ts": begin / 1000,
+                        "dur": (end - begin) / 1000,
+                        "cat": "step" if lane.number == _STEP else "communication",
+                        "args": _args(span),
+                    }
+                )
     return {
         "traceEvents": events,
         "displayTimeUnit": "ms",
@@ -170,15 +227,16 @@ def _begin(record: Record) -> int:
     return record.aligned(min(times)) if times else 0
 
 
-def _names(record: Record, lanes: dict[int, str]) -> Iterator[dict[str, Any]]:
+def _names(process: Process, number: int) -> Iterator[dict[str, Any]]:
     def meta(kind: str, lane: int, **args: Any) -> dict[str, Any]:
-        return {"name": kind, "ph": "M", "pid": record.rank, "tid": lane, "args": args}
+        thread = number + 1 + lane
+        return {"name": kind, "ph": "M", "pid": number, "tid": thread, "args": args}
 
-    yield meta("process_name", 0, name=f"rank {record.rank} ({record.host})")
-    yield meta("process_sort_index", 0, sort_index=record.rank)
-    for lane, title in sorted(lanes.items()):
-        yield meta("thread_name", lane, name=title)
-        yield meta("thread_sort_index", lane, sort_index=lane)
+    yield meta("process_name", 0, name=process.title)
+    yield meta("process_sort_index", 0, sort_index=process.rank)
+    for lane in process.lanes:
+        yield meta("thread_name", lane.number, name=lane.title)
+        yield meta("thread_sort_index", lane.number, sort_index=lane.number)
 
 
 def _args(span: Span) -> dict[str, Any]:

@@ -2,108 +2,24 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-import re
-import shutil
-import subprocess
-import sys
-import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from browser import chromium, need_browser, tensorboard, wait_for
 from kerasdist.callbacks import layout
 from kerasdist.callbacks.figures import combine
 from kerasdist.callbacks.report import to_markdown
 from kerasdist.callbacks.summaries import Summaries
 from kerasdist.callbacks.verdict import judge
 from kerasdist.strategies.step_times import StepTimes
-from workers import TAG, kill_tagged, python_env
 
 pytestmark = pytest.mark.timeout(170)
-
-_START = 60.0  # seconds until TensorBoard listens
-_SHOWN = 60  # seconds until a chart has its lines
-
-
-def browser_missing() -> str | None:
-    """Why there's no browser to look with; None if there is one."""
-    missing = [name for name in ("chromium", "chromedriver") if not shutil.which(name)]
-    try:
-        import selenium  # noqa: F401
-    except ImportError:
-        missing.append("selenium")
-    return f"there is no {' and no '.join(missing)}" if missing else None
 
 
 @pytest.fixture(scope="module")
 def pictured() -> None:
-    reason = browser_missing()
-    if reason is None:
-        return
-    if os.environ.get("CI"):
-        # There it would be a hole in the net that nobody sees.
-        pytest.fail(f"This test must run in CI, but {reason}.")
-    pytest.skip(f"{reason} (Debian, Ubuntu: chromium, chromium-driver).")
-
-
-@contextlib.contextmanager
-def tensorboard(folder: Path) -> Iterator[str]:
-    """A real TensorBoard at a port of the system's choice; yields its address."""
-    tag = f"board-{os.getpid()}"
-    log = folder.parent / "tensorboard.log"
-    command = [sys.executable, "-m", "tensorboard.main", "--logdir", str(folder)]
-    # Its other loader is a program of its own, which isn't there for every machine.
-    command += ["--host", "127.0.0.1", "--port", "0", "--load_fast", "false"]
-    with log.open("w") as out:
-        process = subprocess.Popen(
-            command,
-            stdout=out,
-            stderr=subprocess.STDOUT,
-            env=python_env({TAG: tag}),
-            start_new_session=True,
-        )
-    try:
-        end = time.monotonic() + _START
-        while not (found := re.search(r"http://127\.0\.0\.1:\d+/", log.read_text())):
-            if process.poll() is not None or time.monotonic() > end:
-                pytest.fail(f"TensorBoard didn't start.\n{log.read_text()}")
-            time.sleep(0.1)  # nothing tells when it listens but its output
-        yield found[0]
-    finally:
-        kill_tagged(tag)
-        process.wait(30)
-
-
-@contextlib.contextmanager
-def chromium(folder: Path) -> Iterator[object]:
-    """A real Chromium without a window."""
-    from selenium import webdriver
-    from selenium.webdriver.chrome.options import Options
-    from selenium.webdriver.chrome.service import Service
-
-    options = Options()
-    options.binary_location = shutil.which("chromium")
-    for argument in (
-        "--headless=new",
-        "--no-sandbox",  # the tests may be root's
-        "--disable-gpu",
-        "--disable-dev-shm-usage",
-        "--disable-background-networking",
-        "--window-size=1500,1500",
-        f"--user-data-dir={folder / 'profile'}",
-    ):
-        options.add_argument(argument)
-    driver = webdriver.Chrome(
-        options=options, service=Service(shutil.which("chromedriver"))
-    )
-    try:
-        yield driver
-    finally:
-        driver.quit()
-        driver.service.stop()
+    need_browser()
 
 
 # What TensorBoard's page is made of stands in shadow trees: this goes through them.
@@ -180,17 +96,6 @@ def write(folder: Path) -> str:
     summaries.write(200, {}, {layout.VERDICT: to_markdown(figures, verdict)})
     summaries.close()
     return verdict.headline
-
-
-def wait_for(what: str, look) -> object:
-    end = time.monotonic() + _SHOWN
-    while True:
-        found = look()
-        if found:
-            return found
-        if time.monotonic() > end:
-            pytest.fail(f"After {_SHOWN} s the page doesn't show {what}.")
-        time.sleep(0.2)  # a page tells nobody when it has drawn
 
 
 def lines(paths: list[str]) -> list[str]:

@@ -13,7 +13,7 @@ import pytest
 import kerasdist
 from groups import Group
 from kerasdist.callbacks import Timeline
-from kerasdist.callbacks.trace import Execution, Record, Span, trace
+from kerasdist.callbacks.trace import Execution, Record, Span, processes, trace
 from kerasdist.collectives.offsets import clock_offset
 from kerasdist.transport.spans import NAMES, now
 from workers import Workers
@@ -50,11 +50,15 @@ def read(path):
     """The complete events of a trace by rank, after the whole has been checked."""
     data = path.read_bytes()
     found = json.loads(gzip.decompress(data) if path.suffix == ".gz" else data)
-    ranks = {}
+    ranks, owners = {}, {}
     for event in found["traceEvents"]:
         assert event["ph"] in ("X", "M")
-        assert isinstance(event["pid"], int)
-        assert isinstance(event["tid"], int)
+        # Perfetto takes 0 for none, and threads of one number for one, whosever it is.
+        assert event["pid"] > 0
+        assert event["tid"] > 0
+        assert owners.setdefault(event["tid"], event["pid"]) == event["pid"]
+        event["pid"] = event["pid"] // 1000 - 1
+        event["tid"] = event["tid"] % 1000 - 1
         if event["ph"] == "M":
             assert event["name"].startswith(("process_", "thread_"))
             continue
@@ -110,7 +114,7 @@ def test_the_parts_of_an_execution():
     found = trace([record])
     assert found["otherData"]["clock_error_us"] == {"1": 0.01}
     events = [e for e in found["traceEvents"] if e["ph"] == "X"]
-    steps = [(e["name"], e["ts"], e["dur"]) for e in events if e["tid"] == 0]
+    steps = [(e["name"], e["ts"], e["dur"]) for e in events if e["cat"] == "step"]
     assert steps == [
         ("steps 4 to 5", 0.0, 100.0),
         ("compute", 0.0, 20.0),
@@ -130,6 +134,17 @@ def test_two_ranks_have_one_clock():
     zero = Record(0, "a", [(0, 0, 0)], [Execution(0, 1, 49_900_000, 60_000_000)])
     events = [e for e in trace([zero, one])["traceEvents"] if e["name"] == "step 0"]
     assert [e["ts"] for e in events] == [0.0, pytest.approx(85.0)]
+
+
+def test_ranks_are_sorted_by_their_titles():
+    # As Perfetto does, whatever the sort index is.
+    records = [
+        Record(rank, "a", [(0, 0, 0)], [Execution(0, 1, 5, 6)]) for rank in range(11)
+    ]
+    titles = [process.title for process in processes(records)]
+    assert titles[2] == "rank 02 (a)"
+    assert titles == sorted(titles)
+    assert processes(records[:10])[2].title == "rank 2 (a)"
 
 
 @pytest.mark.parametrize(("kind", "size"), [("unix", 3), ("shared", 2), ("single", 1)])
@@ -285,7 +300,7 @@ def test_wrong_arguments():
         ValueError, match=r"^`Timeline` can't be made\. Received: "
     ) as e:
         Timeline("trace.txt", steps=(5, 5))
-    assert "path='trace.txt'" in str(e.value)
+    assert "path='trace.txt'; expected a name in .json, .json.gz, " in str(e.value)
     assert "steps=(5, 5); expected two numbers" in str(e.value)
 
 

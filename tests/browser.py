@@ -1,0 +1,115 @@
+"""A real TensorBoard, and a real Chromium to look at pages with."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from workers import TAG, kill_tagged, python_env
+
+_START = 60.0  # seconds until TensorBoard listens
+_SHOWN = 60  # seconds until a page shows what it should
+
+
+def browser_missing() -> str | None:
+    """Why there's no browser to look with; None if there is one."""
+    missing = [name for name in ("chromium", "chromedriver") if not shutil.which(name)]
+    try:
+        import selenium  # noqa: F401
+    except ImportError:
+        missing.append("selenium")
+    return f"there is no {' and no '.join(missing)}" if missing else None
+
+
+def need(reason: str | None, remedy: str) -> None:
+    """Skip the test if there's a reason to; in CI that's a failure."""
+    if reason is None:
+        return
+    if os.environ.get("CI"):
+        # There it would be a hole in the net that nobody sees.
+        pytest.fail(f"This test must run in CI, but {reason}.")
+    pytest.skip(f"{reason} ({remedy}).")
+
+
+def need_browser() -> None:
+    """Skip the test if there's no browser."""
+    need(browser_missing(), "Debian, Ubuntu: chromium, chromium-driver")
+
+
+@contextlib.contextmanager
+def tensorboard(folder: Path, python: str = sys.executable) -> Iterator[str]:
+    """A real TensorBoard at a port of the system's choice; yields its address."""
+    tag = f"board-{os.getpid()}"
+    log = folder.parent / "tensorboard.log"
+    command = [python, "-m", "tensorboard.main", "--logdir", str(folder)]
+    # Its other loader is a program of its own, which isn't there for every machine.
+    command += ["--host", "127.0.0.1", "--port", "0", "--load_fast", "false"]
+    with log.open("w") as out:
+        process = subprocess.Popen(
+            command,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            env=python_env({TAG: tag}),
+            start_new_session=True,
+        )
+    try:
+        end = time.monotonic() + _START
+        while not (found := re.search(r"http://127\.0\.0\.1:\d+/", log.read_text())):
+            if process.poll() is not None or time.monotonic() > end:
+                pytest.fail(f"TensorBoard didn't start.\n{log.read_text()}")
+            time.sleep(0.1)  # nothing tells when it listens but its output
+        yield found[0]
+    finally:
+        kill_tagged(tag)
+        process.wait(30)
+
+
+@contextlib.contextmanager
+def chromium(folder: Path) -> Iterator[Any]:
+    """A real Chromium without a window."""
+    from selenium import webdriver
+    from selenium.webdriver.chrome.options import Options
+    from selenium.webdriver.chrome.service import Service
+
+    options = Options()
+    options.binary_location = shutil.which("chromium")
+    for argument in (
+        "--headless=new",
+        "--no-sandbox",  # the tests may be root's
+        "--disable-gpu",
+        "--disable-dev-shm-usage",
+        "--disable-background-networking",
+        "--window-size=1500,1500",
+        f"--user-data-dir={folder / 'profile'}",
+    ):
+        options.add_argument(argument)
+    driver = webdriver.Chrome(
+        options=options, service=Service(shutil.which("chromedriver"))
+    )
+    try:
+        yield driver
+    finally:
+        driver.quit()
+        driver.service.stop()
+
+
+def wait_for(what: str, look: Callable[[], Any]) -> Any:
+    """What `look` finds, as soon as it finds something."""
+    end = time.monotonic() + _SHOWN
+    while True:
+        found = look()
+        if found:
+            return found
+        if time.monotonic() > end:
+            pytest.fail(f"After {_SHOWN} s the page doesn't show {what}.")
+        time.sleep(0.2)  # a page tells nobody when it has drawn
