@@ -77,7 +77,8 @@ def returning(monkeypatch):
 
     def late(link, deadline, more):
         if "resume" in more:
-            event.wait(20)
+            # Whoever is closed meanwhile doesn't come back at all.
+            wait_until(lambda: event.is_set() or link._stop.is_set(), "the time", 20)
         return connect(link, deadline, more)
 
     monkeypatch.setattr(NetworkLink, "_connect", late)

@@ -158,6 +158,19 @@ ENDS = {
     "has a thread that fails": (
         "more = threading.Thread(target=lambda: 1 / 0, name='T')\nmore.start()"
     ),
+    # Its own, one that a module of the warm process holds, and one in a cycle.
+    "has objects": (
+        "class Noisy:\n"
+        "    def __init__(self, name):\n"
+        "        self.name = name\n"
+        "    def __del__(self, write=os.write):\n"
+        "        write(1, f'{self.name} ends\\n'.encode())\n"
+        "threading.own = Noisy('theirs')\n"
+        "cycle = Noisy('cycle')\n"
+        "cycle.cycle = cycle\n"
+        "del cycle\n"
+        "mine = Noisy('mine')"
+    ),
     "has a hook": "sys.excepthook = lambda *args: print('hook', args[1])\n1 / 0",
     "warns": "import warnings\nwarnings.warn('look')",
     "forks": (

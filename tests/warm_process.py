@@ -50,6 +50,7 @@ def main() -> None:
     # What lives now lives on in all workers: no collection has to look at it, which
     # would copy its memory into each of them.
     gc.collect()
+    _keep_alive()  # all that will be frozen
     gc.freeze()
     control.send(json.dumps({"threads": len(os.listdir("/proc/self/task"))}).encode())
     while True:
@@ -66,6 +67,16 @@ def main() -> None:
         for fd in fds:
             os.close(fd)
         control.send(json.dumps({"pid": worker}).encode())
+
+
+def _keep_alive() -> None:
+    """Gives all objects that exist a reference that is never given back.
+
+    Otherwise each worker takes TensorFlow and Keras apart when it ends, object by
+    object: that takes longer than many a test. What a worker makes itself ends as
+    it does elsewhere, modules are emptied, threads waited for, exit functions called.
+    """
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(gc.get_objects()))
 
 
 def _fork_twice(before: str, after: str) -> int | None:
