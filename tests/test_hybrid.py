@@ -7,44 +7,23 @@ from __future__ import annotations
 
 import textwrap
 
+from devices import CLASSIFIER, begin
+
 from workers import Workers
 
-PRELUDE = """
-import hashlib, json, os
-import numpy as np
-import tensorflow as tf
-tf.config.set_logical_device_configuration(
-    tf.config.list_physical_devices("CPU")[0],
-    [tf.config.LogicalDeviceConfiguration()] * 2,
-)
-import keras
-import kerasdist
-
-random = np.random.default_rng(0)
-x = random.random((50, 8), dtype="float32")
-y = random.integers(0, 3, 50)
+PRELUDE = (
+    begin(2)
+    + CLASSIFIER
+    + """
+import hashlib
 
 def build():
     keras.utils.set_random_seed(1)
-    model = keras.Sequential(
-        [
-            keras.layers.Dense(16, activation="relu", name="encoder"),
-            keras.layers.LayerNormalization(name="norm"),
-            keras.layers.Dense(3, name="decoder"),
-        ]
-    )
-    model.compile(
-        keras.optimizers.Adam(0.01, global_clipnorm=0.5),
-        keras.losses.SparseCategoricalCrossentropy(from_logits=True),
-        metrics=["accuracy"],
-    )
-    return model
-
-def numbers(model):
-    history = model.fit(x, y, batch_size=16, epochs=2, shuffle=False, verbose=0)
-    found = [*history.history.values(), model.evaluate(x, y, verbose=0)]
-    found += [model.predict(x, verbose=0), *model.trainable_variables]
-    return [np.asarray(number).tolist() for number in found]
+    return compiled(keras.Sequential([
+        keras.layers.Dense(16, activation="relu", name="encoder"),
+        keras.layers.LayerNormalization(name="norm"),
+        keras.layers.Dense(3, name="decoder"),
+    ]))
 
 def devices_of(model):
     return {
@@ -52,6 +31,7 @@ def devices_of(model):
         for variable in [*model.variables, *model.optimizer.variables]
     }
 """
+)
 
 
 def script(text: str) -> str:
@@ -90,7 +70,6 @@ def test_layers_are_on_the_devices_of_each_worker():
 
 def test_workers_may_be_placed_differently_and_files_have_no_devices(tmp_path):
     text = """
-    import sys
     rank = json.loads(os.environ["TF_CONFIG"])["task"]["index"]
     strategy = kerasdist.RingStrategy(
         placement={} if rank else {"encoder": "CPU:1", "norm": "CPU:1"},
@@ -120,7 +99,7 @@ def test_workers_may_be_placed_differently_and_files_have_no_devices(tmp_path):
         for mine, theirs in zip(found, plain, strict=True):
             np.testing.assert_allclose(mine, theirs, rtol=1e-4, atol=1e-6)
         print("RESULT", json.dumps(bool(np.allclose(
-            loaded.predict(x, verbose=0), found[3], rtol=1e-5, atol=1e-6
+            loaded.predict(x, verbose=0), found[PREDICTED], rtol=1e-5, atol=1e-6
         ))))
     """
     with Workers(script(text), 2, args=[str(tmp_path)]) as job:
@@ -139,12 +118,6 @@ def test_workers_may_be_placed_differently_and_files_have_no_devices(tmp_path):
 
 def test_what_it_refuses_and_a_plan():
     text = """
-    def message(call, *args, **kwargs):
-        try:
-            call(*args, **kwargs)
-        except Exception as error:
-            return f"{type(error).__name__}: {error}"
-
     ring = kerasdist.RingStrategy
     placed = ring(placement={"nothing": "CPU:1"})
     with placed.scope():

@@ -3,30 +3,21 @@
 from __future__ import annotations
 
 import json
-import textwrap
 from pathlib import Path
 
+import devices
 import pytest
+from devices import begin
 
 from placement_zoo import ZOO
 from workers import Workers
 
 BY_ROWS = [name for name, kind in ZOO.items() if kind.by_rows]
 
-SETUP = """
-import contextlib, json
-import keras
-import numpy as np
-import tensorflow as tf
-import kerasdist
-from keras import layers
-
-tf.config.set_logical_device_configuration(
-    tf.config.list_physical_devices("CPU")[0],
-    [tf.config.LogicalDeviceConfiguration()] * 3)
+SETUP = (
+    begin(3)
+    + """
 rng = np.random.default_rng(0)
-numpy = keras.ops.convert_to_numpy
-
 THREE = {"on0.*": "CPU:0", "on1.*": "CPU:1", "on2.*": "CPU:2"}
 
 def strategy(parts, placement=THREE, **kwargs):
@@ -43,22 +34,12 @@ def close(a, b, **how):
     tf.nest.map_structure(
         lambda x, y: np.testing.assert_allclose(x, y, **{
             "rtol": 1e-5, "atol": 1e-6, **how}), a, b)
-
-def refused(call):
-    try:
-        call()
-    except ValueError as e:
-        return str(e)
-    raise SystemExit("it wasn't refused")
-
-def result(value):
-    print("RESULT", json.dumps(value), flush=True)
 """
+)
 
 
 def run(body):
-    with Workers(SETUP + textwrap.dedent(body), 1, deadline=150) as job:
-        return job.succeed()[0].result
+    return devices.run(SETUP, body)
 
 
 def test_a_model_with_all_that_depends_on_rows():
@@ -291,15 +272,10 @@ def test_what_is_refused():
     assert "micro_batches=2 with stateful=True in 'on0'" in messages[2]
 
 
-ZOO_SCRIPT = """
-import contextlib, json, os, sys
+ZOO_SCRIPT = (
+    begin(3)
+    + """
 sys.path.insert(0, os.environ["TESTS"])
-import numpy as np
-import tensorflow as tf
-tf.config.set_logical_device_configuration(
-    tf.config.list_physical_devices("CPU")[0],
-    [tf.config.LogicalDeviceConfiguration()] * 3)
-import kerasdist
 import placement_zoo as zoo
 
 rank = json.loads(os.environ["RANK"])
@@ -326,6 +302,7 @@ for name in json.loads(os.environ["NAMES"])[rank::2]:
             name, parts, differ[:5], zoo.misplaced_variables(model, devices)[:5]]),
             flush=True)
 """
+)
 
 
 # Numbers of parts and devices. With four parts activations are computed again.

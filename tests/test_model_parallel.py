@@ -4,28 +4,15 @@ from __future__ import annotations
 
 import textwrap
 
+from devices import begin
+
 from workers import Workers
 
-PRELUDE = """
-import json
-import numpy as np
-import tensorflow as tf
-tf.config.set_logical_device_configuration(
-    tf.config.list_physical_devices("CPU")[0],
-    [tf.config.LogicalDeviceConfiguration()] * 3,
-)
-import keras
-import kerasdist
-
+PRELUDE = (
+    begin(3)
+    + """
 def device(variable):
     return variable.value.device.rpartition("/device:")[2]
-
-def message(call, *args, **kwargs):
-    try:
-        call(*args, **kwargs)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return None
 
 x = np.ones((4, 8), "float32")
 y = np.ones((4, 2), "float32")
@@ -35,6 +22,7 @@ def two_layers():
         [keras.layers.Dense(3, name="first"), keras.layers.Dense(2, name="second")]
     )
 """
+)
 
 
 def test_it_says_what_is_wrong_before_it_trains():

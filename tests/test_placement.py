@@ -8,6 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from devices import begin
 
 from placement_zoo import ZOO
 from workers import Workers
@@ -15,16 +16,10 @@ from workers import Workers
 pytestmark = pytest.mark.timeout(300)
 PARTS = 2
 
-SCRIPT = """
-import contextlib, json, os, sys
+SCRIPT = (
+    begin(3)
+    + """
 sys.path.insert(0, os.environ["TESTS"])
-import numpy as np
-import tensorflow as tf
-tf.config.set_logical_device_configuration(
-    tf.config.list_physical_devices("CPU")[0],
-    [tf.config.LogicalDeviceConfiguration()] * 3,
-)
-import kerasdist
 import placement_zoo as zoo
 
 def place(kind, count, gradients=True):
@@ -72,6 +67,7 @@ if part == 0:
     devices, graphs, _ = place(zoo.ZOO["everything"], 3, gradients=False)
     print("RESULT", json.dumps(zoo.misplaced(graphs, devices)[1]))
 """
+)
 
 
 @pytest.fixture(scope="module")

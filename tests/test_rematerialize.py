@@ -4,19 +4,14 @@ from __future__ import annotations
 
 import textwrap
 
+import devices
+from devices import begin
+
 from workers import Workers
 
-SETUP = """
-import ctypes, json
-import keras
-import numpy as np
-import tensorflow as tf
-import kerasdist
-from keras import layers
-
-tf.config.set_logical_device_configuration(
-    tf.config.list_physical_devices("CPU")[0],
-    [tf.config.LogicalDeviceConfiguration()] * 2)
+SETUP = (
+    begin(2)
+    + """
 rng = np.random.default_rng(0)
 
 def scope(again, parts):
@@ -25,15 +20,12 @@ def scope(again, parts):
     return kerasdist.ModelParallelStrategy(
         {"on0.*": "CPU:0", "on1.*": "CPU:1"},
         micro_batches=parts, rematerialize=again).scope()
-
-def result(value):
-    print("RESULT", json.dumps(value), flush=True)
 """
+)
 
 
 def run(body):
-    with Workers(SETUP + textwrap.dedent(body), 1, deadline=150) as job:
-        return job.succeed()[0].result
+    return devices.run(SETUP, body)
 
 
 def test_what_is_computed_again_is_what_was_computed():

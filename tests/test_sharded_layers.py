@@ -5,24 +5,19 @@ from __future__ import annotations
 import textwrap
 from pathlib import Path
 
+import devices
+from devices import begin
+
 from workers import Workers
 
-SETUP = """
-import json, re, tempfile
-import keras
-import numpy as np
-import tensorflow as tf
-import kerasdist
-
-tf.config.set_logical_device_configuration(
-    tf.config.list_physical_devices("CPU")[0],
-    [tf.config.LogicalDeviceConfiguration()] * 3)
+SETUP = (
+    begin(3)
+    + """
 from kerasdist.layers import ShardedDense, ShardedEmbedding
 
 THREE = ["CPU:0", "CPU:1", "CPU:2"]
 rng = np.random.default_rng(0)
 words, labels = rng.integers(-2, 50, (40, 7)), rng.integers(0, 10, 40)
-numpy = keras.ops.convert_to_numpy
 
 def plain_layers():
     return keras.layers.Embedding, keras.layers.Dense
@@ -66,22 +61,12 @@ def whole(model):
 def fit(model):
     return model.fit(
         words, labels, batch_size=16, epochs=1, shuffle=False, verbose=0).history
-
-def refused(call, error=ValueError):
-    try:
-        call()
-    except error as e:
-        return str(e)
-    raise SystemExit("it wasn't refused")
-
-def result(value):
-    print("RESULT", json.dumps(value), flush=True)
 """
+)
 
 
 def run(body):
-    with Workers(SETUP + textwrap.dedent(body), 1, deadline=120) as job:
-        return job.succeed()[0].result
+    return devices.run(SETUP, body)
 
 
 def test_they_compute_and_learn_what_plain_layers_do():
@@ -265,7 +250,7 @@ for split in ("rows", "columns"):
 result(found)
 """
     env = {"TF_CONFIG": None, "TESTS": str(Path(__file__).parent)}
-    script = SETUP + "import contextlib\n" + textwrap.dedent(body)
+    script = SETUP + textwrap.dedent(body)
     with Workers(script, 1, env=env, deadline=120) as job:
         found = job.succeed()[0].result
     own = [[f"CPU:{i}", str(i), back] for i in range(3) for back in (False, True)]
