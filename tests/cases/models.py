@@ -55,45 +55,40 @@ def custom_train_step(scope: Scope) -> Numbers:
     return train(scope, Custom)
 
 
+def four_words(rows: int) -> tuple[Any, Any]:
+    rng = np.random.default_rng(0)
+    return rng.integers(0, 500, size=(rows, 4)), rng.integers(0, 3, size=rows)
+
+
+def embedded_words() -> keras.Model:
+    return keras.Sequential(
+        [
+            keras.Input((4,), dtype="int64"),
+            keras.layers.Embedding(500, 6),
+            keras.layers.Flatten(),
+            keras.layers.Dense(3),
+        ]
+    )
+
+
 @case
 def embedding(scope: Scope) -> Numbers:
     """Sparse gradients: repeated rows, rows that only one worker has."""
-    rng = np.random.default_rng(0)
-    x, y = rng.integers(0, 500, size=(51, 4)), rng.integers(0, 3, size=51)
-
-    def build() -> keras.Model:
-        return keras.Sequential(
-            [
-                keras.Input((4,), dtype="int64"),
-                keras.layers.Embedding(500, 6),
-                keras.layers.Flatten(),
-                keras.layers.Dense(3),
-            ]
-        )
-
-    return train(scope, build, arrays=(x, y), compiled=lambda: {"optimizer": "adam"})
+    return train(
+        scope,
+        embedded_words,
+        arrays=four_words(51),
+        compiled=lambda: {"optimizer": "adam"},
+    )
 
 
 @case
 def accumulation_of_slices(scope: Scope) -> Numbers:
     """Open windows at the ends of epochs, clipping, replicas without rows."""
-    rng = np.random.default_rng(0)
-    x, y = rng.integers(0, 500, size=(17, 4)), rng.integers(0, 3, size=17)
-
-    def build() -> keras.Model:
-        return keras.Sequential(
-            [
-                keras.Input((4,), dtype="int64"),
-                keras.layers.Embedding(500, 6),
-                keras.layers.Flatten(),
-                keras.layers.Dense(3),
-            ]
-        )
-
     return train(
         scope,
-        build,
-        arrays=(x, y),
+        embedded_words,
+        arrays=four_words(17),
         compiled=lambda: {
             "optimizer": keras.optimizers.Adam(
                 0.01, global_clipnorm=0.1, gradient_accumulation_steps=3
