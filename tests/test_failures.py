@@ -254,7 +254,7 @@ def test_garbage_in_a_control_connection_ends_all_ranks(victim):
     fault = f"""
 def fault(step):
     if rank == {victim} and step == 7:
-        for line in job._supervisor._lines.values():
+        for _, line in job._supervisor._lines:
             line.sock.send(b"x" * 100)
 """
     with job_of("tcp", 3, fault) as job:

@@ -24,10 +24,8 @@ calls into TensorFlow, so a long step can't stop it.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
-import select
 import socket
 import threading
 import time
@@ -38,7 +36,7 @@ from kerasdist.transport.base import Peer
 from kerasdist.transport.control import from_places, to_json, to_places
 from kerasdist.transport.failures import decode, encode
 from kerasdist.transport.framing import Call, FrameType
-from kerasdist.transport.line import Line
+from kerasdist.transport.lines import Lines
 from kerasdist.transport.report import Reporter
 from kerasdist.transport.timeouts import Timeouts
 
@@ -48,7 +46,6 @@ _LOG = logging.getLogger("kerasdist")
 _FLUSH_SECONDS = 1.0
 # How long the chief waits for something better than a suspicion.
 _VERDICT_SECONDS = 2.0
-_LONGEST_POLL = 3600.0
 
 
 class SessionSupervisor:
@@ -90,11 +87,7 @@ class SessionSupervisor:
         # The number of the collective that each rank was last heard to be in.
         self._places: dict[int, int] = {}
         self._ending = False
-        now = time.monotonic()
-        self._lines = {r: Line(sock, now) for r, sock in controls.items()}
-        self._wake, self._woken = socket.socketpair()
-        self._wake.setblocking(False)
-        self._woken.setblocking(False)
+        self._lines = Lines(controls, self._changed)
         self._thread = threading.Thread(
             target=self._run, name=f"kerasdist-supervisor rank {rank}", daemon=True
         )
@@ -180,18 +173,14 @@ class SessionSupervisor:
             # A script that ends because the job has failed isn't the cause.
             failed = error is not None and self._failure is None
             farewell = {"rank": self._rank, "failed": failed, "reason": reason}
-            for line in self._lines.values():
+            for _, line in self._lines:
                 line.post(FrameType.GOODBYE, json.dumps(farewell).encode(), self.call)
             self._ending = True
             self._changed.notify_all()
         self._nudge()
         if threading.current_thread() is not self._thread:
             self._thread.join(2 * _FLUSH_SECONDS)
-        for line in self._lines.values():
-            line.close()
-        with self._changed:
-            self._wake.close()
-            self._woken.close()
+        self._lines.close()
 
     # Deciding.
 
@@ -249,7 +238,7 @@ class SessionSupervisor:
                 lambda: (
                     self._failure is not None
                     or self._ending
-                    or not any(line.open for line in self._lines.values())
+                    or not self._lines.any_open
                 ),
                 seconds,
             )
@@ -261,15 +250,10 @@ class SessionSupervisor:
     # The thread.
 
     def _post(self, kind: FrameType, payload: bytes, skip: int | None = None) -> None:
-        with self._changed:
-            for rank, line in self._lines.items():
-                if rank != skip and line.open:
-                    line.post(kind, payload, self.call)
-        self._nudge()
+        self._lines.post(kind, payload, self.call, skip)
 
     def _nudge(self) -> None:
-        with contextlib.suppress(OSError):  # full: it is awake; closed: it has ended
-            self._wake.send(b"x")
+        self._lines.nudge()
 
     def _run(self) -> None:
         try:
@@ -296,8 +280,7 @@ class SessionSupervisor:
             # A process that was frozen itself must not blame the others for it:
             # it first reads what they have sent in the meantime.
             if now - ticked > 2 * interval:
-                for line in self._lines.values():
-                    line.heard = now
+                self._lines.heard(now)
             ticked = now
             self._listen(now)
             self._judge(now)
@@ -314,47 +297,25 @@ class SessionSupervisor:
         """When there is something to do even if nothing is heard."""
         with self._changed:
             moments = [at for at, _ in self._suspicions]
-        for line in self._lines.values():
+        for _, line in self._lines:
             if line.open:
                 moments.append(line.heard + self._timeouts.heartbeat)
         return min([heartbeat_due, *moments])
 
     def _wait(self, seconds: float) -> bool:
         """Wait for something to do; False when the thread shall end."""
-        poll = select.poll()
+        if not self._lines.send():
+            return False  # `close` didn't wait any longer for this thread
         with self._changed:
-            if self._woken.fileno() < 0:
-                return False  # `close` didn't wait any longer for this thread
-            poll.register(self._woken, select.POLLIN)
-            for line in self._lines.values():
-                line.flush()
-                if line.open:
-                    mask = select.POLLIN | (select.POLLOUT if line.waiting else 0)
-                    poll.register(line.sock, mask)
             ending = self._ending
         if ending:
-            self._flush_all(time.monotonic() + _FLUSH_SECONDS)
+            self._lines.flush(time.monotonic() + _FLUSH_SECONDS)
             return False
-        poll.poll(int(max(0.0, min(seconds, _LONGEST_POLL)) * 1000) + 1)
-        with contextlib.suppress(OSError):  # something else woke us
-            self._woken.recv(4096)
+        self._lines.wait(seconds)
         return True
 
-    def _flush_all(self, until: float) -> None:
-        """Give what must still go out a last chance to go."""
-        while time.monotonic() < until:
-            poll = select.poll()
-            with self._changed:
-                waiting = [line for line in self._lines.values() if line.waiting]
-                for line in waiting:
-                    line.flush()
-                    poll.register(line.sock, select.POLLOUT)
-            if not waiting:
-                return
-            poll.poll(10)
-
     def _listen(self, now: float) -> None:
-        for rank, line in self._lines.items():
+        for rank, line in self._lines:
             if not line.open:
                 continue
             reason = None
