@@ -11,7 +11,13 @@ import tensorflow as tf
 from tensorflow.core.protobuf import tensorflow_server_pb2
 from tensorflow.python.eager import context
 
-__all__ = ["drive_devices", "open_to_workers", "reach_directly", "serve_devices"]
+__all__ = [
+    "drive_devices",
+    "keep_functions",
+    "open_to_workers",
+    "reach_directly",
+    "serve_devices",
+]
 
 _DIRECT = "no_grpc_proxy"
 # Without it an operation on a worker that is lost waits for its return, for ever.
@@ -86,6 +92,16 @@ def drive_devices(
         tf.errors.OpError: One has been lost meanwhile.
     """
     context.context().update_server_def(_definition(cluster, job, index))
+
+
+def keep_functions() -> None:
+    """Let functions that nobody needs any more stay where they are.
+
+    To remove one TensorFlow calls all tasks, and waits for ever for one that is frozen:
+    also when Python takes functions apart at the end of the process, and no thread is
+    left that could end the wait. For a process that has lost a worker.
+    """
+    context.context().remove_function = lambda name: None
 
 
 def _definition(cluster: Mapping[str, Mapping[int, str]], job: str, index: int) -> Any:

@@ -140,6 +140,7 @@ class RemoteDevices:
         failure = self.job.await_end()
         if failure is None:
             return
+        remote.keep_functions()
         ranks = range(1, len(self._servers))
         if isinstance(failure, errors.WorkerLost) and failure.rank:
             ranks = range(failure.rank, failure.rank + 1)
