@@ -29,15 +29,18 @@ class Figures:
         lag: By how many seconds they're more than the median of the others'.
         slow_part: In which phase it is that rank lags most; "" for one worker.
         global_batch: Samples of a step.
-        bytes_per_step: Bytes that a worker sends in a step, mean over the workers.
+        bytes_per_step: Bytes that a worker sends in a step, mean over the workers; of a
+            worker alone those between its devices.
         bandwidth: Bytes per second that a worker sends while it communicates, the one
             that waits least; 0 if nothing is sent.
         link: The same for a buffer alone, on a machine that does nothing else; None if
             it wasn't measured.
-        baseline: Examples per second of one worker; None if they aren't known.
+        baseline: Examples per second of one worker, or of one device of a worker; None
+            if they aren't known.
+        devices: How many devices the worker has, if the baseline is that of one device.
         in_step: Whether workers take each step together.
         staleness: How often weights of which staleness were read.
-        idle: By stage the share of the time in which it has nothing to do, 0 to 1.
+        idle: By stage the share of a step in which it has nothing to do, 0 to 1.
     """
 
     workers: int
@@ -55,16 +58,20 @@ class Figures:
     bandwidth: float = 0.0
     link: float | None = None
     baseline: float | None = None
+    devices: int = 1
     in_step: bool = True
     staleness: Mapping[int, int] = dataclasses.field(default_factory=dict)
     idle: Sequence[float] = ()
 
     @property
     def efficiency(self) -> float | None:
-        """Examples per second divided by those of as many workers alone, or None."""
+        """Examples per second divided by those of as many workers alone, or None.
+
+        Or of as many devices, see `devices`.
+        """
         if not self.baseline:
             return None
-        return self.examples_per_second / (self.baseline * self.workers)
+        return self.examples_per_second / (self.baseline * self.workers * self.devices)
 
     def share(self, *phases: str) -> float:
         """Which part of a step these phases are, 0 to 1."""
@@ -79,6 +86,8 @@ def combine(
     in_step: bool = True,
     link: float | None = None,
     baseline: float | None = None,
+    devices: int = 1,
+    between_devices: float = 0.0,
     staleness: Mapping[int, int] | None = None,
     idle: Sequence[float] = (),
 ) -> Figures | None:
@@ -92,6 +101,8 @@ def combine(
         in_step: Whether workers take each step together.
         link: See `Figures`.
         baseline: See `Figures`.
+        devices: See `Figures`.
+        between_devices: Bytes that go from device to device of one worker in a step.
         staleness: See `Figures`.
         idle: See `Figures`.
     """
@@ -142,10 +153,11 @@ def combine(
         lag=lag,
         slow_part=slow_part,
         global_batch=rows / steps,
-        bytes_per_step=sum(one.sent for one in moved) / total,
+        bytes_per_step=sum(one.sent for one in moved) / total or between_devices,
         bandwidth=max(speeds, default=0.0),
         link=link,
         baseline=baseline,
+        devices=devices,
         in_step=in_step,
         staleness=dict(staleness or {}),
         idle=tuple(idle),

@@ -99,8 +99,9 @@ def scalars(figures: Figures, learning_rate: float | None = None) -> dict[str, f
         found["staleness/max"] = max(figures.staleness)
     for stage, idle in enumerate(figures.idle):
         found[f"idle_percent/stage_{stage}"] = 100 * idle
-    if figures.workers > 1:
+    if figures.workers > 1 or figures.bytes_per_step:
         found["bytes/per_step"] = figures.bytes_per_step
+    if figures.workers > 1:
         found["bandwidth/achieved"] = figures.bandwidth
         if figures.link is not None:
             found["bandwidth/link"] = figures.link

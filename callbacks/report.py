@@ -73,7 +73,7 @@ def _table(figures: Figures) -> list[tuple[str, str]]:
         rows.append(
             (
                 "scaling efficiency",
-                f"{figures.efficiency:.0%} of {figures.workers} x "
+                f"{figures.efficiency:.0%} of {figures.workers * figures.devices} x "
                 f"{figures.baseline:,.0f} examples/s",
             )
         )
@@ -93,6 +93,10 @@ def _table(figures: Figures) -> list[tuple[str, str]]:
                 f"{in_bytes(figures.bytes_per_step)} per step, at "
                 f"{in_bytes(figures.bandwidth)}/s{link}",
             )
+        )
+    elif figures.bytes_per_step:
+        rows.append(
+            ("moved between devices", f"{in_bytes(figures.bytes_per_step)} per step")
         )
     if figures.staleness:
         reads = sum(figures.staleness.values())

@@ -31,6 +31,7 @@ from kerasdist.callbacks.summaries import Summaries
 from kerasdist.callbacks.verdict import Verdict, judge
 from kerasdist.callbacks.windows import Windows
 from kerasdist.strategies.link_speed import link_speed
+from kerasdist.strategies.stage_clock import StageTimes
 from kerasdist.strategies.step_times import StepTimes, gather
 
 __all__ = ["ScalingTensorBoard"]
@@ -124,6 +125,7 @@ class ScalingTensorBoard(keras.callbacks.Callback):
         self._steps = 0
         self._sums: dict[int, StepTimes] = {}
         self._staleness: dict[int, int] = {}
+        self._stages: StageTimes | None = None
         self._seen: dict[int, int] = {}
         self._events = Events()
 
@@ -165,6 +167,7 @@ class ScalingTensorBoard(keras.callbacks.Callback):
         self._open()
         self._timed = self.model.train_function
         self._clock.start()
+        self._take_stages()  # of an earlier `fit`
         self._steps = int(self.model.optimizer.iterations)
         self._seen = dict(self._observed())
         self._events = Events(self._happened)
@@ -282,7 +285,10 @@ class ScalingTensorBoard(keras.callbacks.Callback):
         return counts if seen else []
 
     def _write(self, every: list[StepTimes], reads: Mapping[int, int]) -> None:
-        figures = self._figures(every, reads)
+        stages = self._take_stages()
+        figures = self._figures(every, reads, stages)
+        if stages is not None:
+            self._stages = stages if self._stages is None else self._stages.plus(stages)
         for one in every:
             before = self._sums.get(one.rank)
             self._sums[one.rank] = one if before is None else before.plus(one)
@@ -311,15 +317,23 @@ class ScalingTensorBoard(keras.callbacks.Callback):
             self._summaries.flush()
 
     def _figures(
-        self, times: list[StepTimes], reads: Mapping[int, int]
+        self,
+        times: list[StepTimes],
+        reads: Mapping[int, int],
+        stages: StageTimes | None,
     ) -> Figures | None:
+        idle: tuple[float, ...] = ()
+        if stages is not None and times and times[0].steps:
+            idle = stages.idle(times[0].seconds / times[0].steps)
         return combine(
             times,
             in_step=self._in_step,
             link=self._link,
             baseline=self._baseline.speed(times),
+            devices=self._devices,
+            between_devices=self._between_devices(),
             staleness=reads,
-            idle=self._idle(),
+            idle=idle,
         )
 
     def _conclude(self) -> None:
@@ -327,7 +341,7 @@ class ScalingTensorBoard(keras.callbacks.Callback):
         if not self._is_chief or self._summaries is None:
             return
         times = [self._sums[rank] for rank in sorted(self._sums)]
-        self.figures = self._figures(times, self._staleness)
+        self.figures = self._figures(times, self._staleness, self._stages)
         words = {}
         if self.figures is not None:
             self.verdict = judge(self.figures)
@@ -361,13 +375,23 @@ class ScalingTensorBoard(keras.callbacks.Callback):
         hooks = getattr(self._extended, "keras_hooks", None)
         return hooks is None or not hooks.deals
 
-    def _idle(self) -> tuple[float, ...]:
-        """By stage which part of a step it has nothing to do, by the schedule."""
-        pipeline = getattr(self.model.distribute_strategy, "pipeline", None)
-        if pipeline is None:
-            return ()
-        schedule = pipeline()
-        return (schedule.bubble,) * len(schedule.stages)
+    @property
+    def _devices(self) -> int:
+        """How many devices a single worker's model is on."""
+        several = hasattr(self._extended, "keras_hooks")
+        return 1 if several else len(self.model.distribute_strategy.devices)
+
+    def _between_devices(self) -> float:
+        """Bytes that a single worker's step moves from device to device."""
+        if self._devices == 1:
+            return 0.0
+        steps = self.model.distribute_strategy.placement_report().steps
+        return float((steps["train"].bytes_moved if "train" in steps else 0) or 0)
+
+    def _take_stages(self) -> StageTimes | None:
+        """What the chief's stages have done since this was called last."""
+        clock = getattr(self._extended, "stage_clock", None)
+        return None if clock is None else clock.take()
 
     def _observed(self) -> Mapping[int, int]:
         return getattr(self.model.distribute_strategy, "staleness", {})

@@ -8,6 +8,7 @@ large enough to be worth a change:
     network     the bytes take as long as the link needs for them
     batch       a step is over too soon: what each step costs, however large it is
                 (round trips, calls), is a large part of it
+    stages      devices of one model wait for each other
     compute     nothing of that: the devices are busy, and that is how it should be
 """
 
@@ -31,6 +32,7 @@ _NAMES = {
     "network": "the network",
     "straggler": "a straggler",
     "batch": "too small a batch",
+    "stages": "stages that wait for each other",
 }
 
 
@@ -39,7 +41,7 @@ class Verdict:
     """What limits a job.
 
     Attributes:
-        limit: "input", "compute", "network", "straggler" or "batch".
+        limit: "input", "compute", "network", "straggler", "batch" or "stages".
         headline: One sentence.
         because: The figures that say so, a sentence each.
         change: What to change, first things first.
@@ -76,6 +78,7 @@ def judge(figures: Figures) -> Verdict:
         "input": _input,
         "network": _network,
         "batch": _batch,
+        "stages": _stages,
         "compute": _compute,
     }[limit]
     reasons, change = because(figures)
@@ -128,7 +131,22 @@ def _lost(figures: Figures) -> dict[str, float]:
         "input": max(waiting, 0.0),
         "network": network,
         "batch": small,
+        "stages": sum(_waits(figures)),
     }
+
+
+def _waits(figures: Figures) -> tuple[float, float]:
+    """Which part of a step stages wait for each other, on average, 0 to 1.
+
+    On account of the stage that takes longest; and of the pipeline, which the others
+    would have to wait for if all took as long as that one.
+    """
+    if len(figures.idle) < 2:
+        return 0.0, 0.0
+    busy = [1 - share for share in figures.idle]
+    mean = sum(busy) / len(busy)
+    computing = figures.share("compute", "update")
+    return max(busy) - mean, max(computing - max(busy), 0.0)
 
 
 def _is_near_link(figures: Figures) -> bool:
@@ -253,6 +271,32 @@ def _batch(figures: Figures) -> tuple[list[str], list[str]]:
     return reasons, change
 
 
+def _stages(figures: Figures) -> tuple[list[str], list[str]]:
+    busy = [1 - share for share in figures.idle]
+    slowest = max(range(len(busy)), key=lambda stage: busy[stage])
+    fastest = min(range(len(busy)), key=lambda stage: busy[stage])
+    unequal, bubble = _waits(figures)
+    each = ", ".join(f"stage {stage} {share:.0%}" for stage, share in enumerate(busy))
+    count = len(busy)
+    reasons = [
+        f"Stages have something to do in a part of each step: {each}.",
+        f"{unequal:.0%} of a step is lost because stage {slowest} takes longest, "
+        f"{bubble:.0%} because a pipeline has to fill and to drain.",
+    ]
+    balance = (
+        f"Move layers from stage {slowest}, the slowest, to others, first to stage "
+        f"{fastest}: `kerasdist.plan`, or `placement='auto'`, cuts a model into stages "
+        "that take equally long."
+    )
+    fill = (
+        "More micro-batches: twice as many nearly halve what the pipeline costs (with "
+        f"`micro_batches={4 * count}` it's {(count - 1) / (5 * count - 1):.0%} of a "
+        "step, if stages take equally long); and a larger `batch_size`, if they get "
+        "too small."
+    )
+    return reasons, [balance, fill] if unequal >= bubble else [fill, balance]
+
+
 def _compute(figures: Figures) -> tuple[list[str], list[str]]:
     busy = figures.share("compute", "update")
     reasons = [f"{busy:.0%} of each step is computing and updating."]
@@ -285,7 +329,9 @@ def _efficiency(figures: Figures) -> list[str]:
         ]
     return [
         f"{figures.examples_per_second:,.0f} examples/s are {efficiency:.0%} of "
-        f"{figures.workers} times what one worker does ({figures.baseline:,.0f})."
+        f"{figures.workers * figures.devices} times what one "
+        f"{'worker' if figures.devices == 1 else 'device'} does "
+        f"({figures.baseline:,.0f})."
     ]
 
 

@@ -7,6 +7,8 @@ import textwrap
 
 import pytest
 from devices import CLASSIFIER, begin
+from test_scaling_tensorboard import events, series
+from test_scaling_tensorboard import text as text_of
 
 from workers import Workers
 
@@ -112,8 +114,10 @@ def test_layers_on_other_workers_train_as_they_do_in_one_process(tmp_path):
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=str)
-def test_a_lost_worker_is_named_in_time(number):
+def test_a_lost_worker_is_named_in_time(number, tmp_path):
     text = """
+    board = kerasdist.callbacks.ScalingTensorBoard(
+        sys.argv[1], update_freq=2, verbose=0)
     placed = place(last=2)
     with placed.scope():
         model = build()
@@ -122,7 +126,7 @@ def test_a_lost_worker_is_named_in_time(number):
     data = tf.data.Dataset.from_tensor_slices((x, y)).batch(16).filter(
         lambda x, y: True)
     try:
-        model.fit(data, epochs=10_000, verbose=0, callbacks=[say])
+        model.fit(data, epochs=10_000, verbose=0, callbacks=[say, board])
     except kerasdist.WorkerLost as error:
         begun = time.monotonic()
         try:
@@ -132,7 +136,7 @@ def test_a_lost_worker_is_named_in_time(number):
             print("RESULT", json.dumps(found), flush=True)
         placed.close()
     """
-    with Workers(script(text), 3) as job:
+    with Workers(script(text), 3, args=[str(tmp_path)]) as job:
         job.wait_for_line(0, "TRAINING")
         job.kill(2, number)
         chief = job.wait_one(0, 15)
@@ -148,6 +152,15 @@ def test_a_lost_worker_is_named_in_time(number):
     assert message.startswith(begin)
     assert other.returncode == 1
     assert f"WorkerLost: {begin}" in other.output
+    # That's an event. Until then stages of all three were measured.
+    board = events(tmp_path / "scaling")
+    assert f"`fit` ended with WorkerLost: {begin}" in "\n".join(
+        text_of(board, "events")
+    )
+    for stage in range(3):
+        shares = series(board, f"idle_percent/stage_{stage}")
+        assert shares
+        assert all(0 < share < 100 for _, share in shares)
 
 
 def test_workers_end_when_the_chief_is_lost():

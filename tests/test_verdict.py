@@ -181,6 +181,34 @@ def test_without_the_link_s_speed_bytes_are_blamed():
     assert "which wasn't measured alone" in words(verdict)
 
 
+def test_what_is_said_of_stages():
+    unequal = figures(workers=1, compute=100, idle=(0.7, 0.3))
+    found = judge(unequal)
+    assert found.limit == "stages"
+    assert "50% of each step is lost" in found.headline
+    assert "stage 0 30%, stage 1 70%" in found.because[0]
+    # 0.7 - 0.5, and 1 - 0.7
+    assert found.because[1].startswith("20% of a step is lost because stage 1 takes lo")
+    assert "30% because a pipeline" in found.because[1]
+    assert "`micro_batches=8` it's 11% of a step" in found.change[0]
+    assert found.change[1].startswith("Move layers from stage 1, the slowest, ")
+
+    filled = figures(workers=1, compute=100, idle=(0.1, 0.9))
+    assert judge(filled).change[0].startswith("Move layers from stage 0, the slowest")
+
+    # They wait for data, not for each other; and one stage waits for nobody.
+    for phases in ({"compute": 20, "input": 80}, {"compute": 100}):
+        idle = (0.9, 0.9) if "input" in phases else (0.9,)
+        other = figures(workers=1, idle=idle, **phases)
+        assert judge(other).limit == ("input" if "input" in phases else "compute")
+
+
+def test_efficiency_of_devices():
+    found = figures(workers=1, compute=100, baseline=1280.0, devices=2)
+    assert found.efficiency == pytest.approx(256 / 0.1 / 1280 / 2)
+    assert "2 times what one device does (1,280)" in words(judge(found))
+
+
 def test_efficiency():
     base = 256 / 0.1 / 4
     good = judge(figures(compute=95, communicate=5, baseline=base))

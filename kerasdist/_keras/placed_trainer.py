@@ -21,6 +21,7 @@ __all__ = [
     "make_function",
     "name_the_lost",
     "reset_accumulators",
+    "who_was_lost",
 ]
 
 
@@ -138,11 +139,19 @@ def name_the_lost(
     try:
         return original(trainer, *args, **kwargs)
     except tf.errors.OpError as error:
-        extended = trainer.distribute_strategy.extended
-        failure = getattr(extended, "failure", lambda error: None)(error)
+        failure = who_was_lost(trainer, error)
         if failure is None:
             raise
         raise failure from error
+
+
+def who_was_lost(trainer: Any, error: Exception) -> Exception | None:
+    """The lost worker that made TensorFlow raise an error; None if it's another's."""
+    if not isinstance(error, tf.errors.OpError):
+        return None
+    extended = trainer.distribute_strategy.extended
+    failure: Exception | None = getattr(extended, "failure", lambda _: None)(error)
+    return failure
 
 
 def leave_gradients(

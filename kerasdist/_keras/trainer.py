@@ -22,6 +22,7 @@ from kerasdist._keras.hooks import (
 )
 from kerasdist._keras.items import closing_readers
 from kerasdist._keras.optimizers import open_window
+from kerasdist._keras.placed_trainer import who_was_lost
 from kerasdist._keras.state import (
     check_scope,
     state_of,
@@ -334,7 +335,7 @@ def _telling(
             if callable(on_failure):
                 # The error matters more than what goes wrong on account of it.
                 with contextlib.suppress(Exception):
-                    on_failure(error)
+                    on_failure(who_was_lost(trainer, error) or error)
         raise
 
 

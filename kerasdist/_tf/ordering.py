@@ -10,7 +10,10 @@ from tensorflow.python.ops import control_flow_ops
 
 from kerasdist.placement.order import Node, Part, find_edges
 
-__all__ = ["order_parts"]
+__all__ = ["ORDER", "order_parts"]
+
+# The name of an operation that only says what comes first.
+ORDER = "micro_batch_done"
 
 # Stateful by name, but they may run in any order.
 _READS = frozenset({"ReadVariableOp", "ResourceGather", "ResourceGatherNd"})
@@ -53,7 +56,7 @@ def order_parts(graph: Any, marks: Iterable[tuple[Any, Part]]) -> int:
             ops.device(edges.device),
             graph.control_dependencies(before),
         ):
-            done = control_flow_ops.no_op(name="micro_batch_done")
+            done = control_flow_ops.no_op(name=ORDER)
         for i in edges.after:
             operations[i]._add_control_input(done)
     return len(found)

@@ -32,7 +32,7 @@ import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TypeAlias
 
-__all__ = ["Edges", "Node", "Part", "find_edges"]
+__all__ = ["Edges", "Node", "Part", "find_edges", "part_of"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -167,7 +167,7 @@ def _visits(nodes: Sequence[Node], marks: Mapping[int, Part]) -> _Visits:
             devices.append("")
             levels.append(-1)
             continue
-        part, is_joined = _part_of(node.inputs, parts, joined)
+        part, is_joined = part_of(node.inputs, parts, joined)
         parts.append(part)
         joined.append(is_joined)
         inside = [i for i in node.inputs if part is not None and parts[i] == part]
@@ -192,7 +192,7 @@ def _visits(nodes: Sequence[Node], marks: Mapping[int, Part]) -> _Visits:
     return visits
 
 
-def _part_of(
+def part_of(
     inputs: Iterable[int], parts: Sequence[Part | None], joined: Sequence[bool]
 ) -> tuple[Part | None, bool]:
     """The part that an operation belongs to, and whether it's of several."""

@@ -69,7 +69,10 @@ def measure_alone(model: Any) -> Alone | str:
     # Where workers don't wait for each other, each has whole batches.
     rows = round(every[0] if hooks is None or hooks.deals else sum(every))
     if hooks is None:
-        return "layers are on several devices"
+        return (
+            "layers are on several devices; what counts is one of them, by the same "
+            "model with `RingStrategy()`"
+        )
     if len(extended.worker_devices) > 1:
         return "a worker has several replicas"
 

@@ -20,6 +20,7 @@ import numpy as np
 import tensorflow as tf
 
 from kerasdist import _tf
+from kerasdist._tf.marking import COLLECTIVE
 from kerasdist.collectives import Communicator
 from kerasdist.collectives.mean import weighted_mean
 
@@ -168,7 +169,7 @@ class CollectiveOps:
         with tf.device(self._host):
             number = self._counter.assign_add(1, read_value=True)
             results = tf.numpy_function(
-                numbered, [number, *tensors], list(dtypes), name="kerasdist_collective"
+                numbered, [number, *tensors], list(dtypes), name=COLLECTIVE
             )
             self._hold_back(results)
         for result, shape in zip(results, shapes, strict=True):

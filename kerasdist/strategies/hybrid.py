@@ -22,6 +22,7 @@ from kerasdist.strategies.job import StrategyJob
 from kerasdist.strategies.keras_hooks import SynchronousHooks
 from kerasdist.strategies.placed import placed_step
 from kerasdist.strategies.placed_ops import Placer
+from kerasdist.strategies.stage_clock import StageClock
 
 __all__ = ["HybridExtended"]
 
@@ -60,6 +61,7 @@ class HybridExtended(SynchronousExtended):
         self.micro_batches = micro_batches
         self.rematerialize = rematerialize
         self.keras_hooks = HybridHooks(self)
+        self.stage_clock = StageClock(placer.devices, _tf.host_of(devices[0]))
 
     def _create_variable(self, next_creator: Any, **kwargs: Any) -> Any:
         if kwargs.get("colocate_with") is None:
@@ -68,7 +70,10 @@ class HybridExtended(SynchronousExtended):
 
     def _call_for_each_replica(self, fn: Any, args: Any, kwargs: Any) -> Any:
         with placed_step(
-            self.layer_placer, self.micro_batches, rematerialize=self.rematerialize
+            self.layer_placer,
+            self.micro_batches,
+            self.stage_clock,
+            rematerialize=self.rematerialize,
         ):
             if _tf.executing_eagerly():
                 return super()._call_for_each_replica(fn, args, kwargs)

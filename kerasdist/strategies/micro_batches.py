@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from kerasdist import _keras, _tf
 from kerasdist._tf import ordering
+from kerasdist.strategies.stage_clock import StageClock
 
 __all__ = ["check_micro_batches", "in_micro_batches"]
 
@@ -35,7 +36,10 @@ def check_micro_batches(micro_batches: Any) -> int:
 
 @contextlib.contextmanager
 def in_micro_batches(
-    micro_batches: int, *, rematerialize: bool = False
+    micro_batches: int,
+    *,
+    rematerialize: bool = False,
+    clock: StageClock | None = None,
 ) -> Iterator[None]:
     """A replica's step stands inside: models are called on parts of its batch.
 
@@ -45,11 +49,17 @@ def in_micro_batches(
     Args:
         micro_batches: How many parts.
         rematerialize: Whether activations are computed again instead of kept.
+        clock: Measures the stages, if the step is measured.
     """
+    graph = None if _tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+    first = 0 if graph is None else len(graph.get_operations())
     with (
         _keras.dividing(micro_batches) as marks,
         _keras.rematerializing(rematerialize),
     ):
         yield
-    if not _tf.executing_eagerly():
-        ordering.order_parts(tf.compat.v1.get_default_graph(), marks.found)
+    if graph is None:
+        return
+    ordering.order_parts(graph, marks.found)
+    if clock is not None and _keras.is_timed():
+        clock.mark(graph, first, marks.found)

@@ -14,6 +14,7 @@ from kerasdist.collectives.single import SingleCommunicator
 from kerasdist.strategies.micro_batches import in_micro_batches
 from kerasdist.strategies.placed_ops import Placer
 from kerasdist.strategies.remote_devices import RemoteDevices
+from kerasdist.strategies.stage_clock import StageClock
 from kerasdist.strategies.step_clock import StepClock
 
 __all__ = ["PlacedExtended", "placed_step"]
@@ -21,13 +22,18 @@ __all__ = ["PlacedExtended", "placed_step"]
 
 @contextlib.contextmanager
 def placed_step(
-    placer: Placer, micro_batches: int, *, rematerialize: bool = False
+    placer: Placer,
+    micro_batches: int,
+    clock: StageClock,
+    *,
+    rematerialize: bool = False,
 ) -> Iterator[None]:
     """A step of a placed replica stands inside.
 
     Args:
         placer: Where everything is.
         micro_batches: Into how many parts the replica's batch is divided.
+        clock: Measures the stages, if the step is measured.
         rematerialize: Whether activations are computed again instead of kept.
     """
     with contextlib.ExitStack() as stack:
@@ -35,7 +41,7 @@ def placed_step(
             choose = placer.choose(tf.compat.v1.get_default_graph())
             stack.enter_context(placing.default_placement(choose))
         stack.enter_context(
-            in_micro_batches(micro_batches, rematerialize=rematerialize)
+            in_micro_batches(micro_batches, rematerialize=rematerialize, clock=clock)
         )
         yield
 
@@ -79,6 +85,7 @@ class PlacedExtended(placing.OneDeviceExtended):
         self._remote = remote
         self.step_counter = None if remote is None else remote.communicator
         self.timer = StepClock([self._host], SingleCommunicator(), in_turn=True)
+        self.stage_clock = StageClock(placer.devices, self._host)
 
     def failure(self, error: Exception) -> Exception | None:
         """What ended the job and made TensorFlow raise `error`, or None."""
@@ -102,7 +109,10 @@ class PlacedExtended(placing.OneDeviceExtended):
 
     def _step(self) -> contextlib.AbstractContextManager[None]:
         return placed_step(
-            self.layer_placer, self.micro_batches, rematerialize=self.rematerialize
+            self.layer_placer,
+            self.micro_batches,
+            self.stage_clock,
+            rematerialize=self.rematerialize,
         )
 
     def _update(self, var: Any, fn: Any, args: Any, kwargs: Any, group: bool) -> Any:

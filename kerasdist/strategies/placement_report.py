@@ -13,6 +13,7 @@ import dataclasses
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
+from kerasdist._tf.marking import CLOCK
 from kerasdist._tf.run_graphs import RunNode
 from kerasdist.placement.table import human_bytes
 
@@ -160,6 +161,8 @@ def places_of(nodes: Iterable[RunNode], names: Names, rows: int | None) -> StepP
     counts: dict[tuple[str, str], list[int]] = collections.defaultdict(lambda: [0, 0])
     sent: dict[tuple[str, str], list[int]] = collections.defaultdict(lambda: [0] * 4)
     for node in nodes:
+        if any(CLOCK in name for name in (node.name, *node.inputs)):
+            continue
         if node.op not in _LIGHT:
             layer, backward = _layer_of(node.name, names)
             counts[layer, node.device][backward] += 1

@@ -1,0 +1,187 @@
+"""What each device does of a step, in runs that wait for other devices only at first.
+
+    key        the device and the micro-batch (`placement.order`) of an operation; what
+               belongs to no micro-batch has none: a loss, an update, and everything if
+               batches aren't divided
+    level      how often the key changes on the longest way to an operation
+    visit      the operations with the same key and level
+
+Whatever a visit waits for has a lower level: it comes from other visits, or from before
+the step. Its time is that from when the first of its operations can begin that takes
+some time (an entry) to when the last of them is over:
+
+    2 stages, 2 micro-batches     F: forward, B: backward, U: update; by level
+
+    stage 0   F0 F1  .  .  .  B1 B0 U
+    stage 1    . F0 F1  L  B1 B0  . U
+
+Entries that wait for the same operations are a group. To let a group wait for one more
+operation, which waits for just these, changes nothing of what waits for what: so clocks
+can be put there whatever else is bound to an order.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+from kerasdist.placement.order import Part, part_of
+
+__all__ = ["Group", "Operation", "Visit", "find_visits", "union_length"]
+
+# Of one visit, those that can begin first: of an update each variable has its own.
+_MOST_GROUPS = 4
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Operation:
+    """An operation of a step's graph.
+
+    Attributes:
+        inputs: The operations that it waits for, as indices.
+        device: Where it is; empty: where its inputs are.
+        before: Whether it's no part of the step: something that the step begins with.
+        orders: Whether it only says in which order micro-batches are taken.
+        works: Whether it takes a time that is worth to be measured.
+    """
+
+    inputs: Sequence[int]
+    device: str
+    before: bool = False
+    orders: bool = False
+    works: bool = True
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Group:
+    """Entries of a visit that wait for the same operations.
+
+    Attributes:
+        after: What they wait for.
+        entries: Operations that take some time, and wait for no other such one of the
+            same visit.
+    """
+
+    after: tuple[int, ...]
+    entries: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Visit:
+    """What a device does without waiting for other devices.
+
+    Attributes:
+        device: The device.
+        part: The micro-batch; None if it's of none, or of all.
+        groups: What it begins with.
+        exits: Operations that take some time, and none of the same visit comes after:
+            it ends with the last of them.
+    """
+
+    device: str
+    part: Part | None
+    groups: tuple[Group, ...]
+    exits: tuple[int, ...]
+
+
+def find_visits(
+    operations: Sequence[Operation], marks: Mapping[int, Part]
+) -> list[Visit]:
+    """Find all visits that take some time, in the order in which they can begin.
+
+    Args:
+        operations: All operations, without cycles.
+        marks: Those at which micro-batches begin their ways.
+    """
+    order = _sorted(operations)
+    parts: list[Part | None] = [None] * len(operations)
+    joined = [False] * len(operations)
+    devices = [operation.device for operation in operations]
+    levels = [-1] * len(operations)
+
+    def same_key(one: int, other: int) -> bool:
+        return devices[one] == devices[other] and parts[one] == parts[other]
+
+    members: dict[tuple[int, str, Part | None], list[int]] = {}
+    for i in order:
+        one = operations[i]
+        if i in marks:
+            parts[i] = marks[i]
+        else:
+            known = [j for j in one.inputs if not operations[j].orders]
+            parts[i], joined[i] = part_of(known, parts, joined)
+        if not one.device:
+            devices[i] = next((devices[j] for j in one.inputs if devices[j]), "")
+        if one.before:
+            continue
+        levels[i] = max(
+            (levels[j] + (levels[j] < 0 or not same_key(i, j)) for j in one.inputs),
+            default=0,
+        )
+        members.setdefault((levels[i], devices[i], parts[i]), []).append(i)
+    found = []
+    for level, device, part in sorted(members, key=lambda key: key[0]):
+        inside = members[level, device, part]
+        if device and any(operations[i].works for i in inside):
+            groups, exits = _ends(operations, inside)
+            found.append(Visit(device=device, part=part, groups=groups, exits=exits))
+    return [visit for visit in found if visit.groups]
+
+
+def _ends(
+    operations: Sequence[Operation], inside: Sequence[int]
+) -> tuple[tuple[Group, ...], tuple[int, ...]]:
+    """With what the work of a visit begins, and with what it ends.
+
+    Args:
+        operations: All operations.
+        inside: Those of the visit, each after those that it waits for.
+    """
+    groups: dict[tuple[int, ...], list[int]] = {}
+    # Which work of the visit was the last on each way to an operation.
+    last: dict[int, frozenset[int]] = {}
+    followed: set[int] = set()
+    for i in inside:
+        before: set[int] = set()
+        for j in operations[i].inputs:
+            before |= last.get(j, frozenset())
+        if not operations[i].works:
+            last[i] = frozenset(before)
+            continue
+        last[i] = frozenset((i,))
+        followed |= before
+        if not before:
+            groups.setdefault(tuple(sorted(set(operations[i].inputs))), []).append(i)
+    return (
+        tuple(
+            Group(after=after, entries=tuple(entries))
+            for after, entries in list(groups.items())[:_MOST_GROUPS]
+            if after
+        ),
+        tuple(i for i in inside if operations[i].works and i not in followed),
+    )
+
+
+def union_length(spans: Sequence[tuple[float, float]]) -> float:
+    """The length of what spans of a line cover together; each is (begin, end)."""
+    length, reached = 0.0, -float("inf")
+    for begin, end in sorted(spans):
+        length += max(0.0, end - max(begin, reached))
+        reached = max(reached, end)
+    return length
+
+
+def _sorted(operations: Sequence[Operation]) -> list[int]:
+    """Indices of all operations, each after those that it waits for."""
+    after: list[list[int]] = [[] for _ in operations]
+    waits = [len(set(operation.inputs)) for operation in operations]
+    for index, operation in enumerate(operations):
+        for i in set(operation.inputs):
+            after[i].append(index)
+    order = [index for index, count in enumerate(waits) if count == 0]
+    for index in order:
+        for other in after[index]:
+            waits[other] -= 1
+            if waits[other] == 0:
+                order.append(other)
+    return order
