@@ -129,6 +129,7 @@ class Timeline(keras.callbacks.Callback):
         if self._record is None:
             self._open()
         self._log.listen()
+        self._look()  # what was before
         self._begun = now()
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
@@ -144,6 +145,7 @@ class Timeline(keras.callbacks.Callback):
             Execution(first, count, self._begun, ended, self._log.before)
         )
         self._log.before = self._log.step
+        self._record.stages += self._look()
         if self._taken >= self.steps[1]:
             self._log.unlisten()
             if self._in_step:
@@ -196,6 +198,23 @@ class Timeline(keras.callbacks.Callback):
     def _all(self, flag: bool) -> bool:
         hooks = hooks_of(self.model.distribute_strategy)
         return flag if hooks is None else not hooks.any_of(not flag)
+
+    def _look(self) -> list[Span]:
+        """What this worker's stages did in a step, if their clocks run."""
+        extended = getattr(self.model.distribute_strategy, "extended", None)
+        clock = getattr(extended, "stage_clock", None)
+        if clock is None:
+            return []
+        ahead = now() - time.time_ns()
+        return [
+            Span(
+                span.name,
+                int(span.begin * 1e9) + ahead,
+                int(span.end * 1e9) + ahead,
+                thread=span.stage,
+            )
+            for span in clock.look()
+        ]
 
     def _open(self) -> None:
         """Begin the record; workers in step meet here."""

@@ -8,6 +8,7 @@ these lanes ("threads"):
     collectives the collective, or exchange with servers, ⊃ pack, wait, receive, reduce
     send        what goes out, while the worker waits and receives
     server i    the same of connections to further parameter servers
+    stage i     what a device of a model on several does, by micro-batch
 
 Times are microseconds on rank 0's clock since the first span.
 """
@@ -15,7 +16,7 @@ Times are microseconds on rank 0's clock since the first span.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from kerasdist.transport.spans import NAMES
@@ -23,6 +24,7 @@ from kerasdist.transport.spans import NAMES
 __all__ = ["Execution", "Lane", "Process", "Record", "Span", "processes", "trace"]
 
 _STEP, _COLLECTIVES, _SEND, _SERVERS = 0, 1, 2, 3
+_STAGES = 500
 # Perfetto tells threads apart by their numbers alone, whichever process they are of,
 # and takes 0 for none: so each rank has its own thousand, and lanes begin with 1.
 _NUMBERS = 1000
@@ -82,6 +84,7 @@ class Record:
         executions: Its steps.
         spans: What its communicator has told.
         dropped: How many spans were too many to be kept.
+        stages: What its stages have done: a stage is a thread.
     """
 
     rank: int
@@ -90,6 +93,7 @@ class Record:
     executions: list[Execution] = field(default_factory=list)
     spans: list[Span] = field(default_factory=list)
     dropped: int = 0
+    stages: list[Span] = field(default_factory=list)
 
     def to_json(self) -> dict[str, Any]:
         """As plain lists and numbers."""
@@ -106,6 +110,7 @@ class Record:
             executions=[Execution(**each) for each in found["executions"]],
             spans=[Span(**each) for each in found["spans"]],
             dropped=int(found["dropped"]),
+            stages=[Span(**each) for each in found["stages"]],
         )
 
     def aligned(self, time: int) -> int:
@@ -203,7 +208,7 @@ def trace(records: Sequence[Record]) -> dict[str, Any]:
                         "tid": number + 1 + lane.number,
                         "ts": begin / 1000,
                         "dur": (end - begin) / 1000,
-                        "cat": "step" if lane.number == _STEP else "communication",
+                        "cat": _category(lane.number),
                         "args": _args(span),
                     }
                 )
@@ -221,9 +226,15 @@ def trace(records: Sequence[Record]) -> dict[str, Any]:
     }
 
 
+def _category(lane: int) -> str:
+    if lane == _STEP:
+        return "step"
+    return "stage" if lane >= _STAGES else "communication"
+
+
 def _begin(record: Record) -> int:
     times = [each.begin for each in record.executions]
-    times += [each.begin for each in record.spans]
+    times += [each.begin for each in (*record.spans, *record.stages)]
     return record.aligned(min(times)) if times else 0
 
 
@@ -264,6 +275,18 @@ def _lanes(record: Record) -> Iterator[tuple[int, str, Span]]:
         else:
             number = others.setdefault(span.thread, len(others))
             yield _SERVERS + number, f"server {number + 1}", span
+    for span in _apart(record.stages):
+        yield _STAGES + span.thread, f"stage {span.thread}", span
+
+
+def _apart(stages: Sequence[Span]) -> Iterator[Span]:
+    """Without what a stage does at the same time as something else."""
+    ends: dict[int, int] = {}
+    for span in sorted(stages, key=lambda each: each.begin):
+        begin = max(span.begin, ends.get(span.thread, span.begin))
+        if begin < span.end:
+            ends[span.thread] = span.end
+            yield replace(span, begin=begin)
 
 
 def _parts(execution: Execution, spans: Sequence[Span]) -> Iterator[Span]:

@@ -9,8 +9,8 @@ do. Each visit has a clock at its begin and one at its end, which tell of each s
 
 Their times since the step's first one are summed up in one variable in host memory,
 which is read once in a window of many steps; or before and after a step, to know when
-it did what. Visits of one device that overlap (a loss
-and what else is ready) count once, by their mean times.
+it did what. Visits of one device that overlap (a loss and what else is ready) count
+once, by their mean times.
 
 Graphs get clocks when they are traced while steps are measured (`step_clock`). The
 first step of each isn't counted. Not on GPUs, where an operation is over for the host

@@ -1,0 +1,344 @@
+"""How long stages are busy, against what is known: layers that sleep for a given time.
+
+What `ScalingTensorBoard` writes of it is read by TensorBoard's own reader. Steps are
+measured by the clock: a share of them that is known in seconds is known, too.
+"""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from test_scaling_tensorboard import events, near, series, text
+
+from workers import Workers
+
+pytestmark = pytest.mark.timeout(150)
+
+# Seconds that a stage's layer sleeps for each micro-batch, forward and backward.
+FORWARD, BACKWARD = (0.003, 0.012), (0.005, 0.020)
+READ = 0.12
+STEPS, ROWS = 8, 16
+
+SETUP = """
+import contextlib, json, os, time, warnings
+import numpy as np
+import tensorflow as tf
+tf.config.set_logical_device_configuration(
+    tf.config.list_physical_devices("CPU")[0],
+    [tf.config.LogicalDeviceConfiguration()] * 2)
+# Or who sleeps in a graph would hold up all others that want the one thread.
+tf.config.threading.set_inter_op_parallelism_threads(8)
+import keras
+import kerasdist
+from keras import layers
+from kerasdist.callbacks import (
+    BroadcastInitialState, ScaleLearningRate, ScalingTensorBoard, Timeline)
+
+folder = os.environ["FOLDER"]
+PLACES = {"on0.*": "CPU:0", "on1.*": "CPU:1"}
+x = np.random.default_rng(0).normal(size=(STEPS * ROWS, 16)).astype("float32")
+y = x[:, :4] * 2
+
+def sleep(seconds, tensor, stateful=False):
+    def call(value):
+        time.sleep(seconds)
+        return value
+    # By default those of a step run one after the other.
+    late = tf.numpy_function(call, [tensor], tensor.dtype, stateful=stateful)
+    return tf.ensure_shape(late, tensor.shape)
+
+class Slow(layers.Layer):
+    def __init__(self, forward, backward, **kwargs):
+        super().__init__(**kwargs)
+        self.forward, self.backward = forward, backward
+
+    def call(self, inputs):
+        @tf.custom_gradient
+        def slow(value):
+            return sleep(self.forward, value), lambda g: sleep(self.backward, g)
+        return slow(inputs)
+
+def build(strategy, slow=True, rate=None, **more):
+    keras.utils.set_random_seed(1)
+    with strategy.scope():
+        stages = [
+            [layers.Dense(32, "relu", name=f"on{i}_a"),
+             *([Slow(FORWARD[i], BACKWARD[i], name=f"on{i}_b")] if slow else [])]
+            for i in range(2)]
+        model = keras.Sequential(
+            [keras.Input((16,)), *stages[0], *stages[1], layers.Dense(4, name="on1_c")])
+        optimizer = "adam" if rate is None else keras.optimizers.SGD(rate)
+        model.compile(optimizer, "mse", **more)
+    return model
+
+class Clock(keras.callbacks.Callback):
+    '''Another measurement: of whole epochs but the first.'''
+
+    def __init__(self):
+        super().__init__()
+        self.epochs = []
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self.begin = time.perf_counter()
+
+    def on_epoch_end(self, epoch, logs=None):
+        self.epochs.append(time.perf_counter() - self.begin)
+
+class Rates(keras.callbacks.Callback):
+    def __init__(self):
+        super().__init__()
+        self.rates = []
+
+    def on_train_batch_begin(self, batch, logs=None):
+        self.rates.append(float(self.model.optimizer.learning_rate))
+
+def others(name, **rate):
+    rates = Rates()
+    return rates, [
+        BroadcastInitialState(), ScaleLearningRate(warmup_steps=4, verbose=0, **rate),
+        rates, Timeline(folder + f"/{name}.json", steps=(2, 6), verbose=0)]
+
+def fit(model, name, data=None, epochs=3, callbacks=(), **more):
+    board = ScalingTensorBoard(
+        folder + "/" + name, update_freq="epoch", verbose=0, **more)
+    clock = Clock()
+    given = {"x": x, "y": y, "batch_size": ROWS} if data is None else {"x": data}
+    model.fit(**given, epochs=epochs, shuffle=False, verbose=0,
+              callbacks=[clock, board, *callbacks])
+    figures = board.figures
+    return {
+        "seconds": sum(clock.epochs[1:]) / len(clock.epochs[1:]),
+        "idle": list(figures.idle),
+        "phases": dict(figures.phases),
+        "step": figures.step_seconds,
+        "speed": figures.examples_per_second,
+        "efficiency": figures.efficiency,
+        "bytes": figures.bytes_per_step,
+        "steps": figures.steps,
+        "limit": board.verdict.limit,
+        "words": board.verdict.to_text(),
+    }
+"""
+CONSTANTS = (
+    f"FORWARD, BACKWARD, READ = {FORWARD}, {BACKWARD}, {READ}\n"
+    f"STEPS, ROWS = {STEPS}, {ROWS}\n"
+)
+
+PLACED = """
+found = {}
+for parts, executions in ((1, 1), (4, STEPS)):
+    strategy = kerasdist.ModelParallelStrategy(PLACES, micro_batches=parts)
+    model = build(strategy, steps_per_execution=executions)
+    found[f"{parts} {executions}"] = fit(
+        model, f"{parts} {executions}", baseline=100.0)
+
+# Without anything that sleeps: numbers are what they are without clocks.
+strategy = kerasdist.ModelParallelStrategy(PLACES, micro_batches=4)
+model = build(strategy, slow=False)
+model.fit(x, y, batch_size=ROWS, epochs=3, shuffle=False, verbose=0)
+other = build(strategy, slow=False)
+found["plain"] = fit(other, "plain", calibrate=True)
+found["same"] = [
+    v.numpy().tolist() == w.numpy().tolist()
+    for v, w in zip(model.weights, other.weights, strict=True)]
+rates, callbacks = others("placed", base_batch_size=8)
+given = build(strategy, slow=False, rate=0.1)
+before = [v.numpy().tolist() for v in given.weights]
+given.fit(x, y, batch_size=ROWS, verbose=0, callbacks=[
+    keras.callbacks.LambdaCallback(
+        on_train_batch_begin=lambda batch, logs: batch == 0 and found.update(began=[
+            v.numpy().tolist() for v in given.weights] == before)),
+    *callbacks])
+found["rates"] = rates.rates
+graphs = len(strategy.extended.stage_clock._graphs)
+model.fit(x, y, batch_size=ROWS, verbose=0)
+model.evaluate(x, y, verbose=0)
+found["graphs"] = [graphs, len(strategy.extended.stage_clock._graphs)]
+
+# Data that come late.
+def read(x, y):
+    return sleep(READ, x, stateful=True), y
+data = tf.data.Dataset.from_tensor_slices((x, y)).batch(ROWS, drop_remainder=True)
+data = data.map(tf.function(read))
+found["input"] = fit(build(strategy, slow=False), "input", data, 2)
+
+# Eagerly nothing is known of stages. And an error ends `fit`.
+class Fail(keras.callbacks.Callback):
+    def on_epoch_begin(self, epoch, logs=None):
+        if epoch == 1:
+            raise KeyError("no such thing")
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    try:
+        fit(build(strategy, slow=False, run_eagerly=True), "failed", callbacks=[Fail()])
+    except KeyError:
+        found["failed"] = strategy.extended.timer.running
+print("RESULT", json.dumps(found))
+"""
+
+HYBRID = """
+strategy = kerasdist.RingStrategy(placement=PLACES, micro_batches=2, timeout=60)
+model = build(strategy, rate=0.1)
+if strategy.rank == 1:
+    model.set_weights([w + 1 for w in model.get_weights()])
+rates, callbacks = others("hybrid")
+board = ScalingTensorBoard(folder + "/hybrid", update_freq="epoch", verbose=0)
+clock = Clock()
+model.fit(x, y, batch_size=ROWS, epochs=2, shuffle=False, verbose=0,
+          callbacks=[clock, *callbacks, board])
+found = {"rates": rates.rates, "weights": [w.tolist() for w in model.get_weights()],
+         "seconds": clock.epochs[-1], "gradients": sum(
+             4 * w.numpy().size for w in model.trainable_weights)}
+if board.figures is not None:
+    found["idle"], found["step"] = board.figures.idle, board.figures.step_seconds
+    found["bytes"], found["phases"] = board.figures.bytes_per_step, board.figures.phases
+print("RESULT", json.dumps(found))
+"""
+
+
+def run(body, size, folder):
+    job = Workers(
+        CONSTANTS + SETUP + body, size, env={"FOLDER": str(folder)}, deadline=120
+    )
+    with job:
+        return [one.result for one in job.succeed()]
+
+
+def test_stages_of_one_worker(tmp_path):
+    (found,) = run(PLACED, 1, tmp_path)
+    for parts, executions in ((1, 1), (4, STEPS)):
+        name = f"{parts} {executions}"
+        facts = found[name]
+        step = facts["seconds"] / STEPS
+        assert near(facts["step"], step, 0.2), facts
+        assert near(facts["speed"], ROWS / step, 0.2)
+        # Of two devices.
+        assert near(facts["efficiency"], facts["speed"] / 200, 1e-6)
+        assert near(sum(facts["phases"].values()), facts["step"], 1e-6)
+        board = events(tmp_path / name / "scaling")
+        wholes = series(board, "step_seconds/whole")
+        # The first call traces: it isn't counted.
+        counts = [n for n in (STEPS - executions, STEPS, STEPS) if n]
+        for stage in (0, 1):
+            slept = parts * (FORWARD[stage] + BACKWARD[stage])
+            written = series(board, f"idle_percent/stage_{stage}")
+            assert len(written) == len(counts)
+            expected = 1 - slept / facts["step"]
+            # Sleeping takes a little longer than was asked for, and there's more to do.
+            assert expected - 0.15 < facts["idle"][stage] <= expected + 0.01, facts
+            busy = sum(
+                steps * whole * (1 - percent / 100)
+                for steps, (_, whole), (_, percent) in zip(
+                    counts, wholes, written, strict=True
+                )
+            )
+            whole = sum(n * each for n, (_, each) in zip(counts, wholes, strict=True))
+            assert near(1 - busy / whole, facts["idle"][stage], 0, 0.02)
+        # On a busy machine Python may cost more of so short a step.
+        assert "stages that wait for each other" in facts["words"], facts
+        # The activations between the two, and their gradients: 32 float32 each row.
+        if executions == 1:
+            least = ROWS * 32 * 4 * 2
+            assert least <= facts["bytes"] < least * 1.2
+            assert series(board, "bytes/per_step")[-1][1] == facts["bytes"]
+    facts = found[f"4 {STEPS}"]
+    if facts["phases"]["outside"] < 0.15 * facts["step"]:
+        assert facts["limit"] == "stages"
+        assert "1. Move layers from stage 1, the slowest, " in facts["words"]
+
+    assert all(found["same"])
+    before, after = found["graphs"]
+    assert before == after
+    board = events(tmp_path / "plain" / "scaling")
+    told = "\n".join(text(board, "events"))
+    assert "can't be measured here (layers are on several devices; what counts" in told
+    assert "`baseline=`" in told
+    assert "efficiency/percent" not in board.Tags()["tensors"]
+
+    # The other callbacks: one worker's state is its own, and has been.
+    assert found["began"]
+    rates = [0.1 * (1 + min(step / 4, 1)) for step in range(STEPS)]
+    assert found["rates"] == pytest.approx(rates, rel=1e-6)
+    check_timeline(tmp_path / "placed.json", 1)
+
+    late = found["input"]
+    assert late["limit"] == "input"
+    # The next batch is read while the step runs.
+    rest = late["step"] - late["phases"]["input"]
+    assert late["phases"]["input"] > 0.8 * (READ - rest)
+    # Meanwhile stages have nothing to do.
+    assert all(idle > 1 - rest / late["step"] - 0.02 for idle in late["idle"])
+
+    assert found["failed"] is False
+    board = events(tmp_path / "failed" / "scaling")
+    told = "\n".join(text(board, "events"))
+    assert "`fit` ended with KeyError: 'no such thing'" in told
+    assert series(board, "job/global_batch") == [(STEPS, ROWS)]
+    assert "idle_percent/stage_0" not in board.Tags()["tensors"]
+    assert text(board, "verdict")
+
+
+def check_timeline(path, ranks):
+    """It has the steps of its window, of all ranks."""
+    found = json.loads(path.read_text())["traceEvents"]
+    pids = sorted({e["pid"] for e in found})
+    assert len(pids) == ranks
+    for pid in pids:
+        names = [e["name"] for e in found if e["pid"] == pid and e["ph"] == "X"]
+        assert [n for n in names if n.startswith("step ")] == [
+            f"step {step}" for step in range(2, 6)
+        ]
+        assert ("all_reduce" in names) == (ranks > 1)
+        assert "compute" in names or "compute, update" in names
+
+
+def check_stages(path):
+    """Each stage takes its micro-batches in order, inside of the steps."""
+    found = json.loads(path.read_text())["traceEvents"]
+    for pid in {e["pid"] for e in found}:
+        mine = [e for e in found if e["pid"] == pid and e["ph"] == "X"]
+        steps = [e for e in mine if e["name"].startswith("step ")]
+        threads = sorted({e["tid"] for e in mine if e["cat"] == "stage"})
+        assert len(threads) == 2
+        for stage, thread in enumerate(threads):
+            lane = [e for e in mine if e["tid"] == thread]
+            for step in steps:
+                inside = [
+                    e
+                    for e in lane
+                    if e["ts"] >= step["ts"]
+                    and e["ts"] + e["dur"] <= step["ts"] + step["dur"]
+                ]
+                names = [e["name"] for e in inside if e["name"] != "compute"]
+                assert names == ["forward 0", "forward 1", "backward 1", "backward 0"]
+                for each in inside:
+                    slept = FORWARD if "forward" in each["name"] else BACKWARD
+                    if each["name"] != "compute":
+                        assert each["dur"] > 1e6 * slept[stage]
+            ends = 0.0
+            for each in lane:
+                assert each["ts"] >= ends - 0.01
+                ends = each["ts"] + each["dur"]
+
+
+def test_stages_of_several_workers(tmp_path):
+    """`RingStrategy(placement=...)`, with all callbacks at once."""
+    chief, other = run(HYBRID, 2, tmp_path)
+    assert chief["weights"] == other["weights"]
+    rates = [0.1 * (1 + min(step / 4, 1)) for step in range(2 * STEPS)]
+    for found in (chief, other):
+        assert found["rates"] == pytest.approx(rates, rel=1e-6)
+    check_timeline(tmp_path / "hybrid.json", 2)
+    check_stages(tmp_path / "hybrid.json")
+    assert "idle" not in other
+    assert near(chief["step"], chief["seconds"] / STEPS, 0.3)
+    assert near(sum(chief["phases"].values()), chief["step"], 1e-6)
+    # Each gradient begins at a multiple of 64 bytes.
+    assert 0 <= chief["bytes"] - chief["gradients"] < 64 * 8
+    board = events(tmp_path / "hybrid" / "scaling")
+    for stage in (0, 1):
+        slept = 2 * (FORWARD[stage] + BACKWARD[stage])
+        expected = 1 - slept / chief["step"]
+        assert expected - 0.2 < chief["idle"][stage] <= expected + 0.01, chief
+        assert len(series(board, f"idle_percent/stage_{stage}")) == 2
