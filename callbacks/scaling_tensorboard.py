@@ -52,7 +52,8 @@ class ScalingTensorBoard(keras.callbacks.Callback):
     of `fit`.
 
     Args:
-        log_dir: Folder of TensorBoard's files; the run is called "scaling".
+        log_dir: Folder of TensorBoard's files; the run is called "scaling", and lines
+            that share a chart are runs below it.
         baseline: Examples per second of one worker, to tell the scaling efficiency.
             Train with one worker and this callback to get the number. With
             `ModelParallelStrategy` that of one device, by `RingStrategy()`.

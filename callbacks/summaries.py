@@ -1,10 +1,12 @@
 """Writes figures, texts and the layout where TensorBoard reads them.
 
-All values of one step are one summary: TensorFlow's writer is called once.
+All values that a run has of one step are one summary: TensorFlow's writer is called
+once for it.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,7 +18,7 @@ from tensorboard.plugins.histogram.summary_v2 import histogram_pb
 from tensorboard.plugins.scalar.summary_v2 import scalar_pb
 from tensorboard.plugins.text.summary_v2 import text_pb
 
-from kerasdist.callbacks.layout import layout
+from kerasdist.callbacks.layout import layout, place
 
 __all__ = ["Summaries"]
 
@@ -26,16 +28,17 @@ _MOST_READS = 10_000
 
 
 class Summaries:
-    """An event file, with the layout of its page.
+    """A run's event file, with the layout of its page, and those of runs below it.
 
     Args:
-        folder: Where the file is made.
+        folder: Where the run's file is made.
     """
 
     def __init__(self, folder: str) -> None:
-        self._writer = tf.summary.create_file_writer(folder)
-        self._write(custom_scalar.pb(layout()), 0)
-        self._writer.flush()
+        self._folder = folder
+        self._writers: dict[str, Any] = {}
+        self._write("", custom_scalar.pb(layout()), 0)
+        self.flush()
 
     def write(
         self,
@@ -48,31 +51,46 @@ class Summaries:
 
         Args:
             step: Its number.
-            scalars: Numbers by tag.
+            scalars: Numbers by name, see `layout.place`.
             texts: Markdown by tag.
             histograms: By tag how often each number was seen.
         """
-        parts = [scalar_pb(tag, value) for tag, value in scalars.items()]
-        parts += [text_pb(tag, text) for tag, text in (texts or {}).items()]
+        runs: dict[str, list[Any]] = {}
+        for name, value in scalars.items():
+            run, tag = place(name)
+            runs.setdefault(run, []).append(scalar_pb(tag, value))
+        more = [text_pb(tag, text) for tag, text in (texts or {}).items()]
         for tag, counts in (histograms or {}).items():
-            parts.append(histogram_pb(tag, _values(counts), _MOST_BUCKETS))
-        whole = summary_pb2.Summary()
-        for part in parts:
-            whole.MergeFrom(part)
-        self._write(whole, step)
+            more.append(histogram_pb(tag, _values(counts), _MOST_BUCKETS))
+        if more:
+            runs.setdefault("", []).extend(more)
+        for run, parts in runs.items():
+            whole = summary_pb2.Summary()
+            for part in parts:
+                whole.MergeFrom(part)
+            self._write(run, whole, step)
 
     def flush(self) -> None:
         """Let everything be on disk."""
-        self._writer.flush()
+        for writer in self._writers.values():
+            writer.flush()
 
     def close(self) -> None:
-        """Close the file."""
-        self._writer.close()
+        """Close the files."""
+        for writer in self._writers.values():
+            writer.close()
 
-    def _write(self, summary: Any, step: int) -> None:
+    def _write(self, run: str, summary: Any, step: int) -> None:
         # On the host, and outside of whatever strategy is in scope.
-        with tf.init_scope(), tf.device("/CPU:0"), self._writer.as_default():
-            tf.summary.experimental.write_raw_pb(summary.SerializeToString(), step=step)
+        with tf.init_scope(), tf.device("/CPU:0"):
+            writer = self._writers.get(run)
+            if writer is None:
+                folder = os.path.join(self._folder, run) if run else self._folder
+                writer = self._writers[run] = tf.summary.create_file_writer(folder)
+            with writer.as_default():
+                tf.summary.experimental.write_raw_pb(
+                    summary.SerializeToString(), step=step
+                )
 
 
 def _values(counts: Mapping[int, int]) -> Any:

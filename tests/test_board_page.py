@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
 from browser import chromium, need_browser, tensorboard, wait_for
 from kerasdist.callbacks import layout
-from kerasdist.callbacks.figures import combine
+from kerasdist.callbacks.figures import PHASES, combine
 from kerasdist.callbacks.report import to_markdown
 from kerasdist.callbacks.summaries import Summaries
 from kerasdist.callbacks.verdict import judge
@@ -38,17 +39,20 @@ const charts = [];
 const visit = node => {
   if (node.localName === 'tf-custom-scalar-multi-line-chart-card') {
     const paths = [];
+    const colors = [];
     let words = '';
     const inside = n => {
       if (n.localName === 'tf-card-heading' && n.shadowRoot)
         words += n.shadowRoot.textContent;
-      if (n.localName === 'path' && n.classList.contains('line'))
+      if (n.localName === 'path' && n.classList.contains('line')) {
         paths.push(n.getAttribute('d') || '');
+        colors.push(getComputedStyle(n).stroke);
+      }
       if (n.shadowRoot) [...n.shadowRoot.children].forEach(inside);
       [...n.children].forEach(inside);
     };
     inside(node);
-    charts.push([words, paths]);
+    charts.push([words, paths, colors]);
   }
   if (node.shadowRoot) [...node.shadowRoot.children].forEach(visit);
   [...node.children].forEach(visit);
@@ -58,8 +62,12 @@ return charts;
 """
 
 
-def write(folder: Path) -> str:
-    """A job of two workers with a slow rank, as the callback writes it."""
+def write(folder: Path) -> tuple[str, list[str]]:
+    """A job of two workers with a slow rank, as the callback writes it.
+
+    Returns:
+        The verdict's headline, and the names of all figures.
+    """
     summaries = Summaries(str(folder / "scaling"))
     window: list[StepTimes] = []
     for step in range(0, 200, 10):
@@ -95,31 +103,45 @@ def write(folder: Path) -> str:
     verdict = judge(figures)
     summaries.write(200, {}, {layout.VERDICT: to_markdown(figures, verdict)})
     summaries.close()
-    return verdict.headline
+    return verdict.headline, list(numbers)
 
 
-def lines(paths: list[str]) -> list[str]:
-    """Those that are lines of a chart, with most of the 20 points that are written."""
-    return [path for path in paths if path.count("L") >= 10]
+def lines(paths: list[str], colors: list[str]) -> set[str]:
+    """The colors of a chart's lines, which have most of the 20 points in the files."""
+    return {
+        color
+        for path, color in zip(paths, colors, strict=True)
+        if path.count("L") >= 10
+    }
 
 
 @pytest.mark.usefixtures("pictured")
 def test_the_page_shows_every_chart_and_the_verdict(tmp_path):
     logs = tmp_path / "logs"
-    headline = write(logs)
-    charts = [title for _, title, _ in layout.CHARTS]
+    headline, names = write(logs)
+    tags = [layout.place(name)[1] for name in names]
+    # How many lines are in each chart.
+    charts = {
+        title: sum(any(re.fullmatch(tag, found) for tag in chart) for found in tags)
+        for _, title, chart in layout.CHARTS
+    }
+    assert charts["Seconds of its parts"] == len(PHASES)
     with tensorboard(logs) as address, chromium(tmp_path) as driver:
         driver.get(f"{address}#custom_scalars")
 
-        def drawn() -> bool:
+        def ready() -> bool:
             found = driver.execute_script(_CHARTS)
-            return len(found) == len(charts) and all(lines(paths) for _, paths in found)
+            return len(found) == len(charts) and all(
+                len(lines(*drawn)) >= count
+                for (_, *drawn), count in zip(found, charts.values(), strict=True)
+            )
 
-        wait_for("lines in all charts", drawn)
+        wait_for("lines in all charts", ready)
         found = driver.execute_script(_CHARTS)
-        for title, (text, paths) in zip(charts, found, strict=True):
+        for (title, count), (text, *drawn) in zip(charts.items(), found, strict=True):
             assert title in text
-            assert lines(paths), title
+            # Each line has a color of its own: they can be told apart.
+            assert len(lines(*drawn)) == count, title
 
         driver.get("about:blank")
         driver.get(f"{address}#text")

@@ -24,6 +24,7 @@ from tensorboard.util import tensor_util
 
 import kerasdist
 from kerasdist.callbacks import ScalingTensorBoard, layout
+from kerasdist.callbacks.figures import PHASES
 from workers import Workers
 
 pytestmark = pytest.mark.timeout(150)
@@ -180,12 +181,28 @@ def train(kind, folder, body=BODY):
     return [one.result for one in finished], finished[0].output
 
 
-def events(folder):
-    accumulator = EventAccumulator(
-        str(folder), size_guidance={"tensors": 0, "scalars": 0, "histograms": 0}
-    )
-    accumulator.Reload()
-    return accumulator
+class Board:
+    """What TensorBoard finds in a run and those below it, by `layout.place`."""
+
+    def __init__(self, folder):
+        self.runs = {}
+        for each in (folder, *(path for path in folder.iterdir() if path.is_dir())):
+            accumulator = EventAccumulator(
+                str(each), size_guidance={"tensors": 0, "scalars": 0, "histograms": 0}
+            )
+            accumulator.Reload()
+            self.runs["" if each is folder else each.name] = accumulator
+
+    def Tensors(self, name):
+        run, tag = layout.place(name)
+        return self.runs[run].Tensors(tag)
+
+    def Tags(self):
+        tags = [run.Tags()["tensors"] for run in self.runs.values()]
+        return {"tensors": [tag for some in tags for tag in some]}
+
+
+events = Board
 
 
 def series(board, tag):
@@ -496,6 +513,8 @@ def test_each_tag_is_in_a_chart(strategy, tmp_path):
         tensor_util.make_ndarray(written.tensor_proto).item()
     )
     assert made == layout.layout()
+    parts = {f"part_{part}" for part in PHASES}
+    assert set(board.runs) == {"", "rank_0", *parts}
     patterns = [
         tag for c in made.category for chart in c.chart for tag in chart.multiline.tag
     ]

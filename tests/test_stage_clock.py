@@ -275,7 +275,7 @@ def test_stages_of_one_worker(tmp_path):
     told = "\n".join(text(board, "events"))
     assert "`fit` ended with KeyError: 'no such thing'" in told
     assert series(board, "job/global_batch") == [(STEPS, ROWS)]
-    assert "idle_percent/stage_0" not in board.Tags()["tensors"]
+    assert "stage_0" not in board.runs
     assert text(board, "verdict")
 
 
