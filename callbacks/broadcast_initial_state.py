@@ -8,6 +8,7 @@ from typing import Any
 import keras
 
 from kerasdist._keras.hooks import KerasHooks, hooks_of
+from kerasdist._keras.state import take_epoch
 
 __all__ = ["BroadcastInitialState"]
 
@@ -15,10 +16,10 @@ __all__ = ["BroadcastInitialState"]
 class BroadcastInitialState(keras.callbacks.Callback):
     """Gives all workers one rank's state before the first step of each `fit`.
 
-    Weights, the optimizer's variables and counters, the state of metrics and of seed
-    generators: after all callbacks' `on_train_begin`, wherever in the list this one
-    stands. So weights that only one rank could load (a file on its disk,
-    `BackupAndRestore` included) reach everybody. With
+    Weights, the optimizers' variables and counters, the state of metrics and of seed
+    generators, and the epoch to begin with: after all callbacks' `on_train_begin`,
+    wherever in the list this one stands. So weights that only one rank could load (a
+    file on its disk, `BackupAndRestore` included) reach everybody. With
     `ParameterServerStrategy(mode="async")` the servers get them too.
 
     The ranks compare hashes of what they hold, only what differs travels, and then they
@@ -89,6 +90,8 @@ class BroadcastInitialState(keras.callbacks.Callback):
             CollectiveError: See `kerasdist.errors`.
         """
         done = hooks.share_state(variables, self.root)
+        if done.workers > 1:
+            take_epoch(self.model, hooks, self.root)
         self.bytes, self.seconds = done.size, done.seconds
         if not self.verbose or hooks.rank > 0 or done.workers == 1:
             return

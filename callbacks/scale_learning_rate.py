@@ -10,12 +10,13 @@ import keras
 
 from kerasdist import _keras
 from kerasdist._keras import rates
-from kerasdist._keras.arrays import batch_size_of_fit
+from kerasdist._keras.arrays import batch_size_of_fit, batches_of_fit
 from kerasdist._keras.hooks import KerasHooks, hooks_of
 
 __all__ = ["RULES", "ScaleLearningRate"]
 
 RULES = ("linear", "sqrt", "none")
+_WARMUP_EPOCHS = 5
 
 
 class ScaleLearningRate(keras.callbacks.Callback):
@@ -84,7 +85,7 @@ class ScaleLearningRate(keras.callbacks.Callback):
     def __init__(
         self,
         rule: str = "linear",
-        warmup_epochs: float = 5,
+        warmup_epochs: float = _WARMUP_EPOCHS,
         *,
         warmup_steps: int | None = None,
         base_batch_size: int | None = None,
@@ -101,6 +102,16 @@ class ScaleLearningRate(keras.callbacks.Callback):
             not _is_whole(warmup_steps) or warmup_steps < 0
         ):
             faults.append(f"warmup_steps={warmup_steps!r}; expected 0 or more steps")
+        if warmup_steps is not None and warmup_epochs != _WARMUP_EPOCHS:
+            faults.append(
+                f"warmup_epochs={warmup_epochs!r} and warmup_steps={warmup_steps!r}; "
+                "expected one of them"
+            )
+        if batch_size is not None and base_batch_size is None:
+            faults.append(
+                f"batch_size={batch_size!r} without `base_batch_size`, the batch size "
+                "that the rate was tuned for"
+            )
         for name, size in (
             ("base_batch_size", base_batch_size),
             ("batch_size", batch_size),
@@ -123,6 +134,7 @@ class ScaleLearningRate(keras.callbacks.Callback):
         self.steps: int | None = None
         self._growth = ""
         self._begun = False
+        self._restored = 0
         # Before `fit` begins, also where no strategy of ours has done it.
         _keras.install()
 
@@ -159,6 +171,7 @@ class ScaleLearningRate(keras.callbacks.Callback):
         ]
         self.steps = self._find_steps()
         self._begun = False
+        self._restored = 0
         if hooks is None:
             return
         of_chief = [hooks.of_chief(self.factor), hooks.of_chief(self.steps)]
@@ -169,6 +182,16 @@ class ScaleLearningRate(keras.callbacks.Callback):
                 f"warm-up on rank {hooks.rank}, factor {of_chief[0]:g} and "
                 f"{of_chief[1]:g} steps on rank 0."
             )
+
+    def resumed_after(self, batches: int) -> None:
+        """All callbacks have begun: how far had the epoch come that is taken up again?
+
+        Args:
+            batches: How many of its batches the optimizer has behind it.
+        """
+        hooks = hooks_of(self.model.distribute_strategy)
+        # Perhaps only the chief can read the file.
+        self._restored = batches if hooks is None else int(hooks.of_chief(batches))
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Before the first step: only now it's known where training is resumed."""
@@ -185,7 +208,7 @@ class ScaleLearningRate(keras.callbacks.Callback):
             behind = taken
             if self.warmup_steps is None:
                 behind = _steps_behind(
-                    taken, epoch, self._per_epoch(), last, self.steps
+                    taken, epoch, self._restored, self._per_epoch(), last, self.steps
                 )
             scaling.set(self.factor, self.steps, behind - taken)
         hooks = hooks_of(self.model.distribute_strategy)
@@ -193,18 +216,17 @@ class ScaleLearningRate(keras.callbacks.Callback):
             print(self._line(behind), flush=True)
 
     def _optimizers(self) -> list[Any]:
-        found = rates.leaves(getattr(self.model, "optimizer", None))
-        usable = [each for each in found if rates.has_rate(each)]
-        if not usable:
+        found = rates.leaves_of(self.model)
+        if not found:
             raise ValueError(
                 "`ScaleLearningRate` needs a model that was compiled with one of "
-                "Keras's optimizers. Received: "
-                f"optimizer={found[0] if found else None!r}."
+                f"Keras's optimizers. Received: optimizer={self.model.optimizer!r}; if "
+                "it chooses others by variable, build the model before `fit`."
             )
-        return usable
+        return found
 
     def _per_epoch(self) -> int | None:
-        steps = self.params.get("steps") if self.params else None
+        steps = (self.params or {}).get("steps", batches_of_fit())
         if steps is None:
             return None
         strategy = self.model.distribute_strategy
@@ -260,15 +282,21 @@ class ScaleLearningRate(keras.callbacks.Callback):
         return size / self.base_batch_size
 
     def _line(self, behind: int) -> str:
-        optimizer = self._optimizers()[0]
-        base, factor, steps = rates.base_rate(optimizer), self.factor or 1, self.steps
-        text = f"{base:g}"
-        schedule = rates.schedule_of(optimizer)
-        if schedule is not None:
-            text = f"{type(schedule).__name__} (now {base:g})"
+        optimizers = self._optimizers()
+        factor, steps = self.factor or 1, self.steps
+        texts, targets = [], []
+        for optimizer in optimizers:
+            base, schedule = rates.base_rate(optimizer), rates.schedule_of(optimizer)
+            text = f"{base:g}"
+            if schedule is not None:
+                name = getattr(schedule, "__name__", type(schedule).__name__)
+                text = f"{name} (now {base:g})"
+            texts.append(text + (f" ({optimizer.name})" if optimizers[1:] else ""))
+            targets.append(f"{base * factor:g}")
         line = (
-            f"kerasdist: learning rate {text} x {factor:g} (rule {self.rule!r}, "
-            f"{self._growth}) = {base * factor:g}, {steps} step(s) of warm-up"
+            f"kerasdist: learning rate {', '.join(texts)} x {factor:g} (rule "
+            f"{self.rule!r}, {self._growth}) = {', '.join(targets)}, "
+            f"{steps} step(s) of warm-up"
         )
         if steps and behind:
             line += f", {min(behind, steps)} of them behind"
@@ -278,6 +306,7 @@ class ScaleLearningRate(keras.callbacks.Callback):
 def _steps_behind(
     taken: int,
     epoch: int,
+    batches: int,
     per_epoch: int | None,
     last: tuple[int, int] | None,
     steps: int,
@@ -287,6 +316,7 @@ def _steps_behind(
     Args:
         taken: Number of steps that the optimizer has taken.
         epoch: Number of the epoch that begins.
+        batches: Number of steps that were taken in it before training was interrupted.
         per_epoch: Number of steps per epoch, if it's known.
         last: How many steps were behind at the end of an earlier `fit` of this process,
             and how many there were in its warm-up; None: there was no such `fit`.
@@ -295,11 +325,13 @@ def _steps_behind(
     if last is not None:
         behind, of = last
         return round(min(behind / of, 1.0) * steps)
-    if epoch and per_epoch and not 0 <= taken - epoch * per_epoch <= per_epoch:
-        # Steps were counted by an optimizer that took another number of them per
-        # epoch, with other workers: the epochs count.
-        return epoch * per_epoch
-    return taken
+    if not epoch or not per_epoch or taken - batches == epoch * per_epoch:
+        return taken
+    # The optimizer took another number of steps per epoch, with other workers, or some
+    # of them more than once: the epochs count.
+    before = max(taken - batches, 0) / epoch
+    part = min(batches / before, 1.0) if before else 0.0
+    return round((epoch + part) * per_epoch)
 
 
 def _is_number(value: Any) -> bool:

@@ -22,10 +22,20 @@ from kerasdist.callbacks import BroadcastInitialState
 x = np.random.default_rng(0).normal(size=(24, 4)).astype("float32")
 y = x.sum(1, keepdims=True)
 
+class Counters(keras.layers.Layer):
+    "State of dtypes that no collective adds up, and of no elements."
+    def build(self, shape):
+        for dtype in ("bool", "int8", "bfloat16", "float32"):
+            self.add_weight(shape=(0 if dtype == "float32" else 2,), dtype=dtype,
+                            initializer="zeros", trainable=False, name=dtype)
+    def call(self, x):
+        return x
+
 def build(units=3):
     with strategy.scope():
         m = keras.Sequential([
-            keras.Input((4,)), keras.layers.Dense(units), keras.layers.Dropout(0.5),
+            keras.Input((4,)), Counters(), keras.layers.Dense(units),
+            keras.layers.Dropout(0.5),
             keras.layers.BatchNormalization(), keras.layers.Dense(1),
         ])
         m.compile(keras.optimizers.Adam(0.01), "mse", metrics=["mae"])
@@ -40,7 +50,11 @@ def disturb(m, amount):
     # Weights, slots, counters, statistics, seeds: each rank has its own.
     with strategy.scope():
         for variable in everything(m):
-            variable.assign(variable + np.asarray(amount).astype(variable.dtype))
+            held = held_by(variable)
+            variable.assign((held + np.asarray(amount)).astype(held.dtype))
+
+def held_by(v):
+    return np.asarray(v.value.values[0] if hasattr(v.value, "values") else v.value)
 
 class State(keras.callbacks.Callback):
     "What is there before the first step, which comes first in the list or last."
@@ -48,10 +62,7 @@ class State(keras.callbacks.Callback):
         self.found = None
     def on_train_batch_begin(self, batch, logs=None):
         if self.found is None:
-            self.found = {
-                v.path: np.asarray(v.value.values[0] if hasattr(v.value, "values")
-                                   else v.value).tolist()
-                for v in everything(self.model)}
+            self.found = {v.path: held_by(v).tolist() for v in everything(self.model)}
 
 def fit(m, callbacks, **more):
     state = State()
@@ -71,21 +82,20 @@ found = {}
 m = build()
 disturb(m, rank + 1)
 share = BroadcastInitialState(root=1)
-found["root"] = {v.path: np.asarray(v.value.values[0] if hasattr(v.value, "values")
-                 else v.value).tolist() for v in everything(m)}
+found["root"] = {v.path: held_by(v).tolist() for v in everything(m)}
 found["begin"] = fit(m, [share])
 found["bytes"] = [share.bytes, share.seconds > 0]
 found["weights"] = [w.tolist() for w in m.get_weights()]
 
-# The second time all hold the same but for their own seeds: nothing else travels.
+# The second time all hold the same: nothing travels.
 fit(m, [share])
-found["again"] = share.bytes
+found["again"] = [share.bytes, share.seconds > 0]
 
 # What only rank 0's callback can load comes after this one's turn in the list.
 class Load(keras.callbacks.Callback):
     def on_train_begin(self, logs=None):
         if rank == 0:
-            self.model.layers[0].bias.assign([7.0, 8.0, 9.0])
+            self.model.layers[1].bias.assign([7.0, 8.0, 9.0])
 m = build()
 began = fit(m, [BroadcastInitialState(verbose=0), Load()])
 found["loaded"] = [v for path, v in began.items() if path.endswith("dense_2/bias")]
@@ -100,6 +110,7 @@ def refused(callbacks, units=3):
 
 found["without"] = refused([])
 found["no rank"] = refused([BroadcastInitialState(root=2)])
+found["on one"] = refused([BroadcastInitialState()] if rank == 0 else [])
 result(found)
 """
 
@@ -124,13 +135,19 @@ def test_ring():
         assert found["loaded"] == [[7.0, 8.0, 9.0]]
         assert "BroadcastInitialState()" in found["without"]
         assert found["no rank"].startswith("There is no such rank to take the initial")
-    # float32 and int64, uint32 of all variables.
-    assert zero["bytes"][0] >= 4 * sum(np.size(v) for v in root.values())
-    assert zero["again"] == one["again"] < 200
+        assert found["on one"].startswith("All ranks must be given the same callbacks")
+        assert found["again"] == [0, True]
+    # float32, three int64 (steps, seeds), 2 x (int8, bfloat16); the bools are equal,
+    # and Keras sets metrics back.
+    metrics = ("loss", "mae", "mean_metric_wrapper")
+    sent = {p: v for p, v in root.items() if p.split("/")[0] not in metrics}
+    sizes = sum(np.size(v) for p, v in sent.items() if "counters" not in p)
+    assert zero["bytes"][0] == 4 * sizes + 4 * 3 + 2 * (1 + 2)
     lines = [x for x in finished[0].output.splitlines() if "hold the state" in x]
     assert len(lines) >= 2
     assert lines[0].startswith("kerasdist: all 2 workers hold the state of rank 1: ")
     assert "variables differed" in lines[0]
+    assert "variables were equal, nothing sent, " in lines[1]
     assert "hold the state" not in finished[1].output
 
 
@@ -139,7 +156,7 @@ strategy = kerasdist.ParameterServerStrategy("async", timeout=60)
 rank = strategy.rank
 m = build()
 disturb(m, rank + 1)
-kernel = m.layers[0].kernel
+kernel = m.layers[1].kernel
 own = np.asarray(kernel).tolist()
 class First(keras.callbacks.Callback):
     def on_epoch_begin(self, epoch, logs=None):

@@ -22,8 +22,9 @@ COMMON = """
 import json, os, sys
 import keras
 import numpy as np
+import tensorflow as tf
 import kerasdist
-from kerasdist.callbacks import ScaleLearningRate
+from kerasdist.callbacks import BroadcastInitialState, ScaleLearningRate
 
 folder = os.environ.get("FOLDER", "")
 x = np.ones((24, 1), "float32")
@@ -34,13 +35,14 @@ class Slope(keras.losses.Loss):
         return y_pred[:, 0]
 
 class Rates(keras.callbacks.Callback):
-    def __init__(self):
+    def __init__(self, optimizer=None):
         super().__init__()
-        self.read, self.weights = [], []
-    def on_train_begin(self, logs=None):
-        self.weights.append(float(self.model.get_weights()[0][0, 0]))
+        self.optimizer, self.read, self.weights = optimizer, [], []
     def on_train_batch_begin(self, batch, logs=None):
-        self.read.append(float(self.model.optimizer.learning_rate))
+        if not self.weights:
+            self.weights.append(float(self.model.get_weights()[0][0, 0]))
+        optimizer = self.optimizer or self.model.optimizer
+        self.read.append(float(getattr(optimizer, "learning_rate", 0)))
     def on_train_batch_end(self, batch, logs=None):
         self.weights.append(float(self.model.get_weights()[0][0, 0]))
     def found(self):
@@ -53,6 +55,36 @@ def build(rate=0.125, optimizer=keras.optimizers.SGD, **more):
     ])
     m.compile(optimizer(rate), Slope(), **more)
     return m
+
+class Gan(keras.Model):
+    "Two weights with an optimizer each, as the parts of a GAN have."
+    def __init__(self):
+        super().__init__()
+        self.parts = [keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros")
+                      for _ in range(2)]
+        for part in self.parts:
+            part.build((None, 1))
+        self.built = True
+    def compile(self, first, *others):
+        super().compile()
+        self.first, self.others = first, others
+    def call(self, x):
+        return self.parts[0](x) + self.parts[1](x)
+    def train_step(self, data):
+        for part, optimizer in zip(self.parts, [self.first, *self.others]):
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean(part(data[0]))
+            weights = part.trainable_weights
+            optimizer.apply_gradients(zip(tape.gradient(loss, weights), weights))
+        return {"loss": loss}
+
+def gan():
+    m = Gan()
+    m.compile(keras.optimizers.SGD(0.125), keras.optimizers.SGD(0.5))
+    return m
+
+def sunk(m):
+    return [-float(weight[0, 0]) for weight in m.get_weights()]
 
 def fit(m, callbacks, epochs=3, batch_size=4, **more):
     rates = Rates()
@@ -183,7 +215,65 @@ def test_a_callback_of_ones_own_reads_and_sets_the_rate_of_the_next_step():
     check(found, expected(18, lambda step: 0.125 * 0.5 ** (step // 6)))
     scale.base_learning_rate = 0.5
     assert scale.base_learning_rate == 0.5
-    assert float(scale.model.optimizer.learning_rate) == 1.0
+    optimizer = scale.model.optimizer
+    assert float(optimizer.learning_rate) == 1.0
+    # As in scripts for Keras, where it's a variable.
+    optimizer.learning_rate.assign(optimizer.learning_rate * 0.25)
+    assert scale.base_learning_rate == 0.125
+
+
+def test_several_optimizers(capsys):
+    m = here["gan"]()
+    names = [each.name for each in (m.optimizer, m.first, *m.others)]
+    scale = ScaleLearningRate(warmup_epochs=1.5, base_batch_size=2)
+    here["fit"](m, [scale])
+    check_gan(here["sunk"](m), 2.0)
+    assert capsys.readouterr().out == (
+        f"kerasdist: learning rate 0.001 ({names[0]}), 0.125 ({names[1]}), 0.5 "
+        f"({names[2]}) x 2 (rule 'linear', global batch 4 instead of 2) = 0.002, 0.25, "
+        "1, 9 step(s) of warm-up\n"
+    )
+
+
+def check_gan(sunk, factor):
+    """By how much both weights have sunk in 18 steps."""
+    total = sum(expected(18, factor=factor))
+    np.testing.assert_allclose(sunk, [total, 4 * total], rtol=1e-5)
+
+
+@pytest.mark.skipif(
+    not hasattr(keras.optimizers, "MultiOptimizer"), reason="this Keras has none"
+)
+def test_optimizers_that_are_chosen_by_variable():
+    inner = keras.optimizers.SGD(0.125)
+    m = here["build"](
+        optimizer=lambda _: keras.optimizers.MultiOptimizer(lambda _: inner)
+    )
+    scale = ScaleLearningRate(warmup_epochs=1.5, base_batch_size=2, verbose=0)
+    rates = here["Rates"](inner)
+    m.fit(
+        here["x"],
+        here["y"],
+        batch_size=4,
+        epochs=3,
+        verbose=0,
+        callbacks=[scale, rates],
+    )
+    check(rates.found(), expected(18))
+
+
+def test_other_ways_to_call_fit():
+    """With an evaluation at the beginning, and a CallbackList that knows nothing."""
+
+    class First(keras.callbacks.Callback):
+        def on_train_begin(self, logs=None):
+            self.model.evaluate(here["x"], here["y"], batch_size=24, verbose=0)
+
+    m = here["build"]()
+    scale = ScaleLearningRate(warmup_epochs=1.5, base_batch_size=2, verbose=0)
+    given = keras.callbacks.CallbackList([First(), scale], add_history=True, model=m)
+    m.fit(here["x"], here["y"], batch_size=4, epochs=1, callbacks=given)
+    assert (scale.factor, scale.steps) == (2.0, 9)
 
 
 def test_several_steps_in_one_execution():
@@ -227,7 +317,7 @@ def test_a_saved_model_is_that_of_one_process(tmp_path):
     assert first == second
     m.save(tmp_path / "m.keras")
     script = COMMON.replace("import kerasdist", "").replace(
-        "from kerasdist.callbacks import ScaleLearningRate",
+        "from kerasdist.callbacks import BroadcastInitialState, ScaleLearningRate",
         "sys.modules['kerasdist'] = None",
     )
     script += """
@@ -244,18 +334,26 @@ result([float(m.optimizer.learning_rate), int(m.optimizer.iterations),
 
 
 def test_where_a_warm_up_goes_on():
-    # (steps taken, epoch, steps per epoch, before, steps of the warm-up)
-    assert _steps_behind(0, 0, 6, None, 30) == 0
-    assert _steps_behind(6, 0, 6, None, 30) == 6
+    # (steps taken, epoch, batches of it, steps per epoch, before, steps of the warm-up)
+    assert _steps_behind(0, 0, 0, 6, None, 30) == 0
+    assert _steps_behind(6, 0, 0, 6, None, 30) == 6
+    assert _steps_behind(4, 0, 4, 6, None, 30) == 4
     # Resumed by the same number of workers, in the midst of an epoch too.
-    assert _steps_behind(18, 3, 6, None, 30) == 18
-    assert _steps_behind(20, 3, 6, None, 30) == 20
-    # By others: epochs count, which were of 12 steps.
-    assert _steps_behind(36, 3, 6, None, 30) == 18
-    assert _steps_behind(18, 3, 12, None, 60) == 36
+    assert _steps_behind(18, 3, 0, 6, None, 30) == 18
+    assert _steps_behind(20, 3, 2, 6, None, 30) == 20
+    # By others: epochs count, which were of 12 steps. 12 may be 2 epochs of 6, too.
+    assert _steps_behind(36, 3, 0, 6, None, 30) == 18
+    assert _steps_behind(12, 1, 0, 6, None, 30) == 6
+    assert _steps_behind(12, 1, 0, 8, None, 40) == 8
+    assert _steps_behind(18, 3, 0, 12, None, 60) == 36
+    # In the midst of an epoch: 1 1/3 epochs.
+    assert _steps_behind(16, 1, 4, 6, None, 30) == 8
+    # An epoch was begun three times, or by an optimizer that's new.
+    assert _steps_behind(14, 1, 2, 6, None, 30) == 7
+    assert _steps_behind(0, 3, 2, 6, None, 30) == 18
     # After another fit of this process: as large a part of it.
-    assert _steps_behind(18, 0, 3, (18, 24), 12) == 9
-    assert _steps_behind(40, 0, 3, (40, 24), 12) == 12
+    assert _steps_behind(18, 0, 0, 3, (18, 24), 12) == 9
+    assert _steps_behind(40, 0, 0, 3, (40, 24), 12) == 12
 
 
 def test_what_is_wrong_is_said():
@@ -263,6 +361,8 @@ def test_what_is_wrong_is_said():
         ScaleLearningRate("cubic", -1, warmup_steps=0.5, base_batch_size=0)
     for part in ("rule='cubic'", "warmup_epochs=-1", "warmup_steps=0.5", "_size=0"):
         assert part in str(e.value)
+    with pytest.raises(ValueError, match=r"expected one of them; and batch_size=8 "):
+        ScaleLearningRate(warmup_epochs=3, warmup_steps=10, batch_size=8)
     m = here["build"]()
     rows = tf.TensorSpec((None, 1))
     unknown = tf.data.Dataset.from_generator(
@@ -282,6 +382,24 @@ def test_what_is_wrong_is_said():
     unknown = unknown.apply(tf.data.experimental.assert_cardinality(6))
     m.fit(unknown, callbacks=[scale, rates], **quiet)
     check(rates.found(), expected(6, factor=4, warmup=3))
+
+
+XLA = """
+tf.config.set_logical_device_configuration(
+    tf.config.list_physical_devices("CPU")[0],
+    [tf.config.LogicalDeviceConfiguration()] * 2)
+with tf.device("/device:CPU:1"):
+    m = build(jit_compile=True)
+    scale = ScaleLearningRate(warmup_epochs=1.5, base_batch_size=2, verbose=0)
+    result(fit(m, [scale]))
+"""
+
+
+def test_what_xla_compiles_is_on_one_device():
+    """As on a GPU, where Keras compiles by default: not with variables of the host."""
+    with Workers(COMMON + XLA, 1, deadline=60) as job:
+        (finished,) = job.succeed()
+    check(finished.result, expected(18))
 
 
 # With strategies.
@@ -327,6 +445,7 @@ def test_one_worker():
         lambda: kerasdist.ParameterServerStrategy("sync"),
         lambda: kerasdist.ParameterServerStrategy("async"),
         lambda: kerasdist.ModelParallelStrategy({"dense.*": "/device:CPU:0"}),
+        lambda: kerasdist.RingStrategy(placement={"dense.*": "/device:CPU:0"}),
     ):
         strategy = make()
         options = {"base_batch_size": 2, "verbose": 0}
@@ -342,30 +461,56 @@ strategy = kerasdist.RingStrategy(timeout=60)
 OPTIONS = {}
 exec(BODY)
 
-# It was killed in its second epoch; then all goes on.
+# It was killed in the midst of its second epoch; then all goes on, with what only the
+# chief can read.
 class Killed(Exception): pass
 class Kill(keras.callbacks.Callback):
     def on_epoch_begin(self, epoch, logs=None):
-        if epoch == 1:
+        self.epoch = epoch
+    def on_train_batch_begin(self, batch, logs=None):
+        if (self.epoch, batch) == (1, 3):
             raise Killed
 def backup():
-    return keras.callbacks.BackupAndRestore(folder + "/resume")
+    return keras.callbacks.BackupAndRestore(
+        f"{folder}/resume_{strategy.rank}", save_freq=4)
 with strategy.scope():
     m = build()
 try:
     fit(m, [ScaleLearningRate(warmup_epochs=2), backup(), Kill()])
 except Killed:
     pass
-strategy.communicator.barrier()  # the chief has written
 with strategy.scope():
     m = build()
-found["resumed"] = fit(m, [ScaleLearningRate(warmup_epochs=2), backup()])
+share = BroadcastInitialState(verbose=0)
+found["resumed"] = fit(m, [ScaleLearningRate(warmup_epochs=2), backup(), share])
 
-# What others go on with, see below: 3 epochs of 6 steps.
+# What others go on with, see below: an epoch of 6 steps.
 with strategy.scope():
     m = build()
 kept = keras.callbacks.BackupAndRestore(folder + "/others", delete_checkpoint=False)
-fit(m, [ScaleLearningRate(warmup_epochs=5), kept])
+fit(m, [ScaleLearningRate(warmup_epochs=5), kept], epochs=1)
+
+# Several optimizers: each has a rate, a factor, and a state that all must hold.
+with strategy.scope():
+    m = gan()
+    m.others[0].learning_rate = 0.5 * (1 + strategy.rank)
+try:
+    fit(m, [])
+except ValueError as error:
+    found["state"] = str(error)
+fit(m, [share, ScaleLearningRate(warmup_epochs=1.5)])
+found["gan"] = sunk(m)
+if hasattr(keras.optimizers, "MultiOptimizer"):
+    with strategy.scope():
+        inner = keras.optimizers.SGD(0.125)
+        of_map = keras.optimizers.OptimizerMap(inner)
+        m = build(optimizer=lambda _: keras.optimizers.MultiOptimizer(of_map))
+    rates = Rates(inner)
+    plateau = keras.callbacks.ReduceLROnPlateau(
+        "loss", factor=0.5, patience=1, min_delta=1e6)
+    m.fit(x, y, batch_size=4, epochs=3, verbose=0,
+          callbacks=[plateau, ScaleLearningRate(warmup_epochs=1.5), rates])
+    found["multi"] = rates.found()
 
 with strategy.scope():
     m = build()
@@ -389,7 +534,7 @@ with strategy.scope():
     m = build()
 kept = keras.callbacks.BackupAndRestore(folder + "/others", delete_checkpoint=False)
 scale = ScaleLearningRate(warmup_epochs=5)
-result(fit(m, [scale, kept], batch_size=6, epochs=6))
+result(fit(m, [scale, kept], batch_size=6, epochs=4))
 """
 
 
@@ -401,7 +546,13 @@ def test_ring_and_another_number_of_workers(tmp_path):
     for each in finished:
         found = each.result
         check_strategy(found, 2.0)
-        check(found["resumed"], expected(12, warmup=12, first=6))
+        # Keras begins the epoch again; the optimizer has taken 8 steps.
+        check(found["resumed"], expected(12, warmup=12, first=8))
+        assert "BroadcastInitialState()" in found["state"]
+        check_gan(found["gan"], 2.0)
+        if "multi" in found:
+            halved = expected(18, lambda step: 0.125 * (0.5 if step >= 12 else 1.0))
+            check(found["multi"], halved)
         assert found["differ"].startswith(
             "`ScaleLearningRate` must be given the same arguments and data on all ranks"
         )
@@ -413,13 +564,13 @@ def test_ring_and_another_number_of_workers(tmp_path):
         "9 step(s) of warm-up"
     )
     assert "kerasdist: learning rate" not in finished[1].output
-    # Three epochs have passed, of 6 steps each; now it's 4 steps. The base rate is
-    # what it was, the target that of 3 workers.
+    # An epoch has passed, of 6 steps; now it's 4 steps. The base rate is what it was,
+    # the target that of 3 workers.
     with Workers(COMMON + OTHERS, 3, env=env, deadline=60) as job:
         finished = job.succeed()
     for each in finished:
-        check(each.result, expected(12, factor=3, warmup=20, first=12))
-    assert "20 step(s) of warm-up, 12 of them behind" in finished[0].output
+        check(each.result, expected(12, factor=3, warmup=20, first=4))
+    assert "20 step(s) of warm-up, 4 of them behind" in finished[0].output
 
 
 def test_parameter_servers_in_step():

@@ -26,6 +26,7 @@ from kerasdist._keras.step import current
 __all__ = [
     "ArrayData",
     "batch_size_of_fit",
+    "batches_of_fit",
     "deal_batches",
     "first_item",
     "init_epoch_iterator",
@@ -130,7 +131,8 @@ def init_epoch_iterator(
     Raises:
         ValueError: A plain generator with several workers.
     """
-    current.iterator = weakref.ref(self)
+    if not current.evaluating:
+        current.iterator = weakref.ref(self)
     hooks = hooks_of(distribute_strategy)
     if hooks is None:
         original(self, distribute_strategy, *args, **kwargs)
@@ -193,12 +195,22 @@ def batch_size_of_fit() -> int | None:
     if isinstance(adapter, array_data_adapter.ArrayDataAdapter):
         return int(adapter._batch_size)
     if isinstance(adapter, py_dataset_adapter.PyDatasetAdapter):
-        first = tree.flatten(adapter._standardize_batch(adapter.py_dataset[0]))
+        items = adapter.py_dataset
+        if isinstance(items, _InOrder):
+            items = items.dataset  # the first in order may be the short one
+        first = tree.flatten(adapter._standardize_batch(items[0]))
         return int(first[0].shape[0]) if first else None
     try:
         return _tf.static_batch_size(adapter.get_tf_dataset())
     except (AttributeError, IndexError, TypeError, ValueError, tf.errors.OpError):
         return None  # it was distributed already, or its elements aren't batches
+
+
+def batches_of_fit() -> int | None:
+    """Number of batches in an epoch of `fit`, at its beginning; None: not known."""
+    iterator = None if current.iterator is None else current.iterator()
+    count = None if iterator is None else iterator.num_batches
+    return None if count is None else int(count)
 
 
 def deal_batches(iterator: Any, hooks: DealingHooks) -> None:
@@ -259,31 +271,31 @@ class _InOrder(py_dataset_adapter.PyDataset):
             use_multiprocessing=dataset.use_multiprocessing,
             max_queue_size=dataset.max_queue_size,
         )
-        self._dataset = dataset
+        self.dataset = dataset
         self._draw = draw
         self._epoch = 0
         self.order = self._next_order()
 
     def _next_order(self) -> Any:
         self._epoch += 1
-        return self._draw(self._dataset.num_batches, self._epoch)
+        return self._draw(self.dataset.num_batches, self._epoch)
 
     @property
     def num_batches(self) -> int | None:
-        return self._dataset.num_batches
+        return self.dataset.num_batches
 
     def __getitem__(self, index: int) -> Any:
-        return self._dataset[int(self.order[index])]
+        return self.dataset[int(self.order[index])]
 
     def __getstate__(self) -> dict[str, Any]:
         # What other processes need to fetch items.
         return {**self.__dict__, "_draw": None}
 
     def on_epoch_begin(self) -> None:
-        self._dataset.on_epoch_begin()
+        self.dataset.on_epoch_begin()
 
     def on_epoch_end(self) -> None:
-        self._dataset.on_epoch_end()
+        self.dataset.on_epoch_end()
         self.order = self._next_order()
 
 
@@ -302,7 +314,7 @@ def _agree_on_order(adapter: Any, hooks: KerasHooks) -> None:
     def iterate() -> Any:
         # An iterator keeps the order that it began with.
         for index in list(items.order):
-            yield adapter._standardize_batch(items._dataset[int(index)])
+            yield adapter._standardize_batch(items.dataset[int(index)])
 
     adapter._get_iterator = iterate
 

@@ -7,6 +7,8 @@ alone. What a rank decides by itself is agreed on before it can tear the ranks a
 
 from __future__ import annotations
 
+import contextlib
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -20,10 +22,17 @@ from keras.src.callbacks import (
     tensorboard,
 )
 from keras.src.models import model as model_module
+from keras.src.utils import file_utils
 
 from kerasdist._keras.hooks import DealingHooks, dealing_hooks, hooks_of
 from kerasdist._keras.optimizers import open_window
-from kerasdist._keras.rates import base_rate, set_base_rate
+from kerasdist._keras.rates import (
+    base_rate,
+    leaves_of,
+    scaling_of,
+    schedule_of,
+    set_base_rate,
+)
 from kerasdist._keras.state import statistics_of
 from kerasdist._keras.step import current
 from kerasdist._keras.trainer import before_first_step
@@ -124,18 +133,22 @@ def on_epoch_end(
     hooks = None if model is None else hooks_of(model.distribute_strategy)
     if hooks is not None and hooks.replicas > 1:
         model.stop_training = hooks.any_of(bool(model.stop_training))
-        rate = _rate(model)
-        if rate is not None:
+        for optimizer in _settable(model):
+            rate = base_rate(optimizer)
             chief = hooks.of_chief(rate)
             if chief != rate:
-                set_base_rate(model.optimizer, chief)
+                set_base_rate(optimizer, chief)
     if dealing is not None and not model.stop_training:
         epoch = (args or [kwargs.get("epoch")])[0]
         # Not there in loops of one's own.
         epochs = (self.params or {}).get("epochs")
         if epoch is not None and epochs is not None and epoch + 1 < epochs:
             evaluated = getattr(model, "_eval_epoch_iterator", None) is not None
-            known = {"rate": _rate(model), "evaluated": evaluated}
+            known = {
+                "rates": [base_rate(optimizer) for optimizer in _settable(model)],
+                "factors": [_factor(optimizer) for optimizer in leaves_of(model)],
+                "evaluated": evaluated,
+            }
             dealing.let_in(epoch + 1, known, statistics_of(model))
     return result
 
@@ -150,6 +163,11 @@ def on_train_begin(
     """
     result = original(self, *args, **kwargs)
     model = self.model
+    for callback in self.callbacks:
+        # Only now it's restored, wherever in the list who does it stands.
+        resumed = getattr(callback, "resumed_after", None)
+        if resumed is not None:
+            resumed(_batches_of_backup(self.callbacks))
     if model is not None and current.fitting:
         before_first_step(model, self.callbacks)
     dealing = _dealing(model)
@@ -157,8 +175,12 @@ def on_train_begin(
         return result
     model._initial_epoch, known = dealing.join(statistics_of(model))
     current.joined = True
-    if known["rate"] is not None and _rate(model) is not None:
-        set_base_rate(model.optimizer, known["rate"])
+    for optimizer, rate in zip(_settable(model), known["rates"], strict=True):
+        set_base_rate(optimizer, rate)
+    for optimizer, facts in zip(leaves_of(model), known["factors"], strict=True):
+        scaling = scaling_of(optimizer)
+        if scaling is not None and facts is not None:
+            scaling.set(*facts)
     if known["evaluated"]:
         # `fit` makes an iterator for all its evaluations, which the others have. From
         # now on all make another one each time.
@@ -214,11 +236,31 @@ def _may_stop(callback: Any) -> bool:
     )
 
 
-def _rate(model: Any) -> float | None:
-    """The base rate, if it's a number that callbacks may set."""
-    optimizer = getattr(model, "optimizer", None)
-    if optimizer is None or not isinstance(
-        getattr(optimizer, "_learning_rate", None), keras.Variable
-    ):
+def _settable(model: Any) -> list[Any]:
+    """The optimizers whose rate is a number, which callbacks may set."""
+    return [each for each in leaves_of(model) if schedule_of(each) is None]
+
+
+def _factor(optimizer: Any) -> list[float] | None:
+    """What `Scaling.set` is given of an optimizer."""
+    scaling = scaling_of(optimizer)
+    if scaling is None:
         return None
-    return base_rate(optimizer)
+    return [scaling.target, scaling.steps, scaling.shift]
+
+
+def _batches_of_backup(callbacks: Any) -> int:
+    """How many batches of an interrupted epoch are behind what was restored.
+
+    Keras begins that epoch again, with an optimizer that has taken these steps.
+    """
+    for callback in callbacks:
+        path = getattr(callback, "_training_metadata_path", None)
+        if isinstance(callback, backup_and_restore.BackupAndRestore) and path:
+            with (
+                contextlib.suppress(OSError, ValueError, KeyError, TypeError),
+                file_utils.File(path, "r") as file,
+            ):
+                last = int(json.loads(file.read())["batch"])
+                return last + 1 if last else 0
+    return 0

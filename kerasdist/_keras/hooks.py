@@ -138,8 +138,8 @@ class KerasHooks(Protocol):
     def mean_of(self, value: Any) -> Any:
         """Mean of a number over the workers."""
 
-    def of_chief(self, number: float) -> float:
-        """The chief's number."""
+    def of_chief(self, number: float, root: int = 0) -> float:
+        """The chief's number, or that of another rank."""
 
     def average(self, variables: Sequence[Any]) -> None:
         """Set each variable to its mean over all replicas."""

@@ -16,12 +16,14 @@ So Keras's own schedulers go on as in one process, whatever the order of callbac
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
 from keras.src import backend
 from keras.src.callbacks import learning_rate_scheduler, reduce_lr_on_plateau
+from keras.src.optimizers import base_optimizer
 
 from kerasdist import _tf
 from kerasdist._keras.hooks import dealing_hooks
@@ -33,7 +35,9 @@ __all__ = [
     "base_rate",
     "has_rate",
     "leaves",
+    "leaves_of",
     "on_base_rate",
+    "optimizers_of",
     "own_steps",
     "scaled",
     "scaling_of",
@@ -52,12 +56,20 @@ _ATTRIBUTE = "_kerasdist_scaling"
 
 
 class Scaling:
-    """The factor of one optimizer, in variables that a traced step reads."""
+    """The factor of one optimizer, in variables that a traced step reads.
 
-    def __init__(self) -> None:
-        self._target = _tf.own_variable(1.0, tf.float32)
-        self._steps = _tf.own_variable(0, tf.int64)
-        self._shift = _tf.own_variable(0, tf.int64)
+    Args:
+        optimizer: The optimizer.
+    """
+
+    def __init__(self, optimizer: Any) -> None:
+        # Beside the optimizer's own: what XLA compiles reads one device's variables.
+        counter = own_steps(optimizer)
+        copies = getattr(counter, "values", (counter,))
+        device = copies[0].device if len(copies) == 1 else ""
+        self._target = _tf.own_variable(1.0, tf.float32, device)
+        self._steps = _tf.own_variable(0, tf.int64, device)
+        self._shift = _tf.own_variable(0, tf.int64, device)
 
     def set(self, target: float, steps: int, shift: int) -> None:
         """Set what the factor is computed from.
@@ -71,6 +83,11 @@ class Scaling:
         self._target.assign(target)
         self._steps.assign(steps)
         self._shift.assign(shift)
+
+    @property
+    def target(self) -> float:
+        """The factor after the warm-up."""
+        return float(self._target.numpy())
 
     @property
     def steps(self) -> int:
@@ -99,16 +116,44 @@ def leaves(optimizer: Any) -> list[Any]:
         return []
     inner = getattr(optimizer, "inner_optimizer", None)
     parts = [inner] if inner is not None else getattr(optimizer, "optimizers", None)
-    if not parts:
+    if parts is None:
         return [optimizer]
     return [leaf for part in parts for leaf in leaves(part)]
+
+
+def optimizers_of(trainer: Any) -> list[Any]:
+    """What a model was compiled with, and what it holds in attributes of its own.
+
+    The parts of a model with a `train_step` of its own may have an optimizer each, as
+    the generator and the discriminator of a GAN.
+    """
+    found = [] if trainer.optimizer is None else [trainer.optimizer]
+    for held in vars(trainer).values():
+        some: Any = held.values() if isinstance(held, dict) else held
+        for each in some if isinstance(held, (dict, list, tuple)) else (held,):
+            if isinstance(each, base_optimizer.BaseOptimizer) and not any(
+                each is part for other in found for part in (other, *leaves(other))
+            ):
+                found.append(each)
+    return found
+
+
+def leaves_of(trainer: Any) -> list[Any]:
+    """The optimizers that take a model's steps and have a rate, each once."""
+    found: list[Any] = []
+    for optimizer in optimizers_of(trainer):
+        if hasattr(optimizer, "optimizers") and trainer.built:
+            # Perhaps only now it chooses one for each variable.
+            optimizer.build(trainer.trainable_variables)
+        found += [leaf for leaf in leaves(optimizer) if has_rate(leaf)]
+    return list({id(leaf): leaf for leaf in found}.values())
 
 
 def scaling_of(optimizer: Any, *, make: bool = False) -> Scaling | None:
     """The factor of an optimizer; None if it has none and none is to be made."""
     scaling: Scaling | None = getattr(optimizer, _ATTRIBUTE, None)
     if scaling is None and make:
-        scaling = Scaling()
+        scaling = Scaling(optimizer)
         setattr(optimizer, _ATTRIBUTE, scaling)
     return scaling
 
@@ -146,8 +191,13 @@ def scaled(optimizer: Any, rate: Any) -> Any:
     scaling = scaling_of(optimizer)
     if scaling is None or current.base_rate:
         return rate
+    is_number = isinstance(rate, backend.Variable)
     rate = tf.convert_to_tensor(getattr(rate, "value", rate))
-    return rate * tf.cast(scaling.factor(optimizer), rate.dtype)
+    rate = rate * tf.cast(scaling.factor(optimizer), rate.dtype)
+    if is_number and tf.executing_eagerly():
+        # Keras gives a variable here, and scripts assign to it.
+        rate.assign = functools.partial(setattr, optimizer, "learning_rate")
+    return rate
 
 
 def set_rate(original: Callable[..., Any], optimizer: Any, rate: Any) -> None:

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
 
+from kerasdist._keras.hooks import KerasHooks
 from kerasdist._keras.optimizers import own_accumulators
+from kerasdist._keras.rates import optimizers_of
 
-__all__ = ["check_scope", "state_of", "statistics_of", "whole_state"]
+__all__ = [
+    "check_scope",
+    "share_state",
+    "state_of",
+    "statistics_of",
+    "take_epoch",
+    "whole_state",
+]
 
 
 def check_scope(trainer: Any) -> None:
@@ -74,17 +84,48 @@ def state_of(
     metrics = {id(variable) for variable in trainer.metrics_variables}
     variables = [v for v in trainer.variables if id(v) not in metrics]
     parts: list[Any] = []
-    if trainer.optimizer is not None:
-        parts = own_accumulators(trainer.optimizer)
-        theirs = {id(variable) for variable in parts}
-        variables += [v for v in trainer.optimizer.variables if id(v) not in theirs]
+    for optimizer in optimizers_of(trainer):
+        parts += own_accumulators(optimizer)
+        variables += optimizer.variables
+    theirs = {id(variable) for variable in parts}
+    unique = {id(v): v for v in variables if id(v) not in theirs}
+    variables = list(unique.values())
     return named(variables), named(parts)
+
+
+def take_epoch(trainer: Any, hooks: KerasHooks, root: int) -> None:
+    """Begin with a rank's epoch: perhaps only that one could restore something."""
+    epoch = hooks.of_chief(getattr(trainer, "_initial_epoch", None) or 0, root)
+    # As Keras has it: None or 0 leave the epoch to an argument of `fit`.
+    trainer._initial_epoch = int(epoch) or None
+
+
+def share_state(trainer: Any, hooks: KerasHooks, callbacks: Sequence[Any]) -> None:
+    """Let callbacks that have a method `before_first_step` see to the workers' state.
+
+    Raises:
+        ValueError: They aren't the same on all ranks.
+    """
+    found = [getattr(callback, "before_first_step", None) for callback in callbacks]
+    wanted = [prepare for prepare in found if prepare is not None]
+    count = int(hooks.of_chief(len(wanted)))
+    if hooks.any_of(count != len(wanted)):
+        raise ValueError(
+            "All ranks must be given the same callbacks. Received: "
+            f"`kerasdist.callbacks.BroadcastInitialState` {len(wanted)} time(s) on "
+            f"rank {hooks.rank}, another number of times on others."
+        )
+    if wanted:
+        # As Keras does next: else they hold each worker's part of the last epoch.
+        trainer.reset_metrics()
+    for prepare in wanted:
+        prepare(hooks, whole_state(trainer))
 
 
 def whole_state(trainer: Any) -> list[Any]:
     """TensorFlow's variables of everything that training changes, each once."""
     variables = [*trainer.variables, *trainer.metrics_variables]
-    if trainer.optimizer is not None:
-        variables += trainer.optimizer.variables
+    for optimizer in optimizers_of(trainer):
+        variables += optimizer.variables
     found = {id(variable): variable.value for variable in variables}
     return list(found.values())

@@ -32,8 +32,9 @@ class Step(threading.local):
         evaluating: Whether this is inside `evaluate` or `predict`.
         training: Whether the function that is made takes steps of training.
         base_rate: Whether rates are read and set as they are before they are scaled.
-        iterator: A weak reference to the newest epoch iterator: at the beginning of
-            `fit` that of its data; None: there was none.
+        iterator: A weak reference to the newest epoch iterator but those of `evaluate`
+            and `predict`: at the beginning of `fit` that of its data; None: there was
+            none.
         timed: Whether a step that is measured runs, or is being traced.
         compiled: Whether what is inside of that step is for XLA.
         readers: What reads data ahead and must be closed; None outside of `fit`,

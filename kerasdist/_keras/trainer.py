@@ -25,9 +25,10 @@ from kerasdist._keras.optimizers import open_window
 from kerasdist._keras.placed_trainer import who_was_lost
 from kerasdist._keras.state import (
     check_scope,
+    share_state,
     state_of,
     statistics_of,
-    whole_state,
+    take_epoch,
 )
 from kerasdist._keras.step import current, setting
 from kerasdist._keras.timing import measured, unmeasured
@@ -278,11 +279,9 @@ def before_first_step(trainer: Any, callbacks: Sequence[Any]) -> None:
     hooks = hooks_of(trainer.distribute_strategy)
     if hooks is None:
         return
-    for callback in callbacks:
-        prepare = getattr(callback, "before_first_step", None)
-        if prepare is not None:
-            prepare(hooks, whole_state(trainer))
+    share_state(trainer, hooks, callbacks)
     hooks.check_state(*state_of(trainer, only_weights=hooks.has_own_state()))
+    take_epoch(trainer, hooks, 0)
     optimizer = trainer.optimizer
     weights = trainer.trainable_weights
     tables = embedding_tables(trainer)
@@ -345,7 +344,8 @@ def on_chief_only(
     """In place of `evaluate` and `predict`: the progress bar shows on the chief."""
     hooks = hooks_of(trainer.distribute_strategy)
     if hooks is None:
-        return original(trainer, *args, **kwargs)
+        with setting(evaluating=True):
+            return original(trainer, *args, **kwargs)
     args, kwargs, _ = _quiet(original, hooks, trainer, args, kwargs)
 
     def call(anew: bool) -> Any:

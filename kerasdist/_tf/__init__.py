@@ -274,9 +274,9 @@ def make_numbers() -> None:
             setattr(kind, name, lambda self, convert=convert: convert(self.numpy()))
 
 
-def own_variable(value: Any, dtype: Any) -> Any:
-    """A variable in host memory of this process alone, in a strategy's scope too."""
-    with tf.init_scope(), tf.device(host_of("/device:CPU:0")):
+def own_variable(value: Any, dtype: Any, device: str = "") -> Any:
+    """A variable of this process alone, in a strategy's scope too; in host memory."""
+    with tf.init_scope(), tf.device(device or host_of("/device:CPU:0")):
         return resource_variable_ops.ResourceVariable(
             value, dtype=dtype, trainable=False
         )

@@ -43,9 +43,9 @@ def longest(extended: SynchronousExtended, length: int | None) -> int | None:
     return None if min(every) < 0 else max(every)
 
 
-def of_chief(extended: SynchronousExtended, number: float) -> float:
-    """The chief's number."""
-    return float(extended.job.communicator.broadcast([np.float64(number)])[0])
+def of_chief(extended: SynchronousExtended, number: float, root: int = 0) -> float:
+    """The chief's number, or that of another rank."""
+    return float(extended.job.communicator.broadcast([np.float64(number)], root)[0])
 
 
 def mean_of(extended: SynchronousExtended, value: Any) -> Any:

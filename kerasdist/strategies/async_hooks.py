@@ -154,8 +154,13 @@ class AsyncHooks(SynchronousHooks):
         return self.any_of(self._datasets > 1 or self._extended.shared.has_begun)
 
     def share_state(self, variables: Sequence[Any], root: int) -> Shared:
-        """See `KerasHooks.share_state`; then the table takes what rank 0 holds."""
+        """See `KerasHooks.share_state`; then the table takes what rank 0 holds.
+
+        A worker that comes later takes the others' state when it joins them.
+        """
         self.settle()
+        if self.joining:
+            root = 0  # which is itself, until then
         return super().share_state(variables, root)
 
     def begin_fit(

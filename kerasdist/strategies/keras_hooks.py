@@ -191,9 +191,9 @@ class SynchronousHooks:
         """See `KerasHooks.any_of`."""
         return agreement.any_of(self._extended, flag)
 
-    def of_chief(self, number: float) -> float:
+    def of_chief(self, number: float, root: int = 0) -> float:
         """See `KerasHooks.of_chief`."""
-        return agreement.of_chief(self._extended, number)
+        return agreement.of_chief(self._extended, number, root)
 
     def mean_of(self, value: Any) -> Any:
         """See `KerasHooks.mean_of`."""
