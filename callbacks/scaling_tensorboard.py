@@ -124,6 +124,7 @@ class ScalingTensorBoard(keras.callbacks.Callback):
         self._link: float | None = None
         self._baseline = Baseline(*self._speed)
         self._calls = 0
+        self._epoch_began: float | None = None
         self._windows = Windows(self._update_freq, self._steps_per_call)
         self._steps = 0
         self._sums: dict[int, StepTimes] = {}
@@ -181,6 +182,10 @@ class ScalingTensorBoard(keras.callbacks.Callback):
         del epoch, logs
         if not self._active:
             return
+        if self._in_step:
+            # The chief may have written a file: who waits for that does so in no step.
+            self._communicator.barrier()
+            self._epoch_began = time.monotonic()
         self._clock.begin_epoch()
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
@@ -192,6 +197,11 @@ class ScalingTensorBoard(keras.callbacks.Callback):
         del batch, logs
         if not self._active:
             return
+        if self._epoch_began is not None:
+            # The iterator was made, which may have read its first batches.
+            made = time.monotonic() - self._epoch_began
+            self._clock.waited(made, between=True)
+            self._epoch_began = None
         if self._in_step:
             # The first call has traced, and isn't measured.
             if self._calls == 2 and self._baseline.missing:

@@ -618,7 +618,8 @@ def test_a_calibration_says_what_one_worker_does(strategy, tmp_path):
     model.fit(
         x, x[:, :3], batch_size=8, epochs=3, verbose=0, callbacks=[board, Pause()]
     )
-    assert near(board.figures.baseline, board.figures.examples_per_second, 0.25)
+    # Without the pauses it were five times as much.
+    assert near(board.figures.baseline, board.figures.examples_per_second, 0.5)
     assert board.figures.baseline < 8 / (SLEEP + 0.02)
 
 

@@ -28,9 +28,12 @@ class StepTimer(Protocol):
 
     Attributes:
         running: Whether somebody wants to know.
+        marks: Whether the inside of a step is measured that runs, or is being traced,
+            in whichever thread.
     """
 
     running: bool
+    marks: bool
 
     def enter(self) -> None:
         """Keras calls the function that takes steps."""

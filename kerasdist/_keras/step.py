@@ -90,7 +90,8 @@ class Step(threading.local):
 
     def of(self, hooks: KerasHooks, rows: Any, total: Any) -> Any:
         """Set the facts of one replica's step for the length of a `with` block."""
-        return setting(hooks=hooks, rows=rows, total=total, _summed=None)
+        timed = self.timed or hooks.timer.marks
+        return setting(hooks=hooks, rows=rows, total=total, timed=timed, _summed=None)
 
 
 current = Step()

@@ -30,7 +30,7 @@ from kerasdist._keras.state import (
     statistics_of,
     take_epoch,
 )
-from kerasdist._keras.step import current, setting
+from kerasdist._keras.step import current, is_timed, setting
 from kerasdist._keras.timing import measured, unmeasured
 from kerasdist._keras.touched import embedding_tables, moves_all_rows
 
@@ -145,7 +145,12 @@ def receive_batch(
         if hooks is not None and hooks.replicas > 1:
             data = hooks.unwrap(data)
         if current.timed:
-            return timer.step(converted, data)
+            # Each replica may have a thread of its own.
+            timer.marks = is_timed()
+            try:
+                return timer.step(converted, data)
+            finally:
+                timer.marks = False
         if hooks is None:
             return converted(data)
         if hooks.replicas == 1 or current.rows is not None or not _in_replica(hooks):

@@ -200,7 +200,8 @@ class DealtBatches:
             ahead = self._ahead or self._pool.submit(self._read)
             begin = time.time()
             self._next = ahead.result()
-            self._dealt.extended.keras_hooks.timer.waited(time.time() - begin)
+            timer = self._dealt.extended.keras_hooks.timer
+            timer.waited(time.time() - begin, between=True)
             self._ahead = None
             if self._next is None:
                 self.close()

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import time
 from collections import deque
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -188,6 +189,7 @@ class SharedItemsIterator:
         self._items = items
         self._groups: Iterator[list[Any]] | None = None
         self._waiting: deque[Any] = deque()
+        self._met = 0.0  # seconds of the last exchange
 
     @property
     def kerasdist_example(self) -> Any:
@@ -204,7 +206,11 @@ class SharedItemsIterator:
             # iterators than it uses.
             if self._groups is None:
                 self._groups = self._read()
+            timer = self._items.extended.keras_hooks.timer
+            begin, self._met = time.time(), 0.0
             self._waiting.extend(next(self._groups))
+            timer.waited(time.time() - begin - self._met)
+            timer.waited(self._met, others=True)
         return self
 
     def __next__(self) -> Any:
@@ -230,7 +236,9 @@ class SharedItemsIterator:
                     packed = form.pack(*reader.read())
                 if length is not None and start + size >= length:
                     reader.close()
+                begin = time.time()
                 every = communicator.all_gather(packed)
+                self._met = time.time() - begin
                 yield [
                     self._own_rows(form, every[other], start + other, order)
                     for other in range(count)

@@ -57,6 +57,7 @@ class StepClock:
         rank: This worker's rank in the job.
         communicator: Between the workers.
         running: Whether steps are measured.
+        marks: See `StepTimer`.
         batch: What a replica's batch is made of, as TensorFlow describes it; None
             before a step was traced.
     """
@@ -66,6 +67,7 @@ class StepClock:
     ) -> None:
         self.rank = communicator.rank
         self.running = False
+        self.marks = False
         self.batch: Any = None
         self._replicas = len(devices)
         self._host = _tf.host_of(devices[0])
@@ -219,8 +221,16 @@ class StepClock:
             # A graph with one thread would read the clock too late.
             self._eager[_BEGIN] += self._entered - self._base
 
-    def waited(self, seconds: float, *, others: bool = False) -> None:
-        """Outside of graphs so many seconds were spent waiting: for data, or others."""
+    def waited(
+        self, seconds: float, *, others: bool = False, between: bool = False
+    ) -> None:
+        """Outside of graphs so many seconds were spent waiting: for data, or others.
+
+        Where no step is taken, e.g. in an evaluation, that isn't counted, but if it's
+        known to be `between` two steps.
+        """
+        if not self._spans.open and not between:
+            return
         if others:
             self._met += seconds
         else:
