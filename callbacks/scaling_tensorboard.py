@@ -36,6 +36,8 @@ from kerasdist.strategies.step_times import StepTimes, gather
 
 __all__ = ["ScalingTensorBoard"]
 
+# After so many calls one looks how long they take, where no window ends before long.
+_LOOK = 10
 # Reads that are staler are counted as this.
 _STALEST = 63
 
@@ -116,7 +118,7 @@ class ScalingTensorBoard(keras.callbacks.Callback):
         self._verbose = verbose
         self._summaries: Summaries | None = None
         self._timed: Any = None
-        self._active = False
+        self._active, self._in_step = False, True
         self._forget()
 
     def _forget(self) -> None:
@@ -162,6 +164,8 @@ class ScalingTensorBoard(keras.callbacks.Callback):
         del logs
         if not self._active:
             return
+        hooks = getattr(self._extended, "keras_hooks", None)
+        self._in_step = hooks is None or not hooks.deals
         self._forget()
         if self._clock.running:
             raise ValueError(
@@ -209,6 +213,8 @@ class ScalingTensorBoard(keras.callbacks.Callback):
             if self._windows.full:
                 self._end_window()
         self._calls += 1
+        if self._calls == _LOOK:
+            self._choose_sample()
         self._windows.calls += 1
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
@@ -261,11 +267,21 @@ class ScalingTensorBoard(keras.callbacks.Callback):
                 f"log_dir={self.log_dir!r}: {faults}"
             )
 
+    def _choose_sample(self) -> None:
+        """How many calls are measured; who takes each step together, the same ones."""
+        seconds = self._clock.seconds_per_step * self._steps_per_call
+        if self._in_step:
+            found = self._communicator.all_reduce([np.float64(seconds)], "max")
+            seconds = float(found[0])
+        if seconds:
+            self._clock.measure(seconds)
+
     # A window of steps.
 
     def _end_window(self) -> None:
         """All workers call it at the same place."""
         begin = time.monotonic()
+        self._choose_sample()
         mine = self._clock.take()
         told = self._windows.told()
         every, others = gather(
@@ -382,11 +398,6 @@ class ScalingTensorBoard(keras.callbacks.Callback):
     @property
     def _is_chief(self) -> bool:
         return bool(self._clock.rank == 0)
-
-    @property
-    def _in_step(self) -> bool:
-        hooks = getattr(self._extended, "keras_hooks", None)
-        return hooks is None or not hooks.deals
 
     @property
     def _devices(self) -> int:

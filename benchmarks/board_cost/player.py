@@ -1,59 +1,161 @@
-"""One worker of the benchmark: epochs with and without the callback, in turns."""
+"""One worker of the benchmark: blocks of steps with the callback and without it."""
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 import tempfile
 import time
+
+RANK = json.loads(os.environ.get("TF_CONFIG", "{}")).get("task", {}).get("index", 0)
+CORES = sorted(os.sched_getaffinity(0))
+os.sched_setaffinity(0, {CORES[RANK % len(CORES)]})
 
 import keras
 import numpy as np
 
 import kerasdist
 from kerasdist.callbacks import ScalingTensorBoard
+from kerasdist.strategies.sampling import period
 
-ROUNDS, STEPS, WIDTH, BATCH = map(int, sys.argv[1:5])
+ROUNDS, WIDTH, BATCH = map(int, sys.argv[1:4])
+WAYS = ("without", "with", "every step measured")
+# The first steps of a block aren't counted: the caches are another one's.
+SETTLE = 3
+FIRST = 50  # steps, to know how long they are
 
 strategy = kerasdist.RingStrategy()
 rng = np.random.default_rng(0)
-x = rng.normal(size=(BATCH * STEPS, 784)).astype("float32")
-y = rng.integers(0, 10, size=len(x))
 
 
-class Steps(keras.callbacks.Callback):
-    """When each step begins."""
+def data(steps):
+    x = rng.normal(size=(BATCH * steps, 784)).astype("float32")
+    y = rng.integers(0, 10, size=len(x))
+    return {"x": x, "y": y, "batch_size": BATCH, "verbose": 0}
+
+
+keras.utils.set_random_seed(1)
+with strategy.scope():
+    layers = [keras.layers.Dense(WIDTH, activation="relu") for _ in range(3)]
+    model = keras.Sequential([keras.Input((784,)), *layers, keras.layers.Dense(10)])
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile("adam", loss)
+
+
+class Turns(keras.callbacks.Callback):
+    """Takes blocks of steps in turns, each an epoch, in one order on all workers.
+
+    A block begins with the function that takes steps as it is with the callback, or as
+    it is without it. With it, one row of steps is measured in a block, which is as long
+    as the time from one row to the next.
+    `samples` are the mean steps of blocks, by way.
+    """
+
+    def __init__(self, board, plain, clocked, seconds):
+        super().__init__()
+        self.board, self.clock = board, strategy.extended.timer
+        self.functions = {way: clocked for way in WAYS}
+        self.functions["without"] = plain
+        self.seconds = seconds  # of a step
+        self.block = max(period(seconds), 20)
+        self.samples = {way: [] for way in WAYS}
+        self.chance = np.random.default_rng(5)
+        self.order = [
+            way for _ in range(ROUNDS) for way in self.chance.permutation(WAYS)
+        ]
+        self.steps = 0
+        # What windows have taken: the steps aren't compared at their ends.
+        self.windows, self.window_seconds, self.measured_for = 0, 0.0, 0.0
+
+    def set_model(self, model):
+        super().set_model(model)
+        self.board.set_model(model)
 
     def on_train_begin(self, logs=None):
-        self.times = []
+        self.board.on_train_begin()
+        end = self.board._end_window
+
+        def timed():
+            begin = time.perf_counter()
+            end()
+            self.sample()
+            spent = time.perf_counter() - begin
+            self.windows += 1
+            self.window_seconds += spent
+            self.begin += spent
+
+        self.board._end_window = timed
+
+    def sample(self):
+        """Let one row be measured in what is left of the block, if it's long enough."""
+        ahead = self.block - self.steps
+        sampling = self.clock._sampling
+        if not period(self.seconds):
+            sampling.set(0)
+            return
+        sampling.set(1 << 40)
+        if not self.had_row and ahead > 20:
+            sampling._ahead = int(self.chance.integers(SETTLE, ahead - 10))
+            self.had_row = True
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self.way = self.order[epoch]
+        self.model.train_function = self.functions[self.way]
+        self.steps = 0
+        self.had_row = False
+        self.clock.running = self.way != "without"
+        if self.way == "with":
+            self.sample()
+        else:
+            self.clock._sampling.set(0)
+        self.clock.begin_epoch()
 
     def on_train_batch_begin(self, batch, logs=None):
-        self.times.append(time.perf_counter())
+        if self.steps == SETTLE:
+            self.begin = time.perf_counter()
+        elif self.steps == self.block - 1:
+            # The last one is left out: with it comes what ends an epoch.
+            seconds = time.perf_counter() - self.begin
+            self.samples[self.way].append(seconds / (self.steps - SETTLE))
+            if self.way == "with":
+                self.measured_for += seconds
+        self.steps += 1
+        if self.way == "with":
+            self.board.on_train_batch_begin(batch)
+
+    def on_train_end(self, logs=None):
+        self.clock.running = True
+        self.board.on_train_end()
 
 
-def build():
-    keras.utils.set_random_seed(1)
-    with strategy.scope():
-        layers = [keras.layers.Dense(WIDTH, activation="relu") for _ in range(3)]
-        model = keras.Sequential([keras.Input((784,)), *layers, keras.layers.Dense(10)])
-        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-        model.compile("adam", loss)
-    return model
+def trace(callbacks):
+    """The function that takes steps, traced with these callbacks."""
+    model.train_function = None
+    model.fit(**data(20), callbacks=callbacks)
+    return model.train_function
 
 
 with tempfile.TemporaryDirectory() as folder:
-    boards = {"without": [], "with": [ScalingTensorBoard(folder, verbose=0)]}
-    models = {name: build() for name in boards}
-    samples = {name: [] for name in boards}
-    for number in range(ROUNDS + 1):
-        for name in sorted(boards, reverse=number % 2 == 1):
-            # First of all: what the board does as a batch begins is in the step before.
-            steps = Steps()
-            models[name].fit(
-                x, y, batch_size=BATCH, verbose=0, callbacks=[steps, *boards[name]]
-            )
-            if number:  # the first one traces
-                # Of these the last isn't known, nor what begins the epoch.
-                spent = steps.times[-1] - steps.times[5]
-                samples[name].append(spent / (len(steps.times) - 6))
-print("RESULT", json.dumps({"rank": strategy.rank, "samples": samples}), flush=True)
+    plain = trace([])
+    clocked = trace([ScalingTensorBoard(folder, verbose=0)])
+    # How long a step is without it: the same on all workers.
+    model.train_function = plain
+    first = data(FIRST)
+    begin = time.perf_counter()
+    model.fit(**first)
+    mine = np.float64((time.perf_counter() - begin) / FIRST)
+    seconds = float(strategy.communicator.all_reduce([mine], "max")[0])
+    board = ScalingTensorBoard(folder, verbose=0)
+    board._timed = clocked  # it has the clock in it already
+    turns = Turns(board, plain, clocked, seconds)
+    model.fit(**data(turns.block), epochs=len(turns.order), callbacks=[turns])
+found = {
+    "rank": strategy.rank,
+    "samples": turns.samples,
+    "block": turns.block,
+    "windows": turns.windows,
+    "window_seconds": turns.window_seconds,
+    "measured_for": turns.measured_for,
+}
+print("RESULT", json.dumps(found), flush=True)

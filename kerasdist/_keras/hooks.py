@@ -35,14 +35,17 @@ class StepTimer(Protocol):
     running: bool
     marks: bool
 
-    def enter(self) -> None:
-        """Keras calls the function that takes steps."""
+    def enter(self, *, always: bool = False) -> bool:
+        """Keras calls the function that takes steps; is this call measured?"""
 
     def leave(self, executions: int) -> None:
         """It has returned; it takes so many steps at a time, 0 if it has failed."""
 
     def step(self, run: Callable[[Any], Any], data: Any) -> Any:
-        """Run one step on this worker's part of a batch, in cross-replica context."""
+        """Count one step on this worker's part of a batch, in cross-replica context.
+
+        Measure it too, if the call is measured.
+        """
 
     def exchange(
         self, gradients: Sequence[Any], reduce: Callable[[Sequence[Any]], list[Any]]

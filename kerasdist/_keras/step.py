@@ -35,7 +35,8 @@ class Step(threading.local):
         iterator: A weak reference to the newest epoch iterator but those of `evaluate`
             and `predict`: at the beginning of `fit` that of its data; None: there was
             none.
-        timed: Whether a step that is measured runs, or is being traced.
+        counted: Whether a step that is counted runs, or is being traced.
+        timed: Whether one that is measured, too.
         compiled: Whether what is inside of that step is for XLA.
         readers: What reads data ahead and must be closed; None outside of `fit`,
             `evaluate` and `predict`.
@@ -55,6 +56,7 @@ class Step(threading.local):
     training: bool = False
     base_rate: bool = False
     iterator: weakref.ref[Any] | None = None
+    counted: bool = False
     timed: bool = False
     compiled: bool = False
     readers: set[Any] | None = None

@@ -31,7 +31,7 @@ from kerasdist._keras.state import (
     take_epoch,
 )
 from kerasdist._keras.step import current, is_timed, setting
-from kerasdist._keras.timing import measured, unmeasured
+from kerasdist._keras.timing import Graphs, measured, unmeasured
 from kerasdist._keras.touched import embedding_tables, moves_all_rows
 
 __all__ = [
@@ -71,15 +71,15 @@ def make_function(
     hooks = hooks_of(trainer.distribute_strategy)
     timing = measured if current.training else unmeasured
     if hooks is None:
-        plain = original(trainer, step_function)
         if timer_of(trainer.distribute_strategy) is None:
-            return plain
+            return original(trainer, step_function)
+        graphs = Graphs(lambda: original(trainer, step_function))
 
-        def timed(iterator: Any) -> Any:
-            with timing(trainer):
-                return plain(iterator)
+        def plain(iterator: Any) -> Any:
+            with timing(trainer) as timed:
+                return graphs.get(timed)(iterator)
 
-        return timed
+        return plain
 
     def counted(data: Any) -> Any:
         data, total = hooks.split(data)
@@ -104,7 +104,7 @@ def make_function(
         return logs
 
     inside = hooks.apart if current.training else hooks.together
-    function = original(trainer, counted)
+    graphs = Graphs(lambda: original(trainer, counted))
     checked = False
 
     def call(iterator: Any) -> Any:
@@ -112,7 +112,8 @@ def make_function(
         if not checked:
             check_scope(trainer)
             checked = True
-        with _translating(hooks), inside(), timing(trainer):
+        with _translating(hooks), inside(), timing(trainer) as timed:
+            function = graphs.get(timed)
             if isinstance(
                 iterator, (tf.data.Iterator, tf.distribute.DistributedIterator)
             ):
@@ -144,7 +145,7 @@ def receive_batch(
     def filled(data: Any) -> Any:
         if hooks is not None and hooks.replicas > 1:
             data = hooks.unwrap(data)
-        if current.timed:
+        if current.counted:
             # Each replica may have a thread of its own.
             timer.marks = is_timed()
             try:

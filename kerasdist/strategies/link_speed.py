@@ -32,17 +32,14 @@ def link_speed(communicator: Communicator) -> float | None:
     best = 0.0
     sums = SpanSums(communicator.size)
     communicator.all_reduce([buffer])  # makes room
-    communicator.listen(sums)
-    try:
-        for _ in range(_TIMES):
-            communicator.barrier()
-            sums.take()
-            sums.open = True
+    for _ in range(_TIMES):
+        communicator.barrier()
+        communicator.listen(sums)
+        try:
             communicator.all_reduce([buffer])
-            sums.open = False
-            work = sums.take()
-            if work.communicating:
-                best = max(best, work.sent / work.communicating)
-    finally:
-        communicator.unlisten(sums)
+        finally:
+            communicator.unlisten(sums)
+        work = sums.take()
+        if work.communicating:
+            best = max(best, work.sent / work.communicating)
     return float(communicator.all_reduce([np.float64(best)], "max")[0]) or None

@@ -12,17 +12,13 @@ _NANO = 1e-9
 
 
 class SpanSums:
-    """A recorder of a communicator's work while it's open; see `transport.spans`.
+    """A recorder of a communicator's work; see `transport.spans`.
 
     Args:
         size: Number of workers.
-
-    Attributes:
-        open: Whether what is told now counts.
     """
 
     def __init__(self, size: int) -> None:
-        self.open = False
         self._size = size
         self._lock = threading.Lock()
         self._now = Work(size)
@@ -32,8 +28,6 @@ class SpanSums:
     ) -> None:
         """See `transport.spans.Recorder.add`."""
         del what
-        if not self.open:
-            return
         with self._lock:
             self._now.add(name, end - begin, size)
 
@@ -42,6 +36,11 @@ class SpanSums:
         with self._lock:
             taken, self._now = self._now, Work(self._size)
         return taken
+
+    def give_back(self, work: Work) -> None:
+        """Go on from what was taken; what was done since then counts no longer."""
+        with self._lock:
+            self._now = work
 
 
 class Work:

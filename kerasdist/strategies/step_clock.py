@@ -5,18 +5,23 @@
           begin   ready    gradients   reduced    end
 
 `begin` is when Keras calls the step's graph; `ready` to `end` are read inside of it, by
-operations that wait for what the mark stands for, which cost a microsecond each. Their
-sums lie in one variable in host memory, which is read once in a window of many steps:
-sums of differences are differences of sums. So a step calls no Python for it, also
-where several steps are one execution of a graph.
+operations that wait for what the mark stands for, which cost some microseconds each.
+Their sums lie in one variable in host memory, which is read once in a window of many
+steps: sums of differences are differences of sums. So a step calls no Python for it,
+also where several steps are one execution of a graph.
+
+Where steps are short not all are measured (`strategies.sampling`): marks and listening
+would be a part of them that can be seen (benchmarks/board_cost). So there are two
+graphs: one with marks, which is called now and then, and one that counts steps and
+rows. How many these were, and how long they took together, is of all steps; what a step
+consists of is that of the measured ones.
 
 What an exchange consists of is told by the communicator (`transport.spans`). Exchanges
 of weights with parameter servers are a part of the update, as far as the graph knows:
 they are taken out of it.
 
 Graphs get the marks when they are traced while the clock runs; until somebody starts it
-there are none. A call that has traced isn't counted, nor is what came before it in the
-same window.
+there are none. A call that has traced isn't counted.
 
 On GPUs the marks tell when the host has got on so far. It waits for the device at the
 latest where gradients are sent.
@@ -29,20 +34,30 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import numpy as np
 import tensorflow as tf
 
 from kerasdist import _tf
 from kerasdist.collectives import Communicator
 from kerasdist.collectives.ops import Array
+from kerasdist.strategies.marks import (
+    BEGIN,
+    END,
+    GRADIENTS,
+    MEASURED,
+    READY,
+    REDUCED,
+    ROWS,
+    STEPS,
+    UPDATES,
+    Marks,
+    time_after,
+)
 from kerasdist.strategies.rows import count_rows, split_total
-from kerasdist.strategies.spans import SpanSums
-from kerasdist.strategies.step_times import StepTimes
+from kerasdist.strategies.sampling import Sampling, period
+from kerasdist.strategies.spans import SpanSums, Work
+from kerasdist.strategies.step_times import PARTS, PHASES, StepTimes
 
 __all__ = ["StepClock"]
-
-# What the variable holds: counts, and sums of times.
-_STEPS, _ROWS, _BEGIN, _READY, _END, _GRADIENTS, _REDUCED, _UPDATES = range(8)
 
 
 class StepClock:
@@ -56,7 +71,8 @@ class StepClock:
     Attributes:
         rank: This worker's rank in the job.
         communicator: Between the workers.
-        running: Whether steps are measured.
+        running: Whether steps are counted, and some of them measured.
+        timed: Whether this call is one that is measured.
         marks: See `StepTimer`.
         batch: What a replica's batch is made of, as TensorFlow describes it; None
             before a step was traced.
@@ -66,27 +82,27 @@ class StepClock:
         self, devices: Sequence[str], communicator: Communicator, *, in_turn: bool
     ) -> None:
         self.rank = communicator.rank
-        self.running = False
-        self.marks = False
+        self.running = self.timed = self.marks = False
+        self._listening = self._in_call = False
         self.batch: Any = None
         self._replicas = len(devices)
         self._host = _tf.host_of(devices[0])
         self.communicator = communicator
         self._in_turn = in_turn
         self._spans = SpanSums(communicator.size)
-        with tf.device(self._host):
-            self._totals = tf.Variable(
-                tf.zeros([8], tf.float64), trainable=False, name="kerasdist_clock"
-            )
-        # Times are counted from here: sums of small numbers are exact.
-        self._base = time.time()
-        self._eager = np.zeros(8)
-        self._before = np.zeros(8)
-        self._traced = self._is_eager = False
+        self._summed = Marks(self._host)
+        self._before = self._summed.read()
+        self._is_eager = False
+        # What was there before the call that traces, and before one that warms up.
+        self._traced: tuple[Array, Work] | None = None
+        self._kept: tuple[Array, Work] | None = None
         self._entered = self._left = self._since = 0.0
-        # Seconds inside of calls, and of them those of calls that are several steps.
-        self._inside = self._several = 0.0
+        # Seconds inside of measured calls, and whether they are several steps each.
+        self._inside, self._several = 0.0, False
         self._waited = self._met = 0.0
+        self._sampling = Sampling()
+        # Of one step, as it was measured last.
+        self._usual: dict[str, float] | None = None
 
     # For who wants to know.
 
@@ -99,15 +115,16 @@ class StepClock:
         if self.running:
             return False
         self.running = True
-        self.communicator.listen(self._spans)
+        self._sampling = Sampling()
+        self._usual = None
         self._forget()
         return True
 
     def stop(self) -> None:
         """Measure no longer; steps that were traced keep their marks."""
         if self.running:
-            self.running = False
-            self.communicator.unlisten(self._spans)
+            self.running = self.timed = False
+            self._listen(False)
 
     def begin_epoch(self) -> None:
         """What lies between the last step and now is no part of the training."""
@@ -115,20 +132,35 @@ class StepClock:
         self._since += gap
         self._left += gap
 
+    def measure(self, seconds: float) -> None:
+        """From here on measure as many calls as is right if each takes so long.
+
+        Workers that take each step together call it at the same place, with the same
+        number.
+        """
+        self._sampling.set(period(seconds))
+
     @property
     def rows_per_step(self) -> float:
         """Samples that this worker trains on per step; 0.0: no step was measured."""
-        sums = self._sums()
+        sums = self._summed.read()
         # Those before may be another model's.
         for found in (sums - self._before, sums):
-            if found[_STEPS]:
-                return float(found[_ROWS] / found[_STEPS])
+            if found[STEPS]:
+                return float(found[ROWS] / found[STEPS])
         return 0.0
+
+    @property
+    def seconds_per_step(self) -> float:
+        """Seconds of each step since `take` was called last; 0 if there was none."""
+        steps = float((self._summed.read() - self._before)[STEPS])
+        return max(self._left - self._since, 0.0) / steps if steps else 0.0
 
     @contextlib.contextmanager
     def stopped(self) -> Iterator[None]:
         """What stands inside is no part of the training."""
         self.running = False
+        self._listen(False)
         try:
             yield
         finally:
@@ -137,23 +169,46 @@ class StepClock:
 
     def take(self) -> StepTimes:
         """What the steps have taken since this was called last; eagerly."""
-        now = self._sums()
-        steps, rows, begin, ready, end, gradients, reduced, updates = now - self._before
-        spans = self._spans.take()
-        seconds = self._left - self._since
-        inside = end - ready
-        whole = max(self._inside - self._several, 0.0)
-        outside = max(seconds - self._inside, 0.0)
-        if self._several:
-            # Where the next batch is fetched in the midst of an execution.
-            waiting = max(self._inside - inside, 0.0)
-        else:
-            waiting = max(ready - begin, 0.0)
-            outside += max(whole - (end - begin), 0.0)
-        waiting += self._waited
-        outside = max(outside - self._waited - self._met, 0.0)
-        exchange = reduced - gradients
-        if updates == steps and steps:
+        now = self._summed.read()
+        sums = now - self._before
+        steps, seconds = float(sums[STEPS]), max(self._left - self._since, 0.0)
+        if sums[MEASURED]:
+            self._usual = self._of_a_step(sums, self._spans.take())
+        # Without a measured one these steps are like those of the last window.
+        parts = {
+            name: value * steps
+            for name, value in (self._usual or dict.fromkeys(PARTS, 0.0)).items()
+        }
+        # What is known of all calls isn't taken from some.
+        parts["input"] += self._waited
+        parts["exchange"] += self._met
+        parts["late"] += self._met
+        # The measured ones may have been longer than the others.
+        whole = sum(parts[name] for name in PHASES)
+        if whole > seconds:
+            for name in (*PHASES, "late"):
+                parts[name] *= seconds / whole
+        times = StepTimes(
+            rank=self.rank,
+            steps=steps,
+            rows=float(sums[ROWS]),
+            seconds=seconds,
+            outside=max(seconds - whole, 0.0),
+            **parts,
+        )
+        self._forget(now)
+        return times
+
+    def _of_a_step(self, sums: Array, spans: Work) -> dict[str, float]:
+        """What one step takes and sends, by the names of `StepTimes`, on average."""
+        steps = sums[MEASURED]
+        begin, ready, end, gradients, reduced = (
+            float(sums[slot]) for slot in (BEGIN, READY, END, GRADIENTS, REDUCED)
+        )
+        inside, exchange = end - ready, max(reduced - gradients, 0.0)
+        # Where the next batch is fetched in the midst of an execution, its end counts.
+        waiting = self._inside - inside if self._several else ready - begin
+        if sums[UPDATES] == steps:
             compute, update = gradients - ready, end - reduced
         else:
             # Several optimizers in one step, or none: the rest isn't told apart.
@@ -163,63 +218,99 @@ class StepClock:
             update -= servers
         else:
             compute -= servers
-        exchange = max(exchange, 0.0) + servers
-        late = min(spans.late, exchange) if self._in_turn else 0.0
+        exchange += servers
         packing = spans.share("pack") * exchange
-        times = StepTimes(
-            rank=self.rank,
-            steps=float(steps),
-            rows=float(rows),
-            seconds=max(seconds, 0.0),
-            input=float(waiting),
-            compute=float(max(compute, 0.0)),
-            pack=float(packing),
-            exchange=float(exchange - packing + self._met),
-            update=float(max(update, 0.0)),
-            outside=float(outside),
-            late=float(min(late, exchange - packing) + self._met),
-            sent=float(spans.sent),
-            collectives=float(spans.count),
-            reduced=float(spans.reduced),
-            communicating=float(spans.communicating),
-        )
-        self._forget(now)
-        return times
-
-    def _sums(self) -> Array:
-        return np.asarray(self._totals.numpy()) + self._eager
+        late = min(spans.late, exchange - packing) if self._in_turn else 0.0
+        found = {
+            "input": max(waiting, 0.0),
+            "compute": max(compute, 0.0),
+            "pack": packing,
+            "exchange": exchange - packing,
+            "update": max(update, 0.0),
+            "late": late,
+            "sent": spans.sent,
+            "collectives": spans.count,
+            "reduced": spans.reduced,
+            "communicating": spans.communicating,
+        }
+        return {name: float(value / steps) for name, value in found.items()}
 
     def _forget(self, now: Array | None = None) -> None:
         """Begin a window with the step that comes next."""
-        self._before = self._sums() if now is None else now
+        self._before = self._summed.read() if now is None else now
         if now is None:
             self._left = time.time()
-            self._spans.take()
+        self._spans.take()
         self._since = self._left
-        self._inside = self._several = self._waited = self._met = 0.0
+        self._inside = self._waited = self._met = 0.0
+
+    def _listen(self, listening: bool) -> None:
+        if listening == self._listening:
+            return
+        self._listening = listening
+        if listening:
+            self.communicator.listen(self._spans)
+        else:
+            self.communicator.unlisten(self._spans)
 
     # For who takes steps.
 
-    def enter(self) -> None:
-        """Keras calls the function that takes steps."""
+    def enter(self, *, always: bool = False) -> bool:
+        """Keras calls the function that takes steps.
+
+        Args:
+            always: Measure it in any case.
+
+        Returns:
+            Whether this call is measured.
+        """
+        self._sampling.next()
+        self.timed = always or self._sampling.measured
+        if self.timed:
+            if self._sampling.warming and not always:
+                self._kept = self._summed.read(), self._spans.take()
+            self._listen(True)
+        self._is_eager, self._in_call = False, True
         self._entered = time.time()
-        self._is_eager = False
-        self._spans.open = True
+        return self.timed
 
     def leave(self, executions: int) -> None:
         """It has returned; it takes so many steps at a time, 0 if it has failed."""
-        self._spans.open = False
-        if self._traced:
-            self._traced = False
-            self._forget()
+        left = time.time()
+        self._in_call = False
+        if self.timed:
+            self._listen(False)
+        if self._traced is not None:
+            self._leave_out(self._kept or self._traced)
+            self._traced = self._kept = None
+            self._since += left - self._left
+            self._left = left
             return
-        self._left = time.time()
-        self._inside += self._left - self._entered
-        if executions > 1:
-            self._several += self._left - self._entered
+        self._left = left
+        if not self.timed:
+            return
+        if self._kept is not None:
+            self._leave_out(self._kept, MEASURED)
+            self._kept = None
+            return
+        self._several = executions > 1
+        if self._several:
+            self._inside += left - self._entered
         elif executions and not self._is_eager:
             # A graph with one thread would read the clock too late.
-            self._eager[_BEGIN] += self._entered - self._base
+            self._summed.add_eagerly({}, {BEGIN: self._entered})
+
+    def _leave_out(self, before: tuple[Array, Work], first: int = 0) -> None:
+        """What this call has added doesn't count: sums from the first that is told."""
+        sums, spans = before
+        self._before[first:] += (self._summed.read() - sums)[first:]
+        self._spans.give_back(spans)
+
+    def _note_trace(self) -> None:
+        """A graph is being traced: keep what there was before it runs."""
+        if self._traced is None:
+            with tf.init_scope():
+                self._traced = self._summed.read(), self._spans.take()
 
     def waited(
         self, seconds: float, *, others: bool = False, between: bool = False
@@ -229,7 +320,7 @@ class StepClock:
         Where no step is taken, e.g. in an evaluation, that isn't counted, but if it's
         known to be `between` two steps.
         """
-        if not self._spans.open and not between:
+        if not self._in_call and not between:
             return
         if others:
             self._met += seconds
@@ -245,34 +336,30 @@ class StepClock:
         self.batch = tf.nest.map_structure(
             tf.type_spec_from_value, batch, expand_composites=False
         )
+        counts = {STEPS: 1.0, ROWS: rows}
         if _tf.executing_eagerly():
-            begin = time.time()
             self._is_eager = True
+            begin = time.time()
             outputs = run(data)
-            end = time.time()
-            for slot, value in (
-                (_STEPS, 1),
-                (_ROWS, float(rows)),
-                (_BEGIN, begin - self._base),
-                (_READY, begin - self._base),
-                (_END, end - self._base),
-            ):
-                self._eager[slot] += value
+            times = {BEGIN: begin, READY: begin, END: time.time()}
+            self._summed.add_eagerly(counts)
+            if self.timed:
+                self._summed.add_eagerly({MEASURED: 1.0}, times)
             return outputs
-        self._traced = True
+        self._note_trace()
+        if not self.timed:
+            outputs = run(data)
+            with tf.device(self._host):
+                self._summed.add(counts)
+            return outputs
         with tf.device(self._host):
-            ready = _after(parts)
+            ready = time_after(parts)
         # What has one thread would else read the clock after the step.
         with tf.control_dependencies([ready]):
             outputs = run(data)
         with tf.device(self._host):
-            self._add(
-                {
-                    _STEPS: tf.constant(1, tf.float64),
-                    _ROWS: tf.cast(rows, tf.float64),
-                    _READY: ready - self._base,
-                    _END: _after(outputs) - self._base,
-                }
+            self._summed.add(
+                {**counts, MEASURED: 1.0}, {READY: ready, END: time_after(outputs)}
             )
         return outputs
 
@@ -290,33 +377,22 @@ class StepClock:
         if _tf.executing_eagerly():
             begin = time.time()
             reduced = reduce(())
-            self._eager[_GRADIENTS] += begin - self._base
-            self._eager[_REDUCED] += time.time() - self._base
-            self._eager[_UPDATES] += 1
+            times = {GRADIENTS: begin, REDUCED: time.time()}
+            self._summed.add_eagerly({UPDATES: 1.0}, times)
             return reduced
-        self._traced = True
+        self._note_trace()
         with tf.device(self._host):
-            before = _after(gradients)
+            before = time_after(gradients)
         # With several replicas here a merge call reduces, which is another thread's.
         reduced = reduce([before] if self._replicas == 1 else ())
         with tf.device(self._host):
-            after = _after(reduced)
-            self._add(
-                {
-                    _GRADIENTS: before - self._base,
-                    _REDUCED: after - self._base,
-                    _UPDATES: tf.constant(1, tf.float64),
-                }
-            )
+            after = time_after(reduced)
+            self._summed.add({UPDATES: 1.0}, {GRADIENTS: before, REDUCED: after})
         with tf.control_dependencies([after]):
             return [
                 gradient if gradient is None else _tf.same(gradient)
                 for gradient in reduced
             ]
-
-    def _add(self, values: dict[int, Any]) -> None:
-        zero = tf.constant(0, tf.float64)
-        self._totals.assign_add(tf.stack([values.get(slot, zero) for slot in range(8)]))
 
 
 def _rows(part: Any) -> Any:
@@ -326,14 +402,3 @@ def _rows(part: Any) -> Any:
         return count_rows(batch)
     except ValueError:
         return tf.constant(0, tf.int64)
-
-
-def _after(values: Any) -> Any:
-    """The time when all tensors in a nest are there; float64, scalar, in seconds."""
-    tensors = [
-        tensor
-        for tensor in tf.nest.flatten(values, expand_composites=True)
-        if tf.is_tensor(tensor)
-    ]
-    with tf.control_dependencies(tensors):
-        return tf.timestamp()

@@ -9,14 +9,20 @@ import numpy as np
 from kerasdist.collectives import Communicator
 from kerasdist.collectives.ops import Array
 
-__all__ = ["StepTimes", "gather"]
+__all__ = ["PARTS", "PHASES", "StepTimes", "gather"]
+
+# The parts of a step, but for what lies between steps.
+PHASES = ("input", "compute", "pack", "exchange", "update")
+# All of a step's fields that are taken from the steps that are measured.
+PARTS = (*PHASES, "late", "sent", "collectives", "reduced", "communicating")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepTimes:
     """Sums over the steps of one worker.
 
-    The phases follow each other: they add up to `seconds`.
+    The phases follow each other: they add up to `seconds`. `steps`, `rows`, `seconds`
+    are of all steps; what is measured in some of them is multiplied to be that of all.
 
     Attributes:
         rank: The worker's rank in the job.

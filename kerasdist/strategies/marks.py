@@ -1,0 +1,80 @@
+"""Counts and times of steps, added up where the steps run: in a graph, or eagerly."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from kerasdist.collectives.ops import Array
+
+__all__ = [
+    "BEGIN",
+    "END",
+    "GRADIENTS",
+    "MEASURED",
+    "READY",
+    "REDUCED",
+    "ROWS",
+    "STEPS",
+    "UPDATES",
+    "Marks",
+    "time_after",
+]
+
+# Counts of all steps, and of those that are measured counts and sums of times.
+STEPS, ROWS, MEASURED, UPDATES = range(4)
+BEGIN, READY, END, GRADIENTS, REDUCED = range(4, 9)
+_SLOTS = 9
+
+
+class Marks:
+    """The sums, by the numbers above: one variable in host memory.
+
+    Args:
+        host: The host's device, by its name.
+    """
+
+    def __init__(self, host: str) -> None:
+        with tf.device(host):
+            self._totals = tf.Variable(
+                tf.zeros([_SLOTS], tf.float64), trainable=False, name="kerasdist_clock"
+            )
+        # Times are counted from here: sums of small numbers are exact.
+        self._base = time.time()
+        self._eager = np.zeros(_SLOTS)
+
+    def read(self) -> Array:
+        """All sums, float64 of shape (9,), times in seconds; eagerly."""
+        return np.asarray(self._totals.numpy()) + self._eager
+
+    def add(self, counts: dict[int, Any], times: dict[int, Any] | None = None) -> None:
+        """Add to the sums, in a graph, on the host: times as `time_after` has them."""
+        values = [tf.constant(0, tf.float64)] * _SLOTS
+        for slot, count in counts.items():
+            values[slot] = tf.cast(count, tf.float64)
+        for slot, read in (times or {}).items():
+            values[slot] = read - self._base
+        self._totals.assign_add(tf.stack(values))
+
+    def add_eagerly(
+        self, counts: dict[int, Any], times: dict[int, float] | None = None
+    ) -> None:
+        """Add to the sums: times as `time.time` has them."""
+        for slot, count in counts.items():
+            self._eager[slot] += float(count)
+        for slot, read in (times or {}).items():
+            self._eager[slot] += read - self._base
+
+
+def time_after(values: Any) -> Any:
+    """The time when all tensors in a nest are there; float64, scalar, in seconds."""
+    tensors = [
+        tensor
+        for tensor in tf.nest.flatten(values, expand_composites=True)
+        if tf.is_tensor(tensor)
+    ]
+    with tf.control_dependencies(tensors):
+        return tf.timestamp()
