@@ -315,9 +315,11 @@ class ScalingTensorBoard(keras.callbacks.Callback):
 
     def _write(self, every: list[StepTimes], reads: Mapping[int, int]) -> None:
         stages = self._take_stages()
-        figures = self._figures(every, reads, stages)
         if stages is not None:
             self._stages = stages if self._stages is None else self._stages.plus(stages)
+            if not stages.steps:
+                stages = self._stages  # no step of this window was measured
+        figures = self._figures(every, reads, stages)
         for one in every:
             before = self._sums.get(one.rank)
             self._sums[one.rank] = one if before is None else before.plus(one)
