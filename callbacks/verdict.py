@@ -24,6 +24,7 @@ __all__ = ["LEAST", "Verdict", "in_bytes", "in_seconds", "judge"]
 # What costs a smaller part of the step isn't worth a change.
 LEAST = 0.15
 # From this part of the link's speed on it's the link that is slow.
+_CALL_SECONDS = 0.001
 _NEAR_LINK = 0.4
 _SCALES = 0.9
 _NAMES = {
@@ -111,12 +112,15 @@ def _lost(figures: Figures) -> dict[str, float]:
         straggler = min(straggler, figures.share("wait"))
     lagging = figures.slow_part if straggler >= LEAST else ""
     traffic = figures.share("pack", "communicate")
-    small = figures.share("outside")
+    # A call of a step takes some time before it can begin, whose-ever data: that isn't
+    # told apart from waiting for the first of them.
+    calling = min(figures.phases["input"], _CALL_SECONDS) / step
+    small = figures.share("outside") + calling
     if _is_near_link(figures):
         network = traffic
     else:
         network, small = 0.0, small + traffic
-    waiting = figures.share("input")
+    waiting = figures.share("input") - calling
     if straggler < LEAST and figures.in_step:
         # All wait for each other in turn: for whose data are late just then, or because
         # steps are so short.

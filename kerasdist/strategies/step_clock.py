@@ -99,7 +99,10 @@ class StepClock:
         self._entered = self._left = self._since = 0.0
         # Seconds inside of measured calls, and whether they are several steps each.
         self._inside, self._several = 0.0, False
-        self._waited = self._met = 0.0
+        # Seconds of waiting for data, and for others, where no graph's clock tells it.
+        self._waited = self._waited_before = self._met = 0.0
+        # The same of this call; and of all that are measured those for others.
+        self._call_waited = self._call_met = self._met_measured = 0.0
         self._sampling = Sampling()
         # Of one step, as it was measured last.
         self._usual: dict[str, float] | None = None
@@ -208,6 +211,7 @@ class StepClock:
         inside, exchange = end - ready, max(reduced - gradients, 0.0)
         # Where the next batch is fetched in the midst of an execution, its end counts.
         waiting = self._inside - inside if self._several else ready - begin
+        waiting -= self._met_measured
         if sums[UPDATES] == steps:
             compute, update = gradients - ready, end - reduced
         else:
@@ -242,7 +246,8 @@ class StepClock:
             self._left = time.time()
         self._spans.take()
         self._since = self._left
-        self._inside = self._waited = self._met = 0.0
+        self._inside = self._waited = self._waited_before = 0.0
+        self._met = self._met_measured = 0.0
 
     def _listen(self, listening: bool) -> None:
         if listening == self._listening:
@@ -271,6 +276,7 @@ class StepClock:
                 self._kept = self._summed.read(), self._spans.take()
             self._listen(True)
         self._is_eager, self._in_call = False, True
+        self._call_waited = self._call_met = 0.0
         self._entered = time.time()
         return self.timed
 
@@ -285,14 +291,22 @@ class StepClock:
             self._traced = self._kept = None
             self._since += left - self._left
             self._left = left
+            self._waited = self._waited_before
             return
         self._left = left
+        self._met += self._call_met
+        if self._is_eager:
+            self._waited += self._call_waited  # before its step began
+        self._waited_before = self._waited
         if not self.timed:
             return
         if self._kept is not None:
             self._leave_out(self._kept, MEASURED)
             self._kept = None
             return
+        if not self._is_eager:
+            # The graph's clock takes it for input, as all before the step.
+            self._met_measured += self._call_met
         self._several = executions > 1
         if self._several:
             self._inside += left - self._entered
@@ -320,12 +334,12 @@ class StepClock:
         Where no step is taken, e.g. in an evaluation, that isn't counted, but if it's
         known to be `between` two steps.
         """
-        if not self._in_call and not between:
-            return
-        if others:
-            self._met += seconds
-        else:
+        if between:
             self._waited += seconds
+        elif self._in_call and others:
+            self._call_met += seconds
+        elif self._in_call:
+            self._call_waited += seconds
 
     def step(self, run: Callable[[Any], Any], data: Any) -> Any:
         """See `StepTimer.step`."""
