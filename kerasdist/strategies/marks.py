@@ -18,6 +18,7 @@ __all__ = [
     "READY",
     "REDUCED",
     "ROWS",
+    "SLOTS",
     "STEPS",
     "UPDATES",
     "Marks",
@@ -27,7 +28,7 @@ __all__ = [
 # Counts of all steps, and of those that are measured counts and sums of times.
 STEPS, ROWS, MEASURED, UPDATES = range(4)
 BEGIN, READY, END, GRADIENTS, REDUCED = range(4, 9)
-_SLOTS = 9
+SLOTS = 9
 
 
 class Marks:
@@ -40,11 +41,11 @@ class Marks:
     def __init__(self, host: str) -> None:
         with tf.device(host):
             self._totals = tf.Variable(
-                tf.zeros([_SLOTS], tf.float64), trainable=False, name="kerasdist_clock"
+                tf.zeros([SLOTS], tf.float64), trainable=False, name="kerasdist_clock"
             )
         # Times are counted from here: sums of small numbers are exact.
         self._base = time.time()
-        self._eager = np.zeros(_SLOTS)
+        self._eager = np.zeros(SLOTS)
 
     def read(self) -> Array:
         """All sums, float64 of shape (9,), times in seconds; eagerly."""
@@ -52,7 +53,7 @@ class Marks:
 
     def add(self, counts: dict[int, Any], times: dict[int, Any] | None = None) -> None:
         """Add to the sums, in a graph, on the host: times as `time_after` has them."""
-        values = [tf.constant(0, tf.float64)] * _SLOTS
+        values = [tf.constant(0, tf.float64)] * SLOTS
         for slot, count in counts.items():
             values[slot] = tf.cast(count, tf.float64)
         for slot, read in (times or {}).items():

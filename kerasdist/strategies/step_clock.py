@@ -34,6 +34,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from kerasdist import _tf
@@ -47,6 +48,7 @@ from kerasdist.strategies.marks import (
     READY,
     REDUCED,
     ROWS,
+    SLOTS,
     STEPS,
     UPDATES,
     Marks,
@@ -91,7 +93,7 @@ class StepClock:
         self._in_turn = in_turn
         self._spans = SpanSums(communicator.size)
         self._summed = Marks(self._host)
-        self._before = self._summed.read()
+        self._before = np.zeros(SLOTS)
         self._is_eager = False
         # What was there before the call that traces, and before one that warms up.
         self._traced: tuple[Array, Work] | None = None
