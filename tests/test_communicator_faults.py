@@ -179,6 +179,7 @@ def test_a_rank_that_does_not_come_is_a_timeout_on_every_rank(kind):
 )
 def test_late_ranks_are_named_and_not_their_neighbours(layout, late):
     """In a ring everybody waits for a neighbour that waits itself."""
+
     def work(communicator):
         communicator.barrier()
         if communicator.rank in late:
