@@ -119,15 +119,16 @@ class ScalingTensorBoard(keras.callbacks.Callback):
         self._summaries: Summaries | None = None
         self._timed: Any = None
         self._active, self._in_step = False, True
-        self._forget()
+        self._forget(1)
 
-    def _forget(self) -> None:
+    def _forget(self, steps_per_call: int) -> None:
+        """What another `fit` has left."""
         self.figures = self.verdict = None
         self._link: float | None = None
         self._baseline = Baseline(*self._speed)
         self._calls = 0
         self._epoch_began: float | None = None
-        self._windows = Windows(self._update_freq, self._steps_per_call)
+        self._windows = Windows(self._update_freq, steps_per_call)
         self._steps = 0
         self._sums: dict[int, StepTimes] = {}
         self._staleness: dict[int, int] = {}
@@ -166,7 +167,7 @@ class ScalingTensorBoard(keras.callbacks.Callback):
             return
         hooks = getattr(self._extended, "keras_hooks", None)
         self._in_step = hooks is None or not hooks.deals
-        self._forget()
+        self._forget(self._steps_per_call)
         if self._clock.running:
             raise ValueError(
                 "One ScalingTensorBoard measures all that there is. Received: another "
@@ -301,8 +302,7 @@ class ScalingTensorBoard(keras.callbacks.Callback):
 
     @property
     def _steps_per_call(self) -> int:
-        model = getattr(self, "_model", None)
-        return 1 if model is None else int(model.steps_per_execution)
+        return int(self.model.steps_per_execution)
 
     def _new_reads(self) -> list[float]:
         """How often this worker has read at which staleness since the last window."""

@@ -18,7 +18,7 @@ import random
 __all__ = ["Sampling", "period"]
 
 _ROW = 8  # calls, with the one that warms up
-# A row costs a millisecond or two, most of it while caches are filled for one graph and
+# A row costs up to a millisecond, most of it while caches are filled for one graph and
 # then for the other (benchmarks/board_cost).
 _SECONDS = 0.5
 # Of steps that take longer all are measured, and there's only one graph.

@@ -57,6 +57,7 @@ from kerasdist.strategies.marks import (
 from kerasdist.strategies.rows import count_rows, split_total
 from kerasdist.strategies.sampling import Sampling, period
 from kerasdist.strategies.spans import SpanSums, Work
+from kerasdist.strategies.step_parts import parts_of_a_step
 from kerasdist.strategies.step_times import PARTS, PHASES, StepTimes
 
 __all__ = ["StepClock"]
@@ -101,7 +102,8 @@ class StepClock:
         self._entered = self._left = self._since = 0.0
         # Seconds inside of measured calls, and whether they are several steps each.
         self._inside, self._several = 0.0, False
-        # Seconds of waiting for data, and for others, where no graph's clock tells it.
+        # Seconds of waiting for data, also as it was when the last step was over, and
+        # for others, where no graph's clock tells it.
         self._waited = self._waited_before = self._met = 0.0
         # The same of this call; and of all that are measured those for others.
         self._call_waited = self._call_met = self._met_measured = 0.0
@@ -111,19 +113,14 @@ class StepClock:
 
     # For who wants to know.
 
-    def start(self) -> bool:
-        """Measure from now on.
-
-        Returns:
-            Whether steps that were traced before must be traced again.
-        """
+    def start(self) -> None:
+        """Measure from now on; steps that were traced before must be traced again."""
         if self.running:
-            return False
+            return
         self.running = True
         self._sampling = Sampling()
         self._usual = None
         self._forget()
-        return True
 
     def stop(self) -> None:
         """Measure no longer; steps that were traced keep their marks."""
@@ -136,6 +133,7 @@ class StepClock:
         gap = time.time() - self._left
         self._since += gap
         self._left += gap
+        self._waited = self._waited_before
 
     def measure(self, seconds: float) -> None:
         """From here on measure as many calls as is right if each takes so long.
@@ -178,14 +176,20 @@ class StepClock:
         sums = now - self._before
         steps, seconds = float(sums[STEPS]), max(self._left - self._since, 0.0)
         if sums[MEASURED]:
-            self._usual = self._of_a_step(sums, self._spans.take())
+            self._usual = parts_of_a_step(
+                sums,
+                self._spans.take(),
+                inside=self._inside if self._several else None,
+                met=self._met_measured,
+                in_turn=self._in_turn,
+            )
         # Without a measured one these steps are like those of the last window.
         parts = {
             name: value * steps
             for name, value in (self._usual or dict.fromkeys(PARTS, 0.0)).items()
         }
         # What is known of all calls isn't taken from some.
-        parts["input"] += self._waited
+        parts["input"] += self._waited_before
         parts["exchange"] += self._met
         parts["late"] += self._met
         # The measured ones may have been longer than the others.
@@ -204,43 +208,6 @@ class StepClock:
         self._forget(now)
         return times
 
-    def _of_a_step(self, sums: Array, spans: Work) -> dict[str, float]:
-        """What one step takes and sends, by the names of `StepTimes`, on average."""
-        steps = sums[MEASURED]
-        begin, ready, end, gradients, reduced = (
-            float(sums[slot]) for slot in (BEGIN, READY, END, GRADIENTS, REDUCED)
-        )
-        inside, exchange = end - ready, max(reduced - gradients, 0.0)
-        # Where the next batch is fetched in the midst of an execution, its end counts.
-        waiting = self._inside - inside if self._several else ready - begin
-        waiting -= self._met_measured
-        if sums[UPDATES] == steps:
-            compute, update = gradients - ready, end - reduced
-        else:
-            # Several optimizers in one step, or none: the rest isn't told apart.
-            compute, update = inside - exchange, 0.0
-        servers = min(spans.seconds("push_pull"), update or inside)
-        if update:
-            update -= servers
-        else:
-            compute -= servers
-        exchange += servers
-        packing = spans.share("pack") * exchange
-        late = min(spans.late, exchange - packing) if self._in_turn else 0.0
-        found = {
-            "input": max(waiting, 0.0),
-            "compute": max(compute, 0.0),
-            "pack": packing,
-            "exchange": exchange - packing,
-            "update": max(update, 0.0),
-            "late": late,
-            "sent": spans.sent,
-            "collectives": spans.count,
-            "reduced": spans.reduced,
-            "communicating": spans.communicating,
-        }
-        return {name: float(value / steps) for name, value in found.items()}
-
     def _forget(self, now: Array | None = None) -> None:
         """Begin a window with the step that comes next."""
         self._before = self._summed.read() if now is None else now
@@ -248,7 +215,9 @@ class StepClock:
             self._left = time.time()
         self._spans.take()
         self._since = self._left
-        self._inside = self._waited = self._waited_before = 0.0
+        # Since the last step was over: that's a part of the next one.
+        self._waited = 0.0 if now is None else self._waited - self._waited_before
+        self._inside = self._waited_before = 0.0
         self._met = self._met_measured = 0.0
 
     def _listen(self, listening: bool) -> None:
