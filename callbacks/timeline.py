@@ -13,11 +13,12 @@ from typing import Any
 import keras
 import numpy as np
 
-from kerasdist._keras.hooks import hooks_of
+from kerasdist._keras.hooks import hooks_of, timer_of
 from kerasdist.callbacks.trace import Execution, Record, Span, trace
 from kerasdist.callbacks.xplane import xspace
 from kerasdist.collectives import Communicator
 from kerasdist.collectives.offsets import clock_offset
+from kerasdist.strategies.stage_clock import StageClock
 from kerasdist.transport.spans import now
 
 __all__ = ["Timeline"]
@@ -42,7 +43,8 @@ class Timeline(keras.callbacks.Callback):
     file (`otherData`, `clock_error_us`) and in what the chief prints.
 
     Outside of the steps nothing is recorded: all that's left is to compare two numbers
-    per step.
+    per step. For the stages of a model on several devices the step gets clocks, which
+    are traced in the step before the first.
 
     With `ParameterServerStrategy(mode="async")` each rank counts its own steps, and the
     file is written at the end of the epoch in which all have taken them.
@@ -122,9 +124,12 @@ class Timeline(keras.callbacks.Callback):
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         """Before an execution, of one step or several."""
         self._batch = batch
-        if self._done or self._taken + self._per_execution <= self.steps[0]:
+        if self._done or self._taken >= self.steps[1]:
             return
-        if self._taken >= self.steps[1]:
+        ahead, count = self.steps[0] - self._taken, self._per_execution
+        if ahead < 2 * count:
+            self._ask()
+        if ahead >= count:
             return
         if self._record is None:
             self._open()
@@ -199,10 +204,27 @@ class Timeline(keras.callbacks.Callback):
         hooks = hooks_of(self.model.distribute_strategy)
         return flag if hooks is None else not hooks.any_of(not flag)
 
-    def _look(self) -> list[Span]:
-        """What this worker's stages did in a step, if their clocks run."""
+    @property
+    def _stage_clock(self) -> StageClock | None:
+        """Tells what this worker's stages do; None if nothing can."""
         extended = getattr(self.model.distribute_strategy, "extended", None)
-        clock = getattr(extended, "stage_clock", None)
+        clock: StageClock | None = getattr(extended, "stage_clock", None)
+        # Of an execution's several steps there are only sums.
+        several = self._per_execution > 1
+        return None if clock is None or several or not clock.can_look else clock
+
+    def _ask(self) -> None:
+        """The next call is to have stages' clocks.
+
+        That's another graph: it's traced in the call before the window.
+        """
+        timer = timer_of(self.model.distribute_strategy)
+        if timer is not None and self._stage_clock is not None:
+            timer.asked = True
+
+    def _look(self) -> list[Span]:
+        """What this worker's stages did in a step."""
+        clock = self._stage_clock
         if clock is None:
             return []
         ahead = now() - time.time_ns()

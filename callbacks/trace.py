@@ -19,6 +19,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from kerasdist.strategies.stage_clock import COMPUTE
 from kerasdist.transport.spans import NAMES
 
 __all__ = ["Execution", "Lane", "Process", "Record", "Span", "processes", "trace"]
@@ -28,6 +29,7 @@ _STAGES = 500
 # Perfetto tells threads apart by their numbers alone, whichever process they are of,
 # and takes 0 for none: so each rank has its own thousand, and lanes begin with 1.
 _NUMBERS = 1000
+_NEVER = 1 << 62
 
 
 @dataclass(frozen=True)
@@ -281,12 +283,51 @@ def _lanes(record: Record) -> Iterator[tuple[int, str, Span]]:
 
 def _apart(stages: Sequence[Span]) -> Iterator[Span]:
     """Without what a stage does at the same time as something else."""
-    ends: dict[int, int] = {}
-    for span in sorted(stages, key=lambda each: each.begin):
-        begin = max(span.begin, ends.get(span.thread, span.begin))
-        if begin < span.end:
-            ends[span.thread] = span.end
-            yield replace(span, begin=begin)
+    for stage in sorted({span.thread for span in stages}):
+        mine = [span for span in stages if span.thread == stage]
+        mine.sort(key=lambda each: each.begin)
+        parts = _in_turn([span for span in mine if span.name != COMPUTE])
+        yield from parts
+        for span in mine:
+            if span.name == COMPUTE:
+                # What is for no micro-batch fills the gaps.
+                pieces = list(_gaps(span, parts))
+                yield from pieces
+                parts = sorted([*parts, *pieces], key=lambda each: each.begin)
+
+
+def _in_turn(parts: Sequence[Span]) -> list[Span]:
+    """Micro-batches, each over when the next begins.
+
+    A stage begins none before the last one is over; but a clock may be read late, by
+    more than a small one takes.
+    """
+    begins: list[int] = []
+    for span in parts:
+        begins.append(max(span.begin, begins[-1] + 1 if begins else 0))
+    ends = [
+        max(begin, min(span.end, following))
+        for span, begin, following in zip(
+            parts, begins, [*begins[1:], _NEVER], strict=True
+        )
+    ]
+    return [
+        replace(span, begin=begin, end=end)
+        for span, begin, end in zip(parts, begins, ends, strict=True)
+    ]
+
+
+def _gaps(span: Span, others: Sequence[Span]) -> Iterator[Span]:
+    """What is left of a span beside others, which are apart and in order."""
+    begin = span.begin
+    for other in others:
+        if other.begin >= span.end:
+            break
+        if begin < other.begin:
+            yield replace(span, begin=begin, end=other.begin)
+        begin = max(begin, other.end)
+    if begin < span.end:
+        yield replace(span, begin=begin)
 
 
 def _parts(execution: Execution, spans: Sequence[Span]) -> Iterator[Span]:

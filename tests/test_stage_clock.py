@@ -138,7 +138,16 @@ strategy = kerasdist.ModelParallelStrategy(PLACES, micro_batches=4)
 model = build(strategy, slow=False)
 model.fit(x, y, batch_size=ROWS, epochs=3, shuffle=False, verbose=0)
 other = build(strategy, slow=False)
-found["plain"] = fit(other, "plain", calibrate=True)
+class Rare(keras.callbacks.Callback):
+    '''The clock is told that steps are short: it measures none of these few.'''
+    def on_train_batch_begin(self, batch, logs=None):
+        strategy.extended.timer.measure(1e-5)
+def clocked():
+    return sum(
+        g.totals.numpy()[:, 0].sum() for g in strategy.extended.stage_clock._graphs)
+found["plain"] = fit(other, "plain", calibrate=True, callbacks=[
+    Timeline(folder + "/rare.json", steps=(10, 14), verbose=0), Rare()])
+found["clocked"] = [clocked()]
 found["same"] = [
     v.numpy().tolist() == w.numpy().tolist()
     for v, w in zip(model.weights, other.weights, strict=True)]
@@ -151,6 +160,7 @@ given.fit(x, y, batch_size=ROWS, verbose=0, callbacks=[
             v.numpy().tolist() for v in given.weights] == before)),
     *callbacks])
 found["rates"] = rates.rates
+found["clocked"].append(clocked() - found["clocked"][0])
 graphs = len(strategy.extended.stage_clock._graphs)
 model.fit(x, y, batch_size=ROWS, verbose=0)
 model.evaluate(x, y, verbose=0)
@@ -260,7 +270,12 @@ def test_stages_of_one_worker(tmp_path):
     assert found["began"]
     rates = [0.1 * (1 + min(step / 4, 1)) for step in range(STEPS)]
     assert found["rates"] == pytest.approx(rates, rel=1e-6)
-    check_timeline(tmp_path / "placed.json", 1)
+    # With ScalingTensorBoard, which measured no step, and without: all have stages.
+    for name, first, stop in (("rare", 10, 14), ("placed", 2, 6)):
+        check_timeline(tmp_path / f"{name}.json", 1, first, stop)
+        check_stages(tmp_path / f"{name}.json", 4)
+    # Outside of the window only the step before has clocks, which traces them.
+    assert found["clocked"] == [1 + 4, 1 + 4]
 
     late = found["input"]
     assert late["limit"] == "input"
@@ -279,7 +294,7 @@ def test_stages_of_one_worker(tmp_path):
     assert text(board, "verdict")
 
 
-def check_timeline(path, ranks):
+def check_timeline(path, ranks, first=2, stop=6):
     """It has the steps of its window, of all ranks."""
     found = json.loads(path.read_text())["traceEvents"]
     pids = sorted({e["pid"] for e in found})
@@ -287,14 +302,16 @@ def check_timeline(path, ranks):
     for pid in pids:
         names = [e["name"] for e in found if e["pid"] == pid and e["ph"] == "X"]
         assert [n for n in names if n.startswith("step ")] == [
-            f"step {step}" for step in range(2, 6)
+            f"step {step}" for step in range(first, stop)
         ]
         assert ("all_reduce" in names) == (ranks > 1)
         assert "compute" in names or "compute, update" in names
 
 
-def check_stages(path):
-    """Each stage takes its micro-batches in order, inside of the steps."""
+def check_stages(path, parts, forward=(0, 0), backward=(0, 0)):
+    """Each stage takes its micro-batches in order, inside of each step."""
+    order = [f"forward {i}" for i in range(parts)]
+    order += [f"backward {i}" for i in reversed(range(parts))]
     found = json.loads(path.read_text())["traceEvents"]
     for pid in {e["pid"] for e in found}:
         mine = [e for e in found if e["pid"] == pid and e["ph"] == "X"]
@@ -311,9 +328,9 @@ def check_stages(path):
                     and e["ts"] + e["dur"] <= step["ts"] + step["dur"]
                 ]
                 names = [e["name"] for e in inside if e["name"] != "compute"]
-                assert names == ["forward 0", "forward 1", "backward 1", "backward 0"]
+                assert names == order, step
                 for each in inside:
-                    slept = FORWARD if "forward" in each["name"] else BACKWARD
+                    slept = forward if "forward" in each["name"] else backward
                     if each["name"] != "compute":
                         assert each["dur"] > 1e6 * slept[stage]
             ends = 0.0
@@ -330,7 +347,7 @@ def test_stages_of_several_workers(tmp_path):
     for found in (chief, other):
         assert found["rates"] == pytest.approx(rates, rel=1e-6)
     check_timeline(tmp_path / "hybrid.json", 2)
-    check_stages(tmp_path / "hybrid.json")
+    check_stages(tmp_path / "hybrid.json", 2, FORWARD, BACKWARD)
     assert "idle" not in other
     assert near(chief["step"], chief["seconds"] / STEPS, 0.3)
     assert near(sum(chief["phases"].values()), chief["step"], 1e-6)

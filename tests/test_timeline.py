@@ -127,6 +127,33 @@ def test_the_parts_of_an_execution():
     assert Record.from_json(json.loads(json.dumps(record.to_json()))) == record
 
 
+def test_stages_do_one_thing_at_a_time():
+    stages = [
+        # Its end was read late, and both begins of the next two in one microsecond.
+        Span("forward 0", 10_000, 90_000),
+        Span("forward 1", 30_000, 40_000),
+        Span("forward 2", 30_000, 50_000),
+        Span("compute", 5_000, 70_000),
+        Span("compute", 60_000, 80_000),
+        Span("compute", 35_000, 45_000, thread=1),
+        Span("backward 0", 100_000, 120_000, thread=1),
+    ]
+    record = Record(0, "a", [(0, 0, 0)], [Execution(0, 1, 0, 200_000)], stages=stages)
+    found = trace([record])
+    events = [e for e in found["traceEvents"] if e.get("cat") == "stage"]
+    nested(events)
+    assert [(e["tid"], e["name"], e["ts"], e["dur"]) for e in events] == [
+        (1501, "compute", 5.0, 5.0),
+        (1501, "forward 0", 10.0, 20.0),
+        (1501, "forward 1", 30.0, 0.001),
+        (1501, "forward 2", 30.001, 19.999),
+        (1501, "compute", 50.0, 20.0),
+        (1501, "compute", 70.0, 10.0),
+        (1502, "compute", 35.0, 10.0),
+        (1502, "backward 0", 100.0, 20.0),
+    ]
+
+
 def test_two_ranks_have_one_clock():
     # Rank 1 is 1 ms ahead, and 2 ms when 100 ms have passed.
     ahead = [(0, 1_000_000, 5), (100_000_000, 2_000_000, 7)]
@@ -177,6 +204,8 @@ fit(build(steps_per_execution=2), [Timeline(folder + "/two.json.gz", steps=(5, 8
 fit(m, [Timeline(folder + "/end.json", steps=(16, 100))])
 fit(m, [Timeline(folder + "/none.json", steps=(50, 100))])
 listening.append(strategy.communicator._recorder is None)
+# Nor were steps counted or measured: these have no stages.
+listening.append(not strategy.extended.timer._summed.read().any())
 result(listening)
 """
 
@@ -185,7 +214,7 @@ def test_ring(tmp_path):
     env = {"FOLDER": str(tmp_path)}
     with Workers(COMMON + RING, 2, env=env, deadline=90) as job:
         finished = job.succeed()
-    assert [each.result for each in finished] == [[True, True]] * 2
+    assert [each.result for each in finished] == [[True] * 3] * 2
     found, ranks = read(tmp_path / "deep" / "ring.json")
     assert sorted(ranks) == [0, 1]
     error = max(found["otherData"]["clock_error_us"].values())

@@ -28,11 +28,13 @@ class StepTimer(Protocol):
 
     Attributes:
         running: Whether somebody wants to know.
+        asked: Whether somebody wants to know it of the next call, and then no longer.
         marks: Whether the inside of a step is measured that runs, or is being traced,
             in whichever thread.
     """
 
     running: bool
+    asked: bool
     marks: bool
 
     def enter(self, *, always: bool = False) -> bool:

@@ -46,7 +46,7 @@ def measured(trainer: Any) -> Iterator[bool]:
     Yields whether they are measured, too.
     """
     timer = timer_of(trainer.distribute_strategy)
-    if timer is None or not timer.running:
+    if timer is None or not (timer.running or timer.asked):
         yield False
         return
     # XLA can't compile what reads a clock: then there are none inside of a step. And

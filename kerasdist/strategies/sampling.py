@@ -55,8 +55,15 @@ class Sampling:
             self._chance.randint(1, self._period - _ROW) if self._period else 0
         )
 
-    def next(self) -> None:
-        """The next call begins."""
+    def next(self, *, asked: bool = False) -> None:
+        """The next call begins; it's measured in any case if that's asked for."""
+        before = self.measured
+        self._choose()
+        if asked and not self.measured:
+            # Behind one that wasn't measured its graph warms up, too.
+            self.measured, self.warming = True, not before
+
+    def _choose(self) -> None:
         if not self._period:
             self.measured, self.warming = True, False
         elif self._row:

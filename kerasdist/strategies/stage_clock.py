@@ -13,9 +13,9 @@ it did what. Visits of one device that overlap (a loss and what else is ready) c
 once, by their mean times.
 
 Graphs get clocks when they are traced while steps are measured (`step_clock`). The
-first step of each isn't counted. Not on GPUs, where an operation is over for the host
-when it has only begun; and not with `run_eagerly=True`, where one device works at a
-time, and there's no graph.
+first step of each is summed up apart: it's slower than others. Not on GPUs,
+where an operation is over for the host when it has only begun; and not with
+`run_eagerly=True`, where one device works at a time, and there's no graph.
 """
 
 from __future__ import annotations
@@ -34,7 +34,10 @@ from kerasdist.collectives.ops import Array
 from kerasdist.placement.order import Part
 from kerasdist.placement.visits import union_length
 
-__all__ = ["StageClock", "StageSpan", "StageTimes"]
+__all__ = ["COMPUTE", "StageClock", "StageSpan", "StageTimes"]
+
+# What a span is called that is of no micro-batch, or of all of the batch.
+COMPUTE = "compute"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -92,9 +95,10 @@ class _Graph:
     Attributes:
         spans: Of each visit its stage, and where in `totals` its begins and end are.
         names: Of each visit what it is.
-        totals: The number of steps, the sum of their begins, then sums of times.
-        before: The same when somebody asked last.
-        seen: The same when somebody looked at a step last.
+        totals: The number of steps, the sum of their begins, then sums of times: a row
+            of the first step, and one of all others.
+        before: The latter when somebody asked last.
+        seen: Both rows' sum when somebody looked at a step last.
     """
 
     spans: list[tuple[int, list[int], int]]
@@ -149,29 +153,37 @@ class StageClock:
             if times:
                 with tf.device(device):
                     packed.append(tf.stack(times))
-        totals = _tf.own_variable(np.zeros(count + 1), tf.float64)
+        totals = _tf.own_variable(np.zeros((2, count)), tf.float64)
         with tf.device(self._host):
             now = tf.concat(packed, 0)
-            # The last number counts all steps, and the first one isn't measured.
-            counts = tf.minimum(totals[-1:], 1.0)
+            others = totals[0, 0]  # 0 in the first step, then 1
             begin = tf.reduce_min(now, keepdims=True)
             step = tf.ones([1], tf.float64)
-            times = [(begin - self._base) * counts, (now - begin) * counts]
-            totals.assign_add(tf.concat([counts, *times, step], 0))
-        return _Graph(spans, names, totals, *np.zeros((2, count + 1)))
+            sums = tf.concat([step, begin - self._base, now - begin], 0)
+            totals.assign_add(tf.stack([(1.0 - others) * sums, others * sums]))
+        return _Graph(spans, names, totals, *np.zeros((2, count)))
+
+    @property
+    def can_look(self) -> bool:
+        """Whether it can be told when the stages do what.
+
+        Not if they are on several machines, whose clocks differ.
+        """
+        here = all(_tf.host_of(device) == self._host for device in self._devices)
+        return here and marking.can_be_marked(self._devices)
 
     def look(self) -> list[StageSpan]:
         """What the stages have done since this was called last, if that's one step.
 
-        Nothing if it's several, or if stages are on several machines, whose clocks
-        differ.
+        Nothing if it's several, or if that can't be told.
         """
-        found = []
-        here = {_tf.host_of(device) for device in self._devices} == {self._host}
+        found: list[StageSpan] = []
+        if not self.can_look:
+            return found
         for graph in self._graphs:
-            now = np.asarray(graph.totals.numpy())
+            now = np.asarray(graph.totals.numpy()).sum(0)
             sums, graph.seen = now - graph.seen, now
-            if sums[0] != 1 or not here:
+            if sums[0] != 1:
                 continue
             base = self._base + float(sums[1])
             for (stage, begins, end), name in zip(
@@ -192,7 +204,7 @@ class StageClock:
         """What the stages have done since this was called last; eagerly."""
         total = StageTimes(steps=0.0, busy=(0.0,) * len(self._devices))
         for graph in self._graphs:
-            now = np.asarray(graph.totals.numpy())
+            now = np.asarray(graph.totals.numpy())[1]
             sums, graph.before = now - graph.before, now
             steps = float(sums[0])
             if not steps:
@@ -208,5 +220,5 @@ class StageClock:
 
 def _name(part: Part | None) -> str:
     if part is None:
-        return "compute"
+        return COMPUTE
     return f"{'backward' if part.backward else 'forward'} {part.number}"

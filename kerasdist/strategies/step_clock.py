@@ -75,6 +75,8 @@ class StepClock:
         rank: This worker's rank in the job.
         communicator: Between the workers.
         running: Whether steps are counted, and some of them measured.
+        asked: Whether somebody wants the next call to be measured, whatever is right
+            for the others, and also if the clock doesn't run.
         timed: Whether this call is one that is measured.
         marks: See `StepTimer`.
         batch: What a replica's batch is made of, as TensorFlow describes it; None
@@ -85,7 +87,7 @@ class StepClock:
         self, devices: Sequence[str], communicator: Communicator, *, in_turn: bool
     ) -> None:
         self.rank = communicator.rank
-        self.running = self.timed = self.marks = False
+        self.running = self.asked = self.timed = self.marks = False
         self._listening = self._in_call = False
         self.batch: Any = None
         self._replicas = len(devices)
@@ -162,12 +164,12 @@ class StepClock:
     @contextlib.contextmanager
     def stopped(self) -> Iterator[None]:
         """What stands inside is no part of the training."""
-        self.running = False
+        asked, self.running, self.asked = self.asked, False, False
         self._listen(False)
         try:
             yield
         finally:
-            self.running = True
+            self.running, self.asked = True, asked
             self.begin_epoch()
 
     def take(self) -> StepTimes:
@@ -240,7 +242,8 @@ class StepClock:
         Returns:
             Whether this call is measured.
         """
-        self._sampling.next()
+        self._sampling.next(asked=self.asked)
+        self.asked = False
         self.timed = always or self._sampling.measured
         if self.timed:
             if self._sampling.warming and not always:
