@@ -49,6 +49,9 @@ class BroadcastInitialState(keras.callbacks.Callback):
     ```
     """
 
+    # It communicates: see `_keras.callbacks`.
+    on_all_ranks = True
+
     def __init__(self, root: int = 0, *, verbose: int = 1) -> None:
         super().__init__()
         try:

@@ -82,6 +82,9 @@ class ScaleLearningRate(keras.callbacks.Callback):
     ```
     """
 
+    # It communicates: see `_keras.callbacks`.
+    on_all_ranks = True
+
     def __init__(
         self,
         rule: str = "linear",

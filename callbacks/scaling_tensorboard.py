@@ -81,6 +81,9 @@ class ScalingTensorBoard(keras.callbacks.Callback):
             `log_dir` can't be written to, or there's another such callback.
     """
 
+    # It communicates: see `_keras.callbacks`.
+    on_all_ranks = True
+
     def __init__(
         self,
         log_dir: str | os.PathLike[str],

@@ -68,6 +68,9 @@ class Timeline(keras.callbacks.Callback):
     ```
     """
 
+    # It communicates: see `_keras.callbacks`.
+    on_all_ranks = True
+
     # So that the ranks needn't ask each other after every step.
     never_stops = True
 

@@ -17,7 +17,8 @@ import json, os, sys
 import keras
 import numpy as np
 import kerasdist
-from kerasdist.callbacks import BroadcastInitialState
+from kerasdist.callbacks import (
+    BroadcastInitialState, ScaleLearningRate, ScalingTensorBoard, Timeline)
 
 x = np.random.default_rng(0).normal(size=(24, 4)).astype("float32")
 y = x.sum(1, keepdims=True)
@@ -110,7 +111,20 @@ def refused(callbacks, units=3):
 
 found["without"] = refused([])
 found["no rank"] = refused([BroadcastInitialState(root=2)])
-found["on one"] = refused([BroadcastInitialState()] if rank == 0 else [])
+class Stops(keras.callbacks.Callback):
+    def on_train_batch_end(self, batch, logs=None):
+        pass
+
+found["on one"] = [
+    refused([BroadcastInitialState()] if rank == 0 else []),
+    refused([ScalingTensorBoard("unused", verbose=0)] if rank == 0 else []),
+    refused([Timeline("unused"), ScaleLearningRate()][:: 1 if rank else -1]),
+    refused([Stops()] if rank else [])]
+found["left"] = os.path.exists("unused")
+# What one does by itself is its own affair.
+m = build()
+alone = keras.callbacks.LambdaCallback()
+fit(m, [BroadcastInitialState(verbose=0), *([alone] if rank else [])])
 result(found)
 """
 
@@ -135,7 +149,19 @@ def test_ring():
         assert found["loaded"] == [[7.0, 8.0, 9.0]]
         assert "BroadcastInitialState()" in found["without"]
         assert found["no rank"].startswith("There is no such rank to take the initial")
-        assert found["on one"].startswith("All ranks must be given the same callbacks")
+        for refusal, given in zip(
+            found["on one"],
+            (
+                "on rank 0 [BroadcastInitialState]; on rank 1 [].",
+                "on rank 0 [ScalingTensorBoard]; on rank 1 [].",
+                "on rank 0 [ScaleLearningRate, Timeline]; on rank 1 [Timeline, Scale",
+                "on rank 0 []; on rank 1 [one with `on_train_batch_end`].",
+            ),
+            strict=True,
+        ):
+            assert refusal.startswith("Callbacks in which the workers communicate ")
+            assert f"Received: callbacks={given}" in refusal
+        assert not found["left"]
         assert found["again"] == [0, True]
     # float32, three int64 (steps, seeds), 2 x (int8, bfloat16); the bools are equal,
     # and Keras sets metrics back.
@@ -168,7 +194,12 @@ with strategy.scope():
     kernel.assign(kernel + rank + 1.0)
 set_to = np.asarray(kernel).tolist()
 fit(m, [BroadcastInitialState(root=1), first], epochs=1)
-result([own, begin, set_to, first.kernel, [w.tolist() for w in m.get_weights()]])
+weights = [w.tolist() for w in m.get_weights()]
+try:
+    fit(m, [ScalingTensorBoard("unused")] if rank else [])
+except ValueError as error:
+    refused = str(error)
+result([own, begin, set_to, first.kernel, weights, refused])
 """
 
 
@@ -180,6 +211,8 @@ def test_the_table_of_servers_takes_it_too():
     assert zero[2] != one[2]
     assert zero[3] == one[3] == one[2]
     assert zero[4] == one[4]
+    for refused in (zero[5], one[5]):
+        assert "callbacks=on rank 0 []; on rank 1 [ScalingTensorBoard]." in refused
 
 
 SYNC = """

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -160,9 +160,14 @@ def on_train_begin(
 
     Here everything is built, and callbacks have restored what they restore; `fit`
     hasn't looked yet at which epoch it begins. A worker that comes later joins.
+
+    Raises:
+        ValueError: A callback isn't there on all ranks that must be.
     """
-    result = original(self, *args, **kwargs)
     model = self.model
+    if model is not None and current.fitting:
+        _check_callbacks(model, self.callbacks)
+    result = original(self, *args, **kwargs)
     for callback in self.callbacks:
         # Only now it's restored, wherever in the list who does it stands.
         resumed = getattr(callback, "resumed_after", None)
@@ -211,6 +216,41 @@ def on_train_batch_end(
             self._flush_futures()
         model.stop_training = hooks.any_of(bool(model.stop_training))
     return result
+
+
+def _check_callbacks(model: Any, callbacks: Sequence[Any]) -> None:
+    """Callbacks that call collectives must be the same on all ranks, in one order.
+
+    Else some would wait in one collective, and the others in the next.
+
+    Raises:
+        ValueError: They aren't; on all ranks.
+    """
+    hooks = hooks_of(model.distribute_strategy)
+    if hooks is None:
+        return
+    names = [
+        type(callback).__name__
+        for callback in callbacks
+        if getattr(callback, "on_all_ranks", False)
+    ]
+    stops = not hooks.deals and hooks.replicas > 1
+    if stops and any(_may_stop(callback) for callback in callbacks):
+        # Whichever they are: after each batch all ranks are asked.
+        names.append("one with `on_train_batch_end`")
+    every = hooks.texts(", ".join(names))
+    if len(set(every)) > 1:
+        which = "; ".join(
+            f"on rank {rank} [{names}]" for rank, names in enumerate(every)
+        )
+        raise ValueError(
+            "Callbacks in which the workers communicate must be given to `fit` on all "
+            "ranks, in the same order: those of `kerasdist.callbacks`, and any that "
+            "may stop the training after a batch, by its `on_train_batch_end`. "
+            f"Received: callbacks={which}. Leave out the condition on the rank: what "
+            "they write is written by the chief alone in any case. In a callback of "
+            "your own look at the rank inside, `if strategy.rank == 0:`."
+        )
 
 
 def _dealing(model: Any) -> DealingHooks | None:

@@ -149,6 +149,9 @@ class KerasHooks(Protocol):
     def of_chief(self, number: float, root: int = 0) -> float:
         """The chief's number, or that of another rank."""
 
+    def texts(self, text: str) -> list[str]:
+        """Each worker's text, in rank order."""
+
     def average(self, variables: Sequence[Any]) -> None:
         """Set each variable to its mean over all replicas."""
 

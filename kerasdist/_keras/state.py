@@ -103,18 +103,10 @@ def take_epoch(trainer: Any, hooks: KerasHooks, root: int) -> None:
 def share_state(trainer: Any, hooks: KerasHooks, callbacks: Sequence[Any]) -> None:
     """Let callbacks that have a method `before_first_step` see to the workers' state.
 
-    Raises:
-        ValueError: They aren't the same on all ranks.
+    All ranks have the same ones, see `_keras.callbacks`.
     """
     found = [getattr(callback, "before_first_step", None) for callback in callbacks]
     wanted = [prepare for prepare in found if prepare is not None]
-    count = int(hooks.of_chief(len(wanted)))
-    if hooks.any_of(count != len(wanted)):
-        raise ValueError(
-            "All ranks must be given the same callbacks. Received: "
-            f"`kerasdist.callbacks.BroadcastInitialState` {len(wanted)} time(s) on "
-            f"rank {hooks.rank}, another number of times on others."
-        )
     if wanted:
         # As Keras does next: else they hold each worker's part of the last epoch.
         trainer.reset_metrics()

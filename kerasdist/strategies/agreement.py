@@ -22,6 +22,7 @@ __all__ = [
     "longest",
     "mean_of",
     "of_chief",
+    "texts",
 ]
 
 
@@ -46,6 +47,13 @@ def longest(extended: SynchronousExtended, length: int | None) -> int | None:
 def of_chief(extended: SynchronousExtended, number: float, root: int = 0) -> float:
     """The chief's number, or that of another rank."""
     return float(extended.job.communicator.broadcast([np.float64(number)], root)[0])
+
+
+def texts(extended: SynchronousExtended, text: str) -> list[str]:
+    """Each worker's text, in rank order."""
+    mine = np.frombuffer(text.encode(), np.uint8)
+    every = extended.job.communicator.all_gather(mine)
+    return [one.tobytes().decode() for one in every]
 
 
 def mean_of(extended: SynchronousExtended, value: Any) -> Any:

@@ -195,6 +195,10 @@ class SynchronousHooks:
         """See `KerasHooks.of_chief`."""
         return agreement.of_chief(self._extended, number, root)
 
+    def texts(self, text: str) -> list[str]:
+        """See `KerasHooks.texts`."""
+        return agreement.texts(self._extended, text)
+
     def mean_of(self, value: Any) -> Any:
         """See `KerasHooks.mean_of`."""
         return agreement.mean_of(self._extended, value)
