@@ -23,6 +23,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from kerasdist._keras.rates import leaves_of, steps_of
 from kerasdist.callbacks import layout, report
 from kerasdist.callbacks.baseline import Baseline
 from kerasdist.callbacks.events import Events
@@ -180,7 +181,7 @@ class ScalingTensorBoard(keras.callbacks.Callback):
         self._timed = self.model.train_function
         self._clock.start()
         self._take_stages()  # of an earlier `fit`
-        self._steps = int(self.model.optimizer.iterations)
+        self._steps = self._steps_taken()
         self._seen = dict(self._observed())
         self._events = Events(self._happened)
         self._link = link_speed(self._communicator)
@@ -328,10 +329,7 @@ class ScalingTensorBoard(keras.callbacks.Callback):
             self._sums[one.rank] = one if before is None else before.plus(one)
         for lag, count in reads.items():
             self._staleness[lag] = self._staleness.get(lag, 0) + count
-        if self._in_step:
-            self._steps = int(self.model.optimizer.iterations)
-        elif figures is not None:
-            self._steps += round(figures.steps)
+        self._steps = self._steps_taken()
         numbers = {} if figures is None else layout.scalars(figures, self._rate())
         self._put(numbers, {layout.STALENESS: reads} if reads else {})
 
@@ -428,6 +426,13 @@ class ScalingTensorBoard(keras.callbacks.Callback):
     @property
     def _happened(self) -> list[Any]:
         return list(getattr(self.model.distribute_strategy, "events", ()))
+
+    def _steps_taken(self) -> int:
+        """Steps of the optimizer, of all workers: which a figure is written of."""
+        optimizers = leaves_of(self.model)
+        if self._in_step or not optimizers:
+            return int(self.model.optimizer.iterations)
+        return int(steps_of(optimizers[0]))
 
     def _rate(self) -> float | None:
         try:

@@ -38,7 +38,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 import kerasdist
-from kerasdist.callbacks import ScalingTensorBoard
+from kerasdist.callbacks import ScaleLearningRate, ScalingTensorBoard
+from kerasdist.server.remote import RemoteTable
 
 # Or who sleeps in a graph would hold up all others that want the one thread.
 tf.config.threading.set_inter_op_parallelism_threads(4)
@@ -94,6 +95,8 @@ class Watch(keras.callbacks.Callback):
         self.seconds = seconds
         self.spent, self.sent, self.before, self.rows = [], [], None, 0
         self.times, self.bytes = [], []
+        # By epoch how often weights were read at which staleness.
+        self.reads = []
 
     def on_train_begin(self, logs=None):
         original = type(strategy.communicator).all_reduce
@@ -106,8 +109,17 @@ class Watch(keras.callbacks.Callback):
             return result
         strategy.communicator.all_reduce = all_reduce
 
+        exchange = RemoteTable.push_pull
+        def push_pull(table, deltas):
+            pulled = exchange(table, deltas)
+            lag = str(pulled.staleness)
+            self.reads[-1][lag] = self.reads[-1].get(lag, 0) + 1
+            return pulled
+        RemoteTable.push_pull, self.exchange = push_pull, exchange
+
     def on_epoch_begin(self, epoch, logs=None):
         self.begin, self.before = time.perf_counter(), None
+        self.reads.append({})
 
     def on_train_batch_begin(self, batch, logs=None):
         now = counter()
@@ -123,6 +135,7 @@ class Watch(keras.callbacks.Callback):
 
     def on_train_end(self, logs=None):
         del strategy.communicator.all_reduce
+        RemoteTable.push_pull = self.exchange
 
 if asynchronous:
     # With the others' strategies all would have to agree after each batch.
@@ -135,17 +148,19 @@ def counter():
         return strategy.communicator._transport.bytes_sent
     return getattr(strategy, "bytes_sent", 0)
 
-def run(name, m, data, watch, epochs=4, **more):
+def run(name, m, data, watch, epochs=4, callbacks=(), **more):
     # After the board: what its callbacks do isn't in the bytes of a step.
     board = ScalingTensorBoard(
         folder + "/" + name, baseline=1000, update_freq=8, verbose=rank == 0)
-    m.fit(**data, epochs=epochs, verbose=0, callbacks=[board, watch], **more)
+    m.fit(
+        **data, epochs=epochs, verbose=0, callbacks=[*callbacks, board, watch], **more)
     facts = {
         "seconds": sum(watch.spent[1:]),
         "sent": statistics.median(watch.sent),
         "bandwidth": sum(watch.bytes) / sum(watch.times) if watch.times else 0,
         "gradients": sum(4 * v.numpy().size for v in m.trainable_weights),
         "steps": int(m.optimizer.iterations),
+        "reads": watch.reads,
     }
     if board.figures is not None:
         facts["figures"] = dataclasses.asdict(board.figures)
@@ -158,14 +173,20 @@ found = {}
 m = build(SLOW if rank == 1 else 0, lambda: keras.optimizers.SGD(0.1))
 found["slow"] = run("slow", m, {"x": x, "y": y, "batch_size": 12}, Watch())
 found["staleness"] = getattr(strategy, "staleness", {})
+if asynchronous and rank == 0:
+    # What the server has counted, by rank.
+    found["served"] = strategy.extended.job.client.stats()[0]["tables"][-1]["observed"]
 
 @tf.function
 def read(x, y):
     return sleep(READ)(x), y
 
 data = tf.data.Dataset.from_tensor_slices((x, y)).batch(48).map(read)
-m = build(0, lambda: SlowSGD(0.1))
-found["input"] = run("input", m, {"x": data}, Watch(CALLBACK), 3)
+schedule = keras.optimizers.schedules.ExponentialDecay(0.1, 5, 0.5)
+m = build(0, lambda: SlowSGD(schedule))
+scale = ScaleLearningRate(
+    warmup_steps=10, base_batch_size=24, batch_size=48, verbose=0)
+found["input"] = run("input", m, {"x": data}, Watch(CALLBACK), 3, [scale])
 print("RESULT", json.dumps(found))
 """
 CONSTANTS = f"SLOW, READ, UPDATE, CALLBACK = {SLOW}, {READ}, {UPDATE}, {CALLBACK}\n"
@@ -297,16 +318,29 @@ def test_every_figure_is_what_another_measurement_says(kind, tmp_path):
         counts.update({int(lag): n for lag, n in facts["staleness"].items()})
     assert {int(lag): n for lag, n in figures["staleness"].items()} == dict(counts)
     assert bool(counts) == asynchronous
+    # By epoch, which is a window: what was seen when it was read.
+    reads = [collections.Counter() for _ in range(4)]
+    for facts in (chief, other):
+        for window, seen in zip(reads, facts["slow"]["reads"], strict=True):
+            window.update({int(lag): n for lag, n in seen.items()})
+    assert sum(reads, collections.Counter()) == counts
+    if asynchronous:
+        # And what the server has counted, which isn't asked by the callback.
+        for rank, facts in enumerate((chief, other)):
+            assert chief["served"][str(rank)] == facts["staleness"]
 
     # And so it stands in the file.
     board = events(tmp_path / "slow" / "scaling")
-    check_file(board, figures, asynchronous, counts)
+    check_file(board, figures, asynchronous)
+    if asynchronous:
+        check_staleness(board, reads)
+    check_rates(events(tmp_path / "input" / "scaling"), asynchronous)
     assert slow["verdict"]["headline"] in text(board, "verdict")[-1]
     assert slow["verdict"]["headline"] in output
     assert "examples/s" in output
 
 
-def check_file(board, figures, asynchronous, counts):
+def check_file(board, figures, asynchronous):
     speeds = series(board, "examples_per_second/all")
     assert len(speeds) >= (4 if asynchronous else 8)
     middle = float(np.median([speed for _, speed in speeds]))
@@ -321,12 +355,72 @@ def check_file(board, figures, asynchronous, counts):
     steps = [step for step, _ in speeds]
     assert steps == sorted(set(steps))
     if asynchronous:
-        # Each histogram has the reads of one window.
-        reads = 0.0
-        for event in board.Tensors("staleness/reads"):
-            buckets = tensor_util.make_ndarray(event.tensor_proto)
-            reads += buckets[:, 2].sum()
-        assert reads == sum(counts.values())
+        # All batches of an epoch, whoever took them.
+        assert steps == [20, 40, 60, 80]
+    else:
+        assert steps == [*range(8, 81, 8)]
+
+    # What is a mean over the whole `fit` lies between the windows' values.
+    def between(name, whole):
+        values = [value for _, value in series(board, name)]
+        assert min(values) * (1 - 1e-5) <= whole <= max(values) * (1 + 1e-5), name
+
+    parts = dict(figures["phases"])
+    for phase in ("input", "compute", "pack", "update", "outside"):
+        between(f"step_seconds/{phase}", parts[phase])
+    between("step_seconds/whole", figures["step_seconds"])
+    between("bytes/per_step", figures["bytes_per_step"])
+    between("job/global_batch", 12)
+    for rank in "01":
+        between(f"examples_per_second/rank_{rank}", figures["by_rank"][rank])
+        between(f"busy_seconds/rank_{rank}", figures["busy"][rank])
+    lags = [lag for _, lag in series(board, "straggler/lag_seconds")]
+    assert np.median(lags) > 0.6 * SLOW
+    achieved = [speed for _, speed in series(board, "bandwidth/achieved")]
+    assert 0 < figures["bandwidth"] <= max(achieved) * (1 + 1e-5)
+    links = {link for _, link in series(board, "bandwidth/link")}
+    assert [*links] == pytest.approx([figures["link"]])
+    # The parts of each window add up to a step of it.
+    for number, (_, whole) in enumerate(series(board, "step_seconds/whole")):
+        seconds = [series(board, f"step_seconds/{p}")[number][1] for p in PHASES]
+        shares = [series(board, f"step_percent/{p}")[number][1] for p in PHASES]
+        assert near(sum(seconds), whole, 1e-5)
+        assert shares == pytest.approx([100 * s / whole for s in seconds], abs=1e-3)
+
+
+def check_staleness(board, reads):
+    """Each histogram has the reads of one window, in the buckets of their staleness."""
+    histograms = board.Tensors("staleness/reads")
+    means, largest = series(board, "staleness/mean"), series(board, "staleness/max")
+    for event, mean, most, counts in zip(
+        histograms, means, largest, reads, strict=True
+    ):
+        buckets = tensor_util.make_ndarray(event.tensor_proto)
+        total = sum(counts.values())
+        assert buckets[:, 2].sum() == total
+        for number, (left, right, count) in enumerate(buckets):
+            # The last one has its right end, too; all in one place are in the last.
+            last = number == len(buckets) - 1
+            inside = [
+                n
+                for lag, n in counts.items()
+                if left <= lag < right or (last and lag == right)
+            ]
+            assert count == sum(inside), (left, right)
+        assert mean[1] == pytest.approx(
+            sum(lag * n for lag, n in counts.items()) / total
+        )
+        assert most[1] == max(counts)
+        assert event.step == mean[0] == most[0]
+
+
+def check_rates(board, asynchronous):
+    """0.1, halved every 5 steps, and doubled over 10 steps: batches are 48, not 24."""
+    rates = series(board, "job/learning_rate")
+    assert [step for step, _ in rates] == ([5, 10, 15] if asynchronous else [8, 15])
+    for step, rate in rates:
+        expected = 0.1 * 0.5 ** (step / 5) * (1 + min(step / 10, 1))
+        assert rate == pytest.approx(expected, rel=1e-5)
 
 
 LOST = """
@@ -337,23 +431,37 @@ calibrates = kind == "ring tcp"
 if calibrates and rank == 1:
     baseline.measure_alone = lambda model: os._exit(0)
 class Leave(keras.callbacks.Callback):
+    def __init__(self):
+        super().__init__()
+        self.epochs = []
+
     def on_epoch_begin(self, epoch, logs=None):
         if rank == 1 and epoch == 2:
             os._exit(0)
+        self.epochs.append(epoch)
+
+    def on_epoch_end(self, epoch, logs=None):
+        if asynchronous and epoch > 1:
+            # Until the new one has trained, too: it needs a core to start.
+            time.sleep(0.1)
+            happened = [event.kind for event in strategy.events]
+            self.left = getattr(self, "left", 3) - ("joined" in happened)
+            self.model.stop_training = rank == 0 and self.left == 0
 
 m = build(0, lambda: keras.optimizers.SGD(0.1))
 board = ScalingTensorBoard(folder, update_freq="epoch", calibrate=calibrates)
-error = None
+error, leave = None, Leave()
+epochs = 10_000 if asynchronous else 5
 try:
-    m.fit(x, y, batch_size=12, epochs=5, verbose=0, callbacks=[board, Leave()])
+    m.fit(x, y, batch_size=12, epochs=epochs, verbose=0, callbacks=[board, leave])
 except kerasdist.errors.CollectiveError as failure:
     error = type(failure).__name__
-print("RESULT", json.dumps(error))
+print("RESULT", json.dumps([error, leave.epochs]))
 """
 
 
 @pytest.mark.parametrize("kind", ["ring auto", "ring tcp", "async"])
-def test_a_lost_worker_is_an_event(kind, tmp_path):
+def test_a_worker_that_is_lost_or_joins_is_an_event(kind, tmp_path):
     asynchronous = kind == "async"
     env = {"KIND": kind, "FOLDER": str(tmp_path)}
     with Workers(
@@ -362,9 +470,14 @@ def test_a_lost_worker_is_an_event(kind, tmp_path):
         env=env,
         deadline=100,
         servers=int(asynchronous),
+        handover=not asynchronous,
     ) as job:
-        chief = job.wait_one(0)
-    assert chief.result == (None if asynchronous else "WorkerLost")
+        if asynchronous:
+            job.wait_one(1)
+            job.start_again(1)
+            new = job.wait_one(1).result[1]
+        error, epochs = job.wait_one(0).result
+    assert error == (None if asynchronous else "WorkerLost")
     board = events(tmp_path / "scaling")
     told = "\n".join(text(board, "events"))
     tags = board.Tags()["tensors"]
@@ -374,8 +487,15 @@ def test_a_lost_worker_is_an_event(kind, tmp_path):
     if asynchronous:
         assert re.search(r"rank 1 \(127.0.0.1:\d+\) was lost at its step \d+", told)
         assert "1 worker trains from here on: rank 0" in told
-        assert workers[0] == 2
-        assert workers[-1] == 1
+        assert re.search(r"rank 1 \(127.0.0.1:\d+\) has come at its step \d+", told)
+        assert "2 workers train from here on: ranks 0, 1" in told
+        # Those who have trained in each epoch, by their own word.
+        assert new
+        assert new[0] > 2
+        trained = [2 if epoch in (0, 1, *new) else 1 for epoch in epochs]
+        assert workers == trained
+        alone = trained.count(1)
+        assert len(series(board, "examples_per_second/rank_1")) == len(epochs) - alone
     else:
         assert "`fit` ended with WorkerLost: " in told
         assert "rank 1" in told
