@@ -13,6 +13,7 @@ another one. Where workers don't wait for each other, it ends with the epoch.
 
 from __future__ import annotations
 
+import math
 import os
 import time
 import warnings
@@ -37,8 +38,10 @@ from kerasdist.strategies.step_times import StepTimes, gather
 
 __all__ = ["ScalingTensorBoard"]
 
-# After so many calls one looks how long they take, where no window ends before long.
-_LOOK = 10
+# After so many calls one worker's speed is measured: the first one has traced.
+_CALIBRATE = 2
+# And after so many one looks how long they take, where no window ends before long.
+_LOOK = 9
 # Reads that are staler are counted as this.
 _STALEST = 63
 
@@ -121,7 +124,6 @@ class ScalingTensorBoard(keras.callbacks.Callback):
         self._update_freq = update_freq
         self._verbose = verbose
         self._summaries: Summaries | None = None
-        self._timed: Any = None
         self._active, self._in_step = False, True
         self._forget(1)
 
@@ -130,7 +132,10 @@ class ScalingTensorBoard(keras.callbacks.Callback):
         self.figures = self.verdict = None
         self._link: float | None = None
         self._baseline = Baseline(*self._speed)
-        self._calls = 0
+        # Calls that have begun, those that the window knows of, and when something is
+        # to be done next.
+        self._calls = self._counted = 0
+        self._due = 0.0
         self._epoch_began: float | None = None
         self._windows = Windows(self._update_freq, steps_per_call)
         self._steps = 0
@@ -155,14 +160,11 @@ class ScalingTensorBoard(keras.callbacks.Callback):
                 "which works for one worker, too.",
                 stacklevel=2,
             )
-            self._active = False
+            self._active, self._due = False, math.inf
             return
         self._active = True
         # A `fit` that was interrupted from outside has left it running.
         self._clock.stop()
-        # What was traced before has no clock in it.
-        if model.train_function is not self._timed or self._timed is None:
-            model.train_function = None
 
     def on_train_begin(self, logs: Any = None) -> None:
         """See `keras.callbacks.Callback.on_train_begin`."""
@@ -178,7 +180,6 @@ class ScalingTensorBoard(keras.callbacks.Callback):
                 f"one, log_dir={self.log_dir!r}, in the same `fit`. Give one of them."
             )
         self._open()
-        self._timed = self.model.train_function
         self._clock.start()
         self._take_stages()  # of an earlier `fit`
         self._steps = self._steps_taken()
@@ -196,6 +197,7 @@ class ScalingTensorBoard(keras.callbacks.Callback):
             self._communicator.barrier()
             self._epoch_began = time.monotonic()
         self._clock.begin_epoch()
+        self._due = self._calls
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         """See `keras.callbacks.Callback.on_train_batch_begin`.
@@ -203,24 +205,33 @@ class ScalingTensorBoard(keras.callbacks.Callback):
         Not `on_train_batch_end`: who has that one may stop the training there, about
         which all workers would have to agree after each batch.
         """
-        del batch, logs
-        if not self._active:
-            return
+        # Nothing else is done in most steps, which may last a millisecond.
+        if self._calls >= self._due:
+            self._before_call()
+        self._calls += 1
+
+    def _before_call(self) -> None:
+        """Do what is due before this call, and note when something will be next."""
         if self._epoch_began is not None:
             # The iterator was made, which may have read its first batches.
             made = time.monotonic() - self._epoch_began
             self._clock.waited(made, between=True)
             self._epoch_began = None
+        self._count_calls()
         if self._in_step:
-            # The first call has traced, and isn't measured.
-            if self._calls == 2 and self._baseline.missing:
+            if self._calls == _CALIBRATE and self._baseline.missing:
                 self._events.add(self._baseline.measure(self.model))
-            if self._windows.full:
+            if not self._windows.left:
                 self._end_window()
-        self._calls += 1
         if self._calls == _LOOK:
             self._choose_sample()
-        self._windows.calls += 1
+        ahead = [due for due in (_CALIBRATE, _LOOK) if due > self._calls]
+        self._due = min([*ahead, self._calls + max(self._windows.left, 1)])
+
+    def _count_calls(self) -> None:
+        """Tell the window what it has had."""
+        self._windows.calls += self._calls - self._counted
+        self._counted = self._calls
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """See `keras.callbacks.Callback.on_epoch_end`."""
@@ -232,6 +243,7 @@ class ScalingTensorBoard(keras.callbacks.Callback):
             if self._baseline.missing:
                 self._events.add(self._baseline.measure(self.model))
         if not self._in_step or self._update_freq == "epoch":
+            self._count_calls()
             self._end_window()
 
     def on_train_end(self, logs: Any = None) -> None:
@@ -239,6 +251,7 @@ class ScalingTensorBoard(keras.callbacks.Callback):
         del logs
         if not self._active:
             return
+        self._count_calls()
         if self._in_step and self._windows.calls:
             self._end_window()
         if self._baseline.missing:

@@ -53,9 +53,9 @@ class Windows:
         self._length = self._usual()
 
     @property
-    def full(self) -> bool:
-        """Whether this window has had all its calls."""
-        return self.calls >= self._length
+    def left(self) -> int:
+        """How many calls are missing until this window has had all of them."""
+        return max(self._length - self.calls, 0)
 
     def told(self) -> list[float]:
         """This worker's calls, what a window costs (seconds), its age (seconds)."""

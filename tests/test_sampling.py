@@ -21,12 +21,9 @@ def calls(sampling, count):
     """Numbers of the calls that are measured, and of those that warm up."""
     measured, warming = [], []
     for number in range(count):
-        sampling.next()
-        if sampling.warming:
-            assert sampling.measured
-            warming.append(number)
-        elif sampling.measured:
-            measured.append(number)
+        if not sampling.next():
+            continue
+        (warming if sampling.warming else measured).append(number)
     return measured, warming
 
 

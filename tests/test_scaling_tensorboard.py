@@ -657,10 +657,11 @@ def test_a_model_can_be_trained_again_with_or_without(strategy, tmp_path):
     model.fit(x, x[:, :2], batch_size=8, verbose=0, callbacks=[board])
     assert board.figures is not first
     # Traced already, with the clock in it: every step counts.
-    assert board.figures.steps in (7, 8)
+    assert board.figures.steps == 8
     other = ScalingTensorBoard(tmp_path / "other", verbose=0)
     model.fit(x, x[:, :2], batch_size=8, epochs=2, verbose=0, callbacks=[other])
-    assert other.figures.steps in (14, 15)
+    # All of which but one that has traced the graph without clocks, if steps are short.
+    assert other.figures.steps in (15, 16)
 
 
 @pytest.mark.parametrize(

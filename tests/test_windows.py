@@ -17,7 +17,7 @@ class Clock:
 
 def length(windows):
     """Calls until this window is full."""
-    while not windows.full:
+    while windows.left:
         windows.calls += 1
     return windows.calls
 
@@ -40,7 +40,7 @@ def test_so_many_steps(steps, per_call, expected):
 def test_a_window_of_an_epoch_is_never_full_by_itself():
     windows = Windows("epoch")
     windows.calls = 10**9
-    assert not windows.full
+    assert windows.left
 
 
 @pytest.mark.parametrize(

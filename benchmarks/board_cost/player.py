@@ -46,17 +46,15 @@ with strategy.scope():
 class Turns(keras.callbacks.Callback):
     """Takes blocks of steps in turns, each an epoch, in one order on all workers.
 
-    A block begins with the function that takes steps as it is with the callback, or as
-    it is without it. With it, one row of steps is measured in a block, which is as long
-    as the time from one row to the next.
+    In a block without the callback the clock stands still: then the graph without it is
+    called. With it, one row of steps is measured in a block, which is as long as the
+    time from one row to the next.
     `samples` are the mean steps of blocks, by way.
     """
 
-    def __init__(self, board, plain, clocked, seconds):
+    def __init__(self, board, seconds):
         super().__init__()
         self.board, self.clock = board, strategy.extended.timer
-        self.functions = {way: clocked for way in WAYS}
-        self.functions["without"] = plain
         self.seconds = seconds  # of a step
         self.block = max(period(seconds), 20)
         self.samples = {way: [] for way in WAYS}
@@ -101,7 +99,6 @@ class Turns(keras.callbacks.Callback):
 
     def on_epoch_begin(self, epoch, logs=None):
         self.way = self.order[epoch]
-        self.model.train_function = self.functions[self.way]
         self.steps = 0
         self.had_row = False
         self.clock.running = self.way != "without"
@@ -129,26 +126,18 @@ class Turns(keras.callbacks.Callback):
         self.board.on_train_end()
 
 
-def trace(callbacks):
-    """The function that takes steps, traced with these callbacks."""
-    model.train_function = None
-    model.fit(**data(20), callbacks=callbacks)
-    return model.train_function
-
-
 with tempfile.TemporaryDirectory() as folder:
-    plain = trace([])
-    clocked = trace([ScalingTensorBoard(folder, verbose=0)])
+    board = ScalingTensorBoard(folder, verbose=0)
+    # All graphs are traced here: the plain one, and those that measure and count.
+    model.fit(**data(FIRST))
+    model.fit(**data(FIRST), callbacks=[board])
     # How long a step is without it: the same on all workers.
-    model.train_function = plain
     first = data(FIRST)
     begin = time.perf_counter()
     model.fit(**first)
     mine = np.float64((time.perf_counter() - begin) / FIRST)
     seconds = float(strategy.communicator.all_reduce([mine], "max")[0])
-    board = ScalingTensorBoard(folder, verbose=0)
-    board._timed = clocked  # it has the clock in it already
-    turns = Turns(board, plain, clocked, seconds)
+    turns = Turns(board, seconds)
     model.fit(**data(turns.block), epochs=len(turns.order), callbacks=[turns])
 found = {
     "rank": strategy.rank,

@@ -25,12 +25,12 @@ from common import Report, arguments, table
 
 # Title, workers, rounds, width of the three hidden layers, rows of a global batch.
 MODELS = (
-    ("4.1 million parameters", 1, 24, 1000, 256),
-    ("0.6 million parameters", 1, 24, 300, 128),
-    ("0.1 million parameters", 1, 24, 100, 64),
-    ("4.1 million parameters", 2, 24, 1000, 256),
-    ("0.6 million parameters", 2, 24, 300, 128),
-    ("0.1 million parameters", 2, 24, 100, 64),
+    ("4.1 million parameters", 1, 60, 1000, 256),
+    ("0.6 million parameters", 1, 60, 300, 128),
+    ("0.1 million parameters", 1, 60, 100, 64),
+    ("4.1 million parameters", 2, 60, 1000, 256),
+    ("0.6 million parameters", 2, 60, 300, 128),
+    ("0.1 million parameters", 2, 60, 100, 64),
 )
 
 

@@ -35,8 +35,9 @@ class Step(threading.local):
         iterator: A weak reference to the newest epoch iterator but those of `evaluate`
             and `predict`: at the beginning of `fit` that of its data; None: there was
             none.
-        counted: Whether a step that is counted runs, or is being traced.
-        timed: Whether one that is measured, too.
+        making: Whether the function that is made measures its steps; None: it doesn't
+            count them either.
+        timed: Whether a step that is measured runs, or is being traced.
         compiled: Whether what is inside of that step is for XLA.
         readers: What reads data ahead and must be closed; None outside of `fit`,
             `evaluate` and `predict`.
@@ -56,7 +57,7 @@ class Step(threading.local):
     training: bool = False
     base_rate: bool = False
     iterator: weakref.ref[Any] | None = None
-    counted: bool = False
+    making: bool | None = None
     timed: bool = False
     compiled: bool = False
     readers: set[Any] | None = None

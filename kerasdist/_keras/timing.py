@@ -1,67 +1,63 @@
-"""Steps of training that are measured, if somebody wants to know."""
+"""Calls that take steps of training: counted and measured, if that's of interest."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
-from kerasdist._keras.hooks import timer_of
-from kerasdist._keras.step import current
+from kerasdist._keras.hooks import StepTimer
+from kerasdist._keras.step import setting
 
-__all__ = ["Graphs", "measured", "unmeasured"]
+__all__ = ["Calls"]
 
 
-class Graphs:
-    """A function of an iterator, and the same for calls that are measured.
+class Calls:
+    """The function that takes steps, as Keras makes it: as many as there are kinds.
 
-    Their graphs differ. What nobody calls is never traced.
+    Their graphs differ: one neither counts nor measures its steps, one counts them, one
+    measures them, too. What nobody calls is never traced.
+
+    What stands here is done in each step, also in those that are only counted, which
+    may last a millisecond: no context managers.
 
     Args:
-        make: Makes one.
+        trainer: The model.
+        make: Makes the function.
+        timer: Measures steps; None: nobody wants to know.
     """
 
-    def __init__(self, make: Callable[[], Callable[[Any], Any]]) -> None:
+    def __init__(
+        self,
+        trainer: Any,
+        make: Callable[[], Callable[[Any], Any]],
+        timer: StepTimer | None,
+    ) -> None:
+        self._trainer = trainer
         self._make = make
-        self._made: dict[bool, Callable[[Any], Any]] = {}
+        self._timer = timer
+        self._made: dict[bool | None, Callable[[Any], Any]] = {}
 
-    def get(self, timed: bool) -> Callable[[Any], Any]:
-        """The function; for calls that are measured, if `timed`."""
-        if timed not in self._made:
-            self._made[timed] = self._make()
-        return self._made[timed]
+    def __call__(self, iterator: Any) -> Any:
+        """Take steps on what an iterator has."""
+        timer = self._timer
+        # XLA can't compile what reads a clock: then there are none inside of a step.
+        # And it takes so long to compile that one graph must do.
+        compiled = self._trainer.jit_compile is True
+        if timer is None or not (timer.running or timer.asked):
+            # One that counts is as good, and may have been traced.
+            plain = self._made.get(None) or self._made.get(compiled)
+            return (plain or self._get(None))(iterator)
+        timed = timer.enter(always=compiled)
+        try:
+            logs = (self._made.get(timed) or self._get(timed))(iterator)
+        except BaseException:
+            timer.leave(0)  # above all where the data have ended
+            raise
+        timer.leave(int(self._trainer.steps_per_execution) if timed else 1)
+        return logs
 
-
-@contextlib.contextmanager
-def unmeasured(trainer: Any) -> Iterator[bool]:
-    """What isn't a step of training stands inside."""
-    del trainer
-    yield False
-
-
-@contextlib.contextmanager
-def measured(trainer: Any) -> Iterator[bool]:
-    """Steps of training stand inside: they are counted, if somebody wants to know.
-
-    Yields whether they are measured, too.
-    """
-    timer = timer_of(trainer.distribute_strategy)
-    if timer is None or not (timer.running or timer.asked):
-        yield False
-        return
-    # XLA can't compile what reads a clock: then there are none inside of a step. And
-    # it takes so long to compile that one graph must do.
-    compiled = trainer.jit_compile is True
-    timed = timer.enter(always=compiled)
-    # Not `setting`: this is done in each step.
-    before = current.counted, current.timed, current.compiled
-    current.counted, current.timed = True, timed
-    current.compiled = compiled
-    try:
-        yield timed
-    except BaseException:
-        timer.leave(0)  # above all where the data have ended
-        raise
-    finally:
-        current.counted, current.timed, current.compiled = before
-    timer.leave(int(trainer.steps_per_execution))
+    def _get(self, kind: bool | None) -> Callable[[Any], Any]:
+        if kind not in self._made:
+            with setting(making=kind):
+                self._made[kind] = self._make()
+        return self._made[kind]

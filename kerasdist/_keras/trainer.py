@@ -31,7 +31,7 @@ from kerasdist._keras.state import (
     take_epoch,
 )
 from kerasdist._keras.step import current, is_timed, setting
-from kerasdist._keras.timing import Graphs, measured, unmeasured
+from kerasdist._keras.timing import Calls
 from kerasdist._keras.touched import embedding_tables, moves_all_rows
 
 __all__ = [
@@ -69,17 +69,11 @@ def make_function(
     lost worker is named instead of a failed operation.
     """
     hooks = hooks_of(trainer.distribute_strategy)
-    timing = measured if current.training else unmeasured
+    timer = timer_of(trainer.distribute_strategy) if current.training else None
     if hooks is None:
-        if timer_of(trainer.distribute_strategy) is None:
+        if timer is None:
             return original(trainer, step_function)
-        graphs = Graphs(lambda: original(trainer, step_function))
-
-        def plain(iterator: Any) -> Any:
-            with timing(trainer) as timed:
-                return graphs.get(timed)(iterator)
-
-        return plain
+        return Calls(trainer, lambda: original(trainer, step_function), timer)
 
     def counted(data: Any) -> Any:
         data, total = hooks.split(data)
@@ -104,7 +98,7 @@ def make_function(
         return logs
 
     inside = hooks.apart if current.training else hooks.together
-    graphs = Graphs(lambda: original(trainer, counted))
+    take_steps = Calls(trainer, lambda: original(trainer, counted), timer)
     checked = False
 
     def call(iterator: Any) -> Any:
@@ -112,17 +106,16 @@ def make_function(
         if not checked:
             check_scope(trainer)
             checked = True
-        with _translating(hooks), inside(), timing(trainer) as timed:
-            function = graphs.get(timed)
+        with _translating(hooks), inside():
             if isinstance(
                 iterator, (tf.data.Iterator, tf.distribute.DistributedIterator)
             ):
-                return function(iterator)
+                return take_steps(iterator)
             if getattr(iterator, "kerasdist_together", False):
                 # Keras's loop over such an iterator needs at least one step.
-                return function(iterator.at_least_one())
+                return take_steps(iterator.at_least_one())
             # `train_on_batch` and `test_on_batch`: one global batch.
-            logs = function(hooks.own_rows(_no_nones(batch)) for batch in iterator)
+            logs = take_steps(hooks.own_rows(_no_nones(batch)) for batch in iterator)
             return trainer._get_metrics_result_or_logs(logs)
 
     return call
@@ -141,17 +134,21 @@ def receive_batch(
     timer = timer_of(trainer.distribute_strategy)
     if timer is None:
         return converted
+    # The function that is being made is of one kind, see `Calls`.
+    kind = current.making
+    facts = {"timed": kind is True, "compiled": trainer.jit_compile is True}
 
     def filled(data: Any) -> Any:
         if hooks is not None and hooks.replicas > 1:
             data = hooks.unwrap(data)
-        if current.counted:
-            # Each replica may have a thread of its own.
-            timer.marks = is_timed()
-            try:
-                return timer.step(converted, data)
-            finally:
-                timer.marks = False
+        if kind is not None:
+            with setting(**facts):
+                # Each replica may have a thread of its own.
+                timer.marks = is_timed()
+                try:
+                    return timer.step(converted, data)
+                finally:
+                    timer.marks = False
         if hooks is None:
             return converted(data)
         if hooks.replicas == 1 or current.rows is not None or not _in_replica(hooks):

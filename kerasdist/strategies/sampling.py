@@ -31,11 +31,11 @@ def period(seconds: float) -> int:
 
 
 class Sampling:
-    """Says of each call how it's measured: all are until it's told otherwise.
+    """Says of each call whether it's measured: all are until it's told otherwise.
 
     Attributes:
         measured: Whether the present call is.
-        warming: Whether it's one that is measured in vain.
+        warming: Whether one that is measured is so in vain.
     """
 
     def __init__(self) -> None:
@@ -55,25 +55,31 @@ class Sampling:
             self._chance.randint(1, self._period - _ROW) if self._period else 0
         )
 
-    def next(self, *, asked: bool = False) -> None:
-        """The next call begins; it's measured in any case if that's asked for."""
+    def next(self, *, asked: bool = False) -> bool:
+        """The next call begins; it's measured in any case if that's asked for.
+
+        Returns:
+            Whether it is.
+        """
         before = self.measured
-        self._choose()
+        if self._ahead:
+            self._ahead -= 1
+            self.measured = False
+        else:
+            self._choose()
         if asked and not self.measured:
             # Behind one that wasn't measured its graph warms up, too.
             self.measured, self.warming = True, not before
+        return self.measured
 
     def _choose(self) -> None:
+        self.measured, self.warming = True, False
         if not self._period:
-            self.measured, self.warming = True, False
-        elif self._row:
-            self._row -= 1
-            self.measured, self.warming = True, False
-        elif self._ahead:
-            self._ahead -= 1
-            self.measured = self.warming = False
-        else:
-            self.measured = self.warming = True
-            self._row = _ROW - 1
+            return
+        self.warming = not self._row
+        if self.warming:
+            self._row = _ROW
+        self._row -= 1
+        if not self._row:
             # On average one row in a period.
             self._ahead = self._chance.randint(0, 2 * (self._period - _ROW))

@@ -89,6 +89,8 @@ class StepClock:
         self.rank = communicator.rank
         self.running = self.asked = self.timed = self.marks = False
         self._listening = self._in_call = False
+        # Whether this call, or what came before it, has to be looked at.
+        self._noted = False
         self.batch: Any = None
         self._replicas = len(devices)
         self._host = _tf.host_of(devices[0])
@@ -242,35 +244,41 @@ class StepClock:
         Returns:
             Whether this call is measured.
         """
-        self._sampling.next(asked=self.asked)
+        self._in_call = True
+        self.timed = self._sampling.next(asked=self.asked) or always
         self.asked = False
-        self.timed = always or self._sampling.measured
         if self.timed:
             if self._sampling.warming and not always:
                 self._kept = self._summed.read(), self._spans.take()
             self._listen(True)
-        self._is_eager, self._in_call = False, True
-        self._call_waited = self._call_met = 0.0
-        self._entered = time.time()
+            self._entered = time.time()
         return self.timed
 
     def leave(self, executions: int) -> None:
         """It has returned; it takes so many steps at a time, 0 if it has failed."""
         left = time.time()
         self._in_call = False
+        if self.timed or self._noted:
+            self._look_back(executions, left)
+        # Most calls do nothing else: this is done in each step, however short.
+        self._left = left
+
+    def _look_back(self, executions: int, left: float) -> None:
+        """What is known of a call that has something to tell."""
+        waited, met, eager = self._call_waited, self._call_met, self._is_eager
+        self._call_waited = self._call_met = 0.0
+        self._noted = self._is_eager = False
         if self.timed:
             self._listen(False)
         if self._traced is not None:
             self._leave_out(self._kept or self._traced)
             self._traced = self._kept = None
             self._since += left - self._left
-            self._left = left
             self._waited = self._waited_before
             return
-        self._left = left
-        self._met += self._call_met
-        if self._is_eager:
-            self._waited += self._call_waited  # before its step began
+        self._met += met
+        if eager:
+            self._waited += waited  # before its step began
         self._waited_before = self._waited
         if not self.timed:
             return
@@ -278,13 +286,13 @@ class StepClock:
             self._leave_out(self._kept, MEASURED)
             self._kept = None
             return
-        if not self._is_eager:
+        if not eager:
             # The graph's clock takes it for input, as all before the step.
-            self._met_measured += self._call_met
+            self._met_measured += met
         self._several = executions > 1
         if self._several:
             self._inside += left - self._entered
-        elif executions and not self._is_eager:
+        elif executions and not eager:
             # A graph with one thread would read the clock too late.
             self._summed.add_eagerly({}, {BEGIN: self._entered})
 
@@ -296,7 +304,8 @@ class StepClock:
 
     def _note_trace(self) -> None:
         """A graph is being traced: keep what there was before it runs."""
-        if self._traced is None:
+        if self._in_call and self._traced is None:
+            self._noted = True
             with tf.init_scope():
                 self._traced = self._summed.read(), self._spans.take()
 
@@ -314,6 +323,9 @@ class StepClock:
             self._call_met += seconds
         elif self._in_call:
             self._call_waited += seconds
+        else:
+            return
+        self._noted = True
 
     def step(self, run: Callable[[Any], Any], data: Any) -> Any:
         """See `StepTimer.step`."""
@@ -326,7 +338,7 @@ class StepClock:
         )
         counts = {STEPS: 1.0, ROWS: rows}
         if _tf.executing_eagerly():
-            self._is_eager = True
+            self._is_eager = self._noted = self._in_call
             begin = time.time()
             outputs = run(data)
             times = {BEGIN: begin, READY: begin, END: time.time()}
