@@ -97,8 +97,25 @@ def make_function(
         tf.cond(rows > 0, lambda: tf.constant(0), put_back)
         return logs
 
+    def make() -> Callable[[Any], Any]:
+        function = original(trainer, counted)
+
+        def take_steps(iterator: Any) -> Any:
+            if isinstance(
+                iterator, (tf.data.Iterator, tf.distribute.DistributedIterator)
+            ):
+                return function(iterator)
+            if getattr(iterator, "kerasdist_together", False):
+                # Keras's loop over such an iterator needs at least one step.
+                return function(iterator.at_least_one())
+            # `train_on_batch` and `test_on_batch`: one global batch.
+            logs = function(hooks.own_rows(_no_nones(batch)) for batch in iterator)
+            return trainer._get_metrics_result_or_logs(logs)
+
+        return take_steps
+
     inside = hooks.apart if current.training else hooks.together
-    take_steps = Calls(trainer, lambda: original(trainer, counted), timer)
+    calls = Calls(trainer, make, timer)
     checked = False
 
     def call(iterator: Any) -> Any:
@@ -107,16 +124,7 @@ def make_function(
             check_scope(trainer)
             checked = True
         with _translating(hooks), inside():
-            if isinstance(
-                iterator, (tf.data.Iterator, tf.distribute.DistributedIterator)
-            ):
-                return take_steps(iterator)
-            if getattr(iterator, "kerasdist_together", False):
-                # Keras's loop over such an iterator needs at least one step.
-                return take_steps(iterator.at_least_one())
-            # `train_on_batch` and `test_on_batch`: one global batch.
-            logs = take_steps(hooks.own_rows(_no_nones(batch)) for batch in iterator)
-            return trainer._get_metrics_result_or_logs(logs)
+            return calls(iterator)
 
     return call
 
