@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kerasdist.placement.order import Part
-from kerasdist.placement.visits import Operation, find_visits, union_length
+from kerasdist.placement.visits import Operation, find_next, find_visits, union_length
 
 
 class Graph:
@@ -112,6 +112,37 @@ def test_edges_may_go_back():
     a = g.add("A", x)
 
     assert g.visits == [("A", None, [((0,), (a,))], (1,))]
+
+
+def test_what_begins_when_a_visit_is_over():
+    g = Graph()
+    x = g.add("", before=True)
+    x0, x1 = g.mark(0, x), g.mark(1, x)
+    a0, more = g.add("A", x0), g.add("A", x0)
+    b0 = g.add("B", a0)  # it waits for a part of the first visit
+    done = g.add("A", a0, more, orders=True, works=False)
+    a1 = g.add("A", x1, done)
+    b1 = g.add("B", a1)
+    g.add("B", b0, b1)
+
+    visits = find_visits(g.made, g.marks)
+    assert [(v.device, v.part and v.part.number) for v in visits] == [
+        ("A", 0),
+        ("B", 0),
+        ("A", 1),
+        ("B", 1),
+        ("B", None),
+    ]
+    assert find_next(g.made, visits, 9) == [
+        [(2, 0), (3, 0), (4, 0)],
+        [(4, 0)],
+        [(3, 0), (4, 0)],
+        [(4, 0)],
+        [],
+    ]
+    assert [len(found) for found in find_next(g.made, visits, 1)] == [1, 1, 1, 1, 0]
+    # So many that it would take too long.
+    assert not any(find_next(g.made, visits * 101, 9))
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from tensorflow.python.framework import auto_control_deps, ops
 
 from kerasdist._tf.ordering import ORDER
 from kerasdist.placement.order import Part
-from kerasdist.placement.visits import Operation, Visit, find_visits
+from kerasdist.placement.visits import Operation, Visit, find_next, find_visits
 
 __all__ = ["CLOCK", "COLLECTIVE", "Marked", "can_be_marked", "mark_visits"]
 
@@ -21,6 +21,8 @@ COLLECTIVE = "kerasdist_collective"
 CLOCK = "kerasdist_stage_clock"
 # More of them would cost too much.
 _MOST_VISITS = 2000
+# With so many others a visit's end is compared.
+_MOST_NEXT = 3
 # They take no time, or only that of what they wait for.
 _LIGHT = frozenset(
     {
@@ -60,12 +62,15 @@ class Marked:
     Attributes:
         visit: The visit.
         begins: For each group the time when it began: float64, scalar, in seconds.
-        end: The time when it ended.
+        end: The time when it ended, or later: nothing waits for this clock, so it's
+            read when a thread has time for it.
+        following: Begins of others that wait for all of it: it was over before.
     """
 
     visit: Visit
     begins: tuple[Any, ...]
     end: Any
+    following: tuple[Any, ...]
 
 
 def can_be_marked(devices: Iterable[str]) -> bool:
@@ -117,7 +122,7 @@ def mark_visits(
     ]
     if len(visits) > _MOST_VISITS:
         return []
-    found = []
+    clocks, ends = [], []
     for visit in visits:
         begins = []
         for group in visit.groups:
@@ -125,9 +130,13 @@ def mark_visits(
             begins.append(now)
             for i in group.entries:
                 made[i]._add_control_input(now.op)
-        end = _now(graph, visit.device, [made[i] for i in visit.exits])
-        found.append(Marked(visit, tuple(begins), end))
-    return found
+        clocks.append(tuple(begins))
+        ends.append(_now(graph, visit.device, [made[i] for i in visit.exits]))
+    following = [
+        tuple(clocks[number][group] for number, group in after)
+        for after in find_next(operations, visits, _MOST_NEXT)
+    ]
+    return [Marked(*one) for one in zip(visits, clocks, ends, following, strict=True)]
 
 
 class _Turns:

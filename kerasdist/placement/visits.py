@@ -23,14 +23,17 @@ can be put there whatever else is bound to an order.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Mapping, Sequence
 
 from kerasdist.placement.order import Part, part_of
 
-__all__ = ["Group", "Operation", "Visit", "find_visits", "union_length"]
+__all__ = ["Group", "Operation", "Visit", "find_next", "find_visits", "union_length"]
 
 # Of one visit, those that can begin first: of an update each variable has its own.
 _MOST_GROUPS = 4
+# A visit is compared with all others: that takes too long if there are more of them.
+_MOST_COMPARED = 500
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -126,6 +129,48 @@ def find_visits(
             groups, exits = _ends(operations, inside)
             found.append(Visit(device=device, part=part, groups=groups, exits=exits))
     return [visit for visit in found if visit.groups]
+
+
+def find_next(
+    operations: Sequence[Operation], visits: Sequence[Visit], most: int
+) -> list[list[tuple[int, int]]]:
+    """For each visit those that begin when it's over, as all of it is waited for.
+
+    Args:
+        operations: All operations, without cycles.
+        visits: Visits in the order in which they can begin.
+        most: How many of those are told, at most: the first ones.
+
+    Returns:
+        For each visit the number of each such one, and of its group.
+    """
+    if len(visits) > _MOST_COMPARED:
+        return [[] for _ in visits]
+    # An exit is a bit: which ones are waited for, on all ways to an operation?
+    bits = {
+        exit_: 1 << n
+        for n, exit_ in enumerate(exit_ for visit in visits for exit_ in visit.exits)
+    }
+    over = [0] * len(operations)
+    for i in _sorted(operations):
+        over[i] = bits.get(i, 0)
+        for j in operations[i].inputs:
+            over[i] |= over[j]
+    waits = []
+    for number, visit in enumerate(visits):
+        for place, group in enumerate(visit.groups):
+            found = 0
+            for i in group.after:
+                found |= over[i]
+            waits.append(((number, place), found))
+    following = []
+    for visit in visits:
+        exits = 0
+        for i in visit.exits:
+            exits |= bits[i]
+        after = (where for where, found in waits if exits & ~found == 0)
+        following.append(list(itertools.islice(after, most)))
+    return following
 
 
 def _ends(

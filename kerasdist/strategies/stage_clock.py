@@ -9,7 +9,9 @@ do. Each visit has a clock at its begin and one at its end, which tell of each s
 
 Their times since the step's first one are summed up in one variable in host memory,
 which is read once in a window of many steps; or before and after a step, to know when
-it did what. Visits of one device that overlap (a loss and what else is ready) count
+it did what. What begins waits for its clock. What ends doesn't: where all threads have
+other things to do its clock is late, but not later than the begin of whatever waits for
+that end. Visits of one device that overlap (a loss and what else is ready) count
 once, by their mean times.
 
 Graphs get clocks when they are traced while steps are measured (`step_clock`). The
@@ -142,11 +144,15 @@ class StageClock:
     def _sum_up(self, found: Sequence[marking.Marked]) -> _Graph:
         # On each device the times are packed, so that one tensor is sent.
         spans, names, packed, count = [], [], [], 2
+        # All times in order, each with those that it can't be later than.
+        limits: list[tuple[Any, ...]] = []
         for stage, device in enumerate(self._devices):
             times: list[Any] = []
             for one in (one for one in found if one.visit.device == device):
                 begins = [count + len(times) + i for i in range(len(one.begins))]
                 times += [*one.begins, one.end]
+                limits += [(begin,) for begin in one.begins]
+                limits.append((one.end, *one.following))
                 spans.append((stage, begins, count + len(times) - 1))
                 names.append(_name(one.visit.part))
             count += len(times)
@@ -155,7 +161,7 @@ class StageClock:
                     packed.append(tf.stack(times))
         totals = _tf.own_variable(np.zeros((2, count)), tf.float64)
         with tf.device(self._host):
-            now = tf.concat(packed, 0)
+            now = _earliest(tf.concat(packed, 0), limits)
             others = totals[0, 0]  # 0 in the first step, then 1
             begin = tf.reduce_min(now, keepdims=True)
             step = tf.ones([1], tf.float64)
@@ -216,6 +222,22 @@ class StageClock:
             busy = tuple(union_length(line) for line in lines)
             total = total.plus(StageTimes(steps=steps, busy=busy))
         return total
+
+
+def _earliest(times: Any, limits: Sequence[tuple[Any, ...]]) -> Any:
+    """Times that were read late, corrected by others that can't be earlier.
+
+    Args:
+        times: All of them: float64 of shape (n,).
+        limits: For each its tensor, and those of others.
+    """
+    places = {limit[0].ref(): i for i, limit in enumerate(limits)}
+    most = max(len(limit) for limit in limits)
+    rows = [
+        [places[each.ref()] for each in (*limit, *limit[:1] * (most - len(limit)))]
+        for limit in limits
+    ]
+    return tf.reduce_min(tf.gather(times, rows), 1)
 
 
 def _name(part: Part | None) -> str:
