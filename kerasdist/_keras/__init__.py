@@ -33,7 +33,7 @@ from keras.src.backend.tensorflow import core as tf_core
 from keras.src.backend.tensorflow import nn as tf_nn
 from keras.src.backend.tensorflow import optimizer as tf_optimizer
 from keras.src.backend.tensorflow import trainer as tf_trainer
-from keras.src.callbacks import callback_list
+from keras.src.callbacks import backup_and_restore, callback_list
 from keras.src.layers import layer as layer_module
 from keras.src.layers.normalization import batch_normalization
 from keras.src.losses import loss as loss_module
@@ -47,6 +47,7 @@ from keras.src.trainers import trainer as base_trainer
 
 from kerasdist._keras import (
     arrays,
+    backups,
     callbacks,
     layers,
     losses,
@@ -220,6 +221,7 @@ def install() -> None:
         )
         for owner, name, hook in divided:
             _wrap(owner, name, hook)
+        _wrap(backup_and_restore.BackupAndRestore, "_save_model", backups.write)
         for owner, name in callbacks.WRITERS:
             _wrap(owner, name, callbacks.on_chief_only)
         for owner, name in callbacks.SAVERS:

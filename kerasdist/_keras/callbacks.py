@@ -7,8 +7,6 @@ alone. What a rank decides by itself is agreed on before it can tear the ranks a
 
 from __future__ import annotations
 
-import contextlib
-import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -22,8 +20,8 @@ from keras.src.callbacks import (
     tensorboard,
 )
 from keras.src.models import model as model_module
-from keras.src.utils import file_utils
 
+from kerasdist._keras import backups
 from kerasdist._keras.hooks import DealingHooks, dealing_hooks, hooks_of
 from kerasdist._keras.optimizers import open_window
 from kerasdist._keras.rates import (
@@ -168,14 +166,17 @@ def on_train_begin(
     if model is not None and current.fitting:
         _check_callbacks(model, self.callbacks)
     result = original(self, *args, **kwargs)
+    # Only now it's restored, wherever in the list who does it stands.
+    backup = backups.read(self.callbacks)
     for callback in self.callbacks:
-        # Only now it's restored, wherever in the list who does it stands.
         resumed = getattr(callback, "resumed_after", None)
         if resumed is not None:
-            resumed(_batches_of_backup(self.callbacks))
-    if model is not None and current.fitting:
-        before_first_step(model, self.callbacks)
+            resumed(backup.batches)
     dealing = _dealing(model)
+    if model is not None and current.fitting:
+        if dealing is not None:
+            dealing.resume_at(backup.steps)
+        before_first_step(model, self.callbacks)
     if dealing is None or not dealing.joining:
         return result
     model._initial_epoch, known = dealing.join(statistics_of(model))
@@ -287,20 +288,3 @@ def _factor(optimizer: Any) -> list[float] | None:
     if scaling is None:
         return None
     return [scaling.target, scaling.steps, scaling.shift]
-
-
-def _batches_of_backup(callbacks: Any) -> int:
-    """How many batches of an interrupted epoch are behind what was restored.
-
-    Keras begins that epoch again, with an optimizer that has taken these steps.
-    """
-    for callback in callbacks:
-        path = getattr(callback, "_training_metadata_path", None)
-        if isinstance(callback, backup_and_restore.BackupAndRestore) and path:
-            with (
-                contextlib.suppress(OSError, ValueError, KeyError, TypeError),
-                file_utils.File(path, "r") as file,
-            ):
-                last = int(json.loads(file.read())["batch"])
-                return last + 1 if last else 0
-    return 0

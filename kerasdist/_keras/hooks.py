@@ -249,6 +249,18 @@ class DealingHooks(KerasHooks, Protocol):
     def steps_of(self, optimizer: Any) -> Any | None:
         """Number of steps by all workers, int64; None: the optimizer's own count."""
 
+    def resume_at(self, steps: int | None) -> None:
+        """Before `begin_fit`, on all workers: the chief's is where the count goes on.
+
+        None: the count is what it was, or an optimizer's own if that is new.
+        """
+
+    def progress(self) -> tuple[int, int] | None:
+        """How many steps, in all and of this epoch, are in this worker's weights.
+
+        None: not known, there's no optimizer that `fit` trains with.
+        """
+
     def end_batches(self) -> None:
         """Let the epoch end for all workers: one of them wants to stop."""
 

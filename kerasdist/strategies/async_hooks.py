@@ -74,6 +74,7 @@ class AsyncHooks(SynchronousHooks):
         # Whether the workers haven't all the same behind them.
         self._mixed = extended.job.client.joining
         self._fits = 0
+        self._resumed: int | None = None
         self._newest: Dealt | None = None
         self._trained: tuple[Sequence[Any], Any, Sequence[bool]] = ((), None, ())
         self._words = "no data"
@@ -169,12 +170,23 @@ class AsyncHooks(SynchronousHooks):
         """See `KerasHooks.begin_fit`."""
         self._fits += 1
         self._trained = variables, optimizer, sparse
+        steps, self._resumed = self._resumed, None
         if not self._extended.job.client.joining:
-            self._extended.shared.share(variables, optimizer, sparse)
+            self._extended.shared.share(variables, optimizer, sparse, steps)
 
     def steps_of(self, optimizer: Any) -> Any | None:
         """See `DealingHooks.steps_of`."""
         return self._extended.shared.steps_of(optimizer)
+
+    def resume_at(self, steps: int | None) -> None:
+        """See `DealingHooks.resume_at`."""
+        # Perhaps only the chief can read the file.
+        known = int(self.of_chief(-1 if steps is None else steps))
+        self._resumed = known if known >= 0 else None
+
+    def progress(self) -> tuple[int, int] | None:
+        """See `DealingHooks.progress`."""
+        return self._extended.shared.count.progress()
 
     def settle(self) -> None:
         """Meet; if a worker has taken steps since the last time, all take the weights.
@@ -309,7 +321,7 @@ class AsyncHooks(SynchronousHooks):
         """See `DealingHooks.let_in`."""
         if self.present is None or len(self._extended.job.client.peers) == 1:
             return
-        offset = self._extended.shared.offset_of(self._trained[1])
+        offset = self._extended.shared.count.offset_of(self._trained[1])
         facts: dict[str, Any] = {"fit": self._fits, "epoch": epoch, "offset": offset}
         facts |= {"data": self.present.facts(), "known": known}
         if self._extended.job.live.gate(facts):

@@ -84,6 +84,7 @@ class Dealt:
             if hooks.any_of(exhausted):
                 self._used = 0
         self.extended.shared.rebase()
+        self.extended.shared.count.begin_epoch()
         hooks.present = self
         self._epoch += 1
         self._last = -1

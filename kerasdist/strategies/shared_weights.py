@@ -27,11 +27,11 @@ import numpy as np
 import tensorflow as tf
 
 from kerasdist import _tf
-from kerasdist._keras import own_steps
 from kerasdist.collectives.buffers import Buffers
 from kerasdist.collectives.ops import Array
 from kerasdist.server import Change, Pulled, Rows, Variable
 from kerasdist.strategies.shared_rows import SharedRows
+from kerasdist.strategies.step_count import StepCount
 
 if TYPE_CHECKING:
     from kerasdist.strategies.asynchronous import AsyncExtended
@@ -228,11 +228,7 @@ class SharedTables:
         # Of this `fit`: opened by all workers together, and by each for itself.
         self._agreed: SharedWeights | None = None
         self._own: list[SharedWeights] = []
-        # Updates by all workers of the table that all have opened, and what an
-        # optimizer's count was before the first of them.
-        with tf.device(_tf.host_of(extended.worker_devices[0])):
-            self._updates = tf.Variable(0, dtype=tf.int64, trainable=False)
-        self._offsets: dict[int, tuple[Any, int]] = {}
+        self.count = StepCount(extended.worker_devices[0])
 
     @property
     def _in_use(self) -> list[SharedWeights]:
@@ -247,22 +243,29 @@ class SharedTables:
         return dict(sorted(counts.items()))
 
     def share(
-        self, variables: Sequence[Any], optimizer: Any, sparse: Sequence[bool]
+        self,
+        variables: Sequence[Any],
+        optimizer: Any,
+        sparse: Sequence[bool],
+        steps: int | None = None,
     ) -> None:
-        """Train these variables together from now on; all workers call it alike."""
+        """Train these variables together from now on; all workers call it alike.
+
+        Args:
+            variables: The variables.
+            optimizer: The optimizer, or None.
+            sparse: Of which variables only some rows change in a step.
+            steps: How many steps all had taken where training is resumed, if it is.
+        """
         self._own = []
         self._agreed = self._table(variables, sparse) if variables else None
         self.rebase()
         if self._agreed is None:
+            self.count.begin(None, 0, None)
             return
         self._agreed.pull()
         self._extended.job.communicator.barrier()
-        if optimizer is not None and id(optimizer) not in self._offsets:
-            window = _window(optimizer)
-            before = int(own_steps(optimizer).numpy()) // window
-            offset = (before - self._agreed.table.updates) * window
-            # With a reference: no other optimizer gets its id.
-            self._offsets[id(optimizer)] = optimizer, offset
+        self.count.begin(optimizer, self._agreed.table.updates, steps)
 
     def join(
         self,
@@ -274,39 +277,24 @@ class SharedTables:
         """Train these variables with the others, whose table is there.
 
         Args:
-            variables: The variables.
-            optimizer: The optimizer, or None.
-            sparse: Of which variables only some rows change in a step.
-            offset: What the others' `offset_of` of it is.
+            variables: See `share`.
+            optimizer: See `share`.
+            sparse: See `share`.
+            offset: What the others' `count.offset_of` it is.
         """
         self._agreed = self._table(variables, sparse) if variables else None
         if self._agreed is not None:
             self._agreed.pull()
-        if optimizer is not None:
-            self._offsets[id(optimizer)] = optimizer, offset
-
-    def offset_of(self, optimizer: Any) -> int:
-        """What an optimizer's count was before the first update of the table."""
-        return self._offsets.get(id(optimizer), (None, 0))[1]
+        self.count.join(optimizer, offset)
 
     def note_updates(self, weights: SharedWeights, updates: Any) -> None:
         """A worker has heard of so many updates of a table by all workers."""
         if weights is self._agreed:
-            self._updates.assign(tf.cast(updates, tf.int64))
+            self.count.note(updates)
 
     def steps_of(self, optimizer: Any) -> Any | None:
-        """Number of steps by all workers, as far as this one knows; int64, scalar.
-
-        None for an optimizer that isn't that of the present `fit`.
-        """
-        _, offset = self._offsets.get(id(optimizer), (None, None))
-        if offset is None or self._agreed is None:
-            return None
-        steps = self._updates.read_value() * _window(optimizer) + offset
-        if _window(optimizer) == 1:
-            return steps
-        own = tf.convert_to_tensor(own_steps(optimizer))
-        return steps + tf.cast(own, tf.int64) % _window(optimizer)
+        """See `StepCount.of`; None if no table is shared."""
+        return None if self._agreed is None else self.count.of(optimizer)
 
     def exchange(self, variables: Sequence[Any], touched: Sequence[Any]) -> None:
         """At the end of a step that has updated these variables.
@@ -359,6 +347,7 @@ class SharedTables:
             return
         if communicator.rank == 0:
             weights.push()
+        self.count.leave_out()
         communicator.barrier()
         weights.pull()
         communicator.barrier()
@@ -387,11 +376,6 @@ class SharedTables:
         weights = SharedWeights(self._extended, variables, sparse)
         self._all.append(weights)
         return weights
-
-
-def _window(optimizer: Any) -> int:
-    """How many steps of an optimizer are one update."""
-    return int(getattr(optimizer, "gradient_accumulation_steps", None) or 1)
 
 
 def _key(variable: Any) -> int:
