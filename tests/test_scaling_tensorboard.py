@@ -118,12 +118,17 @@ class Watch(keras.callbacks.Callback):
         RemoteTable.push_pull, self.exchange = push_pull, exchange
 
     def on_epoch_begin(self, epoch, logs=None):
-        self.begin, self.before = time.perf_counter(), None
+        self.begin = self.end = time.perf_counter()
+        self.before = None
         self.reads.append({})
 
     def on_train_batch_begin(self, batch, logs=None):
         now = counter()
         if self.before is not None:
+            if not self.sent:
+                # Nor is the first step, which traces, in what the board says.
+                self.times.clear()
+                self.bytes.clear()
             self.sent.append(now - self.before)
         self.before = now
         time.sleep(self.seconds)
@@ -155,7 +160,7 @@ def run(name, m, data, watch, epochs=4, callbacks=(), **more):
     m.fit(
         **data, epochs=epochs, verbose=0, callbacks=[*callbacks, board, watch], **more)
     facts = {
-        "seconds": sum(watch.spent[1:]),
+        "spent": watch.spent[1:],
         "sent": statistics.median(watch.sent),
         "bandwidth": sum(watch.bytes) / sum(watch.times) if watch.times else 0,
         "gradients": sum(4 * v.numpy().size for v in m.trainable_weights),
@@ -171,7 +176,10 @@ def run(name, m, data, watch, epochs=4, callbacks=(), **more):
 BODY = """
 found = {}
 m = build(SLOW if rank == 1 else 0, lambda: keras.optimizers.SGD(0.1))
-found["slow"] = run("slow", m, {"x": x, "y": y, "batch_size": 12}, Watch())
+# Where nobody waits for who is slow, 20 steps were over in 50 ms: what happens once,
+# like a collection of garbage, would count for as much.
+batch = 4 if asynchronous else 12
+found["slow"] = run("slow", m, {"x": x, "y": y, "batch_size": batch}, Watch())
 found["staleness"] = getattr(strategy, "staleness", {})
 if asynchronous and rank == 0:
     # What the server has counted, by rank.
@@ -189,6 +197,7 @@ scale = ScaleLearningRate(
 found["input"] = run("input", m, {"x": data}, Watch(CALLBACK), 3, [scale])
 print("RESULT", json.dumps(found))
 """
+ALL = "examples_per_second/all"
 CONSTANTS = f"SLOW, READ, UPDATE, CALLBACK = {SLOW}, {READ}, {UPDATE}, {CALLBACK}\n"
 
 
@@ -254,19 +263,28 @@ def test_every_figure_is_what_another_measurement_says(kind, tmp_path):
     # Examples per second: the clock and the number of samples.
     for name in ("slow", "input"):
         found = chief[name]["figures"]
-        seconds = max(one[name]["seconds"] for one in (chief, other))
+        # Where batches are dealt out a worker may get none in an epoch.
+        spent = zip(chief[name]["spent"], other[name]["spent"], strict=True)
+        seconds = sum(max(both) for both in spent)
         epochs = 3 if name == "slow" else 2
-        # Epochs in which a slow worker has a step or two aren't all alike.
-        part = 0.4 if asynchronous else 0.25
-        assert near(found["examples_per_second"], 240 * epochs / seconds, part)
         whole = sum(found["by_rank"].values())
         if asynchronous:
+            # In the first epoch one worker may take all steps while another one traces.
+            # So each epoch is looked at alone: its figures are written at its end.
+            written = series(events(tmp_path / name / "scaling"), ALL)
+            speeds = [speed for _, speed in written]
+            assert near(sum(240 / speed for speed in speeds[1:]), seconds, 0.4)
+            # Of all epochs it's the time of the worker that has had most to do.
+            overall = found["examples_per_second"]
+            assert 0.9 * min(speeds) < overall < 2.1 * max(speeds)
             # Who is done with an epoch has the others' time left.
             assert whole > 0.75 * found["examples_per_second"]
         else:
+            speed = 240 * epochs / seconds
+            assert near(found["examples_per_second"], speed, 0.25)
             assert near(whole, found["examples_per_second"], 0.25)
     # A step: samples of all workers, or of the one that takes it.
-    for found, batch in ((figures, 12), (throttled, 48)):
+    for found, batch in ((figures, 4 if asynchronous else 12), (throttled, 48)):
         assert found["workers"] == 2
         assert near(found["global_batch"], batch, 0.01)
         assert near(sum(found["phases"].values()), found["step_seconds"], 1e-6)
@@ -341,10 +359,10 @@ def test_every_figure_is_what_another_measurement_says(kind, tmp_path):
 
 
 def check_file(board, figures, asynchronous):
-    speeds = series(board, "examples_per_second/all")
-    assert len(speeds) >= (4 if asynchronous else 8)
-    middle = float(np.median([speed for _, speed in speeds]))
-    assert near(middle, figures["examples_per_second"], 0.3)
+    speeds = series(board, ALL)
+    if not asynchronous:
+        middle = float(np.median([speed for _, speed in speeds]))
+        assert near(middle, figures["examples_per_second"], 0.3)
     assert series(board, "job/workers") == [(step, 2.0) for step, _ in speeds]
     assert series(board, "straggler/rank")[-1][1] == 1
     efficient = series(board, "efficiency/percent")
@@ -356,7 +374,7 @@ def check_file(board, figures, asynchronous):
     assert steps == sorted(set(steps))
     if asynchronous:
         # All batches of an epoch, whoever took them.
-        assert steps == [20, 40, 60, 80]
+        assert steps == [60, 120, 180, 240]
     else:
         assert steps == [*range(8, 81, 8)]
 
@@ -370,7 +388,7 @@ def check_file(board, figures, asynchronous):
         between(f"step_seconds/{phase}", parts[phase])
     between("step_seconds/whole", figures["step_seconds"])
     between("bytes/per_step", figures["bytes_per_step"])
-    between("job/global_batch", 12)
+    between("job/global_batch", 4 if asynchronous else 12)
     for rank in "01":
         between(f"examples_per_second/rank_{rank}", figures["by_rank"][rank])
         between(f"busy_seconds/rank_{rank}", figures["busy"][rank])
