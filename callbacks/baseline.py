@@ -81,8 +81,9 @@ class Baseline:
                 "`baseline=`."
             )
         self._alone = found
+        who = "worker alone" if found.worker else "device with the whole model"
         return (
-            f"One worker alone takes {in_seconds(found.seconds)} for a step on "
+            f"One {who} takes {in_seconds(found.seconds)} for a step on "
             f"{found.rows:,} samples, all zeros."
         )
 

@@ -64,12 +64,12 @@ class ScalingTensorBoard(keras.callbacks.Callback):
             Train with one worker and this callback to get the number. With
             `ModelParallelStrategy` that of one device, by `RingStrategy()`.
         calibrate: Measure the baseline instead, early in each `fit` (asynchronous
-            workers: after its first epoch): the chief takes some steps alone, on a
-            whole global batch of zeros, while the others wait; then weights, optimizer
-            and metrics are what they were. It takes a few seconds. What lies between
-            two steps (callbacks, Python) is taken to last as long as with all workers,
-            data to be there at once. Not with several replicas in one worker, nor with
-            `ModelParallelStrategy`.
+            workers: after its first epoch), in a few seconds: the chief takes steps
+            alone, on a whole global batch of zeros, while the others wait; then
+            everything is what it was. What lies between two steps (callbacks, Python)
+            is taken to last as long as ever, data to be there at once. Alone is one
+            worker with all its devices; with `ModelParallelStrategy` its first device,
+            with a copy of the whole model and whole batches, if that fits there.
         update_freq: When something is written: after so many batches, "epoch", or
             "auto": often at first, and never so often that it costs a hundredth of the
             time. With asynchronous workers always after each epoch.

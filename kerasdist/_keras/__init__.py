@@ -73,7 +73,7 @@ from kerasdist._keras.placed_layers import (
 )
 from kerasdist._keras.rates import own_steps
 from kerasdist._keras.rematerialize import rematerializing
-from kerasdist._keras.state import whole_state
+from kerasdist._keras.state import copied_to, whole_state
 from kerasdist._keras.step import gradients_are_reduced, is_timed
 from kerasdist._keras.trainer import new_train_function
 
@@ -85,6 +85,7 @@ __all__ = [
     "LayerPlacer",
     "StepTimer",
     "called_layer",
+    "copied_to",
     "device_of_variable",
     "dividing",
     "gradients_are_reduced",

@@ -24,6 +24,7 @@ __all__ = [
     "init_variable",
     "initialize_variable",
     "layers_of",
+    "move",
     "own_variables",
     "placer_of",
     "prepare",
@@ -238,7 +239,7 @@ def prepare(trainer: Any, placer: LayerPlacer) -> None:
         for variable in own_variables(layer):
             # What an optimizer knows already must stay the variable that it is.
             if variable.value.device != device and not (built and variable.trainable):
-                _move(variable, device)
+                move(variable, device)
     if all(layer.built for layer, _, _ in layers):
         placer.check(facts for _, facts, _ in layers)
     else:
@@ -272,7 +273,7 @@ def own_variables(layer: Any) -> list[Any]:
     return [variable for variable in own if variable._value is not None]
 
 
-def _move(variable: Any, device: str) -> None:
+def move(variable: Any, device: str) -> None:
     """Put a variable on another device: its value moves into a new one."""
     value = variable.value.read_value()
     with tf.init_scope(), _making(device):

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from kerasdist._keras.hooks import KerasHooks
 from kerasdist._keras.optimizers import own_accumulators
+from kerasdist._keras.placed_layers import move
 from kerasdist._keras.rates import optimizers_of
 
 __all__ = [
     "check_scope",
+    "copied_to",
     "share_state",
     "state_of",
     "statistics_of",
@@ -116,8 +119,37 @@ def share_state(trainer: Any, hooks: KerasHooks, callbacks: Sequence[Any]) -> No
 
 def whole_state(trainer: Any) -> list[Any]:
     """TensorFlow's variables of everything that training changes, each once."""
+    return [variable.value for variable in _all_variables(trainer)]
+
+
+@contextlib.contextmanager
+def copied_to(trainer: Any, device: str) -> Iterator[None]:
+    """Train copies, on one device, of all variables that are elsewhere.
+
+    They come back as they were. What is on that device already isn't copied.
+
+    Args:
+        trainer: The model, of a strategy that places layers.
+        device: The device's full name.
+    """
+    left = []
+    try:
+        for variable in _all_variables(trainer):
+            if variable.value.device != device:
+                left.append((variable, variable.value))
+                with trainer.distribute_strategy.scope():
+                    move(variable, device)
+                # By it an optimizer knows which variables it was built for.
+                variable.value._unique_id = left[-1][1]._unique_id
+        yield
+    finally:
+        for variable, value in left:
+            variable._value = value
+
+
+def _all_variables(trainer: Any) -> list[Any]:
+    """Keras's variables of everything that training changes, each once."""
     variables = [*trainer.variables, *trainer.metrics_variables]
     for optimizer in optimizers_of(trainer):
         variables += optimizer.variables
-    found = {id(variable): variable.value for variable in variables}
-    return list(found.values())
+    return list({id(variable): variable for variable in variables}.values())

@@ -12,16 +12,21 @@ so that no wait is longer than a call, however many there are.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import gc
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from kerasdist import _keras, errors
+from kerasdist import _keras, _tf, errors
 from kerasdist.collectives import Communicator
+from kerasdist.strategies.one_device import on_one_device
+from kerasdist.strategies.rows import slice_dataset
+from kerasdist.strategies.shares import SharingExtended
 
 __all__ = ["Alone", "measure_alone"]
 
@@ -40,10 +45,13 @@ class Alone:
         rows: Samples of a step: those of a global batch.
         seconds: Seconds of a step, without reading data and without what lies between
             two steps.
+        worker: Whether it's one worker, with all of its devices; else it's one device
+            of a single worker that has several.
     """
 
     rows: int
     seconds: float
+    worker: bool
 
 
 def measure_alone(model: Any) -> Alone | str:
@@ -53,9 +61,9 @@ def measure_alone(model: Any) -> Alone | str:
         model: A model in `fit`, which has taken a step that was measured.
 
     Returns:
-        What it has measured, the same on all workers. Or why that's impossible: a
-        worker has several replicas, batches are made of something else than plain
-        tensors, or a step on zeros fails. Then too the model is what it was.
+        What it has measured, the same on all workers. Or why that's impossible:
+        batches are made of something else than plain tensors, or a step on zeros
+        fails, e.g. for want of memory. Then too the model is what it was.
 
     Raises:
         CollectiveError: See `kerasdist.errors`; the model is what it was.
@@ -68,13 +76,6 @@ def measure_alone(model: Any) -> Alone | str:
     every = [float(part[0]) for part in communicator.all_gather(mine)]
     # Where workers don't wait for each other, each has whole batches.
     rows = round(every[0] if hooks is None or hooks.deals else sum(every))
-    if hooks is None:
-        return (
-            "layers are on several devices; what counts is one of them, by the same "
-            "model with `RingStrategy()`"
-        )
-    if len(extended.worker_devices) > 1:
-        return "a worker has several replicas"
 
     def tell(value: float) -> float:
         """What the chief says, to all."""
@@ -98,8 +99,12 @@ def measure_alone(model: Any) -> Alone | str:
             except Exception as error:
                 # Whoever wants to know how fast a job is doesn't want to end it.
                 reason = f"a step on zeros fails: {type(error).__name__}: {error}"
+            # The graph, and copies of variables, which refer to each other.
+            gc.collect()
             told = tell(found)
-    return Alone(rows=rows, seconds=told) if told > 0 else reason
+    if told <= 0:
+        return reason
+    return Alone(rows=rows, seconds=told, worker=_has_workers(model))
 
 
 def _is_plain(batch: Any) -> bool:
@@ -111,8 +116,6 @@ def _is_plain(batch: Any) -> bool:
 
 def _measure(model: Any, batch: Any, rows: int, after_call: Callable[[], Any]) -> float:
     """Seconds of a step of this worker alone."""
-    strategy = model.distribute_strategy
-    extended = strategy.extended
 
     def zeros(spec: Any) -> Any:
         if spec is None:
@@ -120,25 +123,50 @@ def _measure(model: Any, batch: Any, rows: int, after_call: Callable[[], Any]) -
         shape = [rows, *(1 if size is None else size for size in spec.shape[1:])]
         return tf.zeros(shape[: spec.shape.rank], spec.dtype)
 
+    with tf.device(_tf.canonical_device("CPU:0")):
+        data = tf.data.Dataset.from_tensors(tf.nest.map_structure(zeros, batch))
+    alone = _one_worker if _has_workers(model) else on_one_device
+    with alone(model):
+        batches = iter(_distributed(model.distribute_strategy, data.repeat()))
+        function = _keras.new_train_function(model)
+        calls, seconds = -_WARM_UP, 0.0
+        while calls < _MOST and seconds < _SECONDS:
+            begin = time.perf_counter()
+            function(batches)
+            calls += 1
+            if calls > 0:
+                seconds += time.perf_counter() - begin
+            after_call()
+    return seconds / (calls * int(model.steps_per_execution))
+
+
+def _has_workers(model: Any) -> bool:
+    """Whether the job may have several workers; else one model has several devices."""
+    return isinstance(model.distribute_strategy.extended, SharingExtended)
+
+
+@contextlib.contextmanager
+def _one_worker(model: Any) -> Iterator[None]:
+    """What is run inside is this worker's alone; then its state is what it was."""
+    strategy = model.distribute_strategy
     kept = [
         (part, part.numpy())
         for variable in _keras.whole_state(model)
         for part in strategy.experimental_local_results(variable)
     ]
-    with extended.alone(), tf.device(extended.worker_devices[0]):
-        data = tf.data.Dataset.from_tensors(tf.nest.map_structure(zeros, batch))
-        batches = iter(data.repeat())
-        function = _keras.new_train_function(model)
-        calls, seconds = -_WARM_UP, 0.0
-        try:
-            while calls < _MOST and seconds < _SECONDS:
-                begin = time.perf_counter()
-                function(batches)
-                calls += 1
-                if calls > 0:
-                    seconds += time.perf_counter() - begin
-                after_call()
-        finally:
-            for part, value in kept:
-                part.assign(value)
-    return seconds / (calls * int(model.steps_per_execution))
+    try:
+        with strategy.extended.alone():
+            yield
+    finally:
+        for part, value in kept:
+            part.assign(value)
+
+
+def _distributed(strategy: Any, data: Any) -> Any:
+    """Whole batches as who is alone gives them to his steps."""
+    extended = strategy.extended
+    if not isinstance(extended, SharingExtended):
+        return strategy.experimental_distribute_dataset(data)
+    if not extended.is_alone:
+        data = slice_dataset(data, *extended.places)
+    return extended.distribute_parts(data)

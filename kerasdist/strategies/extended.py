@@ -11,13 +11,15 @@ several local replicas brings them together with a merge call.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from kerasdist import _keras, _tf
 from kerasdist._keras import StepTimer
+from kerasdist.collectives.single import SingleCommunicator
 from kerasdist.strategies import agreement
 from kerasdist.strategies.collective_ops import CollectiveOps
 from kerasdist.strategies.job import StrategyJob
@@ -92,6 +94,16 @@ class SynchronousExtended(SharingExtended):
     def in_lockstep(self) -> bool:
         """Whether all replicas are about to write the same values."""
         return _keras.gradients_are_reduced()
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """See `SharingExtended.alone`."""
+        before, self.ops = self.ops, CollectiveOps(SingleCommunicator(), self._host)
+        try:
+            with super().alone():
+                yield
+        finally:
+            self.ops = before
 
     def _call_for_each_replica(self, fn: Any, args: Any, kwargs: Any) -> Any:
         if len(self._devices) > 1:

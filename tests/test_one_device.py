@@ -1,0 +1,212 @@
+"""What one device does of a placed model: against layers that sleep for a known time.
+
+And against the same model under `RingStrategy()`, by the clock. What a calibration
+leaves behind is what a `fit` without it does.
+"""
+
+from __future__ import annotations
+
+import pytest
+from test_scaling_tensorboard import events, near, series, text
+
+from workers import Workers
+
+pytestmark = pytest.mark.timeout(150)
+
+# Seconds that a stage's layer sleeps in a call, forward and backward, however many rows
+# it's given.
+FORWARD, BACKWARD = (0.004, 0.010), (0.006, 0.020)
+ONE = sum(FORWARD) + sum(BACKWARD)
+STEPS, ROWS, PARTS = 8, 16, 2
+
+SCRIPT = """
+import json, os, time
+import numpy as np
+import tensorflow as tf
+tf.config.set_logical_device_configuration(
+    tf.config.list_physical_devices("CPU")[0],
+    [tf.config.LogicalDeviceConfiguration()] * 2)
+# Or who sleeps in a graph would hold up all others that want the one thread.
+tf.config.threading.set_inter_op_parallelism_threads(8)
+import keras
+import kerasdist
+from keras import layers
+from kerasdist.callbacks import ScalingTensorBoard
+from kerasdist.strategies import calibration
+
+calibration._SECONDS = 0.3
+folder = os.environ["FOLDER"]
+PLACES = {"on0.*": "CPU:0", "on1.*": "CPU:1"}
+x = np.random.default_rng(0).normal(size=(STEPS * ROWS, 16)).astype("float32")
+y = x[:, :4] * 2
+traced = []
+
+def sleep(seconds, tensor):
+    def call(value):
+        time.sleep(seconds)
+        return value
+    late = tf.numpy_function(call, [tensor], tensor.dtype, stateful=False)
+    return tf.ensure_shape(late, tensor.shape)
+
+class Slow(layers.Layer):
+    def __init__(self, forward, backward, **kwargs):
+        super().__init__(**kwargs)
+        self.forward, self.backward = forward, backward
+
+    def call(self, inputs):
+        @tf.custom_gradient
+        def slow(value):
+            return sleep(self.forward, value), lambda g: sleep(self.backward, g)
+        made = slow(inputs)
+        if not isinstance(made, keras.KerasTensor):
+            traced.append((self.name, made.device.split("device:")[-1]))
+        return made
+
+def slow_model(strategy):
+    keras.utils.set_random_seed(1)
+    with strategy.scope():
+        stages = [
+            [layers.Dense(16, name=f"on{i}_a"),
+             Slow(FORWARD[i], BACKWARD[i], name=f"on{i}_b")] for i in range(2)]
+        model = keras.Sequential(
+            [keras.Input((16,)), *stages[0], *stages[1], layers.Dense(4, name="on1_c")])
+        model.compile("sgd", "mse")
+    return model
+
+class Clock(keras.callbacks.Callback):
+    '''How long each step takes; a median knows nothing of traces and calibrations.'''
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self.begins = []
+
+    def on_train_batch_begin(self, batch, logs=None):
+        self.begins.append(time.perf_counter())
+
+    @property
+    def median(self):
+        return float(np.median(np.diff(self.begins)))
+
+class Narrow(layers.Layer):
+    '''There isn't memory enough for a whole batch.'''
+
+    def call(self, inputs):
+        def check(value):
+            if len(value) == ROWS:
+                raise MemoryError("too much")
+            return value
+        made = tf.numpy_function(check, [inputs], inputs.dtype)
+        return tf.ensure_shape(made, inputs.shape)
+
+def fit(model, name, callbacks=()):
+    board = ScalingTensorBoard(
+        folder + "/" + name, update_freq="epoch", verbose=0, calibrate=True)
+    clock = Clock()
+    history = model.fit(
+        x, y, batch_size=ROWS, epochs=2, shuffle=False, verbose=0,
+        callbacks=[clock, board, *callbacks]).history
+    figures = board.figures
+    return history, {
+        "speed": figures.examples_per_second, "outside": figures.phases["outside"],
+        "baseline": figures.baseline, "efficiency": figures.efficiency,
+        "seconds": clock.median}
+
+found = {}
+# Layers on two devices; two replicas; and then one device by the clock.
+for name, strategy in (
+    ("placed", kerasdist.ModelParallelStrategy(PLACES, micro_batches=PARTS)),
+    ("replicas", kerasdist.RingStrategy(devices=["CPU:0", "CPU:1"])),
+):
+    traced.clear()
+    _, found[name] = fit(slow_model(strategy), name)
+    found[name]["traced"] = list(traced)
+clock = Clock()
+slow_model(kerasdist.RingStrategy()).fit(
+    x, y, batch_size=ROWS, epochs=2, verbose=0, callbacks=[clock])
+found["one"] = {"seconds": clock.median}
+
+def outcome(calibrated, narrow=False, accumulate=None, **more):
+    keras.utils.set_random_seed(1)
+    strategy = kerasdist.ModelParallelStrategy(PLACES, micro_batches=PARTS, **more)
+    with strategy.scope():
+        table = kerasdist.layers.ShardedDense(32, shards=2, name="table")
+        with strategy.stage("CPU:1"):
+            last = layers.Dense(4)
+        model = keras.Sequential([
+            keras.Input((16,)), layers.Dense(32, name="on0_a"), table,
+            *([Narrow(name="on0_b")] if narrow else []),
+            layers.BatchNormalization(name="on1_a"), layers.Dropout(0.3, name="on1_b"),
+            last])
+        model.compile(
+            keras.optimizers.Adam(0.01, gradient_accumulation_steps=accumulate), "mse",
+            metrics=["mae"], steps_per_execution=2)
+    def variables():
+        return [*model.variables, *model.metrics_variables, *model.optimizer.variables]
+    if not calibrated:
+        history = model.fit(
+            x, y, batch_size=ROWS, epochs=2, shuffle=False, verbose=0).history
+        facts, same = {}, True
+    else:
+        before = []
+        note = keras.callbacks.LambdaCallback(on_train_batch_begin=lambda batch, logs:
+            before or before.extend(v.value for v in variables()))
+        history, facts = fit(model, f"{narrow}", [note])
+        same = [id(v.value) for v in variables()] == [id(value) for value in before]
+    # Of what trains, not of what was measured.
+    report = str(strategy.placement_report())
+    return [history, [(v.value.device, v.numpy().tolist()) for v in variables()],
+            same, "CPU:1" in report], facts
+
+for name, more in (("plain", {"accumulate": 3, "rematerialize": True}),
+                   ("narrow", {"narrow": True})):
+    plain, _ = outcome(False, **more)
+    with_it, facts = outcome(True, **more)
+    found[name] = {
+        "same": [a == b for a, b in zip(plain, with_it)], **facts,
+        "devices": sorted({d for d, _ in with_it[1]})}
+print("RESULT", json.dumps(found))
+"""
+
+
+def test_one_device(tmp_path):
+    constants = (
+        f"FORWARD, BACKWARD = {FORWARD}, {BACKWARD}\n"
+        f"STEPS, ROWS, PARTS = {STEPS}, {ROWS}, {PARTS}\n"
+    )
+    job = Workers(constants + SCRIPT, 1, env={"FOLDER": str(tmp_path)}, deadline=120)
+    with job:
+        (found,) = (one.result for one in job.succeed())
+
+    placed, one = found["placed"], found["one"]
+    # Whole batches: each layer sleeps once. And there's what lies between two steps.
+    seconds = ROWS / placed["baseline"] - placed["outside"]
+    assert ONE < seconds < 1.5 * ONE, placed
+    # What one device does indeed, by the clock.
+    assert near(placed["baseline"], ROWS / one["seconds"], 0.3), found
+    assert near(placed["efficiency"], placed["speed"] / placed["baseline"] / 2, 1e-6)
+    # The slower stage alone takes longer than that: it sleeps for each micro-batch.
+    least = ROWS / (PARTS * (FORWARD[1] + BACKWARD[1]))
+    assert placed["efficiency"] < least * 1.5 * ONE / ROWS
+    devices = [tuple(each) for each in placed["traced"]]
+    assert ("on1_b", "CPU:1") in devices
+    assert devices[-2:] == [("on0_b", "CPU:0"), ("on1_b", "CPU:0")]
+    told = "\n".join(text(events(tmp_path / "placed" / "scaling"), "events"))
+    assert "One device with the whole model takes " in told
+    assert f"for a step on {ROWS} samples, all zeros." in told
+    written = series(events(tmp_path / "placed" / "scaling"), "efficiency/percent")
+    assert len(written) == 2
+
+    # One worker is its two devices: this job does what one worker does.
+    replicas = found["replicas"]
+    assert near(replicas["baseline"], ROWS / replicas["seconds"], 0.4), replicas
+    assert near(replicas["efficiency"], replicas["speed"] / replicas["baseline"], 1e-6)
+    told = "\n".join(text(events(tmp_path / "replicas" / "scaling"), "events"))
+    assert "One worker alone takes " in told
+
+    for name in ("plain", "narrow"):
+        facts = found[name]
+        assert all(facts["same"]), (name, facts)
+        assert [each[-5:] for each in facts["devices"]] == ["CPU:0", "CPU:1"]
+    assert found["plain"]["efficiency"] > 0
+    assert found["narrow"]["baseline"] is None
+    told = "\n".join(text(events(tmp_path / "True" / "scaling"), "events"))
+    assert "can't be measured here (a step on zeros fails: ResourceExhaustedErr" in told
