@@ -152,7 +152,13 @@ class StageClock:
                 begins = [count + len(times) + i for i in range(len(one.begins))]
                 times += [*one.begins, one.end]
                 limits += [(begin,) for begin in one.begins]
-                limits.append((one.end, *one.following))
+                # Those of other machines' clocks tell nothing of this one.
+                here = [
+                    begin
+                    for begin in one.following
+                    if _tf.host_of(begin.device) == _tf.host_of(device)
+                ]
+                limits.append((one.end, *here))
                 spans.append((stage, begins, count + len(times) - 1))
                 names.append(_name(one.visit.part))
             count += len(times)
