@@ -305,11 +305,10 @@ def _in_turn(parts: Sequence[Span]) -> list[Span]:
     begins: list[int] = []
     for span in parts:
         begins.append(max(span.begin, begins[-1] + 1 if begins else 0))
+    following = [*begins, _NEVER][1:]
     ends = [
-        max(begin, min(span.end, following))
-        for span, begin, following in zip(
-            parts, begins, [*begins[1:], _NEVER], strict=True
-        )
+        max(begin, min(span.end, limit))
+        for span, begin, limit in zip(parts, begins, following, strict=True)
     ]
     return [
         replace(span, begin=begin, end=end)

@@ -137,6 +137,8 @@ def test_stages_do_one_thing_at_a_time():
         Span("compute", 60_000, 80_000),
         Span("compute", 35_000, 45_000, thread=1),
         Span("backward 0", 100_000, 120_000, thread=1),
+        # A stage without micro-batches.
+        Span("compute", 1_000, 2_000, thread=2),
     ]
     record = Record(0, "a", [(0, 0, 0)], [Execution(0, 1, 0, 200_000)], stages=stages)
     found = trace([record])
@@ -151,6 +153,7 @@ def test_stages_do_one_thing_at_a_time():
         (1501, "compute", 70.0, 10.0),
         (1502, "compute", 35.0, 10.0),
         (1502, "backward 0", 100.0, 20.0),
+        (1503, "compute", 1.0, 1.0),
     ]
 
 
