@@ -136,7 +136,9 @@ class Timeline(keras.callbacks.Callback):
             return
         if self._record is None:
             self._open()
-        self._log.listen()
+        if not self._log.listening:
+            self._log.listen()
+            self._align_stages()
         self._look()  # what was before
         self._begun = now()
 
@@ -224,6 +226,13 @@ class Timeline(keras.callbacks.Callback):
         timer = timer_of(self.model.distribute_strategy)
         if timer is not None and self._stage_clock is not None:
             timer.asked = True
+
+    def _align_stages(self) -> None:
+        """Some may be on other machines, if this worker is the only one that fits."""
+        clock, record = self._stage_clock, self._record
+        error = 0.0 if clock is None else clock.align()
+        if error and record is not None:
+            record.offsets = [(now(), 0, int(error * 1e9))]
 
     def _look(self) -> list[Span]:
         """What this worker's stages did in a step."""

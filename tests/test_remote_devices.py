@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import textwrap
 
@@ -83,7 +84,9 @@ def test_layers_on_other_workers_train_as_they_do_in_one_process(tmp_path):
                 for place in placed.placement_report().steps["train"].layers
                 if place.layer.startswith("sequential")
             },
-        }))
+        }), flush=True)
+        model.fit(x, y, batch_size=16, verbose=0, callbacks=[
+            kerasdist.callbacks.Timeline(sys.argv[1] + "/trace.json", steps=(1, 3))])
         """),
         3,
         args=[str(tmp_path)],
@@ -111,6 +114,19 @@ def test_layers_on_other_workers_train_as_they_do_in_one_process(tmp_path):
     assert one == {"/task:1/device:CPU:1"}
     assert two == {"/task:2/device:CPU:0"}
     assert rest == {"/task:2/device:CPU:1"}
+
+    # A timeline has their stages, on the chief's clock.
+    trace = json.loads((tmp_path / "trace.json").read_text())
+    error = trace["otherData"]["clock_error_us"]["0"]
+    assert 0 < error < 20_000
+    spans = [e for e in trace["traceEvents"] if e["ph"] == "X"]
+    steps = [e for e in spans if e["name"].startswith("step ")]
+    assert [step["name"] for step in steps] == ["step 1", "step 2"]
+    for stage in range(3):
+        lane = [e for e in spans if e["tid"] == 1501 + stage]
+        for step in steps:
+            begin, end = step["ts"] - error, step["ts"] + step["dur"] + error
+            assert any(begin < e["ts"] <= e["ts"] + e["dur"] < end for e in lane)
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=str)

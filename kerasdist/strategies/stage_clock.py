@@ -23,6 +23,7 @@ where an operation is over for the host when it has only begun; and not with
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -40,6 +41,8 @@ __all__ = ["COMPUTE", "StageClock", "StageSpan", "StageTimes"]
 
 # What a span is called that is of no micro-batch, or of all of the batch.
 COMPUTE = "compute"
+# Questions to another machine about its clock.
+_QUESTIONS = 16
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -122,6 +125,7 @@ class StageClock:
         self._devices = tuple(devices)
         self._host = host
         self._graphs: list[_Graph] = []
+        self._ahead: dict[str, float] = {}
         # Times are counted from here: sums of small numbers are exact.
         self._base = time.time()
 
@@ -177,17 +181,36 @@ class StageClock:
 
     @property
     def can_look(self) -> bool:
-        """Whether it can be told when the stages do what.
+        """Whether it can be told when the stages do what."""
+        return marking.can_be_marked(self._devices)
 
-        Not if they are on several machines, whose clocks differ.
+    def align(self) -> float:
+        """Find out by how much other machines' clocks are ahead of this one's.
+
+        Each answers some questions: its clock was read after the question, and before
+        the answer. All bounds hold, so that the tightest of them do.
+
+        Returns:
+            How far that may be wrong, in seconds; 0.0 where all stages are here.
         """
-        here = all(_tf.host_of(device) == self._host for device in self._devices)
-        return here and marking.can_be_marked(self._devices)
+        error = 0.0
+        for host in {_tf.host_of(device) for device in self._devices} - {self._host}:
+            least, most = -math.inf, math.inf
+            for _ in range(_QUESTIONS):
+                asked = time.time()
+                with tf.device(host):
+                    there = float(tf.timestamp().numpy())
+                least = max(least, there - time.time())
+                most = min(most, there - asked)
+            self._ahead[host] = (least + most) / 2
+            error = max(error, (most - least) / 2)
+        return error
 
     def look(self) -> list[StageSpan]:
         """What the stages have done since this was called last, if that's one step.
 
-        Nothing if it's several, or if that can't be told.
+        Nothing if it's several, or if that can't be told. Where stages are on other
+        machines `align` must have been called.
         """
         found: list[StageSpan] = []
         if not self.can_look:
@@ -197,11 +220,13 @@ class StageClock:
             sums, graph.seen = now - graph.seen, now
             if sums[0] != 1:
                 continue
-            base = self._base + float(sums[1])
+            first = self._base + float(sums[1])
             for (stage, begins, end), name in zip(
                 graph.spans, graph.names, strict=True
             ):
                 begin = min(sums[begin] for begin in begins)
+                host = _tf.host_of(self._devices[stage])
+                base = first - self._ahead.get(host, 0.0)
                 found.append(
                     StageSpan(
                         stage=stage,
