@@ -18,9 +18,10 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
-from kerasdist import _keras
+from kerasdist import _keras, _tf
 from kerasdist._keras import LayerFacts
 from kerasdist.placement.patterns import Patterns
 from kerasdist.strategies.placed_ops import Placer
@@ -65,10 +66,16 @@ def on_one_device(model: Any) -> Iterator[None]:
 
     Args:
         model: A model that `ModelParallelStrategy` has placed, with its optimizer.
+
+    Raises:
+        MemoryError: The first device is a CPU of this host, which has too little memory
+            left even for the copies.
     """
     extended = model.distribute_strategy.extended
     first = extended.layer_placer.devices[0]
-    kept = [(v, v.numpy()) for v in _keras.whole_state(model) if v.device == first]
+    state = _keras.whole_state(model)
+    _check_room(first, sum(_bytes(v) for v in state if v.device != first))
+    kept = [(v, v.numpy()) for v in state if v.device == first]
     before = extended.layer_placer, extended.micro_batches, extended.rematerialize
     try:
         with _keras.copied_to(model, first):
@@ -79,3 +86,29 @@ def on_one_device(model: Any) -> Iterator[None]:
         extended.layer_placer, extended.micro_batches, extended.rematerialize = before
         for variable, value in kept:
             variable.assign(value)
+
+
+def _check_room(device: str, needed: int) -> None:
+    """Refuse copies for which a process would be ended: a host raises no errors."""
+    if _tf.host_of(device) != _tf.canonical_device("CPU:0") or ":CPU:" not in device:
+        return  # it's TensorFlow that raises one, or another host
+    left = _available()
+    if needed > left:
+        raise MemoryError(
+            f"copies of what is on other devices take {needed:,} bytes, and "
+            f"{left:,.0f} are left"
+        )
+
+
+def _available() -> float:
+    """Bytes of memory that this host has left; infinite where it doesn't say."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return float("inf")
+    found = [line.split()[1] for line in lines if line.startswith("MemAvailable:")]
+    return 1024.0 * int(found[0]) if found else float("inf")
+
+
+def _bytes(variable: Any) -> int:
+    return int(variable.shape.num_elements() or 0) * int(variable.dtype.size)
