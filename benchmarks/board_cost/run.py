@@ -23,14 +23,17 @@ sys.path.insert(0, str(HERE.parent))
 
 from common import Report, arguments, table
 
-# Title, workers, rounds, width of the three hidden layers, rows of a global batch.
+# Title, workers, rounds, devices of each worker that have stages of the model, width of
+# the three hidden layers, rows of a global batch.
 MODELS = (
-    ("4.1 million parameters", 1, 60, 1000, 256),
-    ("0.6 million parameters", 1, 60, 300, 128),
-    ("0.1 million parameters", 1, 60, 100, 64),
-    ("4.1 million parameters", 2, 60, 1000, 256),
-    ("0.6 million parameters", 2, 60, 300, 128),
-    ("0.1 million parameters", 2, 60, 100, 64),
+    ("4.1 million parameters", 1, 60, 1, 1000, 256),
+    ("0.6 million parameters", 1, 60, 1, 300, 128),
+    ("0.1 million parameters", 1, 60, 1, 100, 64),
+    ("4.1 million parameters", 2, 60, 1, 1000, 256),
+    ("0.6 million parameters", 2, 60, 1, 300, 128),
+    ("0.1 million parameters", 2, 60, 1, 100, 64),
+    ("4.1 million, 2 stages", 1, 60, 2, 1000, 512),
+    ("0.6 million, 2 stages", 1, 60, 2, 300, 128),
 )
 
 
