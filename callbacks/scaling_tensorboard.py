@@ -226,7 +226,9 @@ class ScalingTensorBoard(keras.callbacks.Callback):
         if self._calls == _LOOK:
             self._choose_sample()
         ahead = [due for due in (_CALIBRATE, _LOOK) if due > self._calls]
-        self._due = min([*ahead, self._calls + max(self._windows.left, 1)])
+        if self._in_step:
+            ahead.append(self._calls + max(self._windows.left, 1))
+        self._due = min(ahead, default=math.inf)
 
     def _count_calls(self) -> None:
         """Tell the window what it has had."""
