@@ -24,11 +24,11 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from kerasdist._keras.rates import leaves_of, steps_of
 from kerasdist.callbacks import layout, report
 from kerasdist.callbacks.baseline import Baseline
 from kerasdist.callbacks.events import Events
 from kerasdist.callbacks.figures import Figures, combine
+from kerasdist.callbacks.job import Job
 from kerasdist.callbacks.summaries import Summaries
 from kerasdist.callbacks.verdict import Verdict, judge
 from kerasdist.callbacks.windows import Windows
@@ -42,8 +42,6 @@ __all__ = ["ScalingTensorBoard"]
 _CALIBRATE = 2
 # And after so many one looks how long they take, where no window ends before long.
 _LOOK = 9
-# Reads that are staler are counted as this.
-_STALEST = 63
 
 
 class ScalingTensorBoard(keras.callbacks.Callback):
@@ -124,7 +122,8 @@ class ScalingTensorBoard(keras.callbacks.Callback):
         self._update_freq = update_freq
         self._verbose = verbose
         self._summaries: Summaries | None = None
-        self._active, self._in_step = False, True
+        self._active = False
+        self._job: Job
         self._forget(1)
 
     def _forget(self, steps_per_call: int) -> None:
@@ -142,7 +141,6 @@ class ScalingTensorBoard(keras.callbacks.Callback):
         self._sums: dict[int, StepTimes] = {}
         self._staleness: dict[int, int] = {}
         self._stages: StageTimes | None = None
-        self._seen: dict[int, int] = {}
         self._events = Events()
 
     # What Keras calls.
@@ -150,53 +148,51 @@ class ScalingTensorBoard(keras.callbacks.Callback):
     def set_model(self, model: Any) -> None:
         """See `keras.callbacks.Callback.set_model`."""
         super().set_model(model)
-        strategy = model.distribute_strategy
-        if not hasattr(getattr(strategy, "extended", None), "timer"):
+        if not Job.is_measured(model):
+            kind = type(model.distribute_strategy).__name__
             # A script that is tried without a strategy needs no `if`.
             warnings.warn(
                 "ScalingTensorBoard measures strategies of kerasdist, and writes "
-                f"nothing here. Received: a model with {type(strategy).__name__}. "
+                f"nothing here. Received: a model with {kind}. "
                 "Build and compile it in `with kerasdist.RingStrategy().scope():`, "
                 "which works for one worker, too.",
                 stacklevel=2,
             )
             self._active, self._due = False, math.inf
             return
-        self._active = True
+        self._active, self._job = True, Job(model)
         # A `fit` that was interrupted from outside has left it running.
-        self._clock.stop()
+        self._job.clock.stop()
 
     def on_train_begin(self, logs: Any = None) -> None:
         """See `keras.callbacks.Callback.on_train_begin`."""
         del logs
         if not self._active:
             return
-        hooks = getattr(self._extended, "keras_hooks", None)
-        self._in_step = hooks is None or not hooks.deals
-        self._forget(self._steps_per_call)
-        if self._clock.running:
+        self._forget(self._job.steps_per_call)
+        if self._job.clock.running:
             raise ValueError(
                 "One ScalingTensorBoard measures all that there is. Received: another "
                 f"one, log_dir={self.log_dir!r}, in the same `fit`. Give one of them."
             )
         self._open()
-        self._clock.start()
-        self._take_stages()  # of an earlier `fit`
-        self._steps = self._steps_taken()
-        self._seen = dict(self._observed())
-        self._events = Events(self._happened)
-        self._link = link_speed(self._communicator)
+        self._job.clock.start()
+        self._job.take_stages()  # of an earlier `fit`
+        self._steps = self._job.steps_taken()
+        self._job.take_reads()
+        self._events = Events(self._job.happened())
+        self._link = link_speed(self._job.communicator)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """See `keras.callbacks.Callback.on_epoch_begin`."""
         del epoch, logs
         if not self._active:
             return
-        if self._in_step:
+        if self._job.in_step:
             # The chief may have written a file: who waits for that does so in no step.
-            self._communicator.barrier()
+            self._job.communicator.barrier()
             self._epoch_began = time.monotonic()
-        self._clock.begin_epoch()
+        self._job.clock.begin_epoch()
         self._due = self._calls
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
@@ -215,10 +211,10 @@ class ScalingTensorBoard(keras.callbacks.Callback):
         if self._epoch_began is not None:
             # The iterator was made, which may have read its first batches.
             made = time.monotonic() - self._epoch_began
-            self._clock.waited(made, between=True)
+            self._job.clock.waited(made, between=True)
             self._epoch_began = None
         self._count_calls()
-        if self._in_step:
+        if self._job.in_step:
             if self._calls == _CALIBRATE and self._baseline.missing:
                 self._events.add(self._baseline.measure(self.model))
             if not self._windows.left:
@@ -226,7 +222,7 @@ class ScalingTensorBoard(keras.callbacks.Callback):
         if self._calls == _LOOK:
             self._choose_sample()
         ahead = [due for due in (_CALIBRATE, _LOOK) if due > self._calls]
-        if self._in_step:
+        if self._job.in_step:
             ahead.append(self._calls + max(self._windows.left, 1))
         self._due = min(ahead, default=math.inf)
 
@@ -240,11 +236,11 @@ class ScalingTensorBoard(keras.callbacks.Callback):
         del epoch, logs
         if not self._active:
             return
-        if not self._in_step:
-            self._baseline.agree(self._communicator)
+        if not self._job.in_step:
+            self._baseline.agree(self._job.communicator)
             if self._baseline.missing:
                 self._events.add(self._baseline.measure(self.model))
-        if not self._in_step or self._update_freq == "epoch":
+        if not self._job.in_step or self._update_freq == "epoch":
             self._count_calls()
             self._end_window()
 
@@ -254,32 +250,34 @@ class ScalingTensorBoard(keras.callbacks.Callback):
         if not self._active:
             return
         self._count_calls()
-        if self._in_step and self._windows.calls:
+        if self._job.in_step and self._windows.calls:
             self._end_window()
         if self._baseline.missing:
             self._events.add(
                 "`fit` was over before the speed of one worker could be measured."
             )
-        self._clock.stop()
+        self._job.clock.stop()
         self._conclude()
 
     def on_failure(self, error: BaseException) -> None:
         """`fit` ends with this error: write what is known, on the chief."""
         if not self._active:
             return
-        self._clock.stop()
+        self._job.clock.stop()
         self._events.add(f"`fit` ended with {type(error).__name__}: {error}")
         self._conclude()
 
     def _open(self) -> None:
         """Make the file, on the chief; all workers call it, and fail if that does."""
         fault = " "
-        if self._is_chief and self._summaries is None:
+        if self._job.is_chief and self._summaries is None:
             try:
                 self._summaries = Summaries(os.path.join(self.log_dir, "scaling"))
             except (OSError, tf.errors.OpError) as error:
                 fault += getattr(error, "message", None) or str(error)
-        told = self._communicator.all_gather(np.frombuffer(fault.encode(), np.uint8))
+        told = self._job.communicator.all_gather(
+            np.frombuffer(fault.encode(), np.uint8)
+        )
         faults = "".join(one.tobytes().decode() for one in told).strip()
         if faults:
             raise ValueError(
@@ -289,12 +287,12 @@ class ScalingTensorBoard(keras.callbacks.Callback):
 
     def _choose_sample(self) -> None:
         """How many calls are measured; who takes each step together, the same ones."""
-        seconds = self._clock.seconds_per_step * self._steps_per_call
-        if self._in_step:
-            found = self._communicator.all_reduce([np.float64(seconds)], "max")
+        seconds = self._job.clock.seconds_per_step * self._job.steps_per_call
+        if self._job.in_step:
+            found = self._job.communicator.all_reduce([np.float64(seconds)], "max")
             seconds = float(found[0])
         if seconds:
-            self._clock.measure(seconds)
+            self._job.clock.measure(seconds)
 
     # A window of steps.
 
@@ -302,20 +300,22 @@ class ScalingTensorBoard(keras.callbacks.Callback):
         """All workers call it at the same place."""
         begin = time.monotonic()
         self._choose_sample()
-        mine = self._clock.take()
+        mine = self._job.clock.take()
         told = self._windows.told()
         every, others = gather(
-            self._communicator, mine, np.array([*told, *self._new_reads()])
+            self._job.communicator, mine, np.array([*told, *self._job.take_reads()])
         )
         self._windows.begin(every[0], [float(one) for one in others[0][: len(told)]])
-        if not self._is_chief:
+        if not self._job.is_chief:
             return
         reads: dict[int, int] = {}
         for more in others:
             for lag, count in enumerate(more[len(told) :]):
                 if count:
                     reads[lag] = reads.get(lag, 0) + int(count)
-        self._events.note_workers(self._happened, tuple(one.rank for one in every))
+        self._events.note_workers(
+            self._job.happened(), tuple(one.rank for one in every)
+        )
         self._write(every, reads)
         self._windows.cost(time.monotonic() - begin)
 
@@ -323,17 +323,8 @@ class ScalingTensorBoard(keras.callbacks.Callback):
     def _steps_per_call(self) -> int:
         return int(self.model.steps_per_execution)
 
-    def _new_reads(self) -> list[float]:
-        """How often this worker has read at which staleness since the last window."""
-        seen = dict(self._observed())
-        counts = [0.0] * (_STALEST + 1)
-        for lag, count in seen.items():
-            counts[min(lag, _STALEST)] += count - self._seen.get(lag, 0)
-        self._seen = seen
-        return counts if seen else []
-
     def _write(self, every: list[StepTimes], reads: Mapping[int, int]) -> None:
-        stages = self._take_stages()
+        stages = self._job.take_stages()
         if stages is not None:
             self._stages = stages if self._stages is None else self._stages.plus(stages)
             if not stages.steps:
@@ -344,8 +335,8 @@ class ScalingTensorBoard(keras.callbacks.Callback):
             self._sums[one.rank] = one if before is None else before.plus(one)
         for lag, count in reads.items():
             self._staleness[lag] = self._staleness.get(lag, 0) + count
-        self._steps = self._steps_taken()
-        numbers = {} if figures is None else layout.scalars(figures, self._rate())
+        self._steps = self._job.steps_taken()
+        numbers = {} if figures is None else layout.scalars(figures, self._job.rate())
         self._put(numbers, {layout.STALENESS: reads} if reads else {})
 
     def _put(
@@ -374,18 +365,18 @@ class ScalingTensorBoard(keras.callbacks.Callback):
             idle = stages.idle(times[0].seconds / times[0].steps)
         return combine(
             times,
-            in_step=self._in_step,
+            in_step=self._job.in_step,
             link=self._link,
             baseline=self._baseline.speed(times),
-            devices=self._devices,
-            between_devices=self._between_devices(),
+            devices=self._job.devices,
+            between_devices=self._job.between_devices(),
             staleness=reads,
             idle=idle,
         )
 
     def _conclude(self) -> None:
         """The verdict on the whole `fit`."""
-        if not self._is_chief or self._summaries is None:
+        if not self._job.is_chief or self._summaries is None:
             return
         times = [self._sums[rank] for rank in sorted(self._sums)]
         self.figures = self._figures(times, self._staleness, self._stages)
@@ -398,59 +389,3 @@ class ScalingTensorBoard(keras.callbacks.Callback):
         self._put({}, texts=words)
         self._summaries.close()
         self._summaries = None
-
-    # Whom to ask.
-
-    @property
-    def _extended(self) -> Any:
-        return self.model.distribute_strategy.extended
-
-    @property
-    def _clock(self) -> Any:
-        return self._extended.timer
-
-    @property
-    def _communicator(self) -> Any:
-        return self._clock.communicator
-
-    @property
-    def _is_chief(self) -> bool:
-        return bool(self._clock.rank == 0)
-
-    @property
-    def _devices(self) -> int:
-        """How many devices a single worker's model is on."""
-        several = hasattr(self._extended, "keras_hooks")
-        return 1 if several else len(self.model.distribute_strategy.devices)
-
-    def _between_devices(self) -> float:
-        """Bytes that a single worker's step moves from device to device."""
-        if self._devices == 1:
-            return 0.0
-        steps = self.model.distribute_strategy.placement_report().steps
-        return float((steps["train"].bytes_moved if "train" in steps else 0) or 0)
-
-    def _take_stages(self) -> StageTimes | None:
-        """What the chief's stages have done since this was called last."""
-        clock = getattr(self._extended, "stage_clock", None)
-        return None if clock is None else clock.take()
-
-    def _observed(self) -> Mapping[int, int]:
-        return getattr(self.model.distribute_strategy, "staleness", {})
-
-    @property
-    def _happened(self) -> list[Any]:
-        return list(getattr(self.model.distribute_strategy, "events", ()))
-
-    def _steps_taken(self) -> int:
-        """Steps of the optimizer, of all workers: which a figure is written of."""
-        optimizers = leaves_of(self.model)
-        if self._in_step or not optimizers:
-            return int(self.model.optimizer.iterations)
-        return int(steps_of(optimizers[0]))
-
-    def _rate(self) -> float | None:
-        try:
-            return float(keras.ops.convert_to_numpy(self.model.optimizer.learning_rate))
-        except (AttributeError, TypeError, ValueError):
-            return None

@@ -512,8 +512,9 @@ def test_a_worker_that_is_lost_or_joins_is_an_event(kind, tmp_path):
         assert new[0] > 2
         trained = [2 if epoch in (0, 1, *new) else 1 for epoch in epochs]
         assert workers == trained
-        alone = trained.count(1)
-        assert len(series(board, "examples_per_second/rank_1")) == len(epochs) - alone
+        # Of the new one's first epoch nothing is known if it had one step, and traced.
+        told = len(series(board, "examples_per_second/rank_1"))
+        assert trained.count(2) - 1 <= told <= trained.count(2)
     else:
         assert "`fit` ended with WorkerLost: " in told
         assert "rank 1" in told

@@ -1,0 +1,106 @@
+"""What a model's strategy and its optimizer tell of a job."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import keras
+
+from kerasdist._keras.rates import leaves_of, steps_of
+from kerasdist.collectives import Communicator
+from kerasdist.strategies.stage_clock import StageTimes
+
+__all__ = ["Job"]
+
+# Reads that are staler are counted as this.
+_STALEST = 63
+
+
+class Job:
+    """One model's job, as this worker sees it.
+
+    Args:
+        model: Compiled, with a strategy of ours.
+
+    Attributes:
+        clock: Measures this worker's steps, see `strategies.step_clock`.
+        communicator: Between the workers.
+        in_step: Whether all workers take each step together.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._strategy = model.distribute_strategy
+        extended = self._strategy.extended
+        self.clock: Any = extended.timer
+        self.communicator: Communicator = self.clock.communicator
+        hooks = getattr(extended, "keras_hooks", None)
+        self.in_step = hooks is None or not hooks.deals
+        self._stage_clock = getattr(extended, "stage_clock", None)
+        self._is_one_model = hooks is None
+        self._reads: dict[int, int] = {}
+
+    @staticmethod
+    def is_measured(model: Any) -> bool:
+        """Whether a model's strategy is one of ours."""
+        return hasattr(getattr(model.distribute_strategy, "extended", None), "timer")
+
+    @property
+    def is_chief(self) -> bool:
+        """Whether this worker writes."""
+        return bool(self.clock.rank == 0)
+
+    @property
+    def steps_per_call(self) -> int:
+        """How many steps are one execution of a graph."""
+        return int(self._model.steps_per_execution)
+
+    @property
+    def devices(self) -> int:
+        """How many devices a single worker's model is on."""
+        return len(self._strategy.devices) if self._is_one_model else 1
+
+    def between_devices(self) -> float:
+        """Bytes that a single worker's step moves from device to device."""
+        if self.devices == 1:
+            return 0.0
+        steps = self._strategy.placement_report().steps
+        return float((steps["train"].bytes_moved if "train" in steps else 0) or 0)
+
+    def take_stages(self) -> StageTimes | None:
+        """What this worker's stages have done since this was called last."""
+        return None if self._stage_clock is None else self._stage_clock.take()
+
+    def take_reads(self) -> list[float]:
+        """How often this worker has read weights since this was called last.
+
+        Returns:
+            64 counts: of reads that lagged so many steps, the last one of all that
+            lagged more, too. Nothing where reads aren't counted.
+        """
+        now: Mapping[int, int] = getattr(self._strategy, "staleness", {})
+        before, self._reads = self._reads, dict(now)
+        counts = [0.0] * (_STALEST + 1)
+        for lag, count in self._reads.items():
+            counts[min(lag, _STALEST)] += count - before.get(lag, 0)
+        return counts if now else []
+
+    def happened(self) -> list[Any]:
+        """What the strategy has noted: workers lost, and the like."""
+        return list(getattr(self._strategy, "events", ()))
+
+    def steps_taken(self) -> int:
+        """Steps of the optimizer, of all workers: which a figure is written of."""
+        optimizers = leaves_of(self._model)
+        if self.in_step or not optimizers:
+            return int(self._model.optimizer.iterations)
+        return int(steps_of(optimizers[0]))
+
+    def rate(self) -> float | None:
+        """The learning rate; None if there's no single one."""
+        try:
+            rate = self._model.optimizer.learning_rate
+            return float(keras.ops.convert_to_numpy(rate))
+        except (AttributeError, TypeError, ValueError):
+            return None
