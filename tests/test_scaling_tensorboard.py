@@ -462,9 +462,10 @@ class Leave(keras.callbacks.Callback):
         if asynchronous and epoch > 1:
             # Until the new one has trained, too: it needs a core to start.
             time.sleep(0.1)
-            happened = [event.kind for event in strategy.events]
-            self.left = getattr(self, "left", 3) - ("joined" in happened)
-            self.model.stop_training = rank == 0 and self.left == 0
+            trained = os.path.join(os.environ["FOLDER"], "trained")
+            if rank == 1 and len(self.epochs) == 2:
+                open(trained, "w").close()
+            self.model.stop_training = rank == 0 and os.path.exists(trained)
 
 m = build(0, lambda: keras.optimizers.SGD(0.1))
 board = ScalingTensorBoard(folder, update_freq="epoch", calibrate=calibrates)
