@@ -273,9 +273,11 @@ def test_stages_of_one_worker(tmp_path):
             least = ROWS * 32 * 4 * 2
             assert least <= facts["bytes"] < least * 1.2
             assert series(board, "bytes/per_step")[-1][1] == facts["bytes"]
+    # There's one call in an epoch: to make its iterator may take long beside it, too.
     facts = found[f"4 {STEPS}"]
-    if facts["phases"]["outside"] < 0.15 * facts["step"]:
-        assert facts["limit"] == "stages"
+    aside = facts["phases"]["outside"] + facts["phases"]["input"]
+    if aside < 0.15 * facts["step"]:
+        assert facts["limit"] == "stages", facts
         assert "1. Move layers from stage 1, the slowest, " in facts["words"]
 
     assert all(found["same"])
