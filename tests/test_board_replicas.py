@@ -144,6 +144,5 @@ def test_parts_of_a_step(tmp_path):
     sends = chief["sends"] + other["sends"]
     assert exchange > SEND
     assert near(exchange, sum(sends) / len(sends), 0.3), (phases, sends)
-    # The next batch is read while the step runs.
-    rest = figures["step_seconds"] - phases["input"]
-    assert phases["input"] > 0.8 * (READ - rest), phases
+    # Others are read ahead; the first one of the second epoch can't be.
+    assert phases["input"] * steps > READ, phases
