@@ -325,11 +325,12 @@ def _compute(figures: Figures) -> tuple[list[str], list[str]]:
 def _efficiency(figures: Figures) -> list[str]:
     efficiency = figures.efficiency
     if efficiency is None:
-        if figures.workers == 1:
+        if figures.workers * figures.devices == 1:
             return []
         return [
-            "How well it scales isn't known without the speed of one worker: "
-            "`baseline=` examples per second, or `calibrate=True`."
+            "How well it scales isn't known without the speed of one "
+            f"{'worker' if figures.devices == 1 else 'device'}: `baseline=` examples "
+            "per second, or `calibrate=True`."
         ]
     return [
         f"{figures.examples_per_second:,.0f} examples/s are {efficiency:.0%} of "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 
 import pytest
@@ -225,7 +226,11 @@ def test_efficiency():
     assert "50% of 4 times" in words(bad)
     assert "cores of its own" in bad.change[0]
     unknown = judge(figures(compute=95, communicate=5))
-    assert "`baseline=` examples per second, or `calibrate=True`" in words(unknown)
+    known_by = "`baseline=` examples per second, or `calibrate=True`"
+    assert f"without the speed of one worker: {known_by}" in words(unknown)
+    placed = figures(workers=1, devices=2, compute=100)
+    assert f"without the speed of one device: {known_by}" in words(judge(placed))
+    assert known_by not in words(judge(dataclasses.replace(placed, devices=1)))
 
 
 def test_what_comes_next_is_named():

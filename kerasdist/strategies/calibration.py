@@ -8,6 +8,9 @@ its calls to the next:
     others   wait           │ wait │ wait │ ... │ wait    │ result
 
 so that no wait is longer than a call, however many there are.
+
+Where one model is on several devices of a single worker, one device does it, with the
+whole model (`strategies.one_device`).
 """
 
 from __future__ import annotations
