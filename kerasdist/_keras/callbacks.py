@@ -23,6 +23,7 @@ from keras.src.models import model as model_module
 
 from kerasdist._keras import backups
 from kerasdist._keras.hooks import DealingHooks, dealing_hooks, hooks_of
+from kerasdist._keras.loops import before_first_step
 from kerasdist._keras.optimizers import open_window
 from kerasdist._keras.rates import (
     base_rate,
@@ -33,7 +34,6 @@ from kerasdist._keras.rates import (
 )
 from kerasdist._keras.state import statistics_of
 from kerasdist._keras.step import current
-from kerasdist._keras.trainer import before_first_step
 
 __all__ = [
     "SAVERS",

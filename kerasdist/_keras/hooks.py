@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import tensorflow as tf
@@ -20,6 +20,7 @@ __all__ = [
     "dealing_hooks",
     "hooks_of",
     "timer_of",
+    "translating",
 ]
 
 
@@ -295,3 +296,15 @@ def dealing_hooks(strategy: Any) -> DealingHooks | None:
 def current_hooks() -> KerasHooks | None:
     """The hooks of the strategy in scope."""
     return hooks_of(tf.distribute.get_strategy())
+
+
+@contextlib.contextmanager
+def translating(hooks: KerasHooks) -> Iterator[None]:
+    """TensorFlow reports an exception inside a graph as text: raise the real one."""
+    try:
+        yield
+    except tf.errors.OpError as error:
+        failure = hooks.failure(error)
+        if failure is None:
+            raise
+        raise failure from error
