@@ -14,7 +14,7 @@ pytestmark = pytest.mark.timeout(150)
 
 # Seconds: a layer on the first and on the second replica of a worker, the collective
 # of gradients, the update, the data, a callback.
-FIRST, SECOND, SEND, UPDATE, READ, CALLBACK = 0.05, 0.05, 0.03, 0.025, 0.25, 0.015
+FIRST, SECOND, SEND, UPDATE, READ, CALLBACK = 0.02, 0.08, 0.03, 0.025, 0.25, 0.015
 ROWS, BATCH = 80, 16
 
 SCRIPT = """

@@ -23,6 +23,7 @@ __all__ = [
     "UPDATES",
     "Marks",
     "time_after",
+    "time_after_all",
 ]
 
 # Counts of all steps, and of those that are measured counts and sums of times.
@@ -72,10 +73,20 @@ class Marks:
 
 def time_after(values: Any) -> Any:
     """The time when all tensors in a nest are there; float64, scalar, in seconds."""
-    tensors = [
-        tensor
-        for tensor in tf.nest.flatten(values, expand_composites=True)
-        if tf.is_tensor(tensor)
-    ]
-    with tf.control_dependencies(tensors):
+    with tf.control_dependencies(_tensors(values)):
         return tf.timestamp()
+
+
+def time_after_all(values: Any) -> Any:
+    """The same when all replicas of this worker have theirs, in replica context."""
+
+    def meet(strategy: Any, parts: Any) -> Any:
+        return time_after([strategy.experimental_local_results(part) for part in parts])
+
+    replica = tf.distribute.get_replica_context()
+    return replica.merge_call(meet, args=(_tensors(values),))
+
+
+def _tensors(values: Any) -> list[Any]:
+    flat = tf.nest.flatten(values, expand_composites=True)
+    return [value for value in flat if tf.is_tensor(value)]

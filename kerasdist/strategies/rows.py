@@ -16,6 +16,7 @@ import tensorflow as tf
 __all__ = [
     "count_rows",
     "fill_if_empty",
+    "rows_of",
     "slice_dataset",
     "split_total",
     "take_rows",
@@ -50,6 +51,15 @@ def count_rows(batch: Any) -> Any:
         f"Received: a batch of structure {batch!r}. Call `.batch(global_batch_size)` "
         "on the dataset."
     )
+
+
+def rows_of(part: Any) -> Any:
+    """Number of rows of a replica's part; 0 where it has no first dimension."""
+    batch, _ = split_total(part)
+    try:
+        return count_rows(batch)
+    except ValueError:
+        return tf.constant(0, tf.int64)
 
 
 def fill_if_empty(batch: Any, rows: Any) -> Any:

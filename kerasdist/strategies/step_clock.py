@@ -53,8 +53,9 @@ from kerasdist.strategies.marks import (
     UPDATES,
     Marks,
     time_after,
+    time_after_all,
 )
-from kerasdist.strategies.rows import count_rows, split_total
+from kerasdist.strategies.rows import rows_of, split_total
 from kerasdist.strategies.sampling import Sampling, period
 from kerasdist.strategies.spans import SpanSums, Work
 from kerasdist.strategies.step_parts import parts_of_a_step
@@ -330,7 +331,7 @@ class StepClock:
     def step(self, run: Callable[[Any], Any], data: Any) -> Any:
         """See `StepTimer.step`."""
         parts = [_tf.select_replica(index, data) for index in range(self._replicas)]
-        rows = sum(_rows(part) for part in parts)
+        rows = sum(rows_of(part) for part in parts)
         # Of whichever model is trained now.
         batch, _ = split_total(parts[0])
         self.batch = tf.nest.map_structure(
@@ -372,6 +373,8 @@ class StepClock:
             gradients: The gradients.
             reduce: Reduces them. It's given tensors that its last bucket waits for.
         """
+        # Nothing is sent before the slowest replica here is done.
+        ready = time_after_all(gradients) if self._replicas > 1 else None
         if _tf.local_replica_id() > 0:
             return reduce(())
         if _tf.executing_eagerly():
@@ -382,7 +385,7 @@ class StepClock:
             return reduced
         self._note_trace()
         with tf.device(self._host):
-            before = time_after(gradients)
+            before = time_after(gradients if ready is None else ready)
         # With several replicas here a merge call reduces, which is another thread's.
         reduced = reduce([before] if self._replicas == 1 else ())
         with tf.device(self._host):
@@ -393,12 +396,3 @@ class StepClock:
                 gradient if gradient is None else _tf.same(gradient)
                 for gradient in reduced
             ]
-
-
-def _rows(part: Any) -> Any:
-    """Number of rows of a replica's batch; 0 where it has no first dimension."""
-    batch, _ = split_total(part)
-    try:
-        return count_rows(batch)
-    except ValueError:
-        return tf.constant(0, tf.int64)
