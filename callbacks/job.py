@@ -7,7 +7,8 @@ from typing import Any
 
 import keras
 
-from kerasdist._keras.rates import leaves_of, steps_of
+from kerasdist._keras.rates import leaves_of
+from kerasdist._keras.taken import steps_of
 from kerasdist.collectives import Communicator
 from kerasdist.strategies.stage_clock import StageTimes
 

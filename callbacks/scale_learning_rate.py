@@ -12,6 +12,7 @@ from kerasdist import _keras
 from kerasdist._keras import rates
 from kerasdist._keras.arrays import batch_size_of_fit, batches_of_fit
 from kerasdist._keras.hooks import KerasHooks, hooks_of
+from kerasdist._keras.taken import steps_of
 
 __all__ = ["RULES", "ScaleLearningRate"]
 
@@ -206,7 +207,7 @@ class ScaleLearningRate(keras.callbacks.Callback):
             scaling = rates.scaling_of(optimizer, make=True)
             if scaling is None:
                 continue
-            taken = int(rates.steps_of(optimizer).numpy())
+            taken = int(steps_of(optimizer).numpy())
             last = (taken + scaling.shift, scaling.steps) if scaling.steps else None
             behind = taken
             if self.warmup_steps is None:

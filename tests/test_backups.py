@@ -18,19 +18,19 @@ Kept = keras.callbacks.BackupAndRestore
     ("freq", "text", "expected"),
     [
         # One process, or workers in step: after an epoch, in one, after one batch.
-        ("epoch", '{"epoch": 2, "batch": 0}', Backup()),
-        (4, '{"epoch": 1, "batch": 3}', Backup(batches=4)),
-        (1, '{"epoch": 1, "batch": 0}', Backup(batches=1)),
+        ("epoch", '{"epoch": 2, "batch": 0}', Backup(restored=True)),
+        (4, '{"epoch": 1, "batch": 3}', Backup(restored=True, batches=4)),
+        (1, '{"epoch": 1, "batch": 0}', Backup(restored=True, batches=1)),
         # Asynchronous workers: the chief's batch isn't how many there were.
         (
             1,
             '{"epoch": 1, "batch": 0, "kerasdist": {"steps": 9, "steps_of_epoch": 3}}',
-            Backup(steps=9, batches=3),
+            Backup(restored=True, steps=9, batches=3),
         ),
         (
             "epoch",
             '{"epoch": 1, "batch": 0, "kerasdist": {"steps": 6, "steps_of_epoch": 6}}',
-            Backup(steps=6),
+            Backup(restored=True, steps=6),
         ),
         # Not there, not whole, or another's.
         (1, None, Backup()),

@@ -2,6 +2,11 @@
 
 The workers take the batches of an epoch in their order, each after the one before it:
 so how many steps each has heard of at which step is known by hand.
+
+    two of them, interrupted ── again, in the same process
+         └── one worker, interrupted ── itself again
+         │        └── two of them
+         └── two in step
 """
 
 from __future__ import annotations
@@ -17,16 +22,14 @@ from workers import Workers
 
 pytestmark = pytest.mark.timeout(150)
 
-SCRIPT = """
-import json, os, shutil, sys, time
+COMMON = """
+import contextlib, json, os, shutil, sys, time
 import keras
 import numpy as np
 import kerasdist
 from kerasdist.callbacks import BroadcastInitialState, ScaleLearningRate
 
 folder = os.environ["FOLDER"]
-strategy = kerasdist.ParameterServerStrategy("async", timeout=40)
-rank = strategy.rank
 x = np.ones((24, 1), "float32")
 y = np.zeros((24, 1), "float32")
 
@@ -36,6 +39,34 @@ class Slope(keras.losses.Loss):
         return y_pred[:, 0]
 
 class Killed(Exception): pass
+
+def build(scope):
+    with scope:
+        m = keras.Sequential([
+            keras.Input((1,)),
+            keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros"),
+        ])
+        schedule = keras.optimizers.schedules.ExponentialDecay(0.125, 1, 0.97)
+        m.compile(keras.optimizers.SGD(schedule), Slope())
+    return m
+
+def fit(m, order, backup, *more, **warmup):
+    "The weight, and the place and the rate of each step."
+    kept = keras.callbacks.BackupAndRestore(
+        backup, save_freq=1, delete_checkpoint=False)
+    scale = ScaleLearningRate(base_batch_size=2, **(warmup or {"warmup_epochs": 3}))
+    with contextlib.suppress(Killed):
+        m.fit(x, y, batch_size=4, epochs=3, verbose=0,
+              callbacks=[scale, kept, *more, order])
+    return [float(m.get_weights()[0][0, 0]), order.found]
+
+def result(value):
+    print("RESULT", json.dumps(value), flush=True)
+"""
+
+IN_ORDER = """
+strategy = kerasdist.ParameterServerStrategy("async", timeout=40)
+rank = strategy.rank
 
 class InOrder(keras.callbacks.Callback):
     "Notes the place and the rate of each step."
@@ -62,7 +93,6 @@ class InOrder(keras.callbacks.Callback):
         self.first = False
         if batch:
             self.wait_for(self.path(self.epoch, batch - 1))
-        self.before = float(self.model.get_weights()[0][0, 0])
         optimizer = self.model.optimizer
         self.found.append([self.epoch, batch, float(optimizer.learning_rate)])
     def on_train_batch_end(self, batch, logs=None):
@@ -70,49 +100,64 @@ class InOrder(keras.callbacks.Callback):
             open(self.path("killed"), "w").close()
             raise Killed
         open(self.path(self.epoch, batch), "w").close()
-
-def build():
-    with strategy.scope():
-        m = keras.Sequential([
-            keras.Input((1,)),
-            keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros"),
-        ])
-        schedule = keras.optimizers.schedules.ExponentialDecay(0.125, 1, 0.97)
-        m.compile(keras.optimizers.SGD(schedule), Slope())
-    return m
-
-def fit(m, name, backup, *more, kill=None):
-    "The weight, each step's place and rate, and the weight where that begins."
-    kept = keras.callbacks.BackupAndRestore(
-        backup, save_freq=1, delete_checkpoint=False)
-    order = InOrder(name, kill)
-    scale = ScaleLearningRate(warmup_epochs=3, base_batch_size=2)
-    try:
-        m.fit(x, y, batch_size=4, epochs=3, verbose=0,
-              callbacks=[scale, kept, *more, order])
-    except Killed:
-        pass
-    return [float(m.get_weights()[0][0, 0]), order.found]
-
-def result(value):
-    print("RESULT", json.dumps(value), flush=True)
 """
 
+ASYNC = COMMON + IN_ORDER
+
 INTERRUPTED = """
-m = build()
-found = [fit(m, "first", folder + "/backup", kill=1)]
+m = build(strategy.scope())
+found = [fit(m, InOrder("first", kill=1), folder + "/backup")]
 if rank == 0:
-    shutil.copytree(folder + "/backup", folder + "/backup_0")
+    for name in ("one", "step_0"):
+        shutil.copytree(folder + "/backup", folder + "/" + name)
 # In the same process, with graphs that were traced before.
-found.append(fit(m, "again", folder + "/backup"))
+found.append(fit(m, InOrder("again"), folder + "/backup"))
 result([*found, int(m.optimizer.iterations)])
 """
 
 RESUMED = """
-m = build()
+m = build(strategy.scope())
 # Only the chief has the file.
 share = BroadcastInitialState(verbose=0)
-result(fit(m, "resumed", f"{folder}/backup_{rank}", share))
+order = InOrder("resumed")
+result(fit(m, order, f"{folder}/back_{rank}", share, warmup_steps=18))
+"""
+
+RATES = """
+class Rates(keras.callbacks.Callback):
+    "Notes the place and the rate of each step."
+    def __init__(self, kill=None):
+        super().__init__()
+        self.kill, self.found = kill, []
+    def on_epoch_begin(self, epoch, logs=None):
+        self.epoch = epoch
+    def on_train_batch_begin(self, batch, logs=None):
+        rate = float(self.model.optimizer.learning_rate)
+        self.found.append([self.epoch, batch, rate])
+    def on_train_batch_end(self, batch, logs=None):
+        if self.kill == [self.epoch, batch]:
+            raise Killed
+"""
+
+IN_STEP = COMMON + RATES
+
+ONE_WORKER = """
+# Without a strategy, and with a graph that was traced before.
+m = build(contextlib.nullcontext())
+m.fit(x, y, batch_size=4, verbose=0, callbacks=[ScaleLearningRate(verbose=0)])
+found = [fit(m, Rates(kill=[2, 2]), folder + "/one")]
+shutil.copytree(folder + "/one", folder + "/back_0")
+m = build(kerasdist.RingStrategy().scope())
+found.append(fit(m, Rates(), folder + "/one", warmup_steps=18))
+result([*found, int(m.optimizer.iterations)])
+"""
+
+TWO_IN_STEP = """
+strategy = kerasdist.RingStrategy(timeout=40)
+m = build(strategy.scope())
+share = BroadcastInitialState(verbose=0)
+found = fit(m, Rates(), f"{folder}/step_{strategy.rank}", share)
+result([*found, int(m.optimizer.iterations)])
 """
 
 
@@ -144,9 +189,24 @@ def check_all(results, begin, weight):
         assert last == pytest.approx(weight - np.sum(rates[0] + rates[1]), rel=1e-5)
 
 
+def check_in_step(found, weight, places, behind):
+    """All steps of one worker, in step with all others; the weight has sunk by them."""
+    last, steps = found
+    assert [step[:2] for step in steps] == places
+    rates = [step[2] for step in steps]
+    by_hand = [rate(behind + i) for i in range(len(places))]
+    np.testing.assert_allclose(rates, by_hand, rtol=1e-5)
+    assert last == pytest.approx(weight - np.sum(by_hand), rel=1e-5)
+    return last
+
+
+def facts(path):
+    return json.loads((path / "training_metadata.json").read_text())
+
+
 def test_schedule_and_warm_up_go_on_with_the_steps_that_are_in_the_weights(tmp_path):
     env = {"FOLDER": str(tmp_path)}
-    with Workers(SCRIPT + INTERRUPTED, 2, servers=1, env=env, deadline=90) as job:
+    with Workers(ASYNC + INTERRUPTED, 2, servers=1, env=env, deadline=90) as job:
         results = [each.result for each in job.succeed()[:2]]
     chief, other = (first[1] for first, _, _ in results)
     check(chief, {0: 0, 1: 6})
@@ -163,23 +223,51 @@ def test_schedule_and_warm_up_go_on_with_the_steps_that_are_in_the_weights(tmp_p
     assert len(rates) == behind
     weight = -sum(found for _, found in rates)
     assert results[0][0][0] == pytest.approx(weight, rel=1e-5)
-    kept = json.loads((tmp_path / "backup_0/training_metadata.json").read_text())
-    assert kept == {
+    assert facts(tmp_path / "one") == {
         "epoch": 1,
         "batch": chief[-1][1],
         "kerasdist": {"steps": behind, "steps_of_epoch": behind - 6},
     }
-    assert not list((tmp_path / "backup_0").glob("*.new"))
+    assert not list((tmp_path / "one").glob("*.new"))
     begin = {1: behind, 2: behind + 6}
     check_all([again for _, again, _ in results], begin, weight)
     # The optimizers' own: the chief's at the time, and since then each worker's.
     own = len(chief)
     assert [n for *_, n in results] == [own + len(again[1]) for _, again, _ in results]
 
-    with Workers(SCRIPT + RESUMED, 2, servers=1, env=env, deadline=90) as job:
-        finished = job.succeed()[:2]
-    check_all([each.result for each in finished], begin, weight)
+    rest = [[epoch, batch] for epoch in (1, 2) for batch in range(6)]
+    with Workers(IN_STEP + TWO_IN_STEP, 2, env=env, deadline=60) as job:
+        finished = job.succeed()
     line = f"18 step(s) of warm-up, {behind} of them behind"
+    assert line in finished[0].output
+    for each in finished:
+        *found, iterations = each.result
+        check_in_step(found, weight, rest, behind)
+        assert iterations == len(chief) + 12
+    assert facts(tmp_path / "step_0") == {
+        "epoch": 2,
+        "batch": 5,
+        "kerasdist": {"steps": behind + 12, "steps_of_epoch": 6},
+    }
+
+    with Workers(IN_STEP + ONE_WORKER, 1, env=env, deadline=60) as job:
+        (alone,) = job.succeed()
+    first, second, iterations = alone.result
+    assert line in alone.output
+    weight = check_in_step(first, weight, rest[:9], behind)
+    behind += 9
+    assert facts(tmp_path / "back_0") == {
+        "epoch": 2,
+        "batch": 2,
+        "kerasdist": {"steps": behind, "steps_of_epoch": 3},
+    }
+    check_in_step(second, weight, rest[6:], behind)
+    assert iterations == len(chief) + 9 + 6
+
+    with Workers(ASYNC + RESUMED, 2, servers=1, env=env, deadline=90) as job:
+        finished = job.succeed()[:2]
+    check_all([each.result for each in finished], {2: behind}, weight)
+    line = f"18 step(s) of warm-up, {min(behind, 18)} of them behind"
     assert line in finished[0].output
 
 

@@ -72,10 +72,10 @@ from kerasdist._keras.placed_layers import (
     called_layer,
     device_of_variable,
 )
-from kerasdist._keras.rates import own_steps
 from kerasdist._keras.rematerialize import rematerializing
 from kerasdist._keras.state import copied_to, whole_state
 from kerasdist._keras.step import gradients_are_reduced, is_timed
+from kerasdist._keras.taken import own_steps
 from kerasdist._keras.trainer import new_train_function
 
 __all__ = [

@@ -5,6 +5,8 @@ wait for each other that says little: the weights hold steps of all workers, and
 optimizer counts the chief's. So how many there are is written with it:
 
     {"epoch": 1, "batch": 2, "kerasdist": {"steps": 9, "steps_of_epoch": 3}}
+
+Whoever goes on from such a backup, in whatever strategy, writes that, too: see `taken`.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from keras.src.callbacks import backup_and_restore
 from keras.src.utils import file_utils
 
 from kerasdist._keras.hooks import dealing_hooks
+from kerasdist._keras.taken import steps_with_others
 
 __all__ = ["Backup", "read", "write"]
 
@@ -31,12 +34,14 @@ class Backup:
     """How far training had come where it's taken up again.
 
     Attributes:
+        restored: Whether it's taken up again at all.
         steps: How many steps of all workers are in the weights; None: as many as the
             optimizer has counted.
         batches: How many batches are in them of the epoch that was interrupted. Keras
             begins it again.
     """
 
+    restored: bool = False
     steps: int | None = None
     batches: int = 0
 
@@ -44,8 +49,7 @@ class Backup:
 def write(original: Callable[..., Any], self: Any) -> None:
     """In place of `BackupAndRestore._save_model`, on the chief."""
     original(self)
-    hooks = dealing_hooks(self.model.distribute_strategy)
-    progress = None if hooks is None else hooks.progress()
+    progress = _progress(self)
     if progress is None:
         return
     path = str(self._training_metadata_path)
@@ -72,8 +76,24 @@ def read(callbacks: Sequence[Any]) -> Backup:
             # Where an epoch has ended Keras writes 0, as after the first batch.
             inside = callback.save_freq != "epoch"
             if _KEY not in facts:
-                return Backup(batches=int(facts["batch"]) + 1 if inside else 0)
+                batches = int(facts["batch"]) + 1 if inside else 0
+                return Backup(restored=True, batches=batches)
             mine = facts[_KEY]
             of_epoch = int(mine["steps_of_epoch"]) if inside else 0
-            return Backup(steps=int(mine["steps"]), batches=of_epoch)
+            return Backup(restored=True, steps=int(mine["steps"]), batches=of_epoch)
     return Backup()
+
+
+def _progress(callback: Any) -> tuple[int, int] | None:
+    """Number of steps in all, and in this epoch, that are in a model's weights.
+
+    None: the optimizer has counted all of them itself.
+    """
+    hooks = dealing_hooks(callback.model.distribute_strategy)
+    if hooks is not None:
+        return hooks.progress()
+    steps = steps_with_others(callback.model)
+    if steps is None:
+        return None
+    inside = callback.save_freq != "epoch"
+    return steps, int(callback._last_batch_seen) + 1 if inside else 0

@@ -21,7 +21,7 @@ from keras.src.callbacks import (
 )
 from keras.src.models import model as model_module
 
-from kerasdist._keras import backups
+from kerasdist._keras import backups, taken
 from kerasdist._keras.hooks import DealingHooks, dealing_hooks, hooks_of
 from kerasdist._keras.loops import before_first_step
 from kerasdist._keras.optimizers import open_window
@@ -173,9 +173,14 @@ def on_train_begin(
         if resumed is not None:
             resumed(backup.batches)
     dealing = _dealing(model)
-    if model is not None and current.fitting:
+    # Who uses callbacks in a loop of one's own may do so on one rank alone.
+    if model is not None and (
+        current.fitting or hooks_of(model.distribute_strategy) is None
+    ):
         if dealing is not None:
             dealing.resume_at(backup.steps)
+        else:
+            taken.resume(model, backup.restored, backup.steps)
         before_first_step(model, self.callbacks)
     if dealing is None or not dealing.joining:
         return result

@@ -25,8 +25,9 @@ from keras.src.optimizers.schedules import learning_rate_schedule
 
 from kerasdist import _tf
 from kerasdist._keras.hooks import current_hooks, dealing_hooks, timer_of
-from kerasdist._keras.rates import own_steps, scaled
+from kerasdist._keras.rates import scaled
 from kerasdist._keras.step import current, setting
+from kerasdist._keras.taken import own_steps, shared_steps
 from kerasdist._keras.touched import touched_rows
 
 __all__ = [
@@ -155,19 +156,16 @@ def finalize(original: Callable[..., Any], optimizer: Any, var_list: Any) -> Any
 def learning_rate(original: Callable[..., Any], optimizer: Any) -> Any:
     """In place of `BaseOptimizer._get_current_learning_rate`.
 
-    Where each worker counts its own steps, a schedule is asked for those of all. Then
-    comes the factor, see `rates`.
+    A schedule is asked for the steps of all workers, see `taken`. Then comes the
+    factor, see `rates`.
     """
     return scaled(optimizer, _unscaled(original, optimizer))
 
 
 def _unscaled(original: Callable[..., Any], optimizer: Any) -> Any:
-    hooks = dealing_hooks(getattr(optimizer, "_distribution_strategy", None))
     schedule = optimizer._learning_rate
-    if hooks is not None and isinstance(
-        schedule, learning_rate_schedule.LearningRateSchedule
-    ):
-        steps = hooks.steps_of(optimizer)
+    if isinstance(schedule, learning_rate_schedule.LearningRateSchedule):
+        steps = shared_steps(optimizer)
         if steps is not None:
             return schedule(steps)
     return original(optimizer)

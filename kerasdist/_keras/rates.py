@@ -26,8 +26,8 @@ from keras.src.callbacks import learning_rate_scheduler, reduce_lr_on_plateau
 from keras.src.optimizers import base_optimizer
 
 from kerasdist import _tf
-from kerasdist._keras.hooks import dealing_hooks
 from kerasdist._keras.step import current, setting
+from kerasdist._keras.taken import device_beside, steps_of
 
 __all__ = [
     "SCHEDULERS",
@@ -38,13 +38,11 @@ __all__ = [
     "leaves_of",
     "on_base_rate",
     "optimizers_of",
-    "own_steps",
     "scaled",
     "scaling_of",
     "schedule_of",
     "set_base_rate",
     "set_rate",
-    "steps_of",
 ]
 
 # Where Keras sets the rate.
@@ -63,10 +61,7 @@ class Scaling:
     """
 
     def __init__(self, optimizer: Any) -> None:
-        # Beside the optimizer's own: what XLA compiles reads one device's variables.
-        counter = own_steps(optimizer)
-        copies = getattr(counter, "values", (counter,))
-        device = copies[0].device if len(copies) == 1 else ""
+        device = device_beside(optimizer)
         self._target = _tf.own_variable(1.0, tf.float32, device)
         self._steps = _tf.own_variable(0, tf.int64, device)
         self._shift = _tf.own_variable(0, tf.int64, device)
@@ -167,23 +162,6 @@ def schedule_of(optimizer: Any) -> Any | None:
     """The `LearningRateSchedule` that a rate comes from; None for a number."""
     rate = optimizer._learning_rate
     return None if isinstance(rate, backend.Variable) else rate
-
-
-def own_steps(optimizer: Any) -> Any:
-    """The variable in which an optimizer counts its steps; an integer, scalar.
-
-    Not its `iterations`: with gradient accumulation those are whole windows.
-    """
-    return optimizer._iterations.value
-
-
-def steps_of(optimizer: Any) -> Any:
-    """Number of steps that an optimizer has taken, of all workers; int64, scalar."""
-    hooks = dealing_hooks(getattr(optimizer, "_distribution_strategy", None))
-    steps = None if hooks is None else hooks.steps_of(optimizer)
-    if steps is None:
-        steps = tf.convert_to_tensor(own_steps(optimizer))
-    return tf.cast(steps, tf.int64)
 
 
 def scaled(optimizer: Any, rate: Any) -> Any:
