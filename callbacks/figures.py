@@ -83,6 +83,7 @@ class Figures:
 def combine(
     times: Sequence[StepTimes],
     *,
+    seconds: float | None = None,
     in_step: bool = True,
     link: float | None = None,
     baseline: float | None = None,
@@ -98,6 +99,8 @@ def combine(
 
     Args:
         times: Of each worker, in rank order.
+        seconds: How long all of it took; by default as long as the worker that took
+            longest.
         in_step: Whether workers take each step together.
         link: See `Figures`.
         baseline: See `Figures`.
@@ -144,7 +147,7 @@ def combine(
     return Figures(
         workers=len(times),
         steps=steps,
-        examples_per_second=rows / max(one.seconds for one in moved),
+        examples_per_second=rows / (seconds or max(one.seconds for one in moved)),
         by_rank={one.rank: one.rows / one.seconds for one in moved},
         step_seconds=sum(phases.values()),
         phases=phases,

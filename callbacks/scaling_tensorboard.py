@@ -139,6 +139,7 @@ class ScalingTensorBoard(keras.callbacks.Callback):
         self._windows = Windows(self._update_freq, steps_per_call)
         self._steps = 0
         self._sums: dict[int, StepTimes] = {}
+        self._seconds = 0.0
         self._staleness: dict[int, int] = {}
         self._stages: StageTimes | None = None
         self._events = Events()
@@ -319,10 +320,6 @@ class ScalingTensorBoard(keras.callbacks.Callback):
         self._write(every, reads)
         self._windows.cost(time.monotonic() - begin)
 
-    @property
-    def _steps_per_call(self) -> int:
-        return int(self.model.steps_per_execution)
-
     def _write(self, every: list[StepTimes], reads: Mapping[int, int]) -> None:
         stages = self._job.take_stages()
         if stages is not None:
@@ -333,6 +330,8 @@ class ScalingTensorBoard(keras.callbacks.Callback):
         for one in every:
             before = self._sums.get(one.rank)
             self._sums[one.rank] = one if before is None else before.plus(one)
+        # Who has no batch in an epoch has no time in it, but it passes.
+        self._seconds += max(one.seconds for one in every)
         for lag, count in reads.items():
             self._staleness[lag] = self._staleness.get(lag, 0) + count
         self._steps = self._job.steps_taken()
@@ -359,12 +358,14 @@ class ScalingTensorBoard(keras.callbacks.Callback):
         times: list[StepTimes],
         reads: Mapping[int, int],
         stages: StageTimes | None,
+        seconds: float | None = None,
     ) -> Figures | None:
         idle: tuple[float, ...] = ()
         if stages is not None and times and times[0].steps:
             idle = stages.idle(times[0].seconds / times[0].steps)
         return combine(
             times,
+            seconds=seconds,
             in_step=self._job.in_step,
             link=self._link,
             baseline=self._baseline.speed(times),
@@ -379,7 +380,9 @@ class ScalingTensorBoard(keras.callbacks.Callback):
         if not self._job.is_chief or self._summaries is None:
             return
         times = [self._sums[rank] for rank in sorted(self._sums)]
-        self.figures = self._figures(times, self._staleness, self._stages)
+        self.figures = self._figures(
+            times, self._staleness, self._stages, self._seconds
+        )
         words = {}
         if self.figures is not None:
             self.verdict = judge(self.figures)

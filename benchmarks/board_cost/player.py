@@ -25,6 +25,8 @@ from kerasdist.strategies.sampling import period
 WAYS = ("without", "with", "every step measured")
 # The first steps of a block aren't counted: the caches are another one's.
 SETTLE = 3
+# Whoever takes so many times as long as the median was held up by something else.
+OUTLIER = 2
 FIRST = 50  # steps, to know how long they are
 
 if STAGES == 1:
@@ -113,7 +115,7 @@ class Turns(keras.callbacks.Callback):
 
     def on_epoch_begin(self, epoch, logs=None):
         self.way = self.order[epoch]
-        self.steps = 0
+        self.steps, self.spent = 0, []
         self.had_row = False
         self.clock.running = self.way != "without"
         if self.way == "with":
@@ -123,14 +125,17 @@ class Turns(keras.callbacks.Callback):
         self.clock.begin_epoch()
 
     def on_train_batch_begin(self, batch, logs=None):
-        if self.steps == SETTLE:
-            self.begin = time.perf_counter()
-        elif self.steps == self.block - 1:
+        now = time.perf_counter()
+        if self.steps > SETTLE:
+            self.spent.append(now - self.begin)
+        self.begin = now
+        if self.steps == self.block - 1:
             # The last one is left out: with it comes what ends an epoch.
-            seconds = time.perf_counter() - self.begin
-            self.samples[self.way].append(seconds / (self.steps - SETTLE))
+            spent = np.array(self.spent)
+            usual = spent[spent < OUTLIER * np.median(spent)]
+            self.samples[self.way].append(usual.mean())
             if self.way == "with":
-                self.measured_for += seconds
+                self.measured_for += spent.sum()
         self.steps += 1
         if self.way == "with":
             self.board.on_train_batch_begin(batch)

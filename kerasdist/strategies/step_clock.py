@@ -388,11 +388,8 @@ class StepClock:
             before = time_after(gradients if ready is None else ready)
         # With several replicas here a merge call reduces, which is another thread's.
         reduced = reduce([before] if self._replicas == 1 else ())
+        # Updates don't wait for that: each begins as soon as it can, as without clocks.
         with tf.device(self._host):
             after = time_after(reduced)
             self._summed.add({UPDATES: 1.0}, {GRADIENTS: before, REDUCED: after})
-        with tf.control_dependencies([after]):
-            return [
-                gradient if gradient is None else _tf.same(gradient)
-                for gradient in reduced
-            ]
+        return reduced
