@@ -22,9 +22,13 @@ import kerasdist
 from kerasdist.callbacks import ScalingTensorBoard
 from kerasdist.strategies.sampling import period
 
-WAYS = ("without", "with", "every step measured")
-# The first steps of a block aren't counted: the caches are another one's.
+# Ways to take a block of steps, and how long a block is.
+WITHOUT, COUNTED, ROW, MEASURED = WAYS = ("without", "counted", "row", "measured")
+SECONDS, LEAST = 0.15, 20
+# The first steps of a block aren't looked at: the caches are another one's.
 SETTLE = 3
+# A row, and as many steps behind it, whose graph isn't in the caches any more.
+AROUND = 16
 # Whoever takes so many times as long as the median was held up by something else.
 OUTLIER = 2
 FIRST = 50  # steps, to know how long they are
@@ -62,25 +66,28 @@ with strategy.scope():
 class Turns(keras.callbacks.Callback):
     """Takes blocks of steps in turns, each an epoch, in one order on all workers.
 
-    In a block without the callback the clock stands still: then the graph without it is
-    called. With it, one row of steps is measured in a block, which is as long as the
-    time from one row to the next.
-    `samples` are the mean steps of blocks, by way.
+    without     no clock runs: the graph without it is called
+    counted     most steps with the callback: they are only counted
+    row         the same, but for a row that is measured
+    measured    all are measured, as long steps are with the callback
+
+    `samples` are mean seconds of a step; of `row` by how much a row takes longer.
     """
 
     def __init__(self, board, seconds):
         super().__init__()
         self.board, self.clock = board, strategy.extended.timer
-        self.seconds = seconds  # of a step
-        self.block = max(period(seconds), 20)
-        self.samples = {way: [] for way in WAYS}
+        short = period(seconds) > 0
+        self.ways = WAYS if short else (WITHOUT, MEASURED)
+        rounds = ROUNDS if short else ROUNDS // 2
+        self.block = max(round(SECONDS / seconds), LEAST + AROUND * short)
+        self.samples = {way: [] for way in self.ways}
         self.chance = np.random.default_rng(5)
         self.order = [
-            way for _ in range(ROUNDS) for way in self.chance.permutation(WAYS)
+            way for _ in range(rounds) for way in self.chance.permutation(self.ways)
         ]
-        self.steps = 0
         # What windows have taken: the steps aren't compared at their ends.
-        self.windows, self.window_seconds, self.measured_for = 0, 0.0, 0.0
+        self.windows, self.window_seconds = 0, 0.0
 
     def set_model(self, model):
         super().set_model(model)
@@ -88,6 +95,7 @@ class Turns(keras.callbacks.Callback):
 
     def on_train_begin(self, logs=None):
         self.board.on_train_begin()
+        self.began = time.perf_counter()
         end = self.board._end_window
 
         def timed():
@@ -102,45 +110,41 @@ class Turns(keras.callbacks.Callback):
         self.board._end_window = timed
 
     def sample(self):
-        """Let one row be measured in what is left of the block, if it's long enough."""
-        ahead = self.block - self.steps
+        """Which of the block's steps are measured."""
         sampling = self.clock._sampling
-        if not period(self.seconds):
-            sampling.set(0)
-            return
-        sampling.set(1 << 40)
-        if not self.had_row and ahead > 20:
-            sampling._ahead = int(self.chance.integers(SETTLE, ahead - 10))
-            self.had_row = True
+        sampling.set(0 if self.way == MEASURED else 1 << 40)
+        if self.way == ROW:
+            sampling._ahead = self.block - AROUND - 1 - self.steps
 
     def on_epoch_begin(self, epoch, logs=None):
         self.way = self.order[epoch]
         self.steps, self.spent = 0, []
-        self.had_row = False
-        self.clock.running = self.way != "without"
-        if self.way == "with":
-            self.sample()
-        else:
-            self.clock._sampling.set(0)
+        self.clock.running = self.way != WITHOUT
+        self.sample()
         self.clock.begin_epoch()
 
     def on_train_batch_begin(self, batch, logs=None):
         now = time.perf_counter()
-        if self.steps > SETTLE:
+        if self.steps:
             self.spent.append(now - self.begin)
         self.begin = now
         if self.steps == self.block - 1:
             # The last one is left out: with it comes what ends an epoch.
-            spent = np.array(self.spent)
-            usual = spent[spent < OUTLIER * np.median(spent)]
-            self.samples[self.way].append(usual.mean())
-            if self.way == "with":
-                self.measured_for += spent.sum()
+            self.samples[self.way].append(self.look(np.array(self.spent)))
         self.steps += 1
-        if self.way == "with":
+        if self.way != WITHOUT:
             self.board.on_train_batch_begin(batch)
 
+    def look(self, spent):
+        spent = spent[SETTLE:]
+        usual = np.median(spent)
+        spent = np.where(spent < OUTLIER * usual, spent, usual)
+        if self.way == ROW:
+            return float((spent[-AROUND:] - usual).sum())
+        return float(spent.mean())
+
     def on_train_end(self, logs=None):
+        self.passed = time.perf_counter() - self.began
         self.clock.running = True
         self.board.on_train_end()
 
@@ -162,9 +166,8 @@ with tempfile.TemporaryDirectory() as folder:
 found = {
     "rank": RANK,
     "samples": turns.samples,
-    "block": turns.block,
     "windows": turns.windows,
     "window_seconds": turns.window_seconds,
-    "measured_for": turns.measured_for,
+    "seconds": turns.passed * (1 - 1 / len(turns.ways)),  # with the callback
 }
 print("RESULT", json.dumps(found), flush=True)
