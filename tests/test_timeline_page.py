@@ -114,9 +114,11 @@ def check_stages(found: dict, shown: dict[tuple[str, str], list[str]]) -> None:
         lane: spans for lane, spans in spans_by_lane(found).items() if lane[1] in STAGES
     }
     assert shown == stages
-    for spans in stages.values():
+    for (_, stage), spans in stages.items():
         assert [name for name in spans if name != "compute"] == ORDER
-        assert spans[-1] == "compute"  # the last update
+        if stage == STAGES[0]:
+            # The last update: others may be over while the first stage goes backward.
+            assert spans[-1] == "compute"
 
 
 # Perfetto.
