@@ -1,0 +1,31 @@
+"""`Marks`: what is counted and timed in graphs is summed up on the host."""
+
+from __future__ import annotations
+
+import pytest
+import tensorflow as tf
+
+from kerasdist.strategies.marks import MEASURED, ROWS, SLOTS, STEPS, Marks
+
+
+@pytest.mark.parametrize("before", [0, 2**63 - 1, -(2**63), -1, 2**40 - 1])
+def test_steps_and_samples_are_counted(before):
+    """Also where the number that has both begins again."""
+    marks = Marks("/device:CPU:0")
+    marks._counted.assign(before)
+    start = marks.read()
+
+    @tf.function
+    def step(batch):
+        marks.count(tf.shape(batch, out_type=tf.int64)[0])
+
+    for rows in (8, 8, 0, 5):
+        step(tf.zeros([rows, 2]))
+    first = marks.read() - start
+    assert first.shape == (SLOTS,)
+    assert (first[STEPS], first[ROWS]) == (4, 21)
+    step(tf.zeros([3, 2]))
+    marks.add_eagerly({STEPS: 1.0, ROWS: 2.0, MEASURED: 1.0})
+    second = marks.read() - start - first
+    assert (second[STEPS], second[ROWS], second[MEASURED]) == (2, 5, 1)
+    assert not (marks.read() - start - first - second).any()
