@@ -46,8 +46,8 @@ class Marks:
             self._totals = tf.Variable(
                 tf.zeros([SLOTS], tf.float64), trainable=False, name="kerasdist_clock"
             )
-            # Of steps that are only counted: steps above, samples below. It's one
-            # number, as one small operation can't be seen in a step of a millisecond.
+            # Of steps that are only counted: steps above, samples below. As one number
+            # they are one small operation in each step.
             self._counted = tf.Variable(
                 tf.zeros([], tf.int64), trainable=False, name="kerasdist_count"
             )
