@@ -7,6 +7,7 @@ from typing import Any
 
 import keras
 
+from kerasdist._keras.hooks import dealing_hooks, hooks_of, timer_of
 from kerasdist._keras.rates import leaves_of
 from kerasdist._keras.taken import steps_of
 from kerasdist.collectives import Communicator
@@ -33,19 +34,18 @@ class Job:
     def __init__(self, model: Any) -> None:
         self._model = model
         self._strategy = model.distribute_strategy
-        extended = self._strategy.extended
-        self.clock: Any = extended.timer
-        self.communicator: Communicator = self.clock.communicator
-        hooks = getattr(extended, "keras_hooks", None)
-        self.in_step = hooks is None or not hooks.deals
-        self._stage_clock = getattr(extended, "stage_clock", None)
-        self._is_one_model = hooks is None
+        clock: Any = timer_of(self._strategy)
+        self.clock = clock
+        self.communicator: Communicator = clock.communicator
+        self.in_step = dealing_hooks(self._strategy) is None
+        self._stage_clock = getattr(self._strategy.extended, "stage_clock", None)
+        self._is_one_model = hooks_of(self._strategy) is None
         self._reads: dict[int, int] = {}
 
     @staticmethod
     def is_measured(model: Any) -> bool:
         """Whether a model's strategy is one of ours."""
-        return hasattr(getattr(model.distribute_strategy, "extended", None), "timer")
+        return timer_of(model.distribute_strategy) is not None
 
     @property
     def is_chief(self) -> bool:

@@ -7,6 +7,7 @@ leaves behind is what a `fit` without it does.
 from __future__ import annotations
 
 import pytest
+from sleeping import SLEEPING
 from test_scaling_tensorboard import events, near, series, text
 
 from workers import Workers
@@ -40,24 +41,11 @@ PLACES = {"on0.*": "CPU:0", "on1.*": "CPU:1"}
 x = np.random.default_rng(0).normal(size=(STEPS * ROWS, 16)).astype("float32")
 y = x[:, :4] * 2
 traced = []
-
-def sleep(seconds, tensor):
-    def call(value):
-        time.sleep(seconds)
-        return value
-    late = tf.numpy_function(call, [tensor], tensor.dtype, stateful=False)
-    return tf.ensure_shape(late, tensor.shape)
-
-class Slow(layers.Layer):
-    def __init__(self, forward, backward, **kwargs):
-        super().__init__(**kwargs)
-        self.forward, self.backward = forward, backward
-
+"""
+REST = """
+class Traced(Slow):
     def call(self, inputs):
-        @tf.custom_gradient
-        def slow(value):
-            return sleep(self.forward, value), lambda g: sleep(self.backward, g)
-        made = slow(inputs)
+        made = super().call(inputs)
         if not isinstance(made, keras.KerasTensor):
             traced.append((self.name, made.device.split("device:")[-1]))
         return made
@@ -67,7 +55,7 @@ def slow_model(strategy):
     with strategy.scope():
         stages = [
             [layers.Dense(16, name=f"on{i}_a"),
-             Slow(FORWARD[i], BACKWARD[i], name=f"on{i}_b")] for i in range(2)]
+             Traced(FORWARD[i], BACKWARD[i], name=f"on{i}_b")] for i in range(2)]
         model = keras.Sequential(
             [keras.Input((16,)), *stages[0], *stages[1], layers.Dense(4, name="on1_c")])
         model.compile("sgd", "mse")
@@ -183,7 +171,9 @@ def run(size, folder, **env):
         f"STEPS, ROWS, PARTS = {STEPS}, {ROWS}, {PARTS}\n"
     )
     env = {"FOLDER": str(folder), **env}
-    with Workers(constants + SCRIPT, size, env=env, deadline=120) as job:
+    with Workers(
+        constants + SCRIPT + SLEEPING + REST, size, env=env, deadline=120
+    ) as job:
         return [one.result for one in job.succeed()]
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 
 import pytest
+from sleeping import SLEEPING
 from test_scaling_tensorboard import events, near, series, text
 
 from workers import Workers
@@ -39,26 +40,8 @@ folder = os.environ["FOLDER"]
 PLACES = {"on0.*": "CPU:0", "on1.*": "CPU:1"}
 x = np.random.default_rng(0).normal(size=(STEPS * ROWS, 16)).astype("float32")
 y = x[:, :4] * 2
-
-def sleep(seconds, tensor, stateful=False):
-    def call(value):
-        time.sleep(seconds)
-        return value
-    # By default those of a step run one after the other.
-    late = tf.numpy_function(call, [tensor], tensor.dtype, stateful=stateful)
-    return tf.ensure_shape(late, tensor.shape)
-
-class Slow(layers.Layer):
-    def __init__(self, forward, backward, **kwargs):
-        super().__init__(**kwargs)
-        self.forward, self.backward = forward, backward
-
-    def call(self, inputs):
-        @tf.custom_gradient
-        def slow(value):
-            return sleep(self.forward, value), lambda g: sleep(self.backward, g)
-        return slow(inputs)
-
+"""
+BUILD = """
 def build(strategy, slow=True, rate=None, **more):
     keras.utils.set_random_seed(1)
     with strategy.scope():
@@ -228,9 +211,8 @@ print("RESULT", json.dumps(found))
 
 
 def run(body, size, folder):
-    job = Workers(
-        CONSTANTS + SETUP + body, size, env={"FOLDER": str(folder)}, deadline=120
-    )
+    script = CONSTANTS + SETUP + SLEEPING + BUILD + body
+    job = Workers(script, size, env={"FOLDER": str(folder)}, deadline=120)
     with job:
         return [one.result for one in job.succeed()]
 

@@ -63,7 +63,6 @@ __all__ = [
     "rebatch_each",
     "reduce_undistributed",
     "regroup",
-    "same",
     "select_replica",
     "serve_collectives",
     "set_global_seed_if_none",
@@ -328,14 +327,6 @@ def serve_collectives(rank: int, addresses: Mapping[int, str]) -> None:
 def abort_collectives(message: str) -> None:
     """End all of this process's pending collectives, and all later ones, for good."""
     context.context().abort_collective_ops(tf.errors.UNAVAILABLE, message)
-
-
-def same(gradient: Any) -> Any:
-    """A tensor or IndexedSlices that are the same, as an operation of this place."""
-    if isinstance(gradient, tf.IndexedSlices):
-        values = tf.identity(gradient.values)
-        return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
-    return tf.identity(gradient)
 
 
 def weighted(tensor: Any, weight: Any) -> Any:

@@ -20,9 +20,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from kerasdist.collectives.communicator import Communicator
+from kerasdist.collectives.ops import Array
 from kerasdist.transport.spans import now
 
-__all__ = ["Offset", "clock_offset"]
+__all__ = ["Offset", "clock_offset", "compare"]
 
 _ROUNDS = 16
 
@@ -73,6 +74,17 @@ def clock_offset(
     (theirs,) = communicator.broadcast([middle], 0)
     if communicator.rank == 0:
         return Offset(at=int(after[-1]), ahead=0, error=0)
+    return compare(before, theirs, after)
+
+
+def compare(before: Array, theirs: Array, after: Array) -> Offset:
+    """By how much a clock is ahead of another one.
+
+    Args:
+        before: Times of this clock, int64 of shape (rounds,), in nanoseconds.
+        theirs: Times of the other clock, each read after that moment.
+        after: Times of this clock, each after that.
+    """
     least = int((before - theirs).max())
     most = int((after - theirs).min())
     # Clocks run at speeds that differ a little: bounds of long rounds may cross.

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from kerasdist import _tf
 from kerasdist.collectives.ops import Array
 
 __all__ = [
@@ -42,15 +43,10 @@ class Marks:
     """
 
     def __init__(self, host: str) -> None:
-        with tf.device(host):
-            self._totals = tf.Variable(
-                tf.zeros([SLOTS], tf.float64), trainable=False, name="kerasdist_clock"
-            )
-            # Of steps that are only counted: steps above, samples below. As one number
-            # they are one small operation in each step.
-            self._counted = tf.Variable(
-                tf.zeros([], tf.int64), trainable=False, name="kerasdist_count"
-            )
+        self._totals = _tf.own_variable(np.zeros(SLOTS), tf.float64, host)
+        # Of steps that are only counted: steps above, samples below. As one number
+        # they are one small operation in each step.
+        self._counted = _tf.own_variable(0, tf.int64, host)
         self._seen = 0
         # Times are counted from here: sums of small numbers are exact.
         self._base = time.time()

@@ -23,7 +23,6 @@ where an operation is over for the host when it has only begun; and not with
 from __future__ import annotations
 
 import dataclasses
-import math
 import time
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -33,6 +32,7 @@ import tensorflow as tf
 
 from kerasdist import _tf
 from kerasdist._tf import marking
+from kerasdist.collectives.offsets import compare
 from kerasdist.collectives.ops import Array
 from kerasdist.placement.order import Part
 from kerasdist.placement.visits import union_length
@@ -188,22 +188,22 @@ class StageClock:
         """Find out by how much other machines' clocks are ahead of this one's.
 
         Each answers some questions: its clock was read after the question, and before
-        the answer. All bounds hold, so that the tightest of them do.
+        the answer, see `collectives.offsets`.
 
         Returns:
             How far that may be wrong, in seconds; 0.0 where all stages are here.
         """
         error = 0.0
         for host in {_tf.host_of(device) for device in self._devices} - {self._host}:
-            least, most = -math.inf, math.inf
-            for _ in range(_QUESTIONS):
-                asked = time.time()
+            asked, theirs, told = np.zeros((3, _QUESTIONS), np.int64)
+            for number in range(_QUESTIONS):
+                asked[number] = time.time_ns()
                 with tf.device(host):
-                    there = float(tf.timestamp().numpy())
-                least = max(least, there - time.time())
-                most = min(most, there - asked)
-            self._ahead[host] = (least + most) / 2
-            error = max(error, (most - least) / 2)
+                    theirs[number] = int(1e9 * float(tf.timestamp().numpy()))
+                told[number] = time.time_ns()
+            found = compare(asked, theirs, told)
+            self._ahead[host] = -found.ahead / 1e9
+            error = max(error, found.error / 1e9)
         return error
 
     def look(self) -> list[StageSpan]:

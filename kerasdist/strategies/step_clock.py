@@ -12,16 +12,17 @@ also where several steps are one execution of a graph.
 
 Where steps are short not all are measured (`strategies.sampling`): marks and listening
 would be a part of them that can be seen (benchmarks/board_cost). So there are two
-graphs: one with marks, which is called now and then, and one that counts steps and
-rows. How many these were, and how long they took together, is of all steps; what a step
-consists of is that of the measured ones.
+graphs more than the one without a clock (`_keras.timing`): one with marks, which is
+called now and then, and one that counts steps and rows. How many these were, and how
+long they took together, is of all steps; what a step consists of is that of the
+measured ones.
 
 What an exchange consists of is told by the communicator (`transport.spans`). Exchanges
 of weights with parameter servers are a part of the update, as far as the graph knows:
 they are taken out of it.
 
-Graphs get the marks when they are traced while the clock runs; until somebody starts it
-there are none. A call that has traced isn't counted.
+Until somebody starts the clock these graphs aren't traced. A call that has traced isn't
+counted.
 
 On GPUs the marks tell when the host has got on so far. It waits for the device at the
 latest where gradients are sent.
@@ -119,7 +120,7 @@ class StepClock:
     # For who wants to know.
 
     def start(self) -> None:
-        """Measure from now on; steps that were traced before must be traced again."""
+        """Measure from now on."""
         if self.running:
             return
         self.running = True
@@ -128,7 +129,7 @@ class StepClock:
         self._forget()
 
     def stop(self) -> None:
-        """Measure no longer; steps that were traced keep their marks."""
+        """Measure no longer."""
         if self.running:
             self.running = self.timed = False
             self._listen(False)
