@@ -15,7 +15,7 @@ __all__ = ["Windows"]
 # Calls of the first window, if its length is left to us, and the fewest of any other.
 _FIRST = 10
 # A window is at least so many times what it costs to write one, and at most so long.
-_TIMES_COST = 300
+_TIMES_COST = 500
 _MOST_SECONDS = 5.0
 # While a job is young its windows are a part of its age: there is something to see.
 _PART_OF_AGE = 20

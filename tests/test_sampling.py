@@ -6,15 +6,25 @@ import itertools
 
 import pytest
 
-from kerasdist.strategies.sampling import Sampling, period
+from kerasdist.strategies.sampling import Sampling, rows_for
 
 
 @pytest.mark.parametrize(
     ("seconds", "expected"),
-    [(0.1, 0), (0.02, 0), (0.0125, 40), (0.001, 500), (0.0, 0)],
+    [
+        (0.0, (0, 0)),
+        (0.001, (8, 500)),
+        (0.0125, (8, 40)),
+        (0.0199, (8, 40)),
+        (0.02, (3, 25)),
+        (0.0625, (3, 15)),
+        (0.1, (0, 0)),
+        (3.0, (0, 0)),
+    ],
 )
-def test_period(seconds, expected):
-    assert period(seconds) == expected
+def test_rows_for(seconds, expected):
+    """One each half second, and one call of five at most; of long ones all."""
+    assert rows_for(seconds) == expected
 
 
 def calls(sampling, count):
@@ -27,37 +37,37 @@ def calls(sampling, count):
     return measured, warming
 
 
-@pytest.mark.parametrize("number", [None, 0, 3, 8])
-def test_all_are_measured(number):
+@pytest.mark.parametrize("rows", [None, (0, 0), (8, 3), (8, 8)])
+def test_all_are_measured(rows):
     sampling = Sampling()
-    if number is not None:
-        sampling.set(number)
+    if rows is not None:
+        sampling.set(*rows)
     assert calls(sampling, 100) == (list(range(100)), [])
 
 
-@pytest.mark.parametrize("number", [9, 20, 150])
-def test_rows_by_chance_and_the_same_everywhere(number):
+@pytest.mark.parametrize(("row", "number"), [(8, 9), (8, 20), (8, 150), (3, 15)])
+def test_rows_by_chance_and_the_same_everywhere(row, number):
     chosen = []
     for _ in range(2):
         sampling = Sampling()
-        sampling.set(number)
+        sampling.set(row, number)
         chosen.append(calls(sampling, number * 1000))
     assert chosen[0] == chosen[1]
     measured, warming = chosen[0]
     assert warming[0] >= 1
     assert len(warming) == pytest.approx(1000, rel=0.1)
-    # Behind each that warms up a row of seven.
-    row = [first + behind for first in warming for behind in range(1, 8)]
-    assert measured == [one for one in row if one < number * 1000]
+    # Behind each that warms up the rest of a row.
+    rest = [first + behind for first in warming for behind in range(1, row)]
+    assert measured == [one for one in rest if one < number * 1000]
     gaps = [b - a for a, b in itertools.pairwise(warming)]
-    assert min(gaps) >= 8
-    assert len(set(gaps)) >= min(number - 8, 20)
+    assert min(gaps) >= row
+    assert len(set(gaps)) >= min(number - row, 20)
 
 
 def test_calls_that_somebody_asks_for():
     plain, sampling = Sampling(), Sampling()
     for each in (plain, sampling):
-        each.set(150)
+        each.set(8, 150)
     chosen, found = calls(plain, 1000), []
     for number in range(1000):
         sampling.next(asked=number % 100 < 4)

@@ -20,18 +20,20 @@ import tensorflow as tf
 
 import kerasdist
 from kerasdist.callbacks import ScalingTensorBoard
-from kerasdist.strategies.sampling import period
+from kerasdist.strategies.sampling import rows_for
 
 # Ways to take a block of steps, and how long a block is.
 WITHOUT, COUNTED, ROW, MEASURED = WAYS = ("without", "counted", "row", "measured")
 SECONDS, LEAST = 0.15, 20
 # The first steps of a block aren't looked at: the caches are another one's.
 SETTLE = 3
-# A row, and as many steps behind it, whose graph isn't in the caches any more.
-AROUND = 16
+# Behind a row its other graph isn't in the caches any more.
+BEHIND = 8
 # Whoever takes so many times as long as the median was held up by something else.
 OUTLIER = 2
 FIRST = 50  # steps, to know how long they are
+# Seconds that blocks of one way take, or as many rounds as this.
+TOTAL, LEAST_ROUNDS = 20.0, 4
 
 if STAGES == 1:
     strategy = kerasdist.RingStrategy()
@@ -66,10 +68,10 @@ with strategy.scope():
 class Turns(keras.callbacks.Callback):
     """Takes blocks of steps in turns, each an epoch, in one order on all workers.
 
-    without     no clock runs: the graph without it is called
-    counted     most steps with the callback: they are only counted
+    without     no clock runs, and the callback isn't called
+    counted     most steps with the callback: nothing is measured
     row         the same, but for a row that is measured
-    measured    all are measured, as long steps are with the callback
+    measured    all are measured, as the longest steps are with the callback
 
     `samples` are mean seconds of a step; of `row` by how much a row takes longer.
     """
@@ -77,12 +79,14 @@ class Turns(keras.callbacks.Callback):
     def __init__(self, board, seconds):
         super().__init__()
         self.board, self.clock = board, strategy.extended.timer
-        short = period(seconds) > 0
-        self.ways = WAYS if short else (WITHOUT, MEASURED)
-        rounds = ROUNDS if short else ROUNDS // 2
-        self.block = max(round(SECONDS / seconds), LEAST + AROUND * short)
+        self.row, self.period = rows_for(seconds)
+        self.around = self.row + BEHIND if self.row else 0
+        self.ways = (WITHOUT, COUNTED, ROW) if self.row else (WITHOUT, MEASURED)
+        self.block = max(round(SECONDS / seconds), LEAST + self.around)
         self.samples = {way: [] for way in self.ways}
         self.chance = np.random.default_rng(5)
+        # Of long steps there are fewer, or it takes too long.
+        rounds = max(round(min(ROUNDS, TOTAL / (self.block * seconds))), LEAST_ROUNDS)
         self.order = [
             way for _ in range(rounds) for way in self.chance.permutation(self.ways)
         ]
@@ -112,9 +116,9 @@ class Turns(keras.callbacks.Callback):
     def sample(self):
         """Which of the block's steps are measured."""
         sampling = self.clock._sampling
-        sampling.set(0 if self.way == MEASURED else 1 << 40)
+        sampling.set(self.row, 0 if self.way == MEASURED else 1 << 40)
         if self.way == ROW:
-            sampling._ahead = self.block - AROUND - 1 - self.steps
+            sampling._ahead = self.block - self.around - 1 - self.steps
 
     def on_epoch_begin(self, epoch, logs=None):
         self.way = self.order[epoch]
@@ -140,7 +144,7 @@ class Turns(keras.callbacks.Callback):
         usual = np.median(spent)
         spent = np.where(spent < OUTLIER * usual, spent, usual)
         if self.way == ROW:
-            return float((spent[-AROUND:] - usual).sum())
+            return float((spent[-self.around :] - usual).sum())
         return float(spent.mean())
 
     def on_train_end(self, logs=None):
@@ -151,10 +155,10 @@ class Turns(keras.callbacks.Callback):
 
 with tempfile.TemporaryDirectory() as folder:
     board = ScalingTensorBoard(folder, verbose=0)
-    # All graphs are traced here: the plain one, and those that measure and count.
+    # Both graphs are traced here: the usual one, and the one that measures.
     model.fit(**data(FIRST))
     model.fit(**data(FIRST), callbacks=[board])
-    # How long a step is without it: the same on all workers.
+    # How long a step is without it: the same number on all workers.
     first = data(FIRST)
     begin = time.perf_counter()
     model.fit(**first)
@@ -166,6 +170,7 @@ with tempfile.TemporaryDirectory() as folder:
 found = {
     "rank": RANK,
     "samples": turns.samples,
+    "row_seconds": turns.period * seconds,  # from one row to the next
     "windows": turns.windows,
     "window_seconds": turns.window_seconds,
     "seconds": turns.passed * (1 - 1 / len(turns.ways)),  # with the callback

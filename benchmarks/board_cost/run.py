@@ -5,12 +5,14 @@
 Workers train one model in one `fit`, blocks of some steps with the callback and blocks
 without it, by chance in turns; that in several processes, as two graphs of the same
 step differ by a percent or two, whatever is in them. What a row of measured steps takes
-and the end of a window is told apart: both come so many times in a second.
+and the end of a window is told apart: both come so many times in a second. All of it
+together is what the callback costs.
 """
 
 from __future__ import annotations
 
 import json
+import statistics
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -24,20 +26,19 @@ sys.path.insert(0, str(HERE.parent))
 
 from common import Report, arguments, table
 
-# Seconds from one row to the next, see `strategies/sampling.py`.
-ROW_SECONDS = 0.5
 # Title, workers, devices of each worker that have stages of the model, width of
 # the three hidden layers, rows of a global batch.
-RUNS, ROUNDS = 3, 40
+RUNS, ROUNDS = 3, 60
 MODELS = (
-    ("4.1 million parameters", 1, 1, 1000, 256),
-    ("0.6 million parameters", 1, 1, 300, 128),
+    ("2.8 million parameters", 1, 1, 1000, 256),
+    ("0.4 million parameters", 1, 1, 300, 128),
     ("0.1 million parameters", 1, 1, 100, 64),
-    ("4.1 million parameters", 2, 1, 1000, 256),
-    ("0.6 million parameters", 2, 1, 300, 128),
+    ("2.8 million parameters", 2, 1, 1000, 256),
+    ("0.4 million parameters", 2, 1, 300, 128),
     ("0.1 million parameters", 2, 1, 100, 64),
-    ("4.1 million, 2 stages", 1, 2, 1000, 512),
-    ("0.6 million, 2 stages", 1, 2, 300, 128),
+    ("2.8 million, 2 stages", 1, 2, 1000, 512),
+    ("0.4 million, 2 stages", 1, 2, 300, 128),
+    ("15 million parameters", 1, 1, 2550, 256),
 )
 
 
@@ -62,15 +63,17 @@ def measure(workers: int, numbers: Sequence[int]) -> list[dict[str, Any]]:
     ]
 
 
-def slower(run: Sequence[dict[str, Any]]) -> dict[str, np.ndarray]:
-    """Samples of the slower worker, by way."""
+def together(run: Sequence[dict[str, Any]]) -> dict[str, np.ndarray]:
+    """Samples by way: means over the workers, who wait for each other in each step."""
     return {
-        way: np.max([one["samples"][way] for one in run], axis=0)
+        way: np.mean([one["samples"][way] for one in run], axis=0)
         for way in run[0]["samples"]
     }
 
 
-def more(runs: Sequence[dict[str, np.ndarray]], way: str) -> np.ndarray:
+def more(
+    runs: Sequence[dict[str, np.ndarray]], way: str, row_seconds: float
+) -> np.ndarray:
     """How much longer steps are, as a share: of each run, drawn again and again."""
     chance = np.random.default_rng(0)
 
@@ -79,10 +82,10 @@ def more(runs: Sequence[dict[str, np.ndarray]], way: str) -> np.ndarray:
         for run in drawn:
             share = run[way] / run["without"] - 1
             if way == "row":
-                share = run[way] / ROW_SECONDS
+                share = run[way] / row_seconds
             count = len(share)
             shares.append(share[chance.integers(count, size=count)] if again else share)
-        return float(np.median(shares))
+        return float(np.mean([np.median(share) for share in shares]))
 
     found = [once(runs, again=False)]
     for _ in range(2000):
@@ -103,13 +106,15 @@ def main() -> None:
     for title, workers, *numbers in models:
         found = [measure(workers, [rounds, *numbers]) for _ in range(count)]
         report.data["samples"].append(found)
-        runs = [slower(run) for run in found]
-        is_short = "row" in runs[0]
-        parts = [more(runs, way) for way in (["counted", "row"] if is_short else [])]
-        every = more(runs, "measured")
-        whole = sum(parts) if is_short else every
+        runs = [together(run) for run in found]
+        row_seconds = statistics.median(one["row_seconds"] for [one, *_] in found)
+        parts = {
+            way: more(runs, way, row_seconds) for way in runs[0] if way != "without"
+        }
+        spent = sum(run[0]["window_seconds"] for run in found)
+        windows = spent / sum(run[0]["seconds"] for run in found)
+        whole = sum(parts.values()) + windows
         low, high = np.percentile(whole[1:], [5, 95])
-        windows = sum(run[0]["window_seconds"] for run in found)
         rows.append(
             [
                 title,
@@ -117,9 +122,11 @@ def main() -> None:
                 f"{np.median([run['without'] for run in runs]) * 1e3:.3f}",
                 f"{whole[0]:+.2%}",
                 f"{low:+.2%} to {high:+.2%}",
-                *([f"{part[0]:+.2%}" for part in parts] or ["", ""]),
-                f"{every[0]:+.2%}",
-                f"{windows / sum(run[0]['seconds'] for run in found):+.2%}",
+                *(
+                    f"{parts[way][0]:+.2%}" if way in parts else ""
+                    for way in ("counted", "row", "measured")
+                ),
+                f"{windows:+.2%}",
             ]
         )
     report.data["rows"] = rows

@@ -35,8 +35,8 @@ class Step(threading.local):
         iterator: A weak reference to the newest epoch iterator but those of `evaluate`
             and `predict`: at the beginning of `fit` that of its data; None: there was
             none.
-        making: Whether the function that is made measures its steps; None: it doesn't
-            count them either.
+        making: Whether the function that is made measures its steps, or but counts
+            them; None: they aren't steps of training.
         timed: Whether a step that is measured runs, or is being traced.
         compiled: Whether what is inside of that step is for XLA.
         readers: What reads data ahead and must be closed; None outside of `fit`,

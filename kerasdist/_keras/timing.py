@@ -14,16 +14,17 @@ __all__ = ["Calls"]
 class Calls:
     """The function that takes steps, as Keras makes it: as many as there are kinds.
 
-    Their graphs differ: one neither counts nor measures its steps, one counts them, one
-    measures them, too. What nobody calls is never traced.
+    Graphs of training count their steps, always: that's one operation, and so most
+    steps run the same graph whether or not anybody wants to know. Another graph
+    measures its steps, too, and is traced when somebody asks.
 
-    What stands here is done in each step, also in those that are only counted, which
-    may last a millisecond: no context managers.
+    What stands here is done in each step, which may last a millisecond: no context
+    managers.
 
     Args:
         trainer: The model.
         make: Makes the function.
-        timer: Measures steps; None: nobody wants to know.
+        timer: Measures steps of training; None: these are others.
     """
 
     def __init__(
@@ -44,9 +45,10 @@ class Calls:
         # And it takes so long to compile that one graph must do.
         compiled = self._trainer.jit_compile is True
         if timer is None or not (timer.running or timer.asked):
-            # One that counts is as good, and may have been traced.
-            plain = self._made.get(None) or self._made.get(compiled)
-            return (plain or self._get(None))(iterator)
+            kind = None if timer is None else False
+            # One that measures is as good, and may have been compiled.
+            plain = self._made.get(kind) or self._made.get(compiled)
+            return (plain or self._get(kind))(iterator)
         timed = timer.enter(always=compiled)
         try:
             logs = (self._made.get(timed) or self._get(timed))(iterator)

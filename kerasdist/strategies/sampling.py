@@ -1,8 +1,8 @@
 """Which calls of the function that takes steps are measured: some, now and then.
 
-    counted   ● ● ● ● ● ● ● ● ● ● ● ● ● ● ● ● ● ● ● ● ● ● ● ● ● ● ● ● ● ● ●  ...
-    warming             ●                             ●
-    measured              ● ● ● ● ● ● ●                 ● ● ● ● ● ● ●
+    counted   ● ● ● ● ●                 ● ● ● ● ● ●                 ● ● ●  ...
+    warming             ●                           ●
+    measured              ● ● ● ● ● ● ●               ● ● ● ● ● ● ●
 
 The first call of a row is slower than others, as the graph that measures hasn't run for
 a while: it warms up. When a row comes is left to chance, so that nothing that happens
@@ -15,19 +15,28 @@ from __future__ import annotations
 import math
 import random
 
-__all__ = ["Sampling", "period"]
+__all__ = ["Sampling", "rows_for"]
 
-_ROW = 8  # calls, with the one that warms up
-# A row costs up to a millisecond, most of it while caches are filled for one graph and
-# then for the other (benchmarks/board_cost).
+# Calls of a row, with the one that warms up, where calls are this long at most, in
+# seconds. Of longer ones all are measured: what that costs is not seen, and another
+# graph of them may take long to trace.
+_ROWS = ((0.02, 8), (0.1, 3))
+# From one row to the next. One costs up to a millisecond, most of it while caches are
+# filled for one graph and then for the other (benchmarks/board_cost).
 _SECONDS = 0.5
-# Of steps that take longer all are measured, and there's only one graph.
-_LONG = 0.02
+# At most one call in so many is a row's.
+_SHARE = 5
 
 
-def period(seconds: float) -> int:
-    """In how many calls there's one row, if each takes so long; 0: all are measured."""
-    return 0 if not 0 < seconds < _LONG else math.ceil(_SECONDS / seconds)
+def rows_for(seconds: float) -> tuple[int, int]:
+    """How many calls are a row, and in how many there's one, if each takes so long.
+
+    (0, 0): all are measured.
+    """
+    for most, row in _ROWS:
+        if 0 < seconds < most:
+            return row, max(math.ceil(_SECONDS / seconds), row * _SHARE)
+    return 0, 0
 
 
 class Sampling:
@@ -41,19 +50,19 @@ class Sampling:
     def __init__(self) -> None:
         self.measured, self.warming = True, False
         self._chance = random.Random(0)
-        self._period = self._ahead = self._row = 0
+        # Of a row, from one to the next, until the next one, left of this one.
+        self._calls = self._period = self._ahead = self._row = 0
 
-    def set(self, calls: int) -> None:
-        """From here on there's a row in so many calls, or all are measured if it's 0.
+    def set(self, row: int, period: int) -> None:
+        """From here on there's a row of so many calls in a period of so many.
 
-        The next call isn't, if there's time: what comes before it, the end of a window,
-        is no part of most steps.
+        All calls are measured if a period has no others. Else the next one isn't: what
+        comes before it, the end of a window, is no part of most steps.
         """
-        self._period = calls if calls > _ROW else 0
+        others = period - row
+        self._calls, self._period = (row, period) if others > 0 else (0, 0)
         self._row = 0
-        self._ahead = (
-            self._chance.randint(1, self._period - _ROW) if self._period else 0
-        )
+        self._ahead = self._chance.randint(1, others) if self._period else 0
 
     def next(self, *, asked: bool = False) -> bool:
         """The next call begins; it's measured in any case if that's asked for.
@@ -78,8 +87,8 @@ class Sampling:
             return
         self.warming = not self._row
         if self.warming:
-            self._row = _ROW
+            self._row = self._calls
         self._row -= 1
         if not self._row:
             # On average one row in a period.
-            self._ahead = self._chance.randint(0, 2 * (self._period - _ROW))
+            self._ahead = self._chance.randint(0, 2 * (self._period - self._calls))

@@ -11,18 +11,17 @@ steps: sums of differences are differences of sums. So a step calls no Python fo
 also where several steps are one execution of a graph.
 
 Where steps are short not all are measured (`strategies.sampling`): marks and listening
-would be a part of them that can be seen (benchmarks/board_cost). So there are two
-graphs more than the one without a clock (`_keras.timing`): one with marks, which is
-called now and then, and one that counts steps and rows. How many these were, and how
-long they took together, is of all steps; what a step consists of is that of the
-measured ones.
+would be a part of them that can be seen (benchmarks/board_cost). So there's another
+graph (`_keras.timing`), with marks, which is called now and then; the usual one counts
+steps and rows, always. How many these were, and how long they took together, is of all
+steps; what a step consists of is that of the measured ones.
 
 What an exchange consists of is told by the communicator (`transport.spans`). Exchanges
 of weights with parameter servers are a part of the update, as far as the graph knows:
 they are taken out of it.
 
-Until somebody starts the clock these graphs aren't traced. A call that has traced isn't
-counted.
+Until somebody starts the clock the one with marks isn't traced. A call that has traced
+isn't counted while the clock runs.
 
 On GPUs the marks tell when the host has got on so far. It waits for the device at the
 latest where gradients are sent.
@@ -57,7 +56,7 @@ from kerasdist.strategies.marks import (
     time_after_all,
 )
 from kerasdist.strategies.rows import rows_of, split_total
-from kerasdist.strategies.sampling import Sampling, period
+from kerasdist.strategies.sampling import Sampling, rows_for
 from kerasdist.strategies.spans import SpanSums, Work
 from kerasdist.strategies.step_parts import parts_of_a_step
 from kerasdist.strategies.step_times import PARTS, PHASES, StepTimes
@@ -76,7 +75,7 @@ class StepClock:
     Attributes:
         rank: This worker's rank in the job.
         communicator: Between the workers.
-        running: Whether steps are counted, and some of them measured.
+        running: Whether steps are looked at, and some of them measured.
         asked: Whether somebody wants the next call to be measured, whatever is right
             for the others, and also if the clock doesn't run.
         timed: Whether this call is one that is measured.
@@ -100,7 +99,8 @@ class StepClock:
         self._in_turn = in_turn
         self._spans = SpanSums(communicator.size)
         self._summed = Marks(self._host)
-        self._before = np.zeros(SLOTS)
+        # Sums as they were at the beginning of the window, and when the clock started.
+        self._before, self._started = np.zeros(SLOTS), np.zeros(SLOTS)
         self._is_eager = False
         # What was there before the call that traces, and before one that warms up.
         self._traced: tuple[Array, Work] | None = None
@@ -127,6 +127,7 @@ class StepClock:
         self._sampling = Sampling()
         self._usual = None
         self._forget()
+        self._started = self._before.copy()
 
     def stop(self) -> None:
         """Measure no longer."""
@@ -147,14 +148,14 @@ class StepClock:
         Workers that take each step together call it at the same place, with the same
         number.
         """
-        self._sampling.set(period(seconds))
+        self._sampling.set(*rows_for(seconds))
 
     @property
     def rows_per_step(self) -> float:
         """Samples that this worker trains on per step; 0.0: no step was measured."""
         sums = self._summed.read()
-        # Those before may be another model's.
-        for found in (sums - self._before, sums):
+        # Those of the window may all have been left out.
+        for found in (sums - self._before, sums - self._started):
             if found[STEPS]:
                 return float(found[ROWS] / found[STEPS])
         return 0.0
@@ -170,9 +171,13 @@ class StepClock:
         """What stands inside is no part of the training."""
         asked, self.running, self.asked = self.asked, False, False
         self._listen(False)
+        sums = self._summed.read()
         try:
             yield
         finally:
+            # Graphs count whether it runs or not.
+            inside = self._summed.read() - sums
+            self._before, self._started = self._before + inside, self._started + inside
             self.running, self.asked = True, asked
             self.begin_epoch()
 
@@ -272,6 +277,7 @@ class StepClock:
         self._noted = self._is_eager = False
         if self.timed:
             self._listen(False)
+        timed, self.timed = self.timed, False
         if self._traced is not None:
             self._leave_out(self._kept or self._traced)
             self._traced = self._kept = None
@@ -282,7 +288,7 @@ class StepClock:
         if eager:
             self._waited += waited  # before its step began
         self._waited_before = self._waited
-        if not self.timed:
+        if not timed:
             return
         if self._kept is not None:
             self._leave_out(self._kept, MEASURED)
