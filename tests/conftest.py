@@ -73,6 +73,12 @@ def two_hosts() -> Iterator[Hosts]:
         yield hosts
 
 
+@pytest.fixture(scope="session")
+def plain_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where `placement_zoo.plain_numbers` keeps what several jobs compare with."""
+    return tmp_path_factory.mktemp("plain")
+
+
 @pytest.fixture(autouse=True)
 def _no_surrounding_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tests may run inside a Slurm job or a worker; they mustn't notice."""

@@ -281,9 +281,7 @@ import placement_zoo as zoo
 rank = json.loads(os.environ["RANK"])
 for name in json.loads(os.environ["NAMES"])[rank::2]:
     kind = zoo.ZOO[name]
-    plain = zoo.numbers(
-        kind, contextlib.nullcontext, lambda _: contextlib.nullcontext())
-    model = plain.pop("model")
+    plain = zoo.plain_numbers(name, os.environ["PLAIN"])
     for parts, count in json.loads(os.environ["CUTS"]):
         devices = [f"CPU:{i}" for i in range(count)]
         strategy = kerasdist.ModelParallelStrategy(
@@ -310,12 +308,13 @@ CUTS = [(3, 3), (4, 2)]
 OTHER_CUTS = [(3, 2), (4, 3)]
 
 
-def differences(cuts):
+def differences(cuts, plain):
     """Of each kind of model and each cut what differs from the model as it is."""
 
     def environment(rank):
         return {
             "TESTS": str(Path(__file__).parent),
+            "PLAIN": str(plain),
             "RANK": str(rank),
             "NAMES": json.dumps(BY_ROWS),
             "CUTS": json.dumps(cuts),
@@ -327,8 +326,8 @@ def differences(cuts):
 
 
 @pytest.fixture(scope="module")
-def zoo():
-    return differences(CUTS)
+def zoo(plain_folder):
+    return differences(CUTS, plain_folder)
 
 
 @pytest.mark.timeout(300)
@@ -342,8 +341,8 @@ def test_kinds_of_models(zoo, name):
 
 @pytest.mark.soak
 @pytest.mark.timeout(300)
-def test_kinds_of_models_in_other_cuts():
-    found = differences(OTHER_CUTS)
+def test_kinds_of_models_in_other_cuts(plain_folder):
+    found = differences(OTHER_CUTS, plain_folder)
 
     assert len(BY_ROWS) >= 12
     assert sorted(found) == sorted(

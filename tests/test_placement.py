@@ -37,10 +37,7 @@ def place(kind, count, gradients=True):
 part, parts = int(os.environ["PART"]), int(os.environ["PARTS"])
 for name in list(zoo.ZOO)[part::parts]:
     kind = zoo.ZOO[name]
-    plain = zoo.numbers(
-        kind, contextlib.nullcontext, lambda _: contextlib.nullcontext()
-    )
-    del plain["model"]
+    plain = zoo.plain_numbers(name, os.environ["PLAIN"])
     for count in (2, 3):
         devices, graphs, found = place(kind, count)
         model = found.pop("model")
@@ -71,13 +68,14 @@ if part == 0:
 
 
 @pytest.fixture(scope="module")
-def results():
+def results(plain_folder):
     """What each process found: of each kind on 2 and 3 devices, then without 5."""
 
     def environment(rank):
         tests = str(Path(__file__).parent)
         return {
             "TESTS": tests,
+            "PLAIN": str(plain_folder),
             "PART": str(rank),
             "PARTS": str(PARTS),
             "TF_CONFIG": None,
