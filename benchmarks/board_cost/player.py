@@ -33,7 +33,7 @@ BEHIND = 8
 OUTLIER = 2
 FIRST = 50  # steps, to know how long they are
 # Seconds that blocks of one way take, or as many rounds as this.
-TOTAL, LEAST_ROUNDS = 20.0, 4
+TOTAL, LEAST_ROUNDS = 15.0, 4
 
 if STAGES == 1:
     strategy = kerasdist.RingStrategy()
