@@ -7,6 +7,7 @@ import subprocess
 import pytest
 
 from hosts import Hosts
+from warm import Forked
 from workers import Workers
 
 pytestmark = pytest.mark.netns
@@ -36,8 +37,14 @@ TALK = """
 """
 
 
-def test_workers_on_two_hosts_reach_each_other_by_address(two_hosts):
-    with Workers(TALK, 2, cluster=two_hosts.addresses, prefix=two_hosts.prefix) as job:
+@pytest.mark.parametrize("forked", [False, True])
+def test_workers_on_two_hosts_reach_each_other_by_address(two_hosts, forked):
+    """Also forks, which enter their host by themselves."""
+    script = TALK + "    # tensorflow\n" * forked
+    with Workers(
+        script, 2, cluster=two_hosts.addresses, prefix=two_hosts.prefix
+    ) as job:
+        assert isinstance(job.processes[0], Forked) is forked
         results = [worker.result for worker in job.succeed()]
 
     assert results == [

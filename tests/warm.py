@@ -159,6 +159,7 @@ class WarmProcesses:
         env: Mapping[str, str],
         output: IO[bytes],
         pass_fds: Sequence[int] = (),
+        namespace: str | None = None,
     ) -> Forked:
         """Forks a worker.
 
@@ -168,6 +169,8 @@ class WarmProcesses:
             env: The worker's whole environment, with a tag of 16 characters.
             output: Its standard output and error.
             pass_fds: What it inherits, under the same numbers.
+            namespace: The name of the network namespace that it is in; None: this
+                process's.
         """
         request = {
             "script": command[0],
@@ -175,6 +178,7 @@ class WarmProcesses:
             "env": dict(env),
             "tag": env[self.tag],
             "folder": os.getcwd(),
+            "namespace": namespace,
             "fds": [1, 2, *pass_fds],
         }
         fds = [output.fileno(), output.fileno(), *pass_fds]

@@ -36,6 +36,7 @@ from typing import Any
 _LARGEST = 1 << 20
 # Above all numbers that anybody has asked for.
 _HIGH_FD = 200
+_CLONE_NEWNET = 0x40000000
 
 
 def main() -> None:
@@ -123,6 +124,8 @@ def _overwrite_environment(before: str, after: str) -> None:
 def _become(request: dict[str, Any], fds: list[int]) -> None:
     """Makes this fork what a new interpreter would be, but for the imports."""
     os.setsid()
+    if request["namespace"] is not None:
+        _enter(request["namespace"])
     os.chdir(request["folder"])
     os.environ.clear()
     os.environ.update(request["env"])
@@ -142,6 +145,14 @@ def _become(request: dict[str, Any], fds: list[int]) -> None:
     sys.argv[:] = [request["script"], *request["args"]]
     sys.orig_argv[:] = [sys.executable, *sys.argv]
     sys.path[0] = os.path.dirname(os.path.realpath(request["script"]))
+
+
+def _enter(namespace: str) -> None:
+    """Goes to a host of `hosts.py`; what `ip netns exec` does for the network."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    with open(f"/run/netns/{namespace}", "rb") as file:
+        if libc.setns(file.fileno(), _CLONE_NEWNET) != 0:
+            raise OSError(ctypes.get_errno(), "setns", namespace)
 
 
 def _run(script: str) -> None:

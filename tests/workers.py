@@ -173,6 +173,12 @@ def python_env(extra: Mapping[str, str] | None = None) -> dict[str, str]:
     return env | dict(extra or {})
 
 
+def _namespace(prefix: Sequence[str]) -> str | None:
+    """The network namespace that a command is run in by a prefix of `Hosts`."""
+    begin, name = list(prefix[:-1]), prefix[-1:]
+    return name[0] if begin == ["ip", "netns", "exec"] else None
+
+
 # Those of this run of the tests; `conftest.py` ends them.
 WARM = WarmProcesses(TAG, python_env)
 
@@ -246,7 +252,7 @@ class Workers:
             bind their ports themselves. Only on loopback: a socket belongs to
             the network namespace in which it was made.
         prefix: From a rank to the command that the worker is run by, e.g.
-            `hosts.prefix`. Such workers start cold.
+            `hosts.prefix`. With any other such workers start cold.
         cold: Start new interpreters, also where forks would do.
         servers: How many parameter servers, "ps" tasks: what takes a rank here takes
             `size`, `size + 1` and so on for them.
@@ -290,7 +296,8 @@ class Workers:
         self._hosts = ["127.0.0.1"] * size if loopback else list(cluster)
         self._handover = loopback if handover is None else handover
         self._prefix = prefix or (lambda rank: [])
-        self._cold = cold or prefix is not None
+        self._namespaces = [_namespace(self._prefix(rank)) for rank in range(size)]
+        self._cold = cold or (prefix is not None and None in self._namespaces)
         self._reported = False
 
     # The start.
@@ -367,7 +374,9 @@ class Workers:
                     start_new_session=True,
                 )
             else:
-                process = WARM.fork(rank, command, whole, log, pass_fds)
+                process = WARM.fork(
+                    rank, command, whole, log, pass_fds, self._namespaces[rank]
+                )
             self.processes.append(process)
 
     # While it runs.
