@@ -178,13 +178,13 @@ class ScaleLearningRate(keras.callbacks.Callback):
         self._restored = 0
         if hooks is None:
             return
-        of_chief = [hooks.of_chief(self.factor), hooks.of_chief(self.steps)]
-        if hooks.any_of(of_chief != [self.factor, self.steps]):
+        mine = f"factor {self.factor:.12g} and {self.steps} steps of warm-up"
+        told = [each.partition(" ") for each in hooks.texts(f"{hooks.rank} {mine}")]
+        if len({each for _, _, each in told}) > 1:
+            which = "; ".join(f"{each} on rank {rank}" for rank, _, each in told)
             raise ValueError(
                 "`ScaleLearningRate` must be given the same arguments and data on all "
-                f"ranks. Received: factor {self.factor:g} and {self.steps} steps of "
-                f"warm-up on rank {hooks.rank}, factor {of_chief[0]:g} and "
-                f"{of_chief[1]:g} steps on rank 0."
+                f"ranks. Received: {which}."
             )
 
     def resumed_after(self, batches: int) -> None:

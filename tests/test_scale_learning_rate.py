@@ -553,8 +553,10 @@ def test_ring_and_another_number_of_workers(tmp_path):
         if "multi" in found:
             halved = expected(18, lambda step: 0.125 * (0.5 if step >= 12 else 1.0))
             check(found["multi"], halved)
-        assert found["differ"].startswith(
-            "`ScaleLearningRate` must be given the same arguments and data on all ranks"
+        assert found["differ"] == (
+            "`ScaleLearningRate` must be given the same arguments and data on all "
+            "ranks. Received: factor 2 and 12 steps of warm-up on rank 0; factor 2 and "
+            "18 steps of warm-up on rank 1."
         )
         # Batches of 2 rows from each of two workers.
         check(found["own"], expected(36, factor=2, warmup=18))
