@@ -145,8 +145,11 @@ def test_pipeline(tmp_path):
 
 @pytest.mark.soak
 def test_board_cost(tmp_path):
-    (samples,) = run("board_cost", tmp_path)["samples"].values()
-    assert {name: len(found) for name, found in samples.items()} == {
-        "without": 2,
-        "with": 2,
-    }
+    (processes,) = run("board_cost", tmp_path)["samples"]
+    assert len(processes) == 2
+    for (worker,) in processes:
+        assert {name: len(found) for name, found in worker["samples"].items()} == {
+            "without": 4,
+            "counted": 4,
+            "row": 4,
+        }
