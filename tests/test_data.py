@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import keras
+import numpy as np
+
+import kerasdist
 from workers import Workers
 
 SCRIPT = """
@@ -186,6 +190,27 @@ result([[s for s in seen if s != [0]], history.history["loss"], predicted.shape[
     assert b[0][:3] == [[100, 101, 102, 103], [104, 105, 106, 107], [108, 109]]
     assert (a[2], b[2]) == (6, 10)
     assert (a[1], a[3], a[4]) == (b[1], b[3], b[4])
+
+
+def test_arrays_are_read_without_a_thread_that_tunes(monkeypatch):
+    """Who gives up an iterator waits for that thread, now and then for long."""
+    strategy = kerasdist.RingStrategy()
+    extended, datasets = strategy.extended, []
+    distribute = extended.distribute_parts
+
+    def noted(dataset):
+        datasets.append(dataset)
+        return distribute(dataset)
+
+    monkeypatch.setattr(extended, "distribute_parts", noted)
+    x = np.ones((12, 4), np.float32)
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
+        model.compile("sgd", "mse")
+    model.fit(x, x[:, :2], batch_size=4, verbose=0)
+    strategy.close()
+    assert datasets
+    assert all(each.options().autotune.enabled is False for each in datasets)
 
 
 def test_a_step_is_made_for_its_rows_where_all_parts_have_as_many():

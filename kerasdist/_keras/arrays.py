@@ -34,6 +34,10 @@ __all__ = [
 ]
 
 
+# Batches that are taken out of arrays at a time, and those that are kept ready.
+_AT_ONCE, _AHEAD = 4, 2
+
+
 class ArrayData:
     """Arrays that were given to `fit`, `evaluate` or `predict`.
 
@@ -84,10 +88,15 @@ class ArrayData:
         # it, and read it again: in each epoch. Keras does without them too.
         options = tf.data.Options()
         options.experimental_optimization.apply_default_optimizations = False
+        # Nor is it tuned. The thread that does so may miss that an iterator is given
+        # up, and sleep on: 10 ms at first, later twice as long each time, a minute at
+        # most (`Model::OptimizeLoop` in tensorflow/core/framework/model.cc). Meanwhile
+        # the next epoch waits.
+        options.autotune.enabled = False
         return (
             tf.data.Dataset.zip((parts, whole))
-            .map(gather, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
-            .prefetch(tf.data.AUTOTUNE)
+            .map(gather, num_parallel_calls=_AT_ONCE, deterministic=True)
+            .prefetch(_AHEAD)
             .with_options(options)
         )
 
