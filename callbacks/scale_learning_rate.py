@@ -178,13 +178,15 @@ class ScaleLearningRate(keras.callbacks.Callback):
         self._restored = 0
         if hooks is None:
             return
-        mine = f"factor {self.factor:.12g} and {self.steps} steps of warm-up"
-        told = [each.partition(" ") for each in hooks.texts(f"{hooks.rank} {mine}")]
-        if len({each for _, _, each in told}) > 1:
-            which = "; ".join(f"{each} on rank {rank}" for rank, _, each in told)
+        told = hooks.texts(
+            f"factor {self.factor:.12g} and {self.steps} steps of warm-up"
+        )
+        if len(set(told.values())) > 1:
+            which = "; ".join(f"{each} on rank {rank}" for rank, each in told.items())
             raise ValueError(
                 "`ScaleLearningRate` must be given the same arguments and data on all "
-                f"ranks. Received: {which}."
+                f"ranks. Received: {which}. Leave out the condition on the rank, and "
+                "let arrays and batches be as long on all ranks."
             )
 
     def resumed_after(self, batches: int) -> None:

@@ -556,7 +556,8 @@ def test_ring_and_another_number_of_workers(tmp_path):
         assert found["differ"] == (
             "`ScaleLearningRate` must be given the same arguments and data on all "
             "ranks. Received: factor 2 and 12 steps of warm-up on rank 0; factor 2 and "
-            "18 steps of warm-up on rank 1."
+            "18 steps of warm-up on rank 1. Leave out the condition on the rank, and "
+            "let arrays and batches be as long on all ranks."
         )
         # Batches of 2 rows from each of two workers.
         check(found["own"], expected(36, factor=2, warmup=18))

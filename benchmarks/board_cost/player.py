@@ -23,7 +23,7 @@ from kerasdist.callbacks import ScalingTensorBoard
 from kerasdist.strategies.sampling import rows_for
 
 # Ways to take a block of steps, and how long a block is.
-WITHOUT, COUNTED, ROW, MEASURED = WAYS = ("without", "counted", "row", "measured")
+WITHOUT, COUNTED, ROW, MEASURED = "without", "counted", "row", "measured"
 SECONDS, LEAST = 0.15, 20
 # The first steps of a block aren't looked at: the caches are another one's.
 SETTLE = 3

@@ -4,7 +4,7 @@
 
 Workers train one model in one `fit`, blocks of some steps with the callback and blocks
 without it, by chance in turns; that in several processes, as two graphs of the same
-step differ by a percent or two, whatever is in them. What a row of measured steps takes
+step, of which one is measured, differ by a percent. What a row of measured steps takes
 and the end of a window is told apart: both come so many times in a second. All of it
 together is what the callback costs.
 """

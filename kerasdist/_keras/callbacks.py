@@ -244,11 +244,9 @@ def _check_callbacks(model: Any, callbacks: Sequence[Any]) -> None:
     if stops and any(_may_stop(callback) for callback in callbacks):
         # Whichever they are: after each batch all ranks are asked.
         names.append("one with `on_train_batch_end`")
-    # Ranks that are lost leave gaps between those of the others.
-    every = hooks.texts(f"{hooks.rank} {', '.join(names)}")
-    told = [text.partition(" ") for text in every]
-    if len({names for _, _, names in told}) > 1:
-        which = "; ".join(f"on rank {rank} [{names}]" for rank, _, names in told)
+    told = hooks.texts(", ".join(names))
+    if len(set(told.values())) > 1:
+        which = "; ".join(f"on rank {rank} [{names}]" for rank, names in told.items())
         raise ValueError(
             "Callbacks in which the workers communicate must be given to `fit` on all "
             "ranks, in the same order: those of `kerasdist.callbacks`, and any that "

@@ -150,8 +150,8 @@ class KerasHooks(Protocol):
     def of_chief(self, number: float, root: int = 0) -> float:
         """The chief's number, or that of another rank."""
 
-    def texts(self, text: str) -> list[str]:
-        """Each worker's text, in rank order."""
+    def texts(self, text: str) -> dict[int, str]:
+        """Each worker's text by its rank: those that are lost leave gaps."""
 
     def average(self, variables: Sequence[Any]) -> None:
         """Set each variable to its mean over all replicas."""

@@ -49,11 +49,12 @@ def of_chief(extended: SynchronousExtended, number: float, root: int = 0) -> flo
     return float(extended.job.communicator.broadcast([np.float64(number)], root)[0])
 
 
-def texts(extended: SynchronousExtended, text: str) -> list[str]:
-    """Each worker's text, in rank order."""
-    mine = np.frombuffer(text.encode(), np.uint8)
+def texts(extended: SynchronousExtended, rank: int, text: str) -> dict[int, str]:
+    """Each worker's text by its rank: those that are lost leave gaps."""
+    mine = np.frombuffer(f"{rank} {text}".encode(), np.uint8)
     every = extended.job.communicator.all_gather(mine)
-    return [one.tobytes().decode() for one in every]
+    told = [one.tobytes().decode().partition(" ") for one in every]
+    return {int(rank): text for rank, _, text in told}
 
 
 def mean_of(extended: SynchronousExtended, value: Any) -> Any:

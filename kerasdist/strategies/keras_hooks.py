@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import itertools
 import secrets
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,9 +16,10 @@ from kerasdist import _tf
 from kerasdist._keras import ArrayData, ItemData, is_timed, random_seed
 from kerasdist.strategies import agreement
 from kerasdist.strategies.accumulation import end_window
+from kerasdist.strategies.array_epochs import ArrayEpochs
 from kerasdist.strategies.gradients import reduce_gradients
 from kerasdist.strategies.initial_state import Shared, share_state
-from kerasdist.strategies.order import epoch_order, own_rows, same_length
+from kerasdist.strategies.order import epoch_order
 from kerasdist.strategies.own_data import Together
 from kerasdist.strategies.rows import (
     count_rows,
@@ -26,7 +27,6 @@ from kerasdist.strategies.rows import (
     slice_dataset,
     split_total,
     take_rows,
-    with_total,
 )
 from kerasdist.strategies.same_batches import CHECKSUM, SameBatches
 from kerasdist.strategies.shared_items import share_items
@@ -195,9 +195,9 @@ class SynchronousHooks:
         """See `KerasHooks.of_chief`."""
         return agreement.of_chief(self._extended, number, root)
 
-    def texts(self, text: str) -> list[str]:
+    def texts(self, text: str) -> dict[int, str]:
         """See `KerasHooks.texts`."""
-        return agreement.texts(self._extended, text)
+        return agreement.texts(self._extended, self.rank, text)
 
     def mean_of(self, value: Any) -> Any:
         """See `KerasHooks.mean_of`."""
@@ -273,7 +273,7 @@ class SynchronousHooks:
             ValueError: The workers were given different data.
         """
         self._given = Given(batch_size=data.batch_size, samples=data.samples)
-        return _Epochs(self._extended, data, self._agree(data))
+        return ArrayEpochs(self._extended, data, self._agree(data))
 
     def distribute_items(self, data: ItemData) -> Any | None:
         """See `KerasHooks.distribute_items`.
@@ -328,61 +328,6 @@ class SynchronousHooks:
             seed = int(words[0] >> np.uint64(1))
         communicator = self._extended.job.communicator
         return int(communicator.broadcast([np.int64(seed)])[0])
-
-
-class _Epochs:
-    """Iterates over this worker's parts of arrays; each iteration is an epoch.
-
-    The order of an epoch depends on the number of the iteration, which is counted
-    here, where all workers count alike, and not where TensorFlow prefetches.
-    """
-
-    def __init__(
-        self, extended: SynchronousExtended, data: ArrayData, seed: int
-    ) -> None:
-        self._data = data
-        self._seed = seed
-        self._epoch = 0
-        self._first, self._local, self._replicas = extended.places
-        batches = -(-data.samples // data.batch_size)
-        # Of this epoch: its samples, and the bounds between parts.
-        self._samples = self._bounds = np.zeros(0, np.int64)
-
-        known = same_length(
-            data.samples, data.batch_size, self._first, self._local, self._replicas
-        )
-
-        def rows(part: Any) -> Any:
-            chosen = tf.numpy_function(self._rows_of, [part], tf.int64)
-            return tf.ensure_shape(chosen, [known])
-
-        # Inside a worker nobody has to be asked for the rows of the global batch.
-        alone = extended.job.communicator.size == 1
-
-        def finish(batch: Any, part: Any) -> Any:
-            if alone:
-                return batch
-            begin = part // self._local * data.batch_size
-            return with_total(batch, tf.minimum(data.samples - begin, data.batch_size))
-
-        # As few stages as can be: each epoch makes them all again.
-        parts = tf.data.Dataset.range(batches * self._local)
-        self._dataset = extended.distribute_parts(data.take(parts, rows, finish))
-
-    def __iter__(self) -> Iterator[Any]:
-        data = self._data
-        self._epoch += 1
-        order = epoch_order(
-            data.samples, data.batch_size, data.shuffle, self._seed, self._epoch
-        )
-        # Keras drops an epoch's iterator before it makes the next one.
-        self._samples, self._bounds = own_rows(
-            order, data.batch_size, self._first, self._local, self._replicas
-        )
-        return iter(self._dataset)
-
-    def _rows_of(self, part: Any) -> Any:
-        return self._samples[self._bounds[part] : self._bounds[part + 1]]
 
 
 def _known_of(dataset: Any, length: int | None) -> Given:

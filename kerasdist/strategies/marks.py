@@ -55,7 +55,8 @@ class Marks:
     def read(self) -> Array:
         """All sums, float64 of shape (9,), times in seconds; eagerly.
 
-        Between two of these calls there may be 16 million steps, of 10^12 samples.
+        Of more than 16 million steps or 10^12 samples between two of these calls the
+        sums are wrong; the differences of later ones are right again.
         """
         now = int(self._counted.numpy())
         new = (now - self._seen) % (1 << 64)  # it begins again where int64 ends

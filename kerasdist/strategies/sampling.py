@@ -18,8 +18,8 @@ import random
 __all__ = ["Sampling", "rows_for"]
 
 # Calls of a row, with the one that warms up, where calls are this long at most, in
-# seconds. Of longer ones all are measured: what that costs is not seen, and another
-# graph of them may take long to trace.
+# seconds. Of longer ones all are measured: that costs little (benchmarks/board_cost),
+# and another graph of them may take long to trace.
 _ROWS = ((0.02, 8), (0.1, 3))
 # From one row to the next. One costs up to a millisecond, most of it while caches are
 # filled for one graph and then for the other (benchmarks/board_cost).
