@@ -12,7 +12,7 @@ import time
 
 import pytest
 
-from workers import Workers
+from workers import FULL_STDERR, Workers
 
 pytestmark = pytest.mark.timeout(90)
 
@@ -150,7 +150,23 @@ def test_a_frozen_rank_is_noticed_by_all_in_time_and_finds_out_itself(
             assert survivor.result["reason"].startswith("nothing was heard of it for")
         job.kill(victim, signal.SIGCONT)
         late = job.wait_one(victim, deadline=40)
-    assert late.result["error"] == "WorkerLost"
+    # Nobody else is to blame, also where it is the chief that was frozen.
+    assert (late.result["error"], late.result["rank"]) == ("WorkerLost", victim)
+
+
+def test_a_chief_whose_output_nobody_reads_names_who_was_lost():
+    """As with `2>&1 | less`: what it would log mustn't come before what it tells."""
+    fault = FULL_STDERR + "if rank == 0: fill_stderr()"
+    with job_of("tcp", 3, fault, heartbeat=HEARTBEAT) as job:
+        for rank in range(3):
+            job.wait_for_line(rank, "LOOPING")
+        killed = time.time()
+        job.kill(2, signal.SIGKILL)
+        survivor = job.wait_one(1)
+        chief = json.loads(job.wait_for_line(0, "RESULT").partition(" ")[2])
+    check_lost([survivor], 2, job.addresses[2])
+    assert survivor.result["seen"] - killed < AT_ONCE
+    assert (chief["error"], chief["rank"]) == ("WorkerLost", 2)
 
 
 @pytest.mark.parametrize("transport", GROUPS)

@@ -8,6 +8,7 @@ import time
 import pytest
 
 from servers import ServerProcesses
+from workers import FULL_STDERR
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -64,6 +65,18 @@ def test_async_workers_go_on_without_a_lost_one(signum):
             assert status == "ok"
             states = [worker["state"] for worker in stats["workers"]]
             assert states == ["finished", "lost", "finished"]
+
+
+def test_a_server_whose_output_nobody_reads_goes_on_without_a_lost_worker():
+    script = FULL_STDERR + 'if cluster.task_type == "ps": fill_stderr()\n' + UNTIL_LOST
+    with ServerProcesses(script, 3, timeouts={"heartbeat": 3.0}) as job:
+        for rank in range(3):
+            job.wait_for_line(rank, "GOING")
+        job.kill(1, signal.SIGKILL)
+        for rank in (0, 2):
+            status, events = job.wait_one(rank, 20).result
+            assert (status, events[0][1], events[-2]) == ("ok", 1, [0, 2])
+        assert '["ok"' in job.wait_for_line(3, "RESULT")
 
 
 def test_a_worker_that_was_frozen_hears_that_it_was_dropped():

@@ -32,7 +32,8 @@ class Crew:
         pairs = {rank: socket.socketpair() for rank in range(1, size)}
         self.size = size
         self.seen = [[] for _ in range(size)]
-        self.raw = {rank: pairs[rank][1] for rank in silent}
+        # A chief is silent in a job of two.
+        self.raw = {rank: pairs[rank or 1][1 if rank else 0] for rank in silent}
         timeouts = Timeouts(heartbeat=heartbeat, collective=collective)
         self.ranks = {}
         for rank in range(size):
@@ -85,6 +86,34 @@ def test_when_all_report_at_once_all_hold_the_same():
             )
             assert len(set(texts)) == 1
             assert set(crew.failures()) == set(texts)
+
+
+def test_the_others_have_been_told_before_a_handler_may_end_the_chief():
+    """A chief whose script calls `os._exit` at once is not to blame."""
+    told = []
+
+    class Handler:
+        def append(self, error):
+            raw.setblocking(False)
+            told.append(raw.recv(1 << 16))
+
+    with Crew(3, silent=(2,)) as crew:
+        raw = crew.raw[2]
+        crew.ranks[0]._on_failure = Handler().append
+        crew.ranks[1].report(errors.CollectiveError("the cause"))
+        crew.failures()
+        wait_until(lambda: told, "the chief's handler")
+    assert b"the cause" in told[0]
+
+
+def test_a_chief_that_wakes_up_hears_that_it_was_the_one():
+    """Else it would see its neighbours' connections end, and name one of them."""
+    with Crew(2, heartbeat=0.5, silent=(0,)) as crew:
+        (text,) = crew.failures()
+        assert text.startswith("Rank 0 (host0:1) was lost at step 0: nothing was heard")
+        sent = b""
+        while b'"WorkerLost", "args": [0, "host0:1"' not in sent:
+            sent += crew.raw[0].recv(1 << 16)
 
 
 def test_a_suspicion_gives_way_to_the_cause():

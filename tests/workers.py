@@ -46,6 +46,7 @@ import pytest
 from warm import Forked, WarmProcesses, imports_tensorflow
 
 __all__ = [
+    "FULL_STDERR",
     "WARM",
     "Finished",
     "Workers",
@@ -55,6 +56,22 @@ __all__ = [
 ]
 
 TAG = "KERASDIST_TEST_JOB"
+# For scripts: standard error becomes a pipe that is full, and that nobody reads.
+FULL_STDERR = """
+import os
+
+def fill_stderr():
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    try:
+        while True:
+            os.write(writing, bytes(4096))
+    except BlockingIOError:
+        pass
+    os.set_blocking(writing, True)
+    os.dup2(writing, 2)
+
+"""
 # Below the range from which the kernel takes ports by itself (32768 and up on
 # Linux), so that nobody gets one of them between the choice and the use.
 _PORTS = range(20000, 32000)

@@ -11,7 +11,6 @@ client.close()
 from __future__ import annotations
 
 import contextlib
-import logging
 import threading
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -40,7 +39,6 @@ from kerasdist.transport.timeouts import Timeouts
 __all__ = ["TRANSPORTS", "ServerClient"]
 
 TRANSPORTS = ("auto", "tcp")
-_LOG = logging.getLogger("kerasdist")
 
 
 class ServerClient(Questions):

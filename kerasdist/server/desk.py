@@ -39,6 +39,7 @@ from kerasdist.server.loads import Load, loads_from_json
 from kerasdist.server.meetings import Meetings
 from kerasdist.server.settings import ServerSettings
 from kerasdist.server.store import Stores
+from kerasdist.transport import background_log
 from kerasdist.transport.base import Aborted
 from kerasdist.transport.control import to_json
 from kerasdist.transport.deadline import Deadline
@@ -48,7 +49,6 @@ from kerasdist.transport.timeouts import Timeouts
 
 __all__ = ["MOST_BYTES", "Desk", "Farewell"]
 
-_LOG = logging.getLogger("kerasdist")
 # No message has more numbers than this: 256 GB.
 MOST_BYTES = 1 << 38
 # A worker asks when it has something to ask. Whether it lives is another's matter.
@@ -159,7 +159,8 @@ class Desk:
             self.stores.drop(event.rank)
             self.meetings.forget(event.rank)
         if event.kind == "lost":
-            _LOG.warning(
+            background_log.log(
+                logging.WARNING,
                 "kerasdist: rank %d (%s) was lost at step %d: %s.",
                 event.rank,
                 event.address,
@@ -207,13 +208,16 @@ class Desk:
                 return "it was told to go"
             except Exception as error:
                 # A bug or a full memory: nobody may wait for an answer in vain.
-                _LOG.exception("kerasdist: server %d failed", self.server)
                 failure = errors.CollectiveError(
                     f"Server {self.server} failed while it answered {person}: "
                     f"{type(error).__name__}: {error}. Its output has the traceback."
                 )
                 self.crew.fail(failure)
                 self._answer_failure(channel, message.call, failure)
+                background_log.log(
+                    *(logging.ERROR, "kerasdist: server %d failed", self.server),
+                    exc_info=True,
+                )
 
     def _answer_failure(
         self, channel: Channel, call: Call, error: errors.CollectiveError

@@ -24,6 +24,7 @@ from kerasdist.server.snapshot import (
     write_snapshot,
 )
 from kerasdist.server.store import Store, Stores
+from kerasdist.transport import background_log
 
 __all__ = ["Keeper"]
 
@@ -194,7 +195,7 @@ class Keeper:
                 try:
                     self.write()
                 except SnapshotError as error:
-                    _LOG.error("kerasdist: server %d: %s", self._server, error)
+                    self._log(error)
                 count = done
                 at = time.monotonic()
             elif late:
@@ -260,4 +261,9 @@ class Keeper:
             try:
                 remove_snapshot(self.path)
             except SnapshotError as error:
-                _LOG.error("kerasdist: server %d: %s", self._server, error)
+                self._log(error)
+
+    def _log(self, error: SnapshotError) -> None:
+        background_log.log(
+            logging.ERROR, "kerasdist: server %d: %s", self._server, error
+        )

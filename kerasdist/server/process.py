@@ -10,10 +10,13 @@ from kerasdist.server.layout import Layout
 from kerasdist.server.loads import Load, loads_of, share_in_words
 from kerasdist.server.service import ParameterServer
 from kerasdist.server.settings import ServerSettings
+from kerasdist.transport import background_log
 from kerasdist.transport.report import ServerReporter
 from kerasdist.transport.timeouts import Timeouts
 
 __all__ = ["run_server"]
+
+_FLUSH_SECONDS = 1.0
 
 
 def run_server(
@@ -75,6 +78,7 @@ def run_server(
         f"{stats['bytes_received']:,} bytes received, {stats['bytes_sent']:,} sent"
         f"{_staleness_in_words(stats['tables'])}."
     )
+    background_log.flush(_FLUSH_SECONDS)
 
 
 def _staleness_in_words(tables: list[dict[str, Any]]) -> str:
@@ -94,4 +98,5 @@ def _staleness_in_words(tables: list[dict[str, Any]]) -> str:
 
 
 def _say(text: str) -> None:
-    print(text, flush=True)
+    # Some of it is said while a worker waits for its answer.
+    background_log.write_line(text)

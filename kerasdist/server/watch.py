@@ -16,7 +16,6 @@ so neither a long one nor a busy process is taken for a lost one.
 from __future__ import annotations
 
 import contextlib
-import logging
 import select
 import socket
 import threading
@@ -24,13 +23,13 @@ import time
 from collections.abc import Callable, Hashable
 
 from kerasdist.errors import ProtocolError
+from kerasdist.transport import background_log
 from kerasdist.transport.framing import Call, FrameType
 from kerasdist.transport.line import Line
 from kerasdist.transport.timeouts import Timeouts
 
 __all__ = ["Watch"]
 
-_LOG = logging.getLogger("kerasdist")
 _FLUSH_SECONDS = 1.0
 _LONGEST_POLL = 3600.0
 _NO_CALL = Call(0)
@@ -114,6 +113,7 @@ class Watch:
             self._lines.clear()
             self._wake.close()
             self._woken.close()
+        background_log.flush(_FLUSH_SECONDS)
 
     def _nudge(self) -> None:
         # Full: it wakes up anyhow. Closed: it has ended.

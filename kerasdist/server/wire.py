@@ -38,6 +38,7 @@ from kerasdist.server.channel import (
     read_specs,
     spans,
 )
+from kerasdist.transport import background_log
 from kerasdist.transport.base import Aborted
 from kerasdist.transport.control import to_json
 from kerasdist.transport.deadline import Deadline
@@ -54,7 +55,6 @@ from kerasdist.transport.spans import now
 
 __all__ = ["SocketChannel"]
 
-_LOG = logging.getLogger("kerasdist")
 _PREFIX = struct.Struct("!IQ")
 # A body that is smaller goes through the socket.
 _LEAST_SHARED_BYTES = 16 << 10
@@ -220,7 +220,8 @@ class SocketChannel(Channel):
             try:
                 descriptor = create_segment(rounded)
             except (SharedMemoryFull, OSError) as error:
-                _LOG.warning(
+                background_log.log(
+                    logging.WARNING,
                     "kerasdist goes on without shared memory to a parameter server, "
                     "more slowly: %s",
                     error,

@@ -18,12 +18,10 @@ from kerasdist.strategies.asynchronous import AsyncExtended
 from kerasdist.strategies.data_parallel import DataParallelStrategy, Options
 from kerasdist.strategies.devices import check_devices
 from kerasdist.strategies.extended import SynchronousExtended
-from kerasdist.transport import Timeouts
+from kerasdist.transport import Timeouts, background_log
 from kerasdist.transport.report import Reporter
 
 __all__ = ["ParameterServerStrategy"]
-
-_LOG = logging.getLogger("kerasdist")
 
 
 class ParameterServerStrategy(DataParallelStrategy):
@@ -244,7 +242,8 @@ class _Notes:
 
 def _say(event: Event) -> None:
     if event.kind == "lost":
-        _LOG.warning(
+        background_log.log(
+            logging.WARNING,
             "kerasdist: rank %d (%s) was lost at step %d: %s. The others go on.",
             event.rank,
             event.address,
@@ -252,7 +251,8 @@ def _say(event: Event) -> None:
             event.reason,
         )
     elif event.kind == "joined":
-        _LOG.warning(
+        background_log.log(
+            logging.WARNING,
             "kerasdist: rank %d (%s) has come; it joins where an epoch of `fit` ends.",
             event.rank,
             event.address,

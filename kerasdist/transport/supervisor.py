@@ -12,10 +12,13 @@
                come `_VERDICT_SECONDS` later.
     5. C -> W  FAILURE  the job's first failure, for everybody, the reporter too
     6. a connection that ends without GOODBYE, or is silent for `heartbeat`
-       seconds: C (or, of C itself, every W) holds that the other side is lost
+       seconds: C (or, of C itself, every W) holds that the other side is lost, and
+       tells it so (5. or 3.), since it may be frozen and wake up later
 
-So the chief decides, and all ranks raise the same error: without this a dead
-worker would be blamed on its neighbours, whose connections close as they give up.
+So the chief decides, and all ranks that it can reach raise the same error: without
+this a dead worker would be blamed on its neighbours, whose connections close as they
+give up. A rank that the chief can't reach (a network that lets packets through in one
+direction only) names the chief, and is named by the others.
 A suspicion is a broken data connection: the other side has died (6. is on its
 way), or has given up over a third rank (3. is on its way), or has left (2.).
 One thread per session does all of it; other threads only leave messages. It never
@@ -32,6 +35,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 from kerasdist import errors
+from kerasdist.transport import background_log
 from kerasdist.transport.base import Peer
 from kerasdist.transport.control import from_places, to_json, to_places
 from kerasdist.transport.failures import decode, encode
@@ -42,7 +46,6 @@ from kerasdist.transport.timeouts import Timeouts
 
 __all__ = ["SessionSupervisor"]
 
-_LOG = logging.getLogger("kerasdist")
 _FLUSH_SECONDS = 1.0
 # How long the chief waits for something better than a suspicion.
 _VERDICT_SECONDS = 2.0
@@ -181,6 +184,7 @@ class SessionSupervisor:
         if threading.current_thread() is not self._thread:
             self._thread.join(2 * _FLUSH_SECONDS)
         self._lines.close()
+        background_log.flush(_FLUSH_SECONDS)
 
     # Deciding.
 
@@ -194,15 +198,16 @@ class SessionSupervisor:
                 return self._failure
             self._failure = error
             if self._rank == 0:
-                # Before anybody here knows of it, and says goodbye because of it:
-                # the others must hear the cause first.
+                # Before anybody here knows of it, and says goodbye because of it, or
+                # ends the process: the others must hear the cause first.
                 self._post(FrameType.FAILURE, encode(error))
+                self._lines.send()
             if self._reporter is not None:
                 self._reporter.failed(error)
             self._changed.notify_all()
-        if self._rank == 0:
-            _LOG.error("kerasdist: %s", error)
         self._on_failure(error)
+        if self._rank == 0:
+            background_log.log(logging.ERROR, "kerasdist: %s", error)
         return error
 
     def _suspect(self, lost: errors.WorkerLost) -> None:
@@ -245,7 +250,12 @@ class SessionSupervisor:
 
     def _lost(self, rank: int, reason: str) -> None:
         host = self._peers[rank].address
-        self._fail(errors.WorkerLost(rank, host, self.step, reason))
+        lost = errors.WorkerLost(rank, host, self.step, reason)
+        if self._rank != 0:
+            # The chief may be frozen and wake up later: by then the others' connections
+            # have ended, and it would blame one of them.
+            self._post(FrameType.FAILURE, encode(lost))
+        self._fail(lost)
 
     # The thread.
 
@@ -260,7 +270,9 @@ class SessionSupervisor:
             self._supervise()
         except Exception as error:
             # Without a supervisor a lost rank would go unnoticed: end the job.
-            _LOG.exception("kerasdist: the supervisor failed")
+            background_log.log(
+                logging.ERROR, "kerasdist: the supervisor failed", exc_info=True
+            )
             self._fail(
                 errors.CollectiveError(
                     f"Supervising the workers failed: {type(error).__name__}: {error}"
@@ -339,7 +351,6 @@ class SessionSupervisor:
                     "stopped, or its machine or network gone?)"
                 )
             if reason is not None:
-                # It's told too: it may be frozen, and wake up later.
                 self._lost(rank, reason)
                 line.open = False
 

@@ -1,0 +1,112 @@
+"""Log lines that neither a lock nor a heartbeat waits for.
+
+Standard error may be a pipe that nobody reads at the moment: a pager, a stopped
+terminal. A thread that writes there stands still; if it also sends heartbeats, or holds
+a lock that others need, a healthy process is taken for a lost one. So lines are put
+into a queue, and a thread writes them, which lives for as long as there is something to
+write. A process that ends waits for it, as for anything that it prints.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import logging
+import os
+import sys
+import threading
+from collections.abc import Callable
+
+__all__ = ["flush", "log", "write_line"]
+
+_LOG = logging.getLogger("kerasdist")
+_MOST_LINES = 1000
+
+
+def log(level: int, message: str, *args: object, exc_info: bool = False) -> None:
+    """Log to the logger "kerasdist" soon, from another thread. Never waits.
+
+    Args:
+        level: For instance `logging.WARNING`.
+        message: As of `Logger.log`.
+        *args: As of `Logger.log`.
+        exc_info: Whether to log the exception that is being handled.
+    """
+    if not _LOG.isEnabledFor(level):
+        return
+    # Made here: with the time and the thread of what it tells of.
+    record = _LOG.makeRecord(
+        _LOG.name,
+        level,
+        *(__file__, 0, message, args),
+        sys.exc_info() if exc_info else None,
+    )
+    _QUEUE.put(lambda: _LOG.handle(record))
+
+
+def write_line(text: str) -> None:
+    """Write a line to standard output soon, from the same thread. Never waits."""
+    _QUEUE.put(lambda: print(f"{text}\n", end="", flush=True))
+
+
+def flush(seconds: float) -> None:
+    """Wait until everything is written, at most so long."""
+    _QUEUE.flush(seconds)
+
+
+class _Queue:
+    """What a process still has to write."""
+
+    def __init__(self) -> None:
+        self.forget()
+
+    def forget(self) -> None:
+        """In a forked child: what waits is its parent's to write."""
+        self._changed = threading.Condition()
+        self._waiting: collections.deque[Callable[[], object]] = collections.deque()
+        self._dropped = 0
+        self._running = False
+
+    def put(self, write: Callable[[], object]) -> None:
+        with self._changed:
+            if len(self._waiting) >= _MOST_LINES:
+                self._dropped += 1
+                return
+            self._waiting.append(write)
+            if self._running:
+                return
+            self._running = True
+        try:
+            # No daemon: what was logged last tells most, often of why the process ends.
+            threading.Thread(
+                target=self._run, name="kerasdist-log", daemon=False
+            ).start()
+        except RuntimeError:  # no room for a thread, or the interpreter is ending
+            self._run()
+
+    def flush(self, seconds: float) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: not self._running, seconds)
+
+    def _run(self) -> None:
+        while (write := self._next()) is not None:
+            # Standard output may be gone or closed.
+            with contextlib.suppress(OSError, ValueError):
+                write()
+
+    def _next(self) -> Callable[[], object] | None:
+        with self._changed:
+            if self._waiting:
+                return self._waiting.popleft()
+            dropped, self._dropped = self._dropped, 0
+            if not dropped:
+                self._running = False
+                self._changed.notify_all()
+                return None
+        return lambda: _LOG.warning(
+            "kerasdist: %d more lines were not written", dropped
+        )
+
+
+_QUEUE = _Queue()
+os.register_at_fork(after_in_child=_QUEUE.forget)
