@@ -68,6 +68,7 @@ def test_a_queue_that_is_full_counts_what_it_drops(slow, monkeypatch):
     assert slow.lines[4:] == ["kerasdist: 5 more lines were not written"]
 
 
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded")
 def test_a_forked_child_writes_its_own_lines_only(slow):
     background_log.log(logging.WARNING, "the parent's")
     wait_until(lambda: not background_log._QUEUE._waiting, "the thread's beginning")

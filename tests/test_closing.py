@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+
+import pytest
+
+from kerasdist.strategies.job import _leave, forget, leave_at_exit
 from workers import Workers
 
 
@@ -49,3 +54,19 @@ print("RESULT", json.dumps([lost, again, len(ours), left]), flush=True)
     for survivor in (finished[0], finished[2]):
         assert survivor.returncode == 0, survivor.output
         assert survivor.result == [1, 1, 0, []]
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded")
+def test_a_forked_child_that_ends_does_not_leave_its_parents_job():
+    class Job:
+        def close(self, error=None):
+            os._exit(1)
+
+    job = Job()
+    leave_at_exit(job)
+    pid = os.fork()
+    if pid == 0:
+        _leave()
+        os._exit(0)
+    forget(job)
+    assert os.waitpid(pid, 0)[1] == 0

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -128,6 +129,29 @@ def test_a_killed_rank_is_noticed_by_all_at_once(transport, size, victim):
     for survivor in survivors:
         assert survivor.result["seen"] - killed < AT_ONCE
         assert survivor.result["reason"].startswith("its connection ended (")
+
+
+@pytest.mark.parametrize(("transport", "victim"), [("tcp", 0), ("shared_memory", 1)])
+def test_a_killed_rank_whose_children_live_is_noticed_at_once(transport, victim):
+    """Such as the processes that load its data: they have copies of its sockets."""
+    fault = f"""
+if rank == {victim} and os.fork() == 0:
+    signal.pause()
+"""
+    with job_of(transport, 3, fault, handover=False) as job:
+        for rank in range(3):
+            job.wait_for_line(rank, "LOOPING")
+        killed = time.time()
+        job.kill(victim, signal.SIGKILL)
+        survivors = [job.wait_one(rank) for rank in range(3) if rank != victim]
+        host, port = job.addresses[victim].split(":")
+        with socket.socket() as again:
+            again.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            again.bind((host, int(port)))
+            again.listen()
+    check_lost(survivors, victim, job.addresses[victim])
+    for survivor in survivors:
+        assert survivor.result["seen"] - killed < AT_ONCE
 
 
 @pytest.mark.parametrize(

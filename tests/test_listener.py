@@ -6,6 +6,7 @@ import contextlib
 import os
 import re
 import resource
+import signal
 import socket
 import threading
 
@@ -161,6 +162,28 @@ def test_a_descriptor_that_is_not_the_launchers_socket_is_left_alone(
             pass
         made.release()
         assert open_sockets() == before
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded")
+def test_a_forked_child_keeps_neither_the_port_nor_a_connection():
+    address = f"127.0.0.1:{free_ports(1)[0]}"
+    listening = Listener.acquire(address, SECRET)
+    mine = knock(dial(listening))
+    theirs = take(listening)
+    pid = os.fork()
+    if pid == 0:
+        signal.pause()
+    try:
+        theirs.close()
+        assert mine.recv(1) == b""
+        mine.close()
+        for _ in range(2):
+            listening.release()
+            listening = Listener.acquire(address, SECRET)
+    finally:
+        listening.release()
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
 
 
 def test_the_launchers_socket_is_used_again_and_again(monkeypatch):

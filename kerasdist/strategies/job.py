@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import os
 import sys
 import weakref
 from typing import Protocol
@@ -38,6 +39,10 @@ def leave_at_exit(job: StrategyJob) -> None:
 def forget(job: StrategyJob) -> None:
     """The job has been left before. Can be called twice."""
     _open.discard(job)
+
+
+# A forked child that ends isn't its parent: it mustn't say goodbye for it.
+os.register_at_fork(after_in_child=_open.clear)
 
 
 @atexit.register

@@ -11,6 +11,7 @@ from kerasdist import errors
 from kerasdist.cluster.address import split_address
 from kerasdist.transport import handshake
 from kerasdist.transport.deadline import Deadline
+from kerasdist.transport.forks import close_in_children
 from kerasdist.transport.reach import why_unreachable
 
 __all__ = ["PROBE_SECONDS", "dial_tcp", "dial_unix", "retry"]
@@ -39,6 +40,7 @@ def dial_tcp(
         sock = socket.create_connection(split_address(address), timeout=seconds)
     except UnicodeError as error:
         raise OSError(f"its host name can't be looked up ({error})") from error
+    close_in_children(sock)
     return _knock(sock, secret, hello, deadline, address)
 
 
@@ -51,6 +53,7 @@ def dial_unix(
         As `dial_tcp`.
     """
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    close_in_children(sock)
     try:
         sock.settimeout(min(max(deadline.remaining(), 0.001), _CONNECT_SECONDS))
         sock.connect(name)

@@ -29,6 +29,7 @@ from kerasdist.errors import (
 )
 from kerasdist.transport import handshake
 from kerasdist.transport.deadline import Deadline
+from kerasdist.transport.forks import close_in_children
 
 __all__ = ["Listener"]
 
@@ -70,10 +71,14 @@ class Listener:
         self._refused: collections.deque[str] = collections.deque(maxlen=20)
         self._closed = False
         with contextlib.ExitStack() as undo:
-            self._tcp = undo.enter_context(_listen(address))
+            inherited = _inherited(split_address(address)[1])
+            self._handed_down = inherited is not None
+            self._tcp = undo.enter_context(inherited or _listen(address))
             self._unix = undo.enter_context(socket.socket(socket.AF_UNIX))
             self._unix.bind(self.unix_name)
             self._unix.listen(128)
+            close_in_children(self._tcp)
+            close_in_children(self._unix)
             self._wake, self._woken = socket.socketpair()
             undo.callback(self._wake.close)
             undo.callback(self._woken.close)
@@ -118,7 +123,11 @@ class Listener:
                 self._changed.notify_all()
             self._wake.close()
             self._thread.join(_HANDSHAKE_SECONDS)
-            # Before another listener may take the address: it must be free.
+            # Before another listener may take the address: it must be free, also where
+            # a forked child has a copy. The launcher's is for the next strategy.
+            if not self._handed_down:
+                _shut_down(self._tcp)
+            _shut_down(self._unix)
             for sock in (self._tcp, self._unix, self._woken):
                 sock.close()
         with self._changed:
@@ -234,6 +243,7 @@ class Listener:
                 self._begin(sock, "this host" if local else f"{source[0]}:{source[1]}")
 
     def _begin(self, sock: socket.socket, where: str) -> None:
+        close_in_children(sock)
         thread = threading.Thread(
             target=self._welcome,
             args=(sock, where),
@@ -305,11 +315,7 @@ def _shut_down(sock: socket.socket) -> None:
 
 
 def _listen(address: str) -> socket.socket:
-    """Listen at `address`, or take over the socket that the launcher made for it."""
     host, port = split_address(address)
-    inherited = _inherited(port)
-    if inherited is not None:
-        return inherited
     loopback = host in ("localhost", "::1") or host.startswith("127.")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     sock = socket.socket(family, socket.SOCK_STREAM)
