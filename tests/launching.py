@@ -56,6 +56,10 @@ def hang():
     wait_for("never")
 """
 HANG = "hang()\n"
+_QUICK = (
+    "import sys; from kerasdist.cli import frozen, main; frozen._SECONDS = 0.1; "
+    "sys.exit(main())"
+)
 
 
 class Launcher:
@@ -70,16 +74,18 @@ class Launcher:
         (folder / "tmp").mkdir()
         self.processes = []
 
-    def command(self, *args, script):
+    def command(self, *args, script, quick=False):
         if script is not None:
             text = PRELUDE + textwrap.dedent(script)
             (self.folder / "script.py").write_text(text)
-        return [sys.executable, "-m", "kerasdist", "run", *map(str, args)]
+        begin = ["-c", _QUICK] if quick else ["-m", "kerasdist"]
+        return [sys.executable, *begin, "run", *map(str, args)]
 
-    def start(self, *args, script=None, **more):
+    def start(self, *args, script=None, quick=False, **more):
+        """Start it; with `quick` it looks for frozen tasks ten times as often."""
         more = {"stdin": subprocess.DEVNULL, "start_new_session": True, **more}
         process = subprocess.Popen(
-            self.command(*args, script=script),
+            self.command(*args, script=script, quick=quick),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             cwd=self.folder,

@@ -479,6 +479,55 @@ def test_a_signal(launcher, number):
     assert "\nlast words\n" in err
 
 
+def test_nobody_waits_for_what_is_stopped_when_all_others_have_ended(launcher):
+    """A chief that freezes while it saves the model: its job needs it no longer."""
+    process = launcher.start(
+        *("-n", 3, "script.py"),
+        script="""
+        if rank == 0:
+            mark("up-0", os.getpid())
+            wait_for("never")
+        elif rank == 1:
+            wait_for("stopped")
+        """,
+        quick=True,
+    )
+    (chief,) = launcher.pids("up-0")
+    os.kill(chief, signal.SIGSTOP)
+    # As long as another one runs, it may be needed.
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(2)
+    (launcher.folder / "stopped").touch()
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert (
+        "kerasdist run: rank 0 was stopped by a signal, and everybody else has ended: "
+        "waiting no longer\n" in err
+    )
+
+
+def test_ctrl_z_of_a_launcher_ends_nothing(launcher):
+    process = launcher.start(
+        *("-n", 2, "script.py"),
+        script="""
+        if rank == 0:
+            mark("up-0", os.getpid())
+            wait_for("go on")
+        """,
+        quick=True,
+    )
+    (chief,) = launcher.pids("up-0")
+    for pid in (process.pid, chief):
+        os.kill(pid, signal.SIGSTOP)
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(2)
+    for pid in (chief, process.pid):
+        os.kill(pid, signal.SIGCONT)
+    (launcher.folder / "go on").touch()
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err
+
+
 def test_a_stopped_worker_is_ended_too(launcher):
     process = launcher.start(
         *("-n", 3, "script.py"),

@@ -14,6 +14,7 @@ __all__ = [
     "adopt_orphans",
     "descendants",
     "in_foreground",
+    "is_stopped",
     "kill_all",
     "signal_all",
 ]
@@ -92,6 +93,18 @@ def _processes() -> Iterator[tuple[int, int, bool]]:
         # "pid (name) state parent ...", where the name may hold anything.
         letter, above = text.rpartition(b")")[2].split()[:2]
         yield int(name), int(above), letter not in (b"Z", b"X")
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a process was stopped by a signal; False where the system doesn't tell.
+
+    One that a debugger holds isn't.
+    """
+    try:
+        text = Path("/proc", str(pid), "stat").read_bytes()
+    except OSError:  # it has ended, or there is no /proc
+        return False
+    return text.rpartition(b")")[2].split()[:1] == [b"T"]
 
 
 def signal_all(root: int, signum: int, spare: frozenset[int] = frozenset()) -> None:

@@ -28,6 +28,7 @@ import signal
 import time
 
 from kerasdist.cli.ending import Ending, to_blame
+from kerasdist.cli.frozen import FrozenTasks
 from kerasdist.cli.job import Job
 from kerasdist.cli.losses import Losses
 from kerasdist.cli.output import OutputPump
@@ -89,6 +90,7 @@ class Supervisor:
         )
         self._tasks: list[Started] = []
         self._losses = Losses((), self._verdict)
+        self._frozen = FrozenTasks(())
         self._failed_at: float | None = None
         self._signal: int | None = None
         self._signal_at = 0.0
@@ -119,6 +121,7 @@ class Supervisor:
                 signal.pthread_sigmask(signal.SIG_UNBLOCK, unblock)
                 self._tasks = self._launch.start()
                 self._losses = Losses(self._tasks, self._verdict)
+                self._frozen = FrozenTasks(self._tasks)
                 self._watch(wake_read)
             except OSError as error:
                 say(f"the workers can't be run: {error}")
@@ -151,6 +154,8 @@ class Supervisor:
                 elif self._losses.only_they_are_left and not self._plan:
                     # Frozen, or busy with what nobody needs any more.
                     self._plan_to_end(_LET_LOST_END, _LET_LOST_END + _TERM_TO_KILL)
+                elif not self._plan and (frozen := self._frozen.found()):
+                    self._end_frozen(frozen)
                 self._be_patient_with_the_blamed()
                 self._send_what_is_due()
                 if self._give_up_at and time.monotonic() > self._give_up_at:
@@ -163,6 +168,15 @@ class Supervisor:
                         selector.unregister(self._life)
                         self._launcher_lost = True
                         self._plan_to_end(0.0, _TERM_TO_KILL)
+
+    def _end_frozen(self, frozen: list[Started]) -> None:
+        names = " and ".join(str(each.task) for each in frozen)
+        were = "were" if len(frozen) > 1 else "was"
+        say(
+            f"{names} {were} stopped by a signal, and everybody else has ended: "
+            "waiting no longer"
+        )
+        self._plan_to_end(0.0, _TERM_TO_KILL)
 
     def _reap(self) -> None:
         by_pid = {w.process.pid: w for w in self._tasks if w.code is None}
@@ -259,6 +273,8 @@ class Supervisor:
         told_in = self._losses.next_in()
         if told_in is not None:
             until.append(told_in)
+        if not self._plan and (look_in := self._frozen.next_in) is not None:
+            until.append(look_in)
         if self._plan:
             until.append(max(0.0, self._plan[0][0] - time.monotonic()))
         return min(until, default=None)

@@ -1,0 +1,59 @@
+"""Tasks that were stopped by a signal, and that nobody misses any more.
+
+While others need a frozen worker they notice it by its silence. One that is stopped
+after they have ended well (in `model.save`, for instance) is missed by nobody: only the
+system knows that it isn't just busy.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+
+from kerasdist.cli.processes import is_stopped
+from kerasdist.cli.starting import Started
+
+__all__ = ["FrozenTasks"]
+
+# So often in a row, once a second. Counted, not measured: a batch system that suspends
+# the whole job for hours stops whoever looks, too.
+_LOOKS = 10
+_SECONDS = 1.0
+
+
+class FrozenTasks:
+    """Finds out that nothing is left of a job but tasks that are stopped.
+
+    Args:
+        tasks: All tasks of the job.
+    """
+
+    def __init__(self, tasks: Sequence[Started]) -> None:
+        self._tasks = tasks
+        self._launcher = os.getppid()
+        self._seen = 0
+        self._next = 0.0
+
+    @property
+    def next_in(self) -> float | None:
+        """Seconds until `found` is to be asked again; None: nothing waits for that."""
+        if not self._may_be:
+            return None
+        return max(0.0, self._next - time.monotonic())
+
+    @property
+    def _may_be(self) -> bool:
+        ended = [each for each in self._tasks if each.code is not None]
+        return 0 < len(ended) < len(self._tasks)
+
+    def found(self) -> list[Started]:
+        """All tasks that still run, if each has been stopped for several seconds."""
+        if not self._may_be or time.monotonic() < self._next:
+            return []
+        self._next = time.monotonic() + _SECONDS
+        running = [each for each in self._tasks if each.code is None]
+        # After Ctrl-Z the launcher is stopped with the chief, and both go on later.
+        stopped = all(is_stopped(each.process.pid) for each in running)
+        self._seen = self._seen + 1 if stopped and not is_stopped(self._launcher) else 0
+        return running if self._seen >= _LOOKS else []
