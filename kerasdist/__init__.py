@@ -23,6 +23,7 @@ loaded when first asked for.
 from __future__ import annotations
 
 import importlib
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kerasdist import errors
@@ -54,6 +55,13 @@ _LAZY = {
     "RingStrategy": "kerasdist.strategies.ring",
     "plan": "kerasdist.strategies.planning",
 }
+
+# In a checkout callbacks/ stands beside this package. Python that is started in a
+# checkout's folder imports the checkout, whatever is installed.
+_here = Path(__file__).parent
+_beside = _here.parent
+if not (_here / "callbacks").is_dir() and (_beside / "callbacks/job.py").is_file():
+    __path__.append(str(_beside))
 
 
 def __getattr__(name: str) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import ctypes
 import gc
 import os
@@ -56,6 +57,13 @@ def pytest_sessionfinish() -> None:
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     if reason := WARM.why_cold:
         terminalreporter.write_line(f"Slow: workers started cold: {reason}.", red=True)
+    skipped = collections.Counter(
+        str(report.longrepr[2]).removeprefix("Skipped: ")
+        for report in terminalreporter.stats.get("skipped", ())
+    )
+    for why, count in skipped.items():
+        tests = "1 test was" if count == 1 else f"{count} tests were"
+        terminalreporter.write_line(f"Not checked here: {tests} skipped: {why}")
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

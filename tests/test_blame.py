@@ -280,3 +280,87 @@ def test_what_the_workers_say_counts_for_more_than_the_order():
     assert first_failure(everyone, 3) is follows
     assert first_failure(everyone, 4) is other
     assert first_failure(everyone) is other
+
+
+# --- what a person reads first ---
+
+HANDED_OVER = """
+from kerasdist.transport.final_error import hand_over_final_error
+hand_over_final_error()
+"""
+
+
+@pytest.mark.parametrize("output", ["chief", "all"])
+def test_the_cause_is_read_before_what_follows_from_it(launcher, output):
+    # The chief's traceback of its WorkerLost once filled the screen first.
+    code, out, err = run(
+        launcher,
+        f"""
+{HANDED_OVER}
+if rank == 1:
+    steps(5)
+    raise ValueError("the real reason")
+steps()
+""",
+        size=3,
+        output=output,
+    )
+    assert code == 1, err
+    if output == "chief":
+        assert err.count("Traceback") == 1, err
+    text = out + err
+    assert "WorkerLost" not in text[: text.index("ValueError: the real reason")]
+    for other in (0, 2):
+        told = rf"^kerasdist run: afterwards rank {other} failed with exit code 1"
+        assert re.search(told, err, re.M), err
+    assert re.search(
+        r"^kerasdist run: afterwards rank 0 .*: kerasdist\.errors\.WorkerLost: Rank 1 ",
+        err,
+        re.M,
+    )
+
+
+def test_an_error_that_all_ranks_raise_is_printed_once(launcher):
+    code, _, err = run(
+        launcher,
+        f"""
+{HANDED_OVER}
+steps(5)
+end_slowly(0.5 if rank == 0 else 0.0)
+raise ValueError("the data differ on all ranks")
+""",
+    )
+    assert code == 1, err
+    assert len(re.findall(r"^ValueError: the data differ", err, re.M)) == 1, err
+
+
+def test_an_own_hook_of_the_script_stays(launcher):
+    code, _, err = run(
+        launcher,
+        f"""
+sys.excepthook = lambda *error: print("my hook:", error[0].__name__, file=sys.stderr)
+{HANDED_OVER}
+if rank == 1:
+    steps(5)
+    raise ValueError("the real reason")
+steps()
+""",
+    )
+    assert code == 1, err
+    assert "my hook: WorkerLost" in err
+
+
+def test_a_chief_that_fails_alone_shows_what_it_lost(launcher):
+    code, _, err = run(
+        launcher,
+        f"""
+{HANDED_OVER}
+if rank == 1:
+    steps(5)
+    job.close()
+    sys.exit(0)
+steps()
+""",
+    )
+    assert code == 1, err
+    assert "WorkerLost: Rank 1 " in err

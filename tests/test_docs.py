@@ -372,6 +372,18 @@ def test_slurm_script_hands_a_secret_and_its_arguments_to_srun(tmp_path):
         assert option.startswith(("--kill-on-bad-exit=", "--cpus-per-task="))
 
 
+# Settings.
+
+
+def test_every_environment_variable_is_explained():
+    used = set()
+    for folder in ("kerasdist", "callbacks"):
+        for path in (ROOT / folder).rglob("*.py"):
+            used |= set(re.findall(r"KERASDIST_[A-Z_]+[A-Z]", path.read_text("utf-8")))
+    page = set(re.findall(r"^\| `(KERASDIST_\w+)` ", read("docs/settings.md"), re.M))
+    assert page == used
+
+
 # Two hosts.
 
 

@@ -186,6 +186,9 @@ def test_a_tf_config_of_the_environment_is_replaced_and_said(launcher):
             ["-n", 2, "--log-dir", "script.py", "script.py"],
             "--log-dir must be a folder",
         ),
+        (["-n", 2, "--color", "script.py"], "kerasdist run: error: unrecognized"),
+        (["-n", 2, "--color", "script.py"], "usage: kerasdist run -n N [options]"),
+        (["-n", 2, "python", "none.py"], "there is no script 'none.py'"),
     ],
 )
 def test_mistakes_are_said_before_anything_starts(launcher, args, said):
@@ -195,6 +198,14 @@ def test_mistakes_are_said_before_anything_starts(launcher, args, said):
     assert "Traceback" not in err
     assert not (launcher.folder / "started").exists()
     assert launcher.temporary() == []
+
+
+@pytest.mark.parametrize(
+    "command", [("python", "script.py"), ("python3.11", "-m", "script")]
+)
+def test_an_interpreter_before_the_script_is_left_out(launcher, command):
+    code, out, err = launcher.run("-n", 1, *command, "x", script="print(sys.argv[1:])")
+    assert (code, out) == (0, "['x']\n"), err
 
 
 def test_all_mistakes_are_said_at_once(launcher):

@@ -183,6 +183,16 @@ def test_an_editable_install_finds_the_callbacks(source, tmp_path):
     assert Path(found).samefile(source / "callbacks" / "__init__.py")
 
 
+def test_a_checkouts_folder_finds_the_callbacks_after_a_plain_install(
+    installed, source
+):
+    # `python -c` in a checkout's folder imports the checkout, which has no
+    # kerasdist/callbacks.
+    script = "import kerasdist.callbacks; print(kerasdist.callbacks.__file__)"
+    found = run(str(installed / "python"), "-c", script, cwd=source).strip()
+    assert Path(found).samefile(source / "callbacks" / "__init__.py")
+
+
 def test_the_newest_entry_of_the_changelog_is_this_version():
     text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
     newest = re.search(r"^## \[([^\]]+)\]", text, re.MULTILINE)

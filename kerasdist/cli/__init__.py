@@ -1,12 +1,14 @@
 """The `kerasdist` command: one module for each of its commands.
 
 A command's module has `add_parser(commands)`, which adds its options and sets the
-default `handler`: a function from the parsed arguments to the exit code.
+defaults `parser`, its own, and `handler`: a function from the parsed arguments to the
+exit code.
 """
 
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 from collections.abc import Sequence
 
@@ -41,6 +43,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options[:1] == ["run"]:
         options, command = run.split(options)
     known = argparse.Namespace(script=command)
-    arguments = parser.parse_args(options, known)
+    arguments, unknown = parser.parse_known_args(options, known)
+    if unknown:
+        # With the usage of the command that was given, not of `kerasdist`.
+        arguments.parser.error(f"unrecognized arguments: {shlex.join(unknown)}")
     code: int = arguments.handler(arguments)
     return code

@@ -38,7 +38,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         metavar="S",
         help="seconds to try to reach the peers (default: 5)",
     )
-    parser.set_defaults(handler=_run)
+    parser.set_defaults(parser=parser, handler=_run)
 
 
 def _seconds(text: str) -> float:

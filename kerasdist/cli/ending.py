@@ -84,6 +84,8 @@ class Ending:
         say(f"the job has finished without {names}")
         chief = next((each for each in lost if each.task.is_chief), None)
         if chief is not None:
+            if not self._has_printed(chief):
+                self._say_message(chief, str(chief.task))
             say(
                 "that was the chief: what it alone writes, the model for instance, "
                 "may be missing, so this is no success"
@@ -129,14 +131,10 @@ class Ending:
         if first is None:
             well = all(each.code == 0 or each.lost for each in self._tasks)
             return 0 if well else 1
-        shown = self._tasks[first.rank]
+        failed = shown = self._tasks[first.rank]
         alone = len(self._tasks) == 1
         others = "" if alone else f"; the other {self._job.kinds} were ended"
         say(f"{shown.task} {in_words(first.code)}{others}")
-        for other in failures:
-            # Said because the order of exits may deceive, see `blame`.
-            if other is not first:
-                say(f"afterwards {self._tasks[other.rank].task} {in_words(other.code)}")
         if blamed is not None and blamed is not shown:
             how = "was lost to the others, and had to be ended"
             if not blamed.ended_by_us:
@@ -144,9 +142,44 @@ class Ending:
             say(f"before that, {blamed.task} {how}")
             if last_traceback(blamed.evidence(self._job)[0]):
                 shown = blamed
-        if not shown.task.is_chief:
+        # What the task has shown itself isn't shown again.
+        if not self._has_printed(shown):
             self._show_end(shown)
+        if failed is not shown:
+            self._say_message(failed, str(failed.task))
+        for other in failures:
+            # Said because the order of exits may deceive, see `blame`.
+            if other is not first:
+                task = self._tasks[other.rank]
+                self._say_message(
+                    task, f"afterwards {task.task} {in_words(other.code)}"
+                )
         return exit_code(first.code)
+
+    def _has_printed(self, task: Started) -> bool:
+        """Whether what ended a task stands above already.
+
+        The chief prints its own error, unless that only follows from another task's.
+        Where all ranks raise one error, the chief's is enough.
+        """
+        chief = self._tasks[0].final_error
+        if task.task.is_chief:
+            return chief is None or not chief.consequence
+        if chief is None or chief.consequence:
+            return False
+        final = task.final_error
+        ends = task.evidence(self._job)[0].rstrip() if final is None else final.message
+        if not ends.endswith(chief.message):
+            return False
+        say(f"{task.task} ended with the error of rank 0, which stands above")
+        return True
+
+    def _say_message(self, task: Started, begin: str) -> None:
+        """Say of a task how it ended, and the error that wasn't printed."""
+        final = task.final_error
+        hidden = final is not None and final.consequence
+        message = "" if final is None or not hidden else final.message.splitlines()[0]
+        say(f"{begin}: {message}" if message else begin)
 
     def _show_end(self, task: Started) -> None:
         output, log = task.evidence(self._job)[0], self._job.log(task.task)

@@ -88,7 +88,9 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         type=lambda text: tuple(_number(part) for part in text.split(",") if part),
         help="of one row, for a model that doesn't say it itself",
     )
-    parser.set_defaults(handler=lambda arguments: _run(parser, arguments))
+    parser.set_defaults(
+        parser=parser, handler=lambda arguments: _run(parser, arguments)
+    )
 
 
 def _number(text: str) -> int:

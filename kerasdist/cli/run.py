@@ -7,6 +7,7 @@ import contextlib
 import importlib.machinery
 import importlib.util
 import os
+import re
 import secrets
 import shlex
 import shutil
@@ -39,6 +40,8 @@ examples:
   kerasdist run -n 4 --bind cores --log-dir logs -m mypackage.train"""
 
 
+# An interpreter's name, which other launchers want before the script.
+_PYTHON = re.compile(r"python(\d(\.\d+)?)?")
 _WITH_VALUE = ("-n", "--ps", "--log-dir", "--output", "--bind", "--malloc")
 
 
@@ -93,7 +96,9 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         f"takes the first installed one of {', '.join(ALLOCATORS)}; or the path of a "
         "shared library (default: none)",
     )
-    parser.set_defaults(handler=lambda arguments: _run(parser, arguments))
+    parser.set_defaults(
+        parser=parser, handler=lambda arguments: _run(parser, arguments)
+    )
 
 
 def split(arguments: list[str]) -> tuple[list[str], list[str]]:
@@ -140,7 +145,7 @@ def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
             f"Received: --malloc {shlex.quote(arguments.malloc)}"
         )
     if not hasattr(os, "fork"):
-        faults.append("kerasdist run needs Linux or macOS")
+        faults.append("kerasdist run needs Linux (os.fork)")
     if not sys.executable:
         faults.append("it is unknown where Python is (sys.executable is empty)")
     if faults:
@@ -177,6 +182,11 @@ def _command(arguments: argparse.Namespace, faults: list[str]) -> tuple[str, ...
     if not script:
         faults.append("expected a script, or -m and a module")
         return ()
+    if len(script) > 1 and _PYTHON.fullmatch(Path(script[0]).name):
+        # `kerasdist run -n 2 python train.py`, as with mpirun. Our own Python runs it.
+        script = script[1:]
+        if script[0] == "-m":
+            return _command(argparse.Namespace(script=script), faults)
     path = Path(script[0])
     if path.is_dir():
         if not (path / "__main__.py").exists():

@@ -9,6 +9,7 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping
 from typing import IO
 
@@ -16,6 +17,7 @@ from kerasdist.cli import _start
 from kerasdist.cli.binding import thread_variables
 from kerasdist.cli.job import Job, Task
 from kerasdist.cli.output import LineTagger, OutputPump, Tail, WholeLines
+from kerasdist.transport.final_error import ERROR_VARIABLE, FinalError, file_in_words
 
 __all__ = ["Launch", "Started"]
 
@@ -28,6 +30,7 @@ class Started:
         task: Which.
         process: Its process.
         tail: The end of its output, if that comes through the pump.
+        error_file: Takes its last error, if its output is shown at once.
         code: Its exit code when it has ended; negative for a signal.
         ended_at: When it ended, in ns since the epoch.
         ended_by_us: Whether it was told to end.
@@ -40,6 +43,7 @@ class Started:
     task: Task
     process: subprocess.Popen[bytes]
     tail: Tail | None
+    error_file: IO[bytes] | None = None
     code: int | None = None
     ended_at: int = 0
     ended_by_us: bool = False
@@ -48,8 +52,20 @@ class Started:
     lost: bool = False
     replaced: bool = False
 
+    @property
+    def final_error(self) -> FinalError | None:
+        """The error that has ended its script, if it was handed over."""
+        if self.error_file is None:
+            return None
+        self.error_file.seek(0)
+        return FinalError.decode(self.error_file.read())
+
     def evidence(self, job: Job) -> tuple[str, int]:
         """The end of its output, and when it last wrote, in ns since the epoch."""
+        final = self.final_error
+        if final is not None and self.error_file is not None:
+            status = os.fstat(self.error_file.fileno())
+            return final.text, status.st_mtime_ns
         if self.tail is not None:
             return self.tail.read()
         log = job.log(self.task)
@@ -115,12 +131,25 @@ class Launch:
         # A server may run on any core: it waits for most of the time.
         cores = job.cores[task.index] if job.cores and not task.is_server else ()
         place = {"type": task.kind, "index": task.index}
+        path = job.log(task)
+        # The chief's goes straight to the terminal, with its progress bars; into a
+        # file or another program the pump writes it, or lines would be mixed.
+        piped = self.pump is not None and (not chief or not os.isatty(1))
+        # Of all others it's read from the log.
+        shown = chief or self.pump is not None
+        error_file = tempfile.TemporaryFile() if shown else None  # noqa: SIM115
+        inherited = [listen_fd, *self.pass_fds]
+        errors = {}
+        if error_file is not None:
+            inherited.append(error_file.fileno())
+            errors[ERROR_VARIABLE] = file_in_words(error_file.fileno())
         environ = {
             **job.environ,
             **(thread_variables(len(cores)) if cores else {}),
             "KERASDIST_LISTEN_FD": str(listen_fd),
             "KERASDIST_SECRET": self.secret,
             **self.environ,
+            **errors,
             "PYTHONUNBUFFERED": "1",
             "TF_CONFIG": json.dumps({"cluster": cluster, "task": place}),
         }
@@ -131,11 +160,7 @@ class Launch:
             ",".join(map(str, cores)) or "-",
             *("--", sys.executable, *job.command),
         ]
-        path = job.log(task)
         log: IO[bytes] | None = None if path is None else path.open("wb", buffering=0)
-        # The chief's goes straight to the terminal, with its progress bars; into a
-        # file or another program the pump writes it, or lines would be mixed.
-        piped = self.pump is not None and (not chief or not os.isatty(1))
         process = subprocess.Popen(
             command,
             stdin=None if chief else subprocess.DEVNULL,
@@ -143,7 +168,7 @@ class Launch:
             stderr=None if chief else subprocess.STDOUT,
             bufsize=0,
             env=environ,
-            pass_fds=(listen_fd, *self.pass_fds),
+            pass_fds=inherited,
             start_new_session=not chief,
         )
         tail = None
@@ -155,4 +180,4 @@ class Launch:
                 tail = self.pump.add(tag, process.stdout, log)
         elif log is not None:
             log.close()
-        return Started(task=task, process=process, tail=tail)
+        return Started(task=task, process=process, tail=tail, error_file=error_file)

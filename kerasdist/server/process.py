@@ -11,6 +11,7 @@ from kerasdist.server.loads import Load, loads_of, share_in_words
 from kerasdist.server.service import ParameterServer
 from kerasdist.server.settings import ServerSettings
 from kerasdist.transport import background_log
+from kerasdist.transport.final_error import hand_over_final_error
 from kerasdist.transport.report import ServerReporter
 from kerasdist.transport.timeouts import Timeouts
 
@@ -36,6 +37,7 @@ def run_server(
     Raises:
         KerasDistError: As `ParameterServer` and its `serve`.
     """
+    hand_over_final_error()
     count = len(cluster.servers)
     name = f"kerasdist: server {cluster.task_index} of {count} ({cluster.address})"
 

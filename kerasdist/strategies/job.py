@@ -9,6 +9,7 @@ import weakref
 from typing import Protocol
 
 from kerasdist.collectives import Communicator
+from kerasdist.transport.final_error import hand_over_final_error
 
 __all__ = ["StrategyJob", "forget", "leave_at_exit"]
 
@@ -34,6 +35,7 @@ _open: weakref.WeakSet[StrategyJob] = weakref.WeakSet()
 def leave_at_exit(job: StrategyJob) -> None:
     """Let the others know at the end of this process whether it ended well."""
     _open.add(job)
+    hand_over_final_error()
 
 
 def forget(job: StrategyJob) -> None:

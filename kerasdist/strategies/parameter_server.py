@@ -63,7 +63,8 @@ class ParameterServerStrategy(DataParallelStrategy):
             Servers need none.
         cluster: Who this task is and who the others are: a
             `tf.distribute.cluster_resolver.ClusterResolver`, or a dictionary of
-            `TF_CONFIG`'s shape. By default `TF_CONFIG`, else one worker.
+            `TF_CONFIG`'s shape. By default `TF_CONFIG`, else Slurm's environment,
+            else one worker.
         transport: "auto" (shared memory with servers on the same host, TCP with
             others), or "tcp".
         timeout: Seconds that one collective may take; how far workers may drift
