@@ -13,6 +13,9 @@
     │   ├── CollectiveTimeout   (TimeoutError) all are alive, but not all came in time
     │   ├── SharedMemoryFull    (OSError) /dev/shm has no room for the buffers
     │   └── TransportClosed     closed by us: used after `close()`
+    ├── IncompatibleVersionError    the installed packages aren't those that fit
+    │   ├── IncompatibleKerasError          Keras: what is missing or different
+    │   └── IncompatibleTensorFlowError     the same of TensorFlow
     ├── SnapshotError           a server's snapshot is damaged, or can't be written
     └── PlanError       (ValueError) a model fits into no placement on these devices
 
@@ -28,6 +31,8 @@ tests and in the launcher.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 __all__ = [
     "AddressInUseError",
     "AuthenticationError",
@@ -35,6 +40,9 @@ __all__ = [
     "CollectiveError",
     "CollectiveMismatch",
     "CollectiveTimeout",
+    "IncompatibleKerasError",
+    "IncompatibleTensorFlowError",
+    "IncompatibleVersionError",
     "KerasDistError",
     "PlanError",
     "ProtocolError",
@@ -157,6 +165,48 @@ class SharedMemoryFull(CollectiveError, OSError):
 
 class TransportClosed(CollectiveError):
     """The communicator was used after it had been closed."""
+
+
+class IncompatibleVersionError(KerasDistError):
+    """The installed Keras or TensorFlow isn't one that kerasdist can work with.
+
+    Raised before anything is acquired, and before anything in them is changed.
+
+    Attributes:
+        version: The version that is installed.
+        faults: What is missing or different in it, one sentence each.
+        fits: The versions that fit, e.g. `"3.14 to 3.15"`.
+    """
+
+    package = "package"
+
+    def __init__(self, version: str, faults: Sequence[str], fits: str) -> None:
+        name = self.package
+        super().__init__(
+            f"kerasdist doesn't fit {name} {version}: functions of it that kerasdist "
+            f"changes aren't there, or have changed. Received: {name} {version}, where "
+            + "; ".join(faults)
+            + f". Expected {name} {fits}. Install one of these versions of {name}, or "
+            "a kerasdist that fits this one."
+        )
+        self.version = version
+        self.faults = tuple(faults)
+        self.fits = fits
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (self.version, self.faults, self.fits)
+
+
+class IncompatibleKerasError(IncompatibleVersionError):
+    """The installed Keras isn't one that kerasdist can work with."""
+
+    package = "Keras"
+
+
+class IncompatibleTensorFlowError(IncompatibleVersionError):
+    """The installed TensorFlow isn't one that kerasdist can work with."""
+
+    package = "TensorFlow"
 
 
 class SnapshotError(KerasDistError):

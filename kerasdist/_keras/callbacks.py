@@ -19,7 +19,6 @@ from keras.src.callbacks import (
     progbar_logger,
     tensorboard,
 )
-from keras.src.models import model as model_module
 
 from kerasdist._keras import backups, taken
 from kerasdist._keras.hooks import DealingHooks, dealing_hooks, hooks_of
@@ -36,46 +35,11 @@ from kerasdist._keras.state import statistics_of
 from kerasdist._keras.step import current
 
 __all__ = [
-    "SAVERS",
-    "WRITERS",
     "close_window",
     "on_chief_only",
     "on_epoch_end",
     "on_train_batch_end",
     "on_train_begin",
-]
-
-# Called with a callback or a model; they do nothing but write (or remove) files.
-WRITERS = [
-    (backup_and_restore.BackupAndRestore, "_save_model"),
-    (backup_and_restore.BackupAndRestore, "on_train_end"),
-    (csv_logger.CSVLogger, "on_train_begin"),
-    (csv_logger.CSVLogger, "on_epoch_end"),
-    (csv_logger.CSVLogger, "on_train_end"),
-    (model_module.Model, "save"),
-    (model_module.Model, "save_weights"),
-    (model_module.Model, "export"),
-    *(
-        (tensorboard.TensorBoard, name)
-        for name in (
-            "set_model",
-            "on_train_begin",
-            "on_train_end",
-            "on_test_begin",
-            "on_test_end",
-            "on_train_batch_begin",
-            "on_train_batch_end",
-            "on_test_batch_begin",
-            "on_epoch_begin",
-            "on_epoch_end",
-        )
-    ),
-]
-
-# They may save in the midst of an epoch, on all ranks after the same batch.
-SAVERS = [
-    (backup_and_restore.BackupAndRestore, "_save_model"),
-    (model_checkpoint.ModelCheckpoint, "_save_model"),
 ]
 
 # They look at batches, but never stop the training there.

@@ -22,7 +22,6 @@ from typing import Any
 
 import tensorflow as tf
 from keras.src import backend
-from keras.src.callbacks import learning_rate_scheduler, reduce_lr_on_plateau
 from keras.src.optimizers import base_optimizer
 
 from kerasdist import _tf
@@ -30,7 +29,6 @@ from kerasdist._keras.step import current, setting
 from kerasdist._keras.taken import device_beside, steps_of
 
 __all__ = [
-    "SCHEDULERS",
     "Scaling",
     "base_rate",
     "has_rate",
@@ -45,11 +43,6 @@ __all__ = [
     "set_rate",
 ]
 
-# Where Keras sets the rate.
-SCHEDULERS = [
-    (learning_rate_scheduler.LearningRateScheduler, "on_epoch_begin"),
-    (reduce_lr_on_plateau.ReduceLROnPlateau, "on_epoch_end"),
-]
 _ATTRIBUTE = "_kerasdist_scaling"
 
 

@@ -55,9 +55,7 @@ __all__ = [
     "input_fn_iterator",
     "is_mirrored",
     "is_recording",
-    "keep_when_in_lockstep",
     "local_replica_id",
-    "make_numbers",
     "mirrored",
     "own_variable",
     "rebatch_each",
@@ -237,40 +235,6 @@ def set_global_seed_if_none(draw: Callable[[], int]) -> None:
     """Set TensorFlow's global seed to `draw()`, unless the script has set one."""
     if context.global_seed() is None:
         tf.random.set_seed(draw())
-
-
-def keep_when_in_lockstep() -> None:
-    """Let replicas write variables of `ONLY_FIRST_REPLICA` without meeting.
-
-    TensorFlow brings the replicas together to take the first one's value, which it
-    can't do inside `tf.cond`. While an extended object says `in_lockstep`, all
-    replicas have the same value by construction, and each writes its own copy.
-    """
-    original = values.apply_aggregation_replica_context
-    if hasattr(original, "kerasdist"):
-        return
-
-    def apply(value: Any, aggregation: Any, destinations: Any) -> Any:
-        if aggregation == tf.VariableAggregation.ONLY_FIRST_REPLICA and getattr(
-            tf.distribute.get_strategy().extended, "in_lockstep", False
-        ):
-            return value
-        return original(value, aggregation, destinations)
-
-    apply.kerasdist = True  # type: ignore[attr-defined]
-    values.apply_aggregation_replica_context = apply
-
-
-def make_numbers() -> None:
-    """Let `float(variable)` and `int(variable)` work on distributed variables too.
-
-    Callbacks write `float(model.optimizer.learning_rate)`. TensorFlow's plain
-    variables can be converted; its distributed ones can't.
-    """
-    kind = values.DistributedVariable
-    for name, convert in (("__float__", float), ("__int__", int)):
-        if not hasattr(kind, name):
-            setattr(kind, name, lambda self, convert=convert: convert(self.numpy()))
 
 
 def own_variable(value: Any, dtype: Any, device: str = "") -> Any:

@@ -3,7 +3,7 @@
 TensorFlow puts the operations of a gradient where `tf.GradientTape.gradient` is
 called, not where the operations stand that are differentiated. What TensorFlow
 records for a tape tells the device no longer, but it has the name scope, which it
-hands on untouched as text. So `place_gradients` lets the device travel in it:
+hands on untouched as text. So hooks let the device travel in it:
 
     1. forward    an operation is made on a device; what is recorded is
                   "scope <separator> device"
@@ -28,16 +28,20 @@ from tensorflow.python.distribute.one_device_strategy import (
     OneDeviceExtended,
     _OneDeviceReplicaContext,
 )
-from tensorflow.python.eager import backprop, context, execute, record
+from tensorflow.python.eager import backprop, context
 from tensorflow.python.framework import ops
 
 __all__ = [
     "OneDeviceExtended",
+    "add_on_device",
+    "call_on_device",
     "calls_functions",
     "default_placement",
     "device_of",
+    "differentiate_on_device",
     "on_device",
-    "place_gradients",
+    "record_device",
+    "register",
     "replica_of",
     "source_device",
     "update_on",
@@ -133,26 +137,6 @@ def default_placement(choose: Callable[[Any], str]) -> Iterator[None]:
         yield
 
 
-def place_gradients() -> None:
-    """Let gradients be computed where the operations are that they are gradients of.
-
-    Once per process. Nothing changes but for strategies whose extended object says
-    `places_gradients`.
-    """
-    if getattr(execute.record_gradient, "kerasdist", False):
-        return
-    execute.record_gradient = _recording_device(execute.record_gradient)
-    for name in ("record_operation", "record_operation_backprop_only"):
-        setattr(record, name, _calling_on_device(getattr(record, name)))
-    pywrap_tfe.TFE_Py_RegisterGradientFunction(
-        _differentiating_on_device(backprop._gradient_function)
-    )
-    space = backprop._default_vspace
-    pywrap_tfe.TFE_Py_RegisterVSpace(
-        space._replace(aggregate_fn=_adding_on_device(space.aggregate_fn))
-    )
-
-
 def _is_placing() -> bool:
     strategy = distribute_lib.get_strategy()
     return bool(getattr(strategy.extended, "places_gradients", False))
@@ -175,84 +159,85 @@ def device_of(tensors: Any) -> str:
     return ""
 
 
-def _recording_device(original: Callable[..., Any]) -> Callable[..., Any]:
-    def record_gradient(op_name: str, inputs: Any, attrs: Any, outputs: Any) -> None:
-        device = ""
-        if not context.executing_eagerly() and _is_placing():
-            device = device_of(outputs)
-        if not device:
-            original(op_name, inputs, attrs, outputs)
-            return
-        scope = f"{ops.get_name_scope()}{_SEPARATOR}{device}"
-        pywrap_tfe.TFE_Py_RecordGradient(op_name, inputs, attrs, outputs, scope)
-
-    record_gradient.kerasdist = True  # type: ignore[attr-defined]
-    return record_gradient
-
-
-def _differentiating_on_device(original: Callable[..., Any]) -> Callable[..., Any]:
-    def gradient(
-        op_name: str,
-        attributes: Any,
-        count: int,
-        inputs: Any,
-        outputs: Any,
-        gradients: Any,
-        skipped: Any,
-        scope: str | None,
-    ) -> Any:
-        device = ""
-        if scope and _SEPARATOR in scope:
-            scope, _, device = scope.partition(_SEPARATOR)
-        elif context.executing_eagerly() and _is_placing():
-            # Of what isn't needed for the gradient TensorFlow keeps nothing.
-            device = device_of(outputs)
-        with on_device(device):
-            return original(
-                op_name, attributes, count, inputs, outputs, gradients, skipped, scope
-            )
-
-    return gradient
+def record_device(
+    original: Callable[..., Any], op_name: str, inputs: Any, attrs: Any, outputs: Any
+) -> None:
+    """In place of `execute.record_gradient`: see 1. above."""
+    device = ""
+    if not context.executing_eagerly() and _is_placing():
+        device = device_of(outputs)
+    if not device:
+        original(op_name, inputs, attrs, outputs)
+        return
+    scope = f"{ops.get_name_scope()}{_SEPARATOR}{device}"
+    pywrap_tfe.TFE_Py_RecordGradient(op_name, inputs, attrs, outputs, scope)
 
 
-def _calling_on_device(original: Callable[..., Any]) -> Callable[..., Any]:
-    def record_operation(
-        op_type: str,
-        output_tensors: Any,
-        input_tensors: Any,
-        backward_function: Callable[..., Any],
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
-        device = device_of(output_tensors) if _is_placing() else ""
-        function = backward_function
-        if device:
-
-            def on_its_device(*gradients: Any, **keywords: Any) -> Any:
-                with on_device(device):
-                    return backward_function(*gradients, **keywords)
-
-            function = on_its_device
+def differentiate_on_device(
+    original: Callable[..., Any],
+    op_name: str,
+    attributes: Any,
+    count: int,
+    inputs: Any,
+    outputs: Any,
+    gradients: Any,
+    skipped: Any,
+    scope: str | None,
+) -> Any:
+    """In place of `backprop._gradient_function`: see 2. above."""
+    device = ""
+    if scope and _SEPARATOR in scope:
+        scope, _, device = scope.partition(_SEPARATOR)
+    elif context.executing_eagerly() and _is_placing():
+        # Of what isn't needed for the gradient TensorFlow keeps nothing.
+        device = device_of(outputs)
+    with on_device(device):
         return original(
-            op_type, output_tensors, input_tensors, function, *args, **kwargs
+            op_name, attributes, count, inputs, outputs, gradients, skipped, scope
         )
 
-    return record_operation
+
+def call_on_device(
+    original: Callable[..., Any],
+    op_type: str,
+    output_tensors: Any,
+    input_tensors: Any,
+    backward_function: Callable[..., Any],
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """In place of `record.record_operation` and its like: see 3. above."""
+    device = device_of(output_tensors) if _is_placing() else ""
+    function = backward_function
+    if device:
+
+        def on_its_device(*gradients: Any, **keywords: Any) -> Any:
+            with on_device(device):
+                return backward_function(*gradients, **keywords)
+
+        function = on_its_device
+    return original(op_type, output_tensors, input_tensors, function, *args, **kwargs)
 
 
-def _adding_on_device(original: Callable[..., Any]) -> Callable[..., Any]:
-    def aggregate(gradients: Any) -> Any:
-        if len(gradients) < 2 or not _is_placing():
-            return original(gradients)
-        with on_device(device_of(gradients)):
-            if _adds_in_turn() and all(isinstance(g, tf.Tensor) for g in gradients):
-                # One at a time as they come, the last micro-batch's first: a sum of
-                # all at once would keep them all until the end of the step, and
-                # would take its time when nothing else is left to do.
-                total = gradients[-1]
-                for gradient in gradients[-2::-1]:
-                    total = total + gradient
-                return total
-            return original(gradients)
+def add_on_device(original: Callable[..., Any], gradients: Any) -> Any:
+    """In place of `backprop._aggregate_grads`: see 4. above."""
+    if len(gradients) < 2 or not _is_placing():
+        return original(gradients)
+    with on_device(device_of(gradients)):
+        if _adds_in_turn() and all(isinstance(g, tf.Tensor) for g in gradients):
+            # One at a time as they come, the last micro-batch's first: a sum of all at
+            # once would keep them all until the end of the step, and would take its
+            # time when nothing else is left to do.
+            total = gradients[-1]
+            for gradient in gradients[-2::-1]:
+                total = total + gradient
+            return total
+        return original(gradients)
 
-    return aggregate
+
+def register() -> None:
+    """Tell TensorFlow's runtime of functions that it knows by more than their name."""
+    pywrap_tfe.TFE_Py_RegisterGradientFunction(backprop._gradient_function)
+    pywrap_tfe.TFE_Py_RegisterVSpace(
+        backprop._default_vspace._replace(aggregate_fn=backprop._aggregate_grads)
+    )

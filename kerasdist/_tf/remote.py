@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import tensorflow as tf
@@ -13,7 +13,7 @@ from tensorflow.python.eager import context
 
 __all__ = [
     "drive_devices",
-    "keep_functions",
+    "keep_function",
     "open_to_workers",
     "reach_directly",
     "serve_devices",
@@ -94,14 +94,13 @@ def drive_devices(
     context.context().update_server_def(_definition(cluster, job, index))
 
 
-def keep_functions() -> None:
-    """Let functions that nobody needs any more stay where they are.
+def keep_function(original: Callable[..., Any], context: Any, name: Any) -> None:
+    """In place of `Context.remove_function`: functions stay where they are.
 
     To remove one TensorFlow calls all tasks, and waits for ever for one that is frozen:
     also when Python takes functions apart at the end of the process, and no thread is
     left that could end the wait. For a process that has lost a worker.
     """
-    context.context().remove_function = lambda name: None
 
 
 def _definition(cluster: Mapping[str, Mapping[int, str]], job: str, index: int) -> Any:

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import tensorflow as tf
 
 from kerasdist import _keras, _tf
+from kerasdist._tf import patches
 from kerasdist.collectives import Communicator
 from kerasdist.strategies.extended import SynchronousExtended
 from kerasdist.strategies.job import StrategyJob, forget, leave_at_exit
@@ -101,8 +102,7 @@ class DataParallelStrategy(tf.distribute.Strategy):
                 )
             )
             _keras.install()
-            _tf.keep_when_in_lockstep()
-            _tf.make_numbers()
+            patches.install("core")
             if job.communicator.size > 1:
                 _tf.set_global_seed_if_none(self.extended.common_seed)
         except BaseException as error:

@@ -9,7 +9,7 @@ from typing import Any
 import tensorflow as tf
 
 from kerasdist import _keras
-from kerasdist._tf import placing
+from kerasdist._tf import patches
 from kerasdist.cluster import resolve
 from kerasdist.placement.patterns import Patterns
 from kerasdist.placement.plan import Plan
@@ -22,6 +22,7 @@ from kerasdist.strategies.placed_ops import Placer
 from kerasdist.strategies.placement_report import PlacementReport
 from kerasdist.strategies.planning import Limits, find_devices
 from kerasdist.strategies.remote_devices import come_together
+from kerasdist.strategies.versions import check_installed
 from kerasdist.transport import Timeouts
 
 __all__ = [
@@ -93,10 +94,13 @@ class ModelParallelStrategy(tf.distribute.Strategy):
             the reasons.
         AuthenticationError: Another job, or one with another secret, is at the
             chief's address.
+        IncompatibleVersionError: The installed Keras or TensorFlow isn't one that
+            kerasdist can work with; says what is missing or different.
         ValueError: An argument is wrong: a device that doesn't exist, a pattern that
             isn't a regular expression. All that is wrong with an argument is named.
             `fit`, `evaluate` and `predict` raise it before their first step if a
-            pattern matches no layer, or with `jit_compile=True`.
+            pattern matches no layer, or with `jit_compile=True`. Or Keras's backend
+            isn't TensorFlow.
         PlanError: With "auto" nothing fits, raised by `fit` and so on; says what would.
         TypeError: `placement` isn't a mapping, a plan or "auto".
 
@@ -115,6 +119,7 @@ class ModelParallelStrategy(tf.distribute.Strategy):
         startup_timeout: float = 300.0,
         heartbeat_timeout: float = 30.0,
     ) -> None:
+        check_installed()
         self._plan = placement if isinstance(placement, Plan) else None
         placement, devices = unpacked(placement, devices)
         auto = isinstance(placement, str) and placement == "auto"
@@ -146,7 +151,7 @@ class ModelParallelStrategy(tf.distribute.Strategy):
                 )
             )
             _keras.install()
-            placing.place_gradients()
+            patches.install("placement")
         except BaseException as error:
             if self._remote is not None:
                 self._remote.close(error)

@@ -18,6 +18,7 @@ from kerasdist.strategies.asynchronous import AsyncExtended
 from kerasdist.strategies.data_parallel import DataParallelStrategy, Options
 from kerasdist.strategies.devices import check_devices
 from kerasdist.strategies.extended import SynchronousExtended
+from kerasdist.strategies.versions import check_installed
 from kerasdist.transport import Timeouts, background_log
 from kerasdist.transport.report import Reporter
 
@@ -94,7 +95,9 @@ class ParameterServerStrategy(DataParallelStrategy):
             named, with the reasons.
         AuthenticationError: Another job, or one with another secret, is at a
             server's address.
-        ValueError: An argument is wrong.
+        IncompatibleVersionError: The installed Keras or TensorFlow isn't one that
+            kerasdist can work with; says what is missing or different.
+        ValueError: An argument is wrong, or Keras's backend isn't TensorFlow.
 
     Whatever is raised, nothing is left behind. While training, a worker that dies is a
     `WorkerLost` on all others with "sync"; with "async" they log it, and go on, and a
@@ -123,6 +126,7 @@ class ParameterServerStrategy(DataParallelStrategy):
         snapshot_updates: int | None = None,
         restart_timeout: float = 120.0,
     ) -> None:
+        check_installed()
         if mode not in MODES:
             raise ValueError(f"`mode` must be one of {MODES}. Received: mode={mode!r}.")
         if transport not in TRANSPORTS:

@@ -33,7 +33,7 @@ import numpy as np
 import tensorflow as tf
 
 from kerasdist import _tf, errors
-from kerasdist._tf import remote
+from kerasdist._tf import patches, remote
 from kerasdist.cluster import Cluster
 from kerasdist.cluster.address import split_address
 from kerasdist.collectives import connect
@@ -140,7 +140,7 @@ class RemoteDevices:
         failure = self.job.await_end()
         if failure is None:
             return
-        remote.keep_functions()
+        patches.install("lost_worker")
         ranks = range(1, len(self._servers))
         if isinstance(failure, errors.WorkerLost) and failure.rank:
             ranks = range(failure.rank, failure.rank + 1)

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kerasdist import _tf
-from kerasdist._tf import placing
+from kerasdist._tf import patches
 from kerasdist.cluster import resolve
 from kerasdist.collectives import connect
 from kerasdist.errors import ClusterError
@@ -25,6 +25,7 @@ from kerasdist.strategies.model_parallel import (
     unpacked,
 )
 from kerasdist.strategies.placement_report import PlacementReport
+from kerasdist.strategies.versions import check_installed
 from kerasdist.transport import Timeouts
 
 __all__ = ["RingStrategy"]
@@ -98,7 +99,10 @@ class RingStrategy(DataParallelStrategy):
         StartupError: Workers didn't come; they are named, with the reasons.
         AuthenticationError: Another job, or one with another secret, is at the
             chief's address.
-        ValueError, TypeError: An argument is wrong.
+        IncompatibleVersionError: The installed Keras or TensorFlow isn't one that
+            kerasdist can work with; says what is missing or different.
+        ValueError, TypeError: An argument is wrong, or Keras's backend isn't
+            TensorFlow.
 
     Whatever is raised, nothing is left behind. While training, a worker that dies
     is a `WorkerLost` on all others; a strategy can't be used after such an error.
@@ -121,6 +125,7 @@ class RingStrategy(DataParallelStrategy):
         micro_batches: int = 1,
         rematerialize: bool = False,
     ) -> None:
+        check_installed()
         options = Options(
             initial_state=initial_state,
             shard=shard,
@@ -197,7 +202,7 @@ class RingStrategy(DataParallelStrategy):
                 rematerialize=rematerialize,
             ),
         )
-        placing.place_gradients()
+        patches.install("placement")
 
     def stage(self, device: str) -> contextlib.AbstractContextManager[None]:
         """Put on a device what is made or built inside a `with` block.

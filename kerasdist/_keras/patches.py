@@ -1,0 +1,363 @@
+"""Every function of Keras that is wrapped, by which hook, and what for.
+
+Keras 3 was written for strategies that average equal parts, in an order of things that
+isn't right for several workers. Each hook does what Keras does, unless the strategy in
+use has asked for something else: see `hooks`. How a row is read is in `_tf.patching`.
+docs/how_it_works.md has this table for readers, made by `python tests/test_patches.py`.
+"""
+
+from __future__ import annotations
+
+from kerasdist._tf.patching import Patch
+
+__all__ = ["FITS", "TABLE"]
+
+# What the tests have passed with.
+FITS = "3.14 to 3.15"
+
+_LOSS = "keras.src.losses.loss"
+_OPTIMIZER = "keras.src.optimizers.base_optimizer.BaseOptimizer"
+_TF_OPTIMIZER = "keras.src.backend.tensorflow.optimizer.TFOptimizer"
+_TRAINER = "keras.src.backend.tensorflow.trainer"
+_MODEL = f"{_TRAINER}.TensorFlowTrainer"
+_CALLBACKS = "keras.src.callbacks"
+_LIST = f"{_CALLBACKS}.callback_list.CallbackList"
+_BACKUP = f"{_CALLBACKS}.backup_and_restore.BackupAndRestore"
+_BOARD = f"{_CALLBACKS}.tensorboard.TensorBoard"
+_CSV = f"{_CALLBACKS}.csv_logger.CSVLogger"
+_LAYER = "keras.src.layers.layer.Layer"
+_VARIABLE = "keras.src.backend.tensorflow.{core,ops.core}.Variable"
+_NN = "keras.src.backend.tensorflow.{nn,ops.nn}"
+
+
+def _core(hook: str, does: str, *targets: str) -> Patch:
+    return Patch(hook=hook, feature="core", does=does, targets=targets)
+
+
+def _placement(hook: str, does: str, *targets: str) -> Patch:
+    return Patch(hook=hook, feature="placement", does=does, targets=targets)
+
+
+def _again(hook: str, does: str, *targets: str) -> Patch:
+    return Patch(hook=hook, feature="rematerialize", does=does, targets=targets)
+
+
+def _micro(hook: str, does: str, *targets: str) -> Patch:
+    return Patch(hook=hook, feature="micro_batches", does=does, targets=targets)
+
+
+def _rate(hook: str, does: str, *targets: str) -> Patch:
+    return Patch(hook=hook, feature="learning_rate", does=does, targets=targets)
+
+
+# Of several hooks of one function the last one is the outermost.
+TABLE = (
+    # Losses and metrics.
+    _core(
+        "losses.leave_loss",
+        "leaves the loss: gradients are weighted by rows",
+        f"{_LOSS}.scale_loss_for_distribution(value)",
+        f"{_LOSS}.unscale_loss_for_distribution(value)",
+    ),
+    _core(
+        "losses.reduce_values",
+        "corrects losses that aren't a mean over rows: sums, weighted means",
+        f"{_LOSS}.reduce_values(values, sample_weight, reduction)",
+    ),
+    _core(
+        "losses.mask_weights",
+        "counts valid entries over all replicas",
+        f"{_LOSS}.apply_mask(sample_weight, mask, dtype, reduction)",
+    ),
+    _core(
+        "losses.compile_loss",
+        "says that the parts of a loss are recorded",
+        "keras.src.trainers.compile_utils.CompileLoss.call(self, ...)",
+    ),
+    _core(
+        "losses.mean_metric",
+        "records the parts of a loss by the rows that they count for",
+        "keras.src.metrics.reduction_metrics.Mean.update_state"
+        "(self, values, sample_weight)",
+    ),
+    # Optimizers.
+    _core(
+        "optimizers.apply",
+        "reduces first; then Keras clips and updates",
+        f"{_OPTIMIZER}.apply(self, grads, trainable_variables)",
+        "keras.src.optimizers.loss_scale_optimizer.LossScaleOptimizer.apply"
+        "(self, grads, trainable_variables)",
+    ),
+    _core(
+        "optimizers.clip_gradients",
+        "clips the sum of the replicas in a loop of one's own",
+        f"{_OPTIMIZER}._clip_gradients(self, grads)",
+    ),
+    _core(
+        "optimizers.accumulate",
+        "accumulates gradients, and reduces in the step that updates",
+        f"{_OPTIMIZER}._backend_apply_gradients(self, grads, trainable_variables)",
+    ),
+    _core(
+        "optimizers.learning_rate",
+        "asks a schedule for the step that it is to all workers; times the factor of "
+        "`ScaleLearningRate`, if there is one",
+        f"{_OPTIMIZER}._get_current_learning_rate(self)",
+    ),
+    _core(
+        "optimizers.finalize",
+        "takes the mean of the workers' averages (EMA) with `mode='async'`",
+        f"{_OPTIMIZER}.finalize_variable_values(self, var_list)",
+    ),
+    _core(
+        "optimizers.leave_reduced",
+        "leaves gradients that have been reduced",
+        f"{_TF_OPTIMIZER}._all_reduce_sum_gradients(self, grads_and_vars)",
+    ),
+    _core(
+        "updates.sgd_step",
+        "one operation, without memory for what's between",
+        "keras.src.optimizers.sgd.SGD.update_step"
+        "(self, gradient, variable, learning_rate)",
+    ),
+    # Layers.
+    _core(
+        "layers.synchronized_moments",
+        "`BatchNormalization(synchronized=True)`: one collective; gradients weighted "
+        "by rows",
+        f"{_NN}._compute_moments_sync(x, axes, keepdims)",
+    ),
+    _core(
+        "layers.next_seed",
+        "adds the replica's number to the seed: dropout differs",
+        "keras.src.random.seed_generator.SeedGenerator.next(self, ...)",
+    ),
+    # Data, and the loops of `fit`, `evaluate` and `predict`.
+    _core(
+        "arrays.init_epoch_iterator",
+        "arrays in an order that all workers agree on, each worker its rows; of a "
+        "`PyDataset` its share of the items",
+        f"{_TRAINER}.TFEpochIterator.__init__(self, distribute_strategy, ...)",
+    ),
+    _core(
+        "trainer.reduce_per_replica",
+        "predictions of all workers, in input order",
+        f"{_TRAINER}.reduce_per_replica(values, strategy, reduction)",
+    ),
+    _core(
+        "trainer.make_function",
+        "counts a step's rows; raises the lost worker instead of a failed operation",
+        f"{_MODEL}._make_function(self, step_function)",
+    ),
+    _core(
+        "trainer.receive_batch",
+        "takes a batch out of what our datasets put around it",
+        f"{_MODEL}._autoconvert_optionals(self, step_func)",
+    ),
+    _core(
+        "trainer.symbolic_build",
+        "builds from a replica's batch as it is",
+        f"{_MODEL}._maybe_symbolic_build(self, iterator, data_batch)",
+    ),
+    _placement(
+        "planned.plan_placement",
+        "`placement='auto'`: plans before the first step",
+        f"{_MODEL}._maybe_symbolic_build(self, iterator, data_batch)",
+    ),
+    _core(
+        "loops.finish_epoch",
+        "means over the workers of logs that aren't metrics, and of statistics",
+        f"{_MODEL}._get_metrics_result_or_logs(self, logs)",
+    ),
+    _core(
+        "loops.begin_training",
+        "refuses XLA with several replicas",
+        f"{_MODEL}.make_train_function(self, ...)",
+    ),
+    _core(
+        "loops.fit",
+        "the start-up line; the chief's progress bar; the lost worker's name",
+        f"{_MODEL}.fit(self, ..., verbose)",
+    ),
+    _core(
+        "loops.on_chief_only",
+        "shows the progress bar on the chief alone",
+        f"{_MODEL}.evaluate(self, ..., verbose)",
+        f"{_MODEL}.predict(self, ..., verbose)",
+    ),
+    _core(
+        "trainer.predict_on_batch",
+        "each worker predicts its rows of the batch",
+        f"{_MODEL}.predict_on_batch(self, x)",
+    ),
+    # Callbacks.
+    _core(
+        "callbacks.on_train_begin",
+        "the state is checked before step 1; callbacks that communicate are on all "
+        "ranks",
+        f"{_LIST}.on_train_begin(self, ...)",
+    ),
+    _core(
+        "callbacks.on_epoch_end",
+        "the stop and the rate are agreed on",
+        f"{_LIST}.on_epoch_end(self, epoch, ...)",
+    ),
+    _core(
+        "callbacks.on_train_batch_end",
+        "a stop in the midst of an epoch is agreed on",
+        f"{_LIST}.on_train_batch_end(self, ...)",
+    ),
+    # Placements.
+    _placement(
+        "placed_layers.init_layer",
+        "a layer that is made in a stage belongs there",
+        f"{_LAYER}._initialize_tracker(self)",
+    ),
+    _placement(
+        "placed_layers.call_layer",
+        "a layer is called, and built, on its device",
+        f"{_LAYER}.__call__(self, ...)",
+    ),
+    _placement(
+        "placed_layers.export_model",
+        "what is exported has no devices",
+        "keras.src.models.model.Model.export(self, ...)",
+    ),
+    _placement(
+        "placed_layers.init_variable",
+        "a variable is made on its layer's device",
+        f"{_VARIABLE}.__init__(self, ...)",
+    ),
+    _placement(
+        "placed_layers.initialize_variable",
+        "the same for one that gets its value later",
+        f"{_VARIABLE}._initialize(self, ...)",
+    ),
+    # Where it's defined: Keras takes a `compile` that it finds elsewhere for a user's
+    # own.
+    _placement(
+        "placed_trainer.compile_model",
+        "what was built by itself is moved",
+        "keras.src.trainers.trainer.Trainer.compile(self, ...)",
+    ),
+    _placement(
+        "placed_trainer.leave_gradients",
+        "gradients stay where they are",
+        f"{_TF_OPTIMIZER}._all_reduce_sum_gradients(self, grads_and_vars)",
+    ),
+    _placement(
+        "placed_trainer.reset_accumulators",
+        "accumulators stay where they are",
+        f"{_OPTIMIZER}._backend_reset_gradient_accumulators(self)",
+    ),
+    _placement(
+        "placed_trainer.init_epoch_iterator",
+        "says how many rows the next steps have",
+        f"{_TRAINER}.TFEpochIterator.__init__(self, distribute_strategy, ...)",
+    ),
+    _placement(
+        "placed_trainer.make_function",
+        "patterns that match nothing are errors; the first step is reported",
+        f"{_MODEL}.make_train_function(self, ...)",
+        f"{_MODEL}.make_test_function(self, ...)",
+        f"{_MODEL}.make_predict_function(self, ...)",
+    ),
+    _placement(
+        "placed_trainer.name_the_lost",
+        "raises the lost worker instead of a failed operation",
+        f"{_MODEL}.fit(self, ...)",
+        f"{_MODEL}.evaluate(self, ...)",
+        f"{_MODEL}.predict(self, ...)",
+        f"{_MODEL}.train_on_batch(self, ...)",
+        f"{_MODEL}.test_on_batch(self, ...)",
+        f"{_MODEL}.predict_on_batch(self, ...)",
+    ),
+    # Around the others: a step in parts, and activations that are computed again.
+    _again(
+        "rematerialize.call_layer",
+        "a layer on one device is a segment, which is computed again",
+        f"{_LAYER}.__call__(self, ...)",
+    ),
+    _again(
+        "rematerialize.run_through_graph",
+        "a model is run in segments instead of layers",
+        "keras.src.ops.function.Function._run_through_graph"
+        "(self, inputs, operation_fn, call_fn)",
+    ),
+    _again(
+        "rematerialize.draw_seed",
+        "the second time the seeds of the first",
+        "keras.src.random.seed_generator.SeedGenerator.next(self, ...)",
+    ),
+    _again(
+        "rematerialize.assign",
+        "the second time nothing is written",
+        f"{_VARIABLE}.assign(self, value)",
+    ),
+    _micro(
+        "micro_batches.call_layer",
+        "a model is called on each part of a batch",
+        f"{_LAYER}.__call__(self, ...)",
+    ),
+    _micro(
+        "micro_batches.mean_metric",
+        "a part's value counts by its rows",
+        "keras.src.metrics.reduction_metrics.Mean.update_state"
+        "(self, values, sample_weight)",
+    ),
+    _micro(
+        "micro_batches.normalize",
+        "moving statistics as of one batch",
+        "keras.src.layers.normalization.batch_normalization.BatchNormalization.call"
+        "(self, inputs, ...)",
+    ),
+    # Writers of files. What they do besides is done by the chief too.
+    _core(
+        "backups.write",
+        "how far training has come is kept with the backup",
+        f"{_BACKUP}._save_model(self)",
+    ),
+    _core(
+        "callbacks.on_chief_only",
+        "the chief writes",
+        f"{_BACKUP}._save_model(self)",
+        f"{_BACKUP}.on_train_end(self, ...)",
+        f"{_CSV}.on_train_begin(self, ...)",
+        f"{_CSV}.on_epoch_end(self, ...)",
+        f"{_CSV}.on_train_end(self, ...)",
+        "keras.src.models.model.Model.save(self, ...)",
+        "keras.src.models.model.Model.save_weights(self, ...)",
+        "keras.src.models.model.Model.export(self, ...)",
+        f"{_BOARD}.set_model(self, model)",
+        f"{_BOARD}.on_train_begin(self, ...)",
+        f"{_BOARD}.on_train_end(self, ...)",
+        f"{_BOARD}.on_test_begin(self, ...)",
+        f"{_BOARD}.on_test_end(self, ...)",
+        f"{_BOARD}.on_train_batch_begin(self, ...)",
+        f"{_BOARD}.on_train_batch_end(self, ...)",
+        f"{_BOARD}.on_test_batch_begin(self, ...)",
+        f"{_BOARD}.on_epoch_begin(self, ...)",
+        f"{_BOARD}.on_epoch_end(self, ...)",
+    ),
+    # They may save in the midst of an epoch, on all ranks after the same batch.
+    _core(
+        "callbacks.close_window",
+        "what saves in the midst of an epoch gets all workers' accumulated gradients",
+        f"{_BACKUP}._save_model(self)",
+        f"{_CALLBACKS}.model_checkpoint.ModelCheckpoint._save_model(self, ...)",
+    ),
+    # The learning rate times a factor.
+    _rate(
+        "rates.on_base_rate",
+        "sees the rate before it is multiplied by the factor of `ScaleLearningRate`",
+        f"{_CALLBACKS}.learning_rate_scheduler.LearningRateScheduler.on_epoch_begin"
+        "(self, epoch, logs)",
+        f"{_CALLBACKS}.reduce_lr_on_plateau.ReduceLROnPlateau.on_epoch_end"
+        "(self, epoch, logs)",
+    ),
+    _rate(
+        "rates.set_rate",
+        "sets what is read: the rate after it is multiplied",
+        f"{_OPTIMIZER}.learning_rate=(self, learning_rate)",
+    ),
+)

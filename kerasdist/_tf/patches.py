@@ -1,0 +1,117 @@
+"""Every function of TensorFlow that is wrapped, by which hook, and what for.
+
+How a row is read is in `patching`. docs/how_it_works.md has this table for readers,
+made by `python tests/test_patches.py`.
+"""
+
+from __future__ import annotations
+
+import tensorflow as tf
+
+from kerasdist._tf import placing
+from kerasdist._tf.patching import Patch, Patcher
+from kerasdist.errors import IncompatibleTensorFlowError
+
+__all__ = ["FITS", "TABLE", "check", "install", "uninstall"]
+
+# What the tests have passed with.
+FITS = "2.18 to 2.21"
+
+_VALUES = "tensorflow.python.distribute.values"
+_EAGER = "tensorflow.python.eager"
+
+TABLE = (
+    Patch(
+        hook="variables.aggregate",
+        feature="core",
+        does="replicas that hold the same value write it without meeting",
+        targets=(
+            f"{_VALUES}.apply_aggregation_replica_context"
+            "(value, aggregation, destinations)",
+        ),
+    ),
+    Patch(
+        hook="variables.to_float",
+        feature="core",
+        does="`float(model.optimizer.learning_rate)`, as of a plain variable",
+        targets=(f"{_VALUES}.DistributedVariable.__float__",),
+        adds=True,
+    ),
+    Patch(
+        hook="variables.to_int",
+        feature="core",
+        does="`int(variable)`, as of a plain variable",
+        targets=(f"{_VALUES}.DistributedVariable.__int__",),
+        adds=True,
+    ),
+    Patch(
+        hook="placing.record_device",
+        feature="placement",
+        does="the device of an operation is recorded for its gradient",
+        targets=(f"{_EAGER}.execute.record_gradient(op_name, inputs, attrs, outputs)",),
+    ),
+    Patch(
+        hook="placing.call_on_device",
+        feature="placement",
+        does="a function's gradient is computed where the function was",
+        targets=(
+            f"{_EAGER}.record.record_operation"
+            "(op_type, output_tensors, input_tensors, backward_function, ...)",
+            f"{_EAGER}.record.record_operation_backprop_only"
+            "(op_type, output_tensors, input_tensors, backward_function, ...)",
+        ),
+    ),
+    Patch(
+        hook="placing.differentiate_on_device",
+        feature="placement",
+        does="an operation's gradient is computed where the operation was",
+        targets=(
+            f"{_EAGER}.backprop._gradient_function(op_name, attr_tuple, num_inputs, "
+            "inputs, outputs, out_grads, skip_input_indices, forward_pass_name_scope)",
+        ),
+    ),
+    Patch(
+        hook="placing.add_on_device",
+        feature="placement",
+        does="gradients of one tensor are added where the first of them is",
+        targets=(f"{_EAGER}.backprop._aggregate_grads(gradients)",),
+    ),
+    Patch(
+        hook="remote.keep_function",
+        feature="lost_worker",
+        does="after a loss no other process is asked to forget functions",
+        targets=(f"{_EAGER}.context.Context.remove_function(self, name)",),
+    ),
+)
+
+_PATCHER = Patcher(
+    "kerasdist._tf",
+    TABLE,
+    lambda faults: IncompatibleTensorFlowError(tf.__version__, faults, FITS),
+)
+
+
+def check() -> None:
+    """Look whether TensorFlow has all that is wrapped. Nothing is touched.
+
+    Raises:
+        IncompatibleTensorFlowError: It hasn't; says all that is missing or different.
+    """
+    _PATCHER.check()
+
+
+def install(feature: str) -> None:
+    """Put the hooks of a feature into TensorFlow, once per process.
+
+    Raises:
+        IncompatibleTensorFlowError: See `check`. Nothing has been touched.
+    """
+    _PATCHER.install(feature)
+    if feature == "placement":
+        placing.register()
+
+
+def uninstall() -> None:
+    """Take all hooks out again, for tests."""
+    _PATCHER.uninstall()
+    placing.register()

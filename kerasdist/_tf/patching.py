@@ -1,0 +1,297 @@
+"""Wrapping functions of Keras and TensorFlow: what is checked, and how it's done.
+
+A table of `Patch` rows says which function gets which hook. A `Patcher` looks at all
+rows before it touches anything: each function must be there, with the parameters that
+its hook was written for. A function with several hooks gets them in the table's order,
+so that the last one is the outermost. Where a target stands as
+
+    package.module.Class.name(self, x, ...)
+
+`...` stands for parameters that the hook hands on as they are, `Class.name=(self, x)`
+is the setter of a property, and `{a,b.c}` in a path are places where versions differ:
+the first that is there counts.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import re
+import threading
+import types
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kerasdist.errors import KerasDistError
+
+__all__ = ["Patch", "Patcher", "Wrapped"]
+
+_ABSENT = object()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Patch:
+    """One hook, and what it's put around.
+
+    Attributes:
+        hook: Its name, `"module.function"` in the package of the table. It is called as
+            `hook(original, *args, **kwargs)`.
+        feature: What it's for: rows of one feature are installed together.
+        does: What it does, for the documentation.
+        targets: The functions; see the module's docstring.
+        adds: Whether they are missing so far, and the hook takes their place. Where
+            one is there already, it is left alone.
+    """
+
+    hook: str
+    feature: str
+    does: str
+    targets: tuple[str, ...]
+    adds: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """An attribute that a hook is put into.
+
+    Attributes:
+        owner: The module or the class.
+        name: The attribute; with a "=" at its end the setter of that property.
+    """
+
+    owner: Any
+    name: str
+
+    @property
+    def attribute(self) -> str:
+        """The name without the sign of a setter."""
+        return self.name.removesuffix("=")
+
+    def read(self) -> Any:
+        """The function that is there now.
+
+        Raises:
+            AttributeError: There is none.
+        """
+        found = getattr(self.owner, self.attribute)
+        return found if self.attribute == self.name else found.fset
+
+    def write(self, function: Any) -> None:
+        """Put a function there."""
+        if self.attribute != self.name:
+            function = getattr(self.owner, self.attribute).setter(function)
+        setattr(self.owner, self.attribute, function)
+
+    def own(self) -> Any:
+        """What `restore` takes: the attribute that the owner itself has, if any."""
+        return vars(self.owner).get(self.attribute, _ABSENT)
+
+    def restore(self, own: Any) -> None:
+        """Put back what `own` returned."""
+        if own is _ABSENT:
+            delattr(self.owner, self.attribute)
+        else:
+            setattr(self.owner, self.attribute, own)
+
+
+class Wrapped(functools.partial):  # type: ignore[type-arg]
+    """A function with a hook around it, which adds no frame of its own to tracebacks.
+
+    Used as the function that it wraps: as a method too, for `inspect.signature`, and
+    for pickle, which finds it by its name.
+    """
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        return self if instance is None else types.MethodType(self, instance)
+
+    def __reduce__(self) -> Any:
+        return self.__qualname__  # type: ignore[attr-defined]
+
+
+def wrap(original: Callable[..., Any], hook: Callable[..., Any]) -> Wrapped:
+    """Return `original` with a hook around it."""
+    wrapped = Wrapped(hook, original)
+    functools.update_wrapper(wrapped, original)
+    # Keras asks a layer's constructor for its arguments, and not what it wraps.
+    wrapped.__signature__ = inspect.signature(original)  # type: ignore[attr-defined]
+    return wrapped
+
+
+class Patcher:
+    """Installs the hooks of a table.
+
+    Args:
+        package: The package that the hooks are in, `"kerasdist._keras"`.
+        table: The rows.
+        refuse: From all that doesn't fit, one line each, to the error that is raised.
+    """
+
+    def __init__(
+        self,
+        package: str,
+        table: Sequence[Patch],
+        refuse: Callable[[list[str]], KerasDistError],
+    ) -> None:
+        self._package = package
+        self._table = table
+        self._refuse = refuse
+        self._lock = threading.Lock()
+        self._done: list[Patch] = []
+        self._before: list[tuple[Place, Any]] = []
+
+    def check(self) -> None:
+        """Look whether every row fits what is installed. Nothing is touched.
+
+        Raises:
+            KerasDistError: What `refuse` makes of all that doesn't.
+        """
+        with self._lock:
+            if len(self._done) < len(self._table):
+                self._places()
+
+    def install(self, *features: str) -> None:
+        """Put hooks in, each once per process.
+
+        Args:
+            *features: Of these features; by default all.
+
+        Raises:
+            KerasDistError: As `check`. Nothing has been touched.
+        """
+        with self._lock:
+            due = [
+                row
+                for row in self._table
+                if row not in self._done and (not features or row.feature in features)
+            ]
+            if not due:
+                return
+            places = self._places()
+            found = [(row, self._hook(row), places[row]) for row in due]
+            for row, hook, targets in found:
+                for place in targets:
+                    own = place.own()
+                    if not row.adds:
+                        place.write(wrap(place.read(), hook))
+                    elif not hasattr(place.owner, place.name):
+                        place.write(hook)
+                    else:
+                        continue
+                    self._before.append((place, own))
+                self._done.append(row)
+
+    def uninstall(self) -> None:
+        """Take all hooks out again, for tests.
+
+        What refers to a hooked function by a name of its own keeps it.
+        """
+        with self._lock:
+            while self._before:
+                place, own = self._before.pop()
+                place.restore(own)
+            self._done.clear()
+
+    def _hook(self, row: Patch) -> Callable[..., Any]:
+        module, _, name = row.hook.rpartition(".")
+        found = importlib.import_module(f"{self._package}.{module}".rstrip("."))
+        hook: Callable[..., Any] = getattr(found, name)
+        return hook
+
+    def _places(self) -> dict[Patch, list[Place]]:
+        places: dict[Patch, list[Place]] = {}
+        faults = []
+        for row in self._table:
+            places[row] = []
+            for target in row.targets:
+                place = _find(target)
+                if place is None:
+                    faults.append(f"{_path_of(target)} is missing")
+                    continue
+                places[row].append(place)
+                if not row.adds:
+                    faults += _differences(target, place)
+        if faults:
+            raise self._refuse(faults)
+        return places
+
+
+def _path_of(target: str) -> str:
+    return target.partition("(")[0]
+
+
+def _alternatives(path: str) -> Iterator[str]:
+    """Yield the paths that one with braces stands for."""
+    match = re.search(r"\{(.*?)\}", path)
+    if match is None:
+        yield path
+        return
+    for choice in match[1].split(","):
+        yield from _alternatives(path[: match.start()] + choice + path[match.end() :])
+
+
+def _find(target: str) -> Place | None:
+    """The place that a target stands for; None if it isn't there."""
+    adds = "(" not in target
+    for path in _alternatives(_path_of(target)):
+        above, _, name = path.rpartition(".")
+        owner = _resolve(above)
+        place = Place(owner=owner, name=name)
+        if owner is not None and (adds or hasattr(owner, place.attribute)):
+            return place
+    return None
+
+
+def _resolve(path: str) -> Any:
+    """A module, or a class in one; None if it isn't there."""
+    name, _, rest = path.partition(".")
+    try:
+        found: Any = importlib.import_module(name)
+        for part in filter(None, rest.split(".")):
+            name = f"{name}.{part}"
+            if hasattr(found, part):
+                found = getattr(found, part)
+            else:
+                found = importlib.import_module(name)
+    except (ImportError, AttributeError):
+        return None
+    return found
+
+
+def _differences(target: str, place: Place) -> list[str]:
+    """What differs from the parameters that a target names; none if all is well."""
+    wanted = _names(target.partition("(")[2].rstrip(")"))
+    try:
+        found = _parameters(place.read())
+    except (AttributeError, TypeError, ValueError):
+        return [f"{_path_of(target)} isn't a function"]
+    first = wanted[: wanted.index("...")] if "..." in wanted else wanted
+    rest = set(wanted) - {*first, "..."}
+    if found[: len(first)] == first and (
+        rest <= set(found) if "..." in wanted else len(found) == len(first)
+    ):
+        return []
+    return [
+        f"{_path_of(target)} has the parameters ({', '.join(found)}), and "
+        f"({', '.join(wanted)}) are known"
+    ]
+
+
+def _names(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",") if name.strip()]
+
+
+def _parameters(function: Callable[..., Any]) -> list[str]:
+    """Names of parameters as they stand in a definition, without their defaults."""
+    found: list[str] = []
+    for one in inspect.signature(function).parameters.values():
+        if one.kind is one.KEYWORD_ONLY and not any(n[0] == "*" for n in found):
+            found.append("*")
+        if one.kind is one.VAR_POSITIONAL:
+            found.append(f"*{one.name}")
+        elif one.kind is one.VAR_KEYWORD:
+            found.append(f"**{one.name}")
+        else:
+            found.append(one.name)
+    return found
