@@ -216,3 +216,25 @@ def test_saved_models_have_no_devices_and_the_report_prices_what_moves(tmp_path)
     assert found["exported"] == []
     assert "With run_eagerly=True numb" in found["warned"]
     assert found["eager"] == ["CPU:1"] * 2 + ["CPU:2"] * 2
+
+
+def test_models_that_arent_compiled_predict():
+    """An encoder is never compiled; its optimizer was asked for."""
+    script = """
+    expected = None
+    found = []
+    for placement in ({}, {"first": "CPU:1", "second": "CPU:2"}, "auto"):
+        with kerasdist.ModelParallelStrategy(
+            placement, devices=["CPU:0", "CPU:1", "CPU:2"]
+        ).scope():
+            keras.utils.set_random_seed(1)
+            model = two_layers()
+            model.build((None, 8))
+        predicted = model.predict(x, verbose=0)
+        expected = predicted if expected is None else expected
+        found.append(float(abs(predicted - expected).max()))
+        found.append(float(abs(model.predict_on_batch(x) - expected).max()))
+    result(found)
+    """
+    with Workers(PRELUDE + textwrap.dedent(script), 1) as job:
+        assert max(job.succeed()[0].result) < 1e-6

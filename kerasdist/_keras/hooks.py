@@ -79,10 +79,7 @@ class KerasHooks(Protocol):
     def replicas(self) -> int:
         """Number of replicas that take a step together."""
 
-    def count_rows(self, batch: Any) -> Any:
-        """Number of rows of a replica's batch, a scalar integer tensor."""
-
-    def fill_if_empty(self, batch: Any, rows: Any) -> Any:
+    def fill_if_empty(self, batch: Any) -> Any:
         """Give a batch without rows one row of zeros, so that a step can run."""
 
     def reduce_gradients(
@@ -138,8 +135,11 @@ class KerasHooks(Protocol):
     def unwrap(self, data: Any) -> Any:
         """What a step is given of an element of a distributed dataset."""
 
-    def split(self, data: Any) -> tuple[Any, Any]:
-        """A step's batch, and the rows of the global batch if they're known."""
+    def split(self, data: Any) -> tuple[Any, Any, Any]:
+        """A step's batch, its number of rows, and that of the global batch if known.
+
+        A batch that counts as none may have a row all the same, to compute with.
+        """
 
     def any_of(self, flag: bool) -> bool:
         """Whether the flag is set on any worker."""

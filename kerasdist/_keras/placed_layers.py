@@ -231,7 +231,7 @@ def prepare(trainer: Any, placer: LayerPlacer) -> None:
     a part of, don't know where they belong until then; nor do those that layers make
     before they are built, as the states of dropout's random numbers.
     """
-    built = getattr(trainer.optimizer, "built", False)
+    built = getattr(getattr(trainer, "optimizer", None), "built", False)
     layers = list(layers_of(trainer, placer))
     for layer, _, device in layers:
         if device is None:

@@ -93,7 +93,7 @@ def _record_first(
 ) -> Callable[..., Any]:
     """The same function, whose first call is looked at."""
     first = not trainer.run_eagerly
-    name = getattr(trainer.optimizer, "name", "")
+    name = getattr(getattr(trainer, "optimizer", None), "name", "")
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:

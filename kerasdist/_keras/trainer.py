@@ -57,18 +57,17 @@ def make_function(
         return Calls(trainer, lambda: original(trainer, step_function), timer)
 
     def counted(data: Any) -> Any:
-        data, total = hooks.split(data)
-        rows = hooks.count_rows(data)
+        data, rows, total = hooks.split(data)
         if hooks.replicas == 1 or (tf.get_static_value(rows) or 0) > 0:
             with current.of(hooks, rows, total):
                 return step_function(data)
-        # A replica without rows runs the step on a row of zeros. Its gradients
-        # count for nothing, and what it wrote is put back.
+        # A replica without rows runs the step on another's row. Its gradients count for
+        # nothing, and what it wrote is put back.
         metrics = [variable.value for variable in trainer.metrics_variables]
         variables = [*metrics, *statistics_of(trainer)]
         before = [variable.read_value() for variable in variables]
         with current.of(hooks, rows, total):
-            logs = step_function(hooks.fill_if_empty(data, rows))
+            logs = step_function(hooks.fill_if_empty(data))
 
         def put_back() -> Any:
             for variable, value in zip(variables, before, strict=True):
@@ -115,8 +114,8 @@ def receive_batch(
 ) -> Callable[[Any], Any]:
     """In place of `_autoconvert_optionals`, which every batch passes.
 
-    Takes the batch out of what our datasets put around it. A replica without rows
-    predicts a row of zeros, which is then dropped.
+    Takes the batch out of what our datasets put around it. What a replica without rows
+    predicts is dropped.
     """
     hooks = hooks_of(trainer.distribute_strategy)
     converted = original(trainer, step_function)
@@ -142,11 +141,10 @@ def receive_batch(
             return converted(data)
         if hooks.replicas == 1 or current.rows is not None or not _in_replica(hooks):
             return converted(data)  # a train or test step, see `make_function`
-        data, _ = hooks.split(data)
-        rows = hooks.count_rows(data)
+        data, rows, _ = hooks.split(data)
         if (tf.get_static_value(rows) or 0) > 0:
             return converted(data)
-        outputs = converted(hooks.fill_if_empty(data, rows))
+        outputs = converted(hooks.fill_if_empty(data))
         return tree.map_structure(
             lambda output: (
                 output[: tf.maximum(rows, 0)]
@@ -190,14 +188,14 @@ def symbolic_build(
 
         dealt = getattr(iterator, "kerasdist_dealt", None)
         if dealt is not None:
-            data_batch, _ = hooks.split(dealt.example())
+            data_batch, _, _ = hooks.split(dealt.example())
         else:
             data_batch = first_item(iterator)
         for _, _, batches in iterator if data_batch is None else ():
             data_batch = getattr(batches, "kerasdist_example", None)
             if data_batch is None:
-                batch, _ = hooks.split(hooks.unwrap(next(batches)))
-                data_batch = tree.map_structure(local, batch)
+                batch = tree.map_structure(local, hooks.unwrap(next(batches)))
+                data_batch, _, _ = hooks.split(batch)
             break
         iterator = None
     return original(trainer, iterator, data_batch)

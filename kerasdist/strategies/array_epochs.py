@@ -9,8 +9,13 @@ import numpy as np
 import tensorflow as tf
 
 from kerasdist._keras import ArrayData
-from kerasdist.strategies.order import epoch_order, own_rows, same_length
-from kerasdist.strategies.rows import with_total
+from kerasdist.strategies.order import (
+    epoch_order,
+    has_empty_parts,
+    own_rows,
+    same_length,
+)
+from kerasdist.strategies.rows import with_facts
 
 if TYPE_CHECKING:
     from kerasdist.strategies.extended import SynchronousExtended
@@ -34,7 +39,7 @@ class ArrayEpochs:
         self._first, self._local, self._replicas = extended.places
         batches = -(-data.samples // data.batch_size)
         # Of this epoch: its samples, and the bounds between parts.
-        self._samples = self._bounds = np.zeros(0, np.int64)
+        self._order = self._samples = self._bounds = np.zeros(0, np.int64)
 
         known = same_length(
             data.samples, data.batch_size, self._first, self._local, self._replicas
@@ -46,12 +51,18 @@ class ArrayEpochs:
 
         # Inside a worker nobody has to be asked for the rows of the global batch.
         alone = extended.job.communicator.size == 1
+        filled = has_empty_parts(data.samples, data.batch_size, self._replicas)
 
         def finish(batch: Any, part: Any) -> Any:
-            if alone:
+            if alone and not filled:
                 return batch
             begin = part // self._local * data.batch_size
-            return with_total(batch, tf.minimum(data.samples - begin, data.batch_size))
+            total = tf.minimum(data.samples - begin, data.batch_size)
+            if not filled:
+                return with_facts(batch, total)
+            replica = self._first + part % self._local
+            longer = tf.cast(replica < total % self._replicas, tf.int64)
+            return with_facts(batch, total, total // self._replicas + longer)
 
         # As few stages as can be: each epoch makes them all again.
         parts = tf.data.Dataset.range(batches * self._local)
@@ -60,14 +71,18 @@ class ArrayEpochs:
     def __iter__(self) -> Iterator[Any]:
         data = self._data
         self._epoch += 1
-        order = epoch_order(
+        self._order = epoch_order(
             data.samples, data.batch_size, data.shuffle, self._seed, self._epoch
         )
         # Keras drops an epoch's iterator before it makes the next one.
         self._samples, self._bounds = own_rows(
-            order, data.batch_size, self._first, self._local, self._replicas
+            self._order, data.batch_size, self._first, self._local, self._replicas
         )
         return iter(self._dataset)
 
     def _rows_of(self, part: Any) -> Any:
-        return self._samples[self._bounds[part] : self._bounds[part + 1]]
+        begin, end = self._bounds[part], self._bounds[part + 1]
+        if begin == end:  # see `strategies.rows`
+            stop = (part // self._local + 1) * self._data.batch_size
+            return self._order[:stop][-1:]
+        return self._samples[begin:end]

@@ -24,7 +24,7 @@ import tensorflow as tf
 
 from kerasdist import _tf
 from kerasdist.server import END
-from kerasdist.strategies.rows import count_rows, split_total, take_rows, with_total
+from kerasdist.strategies.rows import count_rows, part_of_batch, split_part
 from kerasdist.strategies.sources import Source
 
 if TYPE_CHECKING:
@@ -265,7 +265,7 @@ class DealtLoop:
         try:
             for batch in batches:
                 # Keras's steps are told how many rows there are, a user's aren't.
-                yield split_total(batch)[0]
+                yield split_part(batch)[0]
         finally:
             batches.close()
         self._dealt.extended.keras_hooks.settle()
@@ -292,7 +292,7 @@ def _for_replicas(extended: AsyncExtended, batch: Any) -> Any:
         return whole(batch, devices[0])
     rows = count_rows(batch)
     parts = [
-        whole(with_total(take_rows(batch, rows, i, len(devices)), rows), device)
+        whole(part_of_batch(batch, rows, i, len(devices)), device)
         for i, device in enumerate(devices)
     ]
     return _tf.regroup(parts)

@@ -24,9 +24,10 @@ from kerasdist.strategies.own_data import Together
 from kerasdist.strategies.rows import (
     count_rows,
     fill_if_empty,
+    part_of_batch,
     slice_dataset,
-    split_total,
-    take_rows,
+    split_part,
+    with_facts,
 )
 from kerasdist.strategies.same_batches import CHECKSUM, SameBatches
 from kerasdist.strategies.shared_items import share_items
@@ -67,10 +68,6 @@ class SynchronousHooks:
         """See `KerasHooks`."""
         return self._extended.places[2]
 
-    def count_rows(self, batch: Any) -> Any:
-        """See `KerasHooks.count_rows`."""
-        return count_rows(batch)
-
     def reduce_gradients(
         self, gradients: Sequence[Any], rows: Any, total: Any, linear: bool
     ) -> list[Any]:
@@ -98,9 +95,9 @@ class SynchronousHooks:
 
         return self.timer.exchange(gradients, end) if is_timed() else end()
 
-    def fill_if_empty(self, batch: Any, rows: Any) -> Any:
+    def fill_if_empty(self, batch: Any) -> Any:
         """See `KerasHooks.fill_if_empty`."""
-        return fill_if_empty(batch, rows)
+        return fill_if_empty(batch, count_rows(batch))
 
     def sum_over_replicas(self, tensors: Sequence[Any]) -> list[Any]:
         """See `KerasHooks.sum_over_replicas`."""
@@ -121,9 +118,14 @@ class SynchronousHooks:
                 lambda x: tf.convert_to_tensor(x) if isinstance(x, np.ndarray) else x,
                 batch,
             )
-        batch = tf.nest.map_structure(tf.convert_to_tensor, batch)
+        batch = tf.nest.map_structure(
+            lambda x: None if x is None else tf.convert_to_tensor(x), batch
+        )
         rows = count_rows(batch)
-        parts = [take_rows(batch, rows, first + i, replicas) for i in range(local)]
+        parts = [
+            part_of_batch(batch, rows, first + i, replicas, whole=self.shards)
+            for i in range(local)
+        ]
         return parts[0] if local == 1 else _tf.regroup(parts)
 
     def distribute_dataset(
@@ -140,7 +142,7 @@ class SynchronousHooks:
         if not self.shards:
             self._given = Given(division="each worker's own data")
             own = extended.distribute_parts(
-                slice_dataset(dataset, *extended.data_places)
+                slice_dataset(dataset, *extended.data_places, wrap=_own_part)
             )
             own.kerasdist_own = True
             return self._in_step(own, length)
@@ -178,9 +180,10 @@ class SynchronousHooks:
                 self._same.compare(local[0])
         return data["batch"]
 
-    def split(self, data: Any) -> tuple[Any, Any]:
+    def split(self, data: Any) -> tuple[Any, Any, Any]:
         """See `KerasHooks.split`."""
-        return split_total(data)
+        batch, rows, total = split_part(data)
+        return batch, count_rows(batch) if rows is None else rows, total
 
     def order_of_epochs(self) -> Callable[[int, int], Any]:
         """See `KerasHooks.order_of_epochs`."""
@@ -328,6 +331,13 @@ class SynchronousHooks:
             seed = int(words[0] >> np.uint64(1))
         communicator = self._extended.job.communicator
         return int(communicator.broadcast([np.int64(seed)])[0])
+
+
+def _own_part(index: Any, batch: Any, part: Any) -> Any:
+    """An element of a dataset that is this worker's own: it says nothing of others."""
+    del index, batch
+    mine, rows, _ = split_part(part)
+    return mine if rows is None else with_facts(mine, None, rows)
 
 
 def _known_of(dataset: Any, length: int | None) -> Given:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["epoch_order", "own_rows", "part_of", "same_length"]
+__all__ = ["epoch_order", "has_empty_parts", "own_rows", "part_of", "same_length"]
 
 
 def epoch_order(
@@ -89,13 +89,26 @@ def part_of(rows: int, replica: int, replicas: int) -> slice:
     return slice(start, start + length + (replica < longer))
 
 
+def has_empty_parts(samples: int, batch_size: int, replicas: int) -> bool:
+    """Return whether a batch of an epoch has fewer rows than there are replicas.
+
+    Args:
+        samples: Number of samples of an epoch.
+        batch_size: Of the global batch.
+        replicas: Number of replicas over all workers.
+    """
+    return (
+        0 < min({min(batch_size, samples), samples % batch_size or samples}) < replicas
+    )
+
+
 def same_length(
     samples: int, batch_size: int, first: int, local: int, replicas: int
 ) -> int | None:
     """Return the number of rows that all parts of a worker have, or None.
 
     A step that TensorFlow makes for one number of rows costs less than one for any. A
-    replica without rows needs the latter: it computes with a row of zeros.
+    replica without rows needs the latter: it computes with a row that isn't its own.
 
     Args:
         samples: Number of samples of an epoch.

@@ -19,6 +19,7 @@ import tensorflow as tf
 
 from kerasdist import _tf
 from kerasdist.strategies.agreement import any_of
+from kerasdist.strategies.rows import slice_rows, split_part, with_facts
 
 if TYPE_CHECKING:
     from kerasdist.strategies.extended import SynchronousExtended
@@ -86,9 +87,16 @@ class TogetherIterator:
         if here:
             self._last = optional.get_value()
             return self._last
-        return tf.nest.map_structure(
-            self._empty, self._spec if self._last is None else self._last
-        )
+        if self._last is None:
+            return tf.nest.map_structure(self._empty, self._spec)
+        # What this worker computes with counts for nothing, see `strategies.rows`.
+        local = len(self._extended.worker_devices)
+        none = tf.constant(0, tf.int64)
+        idle = []
+        for replica in range(local):
+            batch, _, _ = split_part(_tf.select_replica(replica, self._last))
+            idle.append(with_facts(slice_rows(batch, 0, 1), None, none))
+        return idle[0] if local == 1 else _tf.regroup(idle)
 
     def _first_by_file(self) -> Any:
         """The first batch of a dataset that is divided by file.
@@ -128,14 +136,9 @@ class TogetherIterator:
         return optional
 
     def _empty(self, like: Any) -> Any:
-        """No rows of a tensor, of each replica's, or of what a spec describes."""
-        strategy = self._extended._container_strategy()
-        if isinstance(like, tf.TypeSpec):
-            parts = getattr(like, "_value_specs", [like])
-        else:
-            parts = strategy.experimental_local_results(like)
+        """No rows of what a spec describes."""
         empty = []
-        for part in parts:
+        for part in getattr(like, "_value_specs", [like]):
             inner = [1 if size is None else size for size in part.shape[1:]]
             empty.append(tf.zeros([0, *inner], part.dtype))
         return empty[0] if len(empty) == 1 else _tf.regroup(empty)

@@ -4,6 +4,10 @@ The division is a function of three numbers, so that every worker knows every
 replica's part without asking: of R replicas, the first `rows % R` get one row
 more than the others. Replicas are numbered over all workers in rank order, so the
 parts in order are the global batch in order.
+
+A replica that gets none computes with a copy of another's row, which counts for
+nothing: a row that the script has never seen could be one that a layer refuses, as an
+empty string that isn't in a vocabulary.
 """
 
 from __future__ import annotations
@@ -13,17 +17,22 @@ from typing import Any
 
 import tensorflow as tf
 
+from kerasdist.strategies.order import part_of
+
 __all__ = [
     "count_rows",
     "fill_if_empty",
+    "part_of_batch",
     "rows_of",
     "slice_dataset",
-    "split_total",
+    "slice_rows",
+    "split_part",
     "take_rows",
-    "with_total",
+    "with_facts",
 ]
 
 _TOTAL = "kerasdist_total_rows"
+_ROWS = "kerasdist_own_rows"
 
 
 def count_rows(batch: Any) -> Any:
@@ -55,7 +64,9 @@ def count_rows(batch: Any) -> Any:
 
 def rows_of(part: Any) -> Any:
     """Number of rows of a replica's part; 0 where it has no first dimension."""
-    batch, _ = split_total(part)
+    batch, rows, _ = split_part(part)
+    if rows is not None:
+        return rows
     try:
         return count_rows(batch)
     except ValueError:
@@ -64,6 +75,8 @@ def rows_of(part: Any) -> Any:
 
 def fill_if_empty(batch: Any, rows: Any) -> Any:
     """Return the batch, or one row of zeros where it has none.
+
+    The last resort: see `part_of_batch`.
 
     Args:
         batch: A nest of tensors with a common first dimension.
@@ -102,9 +115,49 @@ def take_rows(batch: Any, rows: Any, replica: int, replicas: int) -> Any:
         replica: The replica's number over all workers.
         replicas: Number of replicas over all workers.
     """
+    return slice_rows(batch, *_bounds(rows, replica, replicas))
+
+
+def part_of_batch(
+    batch: Any, rows: Any, replica: int, replicas: int, *, whole: bool = True
+) -> Any:
+    """Return what a step of one replica is given of a global batch.
+
+    Its rows, and those facts that `split_part` returns. Where it has no rows it's a
+    copy of the batch's last one.
+
+    Args:
+        batch: See `take_rows`.
+        rows: See `take_rows`.
+        replica: See `take_rows`.
+        replicas: See `take_rows`.
+        whole: Whether `rows` are those of all replicas of the job.
+    """
+    total = rows if whole else None
+    start, stop = _bounds(rows, replica, replicas)
+    known = tf.get_static_value(rows)
+    if known is not None and known >= replicas:
+        return with_facts(slice_rows(batch, start, stop), total)
+    start, stop = (tf.convert_to_tensor(bound, tf.int64) for bound in (start, stop))
+    own = stop - start
+    first = tf.where(own > 0, start, tf.maximum(tf.cast(rows, tf.int64) - 1, 0))
+    part = slice_rows(batch, first, first + tf.maximum(own, 1))
+    return with_facts(part, total, own)
+
+
+def _bounds(rows: Any, replica: int, replicas: int) -> tuple[Any, Any]:
+    """A replica's first row, and the one after its last: numbers, or else tensors."""
+    known = tf.get_static_value(rows)
+    if known is not None:
+        own = part_of(int(known), replica, replicas)
+        return own.start, own.stop
     length, longer = rows // replicas, rows % replicas
     start = replica * length + tf.minimum(tf.cast(replica, tf.int64), longer)
-    stop = start + length + tf.cast(replica < longer, tf.int64)
+    return start, start + length + tf.cast(replica < longer, tf.int64)
+
+
+def slice_rows(batch: Any, start: Any, stop: Any) -> Any:
+    """Return the rows from `start` to `stop` of a nest of tensors; None stays."""
 
     def take(tensor: Any) -> Any:
         if isinstance(tensor, tf.SparseTensor):
@@ -116,19 +169,34 @@ def take_rows(batch: Any, rows: Any, replica: int, replicas: int) -> Any:
             return tensor[start:stop]
         return tensor
 
-    return tf.nest.map_structure(take, batch, expand_composites=False)
+    return tf.nest.map_structure(
+        lambda tensor: None if tensor is None else take(tensor),
+        batch,
+        expand_composites=False,
+    )
 
 
-def with_total(part: Any, total: Any) -> Any:
-    """Put the rows of the global batch beside a replica's part of it."""
-    return {_TOTAL: total, "batch": part}
+def with_facts(part: Any, total: Any, rows: Any = None) -> Any:
+    """Put beside a replica's part what a step must know, see `split_part`."""
+    facts = {"batch": part, _TOTAL: total, _ROWS: rows}
+    return {name: fact for name, fact in facts.items() if fact is not None}
 
 
-def split_total(data: Any) -> tuple[Any, Any]:
-    """Take apart what `with_total` has put together; None if it hasn't."""
-    if not isinstance(data, dict) or _TOTAL not in data:
-        return data, None
-    return data["batch"], data[_TOTAL]
+def split_part(data: Any) -> tuple[Any, Any, Any]:
+    """Take apart what `with_facts` has put together.
+
+    Returns:
+        The batch; the replica's number of rows; that of the global batch. Numbers are
+        scalar int64 tensors, or None: of the rows the batch tells, of the global
+        batch nobody does.
+    """
+    if isinstance(data, tuple) and len(data) == 1:
+        # `predict_on_batch` does so.
+        batch, rows, total = split_part(data[0])
+        return (batch,), rows, total
+    if not isinstance(data, dict) or not {_TOTAL, _ROWS} & data.keys():
+        return data, None, None
+    return data["batch"], data.get(_ROWS), data.get(_TOTAL)
 
 
 def slice_dataset(
@@ -146,16 +214,18 @@ def slice_dataset(
         first: Number of this worker's first replica over all workers.
         local: Number of this worker's replicas.
         replicas: Number of replicas over all workers.
-        wrap: Makes the element from (index, global batch, part).
+        wrap: Makes the element from (index, global batch, what `part_of_batch` is).
 
     Returns:
         A dataset with `local` elements for each global batch: its replicas' parts
-        in order. Parts may have no rows.
+        in order. Without `wrap` parts may have no rows.
     """
 
     def part(index: Any, batch: Any, replica: int) -> Any:
-        mine = take_rows(batch, count_rows(batch), replica, replicas)
-        return mine if wrap is None else wrap(index, batch, mine)
+        rows = count_rows(batch)
+        if wrap is None:
+            return take_rows(batch, rows, replica, replicas)
+        return wrap(index, batch, part_of_batch(batch, rows, replica, replicas))
 
     def ahead(result: Any) -> Any:
         # Who turns autotuning off fetches ahead itself, as Keras does for a

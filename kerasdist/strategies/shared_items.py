@@ -35,7 +35,7 @@ from kerasdist import _tf
 from kerasdist._keras import ItemData
 from kerasdist.strategies.item_form import ItemForm
 from kerasdist.strategies.order import epoch_order, part_of
-from kerasdist.strategies.rows import with_total
+from kerasdist.strategies.rows import with_facts
 
 if TYPE_CHECKING:
     from kerasdist.strategies.extended import SynchronousExtended
@@ -261,11 +261,16 @@ class SharedItemsIterator:
         parts = []
         for i, device in enumerate(extended.worker_devices[:local]):
             rows = part_of(total, first + i, replicas)
+            count = rows.stop - rows.start
+            if not count:  # see `strategies.rows`
+                rows = slice(total - 1, total)
             with tf.device(device):
                 # A copy: the rest of the item isn't to stay in memory.
                 leaves = [tf.convert_to_tensor(array[rows].copy()) for array in arrays]
-                count = tf.constant(total, tf.int64)
-            parts.append(with_total(form.item(leaves), count))
+                facts = [tf.constant(total, tf.int64), None]
+                if total < replicas:
+                    facts[1] = tf.constant(count, tf.int64)
+            parts.append(with_facts(form.item(leaves), *facts))
         return parts[0] if local == 1 else _tf.regroup(parts)
 
 

@@ -55,7 +55,7 @@ from kerasdist.strategies.marks import (
     time_after,
     time_after_all,
 )
-from kerasdist.strategies.rows import rows_of, split_total
+from kerasdist.strategies.rows import rows_of, split_part
 from kerasdist.strategies.sampling import Sampling, rows_for
 from kerasdist.strategies.spans import SpanSums, Work
 from kerasdist.strategies.step_parts import parts_of_a_step
@@ -340,7 +340,7 @@ class StepClock:
         parts = [_tf.select_replica(index, data) for index in range(self._replicas)]
         rows = sum(rows_of(part) for part in parts)
         # Of whichever model is trained now.
-        batch, _ = split_total(parts[0])
+        batch, _, _ = split_part(parts[0])
         self.batch = tf.nest.map_structure(
             tf.type_spec_from_value, batch, expand_composites=False
         )
