@@ -23,6 +23,7 @@ from kerasdist.cli.blame import Failure, exit_code, first_failure, in_words
 from kerasdist.cli.output import LineTagger, WholeLines, end_of, last_traceback
 from kerasdist.cli.processes import descendants
 from launching import HANG, launcher_in
+from waiting import wait_until
 from workers import kill_tagged, python_env
 
 pytestmark = pytest.mark.timeout(90)
@@ -515,6 +516,42 @@ def test_nobody_waits_for_what_is_stopped_when_all_others_have_ended(launcher):
         "kerasdist run: rank 0 was stopped by a signal, and everybody else has ended: "
         "waiting no longer\n" in err
     )
+
+
+def test_a_launcher_whose_output_nobody_reads_ends_the_job_all_the_same(launcher):
+    """It tells of the frozen task first: with `2>&1 | less` that once was all."""
+    reading, writing = os.pipe()
+    process = subprocess.Popen(
+        launcher.command(
+            *("-n", 2, "script.py"),
+            script="""
+            if rank == 1:
+                mark("up-1", os.getpid())
+                wait_for("never")
+            """,
+            quick=True,
+        ),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=writing,
+        cwd=launcher.folder,
+        env=launcher.env,
+        start_new_session=True,
+    )
+    launcher.processes.append(process)
+    (pid,) = launcher.pids("up-1")
+    os.set_blocking(writing, False)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            os.write(writing, bytes(4096))
+    os.set_blocking(writing, True)
+    os.close(writing)
+    os.kill(pid, signal.SIGSTOP)
+    wait_until(lambda: not psutil.pid_exists(pid), "the end of rank 1")
+    with os.fdopen(reading, "rb") as pipe:
+        said = pipe.read()
+    assert b"kerasdist run: rank 1 was stopped by a signal" in said
+    assert process.wait(30) == 1
 
 
 def test_ctrl_z_of_a_launcher_ends_nothing(launcher):

@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 
 from kerasdist.cli.blame import in_words
-from kerasdist.cli.saying import say
+from kerasdist.cli.saying import say_soon
 from kerasdist.cli.starting import Started
 from kerasdist.cli.verdict import Verdict
 
@@ -52,7 +52,7 @@ class Losses:
             if not self._verdict.patience or not (ended.code and ended.code < 0):
                 return False
             ended.lost = True
-            say(
+            say_soon(
                 f"{ended.task} was lost: it {in_words(ended.code)}; the workers wait "
                 f"{self._verdict.patience:g} s for it to be started again"
             )
@@ -82,7 +82,7 @@ class Losses:
                     worker.reason, worker.heard_at = "", None
                     if worker.lost:
                         worker.replaced = True
-                        say(f"{worker.task} has come again")
+                        say_soon(f"{worker.task} has come again")
         for worker in self._tasks:
             if self._to_tell(worker) and (
                 worker.code is not None or self._seconds(worker) <= 0
@@ -103,7 +103,7 @@ class Losses:
             for each in self._tasks
         )
         rest = "; the others go on" if others else ""
-        say(f"{worker.task} was lost: {why}{rest}")
+        say_soon(f"{worker.task} was lost: {why}{rest}")
 
     def next_in(self) -> float | None:
         """Seconds until something is to be told; None: nothing waits for that."""

@@ -5,10 +5,18 @@ from __future__ import annotations
 import contextlib
 import sys
 
-__all__ = ["say"]
+from kerasdist.transport import background_log
+
+__all__ = ["say", "say_soon"]
 
 
 def say(text: str) -> None:
     """Tell the user something on standard error, whoever still reads that."""
+    background_log.flush(None)
     with contextlib.suppress(OSError):
         print(f"kerasdist run: {text}", file=sys.stderr, flush=True)
+
+
+def say_soon(text: str) -> None:
+    """As `say`, while a job is watched: a reader that has stopped delays nothing."""
+    background_log.write_line(f"kerasdist run: {text}", error=True)

@@ -39,7 +39,7 @@ from kerasdist.cli.processes import (
     kill_all,
     signal_all,
 )
-from kerasdist.cli.saying import say
+from kerasdist.cli.saying import say, say_soon
 from kerasdist.cli.starting import Launch, Started
 from kerasdist.cli.verdict import Verdict
 
@@ -172,7 +172,7 @@ class Supervisor:
     def _end_frozen(self, frozen: list[Started]) -> None:
         names = " and ".join(str(each.task) for each in frozen)
         were = "were" if len(frozen) > 1 else "was"
-        say(
+        say_soon(
             f"{names} {were} stopped by a signal, and everybody else has ended: "
             "waiting no longer"
         )

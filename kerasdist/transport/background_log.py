@@ -44,13 +44,19 @@ def log(level: int, message: str, *args: object, exc_info: bool = False) -> None
     _QUEUE.put(lambda: _LOG.handle(record))
 
 
-def write_line(text: str) -> None:
-    """Write a line to standard output soon, from the same thread. Never waits."""
-    _QUEUE.put(lambda: print(f"{text}\n", end="", flush=True))
+def write_line(text: str, *, error: bool = False) -> None:
+    """Write a line soon, from the same thread. Never waits.
+
+    Args:
+        text: The line.
+        error: Whether it goes to standard error, not to standard output.
+    """
+    stream = sys.stderr if error else sys.stdout
+    _QUEUE.put(lambda: print(f"{text}\n", end="", file=stream, flush=True))
 
 
-def flush(seconds: float) -> None:
-    """Wait until everything is written, at most so long."""
+def flush(seconds: float | None) -> None:
+    """Wait until everything is written, at most so long; None: as for any output."""
     _QUEUE.flush(seconds)
 
 
@@ -84,7 +90,7 @@ class _Queue:
         except RuntimeError:  # no room for a thread, or the interpreter is ending
             self._run()
 
-    def flush(self, seconds: float) -> None:
+    def flush(self, seconds: float | None) -> None:
         with self._changed:
             self._changed.wait_for(lambda: not self._running, seconds)
 
