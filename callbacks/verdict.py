@@ -23,8 +23,9 @@ __all__ = ["LEAST", "Verdict", "in_bytes", "in_seconds", "judge"]
 
 # What costs a smaller part of the step isn't worth a change.
 LEAST = 0.15
-# From this part of the link's speed on it's the link that is slow.
+# What a call of steps may take before its first one begins.
 _CALL_SECONDS = 0.001
+# From this part of the link's speed on the link limits, not latencies.
 _NEAR_LINK = 0.4
 _SCALES = 0.9
 _NAMES = {

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import itertools
 import json
+import types
 
 import pytest
 
+from kerasdist.server import END
+from kerasdist.strategies.dealing import Dealt
 from workers import Workers
 
 pytestmark = pytest.mark.timeout(150)
@@ -287,3 +290,20 @@ log.epochs = seen
         assert sorted(batches) == FIVES
         weights = [worker[epoch][1] for worker in results]
         assert weights[0] == weights[1] == weights[2]
+
+
+def test_a_reading_thread_that_claims_meanwhile_does_not_undo_the_end():
+    class Raced(Dealt):
+        """The other thread always comes in between."""
+
+        _last = property(lambda self: 7, lambda self, number: None)
+
+    told = []
+
+    def claim(dataset, epoch, *, limit, last):
+        told.append(last)
+
+    client = types.SimpleNamespace(claim=claim)
+    job = types.SimpleNamespace(client=client)
+    Raced(types.SimpleNamespace(job=job), None, 1).end_for_all()
+    assert told == [END]

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import threading
+import types
 
 import numpy as np
 import pytest
 
+from kerasdist._keras import items
 from kerasdist.strategies.item_form import ItemForm
 from kerasdist.strategies.order import part_of
 from workers import Workers
@@ -283,3 +286,30 @@ def test_parts_in_rank_order_are_the_batch(rows):
     parts = [list(range(rows))[part_of(rows, replica, 3)] for replica in range(3)]
     assert list(itertools.chain(*parts)) == list(range(rows))
     assert max(map(len, parts)) - min(map(len, parts)) <= 1
+
+
+def test_a_reading_thread_that_does_not_end_is_left_to_itself(monkeypatch):
+    """A pool of processes that hangs in its start, for instance."""
+    monkeypatch.setattr(items, "_CLOSE_SECONDS", 0.2)
+
+    class Data(items.py_dataset_adapter.PyDataset):
+        num_batches = 3
+
+        def __getitem__(self, index):
+            return np.zeros(2)
+
+    end = threading.Event()
+    dataset = Data(workers=1)
+    data = types.SimpleNamespace(_arrays=lambda item: item)
+    reader = items.ItemReader(data, items._Part(dataset, 0, 1, None))
+    assert reader.read()[0] == 0
+    theirs = reader._enqueuer.run_thread
+    reader._enqueuer.run_thread = stuck = threading.Thread(target=end.wait, daemon=True)
+    stuck.start()
+    reader.close()
+    assert stuck.is_alive()
+    end.set()
+    stuck.join(10)
+    reader._enqueuer.run_thread = theirs
+    reader.close()
+    assert not theirs.is_alive()

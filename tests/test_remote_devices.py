@@ -11,6 +11,7 @@ from devices import CLASSIFIER, begin
 from test_scaling_tensorboard import events, series
 from test_scaling_tensorboard import text as text_of
 
+from kerasdist.strategies.remote_devices import named_in
 from workers import Workers
 
 PRELUDE = (
@@ -280,3 +281,12 @@ def test_devices_of_another_host(two_hosts):
         chief, other = job.succeed()
     assert chief.result == ["/task:1/device:CPU:1"] * 2
     assert other.results == []
+
+
+def test_the_twelfth_task_is_not_taken_for_the_first():
+    names = [f"/job:worker/replica:0/task:{task}" for task in range(14)]
+    servers = [f"10.0.0.9:{port}" for port in (1, 123, *range(1230, 1242))]
+    for rank in range(1, 14):
+        assert named_in(f"{names[rank]}/device:CPU:0 is gone", names, servers) == rank
+        assert named_in(f"ipv4:{servers[rank]}: refused", names, servers) == rank
+    assert named_in("/job:worker/replica:0/task:0 is gone", names, servers) is None

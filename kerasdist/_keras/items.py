@@ -13,6 +13,7 @@ from keras.src import tree
 from keras.src.trainers.data_adapters import py_dataset_adapter
 
 from kerasdist._keras.step import current, setting
+from kerasdist.transport.deadline import Deadline
 
 __all__ = ["ItemData", "ItemReader", "closing_readers"]
 
@@ -20,6 +21,8 @@ __all__ = ["ItemData", "ItemReader", "closing_readers"]
 _AHEAD = 2
 # How often a thread that shall end is looked after, in seconds.
 _POLL = 0.02
+# How long it may take to end; after that it is left to itself (it is a daemon).
+_CLOSE_SECONDS = 10.0
 
 
 class ItemData:
@@ -104,7 +107,8 @@ class ItemReader:
         with enqueuer.start_stop_lock:
             enqueuer.running = False
             thread, enqueuer.run_thread = enqueuer.run_thread, None
-        while thread is not None and thread.is_alive():
+        deadline = Deadline(_CLOSE_SECONDS)
+        while thread is not None and thread.is_alive() and not deadline.expired:
             with contextlib.suppress(queue.Empty):
                 # The thread may wait for room in the queue.
                 enqueuer.future_queue.get(timeout=_POLL)

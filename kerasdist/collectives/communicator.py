@@ -60,6 +60,8 @@ class Communicator(abc.ABC):
     Attributes:
         rank: 0..size-1.
         size: Number of ranks.
+        ranks: What the group's ranks are called in the job, for messages: where a job
+            goes on without a lost worker the others are numbered anew here.
     """
 
     def __init__(
@@ -67,6 +69,7 @@ class Communicator(abc.ABC):
     ) -> None:
         self.rank = rank
         self.size = len(peers)
+        self.ranks: tuple[int, ...] = tuple(range(self.size))
         self.peers = tuple(peers)
         self.timeout = timeout
         self._supervisor = supervisor

@@ -150,10 +150,15 @@ def check_state(
             for i in range(len(digests))
             if any(not np.array_equal(t[i], tables[0][i]) for t in tables)
         ]
-        ranks = [r for r, t in enumerate(tables) if not np.array_equal(t, tables[0])]
+        ranks = [
+            rank
+            for rank, theirs in zip(communicator.ranks, tables, strict=True)
+            if not np.array_equal(theirs, tables[0])
+        ]
         what = (
             f"{len(differing)} of {len(digests)} variables of ranks {ranks} differ "
-            f"from rank 0's: {differing[:5]}{'...' if len(differing) > 5 else ''}"
+            f"from rank {communicator.ranks[0]}'s: {differing[:5]}"
+            f"{'...' if len(differing) > 5 else ''}"
         )
     raise ValueError(
         "The workers would begin to train from different states. "

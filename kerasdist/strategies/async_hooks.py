@@ -260,9 +260,11 @@ class AsyncHooks(SynchronousHooks):
         every = self._facts(
             {"steps": steps, "logs": _numbers(logs), "evidence": evidence}
         )
+        # In the next collective somebody may be missing.
+        ranks = extended.job.communicator.ranks
         extended.shared.pull()
         extended.job.communicator.barrier()
-        self._compare([facts["evidence"] for facts in every])
+        _compare(ranks, [facts["evidence"] for facts in every])
         self.steps_of_all = sum(facts["steps"] for facts in every)
         if self.steps_of_all:
             agreement.average(extended, statistics, steps / self.steps_of_all)
@@ -279,18 +281,6 @@ class AsyncHooks(SynchronousHooks):
         text = np.frombuffer(json.dumps(mine).encode(), np.uint8)
         gathered = self._extended.job.communicator.all_gather(text)
         return [json.loads(each.tobytes()) for each in gathered]
-
-    def _compare(self, evidence: list[dict[str, int]]) -> None:
-        for place in sorted({place for one in evidence for place in one}):
-            found = [one.get(place) for one in evidence]
-            known = [value for value in found if value is not None]
-            others = [
-                rank
-                for rank, value in enumerate(found)
-                if value is not None and value != known[0]
-            ]
-            if others:
-                raise different_batches(others)
 
     def end_batches(self) -> None:
         """See `KerasHooks.end_batches`."""
@@ -393,3 +383,13 @@ def _batch_size(dataset: Any) -> int | None:
         return _tf.static_batch_size(dataset)
     except (IndexError, TypeError, ValueError, tf.errors.OpError):
         return None
+
+
+def _compare(ranks: tuple[int, ...], evidence: list[dict[str, int]]) -> None:
+    by_rank = dict(zip(ranks, evidence, strict=True))
+    for place in sorted({place for one in evidence for place in one}):
+        found = {rank: one[place] for rank, one in by_rank.items() if place in one}
+        first = next(iter(found))
+        others = [rank for rank, value in found.items() if value != found[first]]
+        if others:
+            raise different_batches(others, first)

@@ -103,7 +103,7 @@ class Dealt:
         local = itertools.count()
 
         def claim() -> int | None:
-            number = self._claim() if gated else next(local)
+            number = self._claim(self._last) if gated else next(local)
             return None if number is None else used + number
 
         if self._limit is not None and gated:
@@ -148,17 +148,17 @@ class Dealt:
 
     def end_for_all(self) -> None:
         """Let all workers' epoch end with the batches that they have."""
-        self._last = END
-        self._claim()
+        self._claim(END)
 
     def close(self) -> None:
         """End the reading thread."""
         if self._batches is not None:
             self._batches.close()
 
-    def _claim(self) -> int | None:
+    def _claim(self, last: int) -> int | None:
+        # Told, not left in `_last`: the reading thread sets that, too.
         number = self.extended.job.client.claim(
-            self._number, self._epoch, limit=self._limit, last=self._last
+            self._number, self._epoch, limit=self._limit, last=last
         )
         if number is not None:
             self._last = number

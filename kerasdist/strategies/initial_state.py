@@ -100,11 +100,17 @@ def share_state(
     if differing:
         changed = [copies[i] for i in differing]
         every = communicator.all_gather(_digests(changed))
-        wrong = [r for r, d in enumerate(every) if not np.array_equal(d, every[root])]
+        ranks = communicator.ranks
+        wrong = [
+            rank
+            for rank, theirs in zip(ranks, every, strict=True)
+            if not np.array_equal(theirs, every[root])
+        ]
         if wrong:
             raise CollectiveError(
-                f"Ranks {wrong} hold other values than rank {root} after they were "
-                "given its. Does another thread of the script write to the variables?"
+                f"Ranks {wrong} hold other values than rank {ranks[root]} after they "
+                "were given its. Does another thread of the script write to the "
+                "variables?"
             )
     return Shared(
         workers=size,

@@ -307,12 +307,13 @@ class SynchronousHooks:
             np.int64,
         )
         every = communicator.all_gather(facts)
-        for rank, theirs in enumerate(every):
+        ranks = communicator.ranks
+        for rank, theirs in zip(ranks, every, strict=True):
             if not np.array_equal(theirs, facts):
                 raise ValueError(
                     "All workers must be given the same data: each takes its own part "
                     "of every global batch. Received: "
-                    f"rank {communicator.rank}: {_facts(facts)}; "
+                    f"rank {ranks[communicator.rank]}: {_facts(facts)}; "
                     f"rank {rank}: {_facts(theirs)}. Don't shard the arrays yourself."
                 )
         return self._seed()

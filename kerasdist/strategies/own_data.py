@@ -124,7 +124,8 @@ class TogetherIterator:
                 "least one per worker, or use AutoShardPolicy.DATA, with which every "
                 "worker reads all files and takes its rows."
             ) from fault
-        without = [rank for rank, s in enumerate(every) if s == 0]
+        ranks = communicator.ranks
+        without = [rank for rank, s in zip(ranks, every, strict=True) if s == 0]
         if without:
             raise ValueError(
                 "The dataset is divided by file (AutoShardPolicy.FILE), and some "

@@ -22,6 +22,7 @@ import contextlib
 import json
 import logging
 import queue
+import re
 import signal
 import sys
 import threading
@@ -131,10 +132,8 @@ class RemoteDevices:
 
     def _named_in(self, text: str) -> int | None:
         """The rank of the worker that a message of TensorFlow names, if it does."""
-        for rank, name in enumerate(self.names):
-            if rank and (name in text or self._servers[rank] in text):
-                return rank
-        return 1 if len(self.names) == 2 else None
+        found = named_in(text, self.names, self._servers)
+        return 1 if found is None and len(self.names) == 2 else found
 
     def _watch(self) -> None:
         failure = self.job.await_end()
@@ -149,6 +148,16 @@ class RemoteDevices:
         while not self._left.wait(_SEVER_SECONDS):
             for rank in ranks:
                 sever(self._servers[rank])
+
+
+def named_in(text: str, names: Sequence[str], servers: Sequence[str]) -> int | None:
+    """Return the rank that a message of TensorFlow names; None: no other's than 0."""
+    for rank in range(1, len(names)):
+        # `task:1` is the beginning of `task:12`, and so it is with ports.
+        either = "|".join(map(re.escape, (names[rank], servers[rank])))
+        if re.search(rf"(?:{either})(?!\d)", text):
+            return rank
+    return None
 
 
 def come_together(place: Cluster, timeouts: Timeouts) -> RemoteDevices:

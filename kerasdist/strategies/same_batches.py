@@ -67,19 +67,20 @@ class SameBatches:
         communicator = self._extended.job.communicator
         every = [int(c[0]) for c in communicator.all_gather(np.int64(checksum))]
         if len(set(every)) > 1:
-            others = [rank for rank, c in enumerate(every) if c != every[0]]
-            self.fault = different_batches(others)
+            ranks = communicator.ranks
+            others = [r for r, c in zip(ranks, every, strict=True) if c != every[0]]
+            self.fault = different_batches(others, ranks[0])
             raise self.fault
         return [np.int64(checksum)]
 
 
-def different_batches(others: list[int]) -> ValueError:
-    """Return the error that says that these ranks' batches aren't rank 0's."""
+def different_batches(others: list[int], first: int) -> ValueError:
+    """Return the error that says that these ranks' batches aren't those of `first`."""
     return ValueError(
         "The workers read different global batches: each takes its own rows of "
         "every batch, or its own batches, so all datasets must yield the same batches "
-        f"in the same order. Received: ranks {others} differ from rank 0. Give "
-        "`dataset.shuffle` a seed, or call `keras.utils.set_random_seed` with "
+        f"in the same order. Received: ranks {others} differ from rank {first}. "
+        "Give `dataset.shuffle` a seed, or call `keras.utils.set_random_seed` with "
         "the same number on all workers before the dataset is made. If each "
         "worker's dataset is its own part already, use "
         "`strategy.distribute_datasets_from_function`."

@@ -131,13 +131,15 @@ class SharedItems:
         text = np.frombuffer(json.dumps(facts).encode(), np.uint8)
         every = [json.loads(other.tobytes()) for other in communicator.all_gather(text)]
         checksums = [other.pop("checksums", None) for other in every]
-        for rank, other in enumerate(every):
+        ranks = communicator.ranks
+        for rank, other in zip(ranks, every, strict=True):
             if other != every[0]:
                 raise ValueError(
                     "All workers must be given the same PyDataset: its items are "
                     "global batches, of which each worker reads its share. Received: "
-                    f"rank 0: {_text(every[0])}; rank {rank}: {_text(other)}. Don't "
-                    "shard the dataset yourself, or give the strategy shard='off'."
+                    f"rank {ranks[0]}: {_text(every[0])}; rank {rank}: {_text(other)}. "
+                    "Don't shard the dataset yourself, or give the strategy "
+                    "shard='off'."
                 )
         return checksums
 
@@ -156,9 +158,10 @@ class SharedItems:
             now = [-1] * len(mine)
         flags = np.array([a == b for a, b in zip(now, mine, strict=True)])
         steady = communicator.all_reduce([flags], "min")[0]
+        ranks = communicator.ranks
         others = [
             rank
-            for rank, theirs in enumerate(checksums)
+            for rank, theirs in zip(ranks, checksums, strict=True)
             if any(
                 s and a != b
                 for s, a, b in zip(steady, theirs, checksums[0], strict=True)
@@ -168,8 +171,8 @@ class SharedItems:
             raise ValueError(
                 "The workers' PyDatasets hold different items: each is a global batch, "
                 "the same on all workers, of which each worker reads its share. "
-                f"Received: item 0 of ranks {others} differs from rank 0's. A dataset "
-                "that shuffles itself must do it alike on all workers, with a "
+                f"Received: item 0 of ranks {others} differs from rank {ranks[0]}'s. A "
+                "dataset that shuffles itself must do it alike on all workers, with a "
                 "generator of its own (`np.random.default_rng(seed)`). If each "
                 "worker's dataset is its own part already, give the strategy "
                 "shard='off'."

@@ -169,7 +169,8 @@ class StepClock:
     @contextlib.contextmanager
     def stopped(self) -> Iterator[None]:
         """What stands inside is no part of the training."""
-        asked, self.running, self.asked = self.asked, False, False
+        running, asked = self.running, self.asked
+        self.running = self.asked = False
         self._listen(False)
         sums = self._summed.read()
         try:
@@ -178,7 +179,7 @@ class StepClock:
             # Graphs count whether it runs or not.
             inside = self._summed.read() - sums
             self._before, self._started = self._before + inside, self._started + inside
-            self.running, self.asked = True, asked
+            self.running, self.asked = running, asked
             self.begin_epoch()
 
     def take(self) -> StepTimes:

@@ -1,0 +1,84 @@
+"""Where a worker was lost messages name the others by their ranks in the job."""
+
+from __future__ import annotations
+
+import types
+
+import numpy as np
+import pytest
+
+from kerasdist.strategies import agreement
+from kerasdist.strategies.async_hooks import _compare
+from kerasdist.strategies.item_form import ItemForm
+from kerasdist.strategies.keras_hooks import SynchronousHooks
+from kerasdist.strategies.live import LiveJob
+from kerasdist.strategies.same_batches import SameBatches
+from kerasdist.strategies.shared_items import SharedItems
+from servers import Servers
+from waiting import wait_until
+
+pytestmark = pytest.mark.timeout(60)
+
+
+def arrays(extended, rank):
+    data = types.SimpleNamespace(samples=10 + rank, batch_size=2, shuffle=True)
+    hooks = types.SimpleNamespace(_extended=extended)
+    return SynchronousHooks._agree(hooks, data)
+
+
+def items(extended, rank):
+    return SharedItems(extended, None)._all_facts({"length": rank, "shuffle": False})
+
+
+def contents(extended, rank):
+    data = types.SimpleNamespace(read=lambda index: np.full((4, 2), float(rank)))
+    form = ItemForm(data.read(0))
+    every = extended.job.communicator.all_gather(form.checksums(data.read(0)))
+    SharedItems(extended, data)._read_again(form, [each.tolist() for each in every])
+
+
+def weights(extended, rank):
+    variable = np.float32([rank])
+    strategy = types.SimpleNamespace(experimental_local_results=lambda v: [v])
+    extended._container_strategy = lambda: strategy
+    extended.initial_state = "check"
+    agreement.check_state(extended, [("kernel", variable)])
+
+
+def batches(extended, rank):
+    return SameBatches(extended)._compare(np.int64(rank))
+
+
+@pytest.mark.parametrize(
+    ("differ", "text"),
+    [
+        (arrays, "rank 1: samples=11, .*; rank 2: samples=12|rank 2: .*; rank 1: "),
+        (items, "rank 1: .*; rank 2: "),
+        (contents, r"item 0 of ranks \[2\] differs from rank 1\'s"),
+        (weights, r"variables of ranks \[2\] differ from rank 1\'s: \[\'kernel\'\]"),
+        (batches, r"ranks \[2\] differ from rank 1\. "),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_a_lost_worker_shifts_nobodys_rank(differ, text):
+    with Servers(3) as job:
+        job.clients[0].close(RuntimeError("preempted"))
+        wait_until(lambda: job.servers[0].desk.events, "the loss")
+
+        def work(client):
+            if client.rank:
+                live = LiveJob(client)
+                live.communicator.barrier()
+                return differ(types.SimpleNamespace(job=live), client.rank)
+
+        _, *failures = job.outcomes(work)
+    for failure in failures:
+        assert isinstance(failure, ValueError), failure
+        assert failure.args
+        with pytest.raises(ValueError, match=text):
+            raise failure
+
+
+def test_batches_that_differ_are_compared_with_the_first_who_knows_them():
+    with pytest.raises(ValueError, match=r"ranks \[4\] differ from rank 2\."):
+        _compare((1, 2, 4), [{}, {"0.1": 5}, {"0.1": 6}])
