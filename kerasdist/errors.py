@@ -108,21 +108,35 @@ class WorkerLost(CollectiveError):
             of gradient reductions that this rank had begun; of steps, where the
             chief drives the others' devices).
         reason: What was seen, e.g. `"its connection was closed"`.
+        others_go_on: Whether the job goes on without it, as with `mode="async"`.
     """
 
-    def __init__(self, rank: int, host: str, step: int, reason: str) -> None:
-        super().__init__(
-            f"Rank {rank} ({host}) was lost at step {step}: {reason}. "
+    def __init__(
+        self, rank: int, host: str, step: int, reason: str, others_go_on: bool = False
+    ) -> None:
+        then = (
             "The other workers can't go on without it. Look at the output of "
             f"rank {rank} for the first error, then start the job again."
+        )
+        if others_go_on:
+            then = (
+                "The other workers go on without it. A new process with its task may "
+                "join them."
+            )
+        super().__init__(
+            f"Rank {rank} ({host}) was lost at step {step}: {reason}. {then}"
         )
         self.rank = rank
         self.host = host
         self.step = step
         self.reason = reason
+        self.others_go_on = others_go_on
 
     def __reduce__(self) -> tuple[object, ...]:
-        return type(self), (self.rank, self.host, self.step, self.reason)
+        return type(self), (
+            *(self.rank, self.host, self.step, self.reason),
+            self.others_go_on,
+        )
 
 
 class ServerLost(CollectiveError):

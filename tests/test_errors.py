@@ -18,7 +18,7 @@ MADE = [
     errors.AuthenticationError("a"),
     errors.ProtocolError("a"),
     errors.CollectiveError("a"),
-    errors.WorkerLost(3, "host3:2222", 17, "it was killed"),
+    errors.WorkerLost(3, "host3:2222", 17, "it was killed", others_go_on=True),
     errors.CollectiveMismatch("a"),
     errors.CollectiveTimeout("a"),
     errors.ServerLost(1, "host9:2222", 17, "it was killed"),
@@ -81,6 +81,10 @@ def test_worker_lost_says_who_where_when_why_and_what_to_do():
     )
     assert (error.rank, error.host, error.step) == (3, "host3:2222", 17)
     assert error.reason == "its connection was closed"
+    assert str(errors.WorkerLost(3, "h:1", 17, "it was frozen", True)).endswith(
+        ": it was frozen. The other workers go on without it. A new process with its "
+        "task may join them."
+    )
 
 
 def test_startup_error_has_the_reason_of_each_missing_rank():

@@ -92,6 +92,7 @@ def test_a_worker_that_was_frozen_hears_that_it_was_dropped():
         if kind == "WorkerLost":
             assert fields["rank"] == 1
             assert "nothing was heard of it" in message
+            assert "The other workers go on without it." in message
 
 
 @pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSTOP])
@@ -173,6 +174,97 @@ def test_a_new_process_takes_a_lost_workers_place():
             assert status == "ok"
             kinds = [event["kind"] for event in stats["events"]]
             assert kinds[:2] == ["lost", "joined"]
+
+
+def test_whose_place_a_frozen_worker_has_waits_until_that_is_lost():
+    work = """
+    def work(client, table):
+        if client.joined:
+            say("JOINED")
+            return
+        say("GOING")
+        while not [e for e in client.events if e.kind == "joined"]:
+            steps(table, 1)
+        steps(table, 10)
+        return [[e.kind, e.rank] for e in client.events]
+    """
+    with ServerProcesses(work, 2, timeouts=QUICK) as job:
+        for rank in range(2):
+            job.wait_for_line(rank, "GOING")
+        job.kill(1, signal.SIGSTOP)
+        frozen = job.processes[1]
+        job.start_again(1)
+        status, events = job.wait_one(0, 30).result
+        assert (status, events[:2]) == ("ok", [["lost", 1], ["joined", 1]])
+        assert "JOINED" in job.output(1)
+    frozen.wait(10)
+
+
+def test_a_message_that_is_too_large_for_the_server_ends_only_its_sender():
+    work = """
+    from kerasdist.server.channel import Message
+    from kerasdist.transport.framing import Call, FrameType
+
+    if cluster.task_type == "ps":
+        import resource
+        with open("/proc/self/statm") as file:
+            pages = int(file.read().split()[0])
+        room = pages * resource.getpagesize() + (128 << 20)
+        resource.setrlimit(resource.RLIMIT_AS, (room, room))
+
+    def work(client, table):
+        say("GOING")
+        if client.rank == 1:
+            # As a table would be that has grown out of all proportion.
+            steps(table, 5)
+            huge = np.zeros(64 << 20, "float32")
+            client._links[0]._current()._shared = False
+            request = Message(FrameType.REQUEST, Call(0), {"do": "stats"}, (huge,))
+            client._links[0].request(lambda channel: request)
+        while not client.lost:
+            steps(table, 1)
+        steps(table, 20)
+        return [[e.kind, e.rank, e.reason] for e in client.events]
+    """
+    with ServerProcesses(work, 2) as job:
+        status, ((kind, rank, _),) = job.wait_one(0, 40).result
+        assert (status, kind, rank) == ("ok", "lost", 1)
+        assert job.wait_one(1, 20).result[0] != "ok"
+        server = job.wait_one(2, 20)
+        assert server.result[0] == "ok"
+        assert "server 0 has no memory for its message (" in server.output
+
+
+def test_a_request_without_sense_ends_only_its_sender():
+    work = """
+    def work(client, table):
+        say("GOING")
+        if client.rank == 1:
+            steps(table, 5)
+            table.number = 10**30
+            steps(table, 1)
+        while not client.lost:
+            steps(table, 1)
+        steps(table, 20)
+        return [[e.kind, e.rank, e.reason] for e in client.events]
+    """
+    with ServerProcesses(work, 2) as job:
+        status, ((kind, rank, reason),) = job.wait_one(0, 40).result
+        assert (status, kind, rank) == ("ok", "lost", 1)
+        assert "A request is damaged" in reason
+        kind, message, _ = job.wait_one(1, 20).result
+        assert kind == "CollectiveError"
+        assert "A request is damaged. Received: table=1000" in message
+
+
+def test_the_other_server_names_the_lost_server_and_no_worker():
+    with ServerProcesses(LONG, 2, 2, timeouts=QUICK) as job:
+        for rank in range(2):
+            job.wait_for_line(rank, "GOING")
+        job.kill(3)
+        for task in (0, 1, 2):
+            kind, message, fields = job.wait_one(task, 30).result
+            assert (kind, fields["index"]) == ("ServerLost", 1), message
 
 
 def test_nobody_joins_a_synchronous_job():

@@ -9,6 +9,7 @@ import pytest
 
 from groups import in_threads, outcomes
 from kerasdist import errors
+from kerasdist.server import meetings
 from kerasdist.server.crew import Crew, Event, Person
 from kerasdist.server.meetings import Meetings
 from kerasdist.server.settings import ServerSettings
@@ -162,3 +163,15 @@ def test_a_result_that_only_others_have_cannot_be_made_again():
     server.crew.people[1].returned = True
     with pytest.raises(errors.CollectiveError, match="was restarted while #4"):
         server.sum(0, 1, 4)
+
+
+def test_a_collective_to_which_all_have_come_is_late_by_nobodys_fault():
+    server = Server(2)
+    first, second = server.crew.people
+    call = Call(1, "all_reduce", "sum", "float32", 3)
+    round = meetings._Round(first, call)
+    round.brought = {0: [], 1: []}
+    text = str(server.meetings._late(round, Deadline(5)))
+    assert text.startswith(f"All workers came to {call}, but this server didn't")
+    del round.brought[1]
+    assert str(server.meetings._late(round, Deadline(5))).startswith(f"{second} didn't")

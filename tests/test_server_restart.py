@@ -149,6 +149,11 @@ def test_a_job_that_is_started_again_goes_on_from_its_snapshots(tmp_path):
     with ServerProcesses(work, 2, 2, **arguments) as job:
         for rank in range(2):
             job.wait_for_line(rank, "GOING")
+        for path in (path_of(str(tmp_path), server) for server in range(2)):
+            wait_until(
+                lambda path=path: read_snapshot(path)[0]["updates"] > 35,
+                "a snapshot of the last updates",
+            )
         for task in range(4):
             job.kill(task)
     assert {file.name for file in tmp_path.iterdir()} >= {
@@ -156,9 +161,51 @@ def test_a_job_that_is_started_again_goes_on_from_its_snapshots(tmp_path):
         "server-1.snapshot",
     }
     with ServerProcesses(work, 2, 2, **arguments) as job:
-        firsts = [job.wait_one(rank, 30).result for rank in range(2)]
+        ended = [job.wait_one(rank, 30) for rank in range(2)]
+    firsts = [each.result for each in ended]
     assert [status for status, _ in firsts] == ["ok", "ok"]
     assert all(30 <= first <= 60 for _, first in firsts)
+    # A folder that was used before mustn't go unnoticed.
+    said = f"the servers go on from their snapshots in {tmp_path}, not from the weights"
+    assert [said in each.output for each in ended] == [True, False]
+
+
+def test_two_jobs_at_once_cannot_have_one_snapshot_dir(tmp_path):
+    """The second one once began with the first one's weights, and removed its file."""
+    work = """
+    def work(client, table):
+        steps(table, 5)
+        say("GOING")
+        while not os.path.exists(settings.snapshot_dir + "/end"):
+            steps(table, 1)
+        return True
+    # What a child has of the lock mustn't outlive the server.
+    if cluster.task_type == "ps":
+        begin = ParameterServer.serve
+        def serve(self):
+            if os.fork() == 0:
+                signal.pause()
+            return begin(self)
+        ParameterServer.serve = serve
+    """
+    arguments = {"snapshot_dir": str(tmp_path), "snapshot_updates": 1}
+    with ServerProcesses(work, 1, **arguments) as job:
+        job.wait_for_line(0, "GOING")
+        wait_until(path_of(str(tmp_path), 0).exists, "a snapshot")
+        with ServerProcesses(work, 1, timeouts={"startup": 1.0}, **arguments) as other:
+            kind, message, _ = other.wait_one(1, 20).result
+            assert kind == "SnapshotError"
+            assert f"process {job.processes[1].pid} on" in message
+        assert path_of(str(tmp_path), 0).exists()
+        # Its own server comes back, though a child of the one before lives.
+        job.kill(1)
+        job.wait_one(1, 10)
+        job.start_again(1)
+        job.wait_for_line(1, "LISTENING")
+        (tmp_path / "end").touch()
+        assert job.wait_one(0, 20).result == ["ok", True]
+        assert job.wait_one(1, 20).result[0] == "ok"
+    assert [file.name for file in tmp_path.iterdir()] == ["end"]
 
 
 def test_another_jobs_snapshot_and_a_damaged_one_are_refused(tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import stat
 import subprocess
 import sys
 
@@ -11,12 +12,15 @@ import numpy as np
 import pytest
 
 from kerasdist import errors
+from kerasdist.server import snapshot, snapshot_lock
 from kerasdist.server.snapshot import (
     path_of,
     read_snapshot,
+    remove_leftovers,
     remove_snapshot,
     write_snapshot,
 )
+from kerasdist.server.snapshot_lock import SnapshotLock
 from waiting import wait_until
 from workers import python_env
 
@@ -97,6 +101,45 @@ def test_a_folder_that_cannot_be_written_is_an_error_and_leaves_the_one_before(p
     assert read_snapshot(path)[0] == {"a": 1}
 
 
+def test_a_snapshot_is_its_owners_to_read_and_follows_nobodys_link(path, monkeypatch):
+    """Others may write to the folder, and may guess a name."""
+    victim = path.parent.parent / "victim"
+    path.parent.mkdir(parents=True)
+    victim.write_text("precious")
+    names = iter(["guessed", "guessed", "other"])
+    monkeypatch.setattr(snapshot.secrets, "token_hex", lambda size: next(names))
+    for link in (f".{path.name}.{os.getpid()}", f".{path.name}.guessed.part"):
+        (path.parent / link).symlink_to(victim)
+    with pytest.raises(errors.SnapshotError, match="File exists"):
+        write_snapshot(path, {}, ARRAYS)
+    # The link is somebody else's: it stays.
+    with pytest.raises(errors.SnapshotError, match="File exists"):
+        write_snapshot(path, {}, ARRAYS)
+    write_snapshot(path, {}, ARRAYS)
+    assert victim.read_text() == "precious"
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+def test_one_server_at_a_time_keeps_snapshots_at_a_path(path, monkeypatch):
+    monkeypatch.setattr(snapshot_lock, "_SECONDS", 0.1)
+    first = SnapshotLock(path)
+    other = SnapshotLock(path_of(str(path.parent), 4))
+    with pytest.raises(
+        errors.SnapshotError,
+        match=rf"^Another server keeps its snapshots at .*: process {os.getpid()} on ",
+    ):
+        SnapshotLock(path)
+    first.release()
+    second = SnapshotLock(path)
+    for lock in (first, second, other):
+        lock.release()
+    assert list(path.parent.iterdir()) == []
+    # A link in its place isn't followed.
+    (path.parent / f".{path.name}.lock").symlink_to(path.parent / "elsewhere")
+    with pytest.raises(errors.SnapshotError, match="can't be written"):
+        SnapshotLock(path)
+
+
 def test_who_is_killed_while_it_writes_leaves_the_one_before(path):
     script = """
 import sys
@@ -123,3 +166,6 @@ while True:
         process.communicate()
     header, arrays = read_snapshot(path)
     assert (arrays[0] == header["n"]).all()
+    (path.parent / f".{path.name}.0123456789abcdef.part").touch()
+    remove_leftovers(path)
+    assert list(path.parent.iterdir()) == [path]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -46,6 +47,8 @@ class Admission:
         workers: The workers' addresses.
         take: Waits so many seconds for connections, and returns those that came.
         stop: Set when the server ends.
+        heard: Returns when a worker was last heard of (monotonic); None: it has no
+            connection.
     """
 
     def __init__(
@@ -55,18 +58,22 @@ class Admission:
         workers: Sequence[str],
         take: Callable[[float], Sequence[Came]],
         stop: threading.Event,
+        heard: Callable[[Person], float | None],
     ) -> None:
         self._desk = desk
         self._address = address
         self._workers = workers
         self._take = take
         self._stop = stop
+        self._heard = heard
         self._guests: dict[int, tuple[Person, socket.socket]] = {}
         self._came: set[int] = set()
         self._different = ""
         # New processes of which isn't known whether they join, by rank; until when.
         self._held: dict[int, Came] = {}
         self._patience: Deadline | None = None
+        # When a process came whose rank another one has, by its incarnation.
+        self._knocked: dict[str, float] = {}
         # Whether the job was begun anew, from its snapshots.
         self._anew = False
 
@@ -171,7 +178,7 @@ class Admission:
                 and known.state in ("away", "live")
             )
             refusal = self._why_not(known, person, hello, returns=returns)
-            hold = refusal is None and not returns and self._is_open(rank, hello)
+            hold = refusal is None and not returns and self._waits(rank, hello)
             if returns and refusal is not None:
                 crew.lose(known, "it came back too late")
             if hold:
@@ -197,11 +204,30 @@ class Admission:
             ready = [
                 came
                 for rank, came in self._held.items()
-                if crew.failure is not None or not self._is_open(rank, came[2])
+                if crew.failure is not None or not self._waits(rank, came[2])
             ]
             for rank, _, _ in ready:
                 del self._held[rank]
         return ready
+
+    def _waits(self, rank: int, hello: dict[str, Any]) -> bool:
+        """Whether a new process has to wait until more is known. Under `changed`."""
+        return self._answers(rank, hello) is None or self._is_open(rank, hello)
+
+    def _answers(self, rank: int, hello: dict[str, Any]) -> bool | None:
+        """Whether another process with this rank is alive; None: not known yet.
+
+        What is heard of it after the new one has come tells. Else it's lost after
+        `heartbeat` seconds, and its connection is gone at once if it was killed.
+        """
+        here = self._desk.crew.people[rank]
+        if here.state != "live" or here.incarnation == hello.get("incarnation"):
+            return False
+        heard = self._heard(here)
+        if heard is None:
+            return False
+        came = self._knocked.setdefault(str(hello["incarnation"]), time.monotonic())
+        return True if heard > came else None
 
     def _is_open(self, rank: int, hello: dict[str, Any]) -> bool:
         """Whether it isn't known yet if a new process joins others. Under `changed`."""
@@ -235,7 +261,15 @@ class Admission:
             if known.incarnation == person.incarnation:
                 return f"{person} was taken for lost, and came back too late"
             return self._no_snapshot()
-        if not returns and self._desk.settings.mode == "sync":
+        answers = None if returns else self._answers(person.rank, hello)
+        if answers:
+            return (
+                f"{person} is here already, and answers. Do two processes have the "
+                "same task (TF_CONFIG), or does the script make a second "
+                "ParameterServerStrategy? End one of the processes, or use one "
+                "strategy for all models."
+            )
+        if answers is False and self._desk.settings.mode == "sync":
             return (
                 f"{person} came after the start, and nobody can join a job with "
                 "mode='sync'. Start the whole job again, or use mode='async'."

@@ -163,7 +163,7 @@ def read_specs(value: Any) -> list[Spec]:
             dtype_of(name)
             if any(n < 0 for n in shape) or len(shape) > 32:
                 raise ValueError(f"shape {shape}")
-    except (TypeError, ValueError, ImportError) as error:
+    except (TypeError, ValueError, OverflowError, ImportError) as error:
         raise ProtocolError(f"A message's arrays are damaged: {error}.") from None
     return specs
 

@@ -33,7 +33,7 @@ from kerasdist.server.watch import Watch
 from kerasdist.transport.base import Peer
 from kerasdist.transport.control import to_json
 from kerasdist.transport.failures import decode
-from kerasdist.transport.framing import Call, FrameType
+from kerasdist.transport.framing import Call, FrameType, unexpected
 from kerasdist.transport.timeouts import Timeouts
 
 __all__ = ["TRANSPORTS", "ServerClient"]
@@ -319,7 +319,8 @@ class ServerClient(Questions):
             self._failure = error
             self._changed.notify_all()
         here = self.peers[self.rank]
-        farewell = Farewell(f"it gave up at step {self.step}", True, error)
+        why = f"{type(error).__name__}: {error}"[:300].rstrip(". ")
+        farewell = Farewell(f"it gave up at step {self.step} ({why})", True, error)
         if isinstance(error, errors.WorkerLost) and error.rank == here.rank:
             farewell.reason = error.reason
         for link in self._links:
@@ -379,7 +380,7 @@ class ServerClient(Questions):
                 if self._on_event is not None:
                     self._on_event(event)
         else:
-            raise errors.ProtocolError(f"A {kind.name} frame isn't due now.")
+            raise unexpected(kind)
 
     def _ended(self, key: Hashable, reason: str) -> None:
         for link in self._links:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import secrets
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from kerasdist.server.local_link import LocalLink
 from kerasdist.server.network_link import NetworkLink
 from kerasdist.server.service import session_name
 from kerasdist.server.settings import ServerSettings
+from kerasdist.transport import background_log
 from kerasdist.transport.member import host_key
 from kerasdist.transport.secret import job_secret
 from kerasdist.transport.timeouts import Timeouts
@@ -121,6 +123,9 @@ def connect_servers(
             client.add(link)
             met = rosters[0].met
         client.start(rosters[0])
+        resumed = any(each.resumed for each in rosters)
+        if resumed and client.rank == 0 and not client.joining:
+            _tell_resumed(settings)
     except BaseException as error:
         failure = client.failure
         client.close(error)
@@ -128,3 +133,13 @@ def connect_servers(
             raise fresh(failure) from error
         raise
     return client
+
+
+def _tell_resumed(settings: ServerSettings) -> None:
+    """Where users look: a folder that was used before mustn't go unnoticed."""
+    background_log.log(
+        logging.WARNING,
+        "kerasdist: the servers go on from their snapshots in %s, not from the weights "
+        "that the script begins with. To begin anew, end the job and remove them.",
+        settings.snapshot_dir,
+    )

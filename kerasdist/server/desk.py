@@ -21,6 +21,7 @@ The answer is a REPLY, or a FAILURE whose "failure" the worker raises.
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -44,13 +45,15 @@ from kerasdist.transport.base import Aborted
 from kerasdist.transport.control import to_json
 from kerasdist.transport.deadline import Deadline
 from kerasdist.transport.failures import decode, encode
-from kerasdist.transport.framing import Call, FrameType
+from kerasdist.transport.framing import Call, FrameType, unexpected
 from kerasdist.transport.timeouts import Timeouts
 
 __all__ = ["MOST_BYTES", "Desk", "Farewell"]
 
-# No message has more numbers than this: 256 GB.
-MOST_BYTES = 1 << 38
+# No message has more numbers than this: 256 GB, or what the machine has.
+MOST_BYTES = min(1 << 38, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+# No number in a request is larger.
+_MOST = 1 << 62
 # A worker asks when it has something to ask. Whether it lives is another's matter.
 _FOREVER = 1e9
 _NO_CALL = Call(0)
@@ -116,6 +119,7 @@ class Desk:
         keeper: Keeps snapshots; None without.
         resumed: Whether it goes on from a snapshot.
         events: What has happened to workers, in order.
+        server_lost: Another server without which a worker couldn't go on, or None.
 
     Raises:
         SnapshotError: There is a snapshot that can't be used.
@@ -135,6 +139,7 @@ class Desk:
         self.servers = servers
         self.settings = settings
         self.events: list[Event] = []
+        self.server_lost: errors.ServerLost | None = None
         self._timeouts = timeouts
         self._on_split = on_split
         self._requests = 0
@@ -172,6 +177,8 @@ class Desk:
         """A worker says goodbye."""
         if farewell.cause is not None and self.settings.mode == "sync":
             self.crew.fail(farewell.cause)
+        if isinstance(farewell.cause, errors.ServerLost):
+            self.server_lost = self.server_lost or farewell.cause
         if farewell.failed:
             self.crew.lose(person, farewell.reason)
         else:
@@ -187,7 +194,12 @@ class Desk:
             except Aborted:
                 return "it was told to go"
             except errors.ProtocolError as error:
-                seen = f"it sent nonsense ({str(error).rstrip('.')})"
+                seen = f"it broke the protocol ({str(error).rstrip('.')})"
+                self._answer_failure(channel, _NO_CALL, errors.CollectiveError(seen))
+                return seen
+            except MemoryError as error:
+                seen = f"server {self.server} has no memory for its message ({error})"
+                background_log.log(logging.ERROR, "kerasdist: %s: %s.", person, seen)
                 self._answer_failure(channel, _NO_CALL, errors.CollectiveError(seen))
                 return seen
             try:
@@ -200,8 +212,12 @@ class Desk:
                 failure = errors.CollectiveError(
                     f"Server {self.server} can't do what {person} asks: {error}"
                 )
-                self.crew.fail(failure)
+                if self.settings.mode == "sync":
+                    self.crew.fail(failure)
                 self._answer_failure(channel, message.call, failure)
+                if self.settings.mode == "async":
+                    # Whose request makes no sense is lost; the others go on.
+                    return f"it asked for what can't be done ({str(error).rstrip('.')})"
             except (ChannelEnded, ChannelSilent) as error:
                 return f"its data connection ended ({error})"
             except Aborted:
@@ -237,7 +253,7 @@ class Desk:
         # Who only waits for the others isn't counted: they may have stopped.
         self._requests += do != "enter"
         if message.frame is not FrameType.REQUEST:
-            raise errors.ProtocolError(f"A {message.frame.name} frame isn't due now.")
+            raise unexpected(message.frame)
         if do == "meet":
             if self.settings.mode == "sync":
                 # There are no tables, whose clocks would say it.
@@ -362,6 +378,6 @@ _LAST_SECONDS = 5.0
 
 def _whole(meta: Any, name: str) -> int:
     value = meta.get(name)
-    if isinstance(value, bool) or not isinstance(value, int):
+    if isinstance(value, bool) or not isinstance(value, int) or abs(value) > _MOST:
         raise errors.ProtocolError(f"A request is damaged. Received: {name}={value!r}.")
     return value

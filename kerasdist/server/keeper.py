@@ -20,15 +20,16 @@ from kerasdist.server.settings import ServerSettings
 from kerasdist.server.snapshot import (
     path_of,
     read_snapshot,
+    remove_leftovers,
     remove_snapshot,
     write_snapshot,
 )
+from kerasdist.server.snapshot_lock import SnapshotLock
 from kerasdist.server.store import Store, Stores
 from kerasdist.transport import background_log
 
 __all__ = ["Keeper"]
 
-_LOG = logging.getLogger("kerasdist")
 _CLOSE_SECONDS = 60.0
 # A job that is idle needs no more snapshots; the thread looks this often.
 _LONGEST_WAIT = 3600.0
@@ -68,15 +69,26 @@ class Keeper:
         self._due = False
         self._closed = False
         self._thread: threading.Thread | None = None
+        self._lock: SnapshotLock | None = None
 
     def resume(self) -> bool:
         """Go on from the snapshot; False if there is none.
 
-        The workers of the snapshot are away until they come again.
+        From now on no other server can keep its snapshots there. The workers of the
+        snapshot are away until they come again.
 
         Raises:
-            SnapshotError: It can't be used.
+            SnapshotError: It can't be used, or another server uses it.
         """
+        self._lock = SnapshotLock(self.path)
+        try:
+            remove_leftovers(self.path)
+            return self._resume()
+        except BaseException:
+            self._lock.release()
+            raise
+
+    def _resume(self) -> bool:
         found = read_snapshot(self.path)
         if found is None:
             return False
@@ -96,11 +108,12 @@ class Keeper:
                 f"The snapshot {self.path} can't be used: {type(error).__name__}: "
                 f"{error}. Remove it to begin anew, or give another `snapshot_dir`."
             ) from error
-        _LOG.warning(
-            "kerasdist: server %d goes on from its snapshot %s (%d updates).",
-            self._server,
-            self.path,
-            self._stores.updates,
+        background_log.log(
+            logging.WARNING,
+            "kerasdist: server %d goes on from its snapshot %s (%d updates), not from "
+            "the weights that the script begins with. To begin anew, end the job and "
+            "remove that file.",
+            *(self._server, self.path, self._stores.updates),
         )
         return True
 
@@ -262,6 +275,10 @@ class Keeper:
                 remove_snapshot(self.path)
             except SnapshotError as error:
                 self._log(error)
+        # A thread that hangs in a dead network disk may still write there.
+        ended = self._thread is None or not self._thread.is_alive()
+        if self._lock is not None and ended:
+            self._lock.release()
 
     def _log(self, error: SnapshotError) -> None:
         background_log.log(

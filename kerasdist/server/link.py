@@ -44,12 +44,14 @@ class Roster:
         met: Number of the last collective that this worker needn't come to.
         joined: Whether the job had begun without it.
         joining: Whether the others don't wait for it yet, see `kerasdist.server.gate`.
+        resumed: Whether the server goes on from a snapshot.
     """
 
     replicas: tuple[int, ...]
     met: int
     joined: bool
     joining: bool = False
+    resumed: bool = False
 
 
 class Job(abc.ABC):
@@ -175,7 +177,7 @@ class Link(abc.ABC):
                     ) from error
                 except errors.ProtocolError as error:
                     raise self._job.fail(
-                        errors.CollectiveError(f"{self} sent nonsense: {error}")
+                        errors.CollectiveError(f"{self} broke the protocol: {error}")
                     ) from error
                 break
         if answer.frame is FrameType.FAILURE:

@@ -264,8 +264,15 @@ class Meetings:
             if person.rank not in round.brought and not person.joining
         ]
         names = " and ".join(str(p) for p in late if p.met < round.call.sequence)
+        if not names:
+            return errors.CollectiveTimeout(
+                f"All workers came to {round.call}, but this server didn't finish it "
+                f"within {deadline.seconds:g} s; {round.first} came first. Is its "
+                "machine overloaded? Give it more time with `timeout=`, or use more "
+                "servers."
+            )
         return errors.CollectiveTimeout(
-            f"{names or 'Nobody'} didn't come to {round.call} within "
+            f"{names} didn't come to {round.call} within "
             f"{deadline.seconds:g} s; {round.first} waited. The process is alive: is "
             "it still busy with something that only it does (saving, evaluating)? Give "
             "it more time with `timeout=`, or let all ranks do the same."

@@ -25,7 +25,7 @@ from kerasdist.transport.base import Aborted
 from kerasdist.transport.control import read_json
 from kerasdist.transport.deadline import Deadline
 from kerasdist.transport.dialing import dial_tcp, dial_unix, retry
-from kerasdist.transport.framing import FrameType
+from kerasdist.transport.framing import FrameType, unexpected
 from kerasdist.transport.timeouts import Timeouts
 
 __all__ = ["NetworkLink"]
@@ -134,7 +134,7 @@ class NetworkLink(Link):
                 if kind is FrameType.REFUSAL:
                     raise errors.StartupError(str(answer.get("message")))
                 if kind is not FrameType.ROSTER:
-                    raise errors.ProtocolError(f"A {kind.name} frame isn't due now.")
+                    raise unexpected(kind)
             except BaseException:
                 sock.close()
                 raise
@@ -156,6 +156,7 @@ class NetworkLink(Link):
                 met=int(answer.get("met", 0)),
                 joined=answer.get("joined") is True,
                 joining=answer.get("joining") is True,
+                resumed=answer.get("resumed") is True,
             )
             sock = self._retry(dial, deadline)
         except (TypeError, ValueError) as error:

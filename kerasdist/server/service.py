@@ -51,7 +51,7 @@ from kerasdist.server.wire import SocketChannel
 from kerasdist.transport.control import write_json
 from kerasdist.transport.deadline import Deadline
 from kerasdist.transport.failures import encode
-from kerasdist.transport.framing import FrameType
+from kerasdist.transport.framing import FrameType, unexpected
 from kerasdist.transport.listener import Listener
 from kerasdist.transport.member import host_key
 from kerasdist.transport.secret import job_secret
@@ -138,9 +138,14 @@ class ParameterServer:
         )
         self._on_start = on_start
         self._admission = Admission(
-            self.desk, self.address, cluster.workers, self._take, self._stop
+            *(self.desk, self.address, cluster.workers, self._take, self._stop),
+            heard=lambda person: self._watch.heard((person.rank, person.incarnation)),
         )
-        self._listener = Listener.acquire(self.address, secret)
+        try:
+            self._listener = Listener.acquire(self.address, secret)
+        except BaseException:
+            self.desk.close()
+            raise
         self._watch = Watch(
             f"server {self.index}", self._timeouts, self._hear, self._ended
         )
@@ -159,7 +164,8 @@ class ParameterServer:
 
         Raises:
             StartupError: Workers didn't come; the others have been told.
-            CollectiveError: The job's failure; if all workers are lost, the last one's.
+            CollectiveError: The job's failure; if all workers are lost, the loss of
+                another server that they have told of, or else that of the last one.
         """
         try:
             self._serve()
@@ -201,6 +207,9 @@ class ParameterServer:
             lost = [event for event in self.desk.events if event.kind == "lost"]
         if self._closed and not crew.over:
             raise errors.TransportClosed("This server was closed.")
+        if not finished and self.desk.server_lost is not None:
+            # Why the workers have left: none of them is to blame.
+            raise self.desk.server_lost
         if not finished and lost:
             last = lost[-1]
             raise errors.WorkerLost(last.rank, last.address, last.clock, last.reason)
@@ -262,6 +271,7 @@ class ParameterServer:
             "met": person.met,
             "joined": joined,
             "joining": person.joining,
+            "resumed": self.desk.resumed,
         }
         try:
             write_json(sock, FrameType.ROSTER, roster, Deadline(_ANSWER_SECONDS))
@@ -325,7 +335,7 @@ class ParameterServer:
     def _hear(self, key: Hashable, kind: FrameType, payload: bytes) -> None:
         person = self._person(key)
         if kind is not FrameType.GOODBYE:
-            raise errors.ProtocolError(f"A {kind.name} frame isn't due now.")
+            raise unexpected(kind)
         if person is not None:
             self.desk.leave(person, Farewell.from_payload(payload))
 
@@ -334,7 +344,10 @@ class ParameterServer:
         if person is None or not self.desk.crew.lose(person, reason):
             return None
         # It may have been frozen, and wake up later.
-        lost = errors.WorkerLost(person.rank, person.address, person.clock, reason)
+        lost = errors.WorkerLost(
+            *(person.rank, person.address, person.clock, reason),
+            others_go_on=self._settings.mode == "async" and not self.desk.crew.over,
+        )
         return FrameType.FAILURE, encode(lost)
 
     def _person(self, key: Hashable) -> Person | None:

@@ -15,9 +15,11 @@ brought to the disk, and then renamed: whoever reads finds the old one or the ne
 from __future__ import annotations
 
 import contextlib
+import glob
 import json
 import math
 import os
+import secrets
 import struct
 import zlib
 from collections.abc import Mapping, Sequence
@@ -30,7 +32,13 @@ from kerasdist.collectives.ops import Array, octets
 from kerasdist.errors import ProtocolError, SnapshotError
 from kerasdist.server.channel import read_specs
 
-__all__ = ["path_of", "read_snapshot", "remove_snapshot", "write_snapshot"]
+__all__ = [
+    "path_of",
+    "read_snapshot",
+    "remove_leftovers",
+    "remove_snapshot",
+    "write_snapshot",
+]
 
 _MAGIC = b"KDSTSNAP"
 _VERSION = 1
@@ -59,11 +67,15 @@ def write_snapshot(
     """
     specs = [[str(array.dtype.name), list(array.shape)] for array in arrays]
     text = json.dumps({**header, "arrays": specs}).encode()
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    # Not to be guessed, and nothing that is there is followed or written over: others
+    # may write to the folder. Weights are their owner's to read.
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.part")
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(temporary, flags, 0o600)
         try:
-            with temporary.open("wb") as file:
+            with open(descriptor, "wb") as file:
                 crc = 0
                 for part in (_HEAD.pack(_MAGIC, _VERSION, len(text)), text):
                     crc = zlib.crc32(part, crc)
@@ -160,6 +172,13 @@ def _read(path: Path, file: BinaryIO) -> tuple[dict[str, Any], list[Array]]:
     if file.read(4) != struct.pack("!I", crc):
         raise _unusable(path, "its checksum is wrong")
     return header, arrays
+
+
+def remove_leftovers(path: Path) -> None:
+    """Remove what writers that were killed have left; the caller holds the lock."""
+    for file in path.parent.glob(f".{glob.escape(path.name)}.*.part"):
+        with contextlib.suppress(OSError):
+            file.unlink()
 
 
 def remove_snapshot(path: Path) -> None:

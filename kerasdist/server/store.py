@@ -153,6 +153,11 @@ class Stores:
         with crew.changed:
             self._check(person)
             self._check_joiner(person, number, layout)
+            if not 0 <= number <= len(self.tables) and person.rank == 0:
+                raise errors.ProtocolError(
+                    f"Tables are opened in order. Received: table={number}; there are "
+                    f"{len(self.tables)}."
+                )
             if number not in self.tables and person.rank == 0:
                 ranks = [p.rank for p in crew.live() if not p.joining]
                 made = Store(layout, self._server, ranks, self._max_staleness)

@@ -89,6 +89,12 @@ class Watch:
                 line.flush()
         self._nudge()
 
+    def heard(self, key: Hashable) -> float | None:
+        """When something was last heard on a connection (monotonic); None: no such."""
+        with self._lock:
+            line = self._lines.get(key)
+            return None if line is None else line.heard
+
     def drop(self, key: Hashable) -> None:
         """Watch a connection no longer: send what must still go, and close it."""
         with self._lock:
@@ -214,4 +220,4 @@ class Watch:
         try:
             self._on_frame(key, kind, payload)
         except ProtocolError as error:
-            raise EOFError(f"it sent nonsense: {error}") from error
+            raise EOFError(f"it broke the protocol: {error}") from error

@@ -96,7 +96,7 @@ def encode(error: errors.CollectiveError, *, suspected: bool = False) -> bytes:
     args: tuple[Any, ...]
     if isinstance(error, errors.WorkerLost):
         reason = error.reason[:_MOST_CHARACTERS]
-        args = (error.rank, error.host, error.step, reason)
+        args = (error.rank, error.host, error.step, reason, error.others_go_on)
     elif isinstance(error, errors.ServerLost):
         reason = error.reason[:_MOST_CHARACTERS]
         args = (error.index, error.address, error.step, reason)
@@ -112,8 +112,11 @@ def decode(payload: bytes) -> tuple[errors.CollectiveError, bool]:
         value = json.loads(payload)
         kind, args = getattr(errors, value["error"]), value["args"]
         if issubclass(kind, (errors.WorkerLost, errors.ServerLost)):
-            index, address, step, reason = args
-            lost = kind(int(index), str(address), int(step), str(reason))
+            index, address, step, reason, *more = args
+            lost = kind(
+                *(int(index), str(address), int(step), str(reason)),
+                *(flag is True for flag in more),
+            )
             return lost, value["suspected"] is True
         if issubclass(kind, errors.CollectiveError):
             return kind(str(args[0])), value["suspected"] is True

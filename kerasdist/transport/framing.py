@@ -41,6 +41,7 @@ __all__ = [
     "Call",
     "FrameType",
     "pack_header",
+    "unexpected",
     "unpack_header",
 ]
 
@@ -181,3 +182,11 @@ def unpack_header(
             "A frame's header is damaged. "
             f"Received: type={kind}, kind={k}, op={o}, dtype={d}."
         ) from None
+
+
+def unexpected(frame: FrameType) -> ProtocolError:
+    """Return the error that says that such a message can't be answered here."""
+    return ProtocolError(
+        f"An unexpected {frame.name} message arrived. Do all tasks run the same "
+        "version of kerasdist?"
+    )

@@ -77,11 +77,12 @@ class Listener:
             self._unix = undo.enter_context(socket.socket(socket.AF_UNIX))
             self._unix.bind(self.unix_name)
             self._unix.listen(128)
-            close_in_children(self._tcp)
-            close_in_children(self._unix)
             self._wake, self._woken = socket.socketpair()
             undo.callback(self._wake.close)
             undo.callback(self._woken.close)
+            # Also what wakes the thread up by its end.
+            for sock in (self._tcp, self._unix, self._wake, self._woken):
+                close_in_children(sock)
             self._thread = threading.Thread(
                 target=self._accept, name=f"kerasdist-listener {address}", daemon=True
             )

@@ -23,7 +23,7 @@ from kerasdist import errors
 from kerasdist.transport.control import read_json, write_json
 from kerasdist.transport.deadline import Deadline
 from kerasdist.transport.dialing import PROBE_SECONDS, dial_tcp, retry
-from kerasdist.transport.framing import FrameType
+from kerasdist.transport.framing import FrameType, unexpected
 from kerasdist.transport.listener import Listener
 from kerasdist.transport.member import Member
 from kerasdist.transport.reach import why_unreachable
@@ -87,7 +87,7 @@ def report(
                 )
             records = answer.get("members")
             if kind is not FrameType.ROSTER or not isinstance(records, list):
-                raise errors.ProtocolError(f"A {kind.name} frame isn't due now.")
+                raise unexpected(kind)
             members = tuple(Member.from_json(record) for record in records)
             if [m.rank for m in members] != list(range(len(arrival.addresses))):
                 raise errors.ProtocolError("The roster doesn't hold all ranks.")

@@ -39,7 +39,7 @@ from kerasdist.transport import background_log
 from kerasdist.transport.base import Peer
 from kerasdist.transport.control import from_places, to_json, to_places
 from kerasdist.transport.failures import decode, encode
-from kerasdist.transport.framing import Call, FrameType
+from kerasdist.transport.framing import Call, FrameType, unexpected
 from kerasdist.transport.lines import Lines
 from kerasdist.transport.report import Reporter
 from kerasdist.transport.timeouts import Timeouts
@@ -366,7 +366,7 @@ class SessionSupervisor:
         elif kind is FrameType.GOODBYE:
             self._note_goodbye(rank, payload)
         else:
-            raise errors.ProtocolError(f"A {kind.name} frame isn't due now.")
+            raise unexpected(kind)
 
     def _note_places(self, rank: int, call: Call, payload: bytes) -> None:
         if self._rank == 0:
