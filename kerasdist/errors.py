@@ -91,7 +91,16 @@ class AuthenticationError(KerasDistError):
 
 
 class ProtocolError(KerasDistError):
-    """What arrived on a connection isn't this version of kerasdist's protocol."""
+    """What arrived on a connection isn't this version of kerasdist's protocol.
+
+    Attributes:
+        version: The other side's version of the protocol if it's another one, else
+            None.
+    """
+
+    def __init__(self, message: str = "", *, version: int | None = None) -> None:
+        super().__init__(message)
+        self.version = version
 
 
 class CollectiveError(KerasDistError):

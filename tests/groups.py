@@ -26,7 +26,9 @@ from kerasdist.collectives.shared import SharedMemoryCommunicator
 from kerasdist.collectives.single import SingleCommunicator
 from kerasdist.transport import Timeouts
 from kerasdist.transport.base import Peer, Transport
+from kerasdist.transport.connection import Connection
 from kerasdist.transport.failures import Unsupervised
+from kerasdist.transport.frame_auth import FrameAuthenticator
 from kerasdist.transport.memory import Faults, memory_group
 from kerasdist.transport.session import Session
 from kerasdist.transport.sockets import SocketTransport
@@ -41,6 +43,7 @@ __all__ = [
     "close_all",
     "cluster_on",
     "connect_all",
+    "connections",
     "in_threads",
     "join",
     "nothing_stays_open",
@@ -108,6 +111,22 @@ def outcomes(
     if stuck:
         pytest.fail(f"{', '.join(stuck)} still waited after {timeout} s.")
     return results
+
+
+def connections(
+    pair: Sequence[socket.socket] | None = None,
+) -> tuple[Connection, Connection]:
+    """Both ends of a connection, as after a handshake.
+
+    Args:
+        pair: Two connected sockets; by default new Unix ones.
+    """
+    first, second = socket.socketpair() if pair is None else pair
+    one, other = os.urandom(32), os.urandom(32)
+    return (
+        Connection(first, FrameAuthenticator(one, other)),
+        Connection(second, FrameAuthenticator(other, one)),
+    )
 
 
 def socket_ring(size: int, pair: Callable[[], Any] = socket.socketpair) -> Any:

@@ -76,7 +76,7 @@ def test_all_is_well():
 
 def test_faults_are_named_with_what_to_do(listener, closed):
     config = tf_config(0, listener, closed, "no-such-host.invalid:1")
-    secret = "don't show me"
+    secret = "don't show me to anybody"
     code, out, _ = doctor("--timeout", "1", TF_CONFIG=config, KERASDIST_SECRET=secret)
     assert code == 1
     assert "this is rank 0 of 3 (worker 0), by TF_CONFIG\n" in out
@@ -184,7 +184,8 @@ def test_cluster():
         ("host", {}, "fault"),
         ("host", {"KERASDIST_INSECURE": "1"}, "warn"),
         ("host", {"KERASDIST_INSECURE": "0"}, "fault"),
-        ("host", {"KERASDIST_SECRET": "s3cr3t"}, "ok"),
+        ("host", {"KERASDIST_SECRET": "s3cr3t" * 3}, "ok"),
+        ("127.0.0.1", {"KERASDIST_SECRET": "s3cr3t"}, "fault"),
     ],
 )
 def test_secret(host, environ, level):

@@ -1,19 +1,31 @@
-"""Both sides prove the secret, and nothing else gets through."""
+"""Both sides prove the secret, to each other and for one purpose, and nothing else."""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import hmac
+import json
 import socket
+import threading
 
 import pytest
 
-from groups import outcomes
+from groups import addresses_of, outcomes
 from kerasdist import errors
 from kerasdist.transport import handshake
+from kerasdist.transport.cancellation import Cancellation
+from kerasdist.transport.connection import Connection
 from kerasdist.transport.control import read_frame, write_frame
 from kerasdist.transport.deadline import Deadline
-from kerasdist.transport.framing import FrameType, pack_header
+from kerasdist.transport.dialing import dial_tcp
+from kerasdist.transport.framing import MAGIC, VERSION, FrameType, pack_header
+from kerasdist.transport.listener import Listener
+from waiting import wait_until
+
+SECRET = b"the secret of the tests"
+HERE = "here:2"
+HELLO = {"session": "s", "purpose": "p", "rank": 1}
 
 
 @pytest.fixture
@@ -24,86 +36,302 @@ def pair():
         end.close()
 
 
-def shake(pair, first, second, hello=None):
+def knock(end, secret=SECRET, hello=None, address=HERE, seconds=5.0):
+    hello = HELLO if hello is None else hello
+    return handshake.knock(end, secret, hello, Deadline(seconds), address)
+
+
+def receive(end, secret=SECRET, address=HERE, seconds=5.0):
+    return handshake.receive(end, secret, Deadline(seconds), "there:1", address)
+
+
+def both(pair, first, second):
+    """Calls both with their ends, at once; returns what they return or raise."""
+
     def work(side):
-        end = pair[side]
         try:
-            if side == 0:
-                hi = {"rank": 1} if hello is None else hello
-                return handshake.knock(end, first, hi, Deadline(5), "there:1")
-            return handshake.receive(end, second, Deadline(5), "here:2")
+            return (first, second)[side](pair[side])
         finally:
-            end.shutdown(socket.SHUT_WR)
+            with contextlib.suppress(OSError):
+                pair[side].shutdown(socket.SHUT_WR)
 
     return outcomes(2, work)
 
 
 @pytest.mark.parametrize("secret", [b"", b"x", b"\xff" * 500])
 def test_with_the_same_secret_the_hello_arrives(pair, secret):
-    assert shake(pair, secret, secret, {"a": "ü"}) == [None, {"a": "ü"}]
+    hello = {"a": "ü"}
+    mine, (heard, theirs) = both(
+        pair, lambda end: knock(end, secret, hello), lambda end: receive(end, secret)
+    )
+    assert heard == hello
+    tags = [mine.sign(b"to s"), theirs.sign(b"to c")]
+    theirs.check(tags[0], b"to s")
+    mine.check(tags[1], b"to c")
+    with pytest.raises(errors.ProtocolError, match=r"^A frame isn't the other side's"):
+        mine.check(mine.sign(b"to s"), b"to s")
 
 
 @pytest.mark.parametrize(("first", "second"), [(b"a", b"b"), (b"", b"b"), (b"a", b"")])
 def test_with_different_secrets_both_sides_know_why(pair, first, second):
-    knocking, receiving = shake(pair, first, second)
+    knocking, receiving = both(
+        pair, lambda end: knock(end, first), lambda end: receive(end, second)
+    )
     assert type(knocking) is errors.AuthenticationError
     assert type(receiving) is errors.AuthenticationError
     assert str(knocking).startswith(
-        "The worker at there:1 doesn't hold the same job secret. Set the environment "
+        "The worker at here:2 doesn't hold the same job secret. Set the environment "
         "variable KERASDIST_SECRET to the same value on all workers"
     )
-    assert str(receiving).startswith("The worker at here:2 doesn't hold the same job")
+    assert str(receiving).startswith("The worker at there:1 doesn't hold the same job")
 
 
-def prove(role, secret, first, second):
-    return hmac.new(secret, role + first + second, hashlib.sha256).digest()
+def test_with_different_addresses_both_sides_know_why(pair):
+    """Each task writes the addresses as it likes: that isn't a wrong secret."""
+    knocking, receiving = both(
+        pair,
+        lambda end: knock(end, address="localhost:2"),
+        lambda end: receive(end, address="127.0.0.1:2"),
+    )
+    assert type(knocking) is errors.ProtocolError
+    assert str(knocking).startswith(
+        "What answers at localhost:2 is a process of this job, but for another address."
+    )
+    assert type(receiving) is errors.ProtocolError
+    assert "Received: 'localhost:2', this is '127.0.0.1:2'." in str(receiving)
 
 
-@pytest.mark.parametrize("cheat", ["reflect", "guess", "skip", "short nonce"])
+@pytest.mark.parametrize("older", ["client", "server"])
+def test_another_version_is_told_so(pair, older):
+    """Each side says the same, whoever is the older one."""
+    version = VERSION - 1
+
+    def other(end):
+        frame = pack_header(FrameType.CHALLENGE, 32) + bytes(32)
+        end.sendall(frame.replace(MAGIC + bytes([VERSION]), MAGIC + bytes([version])))
+        return read_frame(end, Deadline(5))
+
+    if older == "client":
+        told, refused = both(pair, other, receive)
+        assert told == (FrameType.REFUSAL, b"")
+    else:
+        refused, _ = both(pair, knock, other)
+    assert type(refused) is errors.ProtocolError
+    assert f"Received: version={version}, expected {VERSION}. Install" in str(refused)
+
+
+# Strangers.
+
+
+def proof_of(secret, label, client, server, text):
+    said = hashlib.sha256(bytes([VERSION]) + client + server + text).digest()
+    return hmac.new(secret, label + b"\0" + said, hashlib.sha256).digest()
+
+
+@pytest.mark.parametrize("cheat", ["guess", "skip", "short nonce"])
 def test_a_stranger_gets_no_further_than_its_proof(pair, cheat):
-    """Without the secret: send back what the other side proves, guess, or skip it."""
-    stranger, server = pair
+    """And is given nothing that depends on the secret, for guesses at home."""
 
-    def work(side):
-        if side == 1:
-            return handshake.receive(server, b"secret", Deadline(5), "stranger:1")
+    def stranger(end):
         deadline = Deadline(5)
         nonce = b"n" * (8 if cheat == "short nonce" else 32)
-        write_frame(stranger, FrameType.CHALLENGE, nonce, deadline)
+        write_frame(end, FrameType.CHALLENGE, nonce, deadline)
         if cheat == "short nonce":
-            return None
-        _, _theirs = read_frame(stranger, deadline)
-        _, proof = read_frame(stranger, deadline)
-        if cheat == "skip":
-            write_frame(stranger, FrameType.HELLO, b'{"rank": 1}', deadline)
-        else:
-            answer = proof if cheat == "reflect" else b"0" * 32
-            write_frame(stranger, FrameType.PROOF, answer, deadline)
-        return read_frame(stranger, Deadline(1))
+            return read_frame(end, deadline)
+        kind, _ = read_frame(end, deadline)
+        assert kind is FrameType.CHALLENGE
+        text = json.dumps({"address": HERE, "hello": HELLO}).encode()
+        if cheat == "guess":
+            write_frame(end, FrameType.HELLO, text, deadline)
+        write_frame(end, FrameType.PROOF, b"0" * 32, deadline)
+        return read_frame(end, Deadline(1))
 
-    first, refused = outcomes(2, work)
-    kind = errors.AuthenticationError if cheat in ("reflect", "guess") else None
-    assert type(refused) is (kind or errors.ProtocolError)
-    if kind:
-        assert first == (FrameType.REFUSAL, b"")
+    told, refused = both(pair, stranger, receive)
+    kind = errors.AuthenticationError if cheat == "guess" else errors.ProtocolError
+    assert type(refused) is kind
+    if cheat == "guess":
+        assert told == (FrameType.REFUSAL, b"")
+    else:
+        assert type(told) is EOFError
 
 
-def test_a_false_server_learns_nothing_but_a_nonce(pair):
-    client, server = pair
-
-    def work(side):
-        if side == 0:
-            return handshake.knock(client, b"s", {"rank": 1}, Deadline(5), "there:1")
+@pytest.mark.parametrize("cheat", ["guess", "reflect"])
+def test_a_false_server_is_found_out(pair, cheat):
+    def false(end):
         deadline = Deadline(5)
-        kind, nonce = read_frame(server, deadline)
-        write_frame(server, FrameType.CHALLENGE, b"m" * 32, deadline)
-        wrong = prove(b"server", b"not the secret", nonce, b"m" * 32)
-        write_frame(server, FrameType.PROOF, wrong, deadline)
-        return kind, len(nonce), read_frame(server, deadline)
+        read_frame(end, deadline)
+        write_frame(end, FrameType.CHALLENGE, b"m" * 32, deadline)
+        read_frame(end, deadline)
+        _, proof = read_frame(end, deadline)
+        answer = proof if cheat == "reflect" else b"0" * 32
+        write_frame(end, FrameType.PROOF, answer, deadline)
 
-    knocking, seen = outcomes(2, work)
+    knocking, _ = both(pair, knock, false)
     assert type(knocking) is errors.AuthenticationError
-    assert seen == (FrameType.CHALLENGE, 32, (FrameType.REFUSAL, b""))
+
+
+def test_the_proof_is_of_all_that_was_said(pair):
+    """As documented: so that another implementation could follow it."""
+
+    def client(end):
+        deadline = Deadline(5)
+        write_frame(end, FrameType.CHALLENGE, b"c" * 32, deadline)
+        _, nonce = read_frame(end, deadline)
+        text = json.dumps({"address": HERE, "hello": HELLO}).encode()
+        proof = proof_of(SECRET, b"client", b"c" * 32, nonce, text)
+        write_frame(end, FrameType.HELLO, text, deadline)
+        write_frame(end, FrameType.PROOF, proof, deadline)
+        return read_frame(end, deadline) == (
+            FrameType.PROOF,
+            proof_of(SECRET, b"server", b"c" * 32, nonce, text),
+        )
+
+    right, (hello, _) = both(pair, client, receive)
+    assert right
+    assert hello == HELLO
+
+
+# A stranger in the midst: it has no secret, and connects one side with another.
+
+
+def relay(source, target, change=lambda kind, payload: payload, count=5):
+    """Hands the frames of a handshake on, those of one side changed."""
+    deadline = Deadline(10)
+    turns = [(source, target), (target, source), (source, target), (source, target)]
+    for giver, taker in [*turns, (target, source)][:count]:
+        kind, payload = read_frame(giver, deadline, bound=1 << 16)
+        write_frame(taker, kind, change(kind, payload), deadline)
+
+
+@pytest.fixture
+def jobs():
+    """Two listeners of one job, and where strangers have taken a third address."""
+    addresses = addresses_of(2)
+    listeners = [Listener.acquire(address, SECRET) for address in addresses]
+    with socket.create_server(("127.0.0.1", 0)) as false:
+        yield listeners, false
+    for listener in listeners:
+        listener.release()
+
+
+def ask(address):
+    host, _, port = address.rpartition(":")
+    return socket.create_connection((host, int(port)), timeout=10)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("oracle", [0, 1])
+def test_no_listener_of_the_job_helps_a_stranger_at_anothers_address(jobs, oracle):
+    """The chief is dead, a stranger answers at its address, and asks around.
+
+    It hands the worker's challenge to another listener of the job, the worker's own one
+    among them. With a proof that held for any listener it became the chief: it got the
+    worker's gradients, and gave it any weights it liked.
+    """
+    listeners, false = jobs
+    dialed = f"127.0.0.1:{false.getsockname()[1]}"
+
+    def stranger():
+        end, _ = false.accept()
+        with end, ask(listeners[oracle].address) as other:
+            relay(end, other)
+
+    thread = threading.Thread(target=stranger)
+    thread.start()
+    with pytest.raises(
+        errors.ProtocolError,
+        match=rf"^What answers at {dialed} is a process of this job, but for another",
+    ):
+        dial_tcp(dialed, SECRET, HELLO, Deadline(10))
+    thread.join(10)
+    for listener in listeners:
+        assert listener.take_any("s", "p", 0.0) == []
+    wait_until(listeners[oracle].refusals, "a refusal")
+    (text,) = listeners[oracle].refusals()
+    assert f"wants to reach another address. Received: '{dialed}', this is" in text
+
+
+@pytest.mark.parametrize("name", ["address", "session", "purpose", "rank"])
+def test_a_hello_that_was_changed_on_its_way_is_refused(jobs, name):
+    """What the connection is for is a part of the proof, whoever the listener is."""
+    listeners, false = jobs
+    dialed = f"127.0.0.1:{false.getsockname()[1]}"
+
+    def change(kind, payload):
+        if kind is not FrameType.HELLO:
+            return payload
+        said = json.loads(payload)
+        if name == "address":
+            said["address"] = listeners[0].address
+        else:
+            said["hello"][name] = 0 if name == "rank" else "another"
+        return json.dumps(said).encode()
+
+    def stranger():
+        end, _ = false.accept()
+        with end, ask(listeners[0].address) as other:
+            relay(end, other, change)
+
+    thread = threading.Thread(target=stranger)
+    thread.start()
+    with pytest.raises(errors.AuthenticationError):
+        dial_tcp(dialed, SECRET, HELLO, Deadline(10))
+    thread.join(10)
+    for session, purpose in (("s", "p"), ("another", "p"), ("s", "another")):
+        assert listeners[0].take_any(session, purpose, 0.0) == []
+
+
+def test_a_proof_of_one_connection_is_none_in_a_parallel_one(jobs):
+    """The stranger opens two, and answers one listener's challenge with the other's."""
+    listeners, _ = jobs
+    address = listeners[0].address
+
+    def begin():
+        sock = ask(address)
+        write_frame(sock, FrameType.CHALLENGE, b"n" * 32, Deadline(5))
+        read_frame(sock, Deadline(5))
+        return sock
+
+    frames = []
+
+    def tap(kind, payload):
+        frames.append((kind, payload))
+        return payload
+
+    ours, theirs = socket.socketpair()
+    with ours, theirs, ask(address) as true, begin() as other:
+        thread = threading.Thread(target=relay, args=(theirs, true, tap))
+        thread.start()
+        handshake.knock(ours, SECRET, HELLO, Deadline(10), address)
+        thread.join(10)
+        for kind, payload in frames[2:4]:
+            write_frame(other, kind, payload, Deadline(5))
+        assert read_frame(other, Deadline(5)) == (FrameType.REFUSAL, b"")
+
+
+def test_who_relays_to_the_right_listener_can_not_speak_afterwards(jobs):
+    """A true man in the middle sees the bulk data, and may change them.
+
+    It can't send a control frame in anybody's name: it doesn't know the keys.
+    """
+    listeners, _ = jobs
+    address = listeners[0].address
+    ours, theirs = socket.socketpair()
+    with ours, theirs, ask(address) as true:
+        thread = threading.Thread(target=relay, args=(theirs, true))
+        thread.start()
+        auth = handshake.knock(ours, SECRET, HELLO, Deadline(10), address)
+        thread.join(10)
+        ((_, taken, _),) = listeners[0].take_any("s", "p", 10.0)
+        with taken:
+            mine = Connection(ours, auth)
+            write_frame(theirs, FrameType.REFUSAL, b"{}", Deadline(5))
+            theirs.sendall(bytes(16))
+            with pytest.raises(errors.ProtocolError, match=r"^A frame isn't the other"):
+                mine.read(Deadline(1), bound=100)
+
+
+# Whatever else comes.
 
 
 @pytest.mark.parametrize(
@@ -117,6 +345,12 @@ def test_a_false_server_learns_nothing_but_a_nonce(pair):
         (pack_header(FrameType.DATA, 32) + b"x" * 32, "ProtocolError"),
         (pack_header(FrameType.REFUSAL, 4) + b"evil", "AuthenticationError"),
         (pack_header(FrameType.CHALLENGE, 32) + b"x", "EOFError"),
+        (
+            pack_header(FrameType.CHALLENGE, 32)
+            + bytes(32)
+            + pack_header(FrameType.HELLO, (1 << 16) + 1),
+            "ProtocolError",
+        ),
         (b"", "EOFError"),
     ],
 )
@@ -125,13 +359,52 @@ def test_other_beginnings_are_refused_without_repeating_them(pair, sent, error):
     stranger.sendall(sent)
     stranger.shutdown(socket.SHUT_WR)
     with pytest.raises(Exception, match=r"^.") as caught:
-        handshake.receive(server, b"secret", Deadline(5), "stranger:1")
+        receive(server)
     assert type(caught.value).__name__ == error
     assert "evil" not in str(caught.value)
 
 
+@pytest.mark.parametrize("text", [b"{", b"[]", b"\xff", b"{}", b'{"address": 3}'])
+def test_who_holds_the_secret_and_says_nonsense_is_refused(pair, text):
+    def client(end):
+        deadline = Deadline(5)
+        write_frame(end, FrameType.CHALLENGE, b"c" * 32, deadline)
+        _, nonce = read_frame(end, deadline)
+        write_frame(end, FrameType.HELLO, text, deadline)
+        proof = proof_of(SECRET, b"client", b"c" * 32, nonce, text)
+        write_frame(end, FrameType.PROOF, proof, deadline)
+
+    _, refused = both(pair, client, receive)
+    assert type(refused) is errors.ProtocolError
+
+
 def test_a_silent_side_is_left_at_the_deadline(pair):
     with pytest.raises(TimeoutError):
-        handshake.receive(pair[1], b"secret", Deadline(0.1), "stranger:1")
+        receive(pair[1], seconds=0.1)
     with pytest.raises(TimeoutError):
-        handshake.knock(pair[0], b"secret", {}, Deadline(0.1), "stranger:1")
+        knock(pair[0], seconds=0.1)
+
+
+@pytest.mark.parametrize("when", ["before", "meanwhile"])
+def test_dialing_ends_when_it_is_cancelled(when):
+    """The other side is frozen: its kernel accepts, and nothing answers."""
+    with socket.create_server(("127.0.0.1", 0)) as frozen:
+        address = f"127.0.0.1:{frozen.getsockname()[1]}"
+        stop = Cancellation()
+        if when == "before":
+            stop.set()
+
+        def dial(_):
+            with pytest.raises((OSError, EOFError)):
+                dial_tcp(address, SECRET, HELLO, Deadline(60), stop)
+
+        def cancel(_):
+            if when == "meanwhile":
+                end, _ = frozen.accept()
+                with end:
+                    # It has begun to speak: the handshake waits for an answer now.
+                    read_frame(end, Deadline(10))
+                    stop.set()
+
+        outcome = outcomes(2, lambda i: (dial, cancel)[i](i), 20.0)
+        assert outcome == [None, None]

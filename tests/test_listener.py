@@ -9,16 +9,19 @@ import resource
 import signal
 import socket
 import threading
+import time
 
 import pytest
 
 from groups import open_sockets
 from kerasdist import errors
-from kerasdist.transport import handshake, listener
+from kerasdist.transport import background_log, handshake, listener, reach
 from kerasdist.transport.control import write_frame
 from kerasdist.transport.deadline import Deadline
+from kerasdist.transport.dialing import dial_tcp
 from kerasdist.transport.framing import FrameType
 from kerasdist.transport.listener import Listener
+from kerasdist.transport.same_user import why_not_same_user
 from waiting import wait_until
 from workers import free_ports
 
@@ -28,7 +31,7 @@ pytestmark = [
     pytest.mark.filterwarnings("error"),
 ]
 
-SECRET = b"s"
+SECRET = b"a secret of the tests"
 
 
 @pytest.fixture
@@ -48,9 +51,9 @@ def dial(listening):
     return socket.create_connection((host, int(port)), timeout=10)
 
 
-def knock(sock, session="s", purpose="p", rank=1, **more):
+def knock(listening, sock, session="s", purpose="p", rank=1, **more):
     hello = {"session": session, "purpose": purpose, "rank": rank, **more}
-    handshake.knock(sock, SECRET, hello, Deadline(10), "x:1")
+    handshake.knock(sock, SECRET, hello, Deadline(10), listening.address)
     return sock
 
 
@@ -62,13 +65,13 @@ def take(listening, session="s", purpose="p", rank=1, seconds=10.0):
 def talk(one, other):
     """Whether two sockets are the two ends of one connection."""
     one.sendall(b"ping")
-    return other.recv(4) == b"ping"
+    return other.sock.recv(4) == b"ping"
 
 
 def test_a_connection_is_handed_to_who_asks_for_it(listening):
     with (
-        knock(dial(listening), rank=1) as one,
-        knock(dial(listening), rank=2) as two,
+        knock(listening, dial(listening), rank=1) as one,
+        knock(listening, dial(listening), rank=2) as two,
         take(listening, rank=2) as second,
         take(listening, rank=1) as first,
     ):
@@ -80,15 +83,15 @@ def test_a_connection_is_handed_to_who_asks_for_it(listening):
 def test_the_unix_socket_is_served_too(listening):
     with socket.socket(socket.AF_UNIX) as sock:
         sock.connect(listening.unix_name)
-        knock(sock)
+        knock(listening, sock)
         with take(listening) as end:
             assert talk(sock, end)
 
 
 def test_the_newer_connection_of_a_rank_counts(listening):
-    with knock(dial(listening)) as old:
+    with knock(listening, dial(listening)) as old:
         wait_until(lambda: listening._waiting, "the first")
-        with knock(dial(listening)) as new:
+        with knock(listening, dial(listening)) as new:
             wait_until(lambda: len(*listening._waiting.values()) == 2, "the second")
             with take(listening) as end:
                 assert talk(new, end)
@@ -105,7 +108,7 @@ def test_sessions_share_one_listener_and_the_last_one_closes_it(listening):
     same = Listener.acquire(listening.address, SECRET)
     assert same is listening
     same.release()
-    with knock(dial(listening)), take(listening):
+    with knock(listening, dial(listening)), take(listening):
         pass
 
 
@@ -135,7 +138,7 @@ def test_a_name_that_is_not_this_machines_stands_for_its_port(host):
     made = Listener.acquire(f"{host}:{port}", SECRET)
     try:
         with socket.create_connection(("127.0.0.1", port), timeout=10) as sock:
-            knock(sock)
+            knock(made, sock)
             take(made).close()
     finally:
         made.release()
@@ -158,7 +161,7 @@ def test_a_descriptor_that_is_not_the_launchers_socket_is_left_alone(
         before = open_sockets()
         monkeypatch.setenv("KERASDIST_LISTEN_FD", str(fd))
         made = Listener.acquire(f"127.0.0.1:{port}", SECRET)
-        with knock(dial(made)), take(made):
+        with knock(made, dial(made)), take(made):
             pass
         made.release()
         assert open_sockets() == before
@@ -168,7 +171,7 @@ def test_a_descriptor_that_is_not_the_launchers_socket_is_left_alone(
 def test_a_forked_child_keeps_neither_the_port_nor_a_connection():
     address = f"127.0.0.1:{free_ports(1)[0]}"
     listening = Listener.acquire(address, SECRET)
-    mine = knock(dial(listening))
+    mine = knock(listening, dial(listening))
     theirs = take(listening)
     pid = os.fork()
     if pid == 0:
@@ -191,7 +194,7 @@ def test_the_launchers_socket_is_used_again_and_again(monkeypatch):
         monkeypatch.setenv("KERASDIST_LISTEN_FD", str(server.fileno()))
         for _ in range(3):
             made = Listener.acquire(f"127.0.0.1:{server.getsockname()[1]}", SECRET)
-            with knock(dial(made)), take(made):
+            with knock(made, dial(made)), take(made):
                 pass
             made.release()
 
@@ -219,13 +222,13 @@ def test_strangers_are_sent_away_and_noted(listening, sent, reason):
             assert stranger.recv(100) == b""
     (text,) = refused(listening)
     assert re.match(rf"127\.0\.0\.1:\d+: .*{reason}", text)
-    with knock(dial(listening)), take(listening):
+    with knock(listening, dial(listening)), take(listening):
         pass
 
 
 def test_a_wrong_secret_is_noted(listening):
     with dial(listening) as sock, pytest.raises(errors.AuthenticationError):
-        handshake.knock(sock, b"wrong", {}, Deadline(10), "x:1")
+        handshake.knock(sock, b"wrong", {}, Deadline(10), listening.address)
     (text,) = refused(listening)
     assert "AuthenticationError: The worker at 127.0.0.1:" in text
 
@@ -233,7 +236,7 @@ def test_a_wrong_secret_is_noted(listening):
 @pytest.mark.parametrize("hello", [{"session": "s"}, {"rank": "one"}, {}])
 def test_an_incomplete_hello_is_noted(listening, hello):
     with dial(listening) as sock:
-        handshake.knock(sock, SECRET, hello, Deadline(10), "x:1")
+        handshake.knock(sock, SECRET, hello, Deadline(10), listening.address)
         (text,) = refused(listening)
     assert "ProtocolError: A hello is incomplete." in text
 
@@ -241,7 +244,7 @@ def test_an_incomplete_hello_is_noted(listening, hello):
 def test_a_look_whether_somebody_listens_is_not_noted(listening):
     for _ in range(5):
         dial(listening).close()
-    with knock(dial(listening)), take(listening):
+    with knock(listening, dial(listening)), take(listening):
         pass
     assert listening.refusals() == []
 
@@ -250,7 +253,7 @@ def test_an_endless_stream_is_cut_off(listening):
     with dial(listening) as stranger, pytest.raises(ConnectionError):
         while True:
             stranger.sendall(bytes(1 << 16))
-    with knock(dial(listening)), take(listening):
+    with knock(listening, dial(listening)), take(listening):
         pass
 
 
@@ -264,7 +267,10 @@ def test_half_open_and_slow_connections_hold_nobody_up(listening, monkeypatch):
                 stranger.sendall(b"KDS")
             else:
                 write_frame(stranger, FrameType.CHALLENGE, b"n" * 32, Deadline(5))
-        with knock(dial(listening)) as sock, take(listening, seconds=8) as end:
+        with (
+            knock(listening, dial(listening)) as sock,
+            take(listening, seconds=8) as end,
+        ):
             assert talk(sock, end)
         with listening._changed:
             assert len(listening._shaking) <= 8
@@ -285,7 +291,7 @@ def test_a_process_without_free_descriptors_accepts_later(listening):
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.ExitStack() as stack:
         sock = stack.enter_context(dial(listening))
-        knock(sock, rank=1)
+        knock(listening, sock, rank=1)
         take(listening, rank=1).close()
         late = stack.enter_context(socket.socket())
         late.settimeout(10)
@@ -303,5 +309,266 @@ def test_a_process_without_free_descriptors_accepts_later(listening):
             for fd in filler:
                 os.close(fd)
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-        knock(late, rank=2)
+        knock(listening, late, rank=2)
         take(listening, rank=2).close()
+
+
+def test_a_high_descriptor_does_not_end_the_listener(listening):
+    """`select` can't wait for descriptors above 1023; the thread died of it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard < 2048:
+        pytest.skip(f"a process may have only {hard} descriptors here")
+    with contextlib.ExitStack() as stack:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (2048, hard))
+        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
+        filler = []
+        stack.callback(lambda: [os.close(fd) for fd in filler])
+        while not filler or filler[-1] < 1100:
+            filler.append(os.dup(0))
+        made = Listener.acquire(f"127.0.0.1:{free_ports(1)[0]}", SECRET)
+        stack.callback(made.release)
+        assert made._woken.fileno() > 1023
+        late = stack.enter_context(socket.socket())
+        late.settimeout(10)
+        with contextlib.suppress(OSError):
+            while True:
+                filler.append(os.dup(0))
+        host, _, port = made.address.rpartition(":")
+        late.connect((host, int(port)))
+        assert take(made, seconds=0.3) is None
+        while filler:
+            os.close(filler.pop())
+        knock(made, late)
+        take(made).close()
+
+
+# Those who hold the secret, and are mistaken.
+
+
+@pytest.mark.parametrize("rank", [float("inf"), 1.5, True, None, "1", 1 << 70, []])
+def test_a_rank_that_is_none_is_refused(listening, rank):
+    """Infinity is a number in JSON, and no integer: a thread ended with a traceback."""
+    with dial(listening) as sock:
+        knock(listening, sock, rank=rank)
+        if rank == 1 << 70:
+            take(listening, rank=rank).close()
+        else:
+            (text,) = refused(listening)
+            assert "ProtocolError: A hello is incomplete." in text
+
+
+def test_connections_that_nobody_asks_for_are_given_back(listening):
+    """A mistaken retry loop: it filled the room of those who came later."""
+    before = open_sockets()
+    for rank in range(50):
+        knock(listening, dial(listening), purpose="nobody's", rank=rank).close()
+    with knock(listening, dial(listening)), take(listening):
+        wait_until(lambda: open_sockets() <= before + 3, "sockets that are closed", 10)
+
+
+def test_who_waits_longer_than_a_start_may_take_is_sent_away(monkeypatch):
+    monkeypatch.setattr(listener, "_LOOK_SECONDS", 0.05)
+    monkeypatch.setattr(listener, "_HANDSHAKE_SECONDS", 2.0)
+    made = Listener.acquire(f"127.0.0.1:{free_ports(1)[0]}", SECRET, patience=0.1)
+    try:
+        with knock(made, dial(made)) as sock:
+            sock.settimeout(30)
+            assert sock.recv(1) == b""
+    finally:
+        made.release()
+
+
+def test_when_too_many_wait_the_next_one_is_told_so(listening, monkeypatch):
+    monkeypatch.setattr(listener, "_MOST_WAITING", 2)
+    with contextlib.ExitStack() as stack:
+        for rank in range(3):
+            stack.enter_context(knock(listening, dial(listening), rank=rank))
+        (text,) = refused(listening)
+        assert "2 connections wait already until they are asked for" in text
+
+
+def test_many_strangers_fill_no_log(listening, caplog):
+    """One client wrote 4 MB of log in half a minute."""
+    for _ in range(200):
+        with dial(listening) as stranger:
+            stranger.sendall(b"x" * 100)
+            with contextlib.suppress(ConnectionResetError):
+                stranger.recv(1)
+    wait_until(lambda: listening._log._written >= 200, "the last one's refusal")
+    background_log.flush(10)
+    lines = [r.getMessage() for r in caplog.records if "refused" in r.getMessage()]
+    assert len(lines) == 10
+    assert lines[-1].endswith("(more such lines are only counted for 60 s)")
+    listening._log.flush()
+    background_log.flush(10)
+    assert caplog.records[-1].getMessage() == (
+        "kerasdist: 190 more such lines were omitted"
+    )
+
+
+# Names and addresses.
+
+
+@pytest.fixture
+def names(monkeypatch):
+    """What names lead to, as if a name server said so."""
+    known = {}
+    original = socket.getaddrinfo
+
+    def look_up(host, *args, **kwargs):
+        if host not in known:
+            return original(host, *args, **kwargs)
+        return [each for ip in known[host] for each in original(ip, *args, **kwargs)]
+
+    monkeypatch.setattr(reach.socket, "getaddrinfo", look_up)
+    return known
+
+
+@pytest.mark.parametrize(
+    ("ips", "reached"),
+    [
+        (["::1"], ["::1"]),
+        (["::1", "127.0.0.1"], ["::1", "127.0.0.1"]),
+        (["2001:db8::7", "127.0.0.1"], ["127.0.0.1"]),
+        # None of this machine's: its port counts, for both families.
+        (["2001:db8::7"], ["::1", "127.0.0.1"]),
+        (["203.0.113.7"], ["::1", "127.0.0.1"]),
+    ],
+)
+def test_a_host_is_reached_at_all_addresses_of_its_name(names, ips, reached):
+    """A name with an IPv6 address only made it listen on IPv4, where nobody came."""
+    names["worker-0"] = ips
+    port = free_ports(1)[0]
+    made = Listener.acquire(f"worker-0:{port}", SECRET)
+    try:
+        for ip in ("::1", "127.0.0.1", "127.0.0.2"):
+            if ip in reached:
+                with socket.create_connection((ip, port), timeout=10) as sock:
+                    knock(made, sock)
+                    take(made).close()
+            elif ip == "127.0.0.2" and len(reached) == 2 and ips[0] != "::1":
+                socket.create_connection((ip, port), timeout=10).close()
+            else:
+                with pytest.raises(ConnectionRefusedError):
+                    socket.create_connection((ip, port), timeout=10)
+    finally:
+        made.release()
+
+
+def test_a_name_is_dialed_at_all_its_addresses(names):
+    names["worker-0"] = ["::1"]
+    port = free_ports(1)[0]
+    made = Listener.acquire(f"worker-0:{port}", SECRET)
+    try:
+        names["worker-0"] = ["127.0.0.1", "::1"]
+        hello = {"session": "s", "purpose": "p", "rank": 1}
+        with dial_tcp(f"worker-0:{port}", SECRET, hello, Deadline(10)):
+            take(made).close()
+    finally:
+        made.release()
+
+
+def test_a_name_server_that_hangs_holds_nobody_up(names, monkeypatch):
+    hang = threading.Event()
+    monkeypatch.setattr(
+        reach.socket, "getaddrinfo", lambda *_, **__: hang.wait(30) and []
+    )
+    started = time.monotonic()
+    with pytest.raises(
+        OSError, match=r"^looking up its host name took longer than 0\."
+    ):
+        dial_tcp("worker-0:1", SECRET, {}, Deadline(0.2))
+    assert time.monotonic() - started < 20
+    hang.set()
+
+
+# Without a secret.
+
+
+@contextlib.contextmanager
+def another_user(work):
+    """A process of another user that does something, and is ended then."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            os.setgid(65534)
+            os.setuid(65534)
+            work()
+            signal.pause()
+        finally:
+            os._exit(1)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+
+
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
+OTHER = "the other end is a process of user 65534, this one is of user 0"
+
+
+@needs_root
+@pytest.mark.parametrize("secret", [b"", SECRET])
+@pytest.mark.parametrize("family", [socket.AF_INET, socket.AF_UNIX])
+def test_without_a_secret_other_users_are_refused(family, secret):
+    """They reach loopback addresses, too, and see names of Unix sockets in /proc."""
+    port = free_ports(1)[0]
+    made = Listener.acquire(f"127.0.0.1:{port}", secret)
+    unix = family == socket.AF_UNIX
+
+    def come():
+        sock = socket.socket(family)
+        sock.connect(made.unix_name if unix else ("127.0.0.1", port))
+        sock.sendall(b"x" * 100)
+        signal.pause()
+
+    try:
+        with another_user(come):
+            (text,) = refused(made)
+    finally:
+        made.release()
+    assert (OTHER in text) is not bool(secret)
+    assert ("What arrived isn't a kerasdist frame" in text) is bool(secret)
+
+
+@needs_root
+def test_without_a_secret_another_users_listener_is_refused():
+    """It has taken the chief's port first."""
+    port = free_ports(1)[0]
+    address = f"127.0.0.1:{port}"
+    ready, told = os.pipe()
+
+    def listen():
+        with socket.create_server(("127.0.0.1", port)) as server:
+            os.write(told, b"x")
+            sock, _ = server.accept()
+            handshake.receive(sock, b"", Deadline(10), "x", address)
+            signal.pause()
+
+    try:
+        with another_user(listen):
+            os.read(ready, 1)
+            with pytest.raises(errors.AuthenticationError, match=OTHER) as caught:
+                dial_tcp(address, b"", {}, Deadline(10))
+    finally:
+        os.close(ready)
+        os.close(told)
+    assert str(caught.value).startswith(
+        f"The process at {address} can't be taken for one of this job: the other end"
+    )
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+def test_the_own_user_is_known_over_tcp_and_unix(host):
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with (
+        socket.create_server((host, 0), family=family) as server,
+        socket.create_connection(server.getsockname()[:2]) as one,
+        server.accept()[0] as other,
+    ):
+        assert why_not_same_user(one) is None
+        assert why_not_same_user(other) is None
+    one, other = socket.socketpair()
+    with one, other:
+        assert why_not_same_user(one) is None

@@ -146,7 +146,7 @@ except kerasdist.KerasDistError as error:
     )
 
     def env(rank):
-        return {"KERASDIST_SECRET": f"secret-{rank}"}
+        return {"KERASDIST_SECRET": f"the secret of rank {rank}"}
 
     with Workers(script, 2, env=env, args=[str(tmp_path)], deadline=90) as job:
         chief, other = [f.result for f in job.succeed()]

@@ -117,8 +117,12 @@ def test_every_job_has_a_fresh_secret_unless_the_user_has_one(launcher):
     script = "print(os.environ['KERASDIST_SECRET'])"
     first, second = (launcher.run("-n", 1, "script.py", script=script) for _ in "ab")
     assert first[1] != second[1]
+    launcher.env["KERASDIST_SECRET"] = mine = "a secret of my own"
+    assert launcher.run("-n", 1, "script.py", script=script)[:2] == (0, f"{mine}\n")
     launcher.env["KERASDIST_SECRET"] = "mine"
-    assert launcher.run("-n", 1, "script.py", script=script)[:2] == (0, "mine\n")
+    code, out, err = launcher.run("-n", 1, "script.py", script=script)
+    assert (code, out) == (2, "")
+    assert "KERASDIST_SECRET is too short. Received: 4 bytes, expected at least" in err
 
 
 def test_a_dead_workers_port_is_closed(launcher):

@@ -21,11 +21,11 @@ pytestmark = pytest.mark.timeout(60)
 
 
 def test_another_secret_is_refused(monkeypatch):
-    monkeypatch.setenv("KERASDIST_SECRET", "one")
+    monkeypatch.setenv("KERASDIST_SECRET", "one secret of the tests")
     with nothing_stays_open():
         timeouts = Timeouts(startup=2, collective=5, heartbeat=5)
         with Servers(1, connected=False, timeouts=timeouts) as job:
-            monkeypatch.setenv("KERASDIST_SECRET", "another")
+            monkeypatch.setenv("KERASDIST_SECRET", "another secret of the tests")
             with pytest.raises(errors.AuthenticationError, match="KERASDIST_SECRET"):
                 job.connect(0)
 

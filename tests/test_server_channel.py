@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from groups import in_threads, nothing_stays_open
+from groups import connections, in_threads, nothing_stays_open
 from kerasdist import errors
 from kerasdist.server.channel import (
     ChannelEnded,
@@ -23,6 +23,7 @@ from kerasdist.server.channel import (
 from kerasdist.server.wire import SocketChannel
 from kerasdist.transport.base import Aborted
 from kerasdist.transport.deadline import Deadline
+from kerasdist.transport.frame_auth import TAG_BYTES
 from kerasdist.transport.framing import Call, FrameType, pack_header
 
 pytestmark = pytest.mark.timeout(60)
@@ -34,12 +35,13 @@ def tcp_pair():
     with socket.create_server(("127.0.0.1", 0)) as server:
         first = socket.create_connection(server.getsockname())
         second, _ = server.accept()
-    return SocketChannel(first), SocketChannel(second)
+    one, other = connections((first, second))
+    return SocketChannel(one), SocketChannel(other)
 
 
 def shared_pair():
-    first, second = socket.socketpair()
-    return SocketChannel(first, shared=True), SocketChannel(second, shared=True)
+    one, other = connections()
+    return SocketChannel(one, shared=True), SocketChannel(other, shared=True)
 
 
 PAIRS = {"tcp": tcp_pair, "shared_memory": shared_pair, "memory": memory_pair}
@@ -186,14 +188,16 @@ def test_a_message_that_is_too_long_is_refused(pair):
 def raw(meta, body=b"", *, size=None, length=None, frame=FrameType.REQUEST):
     text = meta if isinstance(meta, bytes) else json.dumps(meta).encode()
     payload = struct.pack("!IQ", len(text), len(body) if size is None else size)
-    payload += text + body
-    return pack_header(frame, len(payload) if length is None else length) + payload
+    payload += text
+    if length is None:
+        length = len(payload) + TAG_BYTES + len(body)
+    return pack_header(frame, length) + payload, body
 
 
 @pytest.mark.parametrize(
     "data",
     [
-        b"GET / HTTP/1.1\r\nHost: a\r\nAccept: */*\r\n\r\n",
+        (b"GET / HTTP/1.1\r\nHost: a\r\nAccept: */*\r\n\r\n", b""),
         raw(b"{"),
         raw([]),
         raw({"arrays": 3}),
@@ -206,16 +210,32 @@ def raw(meta, body=b"", *, size=None, length=None, frame=FrameType.REQUEST):
         raw({"arrays": [["float32", [2]]], "shared": True}, size=8),
         raw({}, length=3),
         raw({}, length=1 << 50),
-        pack_header(FrameType.DESCRIPTOR, 8) + bytes(8),
-        pack_header(FrameType.DESCRIPTOR, 9) + bytes(9),
+        (pack_header(FrameType.DESCRIPTOR, 8) + bytes(8), b""),
+        (pack_header(FrameType.DESCRIPTOR, 9) + bytes(9), b""),
     ],
 )
 @pytest.mark.parametrize("family", ["tcp", "unix"])
 def test_nonsense_is_refused(data, family):
     first, second = shared_pair() if family == "unix" else tcp_pair()
     try:
-        first._sock.sendall(data)
-        with pytest.raises(errors.ProtocolError):
+        head, body = data
+        first._sock.sendall(head + first._auth.sign(head) + body)
+        with pytest.raises(errors.ProtocolError, match=r"^(?!A frame isn't the)"):
+            second.receive(Deadline(5), 1 << 20)
+    finally:
+        first.close()
+        second.close()
+
+
+@pytest.mark.parametrize("family", ["tcp", "unix"])
+def test_a_request_that_was_changed_on_its_way_is_refused(family):
+    """Somebody on the path turns step 7 into step 9: the text isn't encrypted."""
+    first, second = shared_pair() if family == "unix" else tcp_pair()
+    try:
+        head, body = raw({"step": 7, "arrays": [["float32", [2]]]}, bytes(8))
+        sealed = head + first._auth.sign(head) + body
+        first._sock.sendall(sealed.replace(b'"step": 7', b'"step": 9'))
+        with pytest.raises(errors.ProtocolError, match=r"^A frame isn't the other "):
             second.receive(Deadline(5), 1 << 20)
     finally:
         first.close()

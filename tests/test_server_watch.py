@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import queue
-import socket
 
 import pytest
 
-from groups import nothing_stays_open
+from groups import connections, nothing_stays_open
 from kerasdist.server.watch import Watch
 from kerasdist.transport import Timeouts
-from kerasdist.transport.control import read_frame
 from kerasdist.transport.deadline import Deadline
 from kerasdist.transport.framing import FrameType, pack_header
 
@@ -39,7 +37,7 @@ class Ear:
 @pytest.fixture
 def pair():
     with nothing_stays_open():
-        first, second = socket.socketpair()
+        first, second = connections()
         yield first, second
         first.close()
         second.close()
@@ -47,8 +45,8 @@ def pair():
 
 def test_two_watches_hear_each_other(pair):
     ears = Ear(0.5), Ear(0.5)
-    for ear, sock in zip(ears, pair, strict=True):
-        ear.watch.add("other", sock)
+    for ear, connection in zip(ears, pair, strict=True):
+        ear.watch.add("other", connection)
     ears[0].watch.post("other", FrameType.EVENT, b"a" * 500_000)
     ears[1].watch.post("other", FrameType.GOODBYE, b"b")
     assert ears[1].frames.get(timeout=10) == ("other", FrameType.EVENT, b"a" * 500_000)
@@ -71,7 +69,7 @@ def test_silence_is_a_loss_and_the_silent_one_is_told(pair):
     assert reason.startswith("nothing was heard of it for 0.")
     kinds = []
     while not kinds or kinds[-1] is not FrameType.FAILURE:
-        kind, payload = read_frame(pair[1], Deadline(5))
+        kind, payload = pair[1].read(Deadline(5))
         kinds.append(kind)
     assert payload == b"you were silent"
     assert set(kinds[:-1]) == {FrameType.HEARTBEAT}
@@ -84,7 +82,7 @@ def test_silence_is_a_loss_and_the_silent_one_is_told(pair):
 def test_nonsense_ends_a_connection(pair, data):
     ear = Ear()
     ear.watch.add(1, pair[0])
-    pair[1].sendall(data)
+    pair[1].sock.sendall(data)
     assert ear.ends.get(timeout=10)[0] == 1
     ear.watch.close()
 
@@ -101,7 +99,7 @@ def test_dropped_connections_are_not_reported(pair):
     frames = []
     with pytest.raises(EOFError):
         while True:
-            frames.append(read_frame(pair[1], Deadline(5)))
+            frames.append(pair[1].read(Deadline(5)))
     assert (FrameType.EVENT, b"last") in frames
 
 

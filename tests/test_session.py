@@ -122,7 +122,7 @@ def test_all_who_came_say_who_did_not_and_why(reason):
         if reason == "no such name":
             addresses[2] = "no-such-host.invalid:2222"
             stack.enter_context(pytest.MonkeyPatch.context()).setenv(
-                "KERASDIST_SECRET", "x"
+                "KERASDIST_SECRET", "x" * 16
             )
         if reason == "doesn't come":
             host, port = addresses[2].split(":")

@@ -20,7 +20,6 @@ from groups import (
 )
 from kerasdist import errors
 from kerasdist.transport import Timeouts
-from kerasdist.transport.control import read_json
 from kerasdist.transport.deadline import Deadline
 from kerasdist.transport.dialing import dial_tcp
 from kerasdist.transport.framing import FrameType
@@ -85,7 +84,8 @@ def test_a_wrong_secret_is_an_error_there_and_is_told_to_all(monkeypatch):
 
     def work(rank):
         with order:
-            monkeypatch.setenv("KERASDIST_SECRET", "wrong" if rank == 2 else "right")
+            secret = "wrong" if rank == 2 else "right"
+            monkeypatch.setenv("KERASDIST_SECRET", f"the {secret} secret of the tests")
             thread = threading.Thread(target=lambda: results.append(attempt(rank)))
             thread.start()
             # The listener is there as soon as the secret has been read. It may be
@@ -133,6 +133,19 @@ def test_without_a_secret_only_loopback_is_accepted(monkeypatch):
     monkeypatch.setenv("KERASDIST_INSECURE", "1")
     with pytest.raises(errors.StartupError):
         join([addresses_of(1)[0], "203.0.113.1:2222"], 0, Timeouts(startup=0.1))
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:2222", "10.0.0.1:2222"])
+def test_a_secret_that_could_be_guessed_is_refused(monkeypatch, address):
+    """Whoever answers at an address can try guesses against a proof, at home."""
+    monkeypatch.setenv("KERASDIST_SECRET", "fifteen chars..")
+    with pytest.raises(
+        errors.ClusterError,
+        match=r"^KERASDIST_SECRET is too short\. Received: 15 bytes, expected at least "
+        r"16, .* Set it to the output of `openssl rand -hex 32`, the same on all work",
+    ) as caught:
+        join([address, "127.0.0.1:2223"], 0)
+    assert "fifteen" not in str(caught.value)
 
 
 def test_a_port_in_use_is_an_error_with_its_address():
@@ -227,7 +240,7 @@ def test_the_older_of_two_processes_with_one_rank_is_told():
         assert len(told) == 1
         older = kept.index(told[0])
         first, second = [(4242, 4343), (4343, 4242)][older]
-        kind, answer = read_json(told[0], Deadline(20))
+        kind, answer = told[0].read_json(Deadline(20))
         assert kind is FrameType.REFUSAL
         assert answer["message"].startswith(
             f"Two processes came as rank 1. Received: process {first} (this one) and p"
@@ -259,7 +272,7 @@ def test_a_hello_that_makes_no_sense_disturbs_nobody(changes):
     def visit(session):
         hello = hello_of(session, addresses, 1, **changes)
         with dial_tcp(addresses[0], b"", hello, Deadline(20)) as sock:
-            kind, _ = read_json(sock, Deadline(20))
+            kind, _ = sock.read_json(Deadline(20))
             assert kind is FrameType.REFUSAL
 
     while_the_chief_waits(addresses, visit)

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import json
 import re
-import socket
 import threading
 import time
 
 import pytest
 
-from groups import open_sockets, outcomes
+from groups import connections, open_sockets, outcomes
 from kerasdist import errors
 from kerasdist.transport.base import Peer
+from kerasdist.transport.deadline import Deadline
 from kerasdist.transport.failures import decode, encode
 from kerasdist.transport.framing import Call, FrameType, pack_header
 from kerasdist.transport.supervisor import SessionSupervisor
@@ -29,7 +29,7 @@ class Crew:
 
     def __init__(self, size, heartbeat=5.0, collective=20.0, silent=()):
         peers = [Peer(rank, f"host{rank}:1") for rank in range(size)]
-        pairs = {rank: socket.socketpair() for rank in range(1, size)}
+        pairs = {rank: connections() for rank in range(1, size)}
         self.size = size
         self.seen = [[] for _ in range(size)]
         # A chief is silent in a job of two.
@@ -51,8 +51,8 @@ class Crew:
     def __exit__(self, *_):
         for supervisor in self.ranks.values():
             supervisor.close()
-        for sock in self.raw.values():
-            sock.close()
+        for connection in self.raw.values():
+            connection.close()
 
     def failures(self):
         """What every rank holds to be the failure, when all have one."""
@@ -94,8 +94,8 @@ def test_the_others_have_been_told_before_a_handler_may_end_the_chief():
 
     class Handler:
         def append(self, error):
-            raw.setblocking(False)
-            told.append(raw.recv(1 << 16))
+            raw.sock.setblocking(False)
+            told.append(raw.sock.recv(1 << 16))
 
     with Crew(3, silent=(2,)) as crew:
         raw = crew.raw[2]
@@ -113,7 +113,7 @@ def test_a_chief_that_wakes_up_hears_that_it_was_the_one():
         assert text.startswith("Rank 0 (host0:1) was lost at step 0: nothing was heard")
         sent = b""
         while b'"WorkerLost", "args": [0, "host0:1"' not in sent:
-            sent += crew.raw[0].recv(1 << 16)
+            sent += crew.raw[0].sock.recv(1 << 16)
 
 
 def test_a_suspicion_gives_way_to_the_cause():
@@ -273,23 +273,65 @@ def test_who_is_absent_is_known_to_all_ranks():
 )
 def test_garbage_ends_the_job_and_names_who_sent_it(garbage):
     with Crew(3, silent=[1]) as crew:
-        crew.raw[1].sendall(garbage)
+        crew.raw[1].sock.sendall(signed(crew.raw[1], garbage))
         for text in crew.failures():
             assert text.startswith(
                 "Rank 1 (host1:1) was lost at step 0: its connection"
             )
 
 
+def signed(connection, frame):
+    return frame + connection.auth.sign(frame)
+
+
+def frame_of(kind, payload=b""):
+    return pack_header(kind, len(payload)) + payload
+
+
+@pytest.mark.parametrize(
+    "attack", ["injected", "changed", "repeated", "left out", "sent back", "another's"]
+)
+def test_frames_that_somebody_on_the_path_makes_are_no_ones_words(attack):
+    """Whoever stands between two workers can't say that a third one has failed.
+
+    It can end the connection, as anybody on the path can.
+    """
+    lie = frame_of(FrameType.FAILURE, encode(errors.CollectiveMismatch("a lie")))
+    beat = frame_of(FrameType.HEARTBEAT)
+    with Crew(3, silent=[1, 2]) as crew:
+        true = crew.raw[1]
+        if attack == "injected":
+            data = lie + bytes(16)
+        elif attack == "changed":
+            data = signed(true, lie).replace(b"a lie", b"A LIE")
+        elif attack == "repeated":
+            data = signed(true, beat) * 2
+        elif attack == "left out":
+            signed(true, beat)
+            data = signed(true, lie)
+        elif attack == "sent back":
+            # What the chief itself has sent, in its own direction.
+            data = true.sock.recv(1 << 16)
+        else:
+            data = signed(crew.raw[2], lie)
+        true.sock.sendall(data)
+        (text,) = set(crew.failures())
+    assert text.startswith(
+        "Rank 1 (host1:1) was lost at step 0: its connection ended (A"
+    )
+    assert "changed, repeated, left out or injected on its way" in text
+
+
 @pytest.mark.parametrize("payload", [b"", b"x", bytes(8), b"\xff" * 25])
 def test_a_damaged_heartbeat_of_the_chief_ends_a_worker(payload):
-    ours, theirs = socket.socketpair()
+    ours, theirs = connections()
     peers = [Peer(rank, f"host{rank}:1") for rank in range(3)]
     found = threading.Event()
     supervisor = SessionSupervisor(
         2, peers, {0: ours}, Timeouts(), lambda error: found.set()
     )
     with theirs:
-        theirs.sendall(pack_header(FrameType.HEARTBEAT, len(payload)) + payload)
+        theirs.write(FrameType.HEARTBEAT, payload, Deadline(5))
         assert found.wait(30)
         assert supervisor.failure.rank == 0
         assert "A heartbeat has the wrong length" in supervisor.failure.reason
@@ -300,8 +342,9 @@ def test_frames_may_come_in_pieces():
     with Crew(2, silent=[1]) as crew:
         frame = encode(errors.CollectiveMismatch("in pieces"))
         frame = pack_header(FrameType.FAILURE, len(frame)) + frame
+        frame = signed(crew.raw[1], frame)
         for i in range(len(frame)):
-            crew.raw[1].sendall(frame[i : i + 1])
+            crew.raw[1].sock.sendall(frame[i : i + 1])
         assert crew.failures() == ["in pieces"]
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
-import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping
 
@@ -17,9 +16,10 @@ from kerasdist.cli.findings import Finding
 from kerasdist.cluster import Cluster, resolve
 from kerasdist.cluster.address import split_address
 from kerasdist.errors import ClusterError
+from kerasdist.transport.bind import listen_at
 from kerasdist.transport.deadline import Deadline
 from kerasdist.transport.reach import why_unreachable
-from kerasdist.transport.secret import is_loopback, job_secret
+from kerasdist.transport.secret import is_loopback, job_secret, secret_fault
 
 __all__ = ["check_cluster", "check_peers", "check_secret", "own_port"]
 
@@ -63,6 +63,10 @@ def check_cluster(
 
 def check_secret(cluster: Cluster, environ: Mapping[str, str]) -> list[Finding]:
     """Say whether there is a secret, or none is needed. It is never shown."""
+    fault = secret_fault(environ)
+    if fault is not None:
+        text, _, remedy = fault.partition(" Set it to ")
+        return [Finding(level="fault", text=text, remedy=f"set it to {remedy}")]
     if environ.get("KERASDIST_SECRET"):
         return [Finding(level="ok", text="KERASDIST_SECRET is set")]
     addresses = (*cluster.workers, *cluster.servers)
@@ -107,7 +111,7 @@ def own_port(cluster: Cluster, environ: Mapping[str, str]) -> Iterator[list[Find
     host, port = split_address(address)
     with contextlib.ExitStack() as stack:
         try:
-            server, elsewhere = _listen(host, port, is_loopback(address))
+            servers, elsewhere = listen_at(address)
         except OSError as error:
             found = Finding(
                 level="fault",
@@ -122,7 +126,8 @@ def own_port(cluster: Cluster, environ: Mapping[str, str]) -> Iterator[list[Find
                 found = dataclasses.replace(found, remedy=remedy)
             yield [found]
             return
-        stack.enter_context(server)
+        for server in servers:
+            stack.enter_context(server)
         if elsewhere:
             yield [
                 Finding(
@@ -135,29 +140,6 @@ def own_port(cluster: Cluster, environ: Mapping[str, str]) -> Iterator[list[Find
             ]
         else:
             yield [Finding(level="ok", text=f"this task can listen at {address}")]
-
-
-def _listen(host: str, port: int, loopback: bool) -> tuple[socket.socket, bool]:
-    """Listen as the transport does; say whether the host is another machine's."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    server = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        elsewhere = False
-        try:
-            server.bind((host, port))
-        except OSError as error:
-            elsewhere = isinstance(error, socket.gaierror) or (
-                error.errno == errno.EADDRNOTAVAIL
-            )
-            if not elsewhere or loopback:
-                raise
-            server.bind(("::" if family == socket.AF_INET6 else "", port))
-        server.listen(128)
-    except BaseException:
-        server.close()
-        raise
-    return server, elsewhere
 
 
 def check_peers(

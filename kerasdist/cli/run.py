@@ -24,6 +24,7 @@ from kerasdist.cli.job import Job
 from kerasdist.cli.processes import adopt_orphans, descendants, kill_all
 from kerasdist.cli.saying import say
 from kerasdist.cli.supervisor import ENDING_SIGNALS, Supervisor
+from kerasdist.transport.secret import secret_fault
 
 __all__ = ["add_parser", "split"]
 
@@ -146,6 +147,9 @@ def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
         )
     if not hasattr(os, "fork"):
         faults.append("kerasdist run needs Linux (os.fork)")
+    weak = secret_fault(os.environ)
+    if weak is not None:
+        faults.append(weak)
     if not sys.executable:
         faults.append("it is unknown where Python is (sys.executable is empty)")
     if faults:

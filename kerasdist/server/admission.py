@@ -8,7 +8,6 @@ server, or, with mode="async", a new process with a lost worker's rank.
 from __future__ import annotations
 
 import contextlib
-import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -17,10 +16,9 @@ from typing import Any
 from kerasdist import errors
 from kerasdist.server.crew import Person
 from kerasdist.server.desk import Desk
-from kerasdist.transport.control import write_json
+from kerasdist.transport.connection import Connection
 from kerasdist.transport.deadline import Deadline
 from kerasdist.transport.framing import FrameType
-from kerasdist.transport.startup import gone
 
 __all__ = ["FAREWELL_SECONDS", "LOOK_SECONDS", "PURPOSE", "Admission"]
 
@@ -35,7 +33,7 @@ _ANSWER_SECONDS = 5.0
 _RETURN_SECONDS = 10.0
 
 # A worker's rank, its connection, and its hello.
-Came = tuple[int, socket.socket, dict[str, Any]]
+Came = tuple[int, Connection, dict[str, Any]]
 
 
 class Admission:
@@ -66,7 +64,7 @@ class Admission:
         self._take = take
         self._stop = stop
         self._heard = heard
-        self._guests: dict[int, tuple[Person, socket.socket]] = {}
+        self._guests: dict[int, tuple[Person, Connection]] = {}
         self._came: set[int] = set()
         self._different = ""
         # New processes of which isn't known whether they join, by rank; until when.
@@ -79,7 +77,7 @@ class Admission:
 
     # At the start.
 
-    def gather(self, deadline: Deadline) -> list[tuple[Person, socket.socket]]:
+    def gather(self, deadline: Deadline) -> list[tuple[Person, Connection]]:
         """Wait for all workers; return them, live, and their control connections.
 
         Raises:
@@ -99,26 +97,28 @@ class Admission:
                 error = self._dismiss(errors.StartupError(self._different))
                 self._turn_away(str(error))
                 raise error
-            for rank, (_, sock) in list(self._guests.items()):
-                if gone(sock):
+            for rank, (_, connection) in list(self._guests.items()):
+                if connection.ended:
                     self._guests.pop(rank)[1].close()
         guests, self._guests = list(self._guests.values()), {}
         for person, _ in guests:
             self._desk.crew.enter(person, None)
         return guests
 
-    def _welcome(self, rank: int, sock: socket.socket, hello: dict[str, Any]) -> None:
+    def _welcome(
+        self, rank: int, connection: Connection, hello: dict[str, Any]
+    ) -> None:
         self._came.add(rank)
-        person = self._examine(rank, sock, hello)
+        person = self._examine(rank, connection, hello)
         if person is None:
             return
         if hello.get("resume"):
-            _refuse(sock, self._no_snapshot())
+            _refuse(connection, self._no_snapshot())
             return
         older = self._guests.pop(rank, None)
         if older is not None:
             _refuse(older[1], f"Another process came as {person}.")
-        self._guests[rank] = person, sock
+        self._guests[rank] = person, connection
 
     def _missing(self, deadline: Deadline) -> errors.StartupError:
         reasons = {
@@ -138,8 +138,8 @@ class Admission:
 
     def _dismiss(self, error: errors.StartupError) -> errors.StartupError:
         """Tell all who have come why the job doesn't begin."""
-        for _, sock in self._guests.values():
-            _refuse(sock, str(error))
+        for _, connection in self._guests.values():
+            _refuse(connection, str(error))
         self._guests.clear()
         return error
 
@@ -152,21 +152,21 @@ class Admission:
         while len(self._came) < len(self._workers) and not (
             deadline.expired or self._stop.is_set()
         ):
-            for rank, sock, _ in self._take(_SHORT_LOOK_SECONDS):
+            for rank, connection, _ in self._take(_SHORT_LOOK_SECONDS):
                 self._came.add(rank)
-                _refuse(sock, message)
+                _refuse(connection, message)
 
     # Later.
 
     def later(
-        self, rank: int, sock: socket.socket, hello: dict[str, Any]
+        self, rank: int, connection: Connection, hello: dict[str, Any]
     ) -> tuple[Person, bool] | None:
         """Let somebody in who comes after the start.
 
         Returns:
             Who it is, live, and whether it's a new process; None if it was refused.
         """
-        person = self._examine(rank, sock, hello)
+        person = self._examine(rank, connection, hello)
         if person is None:
             return None
         crew = self._desk.crew
@@ -183,7 +183,7 @@ class Admission:
                 crew.lose(known, "it came back too late")
             if hold:
                 older = self._held.pop(rank, None)
-                self._held[rank] = rank, sock, hello
+                self._held[rank] = rank, connection, hello
                 if older is not None:
                     _refuse(older[1], f"Another process came as {person}.")
             elif refusal is None and returns:
@@ -191,15 +191,15 @@ class Admission:
             elif refusal is None:
                 self._join(known, person, hello)
         if refusal is not None:
-            _refuse(sock, refusal)
+            _refuse(connection, refusal)
         return None if hold or refusal is not None else (person, not returns)
 
     def waiting(self) -> list[Came]:
         """Those who had to wait in `later`, and needn't any more: it's their turn."""
         crew = self._desk.crew
         with crew.changed:
-            for rank, (_, sock, _) in list(self._held.items()):
-                if gone(sock):
+            for rank, (_, connection, _) in list(self._held.items()):
+                if connection.ended:
                     self._held.pop(rank)[1].close()
             ready = [
                 came
@@ -315,7 +315,7 @@ class Admission:
     # At any time.
 
     def _examine(
-        self, rank: int, sock: socket.socket, hello: dict[str, Any]
+        self, rank: int, connection: Connection, hello: dict[str, Any]
     ) -> Person | None:
         """Return who came; None if it was refused."""
         here = self._desk.server
@@ -323,7 +323,7 @@ class Admission:
         theirs = hello.get("settings")
         incarnation, replicas = hello.get("incarnation"), hello.get("replicas")
         if hello.get("line") != "control":
-            sock.close()
+            connection.close()
             return None
         if not 0 <= rank < len(self._workers):
             fault = f"There is no rank {rank} among {len(self._workers)} workers."
@@ -345,7 +345,7 @@ class Admission:
         else:
             address = self._workers[rank]
             return Person(rank, address, incarnation, replicas, "live")
-        _refuse(sock, fault)
+        _refuse(connection, fault)
         return None
 
     def _no_snapshot(self) -> str:
@@ -356,18 +356,17 @@ class Admission:
 
     def close(self) -> None:
         """Close the connections of those who wait for others."""
-        for _, sock in self._guests.values():
-            sock.close()
-        for _, sock, _ in self._held.values():
-            sock.close()
+        for _, connection in self._guests.values():
+            connection.close()
+        for _, connection, _ in self._held.values():
+            connection.close()
 
 
-def _refuse(sock: socket.socket, message: str) -> None:
+def _refuse(connection: Connection, message: str) -> None:
     with contextlib.suppress(OSError):
-        write_json(
-            sock, FrameType.REFUSAL, {"message": message}, Deadline(_ANSWER_SECONDS)
-        )
-    sock.close()
+        answer = {"message": message}
+        connection.write_json(FrameType.REFUSAL, answer, Deadline(_ANSWER_SECONDS))
+    connection.close()
 
 
 def _number(resume: Any, name: str) -> int:

@@ -22,7 +22,8 @@ from kerasdist.server.settings import ServerSettings
 from kerasdist.server.watch import Watch
 from kerasdist.server.wire import SocketChannel
 from kerasdist.transport.base import Aborted
-from kerasdist.transport.control import read_json
+from kerasdist.transport.cancellation import Cancellation
+from kerasdist.transport.connection import Connection
 from kerasdist.transport.deadline import Deadline
 from kerasdist.transport.dialing import dial_tcp, dial_unix, retry
 from kerasdist.transport.framing import FrameType, unexpected
@@ -77,7 +78,7 @@ class NetworkLink(Link):
         self._transport = transport
         self._channel: SocketChannel | None = None
         self._reason = ""
-        self._stop = threading.Event()
+        self._stop = Cancellation()
         self._reviver: threading.Thread | None = None
 
     def __str__(self) -> str:
@@ -126,19 +127,22 @@ class NetworkLink(Link):
             **more,
         }
 
-        def come() -> tuple[Any, dict[str, Any]]:
-            sock = dial_tcp(self.address, self._secret, hello, deadline)
+        secret, stop = self._secret, self._stop
+
+        def come() -> tuple[Connection, dict[str, Any]]:
+            found = dial_tcp(self.address, secret, hello, deadline, stop)
             try:
                 patience = Deadline(deadline.remaining() + GRACE_SECONDS)
-                kind, answer = read_json(sock, patience)
+                with stop.bound(found.sock):
+                    kind, answer = found.read_json(patience)
                 if kind is FrameType.REFUSAL:
                     raise errors.StartupError(str(answer.get("message")))
                 if kind is not FrameType.ROSTER:
                     raise unexpected(kind)
             except BaseException:
-                sock.close()
+                found.close()
                 raise
-            return sock, answer
+            return found, answer
 
         control, answer = self._retry(come, deadline)
         try:
@@ -146,10 +150,10 @@ class NetworkLink(Link):
             hello = {**hello, "line": "data", "shared": shared}
             name = str(answer.get("unix_name"))
 
-            def dial() -> Any:
+            def dial() -> Connection:
                 if shared:
-                    return dial_unix(name, self._secret, hello, deadline, self.address)
-                return dial_tcp(self.address, self._secret, hello, deadline)
+                    return dial_unix(name, secret, hello, deadline, self.address, stop)
+                return dial_tcp(self.address, secret, hello, deadline, stop)
 
             roster = Roster(
                 replicas=tuple(int(n) for n in answer.get("replicas", ())),
@@ -158,7 +162,7 @@ class NetworkLink(Link):
                 joining=answer.get("joining") is True,
                 resumed=answer.get("resumed") is True,
             )
-            sock = self._retry(dial, deadline)
+            data = self._retry(dial, deadline)
         except (TypeError, ValueError) as error:
             control.close()
             raise errors.ProtocolError(f"A roster is damaged: {answer!r}.") from error
@@ -166,7 +170,7 @@ class NetworkLink(Link):
             control.close()
             raise
         self._keep_counts()
-        self._channel = SocketChannel(sock, shared=shared)
+        self._channel = SocketChannel(data, shared=shared)
         self._reason = ""
         self._watch.add(self.index, control)
         return roster

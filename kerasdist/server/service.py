@@ -28,7 +28,6 @@ import hashlib
 import json
 import os
 import secrets
-import socket
 import threading
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
@@ -48,7 +47,7 @@ from kerasdist.server.loads import Load
 from kerasdist.server.settings import ServerSettings
 from kerasdist.server.watch import Watch
 from kerasdist.server.wire import SocketChannel
-from kerasdist.transport.control import write_json
+from kerasdist.transport.connection import Connection
 from kerasdist.transport.deadline import Deadline
 from kerasdist.transport.failures import encode
 from kerasdist.transport.framing import FrameType, unexpected
@@ -141,8 +140,9 @@ class ParameterServer:
             *(self.desk, self.address, cluster.workers, self._take, self._stop),
             heard=lambda person: self._watch.heard((person.rank, person.incarnation)),
         )
+        patience = self._timeouts.startup
         try:
-            self._listener = Listener.acquire(self.address, secret)
+            self._listener = Listener.acquire(self.address, secret, patience)
         except BaseException:
             self.desk.close()
             raise
@@ -245,22 +245,24 @@ class ParameterServer:
         guests = self._admission.gather(Deadline(self._timeouts.startup))
         if self._on_start is not None:
             self._on_start()
-        for person, sock in guests:
-            self._open_line(person, sock, joined=False)
+        for person, connection in guests:
+            self._open_line(person, connection, joined=False)
 
-    def _take(self, seconds: float) -> Sequence[tuple[int, socket.socket, Any]]:
+    def _take(self, seconds: float) -> Sequence[tuple[int, Connection, Any]]:
         return self._listener.take_any(self._session, PURPOSE, seconds, self._stop)
 
-    def _let_in(self, rank: int, sock: socket.socket, hello: dict[str, Any]) -> None:
+    def _let_in(self, rank: int, connection: Connection, hello: dict[str, Any]) -> None:
         if hello.get("line") == "data":
-            self._attend(rank, sock, hello)
+            self._attend(rank, connection, hello)
             return
-        found = self._admission.later(rank, sock, hello)
+        found = self._admission.later(rank, connection, hello)
         if found is not None:
             person, joined = found
-            self._open_line(person, sock, joined=joined)
+            self._open_line(person, connection, joined=joined)
 
-    def _open_line(self, person: Person, sock: socket.socket, *, joined: bool) -> None:
+    def _open_line(
+        self, person: Person, connection: Connection, *, joined: bool
+    ) -> None:
         people = self.desk.crew.people
         roster = {
             "server": self.index,
@@ -274,12 +276,13 @@ class ParameterServer:
             "resumed": self.desk.resumed,
         }
         try:
-            write_json(sock, FrameType.ROSTER, roster, Deadline(_ANSWER_SECONDS))
+            deadline = Deadline(_ANSWER_SECONDS)
+            connection.write_json(FrameType.ROSTER, roster, deadline)
         except OSError:  # it has died since: the watch finds that out
             pass
-        self._watch.add((person.rank, person.incarnation), sock)
+        self._watch.add((person.rank, person.incarnation), connection)
 
-    def _attend(self, rank: int, sock: socket.socket, hello: dict[str, Any]) -> None:
+    def _attend(self, rank: int, connection: Connection, hello: dict[str, Any]) -> None:
         crew = self.desk.crew
         incarnation = str(hello.get("incarnation"))
         person = (
@@ -287,9 +290,9 @@ class ParameterServer:
         )
         with self._lock:
             if person is None or self._closed:
-                sock.close()
+                connection.close()
                 return
-            channel = SocketChannel(sock, shared=hello.get("shared") is True)
+            channel = SocketChannel(connection, shared=hello.get("shared") is True)
             thread = threading.Thread(
                 target=self._answer,
                 args=(person, channel),

@@ -24,6 +24,7 @@ from collections.abc import Callable, Hashable
 
 from kerasdist.errors import ProtocolError
 from kerasdist.transport import background_log
+from kerasdist.transport.connection import Connection
 from kerasdist.transport.framing import Call, FrameType
 from kerasdist.transport.line import Line
 from kerasdist.transport.timeouts import Timeouts
@@ -68,14 +69,14 @@ class Watch:
         )
         self._thread.start()
 
-    def add(self, key: Hashable, sock: socket.socket) -> None:
-        """Watch a connected socket, owned from now on."""
+    def add(self, key: Hashable, connection: Connection) -> None:
+        """Watch a connection, owned from now on."""
         with self._lock:
             if self._ending:
-                sock.close()
+                connection.close()
                 return
             old = self._lines.get(key)
-            self._lines[key] = Line(sock, time.monotonic())
+            self._lines[key] = Line(connection, time.monotonic())
             if old is not None:
                 old.close()
         self._nudge()

@@ -11,6 +11,9 @@
 c writes to C again only when it has the answer, s to S only when it is asked again. A
 message over a socket orders memory on every architecture, wakes up who waits for it,
 and ends when the other side dies. Small messages go through the socket whole.
+
+Between the JSON object and the body is a tag (`kerasdist.transport.frame_auth`): it
+authenticates all but the body.
 """
 
 from __future__ import annotations
@@ -40,9 +43,11 @@ from kerasdist.server.channel import (
 )
 from kerasdist.transport import background_log
 from kerasdist.transport.base import Aborted
+from kerasdist.transport.connection import Connection
 from kerasdist.transport.control import to_json
 from kerasdist.transport.deadline import Deadline
 from kerasdist.transport.descriptors import receive_descriptor
+from kerasdist.transport.frame_auth import TAG_BYTES
 from kerasdist.transport.framing import (
     HEADER_BYTES,
     MAX_CONTROL,
@@ -67,16 +72,18 @@ _MOST_BUFFERS = 512
 
 
 class SocketChannel(Channel):
-    """A channel over a connected socket.
+    """A channel over a connection.
 
     Args:
-        sock: The socket; owned from now on.
+        connection: What it goes over; owned from now on.
         shared: Whether bodies go through shared memory: only for Unix sockets. A
             message in either form is understood in any case.
     """
 
-    def __init__(self, sock: socket.socket, *, shared: bool = False) -> None:
+    def __init__(self, connection: Connection, *, shared: bool = False) -> None:
         super().__init__()
+        sock = connection.sock
+        self._auth = connection.auth
         self.kind = "shared_memory" if shared else "tcp"
         self._sock = sock
         self._unix = sock.family == socket.AF_UNIX
@@ -114,7 +121,7 @@ class SocketChannel(Channel):
         text = json.dumps(meta).encode()
         prefix = _PREFIX.pack(len(text), size)
         parts: list[memoryview | bytes] = []
-        length = len(prefix) + len(text)
+        length = len(prefix) + len(text) + TAG_BYTES
         if not shared:
             end = 0
             for array, (start, stop) in zip(arrays, places, strict=True):
@@ -128,11 +135,12 @@ class SocketChannel(Channel):
         try:
             if shared and self._fresh is not None:
                 self._give_segment(deadline)
-            self._send([header + prefix + text, *parts], deadline)
+            head = header + prefix + text
+            self._send([head + self._auth.sign(head), *parts], deadline)
         except OSError as error:
             raise self._broken(error) from error
         self._placed = []
-        self.bytes_sent += HEADER_BYTES + len(prefix) + len(text) + size
+        self.bytes_sent += HEADER_BYTES + len(prefix) + len(text) + TAG_BYTES + size
 
     def receive(self, deadline: Deadline, bound: int) -> Message:
         """See `Channel.receive`."""
@@ -150,7 +158,7 @@ class SocketChannel(Channel):
             try:
                 frame, length, call = unpack_header(head)
                 if frame is FrameType.DESCRIPTOR:
-                    self._take_segment(descriptors, length, deadline)
+                    self._take_segment(head, descriptors, length, deadline)
                     continue
                 if descriptors:
                     raise ProtocolError(
@@ -160,7 +168,8 @@ class SocketChannel(Channel):
                 for descriptor in descriptors:
                     os.close(descriptor)
             break
-        if length < _PREFIX.size or length > bound + MAX_CONTROL + _PREFIX.size:
+        least = _PREFIX.size + TAG_BYTES
+        if length < least or length > bound + MAX_CONTROL + least:
             raise ProtocolError(
                 f"A {frame.name} frame has a length that isn't due. Received: {length} "
                 f"bytes, expected at most {bound + MAX_CONTROL}."
@@ -168,19 +177,21 @@ class SocketChannel(Channel):
         prefix = bytearray(_PREFIX.size)
         self._fill(memoryview(prefix), deadline)
         text_bytes, size = _PREFIX.unpack(prefix)
-        if text_bytes > min(MAX_CONTROL, length - _PREFIX.size) or size > bound:
+        if text_bytes > min(MAX_CONTROL, length - least) or size > bound:
             raise ProtocolError(
                 f"A {frame.name} frame is too long. Received: {text_bytes} bytes of "
                 f"text and {size} of numbers, expected at most {MAX_CONTROL} and "
                 f"{bound}."
             )
-        text = bytearray(text_bytes)
-        self._fill(memoryview(text), deadline)
+        rest = bytearray(text_bytes + TAG_BYTES)
+        self._fill(memoryview(rest), deadline)
+        text, tag = rest[:text_bytes], rest[text_bytes:]
+        self._auth.check(tag, head, prefix, text)
         meta = to_json(bytes(text))
         specs = read_specs(meta.pop("arrays", ()))
-        inline = length - _PREFIX.size - text_bytes
+        inline = length - least - text_bytes
         body = self._body(meta, specs, size, inline, deadline)
-        self.bytes_received += start + text_bytes + size
+        self.bytes_received += start + text_bytes + TAG_BYTES + size
         return Message(frame, call, meta, body_views(body, specs))
 
     def _body(
@@ -253,14 +264,15 @@ class SocketChannel(Channel):
 
     def _give_segment(self, deadline: Deadline) -> None:
         size = struct.pack("!Q", self._arena.size)
-        header = pack_header(FrameType.DESCRIPTOR, len(size))
         if self._fresh is None:
             return
+        frame = pack_header(FrameType.DESCRIPTOR, len(size)) + size
+        frame += self._auth.sign(frame)
         self._sock.settimeout(_seconds(deadline))
-        sent = socket.send_fds(self._sock, [header + size], [self._fresh])
+        sent = socket.send_fds(self._sock, [frame], [self._fresh])
         self._drop_fresh()
-        if sent < len(header) + len(size):
-            self._send([(header + size)[sent:]], deadline)
+        if sent < len(frame):
+            self._send([frame[sent:]], deadline)
 
     def _drop_fresh(self) -> None:
         if self._fresh is not None:
@@ -268,11 +280,13 @@ class SocketChannel(Channel):
             self._fresh = None
 
     def _take_segment(
-        self, descriptors: list[int], length: int, deadline: Deadline
+        self, head: bytearray, descriptors: list[int], length: int, deadline: Deadline
     ) -> None:
-        text = bytearray(8)
+        text, tag = bytearray(8), bytearray(TAG_BYTES)
         if length == len(text):
             self._fill(memoryview(text), deadline)
+            self._fill(memoryview(tag), deadline)
+            self._auth.check(tag, head, text)
         size = int.from_bytes(text, "big")
         if len(descriptors) != 1 or not 0 < size <= _MOST_SEGMENT_BYTES:
             raise ProtocolError(

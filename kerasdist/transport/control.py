@@ -1,7 +1,8 @@
 """Small messages outside of collectives: read and write one control frame.
 
-Used while connections are made and by the supervisor. Payloads are bytes or
-JSON objects of at most `MAX_CONTROL` bytes.
+As they are in a handshake: afterwards frames are authenticated, see
+`kerasdist.transport.connection`. Payloads are bytes or JSON objects of at most
+`MAX_CONTROL` bytes.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ from kerasdist.transport.framing import (
 
 __all__ = [
     "from_places",
+    "read_exactly",
     "read_frame",
-    "read_json",
+    "read_header",
     "to_json",
     "to_places",
     "write_frame",
-    "write_json",
 ]
 
 
@@ -57,16 +58,34 @@ def read_frame(
         ProtocolError: It isn't a frame, or is longer than `bound` bytes.
         OSError: The connection is broken.
     """
-    kind, length, _ = unpack_header(_read(sock, HEADER_BYTES, deadline))
+    _, kind, length = read_header(sock, deadline, bound)
+    return kind, read_exactly(sock, length, deadline)
+
+
+def read_header(
+    sock: socket.socket, deadline: Deadline, bound: int
+) -> tuple[bytes, FrameType, int]:
+    """Read a frame's header; return it, the frame's type and its payload's length.
+
+    Raises:
+        As `read_frame`.
+    """
+    header = read_exactly(sock, HEADER_BYTES, deadline)
+    kind, length, _ = unpack_header(header)
     if length > bound:
         raise ProtocolError(
             f"A {kind.name} frame is too long. Received: {length} bytes, expected at "
             f"most {bound}."
         )
-    return kind, _read(sock, length, deadline)
+    return header, kind, length
 
 
-def _read(sock: socket.socket, count: int, deadline: Deadline) -> bytes:
+def read_exactly(sock: socket.socket, count: int, deadline: Deadline) -> bytes:
+    """Read `count` bytes from a blocking socket.
+
+    Raises:
+        As `read_frame`.
+    """
     data = bytearray()
     while len(data) < count:
         sock.settimeout(max(deadline.remaining(), 0.001))
@@ -111,18 +130,3 @@ def to_places(payload: bytes, size: int) -> tuple[int, ...]:
             f"expected {8 * size}."
         )
     return struct.unpack(f"!{size}Q", payload)
-
-
-def write_json(
-    sock: socket.socket, frame: FrameType, value: dict[str, Any], deadline: Deadline
-) -> None:
-    """Write one frame that holds a JSON object. Raises as `write_frame`."""
-    write_frame(sock, frame, json.dumps(value).encode(), deadline)
-
-
-def read_json(
-    sock: socket.socket, deadline: Deadline
-) -> tuple[FrameType, dict[str, Any]]:
-    """Read one frame that holds a JSON object. Raises as `read_frame`."""
-    kind, payload = read_frame(sock, deadline)
-    return kind, to_json(payload)

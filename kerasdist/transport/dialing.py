@@ -10,9 +10,13 @@ from typing import Any, TypeVar
 from kerasdist import errors
 from kerasdist.cluster.address import split_address
 from kerasdist.transport import handshake
+from kerasdist.transport.cancellation import Cancellation
+from kerasdist.transport.connection import Connection
 from kerasdist.transport.deadline import Deadline
 from kerasdist.transport.forks import close_in_children
-from kerasdist.transport.reach import why_unreachable
+from kerasdist.transport.reach import look_up, why_unreachable
+from kerasdist.transport.same_user import why_not_same_user
+from kerasdist.transport.secret import is_loopback
 
 __all__ = ["PROBE_SECONDS", "dial_tcp", "dial_unix", "retry"]
 
@@ -27,40 +31,84 @@ _HANDSHAKE_SECONDS = 60.0
 
 
 def dial_tcp(
-    address: str, secret: bytes, hello: dict[str, Any], deadline: Deadline
-) -> socket.socket:
-    """Connect to the worker at `address`, prove the secret, say hello.
+    address: str,
+    secret: bytes,
+    hello: dict[str, Any],
+    deadline: Deadline,
+    stop: Cancellation | None = None,
+) -> Connection:
+    """Connect to the process at `address`, prove the secret, say hello.
+
+    Args:
+        address: As the cluster's settings have it; the process there must have the
+            same one.
+        secret: The job's secret.
+        hello: See `handshake.knock`.
+        deadline: When to give up.
+        stop: When this is set, from any thread, it ends with an error at once.
 
     Raises:
         OSError, EOFError: It can't be reached now.
         AuthenticationError, ProtocolError: See `handshake.knock`.
     """
-    seconds = min(max(deadline.remaining(), 0.001), _CONNECT_SECONDS)
-    try:
-        sock = socket.create_connection(split_address(address), timeout=seconds)
-    except UnicodeError as error:
-        raise OSError(f"its host name can't be looked up ({error})") from error
-    close_in_children(sock)
-    return _knock(sock, secret, hello, deadline, address)
+    stop = stop or Cancellation()
+    limit = Deadline(min(deadline.remaining(), _CONNECT_SECONDS))
+    targets = look_up(*split_address(address), limit)
+    if isinstance(targets, str):
+        raise OSError(targets)
+    for i, (family, target) in enumerate(targets):
+        sock = socket.socket(family, socket.SOCK_STREAM)
+        close_in_children(sock)
+        try:
+            # A silent address mustn't hide the next one.
+            share = limit.remaining() / (len(targets) - i)
+            sock.settimeout(max(share, 0.001))
+            with stop.bound(sock):
+                sock.connect(target)
+        except OSError:
+            sock.close()
+            if i + 1 == len(targets):
+                raise
+        except BaseException:
+            sock.close()
+            raise
+        else:
+            return _knock(sock, secret, hello, deadline, address, stop)
+    raise OSError("its host name has no address")
 
 
 def dial_unix(
-    name: str, secret: bytes, hello: dict[str, Any], deadline: Deadline, address: str
-) -> socket.socket:
-    """Connect inside this host to the worker that listens at `name`.
+    name: str,
+    secret: bytes,
+    hello: dict[str, Any],
+    deadline: Deadline,
+    address: str,
+    stop: Cancellation | None = None,
+) -> Connection:
+    """Connect inside this host to the process that listens at `name`.
+
+    Args:
+        name: Name of its Unix socket.
+        secret: The job's secret.
+        hello: See `handshake.knock`.
+        deadline: When to give up.
+        address: Its address in the cluster's settings.
+        stop: See `dial_tcp`.
 
     Raises:
         As `dial_tcp`.
     """
+    stop = stop or Cancellation()
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     close_in_children(sock)
     try:
         sock.settimeout(min(max(deadline.remaining(), 0.001), _CONNECT_SECONDS))
-        sock.connect(name)
+        with stop.bound(sock):
+            sock.connect(name)
     except BaseException:
         sock.close()
         raise
-    return _knock(sock, secret, hello, deadline, address)
+    return _knock(sock, secret, hello, deadline, address, stop)
 
 
 def _knock(
@@ -68,15 +116,30 @@ def _knock(
     secret: bytes,
     hello: dict[str, Any],
     deadline: Deadline,
-    where: str,
-) -> socket.socket:
+    address: str,
+    stop: Cancellation,
+) -> Connection:
     limit = Deadline(min(deadline.remaining(), _HANDSHAKE_SECONDS))
     try:
-        handshake.knock(sock, secret, hello, limit, where)
+        with stop.bound(sock):
+            auth = handshake.knock(sock, secret, hello, limit, address)
+            if not secret and is_loopback(address):
+                _check_user(sock, address)
     except BaseException:
         sock.close()
         raise
-    return sock
+    return Connection(sock, auth)
+
+
+def _check_user(sock: socket.socket, address: str) -> None:
+    """Without a secret all that is known of a process is whose it is."""
+    why_not = why_not_same_user(sock)
+    if why_not is not None:
+        raise errors.AuthenticationError(
+            f"The process at {address} can't be taken for one of this job: {why_not}. "
+            "Without KERASDIST_SECRET only processes of one user can form a job: set "
+            "it to the same value on all workers, or choose another port."
+        )
 
 
 def retry(

@@ -20,7 +20,8 @@ collective to be, so that a receiver can name both sides when they differ:
     24  8  elements
 
 A frame's length is bounded by what its receiver expects: exactly for data,
-`MAX_CONTROL` for everything else. Nothing is ever unpickled.
+`MAX_CONTROL` for everything else. Nothing is ever unpickled. After the handshake every
+frame but those of bulk data is followed by a tag (`kerasdist.transport.frame_auth`).
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ __all__ = [
 ]
 
 MAGIC = b"KDST"
-VERSION = 1
+VERSION = 2
 MAX_CONTROL = 1 << 20
 _HEADER = struct.Struct("!4sBBHQBBBxIQQ")
 HEADER_BYTES = _HEADER.size
@@ -153,8 +154,9 @@ def unpack_header(
     """Return a frame's type, payload length in bytes and call.
 
     Raises:
-        ProtocolError: If this isn't a header of this version. The connection
-            is then out of step for good and must be closed.
+        ProtocolError: If this isn't a header of this version (with its
+            `version`, if it's of another). The connection is then out of step for good
+            and must be closed.
     """
     magic, version, kind, root, sequence, k, o, d, detail, elements, length = (
         _HEADER.unpack(header)
@@ -169,7 +171,8 @@ def unpack_header(
         raise ProtocolError(
             "The other side speaks another version of kerasdist's protocol. "
             f"Received: version={version}, expected {VERSION}. Install the same "
-            "version of kerasdist on all workers."
+            "version of kerasdist on all workers.",
+            version=version,
         )
     try:
         return (

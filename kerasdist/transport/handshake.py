@@ -1,33 +1,49 @@
 """Mutual proof of the job's secret at the beginning of every connection.
 
     c: the side that connects     s: the side that listens
-    K: the job's secret           H(role, a, b) = HMAC-SHA256(K, role | a | b)
+    K: the job's secret           A: the address of s, as the cluster's settings have it
 
     1. c -> s   CHALLENGE  nonce Nc (32 random bytes)
     2. s -> c   CHALLENGE  nonce Ns
-    3. s -> c   PROOF      H("server", Nc, Ns)      c checks it
-    4. c -> s   PROOF      H("client", Ns, Nc)      s checks it
-    5. c -> s   HELLO      who I am and what this connection is for (JSON)
+    3. c -> s   HELLO      the A that c has dialed, and what for (JSON): session,
+                           purpose, rank, and whatever belongs to the purpose
+    4. c -> s   PROOF      H("client")      s checks it, and whether A is its own
+    5. s -> c   PROOF      H("server")      c checks it
 
-Who finds the other's proof to be wrong says REFUSAL, so that both sides know why.
-The role in the HMAC keeps either side from reflecting the other's proof. The
-secret itself never travels, and nothing a stranger sends is looked at before
-step 4 beyond 32 bytes. The stream that follows is not encrypted: the secret
-keeps strangers out of a job, it doesn't hide the gradients (RFC 2104 for HMAC).
+    T        = SHA-256(version | Nc | Ns | the payload of 3.)
+    H(label) = HMAC-SHA256(K, label | T)
+
+All that was said before is in T, so a proof holds for this connection, this address
+and this purpose alone. A process of the job proves nothing for another's address:
+whoever answers at an address without being the process that belongs there can't get a
+proof from any other listener of the job. c proves first: a stranger who only
+connects gets nothing that depends on the secret. (Whoever answers at an address gets
+H("client"), and may guess the secret from it offline: so short secrets are refused.)
+The label keeps either side from sending back the other's proof.
+
+Who finds the other's proof to be wrong says REFUSAL, so that both sides know why; if
+the proof is right, but for another address, the REFUSAL holds H("elsewhere").
+
+Frames that follow are authenticated with keys of this connection, H("keys of c") and
+H("keys of s"), each for what that side sends (`kerasdist.transport.frame_auth`); bulk
+data are not. Nothing is encrypted: the secret keeps strangers out of a job, it doesn't
+hide the gradients (RFC 2104 for HMAC).
 """
 
 from __future__ import annotations
 
 import hashlib
 import hmac
+import json
 import os
 import socket
 from typing import Any
 
 from kerasdist.errors import AuthenticationError, ProtocolError
-from kerasdist.transport.control import read_frame, to_json, write_frame, write_json
+from kerasdist.transport.control import read_frame, to_json, write_frame
 from kerasdist.transport.deadline import Deadline
-from kerasdist.transport.framing import FrameType
+from kerasdist.transport.frame_auth import FrameAuthenticator
+from kerasdist.transport.framing import VERSION, FrameType
 
 __all__ = ["knock", "receive"]
 
@@ -36,8 +52,134 @@ _PROOF_BYTES = 32
 _HELLO_BYTES = 1 << 16
 
 
-def _proof(secret: bytes, role: bytes, first: bytes, second: bytes) -> bytes:
-    return hmac.new(secret, role + first + second, hashlib.sha256).digest()
+class _Proofs:
+    """What both sides can compute when all has been said but the proofs."""
+
+    def __init__(self, secret: bytes, ours: bytes, theirs: bytes, hello: bytes) -> None:
+        # Only the hello has no fixed length, and it comes last.
+        said = bytes([VERSION]) + ours + theirs + hello
+        self._secret = secret
+        self._said = hashlib.sha256(said).digest()
+
+    def of(self, label: bytes) -> bytes:
+        return hmac.digest(self._secret, label + b"\0" + self._said, "sha256")
+
+    def check(self, label: bytes, proof: bytes) -> bool:
+        return hmac.compare_digest(proof, self.of(label))
+
+    def keys(self, mine: bytes, other: bytes) -> FrameAuthenticator:
+        return FrameAuthenticator(
+            self.of(b"keys of " + mine), self.of(b"keys of " + other)
+        )
+
+
+def knock(
+    sock: socket.socket,
+    secret: bytes,
+    hello: dict[str, Any],
+    deadline: Deadline,
+    address: str,
+) -> FrameAuthenticator:
+    """Say hello to the side that listens, prove the secret to it, check its proof.
+
+    Args:
+        sock: A connected blocking socket.
+        secret: The job's secret.
+        hello: What this connection is for; a small JSON object.
+        deadline: When to give up.
+        address: The other side's, as the cluster's settings have it.
+
+    Returns:
+        What authenticates the frames that follow.
+
+    Raises:
+        AuthenticationError: The other side doesn't hold the secret, or says
+            that we don't.
+        ProtocolError: The other side isn't the one that belongs to the address, or
+            doesn't follow the protocol.
+        EOFError, OSError: See `control.read_frame`.
+    """
+    mine = os.urandom(_NONCE_BYTES)
+    write_frame(sock, FrameType.CHALLENGE, mine, deadline)
+    theirs = _nonce(sock, deadline, address)
+    text = json.dumps({"address": address, "hello": hello}).encode()
+    proofs = _Proofs(secret, mine, theirs, text)
+    write_frame(sock, FrameType.HELLO, text, deadline)
+    write_frame(sock, FrameType.PROOF, proofs.of(b"client"), deadline)
+    kind, answer = read_frame(sock, deadline, bound=_PROOF_BYTES)
+    if kind is FrameType.REFUSAL and proofs.check(b"elsewhere", answer):
+        raise ProtocolError(
+            f"What answers at {address} is a process of this job, but for another "
+            "address. Is each address of the cluster written in the same way in the "
+            "settings of all tasks, and does it lead to its own task?"
+        )
+    if kind is FrameType.REFUSAL:
+        raise _wrong_secret(address)
+    if kind is not FrameType.PROOF:
+        raise _out_of_step(kind, FrameType.PROOF)
+    if not proofs.check(b"server", answer):
+        raise _wrong_secret(address)
+    return proofs.keys(b"c", b"s")
+
+
+def receive(
+    sock: socket.socket, secret: bytes, deadline: Deadline, where: str, address: str
+) -> tuple[dict[str, Any], FrameAuthenticator]:
+    """The listening side of `knock`.
+
+    Args:
+        sock: A connected blocking socket.
+        secret: The job's secret.
+        deadline: When to give up.
+        where: The other side's address, for messages.
+        address: This side's own, as the cluster's settings have it.
+
+    Returns:
+        The other side's hello, and what authenticates the frames that follow.
+
+    Raises:
+        As `knock`. A side that doesn't hold the secret, that has dialed another
+        address or that speaks another version of the protocol has been told so.
+    """
+    try:
+        theirs = _nonce(sock, deadline, where)
+    except ProtocolError as error:
+        if error.version is not None:
+            # It understands of this no more than that the versions differ.
+            write_frame(sock, FrameType.REFUSAL, b"", deadline)
+        raise
+    mine = os.urandom(_NONCE_BYTES)
+    write_frame(sock, FrameType.CHALLENGE, mine, deadline)
+    text = _expect(sock, FrameType.HELLO, deadline, _HELLO_BYTES, where)
+    proofs = _Proofs(secret, theirs, mine, text)
+    proof = _expect(sock, FrameType.PROOF, deadline, _PROOF_BYTES, where)
+    if not proofs.check(b"client", proof):
+        write_frame(sock, FrameType.REFUSAL, b"", deadline)
+        raise _wrong_secret(where)
+    said = to_json(text)
+    dialed, hello = said.get("address"), said.get("hello")
+    if dialed != address:
+        write_frame(sock, FrameType.REFUSAL, proofs.of(b"elsewhere"), deadline)
+        raise ProtocolError(
+            f"The process at {where} holds the job's secret, but wants to reach "
+            f"another address. Received: {dialed!r}, this is {address!r}. Is each "
+            "address of the cluster written in the same way in the settings of all "
+            "tasks? If so, somebody else redirects its connections to here."
+        )
+    if not isinstance(hello, dict):
+        raise ProtocolError(f"A hello is incomplete. Received: {said!r}.")
+    write_frame(sock, FrameType.PROOF, proofs.of(b"server"), deadline)
+    return hello, proofs.keys(b"s", b"c")
+
+
+def _nonce(sock: socket.socket, deadline: Deadline, where: str) -> bytes:
+    nonce = _expect(sock, FrameType.CHALLENGE, deadline, _NONCE_BYTES, where)
+    if len(nonce) != _NONCE_BYTES:
+        raise ProtocolError(
+            f"A challenge has the wrong length. Received: {len(nonce)} bytes, "
+            f"expected {_NONCE_BYTES}."
+        )
+    return nonce
 
 
 def _expect(
@@ -52,11 +194,15 @@ def _expect(
         # Nobody has proved anything yet: a stranger's text isn't for our messages.
         raise _wrong_secret(where)
     if kind is not wanted:
-        raise ProtocolError(
-            f"The handshake is out of step. Received: a {kind.name} frame, expected "
-            f"{wanted.name}."
-        )
+        raise _out_of_step(kind, wanted)
     return payload
+
+
+def _out_of_step(kind: FrameType, wanted: FrameType) -> ProtocolError:
+    return ProtocolError(
+        f"The handshake is out of step. Received: a {kind.name} frame, expected "
+        f"{wanted.name}."
+    )
 
 
 def _wrong_secret(where: str) -> AuthenticationError:
@@ -66,63 +212,3 @@ def _wrong_secret(where: str) -> AuthenticationError:
         "makes one for each job). If another job uses this address, choose another "
         "port."
     )
-
-
-def knock(
-    sock: socket.socket,
-    secret: bytes,
-    hello: dict[str, Any],
-    deadline: Deadline,
-    where: str,
-) -> None:
-    """Prove the secret to the side that listens, check its proof, say hello.
-
-    Args:
-        sock: A connected blocking socket.
-        secret: The job's secret.
-        hello: What this connection is for; a small JSON object.
-        deadline: When to give up.
-        where: The other side's address, for messages.
-
-    Raises:
-        AuthenticationError: The other side doesn't hold the secret, or says
-            that we don't; it has been told so.
-        ProtocolError, EOFError, OSError: See `control.read_frame`.
-    """
-    mine = os.urandom(_NONCE_BYTES)
-    write_frame(sock, FrameType.CHALLENGE, mine, deadline)
-    theirs = _expect(sock, FrameType.CHALLENGE, deadline, _NONCE_BYTES, where)
-    proof = _expect(sock, FrameType.PROOF, deadline, _PROOF_BYTES, where)
-    if not hmac.compare_digest(proof, _proof(secret, b"server", mine, theirs)):
-        write_frame(sock, FrameType.REFUSAL, b"", deadline)
-        raise _wrong_secret(where)
-    write_frame(
-        sock, FrameType.PROOF, _proof(secret, b"client", theirs, mine), deadline
-    )
-    write_json(sock, FrameType.HELLO, hello, deadline)
-
-
-def receive(
-    sock: socket.socket, secret: bytes, deadline: Deadline, where: str
-) -> dict[str, Any]:
-    """The listening side of `knock`; returns the other side's hello.
-
-    Raises:
-        As `knock`. A side that doesn't hold the secret has been told so.
-    """
-    theirs = _expect(sock, FrameType.CHALLENGE, deadline, _NONCE_BYTES, where)
-    if len(theirs) != _NONCE_BYTES:
-        raise ProtocolError(
-            f"A challenge has the wrong length. Received: {len(theirs)} bytes, "
-            f"expected {_NONCE_BYTES}."
-        )
-    mine = os.urandom(_NONCE_BYTES)
-    write_frame(sock, FrameType.CHALLENGE, mine, deadline)
-    write_frame(
-        sock, FrameType.PROOF, _proof(secret, b"server", theirs, mine), deadline
-    )
-    proof = _expect(sock, FrameType.PROOF, deadline, _PROOF_BYTES, where)
-    if not hmac.compare_digest(proof, _proof(secret, b"client", mine, theirs)):
-        write_frame(sock, FrameType.REFUSAL, b"", deadline)
-        raise _wrong_secret(where)
-    return to_json(_expect(sock, FrameType.HELLO, deadline, _HELLO_BYTES, where))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import socket
 
 from kerasdist.errors import ProtocolError
+from kerasdist.transport.connection import Connection
+from kerasdist.transport.frame_auth import TAG_BYTES
 from kerasdist.transport.framing import (
     HEADER_BYTES,
     MAX_CONTROL,
@@ -21,7 +23,7 @@ class Line:
     """A control connection that never blocks. Not safe for several threads.
 
     Args:
-        sock: A connected socket; owned from now on.
+        connection: What it goes over; owned from now on.
         now: The time, on the monotonic clock.
 
     Attributes:
@@ -30,9 +32,10 @@ class Line:
         open: Whether more may be heard on it; set by its user.
     """
 
-    def __init__(self, sock: socket.socket, now: float) -> None:
-        sock.setblocking(False)
-        self.sock = sock
+    def __init__(self, connection: Connection, now: float) -> None:
+        connection.sock.setblocking(False)
+        self.sock = connection.sock
+        self._auth = connection.auth
         self.heard = now
         self.open = True
         self._inbox = bytearray()
@@ -45,7 +48,8 @@ class Line:
 
     def post(self, kind: FrameType, payload: bytes, call: Call) -> None:
         """Put a frame behind what must still go out; `flush` sends it."""
-        self._outbox += pack_header(kind, len(payload), call) + payload
+        frame = pack_header(kind, len(payload), call) + payload
+        self._outbox += frame + self._auth.sign(frame)
 
     def flush(self) -> None:
         """Send what the kernel takes now. A broken connection takes all."""
@@ -64,7 +68,7 @@ class Line:
 
         Raises:
             EOFError: The connection is closed; the text says how, if known.
-            ProtocolError: What came isn't a frame.
+            ProtocolError: What came isn't a frame, or isn't authentic.
         """
         try:
             data = self.sock.recv(1 << 16)
@@ -84,10 +88,12 @@ class Line:
                     f"expected at most {MAX_CONTROL}."
                 )
             end = HEADER_BYTES + length
-            if len(self._inbox) < end:
+            if len(self._inbox) < end + TAG_BYTES:
                 break
-            frames.append((kind, call, bytes(self._inbox[HEADER_BYTES:end])))
-            del self._inbox[:end]
+            frame = bytes(self._inbox[:end])
+            self._auth.check(self._inbox[end : end + TAG_BYTES], frame)
+            frames.append((kind, call, frame[HEADER_BYTES:]))
+            del self._inbox[: end + TAG_BYTES]
         return frames
 
     def close(self) -> None:

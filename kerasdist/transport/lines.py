@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 
+from kerasdist.transport.connection import Connection
 from kerasdist.transport.framing import Call, FrameType
 from kerasdist.transport.line import Line
 
@@ -24,15 +25,15 @@ class Lines:
     """The connections, by the rank at the other end.
 
     Args:
-        socks: Connected sockets, by rank; owned from now on.
+        connections: By rank; owned from now on.
         lock: Held whenever something changes; may be held by the caller already.
     """
 
     def __init__(
-        self, socks: Mapping[int, socket.socket], lock: threading.Condition
+        self, connections: Mapping[int, Connection], lock: threading.Condition
     ) -> None:
         now = time.monotonic()
-        self._lines = {rank: Line(sock, now) for rank, sock in socks.items()}
+        self._lines = {rank: Line(each, now) for rank, each in connections.items()}
         self._lock = lock
         self._wake, self._woken = socket.socketpair()
         self._wake.setblocking(False)

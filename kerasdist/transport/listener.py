@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import errno
-import logging
+import dataclasses
 import os
 import secrets
 import select
 import socket
 import threading
+import time
 from typing import Any
 
 from kerasdist.cluster.address import split_address
@@ -28,21 +28,38 @@ from kerasdist.errors import (
     ProtocolError,
 )
 from kerasdist.transport import handshake
+from kerasdist.transport.bind import inherited_socket, listen_at
+from kerasdist.transport.connection import Connection
+from kerasdist.transport.control import write_frame
 from kerasdist.transport.deadline import Deadline
 from kerasdist.transport.forks import close_in_children
+from kerasdist.transport.framing import FrameType
+from kerasdist.transport.limited_log import LimitedLog
+from kerasdist.transport.same_user import why_not_same_user
+from kerasdist.transport.secret import is_loopback
 
 __all__ = ["Listener"]
 
-_LOG = logging.getLogger("kerasdist")
 _HANDSHAKE_SECONDS = 10.0
 # So many may be in their handshake at once: a whole job's workers come together.
 # When there are more, the oldest goes: a worker is done in milliseconds.
 _MOST_HANDSHAKES = 256
 _MOST_WAITING = 4096
+# How often to look whether those who wait have hung up.
+_LOOK_SECONDS = 5.0
 # How long to wait before accepting again when the process has no room for it.
 _PAUSE_SECONDS = 0.1
 
 _Key = tuple[str, str, int]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Waiting:
+    """A connection that waits until it's asked for, and since when."""
+
+    connection: Connection
+    hello: dict[str, Any]
+    since: float
 
 
 class Listener:
@@ -57,23 +74,27 @@ class Listener:
     _lock = threading.Lock()
     _open: dict[str, Listener] = {}  # noqa: RUF012 - the process's, not the class's
 
-    def __init__(self, address: str, secret: bytes) -> None:
+    def __init__(self, address: str, secret: bytes, patience: float) -> None:
         self.address = address
+        self._patience = patience
         self.unix_name = f"\0kerasdist-{os.getpid()}-{secrets.token_hex(8)}"
         self._secret = secret
         self._users = 0
         self._changed = threading.Condition()
         # In the order in which they came; a rank may have come more than once.
-        self._waiting: dict[_Key, list[tuple[socket.socket, dict[str, Any]]]] = {}
+        self._waiting: dict[_Key, list[_Waiting]] = {}
         # In the order in which they began.
         self._shaking: dict[socket.socket, None] = {}
         self._threads: set[threading.Thread] = set()
         self._refused: collections.deque[str] = collections.deque(maxlen=20)
+        self._log = LimitedLog()
         self._closed = False
         with contextlib.ExitStack() as undo:
-            inherited = _inherited(split_address(address)[1])
+            inherited = inherited_socket(split_address(address)[1])
             self._handed_down = inherited is not None
-            self._tcp = undo.enter_context(inherited or _listen(address))
+            self._tcp = [inherited] if inherited is not None else _listen(address)
+            for sock in self._tcp:
+                undo.callback(sock.close)
             self._unix = undo.enter_context(socket.socket(socket.AF_UNIX))
             self._unix.bind(self.unix_name)
             self._unix.listen(128)
@@ -81,7 +102,7 @@ class Listener:
             undo.callback(self._wake.close)
             undo.callback(self._woken.close)
             # Also what wakes the thread up by its end.
-            for sock in (self._tcp, self._unix, self._wake, self._woken):
+            for sock in (*self._tcp, self._unix, self._wake, self._woken):
                 close_in_children(sock)
             self._thread = threading.Thread(
                 target=self._accept, name=f"kerasdist-listener {address}", daemon=True
@@ -90,8 +111,13 @@ class Listener:
             undo.pop_all()
 
     @classmethod
-    def acquire(cls, address: str, secret: bytes) -> Listener:
+    def acquire(cls, address: str, secret: bytes, patience: float = 300.0) -> Listener:
         """Return this process's listener at `address`; start it if there's none.
+
+        Args:
+            address: This task's, as the cluster's settings have it.
+            secret: The job's secret.
+            patience: Seconds that a connection may wait until it's asked for.
 
         Raises:
             AddressInUseError: Another process listens there, or the address
@@ -102,7 +128,7 @@ class Listener:
         with cls._lock:
             listener = cls._open.get(address)
             if listener is None:
-                listener = cls._open[address] = cls(address, secret)
+                listener = cls._open[address] = cls(address, secret, patience)
             elif listener._secret != secret:
                 raise ClusterError(
                     "The job secret has changed while another strategy of this "
@@ -110,6 +136,7 @@ class Listener:
                     "KERASDIST_SECRET as it is, or close the other strategy first."
                 )
             listener._users += 1
+            listener._patience = max(listener._patience, patience)
             return listener
 
     def release(self) -> None:
@@ -127,20 +154,22 @@ class Listener:
             # Before another listener may take the address: it must be free, also where
             # a forked child has a copy. The launcher's is for the next strategy.
             if not self._handed_down:
-                _shut_down(self._tcp)
+                for sock in self._tcp:
+                    _shut_down(sock)
             _shut_down(self._unix)
-            for sock in (self._tcp, self._unix, self._woken):
+            for sock in (*self._tcp, self._unix, self._woken):
                 sock.close()
         with self._changed:
             threads = list(self._threads)
             for sock in self._shaking:
                 _shut_down(sock)
-            waiting = [sock for came in self._waiting.values() for sock, _ in came]
+            waiting = [each for came in self._waiting.values() for each in came]
             self._waiting.clear()
         for thread in threads:
             thread.join(_HANDSHAKE_SECONDS)
-        for sock in waiting:
-            sock.close()
+        for each in waiting:
+            each.connection.close()
+        self._log.flush()
 
     def refusals(self) -> list[str]:
         """Whom this listener has sent away, and why, the last few, oldest first."""
@@ -168,13 +197,13 @@ class Listener:
         rank: int,
         deadline: Deadline,
         stop: threading.Event,
-    ) -> socket.socket | None:
+    ) -> Connection | None:
         """Wait for a connection of `rank` for this session and purpose.
 
         If it has come more than once, the newest counts.
 
         Returns:
-            The connected socket, now the caller's; None if it hadn't come by the
+            The connection, now the caller's; None if it hadn't come by the
             deadline, or before `stop` was set (and `interrupt` called).
         """
         key = (session, purpose, rank)
@@ -184,9 +213,9 @@ class Listener:
                 deadline.remaining(),
             )
             found = self._waiting.pop(key, [])
-        for older, _ in found[:-1]:
-            older.close()
-        return found[-1][0] if found else None
+        for older in found[:-1]:
+            older.connection.close()
+        return found[-1].connection if found else None
 
     def take_any(
         self,
@@ -194,7 +223,7 @@ class Listener:
         purpose: str,
         seconds: float,
         stop: threading.Event | None = None,
-    ) -> list[tuple[int, socket.socket, dict[str, Any]]]:
+    ) -> list[tuple[int, Connection, dict[str, Any]]]:
         """Take all connections for this session and purpose; wait for the first.
 
         Args:
@@ -204,7 +233,7 @@ class Listener:
             stop: When this is set (and `interrupt` called), wait no longer.
 
         Returns:
-            Rank, connected socket and hello of each, in the order of a rank's.
+            Rank, connection and hello of each, in the order of a rank's.
         """
         with self._changed:
 
@@ -216,32 +245,42 @@ class Listener:
                 seconds,
             )
             return [
-                (key[2], sock, hello)
+                (key[2], each.connection, each.hello)
                 for key in here()
-                for sock, hello in self._waiting.pop(key)
+                for each in self._waiting.pop(key)
             ]
 
     def _accept(self) -> None:
-        poll = select.poll()
-        for sock in (self._tcp, self._unix, self._woken):
+        servers = (*self._tcp, self._unix)
+        poll, pause = select.poll(), select.poll()
+        for sock in (*servers, self._woken):
             sock.setblocking(False)
             poll.register(sock, select.POLLIN)
+        pause.register(self._woken, select.POLLIN)
+        look = time.monotonic() + _LOOK_SECONDS
         while not self._closed:
-            poll.poll()
-            for server in (self._tcp, self._unix):
+            poll.poll(_LOOK_SECONDS * 1000)
+            for server in servers:
                 if self._closed:
                     return
                 try:
-                    sock, source = server.accept()
+                    self._accept_one(server)
                 except (BlockingIOError, ConnectionError):
                     continue
-                except OSError as error:
+                except Exception as error:
                     # No file descriptor or memory for it now; it stays in line.
-                    _LOG.warning("kerasdist can't accept a connection: %s", error)
-                    select.select([self._woken], [], [], _PAUSE_SECONDS)
-                    continue
-                local = server is self._unix
-                self._begin(sock, "this host" if local else f"{source[0]}:{source[1]}")
+                    # Whatever it is: without this thread nobody gets in any more.
+                    self._log.warning("kerasdist can't accept a connection: %s", error)
+                    pause.poll(_PAUSE_SECONDS * 1000)
+            if time.monotonic() >= look:
+                with self._changed:
+                    self._drop_stale()
+                look = time.monotonic() + _LOOK_SECONDS
+
+    def _accept_one(self, server: socket.socket) -> None:
+        sock, source = server.accept()
+        local = server is self._unix
+        self._begin(sock, "this host" if local else f"{source[0]}:{source[1]}")
 
     def _begin(self, sock: socket.socket, where: str) -> None:
         close_in_children(sock)
@@ -261,7 +300,7 @@ class Listener:
         try:
             thread.start()
         except RuntimeError as error:  # the machine has no room for a thread
-            _LOG.warning("kerasdist can't answer %s: %s", where, error)
+            self._log.warning("kerasdist can't answer %s: %s", where, error)
             with self._changed:
                 del self._shaking[sock]
                 self._threads.discard(thread)
@@ -271,20 +310,21 @@ class Listener:
         kept = False
         try:
             sock.setblocking(True)
-            hello = handshake.receive(
-                sock, self._secret, Deadline(_HANDSHAKE_SECONDS), where
+            deadline = Deadline(_HANDSHAKE_SECONDS)
+            self._check_user(sock, deadline)
+            hello, auth = handshake.receive(
+                sock, self._secret, deadline, where, self.address
             )
-            kept = self._keep(sock, hello)
+            kept = self._keep(Connection(sock, auth), hello)
         except EOFError:
             # A look whether somebody listens (`kerasdist doctor`, start-up of
             # other ranks) ends like this: nothing to report.
             pass
         except (AuthenticationError, ProtocolError, OSError) as error:
-            reason = f"{where}: {type(error).__name__}: {error}"
-            if not self._closed:
-                _LOG.warning("kerasdist refused a connection from %s", reason)
-            with self._changed:
-                self._refused.append(reason)
+            self._refuse(f"{where}: {type(error).__name__}: {error}")
+        except Exception as error:
+            # Nothing that comes in may end a thread with a traceback.
+            self._refuse(f"{where}: {type(error).__name__}: {error}")
         finally:
             with self._changed:
                 self._shaking.pop(sock, None)
@@ -292,21 +332,59 @@ class Listener:
                 if not kept:
                     sock.close()
 
-    def _keep(self, sock: socket.socket, hello: dict[str, Any]) -> bool:
-        try:
-            key = (str(hello["session"]), str(hello["purpose"]), int(hello["rank"]))
-        except (KeyError, TypeError, ValueError):
-            raise ProtocolError(
-                f"A hello is incomplete. Received: {hello!r}."
-            ) from None
+    def _refuse(self, reason: str) -> None:
+        if not self._closed:
+            self._log.warning("kerasdist refused a connection from %s", reason)
         with self._changed:
-            count = sum(len(came) for came in self._waiting.values())
-            if self._closed or count >= _MOST_WAITING:
+            self._refused.append(reason)
+
+    def _check_user(self, sock: socket.socket, deadline: Deadline) -> None:
+        """Without a secret all that is known of a process is whose it is."""
+        if self._secret or not is_loopback(self.address):
+            return
+        why_not = why_not_same_user(sock)
+        if why_not is not None:
+            write_frame(sock, FrameType.REFUSAL, b"", deadline)
+            raise AuthenticationError(
+                f"Without KERASDIST_SECRET only processes of one user can form a job, "
+                f"but {why_not}. If it belongs to the job, set KERASDIST_SECRET to the "
+                "same value on all workers."
+            )
+
+    def _keep(self, connection: Connection, hello: dict[str, Any]) -> bool:
+        session, purpose = hello.get("session"), hello.get("purpose")
+        rank = hello.get("rank")
+        if (
+            not isinstance(session, str)
+            or not isinstance(purpose, str)
+            or type(rank) is not int
+        ):
+            raise ProtocolError(f"A hello is incomplete. Received: {hello!r}.")
+        with self._changed:
+            self._drop_stale()
+            if self._closed:
                 return False
+            if sum(len(came) for came in self._waiting.values()) >= _MOST_WAITING:
+                raise ProtocolError(
+                    f"{_MOST_WAITING} connections wait already until they are asked "
+                    "for; no more are kept."
+                )
             # A worker that was started again comes again.
-            self._waiting.setdefault(key, []).append((sock, hello))
+            came = self._waiting.setdefault((session, purpose, rank), [])
+            came.append(_Waiting(connection, hello, time.monotonic()))
             self._changed.notify_all()
         return True
+
+    def _drop_stale(self) -> None:
+        """Close those that nobody will ask for any more. Under `_changed`."""
+        oldest = time.monotonic() - self._patience - _HANDSHAKE_SECONDS
+        for key, came in list(self._waiting.items()):
+            for each in list(came):
+                if each.since < oldest or each.connection.ended:
+                    each.connection.close()
+                    came.remove(each)
+            if not came:
+                del self._waiting[key]
 
 
 def _shut_down(sock: socket.socket) -> None:
@@ -315,61 +393,14 @@ def _shut_down(sock: socket.socket) -> None:
         sock.shutdown(socket.SHUT_RDWR)
 
 
-def _listen(address: str) -> socket.socket:
-    host, port = split_address(address)
-    loopback = host in ("localhost", "::1") or host.startswith("127.")
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    sock = socket.socket(family, socket.SOCK_STREAM)
+def _listen(address: str) -> list[socket.socket]:
+    port = split_address(address)[1]
     try:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            sock.bind((host, port))
-        except (OSError, UnicodeError) as error:
-            elsewhere = isinstance(error, (socket.gaierror, UnicodeError)) or (
-                error.errno == errno.EADDRNOTAVAIL
-            )
-            if loopback or not elsewhere:
-                raise
-            # The name that others use for this worker needn't be an address of
-            # this machine: a Kubernetes service is not. Its port is what counts.
-            sock.bind(("::" if family == socket.AF_INET6 else "", port))
-        sock.listen(1024)
+        return listen_at(address)[0]
     except OSError as error:
-        sock.close()
         raise AddressInUseError(
             f"This worker can't listen at its address {address}: {error.strerror}. "
             f"Received: {address!r} as this task's entry of the cluster. Is another "
             "job or an earlier process of this one still running there? End it "
             f"(`ss -ltnp 'sport = :{port}'` shows who it is) or choose another port."
         ) from error
-    return sock
-
-
-def _inherited(port: int) -> socket.socket | None:
-    """A copy of the launcher's socket at this port, if there is one.
-
-    The launcher holds the port from before this process began, so nobody can take
-    it in between. It stays open for a later strategy.
-    """
-    number = os.environ.get("KERASDIST_LISTEN_FD", "")
-    if not number.isdigit():
-        return None
-    try:
-        copy = os.dup(int(number))
-    except (OSError, OverflowError):
-        return None
-    try:
-        sock = socket.socket(fileno=copy)
-    except OSError:  # it isn't a socket
-        os.close(copy)
-        return None
-    with contextlib.suppress(OSError):
-        internet = sock.family in (socket.AF_INET, socket.AF_INET6)
-        if (
-            internet
-            and sock.getsockname()[1] == port
-            and sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
-        ):
-            return sock
-    sock.close()
-    return None

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import ipaddress
 import os
 import queue
 import socket
@@ -11,7 +13,7 @@ import threading
 from kerasdist.cluster.address import address_fault, split_address
 from kerasdist.transport.deadline import Deadline
 
-__all__ = ["why_unreachable"]
+__all__ = ["look_up", "why_unreachable"]
 
 _REASONS = {
     errno.ECONNREFUSED: "connection refused: nothing listens there",
@@ -22,7 +24,8 @@ _REASONS = {
     errno.EPERM: "a firewall on this machine forbids it",
     errno.EADDRNOTAVAIL: "this machine has no address from which it could connect",
 }
-_Found = list[tuple[socket.AddressFamily, tuple[str, int] | tuple[str, int, int, int]]]
+_Target = tuple[str, int] | tuple[str, int, int, int]
+_Found = list[tuple[socket.AddressFamily, _Target]]
 
 
 def why_unreachable(address: str, timeout: float) -> str | None:
@@ -45,7 +48,7 @@ def why_unreachable(address: str, timeout: float) -> str | None:
     if fault is not None:
         return f"its address {fault}"
     deadline = Deadline(timeout)
-    found = _look_up(*split_address(address), deadline)
+    found = look_up(*split_address(address), deadline)
     if isinstance(found, str):
         return found
     reasons: list[str] = []
@@ -61,17 +64,25 @@ def why_unreachable(address: str, timeout: float) -> str | None:
     return "; ".join(reasons)
 
 
-def _look_up(host: str, port: int, deadline: Deadline) -> _Found | str:
-    """Resolve a name, or say why that fails.
+def look_up(host: str, port: int, deadline: Deadline) -> _Found | str:
+    """Resolve a name, or say why that fails, without a full stop.
 
     `getaddrinfo` can't be interrupted and may take minutes, so it runs in a thread
     that is left to itself when the time is over (as a daemon it keeps nobody).
+
+    Returns:
+        Families and socket addresses, at least one, in the system's order; or the
+        reason in words.
     """
+    with contextlib.suppress(OSError, ValueError):
+        # Most are numbers, for which nobody has to be asked.
+        ipaddress.ip_address(host.partition("%")[0])
+        return _resolve(host, port, socket.AI_NUMERICHOST)
     answer: queue.SimpleQueue[_Found | str] = queue.SimpleQueue()
 
-    def look_up() -> None:
+    def work() -> None:
         try:
-            infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+            answer.put(_resolve(host, port, 0) or "its host name has no address")
         except socket.gaierror as error:
             if error.errno == socket.EAI_AGAIN:
                 answer.put(
@@ -82,24 +93,27 @@ def _look_up(host: str, port: int, deadline: Deadline) -> _Found | str:
                 answer.put(f"its host name doesn't resolve ({error.strerror})")
         except (OSError, UnicodeError) as error:
             answer.put(f"its host name doesn't resolve ({error})")
-        else:
-            found: _Found = []
-            for family, _, _, _, target in infos:
-                item = (family, target)
-                if item not in found:
-                    found.append(item)  # type: ignore[arg-type]
-            answer.put(found or "its host name has no address")
 
-    threading.Thread(target=look_up, name="kerasdist-look-up", daemon=True).start()
+    threading.Thread(target=work, name="kerasdist-look-up", daemon=True).start()
     try:
         return answer.get(timeout=deadline.remaining())
     except queue.Empty:
         return f"looking up its host name took longer than {deadline.seconds:g} s"
 
 
+def _resolve(host: str, port: int, flags: int) -> _Found:
+    found: _Found = []
+    infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=flags)
+    for family, _, _, _, target in infos:
+        item = (family, target)
+        if item not in found:
+            found.append(item)  # type: ignore[arg-type]
+    return found
+
+
 def _connect(
     family: socket.AddressFamily,
-    target: tuple[str, int] | tuple[str, int, int, int],
+    target: _Target,
     seconds: float,
     told: float,
 ) -> str | None:

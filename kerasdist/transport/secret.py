@@ -8,7 +8,11 @@ from collections.abc import Mapping, Sequence
 from kerasdist.cluster.address import split_address
 from kerasdist.errors import ClusterError
 
-__all__ = ["is_loopback", "job_secret"]
+__all__ = ["is_loopback", "job_secret", "secret_fault"]
+
+# Whoever answers at an address of the job, or reads what crosses the network, can try
+# guesses against a proof for as long as it likes.
+_LEAST_BYTES = 16
 
 
 def is_loopback(address: str) -> bool:
@@ -22,6 +26,25 @@ def is_loopback(address: str) -> bool:
         return False
 
 
+def secret_fault(environ: Mapping[str, str]) -> str | None:
+    """Say in words why the secret that is set can't be used; None if it can, or isn't.
+
+    The text doesn't show it.
+    """
+    length = len(_bytes(environ))
+    if not 0 < length < _LEAST_BYTES:
+        return None
+    return (
+        f"KERASDIST_SECRET is too short. Received: {length} bytes, expected at least "
+        f"{_LEAST_BYTES}, which nobody can guess. Set it to the output of `openssl "
+        "rand -hex 32`, the same on all workers."
+    )
+
+
+def _bytes(environ: Mapping[str, str]) -> bytes:
+    return environ.get("KERASDIST_SECRET", "").encode("utf-8", "surrogateescape")
+
+
 def job_secret(workers: Sequence[str], environ: Mapping[str, str]) -> bytes:
     """Return the secret that this job's workers prove to each other.
 
@@ -30,12 +53,15 @@ def job_secret(workers: Sequence[str], environ: Mapping[str, str]) -> bytes:
         environ: Where `KERASDIST_SECRET` and `KERASDIST_INSECURE` are.
 
     Raises:
-        ClusterError: There is no secret, an address can be reached from other
-            machines, and nobody has opted out.
+        ClusterError: The secret is too short; or there is none, an address can be
+            reached from other machines, and nobody has opted out.
     """
-    secret = environ.get("KERASDIST_SECRET", "")
+    fault = secret_fault(environ)
+    if fault is not None:
+        raise ClusterError(fault)
+    secret = _bytes(environ)
     if secret:
-        return secret.encode()
+        return secret
     open_addresses = [address for address in workers if not is_loopback(address)]
     if open_addresses and environ.get("KERASDIST_INSECURE", "") != "1":
         raise ClusterError(

@@ -18,6 +18,8 @@ from typing import Any
 from kerasdist import errors
 from kerasdist.cluster import Cluster
 from kerasdist.transport.base import Aborted, Peer
+from kerasdist.transport.cancellation import Cancellation
+from kerasdist.transport.connection import Connection
 from kerasdist.transport.deadline import Deadline
 from kerasdist.transport.dialing import dial_tcp, dial_unix, retry
 from kerasdist.transport.listener import Listener
@@ -75,13 +77,13 @@ class Session:
         self.size = cluster.size
         self.timeouts = timeouts
         self._secret = job_secret(cluster.workers, os.environ)
-        self._stop = threading.Event()
-        self._released = False
-        self.controls: dict[int, socket.socket] = {}
+        self._stop = Cancellation()
+        self._release = threading.Lock()
+        self.controls: dict[int, Connection] = {}
         self._number = _Number(cluster)
         address = cluster.workers[self.rank]
         try:
-            self._listener = Listener.acquire(address, self._secret)
+            self._listener = Listener.acquire(address, self._secret, timeouts.startup)
         except BaseException:
             self._number.release(used=False)
             raise
@@ -137,7 +139,7 @@ class Session:
         return sorted(first.values())
 
     def dial(self, purpose: str, rank: int, deadline: Deadline) -> socket.socket:
-        """Connect to `rank` for `purpose`; it must `answer`.
+        """Connect to `rank` for `purpose`, for bulk data; it must `answer`.
 
         Ranks on the same host are reached by their Unix socket.
 
@@ -150,16 +152,20 @@ class Session:
         hello = {"session": self._number.session, "purpose": purpose, "rank": self.rank}
         address = member.address
 
-        def attempt() -> socket.socket:
+        secret, stop = self._secret, self._stop
+
+        def attempt() -> Connection:
             if local:
                 name = member.unix_name
-                return dial_unix(name, self._secret, hello, deadline, address)
-            return dial_tcp(address, self._secret, hello, deadline)
+                return dial_unix(name, secret, hello, deadline, address, stop)
+            return dial_tcp(address, secret, hello, deadline, stop)
 
-        sock = retry(attempt, deadline, rank, address, self._stop)
-        if sock is None:
+        connection = retry(attempt, deadline, rank, address, stop)
+        if connection is None or stop.is_set():
+            if connection is not None:
+                connection.close()
             raise Aborted
-        return sock
+        return connection.sock
 
     def answer(self, purpose: str, rank: int, deadline: Deadline) -> socket.socket:
         """Wait until `rank` has connected for `purpose`.
@@ -172,7 +178,7 @@ class Session:
             self._number.session, purpose, rank, deadline, self._stop
         )
         if taken is not None:
-            return taken
+            return taken.sock
         if self._stop.is_set():
             raise Aborted
         peer = self.members[rank].peer
@@ -189,12 +195,13 @@ class Session:
         self._listener.interrupt()
 
     def close(self) -> None:
-        """Give back the listener and the control connections."""
-        if self._released:
+        """Give back the listener and the control connections. Can be called twice."""
+        # Once, also if threads come together here (the lock stays held): the listener
+        # may be another strategy's, too.
+        if not self._release.acquire(blocking=False):
             return
-        self._released = True
-        for sock in self.controls.values():
-            sock.close()
+        for connection in self.controls.values():
+            connection.close()
         self._listener.release()
 
 

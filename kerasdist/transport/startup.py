@@ -14,13 +14,12 @@ C: rank 0, the chief      W: every other rank
 from __future__ import annotations
 
 import dataclasses
-import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from kerasdist import errors
-from kerasdist.transport.control import read_json, write_json
+from kerasdist.transport.connection import Connection
 from kerasdist.transport.deadline import Deadline
 from kerasdist.transport.dialing import PROBE_SECONDS, dial_tcp, retry
 from kerasdist.transport.framing import FrameType, unexpected
@@ -28,7 +27,7 @@ from kerasdist.transport.listener import Listener
 from kerasdist.transport.member import Member
 from kerasdist.transport.reach import why_unreachable
 
-__all__ = ["Arrival", "gather", "gone", "report"]
+__all__ = ["Arrival", "gather", "report"]
 
 # How much longer than the chief the others wait, to get the chief's reasons.
 _GRACE_SECONDS = 8.0
@@ -56,7 +55,7 @@ class Arrival:
 
 def report(
     arrival: Arrival, deadline: Deadline
-) -> tuple[tuple[Member, ...], dict[int, socket.socket]]:
+) -> tuple[tuple[Member, ...], dict[int, Connection]]:
     """Steps 1 and 3 of a worker that isn't the chief.
 
     Returns:
@@ -67,7 +66,7 @@ def report(
     """
     chief = arrival.addresses[0]
 
-    def come() -> tuple[tuple[Member, ...], dict[int, socket.socket]]:
+    def come() -> tuple[tuple[Member, ...], dict[int, Connection]]:
         hello = {
             "session": arrival.session,
             "purpose": "control",
@@ -76,10 +75,10 @@ def report(
             "settings": arrival.settings,
             "seconds": deadline.remaining(),
         }
-        sock = dial_tcp(chief, arrival.secret, hello, deadline)
+        connection = dial_tcp(chief, arrival.secret, hello, deadline)
         try:
             patience = Deadline(deadline.remaining() + _GRACE_SECONDS)
-            kind, answer = read_json(sock, patience)
+            kind, answer = connection.read_json(patience)
             if kind is FrameType.REFUSAL:
                 raise errors.StartupError(
                     str(answer.get("message")),
@@ -91,10 +90,12 @@ def report(
             members = tuple(Member.from_json(record) for record in records)
             if [m.rank for m in members] != list(range(len(arrival.addresses))):
                 raise errors.ProtocolError("The roster doesn't hold all ranks.")
+            if any(m.address != arrival.addresses[m.rank] for m in members):
+                raise errors.ProtocolError("The roster holds other addresses.")
         except BaseException:
-            sock.close()
+            connection.close()
             raise
-        return members, {0: sock}
+        return members, {0: connection}
 
     come_in = retry(come, deadline, 0, chief, threading.Event())
     if come_in is None:  # only a `stop` that is set makes it so
@@ -106,7 +107,7 @@ def report(
 class _Guest:
     """A worker that has come to the chief and waits for the others."""
 
-    sock: socket.socket
+    connection: Connection
     member: Member
     settings: object
     patience: Deadline
@@ -114,7 +115,7 @@ class _Guest:
 
 def gather(
     arrival: Arrival, deadline: Deadline, listener: Listener
-) -> tuple[tuple[Member, ...], dict[int, socket.socket]]:
+) -> tuple[tuple[Member, ...], dict[int, Connection]]:
     """Steps 2 and 3: the chief.
 
     Returns:
@@ -130,20 +131,21 @@ def gather(
         _check_settings(arrival, guests)
     except errors.StartupError as error:
         for guest in guests.values():
-            _refuse(guest.sock, str(error), error.missing)
+            _refuse(guest.connection, str(error), error.missing)
         raise
     except BaseException:
         for guest in guests.values():
-            guest.sock.close()
+            guest.connection.close()
         raise
     roster = [arrival.me, *(guests[rank].member for rank in sorted(guests))]
     answer = {"members": [dataclasses.asdict(member) for member in roster]}
     for guest in guests.values():
         try:
-            write_json(guest.sock, FrameType.ROSTER, answer, Deadline(_GRACE_SECONDS))
+            deadline = Deadline(_GRACE_SECONDS)
+            guest.connection.write_json(FrameType.ROSTER, answer, deadline)
         except OSError:  # it has died since: the supervisor finds that out
             continue
-    return tuple(roster), {rank: guest.sock for rank, guest in guests.items()}
+    return tuple(roster), {rank: guest.connection for rank, guest in guests.items()}
 
 
 def _wait_for_all(
@@ -152,8 +154,8 @@ def _wait_for_all(
     size = len(arrival.addresses)
     while True:
         for rank, guest in list(guests.items()):
-            if gone(guest.sock):
-                guests.pop(rank).sock.close()
+            if guest.connection.ended:
+                guests.pop(rank).connection.close()
         if len(guests) == size - 1:
             return
         # Whoever waits shortest gets the reasons too.
@@ -161,18 +163,19 @@ def _wait_for_all(
         if first.expired:
             raise _missing(arrival, first, listener, guests)
         seconds = min(first.remaining(), 0.5)
-        for rank, sock, hello in listener.take_any(arrival.session, "control", seconds):
+        came = listener.take_any(arrival.session, "control", seconds)
+        for rank, connection, hello in came:
             try:
-                guest = _receive(rank, sock, hello, size)
+                guest = _receive(rank, connection, hello, arrival.addresses)
             except errors.ProtocolError as error:
-                _refuse(sock, str(error), {})
+                _refuse(connection, str(error), {})
                 continue
             older = guests.pop(rank, None)
             guests[rank] = guest
-            if older is not None and not gone(older.sock):
-                _refuse(older.sock, _twice(older.member, guest.member), {})
+            if older is not None and not older.connection.ended:
+                _refuse(older.connection, _twice(older.member, guest.member), {})
             elif older is not None:
-                older.sock.close()
+                older.connection.close()
 
 
 def _left(deadline: Deadline) -> float:
@@ -180,15 +183,23 @@ def _left(deadline: Deadline) -> float:
 
 
 def _receive(
-    rank: int, sock: socket.socket, hello: dict[str, Any], size: int
+    rank: int,
+    connection: Connection,
+    hello: dict[str, Any],
+    addresses: tuple[str, ...],
 ) -> _Guest:
     member = Member.from_json(hello.get("member"))
     seconds = hello.get("seconds")
-    if not 0 < rank < size or member.rank != rank:
+    if not 0 < rank < len(addresses) or member.rank != rank:
         raise errors.ProtocolError(f"There is no such rank. Received: rank={rank}.")
+    if member.address != addresses[rank]:
+        raise errors.ProtocolError(
+            f"Rank {rank} has another address. Received: {member.address!r}, expected "
+            f"{addresses[rank]!r}."
+        )
     if not isinstance(seconds, (int, float)) or not 0 <= seconds <= 1e9:
         raise errors.ProtocolError(f"A hello is damaged. Received: {seconds=!r}.")
-    return _Guest(sock, member, hello.get("settings"), Deadline(seconds))
+    return _Guest(connection, member, hello.get("settings"), Deadline(seconds))
 
 
 def _twice(older: Member, newer: Member) -> str:
@@ -256,22 +267,11 @@ def _missing(
     )
 
 
-def _refuse(sock: socket.socket, message: str, missing: dict[int, str]) -> None:
+def _refuse(connection: Connection, message: str, missing: dict[int, str]) -> None:
     answer = {"message": message, "missing": missing}
     try:
-        write_json(sock, FrameType.REFUSAL, answer, Deadline(1.0))
+        connection.write_json(FrameType.REFUSAL, answer, Deadline(1.0))
     except OSError:  # it has given up already
         pass
     finally:
-        sock.close()
-
-
-def gone(sock: socket.socket) -> bool:
-    """Whether the other side has hung up; nothing is due from it before the roster."""
-    try:
-        sock.setblocking(False)
-        return sock.recv(1, socket.MSG_PEEK) == b""
-    except BlockingIOError:
-        return False
-    except OSError:
-        return True
+        connection.close()

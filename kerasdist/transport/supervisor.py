@@ -29,7 +29,6 @@ from __future__ import annotations
 
 import json
 import logging
-import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -37,6 +36,7 @@ from collections.abc import Callable, Mapping, Sequence
 from kerasdist import errors
 from kerasdist.transport import background_log
 from kerasdist.transport.base import Peer
+from kerasdist.transport.connection import Connection
 from kerasdist.transport.control import from_places, to_json, to_places
 from kerasdist.transport.failures import decode, encode
 from kerasdist.transport.framing import Call, FrameType, unexpected
@@ -69,7 +69,7 @@ class SessionSupervisor:
         self,
         rank: int,
         peers: Sequence[Peer],
-        controls: Mapping[int, socket.socket],
+        controls: Mapping[int, Connection],
         timeouts: Timeouts,
         on_failure: Callable[[errors.CollectiveError], None],
         reporter: Reporter | None = None,
