@@ -32,6 +32,7 @@ from kerasdist.errors import KerasDistError, WorkerLost
 
 if TYPE_CHECKING:
     from kerasdist import layers
+    from kerasdist._keras.training.local import local_training
     from kerasdist.strategies.model_parallel import ModelParallelStrategy
     from kerasdist.strategies.parameter_server import ParameterServerStrategy
     from kerasdist.strategies.planning import plan
@@ -46,6 +47,7 @@ __all__ = [
     "__version__",
     "errors",
     "layers",
+    "local_training",
     "plan",
 ]
 
@@ -53,6 +55,7 @@ _LAZY = {
     "ModelParallelStrategy": "kerasdist.strategies.model_parallel",
     "ParameterServerStrategy": "kerasdist.strategies.parameter_server",
     "RingStrategy": "kerasdist.strategies.ring",
+    "local_training": "kerasdist._keras.training.local",
     "plan": "kerasdist.strategies.planning",
 }
 

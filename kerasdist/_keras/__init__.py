@@ -57,6 +57,7 @@ with _explaining():
     from kerasdist._keras.step import gradients_are_reduced, is_timed
     from kerasdist._keras.taken import own_steps
     from kerasdist._keras.trainer import new_train_function
+    from kerasdist._keras.training.local import begin_use, end_use, local_training
 
 __all__ = [
     "ArrayData",
@@ -65,14 +66,17 @@ __all__ = [
     "LayerFacts",
     "LayerPlacer",
     "StepTimer",
+    "begin_use",
     "called_layer",
     "check",
     "copied_to",
     "device_of_variable",
     "dividing",
+    "end_use",
     "gradients_are_reduced",
     "install",
     "is_timed",
+    "local_training",
     "new_train_function",
     "own_steps",
     "random_seed",

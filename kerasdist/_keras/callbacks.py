@@ -33,6 +33,7 @@ from kerasdist._keras.rates import (
 )
 from kerasdist._keras.state import statistics_of
 from kerasdist._keras.step import current
+from kerasdist._keras.training.local import writer_hooks
 
 __all__ = [
     "close_window",
@@ -61,7 +62,7 @@ def on_chief_only(
     if isinstance(self, keras.callbacks.Callback):
         # `set_model` comes before there is one.
         model = self.model if self.model is not None else (args or [None])[0]
-    hooks = hooks_of(model.distribute_strategy) if model is not None else None
+    hooks = writer_hooks(model) if model is not None else None
     if hooks is not None and hooks.rank > 0:
         if isinstance(self, keras.callbacks.Callback) and args and args[0] is model:
             self._model = model

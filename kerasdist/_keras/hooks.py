@@ -79,6 +79,14 @@ class KerasHooks(Protocol):
     def replicas(self) -> int:
         """Number of replicas that take a step together."""
 
+    @property
+    def local_replicas(self) -> int:
+        """Number of this worker's replicas."""
+
+    @property
+    def workers(self) -> int:
+        """Number of workers."""
+
     def fill_if_empty(self, batch: Any) -> Any:
         """Give a batch without rows one row of zeros, so that a step can run."""
 
@@ -130,6 +138,12 @@ class KerasHooks(Protocol):
         """Return what iterates over this worker's parts of a `tf.data.Dataset`.
 
         And its number of batches, the same on all workers; None if not known.
+        """
+
+    def adopt(self, variable: Any, value: Any) -> Any:
+        """Make TensorFlow's variable of a Keras variable the strategy's; return it.
+
+        It was created outside of the scope. All workers call it alike.
         """
 
     def unwrap(self, data: Any) -> Any:

@@ -29,6 +29,7 @@ from kerasdist._keras.placed_trainer import who_was_lost
 from kerasdist._keras.state import share_state, state_of, statistics_of, take_epoch
 from kerasdist._keras.step import current, setting
 from kerasdist._keras.touched import embedding_tables, moves_all_rows
+from kerasdist._keras.training.local import warn_if_outside
 
 __all__ = [
     "before_first_step",
@@ -67,15 +68,16 @@ def begin_training(
 ) -> Any:
     """In place of `make_train_function`, which `fit` calls before its first step."""
     hooks = hooks_of(trainer.distribute_strategy)
+    if hooks is not None and trainer.jit_compile is True and hooks.replicas > 1:
+        raise ValueError(
+            "XLA can't compile a step that communicates with other workers. "
+            "Received: jit_compile=True with "
+            f"{hooks.replicas} replicas. Compile the model with jit_compile=False "
+            "(or 'auto'); a layer's own functions may still use "
+            "`tf.function(jit_compile=True)`."
+        )
+    warn_if_outside(trainer)
     if hooks is not None:
-        if trainer.jit_compile is True and hooks.replicas > 1:
-            raise ValueError(
-                "XLA can't compile a step that communicates with other workers. "
-                "Received: jit_compile=True with "
-                f"{hooks.replicas} replicas. Compile the model with jit_compile=False "
-                "(or 'auto'); a layer's own functions may still use "
-                "`tf.function(jit_compile=True)`."
-            )
         with setting(training=True), hooks.apart():
             return original(trainer, *args, **kwargs)
     with setting(training=True):

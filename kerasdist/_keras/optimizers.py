@@ -29,6 +29,7 @@ from kerasdist._keras.rates import scaled
 from kerasdist._keras.step import current, setting
 from kerasdist._keras.taken import own_steps, shared_steps
 from kerasdist._keras.touched import touched_rows
+from kerasdist._keras.training.adoption import adopt_in_step
 
 __all__ = [
     "accumulate",
@@ -62,6 +63,7 @@ def apply(
                 return original(optimizer, given, trainable_variables)
     if hooks is None or current.reduced or tf.distribute.in_cross_replica_context():
         return original(optimizer, grads, trainable_variables)
+    adopt_in_step(hooks, optimizer, trainable_variables or ())
     grads, rows, scale = list(grads), current.rows, 1
     inner = getattr(optimizer, "inner_optimizer", optimizer)
     if rows is None and inner.gradient_accumulation_steps:

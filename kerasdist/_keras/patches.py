@@ -171,7 +171,8 @@ TABLE = (
     ),
     _core(
         "loops.begin_training",
-        "refuses XLA with several replicas",
+        "refuses XLA with several replicas; warns of a model that was created outside "
+        "of the scope",
         f"{_MODEL}.make_train_function(self, ...)",
     ),
     _core(
@@ -271,6 +272,24 @@ TABLE = (
         f"{_MODEL}.train_on_batch(self, ...)",
         f"{_MODEL}.test_on_batch(self, ...)",
         f"{_MODEL}.predict_on_batch(self, ...)",
+    ),
+    # What was created outside of the scope.
+    _core(
+        "training.adoption.compile_model",
+        "compiles in the scope of the model's strategy; adopts what it's given",
+        "keras.src.trainers.trainer.Trainer.compile(self, ...)",
+    ),
+    _core(
+        "training.adoption.make_function",
+        "adopts what was created outside of the scope, before a step is traced",
+        f"{_MODEL}.make_train_function(self, ...)",
+        f"{_MODEL}.make_test_function(self, ...)",
+        f"{_MODEL}.make_predict_function(self, ...)",
+    ),
+    _core(
+        "training.adoption.assign",
+        "adopts a metric in a loop of one's own",
+        f"{_VARIABLE}.assign(self, value)",
     ),
     # Around the others: a step in parts, and activations that are computed again.
     _again(

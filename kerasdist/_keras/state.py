@@ -6,15 +6,12 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import tensorflow as tf
-
 from kerasdist._keras.hooks import KerasHooks
 from kerasdist._keras.optimizers import own_accumulators
 from kerasdist._keras.placed_layers import move
 from kerasdist._keras.rates import optimizers_of
 
 __all__ = [
-    "check_scope",
     "copied_to",
     "share_state",
     "state_of",
@@ -22,31 +19,6 @@ __all__ = [
     "take_epoch",
     "whole_state",
 ]
-
-
-def check_scope(trainer: Any) -> None:
-    """Refuse variables that only this worker has.
-
-    Raises:
-        ValueError: A metric, layer or optimizer was made outside of the scope. Its
-            numbers would be this worker's alone, and nothing would show it.
-    """
-    variables = list(trainer.variables)
-    if trainer.optimizer is not None:
-        variables += list(trainer.optimizer.variables)
-    outside = [
-        getattr(variable, "path", variable.name)
-        for variable in [*variables, *trainer.metrics_variables]
-        if not isinstance(variable.value, tf.distribute.DistributedValues)
-    ]
-    if outside:
-        raise ValueError(
-            "Some variables were created outside of the strategy's scope: they would "
-            f"be this worker's own. Received: {outside[:5]} "
-            f"{'and others ' if len(outside) > 5 else ''}outside of it. Create the "
-            "model, its optimizer, losses and metrics (`keras.metrics.AUC()`) inside "
-            "`with strategy.scope():`."
-        )
 
 
 def _statistics(trainer: Any) -> list[Any]:

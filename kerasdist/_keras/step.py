@@ -30,6 +30,7 @@ class Step(threading.local):
         dealing: Whether `fit` has still to be given the data that it trains on.
         joined: Whether this worker has joined others in the midst of this `fit`.
         evaluating: Whether this is inside `evaluate` or `predict`.
+        local: Whether models are trained by each worker for itself, and that is meant.
         training: Whether the function that is made takes steps of training.
         base_rate: Whether rates are read and set as they are before they are scaled.
         iterator: A weak reference to the newest epoch iterator but those of `evaluate`
@@ -54,6 +55,7 @@ class Step(threading.local):
     dealing: bool = False
     joined: bool = False
     evaluating: bool = False
+    local: bool = False
     training: bool = False
     base_rate: bool = False
     iterator: weakref.ref[Any] | None = None

@@ -16,9 +16,10 @@ from kerasdist._keras.hooks import (
     timer_of,
     translating,
 )
-from kerasdist._keras.state import check_scope, statistics_of
+from kerasdist._keras.state import statistics_of
 from kerasdist._keras.step import current, is_timed, setting
 from kerasdist._keras.timing import Calls
+from kerasdist._keras.training.adoption import adopt_model
 
 __all__ = [
     "make_function",
@@ -96,13 +97,8 @@ def make_function(
 
     inside = hooks.apart if current.training else hooks.together
     calls = Calls(trainer, make, timer)
-    checked = False
 
     def call(iterator: Any) -> Any:
-        nonlocal checked
-        if not checked:
-            check_scope(trainer)
-            checked = True
         with translating(hooks), inside():
             return calls(iterator)
 
@@ -178,6 +174,8 @@ def symbolic_build(
     or on unequal parts.
     """
     hooks = hooks_of(trainer.distribute_strategy)
+    if hooks is not None and not _is_built(trainer):
+        adopt_model(trainer)
     if iterator is not None and hooks is not None:
         if _is_built(trainer):
             return None  # and a generator's first batch isn't lost

@@ -237,11 +237,13 @@ def set_global_seed_if_none(draw: Callable[[], int]) -> None:
         tf.random.set_seed(draw())
 
 
-def own_variable(value: Any, dtype: Any, device: str = "") -> Any:
+def own_variable(
+    value: Any, dtype: Any, device: str = "", *, trainable: bool = False
+) -> Any:
     """A variable of this process alone, in a strategy's scope too; in host memory."""
     with tf.init_scope(), tf.device(device or host_of("/device:CPU:0")):
         return resource_variable_ops.ResourceVariable(
-            value, dtype=dtype, trainable=False
+            value, dtype=dtype, trainable=trainable
         )
 
 

@@ -1,13 +1,17 @@
-"""What distributed variables do in our strategies: hooks, see `patches`."""
+"""Distributed variables: what they do in our strategies, and how they are made.
+
+The first are hooks, see `patches`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
+from tensorflow.python.distribute import distribute_utils
 
-__all__ = ["aggregate", "to_float", "to_int"]
+__all__ = ["aggregate", "distribute_copies", "is_distributed", "to_float", "to_int"]
 
 
 def aggregate(
@@ -38,3 +42,30 @@ def to_float(variable: Any) -> float:
 def to_int(variable: Any) -> int:
     """Return the value; see `to_float`."""
     return int(variable.numpy())
+
+
+def is_distributed(variable: Any) -> bool:
+    """Whether a variable belongs to a strategy: has a copy on each of its devices."""
+    return isinstance(variable, tf.distribute.DistributedValues)
+
+
+def distribute_copies(strategy: Any, copies: Sequence[Any], like: Any) -> Any:
+    """One distributed variable whose copies are the given variables.
+
+    What has been traced with one of them reads and writes the same memory.
+
+    Args:
+        strategy: A strategy that derives from `MirroredStrategy`.
+        copies: One variable per local replica, each on its device.
+        like: The Keras variable that it is for: says how replicas' writes are
+            combined.
+    """
+    return distribute_utils.create_mirrored_variable(
+        strategy,
+        lambda **_: list(copies),
+        distribute_utils.VARIABLE_CLASS_MAPPING,
+        distribute_utils.VARIABLE_POLICY_MAPPING,
+        synchronization=like._map_synchronization(like.synchronization),
+        aggregation=like._map_aggregation(like.aggregation),
+        trainable=like.trainable,
+    )

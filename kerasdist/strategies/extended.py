@@ -19,6 +19,7 @@ import tensorflow as tf
 
 from kerasdist import _keras, _tf
 from kerasdist._keras import StepTimer
+from kerasdist._tf.variables import distribute_copies
 from kerasdist.collectives.single import SingleCommunicator
 from kerasdist.strategies import agreement
 from kerasdist.strategies.collective_ops import CollectiveOps
@@ -134,6 +135,41 @@ class SynchronousExtended(SharingExtended):
             return self.ops.broadcast(mine)
 
         return from_chief
+
+    def adopt(self, keras_variable: Any, variable: Any) -> Any:
+        """Put a distributed variable around one of this process; return it.
+
+        All workers call it alike; the chief's value counts. What replicas add up is
+        the chief's value as well, and not one for each.
+
+        Args:
+            keras_variable: Says how replicas' writes are combined.
+            variable: TensorFlow's variable, which becomes the first replica's copy if
+                it's on that device.
+        """
+        added = (
+            variable.synchronization == tf.VariableSynchronization.ON_READ
+            and variable.aggregation == tf.VariableAggregation.SUM
+        )
+        copies: list[Any] = []
+        with tf.init_scope():
+            value = variable.read_value()
+            if self.job.communicator.size > 1:
+                value = self.ops.broadcast(value)
+            for index, device in enumerate(self._devices):
+                own = value
+                if added and self.places[0] + index > 0:
+                    own = tf.zeros_like(value)
+                if variable.device == device and not copies:
+                    variable.assign(own)
+                    copies.append(variable)
+                else:
+                    copies.append(
+                        _tf.own_variable(
+                            own, value.dtype, device, trainable=variable.trainable
+                        )
+                    )
+            return distribute_copies(self._container_strategy(), copies, keras_variable)
 
     def _experimental_distribute_values_from_function(self, value_fn: Any) -> Any:
         made = [

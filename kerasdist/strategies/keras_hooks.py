@@ -68,6 +68,20 @@ class SynchronousHooks:
         """See `KerasHooks`."""
         return self._extended.places[2]
 
+    @property
+    def workers(self) -> int:
+        """See `KerasHooks`."""
+        return self._extended.job.communicator.size
+
+    @property
+    def local_replicas(self) -> int:
+        """See `KerasHooks`."""
+        return len(self._extended.worker_devices)
+
+    def adopt(self, variable: Any, value: Any) -> Any:
+        """See `KerasHooks.adopt`."""
+        return self._extended.adopt(variable, value)
+
     def reduce_gradients(
         self, gradients: Sequence[Any], rows: Any, total: Any, linear: bool
     ) -> list[Any]:

@@ -8,7 +8,15 @@ same function runs in one plain process and under a strategy.
 from __future__ import annotations
 
 # Each adds its cases to CASES.
-from cases import datasets, loops, losses, models, optimizers, rows  # noqa: F401
+from cases import (  # noqa: F401
+    datasets,
+    loops,
+    losses,
+    models,
+    optimizers,
+    outside,
+    rows,
+)
 from cases.training import CASES
 
 __all__ = ["CASES"]

@@ -1,0 +1,1 @@
+"""Training with Keras's trainer: what differs under the strategies."""

@@ -1,0 +1,178 @@
+"""Variables that were created outside of the strategy's scope: adopted by it.
+
+Keras makes an optimizer's variables, and a metric's, where they are created: outside of
+the scope they are this worker's alone. The strategy of the model that uses them is
+known, and adopts them: a distributed variable is put around each, with the value that
+the chief has, as of variables that are created inside.
+
+    compile         runs inside of the scope of the model's strategy; what it was given
+                    is adopted
+    the first step  adopts what is left: metrics and optimizers in attributes, layers
+                    that were built outside
+    own loops       the optimizer and the weights at the first `apply`, a metric at its
+                    first `update_state`, inside of `strategy.run`
+
+A model that itself was made outside is no strategy's, unless it is used inside of the
+scope: see `local`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import tensorflow as tf
+
+from kerasdist._keras.hooks import KerasHooks, current_hooks, hooks_of, timer_of
+from kerasdist._keras.placed_layers import placer_of
+from kerasdist._keras.rates import leaves, optimizers_of
+from kerasdist._keras.training.local import check_not_local, is_in_use
+from kerasdist._tf.variables import is_distributed
+
+__all__ = [
+    "adopt_in_step",
+    "adopt_model",
+    "assign",
+    "compile_model",
+    "make_function",
+]
+
+
+def compile_model(
+    original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """In place of `compile`: in the scope of the model's strategy, from anywhere.
+
+    What a `compile` of the user's own makes beside that is adopted later.
+    """
+    strategy = trainer._distribute_strategy
+    hooks = hooks_of(strategy)
+    if timer_of(strategy) is None or (hooks is not None and not is_in_use(hooks)):
+        return original(trainer, *args, **kwargs)
+    inside = tf.distribute.has_strategy()
+    with contextlib.nullcontext() if inside else strategy.scope():
+        result = original(trainer, *args, **kwargs)
+    for optimizer in optimizers_of(trainer):
+        _adopt_optimizer(strategy, optimizer)
+    return result
+
+
+def make_function(
+    original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """In place of `make_train_function` and the like, before a step is traced."""
+    kind = original.__name__.removeprefix("make_")
+    if getattr(trainer, kind) is None:
+        adopt_model(trainer)
+    return original(trainer, *args, **kwargs)
+
+
+def adopt_model(trainer: Any) -> None:
+    """Let a model's strategy adopt all variables of the model that aren't its own.
+
+    All workers call it alike. A model that was made outside of any scope, and is used
+    inside of one, is that strategy's from then on.
+
+    Raises:
+        ValueError: It is used inside of a scope and was trained by this worker alone.
+    """
+    strategy = trainer.distribute_strategy
+    hooks = hooks_of(strategy)
+    if hooks is None:
+        if timer_of(strategy) is not None:
+            for optimizer in optimizers_of(trainer):
+                _adopt_optimizer(strategy, optimizer)
+        return
+    if trainer._distribute_strategy is None:
+        check_not_local(trainer)
+        trainer._distribute_strategy = strategy
+    for optimizer in optimizers_of(trainer):
+        _adopt_optimizer(strategy, optimizer)
+    _adopt(hooks, [*trainer.variables, *trainer.metrics_variables])
+
+
+def adopt_in_step(hooks: KerasHooks, optimizer: Any, weights: Iterable[Any]) -> None:
+    """Adopt an optimizer and what it is about to update, in replica context.
+
+    Raises:
+        ValueError: See `assign`; of the weights.
+    """
+    strategy = tf.distribute.get_strategy()
+    if getattr(optimizer, "_distribution_strategy", strategy) is not strategy:
+        if hooks.local_replicas == 1:
+            _adopt_optimizer(strategy, optimizer)
+        else:
+            tf.distribute.get_replica_context().merge_call(
+                lambda strategy: _adopt_optimizer(strategy, optimizer)
+            )
+    _adopt_in_replica(hooks, weights)
+
+
+def assign(original: Callable[..., Any], variable: Any, value: Any) -> Any:
+    """In place of `Variable.assign`: a metric of a loop's own is adopted by its update.
+
+    Raises:
+        ValueError: There are several replicas in this worker, one of which may have
+            read what was the first one's.
+    """
+    if (
+        variable.synchronization == "on_read"
+        and variable._value is not None
+        and not is_distributed(variable._value)
+        and not tf.distribute.in_cross_replica_context()
+    ):
+        hooks = current_hooks()
+        if hooks is not None:
+            _adopt_in_replica(hooks, [variable])
+    return original(variable, value)
+
+
+def _adopt_optimizer(strategy: Any, optimizer: Any) -> None:
+    """Let a strategy adopt an optimizer, and those that it is wrapped around."""
+    hooks = hooks_of(strategy)
+    for each in {id(part): part for part in (optimizer, *leaves(optimizer))}.values():
+        if getattr(each, "_distribution_strategy", strategy) is not strategy:
+            _check_place(strategy, each)
+            each._distribution_strategy = strategy
+        if hooks is not None:
+            _adopt(hooks, getattr(each, "variables", ()))
+
+
+def _check_place(strategy: Any, optimizer: Any) -> None:
+    """An optimizer's variables lie beside those that they are for.
+
+    Raises:
+        ValueError: They can't, since they are there already.
+    """
+    if placer_of(strategy) is not None and getattr(optimizer, "built", False):
+        raise ValueError(
+            "With a placement an optimizer's variables lie beside the weights that "
+            "they are for. Received: an optimizer that was built outside of the scope "
+            f"of {type(strategy).__name__}: {optimizer!r}. Leave out its `build`, or "
+            "create it inside `with strategy.scope():`."
+        )
+
+
+def _adopt_in_replica(hooks: KerasHooks, variables: Iterable[Any]) -> None:
+    outside = [
+        each
+        for each in variables
+        if getattr(each, "_value", None) is not None and not is_distributed(each._value)
+    ]
+    if outside and hooks.local_replicas > 1:
+        names = [variable.path for variable in outside]
+        raise ValueError(
+            "Variables were created outside of the strategy's scope, and a replica has "
+            f"read them already. Received: {names[:5]} in `strategy.run` with "
+            f"{hooks.local_replicas} replicas in this worker. Create the metric or the "
+            "model inside `with strategy.scope():`."
+        )
+    _adopt(hooks, outside)
+
+
+def _adopt(hooks: KerasHooks, variables: Iterable[Any]) -> None:
+    for variable in variables:
+        value = getattr(variable, "_value", None)
+        if value is not None and not is_distributed(value):
+            variable._value = hooks.adopt(variable, value)

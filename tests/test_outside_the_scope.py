@@ -1,0 +1,187 @@
+"""Models, optimizers and metrics that are created outside of the strategy's scope."""
+
+from __future__ import annotations
+
+import pytest
+
+from workers import Workers
+
+SCRIPT = """
+import hashlib, json, os, warnings
+import tensorflow as tf
+import numpy as np
+import keras
+import kerasdist
+
+tf.config.set_logical_device_configuration(
+    tf.config.list_physical_devices("CPU")[0],
+    [tf.config.LogicalDeviceConfiguration()] * 2)
+x = np.random.default_rng(0).normal(size=(24, 4)).astype("float32")
+y = x.sum(axis=1, keepdims=True)
+strategy = kerasdist.RingStrategy(devices=["CPU:0"], timeout=60)
+rank = strategy.rank
+keras.utils.set_random_seed(1 + rank)
+
+def build():
+    return keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+
+def digest(model):
+    weights = b"".join(w.tobytes() for w in model.get_weights())
+    return hashlib.sha256(weights).hexdigest()
+
+def said(do):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        do()
+    return [str(w.message) for w in caught if "scope" in str(w.message)]
+
+def train(model, data=(x, y)):
+    return lambda: model.fit(*data, batch_size=8, verbose=0)
+
+def refused(do):
+    try:
+        do()
+    except ValueError as error:
+        return str(error)
+
+def result(value):
+    print("RESULT", json.dumps(value), flush=True)
+"""
+
+
+def run(body, size=2, **options):
+    with Workers(SCRIPT + body, size, deadline=120, **options) as job:
+        return [worker.result for worker in job.succeed()[:size]]
+
+
+def test_a_model_made_outside_is_told_of_once_by_the_chief(tmp_path):
+    """Two workers trained two models, the chief's was saved, and nothing told."""
+    body = """
+made = build()
+made.compile("sgd", "mse")
+with strategy.scope():
+    model = build()
+    model.compile("sgd", "mse")
+cloned = keras.models.clone_model(model)
+cloned.compile("sgd", "mse")
+found = {
+    "evaluated": said(lambda: made.evaluate(x, y, verbose=0)),
+    "made": said(train(made)),
+    "again": said(train(made)),
+    "on batch": said(lambda: cloned.train_on_batch(x, y)),
+    "inside": said(train(model)),
+}
+with tf.distribute.OneDeviceStrategy("CPU:0").scope():
+    other = build()
+    other.compile("sgd", "mse")
+found["of another strategy"] = said(train(other))
+meant = build()
+meant.compile("sgd", "mse")
+with kerasdist.local_training():
+    found["meant"] = said(train(meant))
+    contradiction = refused(train(model))
+found["meant later"] = said(train(meant))
+folder = os.environ["FOLDER"]
+made.save(f"{folder}/made-{rank}.keras")
+meant.save(f"{folder}/meant-{rank}.keras")
+with strategy.scope():
+    into = refused(lambda: made.predict(x, verbose=0))
+strategy.close()
+late = build()
+late.compile("sgd", "mse")
+found["closed"] = said(train(late))
+result([found, contradiction, into])
+"""
+    chief, other = run(body, env={"FOLDER": str(tmp_path)})
+    said, contradiction, into = chief
+    (text,) = said.pop("made")
+    assert "created, cloned or loaded outside of `with strategy.scope():`" in text
+    assert "beside a strategy of 2 workers" in text
+    assert "with kerasdist.local_training():" in text
+    assert len(said.pop("on batch")) == 1
+    assert not any(said.values()), said
+    assert not any(other[0].values()), other
+    assert "inside of `with kerasdist.local_training():`" in contradiction
+    assert "Each worker has trained this model for itself" in into
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == ["made-0.keras", "meant-0.keras", "meant-1.keras"]
+
+
+def test_one_worker_has_nothing_to_say():
+    body = """
+model = build()
+model.compile("sgd", "mse")
+result(said(train(model)))
+"""
+    assert run(body, size=1) == [[]]
+
+
+def test_a_model_made_outside_and_used_inside_is_the_strategys():
+    """Some variables were created outside of the scope: it was refused."""
+    body = """
+model = build()
+model.compile(keras.optimizers.Adam(0.01), "mse", metrics=["mae"])
+before = digest(model)
+with strategy.scope():
+    found = said(train(model))
+after = digest(model)
+model.fit(x, y, batch_size=8, verbose=0)
+result([before, after, digest(model), found, model.evaluate(x, y, verbose=0)])
+"""
+    chief, other = run(body)
+    assert chief[0] != other[0]  # each worker has its own seed
+    assert chief[1:] == other[1:]
+    assert len({*chief[:3]}) == 3
+    assert chief[3] == []
+
+
+LOOP = """
+def loop(strategy, inside):
+    keras.utils.set_random_seed(1 + rank)
+    make = {name: strategy.scope() if name in inside else tf.init_scope()
+            for name in ("model", "optimizer", "metric")}
+    with make["model"]:
+        model = build()
+    with make["optimizer"]:
+        optimizer = keras.optimizers.Adam(0.01)
+    with make["metric"]:
+        metric = keras.metrics.Mean()
+    metric.update_state([8.0, 9.0])  # of which a replica mustn't make a copy
+    def step(a, b):
+        with tf.GradientTape() as tape:
+            each = (model(a) - b) ** 2
+            loss = tf.reduce_sum(each) / 8
+        weights = model.trainable_variables
+        optimizer.apply_gradients(zip(tape.gradient(loss, weights), weights))
+        metric.update_state(each)
+        return loss
+    @tf.function
+    def train(a, b):
+        return strategy.reduce("SUM", strategy.run(step, args=(a, b)), axis=None)
+    data = tf.data.Dataset.from_tensor_slices((x, y)).batch(8)
+    losses = [float(train(a, b))
+              for a, b in strategy.experimental_distribute_dataset(data)]
+    return [losses, digest(model), float(metric.result())]
+"""
+
+
+def test_a_loop_of_ones_own_adopts_what_was_made_outside():
+    """The optimizer was TensorFlow's error, a metric silently this worker's own."""
+    body = (
+        LOOP
+        + """
+few = [loop(strategy, inside) for inside in (["model"], [])]
+strategy.close()
+two = kerasdist.RingStrategy(devices=["CPU:0", "CPU:1"], timeout=60)
+result([few, loop(two, ["model", "metric"]), refused(lambda: loop(two, ["metric"]))])
+"""
+    )
+    first, second = run(body)
+    assert first == second
+    (known, everything), devices, refused = first
+    assert everything == known
+    assert devices[0] == pytest.approx(known[0], rel=1e-5)
+    assert "created outside of the strategy's scope" in refused
+    assert "sequential" in refused
+    # 24 squares of the loop, and the two numbers from before it: once.
+    assert known[2] == pytest.approx((17 + 8 * sum(known[0])) / 26, rel=1e-5)
