@@ -135,6 +135,37 @@ def test_contract_of_communicators(size):
         job.succeed()
 
 
+def test_it_needs_the_users_word_and_listens_at_the_tasks_address_only():
+    """A stranger who reached the port on another address read and wrote all files."""
+    script = """
+import json, os, socket
+from kerasdist import RingStrategy, errors
+from kerasdist.strategies.native_server import _Server
+
+word = os.environ.pop("KERASDIST_ALLOW_OPEN_SERVERS")
+try:
+    RingStrategy(transport="native")
+except errors.ClusterError as error:
+    found = [str(error)]
+os.environ["KERASDIST_ALLOW_OPEN_SERVERS"] = word
+strategy = RingStrategy(transport="native")
+port = int(_Server.address.rpartition(":")[2])
+for ip in ("127.0.0.1", "127.0.0.2", "::1"):
+    try:
+        socket.create_connection((ip, port), timeout=1).close()
+        found.append(ip)
+    except OSError as error:
+        found.append(type(error).__name__)
+strategy.communicator.barrier()
+print("RESULT", json.dumps(found))
+"""
+    with Workers(script, 2, deadline=120) as job:
+        for worker in job.succeed():
+            text, *reached = worker.result
+            assert text.startswith("transport='native' makes TensorFlow open a port on")
+            assert reached == ["127.0.0.1", "TimeoutError", "TimeoutError"]
+
+
 def train(size, *args):
     with Workers(TRAIN, size, args=[str(arg) for arg in args], deadline=120) as job:
         results = [worker.result for worker in job.succeed()]

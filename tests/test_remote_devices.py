@@ -247,7 +247,10 @@ def test_what_it_refuses_before_it_waits():
         (addresses, {"type": "ps", "index": 0}),
         ({"worker": ["10.0.0.1:1", "10.0.0.2:1"]}, {"type": "worker", "index": 0}),
         ({"worker": ["127.0.0.1:1"]}, {"type": "worker", "index": 3}),
+        ({"worker": addresses["worker"]}, {"type": "worker", "index": 0}),
     ]:
+        if task["index"] == 0 and found[1:]:
+            del os.environ["KERASDIST_ALLOW_OPEN_SERVERS"]
         try:
             place(cluster={"cluster": cluster, "task": task})
         except kerasdist.errors.ClusterError as error:
@@ -256,10 +259,14 @@ def test_what_it_refuses_before_it_waits():
     """
     env = {"KERASDIST_SECRET": None}
     with Workers(script(text), 1, env=env) as job:
-        server, secret, task = job.succeed()[0].result
+        server, secret, task, word = job.succeed()[0].result
     assert server.startswith("ModelParallelStrategy has no parameter servers.")
     assert secret.startswith("This job has no secret")
     assert "can't be used" in task
+    assert word.startswith(
+        "ModelParallelStrategy on several workers makes TensorFlow op"
+    )
+    assert "run what they like as you. Received: KERASDIST_ALLOW_OPEN_SERVERS=N" in word
 
 
 @pytest.mark.soak

@@ -108,3 +108,38 @@ def test_a_connection_that_comes_after_the_end_is_closed(pair):
     ear.watch.close()
     ear.watch.add(1, pair[0])
     assert pair[0].fileno() == -1
+
+
+def test_a_frame_that_its_reader_breaks_on_ends_its_connection_only(pair):
+    """The thread died of it, heartbeats stopped, and all were taken for lost."""
+    ear = Ear()
+
+    def broken(key, kind, payload):
+        raise UnicodeEncodeError("utf-8", payload.decode(), 0, 1, "surrogates")
+
+    others = connections()
+    ear.watch._on_frame = broken
+    ear.watch.add(1, pair[0])
+    ear.watch.add(2, others[0])
+    pair[1].write(FrameType.EVENT, b"x", Deadline(5))
+    key, reason = ear.ends.get(timeout=10)
+    assert (key, "UnicodeEncodeError" in reason) == (1, True)
+    ear.watch.post(2, FrameType.GOODBYE, b"still here")
+    kinds = {others[1].read(Deadline(5))[0] for _ in range(2)}
+    assert kinds == {FrameType.HEARTBEAT, FrameType.GOODBYE}
+    ear.watch.close()
+    others[1].close()
+
+
+def test_what_can_not_be_watched_any_more_has_ended(pair):
+    ear = Ear()
+    ear.watch.add(1, pair[0])
+
+    def broken(seconds):
+        raise ZeroDivisionError("a bug")
+
+    ear.watch._wait = broken
+    ear.watch._nudge()
+    key, reason = ear.ends.get(timeout=10)
+    assert (key, reason) == (1, "watching it failed (ZeroDivisionError)")
+    ear.watch.close()

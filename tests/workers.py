@@ -371,6 +371,7 @@ class Workers:
             **python_env(),
             "TF_CONFIG": json.dumps({"cluster": cluster, "task": task}),
             "KERASDIST_SECRET": self.secret,
+            "KERASDIST_ALLOW_OPEN_SERVERS": "1",
             TAG: self.tag,
         }
         if listen_fd is not None:

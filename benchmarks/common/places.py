@@ -54,6 +54,7 @@ def cluster_env(
     return {
         "TF_CONFIG": json.dumps({"cluster": cluster, "task": task}),
         "KERASDIST_SECRET": secret,
+        "KERASDIST_ALLOW_OPEN_SERVERS": "1",
     }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
 from collections.abc import Callable, Sequence
@@ -18,6 +19,7 @@ from kerasdist.collectives.single import SingleCommunicator
 from kerasdist.transport.base import Aborted
 from kerasdist.transport.deadline import Deadline
 from kerasdist.transport.failures import Supervisor
+from kerasdist.transport.open_servers import require_word
 from kerasdist.transport.report import Reporter
 from kerasdist.transport.session import Session
 from kerasdist.transport.sockets import SocketTransport
@@ -138,6 +140,7 @@ def connect(
 
     Raises:
         ValueError: Unknown transport, or "native" without `native`.
+        ClusterError: "native" without the user's word, see `transport.open_servers`.
         ClusterError, AddressInUseError, StartupError, AuthenticationError,
             ProtocolError: See `kerasdist.errors`.
         WorkerLost: A worker had come, but died before all were connected.
@@ -155,6 +158,8 @@ def connect(
             "transport='native'. Use `kerasdist.RingStrategy(transport='native')`."
         )
     timeouts = timeouts or Timeouts()
+    if transport == "native" and cluster.size > 1:
+        require_word(os.environ, "transport='native'")
     if transport == "mpi":
         cluster, world = mpi.join(cluster, timeouts)
         counts = [int(count[0]) for count in world.all_gather(replicas)]

@@ -378,7 +378,7 @@ def _clocks(resume: Any) -> dict[int, int]:
     value = resume.get("clocks") if isinstance(resume, dict) else None
     try:
         return {int(k): int(v) for k, v in dict(value or {}).items()}
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         return {}
 
 
@@ -389,5 +389,5 @@ def _claims(resume: Any) -> dict[int, tuple[int, list[int]]]:
             int(dataset): (int(epoch), [int(n) for n in numbers])
             for dataset, (epoch, numbers) in dict(value or {}).items()
         }
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         return {}

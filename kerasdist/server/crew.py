@@ -60,7 +60,7 @@ class Event:
                 int(value["clock"]),
                 str(value["reason"]),
             )
-        except (KeyError, TypeError, ValueError):
+        except (KeyError, TypeError, ValueError, OverflowError):
             raise errors.ProtocolError(
                 f"An event is damaged. Received: {value!r}."
             ) from None

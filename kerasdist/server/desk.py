@@ -92,7 +92,7 @@ class Farewell:
         return cls(
             str(value.get("reason")),
             value.get("failed") is True,
-            decode(cause.encode())[0] if isinstance(cause, str) else None,
+            decode(cause)[0] if isinstance(cause, str) else None,
         )
 
 

@@ -270,7 +270,7 @@ class Layout:
                 )
                 for name, shape, dtype, sparse in value
             ]
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, OverflowError) as error:
             raise ProtocolError(f"A list of variables is damaged: {error}.") from None
         return cls(variables, servers)
 

@@ -182,7 +182,7 @@ class Link(abc.ABC):
                 break
         if answer.frame is FrameType.FAILURE:
             text = str(answer.meta.get("failure", ""))
-            raise fresh(self._job.fail(decode(text.encode())[0]))
+            raise fresh(self._job.fail(decode(text)[0]))
         return answer
 
     @abc.abstractmethod

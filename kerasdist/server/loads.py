@@ -71,7 +71,7 @@ def loads_from_json(value: Any, servers: int) -> list[Load]:
     """
     try:
         loads = [Load(int(size), int(pieces)) for size, pieces in value]
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         loads = []
     if len(loads) != servers or any(min(x.size, x.pieces) < 0 for x in loads):
         raise ProtocolError(f"A list of loads is damaged. Received: {value!r:.200}.")

@@ -163,7 +163,7 @@ class NetworkLink(Link):
                 resumed=answer.get("resumed") is True,
             )
             data = self._retry(dial, deadline)
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, OverflowError) as error:
             control.close()
             raise errors.ProtocolError(f"A roster is damaged: {answer!r}.") from error
         except BaseException:

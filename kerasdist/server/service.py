@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import secrets
 import threading
@@ -47,6 +48,7 @@ from kerasdist.server.loads import Load
 from kerasdist.server.settings import ServerSettings
 from kerasdist.server.watch import Watch
 from kerasdist.server.wire import SocketChannel
+from kerasdist.transport import background_log
 from kerasdist.transport.connection import Connection
 from kerasdist.transport.deadline import Deadline
 from kerasdist.transport.failures import encode
@@ -252,13 +254,21 @@ class ParameterServer:
         return self._listener.take_any(self._session, PURPOSE, seconds, self._stop)
 
     def _let_in(self, rank: int, connection: Connection, hello: dict[str, Any]) -> None:
-        if hello.get("line") == "data":
-            self._attend(rank, connection, hello)
-            return
-        found = self._admission.later(rank, connection, hello)
-        if found is not None:
-            person, joined = found
-            self._open_line(person, connection, joined=joined)
+        try:
+            if hello.get("line") == "data":
+                self._attend(rank, connection, hello)
+                return
+            found = self._admission.later(rank, connection, hello)
+            if found is not None:
+                person, joined = found
+                self._open_line(person, connection, joined=joined)
+        except Exception:
+            # Whatever one of them says, the others are served.
+            background_log.log(
+                *(logging.ERROR, "kerasdist: letting rank %d in failed", rank),
+                exc_info=True,
+            )
+            connection.close()
 
     def _open_line(
         self, person: Person, connection: Connection, *, joined: bool

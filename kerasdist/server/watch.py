@@ -16,6 +16,7 @@ so neither a long one nor a busy process is taken for a lost one.
 from __future__ import annotations
 
 import contextlib
+import logging
 import select
 import socket
 import threading
@@ -128,6 +129,18 @@ class Watch:
             self._wake.send(b"x")
 
     def _run(self) -> None:
+        try:
+            self._watch()
+        except Exception as error:
+            # Nobody would be missed any more: end what can't be watched.
+            _log_failure()
+            with self._lock:
+                lines, self._lines = self._lines, {}
+            for key, line in lines.items():
+                line.close()
+                self._on_end(key, f"watching it failed ({type(error).__name__})")
+
+    def _watch(self) -> None:
         interval = self._timeouts.heartbeat_interval
         now = due = ticked = time.monotonic()
         while True:
@@ -222,3 +235,12 @@ class Watch:
             self._on_frame(key, kind, payload)
         except ProtocolError as error:
             raise EOFError(f"it broke the protocol: {error}") from error
+        except Exception as error:
+            # Without this thread there are no heartbeats: all would be taken for lost.
+            _log_failure()
+            raise EOFError(f"{type(error).__name__}: {error}") from error
+
+
+def _log_failure() -> None:
+    message = "kerasdist: watching a connection failed"
+    background_log.log(logging.ERROR, message, exc_info=True)

@@ -101,10 +101,11 @@ class NativeCommunicator(Communicator):
     On CPUs they go round a ring by gRPC. That is how it was tested: there were no
     GPUs, and NCCL, which is used on them, hasn't been run.
 
-    TensorFlow's server listens on all addresses of the machine, also if the job's
-    are loopback ones, and the job's secret doesn't protect it: whoever can reach
-    its port can read and write this process's memory. Use it only on a network, or
-    behind a firewall, that strangers can't reach.
+    The job's secret doesn't protect TensorFlow's server, also if the job's addresses
+    are loopback ones: whoever reaches its port can read and write this process's memory
+    and the user's files, and so run anything. Use it only on machines and a network, or
+    behind a firewall, that strangers can't reach; `KERASDIST_ALLOW_OPEN_SERVERS=1` says
+    that it's so.
 
     Once TensorFlow's collectives were ended in the midst of one (a lost worker, a
     time-out), this process can't use them any more: start it again.

@@ -16,6 +16,7 @@ from kerasdist import _tf, errors
 from kerasdist._tf import remote
 from kerasdist.cluster.address import split_address
 from kerasdist.collectives import Communicator
+from kerasdist.transport.open_servers import narrow
 from kerasdist.transport.ports import on_free_port
 
 __all__ = ["is_serving", "serve"]
@@ -92,3 +93,4 @@ def _start_server(rank: int, host: str) -> None:
 
     port = on_free_port(listen, tf.errors.UnknownError)
     _Server.rank, _Server.address = rank, f"{host}:{port}"
+    narrow(_Server.address)

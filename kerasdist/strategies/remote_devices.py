@@ -5,6 +5,7 @@
     1. all   come together (`kerasdist.transport.startup`): who is missing, and why
     2. W     starts TensorFlow's server, on a port that the system gives it
        C     starts its own, from which workers fetch what they compute with
+       all   narrow theirs to the task's address (`kerasdist.transport.open_servers`)
     3. all   tell each other where their servers are
     4. all   dial each other's servers, and tell each other which can't be reached
     5. C     connects TensorFlow to all servers: their devices have names here
@@ -21,6 +22,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import os
 import queue
 import re
 import signal
@@ -43,6 +45,7 @@ from kerasdist.collectives.explain import fresh
 from kerasdist.strategies.job import forget, leave_at_exit
 from kerasdist.transport import Timeouts
 from kerasdist.transport.deadline import Deadline
+from kerasdist.transport.open_servers import narrow, require_word
 from kerasdist.transport.ports import on_free_port
 from kerasdist.transport.reach import why_unreachable
 from kerasdist.transport.severing import sever
@@ -174,7 +177,8 @@ def come_together(place: Cluster, timeouts: Timeouts) -> RemoteDevices:
         The devices: what this process drives already, if it's the same cluster.
 
     Raises:
-        ClusterError: This process has driven another cluster, or the same one before.
+        ClusterError: This process has driven another cluster, or the same one before;
+            or the user hasn't allowed TensorFlow's servers.
         StartupError: Workers didn't come, or can't be reached; they are named.
         AddressInUseError, AuthenticationError, WorkerLost: See `errors`.
 
@@ -196,6 +200,7 @@ def come_together(place: Cluster, timeouts: Timeouts) -> RemoteDevices:
             f"{driven.job.cluster.workers}. Keep the first strategy open, or start new "
             "processes."
         )
+    require_word(os.environ, "ModelParallelStrategy on several workers")
     in_use = _tf.in_use()
     job = connect(
         place,
@@ -236,6 +241,7 @@ def _start(job: Job, deadline: Deadline, in_use: bool) -> tuple[list[str], list[
     else:
         _Serving.server, port = remote.serve_devices(kind, index, host)
         mine = f"{host}:{port}"
+    narrow(mine)
     servers = [
         part.tobytes().decode()
         for part in ring.all_gather(np.frombuffer(mine.encode(), np.uint8))

@@ -106,7 +106,7 @@ def encode(error: errors.CollectiveError, *, suspected: bool = False) -> bytes:
     return json.dumps(value).encode()
 
 
-def decode(payload: bytes) -> tuple[errors.CollectiveError, bool]:
+def decode(payload: bytes | str) -> tuple[errors.CollectiveError, bool]:
     """Return what `encode` was given; anything else is a plain, certain failure."""
     try:
         value = json.loads(payload)
@@ -120,7 +120,10 @@ def decode(payload: bytes) -> tuple[errors.CollectiveError, bool]:
             return lost, value["suspected"] is True
         if issubclass(kind, errors.CollectiveError):
             return kind(str(args[0])), value["suspected"] is True
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+    except (ValueError, LookupError, TypeError, AttributeError):
         pass
-    shown = payload.decode("utf-8", "replace")[:_MOST_CHARACTERS]
-    return errors.CollectiveError(shown), False
+    except (OverflowError, RecursionError):  # Infinity, or very many brackets
+        pass
+    if isinstance(payload, bytes):
+        payload = payload.decode("utf-8", "replace")
+    return errors.CollectiveError(payload[:_MOST_CHARACTERS]), False

@@ -80,10 +80,7 @@ def report(
             patience = Deadline(deadline.remaining() + _GRACE_SECONDS)
             kind, answer = connection.read_json(patience)
             if kind is FrameType.REFUSAL:
-                raise errors.StartupError(
-                    str(answer.get("message")),
-                    {int(k): str(v) for k, v in answer.get("missing", {}).items()},
-                )
+                raise _refused(answer)
             records = answer.get("members")
             if kind is not FrameType.ROSTER or not isinstance(records, list):
                 raise unexpected(kind)
@@ -101,6 +98,16 @@ def report(
     if come_in is None:  # only a `stop` that is set makes it so
         raise RuntimeError("unreachable")
     return come_in
+
+
+def _refused(answer: dict[str, Any]) -> errors.StartupError:
+    missing = answer.get("missing")
+    reasons = {
+        int(rank): str(why)
+        for rank, why in (missing.items() if isinstance(missing, dict) else ())
+        if rank.isdecimal() and len(rank) < 10
+    }
+    return errors.StartupError(str(answer.get("message")), reasons)
 
 
 @dataclasses.dataclass
