@@ -190,7 +190,8 @@ class ServerClient(Questions):
                 seen = f"it left {what} with {type(error).__name__}: {error}"
                 self.fail(
                     errors.WorkerLost(
-                        here.rank, here.address, self.step, seen.rstrip(". \n")
+                        *(here.rank, here.address, self.step, seen.rstrip(". \n")),
+                        others_go_on=self.settings.mode == "async",
                     )
                 )
                 raise
