@@ -267,6 +267,17 @@ def test_the_other_server_names_the_lost_server_and_no_worker():
             assert (kind, fields["index"]) == ("ServerLost", 1), message
 
 
+def test_a_server_names_the_one_that_never_came():
+    with ServerProcesses(LONG, 2, 2, timeouts={"startup": 2.0}) as job:
+        job.kill(3)
+        for rank in range(2):
+            kind, message, _ = job.wait_one(rank, 30).result
+            assert kind == "StartupError"
+            assert f"Server 1 ({job.addresses[3]}) " in message
+        kind, message, fields = job.wait_one(2, 30).result
+        assert (kind, fields["index"]) == ("ServerLost", 1), message
+
+
 def test_nobody_joins_a_synchronous_job():
     work = """
     def work(client, table):

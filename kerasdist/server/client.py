@@ -331,12 +331,17 @@ class ServerClient(Questions):
 
     # The end.
 
-    def close(self, error: BaseException | None = None) -> None:
+    def close(
+        self,
+        error: BaseException | None = None,
+        cause: errors.CollectiveError | None = None,
+    ) -> None:
         """Leave the job; give back sockets, threads and memory. Can be called twice.
 
         Args:
             error: What ended this worker's script, if it ended badly: in "sync" the
                 others then fail at once, in "async" they go on.
+            cause: Whose fault that is, if it's known.
         """
         with self._changed:
             if self._closed:
@@ -349,7 +354,7 @@ class ServerClient(Questions):
             reason = shown[:1000].rstrip(". \n")
         if self._failure is None:
             for link in self._links:
-                link.leave(Farewell(reason, error is not None))
+                link.leave(Farewell(reason, error is not None, cause))
         self._give_back()
 
     def _give_back(self) -> None:

@@ -100,6 +100,7 @@ def connect_servers(
         return client
     secret = job_secret((*cluster.workers, *cluster.servers), os.environ)
     watch = client.watch()
+    cause: errors.ServerLost | None = None
     try:
         met: int | None = None
         rosters: list[Roster] = []
@@ -119,7 +120,11 @@ def connect_servers(
             )
             first = rosters[0] if rosters else None
             joining = None if first is None else first.joining
-            rosters.append(link.open(met, gate=gate, joining=joining))
+            try:
+                rosters.append(link.open(met, gate=gate, joining=joining))
+            finally:
+                if link.unreachable:
+                    cause = errors.ServerLost(index, server, 0, link.unreachable)
             client.add(link)
             met = rosters[0].met
         client.start(rosters[0])
@@ -128,7 +133,7 @@ def connect_servers(
             _tell_resumed(settings)
     except BaseException as error:
         failure = client.failure
-        client.close(error)
+        client.close(error, cause)
         if failure is not None and not isinstance(error, errors.StartupError):
             raise fresh(failure) from error
         raise

@@ -80,6 +80,8 @@ class NetworkLink(Link):
         self._reason = ""
         self._stop = Cancellation()
         self._reviver: threading.Thread | None = None
+        # Why it couldn't be reached, if that was so.
+        self.unreachable = ""
 
     def __str__(self) -> str:
         """For instance `server 1 (10.0.0.9:2222)`."""
@@ -183,6 +185,7 @@ class NetworkLink(Link):
             if not error.missing or f"Rank {self.index} " not in str(error):
                 raise
             why = error.missing.get(self.index, str(error))
+            self.unreachable = why
             raise errors.StartupError(
                 f"Server {self.index} ({self.address}) couldn't be reached within "
                 f"{deadline.seconds:g} s: {why}. Is it running (look at its output "
