@@ -190,6 +190,8 @@ class Admission:
                 self._return(known, person, hello.get("resume"))
             elif refusal is None:
                 self._join(known, person, hello)
+        if not hold:
+            self._knocked.pop(person.incarnation, None)
         if refusal is not None:
             _refuse(connection, refusal)
         return None if hold or refusal is not None else (person, not returns)
@@ -198,9 +200,10 @@ class Admission:
         """Those who had to wait in `later`, and needn't any more: it's their turn."""
         crew = self._desk.crew
         with crew.changed:
-            for rank, (_, connection, _) in list(self._held.items()):
+            for rank, (_, connection, hello) in list(self._held.items()):
                 if connection.ended:
                     self._held.pop(rank)[1].close()
+                    self._knocked.pop(str(hello["incarnation"]), None)
             ready = [
                 came
                 for rank, came in self._held.items()
