@@ -178,19 +178,16 @@ class NetworkLink(Link):
         return roster
 
     def _retry(self, attempt: Callable[[], Any], deadline: Deadline) -> Any:
-        """Try until it works; messages name the server."""
+        """Try until it works."""
         try:
-            found = retry(attempt, deadline, self.index, self.address, self._stop)
+            found = retry(
+                *(attempt, deadline, self.index, self.address, self._stop), "Server"
+            )
         except errors.StartupError as error:
-            if not error.missing or f"Rank {self.index} " not in str(error):
-                raise
-            why = error.missing.get(self.index, str(error))
-            self.unreachable = why
-            raise errors.StartupError(
-                f"Server {self.index} ({self.address}) couldn't be reached within "
-                f"{deadline.seconds:g} s: {why}. Is it running (look at its output "
-                "first), and is its address right?"
-            ) from error
+            # A refusal is the server's own word, and names nobody.
+            self.unreachable = error.missing.get(self.index, "")
+            error.missing = {}
+            raise
         if found is None:
             raise Aborted
         return found

@@ -145,21 +145,23 @@ def _check_user(sock: socket.socket, address: str) -> None:
 def retry(
     attempt: Callable[[], _Result],
     deadline: Deadline,
-    rank: int,
+    index: int,
     address: str,
     stop: threading.Event,
+    who: str = "Rank",
 ) -> _Result | None:
     """Try until it works or the deadline passes: machines start minutes apart.
 
     Args:
         attempt: What to try; an OSError or EOFError means "not yet".
         deadline: When to give up.
-        rank: Whom it's about, for messages.
+        index: Whom it's about, for messages: its rank, or a server's index.
         address: Where it listens.
         stop: When this is set, give up and return None.
+        who: What the index is of: "Rank" or "Server".
 
     Raises:
-        StartupError: It didn't work by the deadline.
+        StartupError: It didn't work by the deadline; `missing` has the index.
         ProtocolError: What is at the address isn't this version of kerasdist.
     """
     number = 0
@@ -168,7 +170,7 @@ def retry(
             return attempt()
         except errors.ProtocolError as error:
             raise errors.ProtocolError(
-                f"Rank {rank} isn't what answers at its address {address}. {error}"
+                f"{who} {index} isn't what answers at its address {address}. {error}"
             ) from error
         except (OSError, EOFError) as error:
             if isinstance(error, errors.KerasDistError):
@@ -176,11 +178,11 @@ def retry(
             if deadline.expired:
                 why = why_unreachable(address, PROBE_SECONDS) or str(error)
                 raise errors.StartupError(
-                    f"Rank {rank} ({address}) couldn't be reached within "
+                    f"{who} {index} ({address}) couldn't be reached within "
                     f"{deadline.seconds:g} s: {why}. Is it running (look at its output "
                     "first), and is its address right? `kerasdist doctor` shows what "
                     "can be reached from here.",
-                    {rank: why},
+                    {index: why},
                 ) from error
         stop.wait(min(0.05 * 1.5 ** min(number, 8), deadline.remaining()))
         number += 1
