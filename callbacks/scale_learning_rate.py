@@ -140,7 +140,7 @@ class ScaleLearningRate(keras.callbacks.Callback):
         self._begun = False
         self._restored = 0
         # Before `fit` begins, also where no strategy of ours has done it.
-        _keras.install()
+        _keras.install("learning_rate")
 
     @property
     def base_learning_rate(self) -> float:

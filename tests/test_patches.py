@@ -352,7 +352,7 @@ def test_what_is_wrapped_looks_as_before():
 
 
 def test_what_is_wrapped_can_be_pickled():
-    _keras.install()
+    _keras.install("placement")
     for function in (keras.Model.fit, keras.layers.Layer.__call__):
         assert pickle.loads(pickle.dumps(function)) is function
 

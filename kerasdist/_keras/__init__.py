@@ -95,13 +95,16 @@ def check() -> None:
     _PATCHER.check()
 
 
-def install() -> None:
-    """Put the hooks into Keras, once per process.
+def install(*features: str) -> None:
+    """Put hooks into Keras, each once per process.
+
+    Args:
+        *features: What is needed besides "core", see `patches`.
 
     Raises:
         IncompatibleKerasError: See `check`. Nothing has been touched.
     """
-    _PATCHER.install()
+    _PATCHER.install("core", *features)
 
 
 def uninstall() -> None:

@@ -4,6 +4,11 @@ Keras 3 was written for strategies that average equal parts, in an order of thin
 isn't right for several workers. Each hook does what Keras does, unless the strategy in
 use has asked for something else: see `hooks`. How a row is read is in `_tf.patching`.
 docs/how_it_works.md has this table for readers, made by `python tests/test_patches.py`.
+
+    core                            every strategy
+    learning_rate                   `ScaleLearningRate`
+    placement, micro_batches,       `ModelParallelStrategy`, and every strategy with a
+    rematerialize                   placement
 """
 
 from __future__ import annotations
@@ -207,6 +212,18 @@ TABLE = (
         "callbacks.on_train_batch_end",
         "a stop in the midst of an epoch is agreed on",
         f"{_LIST}.on_train_batch_end(self, ...)",
+    ),
+    # Tracebacks.
+    _core(
+        "tracebacks.filter_frames",
+        "a user's traceback shows no frames of kerasdist where Keras shows none of its "
+        "own",
+        "keras.src.utils.traceback_utils._process_traceback_frames(tb)",
+    ),
+    _core(
+        "tracebacks.show_cause",
+        "an error of a model that is built by its first batch ends in a user's line",
+        "keras.src.trainers.trainer.Trainer._symbolic_build(self, ...)",
     ),
     # Placements.
     _placement(

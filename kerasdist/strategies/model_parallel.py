@@ -8,8 +8,6 @@ from typing import Any
 
 import tensorflow as tf
 
-from kerasdist import _keras
-from kerasdist._tf import patches
 from kerasdist.cluster import resolve
 from kerasdist.placement.patterns import Patterns
 from kerasdist.placement.plan import Plan
@@ -17,7 +15,7 @@ from kerasdist.placement.schedule import Pipeline
 from kerasdist.strategies.auto_placement import AutoPlacer
 from kerasdist.strategies.devices import known_devices, resolve_devices
 from kerasdist.strategies.micro_batches import check_micro_batches
-from kerasdist.strategies.placed import PlacedExtended
+from kerasdist.strategies.placed import PlacedExtended, install_hooks
 from kerasdist.strategies.placed_ops import Placer
 from kerasdist.strategies.placement_report import PlacementReport
 from kerasdist.strategies.planning import Limits, find_devices
@@ -150,8 +148,7 @@ class ModelParallelStrategy(tf.distribute.Strategy):
                     rematerialize=rematerialize,
                 )
             )
-            _keras.install()
-            patches.install("placement")
+            install_hooks()
         except BaseException as error:
             if self._remote is not None:
                 self._remote.close(error)

@@ -8,8 +8,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from kerasdist import _tf
-from kerasdist._tf import placing
+from kerasdist import _keras, _tf
+from kerasdist._tf import patches, placing
 from kerasdist.collectives.single import SingleCommunicator
 from kerasdist.strategies.micro_batches import in_micro_batches
 from kerasdist.strategies.placed_ops import Placer
@@ -17,7 +17,13 @@ from kerasdist.strategies.remote_devices import RemoteDevices
 from kerasdist.strategies.stage_clock import StageClock
 from kerasdist.strategies.step_clock import StepClock
 
-__all__ = ["PlacedExtended", "placed_step"]
+__all__ = ["PlacedExtended", "install_hooks", "placed_step"]
+
+
+def install_hooks() -> None:
+    """Let Keras and TensorFlow look where things are placed, once per process."""
+    _keras.install("placement", "rematerialize", "micro_batches")
+    patches.install("placement")
 
 
 @contextlib.contextmanager

@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kerasdist import _tf
-from kerasdist._tf import patches
 from kerasdist.cluster import resolve
 from kerasdist.collectives import connect
 from kerasdist.errors import ClusterError
@@ -24,6 +23,7 @@ from kerasdist.strategies.model_parallel import (
     staging,
     unpacked,
 )
+from kerasdist.strategies.placed import install_hooks
 from kerasdist.strategies.placement_report import PlacementReport
 from kerasdist.strategies.versions import check_installed
 from kerasdist.transport import Timeouts
@@ -202,7 +202,7 @@ class RingStrategy(DataParallelStrategy):
                 rematerialize=rematerialize,
             ),
         )
-        patches.install("placement")
+        install_hooks()
 
     def stage(self, device: str) -> contextlib.AbstractContextManager[None]:
         """Put on a device what is made or built inside a `with` block.

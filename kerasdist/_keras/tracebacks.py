@@ -1,0 +1,52 @@
+"""What a traceback shows: a user's own lines, without ours between them."""
+
+from __future__ import annotations
+
+import traceback
+import types
+from collections.abc import Callable
+from typing import Any
+
+__all__ = ["filter_frames", "show_cause"]
+
+
+def filter_frames(
+    original: Callable[..., Any], tb: types.TracebackType | None
+) -> types.TracebackType | None:
+    """In place of `_process_traceback_frames`: leaves out frames of kerasdist, too.
+
+    Keras asks for it where it leaves out its own, unless
+    `keras.config.disable_traceback_filtering()` was called. The frame that an error
+    was raised in stays: it says whose error it is.
+    """
+    if tb is None:
+        return None
+    last, last_line = list(traceback.walk_tb(tb))[-1]
+    kept: types.TracebackType | None = None
+    for frame, line in reversed(list(traceback.walk_tb(original(tb)))):
+        if not _is_ours(frame) or frame is last:
+            kept = types.TracebackType(kept, frame, frame.f_lasti, line)
+    # Without any frame it would be an error from nowhere.
+    return kept or types.TracebackType(None, last, last.f_lasti, last_line)
+
+
+def show_cause(
+    original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """In place of `_symbolic_build`: its error ends in the line that has failed.
+
+    Keras builds a model in a strategy by calling it on shapes, and tells of what was
+    raised there by its text alone: a user would look for the line in vain.
+    """
+    try:
+        return original(trainer, *args, **kwargs)
+    except RuntimeError as error:
+        cause = error.__context__
+        if cause is None:
+            raise
+        raise error.with_traceback(cause.__traceback__) from cause
+
+
+def _is_ours(frame: types.FrameType) -> bool:
+    name = str(frame.f_globals.get("__name__", ""))
+    return name.partition(".")[0] == "kerasdist"

@@ -1,0 +1,113 @@
+"""What a user sees of an error: his own lines, not ours."""
+
+from __future__ import annotations
+
+import traceback
+
+import keras
+import numpy as np
+import pytest
+
+import kerasdist
+from kerasdist import _keras
+
+X = np.ones((8, 3), "float32")
+Y = np.ones((8, 1), "float32")
+
+
+def wrong_loss(y_true, y_pred):
+    return y_true - undefined  # noqa: F821
+
+
+class Wrong(keras.layers.Layer):
+    def call(self, inputs):
+        return inputs + undefined  # noqa: F821
+
+
+class Stopping(keras.callbacks.Callback):
+    def on_epoch_end(self, epoch, logs=None):
+        raise OSError("no room")
+
+
+def train(loss="mse", layers=(), callbacks=(), y=Y):
+    model = keras.Sequential([keras.layers.Dense(1), *layers])
+    model.compile("sgd", loss)
+    model.fit(X, y, verbose=0, callbacks=list(callbacks))
+
+
+CAUSES = {
+    "loss": ({"loss": wrong_loss}, NameError, "wrong_loss"),
+    # Of Keras's own: models in a strategy are built on shapes.
+    "layer": ({"layers": [Wrong()]}, RuntimeError, "call"),
+    "callback": ({"callbacks": [Stopping()]}, OSError, "on_epoch_end"),
+    "data": ({"y": Y[:7]}, ValueError, "check_data_cardinality"),
+}
+
+
+def frames(error):
+    """Names of functions in a traceback, and of those that are of kerasdist."""
+    found = [
+        (frame.f_code.co_name, frame.f_globals.get("__name__", ""))
+        for frame, _ in traceback.walk_tb(error.__traceback__)
+    ]
+    ours = [name for name, module in found if module.startswith("kerasdist.")]
+    return [name for name, _ in found], ours
+
+
+@pytest.fixture
+def afresh():
+    """Strategies put in what they need, and no more."""
+    _keras.uninstall()
+
+
+@pytest.mark.usefixtures("afresh")
+@pytest.mark.parametrize("cause", CAUSES)
+def test_an_error_under_fit_ends_in_the_users_line(cause):
+    """Once there were two frames of ours for each function of Keras that is wrapped.
+
+    They filled most of a screen, and that of a layer ended in Keras.
+    """
+    given, kind, last = CAUSES[cause]
+    strategy = kerasdist.RingStrategy(["CPU:0"])
+    with strategy.scope(), pytest.raises(kind) as caught:
+        train(**given)
+    names, ours = frames(caught.value)
+    assert names[-1] == last
+    assert ours == ["fit"]
+    assert len(names) <= 5
+    strategy.close()
+
+
+@pytest.mark.usefixtures("afresh")
+def test_with_a_placement_there_are_two_of_ours():
+    strategy = kerasdist.ModelParallelStrategy({}, devices=["CPU:0"])
+    with strategy.scope(), pytest.raises(NameError) as caught:
+        train(loss=wrong_loss)
+    names, ours = frames(caught.value)
+    assert names[-1] == "wrong_loss"
+    assert ours == ["name_the_lost", "fit"]
+
+
+@pytest.mark.usefixtures("afresh")
+def test_layers_without_a_placement_are_called_as_in_plain_keras():
+    plain = keras.layers.Layer.__call__
+    strategy = kerasdist.RingStrategy(["CPU:0"])
+    assert keras.layers.Layer.__call__ is plain
+    strategy.close()
+    kerasdist.ModelParallelStrategy({}, devices=["CPU:0"])
+    assert keras.layers.Layer.__call__ is not plain
+
+
+def test_all_frames_are_shown_to_who_asks():
+    strategy = kerasdist.RingStrategy(["CPU:0"])
+    keras.config.disable_traceback_filtering()
+    try:
+        with strategy.scope(), pytest.raises(NameError) as caught:
+            train(loss=wrong_loss)
+    finally:
+        keras.config.enable_traceback_filtering()
+    _, ours = frames(caught.value)
+    assert {"fit", "symbolic_build", "compile_loss"} <= set(ours)
+    # One for each hook.
+    assert len(ours) == len(set(ours))
+    strategy.close()
