@@ -25,6 +25,8 @@ PYTEST_ARGS ?=
 
 # The floors of setup.py. TensorFlow 2.18 runs on Python 3.10 to 3.12.
 OLDEST := tensorflow~=2.18.0 keras==3.14.0
+# A checkout of Keras, see test-next.
+KERAS_MAIN ?=
 # More for pip to install, see test-oldest and test-newest.
 PINS ?=
 
@@ -43,7 +45,7 @@ PACKAGING := setup.py pyproject.toml kerasdist/_version.py Makefile
 .PHONY: bench-straggler bench-staleness bench-embedding-rows
 .PHONY: bench-placement-memory bench-planning-time bench-placed-overhead bench-pipeline
 .PHONY: bench-board-cost
-.PHONY: test-versions test-oldest test-newest
+.PHONY: test-versions test-oldest test-newest test-next
 .DEFAULT_GOAL := test
 
 # Without the lines that TensorFlow writes when it is imported, whatever its log level.
@@ -73,6 +75,19 @@ test-newest:
 pytest: $(VENV)/.test viewers
 	@$(BIN)/python -m pip list 2>/dev/null | grep -E '^(tensorflow|keras|numpy) '
 	$(BIN)/python -m pytest -m "not soak" $(PYTEST_ARGS)
+
+# With the Keras in a folder, a checkout of its repository, instead of the installed one.
+test-next: $(VENV)/.test
+	@test -f "$(KERAS_MAIN)/keras/src/version.py" || { \
+	  echo "make test-next needs a checkout of Keras. Received:" \
+	    "KERAS_MAIN='$(KERAS_MAIN)'. Name its folder, the one with keras/ in it:" \
+	    "git clone --depth 1 https://github.com/keras-team/keras ../keras;" \
+	    "make test-next KERAS_MAIN=../keras" >&2; exit 1; }
+	@PYTHONPATH="$(abspath $(KERAS_MAIN))" $(BIN)/python -c \
+	  'import keras; print("Keras", keras.__version__, "in", keras.__path__[0])'
+	PYTHONPATH="$(abspath $(KERAS_MAIN))" $(BIN)/python -m pytest -m "not soak" \
+	  tests/test_equivalence.py tests/test_keras_seam.py tests/test_patches.py \
+	  tests/test_tracebacks.py $(PYTEST_ARGS)
 
 viewers: .venv-viewers/.created
 

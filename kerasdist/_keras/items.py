@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import queue
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -17,6 +18,11 @@ from kerasdist.transport.deadline import Deadline
 
 __all__ = ["ItemData", "ItemReader", "closing_readers"]
 
+# What `OrderedEnqueuer.start` is given: from 3.16 on the epoch, which it shuffles by.
+# The items that are read here have their order already.
+_EPOCH = (0,) * (
+    len(inspect.signature(py_dataset_adapter.OrderedEnqueuer.start).parameters) - 1
+)
 # Without threads or processes of its own a dataset is read a little ahead.
 _AHEAD = 2
 # How often a thread that shall end is looked after, in seconds.
@@ -84,7 +90,7 @@ class ItemReader:
             use_multiprocessing=parallel and processes,
             max_queue_size=part.max_queue_size if parallel else _AHEAD,
         )
-        self._enqueuer.start()
+        self._enqueuer.start(*_EPOCH)
         self._items = self._enqueuer.get()
         if current.readers is not None:
             current.readers.add(self)

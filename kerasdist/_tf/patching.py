@@ -213,7 +213,7 @@ class Patcher:
                 if not row.adds:
                     faults += _differences(target, place)
         if faults:
-            raise self._refuse(faults)
+            raise self._refuse(list(dict.fromkeys(faults)))
         return places
 
 
