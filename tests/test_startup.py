@@ -19,7 +19,7 @@ from groups import (
     outcomes,
 )
 from kerasdist import errors
-from kerasdist.transport import Timeouts
+from kerasdist.transport import Timeouts, background_log, waiting_notice
 from kerasdist.transport.deadline import Deadline
 from kerasdist.transport.dialing import dial_tcp
 from kerasdist.transport.framing import FrameType
@@ -305,3 +305,29 @@ def test_a_rank_that_dies_right_after_the_start_does_not_break_the_others():
     sessions = in_threads(3, work)
     assert [m.rank for m in sessions[0].members] == [0, 1, 2]
     close_all(sessions)
+
+
+# Who is missing is said while it's waited for.
+
+
+def test_the_chief_and_a_worker_say_whom_they_wait_for(monkeypatch, caplog):
+    # It was silent for up to 300 s: nobody could tell it from a job that hangs.
+    monkeypatch.setattr(waiting_notice, "_FIRST", 0.1)
+    monkeypatch.setattr(waiting_notice, "_AGAIN", 60.0)
+    addresses = addresses_of(3)
+    errors_found = outcomes(
+        2, lambda i: join(addresses, (0, 1)[i], Timeouts(startup=1.0))
+    )
+    assert all(type(error) is errors.StartupError for error in errors_found)
+    background_log.flush(5.0)
+    said = [r.getMessage() for r in caplog.records if "waiting" in r.getMessage()]
+    assert len(said) == 1
+    assert said[0].startswith(
+        f"kerasdist: rank 0 has been waiting for rank 2 ({addresses[2]}) for "
+    )
+    caplog.clear()
+    outcomes(1, lambda _: join(addresses, 1, Timeouts(startup=1.0)))
+    background_log.flush(5.0)
+    said = [r.getMessage() for r in caplog.records if "waiting" in r.getMessage()]
+    assert len(said) == 1
+    assert f"this task has been waiting for rank 0 ({addresses[0]})" in said[0]

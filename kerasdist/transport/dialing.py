@@ -17,6 +17,7 @@ from kerasdist.transport.forks import close_in_children
 from kerasdist.transport.reach import look_up, why_unreachable
 from kerasdist.transport.same_user import why_not_same_user
 from kerasdist.transport.secret import is_loopback
+from kerasdist.transport.waiting_notice import WaitingNotice
 
 __all__ = ["PROBE_SECONDS", "dial_tcp", "dial_unix", "retry"]
 
@@ -165,6 +166,7 @@ def retry(
         ProtocolError: What is at the address isn't this version of kerasdist.
     """
     number = 0
+    notice = WaitingNotice("this task")
     while not stop.is_set():
         try:
             return attempt()
@@ -184,6 +186,7 @@ def retry(
                     "can be reached from here.",
                     {index: why},
                 ) from error
+        notice.say([f"{who.lower()} {index} ({address})"], deadline)
         stop.wait(min(0.05 * 1.5 ** min(number, 8), deadline.remaining()))
         number += 1
     return None

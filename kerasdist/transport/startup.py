@@ -26,6 +26,7 @@ from kerasdist.transport.framing import FrameType, unexpected
 from kerasdist.transport.listener import Listener
 from kerasdist.transport.member import Member
 from kerasdist.transport.reach import why_unreachable
+from kerasdist.transport.waiting_notice import WaitingNotice
 
 __all__ = ["Arrival", "gather", "report"]
 
@@ -159,6 +160,7 @@ def _wait_for_all(
     arrival: Arrival, deadline: Deadline, listener: Listener, guests: dict[int, _Guest]
 ) -> None:
     size = len(arrival.addresses)
+    notice = WaitingNotice("rank 0")
     while True:
         for rank, guest in list(guests.items()):
             if guest.connection.ended:
@@ -169,6 +171,14 @@ def _wait_for_all(
         first = min([deadline, *(g.patience for g in guests.values())], key=_left)
         if first.expired:
             raise _missing(arrival, first, listener, guests)
+        notice.say(
+            [
+                f"rank {rank} ({arrival.addresses[rank]})"
+                for rank in range(1, size)
+                if rank not in guests
+            ],
+            first,
+        )
         seconds = min(first.remaining(), 0.5)
         came = listener.take_any(arrival.session, "control", seconds)
         for rank, connection, hello in came:

@@ -1,0 +1,58 @@
+"""Log lines about tasks that a start-up is still waiting for.
+
+Other tasks may be started by hand, or be queued by a cluster: without a word nobody can
+tell a job that waits from one that hangs.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+
+from kerasdist.transport.background_log import log
+from kerasdist.transport.deadline import Deadline
+
+__all__ = ["WaitingNotice"]
+
+# Seconds. Workers of one job may take this long to import TensorFlow one after another.
+_FIRST = 15.0
+_AGAIN = 60.0
+
+
+class WaitingNotice:
+    """Says now and then who is missing.
+
+    Args:
+        me: What this task is called, for instance "rank 0".
+    """
+
+    def __init__(self, me: str) -> None:
+        self._me = me
+        self._began = time.monotonic()
+        self._next = self._began + _FIRST
+
+    def say(self, missing: Sequence[str], deadline: Deadline) -> None:
+        """Log the tasks that are missing, if that is due. Never waits.
+
+        Args:
+            missing: What they are called, with their addresses.
+            deadline: Until when they are waited for.
+        """
+        now = time.monotonic()
+        if not missing or now < self._next:
+            return
+        self._next = now + _AGAIN
+        some = ", ".join(missing[:4])
+        more = f" and {len(missing) - 4} more" if len(missing) > 4 else ""
+        log(
+            logging.WARNING,
+            "kerasdist: %s has been waiting for %s%s for %.0f s, and goes on for at "
+            "most %.0f s (`startup_timeout`). Are they started? `kerasdist doctor` "
+            "says who can be reached.",
+            self._me,
+            some,
+            more,
+            now - self._began,
+            deadline.remaining(),
+        )
