@@ -11,7 +11,7 @@
     │   ├── ServerLost          a parameter server died or froze (`index`, `address`)
     │   ├── CollectiveMismatch  ranks called different collectives
     │   ├── CollectiveTimeout   (TimeoutError) all are alive, but not all came in time
-    │   ├── SharedMemoryFull    (OSError) /dev/shm has no room for the buffers
+    │   ├── SharedMemoryFull    (OSError) there is no memory for shared buffers
     │   └── TransportClosed     closed by us: used after `close()`
     ├── IncompatibleVersionError    the installed packages aren't those that fit
     │   ├── IncompatibleKerasError          Keras: what is missing or different
@@ -183,7 +183,7 @@ class CollectiveTimeout(CollectiveError, TimeoutError):
 
 
 class SharedMemoryFull(CollectiveError, OSError):
-    """There is no room in /dev/shm for the buffers of a collective."""
+    """There is no memory that a host's workers could share for a collective."""
 
 
 class TransportClosed(CollectiveError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import ctypes
 import gc
 import os
@@ -17,6 +18,7 @@ import psutil
 import pytest
 
 from hosts import Hosts
+from kerasdist.transport.segments import SEGMENT_NAME
 from workers import WARM
 
 # Before anything imports TensorFlow.
@@ -25,7 +27,7 @@ os.environ.setdefault("CUDA_VISIBLE_DEVICES", "-1")
 
 _PR_SET_CHILD_SUBREAPER = 36
 # How a file made with O_TMPFILE shows in /proc.
-_UNNAMED = "/dev/shm/#"
+_UNNAMED = f"/memfd:{SEGMENT_NAME}"
 # What ends by itself after a test (a peer's thread, a killed process) may take
 # this long, in seconds.
 _GRACE = 3.0
@@ -142,7 +144,8 @@ def _segments(before: bool) -> Iterator[str]:
         except FileNotFoundError:
             continue  # the one by which the folder was read
         if target.startswith(_UNNAMED):
-            yield f"open segment {target}"
+            with contextlib.suppress(FileNotFoundError):
+                yield f"open segment {link.stat().st_ino}"
     # With TensorFlow in memory the next file takes some ms, and there are many tests.
     quick = before and not _left_mapped
     if quick and "RssShmem:\t       0 kB" in Path("/proc/self/status").read_text():
@@ -150,10 +153,10 @@ def _segments(before: bool) -> Iterator[str]:
     maps = Path("/proc/self/maps").read_bytes()
     if _UNNAMED.encode() in maps:
         for line in maps.decode().splitlines():
-            _, unnamed, rest = line.partition(_UNNAMED)
-            if unnamed:
-                _left_mapped.add(rest)
-                yield f"mapped segment {unnamed}{rest}"
+            if _UNNAMED in line:
+                number = line.split(maxsplit=5)[4]
+                _left_mapped.add(number)
+                yield f"mapped segment {number}"
 
 
 def _mapped_by_others() -> str:

@@ -30,6 +30,7 @@ from kerasdist.transport.connection import Connection
 from kerasdist.transport.failures import Unsupervised
 from kerasdist.transport.frame_auth import FrameAuthenticator
 from kerasdist.transport.memory import Faults, memory_group
+from kerasdist.transport.segments import SEGMENT_NAME
 from kerasdist.transport.session import Session
 from kerasdist.transport.sockets import SocketTransport
 from workers import free_ports
@@ -235,7 +236,7 @@ def open_sockets() -> int:
             target = os.readlink(link)
         except FileNotFoundError:
             continue
-        count += target.startswith(("socket:", "/dev/shm"))
+        count += target.startswith(("socket:", f"/memfd:{SEGMENT_NAME}"))
     return count
 
 

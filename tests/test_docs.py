@@ -317,9 +317,6 @@ def test_kubernetes_names_fit_together():
     assert container["command"][2] == pod_lines()
     assert container["command"][3:] == ["sh"]
     assert "KERASDIST_SECRET" in env
-    (mount,), (volume,) = container["volumeMounts"], pod["volumes"]
-    assert mount == {"name": volume["name"], "mountPath": "/dev/shm"}
-    assert volume["emptyDir"]["medium"] == "Memory"
 
 
 # Slurm.

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
-import subprocess
+import resource
+import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,22 +15,21 @@ from groups import in_threads, open_sockets, socket_mesh
 from kerasdist import errors
 from kerasdist.collectives.shared import SharedMemoryCommunicator
 from kerasdist.transport.failures import Unsupervised
-from kerasdist.transport.segments import create_segment, map_segment
+from kerasdist.transport.segments import (
+    SEGMENT_NAME,
+    create_memory,
+    create_segment,
+    map_segment,
+)
 
 
 @pytest.fixture
-def small_folder(tmp_path):
-    """A file system in memory with room for 1 MB."""
-    done = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(tmp_path)],
-        capture_output=True,
-        check=False,
-    )
-    if done.returncode:
-        reason = f"mounting a small tmpfs needs root: {done.stderr.decode()}"
-        pytest.fail(reason) if os.environ.get("CI") else pytest.skip(reason)
-    yield str(tmp_path)
-    subprocess.run(["umount", "--lazy", str(tmp_path)], check=True)
+def little_memory():
+    """Files of this process, also those in memory, may have 1 MB."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, limits[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 def test_a_segment_is_shared_by_all_who_map_it_and_has_no_name():
@@ -41,49 +43,71 @@ def test_a_segment_is_shared_by_all_who_map_it_and_has_no_name():
     assert os.listdir("/dev/shm") == names
 
 
-def test_a_full_folder_is_an_error_with_numbers_and_remedy(small_folder):
+def test_no_memory_is_an_error_with_numbers_and_remedy(little_memory):
     before = open_sockets()
     with pytest.raises(
         errors.SharedMemoryFull,
-        match=rf"^{small_folder} has no room for a buffer\. Received: 2097152 bytes "
-        r"wanted, 1048576 of 1048576 bytes free\. Make it larger \(Docker: `--shm-size",
+        match=r"^There is no memory for a buffer that the workers of this host share\. "
+        r"Received: 2097152 bytes wanted, but File too large\. Give the machine, the c",
     ):
-        create_segment(2 << 20, small_folder)
+        create_segment(2 << 20)
     assert open_sockets() == before
-    os.close(create_segment(1 << 20, small_folder))
+    os.close(create_segment(1 << 20))
 
 
-def test_a_folder_that_is_not_there_is_an_error():
-    with pytest.raises(FileNotFoundError):
-        create_segment(4096, "/dev/shm/not-there")
+@pytest.mark.parametrize("create", [create_segment, create_memory])
+def test_nobody_who_has_a_segment_can_end_its_readers(create):
+    """A peer that made it smaller ended those that read it, with SIGBUS."""
+    descriptor = create(8192)
+    mapped = map_segment(descriptor, 8192)
+    for size in (0, 4096, 16384):
+        with pytest.raises(PermissionError):
+            os.ftruncate(descriptor, size)
+    with pytest.raises(PermissionError):
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE)
+    os.close(descriptor)
+    assert mapped.sum() == 0
 
 
-def test_a_segment_that_is_too_short_is_an_error():
-    descriptor = create_segment(4096)
-    with pytest.raises(ValueError, match=r"^mmap length is greater than file size$"):
+@pytest.mark.parametrize("what", ["short", "open", "file"])
+def test_memory_that_could_end_its_reader_is_refused(what, tmp_path):
+    """Whoever sends it holds the secret, but may be mistaken."""
+    if what == "short":
+        descriptor = create_segment(4096)
+    elif what == "open":
+        descriptor = os.memfd_create("x", os.MFD_ALLOW_SEALING)
+        os.ftruncate(descriptor, 8192)
+    else:
+        descriptor = os.open(tmp_path, os.O_TMPFILE | os.O_RDWR)
+        os.ftruncate(descriptor, 8192)
+    sealed = "" if what == "short" else "not "
+    with pytest.raises(
+        errors.ProtocolError,
+        match=rf"^Shared memory isn't as it should be\. Received: \d+ bytes, {sealed}s",
+    ):
         map_segment(descriptor, 8192)
     os.close(descriptor)
 
 
 @pytest.mark.parametrize("victims", [[2], [0, 1, 2]])
-def test_all_ranks_say_whose_folder_is_full_and_close_what_they_got(
-    small_folder, victims
-):
+def test_all_ranks_say_who_has_no_memory_and_close_what_they_got(monkeypatch, victims):
     before = open_sockets()
     shared = Unsupervised()
     shared.step = 9
     group = [
-        SharedMemoryCommunicator(
-            transport,
-            shared,
-            10.0,
-            small_folder if transport.rank in victims else "/dev/shm",
-        )
+        SharedMemoryCommunicator(transport, shared, 10.0)
         for transport in socket_mesh(3)
     ]
 
+    def create(size):
+        # The threads are called like the ranks that they play.
+        if int(threading.current_thread().name.split()[1]) in victims:
+            raise errors.SharedMemoryFull("There is no memory for a buffer.")
+        return create_segment(size)
+
     def work(rank):
         group[rank].all_reduce([np.ones(3)])  # has room
+        monkeypatch.setattr("kerasdist.collectives.shared.create_segment", create)
         with pytest.raises(errors.SharedMemoryFull) as caught:
             group[rank].all_reduce([np.ones(1 << 18)])
         group[rank].close()
@@ -91,8 +115,35 @@ def test_all_ranks_say_whose_folder_is_full_and_close_what_they_got(
 
     (text,) = set(in_threads(3, work))
     assert text.startswith(tuple(f"rank {v} (mesh:{v}) in #2 all_red" for v in victims))
-    assert f" at step 9: {small_folder} has no room for a buffer. Received: " in text
+    assert " at step 9: There is no memory for a buffer." in text
     assert open_sockets() == before
+
+
+def test_growing_buffers_use_the_room_of_the_old_ones(monkeypatch):
+    """Old and new segments together might not fit."""
+    group = [
+        SharedMemoryCommunicator(transport, Unsupervised(), 20.0)
+        for transport in socket_mesh(2)
+    ]
+    sizes = []
+
+    def create(size):
+        for line in Path("/proc/self/maps").read_text().splitlines():
+            if SEGMENT_NAME in line:
+                begin, end = (int(x, 16) for x in line.split()[0].split("-"))
+                assert end - begin == size, "an older segment is still there"
+        sizes.append(size)
+        return create_segment(size)
+
+    monkeypatch.setattr("kerasdist.collectives.shared.create_segment", create)
+
+    def work(rank):
+        for kilobytes in (10, 200, 700, 20_000, 30_000):
+            group[rank].all_reduce([np.zeros(kilobytes << 10, np.uint8)])
+        group[rank].close()
+
+    in_threads(2, work)
+    assert len(set(sizes)) > 2
 
 
 def test_segments_and_descriptors_are_given_back_at_close():

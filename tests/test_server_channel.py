@@ -251,7 +251,7 @@ def test_arrays_of_a_body_are_aligned():
 def test_without_room_for_shared_memory_it_goes_on_through_the_socket(
     monkeypatch, caplog
 ):
-    def full(size, folder=""):
+    def full(size):
         raise errors.SharedMemoryFull("there is no room")
 
     monkeypatch.setattr("kerasdist.server.wire.create_segment", full)

@@ -191,6 +191,55 @@ def test_interrupt_ends_a_wait_for_a_connection(what):
     close_all(sessions)
 
 
+def test_interrupt_ends_a_handshake_with_a_frozen_rank():
+    """Its kernel accepts, and nothing answers: a rank was raised 55 s late."""
+    addresses = addresses_of(2)
+    sessions = in_threads(2, lambda r: join(addresses, r, host=str(r)))
+    mine = sessions[0]
+    sessions[1].close()
+    host, port = addresses[1].split(":")
+    with socket.create_server((host, int(port))) as frozen:
+
+        def work(number):
+            if number == 0:
+                mine.dial("data", 1, Deadline(60))
+            end, _ = frozen.accept()
+            with end:
+                # It has begun to speak, and waits for an answer.
+                assert end.recv(1)
+                mine.interrupt()
+
+        started_at = time.monotonic()
+        assert type(outcomes(2, work)[0]) is Aborted
+        assert time.monotonic() - started_at < SOON
+    close_all(sessions)
+
+
+def test_threads_that_close_a_session_at_once_release_its_listener_once():
+    """A failed job's closer and the script: another strategy lost its listener."""
+    addresses = addresses_of(2)
+    first = in_threads(2, lambda r: join(addresses, r))
+    second = in_threads(2, lambda r: join(addresses, r))
+    released = []
+    for session in first:
+        listener = session._listener
+        original = listener.release
+        listener.release = lambda release=original: released.append(release())
+    in_threads(16, lambda i: first[i % 2].close())
+    assert len(released) == 2
+    in_threads(
+        2,
+        lambda r: (
+            second[0].answer("data", 1, Deadline(10)).close()
+            if r == 0
+            else second[1].dial("data", 0, Deadline(10)).close()
+        ),
+    )
+    for session in first:
+        del session._listener.release
+    close_all(second)
+
+
 def test_an_answer_that_never_comes_is_an_error_that_names_the_rank():
     addresses = addresses_of(2)
     sessions = in_threads(2, lambda r: join(addresses, r))

@@ -16,6 +16,8 @@ from pathlib import Path
 from kerasdist._version import __version__
 from kerasdist.cli.allocator import ALLOCATORS, find_allocator
 from kerasdist.cli.findings import Finding
+from kerasdist.errors import SharedMemoryFull
+from kerasdist.transport.segments import create_segment
 
 __all__ = [
     "check_allocator",
@@ -26,7 +28,6 @@ __all__ = [
 ]
 
 _MiB = 1024**2
-_SMALL_SHM_BYTES = 64 * _MiB  # what a container gets if nobody asks for more
 _LEAST_VERSIONS = {"tensorflow": (2, 18), "keras": (3, 14)}
 _DISTRIBUTIONS = {
     "tensorflow": ("tensorflow", "tensorflow-cpu", "tensorflow-macos", "tf-nightly"),
@@ -159,35 +160,20 @@ def check_devices(
     return found
 
 
-def check_shared_memory(folder: str = "/dev/shm") -> list[Finding]:
-    """Look at the size and the free space of /dev/shm."""
+def check_shared_memory() -> list[Finding]:
+    """Try to make memory that workers of this machine can share."""
     try:
-        status = os.statvfs(folder)
-    except OSError:
+        os.close(create_segment(_MiB))
+    except (SharedMemoryFull, OSError) as error:
         return [
             Finding(
-                level="warn",
-                text=f"there is no {folder}",
-                remedy="workers on this machine use slower connections; "
-                "transport='auto' chooses them by itself",
+                level="fault",
+                text=f"memory can't be shared: {error}",
+                remedy="give the container or the process more memory, or use "
+                "transport='tcp'",
             )
         ]
-    size, free = (
-        blocks * status.f_frsize for blocks in (status.f_blocks, status.f_bavail)
-    )
-    text = f"{folder} has {size / _MiB:,.0f} MiB, {free / _MiB:,.0f} MiB of them free"
-    remedy = (
-        "make it larger: `docker run --shm-size=2g`, or on Kubernetes an emptyDir of "
-        f"medium Memory mounted at {folder}; segments of dead jobs can be removed"
-    )
-    if not os.access(folder, os.W_OK):
-        text, remedy = f"{folder} can't be written to", f"chmod 1777 {folder}, as root"
-        return [Finding(level="fault", text=text, remedy=remedy)]
-    if free < _MiB:
-        return [Finding(level="fault", text=text, remedy=remedy)]
-    if free <= _SMALL_SHM_BYTES:
-        return [Finding(level="warn", text=text, remedy=remedy)]
-    return [Finding(level="ok", text=text)]
+    return [Finding(level="ok", text="workers of this machine can share memory")]
 
 
 def check_cores() -> list[Finding]:

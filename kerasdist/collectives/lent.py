@@ -13,7 +13,7 @@ be used for another one:
                  as nobody notes again before the last barrier of the call
     4. all       if there's none, rank 0 makes one more, and all map it
 
-A memory has no name and takes no room in /dev/shm: the kernel frees it when the last
+A memory has no name: the kernel frees it when the last
 worker that maps it has ended, however it ended. Lent arrays are read-only, as what one
 rank writes all others read. TensorFlow, too, writes to no memory of numpy's.
 """

@@ -59,7 +59,7 @@ from kerasdist.errors import SharedMemoryFull
 from kerasdist.transport.deadline import Deadline
 from kerasdist.transport.failures import Supervisor
 from kerasdist.transport.framing import Call
-from kerasdist.transport.segments import SHM_FOLDER, create_segment, map_segment
+from kerasdist.transport.segments import create_segment, map_segment
 from kerasdist.transport.sockets import SocketTransport
 from kerasdist.transport.spans import Laps, Recorder
 
@@ -88,7 +88,6 @@ class SharedMemoryCommunicator(Communicator):
         transport: Unix sockets that connect every rank with every other.
         supervisor: Whom to ask about other ranks.
         timeout: Seconds that one collective may take.
-        folder: Where segments are made.
     """
 
     def __init__(
@@ -96,11 +95,9 @@ class SharedMemoryCommunicator(Communicator):
         transport: SocketTransport,
         supervisor: Supervisor,
         timeout: float,
-        folder: str = SHM_FOLDER,
     ) -> None:
         super().__init__(transport.rank, transport.peers, supervisor, timeout)
         self._transport = transport
-        self._folder = folder
         self._segments: list[npt.NDArray[np.uint8]] = []
         self._total = 0  # bytes of a segment for blocks, the same on all ranks
         self._next = 0  # where the next block's place begins
@@ -276,7 +273,7 @@ class SharedMemoryCommunicator(Communicator):
             self._segments, self._notes = [], []
             self._meet(call, deadline)
         try:
-            descriptor = create_segment(total, self._folder)
+            descriptor = create_segment(total)
         except SharedMemoryFull as error:
             here = self.peers[self.rank]
             raise SharedMemoryFull(

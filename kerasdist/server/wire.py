@@ -294,12 +294,7 @@ class SocketChannel(Channel):
                 f"{size} bytes."
             )
         self._theirs = None
-        try:
-            self._theirs = map_segment(descriptors[0], size)
-        except ValueError as error:
-            raise ProtocolError(
-                f"A segment is shorter than it says: {error}."
-            ) from None
+        self._theirs = map_segment(descriptors[0], size)
 
     # Bytes.
 

@@ -1,65 +1,69 @@
 """Memory that the workers of one host share.
 
-A segment is a file in /dev/shm without a name (`O_TMPFILE`): other workers get
-it as a file descriptor over a Unix socket. The kernel frees it when the last
-worker that maps it has ended, however it ended, so nothing can be left behind.
+A segment is a file in memory without a name (`memfd_create`): other workers get it as a
+file descriptor over a Unix socket. The kernel frees it when the last worker that maps
+it has ended, however it ended, so nothing can be left behind. It is sealed: nobody who
+has it can change its size, which would end all others that read it with SIGBUS.
 """
 
 from __future__ import annotations
 
 import errno
+import fcntl
 import mmap
 import os
 
 import numpy as np
 import numpy.typing as npt
 
-from kerasdist.errors import SharedMemoryFull
+from kerasdist.errors import ProtocolError, SharedMemoryFull
 
-__all__ = ["SHM_FOLDER", "create_memory", "create_segment", "map_segment"]
+__all__ = ["SEGMENT_NAME", "create_memory", "create_segment", "map_segment"]
 
-SHM_FOLDER = "/dev/shm"
+# As the kernel shows it, in /proc/PID/maps for instance.
+SEGMENT_NAME = "kerasdist-segment"
+_MEMORY_NAME = "kerasdist"
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
-def create_segment(size: int, folder: str = SHM_FOLDER) -> int:
+def create_segment(size: int) -> int:
     """Return the file descriptor of a new segment of `size` bytes.
 
-    The room is reserved now: a full /dev/shm is an error here and not a crash
-    (SIGBUS) at some later write.
+    The memory is reserved now: if there's none, it's an error here and not a crash at
+    some later write.
 
     Raises:
-        SharedMemoryFull: There's no room; nothing is left.
-        OSError: The folder isn't there or can't be written.
+        SharedMemoryFull: There's no memory for it; nothing is left.
+        OSError: The system forbids it.
     """
-    descriptor = os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
     try:
-        os.posix_fallocate(descriptor, 0, size)
+        return _create(SEGMENT_NAME, size)
     except OSError as error:
-        os.close(descriptor)
         if error.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
             raise
-        room = os.statvfs(folder)
         raise SharedMemoryFull(
-            f"{folder} has no room for a buffer. Received: {size} bytes wanted, "
-            f"{room.f_bavail * room.f_frsize} of {room.f_blocks * room.f_frsize} bytes "
-            "free. Make it larger (Docker: `--shm-size=2g`; Kubernetes: an emptyDir of "
-            "medium Memory at /dev/shm), or use `transport='tcp'`, which needs none."
+            "There is no memory for a buffer that the workers of this host share. "
+            f"Received: {size} bytes wanted, but {error.strerror}. Give the machine, "
+            "the container (Docker: `--memory`; Kubernetes: resources.limits) or the "
+            "process (`ulimit -f`) more, or use `transport='tcp'`, which needs none."
         ) from error
-    return descriptor
 
 
 def create_memory(size: int) -> int:
-    """Return the file descriptor of new memory of `size` bytes, of no file system.
-
-    Like a segment, but it takes no room in /dev/shm.
+    """As `create_segment`, for memory that one may do without.
 
     Raises:
         OSError: There's not enough memory, or the system forbids it.
     """
-    descriptor = os.memfd_create("kerasdist", os.MFD_CLOEXEC)
+    return _create(_MEMORY_NAME, size)
+
+
+def _create(name: str, size: int) -> int:
+    descriptor = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.posix_fallocate(descriptor, 0, size)
-    except OSError:
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
+    except BaseException:
         os.close(descriptor)
         raise
     return descriptor
@@ -69,6 +73,17 @@ def map_segment(descriptor: int, size: int) -> npt.NDArray[np.uint8]:
     """Map a segment; the array keeps the mapping alive, the descriptor needn't.
 
     Raises:
-        ValueError: The segment is shorter than `size` bytes.
+        ProtocolError: It's shorter than `size` bytes, or its size may change.
     """
+    try:
+        sealed = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
+    except OSError:  # a file of another kind
+        sealed = 0
+    length = os.fstat(descriptor).st_size
+    if not sealed or length < size:
+        raise ProtocolError(
+            "Shared memory isn't as it should be. "
+            f"Received: {length} bytes, {'' if sealed else 'not '}sealed; expected "
+            f"{size}, sealed."
+        )
     return np.frombuffer(mmap.mmap(descriptor, size), np.uint8)
