@@ -55,6 +55,19 @@ with first.scope():
     predicted.compile("adam", "mse")
 before = predicted.predict(x, verbose=0)
 predicted.fit(x, y, batch_size=4, verbose=0)
+lengths = kerasdist.ModelParallelStrategy("auto", devices=["CPU:1", "CPU:2"])
+def of_any_length():
+    words = keras.Input((None,))
+    table = keras.layers.Embedding(10, 4)(words)
+    pooled = keras.layers.GlobalAveragePooling1D()(table)
+    return keras.Model(words, keras.layers.Dense(2)(pooled))
+train(lengths, of_any_length)
+unknown = kerasdist.ModelParallelStrategy("auto", devices=["CPU:1", "CPU:2"])
+with unknown.scope():
+    open_model = of_any_length()
+    open_model.compile("adam", "mse")
+data = tf.data.Dataset.from_tensor_slices((x, y)).padded_batch(
+    2, padded_shapes=([None], [2]))
 tight = kerasdist.ModelParallelStrategy(
     "auto", devices=["CPU:1"], memory_limits={"CPU:1": 1000}
 )
@@ -75,6 +88,8 @@ print("RESULT", json.dumps({
     "subclassed": sorted({device(v) for v in subclassed.trainable_variables}),
     "learned": float(abs(predicted.predict(x, verbose=0) - before).max()),
     "tight": message(train, tight),
+    "lengths": sorted(set(lengths.plan.placement.values())),
+    "unknown": message(open_model.fit, data),
     "limits": message(
         kerasdist.ModelParallelStrategy, {"a": "CPU:0"}, memory_limits={"CPU:0": 1}
     ),
@@ -97,4 +112,7 @@ def test_variables_move_to_where_the_plan_says():
     assert set(found["subclassed"]) <= {"CPU:1", "CPU:2"}
     assert found["learned"] > 0
     assert found["tight"].startswith("PlanError: The model doesn't fit")
+    assert set(found["lengths"]) <= {"CPU:1", "CPU:2"}
+    text = 'ValueError: With placement="auto" the sizes of inputs must be known'
+    assert found["unknown"].startswith(text)
     assert "Memory limits are for a plan." in found["limits"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import textwrap
+from pathlib import Path
 
 from devices import begin
 
@@ -238,3 +239,50 @@ def test_models_that_arent_compiled_predict():
     """
     with Workers(PRELUDE + textwrap.dedent(script), 1) as job:
         assert max(job.succeed()[0].result) < 1e-6
+
+
+def test_a_pattern_may_wait_for_a_later_model_beside_a_catch_all():
+    script = """
+    import warnings
+    strategy = kerasdist.ModelParallelStrategy({"second": "CPU:1", ".*": "CPU:2"})
+    with warnings.catch_warnings(record=True) as caught, strategy.scope():
+        warnings.simplefilter("always")
+        for names in (["a"], ["b"], ["second"]):
+            layers = [keras.layers.Dense(2, name=name) for name in names]
+            model = keras.Sequential([keras.Input((8,)), *layers])
+            model.compile("sgd", "mse")
+            model.fit(x, y, verbose=0)
+    said = [str(w.message) for w in caught if "Patterns" in str(w.message)]
+    result([said, device(model.variables[0])])
+    """
+    with Workers(PRELUDE + textwrap.dedent(script), 1) as job:
+        said, place = job.succeed()[0].result
+    (text,) = said
+    assert text.startswith("Patterns of the placement match no layer. Received: 'sec")
+    assert text.endswith("unless a later model has it.")
+    assert place == "CPU:1"
+
+
+def test_models_that_only_their_own_step_can_build():
+    """Without `call` Keras's build before the first step failed."""
+    script = """
+    sys.path.insert(0, os.environ["TESTS"])
+    from cases import CASES
+
+    names = ["autoencoder_without_call", "two_optimizers_and_dictionaries"]
+    found = []
+    for name in [*names, "triplets_in_a_tuple"]:
+        plain = CASES[name](contextlib.nullcontext)
+        keras.backend.clear_session()
+        strategy = kerasdist.ModelParallelStrategy(
+            {r".*_\\d*[13579]": "CPU:1", ".*": "CPU:2"}
+        )
+        placed = CASES[name](strategy.scope)
+        found += [
+            float(np.max(np.abs(np.subtract(plain[key], placed[key])))) for key in plain
+        ]
+    result(found)
+    """
+    env = {"TESTS": str(Path(__file__).parent)}
+    with Workers(PRELUDE + textwrap.dedent(script), 1, env=env, deadline=200) as job:
+        assert max(job.succeed()[0].result) < 1e-5

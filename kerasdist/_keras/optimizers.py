@@ -27,6 +27,7 @@ from kerasdist import _tf
 from kerasdist._keras.hooks import current_hooks, dealing_hooks, timer_of
 from kerasdist._keras.rates import scaled
 from kerasdist._keras.step import current, setting
+from kerasdist._keras.step_build import build_only
 from kerasdist._keras.taken import own_steps, shared_steps
 from kerasdist._keras.touched import touched_rows
 from kerasdist._keras.training.adoption import adopt_in_step
@@ -52,6 +53,9 @@ def apply(
     """In place of `BaseOptimizer.apply` and `LossScaleOptimizer.apply`."""
     if trainable_variables is not None:
         trainable_variables = list(trainable_variables)
+    if current.building:
+        build_only(optimizer, trainable_variables)
+        return None
     hooks = current_hooks()
     if hooks is None and current.timed and not current.reduced:
         timer = timer_of(tf.distribute.get_strategy())

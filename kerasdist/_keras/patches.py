@@ -163,7 +163,7 @@ TABLE = (
     ),
     _core(
         "trainer.symbolic_build",
-        "builds from a replica's batch as it is",
+        "builds from a replica's batch as it is, or by tracing the model's own step",
         f"{_MODEL}._maybe_symbolic_build(self, iterator, data_batch)",
     ),
     _placement(

@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from kerasdist._keras.hooks import hooks_of
 from kerasdist._keras.placed_layers import LayerPlacer, placer_of, prepare
-from kerasdist._keras.planned import ensure_planned
+from kerasdist._keras.planned import ensure_planned, is_unplanned
 
 __all__ = [
     "compile_model",
@@ -49,7 +49,7 @@ def make_function(
     if placer is None:
         return original(trainer, *args, **kwargs)
     _check(trainer)
-    ensure_planned(trainer, placer)
+    ensure_planned(trainer, placer, _next.example)
     with trainer.distribute_strategy.scope():
         prepare(trainer, placer)
     original(trainer, *args, **kwargs)
@@ -68,8 +68,12 @@ def init_epoch_iterator(
 ) -> None:
     """In place of `TFEpochIterator.__init__`: how many rows the next steps have."""
     original(iterator, *args, **kwargs)
-    if placer_of(iterator._distribute_strategy) is not None:
+    placer = placer_of(iterator._distribute_strategy)
+    if placer is not None:
         _next.rows = iterator.data_adapter.batch_size
+        _next.example = None
+        if is_unplanned(placer):
+            _next.example = iterator.data_adapter.get_tf_dataset().element_spec
 
 
 _KINDS = {
@@ -80,9 +84,15 @@ _KINDS = {
 
 
 class _Next(threading.local):
-    """Rows of a batch of the loop that this thread is about to run, if known."""
+    """What's known of the batches of the loop that this thread is about to run.
+
+    Attributes:
+        rows: Their number of rows, or None.
+        example: What one is made of, if a placement is planned by it; or None.
+    """
 
     rows: int | None = None
+    example: Any = None
 
 
 _next = _Next()

@@ -6,6 +6,8 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from keras.src import tree
+
 from kerasdist._keras.hooks import KerasHooks
 from kerasdist._keras.optimizers import own_accumulators
 from kerasdist._keras.placed_layers import move
@@ -24,21 +26,31 @@ __all__ = [
 def _statistics(trainer: Any) -> list[Any]:
     """Variables that each replica keeps for itself, as BatchNormalization's are.
 
-    Seed generators' aren't: they are integers. Frozen weights aren't either: they
-    were made to be trained, and never change. Synchronized layers have the same
-    statistics on all replicas, also on one without rows.
+    Seed generators' aren't: they are integers. Nor are the states of a stateful layer,
+    one for each of the replica's rows: rows stay with their replica. Frozen weights
+    aren't either: they were made to be trained, and never change. Synchronized layers
+    have the same statistics on all replicas, also on one without rows.
     """
     shared: set[int] = set()
     for layer in trainer._flatten_layers():
         own = list(getattr(layer, "_trainable_variables", ()))
         if getattr(layer, "synchronized", False):
             own += layer.non_trainable_variables
+        own += _states_of_rows(layer)
         shared.update(id(variable) for variable in own)
     return [
         variable
         for variable in trainer.non_trainable_weights
         if "float" in str(variable.dtype) and id(variable) not in shared
     ]
+
+
+def _states_of_rows(layer: Any) -> list[Any]:
+    """What a stateful recurrent layer keeps of each row from one batch to the next."""
+    if not getattr(layer, "stateful", False):
+        return []
+    states = tree.flatten(getattr(layer, "states", None))
+    return [state for state in states if state is not None]
 
 
 def statistics_of(trainer: Any) -> list[Any]:
@@ -56,8 +68,10 @@ def state_of(
 
     if only_weights:
         return named([*trainer.trainable_weights, *_statistics(trainer)]), []
-    metrics = {id(variable) for variable in trainer.metrics_variables}
-    variables = [v for v in trainer.variables if id(v) not in metrics]
+    own = {id(variable) for variable in trainer.metrics_variables}
+    for layer in trainer._flatten_layers():
+        own.update(id(state) for state in _states_of_rows(layer))
+    variables = [v for v in trainer.variables if id(v) not in own]
     parts: list[Any] = []
     for optimizer in optimizers_of(trainer):
         parts += own_accumulators(optimizer)

@@ -40,6 +40,8 @@ class Step(threading.local):
             them; None: they aren't steps of training.
         timed: Whether a step that is measured runs, or is being traced.
         compiled: Whether what is inside of that step is for XLA.
+        building: Whether steps are traced for the variables that they create, and
+            nothing is updated.
         readers: What reads data ahead and must be closed; None outside of `fit`,
             `evaluate` and `predict`.
     """
@@ -62,6 +64,7 @@ class Step(threading.local):
     making: bool | None = None
     timed: bool = False
     compiled: bool = False
+    building: bool = False
     readers: set[Any] | None = None
     _summed: tuple[Any, Any] | None = None
 

@@ -16,8 +16,15 @@ from kerasdist._keras.hooks import (
     timer_of,
     translating,
 )
+from kerasdist._keras.placed_layers import placer_of
 from kerasdist._keras.state import statistics_of
 from kerasdist._keras.step import current, is_timed, setting
+from kerasdist._keras.step_build import (
+    build_by_step,
+    can_be_called,
+    has_own_step,
+    is_unbuilt,
+)
 from kerasdist._keras.timing import Calls
 from kerasdist._keras.training.adoption import adopt_model
 
@@ -90,7 +97,7 @@ def make_function(
                 # Keras's loop over such an iterator needs at least one step.
                 return function(iterator.at_least_one())
             # `train_on_batch` and `test_on_batch`: one global batch.
-            logs = function(hooks.own_rows(_no_nones(batch)) for batch in iterator)
+            logs = function(hooks.own_rows(batch) for batch in iterator)
             return trainer._get_metrics_result_or_logs(logs)
 
         return take_steps
@@ -173,13 +180,19 @@ def symbolic_build(
     That would be a collective, for the shapes alone, and has no meaning on strings
     or on unequal parts.
     """
-    hooks = hooks_of(trainer.distribute_strategy)
-    if hooks is not None and not _is_built(trainer):
+    strategy = trainer.distribute_strategy
+    hooks = hooks_of(strategy)
+    if hooks is None and placer_of(strategy) is None:
+        return original(trainer, iterator, data_batch)
+    own = has_own_step(trainer)
+    made = trainer.test_function if current.evaluating else trainer.train_function
+    if own and made is not None:
+        return None  # what the step creates is there since it was traced
+    if hooks is not None and (own or not _is_built(trainer)):
         adopt_model(trainer)
     if iterator is not None and hooks is not None:
-        if _is_built(trainer):
+        if _is_built(trainer) and not (own and is_unbuilt(trainer)):
             return None  # and a generator's first batch isn't lost
-        strategy = trainer.distribute_strategy
 
         def local(value: Any) -> Any:
             return strategy.experimental_local_results(value)[0]
@@ -196,7 +209,61 @@ def symbolic_build(
                 data_batch, _, _ = hooks.split(batch)
             break
         iterator = None
-    return original(trainer, iterator, data_batch)
+    elif iterator is not None:
+        data_batch = iterator.data_adapter.get_tf_dataset().element_spec
+        iterator = None
+    if hooks is not None and hooks.replicas > 1:
+        _check_batch_size(trainer, data_batch, hooks.replicas)
+    return _build(original, trainer, data_batch)
+
+
+def _check_batch_size(trainer: Any, batch: Any, replicas: int) -> None:
+    """Refuse inputs that are made for the rows of all replicas.
+
+    Raises:
+        ValueError: The model's inputs have a batch size that isn't that of a replica.
+    """
+    inputs = getattr(getattr(trainer, "_functional", None) or trainer, "_inputs", ())
+    fixed = {each.shape[0] for each in inputs} - {None}
+    shapes: list[Any] = [getattr(each, "shape", ()) for each in tree.flatten(batch)]
+    rows = next((shape[0] for shape in shapes if len(shape)), None)
+    if len(fixed) == 1 and rows is not None and fixed != {rows}:
+        raise ValueError(
+            "A model is called with the rows of one replica, and inputs of a fixed "
+            f"batch size must have that one. Received: {fixed.pop()} in `keras.Input`, "
+            f"and {rows} rows here of a batch, with {replicas} replicas. Write "
+            "`keras.Input(batch_size=batch_size // strategy.num_replicas_in_sync)`; "
+            "`fit` keeps the size of the global batch. The rows of equal batches stay "
+            "with their replica, and so do the states of stateful layers: give `fit` "
+            "no batch with fewer rows."
+        )
+
+
+def _build(original: Callable[..., Any], trainer: Any, batch: Any) -> None:
+    """Build all that training needs: by calling the model, or else by its step."""
+    own = has_own_step(trainer)
+    layers = trainer._flatten_layers(include_self=False)
+    if own and not (can_be_called(trainer) and all(layer.built for layer in layers)):
+        # The step says what is called with what; a `call` may be for something else.
+        try:
+            build_by_step(trainer, batch)
+        except Exception:
+            if not can_be_called(trainer):
+                raise
+            # It may take more than a graph, as a step in Python does.
+            original(trainer, None, batch)
+        return
+    try:
+        original(trainer, None, batch)
+    except Exception as error:
+        try:
+            build_by_step(trainer, batch)
+        except Exception as second:
+            raise (second if own else error) from None
+        return
+    if own and is_unbuilt(trainer):
+        # Optimizers that only the step knows.
+        build_by_step(trainer, batch)
 
 
 def _is_built(trainer: Any) -> bool:
@@ -218,11 +285,3 @@ def new_train_function(trainer: Any) -> Callable[[Any], Any]:
 
 def _in_replica(hooks: KerasHooks) -> bool:
     return current_hooks() is hooks and not tf.distribute.in_cross_replica_context()
-
-
-def _no_nones(batch: Any) -> Any:
-    """Drop what the end of (x, y, sample_weight) doesn't have."""
-    batch = tuple(batch)
-    while len(batch) > 1 and batch[-1] is None:
-        batch = batch[:-1]
-    return batch

@@ -107,6 +107,14 @@ class Patterns:
                 return pattern
         return None
 
+    @property
+    def has_catch_all(self) -> bool:
+        """Whether a pattern matches whatever a layer is called."""
+        return any(
+            matcher.fullmatch("a") and matcher.fullmatch("b_1")
+            for matcher in self._matchers.values()
+        )
+
     def unmatched(self, layers: Iterable[Iterable[str]]) -> list[str]:
         """Patterns that match none of the layers, each given by its paths."""
         paths = [path for layer in layers for path in layer]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -50,6 +51,7 @@ class Placer:
         self.devices = tuple(devices)
         self._stages = _Stages()
         self._known: set[str] = set()
+        self._warned: list[str] = []
         self._names = Names()
         self._traced: dict[int, Any] = {}
         self.steps: dict[str, StepPlaces] = {}
@@ -114,17 +116,26 @@ class Placer:
         for layer in layers:
             self._known.update(layer.paths)
         unmatched = self.patterns.unmatched([sorted(self._known)])
-        if unmatched:
-            paths = sorted(self._known)
+        if not unmatched:
+            return
+        paths = sorted(self._known)
+        text = (
+            "Patterns of the placement match no layer. "
+            f"Received: {', '.join(map(repr, unmatched))}; the layers are "
+            f"{', '.join(map(repr, paths[:20]))}"
+            f"{' and others' if len(paths) > 20 else ''}. A pattern must match the "
+            "whole path of a layer, or its end behind a '/'; 'encoder/.*' matches "
+            "all layers inside of 'encoder'. Name layers with `name=`"
+        )
+        if not self.patterns.has_catch_all:
             raise ValueError(
-                "Patterns of the placement match no layer. "
-                f"Received: {', '.join(map(repr, unmatched))}; the layers are "
-                f"{', '.join(map(repr, paths[:20]))}"
-                f"{' and others' if len(paths) > 20 else ''}. A pattern must match the "
-                "whole path of a layer, or its end behind a '/'; 'encoder/.*' matches "
-                "all layers inside of 'encoder'. Name layers with `name=`, and build "
-                "all models of a strategy before the first is trained."
+                f"{text}, and build all models of a strategy before the first is "
+                "trained."
             )
+        if unmatched != self._warned:
+            # All layers have a device, and another model may have what is missing.
+            self._warned = unmatched
+            warnings.warn(f"{text}, unless a later model has it.", stacklevel=2)
 
     @contextlib.contextmanager
     def recording(self, kind: str, rows: int | None, optimizer: str) -> Iterator[None]:

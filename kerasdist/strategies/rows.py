@@ -96,14 +96,22 @@ def fill_if_empty(batch: Any, rows: Any) -> Any:
         shape = tf.concat([[1], tf.shape(tensor)[1:]], 0)
         return tf.zeros(shape, tensor.dtype)
 
-    flat = tf.nest.flatten(batch)
+    # None stands for what there isn't, as sample weights.
+    flat = [tensor for tensor in tf.nest.flatten(batch) if tensor is not None]
+
+    def packed(filled: list[Any]) -> Any:
+        left = iter(filled)
+        return tf.nest.map_structure(
+            lambda tensor: None if tensor is None else next(left), batch
+        )
+
     if tf.get_static_value(rows) == 0:
-        return tf.nest.pack_sequence_as(batch, [one_row(t) for t in flat])
+        return packed([one_row(tensor) for tensor in flat])
     filled = tf.cond(rows > 0, lambda: flat, lambda: [one_row(t) for t in flat])
     for before, after in zip(flat, filled, strict=True):
         if not tf.executing_eagerly() and hasattr(after, "set_shape"):
             after.set_shape(before.shape)
-    return tf.nest.pack_sequence_as(batch, filled)
+    return packed(filled)
 
 
 def take_rows(batch: Any, rows: Any, replica: int, replicas: int) -> Any:
