@@ -115,7 +115,8 @@ def optimizers_of(trainer: Any) -> list[Any]:
     The parts of a model with a `train_step` of its own may have an optimizer each, as
     the generator and the discriminator of a GAN.
     """
-    found = [] if trainer.optimizer is None else [trainer.optimizer]
+    compiled = getattr(trainer, "optimizer", None)
+    found = [] if compiled is None else [compiled]
     for held in vars(trainer).values():
         some: Any = held.values() if isinstance(held, dict) else held
         for each in some if isinstance(held, (dict, list, tuple)) else (held,):
