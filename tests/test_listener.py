@@ -532,6 +532,51 @@ def test_without_a_secret_other_users_are_refused(family, secret):
     assert ("What arrived isn't a kerasdist frame" in text) is bool(secret)
 
 
+@pytest.mark.parametrize("family", [socket.AF_INET, socket.AF_UNIX])
+def test_without_a_secret_a_look_whether_somebody_listens_is_not_noted(
+    family, monkeypatch
+):
+    """The kernel says of a socket that was closed that it is root's."""
+    port = free_ports(1)[0]
+    monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    made = Listener.acquire(f"127.0.0.1:{port}", b"")
+    unix = family == socket.AF_UNIX
+
+    def come():
+        sock = socket.socket(family)
+        sock.connect(made.unix_name if unix else ("127.0.0.1", port))
+        return sock
+
+    try:
+        for _ in range(20):
+            come().close()
+        wait_until(lambda: not made._threads, "the looks to be over")
+        assert made.refusals() == []
+        with come():
+            (text,) = refused(made)
+        assert "this one is of user 12345" in text
+    finally:
+        made.release()
+
+
+def test_without_a_secret_a_listener_that_dies_is_dialed_again(monkeypatch):
+    """It's no other user's, but nobody's: an end that is tried again."""
+    monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+
+        def die():
+            sock, _ = server.accept()
+            handshake.receive(sock, b"", Deadline(10), "x", address)
+            sock.close()
+
+        thread = threading.Thread(target=die)
+        thread.start()
+        with pytest.raises(EOFError):
+            dial_tcp(address, b"", {}, Deadline(10))
+        thread.join(10)
+
+
 @needs_root
 def test_without_a_secret_another_users_listener_is_refused():
     """It has taken the chief's port first."""

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import ipaddress
 import os
+import select
 import socket
 import struct
 
 __all__ = ["why_not_same_user"]
 
 _CREDENTIALS = struct.Struct("3i")  # process, user, group
+_MOMENT_MILLISECONDS = 50
 _TABLES = ("/proc/net/tcp", "/proc/net/tcp6")
 
 _End = tuple[ipaddress.IPv4Address | ipaddress.IPv6Address, int]
@@ -27,6 +29,10 @@ def why_not_same_user(sock: socket.socket) -> str | None:
 
     Returns:
         None if it is one; else the reason, without a full stop.
+
+    Raises:
+        EOFError: The peer has hung up: its socket isn't anybody's any more.
+        OSError: The connection is broken.
     """
     mine = os.geteuid()
     if sock.family == socket.AF_UNIX:
@@ -37,9 +43,18 @@ def why_not_same_user(sock: socket.socket) -> str | None:
         user = _owner(_end(sock.getpeername()), _end(sock.getsockname()))
     if user == mine:
         return None
+    _check_open(sock)
     if user is None:
         return "whose process the other end is can't be seen"
     return f"the other end is a process of user {user}, this one is of user {mine}"
+
+
+def _check_open(sock: socket.socket) -> None:
+    poll = select.poll()
+    poll.register(sock, select.POLLIN)
+    # The end of a connection may arrive a moment after its socket has lost its owner.
+    if poll.poll(_MOMENT_MILLISECONDS) and sock.recv(1, socket.MSG_PEEK) == b"":
+        raise EOFError("the connection was closed")
 
 
 def _owner(local: _End, remote: _End) -> int | None:
