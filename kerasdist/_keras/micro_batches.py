@@ -25,8 +25,8 @@ from typing import Any
 
 import keras
 import tensorflow as tf
-from keras.src import backend, tree
-from keras.src.backend.common import global_state
+from keras.src import tree
+from keras.src.backend.common import global_state, masking
 
 from kerasdist._keras.step import current
 from kerasdist.placement.order import Part
@@ -164,9 +164,9 @@ def _call(
         piece = parts[number].of(leaf)
         for tensor in tf.nest.flatten(piece, expand_composites=True):
             marks.add(tensor, Part(call, number, False))
-        mask = backend.get_keras_mask(leaf)
+        mask = masking.get_keras_mask(leaf)
         if mask is not None:
-            backend.set_keras_mask(piece, parts[number].of(mask))
+            masking.set_keras_mask(piece, parts[number].of(mask))
         return piece
 
     given = [
@@ -316,10 +316,10 @@ def _join(values: Any, parts: list[_Rows], marks: Marks, call: int) -> Any:
     if isinstance(first, tf.RaggedTensor):
         return tf.concat(cut, 0)
     joined = _concat(cut, marks, call)
-    masks = [backend.get_keras_mask(x) for x in values]
+    masks = [masking.get_keras_mask(x) for x in values]
     if all(mask is not None for mask in masks):
         mask = [rows.without_filling(m) for m, rows in zip(masks, parts, strict=True)]
-        backend.set_keras_mask(joined, tf.concat(mask, 0))
+        masking.set_keras_mask(joined, tf.concat(mask, 0))
     return joined
 
 

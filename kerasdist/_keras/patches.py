@@ -296,7 +296,7 @@ TABLE = (
     _core(
         "training.adoption.compile_model",
         "compiles in the scope of the model's strategy; adopts what it's given",
-        "keras.src.trainers.trainer.Trainer.compile(self, ...)",
+        f"{_BASE}.compile(self, ...)",
     ),
     _core(
         "training.adoption.make_function",

@@ -21,6 +21,7 @@ from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
+from keras.ops import convert_to_numpy
 from keras.src import backend
 from keras.src.optimizers import base_optimizer
 
@@ -176,7 +177,7 @@ def set_rate(original: Callable[..., Any], optimizer: Any, rate: Any) -> None:
     """In place of the setter of `BaseOptimizer.learning_rate`."""
     scaling = scaling_of(optimizer)
     if scaling is not None and not current.base_rate and not callable(rate):
-        rate = backend.convert_to_numpy(rate)
+        rate = convert_to_numpy(rate)
         rate = float(rate) / float(scaling.factor(optimizer).numpy())
     original(optimizer, rate)
 
@@ -184,7 +185,7 @@ def set_rate(original: Callable[..., Any], optimizer: Any, rate: Any) -> None:
 def base_rate(optimizer: Any) -> float:
     """The base rate of an optimizer; of a schedule what it says now."""
     with setting(base_rate=True):
-        return float(backend.convert_to_numpy(optimizer.learning_rate))
+        return float(convert_to_numpy(optimizer.learning_rate))
 
 
 def set_base_rate(optimizer: Any, rate: float) -> None:
@@ -201,7 +202,7 @@ def on_base_rate(
     several = hasattr(optimizer, "optimizers")
     rates = {
         f"learning_rate_{leaf.name}" if several else "learning_rate": float(
-            backend.convert_to_numpy(leaf.learning_rate)
+            convert_to_numpy(leaf.learning_rate)
         )
         for leaf in leaves(optimizer)
         if scaling_of(leaf) is not None

@@ -24,8 +24,8 @@ from typing import Any
 
 import keras
 import tensorflow as tf
-from keras.src import backend, tree
-from keras.src.backend.common import global_state
+from keras.src import tree
+from keras.src.backend.common import global_state, masking
 
 from kerasdist import _tf
 from kerasdist._keras.placed_layers import calling, calls_now
@@ -222,7 +222,7 @@ def _segment(
         {id(x): x for layer in layers for x in layer._flatten_layers()}.values()
     )
     seeds: list[Any] = []
-    masks = [backend.get_keras_mask(tensor) for tensor in tensors]
+    masks = [masking.get_keras_mask(tensor) for tensor in tensors]
     known: dict[str, Any] = {}
     context, calls = _context(), calls_now()
 
@@ -230,7 +230,7 @@ def _segment(
         """The outputs that are tensors, then the losses that layers have added."""
         for tensor, mask in zip(given, masks, strict=True):
             if mask is not None:
-                backend.set_keras_mask(tensor, mask)
+                masking.set_keras_mask(tensor, mask)
         counts = [len(layer._losses) for layer in every]
         with _running(seeds, again), calling(calls), _in_context(context):
             outputs = run(given)
@@ -281,9 +281,9 @@ def _segment(
             leaves.append(leaf)
             continue
         made = flat.pop(0)
-        mask = backend.get_keras_mask(leaf)
+        mask = masking.get_keras_mask(leaf)
         if mask is not None:
-            backend.set_keras_mask(made, mask)
+            masking.set_keras_mask(made, mask)
         leaves.append(made)
     for layer, losses in zip(every, known["losses"], strict=True):
         layer._losses.extend(flat.pop(0) for _ in losses)

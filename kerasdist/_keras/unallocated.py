@@ -36,7 +36,8 @@ def without_weights() -> Iterator[None]:
     they were before.
     """
     state = global_state.GLOBAL_STATE_TRACKER
-    settings = global_state.GLOBAL_SETTINGS_TRACKER
+    # Until 3.15 settings were kept apart.
+    settings = getattr(global_state, "GLOBAL_SETTINGS_TRACKER", None)
     kept = {name: _copy(value) for name, value in vars(state).items()}
     python, numpy = random.getstate(), np.random.get_state()
     # Made in here it would have no value.
@@ -53,7 +54,8 @@ def without_weights() -> Iterator[None]:
             gc.enable()
         # `keras.backend.clear_session` replaces both.
         global_state.GLOBAL_STATE_TRACKER = state
-        global_state.GLOBAL_SETTINGS_TRACKER = settings
+        if settings is not None:
+            global_state.GLOBAL_SETTINGS_TRACKER = settings
         vars(state).clear()
         vars(state).update(kept)
         if generator is not None:
