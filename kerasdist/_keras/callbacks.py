@@ -16,6 +16,7 @@ from keras.src.callbacks import (
     csv_logger,
     history,
     model_checkpoint,
+    orbax_checkpoint,
     progbar_logger,
     tensorboard,
 )
@@ -32,12 +33,10 @@ from kerasdist._keras.rates import (
     set_base_rate,
 )
 from kerasdist._keras.state import statistics_of
-from kerasdist._keras.step import current
-from kerasdist._keras.training.local import writer_hooks
+from kerasdist._keras.step import current, setting
 
 __all__ = [
     "close_window",
-    "on_chief_only",
     "on_epoch_end",
     "on_train_batch_end",
     "on_train_begin",
@@ -50,24 +49,9 @@ _NEVER_STOP = (
     model_checkpoint.ModelCheckpoint,
     backup_and_restore.BackupAndRestore,
     csv_logger.CSVLogger,
+    orbax_checkpoint.OrbaxCheckpoint,
     tensorboard.TensorBoard,
 )
-
-
-def on_chief_only(
-    original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any
-) -> Any:
-    """Do it on the chief; on other ranks do nothing."""
-    model = self
-    if isinstance(self, keras.callbacks.Callback):
-        # `set_model` comes before there is one.
-        model = self.model if self.model is not None else (args or [None])[0]
-    hooks = writer_hooks(model) if model is not None else None
-    if hooks is not None and hooks.rank > 0:
-        if isinstance(self, keras.callbacks.Callback) and args and args[0] is model:
-            self._model = model
-        return None
-    return original(self, *args, **kwargs)
 
 
 def close_window(
@@ -172,7 +156,8 @@ def on_train_batch_end(
     Costs a collective per batch, and so is done only if there is a callback that
     could stop there. Where batches are dealt out, who stops ends the epoch for all.
     """
-    result = original(self, *args, **kwargs)
+    with setting(after_batch=True):
+        result = original(self, *args, **kwargs)
     model = self.model
     dealing = _dealing(model)
     if dealing is not None:

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import tensorflow as tf
 
+from kerasdist.transport.announcements import Announcements
+
 if TYPE_CHECKING:
     from kerasdist._keras.arrays import ArrayData
     from kerasdist._keras.items import ItemData
@@ -154,6 +156,10 @@ class KerasHooks(Protocol):
 
         A batch that counts as none may have a row all the same, to compute with.
         """
+
+    @property
+    def announcements(self) -> Announcements | None:
+        """What the chief tells the others outside of collectives; None: it can't."""
 
     def any_of(self, flag: bool) -> bool:
         """Whether the flag is set on any worker."""

@@ -32,6 +32,8 @@ _LIST = f"{_CALLBACKS}.callback_list.CallbackList"
 _BACKUP = f"{_CALLBACKS}.backup_and_restore.BackupAndRestore"
 _BOARD = f"{_CALLBACKS}.tensorboard.TensorBoard"
 _CSV = f"{_CALLBACKS}.csv_logger.CSVLogger"
+_ORBAX = f"{_CALLBACKS}.orbax_checkpoint.OrbaxCheckpoint"
+_ARCHIVE = "keras.src.export.saved_model.{BackendSavedModelExportArchive,ExportArchive}"
 _LAYER = "keras.src.layers.layer.Layer"
 _VARIABLE = "keras.src.backend.tensorflow.{core,ops.core}.Variable"
 _NN = "keras.src.backend.tensorflow.{nn,ops.nn}"
@@ -355,17 +357,17 @@ TABLE = (
         "how far training has come is kept with the backup",
         f"{_BACKUP}._save_model(self)",
     ),
+    # They do nothing but write (or remove) files, or post what others would post, too.
     _core(
-        "callbacks.on_chief_only",
-        "the chief writes",
+        "writers.on_chief_only",
+        "the chief writes, outside of the scope",
         f"{_BACKUP}._save_model(self)",
         f"{_BACKUP}.on_train_end(self, ...)",
         f"{_CSV}.on_train_begin(self, ...)",
         f"{_CSV}.on_epoch_end(self, ...)",
         f"{_CSV}.on_train_end(self, ...)",
-        "keras.src.models.model.Model.save(self, ...)",
-        "keras.src.models.model.Model.save_weights(self, ...)",
-        "keras.src.models.model.Model.export(self, ...)",
+        f"{_ORBAX}._save_checkpoint(self, ...)",
+        f"{_CALLBACKS}.remote_monitor.RemoteMonitor.on_epoch_end(self, ...)",
         f"{_BOARD}.set_model(self, model)",
         f"{_BOARD}.on_train_begin(self, ...)",
         f"{_BOARD}.on_train_end(self, ...)",
@@ -377,12 +379,51 @@ TABLE = (
         f"{_BOARD}.on_epoch_begin(self, ...)",
         f"{_BOARD}.on_epoch_end(self, ...)",
     ),
+    # Scripts that import `save_model` before there is a strategy keep Keras's own: that
+    # calls what stands in `saving_lib` and `legacy_h5_format`.
+    _core(
+        "writers.write",
+        "the chief writes, outside of the scope; the others wait until it has",
+        "keras.src.models.model.Model.save(self, filepath, ...)",
+        "keras.src.models.model.Model.save_weights(self, filepath, ...)",
+        "keras.src.models.model.Model.export(self, filepath, ...)",
+        "keras.src.saving.saving_lib.save_model(model, filepath, ...)",
+        "keras.src.saving.saving_lib.save_weights_only(model, filepath, ...)",
+        "keras.src.legacy.saving.legacy_h5_format.save_model_to_hdf5"
+        "(model, filepath, ...)",
+        f"{_ARCHIVE}.write_out(self, filepath, ...)",
+    ),
+    _core(
+        "writers.outside",
+        "may be called on one rank alone: outside of the scope",
+        "keras.src.saving.saving_lib.get_attr_skipset(obj_type)",
+        f"{_ARCHIVE}.__init__(self, ...)",
+        f"{_ARCHIVE}.track(self, ...)",
+        f"{_ARCHIVE}.add_endpoint(self, ...)",
+        f"{_ARCHIVE}.add_variable_collection(self, ...)",
+    ),
+    _core(
+        "writers.finish_background",
+        "the others wait until the chief has written in the background",
+        f"{_ORBAX}.on_train_end(self, ...)",
+        f"{_ORBAX}.wait_until_finished(self)",
+    ),
+    _core(
+        "writers.load",
+        "says why a file that was saved isn't there",
+        "keras.src.models.model.Model.load_weights(self, filepath, ...)",
+        "keras.src.saving.saving_lib.load_model(filepath, ...)",
+        "keras.src.saving.saving_api.load_model(filepath, ...)",
+        "keras.saving.load_model(filepath, ...)",
+        "keras.models.load_model(filepath, ...)",
+    ),
     # They may save in the midst of an epoch, on all ranks after the same batch.
     _core(
         "callbacks.close_window",
         "what saves in the midst of an epoch gets all workers' accumulated gradients",
         f"{_BACKUP}._save_model(self)",
         f"{_CALLBACKS}.model_checkpoint.ModelCheckpoint._save_model(self, ...)",
+        f"{_ORBAX}._save_checkpoint(self, ...)",
     ),
     # The learning rate times a factor.
     _rate(

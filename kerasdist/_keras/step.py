@@ -44,6 +44,8 @@ class Step(threading.local):
             nothing is updated.
         readers: What reads data ahead and must be closed; None outside of `fit`,
             `evaluate` and `predict`.
+        writing: Whether the chief writes a file here, and has announced that.
+        after_batch: Whether callbacks are called where a batch of `fit` has ended.
     """
 
     hooks: KerasHooks | None = None
@@ -66,6 +68,8 @@ class Step(threading.local):
     compiled: bool = False
     building: bool = False
     readers: set[Any] | None = None
+    writing: bool = False
+    after_batch: bool = False
     _summed: tuple[Any, Any] | None = None
 
     @property

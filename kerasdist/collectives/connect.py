@@ -16,6 +16,7 @@ from kerasdist.collectives.hierarchical import HierarchicalCommunicator
 from kerasdist.collectives.ring import RingCommunicator
 from kerasdist.collectives.shared import SharedMemoryCommunicator
 from kerasdist.collectives.single import SingleCommunicator
+from kerasdist.transport.announcements import Announcements
 from kerasdist.transport.base import Aborted
 from kerasdist.transport.deadline import Deadline
 from kerasdist.transport.failures import Supervisor
@@ -84,6 +85,11 @@ class Job:
     def failure(self) -> errors.CollectiveError | None:
         """The job's first failure, or None. Waits for nothing."""
         return self.communicator.failure
+
+    @property
+    def announcements(self) -> Announcements | None:
+        """What the chief tells the others; None for a worker alone, and with MPI."""
+        return None if self._supervisor is None else self._supervisor.announcements
 
     def await_end(self, rank: int | None = None) -> errors.CollectiveError | None:
         """See `SessionSupervisor.await_end`; a worker alone waits for nothing."""

@@ -11,6 +11,7 @@ client.close()
 from __future__ import annotations
 
 import contextlib
+import json
 import threading
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -30,6 +31,7 @@ from kerasdist.server.questions import Questions
 from kerasdist.server.remote import RemoteTable
 from kerasdist.server.settings import ServerSettings
 from kerasdist.server.watch import Watch
+from kerasdist.transport.announcements import Announcements
 from kerasdist.transport.base import Peer
 from kerasdist.transport.control import to_json
 from kerasdist.transport.failures import decode
@@ -91,6 +93,13 @@ class ServerClient(Questions):
         self._pool: ThreadPoolExecutor | None = None
         self._links: list[Link] = []
         self.communicator: ServerCommunicator
+        self._announcements = Announcements(
+            self.rank,
+            self._send_notice,
+            lambda: self._place,
+            self._chief_is_gone,
+            timeouts.collective,
+        )
 
     # Made by `connect_servers`.
 
@@ -114,6 +123,11 @@ class ServerClient(Questions):
                 len(self._links) - 1, thread_name_prefix="kerasdist-client"
             )
         self.communicator = ServerCommunicator(self, roster.met)
+
+    @property
+    def announcements(self) -> Announcements | None:
+        """What the chief tells the others, through server 0; None for one worker."""
+        return self._announcements if len(self.peers) > 1 else None
 
     @property
     def servers(self) -> int:
@@ -373,6 +387,31 @@ class ServerClient(Questions):
     def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
         self.close(error)
 
+    # Announcements.
+
+    def _send_notice(self, value: dict[str, Any], rank: int | None) -> None:
+        if self._watch is not None:
+            payload = json.dumps({"to": rank, "value": value}).encode()
+            self._watch.post(0, FrameType.NOTICE, payload)
+
+    @property
+    def _place(self) -> int:
+        # Others may ask before this worker has started.
+        communicator = getattr(self, "communicator", None)
+        return 0 if communicator is None else communicator.sequence
+
+    def _chief_is_gone(self) -> str | None:
+        if self._failure is not None:
+            raise fresh(self._failure)
+        if self._closed:
+            return "this worker has left the job"
+        if self.joining:
+            return "this worker hasn't joined the others yet"
+        for event in reversed(self.events):
+            if event.rank == 0:
+                return event.reason if event.kind in ("lost", "finished") else None
+        return None
+
     # What the watch hears.
 
     def _hear(self, key: Hashable, kind: FrameType, payload: bytes) -> None:
@@ -385,6 +424,12 @@ class ServerClient(Questions):
                 self.events.append(event)
                 if self._on_event is not None:
                     self._on_event(event)
+        elif kind is FrameType.NOTICE:
+            notice = to_json(payload)
+            sender, value = notice.get("from"), notice.get("value")
+            if not isinstance(sender, int) or not isinstance(value, dict):
+                raise errors.ProtocolError(f"A notice is damaged: {notice!r:.500}.")
+            self._announcements.hear(sender, value)
         else:
             raise unexpected(kind)
 

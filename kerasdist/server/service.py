@@ -50,6 +50,7 @@ from kerasdist.server.watch import Watch
 from kerasdist.server.wire import SocketChannel
 from kerasdist.transport import background_log
 from kerasdist.transport.connection import Connection
+from kerasdist.transport.control import to_json
 from kerasdist.transport.deadline import Deadline
 from kerasdist.transport.failures import encode
 from kerasdist.transport.framing import FrameType, unexpected
@@ -347,6 +348,10 @@ class ParameterServer:
 
     def _hear(self, key: Hashable, kind: FrameType, payload: bytes) -> None:
         person = self._person(key)
+        if kind is FrameType.NOTICE:
+            if person is not None:
+                self._pass_on(person, payload)
+            return
         if kind is not FrameType.GOODBYE:
             raise unexpected(kind)
         if person is not None:
@@ -362,6 +367,17 @@ class ParameterServer:
             others_go_on=self._settings.mode == "async" and not self.desk.crew.over,
         )
         return FrameType.FAILURE, encode(lost)
+
+    def _pass_on(self, sender: Person, payload: bytes) -> None:
+        """Send a worker's notice to another one, or to all others."""
+        notice = to_json(payload)
+        to = notice.get("to")
+        value = {"from": sender.rank, "value": notice.get("value")}
+        for person in self.desk.crew.people:
+            meant = person.rank == to if to is not None else person is not sender
+            if person.state == "live" and meant:
+                key = person.rank, person.incarnation
+                self._watch.post(key, FrameType.NOTICE, json.dumps(value).encode())
 
     def _person(self, key: Hashable) -> Person | None:
         if not isinstance(key, tuple):

@@ -6,7 +6,8 @@
     2. c -> s   GOODBYE   I leave; my script ended well, or with this error
     3. s -> c   EVENT     a worker was lost, has joined, has finished
     4. s -> c   FAILURE   the job's failure
-    5. a connection that ends, or is silent for `heartbeat` seconds: the other side is
+    5. c -> s   NOTICE    an announcement, which the server passes on to other workers
+    6. a connection that ends, or is silent for `heartbeat` seconds: the other side is
        lost, and is told so, if it can still hear it
 
 One thread watches all connections of a process. Requests go through other connections,

@@ -9,6 +9,7 @@ import weakref
 from typing import Protocol
 
 from kerasdist.collectives import Communicator
+from kerasdist.transport.announcements import Announcements
 from kerasdist.transport.final_error import hand_over_final_error
 
 __all__ = ["StrategyJob", "forget", "leave_at_exit"]
@@ -24,6 +25,10 @@ class StrategyJob(Protocol):
     @property
     def replicas(self) -> tuple[int, ...]:
         """Each worker's number of replicas, by rank."""
+
+    @property
+    def announcements(self) -> Announcements | None:
+        """What the chief tells the others outside of collectives; None: it can't."""
 
     def close(self, error: BaseException | None = None) -> None:
         """Leave the job; say to the others what ended this worker's script."""

@@ -33,6 +33,7 @@ from kerasdist.strategies.same_batches import CHECKSUM, SameBatches
 from kerasdist.strategies.shared_items import share_items
 from kerasdist.strategies.start_line import Given, describe
 from kerasdist.strategies.step_clock import StepClock
+from kerasdist.transport.announcements import Announcements
 
 if TYPE_CHECKING:
     from kerasdist.strategies.extended import SynchronousExtended
@@ -203,6 +204,11 @@ class SynchronousHooks:
         """See `KerasHooks.order_of_epochs`."""
         seed = self._seed()
         return lambda length, epoch: epoch_order(length, 1, True, seed, epoch)
+
+    @property
+    def announcements(self) -> Announcements | None:
+        """See `KerasHooks.announcements`."""
+        return self._extended.job.announcements
 
     def any_of(self, flag: bool) -> bool:
         """See `KerasHooks.any_of`."""

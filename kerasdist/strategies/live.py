@@ -29,6 +29,7 @@ from kerasdist.collectives.parts import Parts
 from kerasdist.collectives.single import SingleCommunicator
 from kerasdist.errors import CollectiveError
 from kerasdist.server import ServerClient
+from kerasdist.transport.announcements import Announcements
 from kerasdist.transport.deadline import Deadline
 from kerasdist.transport.framing import Call
 from kerasdist.transport.spans import Recorder
@@ -209,6 +210,11 @@ class LiveJob:
         if len(every) == 1:
             return every * self.live.size
         return tuple(every[rank] for rank in self.live.ranks)
+
+    @property
+    def announcements(self) -> Announcements | None:
+        """See `StrategyJob.announcements`."""
+        return self.client.announcements
 
     def close(self, error: BaseException | None = None) -> None:
         """See `StrategyJob.close`."""

@@ -110,6 +110,11 @@ class RemoteDevices:
         """See `StrategyJob`."""
         return self.job.communicator
 
+    @property
+    def announcements(self) -> None:
+        """See `StrategyJob`; the others don't run the script."""
+        return None
+
     def failure(self, error: BaseException) -> errors.CollectiveError | None:
         """The lost worker that made TensorFlow raise an error; None if it's another's.
 

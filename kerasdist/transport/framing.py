@@ -90,6 +90,7 @@ class FrameType(enum.IntEnum):
     REQUEST = 11
     REPLY = 12
     EVENT = 13
+    NOTICE = 14
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

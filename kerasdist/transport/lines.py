@@ -48,12 +48,17 @@ class Lines:
         return any(line.open for line in self._lines.values())
 
     def post(
-        self, kind: FrameType, payload: bytes, call: Call, skip: int | None = None
+        self,
+        kind: FrameType,
+        payload: bytes,
+        call: Call,
+        skip: int | None = None,
+        only: int | None = None,
     ) -> None:
-        """Let a frame go out on all that are open, but to one rank."""
+        """Let a frame go out on all that are open, but to one rank, or only to one."""
         with self._lock:
             for rank, line in self._lines.items():
-                if rank != skip and line.open:
+                if rank != skip and only in (None, rank) and line.open:
                     line.post(kind, payload, call)
         self.nudge()
 

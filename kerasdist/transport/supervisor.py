@@ -11,7 +11,8 @@
                saw or was told of. A suspicion counts only if nothing better has
                come `_VERDICT_SECONDS` later.
     5. C -> W  FAILURE  the job's first failure, for everybody, the reporter too
-    6. a connection that ends without GOODBYE, or is silent for `heartbeat`
+    6. both ways  NOTICE   an announcement, see `announcements`
+    7. a connection that ends without GOODBYE, or is silent for `heartbeat`
        seconds: C (or, of C itself, every W) holds that the other side is lost, and
        tells it so (5. or 3.), since it may be frozen and wake up later
 
@@ -19,7 +20,7 @@ So the chief decides, and all ranks that it can reach raise the same error: with
 this a dead worker would be blamed on its neighbours, whose connections close as they
 give up. A rank that the chief can't reach (a network that lets packets through in one
 direction only) names the chief, and is named by the others.
-A suspicion is a broken data connection: the other side has died (6. is on its
+A suspicion is a broken data connection: the other side has died (7. is on its
 way), or has given up over a third rank (3. is on its way), or has left (2.).
 One thread per session does all of it; other threads only leave messages. It never
 calls into TensorFlow, so a long step can't stop it.
@@ -27,14 +28,17 @@ calls into TensorFlow, so a long step can't stop it.
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from kerasdist import errors
 from kerasdist.transport import background_log
+from kerasdist.transport.announcements import Announcements
 from kerasdist.transport.base import Peer
 from kerasdist.transport.connection import Connection
 from kerasdist.transport.control import from_places, to_json, to_places
@@ -63,6 +67,9 @@ class SessionSupervisor:
         on_failure: Called once, from the supervisor's thread or a reporter's,
             with the job's first failure: ends the waits of this rank.
         reporter: Tells the launcher of the failure, before this rank can end of it.
+
+    Attributes:
+        announcements: What the chief tells the others outside of collectives.
     """
 
     def __init__(
@@ -91,6 +98,13 @@ class SessionSupervisor:
         self._places: dict[int, int] = {}
         self._ending = False
         self._lines = Lines(controls, self._changed)
+        self.announcements = Announcements(
+            rank,
+            self._send_notice,
+            lambda: self.call.sequence,
+            self._chief_is_gone,
+            timeouts.collective,
+        )
         self._thread = threading.Thread(
             target=self._run, name=f"kerasdist-supervisor rank {rank}", daemon=True
         )
@@ -158,6 +172,21 @@ class SessionSupervisor:
                 )
             )
             return None if rank in self._finished else self._failure
+
+    def _send_notice(self, value: dict[str, Any], rank: int | None) -> None:
+        payload = json.dumps(value).encode()
+        self._lines.post(FrameType.NOTICE, payload, self.call, only=rank)
+
+    def _chief_is_gone(self) -> str | None:
+        """Why the chief announces nothing any more; None: it may."""
+        with self._changed:
+            if self._failure is not None:
+                raise copy.copy(self._failure)  # see `collectives.explain.fresh`
+            if self._ending:
+                return "this worker has left the job"
+            return (
+                "it has left the job" if 0 in self._finished else self._departed.get(0)
+            )
 
     def close(self, error: BaseException | None = None) -> None:
         """Say goodbye and end the thread and the connections. Can be called twice.
@@ -365,6 +394,8 @@ class SessionSupervisor:
             self._fail(error)
         elif kind is FrameType.GOODBYE:
             self._note_goodbye(rank, payload)
+        elif kind is FrameType.NOTICE:
+            self.announcements.hear(rank, to_json(payload))
         else:
             raise unexpected(kind)
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from kerasdist._keras.hooks import KerasHooks, hooks_of
+from kerasdist._keras.hooks import KerasHooks, current_hooks, hooks_of
 from kerasdist._keras.step import current, setting
 
 __all__ = [
@@ -117,21 +117,30 @@ def check_not_local(trainer: Any) -> None:
         )
 
 
-def writer_hooks(model: Any) -> KerasHooks | None:
-    """The hooks of the strategy whose chief writes a model's files; None: each writes.
+def writer_hooks(saved: Any) -> KerasHooks | None:
+    """The hooks of the strategy whose chief writes files; None: each rank writes.
 
-    Of a model that was made outside of the scope all ranks would write the same file.
-    They may if their trainings are said to be local.
+    Of what was made outside of the scope all ranks would write the same file. They may
+    if their trainings are said to be local.
+
+    Args:
+        saved: A model, a layer or an archive: what has a strategy of its own, or the
+            one that its variables have, or none.
     """
-    hooks = hooks_of(model.distribute_strategy)
-    if hooks is not None or _LOCAL in vars(model):
+    hooks = hooks_of(getattr(saved, "distribute_strategy", None))
+    if hooks is not None or _LOCAL in vars(saved):
         return hooks
-    return _beside(model)
+    with contextlib.suppress(AttributeError, IndexError, TypeError, ValueError):
+        variable = saved.variables[0]
+        variable = getattr(variable, "value", variable)
+        hooks = hooks_of(getattr(variable, "distribute_strategy", None))
+    return hooks or current_hooks() or _beside(saved)
 
 
 def _beside(trainer: Any) -> KerasHooks | None:
     """The hooks of a strategy of several workers beside a model without a strategy."""
-    if trainer._distribute_strategy is not None or tf.distribute.has_strategy():
+    own = getattr(trainer, "_distribute_strategy", None)
+    if own is not None or tf.distribute.has_strategy():
         return None
     found: Any = (hooks for hooks in _in_use if hooks.workers > 1)
     return next(found, None)

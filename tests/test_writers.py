@@ -1,0 +1,376 @@
+"""The chief writes; the others return when it has written, and wait for nothing else.
+
+A rank that waited in vain would wait for `timeout`: 60 s in these jobs, which is more
+than the tests have.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+
+import pytest
+
+from workers import Workers
+
+pytestmark = pytest.mark.timeout(170)
+
+SCRIPT = """
+import json, os, sys, tempfile, time
+import keras
+from keras.models import load_model, save_model  # before there is a strategy
+import numpy as np
+import tensorflow as tf
+import kerasdist
+
+MODE = os.environ.get("MODE", "ring")
+os.chdir(os.environ["FOLDER"])
+if MODE == "ring":
+    strategy = kerasdist.RingStrategy(timeout=60)
+else:
+    strategy = kerasdist.ParameterServerStrategy(MODE, timeout=60)
+rank = strategy.rank
+x = np.random.default_rng(0).normal(size=(64, 4)).astype("float32")
+y = (x.sum(1) > 0).astype("int64")
+keras.utils.set_random_seed(3)
+
+def build(units=8):
+    with strategy.scope():
+        m = keras.Sequential([
+            keras.Input((4,)), keras.layers.Dense(units), keras.layers.Dense(2)])
+        m.compile(
+            keras.optimizers.SGD(0.1, momentum=0.9),
+            keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    return m
+
+def fit(m, callbacks=(), **more):
+    return m.fit(x, y, batch_size=16, callbacks=list(callbacks), **{
+        "epochs": 2, "verbose": 0, **more})
+
+def total(m):
+    return float(sum(np.abs(w).sum() for w in m.get_weights()))
+
+report = {}
+
+def error_of(call):
+    try:
+        call()
+    except Exception as error:
+        return [type(error).__name__, str(error)]
+    return None
+
+def result(value):
+    sys.stdout.write("\\nRESULT " + json.dumps(value) + "\\n")
+    sys.stdout.flush()
+"""
+
+
+def run(body, folder, size=2, mode="ring", **more):
+    servers = 0 if mode == "ring" else 1
+    env = {"FOLDER": str(folder), "MODE": mode}
+    with Workers(
+        SCRIPT + body, size, env=env, deadline=140, servers=servers, **more
+    ) as job:
+        finished = job.succeed()[:size]
+    return [each.result for each in finished], [each.output for each in finished]
+
+
+# All that holds in each mode, one after the other in one job.
+LOADED = """
+m = build(units=20_000)
+fit(m, epochs=1)
+found = []
+weights = total(m)
+m.save("a.keras")
+found.append(total(load_model("a.keras")))
+m.save_weights("a.weights.h5")
+m.load_weights("a.weights.h5")
+keras.saving.save_model(m, "b.keras")
+found.append(total(keras.saving.load_model("b.keras")))
+save_model(m, "c.h5")
+found.append(total(load_model("c.h5")))
+keras.saving.save_weights(m, "b.weights.h5")
+keras.saving.load_weights(m, "b.weights.h5")
+m.export("served", verbose=False)
+served = tf.saved_model.load("served")
+archive = keras.export.ExportArchive()
+archive.track(m)
+archive.add_endpoint(
+    "serve", m.call, [keras.InputSpec(shape=(None, 4), dtype="float32")])
+archive.write_out("archive", verbose=False)
+archived = tf.saved_model.load("archive")
+for number in range(3):  # the same file again and again
+    m.save("again.keras")
+    load_model("again.keras")
+    fit(m, epochs=1)
+part = keras.Model(m.inputs, m.layers[0].output)
+part.save("part.keras")
+found.append(total(load_model("part.keras")) > 0)
+own = f"{rank}.weights.h5"
+part.save_weights(own)
+plain = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
+plain.save("plain.keras")
+found.append(total(load_model("plain.keras")) > 0)
+space = keras.utils.FeatureSpace({"a": keras.utils.FeatureSpace.float()})
+space.save("space.keras")
+found.append(load_model("space.keras").get_config()["features"] is not None)
+report["loaded"] = [
+    weights, found, served.serve(x).shape[1], archived.serve(x).shape[1]]
+"""
+
+ANYBODY = """
+m = build()
+fit(m, epochs=1)
+if strategy.is_chief:
+    m.save("chief.keras")
+    keras.saving.save_model(m, "chief2.keras")
+fit(m, epochs=1)
+if rank == 1:
+    m.save("other.keras")  # nobody writes that
+fit(m, epochs=1)
+m.save(f"{rank}.keras")  # each rank another one
+fit(m, epochs=1)
+mine = tempfile.mkdtemp(dir=".")  # another one on each rank
+m.save(mine + "/m.keras")
+m.export(mine + "/served", verbose=False)
+temporary = total(load_model(mine + "/m.keras")) > 0
+temporary = temporary and tf.saved_model.load(mine + "/served") is not None
+m.save("all.keras")
+report["anybody"] = [
+    temporary,
+    total(m) == total(load_model("all.keras")),
+    sorted(name for name in os.listdir(".") if name[0] in "01co"),
+    error_of(lambda: keras.models.load_model("other.keras"))]
+"""
+
+SCOPED = """
+class Writer(keras.callbacks.Callback):
+    def on_epoch_end(self, epoch, logs=None):
+        if strategy.is_chief:
+            self.model.save("scoped/by_the_chief.keras")
+
+os.makedirs("scoped", exist_ok=True)
+with strategy.scope():
+    m = build()
+    fit(m, [
+        keras.callbacks.ModelCheckpoint("scoped/{epoch}.keras"),
+        keras.callbacks.ModelCheckpoint(
+            "scoped/steps.weights.h5", save_weights_only=True, save_freq=3),
+        keras.callbacks.BackupAndRestore("scoped/backup", delete_checkpoint=False),
+        keras.callbacks.TensorBoard("scoped/board", histogram_freq=1),
+        keras.callbacks.CSVLogger("scoped/log.csv"),
+        Writer(),
+    ], validation_data=(x, y))
+    if strategy.is_chief:
+        m.export("scoped/by_the_chief", verbose=False)
+        archive = keras.export.ExportArchive()
+        archive.track(m)
+        archive.add_endpoint(
+            "serve", m.call, [keras.InputSpec(shape=(None, 4), dtype="float32")])
+        archive.write_out("scoped/archive", verbose=False)
+        m.save("scoped/alone.keras")
+    m.save("scoped/all.keras")
+    again = keras.models.load_model("scoped/all.keras")
+    fit(again)
+again.save("scoped/again.keras")
+report["scoped"] = [
+    total(again) == total(load_model("scoped/again.keras")),
+    sorted(os.listdir("scoped"))]
+result(report)
+"""
+
+
+@pytest.fixture(scope="module", params=["ring", "sync", "async"])
+def job(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp(request.param)
+    return run(LOADED + ANYBODY + SCOPED, folder, mode=request.param)
+
+
+def test_what_is_saved_can_be_loaded_in_the_next_line(job):
+    """Other ranks found no file, or half of one: they came before the chief.
+
+    By whatever name it is saved; the model is large, so that saving takes a while. A
+    submodel that is made outside of the scope was written by all ranks at once, and so
+    was anything else that is no strategy's, as keras.io's `FeatureSpace`.
+    """
+    (first, second), _ = job
+    assert first["loaded"] == second["loaded"]
+    weights, found, *served = first["loaded"]
+    assert found == [weights] * 3 + [True] * 3
+    assert served == [2, 2]
+
+
+def test_it_does_not_matter_who_saves(job):
+    """A barrier in `save` would hang here, or meet what the others do next."""
+    (first, second), outputs = job
+    temporary, right, files, _ = first["anybody"]
+    assert (temporary, right) == (True, True)
+    # What the chief has written.
+    assert files == [
+        "0.keras",
+        "0.weights.h5",
+        "c.h5",
+        "chief.keras",
+        "chief2.keras",
+    ]
+    temporary, right, _, (kind, text) = second["anybody"]
+    assert (temporary, right) == (True, True)
+    assert kind == "ValueError"
+    assert "Rank 1 was asked to write a file, which only the chief does" in text
+    assert outputs[1].count("kerasdist: Rank 1 was asked to write a file") == 1
+
+
+def test_the_chief_writes_in_the_scope(job):
+    """Saving makes variables, and in the scope these were collectives of the chief's.
+
+    keras.io's guide to distributed training calls `fit` in the scope, with a
+    `ModelCheckpoint`.
+    """
+    (first, second), _ = job
+    assert first["scoped"] == second["scoped"]
+    right, files = first["scoped"]
+    assert right
+    assert files == sorted(
+        [
+            "1.keras",
+            "2.keras",
+            "again.keras",
+            "all.keras",
+            "alone.keras",
+            "archive",
+            "backup",
+            "board",
+            "by_the_chief",
+            "by_the_chief.keras",
+            "log.csv",
+            "steps.weights.h5",
+        ]
+    )
+
+
+def test_only_one_rank_saves_at_the_end_of_the_script(tmp_path):
+    body = """
+m = build()
+fit(m, epochs=1)
+result(total(m))
+if rank == int(os.environ["WHO"]):
+    m.save("last.keras")
+"""
+    for who in ("0", "1"):
+        env = {"FOLDER": str(tmp_path), "WHO": who}
+        with Workers(SCRIPT + body, 2, env=env, deadline=60) as job:
+            finished = job.succeed()
+        assert ("can't write it any more" in finished[1].output) == (who == "1")
+        assert os.listdir(tmp_path) == (["last.keras"])
+
+
+def test_all_get_the_error_of_the_chief(tmp_path):
+    """The others would have gone on, to wait in the next collective."""
+    body = """
+class Odd(Exception):
+    def __init__(self, one, two):
+        super().__init__(one, two)
+
+class Broken(keras.layers.Layer):
+    def get_config(self):
+        raise Odd("no", "config")
+
+m = build()
+os.makedirs("folder.keras", exist_ok=True)
+found = [
+    error_of(lambda: m.save("folder.keras")),
+    error_of(lambda: m.save_weights("there/is/none.weights.h5")),
+    error_of(lambda: m.save("odd.ending")),
+]
+with strategy.scope():
+    broken = keras.Sequential([keras.Input((4,)), Broken(), keras.layers.Dense(1)])
+found.append(error_of(lambda: broken.save("broken.keras")))
+m.save("whole.keras")
+load_model("whole.keras")
+strategy.communicator.barrier()
+result(found)
+"""
+    (first, second), _ = run(body, tmp_path)
+    assert [kind for kind, _ in first] == [
+        "IsADirectoryError",
+        "FileNotFoundError",
+        "ValueError",
+        "Odd",
+    ]
+    kinds = [kind for kind, _ in second]
+    assert kinds == [*[kind for kind, _ in first[:3]], "RuntimeError"]
+    assert all("(the chief, rank 0, was writing " in text for _, text in second)
+    assert second[3][1].startswith("Odd: ('no', 'config')")
+
+
+def test_a_chief_that_dies_while_it_writes_is_lost(tmp_path):
+    body = """
+class Deadly(keras.layers.Layer):
+    def get_config(self):
+        os._exit(3)
+
+with strategy.scope():
+    m = keras.Sequential([keras.Input((4,)), Deadly(), keras.layers.Dense(1)])
+result(error_of(lambda: m.save("m.keras")))
+"""
+    env = {"FOLDER": str(tmp_path)}
+    with Workers(SCRIPT + body, 2, env=env, deadline=100) as job:
+        _, second = job.wait()
+    assert second.result[0] == "WorkerLost"
+    assert second.result[1].startswith("Rank 0 (")
+
+
+def test_without_a_shared_file_system_it_is_said(tmp_path):
+    """Each rank has a folder of its own, as on hosts that share none."""
+    body = """
+m = build()
+os.makedirs(str(rank))
+os.chdir(str(rank))
+if rank == 1:
+    with open("old.keras", "w") as file:
+        file.write("of an earlier run")
+    os.utime("old.keras", (1, 1))
+m.save("old.keras")
+m.save("new.keras")
+m.save("given.keras")
+strategy.communicator.barrier()
+if rank == 1:  # brings it by itself
+    with open("../0/given.keras", "rb") as theirs, open("given.keras", "wb") as mine:
+        mine.write(theirs.read())
+found = [
+    error_of(lambda: keras.models.load_model("old.keras")),
+    error_of(lambda: keras.models.load_model("new.keras")),
+    error_of(lambda: keras.models.load_model("given.keras")),
+]
+result(found)
+"""
+    (first, second), outputs = run(body, tmp_path)
+    assert first == [None] * 3
+    (old, older), (new, absent), given = second
+    assert (old, new, given) == ("ValueError", "ValueError", None)
+    assert "on this host the file is another, older one" in older
+    assert "on this host the file isn't there" in absent
+    assert str(tmp_path / "0" / "new.keras") in absent
+    warnings = [line for line in outputs[1].splitlines() if "kerasdist: The" in line]
+    assert len(warnings) == 1
+
+
+def test_a_lost_chief_writes_nothing_and_nobody_waits_for_it(tmp_path):
+    body = """
+m = build()
+fit(m)
+if rank == 0:
+    os._exit(9)
+while not any(event.kind == "lost" for event in strategy.events):
+    time.sleep(0.01)
+m.save("m.keras")
+fit(m)
+result([os.listdir("."), total(m) > 0])
+"""
+    env = {"FOLDER": str(tmp_path), "MODE": "async"}
+    with Workers(SCRIPT + body, 3, env=env, deadline=100, servers=1) as job:
+        finished = job.wait()
+    for rank in (1, 2):
+        assert finished[rank].result == [[], True]
+        assert "the chief can't write it any more" in finished[rank].output
+    assert json.dumps(finished[0].returncode) == "9"
