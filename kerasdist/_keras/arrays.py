@@ -146,6 +146,9 @@ def init_epoch_iterator(
     if hooks is None:
         original(self, distribute_strategy, *args, **kwargs)
         return
+    if "x" in kwargs:
+        # What a strategy has distributed that deals batches out: they are dealt here.
+        kwargs["x"] = getattr(kwargs["x"], "kerasdist_dataset", kwargs["x"])
     epoch_iterator.EpochIterator.__init__(self, *args, **kwargs)
     self._distribute_strategy = distribute_strategy
     adapter = self.data_adapter

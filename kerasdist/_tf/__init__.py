@@ -31,7 +31,7 @@ from tensorflow.python.distribute import (
 )
 from tensorflow.python.distribute.v1 import input_lib as input_lib_v1
 from tensorflow.python.eager import context, def_function, record
-from tensorflow.python.ops import resource_variable_ops
+from tensorflow.python.ops import control_flow_util, resource_variable_ops
 from tensorflow.python.trackable import base as trackable
 
 __all__ = [
@@ -50,6 +50,7 @@ __all__ = [
     "function_graph",
     "host_of",
     "in_use",
+    "in_xla",
     "initial_tensor",
     "input_context",
     "input_fn_iterator",
@@ -78,6 +79,13 @@ DistributedValues = values.DistributedValues
 def executing_eagerly() -> bool:
     """Whether operations run now instead of being put into a graph."""
     return bool(context.executing_eagerly())
+
+
+def in_xla() -> bool:
+    """Whether operations are being put into a function that XLA compiles."""
+    return bool(
+        control_flow_util.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph())
+    )
 
 
 def is_recording() -> bool:

@@ -90,6 +90,9 @@ class AsyncHooks(SynchronousHooks):
         extended = self._extended
         values = [getattr(variable, "value", variable) for variable in variables]
 
+        if not self._have_values(values):
+            return
+
         def prepare(_: Any) -> None:
             extended.shared.table_of(values, touched)
 
@@ -106,6 +109,9 @@ class AsyncHooks(SynchronousHooks):
         if extended.excluding:
             return
         values = [getattr(variable, "value", variable) for variable in variables]
+        if not self._have_values(values):
+            extended.ops.call(_too_early, [], [tf.int32], [tf.TensorShape([])])
+            return
         window = getattr(optimizer, "gradient_accumulation_steps", None)
         steps = own_steps(optimizer) if window else None
         known = [indices for indices in touched if indices is not None]
@@ -129,6 +135,18 @@ class AsyncHooks(SynchronousHooks):
         else:
             replica = tf.distribute.get_replica_context()
             replica.merge_call(merge, args=tuple(known))
+
+    def _have_values(self, variables: Sequence[Any]) -> bool:
+        """Whether variables have values: not in the trace of what creates them.
+
+        TensorFlow throws that trace away, gives them their values, and traces again.
+        """
+        if _tf.executing_eagerly():
+            return True
+        strategy = self._extended._container_strategy()
+        copies = [strategy.experimental_local_results(v)[0] for v in variables]
+        with tf.init_scope():
+            return all(bool(copy.is_initialized()) for copy in copies)
 
     def replica(self) -> int:
         """See `KerasHooks.replica`: each worker has streams of its own."""
@@ -358,6 +376,14 @@ class AsyncHooks(SynchronousHooks):
             except (WorkersChanged, tf.errors.OpError):
                 if not live.changed:
                     raise
+
+
+def _too_early() -> list[Any]:
+    raise RuntimeError(
+        "A step ran in the function that creates its variables: their changes would be "
+        "this worker's alone. Build the model and the optimizer before the first step: "
+        "`model.build(...)`, `optimizer.build(model.trainable_variables)`."
+    )
 
 
 def _numbers(logs: Any) -> dict[str, float | None]:

@@ -132,4 +132,4 @@ class AsyncExtended(SynchronousExtended):
     def _experimental_distribute_dataset(self, dataset: Any, options: Any) -> Any:
         if self._evaluating:
             return super()._experimental_distribute_dataset(dataset, options)
-        return DealtLoop(self.keras_hooks.deal_dataset(dataset, None))
+        return DealtLoop(self.keras_hooks.deal_dataset(dataset, None), dataset)

@@ -155,12 +155,23 @@ class CollectiveOps:
             tensors: Its arguments.
             dtypes: Of its results.
             shapes: Of its results.
+
+        Raises:
+            ValueError: XLA shall compile it.
         """
         if _tf.executing_eagerly():
             results = function(*[tensor.numpy() for tensor in tensors])
             return [
                 tf.convert_to_tensor(r, d) for r, d in zip(results, dtypes, strict=True)
             ]
+
+        if _tf.in_xla():
+            raise ValueError(
+                "XLA can't compile what communicates with other workers. Received: "
+                "`strategy.run`, or a reduction, inside of "
+                "`tf.function(jit_compile=True)`. Leave out jit_compile=True there; a "
+                "function inside of the step that doesn't communicate may have it."
+            )
 
         def numbered(number: Any, *arrays: Any) -> list[Any]:
             del number

@@ -11,7 +11,9 @@ import tensorflow as tf
 
 from kerasdist import _keras, _tf
 from kerasdist._tf import patches
+from kerasdist.cluster import Cluster
 from kerasdist.collectives import Communicator
+from kerasdist.strategies.cluster_resolver import resolver_of
 from kerasdist.strategies.extended import SynchronousExtended
 from kerasdist.strategies.job import StrategyJob, forget, leave_at_exit
 
@@ -72,6 +74,7 @@ class DataParallelStrategy(tf.distribute.Strategy):
     the job from then on, also if it raises.
 
     Args:
+        place: This task's place among the others, as the settings have it.
         devices: Canonical names of this worker's devices, one replica each.
         job: The connected workers.
         options: What was asked for.
@@ -83,12 +86,14 @@ class DataParallelStrategy(tf.distribute.Strategy):
 
     def __init__(
         self,
+        place: Cluster,
         devices: Sequence[str],
         job: StrategyJob,
         options: Options,
         extended: Callable[..., Any] = SynchronousExtended,
     ) -> None:
         self._job = job
+        self._place = place
         try:
             super().__init__(
                 extended(
@@ -128,6 +133,15 @@ class DataParallelStrategy(tf.distribute.Strategy):
     def is_chief(self) -> bool:
         """Whether this worker writes what is written once for all."""
         return self.rank == 0
+
+    @property
+    def cluster_resolver(self) -> Any:
+        """The tasks of the job: `task_type`, `task_id`, `cluster_spec()`.
+
+        A `tf.distribute.cluster_resolver.ClusterResolver`, as scripts ask it of
+        `MultiWorkerMirroredStrategy` to find out who they are.
+        """
+        return resolver_of(self._place, self.rank, self.size)
 
     @property
     def communicator(self) -> Communicator:

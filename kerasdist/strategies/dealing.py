@@ -249,11 +249,16 @@ class DealtLoop:
     """What a custom loop iterates over; the workers meet at the end of each pass.
 
     Args:
-        dealt: The dataset.
+        dealt: What deals out its batches.
+        dataset: The dataset.
+
+    Attributes:
+        kerasdist_dataset: The dataset: tells the Keras seam what `fit` is given.
     """
 
-    def __init__(self, dealt: Dealt) -> None:
+    def __init__(self, dealt: Dealt, dataset: Any) -> None:
         self._dealt = dealt
+        self.kerasdist_dataset = dataset
 
     @property
     def element_spec(self) -> Any:

@@ -134,7 +134,16 @@ class SynchronousExtended(SharingExtended):
             mine = _tf.initial_tensor(value, kwargs.get("dtype"))
             return self.ops.broadcast(mine)
 
-        return from_chief
+        def now() -> Any:
+            # In a function that creates variables: else their initial values couldn't
+            # be taken out of its graph, and its first step would run before they exist.
+            inside = (AttributeError, NotImplementedError, TypeError, ValueError)
+            with contextlib.suppress(*inside), tf.init_scope():
+                if _tf.executing_eagerly():
+                    return from_chief()
+            return from_chief()  # it's made of tensors inside of the function
+
+        return from_chief if _tf.executing_eagerly() else now
 
     def adopt(self, keras_variable: Any, variable: Any) -> Any:
         """Put a distributed variable around one of this process; return it.

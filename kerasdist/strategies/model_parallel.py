@@ -13,6 +13,7 @@ from kerasdist.placement.patterns import Patterns
 from kerasdist.placement.plan import Plan
 from kerasdist.placement.schedule import Pipeline
 from kerasdist.strategies.auto_placement import AutoPlacer
+from kerasdist.strategies.cluster_resolver import resolver_of
 from kerasdist.strategies.devices import known_devices, resolve_devices
 from kerasdist.strategies.micro_batches import check_micro_batches
 from kerasdist.strategies.placed import PlacedExtended, install_hooks
@@ -131,6 +132,7 @@ class ModelParallelStrategy(tf.distribute.Strategy):
             )
         timeouts = Timeouts(startup=startup_timeout, heartbeat=heartbeat_timeout)
         place = resolve(cluster)
+        self._place = place
         self._remote = None if place.size == 1 else come_together(place, timeouts)
         try:
             placer: Placer
@@ -162,6 +164,14 @@ class ModelParallelStrategy(tf.distribute.Strategy):
         """
         if self._remote is not None:
             self._remote.close()
+
+    @property
+    def cluster_resolver(self) -> Any:
+        """The tasks of the job: `task_type`, `task_id`, `cluster_spec()`.
+
+        Scripts ask it of `MultiWorkerMirroredStrategy`. Only the chief comes here.
+        """
+        return resolver_of(self._place, 0, self._place.size)
 
     @property
     def plan(self) -> Plan | None:

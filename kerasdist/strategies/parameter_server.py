@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import logging
 import os
 import sys
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
 from kerasdist.cluster import Cluster, resolve
+from kerasdist.errors import ClusterError, ServerLost, StartupError
 from kerasdist.server import Event, ServerClient, ServerSettings, connect_servers
 from kerasdist.server.client import TRANSPORTS
 from kerasdist.server.process import run_server
@@ -23,6 +27,9 @@ from kerasdist.transport import Timeouts, background_log
 from kerasdist.transport.report import Reporter
 
 __all__ = ["ParameterServerStrategy"]
+
+# Seconds for which servers that have served a strategy of this process are waited for.
+_AGAIN_SECONDS = 20.0
 
 
 class ParameterServerStrategy(DataParallelStrategy):
@@ -44,7 +51,7 @@ class ParameterServerStrategy(DataParallelStrategy):
     code 0, or with the exception that has ended the job. Without cluster settings the
     server lives in the worker's process.
 
-    A job's servers serve one strategy: create one per script.
+    A job's servers serve one strategy, and end with it: create one per script.
 
     Args:
         mode: "sync": the servers sum the gradients of all workers in each step, and
@@ -89,8 +96,9 @@ class ParameterServerStrategy(DataParallelStrategy):
         restart_timeout: Seconds that workers wait for a lost server to come back.
 
     Raises:
-        ClusterError: The settings are wrong, or there are several workers and no
-            server (`AddressInUseError`: this server's port is taken).
+        ClusterError: The settings are wrong, there are several workers and no
+            server, or the servers serve another strategy of this script
+            (`AddressInUseError`: this server's port is taken).
         StartupError: Tasks didn't come, or were given other arguments; they are
             named, with the reasons.
         AuthenticationError: Another job, or one with another secret, is at a
@@ -163,14 +171,26 @@ class ParameterServerStrategy(DataParallelStrategy):
             _serve(place, settings, timeouts)
         names = check_devices(devices)
         self._events: list[Event] = []
-        job = _connect(
-            place, settings, timeouts, transport, len(names), _Notes(self._events)
-        )
+        before = _Before(place)
+        with before.explaining():
+            job = _connect(
+                place,
+                settings,
+                before.limited(timeouts),
+                transport,
+                len(names),
+                _Notes(self._events),
+            )
+        before.note(job)
         # A worker that nobody shares with trains as one process does.
         shares = mode == "async" and (place.size > 1 or snapshot_dir is not None)
         self._client = job
         super().__init__(
-            names, job, options, AsyncExtended if shares else SynchronousExtended
+            place,
+            names,
+            job,
+            options,
+            AsyncExtended if shares else SynchronousExtended,
         )
 
     @property
@@ -228,6 +248,59 @@ def _connect(
         on_failure=reporter.failed,
         gate=settings.mode == "async",
     )
+
+
+# The newest worker's connection of this process to the servers at these addresses.
+_served: dict[tuple[str, ...], weakref.ref[ServerClient]] = {}
+
+
+class _Before:
+    """An earlier strategy of this process that the same servers have served.
+
+    Args:
+        place: This task's place among the others.
+
+    Raises:
+        ClusterError: There is one, and it isn't closed.
+    """
+
+    def __init__(self, place: Cluster) -> None:
+        self._servers = place.servers
+        self._ended = place.servers in _served
+        client = _served[place.servers]() if self._ended else None
+        if client is not None and not client.closed:
+            raise self._error("is open")
+
+    def limited(self, timeouts: Timeouts) -> Timeouts:
+        """Servers that have ended are waited for, but not long: perhaps new ones."""
+        if not self._ended:
+            return timeouts
+        startup = min(timeouts.startup, _AGAIN_SECONDS)
+        return dataclasses.replace(timeouts, startup=startup)
+
+    @contextlib.contextmanager
+    def explaining(self) -> Iterator[None]:
+        """Say why nobody answers any more."""
+        try:
+            yield
+        except (StartupError, ServerLost) as error:
+            if self._ended:
+                raise self._error("was closed, so they have ended") from error
+            raise
+
+    def note(self, client: ServerClient) -> None:
+        """A strategy has been connected."""
+        if self._servers:
+            _served[self._servers] = weakref.ref(client)
+
+    def _error(self, state: str) -> ClusterError:
+        return ClusterError(
+            "A job's servers serve one strategy, and end with it. Received: another "
+            f"ParameterServerStrategy with the servers {list(self._servers)}; the "
+            f"one that this script created before {state}. Create one, and let all "
+            "models be created in its scope, also one after the other; for another "
+            "`mode` start another job."
+        )
 
 
 class _Notes:

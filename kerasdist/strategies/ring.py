@@ -189,9 +189,10 @@ class RingStrategy(DataParallelStrategy):
             job.close(error)
             raise
         if placer is None:
-            super().__init__(names, job, options)
+            super().__init__(place, names, job, options)
             return
         super().__init__(
+            place,
             names,
             job,
             options,

@@ -1,0 +1,46 @@
+"""`strategy.cluster_resolver`: a job's tasks as `tf.distribute` describes them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tensorflow as tf
+
+from kerasdist.cluster import Cluster
+
+__all__ = ["resolver_of"]
+
+
+def resolver_of(place: Cluster, rank: int, size: int) -> Any:
+    """A `tf.distribute.cluster_resolver.ClusterResolver` of this task.
+
+    Its `task_type`, `task_id` and `cluster_spec()` are those of the job, whatever has
+    told them: `TF_CONFIG`, Slurm, `kerasdist run`, an argument. Without addresses, as
+    of one worker or of MPI's processes, the cluster is empty, and tasks are "worker" 0
+    to size - 1.
+
+    Args:
+        place: This task's place among the others.
+        rank: This worker's rank, also where `place` doesn't know of others.
+        size: Number of workers.
+    """
+    jobs: dict[str, list[str]] = {}
+    task_type, task_id = place.task_type, place.task_index
+    if place.workers:
+        has_chief = task_type == "chief" or (task_type == "worker" and rank != task_id)
+        workers = list(place.workers)
+        if has_chief:
+            jobs["chief"] = [workers.pop(0)]
+        if workers:
+            jobs["worker"] = workers
+    elif size > 1:
+        task_type, task_id = "worker", rank
+    if place.servers:
+        jobs["ps"] = list(place.servers)
+    gpus = len(tf.config.list_logical_devices("GPU"))
+    return tf.distribute.cluster_resolver.SimpleClusterResolver(
+        tf.train.ClusterSpec(jobs),
+        task_type=task_type,
+        task_id=task_id,
+        num_accelerators={"GPU": gpus} if gpus else {},
+    )

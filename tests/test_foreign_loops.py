@@ -1,0 +1,140 @@
+"""What scripts written for TensorFlow's own strategies ask of ours."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from kerasdist.cluster import Cluster, resolve
+from kerasdist.strategies.cluster_resolver import resolver_of
+from workers import Workers
+
+WORKERS = ("h:1", "h:2")
+
+
+def resolved(place, rank=0, size=1):
+    resolver = resolver_of(place, rank, size)
+    spec = resolver.cluster_spec().as_dict()
+    return resolver.task_type, resolver.task_id, spec, resolver.master()
+
+
+@pytest.mark.parametrize(
+    "jobs",
+    [
+        {"worker": ["h:1", "h:2"]},
+        {"chief": ["h:1"], "worker": ["h:2"], "ps": ["h:3"]},
+    ],
+)
+def test_the_resolver_has_the_tasks_of_tf_config(jobs):
+    """`strategy.cluster_resolver` was None."""
+    for kind, addresses in jobs.items():
+        if kind == "ps":
+            continue
+        for index in range(len(addresses)):
+            task = {"type": kind, "index": index}
+            place = resolve(json.loads(json.dumps({"cluster": jobs, "task": task})))
+            assert place.rank is not None
+            found = resolved(place, place.rank, place.size)
+            assert found == (kind, index, jobs, "")
+            # What it says is what a strategy can be given.
+            again = resolve(resolver_of(place, place.rank, place.size))
+            assert (again.rank, again.workers) == (place.rank, place.workers)
+
+
+def test_the_resolver_without_addresses():
+    """One worker, processes of `mpirun`, an evaluator."""
+    alone = Cluster(rank=0, size=1)
+    assert resolved(alone) == ("worker", 0, {}, "")
+    assert resolved(alone, 2, 4) == ("worker", 2, {}, "")
+    evaluator = Cluster(rank=0, size=1, task_type="evaluator")
+    assert resolved(evaluator) == ("evaluator", 0, {}, "")
+
+
+START = """
+import json, time
+import keras
+import numpy as np
+import tensorflow as tf
+import kerasdist
+from kerasdist import errors
+
+strategy = STRATEGY
+resolver = strategy.cluster_resolver
+known = [resolver.task_type, resolver.task_id,
+         len(resolver.cluster_spec().as_dict()["worker"])]
+x = np.ones((64, 8), "float32")
+y = np.ones((64, 1), "float32")
+data = tf.data.Dataset.from_tensor_slices((x, y)).batch(16)
+
+def result(value):
+    print("\\nRESULT", json.dumps(value), flush=True)
+
+def error(do):
+    try:
+        do()
+    except Exception as caught:
+        return [type(caught).__name__, str(caught)]
+
+def loop(jit=False, seed=1):
+    keras.utils.set_random_seed(seed)
+    with strategy.scope():
+        model = keras.Sequential([keras.layers.Dense(4), keras.layers.Dense(1)])
+        optimizer = keras.optimizers.SGD(0.01)
+    def step(a, b):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum((model(a) - b) ** 2) / 16
+        weights = model.trainable_variables
+        optimizer.apply_gradients(zip(tape.gradient(loss, weights), weights))
+        return loss
+    @tf.function(jit_compile=jit)
+    def train(a, b):
+        return strategy.run(step, args=(a, b))
+    for a, b in strategy.experimental_distribute_dataset(data):
+        train(a, b)
+    return [float(w.sum()) for w in model.get_weights()]
+"""
+
+
+def test_a_ring():
+    body = """
+result([known, error(lambda: loop(jit=True))])
+"""
+    script = START.replace("STRATEGY", "kerasdist.RingStrategy(timeout=60)") + body
+    with Workers(script, 2, deadline=120) as job:
+        found = [worker.result for worker in job.succeed()]
+    for rank, (known, (kind, text)) in enumerate(found):
+        assert known == ["worker", rank, 2]
+        assert kind == "ValueError"
+        assert "inside of `tf.function(jit_compile=True)`" in text
+
+
+def test_asynchronous_workers():
+    """A loop's model that its first call builds had no values to make a table of.
+
+    `fit` didn't know the datasets that the strategy had distributed. A second strategy
+    was told that a worker had come too late.
+    """
+    body = """
+with strategy.scope():
+    model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+given = strategy.experimental_distribute_dataset(data)
+history = model.fit(given, epochs=3, verbose=0).history["loss"]
+evaluated = model.evaluate(given, verbose=0)
+weights = loop()
+second = error(lambda: kerasdist.ParameterServerStrategy("async"))
+strategy.close()
+result([known, history, evaluated, weights, second])
+"""
+    made = "kerasdist.ParameterServerStrategy('async', timeout=60)"
+    with Workers(START.replace("STRATEGY", made) + body, 2, servers=1) as job:
+        found = [worker.result for worker in job.succeed()[:2]]
+    for rank, (known, history, evaluated, weights, second) in enumerate(found):
+        assert known == ["worker", rank, 2]
+        assert len(history) == 3
+        assert evaluated < history[0]
+        assert weights == found[0][3]
+        assert second[0] == "ClusterError"
+        assert "serve one strategy" in second[1]
+        assert "before is open" in second[1]
