@@ -223,10 +223,11 @@ def _count_all(callbacks: Any, steps: int) -> None:
 def _may_stop(callback: Any) -> bool:
     if isinstance(callback, _NEVER_STOP) or getattr(callback, "never_stops", False):
         return False
+    # Of a `LambdaCallback` they are attributes of the callback itself.
     plain = keras.callbacks.Callback
-    return (
-        type(callback).on_train_batch_end is not plain.on_train_batch_end
-        or type(callback).on_batch_end is not plain.on_batch_end
+    return any(
+        getattr(getattr(callback, name), "__func__", None) is not getattr(plain, name)
+        for name in ("on_train_batch_end", "on_batch_end")
     )
 
 
