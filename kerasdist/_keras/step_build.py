@@ -18,7 +18,6 @@ from typing import Any
 import keras
 import tensorflow as tf
 from keras.src import backend
-from keras.src.backend.tensorflow import trainer as tf_trainer
 
 from kerasdist import _tf
 from kerasdist._keras.hooks import hooks_of
@@ -38,7 +37,7 @@ def can_be_called(trainer: Any) -> bool:
 def has_own_step(trainer: Any) -> bool:
     """Whether the step that is about to be taken is the model's own."""
     name = "test_step" if current.evaluating else "train_step"
-    theirs = getattr(tf_trainer.TensorFlowTrainer, name)
+    theirs = getattr(keras.Model, name)
     return getattr(trainer, name).__func__ is not theirs
 
 

@@ -109,7 +109,7 @@ def several_outputs(scope: Scope) -> Numbers:
         )
 
     target = {"kind": y, "size": x.sum(1, keepdims=True)}
-    return train(
+    numbers = train(
         scope,
         build,
         arrays=(x, target),
@@ -119,6 +119,13 @@ def several_outputs(scope: Scope) -> Numbers:
             "metrics": {"kind": ["accuracy"], "size": ["mae"]},
         },
     )
+    if not keras.__version__.startswith(("3.14.", "3.15.")):
+        # From 3.16 on one process weighs the loss of an output by the batch's rows in
+        # steps that were traced with a known number of them, and by 1 in others, as in
+        # an epoch's short last one: no number to be equal to.
+        parts = ("kind_loss", "size_loss")
+        numbers = {k: v for k, v in numbers.items() if not k.endswith(parts)}
+    return numbers
 
 
 @case
