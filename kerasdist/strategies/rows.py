@@ -114,16 +114,15 @@ def fill_if_empty(batch: Any, rows: Any) -> Any:
     return packed(filled)
 
 
-def take_rows(batch: Any, rows: Any, replica: int, replicas: int) -> Any:
+def take_rows(batch: Any, replica: int, replicas: int) -> Any:
     """Return the part of a global batch that belongs to one replica.
 
     Args:
-        batch: A nest of tensors with a common first dimension.
-        rows: Number of rows of the batch, a scalar int64 tensor.
+        batch: A nest of tensors whose first dimensions count rows.
         replica: The replica's number over all workers.
         replicas: Number of replicas over all workers.
     """
-    return slice_rows(batch, *_bounds(rows, replica, replicas))
+    return _divided(batch, replica, replicas, slice_rows)
 
 
 def part_of_batch(
@@ -136,21 +135,42 @@ def part_of_batch(
 
     Args:
         batch: See `take_rows`.
-        rows: See `take_rows`.
+        rows: Number of rows of the batch, a scalar int64 tensor: its first tensor's.
         replica: See `take_rows`.
         replicas: See `take_rows`.
         whole: Whether `rows` are those of all replicas of the job.
     """
+
+    def take(tensor: Any, start: Any, stop: Any) -> Any:
+        if isinstance(start, int) and start < stop:
+            return slice_rows(tensor, start, stop)
+        start, stop = (tf.convert_to_tensor(x, tf.int64) for x in (start, stop))
+        last = tf.maximum(tf.cast(count_rows(tensor), tf.int64) - 1, 0)
+        first = tf.where(stop > start, start, last)
+        return slice_rows(tensor, first, tf.maximum(stop, first + 1))
+
+    part = _divided(batch, replica, replicas, take)
     total = rows if whole else None
-    start, stop = _bounds(rows, replica, replicas)
     known = tf.get_static_value(rows)
     if known is not None and known >= replicas:
-        return with_facts(slice_rows(batch, start, stop), total)
-    start, stop = (tf.convert_to_tensor(bound, tf.int64) for bound in (start, stop))
-    own = stop - start
-    first = tf.where(own > 0, start, tf.maximum(tf.cast(rows, tf.int64) - 1, 0))
-    part = slice_rows(batch, first, first + tf.maximum(own, 1))
-    return with_facts(part, total, own)
+        return with_facts(part, total)
+    start, stop = _bounds(rows, replica, replicas)
+    return with_facts(part, total, tf.cast(stop - start, tf.int64))
+
+
+def _divided(
+    batch: Any, replica: int, replicas: int, take: Callable[[Any, Any, Any], Any]
+) -> Any:
+    """What is a replica's of each tensor: datasets of two batch sizes may be zipped."""
+
+    def part(tensor: Any) -> Any:
+        if tensor is None:
+            return None
+        if not isinstance(tensor, tf.SparseTensor) and tensor.shape.rank == 0:
+            return tensor
+        return take(tensor, *_bounds(count_rows(tensor), replica, replicas))
+
+    return tf.nest.map_structure(part, batch, expand_composites=False)
 
 
 def _bounds(rows: Any, replica: int, replicas: int) -> tuple[Any, Any]:
@@ -232,7 +252,7 @@ def slice_dataset(
     def part(index: Any, batch: Any, replica: int) -> Any:
         rows = count_rows(batch)
         if wrap is None:
-            return take_rows(batch, rows, replica, replicas)
+            return take_rows(batch, replica, replicas)
         return wrap(index, batch, part_of_batch(batch, rows, replica, replicas))
 
     def ahead(result: Any) -> Any:

@@ -264,17 +264,24 @@ class SharedItemsIterator:
         parts = []
         for i, device in enumerate(extended.worker_devices[:local]):
             rows = part_of(total, first + i, replicas)
-            count = rows.stop - rows.start
-            if not count:  # see `strategies.rows`
-                rows = slice(total - 1, total)
             with tf.device(device):
-                # A copy: the rest of the item isn't to stay in memory.
-                leaves = [tf.convert_to_tensor(array[rows].copy()) for array in arrays]
+                leaves = [
+                    tf.convert_to_tensor(_own_part(array, first + i, replicas))
+                    for array in arrays
+                ]
                 facts = [tf.constant(total, tf.int64), None]
                 if total < replicas:
-                    facts[1] = tf.constant(count, tf.int64)
+                    facts[1] = tf.constant(rows.stop - rows.start, tf.int64)
             parts.append(with_facts(form.item(leaves), *facts))
         return parts[0] if local == 1 else _tf.regroup(parts)
+
+
+def _own_part(array: Any, replica: int, replicas: int) -> Any:
+    """A replica's rows; a copy, so that the rest of the item doesn't stay in memory."""
+    rows = part_of(array.shape[0], replica, replicas)
+    if rows.start == rows.stop:  # see `strategies.rows`
+        rows = slice(array.shape[0] - 1, array.shape[0])
+    return array[rows].copy()
 
 
 def _text(facts: dict[str, Any]) -> str:

@@ -202,3 +202,46 @@ def stateful_rows(scope: Scope) -> Numbers:
         "losses": losses,
         "predicted": model.predict(x, batch_size=12, verbose=0),
     }
+
+
+class HalfLabelled(keras.Model):
+    """Learns from rows with labels and from rows without, which are twice as many."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.network = keras.Sequential([keras.layers.Dense(3)])
+        self.probe = keras.optimizers.SGD(0.1)
+        self.tracker = keras.metrics.Mean(name="loss")
+
+    @property
+    def metrics(self) -> list[Any]:
+        return [self.tracker]
+
+    def train_step(self, data: Any) -> Any:
+        (unlabelled, _), (x, y) = data
+        with tf.GradientTape(persistent=True) as tape:
+            spread = tf.reduce_mean(tf.square(self.network(unlabelled)))
+            loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)(
+                y, self.network(x)
+            )
+        weights = self.network.trainable_weights
+        self.optimizer.apply(tape.gradient(spread, weights), weights)
+        self.probe.apply(tape.gradient(loss, weights), weights)
+        self.tracker.update_state(loss)
+        return {"loss": self.tracker.result()}
+
+
+@case
+def zipped_batches_of_two_sizes(scope: Scope) -> Numbers:
+    x, y = data(36)
+    keras.utils.set_random_seed(1)
+    with scope():
+        model = HalfLabelled()
+        model.compile(keras.optimizers.SGD(0.1))
+    unlabelled = tf.data.Dataset.from_tensor_slices((x, y)).batch(12)
+    labelled = tf.data.Dataset.from_tensor_slices((x[::2], y[::2])).batch(6)
+    logs = model.fit(tf.data.Dataset.zip((unlabelled, labelled)), verbose=0).history
+    return {
+        **{f"weight {i}": w for i, w in enumerate(model.get_weights())},
+        "log": logs["loss"],
+    }
