@@ -109,6 +109,25 @@ result([known, error(lambda: loop(jit=True))])
         assert "inside of `tf.function(jit_compile=True)`" in text
 
 
+def test_models_of_different_sizes():
+    """An unseeded tuner proposes other sizes on each rank, and none was named."""
+    body = """
+def build():
+    with strategy.scope():
+        keras.Sequential([keras.Input((8,)), keras.layers.Dense(3 + strategy.rank)])
+
+found = error(build)
+result([found])
+"""
+    script = START.replace("STRATEGY", "kerasdist.RingStrategy(timeout=60)") + body
+    with Workers(script, 2, deadline=120) as job:
+        found = [worker.result for worker in job.succeed()]
+    for rank, ((kind, text),) in enumerate(found):
+        assert kind == "CollectiveMismatch"
+        assert f"the variable 'kernel' of shape (8, {3 + rank})" in text
+        assert "the same seed on all ranks" in text
+
+
 def test_asynchronous_workers():
     """A loop's model that its first call builds had no values to make a table of.
 

@@ -21,6 +21,7 @@ from kerasdist import _keras, _tf
 from kerasdist._keras import StepTimer
 from kerasdist._tf.variables import distribute_copies
 from kerasdist.collectives.single import SingleCommunicator
+from kerasdist.errors import CollectiveMismatch
 from kerasdist.strategies import agreement
 from kerasdist.strategies.collective_ops import CollectiveOps
 from kerasdist.strategies.job import StrategyJob
@@ -132,7 +133,15 @@ class SynchronousExtended(SharingExtended):
 
         def from_chief() -> Any:
             mine = _tf.initial_tensor(value, kwargs.get("dtype"))
-            return self.ops.broadcast(mine)
+            try:
+                return self.ops.broadcast(mine)
+            except CollectiveMismatch as error:
+                raise CollectiveMismatch(
+                    f"{error} Here the variable {kwargs.get('name')!r} of shape "
+                    f"{tuple(mine.shape)} was being created. If a tuner or random "
+                    "numbers choose a model's sizes, give them the same seed on all "
+                    "ranks."
+                ) from error
 
         def now() -> Any:
             # In a function that creates variables: else their initial values couldn't
