@@ -13,7 +13,7 @@
 #   bench-memory-startup, bench-server-throughput, bench-server-steps,
 #   bench-straggler, bench-staleness, bench-embedding-rows,
 #   bench-placement-memory, bench-planning-time, bench-placed-overhead, bench-pipeline,
-#   bench-board-cost
+#   bench-board-cost, bench-chief-data
 #                 measure one claim: see the folder in benchmarks/
 #   make wheel    sdist and wheel in dist/
 #   make clean    remove everything that was made
@@ -44,7 +44,7 @@ PACKAGING := setup.py pyproject.toml kerasdist/_version.py Makefile
 .PHONY: bench-memory-startup bench-server-throughput bench-server-steps
 .PHONY: bench-straggler bench-staleness bench-embedding-rows
 .PHONY: bench-placement-memory bench-planning-time bench-placed-overhead bench-pipeline
-.PHONY: bench-board-cost
+.PHONY: bench-board-cost bench-chief-data
 .PHONY: test-versions test-oldest test-newest test-next
 .DEFAULT_GOAL := test
 
@@ -151,6 +151,9 @@ bench-placed-overhead: $(VENV)/.bench
 
 bench-board-cost: $(VENV)/.bench
 	$(BIN)/python benchmarks/board_cost/run.py
+
+bench-chief-data: $(VENV)/.bench
+	$(BIN)/python benchmarks/chief_data/run.py
 
 wheel: $(VENV)/.test
 	$(BIN)/python -m build

@@ -143,6 +143,12 @@ def test_pipeline(tmp_path):
     assert staged == pytest.approx(alone, rel=1e-4)
 
 
+def test_chief_data(tmp_path):
+    results = run("chief_data", tmp_path)
+    assert {len(found) for found in results["rates"].values()} == {1}
+    assert list(results["compare"]) == ["10"]
+
+
 @pytest.mark.soak
 def test_board_cost(tmp_path):
     (processes,) = run("board_cost", tmp_path)["samples"]

@@ -395,16 +395,16 @@ result([[float(v) for v in a], [int(v) for v in b], float(c) - float(x)])
             ]
 
 
-def test_different_data_is_an_error():
+def test_different_settings_of_the_data_are_an_error():
     script = (
         MODEL
         + """
 strategy = kerasdist.RingStrategy()
 with strategy.scope():
     m = model()
-x, y = data(100 + strategy.rank)
+x, y = data(100)
 try:
-    m.fit(x, y, verbose=0)
+    m.fit(x, y, batch_size=10 + strategy.rank, verbose=0)
 except ValueError as error:
     result(str(error))
 """
@@ -412,8 +412,8 @@ except ValueError as error:
     with Workers(script, 2, deadline=120) as job:
         for finished in job.succeed():
             assert "All workers must be given the same data" in finished.result
-            assert "samples=100" in finished.result
-            assert "samples=101" in finished.result
+            assert "rank 0: shuffle=True, batch_size=10" in finished.result
+            assert "rank 1: shuffle=True, batch_size=11" in finished.result
 
 
 def test_every_sample_once_per_epoch():

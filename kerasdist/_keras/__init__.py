@@ -43,9 +43,11 @@ def _explaining() -> Iterator[None]:
 
 with _explaining():
     from kerasdist._keras.arrays import ArrayData, random_seed
+    from kerasdist._keras.generators import GeneratorFacts
     from kerasdist._keras.hooks import KerasHooks, StepTimer
-    from kerasdist._keras.items import ItemData
+    from kerasdist._keras.items import ItemData, close_at_end
     from kerasdist._keras.micro_batches import dividing
+    from kerasdist._keras.output import print_line
     from kerasdist._keras.placed_layers import (
         LayerFacts,
         LayerPlacer,
@@ -61,6 +63,7 @@ with _explaining():
 
 __all__ = [
     "ArrayData",
+    "GeneratorFacts",
     "ItemData",
     "KerasHooks",
     "LayerFacts",
@@ -69,6 +72,7 @@ __all__ = [
     "begin_use",
     "called_layer",
     "check",
+    "close_at_end",
     "copied_to",
     "device_of_variable",
     "dividing",
@@ -79,6 +83,7 @@ __all__ = [
     "local_training",
     "new_train_function",
     "own_steps",
+    "print_line",
     "random_seed",
     "rematerializing",
     "uninstall",

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import types
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from keras.src.trainers.data_adapters import (
 from keras.src.utils import rng_utils
 
 from kerasdist import _tf
+from kerasdist._keras.generators import GeneratorFacts
 from kerasdist._keras.hooks import DealingHooks, KerasHooks, dealing_hooks, hooks_of
 from kerasdist._keras.items import ItemData
 from kerasdist._keras.step import current
@@ -52,18 +54,59 @@ class ArrayData:
         self.batch_size = int(adapter._batch_size)
         self.shuffle: bool | str = adapter._shuffle
         self._inputs = adapter._inputs
+        self._parts: Any = None
+
+    def leaves(self) -> tuple[list[Any], list[Any]]:
+        """Arrays and tensors of x, and of targets and weights.
+
+        As TensorFlow takes them: floats have Keras's precision, text is a tensor, and
+        what is sparse is a `tf.SparseTensor`.
+        """
+        parts = self._sliceable()
+        if isinstance(parts, tuple) and len(parts) > 1:
+            return _leaves(parts[0]), _leaves(parts[1:])
+        return _leaves(parts), []
+
+    def replace(self, leaves: Sequence[Any], batch_size: int) -> None:
+        """Hold other data of the same structure.
+
+        Args:
+            leaves: In the order of `leaves`, as it gives them.
+            batch_size: Of the global batch.
+        """
+        parts = self._sliceable()
+        following = iter(leaves)
+
+        def one(array: Any) -> Any:
+            if isinstance(array, array_slicing.TensorflowSparseWrapper):
+                return array_slicing.to_tensorflow_sparse_wrapper(next(following))
+            if array is None or isinstance(array, (list, tuple, dict)):
+                return None
+            return next(following)
+
+        self._parts = tree.traverse(one, parts)
+        self.samples = int(leaves[0].shape[0])
+        self.batch_size = batch_size
 
     def reader(self) -> Callable[[Any], Any]:
         """Return a function that takes a batch here and now, given its index vector."""
-        inputs = tree.map_structure(_as_tensor, self._sliceable())
+        inputs = tree.map_structure(_as_tensor, self._taken())
         return lambda rows: _take_rows(inputs, rows)
 
     def _sliceable(self) -> Any:
-        return tree.lists_to_tuples(
-            array_slicing.convert_to_sliceable(
-                self._inputs, target_backend="tensorflow"
+        if self._parts is None:
+            self._parts = tree.lists_to_tuples(
+                array_slicing.convert_to_sliceable(
+                    self._inputs, target_backend="tensorflow"
+                )
             )
-        )
+        return self._parts
+
+    def _taken(self) -> Any:
+        """The same, now the caller's: it may be a copy of all data."""
+        parts, self._parts = self._sliceable(), None
+        self._inputs = None
+        return parts
 
     def take(
         self,
@@ -78,7 +121,7 @@ class ArrayData:
             rows: Returns a batch's index vector, given its number.
             finish: Makes the dataset's element from the batch and its number.
         """
-        inputs = self._sliceable()
+        inputs = self._taken()
 
         def gather(part: Any, data: Any) -> Any:
             return finish(_take_rows(data, rows(part)), part)
@@ -99,6 +142,22 @@ class ArrayData:
             .prefetch(_AHEAD)
             .with_options(options)
         )
+
+
+def _leaves(parts: Any) -> list[Any]:
+    found: list[Any] = []
+
+    def one(array: Any) -> Any:
+        if array is None or isinstance(array, (list, tuple, dict)):
+            if not isinstance(array, array_slicing.TensorflowSparseWrapper):
+                return None
+            found.append(array.sparse)
+            return array
+        found.append(array)
+        return array
+
+    tree.traverse(one, parts)
+    return found
 
 
 def _take_rows(inputs: Any, rows: Any) -> Any:
@@ -136,9 +195,6 @@ def init_epoch_iterator(
     """In place of `TFEpochIterator.__init__`.
 
     Keras shuffles arrays with an unseeded operation: another order per worker.
-
-    Raises:
-        ValueError: A plain generator with several workers.
     """
     if not current.evaluating:
         current.iterator = weakref.ref(self)
@@ -149,6 +205,11 @@ def init_epoch_iterator(
     if "x" in kwargs:
         # What a strategy has distributed that deals batches out: they are dealt here.
         kwargs["x"] = getattr(kwargs["x"], "kerasdist_dataset", kwargs["x"])
+    given = kwargs["x"] if "x" in kwargs else next(iter(args), None)
+    # Keras reads two batches of it, which may be all.
+    generator = (
+        GeneratorFacts(given) if isinstance(given, types.GeneratorType) else None
+    )
     epoch_iterator.EpochIterator.__init__(self, *args, **kwargs)
     self._distribute_strategy = distribute_strategy
     adapter = self.data_adapter
@@ -161,18 +222,21 @@ def init_epoch_iterator(
     if hooks.shards and isinstance(adapter, array_data_adapter.ArrayDataAdapter):
         self._distributed_dataset = hooks.distribute_arrays(ArrayData(adapter))
         return
-    if hooks.shards and isinstance(
-        adapter, generator_data_adapter.GeneratorDataAdapter
-    ):
-        _refuse_generator(hooks.replicas)
     if hooks.shards and isinstance(adapter, py_dataset_adapter.PyDatasetAdapter):
         self._distributed_dataset = hooks.distribute_items(ItemData(adapter))
         if self._distributed_dataset is not None:
             adapter.enqueuer = None  # it would read all items
+            length = self._distributed_dataset.length
+            if length != adapter.num_batches:
+                self.data_adapter = _WithLength(adapter, length)
+                self._num_batches = length
             return
         _agree_on_order(adapter, hooks)
     self._distributed_dataset, length = hooks.distribute_dataset(
-        adapter.get_tf_dataset(), adapter.num_batches
+        adapter.get_tf_dataset(),
+        adapter.num_batches,
+        generator,
+        is_items=isinstance(adapter, py_dataset_adapter.PyDatasetAdapter),
     )
     if length != adapter.num_batches:
         # The longest worker's: Keras's loop counts batches.

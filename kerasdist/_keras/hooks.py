@@ -135,11 +135,18 @@ class KerasHooks(Protocol):
         """
 
     def distribute_dataset(
-        self, dataset: Any, length: int | None
+        self,
+        dataset: Any,
+        length: int | None,
+        generator: Any = None,
+        *,
+        is_items: bool = False,
     ) -> tuple[Any, int | None]:
         """Return what iterates over this worker's parts of a `tf.data.Dataset`.
 
         And its number of batches, the same on all workers; None if not known.
+        `generator` is the plain one that it reads, if it's one; `is_items` says that it
+        reads a PyDataset.
         """
 
     def adopt(self, variable: Any, value: Any) -> Any:

@@ -16,7 +16,12 @@ from keras.src.trainers.data_adapters import py_dataset_adapter
 from kerasdist._keras.step import current, setting
 from kerasdist.transport.deadline import Deadline
 
-__all__ = ["ItemData", "ItemReader", "closing_readers"]
+__all__ = [
+    "ItemData",
+    "ItemReader",
+    "close_at_end",
+    "closing_readers",
+]
 
 # What `OrderedEnqueuer.start` is given: from 3.16 on the epoch, which it shuffles by.
 # The items that are read here have their order already.
@@ -48,6 +53,11 @@ class ItemData:
             getattr(kind, name) is not getattr(py_dataset_adapter.PyDataset, name)
             for name in ("on_epoch_begin", "on_epoch_end")
         )
+
+    @property
+    def dataset(self) -> Any:
+        """The PyDataset."""
+        return self._adapter.py_dataset
 
     @property
     def length(self) -> int | None:
@@ -92,8 +102,7 @@ class ItemReader:
         )
         self._enqueuer.start(*_EPOCH)
         self._items = self._enqueuer.get()
-        if current.readers is not None:
-            current.readers.add(self)
+        close_at_end(self)
 
     def read(self) -> tuple[int, Any]:
         """Return the next item's index and the item, with class weights applied.
@@ -119,8 +128,7 @@ class ItemReader:
                 # The thread may wait for room in the queue.
                 enqueuer.future_queue.get(timeout=_POLL)
         py_dataset_adapter._SHARED_SEQUENCES.pop(enqueuer.uid, None)
-        if current.readers is not None:
-            current.readers.discard(self)
+        close_at_end(self, keep=False)
 
 
 class _Part(py_dataset_adapter.PyDataset):
@@ -148,6 +156,16 @@ class _Part(py_dataset_adapter.PyDataset):
         if self._order is not None:
             index = int(self._order[index])
         return index, self._dataset[index]
+
+
+def close_at_end(reader: Any, *, keep: bool = True) -> None:
+    """Close what reads ahead when `fit` or the like ends; no longer if not `keep`."""
+    if current.readers is None:
+        return
+    if keep:
+        current.readers.add(reader)
+    else:
+        current.readers.discard(reader)
 
 
 @contextlib.contextmanager

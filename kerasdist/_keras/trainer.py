@@ -202,6 +202,9 @@ def symbolic_build(
             data_batch, _, _ = hooks.split(dealt.example())
         else:
             data_batch = first_item(iterator)
+        if data_batch is None:
+            given = iterator._distributed_dataset
+            data_batch = getattr(given, "kerasdist_example", None)
         for _, _, batches in iterator if data_batch is None else ():
             data_batch = getattr(batches, "kerasdist_example", None)
             if data_batch is None:

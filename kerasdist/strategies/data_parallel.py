@@ -31,6 +31,7 @@ class Options:
             its first step: "check" or "broadcast".
         shard: Whose the data are that Keras is given: "rows" of what is the same on all
             workers, or "off": each worker's own.
+        data: What is done if they aren't the same: "auto", "same" or "chief".
         bucket_size: Bytes of gradients that are sent at once.
         compression: None, "bf16" or "fp16": how gradients cross the network.
 
@@ -40,6 +41,7 @@ class Options:
 
     initial_state: str
     shard: str
+    data: str
     bucket_size: int
     compression: str | None
 
@@ -47,6 +49,11 @@ class Options:
         if self.shard not in ("rows", "off"):
             raise ValueError(
                 f"`shard` must be 'rows' or 'off'. Received: shard={self.shard!r}."
+            )
+        if self.data not in ("auto", "same", "chief"):
+            raise ValueError(
+                "`data` must be 'auto', 'same' or 'chief'. "
+                f"Received: data={self.data!r}."
             )
         if isinstance(self.bucket_size, bool) or not (
             isinstance(self.bucket_size, int) and self.bucket_size > 0
@@ -102,6 +109,7 @@ class DataParallelStrategy(tf.distribute.Strategy):
                     job,
                     initial_state=options.initial_state,
                     shards=options.shard == "rows",
+                    data=options.data,
                     bucket_size=options.bucket_size,
                     compression=options.compression,
                 )

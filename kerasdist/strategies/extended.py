@@ -43,6 +43,7 @@ class SynchronousExtended(SharingExtended):
         initial_state: "check" or "broadcast", see `RingStrategy`.
         shards: Whether Keras's data are the same on all workers, each to take its
             part, or each worker's own.
+        data: "auto", "same" or "chief", see `RingStrategy`.
         bucket_size: Bytes of gradients that are sent at once.
         compression: None, "bf16" or "fp16", see `RingStrategy`.
     """
@@ -55,11 +56,13 @@ class SynchronousExtended(SharingExtended):
         *,
         initial_state: str,
         shards: bool,
+        data: str = "auto",
         bucket_size: int,
         compression: str | None,
     ) -> None:
         super().__init__(container, devices, job, shards=shards)
         self.initial_state = initial_state
+        self.data = data
         self.bucket_size = bucket_size
         self.compression = compression
         if isinstance(job.communicator, NativeCommunicator):

@@ -13,10 +13,15 @@ import numpy as np
 import tensorflow as tf
 
 from kerasdist import _tf
-from kerasdist._keras import ArrayData, ItemData, is_timed, random_seed
+from kerasdist._keras import ArrayData, ItemData, is_timed, print_line, random_seed
 from kerasdist.strategies import agreement
 from kerasdist.strategies.accumulation import end_window
 from kerasdist.strategies.array_epochs import ArrayEpochs
+from kerasdist.strategies.data.arrays import settle_arrays
+from kerasdist.strategies.data.batches import settle_batch
+from kerasdist.strategies.data.choice import DataChoice
+from kerasdist.strategies.data.datasets import settle_dataset
+from kerasdist.strategies.data.items import ChiefItems
 from kerasdist.strategies.gradients import reduce_gradients
 from kerasdist.strategies.initial_state import Shared, share_state
 from kerasdist.strategies.order import epoch_order
@@ -55,6 +60,8 @@ class SynchronousHooks:
         self._orders = itertools.count()
         self._given: Given | None = None
         self._same = SameBatches(extended)
+        self._choice = DataChoice(extended.data)
+        self._told: set[str] = set()
         self.rank = extended.job.communicator.rank
         self.shards = extended.shards
         # With servers it's they who are waited for, in the first place.
@@ -126,7 +133,10 @@ class SynchronousHooks:
 
     def own_rows(self, batch: Any) -> Any:
         """See `KerasHooks.own_rows`."""
-        first, local, replicas = self._extended.data_places
+        extended = self._extended
+        first, local, replicas = extended.data_places
+        if self.shards and extended.workers > 1:
+            batch = self.settle_batch(batch)
         if replicas == 1:
             # Outside of graphs nobody else makes tensors of arrays.
             return tf.nest.map_structure(
@@ -143,8 +153,18 @@ class SynchronousHooks:
         ]
         return parts[0] if local == 1 else _tf.regroup(parts)
 
+    def settle_batch(self, batch: Any) -> Any:
+        """Return a global batch that is the same on all workers."""
+        communicator = self._extended.job.communicator
+        return settle_batch(communicator, self._choice, batch, self._tell)
+
     def distribute_dataset(
-        self, dataset: Any, length: int | None
+        self,
+        dataset: Any,
+        length: int | None,
+        generator: Any = None,
+        *,
+        is_items: bool = False,
     ) -> tuple[Any, int | None]:
         """See `KerasHooks.distribute_dataset`."""
         extended = self._extended
@@ -171,8 +191,25 @@ class SynchronousHooks:
             )
             # How much of the whole is this worker's isn't known before it's read.
             return self._in_step(own, None)
+        workers = extended.job.communicator.size
+        # Items have been compared; their reader mustn't begin before the epoch does.
+        if workers == 1 or is_items or self._choice.mode == "same":
+            return self._divide(dataset), length
+        peeked, feed, length = settle_dataset(
+            extended, self._choice, dataset, length, self._tell, generator
+        )
+        if feed is None:
+            return peeked.divided(self._divide), length
+        self._given = dataclasses.replace(
+            self._given, batches=length, division="the chief's data"
+        )
+        return feed, length
+
+    def _divide(self, dataset: Any) -> Any:
+        """What iterates over this worker's parts of global batches."""
+        extended = self._extended
         parts = slice_dataset(dataset, *extended.places, wrap=self._same.wrap)
-        return extended.distribute_parts(parts), length
+        return extended.distribute_parts(parts)
 
     def _in_step(self, dataset: Any, length: int | None) -> tuple[Any, int | None]:
         """Let workers whose data end first go on with empty batches."""
@@ -295,8 +332,9 @@ class SynchronousHooks:
         Raises:
             ValueError: The workers were given different data.
         """
+        seed = self._agree(data)
         self._given = Given(batch_size=data.batch_size, samples=data.samples)
-        return ArrayEpochs(self._extended, data, self._agree(data))
+        return ArrayEpochs(self._extended, data, seed)
 
     def distribute_items(self, data: ItemData) -> Any | None:
         """See `KerasHooks.distribute_items`.
@@ -306,7 +344,12 @@ class SynchronousHooks:
         """
         if self._extended.job.communicator.size == 1:
             return None
-        items = share_items(self._extended, data, self._seed)
+        extended = self._extended
+        chiefs = ChiefItems(extended, self._choice, data, self._seed, self._tell)
+        if self._choice.mode == "chief":
+            items = chiefs.settle(None)
+        else:
+            items = share_items(extended, data, self._seed, chiefs.settle)
         if items is not None:
             self._given = Given(
                 batch_size=items.rows,
@@ -316,27 +359,16 @@ class SynchronousHooks:
         return items
 
     def _agree(self, data: ArrayData) -> int:
-        """Check that all workers have the same number of samples; return a seed."""
+        """Let all workers hold the same arrays; return a seed that they agree on."""
         communicator = self._extended.job.communicator
-        facts = np.array(
-            [
-                data.samples,
-                data.batch_size,
-                ["", "True", "batch"].index(str(data.shuffle or "")),
-            ],
-            np.int64,
-        )
-        every = communicator.all_gather(facts)
-        ranks = communicator.ranks
-        for rank, theirs in zip(ranks, every, strict=True):
-            if not np.array_equal(theirs, facts):
-                raise ValueError(
-                    "All workers must be given the same data: each takes its own part "
-                    "of every global batch. Received: "
-                    f"rank {ranks[communicator.rank]}: {_facts(facts)}; "
-                    f"rank {rank}: {_facts(theirs)}. Don't shard the arrays yourself."
-                )
+        settle_arrays(communicator, self._choice, data, self._tell)
         return self._seed()
+
+    def _tell(self, kind: str, line: str) -> None:
+        """Tell the user, on the chief, once of each kind of data."""
+        if self.rank == 0 and kind not in self._told:
+            print_line(line)
+        self._told.add(kind)
 
     def _seed(self) -> int:
         """A seed that all workers agree on, another one each time."""
@@ -369,11 +401,3 @@ def _known_of(dataset: Any, length: int | None) -> Given:
         batch_size = None  # its elements aren't batches: said when they are used
     endless = int(dataset.cardinality()) == tf.data.INFINITE_CARDINALITY
     return Given(batch_size=batch_size, batches=length, endless=endless)
-
-
-def _facts(facts: Any) -> str:
-    samples, batch_size, shuffle = (int(fact) for fact in facts)
-    return (
-        f"samples={samples}, batch_size={batch_size}, "
-        f"shuffle={[False, True, 'batch'][shuffle]!r}"
-    )

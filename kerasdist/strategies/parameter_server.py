@@ -85,6 +85,11 @@ class ParameterServerStrategy(DataParallelStrategy):
         shard: What `fit` and the like make of the data they are given: "rows": they
             are the same on all workers, and each takes its rows of each global batch;
             "off": each worker is given its own part already, batch by batch.
+        data: What is done if data that should be the same on all workers aren't:
+            "auto": the chief's are used where rows, or what they are drawn from, say
+            that they are the same data in another order or split, and else it's an
+            error; "same": always an error; "chief": the chief's are used, and nothing
+            is compared.
         bucket_size: Bytes of gradients that are sent at once.
         compression: "bf16" or "fp16": gradients cross the network in 16 bits. For
             "sync" only.
@@ -127,6 +132,7 @@ class ParameterServerStrategy(DataParallelStrategy):
         heartbeat_timeout: float = 30.0,
         initial_state: str = "check",
         shard: str = "rows",
+        data: str = "auto",
         bucket_size: int = 25_000_000,
         compression: str | None = None,
         snapshot_dir: str | None = None,
@@ -145,6 +151,7 @@ class ParameterServerStrategy(DataParallelStrategy):
         options = Options(
             initial_state=initial_state,
             shard=shard,
+            data=data,
             bucket_size=bucket_size,
             compression=compression,
         )

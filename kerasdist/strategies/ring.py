@@ -76,6 +76,11 @@ class RingStrategy(DataParallelStrategy):
             "off": each worker is given its own part already, batch by batch, and
             `batch_size` is the worker's. Parts may be unequally long. `predict` then
             returns the worker's own predictions.
+        data: What is done if data that should be the same on all workers aren't:
+            "auto": the chief's are used where rows, or what they are drawn from, say
+            that they are the same data in another order or split, and else it's an
+            error; "same": always an error; "chief": the chief's are used, and nothing
+            is compared.
         bucket_size: Bytes of gradients that are sent at once. Those of the last
             layers leave while the ones before are still computed; small buckets leave
             earlier, large ones cost less each.
@@ -119,6 +124,7 @@ class RingStrategy(DataParallelStrategy):
         heartbeat_timeout: float = 30.0,
         initial_state: str = "check",
         shard: str = "rows",
+        data: str = "auto",
         bucket_size: int = 25_000_000,
         compression: str | None = None,
         placement: Mapping[str, str] | Plan | None = None,
@@ -129,6 +135,7 @@ class RingStrategy(DataParallelStrategy):
         options = Options(
             initial_state=initial_state,
             shard=shard,
+            data=data,
             bucket_size=bucket_size,
             compression=compression,
         )

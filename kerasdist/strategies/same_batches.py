@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import tensorflow as tf
 
+from kerasdist.strategies.data.messages import with_remedies
+
 if TYPE_CHECKING:
     from kerasdist.strategies.extended import SynchronousExtended
 
@@ -76,14 +78,11 @@ class SameBatches:
 
 def different_batches(others: list[int], first: int) -> ValueError:
     """Return the error that says that these ranks' batches aren't those of `first`."""
-    return ValueError(
-        "The workers read different global batches: each takes its own rows of "
-        "every batch, or its own batches, so all datasets must yield the same batches "
-        f"in the same order. Received: ranks {others} differ from rank {first}. "
-        "Give `dataset.shuffle` a seed, or call `keras.utils.set_random_seed` with "
-        "the same number on all workers before the dataset is made. If each "
-        "worker's dataset is its own part already, use "
-        "`strategy.distribute_datasets_from_function`."
+    return with_remedies(
+        "The workers read different global batches: each takes its own rows of every "
+        "batch, or its own batches, so all datasets must yield the same batches in the "
+        "same order",
+        f"ranks {others} differ from rank {first}",
     )
 
 

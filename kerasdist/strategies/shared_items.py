@@ -16,7 +16,8 @@ Keras's loop, where all workers' collectives are in one order.
 Nobody sees all items any more, so that all workers' datasets are the same can only be
 sampled: item 0 is read by all and compared when a dataset is given, and again before
 each epoch if the dataset changes between epochs. Arrays that differ from one reading
-to the next on the same worker (random augmentation) aren't compared.
+to the next on the same worker (random augmentation) aren't compared. If the datasets
+differ the chief may read all items: see `strategies.data.items`.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ import itertools
 import json
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -33,6 +34,7 @@ import tensorflow as tf
 
 from kerasdist import _tf
 from kerasdist._keras import ItemData
+from kerasdist.strategies.data.messages import REMEDIES
 from kerasdist.strategies.item_form import ItemForm
 from kerasdist.strategies.order import epoch_order, part_of
 from kerasdist.strategies.rows import with_facts
@@ -40,18 +42,27 @@ from kerasdist.strategies.rows import with_facts
 if TYPE_CHECKING:
     from kerasdist.strategies.extended import SynchronousExtended
 
-__all__ = ["SharedItems", "share_items"]
+__all__ = ["DifferentItems", "SharedItems", "share_items"]
+
+
+class DifferentItems(ValueError):
+    """The workers' PyDatasets differ. All workers raise it."""
 
 
 def share_items(
-    extended: SynchronousExtended, data: ItemData, seed: Any
-) -> SharedItems | None:
+    extended: SynchronousExtended,
+    data: ItemData,
+    seed: Any,
+    settle: Callable[[ValueError | None], Any],
+) -> Any | None:
     """Return what iterates over this worker's parts of all items.
 
     Args:
         extended: The strategy's extended object.
         data: The PyDataset.
         seed: A function that returns a seed that all workers agree on.
+        settle: Returns what iterates over the chief's items, or None, given how the
+            workers' differ if that's known.
 
     Returns:
         None, on all workers, if there are no items or they can't be exchanged (ragged
@@ -60,9 +71,13 @@ def share_items(
     Raises:
         ValueError: The workers were given different data. All raise it.
     """
-    items = SharedItems(extended, data)
-    if not items.agree():
-        return None
+    items = SharedItems(extended, data, settle)
+    try:
+        exchangeable = items.agree()
+    except DifferentItems as error:
+        return settle(error)
+    if not exchangeable:
+        return settle(None)
     if data.shuffle:
         items.seed = seed()
     return items
@@ -77,11 +92,19 @@ class SharedItems:
         length: Number of items, None if there's no end of them.
         example: Zeros in the shapes of item 0.
         rows: Number of rows of item 0.
+        feed: What iterates over the chief's items; None while all have the same.
     """
 
-    def __init__(self, extended: SynchronousExtended, data: ItemData) -> None:
+    def __init__(
+        self,
+        extended: SynchronousExtended,
+        data: ItemData,
+        settle: Callable[[ValueError | None], Any] | None = None,
+    ) -> None:
         self.extended = extended
         self.data = data
+        self.feed: Any = None
+        self._settle = settle
         self.seed = 0
         self.length: int | None = None
         self.form: ItemForm | None = None
@@ -93,10 +116,18 @@ class SharedItems:
         return SharedItemsIterator(self)
 
     def begin_epoch(self) -> Any:
-        """Return the order of the next epoch, or None for items as they are."""
+        """Return the order of the next epoch, or None for items as they are.
+
+        From the first epoch on in which the workers' items differ they are the chief's.
+        """
         self._epoch += 1
-        if self.data.varies:
-            self.agree()
+        if self.data.varies and self.feed is None:
+            try:
+                self.agree()
+            except DifferentItems as error:
+                if self._settle is None:
+                    raise
+                self.feed = self._settle(error)
         if not self.data.shuffle or self.length is None:
             return None
         return epoch_order(self.length, 1, True, self.seed, self._epoch)
@@ -134,12 +165,11 @@ class SharedItems:
         ranks = communicator.ranks
         for rank, other in zip(ranks, every, strict=True):
             if other != every[0]:
-                raise ValueError(
+                raise DifferentItems(
                     "All workers must be given the same PyDataset: its items are "
                     "global batches, of which each worker reads its share. Received: "
                     f"rank {ranks[0]}: {_text(every[0])}; rank {rank}: {_text(other)}. "
-                    "Don't shard the dataset yourself, or give the strategy "
-                    "shard='off'."
+                    f"{REMEDIES}"
                 )
         return checksums
 
@@ -168,14 +198,11 @@ class SharedItems:
             )
         ]
         if others:
-            raise ValueError(
+            raise DifferentItems(
                 "The workers' PyDatasets hold different items: each is a global batch, "
                 "the same on all workers, of which each worker reads its share. "
-                f"Received: item 0 of ranks {others} differs from rank {ranks[0]}'s. A "
-                "dataset that shuffles itself must do it alike on all workers, with a "
-                "generator of its own (`np.random.default_rng(seed)`). If each "
-                "worker's dataset is its own part already, give the strategy "
-                "shard='off'."
+                f"Received: item 0 of ranks {others} differs from rank {ranks[0]}'s. "
+                f"{REMEDIES}"
             )
 
 
@@ -225,6 +252,11 @@ class SharedItemsIterator:
         communicator = items.extended.job.communicator
         rank, size = communicator.rank, communicator.size
         order = items.begin_epoch()
+        if items.feed is not None:
+            # Batches are asked for as they're needed.
+            for batch in items.feed:
+                yield [batch]
+            return
         length, form = items.length, items.form
         if form is None:
             return

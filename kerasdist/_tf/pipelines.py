@@ -1,0 +1,121 @@
+"""A `tf.data.Dataset`'s pipeline: its sources, shards and numbers, without reading."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.python.data.ops import dataset_ops
+
+__all__ = ["Pipeline", "inspect_pipeline", "iterator_dataset"]
+
+# Sources: where their tensors are.
+_TENSORS = ("_tensors", "_filenames", "_start", "_stop", "_step")
+# Functions inside of functions that are looked into.
+_DEPTH = 6
+# More stages than this is a pipeline that a loop has made: it isn't looked at.
+_MOST_STAGES = 1000
+
+
+@dataclass
+class Pipeline:
+    """What a pipeline is made of.
+
+    Attributes:
+        shards: Of each `shard`: number of shards, and index.
+        numbers: Numbers that say which elements come: of `skip`, and in functions.
+        tensors: What sources hold, by a name that says which.
+        generators: What `from_generator` was given.
+    """
+
+    shards: list[tuple[int, int]] = field(default_factory=list)
+    numbers: dict[str, str] = field(default_factory=dict)
+    tensors: dict[str, Any] = field(default_factory=dict)
+    generators: dict[str, Callable[..., Any]] = field(default_factory=dict)
+
+
+def inspect_pipeline(dataset: Any) -> Pipeline:
+    """Return what a dataset's pipeline is made of, as far as TensorFlow shows it."""
+    found = Pipeline()
+    stages, place = [dataset], 0
+    while stages and place < _MOST_STAGES:
+        stage = stages.pop()
+        kind = type(stage).__name__.strip("_").removesuffix("V2")
+        _inspect(stage, f"{kind} {place}", found)
+        stages += reversed(stage._inputs())
+        place += 1
+    return found
+
+
+def iterator_dataset(iterator: Any, dataset: Any) -> Any:
+    """A dataset of what an iterator of another dataset still yields; for one pass."""
+
+    def following(_: Any) -> Any:
+        return iterator.get_next_as_optional()
+
+    numbers = tf.data.Dataset.counter()
+    rest = numbers.map(following).take_while(lambda optional: optional.has_value())
+    made = rest.map(lambda optional: optional.get_value())
+    return made.with_options(dataset.options())
+
+
+def _inspect(stage: Any, name: str, found: Pipeline) -> None:
+    if hasattr(stage, "_num_shards") and hasattr(stage, "_index"):
+        found.shards.append((int(stage._num_shards), int(stage._index)))
+    if name.startswith("SkipDataset"):
+        found.numbers[f"count of {name}"] = str(int(stage._count))
+    for attribute in _TENSORS:
+        value = getattr(stage, attribute, None)
+        if value is None or isinstance(value, tf.data.Dataset):
+            continue
+        values = value if isinstance(value, (list, tuple)) else [value]
+        for index, tensor in enumerate(values):
+            if tf.is_tensor(tensor) and tensor.dtype not in (tf.variant, tf.resource):
+                found.tensors[f"{name}{attribute}[{index}]"] = tensor
+    for index, wrapper in enumerate(stage._functions()):
+        _look_into(wrapper.function.graph.as_graph_def(), f"{name}[{index}]", found)
+        generator = _generator_in(wrapper._func, _DEPTH)
+        if generator is not None:
+            found.generators[f"{name}[{index}]"] = generator
+
+
+def _look_into(graph: Any, name: str, found: Pipeline) -> None:
+    """Find shards and whole numbers in a function and those that it calls."""
+    every = [graph.node, *(function.node_def for function in graph.library.function)]
+    numbers = []
+    for nodes in every:
+        constants = {}
+        for node in nodes:
+            if node.op == "Const":
+                value = tf.make_ndarray(node.attr["value"].tensor)
+                if value.ndim == 0 and value.dtype.kind in "iu":
+                    constants[node.name] = int(value)
+        numbers += list(constants.values())
+        for node in nodes:
+            if node.op == "ShardDataset":
+                of = [constants.get(each.split(":")[0], -1) for each in node.input[1:3]]
+                found.shards.append((of[0], of[1]))
+    found.numbers[f"numbers in {name}"] = str(numbers)
+
+
+def _generator_in(function: Any, depth: int) -> Callable[..., Any] | None:
+    """What `from_generator` was given, if that has made this function."""
+    for value in _closure(function):
+        if isinstance(value, dataset_ops.DatasetV2._GeneratorState):
+            return value._generator
+        if depth and isinstance(value, types.FunctionType):
+            found = _generator_in(value, depth - 1)
+            if found is not None:
+                return found
+    return None
+
+
+def _closure(function: Any) -> Iterator[Any]:
+    for cell in getattr(function, "__closure__", None) or ():
+        try:
+            yield cell.cell_contents
+        except ValueError:
+            continue  # it is empty

@@ -1,0 +1,1 @@
+"""Data that differ between the workers: comparing them, and using the chief's."""

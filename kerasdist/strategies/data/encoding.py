@@ -1,0 +1,198 @@
+"""Tensors of any kind as plain arrays of numbers, and batches of them as bytes.
+
+| kind | arrays |
+| --- | --- |
+| dense | the array |
+| text | the length of each string, in the shape of the tensor; all bytes |
+| ragged | the row splits, outermost first; then those of the flat values |
+| sparse | indices, dense shape; then those of the values |
+| none | none |
+
+A packed batch is an int64, the size of a JSON header; the header; and the arrays, each
+of which begins at a multiple of 64 bytes. Nothing is pickled.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import tensorflow as tf
+
+__all__ = ["Encoded", "as_dtype", "decode", "encode", "pack", "unpack"]
+
+Array = npt.NDArray[Any]
+_ALIGNMENT = 64
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """A tensor as arrays of numbers.
+
+    Attributes:
+        kind: "dense", "text", "ragged", "sparse" or "none".
+        arrays: The arrays, see above.
+        inner: Kind of the values of a ragged or sparse tensor; else empty.
+    """
+
+    kind: str
+    arrays: tuple[Array, ...] = ()
+    inner: str = ""
+
+    @property
+    def form(self) -> str:
+        """Kind, dtype and number of dimensions, as text."""
+        if self.kind == "none":
+            return "none"
+        if self.kind == "dense":
+            return f"{self.arrays[0].dtype.name}[{self.arrays[0].ndim}]"
+        if self.kind == "text":
+            return f"string[{self.arrays[0].ndim}]"
+        return f"{self.kind} {self.values.form}"
+
+    @property
+    def values(self) -> Encoded:
+        """The values of a ragged or sparse tensor."""
+        last = 1 if self.inner == "dense" else 2
+        return Encoded(self.inner, self.arrays[-last:])
+
+    @property
+    def rest(self) -> tuple[Array, ...]:
+        """The arrays of a ragged or sparse tensor that aren't its values."""
+        return self.arrays[: -1 if self.inner == "dense" else -2]
+
+    @property
+    def rows(self) -> int | None:
+        """Size of the first dimension; None: it has none."""
+        if self.kind == "none":
+            return None
+        if self.kind == "ragged":
+            return len(self.arrays[0]) - 1
+        if self.kind == "sparse":
+            return int(self.arrays[1][0])
+        return self.arrays[0].shape[0] if self.arrays[0].ndim else None
+
+
+def encode(leaf: Any) -> Encoded:
+    """Return a tensor, or whatever NumPy takes for an array, as arrays of numbers.
+
+    Dense numbers aren't copied.
+
+    Raises:
+        TypeError: It's a tensor of resources or variants.
+    """
+    if leaf is None or isinstance(leaf, tf.experimental.Optional):
+        return Encoded("none")
+    if isinstance(leaf, tf.RaggedTensor):
+        flat = encode(leaf.flat_values)
+        splits = [np.asarray(part) for part in leaf.nested_row_splits]
+        return Encoded("ragged", (*splits, *flat.arrays), flat.kind)
+    if isinstance(leaf, tf.SparseTensor):
+        values = encode(leaf.values)
+        where = np.asarray(leaf.indices), np.asarray(leaf.dense_shape)
+        return Encoded("sparse", (*where, *values.arrays), values.kind)
+    if tf.is_tensor(leaf) and leaf.dtype in (tf.resource, tf.variant):
+        raise TypeError(f"A tensor of dtype {leaf.dtype.name} can't be sent.")
+    array = np.asarray(leaf)
+    if array.dtype.kind not in "OSU":
+        return Encoded("dense", (array,))
+    words = [_as_bytes(word) for word in array.reshape(-1)]
+    lengths = np.array([len(word) for word in words], np.int64).reshape(array.shape)
+    return Encoded("text", (lengths, np.frombuffer(b"".join(words), np.uint8)))
+
+
+def decode(encoded: Encoded) -> Any:
+    """Return what `encode` was given: an array for dense numbers, else a tensor."""
+    if encoded.kind == "none":
+        return None
+    if encoded.kind == "dense":
+        return encoded.arrays[0]
+    if encoded.kind == "text":
+        lengths, joined = encoded.arrays
+        ends = np.cumsum(lengths.reshape(-1))
+        data = joined.tobytes()
+        words = [
+            data[end - length : end]
+            for end, length in zip(ends, lengths.reshape(-1), strict=True)
+        ]
+        return tf.reshape(tf.constant(words, tf.string), lengths.shape)
+    values = tf.convert_to_tensor(decode(encoded.values))
+    if encoded.kind == "ragged":
+        splits = [tf.convert_to_tensor(part) for part in encoded.rest]
+        return tf.RaggedTensor.from_nested_row_splits(values, splits, validate=False)
+    indices, shape = encoded.rest
+    return tf.SparseTensor(indices, values, shape)
+
+
+def pack(facts: dict[str, Any], leaves: Sequence[Encoded]) -> Array:
+    """Return facts, which JSON can write, and tensors as bytes."""
+    arrays = [
+        np.ascontiguousarray(array) if array.ndim else array.copy()
+        for leaf in leaves
+        for array in leaf.arrays
+    ]
+    header = json.dumps({"facts": facts, "leaves": describe(leaves)}).encode()
+    places, total = _places(8 + len(header), [array.nbytes for array in arrays])
+    packed = np.empty(total, np.uint8)
+    packed[:8] = np.array([len(header)], np.int64).view(np.uint8)
+    packed[8 : 8 + len(header)] = np.frombuffer(header, np.uint8)
+    for start, array in zip(places, arrays, strict=True):
+        flat = array.reshape(-1).view(np.uint8)
+        packed[start : start + array.nbytes] = flat
+    return packed
+
+
+def unpack(packed: Array) -> tuple[dict[str, Any], list[Encoded]]:
+    """Return what `pack` was given. Arrays share the memory of `packed`."""
+    size = int(packed[:8].view(np.int64)[0])
+    header = json.loads(packed[8 : 8 + size].tobytes())
+    kinds = header["leaves"]
+    forms = [form for _, _, arrays in kinds for form in arrays]
+    lengths = [
+        int(np.prod(shape, dtype=np.int64)) * as_dtype(name).itemsize
+        for name, shape in forms
+    ]
+    places, _ = _places(8 + size, lengths)
+    found = iter(
+        [
+            packed[start : start + length].view(as_dtype(name)).reshape(shape)
+            for start, length, (name, shape) in zip(places, lengths, forms, strict=True)
+        ]
+    )
+    return header["facts"], [
+        Encoded(kind, tuple(next(found) for _ in arrays), inner)
+        for kind, inner, arrays in kinds
+    ]
+
+
+def describe(leaves: Sequence[Encoded]) -> list[Any]:
+    """Kinds, dtypes and shapes of tensors, as JSON can write them."""
+    return [
+        [leaf.kind, leaf.inner, [[a.dtype.name, list(a.shape)] for a in leaf.arrays]]
+        for leaf in leaves
+    ]
+
+
+def as_dtype(name: str) -> Any:
+    """The NumPy dtype of a name, also bfloat16 and the like."""
+    return np.dtype(tf.as_dtype(name).as_numpy_dtype)
+
+
+def _places(begin: int, lengths: Sequence[int]) -> tuple[list[int], int]:
+    """Return where arrays of these lengths begin, and where the last one ends."""
+    starts, end = [], begin
+    for length in lengths:
+        start = -(-end // _ALIGNMENT) * _ALIGNMENT
+        starts.append(start)
+        end = start + length
+    return starts, end
+
+
+def _as_bytes(word: Any) -> bytes:
+    if isinstance(word, bytes):
+        return word
+    return word.encode() if isinstance(word, str) else repr(word).encode()

@@ -1,0 +1,55 @@
+"""What users are told of data that differ between the workers."""
+
+from __future__ import annotations
+
+__all__ = ["REMEDIES", "other_forms", "own_parts", "strangers", "used", "with_remedies"]
+
+REMEDIES = (
+    "If each worker's data are its own part, give the strategy shard='off'. If all "
+    "workers should have the same data, seed what makes them "
+    "(`keras.utils.set_random_seed` with the same number on all workers, before the "
+    "data are made), or give the strategy data='chief': then the chief's are used."
+)
+
+
+def with_remedies(what: str, received: str) -> ValueError:
+    """Return an error about data that differ.
+
+    Args:
+        what: What is wrong, without a full stop.
+        received: What was found.
+    """
+    return ValueError(f"{what}. Received: {received}. {REMEDIES}")
+
+
+def other_forms(name: str, forms: dict[int, str]) -> ValueError:
+    """Return the error about data that haven't the same structure, by rank."""
+    every = "; ".join(f"rank {rank}: {form}" for rank, form in forms.items())
+    return with_remedies(f"The workers were given {name} of different forms", every)
+
+
+def own_parts(name: str, how: str) -> ValueError:
+    """Return the error about data that each worker has its own part of."""
+    return with_remedies(
+        f"The workers were given different {name}, which look like each worker's own "
+        "part of the data; without shard='off' all workers must be given all data, of "
+        "which each takes its rows",
+        how,
+    )
+
+
+def strangers(name: str, found: str) -> ValueError:
+    """Return the error about data of which nothing tells what they are."""
+    return with_remedies(
+        f"The workers were given different {name}, and nothing tells whether they are "
+        "each worker's own part, or should be the same",
+        found,
+    )
+
+
+def used(name: str, why: str, cost: str) -> str:
+    """Return the line that says that the chief's data are used."""
+    return (
+        f"kerasdist: the chief's {name} are used on all workers ({why}); {cost}. With "
+        "the same seed on all workers (keras.utils.set_random_seed) each reads its own."
+    )

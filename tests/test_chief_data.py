@@ -1,0 +1,446 @@
+"""Data that differ between the workers: the chief's are used, or it's an error.
+
+The reference is one process that has the chief's data: its weights, its losses, its
+predictions. Each rank makes "random" data of its own by `random_of(rank)`, so that the
+reference can make the chief's.
+"""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+import kerasdist
+from workers import Workers
+
+MODEL = """
+import json, os
+import keras
+import numpy as np
+import tensorflow as tf
+
+tf.random.set_seed(3)
+rows = np.random.default_rng(5)
+X = rows.normal(size=(400, 8)).astype("float32")
+Y = X.sum(axis=1, keepdims=True) + rows.normal(size=(400, 1)).astype("float32")
+
+def random_of(rank):
+    return np.random.default_rng(100 + rank)
+
+def build():
+    m = keras.Sequential([keras.Input((8,)), keras.layers.Dense(1, "linear")])
+    m.compile(keras.optimizers.SGD(0.02), "mse")
+    m.set_weights([np.full((8, 1), 0.1), np.zeros(1)])
+    return m
+
+def numbers(m, *more):
+    flat = [w.ravel() for w in m.get_weights()] + [np.ravel(v) for v in more]
+    return [float(v) for v in np.concatenate(flat)]
+
+class Items(keras.utils.PyDataset):
+    def __init__(self, x, y, random=None, every=False):
+        super().__init__()
+        self.x, self.y, self.order = x, y, np.arange(len(x))
+        self.random, self.every = random, every
+        if random is not None and not every:
+            random.shuffle(self.order)
+    def __len__(self):
+        return len(self.x) // 50
+    def __getitem__(self, index):
+        chosen = self.order[50 * index:50 * index + 50]
+        return self.x[chosen], self.y[chosen]
+    def on_epoch_end(self):
+        if self.every:
+            self.random.shuffle(self.order)
+"""
+
+WORKER = (
+    """
+import json, os
+import tensorflow as tf
+import kerasdist
+if os.environ.get("DEVICES"):
+    tf.config.set_logical_device_configuration(
+        tf.config.list_physical_devices("CPU")[0],
+        [tf.config.LogicalDeviceConfiguration()] * 2)
+options = json.loads(os.environ.get("OPTIONS", "{}"))
+kind = getattr(kerasdist, os.environ.get("STRATEGY", "RingStrategy"))
+strategy = kind(timeout=60, **options)
+rank, size = strategy.rank, strategy.size
+scope = strategy.scope
+def result(*value):
+    print("RESULT", json.dumps(value), flush=True)
+def refused(call):
+    '''The error's text, and that no step was taken.'''
+    with scope():
+        m = build()
+    try:
+        call(m)
+    except ValueError as error:
+        return [str(error), int(m.optimizer.iterations.numpy())]
+    return ["no error", -1]
+"""
+    + MODEL
+)
+
+PLAIN = (
+    """
+import contextlib
+rank, scope = 0, contextlib.nullcontext
+def result(*value):
+    print("RESULT", json.dumps(value), flush=True)
+"""
+    + MODEL
+)
+
+
+def run(body, size=2, servers=0, **options):
+    strategy = "ParameterServerStrategy" if servers else "RingStrategy"
+    env = {"OPTIONS": json.dumps(options), "STRATEGY": strategy}
+    if "devices" in options:
+        env["DEVICES"] = "1"
+    script = WORKER + body
+    with Workers(script, size, servers=servers, env=env, deadline=120) as job:
+        return job.succeed()[:size]
+
+
+def check(body, **options):
+    """All ranks have the numbers of one process that has the chief's data."""
+    with (
+        Workers(PLAIN + body, 1, env={"TF_CONFIG": None}, handover=False) as plain,
+    ):
+        workers = run(body, **options)
+        (expected,) = plain.succeed()
+    assert len(expected.results) > 0
+    for worker in workers:
+        for ours, theirs in zip(worker.results, expected.results, strict=True):
+            np.testing.assert_allclose(ours[1], theirs[1], rtol=1e-5, atol=1e-6)
+    return workers
+
+
+ARRAYS = """
+import random
+def trial(name, x, y, val):
+    with scope():
+        m = build()
+    h = m.fit(x, y, batch_size=50, epochs=2, shuffle=False, verbose=0,
+              validation_data=val)
+    result(name, numbers(m, *h.history.values(), m.evaluate(*val, verbose=0),
+                         m.predict(val[0], verbose=0)))
+
+r = random_of(rank)
+p = r.permutation(400)                                 # train_test_split
+trial("split", X[p[:300]], Y[p[:300]], (X[p[300:]], Y[p[300:]]))
+order = list(range(400))                               # a list that is shuffled
+random.Random(rank).shuffle(order)
+x = np.stack([X[i] for i in order]); y = np.stack([Y[i] for i in order])
+trial("permutation", x, y, (X, Y))
+m = r.random(400) < 0.8                                # other lengths
+trial("mask", X[m], Y[m], (X[~m], Y[~m]))
+labels = np.random.default_rng(1).integers(0, 4, (400, 1)).astype("float32")
+noisy = X + r.normal(size=X.shape).astype("float32")   # other inputs, same targets
+trial("noise", noisy, labels, (noisy[:37], labels[:37]))
+"""
+
+
+@pytest.mark.parametrize("servers", [0, 1])
+def test_arrays_in_another_order_or_split_are_the_chiefs(servers):
+    """Each rank had split them in its own way: rows were trained on and tested on."""
+    chief, other = check(ARRAYS, servers=servers)
+    assert chief.output.count("the chief's arrays are used") == 1
+    assert "are sent once" in chief.output
+    assert "the chief's arrays" not in other.output
+
+
+def test_what_may_be_a_workers_own_part_is_an_error_before_the_first_step():
+    body = """
+duplicates = np.random.default_rng(rank).integers(0, 2, (400, 8)).astype("float32")
+twice = np.concatenate([X[:200]] * 2)[np.random.default_rng(0).permutation(400)]
+positions = np.arange(200, dtype="float32")[:, None] * np.ones(8, "float32")
+for x, y in (
+    (X[rank::2], Y[rank::2]),                       # a shard
+    (X[200 * rank:][:190 + rank], Y[200 * rank:][:190 + rank]),
+    (duplicates, duplicates[:, :1]),                # few distinct rows
+    (twice[200 * rank:][:200], None),               # each row is in the data twice
+    (positions, Y[200 * rank:][:200]),              # the same inputs
+    (X[rank::2], np.repeat(np.arange(4.0), 50)),    # the same sorted labels
+):
+    if y is None:
+        y = x[:, :1]
+    result(refused(lambda m: m.fit(x, y, verbose=0)))
+"""
+    for worker in run(body):
+        assert len(worker.results) == 6
+        for [[message, steps]] in worker.results:
+            assert message.startswith("The workers were given different arrays")
+            assert "shard='off'" in message
+            assert "data='chief'" in message
+            assert "keras.utils.set_random_seed" in message
+            assert steps == 0
+
+
+def test_the_difference_is_an_error_or_no_matter_if_that_is_asked_for():
+    body = """
+p = random_of(rank).permutation(400)
+dataset = tf.data.Dataset.from_tensor_slices((X[p], Y[p])).batch(50)
+def generate():
+    yield X[p], Y[p]
+result([refused(lambda m: m.fit(X[p], Y[p], verbose=0)),
+        refused(lambda m: m.fit(dataset, verbose=0)),
+        refused(lambda m: m.fit(Items(X[p], Y[p]), verbose=0)),
+        refused(lambda m: m.fit(generate(), verbose=0)),
+        refused(lambda m: m.train_on_batch(X[p], Y[p]))])
+"""
+    for worker in run(body, data="same"):
+        (errors,) = worker.result
+        starts = (
+            "All workers must be given the same data",
+            "The workers read different global batches",
+            "The workers' PyDatasets hold different items",
+            "The workers read different global batches",
+            "All workers must be given the same global batch",
+        )
+        for (message, steps), start in zip(errors, starts, strict=True):
+            assert message.startswith(start)
+            assert "data='chief'" in message
+            assert steps <= 1
+    body = """
+shard = slice(0, 200) if rank == 0 else slice(200, 400)
+x, y = X[shard], Y[shard]
+with scope():
+    m = build()
+m.fit(x, y, batch_size=50, shuffle=False, verbose=0)
+m.fit(tf.data.Dataset.from_tensor_slices((x, y)).batch(50), verbose=0)
+m.fit(Items(x, y), shuffle=False, verbose=0)
+result("chief", numbers(m, m.train_on_batch(x, y), m.predict_on_batch(x[:3])))
+"""
+    check(body, data="chief")
+
+
+DATASETS = """
+def trial(name, make, steps=None, epochs=2):
+    with scope():
+        m = build()
+    h = m.fit(make(0), epochs=epochs, steps_per_epoch=steps, verbose=0, shuffle=False,
+              validation_data=make(1), validation_steps=steps)
+    result(name, numbers(m, *h.history.values(),
+                         m.evaluate(make(2), verbose=0, steps=4),
+                         m.predict(make(3), verbose=0, steps=4)))
+
+r = random_of(rank)
+def shuffled(number):
+    return tf.data.Dataset.from_tensor_slices((X, Y)).shuffle(400, seed=10 * rank + 1)
+def listed(number):                                    # uneven, of unknown length
+    p = r.permutation(400)
+    d = tf.data.Dataset.from_tensor_slices((X[p], Y[p])).batch(64)
+    return d.filter(lambda x, y: True)
+def from_generator(number):
+    def generate():
+        for i in r.permutation(400):
+            yield X[i], Y[i]
+    specs = tf.TensorSpec((8,)), tf.TensorSpec((1,))
+    return tf.data.Dataset.from_generator(generate, output_signature=specs).batch(60)
+def generator(number):
+    def draw(x, y):
+        while True:
+            chosen = r.integers(0, len(x), 32)
+            yield x[chosen], y[chosen]
+    return draw(X, Y)
+trial("shuffled", lambda n: shuffled(n).batch(64))
+trial("listed", listed)
+trial("from_generator", from_generator)
+once = generator(0)
+with scope():
+    m = build()
+h = m.fit(once, epochs=3, steps_per_epoch=4, verbose=0)
+result("generator", numbers(m, *h.history.values()))
+def ends():
+    for i in range(5):
+        yield X[10 * i:10 * i + 9 + i], Y[10 * i:10 * i + 9 + i]
+with scope():
+    m = build()
+h = m.fit(ends(), verbose=0)
+result("ends", numbers(m, *h.history.values(), m.predict(ends(), verbose=0)))
+trial("items", lambda n: Items(X, Y, random_of(rank + 5 * n)), epochs=1)
+"""
+
+
+def test_datasets_and_generators_that_differ_are_the_chiefs():
+    """Also at the end of a source that can be read only once: no batch is lost."""
+    chief, _ = check(DATASETS)
+    for kind in ("datasets", "generators", "PyDatasets"):
+        assert chief.output.count(f"the chief's {kind} are used") == 1
+
+
+def test_several_replicas_and_steps_at_once():
+    body = """
+p = random_of(rank).permutation(400)
+with scope():
+    m = build()
+    m.compile(keras.optimizers.SGD(0.02), "mse", steps_per_execution=3)
+d = tf.data.Dataset.from_tensor_slices((X[p], Y[p])).batch(33)
+h = m.fit(d, epochs=2, verbose=0)
+result("several", numbers(m, *h.history.values(), m.predict(d, verbose=0)))
+"""
+    check(body, devices=["CPU:0", "CPU:1"])
+
+
+def test_a_dataset_that_is_the_same_is_read_once():
+    """The first batches are compared; no pass begins twice for that."""
+    body = """
+passes, taken = [], []
+def generate():
+    passes.append(1)
+    for i in range(0, 400, 40):
+        taken.append(i)
+        yield X[i:i + 40], Y[i:i + 40]
+specs = tf.TensorSpec((None, 8)), tf.TensorSpec((None, 1))
+d = tf.data.Dataset.from_generator(generate, output_signature=specs)
+with scope():
+    m = build()
+h = m.fit(d, epochs=2, verbose=0)
+result("once", numbers(m, *h.history.values()) + [len(passes), len(taken)])
+"""
+    check(body)
+
+
+def test_each_workers_own_part_of_a_dataset_is_named():
+    body = """
+d = tf.data.Dataset.from_tensor_slices((X, Y))
+def generate(x, y):
+    yield x, y
+def steps(first):
+    for i in range(first, 400, size):
+        yield X[i:i + 1], Y[i:i + 1]
+def asks():
+    for i in range(strategy.rank, 400, strategy.size):
+        yield X[i:i + 1], Y[i:i + 1]
+specs = tf.TensorSpec((None, 8)), tf.TensorSpec((None, 1))
+def inside(i):
+    return d.shard(2, rank).batch(10)
+for data in (
+    d.shard(size, rank).batch(20),
+    tf.data.Dataset.range(2).flat_map(inside),
+    d.skip(200 * rank).take(200).batch(20),
+    tf.data.Dataset.from_tensor_slices((X[rank::2], Y[rank::2])).batch(20),
+    generate(X[rank::2], Y[rank::2]),
+    steps(rank),
+    tf.data.Dataset.from_generator(asks, output_signature=specs),
+    Items(X[rank::2], Y[rank::2]),
+):
+    result(refused(lambda m: m.fit(data, verbose=0)))
+"""
+    found = (
+        "a `shard` in the pipeline, rank 0: shard(num_shards=2, index=0)",
+        "a `shard` in the pipeline",
+        "count of SkipDataset",
+        "rows of rank 1 that were looked up are among rank 0's",
+        "they are made from x: 0 of 200 rows",
+        "first=0 on rank 0 and 1 on rank 1",
+        "asks for the worker's place",
+        "they are made from x: 0 of 200 rows",
+    )
+    for worker in run(body):
+        for [[message, steps]], what in zip(worker.results, found, strict=True):
+            assert "look like each worker's own part" in message
+            assert what in message
+            assert "shard='off'" in message
+            assert steps == 0
+
+
+def test_what_the_chiefs_generator_raises_is_raised_on_all_workers():
+    body = """
+def generate():
+    for i in range(4):
+        yield X[:20], Y[:20]
+    raise KeyError("no more files")
+with scope():
+    m = build()
+try:
+    m.fit(generate(), verbose=0)
+except Exception as error:
+    result(type(error).__name__, str(error))
+"""
+    chief, other = run(body)
+    assert "no more files" in chief.result[1]
+    assert "The chief's data, which are used on all workers" in other.result[1]
+    assert "no more files" in other.result[1]
+
+
+def test_items_that_are_reordered_after_each_epoch_are_the_chiefs_from_then_on():
+    body = """
+with scope():
+    m = build()
+h = m.fit(Items(X, Y, random_of(rank), every=True), epochs=3, shuffle=False, verbose=0)
+result("every", numbers(m, *h.history.values()))
+"""
+    check(body)
+
+
+def test_batches_that_differ():
+    """They were mixed: each rank took its rows of a batch that no other had."""
+    body = """
+p = random_of(rank).permutation(400)
+with scope():
+    m = build()
+for _ in range(2):
+    loss = m.train_on_batch(X[p], Y[p])
+result("batch", numbers(m, loss, m.test_on_batch(X[p], Y[p]), m.predict_on_batch(X[p])))
+"""
+    chief, _ = check(body)
+    assert chief.output.count("the chief's batches are used") == 1
+    body = """
+chosen = random_of(rank).integers(0, 400, 8)
+result(refused(lambda m: m.train_on_batch(X[chosen], Y[chosen])))
+"""
+    for worker in run(body):
+        ((message, steps),) = worker.result
+        assert message.startswith("The workers were given different batches")
+        assert "data='chief'" in message
+        assert steps == 0
+
+
+def test_text_and_sparse_tensors_are_the_chiefs():
+    body = """
+p = random_of(rank).permutation(60)
+words = np.array([f"w{i % 7} w{i}" for i in range(60)], dtype=object)[p]
+sparse = tf.sparse.from_dense(np.eye(60, dtype="float32")[p])
+y = np.arange(60, dtype="float32")[p][:, None]
+with scope():
+    text = keras.Input((), dtype="string", name="text")
+    flags = keras.Input((60,), sparse=True, name="flags")
+    hashed = keras.layers.Hashing(50)(text)
+    out = keras.layers.Embedding(50, 1, embeddings_initializer="ones")(hashed)
+    out = out + keras.layers.Dense(1, kernel_initializer="ones")(flags)
+    m = keras.Model({"text": text, "flags": flags}, out)
+    m.compile(keras.optimizers.SGD(0.01), "mse")
+x = {"text": words, "flags": sparse}
+h = m.fit(x, y, batch_size=20, shuffle=False, verbose=0)
+d = tf.data.Dataset.from_tensor_slices((x, y)).batch(20)
+h2 = m.fit(d, verbose=0)
+result("kinds", numbers(m, *h.history.values(), *h2.history.values()))
+"""
+    check(body)
+
+
+def test_asynchronous_workers_take_batches_of_the_chiefs_arrays():
+    body = """
+p = random_of(rank).permutation(400)[:300]
+seen = []
+with scope():
+    m = build()
+m.fit(X[p], Y[p], batch_size=50, epochs=1, verbose=0)
+predicted = m.predict(X[p], verbose=0)[:, 0].tolist()
+result([float(m.evaluate(X[p], Y[p], verbose=0)), predicted])
+"""
+    first, second = run(body, servers=1, mode="async")
+    assert first.result == second.result
+    assert len(first.result[0][1]) == 300
+    assert "the chief's arrays are used" in first.output
+
+
+def test_the_argument_is_checked():
+    with pytest.raises(ValueError, match="Received: data='any'"):
+        kerasdist.RingStrategy(data="any")

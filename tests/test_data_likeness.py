@@ -1,0 +1,127 @@
+"""Hashes of rows, and what they say of where two workers' data are from."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from kerasdist.strategies.data.encoding import decode, encode, pack, unpack
+from kerasdist.strategies.data.fingerprint import digest_of, row_hashes
+from kerasdist.strategies.data.likeness import (
+    Seen,
+    are_alike,
+    is_telling,
+    sample_rows,
+)
+
+RANDOM = np.random.default_rng(0)
+ROWS = RANDOM.normal(size=(1000, 5)).astype(np.float32)
+LABELS = RANDOM.integers(0, 10, 1000)
+
+
+def hashes(array):
+    return row_hashes([encode(array)])
+
+
+def alike(chief, other):
+    """Whether another worker's rows are taken for the chief's."""
+    seen, sample = Seen(), sample_rows(hashes(other))
+    seen.add(hashes(chief))
+    repeated = max(sample.repeated, sample_rows(hashes(chief)).repeated)
+    return are_alike(seen.count(sample.hashes), len(sample.hashes), repeated)
+
+
+def split(part, rows=ROWS):
+    return rows[RANDOM.permutation(len(rows))[: int(part * len(rows))]]
+
+
+@pytest.mark.parametrize("part", [1.0, 0.8, 0.5, 0.1])
+def test_random_splits_of_the_same_rows_are_alike(part):
+    assert alike(split(part), split(part))
+
+
+def test_shards_are_not():
+    assert not alike(ROWS[0::2], ROWS[1::2])
+    assert not alike(ROWS[:500], ROWS[500:])
+    assert not alike(ROWS[:0], ROWS)
+    # Nor if a few rows are in both.
+    assert not alike(ROWS[:500], np.concatenate([ROWS[500:], ROWS[:10]]))
+
+
+@pytest.mark.parametrize("distinct", [2, 50, 300, 2000])
+def test_rows_that_repeat_do_not_make_shards_alike(distinct):
+    rows = ROWS[:1, :] + RANDOM.integers(0, distinct, (4000, 1)).astype(np.float32)
+    for order in (rows, np.sort(rows, axis=0)):
+        assert not alike(order[0::2], order[1::2])
+        assert not alike(order[:2000], order[2000:])
+    doubled = np.concatenate([ROWS, ROWS])[RANDOM.permutation(2000)]
+    assert not alike(doubled[:1000], doubled[1000:])
+
+
+def test_random_splits_are_alike_in_spite_of_some_rows_that_repeat():
+    rows = np.concatenate([ROWS, ROWS[:100]])
+    assert alike(split(0.75, rows), split(0.75, rows))
+
+
+def test_which_targets_tell_that_the_data_are_the_same():
+    assert is_telling(hashes(LABELS))
+    assert is_telling(hashes(RANDOM.random(1000) < 0.5))
+    for trivial in (
+        np.zeros(1000),
+        np.sort(LABELS),
+        np.arange(1000) % 10,
+        np.arange(1000.0),
+        np.repeat(np.arange(10), 100),
+        LABELS[:20],
+    ):
+        assert not is_telling(hashes(trivial))
+
+
+TENSORS = [
+    np.arange(12.0).reshape(4, 3),
+    np.array([True, False, True, True]),
+    np.zeros((4, 0)),
+    np.array(["a", "bc", "", "é"]),
+    tf.constant([["a", "b"], ["c", ""], ["d", "e"], ["a", "c"]]),
+    tf.ragged.constant([[[1, 2], [3]], [[4]], [], [[], [5]]], dtype=tf.int64),
+    tf.ragged.constant([["a", "bcd"], ["e"], [], ["f"]]),
+    tf.sparse.from_dense([[0, 1.0], [2, 0], [0, 3], [0, 0]]),
+    tf.cast([[1.5], [2.5], [3.5], [4.5]], tf.bfloat16),
+]
+
+
+@pytest.mark.parametrize("tensor", TENSORS, ids=lambda t: encode(t).form)
+def test_a_rows_hash_goes_with_the_row(tensor):
+    order = [2, 0, 3, 1]
+    if isinstance(tensor, tf.SparseTensor):
+        moved = tf.sparse.from_dense(tf.gather(tf.sparse.to_dense(tensor), order))
+    else:
+        moved = tf.gather(tensor, order)
+    before, after = hashes(tensor), hashes(moved)
+    assert list(after) == list(before[order])
+    if encode(tensor).form not in ("float64[2]", "bool[1]"):
+        assert len(set(before)) == 4
+    assert digest_of([encode(tensor)]) == digest_of([encode(tensor)])
+
+
+@pytest.mark.parametrize("tensor", TENSORS, ids=lambda t: encode(t).form)
+def test_a_tensor_comes_back_from_its_bytes(tensor):
+    facts, leaves = unpack(pack({"a": 1}, [encode(tensor), encode(None)]))
+    back = decode(leaves[0])
+    assert facts == {"a": 1}
+    assert decode(leaves[1]) is None
+    assert digest_of([encode(back)]) == digest_of([encode(tensor)])
+    assert encode(back).form == encode(tensor).form
+
+
+def test_a_value_that_differs_shows_wherever_it_is_in_a_large_array():
+    large = np.zeros((3000, 500), np.float64)
+    known = digest_of([encode(large)])
+    for place in ((0, 0), (1234, 77), (2999, 499)):
+        other = large.copy()
+        other[place] = 1.0
+        assert digest_of([encode(other)]) != known
+        assert digest_of([encode(other[:, ::-1])]) != digest_of(
+            [encode(large[:, ::-1])]
+        )
