@@ -108,6 +108,6 @@ def test_all_frames_are_shown_to_who_asks():
         keras.config.enable_traceback_filtering()
     _, ours = frames(caught.value)
     assert {"fit", "symbolic_build", "compile_loss"} <= set(ours)
-    # One for each hook.
-    assert len(ours) == len(set(ours))
+    # Hooks alone: what puts them around Keras's functions has no frames.
+    assert "wrapper" not in ours
     strategy.close()
