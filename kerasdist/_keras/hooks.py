@@ -171,9 +171,6 @@ class KerasHooks(Protocol):
     def any_of(self, flag: bool) -> bool:
         """Whether the flag is set on any worker."""
 
-    def mean_of(self, value: Any) -> Any:
-        """Mean of a number over the workers."""
-
     def of_chief(self, number: float, root: int = 0) -> float:
         """The chief's number, or that of another rank."""
 
@@ -292,8 +289,8 @@ class DealingHooks(KerasHooks, Protocol):
     def end_batches(self) -> None:
         """Let the epoch end for all workers: one of them wants to stop."""
 
-    def end_epoch(self, logs: Any, statistics: Sequence[Any]) -> Any:
-        """Meet at the end of an epoch of training; return logs that all have.
+    def end_epoch(self, statistics: Sequence[Any]) -> None:
+        """Meet at the end of an epoch of training.
 
         Then all have the same weights, and the same `statistics`.
         """

@@ -24,6 +24,7 @@ from kerasdist._keras.hooks import (
     translating,
 )
 from kerasdist._keras.items import closing_readers
+from kerasdist._keras.logs import whole_logs
 from kerasdist._keras.optimizers import open_window
 from kerasdist._keras.placed_trainer import who_was_lost
 from kerasdist._keras.state import share_state, state_of, statistics_of, take_epoch
@@ -43,24 +44,24 @@ __all__ = [
 def finish_epoch(original: Callable[..., Any], trainer: Any, logs: Any) -> Any:
     """In place of `_get_metrics_result_or_logs`, called at the end of an epoch.
 
-    Metric state is summed over the workers as it's read. Logs that aren't metrics
-    are averaged, and so are the statistics that each replica kept for itself.
+    Metric state is summed over the workers as it's read. Logs that Keras leaves as
+    they are are reduced, see `logs`, and so are the statistics that each replica kept
+    for itself.
     """
     hooks = hooks_of(trainer.distribute_strategy)
     dealing = dealing_hooks(trainer.distribute_strategy)
     statistics = statistics_of(trainer)
     if dealing is not None and current.fitting and not current.evaluating:
-        logs = dealing.end_epoch(logs, statistics)
+        dealing.end_epoch(statistics)
         dealing.close_window(open_window(trainer.optimizer))
-        return original(trainer, logs)
+        # Who took no step has no logs.
+        return original(trainer, whole_logs(trainer, dealing, logs))
     result = original(trainer, logs)
     if hooks is None or hooks.replicas == 1:
         return result
     hooks.average(statistics)
     hooks.close_window(open_window(trainer.optimizer))
-    if result is logs and isinstance(logs, dict):
-        return {name: hooks.mean_of(value) for name, value in logs.items()}
-    return result
+    return whole_logs(trainer, hooks, logs) if result is logs else result
 
 
 def begin_training(

@@ -175,7 +175,8 @@ TABLE = (
     ),
     _core(
         "loops.finish_epoch",
-        "means over the workers of logs that aren't metrics, and of statistics",
+        "metrics of all workers in logs of any structure; means of other logs, and of "
+        "statistics",
         f"{_MODEL}._get_metrics_result_or_logs(self, logs)",
     ),
     _core(

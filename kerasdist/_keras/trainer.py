@@ -16,6 +16,7 @@ from kerasdist._keras.hooks import (
     timer_of,
     translating,
 )
+from kerasdist._keras.logs import keeping
 from kerasdist._keras.placed_layers import placer_of
 from kerasdist._keras.state import statistics_of
 from kerasdist._keras.step import current, is_timed, setting
@@ -64,11 +65,16 @@ def make_function(
             return original(trainer, step_function)
         return Calls(trainer, lambda: original(trainer, step_function), timer)
 
+    last = keeping(step_function)
+
     def counted(data: Any) -> Any:
         data, rows, total = hooks.split(data)
         if hooks.replicas == 1 or (tf.get_static_value(rows) or 0) > 0:
             with current.of(hooks, rows, total):
-                return step_function(data)
+                logs = step_function(data)
+                if last is not None and hooks.replicas > 1:
+                    last.keep(logs, rows)
+            return logs
         # A replica without rows runs the step on another's row. Its gradients count for
         # nothing, and what it wrote is put back.
         metrics = [variable.value for variable in trainer.metrics_variables]
@@ -76,6 +82,8 @@ def make_function(
         before = [variable.read_value() for variable in variables]
         with current.of(hooks, rows, total):
             logs = step_function(hooks.fill_if_empty(data))
+            if last is not None:
+                last.keep(logs, rows)
 
         def put_back() -> Any:
             for variable, value in zip(variables, before, strict=True):
@@ -109,6 +117,7 @@ def make_function(
         with translating(hooks), inside():
             return calls(iterator)
 
+    call.last = last  # type: ignore[attr-defined]
     return call
 
 

@@ -20,7 +20,6 @@ __all__ = [
     "common_seed",
     "digest_of",
     "longest",
-    "mean_of",
     "of_chief",
     "texts",
 ]
@@ -55,16 +54,6 @@ def texts(extended: SynchronousExtended, rank: int, text: str) -> dict[int, str]
     every = extended.job.communicator.all_gather(mine)
     told = [one.tobytes().decode().partition(" ") for one in every]
     return {int(rank): text for rank, _, text in told}
-
-
-def mean_of(extended: SynchronousExtended, value: Any) -> Any:
-    """Mean of a number over the workers; anything else stays as it is."""
-    array = np.asarray(value)
-    if array.dtype.kind not in "fiu" or array.size != 1:
-        return value
-    communicator = extended.job.communicator
-    total = communicator.all_reduce([np.float64(array)])[0]
-    return float(total) / communicator.size
 
 
 def average(

@@ -4,7 +4,7 @@ Inside an epoch nothing here asks the other workers for anything but the next ba
 number: each is at another place. They meet where an epoch begins and ends:
 
     begin    weights that callbacks have changed are rank 0's            `Dealt`
-    end      1. all come, and say how many steps they took, and their logs
+    end      1. all come, and say how many steps they took
              2. all take the servers' weights, in which now is everything
              3. all come again: so nobody goes on before everybody has them
              4. statistics (BatchNormalization's) are averaged over the workers, by
@@ -270,14 +270,12 @@ class AsyncHooks(SynchronousHooks):
 
     # Where an epoch ends.
 
-    def end_epoch(self, logs: Any, statistics: Sequence[Any]) -> Any:
+    def end_epoch(self, statistics: Sequence[Any]) -> None:
         """See `KerasHooks.end_epoch`."""
         extended = self._extended
         steps = 0 if self.present is None else self.present.steps
         evidence = {} if self.present is None else self.present.source.evidence
-        every = self._facts(
-            {"steps": steps, "logs": _numbers(logs), "evidence": evidence}
-        )
+        every = self._facts({"steps": steps, "evidence": evidence})
         # In the next collective somebody may be missing.
         ranks = extended.job.communicator.ranks
         extended.shared.pull()
@@ -286,14 +284,6 @@ class AsyncHooks(SynchronousHooks):
         self.steps_of_all = sum(facts["steps"] for facts in every)
         if self.steps_of_all:
             agreement.average(extended, statistics, steps / self.steps_of_all)
-        found = [facts["logs"] for facts in every if facts["logs"]]
-        if not isinstance(logs, dict) or not found:
-            return logs
-        # Whoever took no step has no logs.
-        return {
-            name: _mean([some.get(name) for some in found], logs.get(name))
-            for name in found[0]
-        }
 
     def _facts(self, mine: dict[str, Any]) -> list[dict[str, Any]]:
         text = np.frombuffer(json.dumps(mine).encode(), np.uint8)
@@ -384,24 +374,6 @@ def _too_early() -> list[Any]:
         "this worker's alone. Build the model and the optimizer before the first step: "
         "`model.build(...)`, `optimizer.build(model.trainable_variables)`."
     )
-
-
-def _numbers(logs: Any) -> dict[str, float | None]:
-    """What can be averaged of logs, by name."""
-    if not isinstance(logs, dict):
-        return {}
-    found: dict[str, float | None] = {}
-    for name, value in logs.items():
-        try:
-            found[str(name)] = float(np.asarray(value))
-        except (TypeError, ValueError):
-            found[str(name)] = None
-    return found
-
-
-def _mean(values: list[float | None], otherwise: Any) -> Any:
-    known = [value for value in values if value is not None]
-    return sum(known) / len(known) if known else otherwise
 
 
 def _batch_size(dataset: Any) -> int | None:

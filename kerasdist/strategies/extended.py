@@ -65,6 +65,8 @@ class SynchronousExtended(SharingExtended):
         self.data = data
         self.bucket_size = bucket_size
         self.compression = compression
+        # Whether the user knows what isn't known of eager steps.
+        self.told_of_eager_slices = False
         if isinstance(job.communicator, NativeCommunicator):
             self.ops: CollectiveOps = NativeOps(
                 job.communicator, self._host, devices, sum(job.replicas)

@@ -15,6 +15,7 @@ import tensorflow as tf
 
 from kerasdist import _tf
 from kerasdist.strategies.buckets import in_buckets
+from kerasdist.strategies.reduce.sparse_parts import TakenApart
 from kerasdist.strategies.slices import add_up, sum_over_workers
 
 if TYPE_CHECKING:
@@ -48,39 +49,64 @@ def reduce_gradients(
         after: What the last bucket waits for.
 
     Returns:
-        Tensors (or None), the same on all replicas. IndexedSlices stay what they are:
-        those of all replicas, in replica order. They aren't added up, because Keras's
-        optimizers don't do so either: Adam squares each slice, and must see what it
-        sees in one process, and so must clipping. Only if what becomes of the slices
-        is `linear` in them they are added up, before they are sent, and sent as a
+        Tensors (or None), the same on all replicas. IndexedSlices are those that one
+        process would have: Adam squares each slice by itself, and clipping takes the
+        norm of them all. So slices of tokens stay what they are, those of all
+        replicas, in replica order; slices that one process has once are added up: see
+        `kerasdist.strategies.reduce.index_origin`. If what becomes of the slices is
+        `linear` in them they are added up anyway, before they are sent, and sent as a
         whole table where that is less: see `kerasdist.strategies.slices`.
     """
     if extended.is_alone:
         return list(gradients)
+    slices = [g for g in gradients if _is_slices(g)]
+    # Without the table's shape they can't become one.
+    linear = linear and all(s.dense_shape is not None for s in slices)
+    apart = TakenApart(gradients, linear=linear)
+    pieces = apart.pieces
     if rows is None:
-        present = [g for g in gradients if g is not None]
-        shares = [narrow(extended, g, 1 / extended.places[2]) for g in present]
-        sums = iter(extended.sum_gradients(shares))
-        return [
-            None if g is None else widen(extended, next(sums), g, extended.places[2])
-            for g in gradients
+        replicas = extended.places[2]
+        shares = [narrow(extended, piece, 1 / replicas) for piece in pieces]
+        sums = extended.sum_gradients(shares)
+        wide = [
+            widen(extended, total, piece, replicas)
+            for total, piece in zip(sums, pieces, strict=True)
         ]
-    slices = [g for g in gradients if isinstance(g, tf.IndexedSlices)]
-    dense = [g for g in gradients if g is not None and not _is_slices(g)]
+        _look_at(extended, apart, wide, linear)
+        return apart.together(wide, replicas)
+    slices = [piece for piece in pieces if _is_slices(piece)]
+    dense = [piece for piece in pieces if not _is_slices(piece)]
     means: Iterator[Any] = iter(())
     if dense:
         means = iter(_mean_of_dense(extended, dense, rows, total, after))
-    # Without the table's shape they can't become one.
-    linear = linear and all(s.dense_shape is not None for s in slices)
     gathered: Iterator[Any] = iter(())
     if slices and linear:
         gathered = iter(_mean_of_added_slices(extended, slices, rows))
     elif slices:
         gathered = iter(_mean_of_slices(extended, slices, rows, total))
-    return [
-        None if g is None else next(gathered if _is_slices(g) else means)
-        for g in gradients
-    ]
+    reduced = [next(gathered if _is_slices(piece) else means) for piece in pieces]
+    _look_at(extended, apart, reduced, linear)
+    return apart.together(reduced)
+
+
+def _look_at(
+    extended: SynchronousExtended, apart: TakenApart, reduced: list[Any], linear: bool
+) -> None:
+    """Say once that slices of eager steps may be added up otherwise."""
+    if linear or not _tf.executing_eagerly() or extended.told_of_eager_slices:
+        return
+    if apart.look_constant(reduced):
+        extended.told_of_eager_slices = True
+        if extended.job.communicator.rank == 0:
+            print(
+                "kerasdist: all replicas have looked up the same rows of a table, in a "
+                "step that runs eagerly. If they are constants (positions), an "
+                "optimizer that isn't linear (Adam, clipping) gets them once for each "
+                "replica, and makes other numbers of them than in one process. In a "
+                "`tf.function`, and without `run_eagerly=True`, the numbers are the "
+                "same.",
+                flush=True,
+            )
 
 
 def _is_slices(gradient: Any) -> bool:

@@ -259,10 +259,6 @@ class SynchronousHooks:
         """See `KerasHooks.texts`."""
         return agreement.texts(self._extended, self.rank, text)
 
-    def mean_of(self, value: Any) -> Any:
-        """See `KerasHooks.mean_of`."""
-        return agreement.mean_of(self._extended, value)
-
     def average(self, variables: Sequence[Any]) -> None:
         """See `KerasHooks.average`."""
         agreement.average(self._extended, variables)

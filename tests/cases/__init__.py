@@ -16,6 +16,7 @@ from cases import (  # noqa: F401
     optimizers,
     outside,
     rows,
+    slices,
     steps,
 )
 from cases.training import CASES

@@ -55,6 +55,41 @@ def custom_train_step(scope: Scope) -> Numbers:
     return train(scope, Custom)
 
 
+@case
+def logs_of_any_structure(scope: Scope) -> Numbers:
+    """Metrics in metrics, under other names, and numbers that are no metric's."""
+
+    class Own(keras.Model):
+        def train_step(self, batch: Any) -> Any:
+            x, y = batch
+            with tf.GradientTape() as tape:
+                p = self(x, training=True)
+                loss = self.compute_loss(x, y, p)
+            gradients = tape.gradient(loss, self.trainable_variables)
+            self.optimizer.apply(gradients, self.trainable_variables)
+            for metric in self.metrics:
+                if metric.name == "loss":
+                    metric.update_state(loss)
+                else:
+                    metric.update_state(y, p)
+            results = {metric.name: metric.result() for metric in self.metrics}
+            return {**results, "in": {"loss": results["loss"], "last": loss, "n": 3}}
+
+    x, y = data(19)
+    keras.utils.set_random_seed(1)
+    with scope():
+        inputs = keras.Input((5,))
+        model = Own(inputs, keras.layers.Dense(3)(inputs))
+        model.compile(
+            "sgd", loss="sparse_categorical_crossentropy", metrics=["accuracy"]
+        )
+    history = model.fit(x, y, batch_size=8, epochs=2, shuffle=False, verbose=0).history
+    return {
+        f"log {name}": np.array([tf.nest.flatten(v) for v in values], "float64")
+        for name, values in history.items()
+    }
+
+
 def four_words(rows: int) -> tuple[Any, Any]:
     rng = np.random.default_rng(0)
     return rng.integers(0, 500, size=(rows, 4)), rng.integers(0, 3, size=rows)

@@ -1,0 +1,1 @@
+"""The way of a gradient from a replica to all workers, and back."""
