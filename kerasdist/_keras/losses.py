@@ -6,6 +6,7 @@ corrected, so that the weighted mean over the replicas is the value on the globa
 batch:
 
     sum over rows                       x 1/s
+    a number per row, which is summed   x 1/s
     sum(w l) / sum(w)                   x (sum of this replica's w / all w) / s
     sum over valid entries / valid      x (this replica's valid / all valid) / s
 
@@ -21,8 +22,17 @@ from typing import Any
 import tensorflow as tf
 
 from kerasdist._keras.step import current, setting
+from kerasdist._tf import origins
 
-__all__ = ["compile_loss", "leave_loss", "mask_weights", "mean_metric", "reduce_values"]
+__all__ = [
+    "additional_loss",
+    "compile_loss",
+    "gradient",
+    "leave_loss",
+    "mask_weights",
+    "mean_metric",
+    "reduce_values",
+]
 
 
 def leave_loss(original: Callable[..., Any], value: Any) -> Any:
@@ -75,6 +85,52 @@ def compile_loss(original: Callable[..., Any], self: Any, *args: Any, **kw: Any)
     """In place of `CompileLoss.call`: its parts are recorded by `mean_metric`."""
     with setting(in_compile_loss=current.hooks is not None):
         return original(self, *args, **kw)
+
+
+def additional_loss(original: Callable[..., Any], trainer: Any, loss: Any) -> Any:
+    """In place of `_aggregate_additional_loss`: what `add_loss` was given is summed."""
+    total = original(trainer, loss)
+    if not _has_rows(loss):
+        return total
+    return total * tf.cast(tf.math.reciprocal_no_nan(current.share), total.dtype)
+
+
+def gradient(
+    original: Callable[..., Any],
+    tape: Any,
+    target: Any,
+    sources: Any,
+    output_gradients: Any = None,
+    **more: Any,
+) -> Any:
+    """In place of `tf.GradientTape.gradient`: of a number per row it's their sum's."""
+    if (
+        output_gradients is None
+        and tf.is_tensor(target)
+        and not current.reduced
+        and all(hasattr(source, "assign") for source in tf.nest.flatten(sources))
+        and _has_rows(target)
+    ):
+        weight = tf.math.reciprocal_no_nan(current.share)
+        output_gradients = tf.ones_like(target) * tf.cast(weight, target.dtype)
+    return original(tape, target, sources, output_gradients, **more)
+
+
+def _has_rows(tensor: Any) -> bool:
+    """Whether a tensor has a number for each row of the replica's part, or several.
+
+    In a graph its shape is found for batches of 5 and of 7 rows.
+    """
+    if current.hooks is None or current.hooks.replicas == 1 or not tensor.shape.rank:
+        return False
+    rows = tf.get_static_value(current.rows)
+    known = None if rows is None else int(rows)
+    if isinstance(tensor, tf.__internal__.EagerTensor):
+        return bool(tensor.shape[0] == known)
+    shapes = [
+        origins.MadeAgain(number, known=known).tensor(tensor).shape for number in (5, 7)
+    ]
+    return [shape[0] if shape.rank else None for shape in shapes] == [5, 7]
 
 
 def mean_metric(

@@ -89,6 +89,17 @@ TABLE = (
         "keras.src.metrics.reduction_metrics.Mean.update_state"
         "(self, values, sample_weight)",
     ),
+    _core(
+        "losses.additional_loss",
+        "counts `add_loss` of a number per row as a sum over all rows",
+        f"{_MODEL}._aggregate_additional_loss(self, loss)",
+    ),
+    _core(
+        "losses.gradient",
+        "the same for an unreduced loss of a `train_step` of the user's own",
+        "tensorflow.python.eager.backprop.GradientTape.gradient"
+        "(self, target, sources, output_gradients, ...)",
+    ),
     # Optimizers.
     _core(
         "optimizers.apply",

@@ -7,6 +7,7 @@ from typing import Any
 
 import keras
 import numpy as np
+import tensorflow as tf
 
 from cases.training import CASES, CROSSENTROPY, Numbers, Scope, case, data, mlp, train
 
@@ -70,6 +71,44 @@ def regularization_and_add_loss(scope: Scope) -> Numbers:
         )
 
     return train(scope, build)
+
+
+@case
+def number_per_row(scope: Scope) -> Numbers:
+    """Keras sums what `add_loss` is given, and a tape what it differentiates."""
+
+    class Penalty(keras.layers.Layer):
+        def call(self, x: Any) -> Any:
+            self.add_loss(0.01 * keras.ops.mean(keras.ops.square(x), -1))
+            return x
+
+    class Own(keras.Model):
+        def train_step(self, batch: Any) -> Any:
+            x, y = batch
+            with tf.GradientTape() as tape:
+                p = self(x, training=True)
+                loss = keras.losses.sparse_categorical_crossentropy(y, p, True)
+            gradients = tape.gradient(loss, self.trainable_variables)
+            self.optimizer.apply(gradients, self.trainable_variables)
+            return self.compute_metrics(x, y, p)
+
+    def build(kind: Any) -> Callable[[], keras.Model]:
+        def model() -> keras.Model:
+            inputs = keras.Input((5,))
+            hidden = Penalty()(keras.layers.Dense(7)(inputs))
+            return kind(inputs, keras.layers.Dense(3)(hidden))
+
+        return model
+
+    numbers: Numbers = {}
+    for kind in (keras.Model, Own):
+        found = train(
+            scope,
+            build(kind),
+            compiled=lambda: {"optimizer": keras.optimizers.SGD(0.01)},
+        )
+        numbers |= {f"{kind.__name__} {name}": n for name, n in found.items()}
+    return numbers
 
 
 @case
