@@ -66,7 +66,8 @@ def build_by_step(trainer: Any, batch: Any) -> None:
         data = tf.nest.map_structure(_placeholder, batch)
         first, facts = 0, contextlib.nullcontext()
         if hooks is not None:
-            first, rows = hooks.replica(), hooks.split(data)[1]
+            # Not `hooks.replica`, by which asynchronous workers have their own seeds.
+            first, rows = strategy.extended.places[0], hooks.split(data)[1]
             facts = current.of(hooks, rows, rows)
         # All replicas write alike: none has to wait for others that aren't traced.
         with facts, setting(reduced=True, building=True):
