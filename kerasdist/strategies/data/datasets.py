@@ -69,7 +69,9 @@ class PeekedDataset:
             first = tf.data.Dataset.from_tensors(batch).concatenate(first)
         first = first.with_options(self._dataset.options())
         example = self.head[0] if self.head else None
-        return Passes(divide(first), divide(self._dataset), self._iterator, example)
+        return Passes(
+            divide(first), lambda: divide(self._dataset), self._iterator, example
+        )
 
 
 class Passes:
@@ -77,14 +79,18 @@ class Passes:
 
     Args:
         first: What is left of the first pass.
-        every: The dataset.
+        every: Returns those of the dataset. A pipeline takes long to make,
+            and one epoch needs only the first.
         iterator: What the first pass reads.
         example: A batch, for its shapes; None: there is none.
     """
 
-    def __init__(self, first: Any, every: Any, iterator: Any, example: Any) -> None:
+    def __init__(
+        self, first: Any, every: Callable[[], Any], iterator: Any, example: Any
+    ) -> None:
         self._first = first
-        self._every = every
+        self._make_every = every
+        self._every: Any = None
         self._iterator = iterator
         self.kerasdist_example = example
 
@@ -93,6 +99,8 @@ class Passes:
         if first is not None:
             return iter(first)
         self._iterator = None
+        if self._every is None:
+            self._every = self._make_every()
         return iter(self._every)
 
 
