@@ -75,7 +75,11 @@ def fit(dataset, **options):
     '''What was trained on: the rows of each step that had any.'''
     before = int(model.optimizer.iterations.numpy())
     model.fit(dataset, **{"verbose": 0, **options})
-    rows = [step for step in trained if step != [0]]
+    rows = []
+    for step in trained:
+        # A worker whose data have ended goes on with a copy of a row, without weight.
+        if not (len(step) == 1 and rows and step[0] in rows[-1]) and step != [0]:
+            rows.append(step)
     trained.clear()
     return [rows, int(model.optimizer.iterations.numpy()) - before]
 

@@ -41,14 +41,20 @@ class PeekedDataset:
 
     def __init__(self, dataset: Any) -> None:
         self._dataset = dataset
-        self._iterator: Any = iter(dataset)
+        # Where an iterator is given up, TensorFlow waits for its tuning thread, which
+        # may sleep for a minute; see `ArrayData.take`. Without tuning AUTOTUNE stands
+        # for as many calls at once as there are threads.
+        options = tf.data.Options()
+        options.autotune.enabled = False
+        self._untuned = dataset.with_options(options)
+        self._iterator: Any = iter(self._untuned)
         self.head = list(itertools.islice(self._iterator, _COMPARED))
         self._begun = True  # and nothing of that pass has been taken
 
     def passes(self) -> Iterable[Any]:
         """Return what yields the batches of the next pass."""
         if not self._begun:
-            return iter(self._dataset)
+            return iter(self._untuned)
         self._begun = False
         head, self.head = self.head, []
         iterator, self._iterator = self._iterator, None
