@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from kerasdist.strategies.order import part_of
@@ -39,7 +40,8 @@ def count_rows(batch: Any) -> Any:
     """Number of rows of a batch, as a scalar int64 tensor.
 
     Args:
-        batch: A nest of tensors with a common first dimension; None is skipped.
+        batch: A nest of tensors or arrays whose first dimensions count rows; None is
+            skipped.
 
     Raises:
         ValueError: There's no tensor with a first dimension in it.
@@ -51,6 +53,8 @@ def count_rows(batch: Any) -> Any:
             return tensor.dense_shape[0]
         if isinstance(tensor, tf.RaggedTensor):
             return tensor.nrows(out_type=tf.int64)
+        if isinstance(tensor, np.ndarray) and tensor.ndim:
+            return tf.constant(len(tensor), tf.int64)
         if tf.is_tensor(tensor) and tensor.shape.rank != 0:
             if tensor.shape.rank and tensor.shape[0] is not None:
                 return tf.constant(tensor.shape[0], tf.int64)
