@@ -205,3 +205,8 @@ def test_workers_equal_one_process(workers, devices, servers, placed, cases, tmp
                 worst = str(error).strip().splitlines()
                 faults.append(f"{name}: {key}: {' '.join(worst)[:300]}")
     assert not faults, "\n".join(faults)
+
+
+def test_readme_counts_the_jobs():
+    readme = Path(__file__).parent.parent / "README.md"
+    assert f" compares {len(CASES)} training jobs " in readme.read_text("utf-8")
