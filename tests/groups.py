@@ -24,7 +24,7 @@ from kerasdist.collectives import Communicator, Job, connect
 from kerasdist.collectives.ring import RingCommunicator
 from kerasdist.collectives.shared import SharedMemoryCommunicator
 from kerasdist.collectives.single import SingleCommunicator
-from kerasdist.transport import Timeouts
+from kerasdist.transport import Timeouts, background_log
 from kerasdist.transport.base import Peer, Transport
 from kerasdist.transport.connection import Connection
 from kerasdist.transport.failures import Unsupervised
@@ -33,6 +33,7 @@ from kerasdist.transport.memory import Faults, memory_group
 from kerasdist.transport.segments import SEGMENT_NAME
 from kerasdist.transport.session import Session
 from kerasdist.transport.sockets import SocketTransport
+from waiting import wait_until
 from workers import free_ports
 
 __all__ = [
@@ -223,9 +224,14 @@ def nothing_stays_open() -> Iterator[None]:
         if "look-up" in thread.name:
             # Nobody can end a question to a name server; it ends by itself.
             thread.join(30.0)
+    # The thread that writes log lines ends when there is none left.
+    background_log.flush(5.0)
+    wait_until(lambda: not _threads_left(), "the end of kerasdist's threads", 3.0)
     assert open_sockets() == before
-    left = [t.name for t in threading.enumerate() if t.name.startswith("kerasdist")]
-    assert left == []
+
+
+def _threads_left() -> list[str]:
+    return [t.name for t in threading.enumerate() if t.name.startswith("kerasdist")]
 
 
 def open_sockets() -> int:
