@@ -131,7 +131,7 @@ class Counts(keras.Model):
     def call(self, x):
         return tf.reduce_sum(self.table(x), axis=-1)
     def train_step(self, data):
-        (data,) = tf.nest.flatten(data)
+        data, _, _ = keras.utils.unpack_x_y_sample_weight(data)
         with tf.GradientTape() as tape:
             # The mean over the batch's rows, as all losses are.
             loss = -tf.reduce_sum(self(data)) / tf.cast(tf.shape(data)[0], tf.float32)
