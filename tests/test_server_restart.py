@@ -138,6 +138,7 @@ def test_a_job_that_is_started_again_goes_on_from_its_snapshots(tmp_path):
     work = """
     def work(client, table):
         first = float(table.initial[0].sum())
+        client.communicator.barrier()  # no worker may begin with the other's steps
         steps(table, 20, pause=0.0)
         client.communicator.barrier()
         say("GOING")

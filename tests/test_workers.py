@@ -118,7 +118,7 @@ def test_workers_import_the_kerasdist_of_the_test():
         print("RESULT", json.dumps(list(kerasdist.__path__)))
     """
     with Workers(script, 1) as job:
-        (path,) = job.succeed()[0].result
+        path, *_ = job.succeed()[0].result
     assert Path(path).samefile(next(iter(kerasdist.__path__)))
 
 
