@@ -40,6 +40,8 @@ def exchange(data):
     return [part.tobytes() for part in parts]
 
 def make_job():
+    # The contract's tests take variables of a surrounding job away.
+    os.environ["KERASDIST_ALLOW_OPEN_SERVERS"] = "1"
     strategies.append(RingStrategy(cluster=place, transport="native"))
     return strategies[-1]._job
 
