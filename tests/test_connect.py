@@ -302,8 +302,9 @@ OVER_HOSTS = """
                 if step == 5:
                     print("LOOPING", flush=True)
         except errors.WorkerLost as error:
-            print("RESULT", json.dumps(
-                [time.time(), error.rank, error.host, error.reason]), flush=True)
+            seen = json.dumps([time.time(), error.rank, error.host, error.reason])
+            # One write: a log line of another thread mustn't stand in its midst.
+            print(f"RESULT {seen}" + chr(10), end="", flush=True)
             job.close(error)
             raise SystemExit(0)
     job.close()

@@ -126,7 +126,8 @@ try:
         callbacks=[Say()],
     )
 except kerasdist.errors.CollectiveError as error:
-    print("RAISED", type(error).__name__, str(error).replace("\\n", " "), flush=True)
+    said = f"RAISED {type(error).__name__} {error}".replace("\\n", " ")
+    print(said + chr(10), end="", flush=True)  # one write
     raise SystemExit(7)
 """
 
