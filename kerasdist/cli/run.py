@@ -24,6 +24,7 @@ from kerasdist.cli.job import Job
 from kerasdist.cli.processes import adopt_orphans, descendants, kill_all
 from kerasdist.cli.saying import say
 from kerasdist.cli.supervisor import ENDING_SIGNALS, Supervisor
+from kerasdist.transport import background_log
 from kerasdist.transport.secret import secret_fault
 
 __all__ = ["add_parser", "split"]
@@ -315,6 +316,7 @@ def _supervised(job: Job) -> int:
             except BaseException:  # whatever it is, it must be seen
                 sys.excepthook(*sys.exc_info())
             finally:
+                background_log.flush(None)  # as `sys.exit` would
                 with contextlib.suppress(OSError):
                     sys.stderr.flush()
                 os._exit(code)
