@@ -75,6 +75,24 @@ def run(body, folder, size=2, mode="ring", **more):
     return [each.result for each in finished], [each.output for each in finished]
 
 
+# Orbax itself, which brings JAX, isn't installed for the tests: what is handed to it is
+# kept.
+ORBAX = """
+from unittest import mock
+from keras.src.callbacks import orbax_checkpoint
+
+with mock.patch.object(orbax_checkpoint, "ocp", mock.MagicMock()) as orbax:
+    writer = orbax.training.Checkpointer.return_value
+    m = build()
+    callback = keras.callbacks.OrbaxCheckpoint(
+        "orbax", monitor="loss", save_on_background=False)
+    loss = fit(m, [callback]).history["loss"][-1]
+saved = [call.args[1]["pytree"] for call in writer.save_checkpointables.call_args_list]
+report["orbax"] = [
+    [tree["metrics_variables"]["loss"]["count"] for tree in saved],
+    sum(tree["metrics_variables"]["loss"]["total"] for tree in saved[-1:]) / 64 - loss]
+"""
+
 # All that holds in each mode, one after the other in one job.
 LOADED = """
 m = build(units=20_000)
@@ -183,7 +201,7 @@ result(report)
 @pytest.fixture(scope="module", params=["ring", "sync", "async"])
 def job(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp(request.param)
-    return run(LOADED + ANYBODY + SCOPED, folder, mode=request.param)
+    return run(LOADED + ANYBODY + ORBAX + SCOPED, folder, mode=request.param)
 
 
 def test_what_is_saved_can_be_loaded_in_the_next_line(job):
@@ -218,6 +236,15 @@ def test_it_does_not_matter_who_saves(job):
     assert kind == "ValueError"
     assert "Rank 1 was asked to write a file, which only the chief does" in text
     assert outputs[1].count("kerasdist: Rank 1 was asked to write a file") == 1
+
+
+def test_saved_metrics_are_those_of_all_workers(job):
+    """`OrbaxCheckpoint` reads them: a collective that only the chief took part in."""
+    (first, second), _ = job
+    counts, difference = first["orbax"]
+    assert counts == [64, 64]
+    assert difference == pytest.approx(0, abs=1e-6)
+    assert second["orbax"][0] == []
 
 
 def test_the_chief_writes_in_the_scope(job):

@@ -18,9 +18,9 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import keras
 import numpy as np
 import tensorflow as tf
-from keras.src.backend.tensorflow import trainer as tf_trainer
 from keras.src.utils import io_utils
 
 from kerasdist import _tf
@@ -92,8 +92,8 @@ def keeping(
 ) -> LastLogs | None:
     """What keeps a step's logs; None for Keras's own steps: theirs are metrics'."""
     function = getattr(step_function, "__func__", step_function)
-    model = tf_trainer.TensorFlowTrainer
-    return None if function in (model.train_step, model.test_step) else LastLogs()
+    own = (keras.Model.train_step, keras.Model.test_step)
+    return None if function in own else LastLogs()
 
 
 def whole_logs(trainer: Any, hooks: KerasHooks, logs: Any) -> dict[str, Any]:

@@ -378,7 +378,6 @@ TABLE = (
         f"{_CSV}.on_train_begin(self, ...)",
         f"{_CSV}.on_epoch_end(self, ...)",
         f"{_CSV}.on_train_end(self, ...)",
-        f"{_ORBAX}._save_checkpoint(self, ...)",
         f"{_CALLBACKS}.remote_monitor.RemoteMonitor.on_epoch_end(self, ...)",
         f"{_BOARD}.set_model(self, model)",
         f"{_BOARD}.on_train_begin(self, ...)",
@@ -413,6 +412,11 @@ TABLE = (
         f"{_ARCHIVE}.track(self, ...)",
         f"{_ARCHIVE}.add_endpoint(self, ...)",
         f"{_ARCHIVE}.add_variable_collection(self, ...)",
+    ),
+    _core(
+        "writers.save_state",
+        "the chief writes what all metrics of all workers add up to",
+        f"{_ORBAX}._save_checkpoint(self, ...)",
     ),
     _core(
         "writers.finish_background",

@@ -34,7 +34,14 @@ from kerasdist._keras.training.local import writer_hooks
 from kerasdist._tf.scopes import outside_of_scopes
 from kerasdist.errors import CollectiveTimeout
 
-__all__ = ["finish_background", "load", "on_chief_only", "outside", "write"]
+__all__ = [
+    "finish_background",
+    "load",
+    "on_chief_only",
+    "outside",
+    "save_state",
+    "write",
+]
 
 _LOG = logging.getLogger("kerasdist")
 _MOST_CHARACTERS = 2000
@@ -70,6 +77,21 @@ def on_chief_only(
         return None
     with _leaving(hooks):
         return original(callback, *args, **kwargs)
+
+
+def save_state(
+    original: Callable[..., Any], callback: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """As `on_chief_only`, for a callback that saves metrics, too.
+
+    Their variables hold each worker's part: all add them up, as the chief reads them.
+    """
+    hooks = writer_hooks(callback.model)
+    if hooks is not None and hooks.rank > 0:
+        for variable in callback.model.metrics_variables:
+            variable.numpy()
+        return None
+    return on_chief_only(original, callback, *args, **kwargs)
 
 
 def write(original: Callable[..., Any], saved: Any, *args: Any, **kwargs: Any) -> Any:
