@@ -338,6 +338,34 @@ def test_all_that_does_not_fit_is_found_and_nothing_is_touched(target, fault):
     assert dict(vars(Owner)) == before
 
 
+def test_what_others_have_replaced_keeps_its_parameters(monkeypatch):
+    """Tools that follow experiments wrap `fit`, not all of them with its signature."""
+
+    def hook(original, owner, *args, **kwargs):
+        return inspect.signature(original).bind(owner, *args, **kwargs).arguments["x"]
+
+    monkeypatch.setitem(globals(), "hook", hook)
+
+    def replaced(*args, **kwargs):
+        return None
+
+    replaced.__module__ = "tracker"
+    derived = type("Replaced", (Owner,), {"method": replaced})
+    monkeypatch.setitem(globals(), "Replaced", derived)
+    hooks = patcher(row("hook", "Replaced.method(self, x, ...)"))
+    hooks.install()
+    assert derived().method(3, y=4) == 3
+    hooks.uninstall()
+    monkeypatch.setattr(Owner, "method", replaced)
+    hooks = patcher(row("hook", "Owner.method(self, x, ...)"))
+    with pytest.raises(errors.KerasDistError) as caught:
+        hooks.install()
+    assert caught.value.args[0] == [
+        f"{__name__}.Owner.method has the parameters (*args, **kwargs), and (self, x, "
+        "...) are known (`tracker` has replaced it, and must use `functools.wraps`)"
+    ]
+
+
 def test_what_is_wrapped_looks_as_before():
     method = wrap(Owner.method, outer)
     assert inspect.signature(method) == inspect.signature(Owner.method)

@@ -78,6 +78,42 @@ class Place:
         found = getattr(self.owner, self.attribute)
         return found if self.attribute == self.name else found.fset
 
+    def signature(self) -> inspect.Signature:
+        """The parameters of that function.
+
+        Where somebody has put a function there that hands on all that it's given, they
+        are those of the method that the class has inherited, if any.
+
+        Raises:
+            AttributeError: There is none.
+            TypeError: It's no function.
+            ValueError: As of `inspect.signature`.
+        """
+        found = inspect.signature(self.read())
+        if self.replaced_by() and _takes_anything(found):
+            for base in getattr(self.owner, "__mro__", ())[1:]:
+                inherited = vars(base).get(self.attribute)
+                if inspect.isfunction(inherited):
+                    return inspect.signature(inherited)
+        return found
+
+    def replaced_by(self) -> str:
+        """The module of what somebody else has put there; empty: nobody has."""
+        theirs = str(getattr(self.read(), "__module__", None))
+        own = getattr(self.owner, "__module__", getattr(self.owner, "__name__", ""))
+        return "" if theirs.split(".")[0] == own.split(".")[0] else theirs
+
+    def function(self) -> Callable[..., Any]:
+        """As `read`; `inspect.signature` of it is `signature`."""
+        function: Callable[..., Any] = self.read()
+        signature = self.signature()
+        if signature == inspect.signature(function):
+            return function
+        known = functools.partial(function)
+        functools.update_wrapper(known, function)
+        known.__signature__ = signature  # type: ignore[attr-defined]
+        return known
+
     def write(self, function: Any) -> None:
         """Put a function there."""
         if self.attribute != self.name:
@@ -174,7 +210,7 @@ class Patcher:
                 for place in targets:
                     own = place.own()
                     if not row.adds:
-                        place.write(wrap(place.read(), hook))
+                        place.write(wrap(place.function(), hook))
                     elif not hasattr(place.owner, place.name):
                         place.write(hook)
                     else:
@@ -263,29 +299,40 @@ def _differences(target: str, place: Place) -> list[str]:
     """What differs from the parameters that a target names; none if all is well."""
     wanted = _names(target.partition("(")[2].rstrip(")"))
     try:
-        found = _parameters(place.read())
+        signature = place.signature()
     except (AttributeError, TypeError, ValueError):
         return [f"{_path_of(target)} isn't a function"]
+    found = _parameters(signature)
     first = wanted[: wanted.index("...")] if "..." in wanted else wanted
     rest = set(wanted) - {*first, "..."}
     if found[: len(first)] == first and (
         rest <= set(found) if "..." in wanted else len(found) == len(first)
     ):
         return []
-    return [
+    text = (
         f"{_path_of(target)} has the parameters ({', '.join(found)}), and "
         f"({', '.join(wanted)}) are known"
-    ]
+    )
+    module = place.replaced_by()
+    if module and _takes_anything(signature):
+        text += f" (`{module}` has replaced it, and must use `functools.wraps`)"
+    return [text]
+
+
+def _takes_anything(signature: inspect.Signature) -> bool:
+    """Whether it's that of a function that hands on whatever it's given."""
+    kinds = {one.kind for one in signature.parameters.values()}
+    return {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD} <= kinds
 
 
 def _names(text: str) -> list[str]:
     return [name.strip() for name in text.split(",") if name.strip()]
 
 
-def _parameters(function: Callable[..., Any]) -> list[str]:
+def _parameters(signature: inspect.Signature) -> list[str]:
     """Names of parameters as they stand in a definition, without their defaults."""
     found: list[str] = []
-    for one in inspect.signature(function).parameters.values():
+    for one in signature.parameters.values():
         if one.kind is one.KEYWORD_ONLY and not any(n[0] == "*" for n in found):
             found.append("*")
         if one.kind is one.VAR_POSITIONAL:
