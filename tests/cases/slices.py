@@ -54,16 +54,21 @@ def sentences(rows: int) -> tuple[Any, Any]:
     return rng.integers(0, 30, (rows, LENGTH)), rng.integers(0, 3, rows)
 
 
-@case
-def slices_adam_clipnorm(scope: Scope) -> Numbers:
-    """Batches of sequences of unequal lengths."""
-    x, y = sentences(17)
+def unequal(scope: Scope, rows: int, of: int | None) -> Numbers:
+    """Train with batches of 7 sequences, of another length each.
+
+    Args:
+        scope: As of each case.
+        rows: How many there are in all.
+        of: How many rows TensorFlow knows each batch to have, if it does.
+    """
+    x, y = sentences(rows)
 
     def batches() -> Iterator[Any]:
-        for number, start in enumerate(range(0, 17, 7)):
+        for number, start in enumerate(range(0, rows, 7)):
             yield x[start : start + 7, : LENGTH - number], y[start : start + 7]
 
-    spec = (tf.TensorSpec((None, None), tf.int64), tf.TensorSpec((None,), tf.int64))
+    spec = (tf.TensorSpec((of, None), tf.int64), tf.TensorSpec((of,), tf.int64))
     keras.utils.set_random_seed(1)
     with scope():
         model = lookups()
@@ -71,6 +76,18 @@ def slices_adam_clipnorm(scope: Scope) -> Numbers:
     data = tf.data.Dataset.from_generator(batches, output_signature=spec)
     history = model.fit(data, verbose=0)
     return {**results(model, x, y), "log": history.history["loss"]}
+
+
+@case
+def slices_adam_clipnorm(scope: Scope) -> Numbers:
+    """Batches of sequences of unequal lengths."""
+    return unequal(scope, 17, None)
+
+
+@case
+def slices_of_known_rows(scope: Scope) -> Numbers:
+    """As many rows in each batch, and unequal lengths."""
+    return unequal(scope, 14, 7)
 
 
 def slices_case(name: str, optimizer: Callable[[], Any]) -> None:

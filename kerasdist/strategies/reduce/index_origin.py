@@ -149,7 +149,10 @@ def _is_unique(piece: Any) -> bool:
 
 def _is_repeated(piece: Any) -> bool:
     """Whether each row of a batch of known size looks up the same: `tile(.., rows)`."""
-    value = origins.constant(piece)
+    return _repeats(origins.constant(piece), piece)
+
+
+def _repeats(value: Any | None, piece: Any) -> bool:
     if value is None or value.ndim < 2 or not len(value):
         return False
     if len(value) == 1:
@@ -162,9 +165,12 @@ def _is_repeated(piece: Any) -> bool:
 def _is_as_long_as_a_row(piece: Any) -> bool:
     """Whether a vector made from shapes doesn't depend on the number of rows.
 
-    TensorFlow finds its values for a batch of 5 rows, and for one of 7.
+    TensorFlow finds its values for a batch of 5 rows, and for one of 7. Where the
+    number of rows is known when the step is traced, they are as long, and repeated.
     """
     few, more = (
         origins.constant(origins.MadeAgain(rows).tensor(piece)) for rows in (5, 7)
     )
-    return few is not None and more is not None and np.array_equal(few, more)
+    if few is None or more is None or not np.array_equal(few, more):
+        return False
+    return not _repeats(few, piece)
