@@ -185,3 +185,26 @@ result([few, loop(two, ["model", "metric"]), refused(lambda: loop(two, ["metric"
     assert "sequential" in refused
     # 24 squares of the loop, and the two numbers from before it: once.
     assert known[2] == pytest.approx((17 + 8 * sum(known[0])) / 26, rel=1e-5)
+
+
+def test_clearing_the_session_does_not_end_the_scope():
+    """The scope was with the graph that was cleared: models were made outside of it,
+    each worker trained its own, and the end of the scope was an IndexError."""
+    body = """
+found = []
+with strategy.scope():
+    for _ in range(2):
+        keras.backend.clear_session()
+        keras.utils.set_random_seed(1)
+        model = build()
+        model.compile("sgd", "mse")
+        fit = model.fit(x, y, batch_size=8, shuffle=False, verbose=0)
+        found.append(fit.history["loss"])
+        assert model.distribute_strategy is strategy
+assert not tf.distribute.has_strategy()
+result(found)
+"""
+    chief, other = run(body)
+    assert chief == other
+    first, second = chief
+    assert first == second

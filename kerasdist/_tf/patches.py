@@ -45,6 +45,12 @@ TABLE = (
         adds=True,
     ),
     Patch(
+        hook="scopes.keep_graph",
+        feature="core",
+        does="`keras.backend.clear_session()` doesn't end the scope around it",
+        targets=("tensorflow.python.framework.ops._DefaultGraphStack.reset(self)",),
+    ),
+    Patch(
         hook="placing.record_device",
         feature="placement",
         does="the device of an operation is recorded for its gradient",

@@ -23,6 +23,7 @@ __all__ = ["PlacedExtended", "install_hooks", "placed_step"]
 def install_hooks() -> None:
     """Let Keras and TensorFlow look where things are placed, once per process."""
     _keras.install("placement", "rematerialize", "micro_batches")
+    patches.install("core")
     patches.install("placement")
 
 
