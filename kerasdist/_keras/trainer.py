@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
-from keras.src import tree
+from keras.src import backend, tree
 
 from kerasdist._keras.arrays import first_item
 from kerasdist._keras.hooks import (
@@ -230,16 +230,22 @@ def symbolic_build(
 
 
 def _check_batch_size(trainer: Any, batch: Any, replicas: int) -> None:
-    """Refuse inputs that are made for the rows of all replicas.
+    """Refuse inputs that are made for the rows of all replicas, where that matters.
 
     Raises:
-        ValueError: The model's inputs have a batch size that isn't that of a replica.
+        ValueError: The model's inputs have a batch size that isn't that of a replica,
+            and something in it needs that.
     """
-    inputs = getattr(getattr(trainer, "_functional", None) or trainer, "_inputs", ())
-    fixed = {each.shape[0] for each in inputs} - {None}
+    model = getattr(trainer, "_functional", None) or trainer
+    fixed = {each.shape[0] for each in getattr(model, "_inputs", ())} - {None}
     shapes: list[Any] = [getattr(each, "shape", ()) for each in tree.flatten(batch)]
     rows = next((shape[0] for shape in shapes if len(shape)), None)
-    if len(fixed) == 1 and rows is not None and fixed != {rows}:
+    if (
+        len(fixed) == 1
+        and rows is not None
+        and fixed != {rows}
+        and not _takes_any_rows(model, rows)
+    ):
         raise ValueError(
             "A model is called with the rows of one replica, and inputs of a fixed "
             f"batch size must have that one. Received: {fixed.pop()} in `keras.Input`, "
@@ -249,6 +255,27 @@ def _check_batch_size(trainer: Any, batch: Any, replicas: int) -> None:
             "with their replica, and so do the states of stateful layers: give `fit` "
             "no batch with fewer rows."
         )
+
+
+def _takes_any_rows(model: Any, rows: int) -> bool:
+    """Whether a model with inputs of a fixed batch size is the same with other rows.
+
+    Keras doesn't look at the batch size of what it's given; who has states of each row,
+    or a number that was made from it, does.
+    """
+    if any(getattr(layer, "stateful", False) for layer in model._flatten_layers()):
+        return False
+    inputs = tree.map_structure(
+        lambda one: backend.KerasTensor(
+            (rows, *one.shape[1:]), dtype=one.dtype, sparse=one.sparse
+        ),
+        model._inputs_struct,
+    )
+    try:
+        outputs = backend.compute_output_spec(model, inputs)
+    except Exception:  # of whatever has been made for another number of rows
+        return False
+    return all(one.shape[:1] == (rows,) for one in tree.flatten(outputs))
 
 
 def _build(original: Callable[..., Any], trainer: Any, batch: Any) -> None:

@@ -204,6 +204,28 @@ def stateful_rows(scope: Scope) -> Numbers:
     }
 
 
+@case
+def inputs_of_the_whole_batch(scope: Scope) -> Numbers:
+    """`keras.Input` with the global batch's size, of which nothing in the model knows.
+
+    It was refused, although Keras never compares it with the rows that there are.
+    """
+    x = np.random.default_rng(0).normal(size=(40, 4)).astype("float32")
+    keras.utils.set_random_seed(1)
+    with scope():
+        inputs = keras.Input((4,), batch_size=16)
+        hidden = keras.layers.BatchNormalization(synchronized=True)(inputs)
+        model = keras.Model(inputs, keras.layers.Dense(1)(hidden))
+        model.compile(keras.optimizers.SGD(0.1), "mse")
+    fit = {"batch_size": 16, "shuffle": False, "verbose": 0, "epochs": 2}
+    losses = model.fit(x, x[:, :1], validation_split=0.2, **fit).history
+    trained = {f"weight {i}": v for i, v in enumerate(model.trainable_variables)}
+    return {
+        **{name: keras.ops.convert_to_numpy(v) for name, v in trained.items()},
+        **losses,
+    }
+
+
 class HalfLabelled(keras.Model):
     """Learns from rows with labels and from rows without, which are twice as many."""
 
