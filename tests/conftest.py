@@ -9,16 +9,19 @@ import gc
 import os
 import signal
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
 from hosts import Hosts
 from kerasdist.transport.segments import SEGMENT_NAME
+from turns import Turns
 from workers import WARM
 
 # Before anything imports TensorFlow.
@@ -26,11 +29,16 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "-1")
 
 _PR_SET_CHILD_SUBREAPER = 36
+_SHM = Path("/dev/shm")
+# Open MPI's, where its processes are killed, begin with the second.
+_SEGMENTS = ("kerasdist", "sm_segment")
 # How a file made with O_TMPFILE shows in /proc.
 _UNNAMED = f"/memfd:{SEGMENT_NAME}"
 # What ends by itself after a test (a peer's thread, a killed process) may take
 # this long, in seconds.
 _GRACE = 3.0
+# The folder of `Turns`.
+_FOLDER = pytest.StashKey[str]()
 # Segments that were found mapped after a test.
 _left_mapped: set[str] = set()
 
@@ -52,7 +60,40 @@ def pytest_configure(config: pytest.Config) -> None:
             signal.signal(number, default)
 
 
-def pytest_sessionfinish() -> None:
+# With `pytest -n` several processes run tests, and another one, which runs none, tells
+# them where they meet, and what they have found.
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    config = node.config
+    if _FOLDER not in config.stash:
+        folder = tempfile.TemporaryDirectory(prefix="kerasdist-turns-")
+        config.stash[_FOLDER] = folder.name
+        config.add_cleanup(folder.cleanup)
+    node.workerinput["turns"] = config.stash[_FOLDER]
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    found = getattr(node, "workeroutput", {}).get("why_cold")
+    WARM.why_cold = WARM.why_cold or found
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[Any]:
+    # Around all the rest: nor does a test's time-out run while it waits.
+    given = getattr(item.config, "workerinput", None)
+    if given is None:
+        return (yield)
+    alone = item.get_closest_marker("alone") is not None
+    with Turns(Path(given["turns"])).one(alone=alone):
+        return (yield)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["why_cold"] = WARM.why_cold
     WARM.close()
 
 
@@ -105,6 +146,9 @@ def _nothing_left_behind() -> Iterator[None]:
     while left := existing() - before:
         gc.collect()  # an array in a cycle keeps its segment mapped
         if time.monotonic() > deadline:
+            for name in left:
+                if name.startswith(f"segment {_SHM}"):  # for it outlives the tests
+                    Path(name.removeprefix("segment ")).unlink(missing_ok=True)
             pytest.fail(
                 "The test left behind:\n  " + "\n  ".join(sorted(left)), pytrace=False
             )
@@ -128,15 +172,14 @@ def existing(*, before: bool = False) -> set[str]:
 
 
 def _segments(before: bool) -> Iterator[str]:
-    folder = Path("/dev/shm")
-    if not folder.is_dir():
+    if not _SHM.is_dir():
         return
-    found = [name for name in os.listdir(folder) if name.startswith("kerasdist")]
+    found = [name for name in os.listdir(_SHM) if name.startswith(_SEGMENTS)]
     # Other jobs of this machine have theirs, and rightly.
     others = _mapped_by_others() if found else ""
     for name in found:
-        if f"{folder / name}" not in others:
-            yield f"segment {folder / name}"
+        if f"{_SHM / name}" not in others:
+            yield f"segment {_SHM / name}"
     # A segment without a name lives as long as somebody has it open or mapped.
     for link in Path("/proc/self/fd").iterdir():
         try:

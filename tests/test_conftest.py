@@ -33,6 +33,9 @@ def test_listener():
 def test_segment():
     open(f"/dev/shm/kerasdist-test-{os.getpid()}", "w").close()
 
+def test_of_open_mpi():
+    open(f"/dev/shm/sm_segment.test.{os.getpid()}", "w").close()
+
 def test_mapping():
     fd = create_segment(4096)
     kept.append(mmap.mmap(fd, 4096))
@@ -66,7 +69,7 @@ def clean_up():
             thing.wait()
         if hasattr(thing, "close"):
             thing.close()
-    os.unlink(f"/dev/shm/kerasdist-test-{os.getpid()}")
+    assert not [name for name in os.listdir("/dev/shm") if str(os.getpid()) in name]
     import psutil
     for child in psutil.Process().children():
         child.kill()
@@ -75,7 +78,7 @@ def clean_up():
 
 @pytest.mark.netns
 def test_what_is_left_behind_fails_the_test_and_is_named(tmp_path):
-    for name in ("conftest.py", "hosts.py", "warm.py", "workers.py"):
+    for name in ("conftest.py", "hosts.py", "turns.py", "warm.py", "workers.py"):
         shutil.copy(Path(__file__).with_name(name), tmp_path)
     (tmp_path / "test_bad.py").write_text(BAD)
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = netns\n")
@@ -91,12 +94,13 @@ def test_what_is_left_behind_fails_the_test_and_is_named(tmp_path):
     )
 
     # Every test body passes; the check afterwards is an error.
-    assert "9 passed, 8 errors" in done.stdout, done.stdout + done.stderr
+    assert "10 passed, 9 errors" in done.stdout, done.stdout + done.stderr
     for test, left in [
         ("process", "process "),
         ("orphan", "process "),
         ("listener", "listening socket 127.0.0.1:"),
         ("segment", "segment /dev/shm/kerasdist-test-"),
+        ("of_open_mpi", "segment /dev/shm/sm_segment.test."),
         ("mapping", "mapped segment "),
         ("fd", "open segment "),
         ("thread", "thread kerasdist-left"),

@@ -73,11 +73,21 @@ def fill_stderr():
 
 """
 # Below the range from which the kernel takes ports by itself (32768 and up on
-# Linux), so that nobody gets one of them between the choice and the use.
-_PORTS = range(20000, 32000)
-_next_port = itertools.count(os.getpid() % len(_PORTS))
+# Linux), so that nobody gets one of them between the choice and the use. Each process
+# that runs a part of the tests has some of them, see `pytest -n`.
+_PART = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+_PORTS = range(20000 + _PART % 8, 32000, 8)
+# Elsewhere than another run of the tests, whose number is the next one.
+_next_port = itertools.count(os.getpid() * 397 % len(_PORTS))
 # Before anything was imported, or a test has begun, that changes it.
 _SURROUNDINGS = dict(os.environ)
+# `print` writes its arguments one by one, and a log line of another thread may get
+# between them.
+_PRINT = 'print("RESULT", '
+_ONE_WRITE = (
+    "(lambda value, flush=True: "
+    '__import__("os").write(1, f"RESULT {value}\\n".encode()))('
+)
 # How much of one worker's output a failure shows, in characters from the end.
 _SHOWN = 20_000
 
@@ -171,7 +181,8 @@ def python_env(extra: Mapping[str, str] | None = None) -> dict[str, str]:
     env = {
         name: value
         for name, value in _SURROUNDINGS.items()
-        if name != "TF_CONFIG" and not name.startswith(("KERASDIST_", "SLURM_"))
+        if name != "TF_CONFIG"
+        and not name.startswith(("KERASDIST_", "PYTEST_", "SLURM_"))
     }
     root = _import_root()
     if root is not None:
@@ -323,7 +334,7 @@ class Workers:
         if isinstance(self._script, Path):
             text = self._script.read_text(encoding="utf-8")
         else:
-            text = textwrap.dedent(self._script)
+            text = textwrap.dedent(self._script).replace(_PRINT, _ONE_WRITE)
         # Before the clock runs: the first job that needs them waits for the import.
         self._cold = self._cold or not (
             imports_tensorflow(text) and WARM.prepare(self.size)
