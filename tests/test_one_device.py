@@ -14,7 +14,7 @@ from test_scaling_tensorboard import events, near, series, text
 
 from workers import Workers
 
-pytestmark = pytest.mark.timeout(150)
+pytestmark = [pytest.mark.timeout(150), pytest.mark.alone]
 
 # Seconds that a stage's layer sleeps in a call, forward and backward, however many rows
 # it's given.

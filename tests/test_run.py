@@ -580,6 +580,7 @@ def test_ctrl_z_of_a_launcher_ends_nothing(launcher):
     assert process.returncode == 0, err
 
 
+@pytest.mark.alone
 def test_a_stopped_worker_is_ended_too(launcher):
     process = launcher.start(
         *("-n", 3, "script.py"),
@@ -652,6 +653,7 @@ def test_ctrl_c_ends_servers_after_their_workers(launcher):
     launcher.nothing_runs(within=0.1)
 
 
+@pytest.mark.alone
 def test_a_second_signal_doesnt_wait(launcher):
     process = launcher.start(
         *("-n", 2, "script.py"),

@@ -94,6 +94,8 @@ class Watch(keras.callbacks.Callback):
         super().__init__()
         self.seconds = seconds
         self.spent, self.sent, self.before, self.rows = [], [], None, 0
+        # As `spent`, but without what comes before an epoch's first step.
+        self.stepping = []
         self.times, self.bytes = [], []
         # By epoch how often weights were read at which staleness.
         self.reads = []
@@ -118,11 +120,13 @@ class Watch(keras.callbacks.Callback):
         RemoteTable.push_pull, self.exchange = push_pull, exchange
 
     def on_epoch_begin(self, epoch, logs=None):
-        self.begin = self.end = time.perf_counter()
+        self.begin = self.first = self.end = time.perf_counter()
         self.before = None
         self.reads.append({})
 
     def on_train_batch_begin(self, batch, logs=None):
+        if batch == 0:
+            self.first = time.perf_counter()
         now = counter()
         if self.before is not None:
             if not self.sent:
@@ -137,6 +141,7 @@ class Watch(keras.callbacks.Callback):
         # Where each worker has batches of its own, it then waits for the others.
         end = self.end if asynchronous else time.perf_counter()
         self.spent.append(end - self.begin)
+        self.stepping.append(end - self.first)
 
     def on_train_end(self, logs=None):
         del strategy.communicator.all_reduce
@@ -161,6 +166,7 @@ def run(name, m, data, watch, epochs=4, callbacks=(), **more):
         **data, epochs=epochs, verbose=0, callbacks=[*callbacks, board, watch], **more)
     facts = {
         "spent": watch.spent[1:],
+        "stepping": watch.stepping[1:],
         "sent": statistics.median(watch.sent),
         # In a step that traces a worker waits for the other one.
         "bandwidth": (
@@ -255,6 +261,7 @@ def near(value, other, part, rest=0.0):
     return math.isclose(value, other, rel_tol=part, abs_tol=rest)
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("kind", ["ring shared_memory", "ring tcp", "sync", "async"])
 def test_every_figure_is_what_another_measurement_says(kind, tmp_path):
     (chief, other), output = train(kind, tmp_path)
@@ -268,6 +275,8 @@ def test_every_figure_is_what_another_measurement_says(kind, tmp_path):
         # Where batches are dealt out a worker may get none in an epoch.
         spent = zip(chief[name]["spent"], other[name]["spent"], strict=True)
         seconds = sum(max(both) for both in spent)
+        stepping = zip(chief[name]["stepping"], other[name]["stepping"], strict=True)
+        least = sum(min(both) for both in stepping)
         epochs = 3 if name == "slow" else 2
         whole = sum(found["by_rank"].values())
         if asynchronous:
@@ -281,8 +290,9 @@ def test_every_figure_is_what_another_measurement_says(kind, tmp_path):
             # Who is done with an epoch has the others' time left.
             assert whole > 0.75 * found["examples_per_second"]
         else:
-            speed = 240 * epochs / seconds
-            assert near(found["examples_per_second"], speed, 0.25)
+            # An epoch begins by making an iterator, which may take long.
+            speeds = 240 * epochs / seconds, 240 * epochs / least
+            assert 0.75 * speeds[0] < found["examples_per_second"] < 1.25 * speeds[1]
             assert near(whole, found["examples_per_second"], 0.25)
     # A step: samples of all workers, or of the one that takes it.
     for found, batch in ((figures, 4 if asynchronous else 12), (throttled, 48)):
@@ -417,15 +427,16 @@ def check_staleness(board, reads):
         buckets = tensor_util.make_ndarray(event.tensor_proto)
         total = sum(counts.values())
         assert buckets[:, 2].sum() == total
-        for number, (left, right, count) in enumerate(buckets):
-            # The last one has its right end, too; all in one place are in the last.
-            last = number == len(buckets) - 1
-            inside = [
+        for left, right, count in buckets:
+            # In which of two buckets a lag is that lies between them is a matter of
+            # rounding.
+            inside = [n for lag, n in counts.items() if left < lag < right]
+            ends = [
                 n
                 for lag, n in counts.items()
-                if left <= lag < right or (last and lag == right)
+                if math.isclose(lag, left) or math.isclose(lag, right)
             ]
-            assert count == sum(inside), (left, right)
+            assert sum(inside) - sum(ends) <= count <= sum(inside) + sum(ends)
         assert mean[1] == pytest.approx(
             sum(lag * n for lag, n in counts.items()) / total
         )
@@ -747,6 +758,7 @@ def test_after_a_fit_that_was_interrupted(strategy, tmp_path):
     assert board.figures.steps in (22, 23)
 
 
+@pytest.mark.alone
 def test_a_calibration_says_what_one_worker_does(strategy, tmp_path):
     """Which is what this one has done: with what lies between its steps."""
 
@@ -789,6 +801,7 @@ def test_without_a_strategy_of_ours_nothing_is_written(tmp_path):
     assert not kerasdist.RingStrategy().extended.timer.running
 
 
+@pytest.mark.alone
 def test_stages(tmp_path):
     """One device: all that it doesn't compute or update it idles. See `stage_clock`."""
     strategy = kerasdist.ModelParallelStrategy(

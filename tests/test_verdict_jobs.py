@@ -16,7 +16,7 @@ import pytest
 
 from workers import Workers
 
-pytestmark = pytest.mark.timeout(150)
+pytestmark = [pytest.mark.timeout(150), pytest.mark.alone]
 
 SCRIPT = """
 import dataclasses, gc, json, sys, time
