@@ -21,6 +21,7 @@ import tensorflow as tf
 from keras import layers, ops
 
 __all__ = [
+    "COUNTS",
     "ZOO",
     "Kind",
     "misplaced",
@@ -593,3 +594,7 @@ ZOO: dict[str, Kind] = {
     "many": _kind(_many, _many_data, _simple),
     "several_steps": _kind(_deep, _plain_data, _several_steps),
 }
+
+# On how many devices a kind is placed; where batches are cut, too, the other number.
+# Soak tests have all of them.
+COUNTS = {name: 2 + i % 2 for i, name in enumerate(ZOO)}

@@ -32,6 +32,25 @@ def run(name: str, output: Path, *arguments: str) -> dict:
     return json.loads((output / "results.json").read_text(encoding="utf-8"))
 
 
+@pytest.mark.parametrize(
+    "name", [path.parent.name for path in sorted(FOLDER.glob("*/run.py"))]
+)
+def test_each_script_starts(name):
+    """Also those that run in the soak tests only."""
+    for path in FOLDER.joinpath(name).glob("*.py"):
+        compile(path.read_text("utf-8"), path, "exec")
+    done = subprocess.run(
+        [sys.executable, str(FOLDER / name / "run.py"), "--help"],
+        env=python_env(),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "--quick" in done.stdout
+
+
 def test_all_reduce(tmp_path):
     columns = ["memcpy", "shared_memory", "tcp"]
     results = run("all_reduce", tmp_path, "--columns", *columns)
@@ -77,6 +96,7 @@ def test_server_throughput(tmp_path):
     assert all(len(found) == 2 for found in rates.values())
 
 
+@pytest.mark.soak
 def test_server_steps(tmp_path):
     names = ["RingStrategy", "async"]
     results = run("server_steps", tmp_path, "--models", "digits", "--columns", *names)
@@ -97,6 +117,7 @@ def test_straggler(tmp_path):
         assert sum(rank["steps"] for rank in turn) == 12
 
 
+@pytest.mark.soak
 def test_staleness(tmp_path):
     results = run("staleness", tmp_path, "--strategies", "s=0")["results"]
     (found,) = results["s=0"]["2"]
@@ -104,6 +125,7 @@ def test_staleness(tmp_path):
     assert found["accuracy"][-1] > 0.5
 
 
+@pytest.mark.soak
 def test_placed_overhead(tmp_path):
     results = run(
         *("placed_overhead", tmp_path, "--models", "cnn", "--columns", "placed")

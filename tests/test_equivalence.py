@@ -114,8 +114,10 @@ CORE = (
     "dataset",
     "pydataset_of_sequences",
 )
-# What a placement adds to that: where the gradients are, and where they are updated.
-PLACED = (
+# What four replicas, or one, add to that of two and three: more parts without rows, and
+# sums of more parts. And a placement: where the gradients are, and where they are
+# updated.
+FEW = (
     "fewer_rows_than_replicas",
     "all_of_it",
     "overflow_on_one_replica",
@@ -129,26 +131,25 @@ THIRDS = [tuple(list(CASES)[i::3]) for i in range(3)]
 
 def layouts() -> list[object]:
     made: list[object] = []
-    for workers, devices, servers, core, *micro_batches in [
-        (1, 2, 0, True),
-        (2, 1, 0, False),
-        (1, 1, 0, True),
-        (3, 1, 0, True),
-        (4, 1, 0, True),
-        (2, 2, 0, True),
-        (2, 1, 2, True),
+    for workers, devices, servers, chosen, *micro_batches in [
+        (1, 2, 0, CORE),
+        (2, 1, 0, None),  # all
+        (1, 1, 0, FEW),
+        (3, 1, 0, CORE),
+        (4, 1, 0, FEW),
+        (2, 2, 0, FEW),
+        (2, 1, 2, CORE),
         # One replica per worker, whose layers are on two devices; micro-batches.
-        (2, 2, 0, True, 2),
+        (2, 2, 0, FEW, 2),
     ]:
         name = f"{workers}x{devices}" + (f"-servers{servers}" if servers else "")
         placed = sum(micro_batches)
         name += f"-placed{placed}" if placed else ""
-        if core:
-            few = PLACED if placed else CORE
-            layout = workers, devices, servers, placed, few
+        if chosen:
+            layout = workers, devices, servers, placed, chosen
             made.append(pytest.param(*layout, id=f"{name}-core"))
         for i, cases in enumerate(THIRDS):
-            marks = [pytest.mark.soak] if core else []
+            marks = [pytest.mark.soak] if chosen else []
             layout = workers, devices, servers, placed, cases
             made.append(pytest.param(*layout, id=f"{name}-{i}", marks=marks))
     return made

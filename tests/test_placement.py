@@ -5,12 +5,13 @@ Where operations were is what the runtime's metadata say, see `placement_zoo`.
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 from devices import begin
 
-from placement_zoo import ZOO
+from placement_zoo import COUNTS, ZOO
 from workers import Workers
 
 pytestmark = pytest.mark.timeout(300)
@@ -34,32 +35,33 @@ def place(kind, count, gradients=True):
         found = zoo.numbers(kind, strategy.scope, stage)
     return devices, graphs, found
 
+counts = json.loads(os.environ["COUNTS"])
 part, parts = int(os.environ["PART"]), int(os.environ["PARTS"])
-for name in list(zoo.ZOO)[part::parts]:
+# Pairs, so that none has all of one number of devices.
+for name in [n for i, n in enumerate(counts) if i // 2 % parts == part]:
     kind = zoo.ZOO[name]
     plain = zoo.plain_numbers(name, os.environ["PLAIN"])
-    for count in (2, 3):
-        devices, graphs, found = place(kind, count)
-        model = found.pop("model")
-        backward, wrong = zoo.misplaced(graphs, devices)
-        differ = [
-            f"{mine} {np.max(np.abs(found[mine] - plain[theirs]))}"
-            for mine, theirs in zip(found, plain, strict=True)
-            if not (
-                np.array_equal(found[mine], plain[theirs])
-                if kind.exact
-                else np.allclose(found[mine], plain[theirs], rtol=1e-5, atol=1e-6)
-            )
-        ]
-        print("RESULT", json.dumps({
-            "name": name,
-            "count": count,
-            "backward": backward,
-            "misplaced": wrong[:10],
-            "variables": zoo.misplaced_variables(model, devices)[:10],
-            "moved": zoo.moved_into_updates(graphs)[:10],
-            "differ": differ[:10],
-        }), flush=True)
+    devices, graphs, found = place(kind, counts[name])
+    model = found.pop("model")
+    backward, wrong = zoo.misplaced(graphs, devices)
+    differ = [
+        f"{mine} {np.max(np.abs(found[mine] - plain[theirs]))}"
+        for mine, theirs in zip(found, plain, strict=True)
+        if not (
+            np.array_equal(found[mine], plain[theirs])
+            if kind.exact
+            else np.allclose(found[mine], plain[theirs], rtol=1e-5, atol=1e-6)
+        )
+    ]
+    print("RESULT", json.dumps({
+        "name": name,
+        "count": counts[name],
+        "backward": backward,
+        "misplaced": wrong[:10],
+        "variables": zoo.misplaced_variables(model, devices)[:10],
+        "moved": zoo.moved_into_updates(graphs)[:10],
+        "differ": differ[:10],
+    }), flush=True)
 if part == 0:
     devices, graphs, _ = place(zoo.ZOO["everything"], 3, gradients=False)
     print("RESULT", json.dumps(zoo.misplaced(graphs, devices)[1]))
@@ -67,9 +69,8 @@ if part == 0:
 )
 
 
-@pytest.fixture(scope="module")
-def results(plain_folder):
-    """What each process found: of each kind on 2 and 3 devices, then without 5."""
+def run(counts, plain_folder):
+    """What each process found: of each kind on so many devices, then without 5."""
 
     def environment(rank):
         tests = str(Path(__file__).parent)
@@ -78,6 +79,7 @@ def results(plain_folder):
             "PLAIN": str(plain_folder),
             "PART": str(rank),
             "PARTS": str(PARTS),
+            "COUNTS": json.dumps(counts),
             "TF_CONFIG": None,
         }
 
@@ -85,15 +87,12 @@ def results(plain_folder):
         return [worker.results for worker in job.succeed()]
 
 
-@pytest.mark.parametrize("count", [2, 3])
-@pytest.mark.parametrize("name", list(ZOO))
-def test_a_model_is_where_it_belongs_and_its_numbers_are_the_same(results, name, count):
+def check(results, name, count):
     found = [
         result
         for part in results
         for result in part
-        if isinstance(result, dict)
-        and (result["name"], result["count"]) == (name, count)
+        if isinstance(result, dict) and result["name"] == name
     ]
     assert len(found) == 1
     assert found[0].pop("backward") > 0
@@ -105,6 +104,24 @@ def test_a_model_is_where_it_belongs_and_its_numbers_are_the_same(results, name,
         "moved": [],
         "differ": [],
     }
+
+
+@pytest.fixture(scope="module")
+def results(plain_folder):
+    return run(COUNTS, plain_folder)
+
+
+@pytest.mark.parametrize("name", list(ZOO))
+def test_a_model_is_where_it_belongs_and_its_numbers_are_the_same(results, name):
+    check(results, name, COUNTS[name])
+
+
+@pytest.mark.soak
+def test_so_they_are_on_the_other_number_of_devices(plain_folder):
+    others = {name: 5 - count for name, count in COUNTS.items()}
+    found = run(others, plain_folder)
+    for name, count in others.items():
+        check(found, name, count)
 
 
 def test_it_is_seen_if_the_backward_pass_stays_on_one_device(results):
