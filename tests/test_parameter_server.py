@@ -235,7 +235,7 @@ for _ in range(3):
 
 @pytest.mark.parametrize(
     ("fault", "seconds"),
-    [(signal.SIGKILL, 5.0), (signal.SIGSTOP, 10.0)],
+    [(signal.SIGKILL, 20.0), (signal.SIGSTOP, 25.0)],
     ids=["killed", "frozen"],
 )
 @pytest.mark.parametrize("lost", [0, 3], ids=["worker", "server"])
@@ -294,7 +294,7 @@ def test_the_launcher_starts_servers_that_end_with_the_job(tmp_path):
         log = (tmp_path / "logs" / "ps-0.log").read_text()
         assert " serves 2 worker(s), mode='sync'." in log
         assert " has finished: " in log
-        launcher.nothing_runs(within=1.0)
+        launcher.nothing_runs(within=5.0)
 
 
 @pytest.mark.parametrize(
@@ -315,7 +315,7 @@ def test_the_launcher_names_who_was_killed_and_leaves_nothing(tmp_path, lost):
         assert process.returncode == 137, err
         assert f"kerasdist run: {lost} was ended by signal SIGKILL (9)" in err
         assert "; the other workers and servers were ended" in err
-        launcher.nothing_runs(within=0.5)
+        launcher.nothing_runs(within=5.0)
 
 
 @pytest.mark.parametrize("how", ["killed", "raises"])
@@ -356,4 +356,4 @@ def test_the_launcher_lets_an_async_job_go_on_without_a_worker(tmp_path, how):
             r" holds ([\d,]+) bytes in ", (tmp_path / "logs/ps-0.log").read_text()
         )
         assert held
-        launcher.nothing_runs(within=1.0)
+        launcher.nothing_runs(within=5.0)

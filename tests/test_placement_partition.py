@@ -184,7 +184,7 @@ def test_a_device_stays_empty_if_it_would_only_cost():
 
 def test_a_thousand_layers_take_little_time():
     made = layers(random.Random(0), 1000)
-    began = time.perf_counter()
+    began = time.process_time()
     cut = best_cut(ModelCost.chain(made), Run(batch_size=8), [1e9] * 8)
     assert cut is not None
-    assert time.perf_counter() - began < 5.0
+    assert time.process_time() - began < 5.0

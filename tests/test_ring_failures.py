@@ -62,7 +62,7 @@ def survivors(job, lost):
 @pytest.mark.parametrize("lost", [0, 1])
 @pytest.mark.parametrize(
     ("fault", "seconds"),
-    [(signal.SIGKILL, 5.0), (signal.SIGSTOP, 10.0)],
+    [(signal.SIGKILL, 20.0), (signal.SIGSTOP, 25.0)],
     ids=["killed", "frozen"],
 )
 def test_a_lost_worker_ends_fit_on_every_survivor(lost, fault, seconds):

@@ -44,7 +44,7 @@ def pair():
 
 
 def test_two_watches_hear_each_other(pair):
-    ears = Ear(0.5), Ear(0.5)
+    ears = Ear(1.0), Ear(1.0)
     for ear, connection in zip(ears, pair, strict=True):
         ear.watch.add("other", connection)
     ears[0].watch.post("other", FrameType.EVENT, b"a" * 500_000)
@@ -53,7 +53,7 @@ def test_two_watches_hear_each_other(pair):
     assert ears[0].frames.get(timeout=10) == ("other", FrameType.GOODBYE, b"b")
     # They stay for longer than the heartbeat's time: nobody is lost.
     with pytest.raises(queue.Empty):
-        ears[0].ends.get(timeout=1.2)
+        ears[0].ends.get(timeout=2.0)
     ears[0].watch.close()
     key, reason = ears[1].ends.get(timeout=10)
     assert (key, "connection ended" in reason) == ("other", True)
