@@ -297,9 +297,8 @@ def test_the_launcher_starts_servers_that_end_with_the_job(tmp_path):
         launcher.nothing_runs(within=5.0)
 
 
-@pytest.mark.parametrize(
-    "lost", [pytest.param("rank 1", marks=pytest.mark.soak), "server 0"]
-)
+@pytest.mark.soak  # see `test_losses.py`
+@pytest.mark.parametrize("lost", ["rank 1", "server 0"])
 def test_the_launcher_names_who_was_killed_and_leaves_nothing(tmp_path, lost):
     kind, index = ("worker", 1) if lost == "rank 1" else ("ps", 0)
     script = "mark(f\"pid-{config['task']['type']}-{rank}\", os.getpid())\n"
@@ -318,7 +317,9 @@ def test_the_launcher_names_who_was_killed_and_leaves_nothing(tmp_path, lost):
         launcher.nothing_runs(within=5.0)
 
 
-@pytest.mark.parametrize("how", ["killed", "raises"])
+@pytest.mark.parametrize(
+    "how", ["killed", pytest.param("raises", marks=pytest.mark.soak)]
+)
 def test_the_launcher_lets_an_async_job_go_on_without_a_worker(tmp_path, how):
     prelude = "mark(f\"pid-{config['task']['type']}-{rank}\", os.getpid())\n"
     say = """
