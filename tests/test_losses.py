@@ -160,7 +160,7 @@ def test_without_the_chief_it_is_no_success(launcher):
 
 
 def test_a_frozen_worker_is_told_and_ended_with_the_job(launcher):
-    process = begin(launcher, script_of(heartbeat=1.5), servers=1)
+    process = begin(launcher, script_of(heartbeat=3.0), servers=1)
     (pid,) = launcher.pids("pid-worker-1")
     os.kill(pid, signal.SIGSTOP)
     line = wait_until_said(process, "lost")
@@ -170,7 +170,7 @@ def test_a_frozen_worker_is_told_and_ended_with_the_job(launcher):
 
 
 def test_a_worker_that_wakes_up_too_late_was_no_mistake(launcher):
-    process = begin(launcher, script_of(heartbeat=1.5), servers=1)
+    process = begin(launcher, script_of(heartbeat=3.0), servers=1)
     (pid,) = launcher.pids("pid-worker-1")
     os.kill(pid, signal.SIGSTOP)
     wait_until_said(process, "rank 1 was lost: nothing was heard of it")

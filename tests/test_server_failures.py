@@ -35,9 +35,10 @@ def work(client, table):
     return [[e.kind, e.rank, e.address, e.clock, e.reason] for e in client.events] + [
         list(client.communicator.ranks), table.clock]
 """
-# How long after a death or a freeze with heartbeat=1.5 everybody must know of it.
-BOUND = 8.0
-QUICK = {"heartbeat": 1.5}
+# How long after a death or a freeze everybody must know of it, in seconds: far more
+# than the time of silence, on a machine that is busy, and less than a collective takes.
+BOUND = 18.0
+QUICK = {"heartbeat": 3.0}
 
 
 @pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSTOP])
