@@ -195,7 +195,8 @@ VARIABLES = [
 ]
 
 def say(text, value=None):
-    print(text if value is None else f"{text} {json.dumps(value)}", flush=True)
+    line = text if value is None else f"{text} {json.dumps(value)}"
+    sys.stdout.write(line + "\\n")  # one write: there are threads that log
 
 def steps(table, count, pause=0.01):
     one = np.zeros(cluster.size, "float32")

@@ -274,3 +274,22 @@ def test_kill_tagged_finds_only_its_own_job():
 def test_wrong_arguments_are_refused(kwargs, match):
     with pytest.raises(ValueError, match=match):
         Workers("", 2, **kwargs)
+
+
+def test_a_result_is_whole_whatever_other_threads_log():
+    script = """
+        import json, os, threading
+        end = threading.Event()
+        def log():
+            while not end.is_set():
+                os.write(2, b"a line of the log\\n")
+        thread = threading.Thread(target=log)
+        thread.start()
+        for number in range(5000):
+            print("RESULT", json.dumps([number]), flush=True)
+        end.set()
+        thread.join()
+    """
+    with Workers(script, 1) as job:
+        (worker,) = job.succeed()
+    assert worker.results == [[number] for number in range(5000)]

@@ -109,8 +109,10 @@ class Finished:
     @property
     def results(self) -> list[Any]:
         """What the worker printed as `RESULT <json>`, in order."""
+        # Another thread's line may stand before the end of this one.
+        decode = json.JSONDecoder().raw_decode
         return [
-            json.loads(line.removeprefix("RESULT "))
+            decode(line.removeprefix("RESULT "))[0]
             for line in self.output.splitlines()
             if line.startswith("RESULT ")
         ]
