@@ -8,6 +8,8 @@ import ctypes
 import gc
 import os
 import signal
+import socket
+import stat
 import sys
 import tempfile
 import threading
@@ -265,9 +267,29 @@ def _descendants_by_parents(pid: int) -> list[int]:
 
 
 def _listeners() -> Iterator[str]:
-    for connection in psutil.Process().net_connections(kind="tcp"):
-        if connection.status == psutil.CONN_LISTEN:
-            yield f"listening socket {connection.laddr.ip}:{connection.laddr.port}"
+    # psutil would read a table of all connections of the machine.
+    for fd in _descriptors():
+        try:
+            if not stat.S_ISSOCK(os.fstat(fd).st_mode):
+                continue
+            number = os.dup(fd)
+        except OSError:
+            continue  # closed since
+        # Closed again is the number, not the socket.
+        found = socket.socket(fileno=number)
+        with found:
+            if found.family in (socket.AF_INET, socket.AF_INET6) and found.getsockopt(
+                socket.SOL_SOCKET, socket.SO_ACCEPTCONN
+            ):
+                host, port = found.getsockname()[:2]
+                yield f"listening socket {host}:{port}"
+
+
+def _descriptors() -> list[int]:
+    for folder in ("/proc/self/fd", "/dev/fd"):
+        if os.path.isdir(folder):
+            return [int(name) for name in os.listdir(folder)]
+    return []
 
 
 def _threads() -> Iterator[str]:
