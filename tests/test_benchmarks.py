@@ -69,6 +69,7 @@ def test_growth(tmp_path):
     assert [len(found) for found in results["workers"].values()] == [2, 2]
 
 
+@pytest.mark.soak
 def test_memory_startup(tmp_path):
     medians = run("memory_startup", tmp_path)["medians"]
     assert medians["run"]["gradient_bytes"] == 4 * 3_962_890

@@ -114,9 +114,8 @@ CORE = (
     "dataset",
     "pydataset_of_sequences",
 )
-# What four replicas, or one, add to that of two and three: more parts without rows, and
-# sums of more parts. And a placement: where the gradients are, and where they are
-# updated.
+# What other numbers of replicas add to that of two: more parts without rows, and sums
+# of more parts. And a placement: where the gradients are, and where they are updated.
 FEW = (
     "fewer_rows_than_replicas",
     "all_of_it",
@@ -135,7 +134,7 @@ def layouts() -> list[object]:
         (1, 2, 0, CORE),
         (2, 1, 0, None),  # all
         (1, 1, 0, FEW),
-        (3, 1, 0, CORE),
+        (3, 1, 0, FEW),
         (4, 1, 0, FEW),
         (2, 2, 0, FEW),
         (2, 1, 2, CORE),

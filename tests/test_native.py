@@ -132,7 +132,9 @@ except kerasdist.errors.CollectiveError as error:
 """
 
 
-@pytest.mark.parametrize("size", [2, 3, pytest.param(4, marks=pytest.mark.soak), 5])
+@pytest.mark.parametrize(
+    "size", [2, 3, *(pytest.param(size, marks=pytest.mark.soak) for size in (4, 5))]
+)
 def test_contract_of_communicators(size):
     with Workers(CONTRACT, size, deadline=250) as job:
         job.succeed()

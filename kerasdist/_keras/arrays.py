@@ -118,11 +118,15 @@ class ArrayData:
 
         Args:
             parts: A dataset of numbers, one for each batch.
-            rows: Returns a batch's index vector, given its number.
+            rows: Returns a batch's index vector, given its number. AutoGraph converts
+                neither this nor `finish`.
             finish: Makes the dataset's element from the batch and its number.
         """
         inputs = self._taken()
 
+        # No Python here depends on a tensor, and to convert all that is called takes as
+        # long as a small model's first steps.
+        @tf.autograph.experimental.do_not_convert
         def gather(part: Any, data: Any) -> Any:
             return finish(_take_rows(data, rows(part)), part)
 
