@@ -82,6 +82,7 @@ def test_fit(tmp_path):
     assert [len(turn) for turn in results["cnn"]["two workers"]] == [2, 2]
 
 
+@pytest.mark.soak
 @pytest.mark.netns
 def test_overlap(tmp_path):
     results = run("overlap", tmp_path)

@@ -223,6 +223,7 @@ result([strategy.rank, strategy.size, initial, weights(m), history.history, eval
     assert losses[-1] < losses[0]
 
 
+@pytest.mark.soak  # `test_equivalence.py` has these layouts
 def test_weights_equal_one_process_with_several_devices_and_workers():
     """1 worker x 2 devices and 2 workers x 2 devices against plain Keras."""
     script = (
