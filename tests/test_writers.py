@@ -136,6 +136,23 @@ report["loaded"] = [
     weights, found, served.serve(x).shape[1], archived.serve(x).shape[1]]
 """
 
+CHECKPOINTS = """
+m = build(units=20_000)
+fit(m, epochs=1)
+checkpoint = tf.train.Checkpoint(model=m, optimizer=m.optimizer)
+manager = tf.train.CheckpointManager(checkpoint, "kept", max_to_keep=2)
+paths = [manager.save() for _ in range(3)]
+weights = total(m)
+fit(m, epochs=1)
+checkpoint.restore(manager.latest_checkpoint)
+restored = total(m) == weights
+mine = tempfile.mkdtemp(dir=".")
+with strategy.scope():
+    checkpoint.save(mine + "/c")
+latest = os.path.basename(tf.train.latest_checkpoint(mine))
+report["checkpoints"] = [paths, restored, latest, sorted(os.listdir("kept"))]
+"""
+
 ANYBODY = """
 m = build()
 fit(m, epochs=1)
@@ -201,7 +218,9 @@ result(report)
 @pytest.fixture(scope="module", params=["ring", "sync", "async"])
 def job(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp(request.param)
-    return run(LOADED + ANYBODY + ORBAX + SCOPED, folder, mode=request.param)
+    return run(
+        LOADED + CHECKPOINTS + ANYBODY + ORBAX + SCOPED, folder, mode=request.param
+    )
 
 
 def test_what_is_saved_can_be_loaded_in_the_next_line(job):
@@ -216,6 +235,18 @@ def test_what_is_saved_can_be_loaded_in_the_next_line(job):
     weights, found, *served = first["loaded"]
     assert found == [weights] * 3 + [True] * 3
     assert served == [2, 2]
+
+
+def test_checkpoints_of_tensorflow_are_written_once(job):
+    """All ranks wrote into one folder, which one removed while another needed it."""
+    (first, second), _ = job
+    assert first["checkpoints"] == second["checkpoints"]
+    paths, restored, latest, files = first["checkpoints"]
+    assert paths == [f"kept/ckpt-{i}" for i in (1, 2, 3)]
+    assert (restored, latest) == (True, "c-4")
+    parts = ("data-00000-of-00001", "index")
+    kept = [f"ckpt-{i}.{part}" for i in (2, 3) for part in parts]
+    assert files == ["checkpoint", *kept]
 
 
 def test_it_does_not_matter_who_saves(job):

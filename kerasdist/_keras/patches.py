@@ -405,6 +405,18 @@ TABLE = (
         f"{_ARCHIVE}.write_out(self, filepath, ...)",
     ),
     _core(
+        "writers.write_checkpoint",
+        "the chief writes; the others wait until it has",
+        "tensorflow.python.checkpoint.checkpoint.Checkpoint._write"
+        "(self, file_prefix, options)",
+    ),
+    _core(
+        "writers.write_checkpoint_state",
+        "which checkpoint is a folder's latest is written by the chief",
+        "tensorflow.python.checkpoint.checkpoint_management"
+        ".update_checkpoint_state_internal(save_dir, model_checkpoint_path, ...)",
+    ),
+    _core(
         "writers.outside",
         "may be called on one rank alone: outside of the scope",
         "keras.src.saving.saving_lib.get_attr_skipset(obj_type)",

@@ -45,6 +45,7 @@ class Step(threading.local):
         readers: What reads data ahead and must be closed; None outside of `fit`,
             `evaluate` and `predict`.
         writing: Whether the chief writes a file here, and has announced that.
+        following: Whether a checkpoint is noted here that the chief has written.
         after_batch: Whether callbacks are called where a batch of `fit` has ended.
     """
 
@@ -69,6 +70,7 @@ class Step(threading.local):
     building: bool = False
     readers: set[Any] | None = None
     writing: bool = False
+    following: bool = False
     after_batch: bool = False
     _summed: tuple[Any, Any] | None = None
 

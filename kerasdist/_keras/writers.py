@@ -28,10 +28,11 @@ from typing import Any
 
 import tensorflow as tf
 
-from kerasdist._keras.hooks import KerasHooks, current_hooks
+from kerasdist._keras.hooks import KerasHooks, current_hooks, hooks_of
 from kerasdist._keras.step import current, setting
 from kerasdist._keras.training.local import writer_hooks
 from kerasdist._tf.scopes import outside_of_scopes
+from kerasdist._tf.variables import is_distributed
 from kerasdist.errors import CollectiveTimeout
 
 __all__ = [
@@ -41,6 +42,8 @@ __all__ = [
     "outside",
     "save_state",
     "write",
+    "write_checkpoint",
+    "write_checkpoint_state",
 ]
 
 _LOG = logging.getLogger("kerasdist")
@@ -111,6 +114,52 @@ def write(original: Callable[..., Any], saved: Any, *args: Any, **kwargs: Any) -
         return None
     with setting(writing=True), _leaving(hooks), _announcing(hooks, path):
         return original(saved, *args, **kwargs)
+
+
+def write_checkpoint(
+    original: Callable[..., Any], saved: Any, file_prefix: str, options: Any = None
+) -> str:
+    """In place of what `tf.train.Checkpoint` writes: the others wait for the chief.
+
+    TensorFlow merges a checkpoint's files in a folder of its own, which all ranks would
+    give the same name: who came second found nothing there.
+    """
+    variables = [] if current.writing or current.local else _distributed_in(saved)
+    hooks = hooks_of(variables[0].distribute_strategy) if variables else None
+    if hooks is None:
+        return str(original(saved, file_prefix, options))
+    folder = os.path.dirname(file_prefix) or "."
+    with setting(writing=True), _leaving(hooks):
+        if hooks.rank == 0:
+            with _announcing(hooks, folder):
+                return str(original(saved, file_prefix, options))
+        if any(
+            v.synchronization == tf.VariableSynchronization.ON_READ for v in variables
+        ):
+            # Those of metrics are sums of all workers, which are added as they're read.
+            with tempfile.TemporaryDirectory() as own:
+                original(saved, os.path.join(own, "checkpoint"), options)
+    _wait(hooks, folder)
+    # A manager's record of what there is.
+    with setting(following=True):
+        for call in getattr(options, "experimental_write_callbacks", None) or ():
+            call(*[file_prefix][: len(inspect.signature(call).parameters)])
+    return file_prefix
+
+
+def write_checkpoint_state(
+    original: Callable[..., Any], *args: Any, **kwargs: Any
+) -> None:
+    """In place of what names a folder's latest checkpoint: the chief has done it."""
+    if not current.following:
+        original(*args, **kwargs)
+
+
+def _distributed_in(saved: Any) -> list[Any]:
+    """The variables of strategies that a checkpoint has, Keras's among them."""
+    found = tf.train.TrackableView(saved).descendants()
+    variables = [getattr(one, "_value", one) for one in found]
+    return [variable for variable in variables if is_distributed(variable)]
 
 
 def finish_background(
