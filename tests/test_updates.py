@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import keras
 import numpy as np
 import pytest
@@ -68,4 +70,17 @@ def test_outside_of_our_strategies_it_is_left_to_keras():
     variable = tf.Variable(tf.zeros([3]))
     optimizer = keras.optimizers.SGD()
     sgd_step(lambda *a: given.append(a), optimizer, tf.ones([3]), variable, 1.0)
+    assert len(given) == 1
+
+
+def test_a_slot_that_lies_elsewhere_is_left_to_keras():
+    """An end of iteration in a step ends `fit` as if its data had ended."""
+    given = []
+    slot = SimpleNamespace(value=SimpleNamespace(device="/device:CPU:9"))
+    optimizer = SimpleNamespace(
+        momentum=0.9, momentums=[slot], _get_variable_index=lambda _: 0
+    )
+    variable = tf.Variable(tf.zeros([3]))
+    with setting(reduced=True):
+        sgd_step(lambda *a: given.append(a), optimizer, tf.ones([3]), variable, 0.1)
     assert len(given) == 1

@@ -37,9 +37,12 @@ def sgd_step(
             var=variable.handle, alpha=rate, delta=gradient, use_locking=True
         )
     momentum = optimizer.momentums[optimizer._get_variable_index(variable)]
+    beside = _beside(momentum.value, variable)
+    if beside is None:
+        return original(optimizer, gradient, variable, learning_rate)
     return tf.raw_ops.ResourceApplyKerasMomentum(
         var=variable.handle,
-        accum=_beside(momentum.value, variable).handle,
+        accum=beside.handle,
         lr=rate,
         grad=gradient,
         momentum=tf.cast(optimizer.momentum, variable.dtype),
@@ -59,7 +62,10 @@ def _is_plain(gradient: Any, variable: Any) -> bool:
     )
 
 
-def _beside(distributed: Any, variable: Any) -> Any:
-    """The copy of a distributed variable that lies beside another variable."""
+def _beside(distributed: Any, variable: Any) -> Any | None:
+    """The copy of a distributed variable that lies beside another variable.
+
+    None if it's elsewhere: of a placed model's optimizer that was built by hand.
+    """
     copies = tf.distribute.get_strategy().experimental_local_results(distributed)
-    return next(copy for copy in copies if copy.device == variable.device)
+    return next((copy for copy in copies if copy.device == variable.device), None)
