@@ -157,3 +157,86 @@ result([known, history, evaluated, weights, second])
         assert second[0] == "ClusterError"
         assert "serve one strategy" in second[1]
         assert "before is open" in second[1]
+
+
+PLAIN_LOOP = """
+import contextlib, hashlib, json
+import keras, numpy as np, tensorflow as tf, kerasdist
+strategy = kerasdist.RingStrategy()
+x = np.random.default_rng(0).normal(size=(20, 5)).astype("float32")
+y = x.sum(1, keepdims=True)
+OPTIMIZERS = {
+    "sgd": lambda: keras.optimizers.SGD(0.01),
+    "adam": lambda: keras.optimizers.Adam(0.01, clipnorm=1.0),
+}
+
+def weights(kind, name, model_scope, loop_scope, rows=slice(None)):
+    keras.utils.set_random_seed(1)
+    with model_scope():
+        model = keras.Sequential([keras.Input((5,)), keras.layers.Dense(1)])
+    with loop_scope():
+        optimizer, metric = OPTIMIZERS[name](), keras.metrics.Mean()
+        optimizer.build(model.trainable_variables)
+
+        def step(a, b):
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean((b - model(a, training=True)) ** 2)
+            gradients = tape.gradient(loss, model.trainable_variables)
+            optimizer.apply_gradients(zip(gradients, model.trainable_variables))
+            metric.update_state(loss)
+
+        if kind == "function":
+            step = tf.function(step)
+        batches = tf.data.Dataset.from_tensor_slices((x[rows], y[rows])).batch(8)
+        for a, b in batches:
+            step(a, b)
+    return [*(np.asarray(w) for w in model.get_weights()), np.float32(metric.result())]
+
+plain, scope = contextlib.nullcontext, strategy.scope
+for kind in ("eager", "function"):
+    for name in OPTIMIZERS:
+        expected = weights(kind, name, plain, plain)
+        for where in (plain, scope):
+            for one, other in zip(weights(kind, name, scope, where), expected):
+                np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+# Batches that differ are parts of one.
+mine = slice(8 * strategy.rank, 8 * strategy.rank + 8)
+*own, _ = weights("eager", "sgd", scope, plain, mine)
+keras.utils.set_random_seed(1)
+model = keras.Sequential([keras.Input((5,)), keras.layers.Dense(1)])
+model.compile(keras.optimizers.SGD(0.01), "mse")
+with kerasdist.local_training():
+    model.train_on_batch(x[:16], y[:16])
+for one, other in zip(own, model.get_weights()):
+    np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+digest = hashlib.sha256(b"".join(w.tobytes() for w in own)).hexdigest()
+print("\\nRESULT", json.dumps(digest), flush=True)
+"""
+
+
+def test_a_loop_of_one_process_trains_one_model():
+    with Workers(PLAIN_LOOP, 2) as job:
+        first, second = job.succeed()
+    assert first.result == second.result
+    assert first.output.count("updates outside of `strategy.run`") == 1
+    assert "updates outside" not in second.output
+
+
+ASYNC_PLAIN_LOOP = """
+import keras, tensorflow as tf, kerasdist
+strategy = kerasdist.ParameterServerStrategy(mode="async")
+with strategy.scope():
+    variable = keras.Variable(1.0)
+    optimizer = keras.optimizers.SGD(0.1)
+try:
+    optimizer.apply([tf.constant(1.0)], [variable])
+except RuntimeError as error:
+    assert "inside of `strategy.run`" in str(error), error
+else:
+    raise SystemExit("each worker took the same step")
+"""
+
+
+def test_asynchronous_workers_refuse_the_loop_of_one_process():
+    with Workers(ASYNC_PLAIN_LOOP, 2, servers=1) as job:
+        job.succeed()

@@ -164,6 +164,9 @@ class KerasHooks(Protocol):
         A batch that counts as none may have a row all the same, to compute with.
         """
 
+    def tell(self, kind: str, line: str) -> None:
+        """Tell the user a line, on the chief, once of each kind of thing."""
+
     @property
     def announcements(self) -> Announcements | None:
         """What the chief tells the others outside of collectives; None: it can't."""

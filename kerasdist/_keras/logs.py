@@ -25,6 +25,7 @@ from keras.src.utils import io_utils
 
 from kerasdist import _tf
 from kerasdist._keras.hooks import KerasHooks
+from kerasdist._keras.losses import recorded
 from kerasdist._keras.step import current
 
 __all__ = ["LastLogs", "keeping", "whole_logs"]
@@ -52,7 +53,7 @@ class LastLogs:
         found: dict[_Path, Any] = {}
         for path, given in _leaves(logs):
             if _is_known(given):
-                found[path] = tf.convert_to_tensor(given)
+                found[path] = recorded(tf.convert_to_tensor(given))
         if not found:
             return
         self._paths = [(path, tuple(v.shape)) for path, v in found.items()]

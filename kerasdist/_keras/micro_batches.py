@@ -29,6 +29,7 @@ from keras.src import tree
 from keras.src.backend.common import global_state, masking
 
 from kerasdist._keras.step import current
+from kerasdist._keras.training.loss_kinds import LossKinds
 from kerasdist.placement.order import Part
 from kerasdist.placement.schedule import part_bounds
 
@@ -187,7 +188,14 @@ def _call(
     def join(*values: Any) -> Any:
         return _join(values, parts, marks, call)
 
-    return tree.map_structure(join, *outputs)
+    whole = tree.map_structure(join, *outputs)
+    if current.kinds is not None:
+        for joined in (
+            *tree.flatten(whole),
+            *(x for one in _layers(layer) for x in one._losses),
+        ):
+            _note(current.kinds, joined)
+    return whole
 
 
 def mean_metric(
@@ -226,6 +234,14 @@ def normalize(
         return original(layer, *args, **kwargs)
     finally:
         layer.__dict__["momentum"] = momentum
+
+
+def _note(kinds: LossKinds, joined: Any) -> None:
+    """A graph of parts doesn't show what has rows."""
+    if isinstance(joined, tf.Tensor) and joined.shape.rank == 0:
+        kinds.set_mean(joined)
+    else:
+        kinds.set_rows(joined)
 
 
 def _has_rows(leaf: Any) -> bool:

@@ -31,6 +31,7 @@ from kerasdist._keras.step_build import build_only
 from kerasdist._keras.taken import own_steps, shared_steps
 from kerasdist._keras.touched import touched_rows
 from kerasdist._keras.training.adoption import adopt_in_step
+from kerasdist._keras.training.plain_loops import apply_on_all, strategy_outside
 
 __all__ = [
     "accumulate",
@@ -56,6 +57,11 @@ def apply(
     if current.building:
         build_only(optimizer, trainable_variables)
         return None
+    outside = None
+    if not current.reduced:
+        outside = strategy_outside(trainable_variables or _variables_of(optimizer))
+    if outside is not None:
+        return apply_on_all(outside, optimizer, list(grads), trainable_variables)
     hooks = current_hooks()
     if hooks is None and current.timed and not current.reduced:
         timer = timer_of(tf.distribute.get_strategy())
@@ -175,6 +181,11 @@ def _unscaled(original: Callable[..., Any], optimizer: Any) -> Any:
         if steps is not None:
             return schedule(steps)
     return original(optimizer)
+
+
+def _variables_of(optimizer: Any) -> list[Any]:
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    return list(getattr(inner, "_trainable_variables", None) or ())
 
 
 def _has_windows(optimizer: Any, variables: Any) -> bool:

@@ -66,12 +66,32 @@ TABLE = (
         "losses.leave_loss",
         "leaves the loss: gradients are weighted by rows",
         f"{_LOSS}.scale_loss_for_distribution(value)",
+    ),
+    _core(
+        "losses.reported_loss",
+        "records the loss of the global batch, if it isn't a mean over rows",
         f"{_LOSS}.unscale_loss_for_distribution(value)",
+    ),
+    _core(
+        "losses.average_loss",
+        "doesn't divide by the number of replicas in steps of `fit`",
+        "tensorflow.nn.compute_average_loss"
+        "(per_example_loss, sample_weight, global_batch_size)",
+    ),
+    _core(
+        "losses.regularization_loss",
+        "the same",
+        "tensorflow.nn.scale_regularization_loss(regularization_loss)",
     ),
     _core(
         "losses.reduce_values",
         "corrects losses that aren't a mean over rows: sums, weighted means",
         f"{_LOSS}.reduce_values(values, sample_weight, reduction)",
+    ),
+    _core(
+        "losses.reduce_weighted_values",
+        "the same for loss functions that return one number",
+        f"{_LOSS}.reduce_weighted_values(values, ...)",
     ),
     _core(
         "losses.mask_weights",
@@ -91,12 +111,12 @@ TABLE = (
     ),
     _core(
         "losses.additional_loss",
-        "counts `add_loss` of a number per row as a sum over all rows",
+        "corrects what `add_loss` was given, if it isn't a mean over rows",
         f"{_MODEL}._aggregate_additional_loss(self, loss)",
     ),
     _core(
         "losses.gradient",
-        "the same for an unreduced loss of a `train_step` of the user's own",
+        "the same for what a `train_step` of the user's own differentiates",
         "tensorflow.python.eager.backprop.GradientTape.gradient"
         "(self, target, sources, output_gradients, ...)",
     ),

@@ -11,6 +11,7 @@ from typing import Any
 import tensorflow as tf
 
 from kerasdist._keras.hooks import KerasHooks
+from kerasdist._keras.training.loss_kinds import LossKinds
 
 __all__ = ["Step", "current", "gradients_are_reduced", "is_timed", "setting"]
 
@@ -22,6 +23,7 @@ class Step(threading.local):
         hooks: Of the strategy that runs a Keras step here; None outside of one.
         rows: The replica's number of rows inside a Keras step, else None.
         total: The global batch's number of rows, where it's known without asking.
+        kinds: Of the step's losses, where there are several replicas.
         reduced: Whether gradients have been reduced already.
         window: Whether gradients will be reduced once for several steps.
         scale: What gradients are multiplied by before they are clipped.
@@ -52,6 +54,7 @@ class Step(threading.local):
     hooks: KerasHooks | None = None
     rows: Any = None
     total: Any = None
+    kinds: LossKinds | None = None
     reduced: bool = False
     window: bool = False
     scale: int = 1
@@ -104,8 +107,14 @@ class Step(threading.local):
 
     def of(self, hooks: KerasHooks, rows: Any, total: Any) -> Any:
         """Set the facts of one replica's step for the length of a `with` block."""
-        timed = self.timed or hooks.timer.marks
-        return setting(hooks=hooks, rows=rows, total=total, timed=timed, _summed=None)
+        return setting(
+            hooks=hooks,
+            rows=rows,
+            total=total,
+            kinds=LossKinds(rows) if hooks.replicas > 1 else None,
+            timed=self.timed or hooks.timer.marks,
+            _summed=None,
+        )
 
 
 current = Step()

@@ -38,7 +38,8 @@ def has_own_step(trainer: Any) -> bool:
     """Whether the step that is about to be taken is the model's own."""
     name = "test_step" if current.evaluating else "train_step"
     theirs = getattr(keras.Model, name)
-    return getattr(trainer, name).__func__ is not theirs
+    own = getattr(trainer, name)  # not a method if it's a `tf.function`
+    return getattr(own, "__func__", own) is not theirs
 
 
 def is_unbuilt(trainer: Any) -> bool:

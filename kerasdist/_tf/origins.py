@@ -20,7 +20,10 @@ __all__ = [
     "SHAPES",
     "MadeAgain",
     "behind",
+    "called",
+    "captured",
     "constant",
+    "copied",
     "origin_of",
 ]
 
@@ -33,6 +36,7 @@ DATA = "data"
 
 _CALLS = ("PartitionedCall", "StatefulPartitionedCall")
 _BRANCHES = ("If", "StatelessIf")
+_LOOPS = ("StatelessWhile", "TensorListStack", "While")
 _SIZES = ("Shape", "ShapeN", "Size")
 _READS = ("ReadVariableOp", "ResourceGather", "ResourceGatherNd")
 # A tensor, and through which calls it was come by: an operation, and which of its
@@ -131,6 +135,22 @@ def _outside(place: _Place) -> _Place | None:
     return None
 
 
+def called(tensor: Any) -> tuple[Any, list[tuple[Any, Any]]] | None:
+    """What a called function returns as this tensor, and what it was given.
+
+    Returns:
+        A tensor of the function's graph, and each of its placeholders with what it
+        stands for; None if the tensor isn't a function's.
+    """
+    if tensor.op.type not in _CALLS:
+        return None
+    places = _inside((tensor, ()))
+    if not places:
+        return None
+    result = places[0][0]
+    return result, list(zip(result.graph.inputs, tensor.op.inputs, strict=True))
+
+
 def behind(tensor: Any, before: Callable[[Any], Any | None]) -> Any:
     """Return the first tensor that nothing is before, through functions too.
 
@@ -172,6 +192,42 @@ def constant(tensor: Any) -> Any | None:
     )
 
 
+def captured(tensor: Any) -> Any | None:
+    """What a placeholder of a function stands for that it has captured; else None."""
+    found = None
+    if tensor.op.type == "Placeholder":
+        found = _outside((tensor, ()))
+    return None if found is None else found[0]
+
+
+def copied(operation: Any, inputs: Sequence[Any], graph: Any = None) -> Sequence[Any]:
+    """Make an operation once more, of other inputs.
+
+    Args:
+        operation: One of a graph.
+        inputs: A tensor for each of its inputs.
+        graph: Where; by default in the same graph.
+
+    Returns:
+        What the copy returns.
+
+    Raises:
+        ValueError: It doesn't take these inputs.
+    """
+    copy = (graph or operation.graph)._create_op_internal(
+        operation.type,
+        list(inputs),
+        [output.dtype for output in operation.outputs],
+        attrs={
+            name: value
+            for name, value in operation.node_def.attr.items()
+            if not name.startswith("_")
+        },
+        op_def=operation.op_def,
+    )
+    return list(copy.outputs)
+
+
 class MadeAgain:
     """Operations of a graph made again, in a graph of their own, for another batch.
 
@@ -182,10 +238,20 @@ class MadeAgain:
             isn't known.
         length: Its other dimensions that aren't known.
         known: Number of rows of the batch, if that is known in the graph.
+        guess: Whether what functions and loops return counts as given, too. Otherwise
+            nothing is known of its shape beside what is known in the graph.
     """
 
-    def __init__(self, rows: int, length: int = 11, known: int | None = None) -> None:
+    def __init__(
+        self,
+        rows: int,
+        length: int = 11,
+        known: int | None = None,
+        *,
+        guess: bool = False,
+    ) -> None:
         self._sizes = rows, length, known
+        self._guess = guess
         self._graph = tf.Graph()
         self._made: dict[str, Any] = {}
 
@@ -198,6 +264,22 @@ class MadeAgain:
                 ):
                     self._made[before.name] = after
         return self._made[target.name]
+
+    def give(self, tensor: Any) -> None:
+        """Count a tensor as given, with the rows first."""
+        with self._graph.as_default():
+            self._made[tensor.name] = self._given(tensor)
+
+    def inside(self, given: Sequence[tuple[Any, Any]]) -> MadeAgain:
+        """The same for a function's graph, by what `called` says that it's given."""
+        rows, length, known = self._sizes
+        again = MadeAgain(rows, length, known, guess=self._guess)
+        for placeholder, outer in given:
+            shape = self.tensor(outer).shape
+            with again._graph.as_default():
+                made = tf.raw_ops.Placeholder(dtype=outer.dtype, shape=shape)
+            again._made[placeholder.name] = made
+        return again
 
     def _copy(self, operation: Any) -> Sequence[Any]:
         kind = operation.type
@@ -212,35 +294,39 @@ class MadeAgain:
             # A batch is what it was, or, where a replica has none, one made up.
             passed = [_passed_through(output) for output in outputs]
             return [
-                _unknown(output) if given is None else self._made[given.name]
+                self._returned(output) if given is None else self._made[given.name]
                 for output, given in zip(outputs, passed, strict=True)
             ]
-        elif not operation.op_def.is_stateful:
+        elif kind in _LOOPS or kind in _CALLS:
+            return [self._returned(output) for output in outputs]
+        elif not operation.op_def.is_stateful or "Random" in kind:
+            given = [self._made[tensor.name] for tensor in operation.inputs]
             try:
-                copied = self._graph._create_op_internal(
-                    kind,
-                    [self._made[tensor.name] for tensor in operation.inputs],
-                    [output.dtype for output in outputs],
-                    attrs={
-                        name: value
-                        for name, value in operation.node_def.attr.items()
-                        if not name.startswith("_")
-                    },
-                    op_def=operation.op_def,
-                )
+                return copied(operation, given, self._graph)
             except (ValueError, TypeError, tf.errors.OpError):
-                # A function that this graph doesn't have, or sizes that don't fit.
-                return [_unknown(output) for output in outputs]
-            return list(copied.outputs)
+                # Sizes that don't fit, for the script has one as a number.
+                return [self._returned(output, fold=True) for output in outputs]
         return [_unknown(output) for output in outputs]
 
-    def _given(self, tensor: Any) -> Any:
+    def _returned(self, tensor: Any, *, fold: bool = False) -> Any:
+        return self._given(tensor, fold=fold) if self._guess else _unknown(tensor)
+
+    def _given(self, tensor: Any, *, fold: bool = False) -> Any:
+        """A tensor with the rows first, or, if `fold`, with so many for each row."""
         rows, length, known = self._sizes
         shape = tensor.shape
-        if shape.rank:
-            first, *others = shape.as_list()
-            shape = [rows if first is None or first == known else first]
-            shape += [length if size is None else size for size in others]
+        # Of what a loop has stacked the steps are first.
+        axis = int(tensor.op.type == "TensorListStack")
+        if (shape.rank or 0) > axis and not isinstance(
+            captured(tensor), tf.__internal__.EagerTensor
+        ):
+            sizes = [length if size is None else size for size in shape.as_list()]
+            size = shape[axis]
+            if size is None or size == known:
+                sizes[axis] = rows
+            elif fold and known and size % known == 0:
+                sizes[axis] = size // known * rows
+            shape = sizes
         return tf.raw_ops.Placeholder(dtype=tensor.dtype, shape=shape)
 
 

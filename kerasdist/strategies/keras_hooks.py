@@ -156,7 +156,7 @@ class SynchronousHooks:
     def settle_batch(self, batch: Any) -> Any:
         """Return a global batch that is the same on all workers."""
         communicator = self._extended.job.communicator
-        return settle_batch(communicator, self._choice, batch, self._tell)
+        return settle_batch(communicator, self._choice, batch, self.tell)
 
     def distribute_dataset(
         self,
@@ -196,7 +196,7 @@ class SynchronousHooks:
         if workers == 1 or is_items or self._choice.mode == "same":
             return self._divide(dataset), length
         peeked, feed, length = settle_dataset(
-            extended, self._choice, dataset, length, self._tell, generator
+            extended, self._choice, dataset, length, self.tell, generator
         )
         if feed is None:
             return peeked.divided(self._divide), length
@@ -341,7 +341,7 @@ class SynchronousHooks:
         if self._extended.job.communicator.size == 1:
             return None
         extended = self._extended
-        chiefs = ChiefItems(extended, self._choice, data, self._seed, self._tell)
+        chiefs = ChiefItems(extended, self._choice, data, self._seed, self.tell)
         if self._choice.mode == "chief":
             items = chiefs.settle(None)
         else:
@@ -357,11 +357,11 @@ class SynchronousHooks:
     def _agree(self, data: ArrayData) -> int:
         """Let all workers hold the same arrays; return a seed that they agree on."""
         communicator = self._extended.job.communicator
-        settle_arrays(communicator, self._choice, data, self._tell)
+        settle_arrays(communicator, self._choice, data, self.tell)
         return self._seed()
 
-    def _tell(self, kind: str, line: str) -> None:
-        """Tell the user, on the chief, once of each kind of data."""
+    def tell(self, kind: str, line: str) -> None:
+        """See `KerasHooks.tell`."""
         if self.rank == 0 and kind not in self._told:
             print_line(line)
         self._told.add(kind)

@@ -111,6 +111,131 @@ def number_per_row(scope: Scope) -> Numbers:
     return numbers
 
 
+def of_valid(t: Any, p: Any) -> Any:
+    valid = keras.ops.cast(t[:, :1] < 0.5, "float32")
+    return keras.ops.sum(valid * (t - p) ** 2) / keras.ops.maximum(
+        keras.ops.sum(valid), 1.0
+    )
+
+
+@case
+def losses_of_one_number(scope: Scope) -> Numbers:
+    """Loss functions that reduce the rows themselves, with weights and without."""
+    weights = np.linspace(0.1, 2.0, 19)
+    numbers: Numbers = {}
+    for name, loss in (
+        ("mean", lambda t, p: keras.ops.mean((t - p) ** 2)),
+        ("sum", lambda t, p: keras.ops.sum((t - p) ** 2)),
+        ("root", lambda t, p: keras.ops.sqrt(keras.ops.mean((t - p) ** 2))),
+        ("valid", of_valid),
+        ("dice", keras.losses.Dice()),
+    ):
+        x, y = data(19)
+        target = keras.utils.to_categorical(y, 3)
+
+        def compiled(loss: Any = loss) -> dict[str, Any]:
+            return {"loss": loss, "optimizer": keras.optimizers.SGD(0.01)}
+
+        found = train(
+            scope,
+            arrays=(x, target),
+            compiled=compiled,
+            fit={"batch_size": 8, "epochs": 1, "sample_weight": weights},
+        )
+        numbers |= {f"{name} {key}": number for key, number in found.items()}
+    return numbers
+
+
+@case
+def sums_in_add_loss(scope: Scope) -> Numbers:
+    """Sums over rows, by themselves and beside means; ratios; and of weights."""
+
+    class Penalty(keras.layers.Layer):
+        def build(self, shape: Any) -> None:
+            self.scale = self.add_weight(shape=(shape[-1],), initializer="ones")
+
+        def call(self, x: Any) -> Any:
+            ops = keras.ops
+            self.add_loss(0.02 * ops.sum(x * self.scale))
+            self.add_loss(0.01 * ops.sum(ops.abs(x)) + 0.1 * ops.mean(x))
+            some = ops.cast(x > 0, "float32")
+            self.add_loss(ops.sum(x * self.scale * some) / (ops.sum(some) + 1e-9))
+            self.add_loss(0.1 * ops.sum(ops.square(self.scale)))
+            return x
+
+    def build() -> keras.Model:
+        return keras.Sequential(
+            [
+                keras.Input((5,)),
+                keras.layers.Dense(7, activity_regularizer="l2"),
+                Penalty(),
+                keras.layers.Dense(3),
+            ]
+        )
+
+    return train(
+        scope, build, compiled=lambda: {"optimizer": keras.optimizers.SGD(0.01)}
+    )
+
+
+@case
+def losses_of_own_steps(scope: Scope) -> Numbers:
+    """Sums, means that are written as sums, several terms, functions of them."""
+
+    class Own(keras.Model):
+        kind = ""
+
+        def train_step(self, batch: Any) -> Any:
+            x, y = batch
+            target = keras.ops.one_hot(y, 3)
+            with tf.GradientTape() as tape:
+                p = self(x, training=True)
+                loss = self.loss_of(x, target, p)
+            gradients = tape.gradient(loss, self.trainable_variables)
+            self.optimizer.apply(gradients, self.trainable_variables)
+            for metric in self.metrics:
+                metric.update_state(loss)
+            return {
+                **{metric.name: metric.result() for metric in self.metrics},
+                "last": loss,
+                "in": {"rows": keras.ops.shape(x)[0]},
+            }
+
+        def loss_of(self, x: Any, y: Any, p: Any) -> Any:
+            rows = keras.ops.mean((y - p) ** 2, -1)
+            kernel = self.trainable_weights[0]
+            if self.kind == "sum":
+                return tf.nn.compute_average_loss(rows, global_batch_size=8)
+            if self.kind == "average":
+                regularization = tf.nn.scale_regularization_loss(tf.nn.l2_loss(kernel))
+                return tf.nn.compute_average_loss(rows) + regularization
+            if self.kind == "object":
+                total = keras.losses.MeanSquaredError(reduction="sum")(y, p)
+                return total / keras.ops.cast(keras.ops.shape(x)[0], "float32")
+            if self.kind == "function":
+                return tf.function(tf.reduce_sum)(rows)
+            mean, total = keras.ops.mean(rows), keras.ops.sum(rows)
+            if self.kind == "terms":
+                return 0.1 * (mean + 0.1 * total) + 0.01 * keras.ops.sum(kernel**2)
+            return keras.ops.sqrt(mean) * keras.ops.mean(keras.ops.abs(kernel))
+
+    numbers: Numbers = {}
+    x, y = data(19)
+    for kind in ("sum", "average", "object", "function", "terms", "root"):
+        keras.utils.set_random_seed(1)
+        with scope():
+            inputs = keras.Input((5,))
+            hidden = keras.layers.Dense(4, activation="tanh")(inputs)
+            model = Own(inputs, keras.layers.Dense(3)(hidden))
+            model.compile(keras.optimizers.SGD(0.01))
+        model.kind = kind
+        logs = model.fit(x, y, batch_size=8, shuffle=False, verbose=0).history
+        numbers |= {f"{kind} {i}": w for i, w in enumerate(model.get_weights())}
+        for name, values in logs.items():
+            numbers[f"{kind} log {name}"] = np.array(tf.nest.flatten(values), "float64")
+    return numbers
+
+
 @case
 def masked_sequence(scope: Scope) -> Numbers:
     rng = np.random.default_rng(0)

@@ -1,0 +1,343 @@
+"""Losses that a script reduces itself, as functions of means and sums over rows.
+
+Replicas' gradients are weighted by their shares s = n / N of the rows, which is right
+for a mean over rows. What a number of a step is can be read from the graph that makes
+it. Which of its tensors have a number for each row is found by making the graph again
+for batches of 5 and of 7 rows; what is reduced over them is n ** d times a mean:
+
+    Kind(0)         a mean over rows; also a sum divided by their number
+    Kind(1)         a sum over rows, perhaps times a constant
+    Kind(d, True)   n ** d times a constant: `CONSTANT` is Kind(0, True), and the number
+                    of rows Kind(1, True)
+    ROWS            not reduced yet
+    OTHER           a function of several, as the root of a mean or a masked mean
+                    sum(l * m) / sum(m); or what this can't tell: the largest of the
+                    rows, a mean of some of them, a number of pairs of rows
+
+A function of reduced numbers is computed from those of all replicas (`whole`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import tensorflow as tf
+
+from kerasdist._tf import origins
+
+__all__ = ["CONSTANT", "OTHER", "ROWS", "Kind", "LossKinds", "Whole"]
+
+
+class Kind(NamedTuple):
+    """A number n ** degree times a mean over the n rows, or times a constant.
+
+    Attributes:
+        degree: 0 for a mean, 1 for a sum.
+        counted: Whether it's a constant that is multiplied.
+    """
+
+    degree: int
+    counted: bool = False
+
+
+ROWS = "rows"
+OTHER = "other"
+CONSTANT = Kind(0, counted=True)
+
+_SAME = (
+    "Cast",
+    "CheckNumerics",
+    "EnsureShape",
+    "ExpandDims",
+    "Identity",
+    "IdentityN",
+    "Neg",
+    "PreventGradient",
+    "Reshape",
+    "Snapshot",
+    "Squeeze",
+    "StopGradient",
+    "Transpose",
+)
+_SUMS = ("Add", "AddN", "AddV2", "ConcatV2", "Pack", "Sub")
+_PRODUCTS = ("Mul", "MulNoNan")
+_QUOTIENTS = ("Div", "DivNoNan", "RealDiv")
+_SIZES = ("GatherV2", "Prod", "Size", "StridedSlice")
+
+
+class Whole(NamedTuple):
+    """A number of the global batch, and how it depends on what a replica has.
+
+    Attributes:
+        value: The number: a scalar tensor, the same on all replicas.
+        terms: Reduced numbers of this replica's step that it's made from.
+        slopes: Its derivative to each of them.
+        degrees: Of their kinds.
+    """
+
+    value: Any
+    terms: list[Any]
+    slopes: list[Any]
+    degrees: list[int]
+
+
+class LossKinds:
+    """The kinds of what a step has that is being traced.
+
+    Args:
+        rows: The replica's number of rows, a scalar integer tensor.
+    """
+
+    def __init__(self, rows: Any) -> None:
+        self._rows = rows
+        self._kinds: dict[Any, Any] = {}
+        self._wholes: dict[Any, Whole | None] = {}
+        self._graph: Any = None
+        self._again: list[origins.MadeAgain] = []
+
+    def set_mean(self, tensor: Any) -> None:
+        """Let a number count as a mean over rows: it was corrected already."""
+        if tf.is_tensor(tensor) and not _is_eager(tensor):
+            self._kinds[_key(tensor)] = Kind(0)
+
+    def set_rows(self, tensor: Any) -> None:
+        """Let a tensor count as one of a batch, whatever it was put together from."""
+        if isinstance(tensor, tf.Tensor) and not _is_eager(tensor):
+            self._kinds[_key(tensor)] = ROWS
+            for again in self._for(tensor.graph):
+                again.give(tensor)
+
+    def of(self, tensor: Any) -> Any:
+        """Return a `Kind`, `ROWS` or `OTHER`; of an eager tensor no `Kind`."""
+        if _is_eager(tensor):
+            rank = tensor.shape.rank
+            return ROWS if rank and tensor.shape[0] == int(self._rows) else OTHER
+        # Not by recursion alone: a loop may add up hundreds of numbers.
+        for one in reversed(self._unknown_numbers(tensor)):
+            key = _key(one)
+            if key not in self._kinds:
+                self._kinds[key] = OTHER  # should it depend on itself, in a loop
+                self._kinds[key] = self._find(one)
+        return self._kinds[_key(tensor)]
+
+    def _unknown_numbers(self, tensor: Any) -> list[Any]:
+        """A tensor, and the scalars that it's made from, each before its own."""
+        found, waiting, seen = [], [tensor], set()
+        while waiting:
+            one = waiting.pop()
+            key = _key(one)
+            if key in self._kinds or key in seen:
+                continue
+            seen.add(key)
+            found.append(one)
+            waiting += [given for given in one.op.inputs if given.shape.rank == 0]
+        return found
+
+    def whole(
+        self, tensor: Any, sums: Callable[[list[Any], list[int]], list[Any]]
+    ) -> Whole | None:
+        """Compute a function of several reduced numbers from those of all replicas.
+
+        Args:
+            tensor: A scalar of the kind `OTHER`.
+            sums: From numbers of this replica and their degrees to those of the global
+                batch. It may communicate.
+
+        Returns:
+            None if it isn't such a function. Asked twice, the same.
+        """
+        if _is_eager(tensor) or tensor.shape.rank != 0:
+            return None
+        key = _key(tensor)
+        if key not in self._wholes:
+            self._wholes[key] = self._compute(tensor, sums)
+        return self._wholes[key]
+
+    def known_whole(self, tensor: Any) -> Whole | None:
+        """What `whole` has returned; None if it wasn't asked."""
+        return None if _is_eager(tensor) else self._wholes.get(_key(tensor))
+
+    def _compute(self, tensor: Any, sums: Any) -> Whole | None:
+        found = self._function(tensor)
+        if found is None:
+            return None
+        operations, terms = found
+        kinds = [self.of(term) for term in terms]
+        reduced = [i for i, kind in enumerate(kinds) if kind != CONSTANT]
+        totals = sums([terms[i] for i in reduced], [kinds[i].degree for i in reduced])
+        given = list(terms)
+        for i, total in zip(reduced, totals, strict=True):
+            given[i] = total
+        floats = [i for i, term in enumerate(terms) if term.dtype.is_floating]
+        for i in floats:
+            # A copy: one term may be made from another one.
+            given[i] = tf.stop_gradient(tf.identity(given[i]))
+        made = dict(zip((_key(term) for term in terms), given, strict=True))
+        for operation in operations:
+            copied = origins.copied(
+                operation, [made[_key(t)] for t in operation.inputs]
+            )
+            made |= zip((_key(t) for t in operation.outputs), copied, strict=True)
+        value = made[_key(tensor)]
+        slopes = tf.gradients(
+            value, [given[i] for i in floats], unconnected_gradients="zero"
+        )
+        return Whole(
+            tf.stop_gradient(value),
+            [terms[i] for i in floats],
+            [tf.stop_gradient(slope) for slope in slopes],
+            [kinds[i].degree for i in floats],
+        )
+
+    def _function(self, tensor: Any) -> tuple[list[Any], list[Any]] | None:
+        """Operations between reduced numbers and what is made of them, and the numbers.
+
+        None if something else goes in.
+        """
+        operations: list[Any] = []
+        terms: dict[Any, Any] = {}
+        seen: set[str] = set()
+        waiting = [(tensor, False)]
+        while waiting:
+            one, ready = waiting.pop()
+            if ready:
+                operations.append(one.op)
+                continue
+            kind = self.of(one)
+            if isinstance(kind, Kind):
+                terms[_key(one)] = one
+                continue
+            operation = one.op
+            if operation.name in seen:
+                continue
+            seen.add(operation.name)
+            if kind == ROWS or not operation.inputs or operation.op_def.is_stateful:
+                return None
+            waiting.append((one, True))
+            waiting += [(given, False) for given in operation.inputs]
+        found = list(terms.values())
+        if any(not t.dtype.is_floating and self.of(t) != CONSTANT for t in found):
+            return None
+        return operations, found
+
+    def _find(self, tensor: Any) -> Any:
+        operation = tensor.op
+        kind = operation.type
+        scalar = tensor.shape.rank == 0
+        if scalar and kind in _SIZES:
+            counted = self._count(tensor)
+            if counted is not None:
+                return counted
+        if not scalar:
+            few, more = self._made_again(tensor)
+            if not (few.is_fully_defined() and more.is_fully_defined()):
+                return OTHER
+            if few != more:
+                # Not a number for each pair of rows.
+                sizes = few.num_elements(), more.num_elements()
+                return ROWS if 7 * sizes[0] == 5 * sizes[1] else OTHER
+        if kind == "Placeholder":
+            return CONSTANT if _is_eager(origins.captured(tensor)) else OTHER
+        inner = origins.called(tensor)
+        if inner is not None:
+            return self._inside(inner[1], tensor.graph).of(inner[0])
+        if kind in ("Const", "ReadVariableOp") or "Random" in kind:
+            return CONSTANT
+        kinds = [self.of(given) for given in operation.inputs]
+        if kinds and all(one == CONSTANT for one in kinds):
+            return CONSTANT
+        if kind in _SAME:
+            return kinds[tensor.value_index if kind == "IdentityN" else 0]
+        if kind in ("Sum", "Mean"):
+            reduced = Kind(1 if kind == "Sum" else 0)
+            return reduced if kinds[0] == ROWS else kinds[0]
+        if kind == "L2Loss":
+            return Kind(1) if kinds[0] == ROWS else OTHER
+        if kind == "ConcatV2":
+            kinds = kinds[:-1]  # the last one is the axis
+        known = [one for one in kinds if isinstance(one, Kind)]
+        if len(known) < len(kinds):
+            return OTHER
+        if kind in _SUMS:
+            return _of_sum(known)
+        if kind in _PRODUCTS:
+            return _of_product(*known)
+        if kind in _QUOTIENTS:
+            one, other = known
+            if one == Kind(1) and other == CONSTANT and self._is_number(operation):
+                return Kind(0)
+            return _of_product(one, other._replace(degree=-other.degree))
+        return OTHER
+
+    def _is_number(self, quotient: Any) -> bool:
+        """Whether a sum is divided by the number of what was summed.
+
+        Where a batch's shape is known, the number of rows is a constant to the graph.
+        """
+        known = tf.get_static_value(self._rows)
+        divisor = origins.constant(quotient.inputs[1])
+        if known is None or divisor is None:
+            return False
+        summed = quotient.inputs[0].op
+        while summed.type in _SAME:
+            summed = summed.inputs[0].op
+        size = summed.inputs[0].shape.num_elements() if summed.inputs else None
+        return bool(divisor in (known, size))
+
+    def _inside(self, given: list[tuple[Any, Any]], graph: Any) -> LossKinds:
+        """The kinds of what a function has, in one of its calls."""
+        kinds = LossKinds(self._rows)
+        kinds._graph = given[0][0].graph if given else None
+        kinds._again = [again.inside(given) for again in self._for(graph)]
+        kinds._kinds = {_key(inner): self.of(outer) for inner, outer in given}
+        return kinds
+
+    def _made_again(self, tensor: Any) -> tuple[Any, Any]:
+        """Shapes for 5 and for 7 rows."""
+        few, more = (again.tensor(tensor) for again in self._for(tensor.graph))
+        return few.shape, more.shape
+
+    def _for(self, graph: Any) -> list[origins.MadeAgain]:
+        if self._graph is not graph:
+            self._graph = graph
+            known = tf.get_static_value(self._rows)
+            self._again = [
+                origins.MadeAgain(
+                    rows, known=None if known is None else int(known), guess=True
+                )
+                for rows in (5, 7)
+            ]
+        return self._again
+
+    def _count(self, tensor: Any) -> Kind | None:
+        """The kind of a number that only sizes are in; None if it's something else."""
+        some, others = (
+            origins.constant(again.tensor(tensor)) for again in self._for(tensor.graph)
+        )
+        if some is None or others is None:
+            return None
+        if np.array_equal(some, others):
+            return CONSTANT
+        return Kind(1, counted=True) if 7 * some == 5 * others else None
+
+
+def _of_sum(kinds: list[Kind]) -> Any:
+    if len({kind.degree for kind in kinds}) > 1:
+        return OTHER
+    return Kind(kinds[0].degree, all(kind.counted for kind in kinds))
+
+
+def _of_product(one: Kind, other: Kind) -> Any:
+    if not (one.counted or other.counted):
+        return OTHER
+    return Kind(one.degree + other.degree, one.counted and other.counted)
+
+
+def _is_eager(tensor: Any) -> bool:
+    return isinstance(tensor, tf.__internal__.EagerTensor)
+
+
+def _key(tensor: Any) -> Any:
+    return id(tensor.graph), tensor.name
