@@ -293,12 +293,11 @@ result([found, sorted(say.batches.items())])
 @pytest.mark.parametrize(
     ("lost", "servers", "data", "bound", "server_too"),
     [
-        (2, 1, "arrays", "null", False),
-        (0, 2, "dataset", "2", False),
-        (1, 1, "parts", "null", False),
-        (1, 2, "arrays", "null", True),
+        pytest.param(2, 1, "arrays", "null", False, id="last", marks=pytest.mark.soak),
+        pytest.param(0, 2, "dataset", "2", False, id="chief"),
+        pytest.param(1, 1, "parts", "null", False, id="within_a_pass"),
+        pytest.param(1, 2, "arrays", "null", True, id="with_the_first_server"),
     ],
-    ids=["last", "chief", "within_a_pass", "with_the_first_server"],
 )
 def test_a_new_process_joins_with_a_lost_workers_task(
     lost, servers, data, bound, server_too, tmp_path
