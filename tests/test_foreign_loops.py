@@ -240,3 +240,28 @@ else:
 def test_asynchronous_workers_refuse_the_loop_of_one_process():
     with Workers(ASYNC_PLAIN_LOOP, 2, servers=1) as job:
         job.succeed()
+
+
+TWO_REPLICAS = """
+import keras, tensorflow as tf
+tf.config.set_logical_device_configuration(
+    tf.config.list_physical_devices("CPU")[0],
+    [tf.config.LogicalDeviceConfiguration()] * 2,
+)
+import kerasdist
+strategy = kerasdist.RingStrategy(devices=["CPU:0", "CPU:1"])
+with strategy.scope():
+    variable = keras.Variable(1.0)
+    optimizer = keras.optimizers.SGD(0.1)
+try:
+    optimizer.apply([tf.constant(1.0)], [variable])
+except RuntimeError as error:
+    assert "2 replicas in this worker" in str(error), error
+else:
+    raise SystemExit("a tape sees one replica of a variable")
+"""
+
+
+def test_several_replicas_refuse_the_loop_of_one_process():
+    with Workers(TWO_REPLICAS, 1) as job:
+        job.succeed()

@@ -49,7 +49,8 @@ def copies_of(sources: Any) -> Any:
         value = getattr(source, "_value", source)
         if not is_distributed(value):
             return source
-        return value.distribute_strategy.experimental_local_results(value)[0]
+        copies = value.distribute_strategy.experimental_local_results(value)
+        return copies[0] if len(copies) == 1 else source
 
     return tf.nest.map_structure(copy, sources)
 
@@ -60,7 +61,8 @@ def apply_on_all(
     """Update with the mean of all workers' gradients. All workers call it alike.
 
     Raises:
-        RuntimeError: Workers don't wait for each other, with `mode="async"`.
+        RuntimeError: Workers don't wait for each other, with `mode="async"`; or there
+            are several replicas in this worker, of which a tape sees one.
     """
     hooks = hooks_of(strategy)
     if hooks is None:
@@ -70,6 +72,12 @@ def apply_on_all(
             "With mode='async' each step takes a batch that no other worker has, and "
             "an optimizer updates inside of `strategy.run`. Received: "
             f"{type(optimizer).__name__}.apply outside of it. {_REMEDY}"
+        )
+    if hooks.local_replicas > 1:
+        raise RuntimeError(
+            "With several replicas in a worker an optimizer updates inside of "
+            f"`strategy.run`. Received: {type(optimizer).__name__}.apply outside of "
+            f"it, with {hooks.local_replicas} replicas in this worker. {_REMEDY}"
         )
     if hooks.workers > 1:
         _tell(hooks)
