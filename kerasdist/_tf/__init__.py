@@ -62,6 +62,7 @@ __all__ = [
     "rebatch_each",
     "reduce_undistributed",
     "regroup",
+    "seeding",
     "select_replica",
     "serve_collectives",
     "set_global_seed_if_none",
@@ -243,6 +244,11 @@ def set_global_seed_if_none(draw: Callable[[], int]) -> None:
     """Set TensorFlow's global seed to `draw()`, unless the script has set one."""
     if context.global_seed() is None:
         tf.random.set_seed(draw())
+
+
+def seeding() -> object:
+    """What `tf.random.set_seed` makes anew, also with the same number; None before."""
+    return getattr(context.context(), "_rng", None)
 
 
 def own_variable(

@@ -58,6 +58,7 @@ class SynchronousHooks:
     def __init__(self, extended: SynchronousExtended) -> None:
         self._extended = extended
         self._orders = itertools.count()
+        self._seeding = _tf.seeding()
         self._given: Given | None = None
         self._same = SameBatches(extended)
         self._choice = DataChoice(extended.data)
@@ -367,8 +368,15 @@ class SynchronousHooks:
         self._told.add(kind)
 
     def _seed(self) -> int:
-        """A seed that all workers agree on, another one each time."""
+        """A seed that all workers agree on, another one each time.
+
+        After the script has set its seed again, the same ones as before: models that
+        are compared, or folds, begin alike.
+        """
         chosen = random_seed()
+        seeding = _tf.seeding()
+        if seeding is not self._seeding:
+            self._seeding, self._orders = seeding, itertools.count()
         number = next(self._orders)
         if chosen is None:
             seed = secrets.randbits(63)
