@@ -39,6 +39,7 @@ __all__ = [
     "MirroredExtended",
     "ReduceOp",
     "abort_collectives",
+    "as_operation",
     "auto_shard",
     "broadcast_to_devices",
     "call_replica",
@@ -249,6 +250,17 @@ def set_global_seed_if_none(draw: Callable[[], int]) -> None:
 def seeding() -> object:
     """What `tf.random.set_seed` makes anew, also with the same number; None before."""
     return getattr(context.context(), "_rng", None)
+
+
+def as_operation(value: Any) -> Any:
+    """An eager tensor in the graph that is made, without an input.
+
+    A graph takes a large one as an input, and what depends on an input can't be taken
+    out of the function that creates variables, as initial values are.
+    """
+    made = tf.numpy_function(value.numpy, [], value.dtype)
+    made.set_shape(value.shape)
+    return made
 
 
 def own_variable(

@@ -152,9 +152,12 @@ class SynchronousExtended(SharingExtended):
             # In a function that creates variables: else their initial values couldn't
             # be taken out of its graph, and its first step would run before they exist.
             inside = (AttributeError, NotImplementedError, TypeError, ValueError)
+            found = None
             with contextlib.suppress(*inside), tf.init_scope():
                 if _tf.executing_eagerly():
-                    return from_chief()
+                    found = from_chief()
+            if found is not None:
+                return _tf.as_operation(found)
             return from_chief()  # it's made of tensors inside of the function
 
         return from_chief if _tf.executing_eagerly() else now
