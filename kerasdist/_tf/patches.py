@@ -51,6 +51,15 @@ TABLE = (
         targets=("tensorflow.python.framework.ops._DefaultGraphStack.reset(self)",),
     ),
     Patch(
+        hook="loaded.call",
+        feature="core",
+        does="functions of a SavedModel loaded in the scope can be called there",
+        targets=(
+            "tensorflow.python.saved_model.load._WrapperFunction._call_flat"
+            "(self, args, captured_inputs)",
+        ),
+    ),
+    Patch(
         hook="placing.record_device",
         feature="placement",
         does="the device of an operation is recorded for its gradient",

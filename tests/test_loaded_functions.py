@@ -1,0 +1,99 @@
+"""Functions of a SavedModel that was loaded in a strategy's scope."""
+
+from __future__ import annotations
+
+import pytest
+
+from workers import Workers
+
+SCRIPT = """
+import json, sys
+import keras
+import numpy as np
+import tensorflow as tf
+import kerasdist
+
+class Scaled(tf.Module):
+    def __init__(self):
+        super().__init__()
+        self.kernel = tf.Variable([[1.0], [2.0]])
+        self.calls = tf.Variable(0.0)
+
+    @tf.function(input_signature=[tf.TensorSpec([None, 2], tf.float32)])
+    def __call__(self, x):
+        self.calls.assign_add(1.0)
+        return x @ self.kernel
+
+    @tf.function(input_signature=[tf.TensorSpec([None, 2], tf.float32)])
+    def predict(self, x):
+        return x @ self.kernel
+
+kind, path = sys.argv[1:]
+tf.config.set_logical_device_configuration(
+    tf.config.list_physical_devices("CPU")[0],
+    [tf.config.LogicalDeviceConfiguration()] * 2)
+strategy = {
+    "plain": tf.distribute.get_strategy,
+    "ring": lambda: kerasdist.RingStrategy(devices=["CPU:0"], timeout=60),
+    "replicas": lambda: kerasdist.RingStrategy(
+        devices=["CPU:0", "CPU:1"], timeout=60),
+    "sync": lambda: kerasdist.ParameterServerStrategy(mode="sync"),
+    "async": lambda: kerasdist.ParameterServerStrategy(mode="async"),
+    "placed": lambda: kerasdist.ModelParallelStrategy(
+        "auto", devices=["CPU:0", "CPU:1"]),
+}[kind]()
+path += f"/{getattr(strategy, 'rank', 0)}"
+tf.saved_model.save(Scaled(), path)
+x = np.arange(48, dtype="float32").reshape(24, 2) / 48
+found = {}
+with strategy.scope():
+    loaded = tf.saved_model.load(path)
+    found["twice"] = [loaded(x).numpy().tolist() for _ in range(2)]
+    found["calls"] = float(loaded.calls.numpy())
+    copies = getattr(loaded.calls, "values", [loaded.calls])
+    found["copies"] = [float(copy.numpy()) for copy in copies]
+    found["traced"] = tf.function(lambda x: loaded(x))(x).numpy().tolist()
+    tf.saved_model.save(loaded, path + "-again")
+    again = tf.saved_model.load(path + "-again")
+    found["again"] = again(x).numpy().tolist()
+    frozen = keras.layers.TFSMLayer(path, call_endpoint="predict", trainable=False)
+    keras.utils.set_random_seed(1)
+    model = keras.Sequential([keras.Input((2,)), frozen, keras.layers.Dense(1)])
+    model.compile("sgd", "mse", jit_compile=False)
+    fit = model.fit(x, x[:, :1], batch_size=8, epochs=2, shuffle=False, verbose=0)
+    found["losses"] = fit.history["loss"]
+print("RESULT", json.dumps(found), flush=True)
+"""
+
+
+def run(kind, path, size=1, servers=0):
+    args = [kind, str(path)]
+    with Workers(SCRIPT, size, args, deadline=120, servers=servers) as job:
+        return [worker.result for worker in job.succeed()[:size]]
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    (found,) = run("plain", tmp_path_factory.mktemp("plain"))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("kind", "size", "servers"),
+    [
+        ("ring", 2, 0),
+        ("replicas", 1, 0),
+        ("sync", 1, 1),
+        ("async", 1, 1),
+        ("placed", 1, 0),
+    ],
+)
+def test_they_can_be_called_in_the_scope(kind, size, servers, plain, tmp_path):
+    """TensorFlow gives them placeholders there: "Trying to access a placeholder that is
+    not supposed to be executed"."""
+    for found in run(kind, tmp_path, size, servers):
+        copies = found.pop("copies")
+        assert copies == [plain["calls"]] * (2 if kind == "replicas" else 1)
+        assert found.pop("losses") == pytest.approx(plain["losses"], rel=1e-5)
+        for name, value in found.items():
+            assert value == plain[name], name
