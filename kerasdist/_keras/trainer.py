@@ -217,7 +217,10 @@ def symbolic_build(
         for _, _, batches in iterator if data_batch is None else ():
             data_batch = getattr(batches, "kerasdist_example", None)
             if data_batch is None:
-                batch = tree.map_structure(local, hooks.unwrap(next(batches)))
+                item = next(batches, None)
+                if item is None:
+                    return None  # no batch, no step
+                batch = tree.map_structure(local, hooks.unwrap(item))
                 data_batch, _, _ = hooks.split(batch)
             break
         iterator = None

@@ -64,6 +64,20 @@ def autoencoder_without_call(scope: Scope) -> Numbers:
     }
 
 
+@case
+def validation_without_batches(scope: Scope) -> Numbers:
+    """And a layer that no step calls, so that each step may be the one that builds."""
+    x, _ = data(16)
+    keras.utils.set_random_seed(1)
+    with scope():
+        model = Autoencoder()
+        model.never_called = keras.layers.Dense(3)
+        model.compile(keras.optimizers.Adam(0.05), loss="mse")
+    none = tf.data.Dataset.from_tensor_slices((x[:0],)).batch(8)
+    history = model.fit(x, validation_data=none, **ROWS).history
+    return {f"log {name}": np.array(values) for name, values in history.items()}
+
+
 class Game(keras.Model):
     """Two networks, each with an optimizer of its own; batches are dictionaries."""
 
