@@ -156,10 +156,12 @@ def average_loss(
     Without a size of the batch TensorFlow divides by the number of replicas, too: it
     means their gradients to be summed.
     """
-    mean = original(loss, sample_weight, global_batch_size)
-    if current.rows is None or global_batch_size is not None:
-        return mean
-    return mean * tf.cast(_replicas(), mean.dtype)
+    if current.rows is not None and global_batch_size is None:
+        # Not times their number afterwards: where the batch's shape is known, all of
+        # that are constants, of which it couldn't be told that they're its size.
+        loss = tf.convert_to_tensor(loss)
+        global_batch_size = tf.shape(loss)[0]
+    return original(loss, sample_weight, global_batch_size)
 
 
 def regularization_loss(original: Callable[..., Any], loss: Any) -> Any:
