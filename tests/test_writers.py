@@ -161,9 +161,17 @@ if strategy.is_chief:
     keras.saving.save_model(m, "chief2.keras")
 fit(m, epochs=1)
 if rank == 1:
-    m.save("other.keras")  # nobody writes that
+    m.save("other.keras")  # its own
+    m.save("chief.keras")  # stays the chief's
 fit(m, epochs=1)
 m.save(f"{rank}.keras")  # each rank another one
+fit(m, epochs=1)
+# As in TensorFlow's tutorial for several workers, where all must write.
+own = f"own-{rank}/x"
+checkpoint = tf.train.Checkpoint(model=build())
+tf.train.CheckpointManager(checkpoint, own, max_to_keep=1).save()
+kept = tf.train.latest_checkpoint(own)
+tf.io.gfile.rmtree(own)
 fit(m, epochs=1)
 mine = tempfile.mkdtemp(dir=".")  # another one on each rank
 m.save(mine + "/m.keras")
@@ -175,7 +183,9 @@ report["anybody"] = [
     temporary,
     total(m) == total(load_model("all.keras")),
     sorted(name for name in os.listdir(".") if name[0] in "01co"),
-    error_of(lambda: keras.models.load_model("other.keras"))]
+    kept,
+    total(load_model("other.keras")) > 0,
+    error_of(lambda: load_model("chief.keras"))]
 """
 
 SCOPED = """
@@ -252,18 +262,23 @@ def test_checkpoints_of_tensorflow_are_written_once(job):
 def test_it_does_not_matter_who_saves(job):
     """A barrier in `save` would hang here, or meet what the others do next."""
     (first, second), outputs = job
-    temporary, right, files, _ = first["anybody"]
-    assert (temporary, right) == (True, True)
-    # What the chief has written.
+    temporary, right, files, kept, other, fault = first["anybody"]
+    assert (temporary, right, kept, other) == (True, True, "own-0/x/ckpt-1", True)
+    assert fault is None
     assert files == [
         "0.keras",
         "0.weights.h5",
+        "1.keras",
+        "1.weights.h5",
         "c.h5",
         "chief.keras",
         "chief2.keras",
+        "other.keras",
+        "own-0",
+        "own-1",
     ]
-    temporary, right, _, (kind, text) = second["anybody"]
-    assert (temporary, right) == (True, True)
+    temporary, right, _, kept, other, (kind, text) = second["anybody"]
+    assert (temporary, right, kept, other) == (True, True, "own-1/x/ckpt-1", True)
     assert kind == "ValueError"
     assert "Rank 1 was asked to write a file, which only the chief does" in text
     assert outputs[1].count("kerasdist: Rank 1 was asked to write a file") == 1
@@ -318,8 +333,9 @@ if rank == int(os.environ["WHO"]):
         env = {"FOLDER": str(tmp_path), "WHO": who}
         with Workers(SCRIPT + body, 2, env=env, deadline=60) as job:
             finished = job.succeed()
-        assert ("can't write it any more" in finished[1].output) == (who == "1")
-        assert os.listdir(tmp_path) == (["last.keras"])
+        assert all("asked to write" not in each.output for each in finished)
+        (tmp_path / "last.keras").unlink()
+        assert os.listdir(tmp_path) == []
 
 
 def test_all_get_the_error_of_the_chief(tmp_path):

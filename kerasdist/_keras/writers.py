@@ -110,7 +110,9 @@ def write(original: Callable[..., Any], saved: Any, *args: Any, **kwargs: Any) -
             return original(saved, *args, **kwargs)
     path = str(os.fspath(path))
     if hooks.rank > 0:
-        _wait(hooks, path)
+        if _wait(hooks, path, own=_look_at(path) is None):
+            with setting(writing=True), _leaving(hooks):
+                return original(saved, *args, **kwargs)
         return None
     with setting(writing=True), _leaving(hooks), _announcing(hooks, path):
         return original(saved, *args, **kwargs)
@@ -133,13 +135,17 @@ def write_checkpoint(
         if hooks.rank == 0:
             with _announcing(hooks, folder):
                 return str(original(saved, file_prefix, options))
-        if any(
+        summed = any(
             v.synchronization == tf.VariableSynchronization.ON_READ for v in variables
-        ):
+        )
+        if summed:
             # Those of metrics are sums of all workers, which are added as they're read.
-            with tempfile.TemporaryDirectory() as own:
-                original(saved, os.path.join(own, "checkpoint"), options)
-    _wait(hooks, folder)
+            with tempfile.TemporaryDirectory() as unused:
+                original(saved, os.path.join(unused, "checkpoint"), options)
+        # Metrics can't be read once more: the chief has gone on.
+        own = not summed and _look_at(f"{file_prefix}.index") is None
+        if _wait(hooks, folder, own=own):
+            return str(original(saved, file_prefix, options))
     # A manager's record of what there is.
     with setting(following=True):
         for call in getattr(options, "experimental_write_callbacks", None) or ():
@@ -260,8 +266,17 @@ def _newest(path: str) -> list[Any] | None:
 # The others' side.
 
 
-def _wait(hooks: KerasHooks, path: str) -> None:
+def _wait(hooks: KerasHooks, path: str, own: bool = False) -> bool:
     """Wait until the chief has written, or it's known that it doesn't.
+
+    Args:
+        hooks: The strategy's.
+        path: What is to be written.
+        own: Whether nothing is there yet, so that it may be a path of this rank alone.
+
+    Returns:
+        Whether this rank is to write it: it's in no callback's hands, which may have
+        been given other logs than the chief's, and the chief has gone on without it.
 
     Raises:
         Exception: As the chief's attempt has.
@@ -270,7 +285,7 @@ def _wait(hooks: KerasHooks, path: str) -> None:
     """
     told = hooks.announcements
     if told is None or (hooks.deals and current.after_batch):
-        return
+        return False
     _Process.missing.pop(_key(path), None)
     outcome = told.wait(_topic(path))
     if outcome.kind == "failed":
@@ -284,7 +299,11 @@ def _wait(hooks: KerasHooks, path: str) -> None:
         if _topic(path) != path:
             _copy(str(outcome.facts.get("path")), path)
         _expect(path, outcome.facts)
-        return
+        return False
+    # Of asynchronous workers a lost chief is gone, too, and all others are here.
+    left = outcome.kind == "gone" and not hooks.deals
+    if (outcome.kind == "past" or left) and own and not current.fitting:
+        return True
     why = {
         "past": "the chief has gone on without writing it",
         "gone": f"the chief can't write it any more: {outcome.reason}",
@@ -298,6 +317,7 @@ def _wait(hooks: KerasHooks, path: str) -> None:
     _note_missing(path, text)
     if not current.fitting:
         _say_once("unwritten", text)
+    return False
 
 
 def _copy(source: str, path: str) -> None:
