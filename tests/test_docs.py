@@ -21,6 +21,10 @@ from workers import free_ports, python_env
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+STRATEGIES, LAUNCHING, FAILURES = (
+    (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8")
+    for name in ("strategies", "launching", "failures")
+)
 DOCUMENTS = sorted(
     path.relative_to(ROOT).as_posix()
     for path in (
@@ -204,20 +208,20 @@ def test_options_of_commands_exist(capsys):
 
 
 def test_the_table_of_options_has_all_of_them(capsys):
-    _, _, text = README.partition("| option | |")
+    _, _, text = LAUNCHING.partition("| option | |")
     table = text.partition("\n\n")[0]
     named = set(re.findall(r"^\| `(--?[\w-]+)", table, re.MULTILINE))
     assert named == help_of("run", capsys) - {"--help"}
 
 
 def test_transports_are_those_that_exist():
-    (row,) = re.findall(r"^\| `transport=` \|.*$", README, re.MULTILINE)
+    (row,) = re.findall(r"^\| `transport=` \|.*$", STRATEGIES, re.MULTILINE)
     named = {f"{name}" for name in re.findall(r'`"(\w+)"`', row)}
     assert named == set(TRANSPORTS)
 
 
 def test_exceptions_are_those_that_exist():
-    _, _, text = README.partition("| exception |")
+    _, _, text = FAILURES.partition("| exception |")
     table = text.partition("\n\n")[0]
     named = set(re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE))
     assert named >= {"ClusterError", "WorkerLost"}
@@ -228,9 +232,11 @@ def test_exceptions_are_those_that_exist():
 
 
 def message(kind: str) -> str:
-    """The message of an exception that README shows."""
-    (text,) = re.findall(rf"^kerasdist\.errors\.{kind}: (.*)$", README, re.MULTILINE)
-    return text
+    """The message of an exception that the pages show."""
+    pages = README + FAILURES
+    found = set(re.findall(rf"^kerasdist\.errors\.{kind}: (.*)$", pages, re.MULTILINE))
+    (text,) = found
+    return str(text)
 
 
 def test_the_message_of_a_lost_worker():
@@ -242,9 +248,10 @@ def test_the_message_of_a_lost_worker():
 
 
 def settings(number: int = 0) -> str:
-    """README's first TF_CONFIG, of workers, or its second one, with servers."""
-    first, second = re.findall(r"^export TF_CONFIG='(.*?)'$", README, re.M | re.S)
-    return (first, second)[number]
+    """README's TF_CONFIG, of workers; 1: that of strategies.md, with servers."""
+    page = (README, STRATEGIES)[number]
+    (found,) = re.findall(r"^export TF_CONFIG='(.*?)'$", page, re.M | re.S)
+    return str(found)
 
 
 def test_tf_config_is_accepted():

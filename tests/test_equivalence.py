@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import pickle
+import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -208,6 +209,7 @@ def test_workers_equal_one_process(workers, devices, servers, placed, cases, tmp
     assert not faults, "\n".join(faults)
 
 
-def test_readme_counts_the_jobs():
-    readme = Path(__file__).parent.parent / "README.md"
-    assert f" compares {len(CASES)} training jobs " in readme.read_text("utf-8")
+@pytest.mark.parametrize("page", ["README.md", "docs/limits.md"])
+def test_the_pages_count_the_jobs(page):
+    text = (Path(__file__).parent.parent / page).read_text("utf-8")
+    assert re.findall(r"(\d+)\straining\sjobs", text) == [str(len(CASES))]
