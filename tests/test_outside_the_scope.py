@@ -104,7 +104,7 @@ result([found, contradiction, into])
     assert "inside of `with kerasdist.local_training():`" in contradiction
     assert "Each worker has trained this model for itself" in into
     names = sorted(path.name for path in tmp_path.iterdir())
-    assert names == [f"{kind}-{rank}.keras" for kind in ("made", "meant") for rank in "01"]
+    assert names == [f"{m}-{rank}.keras" for m in ("made", "meant") for rank in (0, 1)]
 
 
 def test_one_worker_has_nothing_to_say():
