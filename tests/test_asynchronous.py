@@ -98,7 +98,7 @@ def test_one_worker_is_plain_keras(name, tmp_path):
 # Several workers.
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.soak), 3])
 def test_workers_learn_and_agree_after_each_epoch(size):
     body = """
 class Observe(keras.callbacks.Callback):

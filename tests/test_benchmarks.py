@@ -75,6 +75,7 @@ def test_memory_startup(tmp_path):
     assert medians["run"]["gradient_bytes"] == 4 * 3_962_890
 
 
+@pytest.mark.soak
 def test_fit(tmp_path):
     names = ["plain", "two workers"]
     results = run("fit", tmp_path, "--models", "cnn", "--columns", *names)

@@ -148,7 +148,9 @@ def layouts() -> list[object]:
         name += f"-placed{placed}" if placed else ""
         if chosen:
             layout = workers, devices, servers, placed, chosen
-            made.append(pytest.param(*layout, id=f"{name}-core"))
+            # Three workers show what an odd number adds, four only more of it.
+            marks = [pytest.mark.soak] if workers > 3 else []
+            made.append(pytest.param(*layout, id=f"{name}-core", marks=marks))
         for i, cases in enumerate(THIRDS):
             marks = [pytest.mark.soak] if chosen else []
             layout = workers, devices, servers, placed, cases

@@ -86,7 +86,9 @@ def results(output):
     return [json.loads(found) for found in re.findall(r"^RESULT (.*)$", output, re.M)]
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, pytest.param(4, marks=pytest.mark.soak), 5])
+@pytest.mark.parametrize(
+    "size", [1, 2, 3, *(pytest.param(n, marks=pytest.mark.soak) for n in (4, 5))]
+)
 def test_contract_of_communicators(mpirun, tmp_path, size):
     script = f"""
     import sys

@@ -262,7 +262,15 @@ def near(value, other, part, rest=0.0):
 
 
 @pytest.mark.alone
-@pytest.mark.parametrize("kind", ["ring shared_memory", "ring tcp", "sync", "async"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "ring shared_memory",
+        pytest.param("ring tcp", marks=pytest.mark.soak),
+        "sync",
+        "async",
+    ],
+)
 def test_every_figure_is_what_another_measurement_says(kind, tmp_path):
     (chief, other), output = train(kind, tmp_path)
     asynchronous = kind == "async"
