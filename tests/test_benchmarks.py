@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -62,6 +63,14 @@ def test_all_reduce(tmp_path):
 def test_wire(tmp_path):
     (row,) = run("wire", tmp_path)["rows"]
     assert len(row) == 3
+
+
+def test_the_chart_shows_the_output():
+    """README's picture is made from what the benchmark has measured."""
+    code = runpy.run_path(str(FOLDER / "fit" / "chart.py"))
+    measured = FOLDER.joinpath("fit", "output.txt").read_text("utf-8")
+    shown = code["CHART"].read_text("utf-8")
+    assert shown == code["svg"](code["shares"](measured))
 
 
 def test_growth(tmp_path):

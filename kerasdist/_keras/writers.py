@@ -269,14 +269,9 @@ def _newest(path: str) -> list[Any] | None:
 def _wait(hooks: KerasHooks, path: str, own: bool = False) -> bool:
     """Wait until the chief has written, or it's known that it doesn't.
 
-    Args:
-        hooks: The strategy's.
-        path: What is to be written.
-        own: Whether nothing is there yet, so that it may be a path of this rank alone.
-
     Returns:
-        Whether this rank is to write it: it's in no callback's hands, which may have
-        been given other logs than the chief's, and the chief has gone on without it.
+        Whether this rank is to write `path`, one of its `own` where nothing is yet: the
+        chief has gone on without it, and no callback asks, whose logs may differ.
 
     Raises:
         Exception: As the chief's attempt has.
