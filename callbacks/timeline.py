@@ -19,7 +19,7 @@ from kerasdist.callbacks.xplane import xspace
 from kerasdist.collectives import Communicator
 from kerasdist.collectives.offsets import clock_offset
 from kerasdist.strategies.stage_clock import StageClock
-from kerasdist.transport.spans import now
+from kerasdist.transport.tracing import now
 
 __all__ = ["Timeline"]
 

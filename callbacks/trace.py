@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from kerasdist.strategies.stage_clock import COMPUTE
-from kerasdist.transport.spans import NAMES
+from kerasdist.transport.tracing import NAMES
 
 __all__ = ["Execution", "Lane", "Process", "Record", "Span", "processes", "trace"]
 
@@ -37,7 +37,7 @@ class Span:
     """Something that a rank did, in nanoseconds of its clock.
 
     Attributes:
-        name: What; see `kerasdist.transport.spans`.
+        name: What; see `kerasdist.transport.tracing`.
         begin: When it began.
         end: When it ended.
         size: Its bytes, 0 if unknown.

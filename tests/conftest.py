@@ -22,7 +22,7 @@ import psutil
 import pytest
 
 from hosts import Hosts
-from kerasdist.transport.segments import SEGMENT_NAME
+from kerasdist.transport.shared_memory import SEGMENT_NAME
 from turns import Turns
 from workers import WARM
 

@@ -24,15 +24,16 @@ from kerasdist.collectives import Communicator, Job, connect
 from kerasdist.collectives.ring import RingCommunicator
 from kerasdist.collectives.shared import SharedMemoryCommunicator
 from kerasdist.collectives.single import SingleCommunicator
-from kerasdist.transport import Timeouts, background_log
+from kerasdist.transport import Timeouts
 from kerasdist.transport.base import Peer, Transport
 from kerasdist.transport.connection import Connection
-from kerasdist.transport.failures import Unsupervised
-from kerasdist.transport.frame_auth import FrameAuthenticator
+from kerasdist.transport.liveness.failure_protocol import Unsupervised
+from kerasdist.transport.log import background_log
 from kerasdist.transport.memory import Faults, memory_group
-from kerasdist.transport.segments import SEGMENT_NAME
-from kerasdist.transport.session import Session
+from kerasdist.transport.rendezvous.session import Session
+from kerasdist.transport.shared_memory import SEGMENT_NAME
 from kerasdist.transport.sockets import SocketTransport
+from kerasdist.transport.wire.frame_auth import FrameAuthenticator
 from waiting import wait_until
 from workers import free_ports
 

@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from kerasdist.errors import ProtocolError, WorkerLost
-from kerasdist.transport.announcements import Announcements
+from kerasdist.transport.liveness.announcements import Announcements
 from waiting import wait_until
 
 pytestmark = pytest.mark.timeout(30)

@@ -11,7 +11,7 @@ import threading
 
 import pytest
 
-from kerasdist.transport import background_log
+from kerasdist.transport.log import background_log
 from waiting import wait_until
 from workers import python_env
 
@@ -92,7 +92,7 @@ def test_a_forked_child_writes_its_own_lines_only(slow):
 def test_what_is_logged_last_is_written_before_the_process_ends():
     script = """
         import atexit, logging
-        from kerasdist.transport import background_log
+        from kerasdist.transport.log import background_log
         def last():
             background_log.log(logging.WARNING, "at exit")
             background_log.flush(5)

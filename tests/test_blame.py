@@ -285,7 +285,7 @@ def test_what_the_workers_say_counts_for_more_than_the_order():
 # --- what a person reads first ---
 
 HANDED_OVER = """
-from kerasdist.transport.final_error import hand_over_final_error
+from kerasdist.transport.liveness.final_error import hand_over_final_error
 hand_over_final_error()
 """
 

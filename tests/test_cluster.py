@@ -397,7 +397,7 @@ def test_tensorflows_resolvers():
 
 def test_nothing_here_needs_tensorflow():
     code = (
-        "import sys, kerasdist.cluster, kerasdist.transport.reach; "
+        "import sys, kerasdist.cluster, kerasdist.transport.rendezvous.probe; "
         "sys.exit('tensorflow' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0

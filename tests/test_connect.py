@@ -27,7 +27,7 @@ from kerasdist.cluster import Cluster
 from kerasdist.collectives import TRANSPORTS, connect
 from kerasdist.collectives.connect import _mesh
 from kerasdist.transport import Timeouts
-from kerasdist.transport.session import Session
+from kerasdist.transport.rendezvous.session import Session
 from waiting import wait_until
 from workers import Workers
 

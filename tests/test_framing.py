@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from kerasdist import errors
-from kerasdist.transport.control import read_frame, to_json, write_frame
 from kerasdist.transport.deadline import Deadline
-from kerasdist.transport.framing import (
+from kerasdist.transport.timeouts import Timeouts
+from kerasdist.transport.wire.framing import (
     DTYPES,
     HEADER_BYTES,
     KINDS,
@@ -21,7 +21,7 @@ from kerasdist.transport.framing import (
     pack_header,
     unpack_header,
 )
-from kerasdist.transport.timeouts import Timeouts
+from kerasdist.transport.wire.messages import read_frame, to_json, write_frame
 
 
 @pytest.fixture

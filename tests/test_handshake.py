@@ -13,14 +13,14 @@ import pytest
 
 from groups import addresses_of, outcomes
 from kerasdist import errors
-from kerasdist.transport import handshake
 from kerasdist.transport.cancellation import Cancellation
 from kerasdist.transport.connection import Connection
-from kerasdist.transport.control import read_frame, write_frame
 from kerasdist.transport.deadline import Deadline
-from kerasdist.transport.dialing import dial_tcp
-from kerasdist.transport.framing import MAGIC, VERSION, FrameType, pack_header
-from kerasdist.transport.listener import Listener
+from kerasdist.transport.rendezvous.dial import dial_tcp
+from kerasdist.transport.rendezvous.listener import Listener
+from kerasdist.transport.wire import handshake
+from kerasdist.transport.wire.framing import MAGIC, VERSION, FrameType, pack_header
+from kerasdist.transport.wire.messages import read_frame, write_frame
 from waiting import wait_until
 
 SECRET = b"the secret of the tests"

@@ -23,20 +23,22 @@ from kerasdist.server.crew import Event
 from kerasdist.server.desk import Farewell
 from kerasdist.server.watch import Watch
 from kerasdist.server.wire import SocketChannel
-from kerasdist.transport import Timeouts, background_log, handshake
+from kerasdist.transport import Timeouts
 from kerasdist.transport.base import Peer
-from kerasdist.transport.control import to_json
 from kerasdist.transport.deadline import Deadline
-from kerasdist.transport.failures import decode
-from kerasdist.transport.framing import (
+from kerasdist.transport.liveness.failure_detector import SessionSupervisor
+from kerasdist.transport.liveness.failure_protocol import decode
+from kerasdist.transport.log import background_log
+from kerasdist.transport.rendezvous.listener import Listener
+from kerasdist.transport.wire import handshake
+from kerasdist.transport.wire.framing import (
     HEADER_BYTES,
     MAGIC,
     VERSION,
     FrameType,
     pack_header,
 )
-from kerasdist.transport.listener import Listener
-from kerasdist.transport.supervisor import SessionSupervisor
+from kerasdist.transport.wire.messages import to_json
 from workers import free_ports
 
 pytestmark = pytest.mark.timeout(120)

@@ -15,13 +15,15 @@ import pytest
 
 from groups import open_sockets
 from kerasdist import errors
-from kerasdist.transport import background_log, handshake, listener, reach
-from kerasdist.transport.control import write_frame
 from kerasdist.transport.deadline import Deadline
-from kerasdist.transport.dialing import dial_tcp
-from kerasdist.transport.framing import FrameType
-from kerasdist.transport.listener import Listener
-from kerasdist.transport.same_user import why_not_same_user
+from kerasdist.transport.log import background_log
+from kerasdist.transport.rendezvous import listener, probe
+from kerasdist.transport.rendezvous.dial import dial_tcp
+from kerasdist.transport.rendezvous.listener import Listener
+from kerasdist.transport.wire import handshake
+from kerasdist.transport.wire.framing import FrameType
+from kerasdist.transport.wire.messages import write_frame
+from kerasdist.transport.wire.same_user import why_not_same_user
 from waiting import wait_until
 from workers import free_ports
 
@@ -420,7 +422,7 @@ def names(monkeypatch):
             return original(host, *args, **kwargs)
         return [each for ip in known[host] for each in original(ip, *args, **kwargs)]
 
-    monkeypatch.setattr(reach.socket, "getaddrinfo", look_up)
+    monkeypatch.setattr(probe.socket, "getaddrinfo", look_up)
     return known
 
 
@@ -471,7 +473,7 @@ def test_a_name_is_dialed_at_all_its_addresses(names):
 def test_a_name_server_that_hangs_holds_nobody_up(names, monkeypatch):
     hang = threading.Event()
     monkeypatch.setattr(
-        reach.socket, "getaddrinfo", lambda *_, **__: hang.wait(30) and []
+        probe.socket, "getaddrinfo", lambda *_, **__: hang.wait(30) and []
     )
     started = time.monotonic()
     with pytest.raises(

@@ -23,7 +23,7 @@ from kerasdist.cluster import resolve
 from kerasdist.server import *
 from kerasdist.server.process import run_server
 from kerasdist.transport import Timeouts
-from kerasdist.transport.report import Reporter
+from kerasdist.transport.liveness.launcher_pipe import Reporter
 
 cluster = resolve()
 timeouts = Timeouts(startup=20, collective=20, heartbeat=HEARTBEAT)

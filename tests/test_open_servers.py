@@ -7,7 +7,7 @@ import socket
 import pytest
 
 from kerasdist import errors
-from kerasdist.transport.open_servers import narrow, require_word
+from kerasdist.transport.rendezvous.open_servers import narrow, require_word
 
 
 def reached(ip, port):

@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from kerasdist.transport import reach
-from kerasdist.transport.reach import why_unreachable
+from kerasdist.transport.rendezvous import probe
+from kerasdist.transport.rendezvous.probe import why_unreachable
 
 
 @contextlib.contextmanager
@@ -78,7 +78,7 @@ def test_the_deadline_holds_for_the_look_up(monkeypatch):
         hang.wait(30.0)
         return []
 
-    monkeypatch.setattr(reach.socket, "getaddrinfo", look_up)
+    monkeypatch.setattr(probe.socket, "getaddrinfo", look_up)
     began = time.monotonic()
     assert why_unreachable("host:2222", 0.2) == (
         "looking up its host name took longer than 0.2 s"
@@ -93,7 +93,7 @@ def test_every_address_of_a_name_is_tried(monkeypatch):
         refused = (socket.AF_INET, 0, 0, "", held.getsockname())
         answers = (socket.AF_INET, 0, 0, "", ("127.0.0.1", port))
         monkeypatch.setattr(
-            reach.socket, "getaddrinfo", lambda *_, **__: [refused, answers]
+            probe.socket, "getaddrinfo", lambda *_, **__: [refused, answers]
         )
         assert why_unreachable("host:1", 5.0) is None
 

@@ -10,7 +10,7 @@ import pytest
 
 from kerasdist import errors
 from kerasdist.cli.verdict import Verdict
-from kerasdist.transport.report import (
+from kerasdist.transport.liveness.launcher_pipe import (
     REPORT_VARIABLE,
     Notice,
     Report,

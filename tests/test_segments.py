@@ -14,8 +14,8 @@ import pytest
 from groups import in_threads, open_sockets, socket_mesh
 from kerasdist import errors
 from kerasdist.collectives.shared import SharedMemoryCommunicator
-from kerasdist.transport.failures import Unsupervised
-from kerasdist.transport.segments import (
+from kerasdist.transport.liveness.failure_protocol import Unsupervised
+from kerasdist.transport.shared_memory import (
     SEGMENT_NAME,
     create_memory,
     create_segment,

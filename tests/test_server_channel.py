@@ -23,8 +23,8 @@ from kerasdist.server.channel import (
 from kerasdist.server.wire import SocketChannel
 from kerasdist.transport.base import Aborted
 from kerasdist.transport.deadline import Deadline
-from kerasdist.transport.frame_auth import TAG_BYTES
-from kerasdist.transport.framing import Call, FrameType, pack_header
+from kerasdist.transport.wire.frame_auth import TAG_BYTES
+from kerasdist.transport.wire.framing import Call, FrameType, pack_header
 
 pytestmark = pytest.mark.timeout(60)
 BOUND = 1 << 30

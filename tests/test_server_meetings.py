@@ -15,7 +15,7 @@ from kerasdist.server.meetings import Meetings
 from kerasdist.server.settings import ServerSettings
 from kerasdist.server.store import Stores
 from kerasdist.transport.deadline import Deadline
-from kerasdist.transport.framing import Call
+from kerasdist.transport.wire.framing import Call
 from waiting import wait_until
 
 pytestmark = pytest.mark.timeout(60)

@@ -10,7 +10,7 @@ from groups import connections, nothing_stays_open
 from kerasdist.server.watch import Watch
 from kerasdist.transport import Timeouts
 from kerasdist.transport.deadline import Deadline
-from kerasdist.transport.framing import FrameType, pack_header
+from kerasdist.transport.wire.framing import FrameType, pack_header
 
 pytestmark = pytest.mark.timeout(60)
 

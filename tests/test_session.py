@@ -22,7 +22,7 @@ from kerasdist import errors
 from kerasdist.transport import Timeouts
 from kerasdist.transport.base import Aborted
 from kerasdist.transport.deadline import Deadline
-from kerasdist.transport.member import host_key
+from kerasdist.transport.rendezvous.member import host_key
 
 pytestmark = pytest.mark.timeout(90)
 

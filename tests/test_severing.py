@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from kerasdist.transport.severing import sever
+from kerasdist.transport.liveness.disconnect import sever
 
 
 def test_it_ends_connections_to_one_address_alone():

@@ -10,7 +10,7 @@ import pytest
 from groups import Group
 from kerasdist.collectives.ops import itemsize
 from kerasdist.server import Variable
-from kerasdist.transport.spans import NAMES, now
+from kerasdist.transport.tracing import NAMES, now
 from servers import Servers
 
 pytestmark = pytest.mark.timeout(60)

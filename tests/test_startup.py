@@ -19,11 +19,13 @@ from groups import (
     outcomes,
 )
 from kerasdist import errors
-from kerasdist.transport import Timeouts, background_log, waiting_notice
+from kerasdist.transport import Timeouts
 from kerasdist.transport.deadline import Deadline
-from kerasdist.transport.dialing import dial_tcp
-from kerasdist.transport.framing import FrameType
-from kerasdist.transport.member import Member
+from kerasdist.transport.log import background_log
+from kerasdist.transport.rendezvous import waiting_notice
+from kerasdist.transport.rendezvous.dial import dial_tcp
+from kerasdist.transport.rendezvous.member import Member
+from kerasdist.transport.wire.framing import FrameType
 from waiting import wait_until
 
 pytestmark = pytest.mark.timeout(60)

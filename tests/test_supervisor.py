@@ -13,15 +13,15 @@ from groups import connections, open_sockets, outcomes
 from kerasdist import errors
 from kerasdist.transport.base import Peer
 from kerasdist.transport.deadline import Deadline
-from kerasdist.transport.failures import decode, encode
-from kerasdist.transport.framing import Call, FrameType, pack_header
-from kerasdist.transport.supervisor import SessionSupervisor
+from kerasdist.transport.liveness.failure_detector import SessionSupervisor
+from kerasdist.transport.liveness.failure_protocol import decode, encode
 from kerasdist.transport.timeouts import Timeouts
+from kerasdist.transport.wire.framing import Call, FrameType, pack_header
 from waiting import wait_until
 
 pytestmark = pytest.mark.timeout(60)
 
-SUPERVISOR = "kerasdist.transport.supervisor"
+SUPERVISOR = "kerasdist.transport.liveness.failure_detector"
 
 
 class Crew:

@@ -15,7 +15,7 @@ from groups import Group
 from kerasdist.callbacks import Timeline
 from kerasdist.callbacks.trace import Execution, Record, Span, processes, trace
 from kerasdist.collectives.offsets import clock_offset
-from kerasdist.transport.spans import NAMES, now
+from kerasdist.transport.tracing import NAMES, now
 from workers import Workers
 
 pytestmark = pytest.mark.timeout(150)

@@ -14,9 +14,9 @@ from groups import in_threads, open_sockets, outcomes, socket_mesh, socket_ring
 from kerasdist import errors
 from kerasdist.transport.base import Aborted, CallMismatch, PeerClosed, PeerSilent
 from kerasdist.transport.deadline import Deadline
-from kerasdist.transport.framing import Call, FrameType, pack_header
 from kerasdist.transport.memory import Faults, memory_group
-from kerasdist.transport.segments import create_segment
+from kerasdist.transport.shared_memory import create_segment
+from kerasdist.transport.wire.framing import Call, FrameType, pack_header
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import tensorflow as tf
 
-from kerasdist.transport.announcements import Announcements
+from kerasdist.transport.liveness.announcements import Announcements
 
 if TYPE_CHECKING:
     from kerasdist._keras.arrays import ArrayData

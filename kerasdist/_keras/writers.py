@@ -5,8 +5,8 @@
     others     model.save(p) ─ wait ................... return ─ load_model(p) ─ ...
 
 The chief waits for nobody, so that it may also be the only one that saves. The others
-hear of it outside of collectives, see `transport.announcements`; if the chief doesn't
-write at this place of the script they go on without, and say so.
+hear of it outside of collectives, see `transport.liveness.announcements`; if the chief
+doesn't write at this place of the script they go on without, and say so.
 
 What only the chief does it does outside of the strategy's scope: a variable that is
 created in the scope is a collective, which the others wouldn't join.

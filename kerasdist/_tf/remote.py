@@ -42,8 +42,9 @@ def reach_directly(hosts: Iterable[str]) -> None:
 def serve_devices(job: str, index: int, host: str) -> tuple[Any, int]:
     """Start a server by which another process can use this one's devices.
 
-    With the devices, threads and memory limits that the user has configured. It
-    listens on all of the machine's addresses, see `kerasdist.transport.open_servers`.
+    With the devices, threads and memory limits that the user has configured. It listens
+    on all of the machine's addresses, see
+    `kerasdist.transport.rendezvous.open_servers`.
 
     Args:
         job: Name of this task's job.

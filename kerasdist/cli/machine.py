@@ -17,7 +17,7 @@ from kerasdist._version import __version__
 from kerasdist.cli.allocator import ALLOCATORS, find_allocator
 from kerasdist.cli.findings import Finding
 from kerasdist.errors import SharedMemoryFull
-from kerasdist.transport.segments import create_segment
+from kerasdist.transport.shared_memory import create_segment
 
 __all__ = [
     "check_allocator",

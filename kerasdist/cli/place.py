@@ -16,10 +16,10 @@ from kerasdist.cli.findings import Finding
 from kerasdist.cluster import Cluster, resolve
 from kerasdist.cluster.address import split_address
 from kerasdist.errors import ClusterError
-from kerasdist.transport.bind import listen_at
 from kerasdist.transport.deadline import Deadline
-from kerasdist.transport.reach import why_unreachable
-from kerasdist.transport.secret import is_loopback, job_secret, secret_fault
+from kerasdist.transport.rendezvous.bind import listen_at
+from kerasdist.transport.rendezvous.probe import why_unreachable
+from kerasdist.transport.wire.secret import is_loopback, job_secret, secret_fault
 
 __all__ = ["check_cluster", "check_peers", "check_secret", "own_port"]
 

@@ -24,8 +24,8 @@ from kerasdist.cli.job import Job
 from kerasdist.cli.processes import adopt_orphans, descendants, kill_all
 from kerasdist.cli.saying import say
 from kerasdist.cli.supervisor import ENDING_SIGNALS, Supervisor
-from kerasdist.transport import background_log
-from kerasdist.transport.secret import secret_fault
+from kerasdist.transport.log import background_log
+from kerasdist.transport.wire.secret import secret_fault
 
 __all__ = ["add_parser", "split"]
 

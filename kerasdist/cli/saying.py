@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 
-from kerasdist.transport import background_log
+from kerasdist.transport.log import background_log
 
 __all__ = ["say", "say_soon"]
 

@@ -17,7 +17,11 @@ from kerasdist.cli import _start
 from kerasdist.cli.binding import thread_variables
 from kerasdist.cli.job import Job, Task
 from kerasdist.cli.output import LineTagger, OutputPump, Tail, WholeLines
-from kerasdist.transport.final_error import ERROR_VARIABLE, FinalError, file_in_words
+from kerasdist.transport.liveness.final_error import (
+    ERROR_VARIABLE,
+    FinalError,
+    file_in_words,
+)
 
 __all__ = ["Launch", "Started"]
 

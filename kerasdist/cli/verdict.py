@@ -1,14 +1,19 @@
 """What workers and servers say about their job, and whose fault its end is.
 
-They say it on one pipe, see `kerasdist.transport.report`. It counts for more than the
-order in which their processes end.
+They say it on one pipe, see `kerasdist.transport.liveness.launcher_pipe`. It counts for
+more than the order in which their processes end.
 """
 
 from __future__ import annotations
 
 import os
 
-from kerasdist.transport.report import REPORT_VARIABLE, Notice, Report, pipe_in_words
+from kerasdist.transport.liveness.launcher_pipe import (
+    REPORT_VARIABLE,
+    Notice,
+    Report,
+    pipe_in_words,
+)
 
 __all__ = ["Verdict"]
 

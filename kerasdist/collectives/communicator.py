@@ -32,9 +32,9 @@ from kerasdist.collectives.ops import (
 from kerasdist.collectives.parts import Parts, aligned
 from kerasdist.transport.base import Peer
 from kerasdist.transport.deadline import Deadline
-from kerasdist.transport.failures import Supervisor
-from kerasdist.transport.framing import Call
-from kerasdist.transport.spans import Recorder, Several, now
+from kerasdist.transport.liveness.failure_protocol import Supervisor
+from kerasdist.transport.tracing import Recorder, Several, now
+from kerasdist.transport.wire.framing import Call
 
 __all__ = ["Communicator"]
 
@@ -266,7 +266,7 @@ class Communicator(abc.ABC):
         """Record what collectives spend their time on, from the next one on.
 
         Args:
-            recorder: See `kerasdist.transport.spans`. There may be several.
+            recorder: See `kerasdist.transport.tracing`. There may be several.
         """
         self._listeners.append(recorder)
         self._listen()

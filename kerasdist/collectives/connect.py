@@ -16,15 +16,15 @@ from kerasdist.collectives.hierarchical import HierarchicalCommunicator
 from kerasdist.collectives.ring import RingCommunicator
 from kerasdist.collectives.shared import SharedMemoryCommunicator
 from kerasdist.collectives.single import SingleCommunicator
-from kerasdist.transport.announcements import Announcements
 from kerasdist.transport.base import Aborted
 from kerasdist.transport.deadline import Deadline
-from kerasdist.transport.failures import Supervisor
-from kerasdist.transport.open_servers import require_word
-from kerasdist.transport.report import Reporter
-from kerasdist.transport.session import Session
+from kerasdist.transport.liveness.announcements import Announcements
+from kerasdist.transport.liveness.failure_detector import SessionSupervisor
+from kerasdist.transport.liveness.failure_protocol import Supervisor
+from kerasdist.transport.liveness.launcher_pipe import Reporter
+from kerasdist.transport.rendezvous.open_servers import require_word
+from kerasdist.transport.rendezvous.session import Session
 from kerasdist.transport.sockets import SocketTransport
-from kerasdist.transport.supervisor import SessionSupervisor
 from kerasdist.transport.timeouts import Timeouts
 
 __all__ = ["TRANSPORTS", "Job", "connect"]
@@ -146,7 +146,8 @@ def connect(
 
     Raises:
         ValueError: Unknown transport, or "native" without `native`.
-        ClusterError: "native" without the user's word, see `transport.open_servers`.
+        ClusterError: "native" without the user's word, see
+            `transport.rendezvous.open_servers`.
         ClusterError, AddressInUseError, StartupError, AuthenticationError,
             ProtocolError: See `kerasdist.errors`.
         WorkerLost: A worker had come, but died before all were connected.

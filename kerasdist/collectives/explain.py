@@ -12,8 +12,8 @@ from kerasdist.transport.base import (
     PeerClosed,
     PeerSilent,
 )
-from kerasdist.transport.failures import Supervisor
-from kerasdist.transport.framing import Call
+from kerasdist.transport.liveness.failure_protocol import Supervisor
+from kerasdist.transport.wire.framing import Call
 
 __all__ = ["explain", "fresh"]
 

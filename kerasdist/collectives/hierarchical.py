@@ -19,9 +19,9 @@ from kerasdist.collectives.ops import Array, octets
 from kerasdist.collectives.parts import Parts
 from kerasdist.transport.base import Peer
 from kerasdist.transport.deadline import Deadline
-from kerasdist.transport.failures import Supervisor
-from kerasdist.transport.framing import Call
-from kerasdist.transport.spans import Recorder
+from kerasdist.transport.liveness.failure_protocol import Supervisor
+from kerasdist.transport.tracing import Recorder
+from kerasdist.transport.wire.framing import Call
 
 __all__ = ["HierarchicalCommunicator"]
 

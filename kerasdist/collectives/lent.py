@@ -28,9 +28,9 @@ import numpy.typing as npt
 
 from kerasdist.collectives.buffers import MOST_REQUESTS, Memory
 from kerasdist.transport.deadline import Deadline
-from kerasdist.transport.framing import Call
-from kerasdist.transport.segments import create_memory, map_segment
+from kerasdist.transport.shared_memory import create_memory, map_segment
 from kerasdist.transport.sockets import SocketTransport
+from kerasdist.transport.wire.framing import Call
 
 __all__ = ["Lent"]
 

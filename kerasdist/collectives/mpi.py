@@ -25,16 +25,16 @@ from kerasdist.collectives.ops import Array, octets
 from kerasdist.collectives.parts import Parts
 from kerasdist.transport.base import Aborted, CallMismatch, Peer, PeerSilent
 from kerasdist.transport.deadline import Deadline
-from kerasdist.transport.failures import Unsupervised
-from kerasdist.transport.framing import (
+from kerasdist.transport.liveness.failure_protocol import Unsupervised
+from kerasdist.transport.timeouts import Timeouts
+from kerasdist.transport.tracing import Laps
+from kerasdist.transport.wire.framing import (
     HEADER_BYTES,
     Call,
     FrameType,
     pack_header,
     unpack_header,
 )
-from kerasdist.transport.spans import Laps
-from kerasdist.transport.timeouts import Timeouts
 
 __all__ = ["MpiCommunicator", "join"]
 

@@ -21,7 +21,7 @@ import numpy as np
 
 from kerasdist.collectives.communicator import Communicator
 from kerasdist.collectives.ops import Array
-from kerasdist.transport.spans import now
+from kerasdist.transport.tracing import now
 
 __all__ = ["Offset", "clock_offset", "compare"]
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from kerasdist.transport.framing import DTYPES, OPS
+from kerasdist.transport.wire.framing import DTYPES, OPS
 
 __all__ = [
     "Array",

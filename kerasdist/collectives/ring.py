@@ -24,9 +24,9 @@ from kerasdist.collectives.schedule import (
 )
 from kerasdist.transport.base import Transport
 from kerasdist.transport.deadline import Deadline
-from kerasdist.transport.failures import Supervisor
-from kerasdist.transport.framing import Call
-from kerasdist.transport.spans import Laps, Recorder
+from kerasdist.transport.liveness.failure_protocol import Supervisor
+from kerasdist.transport.tracing import Laps, Recorder
+from kerasdist.transport.wire.framing import Call
 
 __all__ = ["RingCommunicator"]
 

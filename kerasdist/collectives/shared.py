@@ -57,11 +57,11 @@ from kerasdist.collectives.parts import Parts
 from kerasdist.collectives.schedule import chunk
 from kerasdist.errors import SharedMemoryFull
 from kerasdist.transport.deadline import Deadline
-from kerasdist.transport.failures import Supervisor
-from kerasdist.transport.framing import Call
-from kerasdist.transport.segments import create_segment, map_segment
+from kerasdist.transport.liveness.failure_protocol import Supervisor
+from kerasdist.transport.shared_memory import create_segment, map_segment
 from kerasdist.transport.sockets import SocketTransport
-from kerasdist.transport.spans import Laps, Recorder
+from kerasdist.transport.tracing import Laps, Recorder
+from kerasdist.transport.wire.framing import Call
 
 __all__ = ["SharedMemoryCommunicator"]
 

@@ -9,8 +9,8 @@ from kerasdist.collectives.ops import Array
 from kerasdist.collectives.parts import Parts
 from kerasdist.transport.base import Peer
 from kerasdist.transport.deadline import Deadline
-from kerasdist.transport.failures import Unsupervised
-from kerasdist.transport.framing import Call
+from kerasdist.transport.liveness.failure_protocol import Unsupervised
+from kerasdist.transport.wire.framing import Call
 
 __all__ = ["SingleCommunicator"]
 

@@ -18,7 +18,7 @@ from kerasdist.server.crew import Person
 from kerasdist.server.desk import Desk
 from kerasdist.transport.connection import Connection
 from kerasdist.transport.deadline import Deadline
-from kerasdist.transport.framing import FrameType
+from kerasdist.transport.wire.framing import FrameType
 
 __all__ = ["FAREWELL_SECONDS", "LOOK_SECONDS", "PURPOSE", "Admission"]
 

@@ -1,6 +1,6 @@
 """The channel contract: messages with arrays between one worker and one server.
 
-A message is a frame (`kerasdist.transport.framing`) whose payload is
+A message is a frame (`kerasdist.transport.wire.framing`) whose payload is
 
     4 bytes     M, the length of the JSON object
     8 bytes     B, the length of the body
@@ -33,8 +33,8 @@ from kerasdist.errors import ProtocolError
 from kerasdist.server.layout import dtype_of
 from kerasdist.transport.base import Aborted
 from kerasdist.transport.deadline import Deadline
-from kerasdist.transport.framing import Call, FrameType
-from kerasdist.transport.spans import now
+from kerasdist.transport.tracing import now
+from kerasdist.transport.wire.framing import Call, FrameType
 
 __all__ = [
     "Channel",
@@ -86,7 +86,8 @@ class Channel(abc.ABC):
         kind: "tcp", "shared_memory" or "memory".
         bytes_sent: Bytes of all messages sent, those in shared memory too.
         bytes_received: Bytes of all messages received.
-        answered: When what was received last has begun to come, see `transport.spans`.
+        answered: When what was received last has begun to come, see
+            `transport.tracing`.
     """
 
     kind: str

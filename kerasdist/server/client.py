@@ -31,12 +31,12 @@ from kerasdist.server.questions import Questions
 from kerasdist.server.remote import RemoteTable
 from kerasdist.server.settings import ServerSettings
 from kerasdist.server.watch import Watch
-from kerasdist.transport.announcements import Announcements
 from kerasdist.transport.base import Peer
-from kerasdist.transport.control import to_json
-from kerasdist.transport.failures import decode
-from kerasdist.transport.framing import Call, FrameType, unexpected
+from kerasdist.transport.liveness.announcements import Announcements
+from kerasdist.transport.liveness.failure_protocol import decode
 from kerasdist.transport.timeouts import Timeouts
+from kerasdist.transport.wire.framing import Call, FrameType, unexpected
+from kerasdist.transport.wire.messages import to_json
 
 __all__ = ["TRANSPORTS", "ServerClient"]
 

@@ -28,8 +28,8 @@ from kerasdist.server.channel import Channel, Message
 from kerasdist.server.loads import Tally
 from kerasdist.transport.base import Peer
 from kerasdist.transport.deadline import Deadline
-from kerasdist.transport.framing import Call, FrameType
-from kerasdist.transport.spans import Laps, Recorder
+from kerasdist.transport.tracing import Laps, Recorder
+from kerasdist.transport.wire.framing import Call, FrameType
 
 if TYPE_CHECKING:
     from kerasdist.server.client import ServerClient

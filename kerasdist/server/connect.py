@@ -19,10 +19,10 @@ from kerasdist.server.local_link import LocalLink
 from kerasdist.server.network_link import NetworkLink
 from kerasdist.server.service import session_name
 from kerasdist.server.settings import ServerSettings
-from kerasdist.transport import background_log
-from kerasdist.transport.member import host_key
-from kerasdist.transport.secret import job_secret
+from kerasdist.transport.log import background_log
+from kerasdist.transport.rendezvous.member import host_key
 from kerasdist.transport.timeouts import Timeouts
+from kerasdist.transport.wire.secret import job_secret
 
 __all__ = ["connect_servers"]
 

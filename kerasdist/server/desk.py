@@ -40,13 +40,13 @@ from kerasdist.server.loads import Load, loads_from_json
 from kerasdist.server.meetings import Meetings
 from kerasdist.server.settings import ServerSettings
 from kerasdist.server.store import Stores
-from kerasdist.transport import background_log
 from kerasdist.transport.base import Aborted
-from kerasdist.transport.control import to_json
 from kerasdist.transport.deadline import Deadline
-from kerasdist.transport.failures import decode, encode
-from kerasdist.transport.framing import Call, FrameType, unexpected
+from kerasdist.transport.liveness.failure_protocol import decode, encode
+from kerasdist.transport.log import background_log
 from kerasdist.transport.timeouts import Timeouts
+from kerasdist.transport.wire.framing import Call, FrameType, unexpected
+from kerasdist.transport.wire.messages import to_json
 
 __all__ = ["MOST_BYTES", "Desk", "Farewell"]
 

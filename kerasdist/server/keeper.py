@@ -26,7 +26,7 @@ from kerasdist.server.snapshot import (
 )
 from kerasdist.server.snapshot_lock import SnapshotLock
 from kerasdist.server.store import Store, Stores
-from kerasdist.transport import background_log
+from kerasdist.transport.log import background_log
 
 __all__ = ["Keeper"]
 

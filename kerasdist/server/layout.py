@@ -27,7 +27,7 @@ import numpy as np
 
 from kerasdist.collectives.ops import Array
 from kerasdist.errors import ProtocolError
-from kerasdist.transport.framing import DTYPES
+from kerasdist.transport.wire.framing import DTYPES
 
 __all__ = ["Layout", "Piece", "Variable", "dtype_of"]
 

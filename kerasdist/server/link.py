@@ -19,10 +19,10 @@ from kerasdist.server.channel import Channel, ChannelEnded, ChannelSilent, Messa
 from kerasdist.server.desk import MOST_BYTES, Farewell
 from kerasdist.transport.base import Aborted
 from kerasdist.transport.deadline import Deadline
-from kerasdist.transport.failures import decode
-from kerasdist.transport.framing import FrameType
-from kerasdist.transport.spans import Laps, Recorder
+from kerasdist.transport.liveness.failure_protocol import decode
 from kerasdist.transport.timeouts import Timeouts
+from kerasdist.transport.tracing import Laps, Recorder
+from kerasdist.transport.wire.framing import FrameType
 
 __all__ = ["GRACE_SECONDS", "JOIN_SECONDS", "Build", "Job", "Link", "Roster"]
 

@@ -34,7 +34,7 @@ from kerasdist.server.crew import Crew, Person
 from kerasdist.server.gate import Gate
 from kerasdist.server.store import Place, Stores
 from kerasdist.transport.deadline import Deadline
-from kerasdist.transport.framing import OPS, Call
+from kerasdist.transport.wire.framing import OPS, Call
 
 __all__ = ["Meetings"]
 

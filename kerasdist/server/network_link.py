@@ -25,9 +25,9 @@ from kerasdist.transport.base import Aborted
 from kerasdist.transport.cancellation import Cancellation
 from kerasdist.transport.connection import Connection
 from kerasdist.transport.deadline import Deadline
-from kerasdist.transport.dialing import dial_tcp, dial_unix, retry
-from kerasdist.transport.framing import FrameType, unexpected
+from kerasdist.transport.rendezvous.dial import dial_tcp, dial_unix, retry
 from kerasdist.transport.timeouts import Timeouts
+from kerasdist.transport.wire.framing import FrameType, unexpected
 
 __all__ = ["NetworkLink"]
 

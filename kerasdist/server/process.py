@@ -10,9 +10,9 @@ from kerasdist.server.layout import Layout
 from kerasdist.server.loads import Load, loads_of, share_in_words
 from kerasdist.server.service import ParameterServer
 from kerasdist.server.settings import ServerSettings
-from kerasdist.transport import background_log
-from kerasdist.transport.final_error import hand_over_final_error
-from kerasdist.transport.report import ServerReporter
+from kerasdist.transport.liveness.final_error import hand_over_final_error
+from kerasdist.transport.liveness.launcher_pipe import ServerReporter
+from kerasdist.transport.log import background_log
 from kerasdist.transport.timeouts import Timeouts
 
 __all__ = ["run_server"]

@@ -14,7 +14,7 @@ from typing import Any
 from kerasdist.server.channel import Message
 from kerasdist.server.dealer import REMEMBERED
 from kerasdist.server.link import Build, Job
-from kerasdist.transport.framing import Call, FrameType
+from kerasdist.transport.wire.framing import Call, FrameType
 
 __all__ = ["Questions"]
 

@@ -16,8 +16,8 @@ from kerasdist.collectives.ops import Array, octets
 from kerasdist.server.channel import Channel, Message, Spec
 from kerasdist.server.layout import Layout, Piece, dtype_of
 from kerasdist.server.table import merge_rows
-from kerasdist.transport.framing import Call, FrameType
-from kerasdist.transport.spans import Laps, now
+from kerasdist.transport.tracing import Laps, now
+from kerasdist.transport.wire.framing import Call, FrameType
 
 if TYPE_CHECKING:
     from kerasdist.server.client import ServerClient

@@ -48,16 +48,16 @@ from kerasdist.server.loads import Load
 from kerasdist.server.settings import ServerSettings
 from kerasdist.server.watch import Watch
 from kerasdist.server.wire import SocketChannel
-from kerasdist.transport import background_log
 from kerasdist.transport.connection import Connection
-from kerasdist.transport.control import to_json
 from kerasdist.transport.deadline import Deadline
-from kerasdist.transport.failures import encode
-from kerasdist.transport.framing import FrameType, unexpected
-from kerasdist.transport.listener import Listener
-from kerasdist.transport.member import host_key
-from kerasdist.transport.secret import job_secret
+from kerasdist.transport.liveness.failure_protocol import encode
+from kerasdist.transport.log import background_log
+from kerasdist.transport.rendezvous.listener import Listener
+from kerasdist.transport.rendezvous.member import host_key
 from kerasdist.transport.timeouts import Timeouts
+from kerasdist.transport.wire.framing import FrameType, unexpected
+from kerasdist.transport.wire.messages import to_json
+from kerasdist.transport.wire.secret import job_secret
 
 __all__ = ["ParameterServer", "session_name"]
 

@@ -18,9 +18,9 @@ import time
 from pathlib import Path
 
 from kerasdist.errors import SnapshotError
-from kerasdist.transport import background_log
 from kerasdist.transport.deadline import Deadline
 from kerasdist.transport.forks import close_in_children
+from kerasdist.transport.log import background_log
 
 __all__ = ["SnapshotLock"]
 

@@ -25,11 +25,11 @@ import time
 from collections.abc import Callable, Hashable
 
 from kerasdist.errors import ProtocolError
-from kerasdist.transport import background_log
 from kerasdist.transport.connection import Connection
-from kerasdist.transport.framing import Call, FrameType
-from kerasdist.transport.line import Line
+from kerasdist.transport.liveness.control_connection import Line
+from kerasdist.transport.log import background_log
 from kerasdist.transport.timeouts import Timeouts
+from kerasdist.transport.wire.framing import Call, FrameType
 
 __all__ = ["Watch"]
 

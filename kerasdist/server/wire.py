@@ -12,8 +12,8 @@ c writes to C again only when it has the answer, s to S only when it is asked ag
 message over a socket orders memory on every architecture, wakes up who waits for it,
 and ends when the other side dies. Small messages go through the socket whole.
 
-Between the JSON object and the body is a tag (`kerasdist.transport.frame_auth`): it
-authenticates all but the body.
+Between the JSON object and the body is a tag (`kerasdist.transport.wire.frame_auth`):
+it authenticates all but the body.
 """
 
 from __future__ import annotations
@@ -41,22 +41,22 @@ from kerasdist.server.channel import (
     read_specs,
     spans,
 )
-from kerasdist.transport import background_log
 from kerasdist.transport.base import Aborted
 from kerasdist.transport.connection import Connection
-from kerasdist.transport.control import to_json
 from kerasdist.transport.deadline import Deadline
-from kerasdist.transport.descriptors import receive_descriptor
-from kerasdist.transport.frame_auth import TAG_BYTES
-from kerasdist.transport.framing import (
+from kerasdist.transport.fd_passing import receive_descriptor
+from kerasdist.transport.log import background_log
+from kerasdist.transport.shared_memory import create_segment, map_segment
+from kerasdist.transport.tracing import now
+from kerasdist.transport.wire.frame_auth import TAG_BYTES
+from kerasdist.transport.wire.framing import (
     HEADER_BYTES,
     MAX_CONTROL,
     FrameType,
     pack_header,
     unpack_header,
 )
-from kerasdist.transport.segments import create_segment, map_segment
-from kerasdist.transport.spans import now
+from kerasdist.transport.wire.messages import to_json
 
 __all__ = ["SocketChannel"]
 

@@ -9,8 +9,8 @@ import weakref
 from typing import Protocol
 
 from kerasdist.collectives import Communicator
-from kerasdist.transport.announcements import Announcements
-from kerasdist.transport.final_error import hand_over_final_error
+from kerasdist.transport.liveness.announcements import Announcements
+from kerasdist.transport.liveness.final_error import hand_over_final_error
 
 __all__ = ["StrategyJob", "forget", "leave_at_exit"]
 

@@ -38,7 +38,7 @@ from kerasdist.strategies.same_batches import CHECKSUM, SameBatches
 from kerasdist.strategies.shared_items import share_items
 from kerasdist.strategies.start_line import Given, describe
 from kerasdist.strategies.step_clock import StepClock
-from kerasdist.transport.announcements import Announcements
+from kerasdist.transport.liveness.announcements import Announcements
 
 if TYPE_CHECKING:
     from kerasdist.strategies.extended import SynchronousExtended

@@ -29,10 +29,10 @@ from kerasdist.collectives.parts import Parts
 from kerasdist.collectives.single import SingleCommunicator
 from kerasdist.errors import CollectiveError
 from kerasdist.server import ServerClient
-from kerasdist.transport.announcements import Announcements
 from kerasdist.transport.deadline import Deadline
-from kerasdist.transport.framing import Call
-from kerasdist.transport.spans import Recorder
+from kerasdist.transport.liveness.announcements import Announcements
+from kerasdist.transport.tracing import Recorder
+from kerasdist.transport.wire.framing import Call
 
 __all__ = ["LiveCommunicator", "LiveJob", "WorkersChanged"]
 

@@ -29,9 +29,9 @@ from kerasdist.strategies.native_server import is_serving, serve
 from kerasdist.strategies.native_watch import Watch
 from kerasdist.transport.base import Aborted, PeerClosed, PeerSilent
 from kerasdist.transport.deadline import Deadline
-from kerasdist.transport.failures import Supervisor
-from kerasdist.transport.framing import Call
-from kerasdist.transport.spans import Recorder, now
+from kerasdist.transport.liveness.failure_protocol import Supervisor
+from kerasdist.transport.tracing import Recorder, now
+from kerasdist.transport.wire.framing import Call
 
 __all__ = ["NativeCommunicator", "connector", "group_options"]
 

@@ -16,8 +16,8 @@ from kerasdist import _tf, errors
 from kerasdist._tf import remote
 from kerasdist.cluster.address import split_address
 from kerasdist.collectives import Communicator
-from kerasdist.transport.open_servers import narrow
-from kerasdist.transport.ports import on_free_port
+from kerasdist.transport.rendezvous.open_servers import narrow
+from kerasdist.transport.rendezvous.ports import on_free_port
 
 __all__ = ["is_serving", "serve"]
 

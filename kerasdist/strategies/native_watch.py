@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from kerasdist.transport.base import Aborted
 from kerasdist.transport.deadline import Deadline
-from kerasdist.transport.framing import Call
+from kerasdist.transport.wire.framing import Call
 
 __all__ = ["Watch"]
 

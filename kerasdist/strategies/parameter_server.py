@@ -23,8 +23,9 @@ from kerasdist.strategies.data_parallel import DataParallelStrategy, Options
 from kerasdist.strategies.devices import check_devices
 from kerasdist.strategies.extended import SynchronousExtended
 from kerasdist.strategies.versions import check_installed
-from kerasdist.transport import Timeouts, background_log
-from kerasdist.transport.report import Reporter
+from kerasdist.transport import Timeouts
+from kerasdist.transport.liveness.launcher_pipe import Reporter
+from kerasdist.transport.log import background_log
 
 __all__ = ["ParameterServerStrategy"]
 

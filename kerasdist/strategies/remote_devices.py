@@ -2,10 +2,10 @@
 
     C: rank 0, the chief      W: every other rank
 
-    1. all   come together (`kerasdist.transport.startup`): who is missing, and why
+    1. all   come together (`transport.rendezvous.startup`): who is missing, and why
     2. W     starts TensorFlow's server, on a port that the system gives it
        C     starts its own, from which workers fetch what they compute with
-       all   narrow theirs to the task's address (`kerasdist.transport.open_servers`)
+       all   narrow theirs to the task's address (`transport.rendezvous.open_servers`)
     3. all   tell each other where their servers are
     4. all   dial each other's servers, and tell each other which can't be reached
     5. C     connects TensorFlow to all servers: their devices have names here
@@ -45,10 +45,10 @@ from kerasdist.collectives.explain import fresh
 from kerasdist.strategies.job import forget, leave_at_exit
 from kerasdist.transport import Timeouts
 from kerasdist.transport.deadline import Deadline
-from kerasdist.transport.open_servers import narrow, require_word
-from kerasdist.transport.ports import on_free_port
-from kerasdist.transport.reach import why_unreachable
-from kerasdist.transport.severing import sever
+from kerasdist.transport.liveness.disconnect import sever
+from kerasdist.transport.rendezvous.open_servers import narrow, require_word
+from kerasdist.transport.rendezvous.ports import on_free_port
+from kerasdist.transport.rendezvous.probe import why_unreachable
 
 __all__ = ["RemoteDevices", "come_together"]
 

@@ -1,10 +1,10 @@
-"""What communication adds up to: sums of the spans of `transport.spans`."""
+"""What communication adds up to: sums of the spans of `transport.tracing`."""
 
 from __future__ import annotations
 
 import threading
 
-from kerasdist.transport.spans import NAMES
+from kerasdist.transport.tracing import NAMES
 
 __all__ = ["SpanSums", "Work"]
 
@@ -12,7 +12,7 @@ _NANO = 1e-9
 
 
 class SpanSums:
-    """A recorder of a communicator's work; see `transport.spans`.
+    """A recorder of a communicator's work; see `transport.tracing`.
 
     Args:
         size: Number of workers.
@@ -26,7 +26,7 @@ class SpanSums:
     def add(
         self, name: str, begin: int, end: int, size: int = 0, what: str = ""
     ) -> None:
-        """See `transport.spans.Recorder.add`."""
+        """See `transport.tracing.Recorder.add`."""
         del what
         with self._lock:
             self._now.add(name, end - begin, size)

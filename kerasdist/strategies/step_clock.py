@@ -16,9 +16,9 @@ graph (`_keras.timing`), with marks, which is called now and then; the usual one
 steps and rows, always. How many these were, and how long they took together, is of all
 steps; what a step consists of is that of the measured ones.
 
-What an exchange consists of is told by the communicator (`transport.spans`). Exchanges
-of weights with parameter servers are a part of the update, as far as the graph knows:
-they are taken out of it.
+What an exchange consists of is told by the communicator (`transport.tracing`).
+Exchanges of weights with parameter servers are a part of the update, as far as the
+graph knows: they are taken out of it.
 
 Until somebody starts the clock the one with marks isn't traced. A call that has traced
 isn't counted while the clock runs.

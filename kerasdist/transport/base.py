@@ -17,8 +17,8 @@ import dataclasses
 from collections.abc import Sequence
 
 from kerasdist.transport.deadline import Deadline
-from kerasdist.transport.framing import Call
-from kerasdist.transport.spans import Recorder
+from kerasdist.transport.tracing import Recorder
+from kerasdist.transport.wire.framing import Call
 
 __all__ = [
     "Aborted",

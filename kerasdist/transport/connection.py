@@ -7,10 +7,10 @@ import socket
 from types import TracebackType
 from typing import Any
 
-from kerasdist.transport.control import read_exactly, read_header, to_json
 from kerasdist.transport.deadline import Deadline
-from kerasdist.transport.frame_auth import TAG_BYTES, FrameAuthenticator
-from kerasdist.transport.framing import MAX_CONTROL, FrameType, pack_header
+from kerasdist.transport.wire.frame_auth import TAG_BYTES, FrameAuthenticator
+from kerasdist.transport.wire.framing import MAX_CONTROL, FrameType, pack_header
+from kerasdist.transport.wire.messages import read_exactly, read_header, to_json
 
 __all__ = ["Connection"]
 

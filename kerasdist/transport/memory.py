@@ -19,7 +19,7 @@ from kerasdist.transport.base import (
     Transport,
 )
 from kerasdist.transport.deadline import Deadline
-from kerasdist.transport.framing import Call
+from kerasdist.transport.wire.framing import Call
 
 __all__ = ["Faults", "MemoryTransport", "memory_group"]
 

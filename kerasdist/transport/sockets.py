@@ -28,15 +28,15 @@ from kerasdist.transport.base import (
     connection_broke,
 )
 from kerasdist.transport.deadline import Deadline
-from kerasdist.transport.descriptors import give_descriptor, take_descriptor
-from kerasdist.transport.framing import (
+from kerasdist.transport.fd_passing import give_descriptor, take_descriptor
+from kerasdist.transport.tracing import now
+from kerasdist.transport.wire.framing import (
     HEADER_BYTES,
     Call,
     FrameType,
     pack_header,
     unpack_header,
 )
-from kerasdist.transport.spans import now
 
 __all__ = ["SocketTransport"]
 

@@ -1,7 +1,7 @@
 """A session: the workers of one strategy come together and find each other.
 
-They meet at the chief (`kerasdist.transport.startup`); these connections stay
-open, and the supervisor uses them. The connections for data are made afterwards,
+They meet at the chief (`kerasdist.transport.rendezvous.startup`); these connections
+stay open, and the supervisor uses them. The connections for data are made afterwards,
 between the ranks that need them, through the same listeners (`Session.dial`,
 `Session.answer`).
 """
@@ -21,12 +21,12 @@ from kerasdist.transport.base import Aborted, Peer
 from kerasdist.transport.cancellation import Cancellation
 from kerasdist.transport.connection import Connection
 from kerasdist.transport.deadline import Deadline
-from kerasdist.transport.dialing import dial_tcp, dial_unix, retry
-from kerasdist.transport.listener import Listener
-from kerasdist.transport.member import Member, host_key
-from kerasdist.transport.secret import job_secret
-from kerasdist.transport.startup import Arrival, gather, report
+from kerasdist.transport.rendezvous.dial import dial_tcp, dial_unix, retry
+from kerasdist.transport.rendezvous.listener import Listener
+from kerasdist.transport.rendezvous.member import Member, host_key
+from kerasdist.transport.rendezvous.startup import Arrival, gather, report
 from kerasdist.transport.timeouts import Timeouts
+from kerasdist.transport.wire.secret import job_secret
 
 __all__ = ["Member", "Session", "host_key"]
 

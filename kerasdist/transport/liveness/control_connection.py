@@ -6,8 +6,8 @@ import socket
 
 from kerasdist.errors import ProtocolError
 from kerasdist.transport.connection import Connection
-from kerasdist.transport.frame_auth import TAG_BYTES
-from kerasdist.transport.framing import (
+from kerasdist.transport.wire.frame_auth import TAG_BYTES
+from kerasdist.transport.wire.framing import (
     HEADER_BYTES,
     MAX_CONTROL,
     Call,

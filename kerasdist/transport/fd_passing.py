@@ -24,7 +24,7 @@ from kerasdist.transport.base import (
     connection_broke,
 )
 from kerasdist.transport.deadline import Deadline
-from kerasdist.transport.framing import (
+from kerasdist.transport.wire.framing import (
     HEADER_BYTES,
     Call,
     FrameType,

@@ -10,8 +10,8 @@ import logging
 import time
 from collections.abc import Sequence
 
-from kerasdist.transport.background_log import log
 from kerasdist.transport.deadline import Deadline
+from kerasdist.transport.log.background_log import log
 
 __all__ = ["WaitingNotice"]
 

@@ -27,16 +27,16 @@ from kerasdist.errors import (
     ClusterError,
     ProtocolError,
 )
-from kerasdist.transport import handshake
-from kerasdist.transport.bind import inherited_socket, listen_at
 from kerasdist.transport.connection import Connection
-from kerasdist.transport.control import write_frame
 from kerasdist.transport.deadline import Deadline
 from kerasdist.transport.forks import close_in_children
-from kerasdist.transport.framing import FrameType
-from kerasdist.transport.limited_log import LimitedLog
-from kerasdist.transport.same_user import why_not_same_user
-from kerasdist.transport.secret import is_loopback
+from kerasdist.transport.log.limited_log import LimitedLog
+from kerasdist.transport.rendezvous.bind import inherited_socket, listen_at
+from kerasdist.transport.wire import handshake
+from kerasdist.transport.wire.framing import FrameType
+from kerasdist.transport.wire.messages import write_frame
+from kerasdist.transport.wire.same_user import why_not_same_user
+from kerasdist.transport.wire.secret import is_loopback
 
 __all__ = ["Listener"]
 

@@ -9,15 +9,15 @@ from typing import Any, TypeVar
 
 from kerasdist import errors
 from kerasdist.cluster.address import split_address
-from kerasdist.transport import handshake
 from kerasdist.transport.cancellation import Cancellation
 from kerasdist.transport.connection import Connection
 from kerasdist.transport.deadline import Deadline
 from kerasdist.transport.forks import close_in_children
-from kerasdist.transport.reach import look_up, why_unreachable
-from kerasdist.transport.same_user import why_not_same_user
-from kerasdist.transport.secret import is_loopback
-from kerasdist.transport.waiting_notice import WaitingNotice
+from kerasdist.transport.rendezvous.probe import look_up, why_unreachable
+from kerasdist.transport.rendezvous.waiting_notice import WaitingNotice
+from kerasdist.transport.wire import handshake
+from kerasdist.transport.wire.same_user import why_not_same_user
+from kerasdist.transport.wire.secret import is_loopback
 
 __all__ = ["PROBE_SECONDS", "dial_tcp", "dial_unix", "retry"]
 

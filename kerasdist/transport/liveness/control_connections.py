@@ -13,8 +13,8 @@ import time
 from collections.abc import Iterator, Mapping
 
 from kerasdist.transport.connection import Connection
-from kerasdist.transport.framing import Call, FrameType
-from kerasdist.transport.line import Line
+from kerasdist.transport.liveness.control_connection import Line
+from kerasdist.transport.wire.framing import Call, FrameType
 
 __all__ = ["Lines"]
 

@@ -37,16 +37,16 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from kerasdist import errors
-from kerasdist.transport import background_log
-from kerasdist.transport.announcements import Announcements
 from kerasdist.transport.base import Peer
 from kerasdist.transport.connection import Connection
-from kerasdist.transport.control import from_places, to_json, to_places
-from kerasdist.transport.failures import decode, encode
-from kerasdist.transport.framing import Call, FrameType, unexpected
-from kerasdist.transport.lines import Lines
-from kerasdist.transport.report import Reporter
+from kerasdist.transport.liveness.announcements import Announcements
+from kerasdist.transport.liveness.control_connections import Lines
+from kerasdist.transport.liveness.failure_protocol import decode, encode
+from kerasdist.transport.liveness.launcher_pipe import Reporter
+from kerasdist.transport.log import background_log
 from kerasdist.transport.timeouts import Timeouts
+from kerasdist.transport.wire.framing import Call, FrameType, unexpected
+from kerasdist.transport.wire.messages import from_places, to_json, to_places
 
 __all__ = ["SessionSupervisor"]
 

@@ -21,7 +21,8 @@ collective to be, so that a receiver can name both sides when they differ:
 
 A frame's length is bounded by what its receiver expects: exactly for data,
 `MAX_CONTROL` for everything else. Nothing is ever unpickled. After the handshake every
-frame but those of bulk data is followed by a tag (`kerasdist.transport.frame_auth`).
+frame but those of bulk data is followed by a tag
+(`kerasdist.transport.wire.frame_auth`).
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from kerasdist.cluster.address import split_address
 from kerasdist.errors import ClusterError
 from kerasdist.transport.deadline import Deadline
-from kerasdist.transport.reach import look_up
+from kerasdist.transport.rendezvous.probe import look_up
 
 __all__ = ["narrow", "require_word"]
 

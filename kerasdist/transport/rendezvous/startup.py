@@ -21,12 +21,12 @@ from typing import Any
 from kerasdist import errors
 from kerasdist.transport.connection import Connection
 from kerasdist.transport.deadline import Deadline
-from kerasdist.transport.dialing import PROBE_SECONDS, dial_tcp, retry
-from kerasdist.transport.framing import FrameType, unexpected
-from kerasdist.transport.listener import Listener
-from kerasdist.transport.member import Member
-from kerasdist.transport.reach import why_unreachable
-from kerasdist.transport.waiting_notice import WaitingNotice
+from kerasdist.transport.rendezvous.dial import PROBE_SECONDS, dial_tcp, retry
+from kerasdist.transport.rendezvous.listener import Listener
+from kerasdist.transport.rendezvous.member import Member
+from kerasdist.transport.rendezvous.probe import why_unreachable
+from kerasdist.transport.rendezvous.waiting_notice import WaitingNotice
+from kerasdist.transport.wire.framing import FrameType, unexpected
 
 __all__ = ["Arrival", "gather", "report"]
 

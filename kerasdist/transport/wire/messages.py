@@ -15,7 +15,7 @@ from typing import Any
 
 from kerasdist.errors import ProtocolError
 from kerasdist.transport.deadline import Deadline
-from kerasdist.transport.framing import (
+from kerasdist.transport.wire.framing import (
     HEADER_BYTES,
     MAX_CONTROL,
     FrameType,

@@ -9,7 +9,7 @@ import socket
 
 from kerasdist.cluster.address import split_address
 from kerasdist.transport.deadline import Deadline
-from kerasdist.transport.reach import look_up
+from kerasdist.transport.rendezvous.probe import look_up
 
 __all__ = ["inherited_socket", "listen_at"]
 

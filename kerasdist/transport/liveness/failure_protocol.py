@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from kerasdist import errors
 from kerasdist.transport.base import Peer
-from kerasdist.transport.framing import Call
+from kerasdist.transport.wire.framing import Call
 
 __all__ = ["Supervisor", "Unsupervised", "decode", "encode"]
 

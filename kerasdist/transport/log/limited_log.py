@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 
-from kerasdist.transport.background_log import log
+from kerasdist.transport.log.background_log import log
 
 __all__ = ["LimitedLog"]
 

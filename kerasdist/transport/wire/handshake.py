@@ -25,9 +25,9 @@ Who finds the other's proof to be wrong says REFUSAL, so that both sides know wh
 the proof is right, but for another address, the REFUSAL holds H("elsewhere").
 
 Frames that follow are authenticated with keys of this connection, H("keys of c") and
-H("keys of s"), each for what that side sends (`kerasdist.transport.frame_auth`); bulk
-data are not. Nothing is encrypted: the secret keeps strangers out of a job, it doesn't
-hide the gradients (RFC 2104 for HMAC).
+H("keys of s"), each for what that side sends (`kerasdist.transport.wire.frame_auth`);
+bulk data are not. Nothing is encrypted: the secret keeps strangers out of a job, it
+doesn't hide the gradients (RFC 2104 for HMAC).
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ import socket
 from typing import Any
 
 from kerasdist.errors import AuthenticationError, ProtocolError
-from kerasdist.transport.control import read_frame, to_json, write_frame
 from kerasdist.transport.deadline import Deadline
-from kerasdist.transport.frame_auth import FrameAuthenticator
-from kerasdist.transport.framing import VERSION, FrameType
+from kerasdist.transport.wire.frame_auth import FrameAuthenticator
+from kerasdist.transport.wire.framing import VERSION, FrameType
+from kerasdist.transport.wire.messages import read_frame, to_json, write_frame
 
 __all__ = ["knock", "receive"]
 

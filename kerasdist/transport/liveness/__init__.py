@@ -1,0 +1,1 @@
+"""Lost workers: control connections, the failure detector, and who is told."""

@@ -1,0 +1,1 @@
+"""Lines that a blocked standard error can't hold up."""

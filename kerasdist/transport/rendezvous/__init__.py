@@ -1,0 +1,1 @@
+"""Workers find each other: listening, dialing, and who belongs to the job."""

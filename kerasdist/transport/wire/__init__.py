@@ -1,0 +1,1 @@
+"""What is on a connection: frames, messages, the handshake and its secret."""
