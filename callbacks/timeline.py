@@ -17,7 +17,7 @@ from kerasdist._keras.hooks import hooks_of, timer_of
 from kerasdist.callbacks.trace import Execution, Record, Span, trace
 from kerasdist.callbacks.xplane import xspace
 from kerasdist.collectives import Communicator
-from kerasdist.collectives.offsets import clock_offset
+from kerasdist.collectives.clock_sync import clock_offset
 from kerasdist.strategies.stage_clock import StageClock
 from kerasdist.transport.tracing import now
 

@@ -82,7 +82,7 @@ class Record:
         rank: Its rank.
         host: How it's called.
         offsets: How far its clock is ahead of rank 0's: two of (at, ahead, error), from
-            the begin and the end, see `collectives.offsets`.
+            the begin and the end, see `collectives.clock_sync`.
         executions: Its steps.
         spans: What its communicator has told.
         dropped: How many spans were too many to be kept.

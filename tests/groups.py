@@ -21,9 +21,9 @@ import pytest
 
 from kerasdist.cluster import Cluster
 from kerasdist.collectives import Communicator, Job, connect
-from kerasdist.collectives.ring import RingCommunicator
-from kerasdist.collectives.shared import SharedMemoryCommunicator
-from kerasdist.collectives.single import SingleCommunicator
+from kerasdist.collectives.backends.ring import RingCommunicator
+from kerasdist.collectives.backends.shared_memory import SharedMemoryCommunicator
+from kerasdist.collectives.backends.single import SingleCommunicator
 from kerasdist.transport import Timeouts
 from kerasdist.transport.base import Peer, Transport
 from kerasdist.transport.connection import Connection

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from groups import Group
-from kerasdist.collectives.buffers import Buffers
+from kerasdist.collectives.buffer_pool import Buffers
 
 FLOAT = np.dtype("float32")
 LARGE = 1 << 18  # elements of 1 MB

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from groups import KINDS, Group
-from kerasdist.collectives.hierarchical import HierarchicalCommunicator
-from kerasdist.collectives.ring import RingCommunicator
-from kerasdist.collectives.shared import SharedMemoryCommunicator
+from kerasdist.collectives.backends.hierarchical import HierarchicalCommunicator
+from kerasdist.collectives.backends.ring import RingCommunicator
+from kerasdist.collectives.backends.shared_memory import SharedMemoryCommunicator
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -11,7 +11,7 @@ import pytest
 
 from groups import CONNECTED, KINDS, Group, outcomes
 from kerasdist import errors
-from kerasdist.collectives.ring import RingCommunicator
+from kerasdist.collectives.backends.ring import RingCommunicator
 from kerasdist.transport.liveness.failure_protocol import Unsupervised
 from kerasdist.transport.memory import Faults, memory_group
 from waiting import wait_until

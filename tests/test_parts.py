@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kerasdist.collectives.parts import Parts, aligned
+from kerasdist.collectives.fused_buffer import Parts, aligned
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kerasdist.collectives.schedule import (
+from kerasdist.collectives.backends.schedule import (
     all_gather_steps,
     chunk,
     reduce_scatter_steps,

@@ -13,7 +13,7 @@ import pytest
 
 from groups import in_threads, open_sockets, socket_mesh
 from kerasdist import errors
-from kerasdist.collectives.shared import SharedMemoryCommunicator
+from kerasdist.collectives.backends.shared_memory import SharedMemoryCommunicator
 from kerasdist.transport.liveness.failure_protocol import Unsupervised
 from kerasdist.transport.shared_memory import (
     SEGMENT_NAME,
@@ -107,7 +107,9 @@ def test_all_ranks_say_who_has_no_memory_and_close_what_they_got(monkeypatch, vi
 
     def work(rank):
         group[rank].all_reduce([np.ones(3)])  # has room
-        monkeypatch.setattr("kerasdist.collectives.shared.create_segment", create)
+        monkeypatch.setattr(
+            "kerasdist.collectives.backends.shared_memory.create_segment", create
+        )
         with pytest.raises(errors.SharedMemoryFull) as caught:
             group[rank].all_reduce([np.ones(1 << 18)])
         group[rank].close()
@@ -135,7 +137,9 @@ def test_growing_buffers_use_the_room_of_the_old_ones(monkeypatch):
         sizes.append(size)
         return create_segment(size)
 
-    monkeypatch.setattr("kerasdist.collectives.shared.create_segment", create)
+    monkeypatch.setattr(
+        "kerasdist.collectives.backends.shared_memory.create_segment", create
+    )
 
     def work(rank):
         for kilobytes in (10, 200, 700, 20_000, 30_000):

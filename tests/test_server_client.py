@@ -10,8 +10,8 @@ import pytest
 from groups import in_threads, nothing_stays_open
 from kerasdist import errors
 from kerasdist.cluster import Cluster
-from kerasdist.collectives.mean import weighted_mean
-from kerasdist.collectives.single import SingleCommunicator
+from kerasdist.collectives.backends.single import SingleCommunicator
+from kerasdist.collectives.weighted_mean import weighted_mean
 from kerasdist.server import Rows, ServerSettings, Variable, connect_servers
 from servers import KINDS, Servers
 

@@ -20,7 +20,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kerasdist import errors
-from kerasdist.collectives.explain import explain, fresh
+from kerasdist.collectives.failures import explain, fresh
+from kerasdist.collectives.fused_buffer import Parts, aligned
 from kerasdist.collectives.ops import (
     Array,
     check_dtype,
@@ -29,7 +30,6 @@ from kerasdist.collectives.ops import (
     itemsize,
     octets,
 )
-from kerasdist.collectives.parts import Parts, aligned
 from kerasdist.transport.base import Peer
 from kerasdist.transport.deadline import Deadline
 from kerasdist.transport.liveness.failure_protocol import Supervisor

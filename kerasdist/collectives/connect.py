@@ -10,12 +10,12 @@ from typing import Any
 
 from kerasdist import errors
 from kerasdist.cluster import Cluster
-from kerasdist.collectives import mpi
+from kerasdist.collectives.backends import mpi
+from kerasdist.collectives.backends.hierarchical import HierarchicalCommunicator
+from kerasdist.collectives.backends.ring import RingCommunicator
+from kerasdist.collectives.backends.shared_memory import SharedMemoryCommunicator
+from kerasdist.collectives.backends.single import SingleCommunicator
 from kerasdist.collectives.communicator import Communicator
-from kerasdist.collectives.hierarchical import HierarchicalCommunicator
-from kerasdist.collectives.ring import RingCommunicator
-from kerasdist.collectives.shared import SharedMemoryCommunicator
-from kerasdist.collectives.single import SingleCommunicator
 from kerasdist.transport.base import Aborted
 from kerasdist.transport.deadline import Deadline
 from kerasdist.transport.liveness.announcements import Announcements

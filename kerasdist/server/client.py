@@ -19,7 +19,7 @@ from typing import Any
 
 from kerasdist import errors
 from kerasdist.cluster import Cluster
-from kerasdist.collectives.explain import fresh
+from kerasdist.collectives.failures import fresh
 from kerasdist.collectives.ops import Array
 from kerasdist.server.channel import Message
 from kerasdist.server.communicator import ServerCommunicator

@@ -19,11 +19,11 @@ import numpy as np
 import numpy.typing as npt
 
 from kerasdist import errors
-from kerasdist.collectives.buffers import Buffers
+from kerasdist.collectives.backends.schedule import chunk
+from kerasdist.collectives.buffer_pool import Buffers
 from kerasdist.collectives.communicator import Communicator
+from kerasdist.collectives.fused_buffer import Parts
 from kerasdist.collectives.ops import Array, check_dtype
-from kerasdist.collectives.parts import Parts
-from kerasdist.collectives.schedule import chunk
 from kerasdist.server.channel import Channel, Message
 from kerasdist.server.loads import Tally
 from kerasdist.transport.base import Peer

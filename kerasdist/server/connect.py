@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from kerasdist import errors
 from kerasdist.cluster import Cluster
-from kerasdist.collectives.explain import fresh
+from kerasdist.collectives.failures import fresh
 from kerasdist.server.client import TRANSPORTS, ServerClient
 from kerasdist.server.crew import Event, Person
 from kerasdist.server.desk import Desk

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kerasdist import errors
-from kerasdist.collectives.explain import fresh
+from kerasdist.collectives.failures import fresh
 from kerasdist.server.channel import Channel, ChannelEnded, ChannelSilent, Message
 from kerasdist.server.desk import MOST_BYTES, Farewell
 from kerasdist.transport.base import Aborted

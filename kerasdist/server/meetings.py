@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 
 from kerasdist import errors
-from kerasdist.collectives.buffers import Buffers
+from kerasdist.collectives.buffer_pool import Buffers
 from kerasdist.collectives.ops import Array, reducer
 from kerasdist.server.crew import Crew, Person
 from kerasdist.server.gate import Gate

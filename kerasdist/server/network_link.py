@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kerasdist import errors
-from kerasdist.collectives.explain import fresh
+from kerasdist.collectives.failures import fresh
 from kerasdist.server.admission import PURPOSE
 from kerasdist.server.channel import Channel, ChannelEnded
 from kerasdist.server.crew import Person

@@ -22,7 +22,7 @@ import tensorflow as tf
 from kerasdist import _tf
 from kerasdist._tf.marking import COLLECTIVE
 from kerasdist.collectives import Communicator
-from kerasdist.collectives.mean import weighted_mean
+from kerasdist.collectives.weighted_mean import weighted_mean
 
 __all__ = ["CollectiveOps"]
 

@@ -20,7 +20,7 @@ import tensorflow as tf
 from kerasdist import _keras, _tf
 from kerasdist._keras import StepTimer
 from kerasdist._tf.variables import distribute_copies
-from kerasdist.collectives.single import SingleCommunicator
+from kerasdist.collectives.backends.single import SingleCommunicator
 from kerasdist.errors import CollectiveMismatch
 from kerasdist.strategies import agreement
 from kerasdist.strategies.collective_ops import CollectiveOps

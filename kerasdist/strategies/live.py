@@ -24,9 +24,9 @@ import numpy as np
 import numpy.typing as npt
 
 from kerasdist.collectives import Communicator
+from kerasdist.collectives.backends.single import SingleCommunicator
+from kerasdist.collectives.fused_buffer import Parts
 from kerasdist.collectives.ops import Array
-from kerasdist.collectives.parts import Parts
-from kerasdist.collectives.single import SingleCommunicator
 from kerasdist.errors import CollectiveError
 from kerasdist.server import ServerClient
 from kerasdist.transport.deadline import Deadline

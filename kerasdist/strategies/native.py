@@ -22,9 +22,9 @@ import tensorflow as tf
 
 from kerasdist import _tf, errors
 from kerasdist.collectives import Communicator
-from kerasdist.collectives.explain import explain, fresh
+from kerasdist.collectives.failures import explain, fresh
+from kerasdist.collectives.fused_buffer import Parts
 from kerasdist.collectives.ops import Array, itemsize, octets, reducer
-from kerasdist.collectives.parts import Parts
 from kerasdist.strategies.native_server import is_serving, serve
 from kerasdist.strategies.native_watch import Watch
 from kerasdist.transport.base import Aborted, PeerClosed, PeerSilent
@@ -294,7 +294,7 @@ class NativeCommunicator(Communicator):
     ) -> Array | None:
         """Run a collective eagerly; returns what it gives, None if there's nothing.
 
-        Raises what explains why it can't be done, see `collectives.explain`.
+        Raises what explains why it can't be done, see `collectives.failures`.
         """
         self._ring._barrier(call, deadline)
         if elements == 0:

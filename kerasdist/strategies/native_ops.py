@@ -149,7 +149,7 @@ class NativeOps(CollectiveOps):
         *,
         step: bool = False,
     ) -> list[Any]:
-        """See `CollectiveOps.weighted_mean` and `kerasdist.collectives.mean`."""
+        """See `CollectiveOps.weighted_mean`, `collectives.weighted_mean`."""
         groups: dict[Any, list[int]] = {}
         for index, gradient in enumerate(gradients):
             wide = tf.float64 if gradient.dtype == tf.float64 else tf.float32

@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from kerasdist import _keras, _tf
 from kerasdist._tf import patches, placing
-from kerasdist.collectives.single import SingleCommunicator
+from kerasdist.collectives.backends.single import SingleCommunicator
 from kerasdist.strategies.micro_batches import in_micro_batches
 from kerasdist.strategies.placed_ops import Placer
 from kerasdist.strategies.remote_devices import RemoteDevices

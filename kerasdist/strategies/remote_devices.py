@@ -41,7 +41,7 @@ from kerasdist.cluster import Cluster
 from kerasdist.cluster.address import split_address
 from kerasdist.collectives import connect
 from kerasdist.collectives.connect import Job
-from kerasdist.collectives.explain import fresh
+from kerasdist.collectives.failures import fresh
 from kerasdist.strategies.job import forget, leave_at_exit
 from kerasdist.transport import Timeouts
 from kerasdist.transport.deadline import Deadline

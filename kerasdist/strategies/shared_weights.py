@@ -27,7 +27,7 @@ import numpy as np
 import tensorflow as tf
 
 from kerasdist import _tf
-from kerasdist.collectives.buffers import Buffers
+from kerasdist.collectives.buffer_pool import Buffers
 from kerasdist.collectives.ops import Array
 from kerasdist.server import Change, Pulled, Rows, Variable
 from kerasdist.strategies.shared_rows import SharedRows

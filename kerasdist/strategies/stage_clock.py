@@ -32,7 +32,7 @@ import tensorflow as tf
 
 from kerasdist import _tf
 from kerasdist._tf import marking
-from kerasdist.collectives.offsets import compare
+from kerasdist.collectives.clock_sync import compare
 from kerasdist.collectives.ops import Array
 from kerasdist.placement.order import Part
 from kerasdist.placement.visits import union_length
@@ -188,7 +188,7 @@ class StageClock:
         """Find out by how much other machines' clocks are ahead of this one's.
 
         Each answers some questions: its clock was read after the question, and before
-        the answer, see `collectives.offsets`.
+        the answer, see `collectives.clock_sync`.
 
         Returns:
             How far that may be wrong, in seconds; 0.0 where all stages are here.

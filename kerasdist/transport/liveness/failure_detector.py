@@ -181,7 +181,7 @@ class SessionSupervisor:
         """Why the chief announces nothing any more; None: it may."""
         with self._changed:
             if self._failure is not None:
-                raise copy.copy(self._failure)  # see `collectives.explain.fresh`
+                raise copy.copy(self._failure)  # see `collectives.failures.fresh`
             if self._ending:
                 return "this worker has left the job"
             return (

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from kerasdist.collectives.communicator import Communicator
+from kerasdist.collectives.fused_buffer import Parts
 from kerasdist.collectives.ops import Array
-from kerasdist.collectives.parts import Parts
 from kerasdist.transport.base import Peer
 from kerasdist.transport.deadline import Deadline
 from kerasdist.transport.liveness.failure_protocol import Unsupervised

@@ -21,8 +21,8 @@ import numpy as np
 from kerasdist import errors
 from kerasdist.cluster import Cluster
 from kerasdist.collectives.communicator import Communicator
+from kerasdist.collectives.fused_buffer import Parts
 from kerasdist.collectives.ops import Array, octets
-from kerasdist.collectives.parts import Parts
 from kerasdist.transport.base import Aborted, CallMismatch, Peer, PeerSilent
 from kerasdist.transport.deadline import Deadline
 from kerasdist.transport.liveness.failure_protocol import Unsupervised

@@ -1,4 +1,4 @@
-"""Ring collectives over any transport, see `kerasdist.collectives.schedule`.
+"""Ring collectives over any transport, see `kerasdist.collectives.backends.schedule`.
 
 Every rank talks to its right and its left neighbour only. A chunk travels in pieces:
 while a rank adds up one, the kernel takes and sends others.
@@ -13,15 +13,15 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from kerasdist.collectives.buffers import Buffers
-from kerasdist.collectives.communicator import Communicator
-from kerasdist.collectives.ops import Array, octets, reducer
-from kerasdist.collectives.parts import Parts
-from kerasdist.collectives.schedule import (
+from kerasdist.collectives.backends.schedule import (
     all_gather_steps,
     chunk,
     reduce_scatter_steps,
 )
+from kerasdist.collectives.buffer_pool import Buffers
+from kerasdist.collectives.communicator import Communicator
+from kerasdist.collectives.fused_buffer import Parts
+from kerasdist.collectives.ops import Array, octets, reducer
 from kerasdist.transport.base import Transport
 from kerasdist.transport.deadline import Deadline
 from kerasdist.transport.liveness.failure_protocol import Supervisor

@@ -26,7 +26,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from kerasdist.collectives.buffers import MOST_REQUESTS, Memory
+from kerasdist.collectives.buffer_pool import MOST_REQUESTS, Memory
 from kerasdist.transport.deadline import Deadline
 from kerasdist.transport.shared_memory import create_memory, map_segment
 from kerasdist.transport.sockets import SocketTransport

@@ -13,8 +13,8 @@ the one that rank r reduces:
     4. all       barrier: every chunk is finished, chunk r in S_r
     5. r         copies chunk q from S_q, for all other q, into its result
 
-If the result is lent (`kerasdist.collectives.lent`), all ranks' result is one memory:
-then nothing is copied into S_r, and 5. falls away.
+If the result is lent (`kerasdist.collectives.backends.shared_results`), all ranks'
+result is one memory: then nothing is copied into S_r, and 5. falls away.
 
 There is one barrier per block: between two of them a rank does 5. of one block, 3.
 of the next and 1. of the one after that. Each block has a place of its own in the
@@ -49,12 +49,12 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 
-from kerasdist.collectives.buffers import Buffers
+from kerasdist.collectives.backends.schedule import chunk
+from kerasdist.collectives.backends.shared_results import Lent
+from kerasdist.collectives.buffer_pool import Buffers
 from kerasdist.collectives.communicator import Communicator
-from kerasdist.collectives.lent import Lent
+from kerasdist.collectives.fused_buffer import Parts
 from kerasdist.collectives.ops import Array, reducer
-from kerasdist.collectives.parts import Parts
-from kerasdist.collectives.schedule import chunk
 from kerasdist.errors import SharedMemoryFull
 from kerasdist.transport.deadline import Deadline
 from kerasdist.transport.liveness.failure_protocol import Supervisor

@@ -1,0 +1,1 @@
+"""How a communicator reduces: over a ring, shared memory, both, MPI, or alone."""
