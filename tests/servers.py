@@ -15,7 +15,7 @@ from typing import Any
 
 from groups import in_threads, outcomes
 from kerasdist.cluster import Cluster
-from kerasdist.server import (
+from kerasdist.ps import (
     ParameterServer,
     ServerClient,
     ServerSettings,
@@ -182,7 +182,7 @@ import json, os, signal, sys, time
 import numpy as np
 from kerasdist import errors
 from kerasdist.cluster import resolve
-from kerasdist.server import *
+from kerasdist.ps import *
 from kerasdist.transport import Timeouts
 
 options = json.loads(os.environ["OPTIONS"])

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from asynchronous import SCRIPT
-from kerasdist.server.snapshot import path_of, read_snapshot
+from kerasdist.ps.tables.snapshot import path_of, read_snapshot
 from waiting import wait_until
 from workers import Workers
 

@@ -8,7 +8,7 @@ import types
 
 import pytest
 
-from kerasdist.server import END
+from kerasdist.ps import END
 from kerasdist.strategies.dealing import Dealt
 from workers import Workers
 

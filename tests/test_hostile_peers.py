@@ -18,11 +18,11 @@ import pytest
 
 from groups import connections, nothing_stays_open
 from kerasdist import errors
-from kerasdist.server.channel import ChannelEnded, ChannelSilent
-from kerasdist.server.crew import Event
-from kerasdist.server.desk import Farewell
-from kerasdist.server.watch import Watch
-from kerasdist.server.wire import SocketChannel
+from kerasdist.ps.channel.channel import ChannelEnded, ChannelSilent
+from kerasdist.ps.channel.socket_channel import SocketChannel
+from kerasdist.ps.heartbeat import Watch
+from kerasdist.ps.server.handler import Farewell
+from kerasdist.ps.server.membership import Event
 from kerasdist.transport import Timeouts
 from kerasdist.transport.base import Peer
 from kerasdist.transport.deadline import Deadline

@@ -9,7 +9,7 @@ The layers, upper first; a module may import its own layer and those below:
     layers         kerasdist.layers
     keras seam     kerasdist._keras          alone imports keras.src
     tf seam        kerasdist._tf             alone imports tensorflow.python
-    mechanism      kerasdist.collectives, .server, .placement
+    mechanism      kerasdist.collectives, .ps, .placement
     transport      kerasdist.transport
     cluster        kerasdist.cluster
     errors         kerasdist.errors
@@ -44,7 +44,7 @@ LAYERS = [
     ("transport", {"kerasdist.transport"}),
     (
         "mechanism",
-        {"kerasdist.collectives", "kerasdist.server", "kerasdist.placement"},
+        {"kerasdist.collectives", "kerasdist.ps", "kerasdist.placement"},
     ),
     ("tf seam", {"kerasdist._tf"}),
     ("keras seam", {"kerasdist._keras"}),

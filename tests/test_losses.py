@@ -9,7 +9,7 @@ import signal
 import psutil
 import pytest
 
-from kerasdist.server.snapshot import path_of
+from kerasdist.ps.tables.snapshot import path_of
 from launching import launcher_in
 from waiting import wait_until
 
@@ -20,8 +20,8 @@ SCRIPT = """
 import time
 import numpy as np
 from kerasdist.cluster import resolve
-from kerasdist.server import *
-from kerasdist.server.process import run_server
+from kerasdist.ps import *
+from kerasdist.ps.server.main import run_server
 from kerasdist.transport import Timeouts
 from kerasdist.transport.liveness.launcher_pipe import Reporter
 

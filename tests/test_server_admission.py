@@ -10,9 +10,10 @@ import pytest
 
 from groups import in_threads, nothing_stays_open, outcomes
 from kerasdist import errors
-from kerasdist.server import ServerSettings, Variable, admission, enter
-from kerasdist.server.network_link import NetworkLink
-from kerasdist.server.snapshot import path_of
+from kerasdist.ps import ServerSettings, Variable, enter
+from kerasdist.ps.client.network import NetworkLink
+from kerasdist.ps.server import registration
+from kerasdist.ps.tables.snapshot import path_of
 from kerasdist.transport import Timeouts
 from servers import Servers
 from waiting import wait_until
@@ -122,7 +123,7 @@ def test_who_comes_before_those_who_only_come_back_joins_them(tmp_path, returnin
 def test_a_job_that_was_begun_anew_is_no_place_to_come_back_to(
     tmp_path, returning, monkeypatch
 ):
-    monkeypatch.setattr(admission, "_RETURN_SECONDS", 0.2)
+    monkeypatch.setattr(registration, "_RETURN_SECONDS", 0.2)
     with Servers(3, snapshot_dir=str(tmp_path)) as job:
         lose_server_and_worker(job, tmp_path)
         job.clients[1] = job.connect(1, gate=True)

@@ -12,7 +12,7 @@ from kerasdist import errors
 from kerasdist.cluster import Cluster
 from kerasdist.collectives.backends.single import SingleCommunicator
 from kerasdist.collectives.weighted_mean import weighted_mean
-from kerasdist.server import Rows, ServerSettings, Variable, connect_servers
+from kerasdist.ps import Rows, ServerSettings, Variable, connect_servers
 from servers import KINDS, Servers
 
 pytestmark = pytest.mark.timeout(60)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kerasdist.server.clocks import Clocks
+from kerasdist.ps.tables.clocks import Clocks
 
 
 def test_a_worker_may_be_so_many_steps_ahead_of_the_slowest():

@@ -7,7 +7,7 @@ import pytest
 from groups import nothing_stays_open
 from kerasdist import errors
 from kerasdist.cluster import Cluster
-from kerasdist.server import ServerSettings, connect_servers
+from kerasdist.ps import ServerSettings, connect_servers
 from kerasdist.transport import Timeouts
 from servers import worker_place
 from workers import free_ports

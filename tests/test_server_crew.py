@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kerasdist import errors
-from kerasdist.server.crew import Crew, Event, Person
+from kerasdist.ps.server.membership import Crew, Event, Person
 
 
 def crew_of(size, mode):

@@ -7,8 +7,8 @@ import itertools
 import numpy as np
 import pytest
 
-from kerasdist.server import END, Change, Variable
-from kerasdist.server.dealer import Dealer
+from kerasdist.ps import END, Change, Variable
+from kerasdist.ps.server.batch_queue import Dealer
 from servers import Servers
 
 pytestmark = pytest.mark.timeout(60)

@@ -203,7 +203,7 @@ def test_whose_place_a_frozen_worker_has_waits_until_that_is_lost():
 
 def test_a_message_that_is_too_large_for_the_server_ends_only_its_sender():
     work = """
-    from kerasdist.server.channel import Message
+    from kerasdist.ps.channel.channel import Message
     from kerasdist.transport.wire.framing import Call, FrameType
 
     if cluster.task_type == "ps":

@@ -9,8 +9,8 @@ import pytest
 
 from groups import in_threads
 from kerasdist import errors
-from kerasdist.server import Variable, enter
-from kerasdist.server.gate import Board
+from kerasdist.ps import Variable, enter
+from kerasdist.ps.server.join import Board
 from servers import KINDS, Servers
 
 pytestmark = pytest.mark.timeout(60)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kerasdist import errors
-from kerasdist.server import Layout, Variable
+from kerasdist.ps import Layout, Variable
 from workers import python_env
 
 
@@ -101,7 +101,7 @@ def test_all_processes_compute_the_same_layout():
 import sys
 sys.path.insert(0, sys.argv[1])
 from test_server_layout import random_variables
-from kerasdist.server import Layout
+from kerasdist.ps import Layout
 for seed in range(5):
     layout = Layout(random_variables(seed), 3)
     print(layout.fingerprint, layout.pieces)

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from kerasdist.errors import ProtocolError
-from kerasdist.server import Layout, Variable
-from kerasdist.server.loads import (
+from kerasdist.ps import Layout, Variable
+from kerasdist.ps.server.loads import (
     Load,
     Tally,
     loads_from_json,

@@ -9,11 +9,11 @@ import pytest
 
 from groups import in_threads, outcomes
 from kerasdist import errors
-from kerasdist.server import meetings
-from kerasdist.server.crew import Crew, Event, Person
-from kerasdist.server.meetings import Meetings
-from kerasdist.server.settings import ServerSettings
-from kerasdist.server.store import Stores
+from kerasdist.ps.server import collectives
+from kerasdist.ps.server.collectives import Meetings
+from kerasdist.ps.server.membership import Crew, Event, Person
+from kerasdist.ps.settings import ServerSettings
+from kerasdist.ps.tables.tables import Stores
 from kerasdist.transport.deadline import Deadline
 from kerasdist.transport.wire.framing import Call
 from waiting import wait_until
@@ -169,7 +169,7 @@ def test_a_collective_to_which_all_have_come_is_late_by_nobodys_fault():
     server = Server(2)
     first, second = server.crew.people
     call = Call(1, "all_reduce", "sum", "float32", 3)
-    round = meetings._Round(first, call)
+    round = collectives._Round(first, call)
     round.brought = {0: [], 1: []}
     text = str(server.meetings._late(round, Deadline(5)))
     assert text.startswith(f"All workers came to {call}, but this server didn't")

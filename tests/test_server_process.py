@@ -6,8 +6,8 @@ import threading
 
 import numpy as np
 
-from kerasdist.server import ServerSettings, Variable, connect_servers
-from kerasdist.server.process import run_server
+from kerasdist.ps import ServerSettings, Variable, connect_servers
+from kerasdist.ps.server.main import run_server
 from servers import SECONDS, server_place, worker_place
 from workers import free_ports
 

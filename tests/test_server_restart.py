@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kerasdist.server.snapshot import path_of, read_snapshot
+from kerasdist.ps.tables.snapshot import path_of, read_snapshot
 from servers import ServerProcesses
 from waiting import wait_until
 

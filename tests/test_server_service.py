@@ -12,7 +12,7 @@ import pytest
 from groups import in_threads, nothing_stays_open
 from kerasdist import errors
 from kerasdist.cluster.address import split_address
-from kerasdist.server import ParameterServer, ServerSettings, Variable
+from kerasdist.ps import ParameterServer, ServerSettings, Variable
 from servers import Servers, server_place, worker_place
 
 pytestmark = pytest.mark.timeout(60)

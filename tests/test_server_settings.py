@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from kerasdist.server import ServerSettings
+from kerasdist.ps import ServerSettings
 
 
 def test_defaults_and_what_is_agreed_on():

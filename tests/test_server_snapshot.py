@@ -12,15 +12,15 @@ import numpy as np
 import pytest
 
 from kerasdist import errors
-from kerasdist.server import snapshot, snapshot_lock
-from kerasdist.server.snapshot import (
+from kerasdist.ps.tables import snapshot, snapshot_lock
+from kerasdist.ps.tables.snapshot import (
     path_of,
     read_snapshot,
     remove_leftovers,
     remove_snapshot,
     write_snapshot,
 )
-from kerasdist.server.snapshot_lock import SnapshotLock
+from kerasdist.ps.tables.snapshot_lock import SnapshotLock
 from waiting import wait_until
 from workers import python_env
 
@@ -145,7 +145,7 @@ def test_who_is_killed_while_it_writes_leaves_the_one_before(path):
 import sys
 from pathlib import Path
 import numpy as np
-from kerasdist.server.snapshot import write_snapshot
+from kerasdist.ps.tables.snapshot import write_snapshot
 number = 0
 while True:
     write_snapshot(Path(sys.argv[1]), {"n": number}, [np.full(300_000, number)])

@@ -10,7 +10,7 @@ import pytest
 
 from groups import in_threads
 from kerasdist import errors
-from kerasdist.server import Variable
+from kerasdist.ps import Variable
 from kerasdist.transport import Timeouts
 from servers import Servers
 from waiting import wait_until

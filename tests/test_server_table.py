@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from kerasdist import errors
-from kerasdist.server import Layout, Variable
-from kerasdist.server.table import Table, merge_rows
+from kerasdist.ps import Layout, Variable
+from kerasdist.ps.tables.table import Table, merge_rows
 
 VARIABLES = [
     Variable(name="kernel", shape=(300, 400)),

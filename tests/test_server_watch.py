@@ -7,7 +7,7 @@ import queue
 import pytest
 
 from groups import connections, nothing_stays_open
-from kerasdist.server.watch import Watch
+from kerasdist.ps.heartbeat import Watch
 from kerasdist.transport import Timeouts
 from kerasdist.transport.deadline import Deadline
 from kerasdist.transport.wire.framing import FrameType, pack_header

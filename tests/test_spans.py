@@ -9,7 +9,7 @@ import pytest
 
 from groups import Group
 from kerasdist.collectives.ops import itemsize
-from kerasdist.server import Variable
+from kerasdist.ps import Variable
 from kerasdist.transport.tracing import NAMES, now
 from servers import Servers
 

@@ -27,7 +27,7 @@ import tensorflow as tf
 
 from kerasdist import _tf
 from kerasdist._keras import ArrayData, ItemData, own_steps
-from kerasdist.server import enter
+from kerasdist.ps import enter
 from kerasdist.strategies import agreement
 from kerasdist.strategies.auto_shard import own_part
 from kerasdist.strategies.dealing import Dealt

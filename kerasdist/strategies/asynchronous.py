@@ -19,7 +19,7 @@ from typing import Any
 
 from kerasdist import _tf
 from kerasdist.errors import CollectiveError
-from kerasdist.server import ServerClient
+from kerasdist.ps import ServerClient
 from kerasdist.strategies.async_hooks import AsyncHooks
 from kerasdist.strategies.dealing import DealtLoop
 from kerasdist.strategies.extended import SynchronousExtended

@@ -1,6 +1,6 @@
 """The batches of an epoch are dealt out: whoever is free takes the next one.
 
-    w: a worker, its reading thread     s: server 0     (server/dealer.py)
+    w: a worker, its reading thread     s: server 0     (ps/server/batch_queue.py)
 
     1. w -> s   a claim: dataset, epoch
     2. s -> w   the number of a batch that nobody else gets; or none: the epoch is over
@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import tensorflow as tf
 
 from kerasdist import _tf
-from kerasdist.server import END
+from kerasdist.ps import END
 from kerasdist.strategies.rows import count_rows, part_of_batch, split_part
 from kerasdist.strategies.sources import Source
 

@@ -28,7 +28,7 @@ from kerasdist.collectives.backends.single import SingleCommunicator
 from kerasdist.collectives.fused_buffer import Parts
 from kerasdist.collectives.ops import Array
 from kerasdist.errors import CollectiveError
-from kerasdist.server import ServerClient
+from kerasdist.ps import ServerClient
 from kerasdist.transport.deadline import Deadline
 from kerasdist.transport.liveness.announcements import Announcements
 from kerasdist.transport.tracing import Recorder

@@ -13,11 +13,11 @@ from typing import Any, NoReturn
 
 from kerasdist.cluster import Cluster, resolve
 from kerasdist.errors import ClusterError, ServerLost, StartupError
-from kerasdist.server import Event, ServerClient, ServerSettings, connect_servers
-from kerasdist.server.client import TRANSPORTS
-from kerasdist.server.process import run_server
-from kerasdist.server.service import session_name
-from kerasdist.server.settings import MODES
+from kerasdist.ps import Event, ServerClient, ServerSettings, connect_servers
+from kerasdist.ps.client.client import TRANSPORTS
+from kerasdist.ps.server.main import run_server
+from kerasdist.ps.server.server import session_name
+from kerasdist.ps.settings import MODES
 from kerasdist.strategies.asynchronous import AsyncExtended
 from kerasdist.strategies.data_parallel import DataParallelStrategy, Options
 from kerasdist.strategies.devices import check_devices

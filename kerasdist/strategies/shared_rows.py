@@ -26,7 +26,7 @@ import numpy.typing as npt
 import tensorflow as tf
 
 from kerasdist.collectives.ops import Array
-from kerasdist.server import Rows
+from kerasdist.ps import Rows
 
 __all__ = ["SharedRows", "rows_that_differ"]
 

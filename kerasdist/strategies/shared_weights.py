@@ -2,9 +2,9 @@
 
     w: this worker's weights     b: what it has received last     T: the servers' table
 
-    1. step        an optimizer of Keras changes w
-    2. push        w - b goes to the servers, which add it to T      (server/store.py)
-    3. the answer  is T with everything that is in it: b = w = T
+    1. step        an optimizer of Keras changes w 2. push        w - b goes to the
+    servers, which add it to T      (ps/tables/tables.py) 3. the answer  is T with
+    everything that is in it: b = w = T
 
 That is one operation at the end of `Optimizer.apply`, in whatever graph that runs, and
 once per window of gradient accumulation. So any optimizer works, with clipping, decay
@@ -29,7 +29,7 @@ import tensorflow as tf
 from kerasdist import _tf
 from kerasdist.collectives.buffer_pool import Buffers
 from kerasdist.collectives.ops import Array
-from kerasdist.server import Change, Pulled, Rows, Variable
+from kerasdist.ps import Change, Pulled, Rows, Variable
 from kerasdist.strategies.shared_rows import SharedRows
 from kerasdist.strategies.step_count import StepCount
 

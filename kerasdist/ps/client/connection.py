@@ -15,8 +15,8 @@ from typing import Any
 
 from kerasdist import errors
 from kerasdist.collectives.failures import fresh
-from kerasdist.server.channel import Channel, ChannelEnded, ChannelSilent, Message
-from kerasdist.server.desk import MOST_BYTES, Farewell
+from kerasdist.ps.channel.channel import Channel, ChannelEnded, ChannelSilent, Message
+from kerasdist.ps.server.handler import MOST_BYTES, Farewell
 from kerasdist.transport.base import Aborted
 from kerasdist.transport.deadline import Deadline
 from kerasdist.transport.liveness.failure_protocol import decode
@@ -40,11 +40,10 @@ class Roster:
     """What a server tells a worker that it lets in.
 
     Attributes:
-        replicas: Each worker's number of replicas, by rank.
-        met: Number of the last collective that this worker needn't come to.
-        joined: Whether the job had begun without it.
-        joining: Whether the others don't wait for it yet, see `kerasdist.server.gate`.
-        resumed: Whether the server goes on from a snapshot.
+        replicas: Each worker's number of replicas, by rank. met: Number of the last
+        collective that this worker needn't come to. joined: Whether the job had begun
+        without it. joining: Whether the others don't wait for it yet, see
+        `kerasdist.ps.server.join`. resumed: Whether the server goes on from a snapshot.
     """
 
     replicas: tuple[int, ...]

@@ -10,15 +10,15 @@ from collections.abc import Callable
 from kerasdist import errors
 from kerasdist.cluster import Cluster
 from kerasdist.collectives.failures import fresh
-from kerasdist.server.client import TRANSPORTS, ServerClient
-from kerasdist.server.crew import Event, Person
-from kerasdist.server.desk import Desk
-from kerasdist.server.layout import Layout
-from kerasdist.server.link import Roster
-from kerasdist.server.local_link import LocalLink
-from kerasdist.server.network_link import NetworkLink
-from kerasdist.server.service import session_name
-from kerasdist.server.settings import ServerSettings
+from kerasdist.ps.client.client import TRANSPORTS, ServerClient
+from kerasdist.ps.client.connection import Roster
+from kerasdist.ps.client.in_process import LocalLink
+from kerasdist.ps.client.network import NetworkLink
+from kerasdist.ps.layout import Layout
+from kerasdist.ps.server.handler import Desk
+from kerasdist.ps.server.membership import Event, Person
+from kerasdist.ps.server.server import session_name
+from kerasdist.ps.settings import ServerSettings
 from kerasdist.transport.log import background_log
 from kerasdist.transport.rendezvous.member import host_key
 from kerasdist.transport.timeouts import Timeouts
@@ -55,7 +55,7 @@ def connect_servers(
             before anybody else hears of it: to tell a launcher. It mustn't wait.
         on_table: As for `ParameterServer`; for a server in this process.
         gate: Whether a worker that comes later joins at a gate, see
-            `kerasdist.server.gate`; else the others wait for it at once.
+            `kerasdist.ps.server.join`; else the others wait for it at once.
         host: Overrides `host_key()`, for tests.
 
     Raises:

@@ -30,9 +30,9 @@ import numpy as np
 from kerasdist import errors
 from kerasdist.collectives.buffer_pool import Buffers
 from kerasdist.collectives.ops import Array, reducer
-from kerasdist.server.crew import Crew, Person
-from kerasdist.server.gate import Gate
-from kerasdist.server.store import Place, Stores
+from kerasdist.ps.server.join import Gate
+from kerasdist.ps.server.membership import Crew, Person
+from kerasdist.ps.tables.tables import Place, Stores
 from kerasdist.transport.deadline import Deadline
 from kerasdist.transport.wire.framing import OPS, Call
 

@@ -13,14 +13,14 @@ import numpy.typing as npt
 
 from kerasdist import errors
 from kerasdist.collectives.ops import Array, octets
-from kerasdist.server.channel import Channel, Message, Spec
-from kerasdist.server.layout import Layout, Piece, dtype_of
-from kerasdist.server.table import merge_rows
+from kerasdist.ps.channel.channel import Channel, Message, Spec
+from kerasdist.ps.layout import Layout, Piece, dtype_of
+from kerasdist.ps.tables.table import merge_rows
 from kerasdist.transport.tracing import Laps, now
 from kerasdist.transport.wire.framing import Call, FrameType
 
 if TYPE_CHECKING:
-    from kerasdist.server.client import ServerClient
+    from kerasdist.ps.client.client import ServerClient
 
 __all__ = ["Change", "Pulled", "RemoteTable", "Rows"]
 

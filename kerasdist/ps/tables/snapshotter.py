@@ -14,18 +14,18 @@ from typing import Any
 
 from kerasdist.collectives.ops import Array
 from kerasdist.errors import ProtocolError, SnapshotError
-from kerasdist.server.crew import Crew, Person
-from kerasdist.server.layout import Layout
-from kerasdist.server.settings import ServerSettings
-from kerasdist.server.snapshot import (
+from kerasdist.ps.layout import Layout
+from kerasdist.ps.server.membership import Crew, Person
+from kerasdist.ps.settings import ServerSettings
+from kerasdist.ps.tables.snapshot import (
     path_of,
     read_snapshot,
     remove_leftovers,
     remove_snapshot,
     write_snapshot,
 )
-from kerasdist.server.snapshot_lock import SnapshotLock
-from kerasdist.server.store import Store, Stores
+from kerasdist.ps.tables.snapshot_lock import SnapshotLock
+from kerasdist.ps.tables.tables import Store, Stores
 from kerasdist.transport.log import background_log
 
 __all__ = ["Keeper"]

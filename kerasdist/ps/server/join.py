@@ -20,11 +20,11 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from kerasdist import errors
-from kerasdist.server.crew import Crew, Person
+from kerasdist.ps.server.membership import Crew, Person
 from kerasdist.transport.deadline import Deadline
 
 if TYPE_CHECKING:
-    from kerasdist.server.client import ServerClient
+    from kerasdist.ps.client.client import ServerClient
 
 __all__ = ["Board", "Entry", "Gate", "enter"]
 

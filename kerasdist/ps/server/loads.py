@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from kerasdist.errors import ProtocolError
-from kerasdist.server.layout import Layout
+from kerasdist.ps.layout import Layout
 
 __all__ = ["Load", "Tally", "loads_from_json", "loads_of", "share_in_words"]
 

@@ -11,8 +11,9 @@ On one host the body is in memory that both share, and only the rest goes throug
 socket. One side asks and the other answers, in turn: what was received can be read
 until the next message is sent, and no longer, since its memory is used again.
 
-Implementations: sockets with and without shared memory (`kerasdist.server.wire`), and
-queues in one process, here. One contract test suite runs on all of them.
+Implementations: sockets with and without shared memory
+(`kerasdist.ps.channel.socket_channel`), and queues in one process, here. One contract
+test suite runs on all of them.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ import numpy.typing as npt
 
 from kerasdist.collectives.ops import Array
 from kerasdist.errors import ProtocolError
-from kerasdist.server.layout import dtype_of
+from kerasdist.ps.layout import dtype_of
 from kerasdist.transport.base import Aborted
 from kerasdist.transport.deadline import Deadline
 from kerasdist.transport.tracing import now

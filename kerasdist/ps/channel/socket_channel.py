@@ -31,7 +31,7 @@ import numpy.typing as npt
 
 from kerasdist.collectives.ops import Array, octets
 from kerasdist.errors import ProtocolError, SharedMemoryFull
-from kerasdist.server.channel import (
+from kerasdist.ps.channel.channel import (
     Channel,
     ChannelEnded,
     ChannelSilent,

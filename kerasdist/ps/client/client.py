@@ -1,6 +1,6 @@
 """A worker's side: all servers of its job as if they were one.
 
-client = connect_servers(cluster, settings, timeouts=timeouts)   # server/connect.py
+client = connect_servers(cluster, settings, timeouts=timeouts)   # ps/client/connect.py
 table = client.open_table(variables, values)      # the chief's values count
 ...
 pulled = table.push_pull(deltas)                  # one message per server and step
@@ -21,16 +21,16 @@ from kerasdist import errors
 from kerasdist.cluster import Cluster
 from kerasdist.collectives.failures import fresh
 from kerasdist.collectives.ops import Array
-from kerasdist.server.channel import Message
-from kerasdist.server.communicator import ServerCommunicator
-from kerasdist.server.crew import Event
-from kerasdist.server.desk import Farewell
-from kerasdist.server.layout import Layout, Variable
-from kerasdist.server.link import Build, Link, Roster
-from kerasdist.server.questions import Questions
-from kerasdist.server.remote import RemoteTable
-from kerasdist.server.settings import ServerSettings
-from kerasdist.server.watch import Watch
+from kerasdist.ps.channel.channel import Message
+from kerasdist.ps.client.communicator import ServerCommunicator
+from kerasdist.ps.client.connection import Build, Link, Roster
+from kerasdist.ps.client.control_requests import Questions
+from kerasdist.ps.client.remote_table import RemoteTable
+from kerasdist.ps.heartbeat import Watch
+from kerasdist.ps.layout import Layout, Variable
+from kerasdist.ps.server.handler import Farewell
+from kerasdist.ps.server.membership import Event
+from kerasdist.ps.settings import ServerSettings
 from kerasdist.transport.base import Peer
 from kerasdist.transport.liveness.announcements import Announcements
 from kerasdist.transport.liveness.failure_protocol import decode
@@ -56,10 +56,10 @@ class ServerClient(Questions):
         replicas: Each worker's number of replicas, by rank.
         joined: Whether the job had begun without this worker: its tables then hold
             what the others have learned.
-        joining: Whether the others don't wait for it yet, see `kerasdist.server.gate`.
-        communicator: Collectives between all live workers, through the servers.
-        events: What has happened to other workers, in order, as server 0 tells.
-        tables: The tables that were opened.
+        joining: Whether the others don't wait for it yet, see
+        `kerasdist.ps.server.join`. communicator: Collectives between all live workers,
+        through the servers. events: What has happened to other workers, in order, as
+        server 0 tells. tables: The tables that were opened.
     """
 
     def __init__(
@@ -182,7 +182,7 @@ class ServerClient(Questions):
         return table
 
     def entered(self, met: int, ranks: tuple[int, ...]) -> None:
-        """The others wait for this worker from now on; see `kerasdist.server.gate`."""
+        """The others wait for this worker from now on; see `ps.server.join`."""
         self.joining = False
         self._met = met
         self.communicator.enter(met, ranks)

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from kerasdist.collectives.ops import Array
 from kerasdist.errors import ProtocolError
-from kerasdist.server.layout import Layout
+from kerasdist.ps.layout import Layout
 
 __all__ = ["Table", "merge_rows"]
 

@@ -24,15 +24,15 @@ from kerasdist.collectives.buffer_pool import Buffers
 from kerasdist.collectives.communicator import Communicator
 from kerasdist.collectives.fused_buffer import Parts
 from kerasdist.collectives.ops import Array, check_dtype
-from kerasdist.server.channel import Channel, Message
-from kerasdist.server.loads import Tally
+from kerasdist.ps.channel.channel import Channel, Message
+from kerasdist.ps.server.loads import Tally
 from kerasdist.transport.base import Peer
 from kerasdist.transport.deadline import Deadline
 from kerasdist.transport.tracing import Laps, Recorder
 from kerasdist.transport.wire.framing import Call, FrameType
 
 if TYPE_CHECKING:
-    from kerasdist.server.client import ServerClient
+    from kerasdist.ps.client.client import ServerClient
 
 __all__ = ["ServerCommunicator"]
 

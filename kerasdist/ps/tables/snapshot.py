@@ -30,7 +30,7 @@ import numpy as np
 
 from kerasdist.collectives.ops import Array, octets
 from kerasdist.errors import ProtocolError, SnapshotError
-from kerasdist.server.channel import read_specs
+from kerasdist.ps.channel.channel import read_specs
 
 __all__ = [
     "path_of",

@@ -1,6 +1,6 @@
 """A worker's connection to one server over the network.
 
-`kerasdist.server.service` draws how it is made. When it is lost, and the server may
+`kerasdist.ps.server.server` draws how it is made. When it is lost, and the server may
 come back from its snapshot, it is made again.
 """
 
@@ -13,14 +13,20 @@ from typing import Any
 
 from kerasdist import errors
 from kerasdist.collectives.failures import fresh
-from kerasdist.server.admission import PURPOSE
-from kerasdist.server.channel import Channel, ChannelEnded
-from kerasdist.server.crew import Person
-from kerasdist.server.desk import Farewell
-from kerasdist.server.link import GRACE_SECONDS, JOIN_SECONDS, Job, Link, Roster
-from kerasdist.server.settings import ServerSettings
-from kerasdist.server.watch import Watch
-from kerasdist.server.wire import SocketChannel
+from kerasdist.ps.channel.channel import Channel, ChannelEnded
+from kerasdist.ps.channel.socket_channel import SocketChannel
+from kerasdist.ps.client.connection import (
+    GRACE_SECONDS,
+    JOIN_SECONDS,
+    Job,
+    Link,
+    Roster,
+)
+from kerasdist.ps.heartbeat import Watch
+from kerasdist.ps.server.handler import Farewell
+from kerasdist.ps.server.membership import Person
+from kerasdist.ps.server.registration import PURPOSE
+from kerasdist.ps.settings import ServerSettings
 from kerasdist.transport.base import Aborted
 from kerasdist.transport.cancellation import Cancellation
 from kerasdist.transport.connection import Connection
@@ -103,7 +109,7 @@ class NetworkLink(Link):
 
         Args:
             met: What another server has said of collectives, see `Roster`.
-            gate: Whether to join at a gate, see `kerasdist.server.gate`.
+            gate: Whether to join at a gate, see `kerasdist.ps.server.join`.
             joining: What another server has said of that.
 
         Raises:

@@ -11,16 +11,16 @@ import contextlib
 from collections.abc import Sequence
 from typing import Any
 
-from kerasdist.server.channel import Message
-from kerasdist.server.dealer import REMEMBERED
-from kerasdist.server.link import Build, Job
+from kerasdist.ps.channel.channel import Message
+from kerasdist.ps.client.connection import Build, Job
+from kerasdist.ps.server.batch_queue import REMEMBERED
 from kerasdist.transport.wire.framing import Call, FrameType
 
 __all__ = ["Questions"]
 
 
 class Questions(Job):
-    """The part of a worker's client that asks; see `kerasdist.server.client`."""
+    """The part of a worker's client that asks; see `kerasdist.ps.client.client`."""
 
     def __init__(self) -> None:
         # By dataset: the epoch, and what this worker has claimed last in it.

@@ -6,7 +6,7 @@
     2. server        adds them to T, once: a change that was added before (its answer
                      was lost on its way) isn't added again
     3. server        r's clock is c
-    4. server        waits until r may go on (`kerasdist.server.clocks`)
+    4. server        waits until r may go on (`kerasdist.ps.tables.clocks`)
     5. server -> r   T's dense values, and the rows changed since that version
 
 Everything of a step that is finished is in T before its clock ticks: so who may go on
@@ -28,13 +28,13 @@ import numpy as np
 
 from kerasdist import errors
 from kerasdist.collectives.ops import Array, octets
-from kerasdist.server.channel import Spec
-from kerasdist.server.clocks import Clocks
-from kerasdist.server.crew import Crew, Person
-from kerasdist.server.gate import Board
-from kerasdist.server.layout import Layout
-from kerasdist.server.settings import ServerSettings
-from kerasdist.server.table import Table
+from kerasdist.ps.channel.channel import Spec
+from kerasdist.ps.layout import Layout
+from kerasdist.ps.server.join import Board
+from kerasdist.ps.server.membership import Crew, Person
+from kerasdist.ps.settings import ServerSettings
+from kerasdist.ps.tables.clocks import Clocks
+from kerasdist.ps.tables.table import Table
 from kerasdist.transport.deadline import Deadline
 
 __all__ = ["Place", "Store", "Stores"]

@@ -6,10 +6,10 @@ import collections
 from typing import Any
 
 from kerasdist.cluster import Cluster
-from kerasdist.server.layout import Layout
-from kerasdist.server.loads import Load, loads_of, share_in_words
-from kerasdist.server.service import ParameterServer
-from kerasdist.server.settings import ServerSettings
+from kerasdist.ps.layout import Layout
+from kerasdist.ps.server.loads import Load, loads_of, share_in_words
+from kerasdist.ps.server.server import ParameterServer
+from kerasdist.ps.settings import ServerSettings
 from kerasdist.transport.liveness.final_error import hand_over_final_error
 from kerasdist.transport.liveness.launcher_pipe import ServerReporter
 from kerasdist.transport.log import background_log

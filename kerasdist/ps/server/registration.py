@@ -14,8 +14,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from kerasdist import errors
-from kerasdist.server.crew import Person
-from kerasdist.server.desk import Desk
+from kerasdist.ps.server.handler import Desk
+from kerasdist.ps.server.membership import Person
 from kerasdist.transport.connection import Connection
 from kerasdist.transport.deadline import Deadline
 from kerasdist.transport.wire.framing import FrameType

@@ -4,15 +4,15 @@ A thread per worker brings its requests here (`attend`), one after the other; ea
 answered before the next one is read. A request's JSON object says under "do" what is
 asked for:
 
-    meet    a collective of all workers                (kerasdist.server.meetings)
-    open    begin to use a table                       (kerasdist.server.store)
+    meet    a collective of all workers                (kerasdist.ps.server.collectives)
+    open    begin to use a table                       (kerasdist.ps.tables.tables)
     push    add a step's changes, and read             (the same)
     pull    read                                       (the same)
-    claim   get the next number of a queue             (kerasdist.server.dealer)
-    enter   join the others                            (kerasdist.server.gate)
+    claim   get the next number of a queue             (kerasdist.ps.server.batch_queue)
+    enter   join the others                            (kerasdist.ps.server.join)
     post    tell those who come later a number         (the same)
     read    read such a number                         (the same)
-    split   hear what each server gets in a step       (kerasdist.server.loads)
+    split   hear what each server gets in a step       (kerasdist.ps.server.loads)
     stats   what is known of tables and workers
 
 The answer is a REPLY, or a FAILURE whose "failure" the worker raises.
@@ -26,20 +26,20 @@ from collections.abc import Callable
 from typing import Any
 
 from kerasdist import errors
-from kerasdist.server.channel import (
+from kerasdist.ps.channel.channel import (
     Channel,
     ChannelEnded,
     ChannelSilent,
     Message,
 )
-from kerasdist.server.crew import Crew, Event, Person
-from kerasdist.server.dealer import Dealer
-from kerasdist.server.keeper import Keeper
-from kerasdist.server.layout import Layout
-from kerasdist.server.loads import Load, loads_from_json
-from kerasdist.server.meetings import Meetings
-from kerasdist.server.settings import ServerSettings
-from kerasdist.server.store import Stores
+from kerasdist.ps.layout import Layout
+from kerasdist.ps.server.batch_queue import Dealer
+from kerasdist.ps.server.collectives import Meetings
+from kerasdist.ps.server.loads import Load, loads_from_json
+from kerasdist.ps.server.membership import Crew, Event, Person
+from kerasdist.ps.settings import ServerSettings
+from kerasdist.ps.tables.snapshotter import Keeper
+from kerasdist.ps.tables.tables import Stores
 from kerasdist.transport.base import Aborted
 from kerasdist.transport.deadline import Deadline
 from kerasdist.transport.liveness.failure_protocol import decode, encode

@@ -9,8 +9,8 @@
            or   REFUSAL: why not
     4. c -> s   connect, handshake, hello for a data connection; on the same host
                 through a Unix socket, so that memory can be shared
-    5. both     heartbeats on the control connection       (kerasdist.server.watch)
-    6. c -> s   a REQUEST on the data connection             (kerasdist.server.desk)
+    5. both     heartbeats on the control connection       (kerasdist.ps.heartbeat) 6. c
+    -> s   a REQUEST on the data connection             (kerasdist.ps.server.handler)
        s -> c   its REPLY, or a FAILURE; then 6. again
     7. c -> s   GOODBYE on the control connection
 
@@ -35,19 +35,19 @@ from typing import Any
 
 from kerasdist import errors
 from kerasdist.cluster import Cluster
-from kerasdist.server.admission import (
+from kerasdist.ps.channel.socket_channel import SocketChannel
+from kerasdist.ps.heartbeat import Watch
+from kerasdist.ps.layout import Layout
+from kerasdist.ps.server.handler import Desk, Farewell
+from kerasdist.ps.server.loads import Load
+from kerasdist.ps.server.membership import Event, Person
+from kerasdist.ps.server.registration import (
     FAREWELL_SECONDS,
     LOOK_SECONDS,
     PURPOSE,
     Admission,
 )
-from kerasdist.server.crew import Event, Person
-from kerasdist.server.desk import Desk, Farewell
-from kerasdist.server.layout import Layout
-from kerasdist.server.loads import Load
-from kerasdist.server.settings import ServerSettings
-from kerasdist.server.watch import Watch
-from kerasdist.server.wire import SocketChannel
+from kerasdist.ps.settings import ServerSettings
 from kerasdist.transport.connection import Connection
 from kerasdist.transport.deadline import Deadline
 from kerasdist.transport.liveness.failure_protocol import encode

@@ -5,10 +5,10 @@ from __future__ import annotations
 import threading
 
 from kerasdist import errors
-from kerasdist.server.channel import Channel, memory_pair
-from kerasdist.server.crew import Person
-from kerasdist.server.desk import Desk, Farewell
-from kerasdist.server.link import JOIN_SECONDS, Job, Link
+from kerasdist.ps.channel.channel import Channel, memory_pair
+from kerasdist.ps.client.connection import JOIN_SECONDS, Job, Link
+from kerasdist.ps.server.handler import Desk, Farewell
+from kerasdist.ps.server.membership import Person
 from kerasdist.transport.timeouts import Timeouts
 
 __all__ = ["LocalLink"]

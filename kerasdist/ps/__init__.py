@@ -1,0 +1,27 @@
+"""Parameter servers: tables, clocks, servers and clients. No TensorFlow, no Keras."""
+
+from kerasdist.ps.client.client import ServerClient
+from kerasdist.ps.client.connect import connect_servers
+from kerasdist.ps.client.remote_table import Change, Pulled, RemoteTable, Rows
+from kerasdist.ps.layout import Layout, Variable
+from kerasdist.ps.server.batch_queue import END
+from kerasdist.ps.server.join import enter
+from kerasdist.ps.server.membership import Event
+from kerasdist.ps.server.server import ParameterServer
+from kerasdist.ps.settings import ServerSettings
+
+__all__ = [
+    "END",
+    "Change",
+    "Event",
+    "Layout",
+    "ParameterServer",
+    "Pulled",
+    "RemoteTable",
+    "Rows",
+    "ServerClient",
+    "ServerSettings",
+    "Variable",
+    "connect_servers",
+    "enter",
+]

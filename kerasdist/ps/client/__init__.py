@@ -1,0 +1,1 @@
+"""A worker's side of parameter servers: connections, remote tables, a communicator."""

@@ -1,0 +1,1 @@
+"""A parameter server: its workers, their requests, and what they do together."""

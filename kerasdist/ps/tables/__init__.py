@@ -1,0 +1,1 @@
+"""Tables of arrays that a server holds, their clocks, and their snapshots."""
