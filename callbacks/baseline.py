@@ -11,8 +11,8 @@ import numpy as np
 
 from kerasdist.callbacks.verdict import in_seconds
 from kerasdist.collectives import Communicator
-from kerasdist.strategies.calibration import Alone, measure_alone
-from kerasdist.strategies.step_times import StepTimes
+from kerasdist.strategies.measure.calibration import Alone, measure_alone
+from kerasdist.strategies.measure.step_times import StepTimes
 
 __all__ = ["Baseline"]
 

@@ -11,7 +11,7 @@ from kerasdist._keras.hooks import dealing_hooks, hooks_of, timer_of
 from kerasdist._keras.rates import leaves_of
 from kerasdist._keras.taken import steps_of
 from kerasdist.collectives import Communicator
-from kerasdist.strategies.stage_clock import StageTimes
+from kerasdist.strategies.measure.stages import StageTimes
 
 __all__ = ["Job"]
 
@@ -26,7 +26,7 @@ class Job:
         model: Compiled, with a strategy of ours.
 
     Attributes:
-        clock: Measures this worker's steps, see `strategies.step_clock`.
+        clock: Measures this worker's steps, see `strategies.measure.step_clock`.
         communicator: Between the workers.
         in_step: Whether all workers take each step together.
     """

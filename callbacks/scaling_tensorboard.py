@@ -1,7 +1,8 @@
 """`ScalingTensorBoard`: see why a job scales, or why it doesn't.
 
-Each worker measures its own steps (`strategies.step_clock`). After a window of steps
-all workers give each other a few numbers, and the chief writes what they say together:
+Each worker measures its own steps (`strategies.measure.step_clock`). After a window of
+steps all workers give each other a few numbers, and the chief writes what they say
+together:
 
     every worker   steps ...  │  steps ...      │  ...            end of `fit`
     all                       all-gather        all-gather        all-gather
@@ -32,9 +33,9 @@ from kerasdist.callbacks.job import Job
 from kerasdist.callbacks.summaries import Summaries
 from kerasdist.callbacks.verdict import Verdict, judge
 from kerasdist.callbacks.windows import Windows
-from kerasdist.strategies.link_speed import link_speed
-from kerasdist.strategies.stage_clock import StageTimes
-from kerasdist.strategies.step_times import StepTimes, gather
+from kerasdist.strategies.measure.link_speed import link_speed
+from kerasdist.strategies.measure.stages import StageTimes
+from kerasdist.strategies.measure.step_times import StepTimes, gather
 
 __all__ = ["ScalingTensorBoard"]
 

@@ -18,7 +18,7 @@ from kerasdist.callbacks.trace import Execution, Record, Span, trace
 from kerasdist.callbacks.xplane import xspace
 from kerasdist.collectives import Communicator
 from kerasdist.collectives.clock_sync import clock_offset
-from kerasdist.strategies.stage_clock import StageClock
+from kerasdist.strategies.measure.stages import StageClock
 from kerasdist.transport.tracing import now
 
 __all__ = ["Timeline"]

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from kerasdist.strategies.stage_clock import COMPUTE
+from kerasdist.strategies.measure.stages import COMPUTE
 from kerasdist.transport.tracing import NAMES
 
 __all__ = ["Execution", "Lane", "Process", "Record", "Span", "processes", "trace"]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-from kerasdist.strategies.step_times import StepTimes
+from kerasdist.strategies.measure.step_times import StepTimes
 
 __all__ = ["Windows"]
 

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from kerasdist._keras.training.local import local_training
     from kerasdist.strategies.model_parallel import ModelParallelStrategy
     from kerasdist.strategies.parameter_server import ParameterServerStrategy
-    from kerasdist.strategies.planning import plan
+    from kerasdist.strategies.plan import plan
     from kerasdist.strategies.ring import RingStrategy
 
 __all__ = [
@@ -56,7 +56,7 @@ _LAZY = {
     "ParameterServerStrategy": "kerasdist.strategies.parameter_server",
     "RingStrategy": "kerasdist.strategies.ring",
     "local_training": "kerasdist._keras.training.local",
-    "plan": "kerasdist.strategies.planning",
+    "plan": "kerasdist.strategies.plan",
 }
 
 # In a checkout callbacks/ stands beside this package. Python that is started in a

@@ -145,11 +145,11 @@ def run_metadata() -> Iterator[list[Any]]:
     """
     from tensorflow.python.eager import context
 
-    from kerasdist.strategies import placed_ops
+    from kerasdist.strategies.placed.extended import placer
 
     found: list[Any] = []
-    own = placed_ops.ran_graphs
-    placed_ops.ran_graphs = lambda: contextlib.nullcontext([])
+    own = placer.ran_graphs
+    placer.ran_graphs = lambda: contextlib.nullcontext([])
     context.enable_graph_collection()
     context.export_run_metadata()  # what ran before
     try:
@@ -157,7 +157,7 @@ def run_metadata() -> Iterator[list[Any]]:
         graphs = context.export_run_metadata().function_graphs
         found.extend(graph for f in graphs for graph in f.partition_graphs)
     finally:
-        placed_ops.ran_graphs = own
+        placer.ran_graphs = own
         context.disable_graph_collection()
 
 

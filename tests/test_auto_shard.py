@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from kerasdist.strategies.auto_shard import own_sizes
+from kerasdist.strategies.data.auto_shard import own_sizes
 from workers import Workers
 
 SCRIPT = """

@@ -13,7 +13,7 @@ from kerasdist.callbacks.figures import PHASES, combine
 from kerasdist.callbacks.report import to_markdown
 from kerasdist.callbacks.summaries import Summaries
 from kerasdist.callbacks.verdict import judge
-from kerasdist.strategies.step_times import StepTimes
+from kerasdist.strategies.measure.step_times import StepTimes
 
 pytestmark = pytest.mark.timeout(170)
 

@@ -9,7 +9,7 @@ import types
 import pytest
 
 from kerasdist.ps import END
-from kerasdist.strategies.dealing import Dealt
+from kerasdist.strategies.asynchronous.dynamic_batches import Dealt
 from workers import Workers
 
 pytestmark = pytest.mark.timeout(150)

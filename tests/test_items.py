@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from kerasdist._keras import items
-from kerasdist.strategies.item_form import ItemForm
-from kerasdist.strategies.order import part_of
+from kerasdist.strategies.data.item_codec import ItemForm
+from kerasdist.strategies.data.shuffle import part_of
 from workers import Workers
 
 SCRIPT = """

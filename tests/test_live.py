@@ -7,14 +7,14 @@ import types
 import numpy as np
 import pytest
 
-from kerasdist.strategies import agreement
-from kerasdist.strategies.async_hooks import _compare
-from kerasdist.strategies.data.arrays import settle_arrays
-from kerasdist.strategies.data.choice import DataChoice
-from kerasdist.strategies.item_form import ItemForm
-from kerasdist.strategies.live import LiveJob
-from kerasdist.strategies.same_batches import SameBatches
-from kerasdist.strategies.shared_items import SharedItems
+from kerasdist.strategies.asynchronous.hooks import _compare
+from kerasdist.strategies.asynchronous.live_group import LiveJob
+from kerasdist.strategies.chief_data.arrays import settle_arrays
+from kerasdist.strategies.chief_data.choice import DataChoice
+from kerasdist.strategies.data.batch_check import SameBatches
+from kerasdist.strategies.data.item_codec import ItemForm
+from kerasdist.strategies.data.pydataset_exchange import SharedItems
+from kerasdist.strategies.reduce import consensus
 from servers import Servers
 from waiting import wait_until
 
@@ -45,7 +45,7 @@ def weights(extended, rank):
     strategy = types.SimpleNamespace(experimental_local_results=lambda v: [v])
     extended._container_strategy = lambda: strategy
     extended.initial_state = "check"
-    agreement.check_state(extended, [("kernel", variable)])
+    consensus.check_state(extended, [("kernel", variable)])
 
 
 def batches(extended, rank):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import tensorflow as tf
 
-from kerasdist.strategies.marks import MEASURED, ROWS, SLOTS, STEPS, Marks
+from kerasdist.strategies.measure.counters import MEASURED, ROWS, SLOTS, STEPS, Marks
 
 
 @pytest.mark.parametrize("before", [0, 2**63 - 1, -(2**63), -1, 2**40 - 1])

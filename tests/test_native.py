@@ -145,7 +145,7 @@ def test_it_needs_the_users_word_and_listens_at_the_tasks_address_only():
     script = """
 import json, os, socket
 from kerasdist import RingStrategy, errors
-from kerasdist.strategies.native_server import _Server
+from kerasdist.strategies.native.server import _Server
 
 word = os.environ.pop("KERASDIST_ALLOW_OPEN_SERVERS")
 try:

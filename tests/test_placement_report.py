@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kerasdist._tf.run_graphs import RunNode
-from kerasdist.strategies.placement_report import (
+from kerasdist.strategies.placed.report import (
     LayerPlace,
     Move,
     Names,

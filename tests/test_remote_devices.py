@@ -11,14 +11,14 @@ from devices import CLASSIFIER, begin
 from test_scaling_tensorboard import events, series
 from test_scaling_tensorboard import text as text_of
 
-from kerasdist.strategies.remote_devices import named_in
+from kerasdist.strategies.placed.remote import named_in
 from workers import Workers
 
 PRELUDE = (
     begin(2)
     + CLASSIFIER
     + """
-from kerasdist.strategies import remote_devices
+from kerasdist.strategies.placed.extended import remote
 
 rank = json.loads(os.environ["TF_CONFIG"])["task"]["index"]
 ONE, TWO = "/job:worker/task:1/CPU:1", "/job:worker/task:{}/device:CPU:0"
@@ -199,21 +199,21 @@ def test_a_start_that_fails_says_who_is_missing_and_why(tmp_path):
     """TensorFlow alone would wait for ever, and say nothing."""
     text = """
     found = []
-    real_serve = remote_devices.remote.serve_devices
-    real_drive = remote_devices.remote.drive_devices
+    real_serve = remote.remote.serve_devices
+    real_drive = remote.remote.drive_devices
 
     # 1. A worker whose server can't be reached.
     def elsewhere(*arguments):
         server, port = real_serve(*arguments)
         return server, 1
-    remote_devices.remote.serve_devices = elsewhere
+    remote.remote.serve_devices = elsewhere
     try:
         place()
     except kerasdist.errors.StartupError as error:
         found.append([error.missing, str(error)])
 
     # 2. A worker that is lost while TensorFlow connects.
-    remote_devices.remote.serve_devices = real_serve
+    remote.remote.serve_devices = real_serve
     with open(os.path.join(sys.argv[1], str(rank)), "w") as file:
         file.write(str(os.getpid()))
     def lose(*arguments):
@@ -221,7 +221,7 @@ def test_a_start_that_fails_says_who_is_missing_and_why(tmp_path):
             os.kill(int(file.read()), signal.SIGKILL)
         real_drive(*arguments)
     if rank == 0:
-        remote_devices.remote.drive_devices = lose
+        remote.remote.drive_devices = lose
     try:
         place()
     except kerasdist.WorkerLost as error:

@@ -9,7 +9,7 @@ import pytest
 
 import kerasdist
 from asynchronous import COMMON
-from kerasdist.strategies.shared_rows import rows_that_differ
+from kerasdist.strategies.asynchronous.rows import rows_that_differ
 from workers import Workers
 
 pytestmark = pytest.mark.timeout(150)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kerasdist.strategies.start_line import Given, describe
+from kerasdist.strategies.data.startup_message import Given, describe
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kerasdist.collectives.backends.single import SingleCommunicator
-from kerasdist.strategies.step_clock import StepClock
+from kerasdist.strategies.measure.step_clock import StepClock
 
 
 @pytest.mark.parametrize("runs", [False, True])

@@ -17,7 +17,7 @@ import keras
 import numpy as np
 import pytest
 
-from kerasdist.strategies.step_count import StepCount
+from kerasdist.strategies.asynchronous.step_count import StepCount
 from workers import Workers
 
 pytestmark = pytest.mark.timeout(150)

@@ -193,7 +193,7 @@ def test_clocks_that_differ(kind, size):
 # With strategies.
 
 RING = """
-from kerasdist.strategies import marks
+from kerasdist.strategies.measure import counters
 strategy = kerasdist.RingStrategy(timeout=60, bucket_size=100_000)
 m = build()
 class Late(keras.callbacks.Callback):
@@ -209,7 +209,7 @@ fit(m, [Timeline(folder + "/end.json", steps=(16, 100))])
 fit(m, [Timeline(folder + "/none.json", steps=(50, 100))])
 listening.append(strategy.communicator._recorder is None)
 # Nor were steps measured: these have no stages.
-listening.append(not strategy.extended.timer._summed.read()[marks.MEASURED:].any())
+listening.append(not strategy.extended.timer._summed.read()[counters.MEASURED:].any())
 result(listening)
 """
 

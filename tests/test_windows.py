@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kerasdist.callbacks.windows import Windows
-from kerasdist.strategies.step_times import StepTimes
+from kerasdist.strategies.measure.step_times import StepTimes
 
 
 class Clock:

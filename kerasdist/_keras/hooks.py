@@ -27,7 +27,7 @@ __all__ = [
 
 
 class StepTimer(Protocol):
-    """Measures steps of training; see `strategies.step_clock`.
+    """Measures steps of training; see `strategies.measure.step_clock`.
 
     Attributes:
         running: Whether somebody wants to know.
@@ -231,7 +231,7 @@ class KerasHooks(Protocol):
         """
 
     def share_state(self, variables: Sequence[Any], root: int) -> Any:
-        """Give all workers a rank's values; see `strategies.initial_state.Shared`."""
+        """Give all workers a rank's values; see `reduce.initial_state.Shared`."""
 
     def describe(self) -> str:
         """The workers and their replicas, for the start-up line."""
@@ -266,7 +266,7 @@ class DealingHooks(KerasHooks, Protocol):
         """Join the others; return the epoch that begins, and what they know."""
 
     def deal_arrays(self, data: ArrayData) -> Any:
-        """Return what deals out batches of arrays: see `strategies.dealing.Dealt`."""
+        """Return what deals out batches of arrays: see `dynamic_batches.Dealt`."""
 
     def deal_items(self, data: ItemData) -> Any:
         """The same for a PyDataset."""

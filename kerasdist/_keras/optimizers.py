@@ -5,9 +5,9 @@ up what comes out: under several replicas that is another number. The outermost
 `apply` reduces (a LossScaleOptimizer calls its inner optimizer's); what runs inside
 it sees gradients that are the same on all replicas.
 
-With gradient accumulation each replica adds up its own gradients, and they are
-reduced in the step that updates (`kerasdist.strategies.accumulation`), before they
-are clipped. Where something looks at the gradients of every step, every step reduces:
+With gradient accumulation each replica adds up its own gradients, and they are reduced
+in the step that updates (`kerasdist.strategies.reduce.accumulation`), before they are
+clipped. Where something looks at the gradients of every step, every step reduces:
 
     LossScaleOptimizer              must know on all replicas if they are finite
     variables that are overwritten  (float8) take the largest of the steps'

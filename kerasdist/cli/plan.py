@@ -117,7 +117,7 @@ def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     model_fn = _load(parser, arguments.model)
     # TensorFlow takes seconds to import: not before the arguments are right.
-    from kerasdist.strategies.planning import plan
+    from kerasdist.strategies.plan import plan
 
     try:
         found = plan(

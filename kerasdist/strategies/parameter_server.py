@@ -18,10 +18,10 @@ from kerasdist.ps.client.client import TRANSPORTS
 from kerasdist.ps.server.main import run_server
 from kerasdist.ps.server.server import session_name
 from kerasdist.ps.settings import MODES
-from kerasdist.strategies.asynchronous import AsyncExtended
-from kerasdist.strategies.data_parallel import DataParallelStrategy, Options
+from kerasdist.strategies.asynchronous.extended import AsyncExtended
 from kerasdist.strategies.devices import check_devices
-from kerasdist.strategies.extended import SynchronousExtended
+from kerasdist.strategies.sync.extended import SynchronousExtended
+from kerasdist.strategies.sync.strategy import DataParallelStrategy, Options
 from kerasdist.strategies.versions import check_installed
 from kerasdist.transport import Timeouts
 from kerasdist.transport.liveness.launcher_pipe import Reporter

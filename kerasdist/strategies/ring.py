@@ -12,19 +12,19 @@ from kerasdist.cluster import resolve
 from kerasdist.collectives import connect
 from kerasdist.errors import ClusterError
 from kerasdist.placement.plan import Plan
-from kerasdist.strategies import native
-from kerasdist.strategies.data_parallel import DataParallelStrategy, Options
 from kerasdist.strategies.devices import check_devices
-from kerasdist.strategies.hybrid import HybridExtended
-from kerasdist.strategies.micro_batches import check_micro_batches
 from kerasdist.strategies.model_parallel import (
     check_mapping,
     placer_for,
     staging,
     unpacked,
 )
-from kerasdist.strategies.placed import install_hooks
-from kerasdist.strategies.placement_report import PlacementReport
+from kerasdist.strategies.native.communicator import communicator
+from kerasdist.strategies.placed.extended import install_hooks
+from kerasdist.strategies.placed.hybrid import HybridExtended
+from kerasdist.strategies.placed.micro_batches import check_micro_batches
+from kerasdist.strategies.placed.report import PlacementReport
+from kerasdist.strategies.sync.strategy import DataParallelStrategy, Options
 from kerasdist.strategies.versions import check_installed
 from kerasdist.transport import Timeouts
 
@@ -60,8 +60,8 @@ class RingStrategy(DataParallelStrategy):
             "tcp", "shared_memory", "hierarchical", or "native": TensorFlow's own
             collectives, NCCL on GPUs and gRPC on CPUs. With "native" create the
             strategy before anything else of TensorFlow is used, in one cluster per
-            process; and keep strangers off the network: TensorFlow's server
-            isn't protected by the job's secret (`strategies.native`). Or "mpi":
+            process; and keep strangers off the network: TensorFlow's server isn't
+            protected by the job's secret (`strategies.native.communicator`). Or "mpi":
             mpi4py, in processes started by `mpirun`, which says who is who.
         timeout: Seconds that one collective may take; how far workers may drift
             apart.
@@ -187,7 +187,7 @@ class RingStrategy(DataParallelStrategy):
             transport=transport,
             timeouts=timeouts,
             replicas=len(names) if placer is None else 1,
-            native=native.connector(in_use),
+            native=communicator.connector(in_use),
         )
         try:
             if job.transport == "native":

@@ -1,0 +1,1 @@
+"""Workers that don't wait for each other: weights, batches, who is there."""

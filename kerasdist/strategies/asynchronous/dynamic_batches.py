@@ -1,0 +1,303 @@
+"""The batches of an epoch are dealt out: whoever is free takes the next one.
+
+    w: a worker, its reading thread     s: server 0     (ps/server/batch_queue.py)
+
+    1. w -> s   a claim: dataset, epoch
+    2. s -> w   the number of a batch that nobody else gets; or none: the epoch is over
+    3. w        reads that batch, while the step of the one before it runs
+    4. w        trains on it, and claims the next one
+
+So an epoch has the batches of one process, each trained on by one worker: a slow worker
+takes fewer. Each worker has claimed one batch ahead; those of a worker that is lost are
+missing from that epoch.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+import tensorflow as tf
+
+from kerasdist import _tf
+from kerasdist.ps import END
+from kerasdist.strategies.asynchronous.sources import Source
+from kerasdist.strategies.data.batch_split import count_rows, part_of_batch, split_part
+
+if TYPE_CHECKING:
+    from kerasdist.strategies.asynchronous.extended import AsyncExtended
+
+__all__ = ["Dealt", "DealtBatches", "DealtLoop"]
+
+
+class Dealt:
+    """What `fit` trains on, epoch after epoch. All workers make theirs in one order.
+
+    Args:
+        extended: The strategy's extended object.
+        source: Reads batches.
+        number: Number of this dataset, the same on all workers.
+
+    Attributes:
+        length: Number of batches in a pass over the data; None: not known.
+        steps: Number of batches that this worker has taken in this epoch.
+    """
+
+    def __init__(self, extended: AsyncExtended, source: Source, number: int) -> None:
+        self.extended = extended
+        self.source = source
+        self.steps = 0
+        self._number = number
+        self._epoch = 0
+        self._pass = 0
+        # Batches of this pass that earlier epochs have used; 0: a new pass begins.
+        self._used = 0
+        self._last = -1
+        self._limit: int | None = None
+        self._batches: DealtBatches | None = None
+
+    @property
+    def length(self) -> int | None:
+        """Number of batches in a pass over the data; None: not known."""
+        return self.source.length
+
+    def example(self) -> Any:
+        """A batch, to build a model from; it isn't claimed."""
+        return self.source.example()
+
+    def begin_epoch(self, steps: int | None = None) -> DealtBatches:
+        """Begin the next epoch, at the same time on all workers.
+
+        Args:
+            steps: Number of batches over all workers; None: to the end of the data.
+        """
+        hooks = self.extended.keras_hooks
+        hooks.check_joined()
+        if self._batches is not None:
+            self._batches.close()
+        # Who joins just now has no batches, and comes all the same.
+        if self._epoch:
+            exhausted = self._batches is not None and self._batches.exhausted
+            if hooks.any_of(exhausted):
+                self._used = 0
+        self.extended.shared.rebase()
+        self.extended.shared.count.begin_epoch()
+        hooks.present = self
+        self._epoch += 1
+        self._last = -1
+        self.steps = 0
+        if steps is None or self._used == 0:
+            self._used = 0
+            self._pass += 1
+            self.source.begin(self._pass)
+        length = self.length
+        self._limit = steps
+        if length is not None:
+            left = length - self._used
+            self._limit = left if steps is None else min(steps, left)
+        gated = steps is not None or self.source.is_shared
+        used = self._used
+        local = itertools.count()
+
+        def claim() -> int | None:
+            number = self._claim(self._last) if gated else next(local)
+            return None if number is None else used + number
+
+        if self._limit is not None and gated:
+            self._used += self._limit
+        if length is not None and self._used >= length:
+            self._used = 0
+        self._batches = DealtBatches(self, claim, used)
+        return self._batches
+
+    def facts(self) -> dict[str, Any]:
+        """Where this is, between two epochs, for those who join."""
+        return {
+            "dataset": self._number,
+            "length": self.length,
+            "seed": self.source.seed,
+            "begun": self._epoch,
+            "passes": self._pass,
+            "used": self._used,
+        }
+
+    def join(self, facts: dict[str, Any]) -> None:
+        """Go on where the others are, who have told `facts`.
+
+        Raises:
+            ValueError: This worker was given other data.
+        """
+        theirs = facts["length"], facts["dataset"]
+        if theirs != (self.length, self._number):
+            raise ValueError(
+                "A worker that joins must be given the others' data. Received: "
+                f"{self.length} batches, dataset {self._number}; the others have "
+                f"{theirs[0]}, dataset {theirs[1]}. All workers must run the same "
+                "script."
+            )
+        source = self.source
+        source.seed = facts["seed"]
+        self._epoch, self._pass = int(facts["begun"]), int(facts["passes"])
+        self._used = int(facts["used"])
+        source.skip(self._pass - bool(self._used))
+        if self._used:
+            source.begin(self._pass)
+
+    def end_for_all(self) -> None:
+        """Let all workers' epoch end with the batches that they have."""
+        self._claim(END)
+
+    def close(self) -> None:
+        """End the reading thread."""
+        if self._batches is not None:
+            self._batches.close()
+
+    def _claim(self, last: int) -> int | None:
+        # Told, not left in `_last`: the reading thread sets that, too.
+        number = self.extended.job.client.claim(
+            self._number, self._epoch, limit=self._limit, last=last
+        )
+        if number is not None:
+            self._last = number
+        return number
+
+
+class DealtBatches:
+    """This worker's batches of one epoch; read ahead by a thread.
+
+    Args:
+        dealt: The dataset.
+        claim: Returns the number of a batch in its pass, or None.
+        used: Number of batches of the pass that earlier epochs have used.
+
+    Attributes:
+        kerasdist_together: Tells the Keras seam what this is.
+        number: Number of the batch that comes next, in the epoch.
+        exhausted: Whether the data have ended before the claims.
+    """
+
+    kerasdist_together = True
+
+    def __init__(
+        self, dealt: Dealt, claim: Callable[[], int | None], used: int
+    ) -> None:
+        self.number = 0
+        self.exhausted = False
+        self._dealt = dealt
+        self._claim = claim
+        self._used = used
+        self._pool: ThreadPoolExecutor | None = ThreadPoolExecutor(
+            1, thread_name_prefix="kerasdist-reader"
+        )
+        self._ahead: Future[tuple[int, Any] | None] | None = None
+        self._next: tuple[int, Any] | None = None
+
+    def ready(self) -> bool:
+        """Whether there's another batch; waits until it is read."""
+        if self._next is None and self._pool is not None:
+            ahead = self._ahead or self._pool.submit(self._read)
+            begin = time.time()
+            self._next = ahead.result()
+            timer = self._dealt.extended.keras_hooks.timer
+            timer.waited(time.time() - begin, between=True)
+            self._ahead = None
+            if self._next is None:
+                self.close()
+            else:
+                self.number = self._next[0] - self._used
+                self._ahead = self._pool.submit(self._read)
+        return self._next is not None
+
+    def at_least_one(self) -> DealtBatches:
+        """What the Keras seam asks for before a step."""
+        if not self.ready():
+            raise StopIteration
+        return self
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        if not self.ready() or self._next is None:
+            raise StopIteration
+        batch, self._next = self._next[1], None
+        self._dealt.steps += 1
+        return batch
+
+    def close(self) -> None:
+        """End the reading thread."""
+        pool, self._pool = self._pool, None
+        if pool is not None:
+            pool.shutdown(cancel_futures=True)
+
+    def _read(self) -> tuple[int, Any] | None:
+        number = self._claim()
+        if number is None:
+            return None
+        with tf.device(_tf.host_of(self._dealt.extended.worker_devices[0])):
+            found = self._dealt.source.read(number)
+        if found is None:
+            self.exhausted = True
+            return None
+        return number, _for_replicas(self._dealt.extended, found[0])
+
+
+class DealtLoop:
+    """What a custom loop iterates over; the workers meet at the end of each pass.
+
+    Args:
+        dealt: What deals out its batches.
+        dataset: The dataset.
+
+    Attributes:
+        kerasdist_dataset: The dataset: tells the Keras seam what `fit` is given.
+    """
+
+    def __init__(self, dealt: Dealt, dataset: Any) -> None:
+        self._dealt = dealt
+        self.kerasdist_dataset = dataset
+
+    @property
+    def element_spec(self) -> Any:
+        """What a batch is made of, as TensorFlow describes it."""
+        return tf.nest.map_structure(tf.type_spec_from_value, self._dealt.example())
+
+    def __iter__(self) -> Iterator[Any]:
+        batches = self._dealt.begin_epoch()
+        try:
+            for batch in batches:
+                # Keras's steps are told how many rows there are, a user's aren't.
+                yield split_part(batch)[0]
+        finally:
+            batches.close()
+        self._dealt.extended.keras_hooks.settle()
+
+
+def _for_replicas(extended: AsyncExtended, batch: Any) -> Any:
+    """A batch on this worker's device, or divided over its devices."""
+    devices = extended.worker_devices
+    host = _tf.host_of(devices[0])
+
+    def put(leaf: Any, device: str) -> Any:
+        if leaf is None or isinstance(leaf, tf.experimental.Optional):
+            return leaf
+        if isinstance(leaf, (tf.RaggedTensor, tf.SparseTensor)):
+            return leaf
+        tensor = tf.convert_to_tensor(leaf)
+        return tensor if device == host else tf.identity(tensor)
+
+    def whole(part: Any, device: str) -> Any:
+        with tf.device(device):
+            return tf.nest.map_structure(lambda leaf: put(leaf, device), part)
+
+    if len(devices) == 1:
+        return whole(batch, devices[0])
+    rows = count_rows(batch)
+    parts = [
+        whole(part_of_batch(batch, rows, i, len(devices)), device)
+        for i, device in enumerate(devices)
+    ]
+    return _tf.regroup(parts)

@@ -1,0 +1,135 @@
+"""`tf.distribute`'s extended object of workers that don't wait for each other.
+
+It has two views of the same workers:
+
+    apart       in a step: this worker's replicas only. A step consumes a whole batch,
+                reduces over local replicas, and ends with an exchange of the weights
+                (`strategies.asynchronous.weights`)
+    together    in `evaluate` and `predict`, and wherever no step is: all live workers,
+                in step, as with the synchronous strategies
+
+What stands inside `strategy.run`, or in a graph that is no evaluation, is a step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from kerasdist import _tf
+from kerasdist.errors import CollectiveError
+from kerasdist.ps import ServerClient
+from kerasdist.strategies.asynchronous.dynamic_batches import DealtLoop
+from kerasdist.strategies.asynchronous.hooks import AsyncHooks
+from kerasdist.strategies.asynchronous.live_group import LiveJob
+from kerasdist.strategies.asynchronous.weights import SharedTables
+from kerasdist.strategies.sync.extended import SynchronousExtended
+
+__all__ = ["AsyncExtended"]
+
+
+class AsyncExtended(SynchronousExtended):
+    """Replicas of this worker, which share weights with all other workers.
+
+    Args:
+        container: The strategy.
+        devices: Canonical names of this worker's devices, one per replica.
+        job: This worker's connection to the servers.
+        options: See `SynchronousExtended`.
+    """
+
+    job: LiveJob
+    keras_hooks: AsyncHooks
+    _evaluating = 0
+    _stepping = 0
+
+    def __init__(
+        self, container: Any, devices: Sequence[str], job: ServerClient, **options: Any
+    ) -> None:
+        super().__init__(container, devices, LiveJob(job), **options)
+        self.shared = SharedTables(self)
+        self.keras_hooks = AsyncHooks(self)
+
+    def common_seed(self) -> int:
+        """See `SynchronousExtended.common_seed`; the same for who comes later.
+
+        Raises:
+            CollectiveError: This worker has come before the others agreed on it.
+        """
+        client = self.job.client
+        if not client.joining:
+            seed = super().common_seed()
+            if client.rank == 0:
+                client.post("seed", seed)
+            return seed
+        found = client.read("seed")
+        if found is None:
+            raise CollectiveError(
+                "The others haven't agreed on a seed yet, or had none to agree on. "
+                "Start this worker again, and let all tasks run the same script."
+            )
+        return found
+
+    @property
+    def is_apart(self) -> bool:
+        """Whether what is run or traced now is this worker's own step."""
+        if self._evaluating:
+            return False
+        return self._stepping > 0 or not _tf.executing_eagerly()
+
+    @contextlib.contextmanager
+    def apart(self) -> Iterator[None]:
+        """What stands inside is this worker's own step."""
+        self._stepping += 1
+        try:
+            yield
+        finally:
+            self._stepping -= 1
+
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        """What stands inside is done by all workers in step."""
+        self._evaluating += 1
+        try:
+            yield
+        finally:
+            self._evaluating -= 1
+
+    @property
+    def places(self) -> tuple[int, int, int]:
+        """See `SynchronousExtended.places`; apart, of this worker alone."""
+        local = len(self._devices)
+        return (0, local, local) if self.is_apart else super().places
+
+    @property
+    def workers(self) -> int:
+        """Number of workers that reduce and gather together."""
+        return 1 if self.is_apart else super().workers
+
+    @property
+    def first_replica(self) -> int:
+        """Number of this worker's first replica over all workers of the job."""
+        client = self.job.client
+        return sum(client.replicas[: client.rank])
+
+    @property
+    def should_checkpoint(self) -> bool:
+        """Only the chief writes."""
+        return self.job.client.rank == 0
+
+    @property
+    def should_save_summary(self) -> bool:
+        """Only the chief writes."""
+        return self.job.client.rank == 0
+
+    def _call_for_each_replica(self, fn: Any, args: Any, kwargs: Any) -> Any:
+        if self._evaluating:
+            return super()._call_for_each_replica(fn, args, kwargs)
+        with self.apart():
+            return super()._call_for_each_replica(fn, args, kwargs)
+
+    def _experimental_distribute_dataset(self, dataset: Any, options: Any) -> Any:
+        if self._evaluating:
+            return super()._experimental_distribute_dataset(dataset, options)
+        return DealtLoop(self.keras_hooks.deal_dataset(dataset, None), dataset)

@@ -1,0 +1,393 @@
+"""What asynchronous workers do in Keras's place, see `kerasdist._keras`.
+
+Inside an epoch nothing here asks the other workers for anything but the next batch's
+number: each is at another place. They meet where an epoch begins and ends:
+
+    begin    weights that callbacks have changed are rank 0's            `Dealt`
+    end      1. all come, and say how many steps they took
+             2. all take the servers' weights, in which now is everything
+             3. all come again: so nobody goes on before everybody has them
+             4. statistics (BatchNormalization's) are averaged over the workers, by
+                their numbers of steps; Keras sums the state of its metrics
+    gate     after the callbacks, if there's another epoch: a worker that has come later
+             may join; it gets the others' statistics, rate and place in the data
+
+Before it has joined such a worker is alone: it evaluates by itself, and can't train.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import tensorflow as tf
+
+from kerasdist import _tf
+from kerasdist._keras import ArrayData, ItemData, own_steps
+from kerasdist.ps import enter
+from kerasdist.strategies.asynchronous.dynamic_batches import Dealt
+from kerasdist.strategies.asynchronous.live_group import WorkersChanged
+from kerasdist.strategies.asynchronous.sources import (
+    ArraySource,
+    DatasetSource,
+    ItemSource,
+    OwnSource,
+    Source,
+)
+from kerasdist.strategies.data.auto_shard import own_part
+from kerasdist.strategies.data.batch_check import different_batches
+from kerasdist.strategies.data.pydataset_exchange import SharedItems
+from kerasdist.strategies.reduce import consensus
+from kerasdist.strategies.reduce.initial_state import Shared
+from kerasdist.strategies.sync.hooks import SynchronousHooks
+
+if TYPE_CHECKING:
+    from kerasdist.strategies.asynchronous.extended import AsyncExtended
+
+__all__ = ["AsyncHooks"]
+
+
+class AsyncHooks(SynchronousHooks):
+    """The hooks of one strategy.
+
+    Args:
+        extended: The strategy's extended object.
+
+    Attributes:
+        present: What the present epoch's batches are dealt from.
+        steps_of_all: How many steps all workers took in the epoch that was ended last.
+    """
+
+    _extended: AsyncExtended
+    deals = True
+
+    def __init__(self, extended: AsyncExtended) -> None:
+        super().__init__(extended)
+        self.rank = self.timer.rank = extended.job.client.rank
+        self.present: Dealt | None = None
+        self.steps_of_all = 0
+        self._datasets = 0
+        self._divided_over = extended.job.live.ranks
+        # Whether the workers haven't all the same behind them.
+        self._mixed = extended.job.client.joining
+        self._fits = 0
+        self._resumed: int | None = None
+        self._newest: Dealt | None = None
+        self._trained: tuple[Sequence[Any], Any, Sequence[bool]] = ((), None, ())
+        self._words = "no data"
+
+    # A step.
+
+    def apart(self) -> contextlib.AbstractContextManager[None]:
+        """See `KerasHooks.apart`."""
+        return self._extended.apart()
+
+    def updating(self, variables: Sequence[Any], touched: Sequence[Any]) -> None:
+        """See `KerasHooks.updating`: there must be a table before weights change."""
+        extended = self._extended
+        values = [getattr(variable, "value", variable) for variable in variables]
+
+        if not self._have_values(values):
+            return
+
+        def prepare(_: Any) -> None:
+            extended.shared.table_of(values, touched)
+
+        if len(extended.worker_devices) == 1:
+            prepare(None)
+        else:
+            tf.distribute.get_replica_context().merge_call(prepare)
+
+    def updated(
+        self, optimizer: Any, variables: Sequence[Any], touched: Sequence[Any]
+    ) -> None:
+        """See `KerasHooks.updated`."""
+        extended = self._extended
+        if extended.excluding:
+            return
+        values = [getattr(variable, "value", variable) for variable in variables]
+        if not self._have_values(values):
+            extended.ops.call(_too_early, [], [tf.int32], [tf.TensorShape([])])
+            return
+        window = getattr(optimizer, "gradient_accumulation_steps", None)
+        steps = own_steps(optimizer) if window else None
+        known = [indices for indices in touched if indices is not None]
+
+        def merge(_: Any, *known: Any) -> Any:
+            local = iter([extended.local(indices)[0] for indices in known])
+            own = [None if indices is None else next(local) for indices in touched]
+
+            def exchange() -> Any:
+                extended.shared.exchange(values, own)
+                return tf.constant(0)
+
+            if steps is None:
+                return exchange()
+            count = extended.local(steps)[0]
+            ended = tf.equal(count % tf.cast(window, count.dtype), 0)
+            return tf.cond(ended, exchange, lambda: tf.constant(0))
+
+        if len(extended.worker_devices) == 1:
+            merge(None, *known)
+        else:
+            replica = tf.distribute.get_replica_context()
+            replica.merge_call(merge, args=tuple(known))
+
+    def _have_values(self, variables: Sequence[Any]) -> bool:
+        """Whether variables have values: not in the trace of what creates them.
+
+        TensorFlow throws that trace away, gives them their values, and traces again.
+        """
+        if _tf.executing_eagerly():
+            return True
+        strategy = self._extended._container_strategy()
+        copies = [strategy.experimental_local_results(v)[0] for v in variables]
+        with tf.init_scope():
+            return all(bool(copy.is_initialized()) for copy in copies)
+
+    def replica(self) -> int:
+        """See `KerasHooks.replica`: each worker has streams of its own."""
+        return self._extended.first_replica + _tf.local_replica_id()
+
+    def close_window(self, variables: Sequence[Any]) -> None:
+        """See `KerasHooks.close_window`; over this worker's replicas.
+
+        A window is each worker's own: another one may have none that is open.
+        """
+        extended = self._extended
+        strategy = extended._container_strategy()
+        for variable in variables if len(extended.worker_devices) > 1 else ():
+            parts = strategy.experimental_local_results(variable)
+            mean: Any = np.mean([np.asarray(p, np.float64) for p in parts], axis=0)
+            for part in parts:
+                part.assign(tf.cast(mean, part.dtype))
+
+    # Where training begins.
+
+    def has_own_state(self) -> bool:
+        """See `KerasHooks.has_own_state`."""
+        self.settle()
+        return self.any_of(self._datasets > 1 or self._extended.shared.has_begun)
+
+    def share_state(self, variables: Sequence[Any], root: int) -> Shared:
+        """See `KerasHooks.share_state`; then the table takes what rank 0 holds.
+
+        A worker that comes later takes the others' state when it joins them.
+        """
+        self.settle()
+        if self.joining:
+            root = 0  # which is itself, until then
+        return super().share_state(variables, root)
+
+    def begin_fit(
+        self, variables: Sequence[Any], optimizer: Any, sparse: Sequence[bool]
+    ) -> None:
+        """See `KerasHooks.begin_fit`."""
+        self._fits += 1
+        self._trained = variables, optimizer, sparse
+        steps, self._resumed = self._resumed, None
+        if not self._extended.job.client.joining:
+            self._extended.shared.share(variables, optimizer, sparse, steps)
+
+    def steps_of(self, optimizer: Any) -> Any | None:
+        """See `DealingHooks.steps_of`."""
+        return self._extended.shared.steps_of(optimizer)
+
+    def resume_at(self, steps: int | None) -> None:
+        """See `DealingHooks.resume_at`."""
+        # Perhaps only the chief can read the file.
+        known = int(self.of_chief(-1 if steps is None else steps))
+        self._resumed = known if known >= 0 else None
+
+    def progress(self) -> tuple[int, int] | None:
+        """See `DealingHooks.progress`."""
+        return self._extended.shared.count.progress()
+
+    def settle(self) -> None:
+        """Meet; if a worker has taken steps since the last time, all take the weights.
+
+        All workers call it at the same place.
+        """
+        extended = self._extended
+        communicator = extended.job.communicator
+        dirty = [np.bool_(extended.shared.dirty)]
+        if communicator.all_reduce(dirty, "max")[0]:
+            extended.shared.pull()
+            communicator.barrier()
+
+    # Data.
+
+    def deal_arrays(self, data: ArrayData) -> Dealt:
+        """See `KerasHooks.deal_arrays`."""
+        return self._deal(ArraySource(data, self._agree(data)), data.batch_size)
+
+    def deal_items(self, data: ItemData) -> Dealt:
+        """See `KerasHooks.deal_items`."""
+        items = SharedItems(self._extended, data)
+        items.agree()
+        return self._deal(ItemSource(data, self._seed()), items.rows or None)
+
+    def deal_dataset(self, dataset: Any, length: int | None) -> Dealt:
+        """See `KerasHooks.deal_dataset`."""
+        extended = self._extended
+        if getattr(dataset, "kerasdist_own", False):
+            return self._deal(OwnSource(dataset, length), None)
+        if length is None:
+            known = int(dataset.cardinality())
+            length = known if known >= 0 else None
+        batch_size = _batch_size(dataset)
+        if not self.shards:
+            return self._deal(OwnSource(dataset, length), batch_size)
+        own = own_part(extended, dataset, (0, 1, 1))
+        if own is not None:
+            return self._deal(OwnSource(own, None), batch_size)
+        return self._deal(DatasetSource(dataset, length), batch_size)
+
+    def _deal(self, source: Source, batch_size: int | None) -> Dealt:
+        parts = [f"batches of {batch_size or 'unknown size'}"]
+        if source.length is not None:
+            parts.append(f"{source.length} in an epoch")
+        if source.is_shared:
+            parts.append("dealt out to whichever worker is free")
+        else:
+            parts.append("each worker's own")
+        self._words = ", ".join(parts)
+        self._datasets += 1
+        self._newest = Dealt(self._extended, source, self._datasets)
+        return self._newest
+
+    def describe(self) -> str:
+        """See `KerasHooks.describe`."""
+        job = self._extended.job
+        count, replicas = len(job.replicas), sum(job.replicas)
+        return (
+            f"{count} asynchronous worker(s) with {replicas} replica(s) in all, "
+            f"{self._words}"
+        )
+
+    # Where an epoch ends.
+
+    def end_epoch(self, statistics: Sequence[Any]) -> None:
+        """See `KerasHooks.end_epoch`."""
+        extended = self._extended
+        steps = 0 if self.present is None else self.present.steps
+        evidence = {} if self.present is None else self.present.source.evidence
+        every = self._facts({"steps": steps, "evidence": evidence})
+        # In the next collective somebody may be missing.
+        ranks = extended.job.communicator.ranks
+        extended.shared.pull()
+        extended.job.communicator.barrier()
+        _compare(ranks, [facts["evidence"] for facts in every])
+        self.steps_of_all = sum(facts["steps"] for facts in every)
+        if self.steps_of_all:
+            consensus.average(extended, statistics, steps / self.steps_of_all)
+
+    def _facts(self, mine: dict[str, Any]) -> list[dict[str, Any]]:
+        text = np.frombuffer(json.dumps(mine).encode(), np.uint8)
+        gathered = self._extended.job.communicator.all_gather(text)
+        return [json.loads(each.tobytes()) for each in gathered]
+
+    def end_batches(self) -> None:
+        """See `KerasHooks.end_batches`."""
+        if self.present is not None:
+            self.present.end_for_all()
+
+    # Who comes later.
+
+    @property
+    def joining(self) -> bool:
+        """See `DealingHooks.joining`."""
+        return self._extended.job.client.joining
+
+    def check_joined(self) -> None:
+        """Refuse to train before this worker has joined the others.
+
+        Raises:
+            RuntimeError: It hasn't.
+        """
+        if self.joining:
+            raise RuntimeError(
+                f"Rank {self.rank} has come to a job that runs, and can join it in "
+                "`fit` only. Received: a step of training before or outside of `fit`. "
+                "Let the script train with `fit` alone, or start the whole job again."
+            )
+
+    def let_in(self, epoch: int, known: dict[str, Any], statistics: Any) -> None:
+        """See `DealingHooks.let_in`."""
+        if self.present is None or len(self._extended.job.client.peers) == 1:
+            return
+        offset = self._extended.shared.count.offset_of(self._trained[1])
+        facts: dict[str, Any] = {"fit": self._fits, "epoch": epoch, "offset": offset}
+        facts |= {"data": self.present.facts(), "known": known}
+        if self._extended.job.live.gate(facts):
+            self._mixed = True
+            self._give(statistics, 1.0)
+
+    def join(self, statistics: Sequence[Any]) -> tuple[int, dict[str, Any]]:
+        """See `DealingHooks.join`."""
+        entry = enter(self._extended.job.client, self._fits)
+        self._extended.job.live.enter(entry.met, entry.ranks)
+        facts = entry.facts
+        if self._newest is not None:
+            self._newest.join(facts["data"])
+        self._give(statistics, 0.0)
+        self._extended.shared.join(*self._trained, int(facts["offset"]))
+        return int(facts["epoch"]), dict(facts["known"])
+
+    def _give(self, statistics: Sequence[Any], weight: float) -> None:
+        """All take the mean of those who have been here."""
+        mine = [np.float64(weight)]
+        total = float(self._extended.job.communicator.all_reduce(mine)[0])
+        if total:
+            consensus.average(self._extended, statistics, weight / total)
+
+    # Evaluation.
+
+    def together(self) -> contextlib.AbstractContextManager[None]:
+        """See `KerasHooks.together`."""
+        return self._extended.together()
+
+    def evaluate(self, call: Callable[[bool], Any], forget: Callable[[], None]) -> Any:
+        """See `KerasHooks.evaluate`."""
+        live = self._extended.job.live
+        self.settle()
+        everybody = len(self._extended.job.client.peers)
+        while True:
+            if live.ranks != self._divided_over:
+                # What was traced has divided the rows over other workers.
+                forget()
+                self._divided_over = live.ranks
+            try:
+                with self._extended.together(), live.strict():
+                    return call(self._mixed or live.size < everybody)
+            except (WorkersChanged, tf.errors.OpError):
+                if not live.changed:
+                    raise
+
+
+def _too_early() -> list[Any]:
+    raise RuntimeError(
+        "A step ran in the function that creates its variables: their changes would be "
+        "this worker's alone. Build the model and the optimizer before the first step: "
+        "`model.build(...)`, `optimizer.build(model.trainable_variables)`."
+    )
+
+
+def _batch_size(dataset: Any) -> int | None:
+    try:
+        return _tf.static_batch_size(dataset)
+    except (IndexError, TypeError, ValueError, tf.errors.OpError):
+        return None
+
+
+def _compare(ranks: tuple[int, ...], evidence: list[dict[str, int]]) -> None:
+    by_rank = dict(zip(ranks, evidence, strict=True))
+    for place in sorted({place for one in evidence for place in one}):
+        found = {rank: one[place] for rank, one in by_rank.items() if place in one}
+        first = next(iter(found))
+        others = [rank for rank, value in found.items() if value != found[first]]
+        if others:
+            raise different_batches(others, first)

@@ -1,0 +1,384 @@
+"""The weights that asynchronous workers train together, at the servers.
+
+    w: this worker's weights     b: what it has received last     T: the servers' table
+
+    1. step        an optimizer of Keras changes w 2. push        w - b goes to the
+    servers, which add it to T      (ps/tables/tables.py) 3. the answer  is T with
+    everything that is in it: b = w = T
+
+That is one operation at the end of `Optimizer.apply`, in whatever graph that runs, and
+once per window of gradient accumulation. So any optimizer works, with clipping, decay
+and averages: it is this worker's own, and so is its state.
+
+Of embeddings only rows travel (`strategies.asynchronous.rows`).
+
+At ends of epochs all workers meet, when all changes are in T, and take T. What changes
+the weights between two epochs isn't a step, which N workers would push N times: then
+all take rank 0's (`rebase`).
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import tensorflow as tf
+
+from kerasdist import _tf
+from kerasdist.collectives.buffer_pool import Buffers
+from kerasdist.collectives.ops import Array
+from kerasdist.ps import Change, Pulled, Rows, Variable
+from kerasdist.strategies.asynchronous.rows import SharedRows
+from kerasdist.strategies.asynchronous.step_count import StepCount
+
+if TYPE_CHECKING:
+    from kerasdist.strategies.asynchronous.extended import AsyncExtended
+
+__all__ = ["SharedTables", "SharedWeights"]
+
+# TensorFlow takes over without copying what is aligned so.
+_ALIGNMENT = 64
+# Of what is smaller all rows travel: a message isn't shorter for it.
+_LEAST_SPARSE_BYTES = 64 << 10
+
+
+class SharedWeights:
+    """The variables of one table, and what was received of them last.
+
+    Opened by all workers at the same place, or by each at its first step.
+
+    Args:
+        extended: The strategy's extended object.
+        variables: Trainable variables, of float dtypes.
+        sparse: For each of them whether few of its rows change in a step; the same on
+            all workers.
+    """
+
+    def __init__(
+        self,
+        extended: AsyncExtended,
+        variables: Sequence[Any],
+        sparse: Sequence[bool],
+    ) -> None:
+        strategy = extended._container_strategy()
+        self._extended = extended
+        self._copies = [strategy.experimental_local_results(v) for v in variables]
+        # They are known by their ids: so they must live.
+        self._variables = list(variables)
+        self.keys = [_key(variable) for variable in variables]
+        own = [np.asarray(parts[0]) for parts in self._copies]
+        held = [
+            Variable(
+                name=v.name,
+                shape=tuple(v.shape),
+                dtype=v.dtype.name,
+                sparse=few and array.ndim > 0 and array.nbytes >= _LEAST_SPARSE_BYTES,
+            )
+            for v, array, few in zip(variables, own, sparse, strict=True)
+        ]
+        self._base = {
+            index: np.array(array)
+            for index, (array, variable) in enumerate(zip(own, held, strict=True))
+            if not variable.sparse
+        }
+        self.table = extended.job.client.open_table(held, own)
+        del own  # the variables' memory: who holds it lets them be copied
+        first, self.table.initial = self.table.initial, []
+        self._rows = {
+            index: SharedRows(self._copies[index], first[index], variable.held)
+            for index, variable in enumerate(held)
+            if variable.sparse
+        }
+        # Rows that nobody changes from now on won't come.
+        for part in self._rows.values():
+            part.restore()
+        self._buffers = Buffers()
+        self._places: list[tuple[int, int]] = []
+        end = 0
+        for base in self._base.values():
+            start = -(-end // _ALIGNMENT) * _ALIGNMENT
+            end = start + base.nbytes
+            self._places.append((start, end))
+        # Whether something was pushed, or read, since all workers had the same.
+        self.dirty = False
+
+    def exchange(self, touched: Mapping[int, Any]) -> None:
+        """Push what has changed, and take what the servers hold; in any context.
+
+        Args:
+            touched: By the key of a variable the indices of its rows that may have
+                changed; those of other variables aren't known.
+        """
+        extended = self._extended
+        with tf.device(_tf.host_of(extended.worker_devices[0])):
+            values = [
+                tf.convert_to_tensor(self._copies[index][0].read_value())
+                for index in self._base
+            ]
+            rows = [
+                [tf.identity(t) for t in part.read(touched.get(self.keys[index]))]
+                for index, part in self._rows.items()
+            ]
+        sparse = [self._copies[index][0] for index in self._rows]
+        dtypes = [value.dtype for value in values]
+        shapes = [value.shape for value in values]
+        for variable in sparse:
+            dtypes += [tf.int64, variable.dtype]
+            shapes += [
+                tf.TensorShape([None]),
+                tf.TensorShape([None, *variable.shape[1:]]),
+            ]
+
+        def push(*arrays: Array) -> list[Any]:
+            self.dirty = True
+            rest = iter(arrays[len(values) :])
+            some = [[next(rest) for _ in tensors] for tensors in rows]
+            changes = self._changes(arrays[: len(values)], some)
+            taken = self._take(self.table.push_pull(changes))
+            return [*taken, np.int64(self.table.updates)]
+
+        *results, updates = extended.ops.call(
+            push,
+            [*values, *(tensor for tensors in rows for tensor in tensors)],
+            [*dtypes, tf.int64],
+            [*shapes, tf.TensorShape([])],
+        )
+        self._assign(results)
+        extended.shared.note_updates(self, updates)
+
+    def changed(self) -> bool:
+        """Whether something but a step has changed the weights."""
+        return any(
+            not np.array_equal(np.asarray(self._copies[index][0]), base)
+            for index, base in self._base.items()
+        ) or any(part.differing().size for part in self._rows.values())
+
+    def push(self) -> None:
+        """Push this worker's change; what is received isn't assigned."""
+        changes = self._changes(
+            [np.asarray(self._copies[index][0]) for index in self._base],
+            [[np.asarray(self._copies[index][0])] for index in self._rows],
+        )
+        self._take(self.table.push_pull(changes))
+
+    def pull(self) -> None:
+        """Take what the servers hold."""
+        self._assign([tf.convert_to_tensor(v) for v in self._take(self.table.pull())])
+        for part in self._rows.values():
+            part.restore()
+        self._extended.shared.note_updates(self, self.table.updates)
+        self.dirty = False
+
+    def _changes(
+        self, values: Sequence[Array], rows: Sequence[Sequence[Array]]
+    ) -> list[Change | Rows]:
+        """In the order of the table's variables."""
+        found: dict[int, Change | Rows] = {
+            index: Change(value, base)
+            for (index, base), value in zip(self._base.items(), values, strict=True)
+        }
+        for (index, part), arrays in zip(self._rows.items(), rows, strict=True):
+            found[index] = part.change(arrays)
+        return [found[index] for index in range(len(self.keys))]
+
+    def _take(self, pulled: Pulled) -> list[Array]:
+        """Copy what was received: into the base, and into what TensorFlow gets.
+
+        That can't be one array: optimizers change variables in place.
+        """
+        end = self._places[-1][1] if self._places else 0
+        memory = self._buffers.empty(end, np.dtype(np.uint8))
+        taken = []
+        for (index, base), (start, stop) in zip(
+            self._base.items(), self._places, strict=True
+        ):
+            value = pulled.values[index]
+            if value is None:
+                raise TypeError("A dense variable was received as rows.")
+            np.copyto(base, value)
+            out = memory[start:stop].view(base.dtype).reshape(base.shape)
+            np.copyto(out, value)
+            taken.append(out)
+        for index, part in self._rows.items():
+            taken += part.take(pulled.rows[index])
+        return taken
+
+    def _assign(self, values: Sequence[Any]) -> None:
+        rest = iter(values)
+        for index in self._base:
+            value = next(rest)
+            for part in self._copies[index]:
+                part.assign(value)
+        for part in self._rows.values():
+            part.assign(next(rest), next(rest))
+
+
+class SharedTables:
+    """All tables of one strategy.
+
+    Args:
+        extended: The strategy's extended object.
+    """
+
+    def __init__(self, extended: AsyncExtended) -> None:
+        self._extended = extended
+        self._all: list[SharedWeights] = []
+        # Of this `fit`: opened by all workers together, and by each for itself.
+        self._agreed: SharedWeights | None = None
+        self._own: list[SharedWeights] = []
+        self.count = StepCount(extended.worker_devices[0])
+
+    @property
+    def _in_use(self) -> list[SharedWeights]:
+        return [*([] if self._agreed is None else [self._agreed]), *self._own]
+
+    @property
+    def staleness(self) -> dict[int, int]:
+        """How often this worker has read at which staleness."""
+        counts: collections.Counter[int] = collections.Counter()
+        for weights in self._all:
+            counts.update(weights.table.observed)
+        return dict(sorted(counts.items()))
+
+    def share(
+        self,
+        variables: Sequence[Any],
+        optimizer: Any,
+        sparse: Sequence[bool],
+        steps: int | None = None,
+    ) -> None:
+        """Train these variables together from now on; all workers call it alike.
+
+        Args:
+            variables: The variables.
+            optimizer: The optimizer, or None.
+            sparse: Of which variables only some rows change in a step.
+            steps: How many steps all had taken where training is resumed, if it is.
+        """
+        self._own = []
+        self._agreed = self._table(variables, sparse) if variables else None
+        self.rebase()
+        if self._agreed is None:
+            self.count.begin(None, 0, None)
+            return
+        self._agreed.pull()
+        self._extended.job.communicator.barrier()
+        self.count.begin(optimizer, self._agreed.table.updates, steps)
+
+    def join(
+        self,
+        variables: Sequence[Any],
+        optimizer: Any,
+        sparse: Sequence[bool],
+        offset: int,
+    ) -> None:
+        """Train these variables with the others, whose table is there.
+
+        Args:
+            variables: See `share`.
+            optimizer: See `share`.
+            sparse: See `share`.
+            offset: What the others' `count.offset_of` it is.
+        """
+        self._agreed = self._table(variables, sparse) if variables else None
+        if self._agreed is not None:
+            self._agreed.pull()
+        self.count.join(optimizer, offset)
+
+    def note_updates(self, weights: SharedWeights, updates: Any) -> None:
+        """A worker has heard of so many updates of a table by all workers."""
+        if weights is self._agreed:
+            self.count.note(updates)
+
+    def steps_of(self, optimizer: Any) -> Any | None:
+        """See `StepCount.of`; None if no table is shared."""
+        return None if self._agreed is None else self.count.of(optimizer)
+
+    def exchange(self, variables: Sequence[Any], touched: Sequence[Any]) -> None:
+        """At the end of a step that has updated these variables.
+
+        Args:
+            variables: The variables.
+            touched: For each of them indices of all rows that the step may have
+                changed, or None if they aren't known.
+        """
+        keys = [_key(variable) for variable in variables]
+        self.table_of(variables, touched).exchange(
+            {
+                key: indices
+                for key, indices in zip(keys, touched, strict=True)
+                if indices is not None
+            }
+        )
+
+    def table_of(
+        self, variables: Sequence[Any], touched: Sequence[Any]
+    ) -> SharedWeights:
+        """The table that holds these variables; opened if there's none.
+
+        Before a step updates them: what each worker changes is counted from there.
+
+        Args:
+            variables: See `exchange`.
+            touched: See `exchange`.
+        """
+        keys = [_key(variable) for variable in variables]
+        for weights in self._in_use:
+            if set(keys) <= set(weights.keys):
+                return weights
+        with tf.init_scope():
+            weights = self._table(variables, [few is not None for few in touched])
+        self._own.append(weights)
+        return weights
+
+    def rebase(self) -> None:
+        """Take rank 0's weights if some have changed since all workers had the same.
+
+        All workers call it, and no step is on its way.
+        """
+        weights = self._agreed
+        if weights is None:
+            return
+        communicator = self._extended.job.communicator
+        changed = [np.bool_(weights.changed())]
+        if not communicator.all_reduce(changed, "max")[0]:
+            return
+        if communicator.rank == 0:
+            weights.push()
+        self.count.leave_out()
+        communicator.barrier()
+        weights.pull()
+        communicator.barrier()
+
+    def pull(self) -> None:
+        """Take what the servers hold, after a meeting of all, before another."""
+        for weights in self._in_use:
+            weights.pull()
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether there's a table."""
+        return bool(self._all)
+
+    @property
+    def dirty(self) -> bool:
+        """Whether this worker has taken a step since all had the same weights."""
+        return any(weights.dirty for weights in self._in_use)
+
+    def _table(self, variables: Sequence[Any], sparse: Sequence[bool]) -> SharedWeights:
+        keys = [_key(variable) for variable in variables]
+        for weights in self._all:
+            if weights.keys == keys:
+                return weights
+        self._extended.keras_hooks.check_joined()
+        weights = SharedWeights(self._extended, variables, sparse)
+        self._all.append(weights)
+        return weights
+
+
+def _key(variable: Any) -> int:
+    if hasattr(variable, "_distributed_container"):
+        variable = variable._distributed_container()
+    return id(variable)

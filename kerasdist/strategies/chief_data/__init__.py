@@ -1,0 +1,1 @@
+"""Data that differ between the ranks: found, decided on, and sent by the chief."""

@@ -1,0 +1,72 @@
+"""Arrays that were given to Keras: the same on all workers, or the chief's on all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from kerasdist._keras import ArrayData
+from kerasdist.collectives import Communicator
+from kerasdist.strategies.chief_data.choice import DataChoice
+from kerasdist.strategies.chief_data.comparison.content import Batch, Content
+from kerasdist.strategies.chief_data.encoding import encode
+from kerasdist.strategies.chief_data.messages import used, with_remedies
+from kerasdist.strategies.chief_data.transfer import (
+    chiefs_facts,
+    chiefs_leaves,
+    size_of,
+)
+
+__all__ = ["settle_arrays"]
+
+
+def settle_arrays(
+    communicator: Communicator,
+    choice: DataChoice,
+    data: ArrayData,
+    tell: Callable[[str, str], None],
+) -> None:
+    """Let all workers hold the same arrays: if theirs differ, the chief's.
+
+    Args:
+        communicator: Of all workers, who call it together.
+        choice: Whose data are used.
+        data: This worker's arrays; the chief's afterwards.
+        tell: Tells the user, given what kind of data it is and a line.
+
+    Raises:
+        ValueError: They differ, and the chief's can't be used. All workers raise it.
+    """
+    if communicator.size == 1:
+        return
+    x, rest = (tuple(encode(leaf) for leaf in leaves) for leaves in data.leaves())
+    settings = {"shuffle": str(data.shuffle), "batch_size": data.batch_size}
+
+    def different(others: list[int], asked: list[Any]) -> ValueError:
+        del others
+        named = zip(communicator.ranks, asked, strict=True)
+        every = "; ".join(f"rank {rank}: {_text(each)}" for rank, each in named)
+        return with_remedies(
+            "All workers must be given the same data: each takes its own part of every "
+            "global batch",
+            f"arrays that differ, here samples={data.samples}; {every}",
+        )
+
+    why = choice.of_chief(
+        communicator,
+        "arrays",
+        Content([Batch(x, rest)]),
+        settings=settings,
+        different=different,
+    )
+    if not why:
+        return
+    told = chiefs_facts(communicator, {"batch_size": data.batch_size})
+    leaves = [*x, *rest]
+    megabytes = size_of(leaves) / 1e6
+    data.replace(chiefs_leaves(communicator, leaves), int(told["batch_size"]))
+    tell("arrays", used("arrays", why, f"{megabytes:.3g} MB are sent once"))
+
+
+def _text(asked: dict[str, Any]) -> str:
+    return ", ".join(f"{name}={value}" for name, value in asked.items())

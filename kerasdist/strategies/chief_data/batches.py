@@ -1,0 +1,66 @@
+"""Batches of `train_on_batch` and the like: the same on all workers, or the chief's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from kerasdist.collectives import Communicator
+from kerasdist.strategies.chief_data.choice import DataChoice
+from kerasdist.strategies.chief_data.comparison.content import Content, batch_of
+from kerasdist.strategies.chief_data.comparison.fingerprint import hash_text
+from kerasdist.strategies.chief_data.encoding import decode, encode, pack, unpack
+from kerasdist.strategies.chief_data.messages import used, with_remedies
+from kerasdist.strategies.chief_data.transfer import size_of
+
+__all__ = ["settle_batch"]
+
+
+def settle_batch(
+    communicator: Communicator,
+    choice: DataChoice,
+    data: Any,
+    tell: Callable[[str, str], None],
+) -> Any:
+    """Return a global batch that all workers hold: if theirs differ, the chief's.
+
+    Args:
+        communicator: Of all workers, who call it together.
+        choice: Whose data are used.
+        data: This worker's batch, a nest of what NumPy takes for arrays.
+        tell: Tells the user, given what kind of data it is and a line.
+
+    Raises:
+        ValueError: They differ, and the chief's can't be used. All workers raise it.
+    """
+    content = Content([batch_of(data)])
+    if choice.mode != "chief" and _is_same(communicator, content):
+        return data
+    why = choice.of_chief(
+        communicator,
+        "batches",
+        content,
+        different=lambda others, _: with_remedies(
+            "All workers must be given the same global batch, of which each takes its "
+            "rows",
+            f"batches of ranks {others} differ from rank {communicator.ranks[0]}'s",
+        ),
+    )
+    if not why:
+        return data
+    leaves = [encode(leaf) for leaf in tf.nest.flatten(data)]
+    packed = pack({}, leaves) if communicator.rank == 0 else np.zeros(0, np.uint8)
+    _, chiefs = unpack(communicator.all_gather(packed)[0])
+    cost = f"rank 0 sends {size_of(chiefs) / 1e6:.3g} MB in each step"
+    tell("batches", used("batches", why, cost))
+    return tf.nest.pack_sequence_as(data, [decode(leaf) for leaf in chiefs])
+
+
+def _is_same(communicator: Communicator, content: Content) -> bool:
+    """Whether all workers hold the same; one small collective."""
+    mine = hash_text("".join([content.form, *content.digests()]).encode()) >> 1
+    most = communicator.all_reduce([np.array([mine, -mine], np.int64)], "max")[0]
+    return bool(most[0] == -most[1])

@@ -1,0 +1,292 @@
+"""Whose data are used: each worker's, if they are the same on all, or the chief's.
+
+    1. all      hashes of the data are gathered
+    2.          equal on all workers           each uses its own
+    3.          data="same"                    an error
+    4. content  rows that several workers hold, or the same targets to other inputs
+                                               the chief's
+    5. origin   drawn from the same            the chief's
+                from different parts           an error
+    6.          nothing is known               an error; a plain generator: the chief's
+
+All workers come to the same result: what decides was gathered from all.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from kerasdist.collectives import Communicator
+from kerasdist.strategies.chief_data.comparison.content import Content
+from kerasdist.strategies.chief_data.comparison.fingerprint import Hashes, hash_text
+from kerasdist.strategies.chief_data.comparison.likeness import (
+    Seen,
+    are_alike,
+    is_telling,
+    sample_rows,
+)
+from kerasdist.strategies.chief_data.comparison.origin import ITS_OWN, Origin
+from kerasdist.strategies.chief_data.messages import other_forms, own_parts, strangers
+
+__all__ = ["DataChoice"]
+
+# What has been found of earlier data: other orders or parts, or other inputs.
+_ROWS, _TARGETS = "rows", "targets"
+# So many rows of a random part would hold one that others hold, too.
+_FEW = 50
+# Less than this may be names of classes, or the sizes of an image.
+_LEAST_ROWS = 8
+
+
+class DataChoice:
+    """The choices of one strategy.
+
+    Args:
+        mode: "auto", "same" or "chief".
+
+    Attributes:
+        mode: See above.
+    """
+
+    def __init__(self, mode: str) -> None:
+        self.mode = mode
+        self._seen = Seen(), Seen()  # of whole rows, of their x
+        self._proved = ""
+
+    def of_chief(
+        self,
+        communicator: Communicator,
+        name: str,
+        content: Content,
+        *,
+        length: int | None = None,
+        settings: dict[str, Any] | None = None,
+        origin: Callable[[], Origin] | None = None,
+        different: Callable[[list[int], list[Any]], ValueError],
+        strange: bool = False,
+    ) -> str:
+        """Return why the chief's data are used; empty: each worker's own.
+
+        Args:
+            communicator: Of those who compare.
+            name: What the data are, in the plural.
+            content: The data.
+            length: Of the data, if `content` is only the beginning.
+            settings: What else must be the same on all workers.
+            origin: Returns where the data are from.
+            different: Makes the error for data="same", or other settings or lengths of
+                what is the same, of the ranks that differ and all workers' settings.
+            strange: Whether the chief's are used also if nothing is known.
+
+        Raises:
+            ValueError: They can't be used. All workers raise it.
+        """
+        if self.mode == "chief":
+            return "data='chief'"
+        x, rest = content.digests()
+        mine = {"form": content.form, "x": x, "rest": rest, "length": length}
+        every = _gather(communicator, [mine, settings])
+        ranks = communicator.ranks
+        others = [r for r, each in zip(ranks, every, strict=True) if each != every[0]]
+        if not others:
+            return ""
+        asked = [theirs for _, theirs in every]
+        every = [theirs for theirs, _ in every]
+        keys = [(theirs["x"], theirs["rest"]) for theirs in every]
+        same_data = len(set(keys)) == 1
+        if self.mode == "same" or same_data:
+            raise different(others, asked)
+        forms = [theirs["form"] for theirs in every if theirs["form"]]
+        if any(form != forms[0] for form in forms):
+            texts = [theirs["form"] for theirs in every]
+            raise other_forms(name, dict(zip(ranks, texts, strict=True)))
+        made_from = None if origin is None else origin()
+        if made_from is not None:
+            _check_shards(communicator, name, made_from)
+        why, found = self._by_content(communicator, content, every)
+        if not why and made_from is not None:
+            first = Content(content.batches[:1]).rows
+            why = _by_origin(communicator, name, made_from, first, found)
+        if not why:
+            why = self._by_earlier(communicator, content.rows)
+        if why:
+            return why
+        if strange:
+            return "nothing says that they are the same on all workers"
+        raise strangers(name, found)
+
+    def _by_content(
+        self, communicator: Communicator, content: Content, every: list[Any]
+    ) -> tuple[str, str]:
+        """Return why the rows say that the data are the same, and what was found."""
+        x, rest = content.row_hashes()
+        whole = x if len(rest) != len(x) else x * np.uint64(3) + rest
+        key = whole if len(rest) else x
+        present = Seen(), Seen()
+        for seen, hashes in zip(present, (whole, x), strict=True):
+            seen.add(hashes)
+        order = str(hash_text(np.sort(key).tobytes()))
+        same_rest = len({theirs["rest"] for theirs in every}) == 1 and len(rest) > 0
+        telling = same_rest and is_telling(rest)
+        orders = _gather(communicator, [order, telling])
+        if len({order for order, _ in orders}) == 1:
+            self._remember(present, _ROWS)
+            return "the same rows in another order", ""
+        kind = 0 if len(rest) else 1
+        equal = [order == orders[0][0] for order, _ in orders]
+
+        def count(hashes: Hashes) -> int:
+            return int(
+                (self._seen[kind].among(hashes) | present[kind].among(hashes)).sum()
+            )
+
+        alike, found = _all_alike(communicator, key, count, equal)
+        if alike:
+            self._remember(present, _ROWS)
+            return "they hold the same rows, in part or in another order", found
+        if all(telling for _, telling in orders):
+            self._remember(present, _TARGETS)
+            return "the same targets, of other inputs", found
+        return "", found
+
+    def _remember(self, rows: tuple[Seen, Seen], what: str) -> None:
+        """Remember rows of data that were found to be the same, and by what."""
+        for seen, present in zip(self._seen, rows, strict=True):
+            seen.extend(present)
+        self._proved = _TARGETS if _TARGETS in (what, self._proved) else _ROWS
+
+    def _by_earlier(self, communicator: Communicator, rows: int) -> str:
+        """Return why what was found earlier says that the data are the same.
+
+        The script divides, orders or changes its data at random: a few rows needn't be
+        among those that others hold, nor any of changed ones.
+        """
+        most = max(int(n[0]) for n in communicator.all_gather(np.int64(rows)))
+        if self._proved == _TARGETS or (self._proved == _ROWS and most < _FEW):
+            return "as the data before, which were the same in another form"
+        return ""
+
+
+def _check_shards(communicator: Communicator, name: str, origin: Origin) -> None:
+    """Refuse datasets that each worker takes another shard of.
+
+    Raises:
+        ValueError: They are. All workers raise it.
+    """
+    every = _gather(communicator, origin.shards)
+    if any(shards != every[0] for shards in every):
+        named = zip(communicator.ranks, every, strict=True)
+        how = [f"rank {rank}: {_all(shards)}" for rank, shards in named]
+        raise own_parts(name, f"a `shard` in the pipeline, {'; '.join(how)}")
+
+
+def _by_origin(
+    communicator: Communicator, name: str, origin: Origin, least: int, found: str
+) -> str:
+    """Return why the data are the chief's by where they are from; empty: not known.
+
+    Args:
+        communicator: Of those who compare.
+        name: What the data are.
+        origin: Where they are from.
+        least: Number of rows that something must have so that a batch can be from it.
+        found: What was found of their rows.
+
+    Raises:
+        ValueError: They are each worker's own part. All workers raise it.
+    """
+    every = _gather(
+        communicator,
+        {
+            "numbers": origin.numbers,
+            "rows": {
+                key: str(hash_text(rows.tobytes())) for key, rows in origin.rows.items()
+            },
+            "enough": [
+                key
+                for key, rows in origin.rows.items()
+                if key in origin.files
+                or len(np.unique(rows)) >= max(least, _LEAST_ROWS)
+            ],
+        },
+    )
+    first, ranks = every[0], communicator.ranks
+    for rank, theirs in zip(ranks, every, strict=True):
+        for key in sorted(first["numbers"].keys() & theirs["numbers"].keys()):
+            values = first["numbers"][key], theirs["numbers"][key]
+            if values[0] != values[1]:
+                how = f"{key}={values[0]} on rank {ranks[0]}"
+                how += f" and {values[1]} on rank {rank}"
+                if values[0].startswith(ITS_OWN):
+                    how = f"what makes them asks for the worker's place: {key}"
+                raise own_parts(name, f"{how}; {found}")
+        if theirs["rows"].keys() != first["rows"].keys():
+            return ""
+    known = ""
+    for key in sorted(first["rows"]):
+        if len({theirs["rows"][key] for theirs in every}) > 1:
+            rows = origin.rows[key]
+            seen = Seen()
+            seen.add(rows)
+            ordered = _gather(communicator, str(hash_text(np.sort(rows).tobytes())))
+            if len(set(ordered)) > 1:
+                equal = [each == ordered[0] for each in ordered]
+                alike, of = _all_alike(communicator, rows, seen.count, equal)
+                if not alike:
+                    raise own_parts(name, f"they are made from {key}: {of}")
+        if key in first["enough"]:
+            known = known or f"made from the same data, {key.strip()}"
+    return known
+
+
+def _all_alike(
+    communicator: Communicator,
+    rows: Hashes,
+    count: Callable[[Hashes], int],
+    equal: list[bool],
+) -> tuple[bool, str]:
+    """Whether all workers' rows are the chief's, too; and what was found, as text.
+
+    Args:
+        communicator: Of those who compare.
+        rows: This worker's.
+        count: Returns how many of some rows this worker has held.
+        equal: Of each rank: whether its rows are known to be the chief's.
+    """
+    sample = sample_rows(rows)
+    samples = communicator.all_gather(sample.hashes.view(np.int64))
+    found = np.array([count(theirs.view(np.uint64)) for theirs in samples], np.int64)
+    every = communicator.all_gather(np.array([found]))
+    repeated = [
+        float(part[0]) for part in communicator.all_gather(np.float64(sample.repeated))
+    ]
+    of_chief = every[0][0]
+    alike = all(
+        are_alike(int(of_chief[rank]), len(theirs), max(repeated[0], repeated[rank]))
+        for rank, theirs in enumerate(samples)
+        if not equal[rank]
+    )
+    ranks = communicator.ranks
+    text = ", ".join(
+        f"{int(of_chief[place])} of {len(theirs)} rows of rank {ranks[place]} that "
+        f"were looked up are among rank {ranks[0]}'s"
+        for place, theirs in enumerate(samples)
+        if place > 0
+    )
+    if max(repeated) > 0.02:
+        text += f", and {max(repeated):.0%} of a worker's rows are in its data twice"
+    return alike, text
+
+
+def _gather(communicator: Communicator, facts: Any) -> list[Any]:
+    text = np.frombuffer(json.dumps(facts).encode(), np.uint8)
+    return [json.loads(each.tobytes()) for each in communicator.all_gather(text)]
+
+
+def _all(shards: list[tuple[int, int]]) -> str:
+    every = [f"shard(num_shards={n}, index={i})" for n, i in shards]
+    return ", ".join(every) or "none"

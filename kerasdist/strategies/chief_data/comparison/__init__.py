@@ -1,0 +1,1 @@
+"""Whether data of two ranks are the same, and what they hold."""

@@ -1,0 +1,177 @@
+"""Hashes of data, the same in every process: of the whole, and of each row.
+
+Both are of the bytes: equal numbers of other dtypes have other hashes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kerasdist.strategies.chief_data.encoding import Encoded
+
+__all__ = ["Hashes", "digest_of", "hash_text", "row_hashes"]
+
+Array = npt.NDArray[Any]
+Hashes = npt.NDArray[np.uint64]
+
+# Up to this many bytes all of an array is hashed.
+_ALL = 4 << 20
+# Of a larger one rows of this many bytes in all, and the sums of blocks.
+_SAMPLED = 1 << 20
+_BLOCK_WORDS = 8192
+# More than this isn't read: an array may be a file that doesn't fit into memory.
+_MOST_READ = 4 << 30
+# Rows are hashed in parts of about this many bytes, which stay in the cache.
+_PART = 1 << 20
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_MIX = np.uint64(0xBF58476D1CE4E5B9)
+
+
+def digest_of(leaves: Sequence[Encoded]) -> str:
+    """Return a hash of the contents of tensors, as hexadecimal digits.
+
+    Large arrays are sampled: rows at places that depend on the shape alone, and the sum
+    of each 64 KB, so that a value that differs shows wherever it is.
+    """
+    digest = hashlib.blake2b(digest_size=16)
+    for leaf in leaves:
+        digest.update(f"{leaf.kind} {leaf.inner};".encode())
+        for array in leaf.arrays:
+            digest.update(f"{array.dtype.name}{array.shape};".encode())
+            _update(digest, array)
+    return digest.hexdigest()
+
+
+def row_hashes(leaves: Sequence[Encoded]) -> Hashes:
+    """Return a hash of each row of tensors that have the same number of rows.
+
+    Tensors without a first dimension, and those of another number of rows than the
+    first one, don't count.
+    """
+    total: Hashes | None = None
+    for place, leaf in enumerate(leaves):
+        if leaf.rows is None or (total is not None and leaf.rows != len(total)):
+            continue
+        hashes = _mixed(_hashes_of(leaf) + np.uint64(2 * place + 1) * _GOLDEN)
+        total = hashes if total is None else total + hashes
+    return np.zeros(0, np.uint64) if total is None else total
+
+
+def hash_text(text: bytes) -> int:
+    """Return a hash of bytes that fits into 64 bits."""
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
+
+
+def _update(digest: Any, array: Array) -> None:
+    if array.nbytes <= _ALL or not array.ndim:
+        digest.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+        return
+    rows = len(array)
+    size = max(1, array.nbytes // rows)
+    count = min(rows, max(8, _SAMPLED // size))
+    chosen = np.linspace(0, rows - 1, count).astype(np.int64)
+    sample = np.ascontiguousarray(array[chosen])
+    digest.update(sample.reshape(-1).view(np.uint8).data)
+    if array.nbytes > _MOST_READ:
+        return
+    if array.flags.c_contiguous:
+        digest.update(_block_sums(array).data)
+        return
+    step = max(1, _PART // size)
+    for start in range(0, rows, step):
+        digest.update(_block_sums(np.ascontiguousarray(array[start : start + step])))
+
+
+def _block_sums(array: Array) -> Array:
+    """Sums of the words of each block; then of what is left."""
+    octets = array.reshape(-1).view(np.uint8)
+    whole = len(octets) // (8 * _BLOCK_WORDS) * _BLOCK_WORDS
+    sums = octets[: 8 * whole].view(np.uint64).reshape(-1, _BLOCK_WORDS).sum(axis=1)
+    rest = octets[8 * whole :]
+    words = rest[: len(rest) // 8 * 8].view(np.uint64).sum(dtype=np.uint64)
+    last = rest[len(rest) // 8 * 8 :].sum(dtype=np.uint64)
+    return np.concatenate([sums, np.array([words, last], np.uint64)])
+
+
+def _hashes_of(leaf: Encoded) -> Hashes:
+    if leaf.kind == "dense":
+        return _dense(leaf.arrays[0])
+    if leaf.kind == "text":
+        lengths, joined = leaf.arrays
+        data, ends = joined.tobytes(), np.cumsum(lengths.reshape(-1))
+        words = [
+            hash_text(data[end - length : end])
+            for end, length in zip(ends, lengths.reshape(-1), strict=True)
+        ]
+        return _dense(np.array(words, np.uint64).reshape(lengths.shape))
+    values = leaf.values
+    octets = values.arrays[-1].reshape(-1).view(np.uint8).tobytes()
+    bounds = _value_bounds(values)
+    if leaf.kind == "ragged":
+        return _ragged(leaf, bounds, octets)
+    indices, shape = leaf.rest
+    order = np.argsort(indices[:, 0], kind="stable")
+    firsts = np.searchsorted(indices[order, 0], np.arange(int(shape[0]) + 1))
+    hashes = np.empty(int(shape[0]), np.uint64)
+    for row in range(len(hashes)):
+        own = order[firsts[row] : firsts[row + 1]]
+        text = indices[own, 1:].tobytes()
+        text += b"".join(octets[bounds[i] : bounds[i + 1]] for i in own)
+        hashes[row] = hash_text(text)
+    return hashes
+
+
+def _ragged(leaf: Encoded, bounds: Array, octets: bytes) -> Hashes:
+    splits = leaf.rest
+    hashes = np.empty(len(splits[0]) - 1, np.uint64)
+    for row in range(len(hashes)):
+        begin, end = row, row + 1
+        text = b""
+        for split in splits:
+            # The lengths of what is inside of this row.
+            text += np.diff(split[begin : end + 1]).tobytes()
+            begin, end = int(split[begin]), int(split[end])
+        hashes[row] = hash_text(text + octets[bounds[begin] : bounds[end]])
+    return hashes
+
+
+def _value_bounds(values: Encoded) -> Array:
+    """Where each of the values begins among the bytes of all, and the end."""
+    first = values.arrays[0]
+    if values.kind == "text":
+        sizes = first.reshape(len(first), -1).sum(axis=1) if len(first) else first
+        return np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
+    size = first.nbytes // len(first) if len(first) else 0
+    return np.arange(len(first) + 1, dtype=np.int64) * size
+
+
+def _dense(array: Array) -> Hashes:
+    rows = len(array)
+    hashes = np.empty(rows, np.uint64)
+    size = array.nbytes // rows if rows else 0
+    words = -(-size // 8)
+    if not words:
+        hashes[:] = 0
+        return hashes
+    factors = _mixed(np.arange(1, words + 1, dtype=np.uint64) * _GOLDEN) | np.uint64(1)
+    step = max(1, _PART // (8 * words))
+    padded = np.zeros((min(rows, step), 8 * words), np.uint8)
+    for start in range(0, rows, step):
+        part = np.ascontiguousarray(array[start : start + step])
+        here = padded[: len(part)]
+        here[:, :size] = part.reshape(-1).view(np.uint8).reshape(len(part), size)
+        mixed = _mixed(here.view(np.uint64))
+        hashes[start : start + len(part)] = (mixed * factors).sum(axis=1)
+    return hashes
+
+
+def _mixed(words: Hashes) -> Hashes:
+    """Let each bit of a word depend on others: floats end in many zeros."""
+    mixed = (words ^ (words >> np.uint64(32))) * _MIX
+    mixed ^= mixed >> np.uint64(29)
+    return mixed

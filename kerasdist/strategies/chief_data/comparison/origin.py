@@ -1,0 +1,208 @@
+"""What data are made from, as far as it can be seen without reading them.
+
+A generator, a PyDataset or a pipeline of `tf.data` draws from something: arrays, lists
+of files, ranges. Where that is the same on all workers, what is drawn is the same data
+in another order; where each worker has other files, it is a part. Numbers that differ,
+as the rank that a generator begins at, say that the workers read parts, too.
+
+Looked at are the arguments, the free variables and the globals of a generator's
+function, the attributes of objects among them and of a PyDataset, and the sources of a
+pipeline.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import types
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from kerasdist._keras import GeneratorFacts
+from kerasdist._tf.pipelines import inspect_pipeline
+from kerasdist.strategies.chief_data.comparison.fingerprint import (
+    Hashes,
+    hash_text,
+    row_hashes,
+)
+from kerasdist.strategies.chief_data.encoding import encode
+
+__all__ = ["ITS_OWN", "Origin", "of_dataset", "of_generator", "of_object"]
+
+# Lists that are longer aren't looked at.
+_MOST_ITEMS = 2_000_000
+_DEPTH = 2
+# Begins a number that isn't known, and differs between any two workers.
+ITS_OWN = "its own"
+# Who asks for one of these reads a part.
+_RANKS = frozenset(
+    {"rank", "local_rank", "node_rank", "task_id", "task_index", "input_pipeline_id"}
+)
+
+
+@dataclass
+class Origin:
+    """What is known of where data come from.
+
+    Attributes:
+        shards: Of each `shard` in a pipeline: number of shards, and index.
+        numbers: Numbers by name.
+        rows: Hashes of the rows or items of what data are drawn from, by name.
+        files: Names of those that are lists of file names.
+    """
+
+    shards: list[tuple[int, int]] = field(default_factory=list)
+    numbers: dict[str, str] = field(default_factory=dict)
+    rows: dict[str, Hashes] = field(default_factory=dict)
+    files: set[str] = field(default_factory=set)
+
+    def add(self, name: str, value: Any, depth: int = _DEPTH) -> None:
+        """Note a variable, if it is data or a number, or has some."""
+        if isinstance(value, (bool, int, np.integer)):
+            self.numbers[name] = str(int(value))
+        elif isinstance(value, (str, bytes, os.PathLike)):
+            # Perhaps the folder that a worker reads.
+            self.numbers[name] = repr(value)[:500]
+        elif isinstance(value, tf.distribute.Strategy):
+            # It's asked for the rank, or why is it there?
+            self.numbers[f"{name}.rank"] = str(getattr(value, "rank", "unknown"))
+        elif isinstance(value, tf.data.Dataset):
+            self._add_dataset(name, value)
+        elif isinstance(value, types.GeneratorType):
+            self.add_facts(name, GeneratorFacts(value), depth)
+        elif isinstance(value, range):
+            self.numbers[name] = str(value)
+        elif isinstance(value, dict):
+            for key, each in list(value.items())[:100]:
+                self.add(f"{name}[{key!r}]", each, 0)
+        elif isinstance(value, types.FunctionType):
+            if depth:
+                self.add_facts(name, GeneratorFacts(value), depth - 1)
+        else:
+            rows = _rows_of(value)
+            if rows is not None:
+                self._add_rows(name, value, rows)
+            elif depth and hasattr(value, "__dict__") and _is_users(value):
+                for key, each in list(vars(value).items())[:100]:
+                    self.add(f"{name}.{key}", each, depth - 1)
+
+    def _add_rows(self, name: str, value: Any, rows: Hashes) -> None:
+        if _is_index(value):
+            return  # which tells nothing of what it is the index of
+        self.rows[name] = rows
+        if _are_files(value):
+            self.files.add(name)
+
+    def _add_dataset(self, name: str, dataset: Any) -> None:
+        pipeline = inspect_pipeline(dataset)
+        self.shards += pipeline.shards
+        self.numbers.update({f"{name}{k}": v for k, v in pipeline.numbers.items()})
+        for key, tensor in pipeline.tensors.items():
+            if tensor.shape.rank == 0:
+                self.numbers[f"{name}{key}"] = str(np.asarray(tensor))
+            else:
+                rows = row_hashes([encode(tensor)])
+                self._add_rows(f"{name}{key}", tensor, rows)
+        for key, generator in pipeline.generators.items():
+            self.add_facts(f"{name}{key} ", GeneratorFacts(generator))
+
+    def add_facts(self, name: str, facts: GeneratorFacts, depth: int = _DEPTH) -> None:
+        """Note what a generator's code can see."""
+        for asked in sorted(_RANKS & facts.names):
+            # Which number it gets isn't known: another one on each worker.
+            self.numbers[f"{name}(.{asked})"] = f"{ITS_OWN} {secrets.token_hex(8)}"
+        for key, value in facts.variables:
+            self.add(f"{name}{key}", value, depth)
+
+
+def of_dataset(dataset: Any) -> Origin:
+    """Return what a `tf.data.Dataset` is made from."""
+    origin = Origin()
+    origin.add("", dataset)
+    return origin
+
+
+def of_generator(facts: GeneratorFacts) -> Origin:
+    """Return what a generator draws from."""
+    origin = Origin()
+    origin.add_facts("", facts)
+    return origin
+
+
+def of_object(value: Any) -> Origin:
+    """Return what an object holds."""
+    origin = Origin()
+    for key, each in list(vars(value).items())[:100]:
+        if not key.startswith("_"):
+            origin.add(key, each, _DEPTH - 1)
+    return origin
+
+
+def _rows_of(value: Any) -> Hashes | None:
+    """Hashes of the rows of an array, or of the items of a list; None: it's neither."""
+    if isinstance(value, (list, tuple)):
+        if not 1 < len(value) <= _MOST_ITEMS:
+            return None
+        return _items_of(value)
+    if isinstance(value, (type, types.ModuleType)):
+        return None
+    dimensions = getattr(value, "ndim", None)
+    if isinstance(value, (tf.Tensor, tf.RaggedTensor, tf.SparseTensor)):
+        dimensions = value.shape.rank
+    if not dimensions or not (tf.is_tensor(value) or hasattr(value, "__array__")):
+        return None
+    try:
+        return row_hashes([encode(value)])
+    except (TypeError, ValueError, NotImplementedError):
+        return None
+
+
+def _is_index(value: Any) -> bool:
+    """Whether it's the numbers from 0 on, in any order."""
+    try:
+        numbers = np.asarray(value)
+    except (TypeError, ValueError):
+        return False
+    if numbers.ndim != 1 or numbers.dtype.kind not in "iu":
+        return False
+    return bool(np.array_equal(np.sort(numbers), np.arange(len(numbers))))
+
+
+def _are_files(value: Any) -> bool:
+    """Whether it's text that could be names of files."""
+    try:
+        some = np.asarray(value[:100]).reshape(-1)
+    except (TypeError, ValueError):
+        return False
+    if not some.size or some.dtype.kind not in "OSU":
+        return False
+    texts = [os.fsdecode(t) for t in some if isinstance(t, (str, bytes, os.PathLike))]
+    return len(texts) == len(some) and all(
+        os.sep in text or os.path.splitext(text)[1] for text in texts
+    )
+
+
+def _items_of(items: Any) -> Hashes | None:
+    found = np.empty(len(items), np.uint64)
+    for place, item in enumerate(items):
+        if isinstance(item, np.ndarray):
+            text = f"{item.dtype}{item.shape}".encode() + item.tobytes()
+        elif isinstance(item, (str, bytes, int, float, tuple, list, np.generic)):
+            text = repr(item).encode()
+        else:
+            text = str(item).encode()
+        if b" object at 0x" in text:
+            return None
+        found[place] = hash_text(text)
+    return found
+
+
+def _is_users(value: Any) -> bool:
+    """Whether an object is of a class that isn't a library's own."""
+    if isinstance(value, (type, types.ModuleType)):
+        return False
+    package = type(value).__module__.partition(".")[0]
+    return package not in ("tensorflow", "keras", "kerasdist", "numpy", "builtins")

@@ -1,0 +1,172 @@
+"""Datasets and generators that Keras was given: the same on all, or the chief's.
+
+The first batches are read, and compared, through the iterator that is used for the
+first pass: nothing is read twice, and nothing of a source that can be read only once is
+lost.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import tensorflow as tf
+
+from kerasdist._keras import GeneratorFacts
+from kerasdist._tf.pipelines import iterator_dataset
+from kerasdist.strategies.chief_data.choice import DataChoice
+from kerasdist.strategies.chief_data.comparison.content import Content, batch_of
+from kerasdist.strategies.chief_data.comparison.origin import (
+    Origin,
+    of_dataset,
+    of_generator,
+)
+from kerasdist.strategies.chief_data.feed import ChiefFeed
+from kerasdist.strategies.chief_data.messages import used
+from kerasdist.strategies.chief_data.transfer import chiefs_facts, size_of
+from kerasdist.strategies.data.batch_check import different_batches
+
+__all__ = ["PeekedDataset", "settle_dataset"]
+
+# Another order shows in the first batches, or hardly ever.
+_COMPARED = 2
+
+
+class PeekedDataset:
+    """A dataset whose first pass has begun.
+
+    Args:
+        dataset: The dataset.
+
+    Attributes:
+        head: The first batches of it.
+    """
+
+    def __init__(self, dataset: Any) -> None:
+        self._dataset = dataset
+        # Where an iterator is given up, TensorFlow waits for its tuning thread, which
+        # may sleep for a minute; see `ArrayData.take`. Without tuning AUTOTUNE stands
+        # for as many calls at once as there are threads.
+        options = tf.data.Options()
+        options.autotune.enabled = False
+        self._untuned = dataset.with_options(options)
+        self._iterator: Any = iter(self._untuned)
+        self.head = list(itertools.islice(self._iterator, _COMPARED))
+        self._begun = True  # and nothing of that pass has been taken
+
+    def passes(self) -> Iterable[Any]:
+        """Return what yields the batches of the next pass."""
+        if not self._begun:
+            return iter(self._untuned)
+        self._begun = False
+        head, self.head = self.head, []
+        iterator, self._iterator = self._iterator, None
+        return itertools.chain(head, iterator)
+
+    def drop(self) -> None:
+        """Give up the pass that has begun."""
+        self._iterator, self.head = None, []
+
+    def divided(self, divide: Callable[[Any], Any]) -> Passes:
+        """Return what Keras iterates over.
+
+        Args:
+            divide: Returns what iterates over this worker's parts of a dataset.
+        """
+        first = iterator_dataset(self._iterator, self._dataset)
+        for batch in reversed(self.head):
+            first = tf.data.Dataset.from_tensors(batch).concatenate(first)
+        first = first.with_options(self._dataset.options())
+        example = self.head[0] if self.head else None
+        return Passes(
+            divide(first), lambda: divide(self._dataset), self._iterator, example
+        )
+
+
+class Passes:
+    """This worker's parts of a dataset: of the first pass, which has begun, and of all.
+
+    Args:
+        first: What is left of the first pass.
+        every: Returns those of the dataset. A pipeline takes long to make,
+            and one epoch needs only the first.
+        iterator: What the first pass reads.
+        example: A batch, for its shapes; None: there is none.
+    """
+
+    def __init__(
+        self, first: Any, every: Callable[[], Any], iterator: Any, example: Any
+    ) -> None:
+        self._first = first
+        self._make_every = every
+        self._every: Any = None
+        self._iterator = iterator
+        self.kerasdist_example = example
+
+    def __iter__(self) -> Iterator[Any]:
+        first, self._first = self._first, None
+        if first is not None:
+            return iter(first)
+        self._iterator = None
+        if self._every is None:
+            self._every = self._make_every()
+        return iter(self._every)
+
+
+def settle_dataset(
+    extended: Any,
+    choice: DataChoice,
+    dataset: Any,
+    length: int | None,
+    tell: Callable[[str, str], None],
+    generator: GeneratorFacts | None = None,
+) -> tuple[PeekedDataset, ChiefFeed | None, int | None]:
+    """Begin to read a dataset; let all workers use the chief's, if theirs differ.
+
+    Args:
+        extended: The strategy's extended object.
+        choice: Whose data are used.
+        dataset: This worker's dataset of global batches.
+        length: Number of its batches; None: unknown.
+        tell: Tells the user, given what kind of data it is and a line.
+        generator: Of the plain generator that the dataset reads, if it's one.
+
+    Returns:
+        The dataset; what iterates over the chief's, None: each worker uses its own; and
+        the number of batches that counts.
+
+    Raises:
+        ValueError: They differ, and the chief's can't be used. All workers raise it.
+    """
+    communicator = extended.job.communicator
+    name = "datasets" if generator is None else "generators"
+    peeked = PeekedDataset(dataset)
+    content = Content([batch_of(batch) for batch in peeked.head])
+
+    def origin() -> Origin:
+        return of_dataset(dataset) if generator is None else of_generator(generator)
+
+    why = choice.of_chief(
+        communicator,
+        name,
+        content,
+        length=length,
+        origin=origin,
+        different=lambda others, _: different_batches(others, communicator.ranks[0]),
+        strange=generator is not None,
+    )
+    if not why and generator is not None and choice.mode == "auto":
+        why = "a generator can't be known to be the same on all workers"
+    if not why:
+        return peeked, None, length
+    known = chiefs_facts(communicator, {"length": length})["length"]
+    example = peeked.head[0] if peeked.head else None
+    if communicator.rank > 0:
+        peeked.drop()
+    feed = ChiefFeed(extended, peeked.passes, dataset.element_spec, example)
+    sizes = [size_of(batch.leaves) for batch in content.batches[:1]]
+    megabytes = sum(sizes) / 1e6
+    cost = f"rank 0 reads all and sends {megabytes:.3g} MB in each step"
+    tell(name, used(name, why, cost))
+    return peeked, feed, known

@@ -1,0 +1,271 @@
+"""The chief's batches on all workers, read ahead.
+
+    1. chief   a thread reads batches ahead
+    2. all     between two steps: the chief gives what is ready, at least one batch, to
+               everybody in one collective
+    3. all     each keeps its replicas' rows of a batch, and takes a step
+
+The end of the data travels like a batch, and so does an exception of the chief's data:
+all workers raise one. Collectives run on the thread of Keras's loop, where those of all
+workers are in one order.
+"""
+
+from __future__ import annotations
+
+import itertools
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from kerasdist import _tf
+from kerasdist._keras import close_at_end
+from kerasdist.strategies.chief_data.encoding import (
+    Encoded,
+    decode,
+    encode,
+    pack,
+    unpack,
+)
+from kerasdist.strategies.chief_data.transfer import size_of
+from kerasdist.strategies.data.batch_split import slice_rows, with_facts
+from kerasdist.strategies.data.shuffle import part_of
+
+__all__ = ["ChiefFeed", "own_rows_of"]
+
+# Batches that are kept ready.
+_AHEAD = 8
+# Bytes after which no other batch is added to a collective.
+_AT_ONCE = 8 << 20
+# Seconds between two looks at whether a thread shall end, and until it has to.
+_POLL, _PATIENCE = 0.1, 5.0
+
+
+class ChiefFeed:
+    """What Keras iterates over in place of the chief's data; each iteration is a pass.
+
+    Args:
+        extended: The strategy's extended object.
+        passes: Returns what yields the batches of the next pass, and reads none of them
+            yet; the chief calls it.
+        structure: A nest like a batch.
+        example: A batch for its shapes; None: there is none.
+
+    Attributes:
+        kerasdist_example: See `example`.
+        length: Number of batches of a pass; None: unknown.
+        rows: Number of rows of a batch; 0: unknown.
+    """
+
+    length: int | None = None
+    rows = 0
+
+    def __init__(
+        self,
+        extended: Any,
+        passes: Callable[[], Iterable[Any]],
+        structure: Any,
+        example: Any,
+    ) -> None:
+        self.extended = extended
+        self.passes = passes
+        self.structure = structure
+        self.kerasdist_example = example
+        self.reader: _Reader | None = None
+
+    def __iter__(self) -> FeedIterator:
+        return FeedIterator(self)
+
+    def close(self) -> None:
+        """End what reads ahead."""
+        reader, self.reader = self.reader, None
+        if reader is not None:
+            reader.close()
+
+
+class FeedIterator:
+    """One pass.
+
+    Attributes:
+        kerasdist_together: Tells the Keras seam what this is.
+        kerasdist_example: Stands for a batch where only shapes are asked for.
+    """
+
+    kerasdist_together = True
+
+    def __init__(self, feed: ChiefFeed) -> None:
+        self._feed = feed
+        self._reader: _Reader | None = None
+        # A dataset that is shuffled anew in each pass counts its iterators.
+        chief = feed.extended.job.communicator.rank == 0
+        self._batches = feed.passes() if chief else ()
+        self._waiting: deque[tuple[str, str, list[Encoded]]] = deque()
+        self._ended: BaseException | None = None
+        self.kerasdist_example = feed.kerasdist_example
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def at_least_one(self) -> FeedIterator:
+        """Fetch the next batch now.
+
+        Raises:
+            StopIteration: There's none.
+            Exception: What the chief's data raised.
+        """
+        if self._ended is not None:
+            raise self._ended
+        if not self._waiting:
+            self._exchange()
+        kind, text, _ = self._waiting[0]
+        if kind == "batch":
+            return self
+        self._waiting.clear()
+        self._ended = StopIteration()
+        if kind == "error":
+            self._ended = RuntimeError(
+                "The chief's data, which are used on all workers, have ended with an "
+                f"error. Received: {text}. Rank 0 tells where."
+            )
+            if self._reader is not None and self._reader.error is not None:
+                self._ended = self._reader.error
+        self._feed.close()
+        raise self._ended
+
+    def __next__(self) -> Any:
+        self.at_least_one()
+        _, _, leaves = self._waiting.popleft()
+        return own_rows_of(self._feed.extended, self._feed.structure, leaves)
+
+    def _exchange(self) -> None:
+        feed = self._feed
+        communicator = feed.extended.job.communicator
+        timer = feed.extended.keras_hooks.timer
+        begin = time.time()
+        packed = np.zeros(0, np.uint8)
+        if communicator.rank == 0:
+            if self._reader is None:
+                # It is read when its first batch is asked for: Keras makes more
+                # iterators than it uses.
+                feed.close()
+                self._reader = feed.reader = _Reader(self._batches)
+            packed = _pack(self._reader.ready())
+        read = time.time()
+        every = communicator.all_gather(packed)
+        timer.waited(read - begin)
+        timer.waited(time.time() - read, others=True)
+        self._waiting.extend(_unpack(every[0]))
+
+
+class _Reader:
+    """A thread that reads batches ahead.
+
+    Args:
+        batches: What yields them.
+
+    Attributes:
+        error: What it raised.
+    """
+
+    def __init__(self, batches: Iterable[Any]) -> None:
+        self.error: BaseException | None = None
+        self._batches = batches
+        self._ready: queue.Queue[tuple[str, str, list[Encoded]]] = queue.Queue(_AHEAD)
+        self._closed = threading.Event()
+        self._thread = threading.Thread(
+            target=self._read, name="kerasdist-chief-data", daemon=True
+        )
+        self._thread.start()
+        close_at_end(self)
+
+    def ready(self) -> list[tuple[str, str, list[Encoded]]]:
+        """Wait for a batch, and return it with those that are ready, too."""
+        found = [self._ready.get()]
+        size = size_of(found[0][2])
+        while size < _AT_ONCE:
+            try:
+                found.append(self._ready.get_nowait())
+            except queue.Empty:
+                break
+            size += size_of(found[-1][2])
+        return found
+
+    def close(self) -> None:
+        """End the thread; one that waits for a batch is left to itself in the end."""
+        self._closed.set()
+        end = time.monotonic() + _PATIENCE
+        while self._thread.is_alive() and time.monotonic() < end:
+            self._thread.join(_POLL)
+        close_at_end(self, keep=False)
+
+    def _read(self) -> None:
+        try:
+            for batch in self._batches:
+                leaves = [encode(leaf) for leaf in tf.nest.flatten(batch)]
+                if not self._put(("batch", "", leaves)):
+                    return
+        except Exception as error:
+            self.error = error
+            text = str(error).strip() or "no message"
+            self._put(("error", f"{type(error).__name__}: {text.splitlines()[0]}", []))
+        else:
+            self._put(("end", "", []))
+        finally:
+            end = getattr(self._batches, "close", None)
+            if end is not None:
+                end()
+
+    def _put(self, record: tuple[str, str, list[Encoded]]) -> bool:
+        while not self._closed.is_set():
+            try:
+                self._ready.put(record, timeout=_POLL)
+            except queue.Full:
+                continue
+            return True
+        return False
+
+
+def own_rows_of(extended: Any, structure: Any, leaves: list[Encoded]) -> Any:
+    """Return this worker's part of a batch: per replica, if it has several."""
+    first, local, replicas = extended.places
+    total = next(leaf.rows for leaf in leaves if leaf.rows is not None)
+    parts = []
+    for i, device in enumerate(extended.worker_devices[:local]):
+        rows = part_of(total, first + i, replicas)
+        count = rows.stop - rows.start
+        if not count:  # see `strategies.data.batch_split`
+            rows = slice(max(total - 1, 0), total)
+        with tf.device(device):
+            part = [_part(leaf, rows) for leaf in leaves]
+            facts = [tf.constant(total, tf.int64), None]
+            if total < replicas:
+                facts[1] = tf.constant(count, tf.int64)
+        parts.append(with_facts(tf.nest.pack_sequence_as(structure, part), *facts))
+    return parts[0] if local == 1 else _tf.regroup(parts)
+
+
+def _part(leaf: Encoded, rows: slice) -> Any:
+    if leaf.kind == "none":
+        return None
+    if leaf.kind == "dense":
+        array = leaf.arrays[0]
+        # A copy: the rest of the batch isn't to stay in memory.
+        return tf.convert_to_tensor(array[rows].copy() if array.ndim else array)
+    return slice_rows(decode(leaf), rows.start, rows.stop)
+
+
+def _pack(records: list[tuple[str, str, list[Encoded]]]) -> Any:
+    facts = [[kind, text, len(leaves)] for kind, text, leaves in records]
+    return pack({"records": facts}, [leaf for *_, leaves in records for leaf in leaves])
+
+
+def _unpack(packed: Any) -> Iterator[tuple[str, str, list[Encoded]]]:
+    facts, leaves = unpack(packed)
+    following = iter(leaves)
+    for kind, text, count in facts["records"]:
+        yield kind, text, list(itertools.islice(following, count))

@@ -1,0 +1,111 @@
+"""The user's own choice of how a `tf.data.Dataset` is divided over the workers.
+
+It's TensorFlow's option `experimental_distribute.auto_shard_policy`:
+
+    AUTO, DATA, HINT   each worker reads the whole dataset and takes its rows of each
+                       global batch: the numbers of one process
+                       (`strategies.data.batch_split`)
+    FILE               each worker reads every N-th file, N workers
+    OFF                each worker's dataset is its own
+
+With FILE and OFF the batch size of the dataset is that of the global batch all the
+same: each worker divides its batches among as many steps as make its share of one.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import tensorflow as tf
+
+from kerasdist import _tf
+
+if TYPE_CHECKING:
+    from kerasdist.strategies.sync.replica_layout import SharingExtended
+
+__all__ = ["is_by_file", "own_part", "own_sizes"]
+
+_Policy = tf.data.experimental.AutoShardPolicy
+
+
+def is_by_file(dataset: Any) -> bool:
+    """Whether the user has asked that each worker reads its own files."""
+    return bool(_policy(dataset) == _Policy.FILE)
+
+
+def own_part(
+    extended: SharingExtended,
+    dataset: Any,
+    places: tuple[int, int, int] | None = None,
+) -> Any | None:
+    """Return this worker's part of a dataset with the policy FILE or OFF.
+
+    Args:
+        extended: The strategy's extended object.
+        dataset: The dataset.
+        places: The worker's first replica, number of its replicas and of all among
+            those who divide a batch; by default `extended.places`.
+
+    Returns:
+        A dataset of batches for the worker's replicas in turn. Other workers' may be
+        of another length. None with another policy.
+
+    Raises:
+        ValueError: The dataset's elements aren't batches, or it reads no files that
+            TensorFlow knows of. All workers raise it.
+    """
+    if _policy(dataset) not in (_Policy.FILE, _Policy.OFF):
+        return None
+    by_file = is_by_file(dataset)
+    communicator = extended.job.communicator
+    first, _, replicas = places or extended.places
+    if any(
+        spec.shape.rank == 0
+        for spec in tf.nest.flatten(dataset.element_spec)
+        if isinstance(spec, tf.TensorSpec)
+    ):
+        raise ValueError(
+            "A dataset's elements must be global batches: their first dimension counts "
+            f"samples. Received: elements of {dataset.element_spec!r}. Call "
+            "`.batch(global_batch_size)` on the dataset."
+        )
+    batch_size = _tf.static_batch_size(dataset)
+    if batch_size is None:
+        # A function after `batch` may change the size: each batch is cut by itself.
+        dataset = _tf.rebatch_each(dataset, replicas)
+    else:
+        dataset = dataset.rebatch(own_sizes(batch_size, first, replicas))
+    if by_file:
+        try:
+            dataset = _tf.auto_shard(
+                dataset, communicator.size, communicator.rank, replicas
+            )
+        except tf.errors.NotFoundError as error:
+            raise ValueError(
+                "The dataset can't be divided by file: TensorFlow finds no files that "
+                "it reads (as `TFRecordDataset`, `TextLineDataset` or "
+                "`FixedLengthRecordDataset` do). Received: "
+                "auto_shard_policy=AutoShardPolicy.FILE. Use AutoShardPolicy.DATA, or "
+                "`strategy.distribute_datasets_from_function`."
+            ) from error
+    return dataset.prefetch(tf.data.AUTOTUNE)
+
+
+def own_sizes(batch_size: int, first: int, replicas: int) -> list[int]:
+    """Return the sizes of batches that a worker's replicas get in turn.
+
+    Args:
+        batch_size: Of the global batch.
+        first: Number of the worker's first replica over all workers.
+        replicas: Number of replicas over all workers.
+
+    Returns:
+        One size per replica; then they begin again. Workers begin at different
+        places, so that all replicas together get a global batch in each step.
+    """
+    length, longer = divmod(batch_size, replicas)
+    return [length + ((first + i) % replicas < longer) for i in range(replicas)]
+
+
+def _policy(dataset: Any) -> Any:
+    return dataset.options().experimental_distribute.auto_shard_policy

@@ -1,0 +1,98 @@
+"""Do all workers read the same global batches in the same order?
+
+Every worker takes its rows of each global batch of a dataset. If the workers'
+datasets are shuffled differently, some samples are trained on twice and others
+never, and nothing would show it. So the first batches of each iteration carry a
+checksum, and the step that uses one compares it over the workers.
+"""
+
+from __future__ import annotations
+
+import zlib
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import tensorflow as tf
+
+from kerasdist.strategies.chief_data.messages import with_remedies
+
+if TYPE_CHECKING:
+    from kerasdist.strategies.sync.extended import SynchronousExtended
+
+__all__ = ["CHECKSUM", "SameBatches", "checksum_of", "different_batches"]
+
+CHECKSUM = "kerasdist_checksum"
+# A different order shows in the first batches, or hardly ever.
+_CHECKED = 2
+
+
+class SameBatches:
+    """The check of one strategy.
+
+    Attributes:
+        fault: What was found, as an error; TensorFlow passes on only its text.
+    """
+
+    def __init__(self, extended: SynchronousExtended) -> None:
+        self._extended = extended
+        self.fault: ValueError | None = None
+
+    def wrap(self, index: Any, batch: Any, part: Any) -> Any:
+        """Make a dataset's element: the part, and the batch's checksum or 0."""
+        flat = [
+            tensor
+            for tensor in tf.nest.flatten(batch, expand_composites=True)
+            if tensor.dtype not in (tf.resource, tf.variant)
+        ]
+        checksum = tf.cond(
+            index < _CHECKED,
+            lambda: tf.ensure_shape(tf.numpy_function(checksum_of, flat, tf.int64), []),
+            lambda: tf.constant(0, tf.int64),
+        )
+        return {CHECKSUM: checksum, "batch": part}
+
+    def compare(self, checksum: Any) -> None:
+        """Compare a step's checksum over the workers, unless it's 0.
+
+        Raises:
+            ValueError: It differs. In a graph TensorFlow raises an error of its
+                own with this text, and `fault` is this one.
+        """
+        ops = self._extended.ops
+
+        def compare() -> Any:
+            return ops.call(self._compare, [checksum], [tf.int64], [tf.TensorShape([])])
+
+        tf.cond(checksum != 0, compare, lambda: [checksum])
+
+    def _compare(self, checksum: Any) -> list[Any]:
+        communicator = self._extended.job.communicator
+        every = [int(c[0]) for c in communicator.all_gather(np.int64(checksum))]
+        if len(set(every)) > 1:
+            ranks = communicator.ranks
+            others = [r for r, c in zip(ranks, every, strict=True) if c != every[0]]
+            self.fault = different_batches(others, ranks[0])
+            raise self.fault
+        return [np.int64(checksum)]
+
+
+def different_batches(others: list[int], first: int) -> ValueError:
+    """Return the error that says that these ranks' batches aren't those of `first`."""
+    return with_remedies(
+        "The workers read different global batches: each takes its own rows of every "
+        "batch, or its own batches, so all datasets must yield the same batches in the "
+        "same order",
+        f"ranks {others} differ from rank {first}",
+    )
+
+
+def checksum_of(*arrays: Any) -> Any:
+    """A checksum of arrays, never 0."""
+    crc = 0
+    for array in arrays:
+        data = np.ascontiguousarray(array)
+        if data.dtype == object:
+            crc = zlib.crc32(repr(data.tolist()).encode(), crc)
+        else:
+            crc = zlib.crc32(data.tobytes(), crc)
+    return np.int64(crc + 1)

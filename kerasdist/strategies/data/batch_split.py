@@ -1,0 +1,281 @@
+"""How the rows of a global batch are divided over the replicas.
+
+The division is a function of three numbers, so that every worker knows every
+replica's part without asking: of R replicas, the first `rows % R` get one row
+more than the others. Replicas are numbered over all workers in rank order, so the
+parts in order are the global batch in order.
+
+A replica that gets none computes with a copy of another's row, which counts for
+nothing: a row that the script has never seen could be one that a layer refuses, as an
+empty string that isn't in a vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from kerasdist.strategies.data.shuffle import part_of
+
+__all__ = [
+    "count_rows",
+    "fill_if_empty",
+    "part_of_batch",
+    "rows_of",
+    "slice_dataset",
+    "slice_rows",
+    "split_part",
+    "take_rows",
+    "with_facts",
+]
+
+_TOTAL = "kerasdist_total_rows"
+_ROWS = "kerasdist_own_rows"
+
+
+def count_rows(batch: Any) -> Any:
+    """Number of rows of a batch, as a scalar int64 tensor.
+
+    Args:
+        batch: A nest of tensors or arrays whose first dimensions count rows; None is
+            skipped.
+
+    Raises:
+        ValueError: There's no tensor with a first dimension in it.
+    """
+    for tensor in tf.nest.flatten(batch, expand_composites=False):
+        if tensor is None:
+            continue
+        if isinstance(tensor, tf.SparseTensor):
+            return tensor.dense_shape[0]
+        if isinstance(tensor, tf.RaggedTensor):
+            return tensor.nrows(out_type=tf.int64)
+        if isinstance(tensor, np.ndarray) and tensor.ndim:
+            return tf.constant(len(tensor), tf.int64)
+        if tf.is_tensor(tensor) and tensor.shape.rank != 0:
+            if tensor.shape.rank and tensor.shape[0] is not None:
+                return tf.constant(tensor.shape[0], tf.int64)
+            return tf.shape(tensor, out_type=tf.int64)[0]
+    raise ValueError(
+        "A batch must have a first dimension that counts its samples. "
+        f"Received: a batch of structure {batch!r}. Call `.batch(global_batch_size)` "
+        "on the dataset."
+    )
+
+
+def rows_of(part: Any) -> Any:
+    """Number of rows of a replica's part; 0 where it has no first dimension."""
+    batch, rows, _ = split_part(part)
+    if rows is not None:
+        return rows
+    try:
+        return count_rows(batch)
+    except ValueError:
+        return tf.constant(0, tf.int64)
+
+
+def fill_if_empty(batch: Any, rows: Any) -> Any:
+    """Return the batch, or one row of zeros where it has none.
+
+    The last resort: see `part_of_batch`.
+
+    Args:
+        batch: A nest of tensors with a common first dimension.
+        rows: Its number of rows, a scalar integer tensor.
+    """
+
+    def one_row(tensor: Any) -> Any:
+        if isinstance(tensor, tf.SparseTensor):
+            shape = tf.concat([[1], tensor.dense_shape[1:]], 0)
+            return tf.SparseTensor(tensor.indices, tensor.values, shape)
+        if isinstance(tensor, tf.RaggedTensor):
+            return tf.RaggedTensor.from_row_splits(
+                tensor.values, tf.zeros([2], tensor.row_splits.dtype)
+            )
+        if tensor.shape.rank == 0:
+            return tensor
+        shape = tf.concat([[1], tf.shape(tensor)[1:]], 0)
+        return tf.zeros(shape, tensor.dtype)
+
+    # None stands for what there isn't, as sample weights.
+    flat = [tensor for tensor in tf.nest.flatten(batch) if tensor is not None]
+
+    def packed(filled: list[Any]) -> Any:
+        left = iter(filled)
+        return tf.nest.map_structure(
+            lambda tensor: None if tensor is None else next(left), batch
+        )
+
+    if tf.get_static_value(rows) == 0:
+        return packed([one_row(tensor) for tensor in flat])
+    filled = tf.cond(rows > 0, lambda: flat, lambda: [one_row(t) for t in flat])
+    for before, after in zip(flat, filled, strict=True):
+        if not tf.executing_eagerly() and hasattr(after, "set_shape"):
+            after.set_shape(before.shape)
+    return packed(filled)
+
+
+def take_rows(batch: Any, replica: int, replicas: int) -> Any:
+    """Return the part of a global batch that belongs to one replica.
+
+    Args:
+        batch: A nest of tensors whose first dimensions count rows.
+        replica: The replica's number over all workers.
+        replicas: Number of replicas over all workers.
+    """
+    return _divided(batch, replica, replicas, slice_rows)
+
+
+def part_of_batch(
+    batch: Any, rows: Any, replica: int, replicas: int, *, whole: bool = True
+) -> Any:
+    """Return what a step of one replica is given of a global batch.
+
+    Its rows, and those facts that `split_part` returns. Where it has no rows it's a
+    copy of the batch's last one.
+
+    Args:
+        batch: See `take_rows`.
+        rows: Number of rows of the batch, a scalar int64 tensor: its first tensor's.
+        replica: See `take_rows`.
+        replicas: See `take_rows`.
+        whole: Whether `rows` are those of all replicas of the job.
+    """
+
+    def take(tensor: Any, start: Any, stop: Any) -> Any:
+        if isinstance(start, int) and start < stop:
+            return slice_rows(tensor, start, stop)
+        start, stop = (tf.convert_to_tensor(x, tf.int64) for x in (start, stop))
+        last = tf.maximum(tf.cast(count_rows(tensor), tf.int64) - 1, 0)
+        first = tf.where(stop > start, start, last)
+        return slice_rows(tensor, first, tf.maximum(stop, first + 1))
+
+    part = _divided(batch, replica, replicas, take)
+    total = rows if whole else None
+    known = tf.get_static_value(rows)
+    if known is not None and known >= replicas:
+        return with_facts(part, total)
+    start, stop = _bounds(rows, replica, replicas)
+    return with_facts(part, total, tf.cast(stop - start, tf.int64))
+
+
+def _divided(
+    batch: Any, replica: int, replicas: int, take: Callable[[Any, Any, Any], Any]
+) -> Any:
+    """What is a replica's of each tensor: datasets of two batch sizes may be zipped."""
+
+    def part(tensor: Any) -> Any:
+        if tensor is None:
+            return None
+        if not isinstance(tensor, tf.SparseTensor) and tensor.shape.rank == 0:
+            return tensor
+        return take(tensor, *_bounds(count_rows(tensor), replica, replicas))
+
+    return tf.nest.map_structure(part, batch, expand_composites=False)
+
+
+def _bounds(rows: Any, replica: int, replicas: int) -> tuple[Any, Any]:
+    """A replica's first row, and the one after its last: numbers, or else tensors."""
+    known = tf.get_static_value(rows)
+    if known is not None:
+        own = part_of(int(known), replica, replicas)
+        return own.start, own.stop
+    length, longer = rows // replicas, rows % replicas
+    start = replica * length + tf.minimum(tf.cast(replica, tf.int64), longer)
+    return start, start + length + tf.cast(replica < longer, tf.int64)
+
+
+def slice_rows(batch: Any, start: Any, stop: Any) -> Any:
+    """Return the rows from `start` to `stop` of a nest of tensors; None stays."""
+
+    def take(tensor: Any) -> Any:
+        if isinstance(tensor, tf.SparseTensor):
+            shape = tensor.dense_shape
+            begin = tf.concat([[start], tf.zeros_like(shape[1:])], 0)
+            size = tf.concat([[stop - start], shape[1:]], 0)
+            return tf.sparse.slice(tensor, begin, size)
+        if isinstance(tensor, tf.RaggedTensor) or tensor.shape.rank != 0:
+            return tensor[start:stop]
+        return tensor
+
+    return tf.nest.map_structure(
+        lambda tensor: None if tensor is None else take(tensor),
+        batch,
+        expand_composites=False,
+    )
+
+
+def with_facts(part: Any, total: Any, rows: Any = None) -> Any:
+    """Put beside a replica's part what a step must know, see `split_part`."""
+    facts = {"batch": part, _TOTAL: total, _ROWS: rows}
+    return {name: fact for name, fact in facts.items() if fact is not None}
+
+
+def split_part(data: Any) -> tuple[Any, Any, Any]:
+    """Take apart what `with_facts` has put together.
+
+    Returns:
+        The batch; the replica's number of rows; that of the global batch. Numbers are
+        scalar int64 tensors, or None: of the rows the batch tells, of the global
+        batch nobody does.
+    """
+    if isinstance(data, tuple) and len(data) == 1:
+        # `predict_on_batch` does so.
+        batch, rows, total = split_part(data[0])
+        return (batch,), rows, total
+    if not isinstance(data, dict) or not {_TOTAL, _ROWS} & data.keys():
+        return data, None, None
+    return data["batch"], data.get(_ROWS), data.get(_TOTAL)
+
+
+def slice_dataset(
+    dataset: Any,
+    first: int,
+    local: int,
+    replicas: int,
+    wrap: Callable[[Any, Any, Any], Any] | None = None,
+) -> Any:
+    """Turn a dataset of global batches into one of this worker's parts of them.
+
+    Args:
+        dataset: Its elements are global batches, the same ones in the same order
+            on every worker.
+        first: Number of this worker's first replica over all workers.
+        local: Number of this worker's replicas.
+        replicas: Number of replicas over all workers.
+        wrap: Makes the element from (index, global batch, what `part_of_batch` is).
+
+    Returns:
+        A dataset with `local` elements for each global batch: its replicas' parts
+        in order. Without `wrap` parts may have no rows.
+    """
+
+    def part(index: Any, batch: Any, replica: int) -> Any:
+        rows = count_rows(batch)
+        if wrap is None:
+            return take_rows(batch, replica, replicas)
+        return wrap(index, batch, part_of_batch(batch, rows, replica, replicas))
+
+    def ahead(result: Any) -> Any:
+        # Who turns autotuning off fetches ahead itself, as Keras does for a
+        # PyDataset: an iterator that isn't used any more would take its items.
+        if dataset.options().autotune.enabled is False:
+            return result
+        return result.prefetch(tf.data.AUTOTUNE)
+
+    numbered = dataset.enumerate()
+    if local == 1:
+        return ahead(numbered.map(lambda i, batch: part(i, batch, first)))
+
+    def parts(index: Any, batch: Any) -> Any:
+        result = tf.data.Dataset.from_tensors(part(index, batch, first))
+        for replica in range(first + 1, first + local):
+            result = result.concatenate(
+                tf.data.Dataset.from_tensors(part(index, batch, replica))
+            )
+        return result
+
+    return ahead(numbered.flat_map(parts))

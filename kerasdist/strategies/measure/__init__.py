@@ -1,0 +1,1 @@
+"""How long steps and their parts take, and what was sent."""

@@ -1,0 +1,176 @@
+"""How fast one worker is alone: what the scaling of several is compared with.
+
+Its steps are real ones, optimizer included, on a whole global batch of zeros, which are
+there at once. Then everything is what it was. The others wait meanwhile, from one of
+its calls to the next:
+
+    chief    trace, warm up │ call │ call │ ... │ restore │ result
+    others   wait           │ wait │ wait │ ... │ wait    │ result
+
+so that no wait is longer than a call, however many there are.
+
+Where one model is on several devices of a single worker, one device does it, with the
+whole model (`strategies.measure.one_device`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import gc
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from kerasdist import _keras, _tf, errors
+from kerasdist.collectives import Communicator
+from kerasdist.strategies.data.batch_split import slice_dataset
+from kerasdist.strategies.measure.one_device import on_one_device
+from kerasdist.strategies.sync.replica_layout import SharingExtended
+
+__all__ = ["Alone", "measure_alone"]
+
+_WARM_UP = 2  # calls, the first of which traces
+_SECONDS = 1.0
+_MOST = 100  # calls
+# What the chief tells the others after each call; else the seconds of a step.
+_GOES_ON, _FAILED = -1.0, 0.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Alone:
+    """What one worker does alone.
+
+    Attributes:
+        rows: Samples of a step: those of a global batch.
+        seconds: Seconds of a step, without reading data and without what lies between
+            two steps.
+        worker: Whether it's one worker, with all of its devices; else it's one device
+            of a single worker that has several.
+    """
+
+    rows: int
+    seconds: float
+    worker: bool
+
+
+def measure_alone(model: Any) -> Alone | str:
+    """Let the chief take steps alone; all workers call it together.
+
+    Args:
+        model: A model in `fit`, which has taken a step that was measured.
+
+    Returns:
+        What it has measured, the same on all workers. Or why that's impossible:
+        batches are made of something else than plain tensors, or a step on zeros
+        fails, e.g. for want of memory. Then too the model is what it was.
+
+    Raises:
+        CollectiveError: See `kerasdist.errors`; the model is what it was.
+    """
+    extended = model.distribute_strategy.extended
+    clock = extended.timer
+    communicator: Communicator = clock.communicator
+    hooks = getattr(extended, "keras_hooks", None)
+    mine = np.array([clock.rows_per_step], np.float64)
+    every = [float(part[0]) for part in communicator.all_gather(mine)]
+    # Where workers don't wait for each other, each has whole batches.
+    rows = round(every[0] if hooks is None or hooks.deals else sum(every))
+
+    def tell(value: float) -> float:
+        """What the chief says, to all."""
+        (told,) = communicator.broadcast([np.float64(value)])
+        return float(told)
+
+    with clock.stopped():
+        if clock.rank > 0:
+            while (told := tell(_FAILED)) == _GOES_ON:
+                pass
+            reason = "see the chief"
+        else:
+            found, reason = 0.0, ""
+            try:
+                if not rows or not _is_plain(clock.batch):
+                    reason = "batches aren't made of plain tensors"
+                else:
+                    found = _measure(model, clock.batch, rows, lambda: tell(_GOES_ON))
+            except errors.KerasDistError:
+                raise
+            except Exception as error:
+                # Whoever wants to know how fast a job is doesn't want to end it.
+                reason = f"a step on zeros fails: {type(error).__name__}: {error}"
+            # The graph, and copies of variables, which refer to each other.
+            gc.collect()
+            told = tell(found)
+    if told <= 0:
+        return reason
+    return Alone(rows=rows, seconds=told, worker=_has_workers(model))
+
+
+def _is_plain(batch: Any) -> bool:
+    parts = tf.nest.flatten(batch)
+    return bool(parts) and all(
+        part is None or isinstance(part, tf.TensorSpec) for part in parts
+    )
+
+
+def _measure(model: Any, batch: Any, rows: int, after_call: Callable[[], Any]) -> float:
+    """Seconds of a step of this worker alone."""
+
+    def zeros(spec: Any) -> Any:
+        if spec is None:
+            return None
+        shape = [rows, *(1 if size is None else size for size in spec.shape[1:])]
+        return tf.zeros(shape[: spec.shape.rank], spec.dtype)
+
+    with tf.device(_tf.canonical_device("CPU:0")):
+        data = tf.data.Dataset.from_tensors(tf.nest.map_structure(zeros, batch))
+    alone = _one_worker if _has_workers(model) else on_one_device
+    with alone(model):
+        batches = iter(_distributed(model.distribute_strategy, data.repeat()))
+        function = _keras.new_train_function(model)
+        calls, seconds = -_WARM_UP, 0.0
+        while calls < _MOST and seconds < _SECONDS:
+            begin = time.perf_counter()
+            for value in tf.nest.flatten(function(batches)):
+                np.asarray(value)  # on a GPU it's over then, and not before
+            calls += 1
+            if calls > 0:
+                seconds += time.perf_counter() - begin
+            after_call()
+    return seconds / (calls * int(model.steps_per_execution))
+
+
+def _has_workers(model: Any) -> bool:
+    """Whether the job may have several workers; else one model has several devices."""
+    return isinstance(model.distribute_strategy.extended, SharingExtended)
+
+
+@contextlib.contextmanager
+def _one_worker(model: Any) -> Iterator[None]:
+    """What is run inside is this worker's alone; then its state is what it was."""
+    strategy = model.distribute_strategy
+    kept = [
+        (part, part.numpy())
+        for variable in _keras.whole_state(model)
+        for part in strategy.experimental_local_results(variable)
+    ]
+    try:
+        with strategy.extended.alone():
+            yield
+    finally:
+        for part, value in kept:
+            part.assign(value)
+
+
+def _distributed(strategy: Any, data: Any) -> Any:
+    """Whole batches as who is alone gives them to his steps."""
+    extended = strategy.extended
+    if not isinstance(extended, SharingExtended):
+        return strategy.experimental_distribute_dataset(data)
+    if not extended.is_alone:
+        data = slice_dataset(data, *extended.places)
+    return extended.distribute_parts(data)

@@ -1,0 +1,114 @@
+"""A placed model as if there were one device: what several are compared with.
+
+All of its state is on the first device for a while, and nothing is elsewhere:
+
+    as placed                      CPU:0  first layers      CPU:1  last layers
+    inside of `on_one_device`      CPU:0  all layers, whole batches
+
+Layers are called on whole batches, and activations are kept: one device needs neither
+micro-batches, nor to compute anything again, but to fit what is large into little
+memory. What belongs to other devices is copied, so those copies and what a whole batch
+leaves for its backward pass must fit into that one device beside its own layers.
+
+Variables that aren't Keras's stay where they are, and what a layer itself puts on a
+device (`tf.device`) is there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from kerasdist import _keras, _tf
+from kerasdist._keras import LayerFacts
+from kerasdist.placement.patterns import Patterns
+from kerasdist.strategies.placed.placer import Placer
+
+__all__ = ["on_one_device"]
+
+
+class _OneDevice(Placer):
+    """All is on the first device, whatever was said.
+
+    Args:
+        placer: Where everything else would be.
+    """
+
+    def __init__(self, placer: Placer) -> None:
+        super().__init__(Patterns({}), placer.devices)
+
+    def wish(self, layer: LayerFacts) -> str | None:
+        """See `LayerPlacer`."""
+        del layer
+        return self.devices[0]
+
+    def device_of(self, layer: LayerFacts) -> str | None:
+        """See `LayerPlacer`."""
+        del layer
+        return self.devices[0]
+
+    def variable_device(
+        self, path: str, called: tuple[str, ...], device: str | None
+    ) -> str:
+        """See `LayerPlacer`."""
+        del path, called, device
+        return self.devices[0]
+
+
+@contextlib.contextmanager
+def on_one_device(model: Any) -> Iterator[None]:
+    """What is traced and run inside is on the first device, on whole batches.
+
+    Then everything is where it was, with the values that it had; also if the first
+    device's memory isn't enough, or a step fails.
+
+    Args:
+        model: A model that `ModelParallelStrategy` has placed, with its optimizer.
+
+    Raises:
+        MemoryError: The first device is a CPU of this host, which has too little memory
+            left even for the copies.
+    """
+    extended = model.distribute_strategy.extended
+    first = extended.layer_placer.devices[0]
+    state = _keras.whole_state(model)
+    _check_room(first, sum(_bytes(v) for v in state if v.device != first))
+    kept = [(v, v.numpy()) for v in state if v.device == first]
+    before = extended.layer_placer, extended.micro_batches, extended.rematerialize
+    try:
+        with _keras.copied_to(model, first):
+            extended.layer_placer = _OneDevice(extended.layer_placer)
+            extended.micro_batches, extended.rematerialize = 1, False
+            yield
+    finally:
+        extended.layer_placer, extended.micro_batches, extended.rematerialize = before
+        for variable, value in kept:
+            variable.assign(value)
+
+
+def _check_room(device: str, needed: int) -> None:
+    """Refuse copies for which a process would be ended: a host raises no errors."""
+    if _tf.host_of(device) != _tf.canonical_device("CPU:0") or ":CPU:" not in device:
+        return  # it's TensorFlow that raises one, or another host
+    left = _available()
+    if needed > left:
+        raise MemoryError(
+            f"copies of what is on other devices take {needed:,} bytes, and "
+            f"{left:,.0f} are left"
+        )
+
+
+def _available() -> float:
+    """Bytes of memory that this host has left; infinite where it doesn't say."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return float("inf")
+    found = [line.split()[1] for line in lines if line.startswith("MemAvailable:")]
+    return 1024.0 * int(found[0]) if found else float("inf")
+
+
+def _bytes(variable: Any) -> int:
+    return int(variable.shape.num_elements() or 0) * int(variable.dtype.size)

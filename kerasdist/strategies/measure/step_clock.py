@@ -1,0 +1,403 @@
+"""How long the parts of a step of training take, measured where they happen.
+
+    outside │ input │ compute  │ exchange │ update │ outside
+            │       │          │          │        │
+          begin   ready    gradients   reduced    end
+
+`begin` is when Keras calls the step's graph; `ready` to `end` are read inside of it, by
+operations that wait for what the mark stands for, which cost some microseconds each.
+Their sums lie in one variable in host memory, which is read once in a window of many
+steps: sums of differences are differences of sums. So a step calls no Python for it,
+also where several steps are one execution of a graph.
+
+Where steps are short not all are measured (`strategies.measure.sampling`): marks and
+listening would be a part of them that can be seen (benchmarks/board_cost). So there's
+another graph (`_keras.timing`), with marks, which is called now and then; the usual one
+counts steps and rows, always. How many these were, and how long they took together, is
+of all steps; what a step consists of is that of the measured ones.
+
+What an exchange consists of is told by the communicator (`transport.tracing`).
+Exchanges of weights with parameter servers are a part of the update, as far as the
+graph knows: they are taken out of it.
+
+Until somebody starts the clock the one with marks isn't traced. A call that has traced
+isn't counted while the clock runs.
+
+On GPUs the marks tell when the host has got on so far. It waits for the device at the
+latest where gradients are sent.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from kerasdist import _tf
+from kerasdist.collectives import Communicator
+from kerasdist.collectives.ops import Array
+from kerasdist.strategies.data.batch_split import rows_of, split_part
+from kerasdist.strategies.measure.communication import SpanSums, Work
+from kerasdist.strategies.measure.counters import (
+    BEGIN,
+    END,
+    GRADIENTS,
+    MEASURED,
+    READY,
+    REDUCED,
+    ROWS,
+    SLOTS,
+    STEPS,
+    UPDATES,
+    Marks,
+    time_after,
+    time_after_all,
+)
+from kerasdist.strategies.measure.sampling import Sampling, rows_for
+from kerasdist.strategies.measure.step_parts import parts_of_a_step
+from kerasdist.strategies.measure.step_times import PARTS, PHASES, StepTimes
+
+__all__ = ["StepClock"]
+
+
+class StepClock:
+    """The clock of one strategy's steps.
+
+    Args:
+        devices: This worker's devices, one replica each.
+        communicator: Between the workers.
+        in_turn: Whether who waits waits for other workers, and not for servers at work.
+
+    Attributes:
+        rank: This worker's rank in the job.
+        communicator: Between the workers.
+        running: Whether steps are looked at, and some of them measured.
+        asked: Whether somebody wants the next call to be measured, whatever is right
+            for the others, and also if the clock doesn't run.
+        timed: Whether this call is one that is measured.
+        marks: See `StepTimer`.
+        batch: What a replica's batch is made of, as TensorFlow describes it; None
+            before a step was traced.
+    """
+
+    def __init__(
+        self, devices: Sequence[str], communicator: Communicator, *, in_turn: bool
+    ) -> None:
+        self.rank = communicator.rank
+        self.running = self.asked = self.timed = self.marks = False
+        self._listening = self._in_call = False
+        # Whether this call, or what came before it, has to be looked at.
+        self._noted = False
+        self.batch: Any = None
+        self._replicas = len(devices)
+        self._host = _tf.host_of(devices[0])
+        self.communicator = communicator
+        self._in_turn = in_turn
+        self._spans = SpanSums(communicator.size)
+        self._summed = Marks(self._host)
+        # Sums as they were at the beginning of the window, and when the clock started.
+        self._before, self._started = np.zeros(SLOTS), np.zeros(SLOTS)
+        self._is_eager = False
+        # What was there before the call that traces, and before one that warms up.
+        self._traced: tuple[Array, Work] | None = None
+        self._kept: tuple[Array, Work] | None = None
+        self._entered = self._left = self._since = 0.0
+        # Seconds inside of measured calls, and whether they are several steps each.
+        self._inside, self._several = 0.0, False
+        # Seconds of waiting for data, also as it was when the last step was over, and
+        # for others, where no graph's clock tells it.
+        self._waited = self._waited_before = self._met = 0.0
+        # The same of this call; and of all that are measured those for others.
+        self._call_waited = self._call_met = self._met_measured = 0.0
+        self._sampling = Sampling()
+        # Of one step, as it was measured last.
+        self._usual: dict[str, float] | None = None
+
+    # For who wants to know.
+
+    def start(self) -> None:
+        """Measure from now on."""
+        if self.running:
+            return
+        self.running = True
+        self._sampling = Sampling()
+        self._usual = None
+        self._forget()
+        self._started = self._before.copy()
+
+    def stop(self) -> None:
+        """Measure no longer."""
+        if self.running:
+            self.running = self.timed = False
+            self._listen(False)
+
+    def begin_epoch(self) -> None:
+        """What lies between the last step and now is no part of the training."""
+        gap = time.time() - self._left
+        self._since += gap
+        self._left += gap
+        self._waited = self._waited_before
+
+    def measure(self, seconds: float) -> None:
+        """From here on measure as many calls as is right if each takes so long.
+
+        Workers that take each step together call it at the same place, with the same
+        number.
+        """
+        self._sampling.set(*rows_for(seconds))
+
+    @property
+    def rows_per_step(self) -> float:
+        """Samples that this worker trains on per step; 0.0: no step was measured."""
+        sums = self._summed.read()
+        # Those of the window may all have been left out.
+        for found in (sums - self._before, sums - self._started):
+            if found[STEPS]:
+                return float(found[ROWS] / found[STEPS])
+        return 0.0
+
+    @property
+    def seconds_per_step(self) -> float:
+        """Seconds of each step since `take` was called last; 0 if there was none."""
+        steps = float((self._summed.read() - self._before)[STEPS])
+        return max(self._left - self._since, 0.0) / steps if steps else 0.0
+
+    @contextlib.contextmanager
+    def stopped(self) -> Iterator[None]:
+        """What stands inside is no part of the training."""
+        running, asked = self.running, self.asked
+        self.running = self.asked = False
+        self._listen(False)
+        sums = self._summed.read()
+        try:
+            yield
+        finally:
+            # Graphs count whether it runs or not.
+            inside = self._summed.read() - sums
+            self._before, self._started = self._before + inside, self._started + inside
+            self.running, self.asked = running, asked
+            self.begin_epoch()
+
+    def take(self) -> StepTimes:
+        """What the steps have taken since this was called last; eagerly."""
+        now = self._summed.read()
+        sums = now - self._before
+        steps, seconds = float(sums[STEPS]), max(self._left - self._since, 0.0)
+        if sums[MEASURED]:
+            self._usual = parts_of_a_step(
+                sums,
+                self._spans.take(),
+                inside=self._inside if self._several else None,
+                met=self._met_measured,
+                in_turn=self._in_turn,
+            )
+        # Without a measured one these steps are like those of the last window.
+        parts = {
+            name: value * steps
+            for name, value in (self._usual or dict.fromkeys(PARTS, 0.0)).items()
+        }
+        # What is known of all calls isn't taken from some.
+        parts["input"] += self._waited_before
+        parts["exchange"] += self._met
+        parts["late"] += self._met
+        # The measured ones may have been longer than the others.
+        whole = sum(parts[name] for name in PHASES)
+        if whole > seconds:
+            for name in (*PHASES, "late"):
+                parts[name] *= seconds / whole
+        times = StepTimes(
+            rank=self.rank,
+            steps=steps,
+            rows=float(sums[ROWS]),
+            seconds=seconds,
+            outside=max(seconds - whole, 0.0),
+            **parts,
+        )
+        self._forget(now)
+        return times
+
+    def _forget(self, now: Array | None = None) -> None:
+        """Begin a window with the step that comes next."""
+        self._before = self._summed.read() if now is None else now
+        if now is None:
+            self._left = time.time()
+        self._spans.take()
+        self._since = self._left
+        # Since the last step was over: that's a part of the next one.
+        self._waited = 0.0 if now is None else self._waited - self._waited_before
+        self._inside = self._waited_before = 0.0
+        self._met = self._met_measured = 0.0
+
+    def _listen(self, listening: bool) -> None:
+        if listening == self._listening:
+            return
+        self._listening = listening
+        if listening:
+            self.communicator.listen(self._spans)
+        else:
+            self.communicator.unlisten(self._spans)
+
+    # For who takes steps.
+
+    def enter(self, *, always: bool = False) -> bool:
+        """Keras calls the function that takes steps.
+
+        Args:
+            always: Measure it in any case.
+
+        Returns:
+            Whether this call is measured.
+        """
+        self._in_call = True
+        self.timed = self._sampling.next(asked=self.asked) or always
+        self.asked = False
+        if self.timed:
+            if self._sampling.warming and not always:
+                self._kept = self._summed.read(), self._spans.take()
+            self._listen(True)
+            self._entered = time.time()
+        return self.timed
+
+    def leave(self, executions: int) -> None:
+        """It has returned; it takes so many steps at a time, 0 if it has failed."""
+        left = time.time()
+        self._in_call = False
+        if self.timed or self._noted:
+            self._look_back(executions, left)
+        # Most calls do nothing else: this is done in each step, however short.
+        self._left = left
+
+    def _look_back(self, executions: int, left: float) -> None:
+        """What is known of a call that has something to tell."""
+        waited, met, eager = self._call_waited, self._call_met, self._is_eager
+        self._call_waited = self._call_met = 0.0
+        self._noted = self._is_eager = False
+        if self.timed:
+            self._listen(False)
+        timed, self.timed = self.timed, False
+        if self._traced is not None:
+            self._leave_out(self._kept or self._traced)
+            self._traced = self._kept = None
+            self._since += left - self._left
+            self._waited = self._waited_before
+            return
+        self._met += met
+        if eager:
+            self._waited += waited  # before its step began
+        self._waited_before = self._waited
+        if not timed:
+            return
+        if self._kept is not None:
+            self._leave_out(self._kept, MEASURED)
+            self._kept = None
+            return
+        if not eager:
+            # The graph's clock takes it for input, as all before the step.
+            self._met_measured += met
+        self._several = executions > 1
+        if self._several:
+            self._inside += left - self._entered
+        elif executions and not eager:
+            # A graph with one thread would read the clock too late.
+            self._summed.add_eagerly({}, {BEGIN: self._entered})
+
+    def _leave_out(self, before: tuple[Array, Work], first: int = 0) -> None:
+        """What this call has added doesn't count: sums from the first that is told."""
+        sums, spans = before
+        self._before[first:] += (self._summed.read() - sums)[first:]
+        self._spans.give_back(spans)
+
+    def _note_trace(self) -> None:
+        """A graph is being traced: keep what there was before it runs."""
+        if self._in_call and self._traced is None:
+            self._noted = True
+            with tf.init_scope():
+                self._traced = self._summed.read(), self._spans.take()
+
+    def waited(
+        self, seconds: float, *, others: bool = False, between: bool = False
+    ) -> None:
+        """Outside of graphs so many seconds were spent waiting: for data, or others.
+
+        Where no step is taken, e.g. in an evaluation, that isn't counted, but if it's
+        known to be `between` two steps.
+        """
+        if between:
+            self._waited += seconds
+        elif self._in_call and others:
+            self._call_met += seconds
+        elif self._in_call:
+            self._call_waited += seconds
+        else:
+            return
+        self._noted = True
+
+    def step(self, run: Callable[[Any], Any], data: Any) -> Any:
+        """See `StepTimer.step`."""
+        parts = [_tf.select_replica(index, data) for index in range(self._replicas)]
+        rows = sum(rows_of(part) for part in parts)
+        # Of whichever model is trained now.
+        batch, _, _ = split_part(parts[0])
+        self.batch = tf.nest.map_structure(
+            tf.type_spec_from_value, batch, expand_composites=False
+        )
+        counts = {STEPS: 1.0, ROWS: rows}
+        if _tf.executing_eagerly():
+            self._is_eager = self._noted = self._in_call
+            begin = time.time()
+            outputs = run(data)
+            times = {BEGIN: begin, READY: begin, END: time.time()}
+            self._summed.add_eagerly(counts)
+            if self.timed:
+                self._summed.add_eagerly({MEASURED: 1.0}, times)
+            return outputs
+        self._note_trace()
+        if not self.timed:
+            outputs = run(data)
+            with tf.device(self._host):
+                self._summed.count(tf.cast(rows, tf.int64))
+            return outputs
+        with tf.device(self._host):
+            ready = time_after(parts)
+        # What has one thread would else read the clock after the step.
+        with tf.control_dependencies([ready]):
+            outputs = run(data)
+        with tf.device(self._host):
+            self._summed.add(
+                {**counts, MEASURED: 1.0}, {READY: ready, END: time_after(outputs)}
+            )
+        return outputs
+
+    def exchange(
+        self, gradients: Sequence[Any], reduce: Callable[[Sequence[Any]], list[Any]]
+    ) -> list[Any]:
+        """Reduce gradients, in replica context; return what `reduce` does.
+
+        Args:
+            gradients: The gradients.
+            reduce: Reduces them. It's given tensors that its last bucket waits for.
+        """
+        # Nothing is sent before the slowest replica here is done.
+        ready = time_after_all(gradients) if self._replicas > 1 else None
+        if _tf.local_replica_id() > 0:
+            return reduce(())
+        if _tf.executing_eagerly():
+            begin = time.time()
+            reduced = reduce(())
+            times = {GRADIENTS: begin, REDUCED: time.time()}
+            self._summed.add_eagerly({UPDATES: 1.0}, times)
+            return reduced
+        self._note_trace()
+        with tf.device(self._host):
+            before = time_after(gradients if ready is None else ready)
+        # With several replicas here a merge call reduces, which is another thread's.
+        reduced = reduce([before] if self._replicas == 1 else ())
+        # Updates don't wait for that: each begins as soon as it can, as without clocks.
+        with tf.device(self._host):
+            after = time_after(reduced)
+            self._summed.add({UPDATES: 1.0}, {GRADIENTS: before, REDUCED: after})
+        return reduced

@@ -1,0 +1,1 @@
+"""TensorFlow's own collectives as a transport."""

@@ -1,0 +1,348 @@
+"""Collectives on tensors by TensorFlow's own operations: nothing leaves the graph.
+
+TensorFlow matches the operations of different workers by a number, the instance
+key, which must be the same on all of them and new each time. It's the number of
+the collective in the job, taken when it runs: workers that trace their graphs at
+different times, or again, stay in step. See `CollectiveOps` on the order.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from kerasdist import _tf
+from kerasdist.strategies.native.communicator import NativeCommunicator, group_options
+from kerasdist.strategies.reduce.graph_ops import CollectiveOps
+
+__all__ = ["NativeOps"]
+
+_MERGE = {"sum": "Add", "prod": "Mul", "min": "Min", "max": "Max"}
+_REDUCED = (tf.bfloat16, tf.float16, tf.float32, tf.float64, tf.int32, tf.int64)
+# How dtypes that TensorFlow doesn't move between workers travel: cast, or bit by bit.
+_CAST = {
+    tf.bool: tf.int32,
+    tf.int8: tf.int32,
+    tf.int16: tf.int32,
+    tf.uint8: tf.int32,
+    tf.uint16: tf.int32,
+    tf.uint32: tf.int64,
+    tf.bfloat16: tf.float32,
+    tf.float16: tf.float32,
+}
+_BITS = {tf.uint64: tf.int64, tf.complex64: tf.int64}
+
+
+class NativeOps(CollectiveOps):
+    """Collectives between workers by TensorFlow, in graphs and eagerly.
+
+    Gradients stay on the replicas' devices; all else goes through host memory.
+
+    Args:
+        communicator: Between the workers.
+        host: The device that holds host memory.
+        devices: This worker's devices, one per replica.
+        replicas: Number of replicas over all workers.
+    """
+
+    def __init__(
+        self,
+        communicator: NativeCommunicator,
+        host: str,
+        devices: Sequence[str],
+        replicas: int,
+    ) -> None:
+        super().__init__(communicator, host)
+        self._native = communicator
+        self._devices = list(devices)
+        self._over_hosts = group_options(communicator.group, communicator.size, host)
+        self._over_replicas = group_options(
+            communicator.replica_group, replicas, devices[0]
+        )
+        # TensorFlow runs operations with side effects one after the other, unless
+        # each has a token of its own: the replicas' would wait for each other.
+        self._tokens = []
+        for device in self._devices:
+            with tf.init_scope(), tf.device(device):
+                self._tokens.append(tf.Variable(0.0, trainable=False))
+
+    def failure(self, error: Exception) -> Exception | None:
+        """See `CollectiveOps.failure`."""
+        return self._native.translate(error)
+
+    def all_reduce(
+        self, tensors: Sequence[Any], op: str = "sum", *, step: bool = False
+    ) -> list[Any]:
+        """See `CollectiveOps.all_reduce`."""
+        if any(tensor.dtype not in _REDUCED for tensor in tensors):
+            return super().all_reduce(tensors, op, step=step)
+        return [
+            self._reduce_on_hosts(tensor, op, step=step and number == 0)
+            for number, tensor in enumerate(tensors)
+        ]
+
+    def all_gather(self, tensor: Any, axis: int = 0) -> Any:
+        """See `CollectiveOps.all_gather`."""
+        if tensor.dtype in (tf.string, tf.complex128):
+            return super().all_gather(tensor, axis)
+        rank = tensor.shape.rank
+        axis = axis % rank
+        order = [axis, *(i for i in range(rank) if i != axis)]
+        with tf.device(self._host):
+            first = tf.transpose(tensor, order)
+            flat = tf.reshape(_pack(first), [-1])
+            counts = self._gather(tf.shape(first, tf.int64)[:1], "rows")
+            # All have the same number of elements per row.
+            width = tf.reduce_prod(tf.shape(first, tf.int64)[1:])
+            # TensorFlow crashes when it gathers nothing.
+            longest = tf.reduce_max(counts) * width + 1
+            padded = tf.pad(flat, [[0, longest - tf.size(flat, tf.int64)]])
+            every = tf.reshape(
+                self._gather(padded, "elements"), [self._native.size, longest]
+            )
+            parts = [every[r, : counts[r] * width] for r in range(self._native.size)]
+            shape = tf.concat(
+                [[tf.reduce_sum(counts)], tf.shape(first, tf.int64)[1:]], 0
+            )
+            rows = tf.reshape(_unpack(tf.concat(parts, 0), tensor.dtype), shape)
+            result = tf.transpose(rows, np.argsort(order))
+        static = tensor.shape.as_list()
+        static[axis] = None
+        return tf.ensure_shape(result, static)
+
+    def broadcast(self, tensor: Any) -> Any:
+        """See `CollectiveOps.broadcast`."""
+        if tensor.dtype not in (*_REDUCED, *_CAST, *_BITS):
+            return super().broadcast(tensor)
+        with tf.device(self._host):
+            flat = tf.reshape(_pack(tensor), [-1])
+            flat = tf.pad(flat, [[0, 1]])
+
+            def give(key: Any) -> list[Any]:
+                if self._native.rank == 0:
+                    return [
+                        tf.raw_ops.CollectiveBcastSendV2(
+                            input=flat, instance_key=key, **self._over_hosts
+                        )
+                    ]
+                return [
+                    tf.raw_ops.CollectiveBcastRecvV2(
+                        T=flat.dtype,
+                        shape=tf.shape(flat),
+                        instance_key=key,
+                        **self._over_hosts,
+                    )
+                ]
+
+            (given,) = self._collective("broadcast", "none", [flat], give)
+            return tf.reshape(_unpack(given[:-1], tensor.dtype), tf.shape(tensor))
+
+    def weighted_mean(
+        self,
+        gradients: Sequence[Any],
+        rows: Any,
+        total: Any = None,
+        *,
+        step: bool = False,
+    ) -> list[Any]:
+        """See `CollectiveOps.weighted_mean`, `collectives.weighted_mean`."""
+        groups: dict[Any, list[int]] = {}
+        for index, gradient in enumerate(gradients):
+            wide = tf.float64 if gradient.dtype == tf.float64 else tf.float32
+            groups.setdefault(wide, []).append(index)
+        means: list[Any] = [None] * len(gradients)
+        for number, (wide, indices) in enumerate(groups.items()):
+            with tf.device(self._devices[0]):
+                weight = tf.cast(rows, wide)
+                if total is not None:
+                    weight = tf.math.divide_no_nan(weight, tf.cast(total, wide))
+                parts = []
+                for i in indices:
+                    weighted = _tf.weighted(tf.cast(gradients[i], wide), weight)
+                    parts.append(tf.reshape(weighted, [-1]))
+                count = [] if total is not None else [[weight]]
+                bucket = tf.concat([*parts, *count], 0)
+            (reduced,) = self._reduce_on_devices([bucket], step=step and number == 0)
+            with tf.device(self._devices[0]):
+                mean = reduced
+                if count:
+                    mean = reduced[:-1] / tf.maximum(reduced[-1], 1)
+                for i, part in zip(
+                    indices, tf.split(mean, [tf.size(p) for p in parts]), strict=True
+                ):
+                    shaped = tf.reshape(part, tf.shape(gradients[i]))
+                    shaped = tf.cast(shaped, gradients[i].dtype)
+                    means[i] = tf.ensure_shape(shaped, gradients[i].shape)
+        return means
+
+    def reduce_replicas(
+        self, values: Sequence[Sequence[Any]], *, step: bool = False
+    ) -> list[list[Any]] | None:
+        """Sum over all replicas of all workers, on their devices.
+
+        Args:
+            values: For each value, a tensor per local replica.
+            step: Whether an optimizer step begins with it.
+
+        Returns:
+            The same for the sums; None if it can't be done so: eagerly, where one
+            replica would wait for the next, which isn't called before it's done.
+        """
+        if (_tf.executing_eagerly() and len(self._devices) > 1) or any(
+            value[0].dtype not in _REDUCED for value in values
+        ):
+            return None
+        groups: dict[Any, list[int]] = {}
+        for index, value in enumerate(values):
+            groups.setdefault(value[0].dtype, []).append(index)
+        sums: list[list[Any]] = [[] for _ in values]
+        for number, indices in enumerate(groups.values()):
+            buckets = []
+            for replica, device in enumerate(self._devices):
+                with tf.device(device):
+                    flat = [tf.reshape(values[i][replica], [-1]) for i in indices]
+                    buckets.append(tf.concat(flat, 0))
+            totals = self._reduce_on_devices(buckets, step=step and number == 0)
+            for device, replica, total in zip(
+                self._devices, range(len(self._devices)), totals, strict=True
+            ):
+                with tf.device(device):
+                    mine = [values[i][replica] for i in indices]
+                    parts = tf.split(total, [tf.size(value) for value in mine])
+                    for i, value, part in zip(indices, mine, parts, strict=True):
+                        shaped = tf.reshape(part, tf.shape(value))
+                        sums[i].append(tf.ensure_shape(shaped, value.shape))
+        return sums
+
+    # One collective each.
+
+    def _reduce_on_hosts(self, tensor: Any, op: str, *, step: bool = False) -> Any:
+        def reduce(key: Any) -> list[Any]:
+            with tf.device(self._host):
+                return [_reduce_op(tensor, key, op, self._over_hosts)]
+
+        return self._collective("all_reduce", op, [tensor], reduce, step=step)[0]
+
+    def _reduce_on_devices(
+        self, buckets: list[Any], *, step: bool = False
+    ) -> list[Any]:
+        def reduce(key: Any) -> list[Any]:
+            reduced = []
+            for device, bucket, token in zip(
+                self._devices, buckets, self._tokens, strict=True
+            ):
+                with tf.device(device):
+                    reduced.append(
+                        _reduce_op(bucket, key, "sum", self._over_replicas, token)
+                    )
+            return reduced
+
+        return self._collective("all_reduce", "sum", buckets, reduce, step=step)
+
+    def _gather(self, tensor: Any, what: str) -> Any:
+        def gather(key: Any) -> list[Any]:
+            with tf.device(self._host):
+                return [
+                    tf.raw_ops.CollectiveGatherV2(
+                        input=tensor,
+                        instance_key=key,
+                        ordering_token=[],
+                        name=f"kerasdist_gather_{what}",
+                        **self._over_hosts,
+                    )
+                ]
+
+        return self._collective("all_gather", "none", [tensor], gather)[0]
+
+    def _collective(
+        self,
+        kind: str,
+        op: str,
+        tensors: Sequence[Any],
+        build: Callable[[Any], list[Any]],
+        *,
+        step: bool = False,
+    ) -> list[Any]:
+        """Number a collective, run it after the one before it, and note its end.
+
+        Args:
+            kind: One of `framing.KINDS`.
+            op: One of `framing.OPS`.
+            tensors: What this worker's replicas give.
+            build: Makes the operations from the instance key.
+            step: Whether an optimizer step begins with it.
+        """
+        first = tensors[0]
+        elements = first.shape.num_elements() or 0
+        detail = zlib.crc32(str(first.shape).encode())
+
+        def begin() -> Any:
+            if step:
+                self._native.step += 1
+            number = self._native.begin(kind, op, first.dtype.name, elements, detail)
+            return np.int64(number)
+
+        def end(number: Any) -> Any:
+            self._native.end(int(number))
+            return np.bool_(True)
+
+        if _tf.executing_eagerly():
+            number = begin()
+            try:
+                with tf.device(self._host):
+                    key = tf.constant(number % 2**31, tf.int32)
+                return build(key)
+            except tf.errors.OpError as error:
+                failure = self._native.translate(error)
+                raise failure or error from error
+            finally:
+                end(number)
+        return self._in_graph(begin, end, build)
+
+    def _in_graph(
+        self,
+        begin: Callable[[], Any],
+        end: Callable[[Any], Any],
+        build: Callable[[Any], list[Any]],
+    ) -> list[Any]:
+        with tf.device(self._host):
+            order = self._counter.assign_add(1, read_value=True)
+            with tf.control_dependencies([order]):
+                number = tf.numpy_function(begin, [], tf.int64, name="kerasdist_begin")
+            number.set_shape([])
+            key = tf.cast(number % 2**31, tf.int32)
+        results = build(key)
+        with tf.device(self._host), tf.control_dependencies(results):
+            ended = tf.numpy_function(end, [number], tf.bool, name="kerasdist_end")
+            self._hold_back([ended])
+        return results
+
+
+def _reduce_op(
+    tensor: Any, key: Any, op: str, options: dict[str, Any], token: Any = None
+) -> Any:
+    return tf.raw_ops.CollectiveReduceV2(
+        input=tensor,
+        instance_key=key,
+        ordering_token=[] if token is None else [token.handle],
+        merge_op=_MERGE[op],
+        final_op="Id",
+        name="kerasdist_reduce",
+        **options,
+    )
+
+
+def _pack(tensor: Any) -> Any:
+    if tensor.dtype in _BITS:
+        return tf.bitcast(tensor, _BITS[tensor.dtype])
+    return tf.cast(tensor, _CAST.get(tensor.dtype, tensor.dtype))
+
+
+def _unpack(tensor: Any, dtype: Any) -> Any:
+    if dtype in _BITS:
+        return tf.bitcast(tensor, dtype)
+    return tf.cast(tensor, dtype)

@@ -1,0 +1,1 @@
+"""Layers on several devices, and strategies that have them."""

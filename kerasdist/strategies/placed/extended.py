@@ -1,0 +1,137 @@
+"""The inside of `ModelParallelStrategy`: one replica, spread over several devices."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import tensorflow as tf
+
+from kerasdist import _keras, _tf
+from kerasdist._tf import patches, placing
+from kerasdist.collectives.backends.single import SingleCommunicator
+from kerasdist.strategies.measure.stages import StageClock
+from kerasdist.strategies.measure.step_clock import StepClock
+from kerasdist.strategies.placed.micro_batches import in_micro_batches
+from kerasdist.strategies.placed.placer import Placer
+from kerasdist.strategies.placed.remote import RemoteDevices
+
+__all__ = ["PlacedExtended", "install_hooks", "placed_step"]
+
+
+def install_hooks() -> None:
+    """Let Keras and TensorFlow look where things are placed, once per process."""
+    _keras.install("placement", "rematerialize", "micro_batches")
+    patches.install("core")
+    patches.install("placement")
+
+
+@contextlib.contextmanager
+def placed_step(
+    placer: Placer,
+    micro_batches: int,
+    clock: StageClock,
+    *,
+    rematerialize: bool = False,
+) -> Iterator[None]:
+    """A step of a placed replica stands inside.
+
+    Args:
+        placer: Where everything is.
+        micro_batches: Into how many parts the replica's batch is divided.
+        clock: Measures the stages, if the step is measured.
+        rematerialize: Whether activations are computed again instead of kept.
+    """
+    with contextlib.ExitStack() as stack:
+        if not _tf.executing_eagerly():
+            choose = placer.choose(tf.compat.v1.get_default_graph())
+            stack.enter_context(placing.default_placement(choose))
+        stack.enter_context(
+            in_micro_batches(micro_batches, rematerialize=rematerialize, clock=clock)
+        )
+        yield
+
+
+class PlacedExtended(placing.OneDeviceExtended):
+    """TensorFlow's strategy of one device, with what belongs elsewhere elsewhere.
+
+    Args:
+        container: The strategy.
+        placer: Where everything is.
+        remote: The other workers, if some of the devices are theirs.
+        micro_batches: Into how many parts each batch is divided.
+        rematerialize: Whether activations are computed again instead of kept.
+
+    Attributes:
+        step_counter: What has a `step`, the one that the chief is at: errors name it.
+            None if no other worker can be lost.
+    """
+
+    # A function that two layers share is traced for the device of each.
+    _retrace_functions_for_each_device = True
+    # See `_tf.placing`.
+    places_gradients = True
+
+    def __init__(
+        self,
+        container: Any,
+        placer: Placer,
+        remote: RemoteDevices | None = None,
+        *,
+        micro_batches: int = 1,
+        rematerialize: bool = False,
+    ) -> None:
+        super().__init__(container, placer.devices[0])
+        self._retrace_functions_for_each_device = True
+        self.layer_placer = placer
+        self.micro_batches = micro_batches
+        self.rematerialize = rematerialize
+        # Data are read by this process, wherever layers are.
+        self._host = _tf.canonical_device("CPU:0")
+        self._remote = remote
+        self.step_counter = None if remote is None else remote.communicator
+        self.timer = StepClock([self._host], SingleCommunicator(), in_turn=True)
+        self.stage_clock = StageClock(placer.devices, self._host)
+
+    def failure(self, error: Exception) -> Exception | None:
+        """What ended the job and made TensorFlow raise `error`, or None."""
+        return None if self._remote is None else self._remote.failure(error)
+
+    def _create_variable(self, next_creator: Any, **kwargs: Any) -> Any:
+        beside = kwargs.pop("colocate_with", None)
+        if beside is not None:
+            device = beside.device
+        else:
+            device = self.layer_placer.new_variable()
+        with placing.on_device(device):
+            return next_creator(**kwargs)
+
+    def _call_for_each_replica(self, fn: Any, args: Any, kwargs: Any) -> Any:
+        with self._step():
+            if _tf.executing_eagerly():
+                return super()._call_for_each_replica(fn, args, kwargs)
+            with placing.replica_of(self._container_strategy()):
+                return fn(*args, **kwargs)
+
+    def _step(self) -> contextlib.AbstractContextManager[None]:
+        return placed_step(
+            self.layer_placer,
+            self.micro_batches,
+            self.stage_clock,
+            rematerialize=self.rematerialize,
+        )
+
+    def _update(self, var: Any, fn: Any, args: Any, kwargs: Any, group: bool) -> Any:
+        with placing.update_on(var.device):
+            result = fn(var, *args, **kwargs)
+        if group:
+            return result
+        return tf.nest.map_structure(self._local_results, result)
+
+    def _experimental_distribute_dataset(self, dataset: Any, options: Any) -> Any:
+        # TensorFlow's distributed iterator costs more than it gives to one replica,
+        # see `SynchronousExtended.distribute_parts`.
+        if self.worker_devices == (self._host,) or self._remote is not None:
+            return dataset
+        return super()._experimental_distribute_dataset(dataset, options)

@@ -1,0 +1,118 @@
+"""The inside of `RingStrategy(placement=...)`: replicas that are spread over devices.
+
+Each worker has one replica. Between the workers it's one of `SynchronousExtended`; of
+its own devices it knows from a `Placer`, as `PlacedExtended` does:
+
+    worker 0   CPU:0 encoder  CPU:1 decoder     rows 0..15 of each global batch
+    worker 1   CPU:0 encoder  CPU:1 decoder     rows 16..31
+                  gradients ── host ── all workers ── host ── to where each variable is
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from kerasdist import _tf
+from kerasdist._tf import placing
+from kerasdist.strategies.measure.stages import StageClock
+from kerasdist.strategies.placed.extended import placed_step
+from kerasdist.strategies.placed.placer import Placer
+from kerasdist.strategies.sync.extended import SynchronousExtended
+from kerasdist.strategies.sync.hooks import SynchronousHooks
+from kerasdist.strategies.sync.job import StrategyJob
+
+__all__ = ["HybridExtended"]
+
+
+class HybridExtended(SynchronousExtended):
+    """One replica on several devices, in step with those of all other workers.
+
+    Args:
+        container: The strategy.
+        devices: The placer's.
+        job: The connected workers.
+        placer: Where everything of this worker's replica is.
+        micro_batches: Into how many parts the replica's batch is divided.
+        rematerialize: Whether activations are computed again instead of kept.
+        options: As of `SynchronousExtended`.
+    """
+
+    # See `_tf.placing`.
+    places_gradients = True
+
+    def __init__(
+        self,
+        container: Any,
+        devices: Sequence[str],
+        job: StrategyJob,
+        *,
+        placer: Placer,
+        micro_batches: int,
+        rematerialize: bool = False,
+        **options: Any,
+    ) -> None:
+        super().__init__(container, devices[:1], job, **options)
+        # A function that two layers share is traced for the device of each.
+        self._retrace_functions_for_each_device = True
+        self.layer_placer = placer
+        self.micro_batches = micro_batches
+        self.rematerialize = rematerialize
+        self.keras_hooks = HybridHooks(self)
+        self.stage_clock = StageClock(placer.devices, _tf.host_of(devices[0]))
+
+    def _create_variable(self, next_creator: Any, **kwargs: Any) -> Any:
+        if kwargs.get("colocate_with") is None:
+            kwargs["colocate_with"] = _Beside(self.layer_placer.new_variable())
+        return super()._create_variable(next_creator, **kwargs)
+
+    def _call_for_each_replica(self, fn: Any, args: Any, kwargs: Any) -> Any:
+        with placed_step(
+            self.layer_placer,
+            self.micro_batches,
+            self.stage_clock,
+            rematerialize=self.rematerialize,
+        ):
+            if _tf.executing_eagerly():
+                return super()._call_for_each_replica(fn, args, kwargs)
+            return _tf.call_replica(
+                self._container_strategy(), self.places[0], fn, args, kwargs, None
+            )
+
+
+class _Beside:
+    """TensorFlow takes it for a variable, and puts another one beside it."""
+
+    def __init__(self, device: str) -> None:
+        self._devices = (device,)
+
+
+class HybridHooks(SynchronousHooks):
+    """Gradients come back to where they were computed, which is where they are used."""
+
+    def reduce_gradients(
+        self, gradients: Sequence[Any], rows: Any, total: Any, linear: bool
+    ) -> list[Any]:
+        """See `KerasHooks.reduce_gradients`."""
+        reduced = super().reduce_gradients(gradients, rows, total, linear)
+        return [_bring(r, g) for r, g in zip(reduced, gradients, strict=True)]
+
+    def end_window(
+        self,
+        gradients: Sequence[Any],
+        accumulators: Sequence[Any],
+        last: Any,
+        steps: int,
+    ) -> list[Any]:
+        """See `KerasHooks.end_window`."""
+        reduced = super().end_window(gradients, accumulators, last, steps)
+        return [_bring(r, g) for r, g in zip(reduced, gradients, strict=True)]
+
+
+def _bring(value: Any, to: Any) -> Any:
+    if value is None:
+        return None
+    with placing.on_device(placing.device_of(to)):
+        return tf.identity(value)

@@ -1,0 +1,378 @@
+"""Other workers' devices: the chief drives them, the others serve.
+
+    C: rank 0, the chief      W: every other rank
+
+    1. all   come together (`transport.rendezvous.startup`): who is missing, and why
+    2. W     starts TensorFlow's server, on a port that the system gives it
+       C     starts its own, from which workers fetch what they compute with
+       all   narrow theirs to the task's address (`transport.rendezvous.open_servers`)
+    3. all   tell each other where their servers are
+    4. all   dial each other's servers, and tell each other which can't be reached
+    5. C     connects TensorFlow to all servers: their devices have names here
+    6. W     serves until C has left, then its process ends
+
+TensorFlow alone begins with 5., and waits without a deadline and without a word for
+servers that aren't there: that haven't been started, whose port somebody else has
+taken in the meantime, or that a firewall keeps apart. It has no heartbeats either:
+the session's supervisor sees a worker that is lost, and ends what waits for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import queue
+import re
+import signal
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import numpy as np
+import tensorflow as tf
+
+from kerasdist import _tf, errors
+from kerasdist._tf import patches, remote
+from kerasdist.cluster import Cluster
+from kerasdist.cluster.address import split_address
+from kerasdist.collectives import connect
+from kerasdist.collectives.connect import Job
+from kerasdist.collectives.failures import fresh
+from kerasdist.strategies.sync.job import forget, leave_at_exit
+from kerasdist.transport import Timeouts
+from kerasdist.transport.deadline import Deadline
+from kerasdist.transport.liveness.disconnect import sever
+from kerasdist.transport.rendezvous.open_servers import narrow, require_word
+from kerasdist.transport.rendezvous.ports import on_free_port
+from kerasdist.transport.rendezvous.probe import why_unreachable
+
+__all__ = ["RemoteDevices", "come_together"]
+
+_LOG = logging.getLogger("kerasdist")
+# Seconds to open a connection to a server that listens already.
+_DIAL_SECONDS = 20.0
+# Seconds between two looks at what still waits for a lost worker.
+_SEVER_SECONDS = 0.1
+# Seconds that a worker's process may take to end when its job is over.
+_EXIT_SECONDS = 20
+# Seconds between two looks at how the job goes, while TensorFlow connects.
+_LOOK_SECONDS = 0.1
+# Seconds until the loss of a worker is known that TensorFlow has seen first.
+_VERDICT_SECONDS = 5.0
+_GONE = (
+    tf.errors.UnavailableError,
+    tf.errors.CancelledError,
+    tf.errors.AbortedError,
+    tf.errors.DeadlineExceededError,
+    tf.errors.UnknownError,
+)
+
+
+class _Driving:
+    """What this process drives: TensorFlow can be connected to one cluster."""
+
+    devices: RemoteDevices | None = None
+
+
+class RemoteDevices:
+    """The chief's side: the devices of all workers can be used in this process.
+
+    Args:
+        job: The connected workers.
+        names: Each worker's task, `"/job:worker/replica:0/task:1"`, by rank.
+        servers: Addresses of their servers, by rank.
+
+    Attributes:
+        job: The connected workers.
+        names: The tasks, by rank.
+    """
+
+    def __init__(self, job: Job, names: Sequence[str], servers: Sequence[str]) -> None:
+        self.job = job
+        self.names = tuple(names)
+        self._servers = tuple(servers)
+        self._left = threading.Event()
+        threading.Thread(
+            target=self._watch, name="kerasdist-devices", daemon=True
+        ).start()
+
+    @property
+    def replicas(self) -> tuple[int, ...]:
+        """See `StrategyJob`."""
+        return self.job.replicas
+
+    @property
+    def communicator(self) -> Any:
+        """See `StrategyJob`."""
+        return self.job.communicator
+
+    @property
+    def announcements(self) -> None:
+        """See `StrategyJob`; the others don't run the script."""
+        return None
+
+    def failure(self, error: BaseException) -> errors.CollectiveError | None:
+        """The lost worker that made TensorFlow raise an error; None if it's another's.
+
+        Waits, if need be, until it's agreed who was lost.
+        """
+        known = self.job.failure
+        if known is None and isinstance(error, _GONE):
+            rank = self._named_in(str(error))
+            if rank is not None:
+                said = str(error).partition("\n")[0]
+                known = self.job.explain(rank, f"TensorFlow can't reach it ({said})")
+        return None if known is None else fresh(known)
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Let the workers end. Can be called twice.
+
+        Args:
+            error: What ended this worker's script, if it ended badly.
+        """
+        self._left.set()
+        self.job.close(error)
+        forget(self)
+
+    def _named_in(self, text: str) -> int | None:
+        """The rank of the worker that a message of TensorFlow names, if it does."""
+        found = named_in(text, self.names, self._servers)
+        return 1 if found is None and len(self.names) == 2 else found
+
+    def _watch(self) -> None:
+        failure = self.job.await_end()
+        if failure is None:
+            return
+        patches.install("lost_worker")
+        ranks = range(1, len(self._servers))
+        if isinstance(failure, errors.WorkerLost) and failure.rank:
+            ranks = range(failure.rank, failure.rank + 1)
+        # Again and again: TensorFlow dials a frozen machine anew, which answers as far
+        # as its kernel does.
+        while not self._left.wait(_SEVER_SECONDS):
+            for rank in ranks:
+                sever(self._servers[rank])
+
+
+def named_in(text: str, names: Sequence[str], servers: Sequence[str]) -> int | None:
+    """Return the rank that a message of TensorFlow names; None: no other's than 0."""
+    for rank in range(1, len(names)):
+        # `task:1` is the beginning of `task:12`, and so it is with ports.
+        either = "|".join(map(re.escape, (names[rank], servers[rank])))
+        if re.search(rf"(?:{either})(?!\d)", text):
+            return rank
+    return None
+
+
+def come_together(place: Cluster, timeouts: Timeouts) -> RemoteDevices:
+    """Let the chief use all workers' devices. Doesn't return on other workers.
+
+    They serve until the chief has left; then their processes end, with code 0, or
+    with the exception that has ended the job.
+
+    Args:
+        place: Who this worker is; at least two workers.
+        timeouts: How long each phase may take.
+
+    Returns:
+        The devices: what this process drives already, if it's the same cluster.
+
+    Raises:
+        ClusterError: This process has driven another cluster, or the same one before;
+            or the user hasn't allowed TensorFlow's servers.
+        StartupError: Workers didn't come, or can't be reached; they are named.
+        AddressInUseError, AuthenticationError, WorkerLost: See `errors`.
+
+    When it has raised in step 5, this process can't use TensorFlow any more.
+    """
+    driven = _Driving.devices
+    if place.rank is None:
+        raise errors.ClusterError(
+            "ModelParallelStrategy has no parameter servers. Received: a task of type "
+            f"{place.task_type!r} from {place.source}. Start only 'chief' and 'worker' "
+            "tasks."
+        )
+    if driven is not None:
+        if driven.job.cluster == place and not driven._left.is_set():
+            return driven
+        raise errors.ClusterError(
+            "A process can drive the devices of one cluster, once: TensorFlow can't be "
+            f"connected to another. Received: workers={place.workers}; before: "
+            f"{driven.job.cluster.workers}. Keep the first strategy open, or start new "
+            "processes."
+        )
+    require_word(os.environ, "ModelParallelStrategy on several workers")
+    in_use = _tf.in_use()
+    job = connect(
+        place,
+        transport="tcp",
+        timeouts=timeouts,
+        settings={"strategy": "ModelParallelStrategy"},
+    )
+    try:
+        names, servers = _start(job, Deadline(timeouts.startup), in_use)
+        if place.rank == 0:
+            driven = RemoteDevices(job, names, servers)
+            _Driving.devices = driven
+            leave_at_exit(driven)
+            return driven
+    except BaseException as error:
+        job.close(error)
+        raise
+    _serve_until_the_end(job)
+
+
+def _start(job: Job, deadline: Deadline, in_use: bool) -> tuple[list[str], list[str]]:
+    """Steps 2 to 5; returns the tasks' names and their servers' addresses, by rank."""
+    ring, place = job.communicator, job.cluster
+    tasks = _tasks(place)
+    kind, index = tasks[ring.rank]
+    hosts = [split_address(address)[0] for address in place.workers]
+    remote.reach_directly(hosts)
+    host = hosts[ring.rank]
+    host = f"[{host}]" if ":" in host else host
+    if ring.rank == 0:
+        if in_use:
+            _LOG.warning(
+                "kerasdist: TensorFlow was used before the strategy was made. It "
+                "renames its devices now: variables, datasets and functions that were "
+                "made before can't be used any more. Create the strategy first."
+            )
+        mine = _open(kind, index, host)
+    else:
+        _Serving.server, port = remote.serve_devices(kind, index, host)
+        mine = f"{host}:{port}"
+    narrow(mine)
+    servers = [
+        part.tobytes().decode()
+        for part in ring.all_gather(np.frombuffer(mine.encode(), np.uint8))
+    ]
+    _dial_all(job, servers)
+    names = [f"/job:{kind}/replica:0/task:{index}" for kind, index in tasks]
+    if ring.rank == 0:
+        cluster: dict[str, dict[int, str]] = {}
+        for (kind_of, number), server in zip(tasks, servers, strict=True):
+            cluster.setdefault(kind_of, {})[number] = server
+        _connect(job, lambda: remote.drive_devices(cluster, kind, index), deadline)
+    ring.barrier()
+    return names, servers
+
+
+class _Serving:
+    """TensorFlow's server of this process: it can't be ended."""
+
+    server: Any = None
+
+
+def _tasks(place: Cluster) -> list[tuple[str, int]]:
+    """Type and index of each worker's task, by rank."""
+    has_chief = place.task_type == "chief" or place.rank != place.task_index
+    first = [("chief", 0)] if has_chief else []
+    return [*first, *(("worker", i) for i in range(place.size - len(first)))]
+
+
+def _open(kind: str, index: int, host: str) -> str:
+    """Start the chief's own server on a free port; return its address."""
+
+    def listen(port: int) -> None:
+        remote.open_to_workers(kind, index, f"{host}:{port}")
+
+    return f"{host}:{on_free_port(listen, tf.errors.UnknownError)}"
+
+
+def _dial_all(job: Job, servers: Sequence[str]) -> None:
+    """Step 4.
+
+    Raises:
+        StartupError: On all ranks, if one of them can't reach another's server.
+    """
+    ring = job.communicator
+    found = {
+        str(rank): reason
+        for rank, address in enumerate(servers)
+        if rank != ring.rank
+        and (reason := why_unreachable(address, _DIAL_SECONDS)) is not None
+    }
+    told = ring.all_gather(np.frombuffer(json.dumps(found).encode(), np.uint8))
+    missing: dict[int, str] = {}
+    for rank, part in enumerate(told):
+        for other, reason in json.loads(part.tobytes()).items():
+            missing.setdefault(int(other), f"from rank {rank}: {reason}")
+    if not missing:
+        return
+    # All see it: nobody leaves before all have come here.
+    with contextlib.suppress(errors.CollectiveError):
+        ring.barrier()
+    lines = [
+        f"  rank {rank} ({servers[rank]}): {reason}"
+        for rank, reason in sorted(missing.items())
+    ]
+    raise errors.StartupError(
+        "The workers have come together, but TensorFlow's servers, by which the chief "
+        "uses their devices, can't be reached:\n"
+        + "\n".join(lines)
+        + "\nEach listens on a port of its own, which the system chooses: does a "
+        "firewall or a network policy allow connections between the workers on all "
+        "ports?",
+        missing,
+    )
+
+
+def _connect(job: Job, drive: Any, deadline: Deadline) -> None:
+    """Step 5, with a deadline.
+
+    Raises:
+        StartupError: It took too long.
+        WorkerLost: A worker was lost meanwhile.
+    """
+    outcome: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
+
+    def run() -> None:
+        try:
+            drive()
+        except BaseException as error:
+            outcome.put(error)
+        else:
+            outcome.put(None)
+
+    # TensorFlow doesn't come back while a server is silent: a daemon keeps nobody.
+    threading.Thread(target=run, name="kerasdist-connect", daemon=True).start()
+    while True:
+        try:
+            error = outcome.get(timeout=_LOOK_SECONDS)
+            break
+        except queue.Empty:
+            if job.failure is not None:
+                raise fresh(job.failure) from None
+            if deadline.expired:
+                raise errors.StartupError(
+                    "TensorFlow didn't connect to the workers' servers within "
+                    f"{deadline.seconds:g} s, although all were there and could be "
+                    "reached. Is one of their machines overloaded? `startup_timeout=` "
+                    "gives them longer."
+                ) from None
+    if error is None:
+        return
+    # If a worker was lost, the supervisor says so in a moment.
+    patience = Deadline(min(_VERDICT_SECONDS, deadline.remaining()))
+    while isinstance(error, tf.errors.OpError) and not patience.expired:
+        if job.failure is not None:
+            raise fresh(job.failure) from error
+        time.sleep(_LOOK_SECONDS)
+    raise error
+
+
+def _serve_until_the_end(job: Job) -> NoReturn:
+    failure = job.await_end(0)
+    # TensorFlow's threads may be in the midst of an operation that waits for a worker
+    # that is lost: whatever they do, this process ends.
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.alarm(_EXIT_SECONDS)
+    job.close(failure)
+    if failure is not None:
+        raise fresh(failure)
+    sys.exit(0)

@@ -1,0 +1,182 @@
+"""What the workers agree on outside of graphs: small numbers, and the state."""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import tensorflow as tf
+
+if TYPE_CHECKING:
+    from kerasdist.strategies.sync.extended import SynchronousExtended
+
+__all__ = [
+    "any_of",
+    "average",
+    "check_state",
+    "common_seed",
+    "digest_of",
+    "longest",
+    "of_chief",
+    "texts",
+]
+
+
+def any_of(extended: SynchronousExtended, flag: bool) -> bool:
+    """Whether the flag is set on any worker."""
+    return bool(extended.job.communicator.all_reduce([np.bool_(flag)], "max")[0])
+
+
+def common_seed(extended: SynchronousExtended) -> int:
+    """A random seed, so that unseeded `dataset.shuffle`s agree on all workers."""
+    mine = np.int64(secrets.randbits(31))
+    return int(extended.job.communicator.broadcast([mine])[0])
+
+
+def longest(extended: SynchronousExtended, length: int | None) -> int | None:
+    """The largest of the workers' lengths; None if one of them isn't known."""
+    mine = np.int64(-1 if length is None else length)
+    every = [int(n[0]) for n in extended.job.communicator.all_gather(mine)]
+    return None if min(every) < 0 else max(every)
+
+
+def of_chief(extended: SynchronousExtended, number: float, root: int = 0) -> float:
+    """The chief's number, or that of another rank."""
+    return float(extended.job.communicator.broadcast([np.float64(number)], root)[0])
+
+
+def texts(extended: SynchronousExtended, rank: int, text: str) -> dict[int, str]:
+    """Each worker's text by its rank: those that are lost leave gaps."""
+    mine = np.frombuffer(f"{rank} {text}".encode(), np.uint8)
+    every = extended.job.communicator.all_gather(mine)
+    told = [one.tobytes().decode().partition(" ") for one in every]
+    return {int(rank): text for rank, _, text in told}
+
+
+def average(
+    extended: SynchronousExtended,
+    variables: Sequence[Any],
+    share: float | None = None,
+) -> None:
+    """Set each variable to its mean over all replicas of all workers.
+
+    Args:
+        extended: The strategy's extended object.
+        variables: The variables.
+        share: What this worker's replicas weigh together, all workers' 1; None: every
+            replica weighs the same.
+    """
+    if not variables or extended.is_alone:
+        return
+    strategy = extended._container_strategy()
+    local = len(extended.worker_devices)
+    weight = None if share is None else share / local
+    sums = []
+    for variable in variables:
+        wide = np.float64 if variable.dtype == tf.float64 else np.float32
+        parts = [
+            np.asarray(part, wide)
+            for part in strategy.experimental_local_results(variable)
+        ]
+        sums.append(np.sum(parts, axis=0) if local > 1 else parts[0])
+    totals = extended.job.communicator.all_reduce(sums, scale=weight)
+    replicas = 1 if share is not None else extended.places[2]
+    for variable, total in zip(variables, totals, strict=True):
+        mean = total / total.dtype.type(replicas)
+        for part in strategy.experimental_local_results(variable):
+            part.assign(tf.cast(mean, part.dtype))
+
+
+def check_state(
+    extended: SynchronousExtended,
+    variables: Sequence[tuple[str, Any]],
+    parts: Sequence[tuple[str, Any]] = (),
+) -> None:
+    """Check that all workers hold the same values before the first step.
+
+    Args:
+        extended: The strategy's extended object.
+        variables: Names and variables, in the same order on all workers.
+        parts: The same for what each replica may have its part of, see
+            `strategies.reduce.accumulation`: if they differ, all take the mean.
+
+    Raises:
+        ValueError: They differ, and the strategy wasn't asked to broadcast them.
+            All ranks raise it.
+    """
+    communicator = extended.job.communicator
+    if communicator.size == 1:
+        return
+    strategy = extended._container_strategy()
+    digests = [
+        digest_of(strategy.experimental_local_results(variable)[0])
+        for _, variable in variables
+    ]
+    contents = hashlib.sha256()
+    for _, part in parts:
+        for copy in strategy.experimental_local_results(part):
+            contents.update(np.asarray(copy).tobytes())
+    both = hashlib.sha256(b"".join(digests)).digest() + contents.digest()
+    every = communicator.all_gather(np.frombuffer(both, np.uint8))
+    if all(np.array_equal(theirs[:32], every[0][:32]) for theirs in every):
+        if not all(np.array_equal(theirs, every[0]) for theirs in every):
+            average(extended, [part for _, part in parts])
+        return
+    counts = [int(c[0]) for c in communicator.all_gather([np.int64(len(digests))])]
+    if len(set(counts)) == 1 and extended.initial_state == "broadcast":
+        _take_chiefs(extended, [*variables, *parts])
+        return
+    if len(set(counts)) > 1:
+        what = f"they have {counts} variables, by rank"
+    else:
+        table = np.frombuffer(b"".join(digests), np.uint8).reshape(len(digests), -1)
+        tables = communicator.all_gather(table)
+        differing = [
+            variables[i][0]
+            for i in range(len(digests))
+            if any(not np.array_equal(t[i], tables[0][i]) for t in tables)
+        ]
+        ranks = [
+            rank
+            for rank, theirs in zip(communicator.ranks, tables, strict=True)
+            if not np.array_equal(theirs, tables[0])
+        ]
+        what = (
+            f"{len(differing)} of {len(digests)} variables of ranks {ranks} differ "
+            f"from rank {communicator.ranks[0]}'s: {differing[:5]}"
+            f"{'...' if len(differing) > 5 else ''}"
+        )
+    raise ValueError(
+        "The workers would begin to train from different states. "
+        f"Received: {what}. Load the same weights on all ranks (a file that only one "
+        "of them can read?), don't branch on the rank before `fit`, or let all take "
+        "one rank's: give `fit` the callback "
+        "`kerasdist.callbacks.BroadcastInitialState()`, or the strategy the argument "
+        "initial_state='broadcast'."
+    )
+
+
+def digest_of(copy: Any) -> bytes:
+    """A hash of the value of a replica's variable, with its shape and dtype."""
+    value = np.asarray(copy)
+    digest = hashlib.sha256(f"{value.shape}{value.dtype}".encode())
+    # Without a copy of the bytes: embeddings may be large.
+    if value.dtype.kind in "OSU":
+        digest.update(value.tobytes())
+    else:
+        digest.update(np.ascontiguousarray(value).reshape(-1).view(np.uint8).data)
+    return digest.digest()
+
+
+def _take_chiefs(
+    extended: SynchronousExtended, variables: Sequence[tuple[str, Any]]
+) -> None:
+    strategy = extended._container_strategy()
+    parts = [strategy.experimental_local_results(variable) for _, variable in variables]
+    values = extended.job.communicator.broadcast([np.asarray(p[0]) for p in parts])
+    for replicas, value in zip(parts, values, strict=True):
+        for part in replicas:
+            part.assign(tf.convert_to_tensor(value, part.dtype))

@@ -1,0 +1,94 @@
+"""Sums of IndexedSlices over the workers: sparse or dense, whichever is less to send.
+
+Slices are what the gradient of an embedding is: rows of a table, by their indices, of
+which some come more than once. They are added up here:
+
+    1. each worker adds up its own slices of one index      nothing is sent
+    2. all say how many slices they have                    8 bytes for each table
+    3. fewer bytes than the table has:  slices are gathered
+       else:                            the whole table is summed
+
+That isn't what every optimizer may be given: Adam squares each slice by itself, and
+clipping takes the norm of the slices as they are. Such a one must get the slices that
+it gets in one process, see `kerasdist.strategies.reduce.gradients`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import tensorflow as tf
+
+if TYPE_CHECKING:
+    from kerasdist.strategies.sync.extended import SynchronousExtended
+
+__all__ = ["add_up", "rows_of", "sum_over_workers"]
+
+
+def add_up(slices: Any) -> Any:
+    """Return IndexedSlices with one slice per index, for those with several."""
+    indices, places = tf.unique(slices.indices)
+    values = tf.math.unsorted_segment_sum(slices.values, places, tf.size(indices))
+    return tf.IndexedSlices(values, indices, slices.dense_shape)
+
+
+def rows_of(table: Any, dtype: Any = tf.int64) -> Any:
+    """Return the rows of a tensor that aren't 0, as IndexedSlices.
+
+    Args:
+        table: A tensor of at least one dimension.
+        dtype: Of the indices.
+    """
+    there = tf.not_equal(table, 0)
+    if table.shape.rank > 1:
+        there = tf.reduce_any(there, axis=list(range(1, table.shape.rank)))
+    indices = tf.where(there)[:, 0]
+    return tf.IndexedSlices(
+        tf.gather(table, indices), tf.cast(indices, dtype), tf.shape(table, tf.int64)
+    )
+
+
+def sum_over_workers(
+    extended: SynchronousExtended, slices: Sequence[Any], numbers: Sequence[Any] = ()
+) -> tuple[list[Any], list[Any]]:
+    """Sum slices, and some numbers, over the workers.
+
+    Args:
+        extended: The strategy's extended object.
+        slices: This worker's IndexedSlices, host tensors, one slice per index.
+        numbers: Scalar int64 tensors, which travel with the numbers of slices.
+
+    Returns:
+        The sums of the slices, the same on all workers: one slice per index if they
+        were sent as a table, else also several; and those of the numbers.
+    """
+    if extended.workers == 1:
+        return list(slices), list(numbers)
+    counts = [tf.size(s.indices, tf.int64) for s in slices]
+    (totals,) = extended.ops.all_reduce([tf.stack([*numbers, *counts])])
+    *sums, number_of_slices = tf.split(totals, [1] * len(numbers) + [len(slices)])
+    reduced = [_sum(extended, s, number_of_slices[i]) for i, s in enumerate(slices)]
+    return reduced, [tf.reshape(total, []) for total in sums]
+
+
+def _sum(extended: SynchronousExtended, slices: Any, total: Any) -> Any:
+    """Sum one table's slices, of which there are `total` over all workers."""
+    values, indices = slices.values, slices.indices
+    rows = tf.cast(slices.dense_shape[0], tf.int64)
+    row = tf.reduce_prod(tf.shape(values, tf.int64)[1:]) * values.dtype.size
+
+    def gather() -> tuple[Any, Any]:
+        return extended.ops.all_gather(values), extended.ops.all_gather(indices)
+
+    def table() -> tuple[Any, Any]:
+        dense = tf.math.unsorted_segment_sum(values, indices, rows)
+        (dense,) = extended.ops.all_reduce([dense])
+        return dense, tf.range(tf.cast(rows, indices.dtype), dtype=indices.dtype)
+
+    few = total * (row + indices.dtype.size) < rows * row
+    summed, where = tf.cond(few, gather, table)
+    if not tf.executing_eagerly():
+        summed.set_shape([None, *values.shape[1:]])
+        where.set_shape([None])
+    return tf.IndexedSlices(summed, where, slices.dense_shape)

@@ -1,0 +1,167 @@
+"""One rank's state becomes everybody's, before the first step of `fit`.
+
+1. all ranks say what they hold: a hash of each variable
+2. of those that differ the root gives its values; nothing else travels
+3. all say again what they hold, and it must be the root's
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import tensorflow as tf
+
+from kerasdist.collectives.ops import Array
+from kerasdist.errors import CollectiveError
+from kerasdist.strategies.reduce.consensus import digest_of
+
+if TYPE_CHECKING:
+    from kerasdist.strategies.sync.extended import SynchronousExtended
+
+__all__ = ["Shared", "share_state"]
+
+# So many bytes are given at once, or one variable if it has more.
+_MOST_BYTES = 64 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shared:
+    """What was done.
+
+    Attributes:
+        workers: Number of ranks that hold the same now.
+        variables: Number of variables.
+        differed: Number of those that differed, on any rank.
+        size: Bytes of those: what the root gave.
+        seconds: How long it took, with the hashes.
+    """
+
+    workers: int
+    variables: int
+    differed: int
+    size: int
+    seconds: float
+
+
+def share_state(
+    extended: SynchronousExtended, variables: Sequence[Any], root: int
+) -> Shared:
+    """Give all ranks the root's values; all ranks call it at the same place.
+
+    Args:
+        extended: The strategy's extended object.
+        variables: TensorFlow's variables, in the same order on all ranks.
+        root: Whose values count. Of several local replicas the first one's.
+
+    Raises:
+        ValueError: There is no such rank, or the ranks' variables are different ones.
+            All ranks raise it, and hold what they held before.
+        CollectiveError: They hold different values all the same.
+    """
+    begin = time.perf_counter()
+    communicator = extended.job.communicator
+    size = communicator.size
+    if not 0 <= root < size:
+        raise ValueError(
+            "There is no such rank to take the initial state from. Received: "
+            f"root={root}; expected 0 to {size - 1}."
+        )
+    if size == 1:
+        seconds = time.perf_counter() - begin
+        return Shared(
+            workers=1, variables=len(variables), differed=0, size=0, seconds=seconds
+        )
+    strategy = extended._container_strategy()
+    copies = [strategy.experimental_local_results(each) for each in variables]
+    _check_form(communicator, copies)
+    mine = _digests(copies)
+    every = communicator.all_gather(mine)
+    differing = [
+        i
+        for i in range(len(copies))
+        if any(not np.array_equal(theirs[i], every[root][i]) for theirs in every)
+    ]
+    total = 0
+    for group in _groups(copies, differing):
+        values = [np.asarray(copies[i][0]) for i in group]
+        # As bytes: a variable may be of a dtype that no collective knows.
+        octets = [value.reshape(-1).view(np.uint8) for value in values]
+        total += sum(part.size for part in octets)
+        given = communicator.broadcast(octets, root)
+        for i, value, part in zip(group, values, given, strict=True):
+            theirs = part.view(value.dtype).reshape(value.shape)
+            for copy in copies[i]:
+                copy.assign(tf.convert_to_tensor(theirs, copy.dtype))
+    if differing:
+        changed = [copies[i] for i in differing]
+        every = communicator.all_gather(_digests(changed))
+        ranks = communicator.ranks
+        wrong = [
+            rank
+            for rank, theirs in zip(ranks, every, strict=True)
+            if not np.array_equal(theirs, every[root])
+        ]
+        if wrong:
+            raise CollectiveError(
+                f"Ranks {wrong} hold other values than rank {ranks[root]} after they "
+                "were given its. Does another thread of the script write to the "
+                "variables?"
+            )
+    return Shared(
+        workers=size,
+        variables=len(variables),
+        differed=len(differing),
+        size=total,
+        seconds=time.perf_counter() - begin,
+    )
+
+
+def _check_form(communicator: Any, copies: Sequence[Sequence[Any]]) -> None:
+    """Check that all ranks have variables of the same shapes and dtypes."""
+    form = [(tuple(parts[0].shape), parts[0].dtype.name) for parts in copies]
+    digest = hashlib.sha256(repr(form).encode()).digest()
+    facts = np.frombuffer(digest + len(form).to_bytes(8, "big"), np.uint8)
+    every = communicator.all_gather(facts)
+    if all(np.array_equal(theirs, facts) for theirs in every):
+        return
+    counts = [int.from_bytes(theirs[32:].tobytes(), "big") for theirs in every]
+    raise ValueError(
+        "The workers hold different variables, so one can't give the others its "
+        f"values. Received: {counts} variables, by rank"
+        f"{', of different shapes' if len(set(counts)) == 1 else ''}. All ranks must "
+        "build and compile the same model."
+    )
+
+
+def _digests(copies: Sequence[Sequence[Any]]) -> Array:
+    """A hash of each variable, a row of 32 bytes; of all copies if they differ."""
+    rows = []
+    for parts in copies:
+        found = [digest_of(part) for part in parts]
+        if len(set(found)) > 1:
+            found = [hashlib.sha256(b"".join(found)).digest()]
+        rows.append(found[0])
+    return np.frombuffer(b"".join(rows), np.uint8).reshape(len(rows), 32)
+
+
+def _groups(
+    copies: Sequence[Sequence[Any]], indices: Sequence[int]
+) -> Iterator[list[int]]:
+    """Cut indices into groups that are given at once."""
+    group: list[int] = []
+    size = 0
+    for i in indices:
+        part = copies[i][0]
+        octets = part.shape.num_elements() * part.dtype.size
+        if group and size + octets > _MOST_BYTES:
+            yield group
+            group, size = [], 0
+        group.append(i)
+        size += octets
+    if group:
+        yield group

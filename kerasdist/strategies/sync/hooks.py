@@ -1,0 +1,407 @@
+"""What the synchronous strategies do in Keras's place, see `kerasdist._keras`."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import secrets
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import tensorflow as tf
+
+from kerasdist import _tf
+from kerasdist._keras import ArrayData, ItemData, is_timed, print_line, random_seed
+from kerasdist.strategies.chief_data.arrays import settle_arrays
+from kerasdist.strategies.chief_data.batches import settle_batch
+from kerasdist.strategies.chief_data.choice import DataChoice
+from kerasdist.strategies.chief_data.datasets import settle_dataset
+from kerasdist.strategies.chief_data.items import ChiefItems
+from kerasdist.strategies.data.array_epochs import ArrayEpochs
+from kerasdist.strategies.data.batch_check import CHECKSUM, SameBatches
+from kerasdist.strategies.data.batch_split import (
+    count_rows,
+    fill_if_empty,
+    part_of_batch,
+    slice_dataset,
+    split_part,
+    with_facts,
+)
+from kerasdist.strategies.data.per_worker import Together
+from kerasdist.strategies.data.pydataset_exchange import share_items
+from kerasdist.strategies.data.shuffle import epoch_order
+from kerasdist.strategies.data.startup_message import Given, describe
+from kerasdist.strategies.measure.step_clock import StepClock
+from kerasdist.strategies.reduce import consensus
+from kerasdist.strategies.reduce.accumulation import end_window
+from kerasdist.strategies.reduce.gradients import reduce_gradients
+from kerasdist.strategies.reduce.initial_state import Shared, share_state
+from kerasdist.transport.liveness.announcements import Announcements
+
+if TYPE_CHECKING:
+    from kerasdist.strategies.sync.extended import SynchronousExtended
+
+__all__ = ["SynchronousHooks"]
+
+
+class SynchronousHooks:
+    """The hooks of one strategy.
+
+    Args:
+        extended: The strategy's extended object.
+    """
+
+    deals = False
+
+    def __init__(self, extended: SynchronousExtended) -> None:
+        self._extended = extended
+        self._orders = itertools.count()
+        self._seeding = _tf.seeding()
+        self._given: Given | None = None
+        self._same = SameBatches(extended)
+        self._choice = DataChoice(extended.data)
+        self._told: set[str] = set()
+        self.rank = extended.job.communicator.rank
+        self.shards = extended.shards
+        # With servers it's they who are waited for, in the first place.
+        job = extended.job
+        servers = hasattr(job, "client") or hasattr(job, "open_table")
+        self.timer = StepClock(
+            extended.worker_devices, job.communicator, in_turn=not servers
+        )
+
+    @property
+    def replicas(self) -> int:
+        """See `KerasHooks`."""
+        return self._extended.places[2]
+
+    @property
+    def workers(self) -> int:
+        """See `KerasHooks`."""
+        return self._extended.job.communicator.size
+
+    @property
+    def local_replicas(self) -> int:
+        """See `KerasHooks`."""
+        return len(self._extended.worker_devices)
+
+    def adopt(self, variable: Any, value: Any) -> Any:
+        """See `KerasHooks.adopt`."""
+        return self._extended.adopt(variable, value)
+
+    def reduce_gradients(
+        self, gradients: Sequence[Any], rows: Any, total: Any, linear: bool
+    ) -> list[Any]:
+        """See `KerasHooks.reduce_gradients`."""
+
+        def reduce(after: Sequence[Any] = ()) -> list[Any]:
+            return reduce_gradients(
+                self._extended, gradients, rows, total, linear, after
+            )
+
+        return self.timer.exchange(gradients, reduce) if is_timed() else reduce()
+
+    def end_window(
+        self,
+        gradients: Sequence[Any],
+        accumulators: Sequence[Any],
+        last: Any,
+        steps: int,
+    ) -> list[Any]:
+        """See `KerasHooks.end_window`."""
+
+        def end(after: Sequence[Any] = ()) -> list[Any]:
+            with tf.control_dependencies(after):
+                return end_window(self._extended, gradients, accumulators, last, steps)
+
+        return self.timer.exchange(gradients, end) if is_timed() else end()
+
+    def fill_if_empty(self, batch: Any) -> Any:
+        """See `KerasHooks.fill_if_empty`."""
+        return fill_if_empty(batch, count_rows(batch))
+
+    def sum_over_replicas(self, tensors: Sequence[Any]) -> list[Any]:
+        """See `KerasHooks.sum_over_replicas`."""
+        if self.replicas == 1:
+            return list(tensors)
+        return self._extended._replica_ctx_all_reduce(_tf.ReduceOp.SUM, list(tensors))
+
+    def replica(self) -> int:
+        """See `KerasHooks.replica`."""
+        return self._extended.places[0] + _tf.local_replica_id()
+
+    def own_rows(self, batch: Any) -> Any:
+        """See `KerasHooks.own_rows`."""
+        extended = self._extended
+        first, local, replicas = extended.data_places
+        if self.shards and extended.workers > 1:
+            batch = self.settle_batch(batch)
+        if replicas == 1:
+            # Outside of graphs nobody else makes tensors of arrays.
+            return tf.nest.map_structure(
+                lambda x: tf.convert_to_tensor(x) if isinstance(x, np.ndarray) else x,
+                batch,
+            )
+        batch = tf.nest.map_structure(
+            lambda x: None if x is None else tf.convert_to_tensor(x), batch
+        )
+        rows = count_rows(batch)
+        parts = [
+            part_of_batch(batch, rows, first + i, replicas, whole=self.shards)
+            for i in range(local)
+        ]
+        return parts[0] if local == 1 else _tf.regroup(parts)
+
+    def settle_batch(self, batch: Any) -> Any:
+        """Return a global batch that is the same on all workers."""
+        communicator = self._extended.job.communicator
+        return settle_batch(communicator, self._choice, batch, self.tell)
+
+    def distribute_dataset(
+        self,
+        dataset: Any,
+        length: int | None,
+        generator: Any = None,
+        *,
+        is_items: bool = False,
+    ) -> tuple[Any, int | None]:
+        """See `KerasHooks.distribute_dataset`."""
+        extended = self._extended
+        if isinstance(dataset, tf.distribute.DistributedDataset):
+            self._given = Given(division="distributed already")
+            return self._in_step(dataset, length)
+        self._given = _known_of(dataset, length)
+        if self.replicas == 1:
+            return extended.distribute_parts(dataset), length
+        if not self.shards:
+            self._given = Given(division="each worker's own data")
+            own = extended.distribute_parts(
+                slice_dataset(dataset, *extended.data_places, wrap=_own_part)
+            )
+            own.kerasdist_own = True
+            return self._in_step(own, length)
+        own = extended.distribute_own(dataset)
+        if own is not None:
+            by_file = own.kerasdist_by_file
+            self._given = dataclasses.replace(
+                self._given,
+                batches=None,
+                division="divided by file" if by_file else "each worker's own dataset",
+            )
+            # How much of the whole is this worker's isn't known before it's read.
+            return self._in_step(own, None)
+        workers = extended.job.communicator.size
+        # Items have been compared; their reader mustn't begin before the epoch does.
+        if workers == 1 or is_items or self._choice.mode == "same":
+            return self._divide(dataset), length
+        peeked, feed, length = settle_dataset(
+            extended, self._choice, dataset, length, self.tell, generator
+        )
+        if feed is None:
+            return peeked.divided(self._divide), length
+        self._given = dataclasses.replace(
+            self._given, batches=length, division="the chief's data"
+        )
+        return feed, length
+
+    def _divide(self, dataset: Any) -> Any:
+        """What iterates over this worker's parts of global batches."""
+        extended = self._extended
+        parts = slice_dataset(dataset, *extended.places, wrap=self._same.wrap)
+        return extended.distribute_parts(parts)
+
+    def _in_step(self, dataset: Any, length: int | None) -> tuple[Any, int | None]:
+        """Let workers whose data end first go on with empty batches."""
+        own = getattr(dataset, "kerasdist_own", False)
+        if not own or self._extended.job.communicator.size == 1:
+            return dataset, length
+        return (
+            Together(self._extended, dataset),
+            consensus.longest(self._extended, length),
+        )
+
+    def unwrap(self, data: Any) -> Any:
+        """See `KerasHooks.unwrap`."""
+        if not isinstance(data, dict) or CHECKSUM not in data:
+            return data
+        strategy = self._extended._container_strategy()
+        if self._extended.job.communicator.size > 1:
+            local = strategy.experimental_local_results(data[CHECKSUM])
+            if _tf.local_replica_id() == 0:
+                self._same.compare(local[0])
+        return data["batch"]
+
+    def split(self, data: Any) -> tuple[Any, Any, Any]:
+        """See `KerasHooks.split`."""
+        batch, rows, total = split_part(data)
+        return batch, count_rows(batch) if rows is None else rows, total
+
+    def order_of_epochs(self) -> Callable[[int, int], Any]:
+        """See `KerasHooks.order_of_epochs`."""
+        seed = self._seed()
+        return lambda length, epoch: epoch_order(length, 1, True, seed, epoch)
+
+    @property
+    def announcements(self) -> Announcements | None:
+        """See `KerasHooks.announcements`."""
+        return self._extended.job.announcements
+
+    def any_of(self, flag: bool) -> bool:
+        """See `KerasHooks.any_of`."""
+        return consensus.any_of(self._extended, flag)
+
+    def of_chief(self, number: float, root: int = 0) -> float:
+        """See `KerasHooks.of_chief`."""
+        return consensus.of_chief(self._extended, number, root)
+
+    def texts(self, text: str) -> dict[int, str]:
+        """See `KerasHooks.texts`."""
+        return consensus.texts(self._extended, self.rank, text)
+
+    def average(self, variables: Sequence[Any]) -> None:
+        """See `KerasHooks.average`."""
+        consensus.average(self._extended, variables)
+
+    def close_window(self, variables: Sequence[Any]) -> None:
+        """See `KerasHooks.close_window`."""
+        self.average(variables)
+
+    def apart(self) -> contextlib.AbstractContextManager[None]:
+        """See `KerasHooks.apart`."""
+        return contextlib.nullcontext()
+
+    def together(self) -> contextlib.AbstractContextManager[None]:
+        """See `KerasHooks.together`."""
+        return contextlib.nullcontext()
+
+    def updating(self, variables: Sequence[Any], touched: Sequence[Any]) -> None:
+        """See `KerasHooks.updating`."""
+
+    def updated(
+        self, optimizer: Any, variables: Sequence[Any], touched: Sequence[Any]
+    ) -> None:
+        """See `KerasHooks.updated`."""
+
+    def has_own_state(self) -> bool:
+        """See `KerasHooks.has_own_state`."""
+        return False
+
+    def begin_fit(
+        self, variables: Sequence[Any], optimizer: Any, sparse: Sequence[bool]
+    ) -> None:
+        """See `KerasHooks.begin_fit`."""
+
+    def evaluate(self, call: Callable[[bool], Any], forget: Callable[[], None]) -> Any:
+        """See `KerasHooks.evaluate`."""
+        del forget
+        return call(False)
+
+    def check_state(
+        self, variables: Sequence[tuple[str, Any]], parts: Sequence[tuple[str, Any]]
+    ) -> None:
+        """See `KerasHooks.check_state`."""
+        consensus.check_state(self._extended, variables, parts)
+
+    def share_state(self, variables: Sequence[Any], root: int) -> Shared:
+        """See `KerasHooks.share_state`."""
+        return share_state(self._extended, variables, root)
+
+    def describe(self) -> str:
+        """See `KerasHooks.describe`."""
+        return describe(self._given, self._extended.job.replicas, self.rank)
+
+    def gather_outputs(self, output: Any) -> Any:
+        """See `KerasHooks.gather_outputs`."""
+        if self._extended.job.communicator.size == 1 or not self.shards:
+            return output
+        return self._extended.ops.all_gather(output)
+
+    def failure(self, error: Exception) -> Exception | None:
+        """See `KerasHooks.failure`."""
+        fault, self._same.fault = self._same.fault, None
+        return fault or self._extended.ops.failure(error)
+
+    def distribute_arrays(self, data: ArrayData) -> Any:
+        """See `KerasHooks.distribute_arrays`.
+
+        Raises:
+            ValueError: The workers were given different data.
+        """
+        seed = self._agree(data)
+        self._given = Given(batch_size=data.batch_size, samples=data.samples)
+        return ArrayEpochs(self._extended, data, seed)
+
+    def distribute_items(self, data: ItemData) -> Any | None:
+        """See `KerasHooks.distribute_items`.
+
+        Raises:
+            ValueError: The workers were given different data.
+        """
+        if self._extended.job.communicator.size == 1:
+            return None
+        extended = self._extended
+        chiefs = ChiefItems(extended, self._choice, data, self._seed, self.tell)
+        if self._choice.mode == "chief":
+            items = chiefs.settle(None)
+        else:
+            items = share_items(extended, data, self._seed, chiefs.settle)
+        if items is not None:
+            self._given = Given(
+                batch_size=items.rows,
+                batches=items.length,
+                endless=items.length is None,
+            )
+        return items
+
+    def _agree(self, data: ArrayData) -> int:
+        """Let all workers hold the same arrays; return a seed that they agree on."""
+        communicator = self._extended.job.communicator
+        settle_arrays(communicator, self._choice, data, self.tell)
+        return self._seed()
+
+    def tell(self, kind: str, line: str) -> None:
+        """See `KerasHooks.tell`."""
+        if self.rank == 0 and kind not in self._told:
+            print_line(line)
+        self._told.add(kind)
+
+    def _seed(self) -> int:
+        """A seed that all workers agree on, another one each time.
+
+        After the script has set its seed again, the same ones as before: models that
+        are compared, or folds, begin alike.
+        """
+        chosen = random_seed()
+        seeding = _tf.seeding()
+        if seeding is not self._seeding:
+            self._seeding, self._orders = seeding, itertools.count()
+        number = next(self._orders)
+        if chosen is None:
+            seed = secrets.randbits(63)
+        else:
+            # A script that sets a seed gets the same orders in each run.
+            words = np.random.SeedSequence([chosen, number]).generate_state(
+                1, np.uint64
+            )
+            seed = int(words[0] >> np.uint64(1))
+        communicator = self._extended.job.communicator
+        return int(communicator.broadcast([np.int64(seed)])[0])
+
+
+def _own_part(index: Any, batch: Any, part: Any) -> Any:
+    """An element of a dataset that is this worker's own: it says nothing of others."""
+    del index, batch
+    mine, rows, _ = split_part(part)
+    return mine if rows is None else with_facts(mine, None, rows)
+
+
+def _known_of(dataset: Any, length: int | None) -> Given:
+    """What is known of a dataset of global batches without reading it."""
+    try:
+        batch_size = _tf.static_batch_size(dataset)
+    except (IndexError, TypeError, ValueError, tf.errors.OpError):
+        batch_size = None  # its elements aren't batches: said when they are used
+    endless = int(dataset.cardinality()) == tf.data.INFINITE_CARDINALITY
+    return Given(batch_size=batch_size, batches=length, endless=endless)
