@@ -19,7 +19,7 @@ from kerasdist.strategies.model_parallel import (
     staging,
     unpacked,
 )
-from kerasdist.strategies.native.communicator import communicator
+from kerasdist.strategies.native import communicator as native_communicator
 from kerasdist.strategies.placed.extended import install_hooks
 from kerasdist.strategies.placed.hybrid import HybridExtended
 from kerasdist.strategies.placed.micro_batches import check_micro_batches
@@ -187,7 +187,7 @@ class RingStrategy(DataParallelStrategy):
             transport=transport,
             timeouts=timeouts,
             replicas=len(names) if placer is None else 1,
-            native=communicator.connector(in_use),
+            native=native_communicator.connector(in_use),
         )
         try:
             if job.transport == "native":
