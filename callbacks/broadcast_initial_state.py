@@ -7,8 +7,8 @@ from typing import Any
 
 import keras
 
-from kerasdist._keras.hooks import KerasHooks, hooks_of
-from kerasdist._keras.state import take_epoch
+from kerasdist._keras.protocols import KerasHooks, hooks_of
+from kerasdist._keras.training.state import take_epoch
 
 __all__ = ["BroadcastInitialState"]
 
@@ -49,7 +49,7 @@ class BroadcastInitialState(keras.callbacks.Callback):
     ```
     """
 
-    # It communicates: see `_keras.callbacks`.
+    # It communicates: see `_keras.training.callbacks`.
     on_all_ranks = True
 
     def __init__(self, root: int = 0, *, verbose: int = 1) -> None:

@@ -7,9 +7,9 @@ from typing import Any
 
 import keras
 
-from kerasdist._keras.hooks import dealing_hooks, hooks_of, timer_of
-from kerasdist._keras.rates import leaves_of
-from kerasdist._keras.taken import steps_of
+from kerasdist._keras.optimizer.global_step import steps_of
+from kerasdist._keras.optimizer.learning_rate import leaves_of
+from kerasdist._keras.protocols import dealing_hooks, hooks_of, timer_of
 from kerasdist.collectives import Communicator
 from kerasdist.strategies.measure.stages import StageTimes
 

@@ -9,10 +9,10 @@ from typing import Any
 import keras
 
 from kerasdist import _keras
-from kerasdist._keras import rates
-from kerasdist._keras.arrays import batch_size_of_fit, batches_of_fit
-from kerasdist._keras.hooks import KerasHooks, hooks_of
-from kerasdist._keras.taken import steps_of
+from kerasdist._keras.data.arrays import batch_size_of_fit, batches_of_fit
+from kerasdist._keras.optimizer import learning_rate
+from kerasdist._keras.optimizer.global_step import steps_of
+from kerasdist._keras.protocols import KerasHooks, hooks_of
 
 __all__ = ["RULES", "ScaleLearningRate"]
 
@@ -83,7 +83,7 @@ class ScaleLearningRate(keras.callbacks.Callback):
     ```
     """
 
-    # It communicates: see `_keras.callbacks`.
+    # It communicates: see `_keras.training.callbacks`.
     on_all_ranks = True
 
     def __init__(
@@ -145,19 +145,19 @@ class ScaleLearningRate(keras.callbacks.Callback):
     @property
     def base_learning_rate(self) -> float:
         """The rate before it's multiplied; of a schedule what it says now."""
-        return rates.base_rate(self._optimizers()[0])
+        return learning_rate.base_rate(self._optimizers()[0])
 
     @base_learning_rate.setter
     def base_learning_rate(self, rate: float) -> None:
         for optimizer in self._optimizers():
-            rates.set_base_rate(optimizer, rate)
+            learning_rate.set_base_rate(optimizer, rate)
 
     def set_model(self, model: Any) -> None:
         """Keras calls it before `fit` makes its function of a step."""
         super().set_model(model)
         for optimizer in self._optimizers():
-            if rates.scaling_of(optimizer) is None:
-                rates.scaling_of(optimizer, make=True)
+            if learning_rate.scaling_of(optimizer) is None:
+                learning_rate.scaling_of(optimizer, make=True)
                 # What was traced before doesn't know of it.
                 model.train_function = None
 
@@ -206,7 +206,7 @@ class ScaleLearningRate(keras.callbacks.Callback):
         self._begun = True
         behind = 0
         for optimizer in self._optimizers():
-            scaling = rates.scaling_of(optimizer, make=True)
+            scaling = learning_rate.scaling_of(optimizer, make=True)
             if scaling is None:
                 continue
             taken = int(steps_of(optimizer).numpy())
@@ -222,7 +222,7 @@ class ScaleLearningRate(keras.callbacks.Callback):
             print(self._line(behind), flush=True)
 
     def _optimizers(self) -> list[Any]:
-        found = rates.leaves_of(self.model)
+        found = learning_rate.leaves_of(self.model)
         if not found:
             raise ValueError(
                 "`ScaleLearningRate` needs a model that was compiled with one of "
@@ -292,7 +292,10 @@ class ScaleLearningRate(keras.callbacks.Callback):
         factor, steps = self.factor or 1, self.steps
         texts, targets = [], []
         for optimizer in optimizers:
-            base, schedule = rates.base_rate(optimizer), rates.schedule_of(optimizer)
+            base, schedule = (
+                learning_rate.base_rate(optimizer),
+                learning_rate.schedule_of(optimizer),
+            )
             text = f"{base:g}"
             if schedule is not None:
                 name = getattr(schedule, "__name__", type(schedule).__name__)

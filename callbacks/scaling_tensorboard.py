@@ -84,7 +84,7 @@ class ScalingTensorBoard(keras.callbacks.Callback):
             `log_dir` can't be written to, or there's another such callback.
     """
 
-    # It communicates: see `_keras.callbacks`.
+    # It communicates: see `_keras.training.callbacks`.
     on_all_ranks = True
 
     def __init__(

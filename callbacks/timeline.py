@@ -13,7 +13,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from kerasdist._keras.hooks import hooks_of, timer_of
+from kerasdist._keras.protocols import hooks_of, timer_of
 from kerasdist.callbacks.trace import Execution, Record, Span, trace
 from kerasdist.callbacks.xplane import xspace
 from kerasdist.collectives import Communicator
@@ -68,7 +68,7 @@ class Timeline(keras.callbacks.Callback):
     ```
     """
 
-    # It communicates: see `_keras.callbacks`.
+    # It communicates: see `_keras.training.callbacks`.
     on_all_ranks = True
 
     # So that the ranks needn't ask each other after every step.

@@ -32,7 +32,7 @@ from kerasdist.errors import KerasDistError, WorkerLost
 
 if TYPE_CHECKING:
     from kerasdist import layers
-    from kerasdist._keras.training.local import local_training
+    from kerasdist._keras.models.local_models import local_training
     from kerasdist.strategies.model_parallel import ModelParallelStrategy
     from kerasdist.strategies.parameter_server import ParameterServerStrategy
     from kerasdist.strategies.plan import plan
@@ -55,7 +55,7 @@ _LAZY = {
     "ModelParallelStrategy": "kerasdist.strategies.model_parallel",
     "ParameterServerStrategy": "kerasdist.strategies.parameter_server",
     "RingStrategy": "kerasdist.strategies.ring",
-    "local_training": "kerasdist._keras.training.local",
+    "local_training": "kerasdist._keras.models.local_models",
     "plan": "kerasdist.strategies.plan",
 }
 

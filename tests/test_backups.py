@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import kerasdist
-from kerasdist._keras.backups import Backup, read
+from kerasdist._keras.files.backups import Backup, read
 
 Kept = keras.callbacks.BackupAndRestore
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from keras import layers
 
-from kerasdist._keras.describe import describe
+from kerasdist._keras.costs.describe import describe
 
 ROWS = 8
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import keras
 
-from kerasdist._keras.callbacks import _may_stop
+from kerasdist._keras.training.callbacks import _may_stop
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "files.md"
 

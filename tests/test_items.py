@@ -9,7 +9,7 @@ import types
 import numpy as np
 import pytest
 
-from kerasdist._keras import items
+from kerasdist._keras.data import pydataset
 from kerasdist.strategies.data.item_codec import ItemForm
 from kerasdist.strategies.data.shuffle import part_of
 from workers import Workers
@@ -291,9 +291,9 @@ def test_parts_in_rank_order_are_the_batch(rows):
 
 def test_a_reading_thread_that_does_not_end_is_left_to_itself(monkeypatch):
     """A pool of processes that hangs in its start, for instance."""
-    monkeypatch.setattr(items, "_CLOSE_SECONDS", 0.2)
+    monkeypatch.setattr(pydataset, "_CLOSE_SECONDS", 0.2)
 
-    class Data(items.py_dataset_adapter.PyDataset):
+    class Data(pydataset.py_dataset_adapter.PyDataset):
         num_batches = 3
 
         def __getitem__(self, index):
@@ -302,7 +302,7 @@ def test_a_reading_thread_that_does_not_end_is_left_to_itself(monkeypatch):
     end = threading.Event()
     dataset = Data(workers=1)
     data = types.SimpleNamespace(_arrays=lambda item: item)
-    reader = items.ItemReader(data, items._Part(dataset, 0, 1, None))
+    reader = pydataset.ItemReader(data, pydataset._Part(dataset, 0, 1, None))
     assert reader.read()[0] == 0
     theirs = reader._enqueuer.run_thread
     reader._enqueuer.run_thread = stuck = threading.Thread(target=end.wait, daemon=True)

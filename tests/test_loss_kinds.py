@@ -10,7 +10,7 @@ import pytest
 import tensorflow as tf
 from keras import ops
 
-from kerasdist._keras.training.loss_kinds import CONSTANT, OTHER, ROWS, Kind, LossKinds
+from kerasdist._keras.loss_kinds import CONSTANT, OTHER, ROWS, Kind, LossKinds
 from workers import Workers
 
 MEAN, SUM = Kind(0), Kind(1)

@@ -12,7 +12,12 @@ import numpy as np
 import pytest
 
 from kerasdist import _keras
-from kerasdist._keras.taken import own_steps, resume, shared_steps, steps_of
+from kerasdist._keras.optimizer.global_step import (
+    own_steps,
+    resume,
+    shared_steps,
+    steps_of,
+)
 
 ONES = np.ones((8, 1), "float32")
 

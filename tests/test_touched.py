@@ -7,7 +7,11 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from kerasdist._keras.touched import embedding_tables, moves_all_rows, touched_rows
+from kerasdist._keras.optimizer.sparse_updates import (
+    embedding_tables,
+    moves_all_rows,
+    touched_rows,
+)
 
 o = keras.optimizers
 FOLLOWING = {

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from kerasdist._keras.step import setting
-from kerasdist._keras.updates import sgd_step
+from kerasdist._keras.context import setting
+from kerasdist._keras.optimizer.fused_sgd import sgd_step
 
 KINDS = {
     "plain": {},

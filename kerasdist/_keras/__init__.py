@@ -42,24 +42,24 @@ def _explaining() -> Iterator[None]:
 
 
 with _explaining():
-    from kerasdist._keras.arrays import ArrayData, random_seed
-    from kerasdist._keras.generators import GeneratorFacts
-    from kerasdist._keras.hooks import KerasHooks, StepTimer
-    from kerasdist._keras.items import ItemData, close_at_end
-    from kerasdist._keras.micro_batches import dividing
+    from kerasdist._keras.context import gradients_are_reduced, is_timed
+    from kerasdist._keras.data.arrays import ArrayData, random_seed
+    from kerasdist._keras.data.generators import GeneratorFacts
+    from kerasdist._keras.data.pydataset import ItemData, close_at_end
+    from kerasdist._keras.models.local_models import begin_use, end_use, local_training
+    from kerasdist._keras.optimizer.global_step import own_steps
     from kerasdist._keras.output import print_line
-    from kerasdist._keras.placed_layers import (
+    from kerasdist._keras.placement.layers import (
         LayerFacts,
         LayerPlacer,
         called_layer,
         device_of_variable,
     )
-    from kerasdist._keras.rematerialize import rematerializing
-    from kerasdist._keras.state import copied_to, whole_state
-    from kerasdist._keras.step import gradients_are_reduced, is_timed
-    from kerasdist._keras.taken import own_steps
-    from kerasdist._keras.trainer import new_train_function
-    from kerasdist._keras.training.local import begin_use, end_use, local_training
+    from kerasdist._keras.placement.micro_batches import dividing
+    from kerasdist._keras.placement.rematerialize import rematerializing
+    from kerasdist._keras.protocols import KerasHooks, StepTimer
+    from kerasdist._keras.training.state import copied_to, whole_state
+    from kerasdist._keras.training.train_step import new_train_function
 
 __all__ = [
     "ArrayData",

@@ -11,7 +11,7 @@ from typing import Any
 import tensorflow as tf
 
 from kerasdist import _tf
-from kerasdist._keras.describe import describe
+from kerasdist._keras.costs.describe import describe
 from kerasdist.placement.costs import Run
 from kerasdist.placement.plan import Device, Plan, make_plan
 from kerasdist.placement.table import parse_bytes

@@ -24,10 +24,10 @@ from typing import Any
 
 import tensorflow as tf
 
-from kerasdist._keras.hooks import KerasHooks, current_hooks, hooks_of, timer_of
-from kerasdist._keras.placed_layers import placer_of
-from kerasdist._keras.rates import leaves, optimizers_of
-from kerasdist._keras.training.local import check_not_local, is_in_use
+from kerasdist._keras.models.local_models import check_not_local, is_in_use
+from kerasdist._keras.optimizer.learning_rate import leaves, optimizers_of
+from kerasdist._keras.placement.layers import placer_of
+from kerasdist._keras.protocols import KerasHooks, current_hooks, hooks_of, timer_of
 from kerasdist._tf.variables import is_distributed
 
 __all__ = [

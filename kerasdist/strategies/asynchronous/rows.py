@@ -8,9 +8,9 @@
                    push: they are put into w and into b
 
 Which rows i a step has changed is what the gradient's slices say, if the optimizer
-touches no others (`kerasdist._keras.touched`). Else w is compared with b: that reads
-the whole table, but sends only the rows that differ. Either way there is one copy of
-the table, b, and none is made in a step.
+touches no others (`kerasdist._keras.optimizer.sparse_updates`). Else w is compared with
+b: that reads the whole table, but sends only the rows that differ. Either way there is
+one copy of the table, b, and none is made in a step.
 
 Rows that something else than an optimizer changes in the midst of an epoch aren't seen
 in the first case; at ends of epochs (`restore`) they become the servers' again.

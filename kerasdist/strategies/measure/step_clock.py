@@ -12,9 +12,10 @@ also where several steps are one execution of a graph.
 
 Where steps are short not all are measured (`strategies.measure.sampling`): marks and
 listening would be a part of them that can be seen (benchmarks/board_cost). So there's
-another graph (`_keras.timing`), with marks, which is called now and then; the usual one
-counts steps and rows, always. How many these were, and how long they took together, is
-of all steps; what a step consists of is that of the measured ones.
+another graph (`_keras.training.instrumented_step`), with marks, which is called now and
+then; the usual one counts steps and rows, always. How many these were, and how long
+they took together, is of all steps; what a step consists of is that of the measured
+ones.
 
 What an exchange consists of is told by the communicator (`transport.tracing`).
 Exchanges of weights with parameter servers are a part of the update, as far as the

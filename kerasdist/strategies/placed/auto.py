@@ -16,7 +16,7 @@ from typing import Any
 
 from kerasdist import _tf
 from kerasdist._keras import LayerFacts
-from kerasdist._keras.describe import describe_built
+from kerasdist._keras.costs.describe import describe_built
 from kerasdist.placement.costs import Run
 from kerasdist.placement.patterns import Patterns
 from kerasdist.placement.plan import Device, Plan, make_plan

@@ -1,0 +1,143 @@
+"""What is being traced in this thread: the facts of a step that hooks need."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import tensorflow as tf
+
+from kerasdist._keras.loss_kinds import LossKinds
+from kerasdist._keras.protocols import KerasHooks
+
+__all__ = ["Step", "current", "gradients_are_reduced", "is_timed", "setting"]
+
+
+class Step(threading.local):
+    """The facts.
+
+    Attributes:
+        hooks: Of the strategy that runs a Keras step here; None outside of one.
+        rows: The replica's number of rows inside a Keras step, else None.
+        total: The global batch's number of rows, where it's known without asking.
+        kinds: Of the step's losses, where there are several replicas.
+        reduced: Whether gradients have been reduced already.
+        window: Whether gradients will be reduced once for several steps.
+        scale: What gradients are multiplied by before they are clipped.
+        in_compile_loss: Whether CompileLoss records its parts.
+        fitting: 1 inside `fit`, 2 if it shall print something.
+        dealing: Whether `fit` has still to be given the data that it trains on.
+        joined: Whether this worker has joined others in the midst of this `fit`.
+        evaluating: Whether this is inside `evaluate` or `predict`.
+        local: Whether models are trained by each worker for itself, and that is meant.
+        training: Whether the function that is made takes steps of training.
+        base_rate: Whether rates are read and set as they are before they are scaled.
+        iterator: A weak reference to the newest epoch iterator but those of `evaluate`
+            and `predict`: at the beginning of `fit` that of its data; None: there was
+            none.
+        making: Whether the function that is made measures its steps, or but counts
+            them; None: they aren't steps of training.
+        timed: Whether a step that is measured runs, or is being traced.
+        compiled: Whether what is inside of that step is for XLA.
+        building: Whether steps are traced for the variables that they create, and
+            nothing is updated.
+        readers: What reads data ahead and must be closed; None outside of `fit`,
+            `evaluate` and `predict`.
+        writing: Whether the chief writes a file here, and has announced that.
+        following: Whether a checkpoint is noted here that the chief has written.
+        after_batch: Whether callbacks are called where a batch of `fit` has ended.
+    """
+
+    hooks: KerasHooks | None = None
+    rows: Any = None
+    total: Any = None
+    kinds: LossKinds | None = None
+    reduced: bool = False
+    window: bool = False
+    scale: int = 1
+    in_compile_loss: bool = False
+    fitting: int = 0
+    dealing: bool = False
+    joined: bool = False
+    evaluating: bool = False
+    local: bool = False
+    training: bool = False
+    base_rate: bool = False
+    iterator: weakref.ref[Any] | None = None
+    making: bool | None = None
+    timed: bool = False
+    compiled: bool = False
+    building: bool = False
+    readers: set[Any] | None = None
+    writing: bool = False
+    following: bool = False
+    after_batch: bool = False
+    _summed: tuple[Any, Any] | None = None
+
+    @property
+    def share(self) -> Any:
+        """The replica's rows divided by those of the global batch: float32, scalar.
+
+        See `total_rows`.
+        """
+        if self.hooks is None:
+            return 1.0
+        rows = tf.cast(self.rows, tf.float32)
+        return tf.math.divide_no_nan(rows, self.total_rows)
+
+    @property
+    def total_rows(self) -> Any:
+        """Number of rows of the global batch: float32, scalar.
+
+        Where the data don't tell it (each worker's own, `train_on_batch`), asking
+        for it costs a collective per step.
+        """
+        if self.total is not None:
+            return tf.cast(self.total, tf.float32)
+        graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+        if self._summed is None or self._summed[0] is not graph:
+            rows = tf.cast(self.rows, tf.float32)
+            if self.hooks is None or self.hooks.replicas == 1:
+                return rows
+            self._summed = (graph, self.hooks.sum_over_replicas([rows])[0])
+        return self._summed[1]
+
+    def of(self, hooks: KerasHooks, rows: Any, total: Any) -> Any:
+        """Set the facts of one replica's step for the length of a `with` block."""
+        return setting(
+            hooks=hooks,
+            rows=rows,
+            total=total,
+            kinds=LossKinds(rows) if hooks.replicas > 1 else None,
+            timed=self.timed or hooks.timer.marks,
+            _summed=None,
+        )
+
+
+current = Step()
+
+
+@contextlib.contextmanager
+def setting(**values: Any) -> Iterator[None]:
+    """Set facts for the length of a `with` block."""
+    before = {name: getattr(current, name) for name in values}
+    for name, value in values.items():
+        setattr(current, name, value)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(current, name, value)
+
+
+def gradients_are_reduced() -> bool:
+    """Whether an optimizer runs on gradients that are the same on all replicas."""
+    return current.reduced
+
+
+def is_timed() -> bool:
+    """Whether the inside of a step is measured that runs, or is being traced."""
+    return current.timed and not current.compiled

@@ -1,0 +1,287 @@
+"""From a function that builds a model to what its layers cost, without its weights.
+
+    1. the function runs inside `without_weights`: layers and variables are all there,
+       but no memory of weights
+    2. the model is called with placeholders in a graph of its own, and differentiated;
+       every layer that goes to a device as a whole marks the operations that it makes
+       by a name scope, which the operations of its backward pass inherit
+    3. `liveness` goes through this graph
+    4. the optimizer is built for the same variables: its slots are counted
+
+So what a layer costs is what TensorFlow would do, of any layer that there is.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from kerasdist._keras.costs import slots
+from kerasdist._keras.costs.abstract_build import shapes_only, without_weights
+from kerasdist._keras.costs.liveness import Traced, Use, measure
+from kerasdist._keras.costs.placement_units import Units
+from kerasdist.placement.costs import LayerCost, ModelCost, TensorCost
+
+__all__ = ["describe", "describe_built"]
+
+
+def describe(
+    model_fn: Callable[[], Any],
+    rows: int,
+    optimizer: Any = None,
+    inputs: Any = None,
+) -> ModelCost:
+    """Return what the layers of a model cost.
+
+    Args:
+        model_fn: Returns the model. Takes no arguments.
+        rows: The number of rows to look at; costs are given per row.
+        optimizer: A Keras optimizer or its name; None: that which the model was
+            compiled with, or none.
+        inputs: What the model is called with, if it doesn't say so itself: shapes
+            without the batch (tuples), or `keras.Input`s, in a structure.
+
+    Raises:
+        ValueError: The model can't be built like this; the message says how.
+    """
+    with without_weights():
+        model = _built(model_fn)
+        return _describe(model, rows, optimizer, inputs)
+
+
+def describe_built(model: Any, rows: int, inputs: Any = None) -> ModelCost:
+    """Return what the layers of a model cost that is there, with its own optimizer.
+
+    Args:
+        model: A model, all of whose layers are built. It stays as it is.
+        rows: See `describe`.
+        inputs: See `describe`.
+    """
+    with without_weights():
+        return _describe(model, rows, None, inputs)
+
+
+def _built(model_fn: Callable[[], Any]) -> Any:
+    try:
+        model = model_fn()
+    except tf.errors.FailedPreconditionError:
+        # It looks at weights, as a call with zeros does that builds a model: put what
+        # it computes into a graph instead.
+        with tf.__internal__.FuncGraph("model").as_default(), shapes_only():
+            model = model_fn()
+    if not isinstance(model, keras.Model):
+        raise ValueError(
+            "A plan needs a function that returns a model. Received: "
+            f"model_fn={model_fn!r}, which returned {model!r}; expected a "
+            "`keras.Model`."
+        )
+    return model
+
+
+def _describe(model: Any, rows: int, optimizer: Any, inputs: Any) -> ModelCost:
+    if optimizer is None and getattr(model, "optimizer", None) is not None:
+        optimizer = model.optimizer
+    optimizer = slots.copy_of(optimizer)
+    graph = tf.__internal__.FuncGraph("step")
+    units = Units(model)
+    with graph.as_default(), shapes_only():
+        data = _placeholders(model, rows, inputs)
+        with units.marking(), tf.GradientTape() as tape:
+            outputs = _call(model, data)
+        results = [
+            tensor
+            for tensor in tf.nest.flatten(outputs)
+            if tf.is_tensor(tensor) and tensor.dtype.is_floating
+        ]
+        forward = len(graph.get_operations())
+        trained = _unique(model.trainable_variables)
+        seeds = [tf.compat.v1.placeholder(t.dtype, t.shape) for t in results]
+        gradients = tape.gradient(
+            results, [variable.value for variable in trained], output_gradients=seeds
+        )
+    ends = [
+        tensor
+        for gradient in gradients
+        if gradient is not None
+        for tensor in tf.nest.flatten(gradient, expand_composites=True)
+    ]
+    weights = _weights(units, trained, gradients, optimizer)
+    use = measure(
+        Traced(
+            made=graph.get_operations(),
+            forward=forward,
+            data=[t for t in tf.nest.flatten(data) if t is not None],
+            outputs=results,
+            seeds=seeds,
+            gradients=ends,
+            unit_of=units.of,
+            units=len(units.layers),
+        )
+    )
+    return _costs(units, use, weights, rows)
+
+
+@dataclasses.dataclass
+class _Weights:
+    """The variables of one layer, in bytes; see `LayerCost`."""
+
+    parameters: int = 0
+    trainable: int = 0
+    slots: int = 0
+    gradients: int = 0
+    update: int = 0
+
+
+def _call(model: Any, data: Any) -> Any:
+    try:
+        return model(data, training=True)
+    except Exception as error:
+        raise ValueError(
+            "A plan calls the model with placeholders in a graph, and this failed: "
+            f"{type(error).__name__}: {error}\nReceived: inputs="
+            f"{tf.nest.map_structure(lambda t: (t.shape, t.dtype.name), data)!r}; "
+            "expected what `model.call` takes in `fit`. Give `inputs=` another shape, "
+            "or several in a list or dict."
+        ) from error
+
+
+def _placeholders(model: Any, rows: int, inputs: Any) -> Any:
+    """Placeholders of a batch, in the structure that the model takes."""
+    given = inputs
+    if given is None:
+        given = getattr(model, "_inputs_struct", None)
+        functional = getattr(model, "_functional", None)
+        if given is None and functional is not None:
+            given = functional._inputs_struct
+    if given is None:
+        shapes = list((getattr(model, "_build_shapes_dict", None) or {}).values())
+        if len(shapes) == 1:
+            shape = shapes[0]
+            given = tuple(shape[1:]) if _is_shape(shape) else None
+    if given is None:
+        raise ValueError(
+            "A plan needs the shapes of the model's inputs. Received: "
+            f"model={type(model).__name__}({model.name!r}), which doesn't say. Give "
+            "them as `inputs=(28, 28, 1)` (shapes without the batch, or "
+            "`keras.Input`s; several in a list or dict), begin the model with "
+            "`keras.Input`, or call `model.build` in `model_fn`."
+        )
+    return _placed(given, rows)
+
+
+def _is_shape(given: Any) -> bool:
+    return isinstance(given, tuple | list) and all(
+        size is None or isinstance(size, int) for size in given
+    )
+
+
+def _placed(given: Any, rows: int) -> Any:
+    if isinstance(given, dict):
+        return {name: _placed(value, rows) for name, value in given.items()}
+    if _is_shape(given):
+        shape, dtype = [rows, *given], keras.config.floatx()
+    elif isinstance(given, tuple | list):
+        return type(given)([_placed(value, rows) for value in given])
+    else:
+        shape = [given.shape[0] or rows, *given.shape[1:]]
+        dtype = given.dtype
+    if None in shape:
+        raise ValueError(
+            "A plan needs inputs of known sizes. Received: an input of shape "
+            f"{tuple(shape)} (the first is the batch); give `inputs=` with a number in "
+            "place of None, for instance the longest sequence."
+        )
+    return tf.compat.v1.placeholder(keras.backend.standardize_dtype(dtype), shape)
+
+
+def _unique(variables: Any) -> list[Any]:
+    return list({id(variable): variable for variable in variables}.values())
+
+
+def _weights(
+    units: Units, trained: list[Any], gradients: list[Any], optimizer: Any
+) -> list[_Weights]:
+    """What the variables of each layer take, in the order of the layers' numbers."""
+    kept = slots.slot_bytes(optimizer, trained)
+    about = {
+        id(variable): (size, gradient)
+        for variable, size, gradient in zip(trained, kept, gradients, strict=True)
+    }
+    at_once = slots.updates_at_once(optimizer)
+    found: dict[int, _Weights] = {}
+    for number, variables in units.variables():
+        total = found.setdefault(number, _Weights())
+        for variable in variables:
+            size = math.prod(variable.shape) * tf.as_dtype(variable.dtype).size
+            total.parameters += size
+            if id(variable) not in about:
+                continue
+            slot, gradient = about[id(variable)]
+            total.trainable += size
+            total.slots += slot
+            if gradient is not None and slots.gradient_is_dense(optimizer, gradient):
+                total.gradients += size
+                total.update = max(total.update, at_once * size)
+    return [found.get(number, _Weights()) for number in range(len(units.layers))]
+
+
+def _costs(units: Units, use: Use, weights: list[_Weights], rows: int) -> ModelCost:
+    """Put it together, in the order in which the layers run.
+
+    Layers with one path go to one device: they are one layer here.
+    """
+    last = len(units.layers), 0
+    begins = [last if u.first is None else (0, u.first) for u in use.units]
+    places: dict[int, int] = {}
+    layers: list[LayerCost] = []
+    index: dict[str, int] = {}
+    paths = units.paths()
+    for number in sorted(range(len(units.layers)), key=lambda n: (begins[n], n)):
+        made, held, layer = use.units[number], weights[number], units.layers[number]
+        if made.first is None and not held.parameters:
+            continue
+        cost = LayerCost(
+            path=paths[number],
+            kind=type(layer).__name__,
+            parameter_bytes=held.parameters,
+            trainable_bytes=held.trainable,
+            slot_bytes=held.slots,
+            gradient_bytes=held.gradients,
+            update_bytes=held.update,
+            saved_row_bytes=made.saved / rows,
+            saved_bytes=made.fixed,
+            transient_row_bytes=made.transient / rows,
+            output_row_bytes=made.output / rows,
+            row_flops=made.flops / rows,
+        )
+        if cost.path in index:
+            places[number] = index[cost.path]
+            layers[places[number]] = _joined(layers[places[number]], cost)
+        else:
+            places[number] = index[cost.path] = len(layers)
+            layers.append(cost)
+    tensors = [
+        TensorCost(
+            source=places.get(source, -1),
+            consumers=tuple(places[reader] for reader in readers),
+            row_bytes=size / rows,
+        )
+        for source, readers, size in use.tensors
+    ]
+    return ModelCost(layers=tuple(layers), tensors=tuple(tensors))
+
+
+def _joined(a: LayerCost, b: LayerCost) -> LayerCost:
+    """Two layers with one path as one."""
+    most = ("update_bytes", "transient_row_bytes")
+    values = {}
+    for field in dataclasses.fields(LayerCost):
+        if field.name not in ("path", "kind"):
+            pair = getattr(a, field.name), getattr(b, field.name)
+            values[field.name] = max(pair) if field.name in most else sum(pair)
+    return dataclasses.replace(a, **values)

@@ -1,0 +1,1 @@
+"""Data as Keras takes and iterates over them."""

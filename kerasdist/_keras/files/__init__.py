@@ -1,0 +1,1 @@
+"""Files that Keras writes, on several workers."""

@@ -1,0 +1,110 @@
+"""Loops of one process: they differentiate and update outside of `strategy.run`.
+
+    for x, y in dataset:
+        with tf.GradientTape() as tape:
+            loss = ...
+        optimizer.apply_gradients(zip(tape.gradient(loss, weights), weights))
+
+Without help each worker would change its own copy of the weights. So the workers'
+gradients are averaged there: if all read the same batches the numbers are those of one
+process, and batches that differ count as one large batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from kerasdist._keras.protocols import KerasHooks, hooks_of
+from kerasdist._tf.variables import is_distributed
+
+__all__ = ["apply_on_all", "copies_of", "strategy_outside"]
+
+_REMEDY = (
+    "To divide the batches among the workers, iterate over "
+    "`strategy.experimental_distribute_dataset(dataset)`, and call the step by "
+    "`strategy.run(step, args=(x, y))`, in which the loss is divided by the rows of "
+    "the global batch; or train by `fit`."
+)
+
+
+def strategy_outside(variables: Sequence[Any]) -> Any | None:
+    """The strategy of ours that variables belong to, if this isn't a replica of it."""
+    for variable in variables:
+        value = getattr(variable, "_value", variable)
+        strategy = getattr(value, "distribute_strategy", None)
+        if is_distributed(value) and hooks_of(strategy) is not None:
+            inside = tf.distribute.get_strategy() is strategy
+            replica = inside and not tf.distribute.in_cross_replica_context()
+            return None if replica else strategy
+    return None
+
+
+def copies_of(sources: Any) -> Any:
+    """What a tape has recorded of distributed variables outside of their replicas."""
+
+    def copy(source: Any) -> Any:
+        value = getattr(source, "_value", source)
+        if not is_distributed(value):
+            return source
+        copies = value.distribute_strategy.experimental_local_results(value)
+        return copies[0] if len(copies) == 1 else source
+
+    return tf.nest.map_structure(copy, sources)
+
+
+def apply_on_all(
+    strategy: Any, optimizer: Any, gradients: Sequence[Any], variables: Any
+) -> None:
+    """Update with the mean of all workers' gradients. All workers call it alike.
+
+    Raises:
+        RuntimeError: Workers don't wait for each other, with `mode="async"`; or there
+            are several replicas in this worker, of which a tape sees one.
+    """
+    hooks = hooks_of(strategy)
+    if hooks is None:
+        return
+    if hooks.deals:
+        raise RuntimeError(
+            "With mode='async' each step takes a batch that no other worker has, and "
+            "an optimizer updates inside of `strategy.run`. Received: "
+            f"{type(optimizer).__name__}.apply outside of it. {_REMEDY}"
+        )
+    if hooks.local_replicas > 1:
+        raise RuntimeError(
+            "With several replicas in a worker an optimizer updates inside of "
+            f"`strategy.run`. Received: {type(optimizer).__name__}.apply outside of "
+            f"it, with {hooks.local_replicas} replicas in this worker. {_REMEDY}"
+        )
+    if hooks.workers > 1:
+        _tell(hooks)
+    parts = [_part(gradient, hooks.replicas) for gradient in gradients]
+
+    def update(*parts: Any) -> None:
+        optimizer.apply(list(parts), variables)
+
+    with strategy.scope():
+        strategy.run(update, args=tuple(parts))
+
+
+def _tell(hooks: KerasHooks) -> None:
+    hooks.tell(
+        "plain loop",
+        "kerasdist: an optimizer updates outside of `strategy.run`. Each worker "
+        "computes whole batches, and the workers' gradients are averaged: the same "
+        "batches give the numbers of one process, and no speed; others count as one "
+        "large batch. " + _REMEDY,
+    )
+
+
+def _part(gradient: Any, replicas: int) -> Any:
+    """Gradients of replicas are summed in loops of one's own."""
+    if gradient is None or replicas == 1:
+        return gradient
+    if isinstance(gradient, tf.IndexedSlices):
+        values = gradient.values / replicas
+        return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
+    return gradient / replicas

@@ -1,0 +1,1 @@
+"""Learning rate, step count and updates of Keras's optimizers."""

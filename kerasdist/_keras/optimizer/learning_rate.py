@@ -1,0 +1,214 @@
+"""An optimizer's learning rate times a factor, which a callback sets.
+
+The optimizer keeps the rate that it was tuned with, its base rate: that is what is
+saved with the model, restored, and agreed on by the ranks. The factor is applied where
+the rate is read, inside a step's graph too, from the number of the step:
+
+    factor(step) = 1 + (target - 1) * min(step / warm-up steps, 1)
+
+    who                                         reads           sets
+    the optimizer itself, in a step             base x factor
+    scripts and their callbacks                 base x factor   what they would read
+    LearningRateScheduler, ReduceLROnPlateau    base            base
+
+So Keras's own schedulers go on as in one process, whatever the order of callbacks.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+from keras.ops import convert_to_numpy
+from keras.src import backend
+from keras.src.optimizers import base_optimizer
+
+from kerasdist import _tf
+from kerasdist._keras.context import current, setting
+from kerasdist._keras.optimizer.global_step import device_beside, steps_of
+
+__all__ = [
+    "Scaling",
+    "base_rate",
+    "has_rate",
+    "leaves",
+    "leaves_of",
+    "on_base_rate",
+    "optimizers_of",
+    "scaled",
+    "scaling_of",
+    "schedule_of",
+    "set_base_rate",
+    "set_rate",
+]
+
+_ATTRIBUTE = "_kerasdist_scaling"
+
+
+class Scaling:
+    """The factor of one optimizer, in variables that a traced step reads.
+
+    Args:
+        optimizer: The optimizer.
+    """
+
+    def __init__(self, optimizer: Any) -> None:
+        device = device_beside(optimizer)
+        self._target = _tf.own_variable(1.0, tf.float32, device)
+        self._steps = _tf.own_variable(0, tf.int64, device)
+        self._shift = _tf.own_variable(0, tf.int64, device)
+
+    def set(self, target: float, steps: int, shift: int) -> None:
+        """Set what the factor is computed from.
+
+        Args:
+            target: The factor after the warm-up.
+            steps: Number of steps of the warm-up.
+            shift: What is added to the optimizer's number of steps to get how many
+                steps of the warm-up are behind.
+        """
+        self._target.assign(target)
+        self._steps.assign(steps)
+        self._shift.assign(shift)
+
+    @property
+    def target(self) -> float:
+        """The factor after the warm-up."""
+        return float(self._target.numpy())
+
+    @property
+    def steps(self) -> int:
+        """Number of steps of the warm-up."""
+        return int(self._steps.numpy())
+
+    @property
+    def shift(self) -> int:
+        """See `set`."""
+        return int(self._shift.numpy())
+
+    def factor(self, optimizer: Any) -> Any:
+        """The factor of the step that comes next; float32, scalar."""
+        target = self._target.read_value()
+        steps = self._steps.read_value()
+        behind = steps_of(optimizer) + self._shift.read_value()
+        # Counted in integers: float32 can't count to more than 16,777,216.
+        behind = tf.clip_by_value(behind, tf.zeros_like(steps), steps)
+        share = tf.cast(behind, tf.float32) / tf.cast(tf.maximum(steps, 1), tf.float32)
+        return tf.where(steps > 0, 1.0 + (target - 1.0) * share, target)
+
+
+def leaves(optimizer: Any) -> list[Any]:
+    """The optimizers that take the steps: what others are wrapped around."""
+    if optimizer is None:
+        return []
+    inner = getattr(optimizer, "inner_optimizer", None)
+    parts = [inner] if inner is not None else getattr(optimizer, "optimizers", None)
+    if parts is None:
+        return [optimizer]
+    return [leaf for part in parts for leaf in leaves(part)]
+
+
+def optimizers_of(trainer: Any) -> list[Any]:
+    """What a model was compiled with, and what it holds in attributes of its own.
+
+    The parts of a model with a `train_step` of its own may have an optimizer each, as
+    the generator and the discriminator of a GAN.
+    """
+    compiled = getattr(trainer, "optimizer", None)
+    found = [] if compiled is None else [compiled]
+    for held in vars(trainer).values():
+        some: Any = held.values() if isinstance(held, dict) else held
+        for each in some if isinstance(held, (dict, list, tuple)) else (held,):
+            if isinstance(each, base_optimizer.BaseOptimizer) and not any(
+                each is part for other in found for part in (other, *leaves(other))
+            ):
+                found.append(each)
+    return found
+
+
+def leaves_of(trainer: Any) -> list[Any]:
+    """The optimizers that take a model's steps and have a rate, each once."""
+    found: list[Any] = []
+    for optimizer in optimizers_of(trainer):
+        if hasattr(optimizer, "optimizers") and trainer.built:
+            # Perhaps only now it chooses one for each variable.
+            optimizer.build(trainer.trainable_variables)
+        found += [leaf for leaf in leaves(optimizer) if has_rate(leaf)]
+    return list({id(leaf): leaf for leaf in found}.values())
+
+
+def scaling_of(optimizer: Any, *, make: bool = False) -> Scaling | None:
+    """The factor of an optimizer; None if it has none and none is to be made."""
+    scaling: Scaling | None = getattr(optimizer, _ATTRIBUTE, None)
+    if scaling is None and make:
+        scaling = Scaling(optimizer)
+        setattr(optimizer, _ATTRIBUTE, scaling)
+    return scaling
+
+
+def has_rate(optimizer: Any) -> bool:
+    """Whether it's an optimizer of Keras's, with a learning rate."""
+    return hasattr(optimizer, "_learning_rate")
+
+
+def schedule_of(optimizer: Any) -> Any | None:
+    """The `LearningRateSchedule` that a rate comes from; None for a number."""
+    rate = optimizer._learning_rate
+    return None if isinstance(rate, backend.Variable) else rate
+
+
+def scaled(optimizer: Any, rate: Any) -> Any:
+    """What is read of an optimizer whose base rate is `rate`."""
+    scaling = scaling_of(optimizer)
+    if scaling is None or current.base_rate:
+        return rate
+    is_number = isinstance(rate, backend.Variable)
+    rate = tf.convert_to_tensor(getattr(rate, "value", rate))
+    rate = rate * tf.cast(scaling.factor(optimizer), rate.dtype)
+    if is_number and tf.executing_eagerly():
+        # Keras gives a variable here, and scripts assign to it.
+        rate.assign = functools.partial(setattr, optimizer, "learning_rate")
+    return rate
+
+
+def set_rate(original: Callable[..., Any], optimizer: Any, rate: Any) -> None:
+    """In place of the setter of `BaseOptimizer.learning_rate`."""
+    scaling = scaling_of(optimizer)
+    if scaling is not None and not current.base_rate and not callable(rate):
+        rate = convert_to_numpy(rate)
+        rate = float(rate) / float(scaling.factor(optimizer).numpy())
+    original(optimizer, rate)
+
+
+def base_rate(optimizer: Any) -> float:
+    """The base rate of an optimizer; of a schedule what it says now."""
+    with setting(base_rate=True):
+        return float(convert_to_numpy(optimizer.learning_rate))
+
+
+def set_base_rate(optimizer: Any, rate: float) -> None:
+    """Set the base rate of an optimizer that has no schedule."""
+    with setting(base_rate=True):
+        optimizer.learning_rate = rate
+
+
+def on_base_rate(
+    original: Callable[..., Any], self: Any, index: int, logs: Any = None
+) -> Any:
+    """In place of what Keras sets rates with; its logs say the rate of the steps."""
+    optimizer = getattr(self.model, "optimizer", None)
+    several = hasattr(optimizer, "optimizers")
+    rates = {
+        f"learning_rate_{leaf.name}" if several else "learning_rate": float(
+            convert_to_numpy(leaf.learning_rate)
+        )
+        for leaf in leaves(optimizer)
+        if scaling_of(leaf) is not None
+    }
+    with setting(base_rate=True):
+        result = original(self, index, logs)
+    for name in rates.keys() & (logs or {}).keys():
+        logs[name] = rates[name]
+    return result

@@ -1,0 +1,1 @@
+"""Layers on devices as Keras calls them, micro-batches, and rematerialization."""

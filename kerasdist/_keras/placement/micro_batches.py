@@ -1,0 +1,371 @@
+"""Micro-batches: a model's call on a batch as several calls on its parts.
+
+    1. divide    the rows of everything that the model is called on, in order
+    2. call      the model on each part: its layers, losses and metrics as ever
+    3. join      the outputs, in order
+
+So whoever calls the model (`train_step`, a loop) sees a whole batch: losses, metrics
+and sample weights are computed from all of its outputs. What layers add up themselves
+while they are called is weighted by rows, so that it is that of the whole batch:
+
+    add_loss of a scalar       a mean over rows: the mean of the parts', by rows
+    add_loss of one per row    joined
+    metrics of a layer         `Mean` of a scalar: by rows; of one per row: as they are
+    BatchNormalization         a part's statistics; the moving ones forget as much as
+                               with one batch
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import keras
+import tensorflow as tf
+from keras.src import tree
+from keras.src.backend.common import global_state, masking
+
+from kerasdist._keras.context import current
+from kerasdist._keras.loss_kinds import LossKinds
+from kerasdist.placement.order import Part
+from kerasdist.placement.schedule import part_bounds
+
+__all__ = ["Marks", "call_layer", "dividing", "mean_metric", "normalize"]
+
+
+@dataclass
+class Marks:
+    """The operations of a graph at which parts begin their ways, forward and back.
+
+    Attributes:
+        found: Each with its part.
+        calls: How many models were called on parts.
+    """
+
+    found: list[tuple[Any, Part]] = field(default_factory=list)
+    calls: int = 0
+
+    def add(self, tensor: Any, part: Part) -> None:
+        """Mark the operation that makes a tensor; nothing where there's no graph."""
+        if isinstance(tensor, tf.Tensor) and not hasattr(tensor, "numpy"):
+            self.found.append((tensor.op, part))
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """Rows of a batch, as numbers or as scalar integer tensors.
+
+    Attributes:
+        start: The first one.
+        size: How many there are. If it's 0, the part has one row, which counts nothing.
+        total: Those of the batch.
+        known: Whether they are numbers.
+    """
+
+    start: Any
+    size: Any
+    total: Any
+    known: bool
+
+    def of(self, value: Any) -> Any:
+        """These rows of a tensor, at least one if there is any."""
+        size = self.size if self.known else tf.maximum(self.size, 1)
+        start = self.start if self.known else tf.minimum(self.start, self.total - 1)
+        if not self.known:
+            start = tf.maximum(start, 0)
+        if isinstance(value, tf.SparseTensor):
+            rest = tf.cast(tf.shape(value)[1:], tf.int64)
+            begin = tf.concat([tf.cast([start], tf.int64), tf.zeros_like(rest)], 0)
+            length = tf.concat([tf.cast([size], tf.int64), rest], 0)
+            return tf.sparse.slice(value, begin, length)
+        return value[start : start + size]
+
+    def without_filling(self, value: Any) -> Any:
+        """A part's output, without the row of a part that has none."""
+        return value if self.known else value[: self.size]
+
+    @property
+    def share(self) -> Any:
+        """This part of the batch's rows, scalar float32."""
+        if self.known:
+            return self.size / self.total
+        return tf.math.divide_no_nan(
+            tf.cast(self.size, tf.float32), tf.cast(self.total, tf.float32)
+        )
+
+
+class _State(threading.local):
+    """What is going on in this thread.
+
+    Attributes:
+        parts: Into how many parts the batch of a model's call is divided.
+        marks: Of the graph that is being made.
+        rows: Those of the part that a model is being called on, or None.
+    """
+
+    parts: int = 1
+    marks: Marks | None = None
+    rows: _Rows | None = None
+
+
+_state = _State()
+
+
+@contextlib.contextmanager
+def dividing(parts: int) -> Iterator[Marks]:
+    """Divide what models are called on inside of a `with` block."""
+    before = _state.parts, _state.marks
+    _state.parts, _state.marks = parts, Marks()
+    try:
+        yield _state.marks
+    finally:
+        _state.parts, _state.marks = before
+
+
+def call_layer(
+    original: Callable[..., Any], layer: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """In place of `Layer.__call__`: a model that nothing else calls gets parts."""
+    if (
+        _state.parts == 1
+        or _state.rows is not None
+        or not isinstance(layer, keras.Model)
+        or global_state.get_global_attribute("current_call_ctx") is not None
+    ):
+        return original(layer, *args, **kwargs)
+    leaves = [leaf for leaf in tree.flatten((args, kwargs)) if _has_rows(leaf)]
+    if not leaves:
+        return original(layer, *args, **kwargs)
+    _check(layer)
+    parts = _divide(leaves[0], _state.parts)
+    if len(parts) == 1:
+        return original(layer, *args, **kwargs)
+    return _call(original, layer, args, kwargs, parts)
+
+
+def _call(
+    original: Callable[..., Any],
+    layer: Any,
+    args: Any,
+    kwargs: Any,
+    parts: list[_Rows],
+) -> Any:
+    marks = _state.marks or Marks()
+    call, marks.calls = marks.calls, marks.calls + 1
+    total = parts[0].total
+
+    def rows_of(number: int, leaf: Any) -> Any:
+        if not _has_rows(leaf) or (
+            parts[0].known and leaf.shape[0] not in (None, total)
+        ):
+            return leaf
+        piece = parts[number].of(leaf)
+        for tensor in tf.nest.flatten(piece, expand_composites=True):
+            marks.add(tensor, Part(call, number, False))
+        mask = masking.get_keras_mask(leaf)
+        if mask is not None:
+            masking.set_keras_mask(piece, parts[number].of(mask))
+        return piece
+
+    given = [
+        tree.map_structure(lambda leaf, m=m: rows_of(m, leaf), (args, kwargs))
+        for m in range(len(parts))
+    ]
+    outputs, losses = [], []
+    for rows, (own_args, own_kwargs) in zip(parts, given, strict=True):
+        _state.rows = rows
+        try:
+            outputs.append(original(layer, *own_args, **own_kwargs))
+        finally:
+            _state.rows = None
+        losses.append({id(one): list(one._losses) for one in _layers(layer)})
+    for one in _layers(layer):
+        one._losses[:] = _join_losses([part.get(id(one), []) for part in losses], parts)
+
+    def join(*values: Any) -> Any:
+        return _join(values, parts, marks, call)
+
+    whole = tree.map_structure(join, *outputs)
+    if current.kinds is not None:
+        for joined in (
+            *tree.flatten(whole),
+            *(x for one in _layers(layer) for x in one._losses),
+        ):
+            _note(current.kinds, joined)
+    return whole
+
+
+def mean_metric(
+    original: Callable[..., Any], metric: Any, values: Any, sample_weight: Any = None
+) -> Any:
+    """In place of `Mean.update_state`: a part's value counts by its rows."""
+    rows = _state.rows
+    if rows is None or sample_weight is not None:
+        return original(metric, values, sample_weight)
+    values = tf.convert_to_tensor(values)
+    if values.shape.rank == 0:
+        return original(metric, values, rows.share * current.share)
+    if not rows.known:
+        there = tf.cast(rows.size > 0, tf.float32)
+        sample_weight = tf.ones(tf.shape(values)) * there
+    return original(metric, values, sample_weight)
+
+
+def normalize(
+    original: Callable[..., Any], layer: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """In place of `BatchNormalization.call`.
+
+    The moving statistics are updated by each part: with momentum to the power of its
+    share, they forget as much in a step as with the batch as a whole.
+    """
+    rows = _state.rows
+    if rows is None:
+        return original(layer, *args, **kwargs)
+    momentum = layer.momentum
+    dtype = "float64" if layer.variable_dtype == "float64" else "float32"
+    share = tf.cast(rows.share, dtype)
+    # Not by Keras's `__setattr__`, which keeps track of what it sees.
+    layer.__dict__["momentum"] = tf.pow(tf.constant(momentum, dtype), share)
+    try:
+        return original(layer, *args, **kwargs)
+    finally:
+        layer.__dict__["momentum"] = momentum
+
+
+def _note(kinds: LossKinds, joined: Any) -> None:
+    """A graph of parts doesn't show what has rows."""
+    if isinstance(joined, tf.Tensor) and joined.shape.rank == 0:
+        kinds.set_mean(joined)
+    else:
+        kinds.set_rows(joined)
+
+
+def _has_rows(leaf: Any) -> bool:
+    if not tf.is_tensor(leaf) and not hasattr(leaf, "__array__"):
+        return False
+    shape = getattr(leaf, "shape", None)
+    return shape is not None and (
+        getattr(shape, "rank", len(shape) if isinstance(shape, tuple) else None) != 0
+    )
+
+
+def _divide(leaf: Any, count: int) -> list[_Rows]:
+    known = leaf.shape[0] if getattr(leaf.shape, "rank", 1) is not None else None
+    if known is not None:
+        return [
+            _Rows(start, stop - start, known, True)
+            for start, stop in part_bounds(known, count)
+        ] or [_Rows(0, 0, 0, True)]
+    if isinstance(leaf, tf.RaggedTensor):
+        total = tf.cast(leaf.nrows(), tf.int32)
+    else:
+        total = tf.shape(leaf)[0]
+    # As `part_bounds` does.
+    size, more = total // count, total % count
+    starts = [size * i + tf.minimum(i, more) for i in range(count)] + [total]
+    return [
+        _Rows(starts[i], starts[i + 1] - starts[i], total, False) for i in range(count)
+    ]
+
+
+def _layers(model: Any) -> list[Any]:
+    found = {id(layer): layer for layer in model._flatten_layers()}
+    return list(found.values())
+
+
+def _check(model: Any) -> None:
+    stateful = [one.name for one in _layers(model) if getattr(one, "stateful", False)]
+    if stateful:
+        raise ValueError(
+            "Layers that keep a state for each row of a batch can't be called on parts "
+            f"of it. Received: micro_batches={_state.parts} with stateful=True in "
+            f"{', '.join(map(repr, stateful[:5]))}. Use micro_batches=1 or "
+            "stateful=False."
+        )
+
+
+def _join_losses(lists: list[list[Any]], parts: list[_Rows]) -> list[Any]:
+    """The losses of one layer: of each part a list in the order of `add_loss`."""
+    joined = []
+    for i in range(max(map(len, lists))):
+        found = [
+            (losses[i], rows)
+            for losses, rows in zip(lists, parts, strict=True)
+            if i < len(losses)
+        ]
+        if found[0][0].shape.rank == 0:
+            joined.append(_mean(found))
+        else:
+            joined.append(tf.concat([rows.without_filling(x) for x, rows in found], 0))
+    return joined
+
+
+def _mean(found: list[tuple[Any, _Rows]]) -> Any:
+    """The mean of scalars, weighted by rows."""
+    return tf.add_n([value * tf.cast(rows.share, value.dtype) for value, rows in found])
+
+
+def _join(values: Any, parts: list[_Rows], marks: Marks, call: int) -> Any:
+    """Join the parts of one output."""
+    first = values[0]
+    if not tf.is_tensor(first):
+        return first
+    pairs = list(zip(values, parts, strict=True))
+    if isinstance(first, tf.SparseTensor):
+        rest = tf.cast(tf.shape(first)[1:], tf.int64)
+        cut = [
+            tf.sparse.slice(
+                x,
+                tf.zeros_like(tf.shape(x, out_type=tf.int64)),
+                tf.concat([tf.cast([rows.size], tf.int64), rest], 0),
+            )
+            for x, rows in pairs
+        ]
+        return tf.sparse.concat(0, cut)
+    if not isinstance(first, tf.RaggedTensor) and first.shape.rank == 0:
+        return _mean(pairs) if first.dtype.is_floating else values[-1]
+    cut = [rows.without_filling(x) for x, rows in pairs]
+    if isinstance(first, tf.RaggedTensor):
+        return tf.concat(cut, 0)
+    joined = _concat(cut, marks, call)
+    masks = [masking.get_keras_mask(x) for x in values]
+    if all(mask is not None for mask in masks):
+        mask = [rows.without_filling(m) for m, rows in zip(masks, parts, strict=True)]
+        masking.set_keras_mask(joined, tf.concat(mask, 0))
+    return joined
+
+
+def _concat(parts: list[Any], marks: Marks, call: int) -> Any:
+    """Concatenate, with marks where gradients of the parts begin their ways."""
+
+    @tf.custom_gradient
+    def concatenated(*tensors: Any) -> Any:
+        with _beside(tensors[-1]):
+            whole = tf.concat(tensors, 0)
+
+        def backward(gradient: Any) -> Any:
+            sizes = [tf.shape(tensor)[0] for tensor in tensors]
+            pieces = []
+            for number, piece in enumerate(tf.split(gradient, sizes)):
+                piece = tf.identity(piece)
+                marks.add(piece, Part(call, number, True))
+                pieces.append(piece)
+            return pieces
+
+        return whole, backward
+
+    if not parts[0].dtype.is_floating and not parts[0].dtype.is_complex:
+        return tf.concat(parts, 0)
+    return concatenated(*parts)
+
+
+def _beside(tensor: Any) -> contextlib.AbstractContextManager[Any]:
+    """On the device of a tensor of a graph, if it has one."""
+    if hasattr(tensor, "numpy"):
+        return contextlib.nullcontext()
+    device = tensor.op.device
+    return tf.device(device) if device else contextlib.nullcontext()

@@ -1,0 +1,329 @@
+"""Activations that are computed again instead of kept.
+
+What the forward pass leaves for the backward pass is most of the memory of a step. A
+segment is a run of layers that are on one device. Of a segment only the inputs are
+kept; when its gradients are due, it is computed once more from them:
+
+    1. forward    the segment's layers run, and nothing of them is recorded
+    2. backward   gradients of the outputs have come: the layers run again, with what
+                  they drew and without any effect, and are recorded this time
+    3. gradients  of the inputs and variables, from that record
+
+Again means: dropout drops what it has dropped, variables are read as they are (nothing
+updates them between), and assignments, as those of BatchNormalization's statistics and
+of metrics, and `add_loss` happen once. Variables that aren't Keras's have to do without
+that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+import tensorflow as tf
+from keras.src import tree
+from keras.src.backend.common import global_state, masking
+
+from kerasdist import _tf
+from kerasdist._keras.placement.layers import calling, calls_now
+
+__all__ = [
+    "assign",
+    "call_layer",
+    "draw_seed",
+    "rematerializing",
+    "run_through_graph",
+]
+
+
+class _State(threading.local):
+    """What is going on in this thread.
+
+    Attributes:
+        active: Whether activations are computed again.
+        seeds: Those that the segment draws that is running, or has drawn; None outside.
+        again: Whether it's running again.
+        drawn: How many seeds it has taken, if so.
+    """
+
+    active: bool = False
+    seeds: list[Any] | None = None
+    again: bool = False
+    drawn: int = 0
+
+
+_state = _State()
+
+
+@contextlib.contextmanager
+def rematerializing(active: bool = True) -> Iterator[None]:
+    """Compute activations again that are made inside of a `with` block."""
+    before, _state.active = _state.active, active
+    try:
+        yield
+    finally:
+        _state.active = before
+
+
+def call_layer(
+    original: Callable[..., Any], layer: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """In place of `Layer.__call__`: a layer on one device is a segment.
+
+    The outermost one, but not a whole model: one that Keras runs operation by operation
+    is cut into segments by `run_through_graph`.
+    """
+    device = None
+    if _is_due() and layer.built and not (_is_model(layer) and _context() is None):
+        device = _device(layer)
+    if device is None:
+        return original(layer, *args, **kwargs)
+    leaves = tree.flatten((args, kwargs))
+    places = [i for i, leaf in enumerate(leaves) if _is_tensor(leaf)]
+    if not places:
+        return original(layer, *args, **kwargs)
+
+    def run(tensors: list[Any]) -> Any:
+        filled = list(leaves)
+        for place, tensor in zip(places, tensors, strict=True):
+            filled[place] = tensor
+        own_args, own_kwargs = tree.pack_sequence_as((args, kwargs), filled)
+        return original(layer, *own_args, **own_kwargs)
+
+    return _segment(run, [leaves[place] for place in places], [layer], device)
+
+
+def run_through_graph(
+    original: Callable[..., Any],
+    function: Any,
+    inputs: Any,
+    operation_fn: Callable[[Any], Any] = lambda op: op,
+    call_fn: Any = None,
+) -> Any:
+    """In place of `Function._run_through_graph`: in segments instead of layers."""
+    if not _is_due() or call_fn is not None or not isinstance(function, keras.Model):
+        extra = () if call_fn is None else (call_fn,)
+        return original(function, inputs, operation_fn, *extra)
+    known = dict(zip(map(id, function.inputs), tree.flatten(inputs), strict=True))
+    segments = _segments(function)
+    needed = {id(tensor) for tensor in function.outputs}
+    wanted: list[set[int]] = []  # by segments, what is read after each
+    for _, nodes in reversed(segments):
+        wanted.append(set(needed))
+        needed.update(id(x) for node in nodes for x in node.input_tensors)
+    for (device, nodes), later in zip(segments, reversed(wanted), strict=True):
+        made = [x for node in nodes for x in node.outputs]
+        inside = {id(x) for x in made}
+        read = dict.fromkeys(id(x) for node in nodes for x in node.input_tensors)
+        sources = [key for key in read if key not in inside]
+        results = [id(x) for x in made if id(x) in later]
+
+        def run(
+            tensors: list[Any],
+            nodes: list[Any] = nodes,
+            sources: list[int] = sources,
+            results: list[int] = results,
+        ) -> list[Any]:
+            values = dict(zip(sources, tensors, strict=True))
+            for node in nodes:
+                args, kwargs = node.arguments.fill_in(values)
+                outputs = operation_fn(node.operation)(*args, **kwargs)
+                flat = tree.flatten(outputs)
+                values.update(zip(map(id, node.outputs), flat, strict=True))
+            return [values[key] for key in results]
+
+        tensors = [known[key] for key in sources]
+        layers = [n.operation for n in nodes if isinstance(n.operation, keras.Layer)]
+        if device is None or not all(map(_is_tensor, tensors)):
+            found = run(tensors)
+        else:
+            found = _segment(run, tensors, layers, device)
+        known.update(zip(results, found, strict=True))
+    outputs = [known[id(tensor)] for tensor in function.outputs]
+    return tree.pack_sequence_as(function._outputs_struct, outputs)
+
+
+def draw_seed(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """In place of `SeedGenerator.next`: the second time as the first."""
+    if _state.seeds is None:
+        return original(*args, **kwargs)
+    if _state.again:
+        _state.drawn += 1
+        return _state.seeds[_state.drawn - 1]
+    seed = original(*args, **kwargs)
+    _state.seeds.append(seed)
+    return seed
+
+
+def assign(original: Callable[..., Any], variable: Any, value: Any) -> Any:
+    """In place of `Variable.assign`: once."""
+    return value if _state.again else original(variable, value)
+
+
+def _is_due() -> bool:
+    return _state.active and _state.seeds is None and _tf.is_recording()
+
+
+def _context() -> Any:
+    """What Keras knows of the call that is going on: who began it, and `training`."""
+    return global_state.get_global_attribute("current_call_ctx")
+
+
+def _is_model(layer: Any) -> bool:
+    return isinstance(layer, keras.Model)
+
+
+def _is_tensor(leaf: Any) -> bool:
+    return isinstance(leaf, tf.Tensor)
+
+
+def _device(layer: Any) -> str | None:
+    """The device that all of a layer's variables are on, or None."""
+    devices = {weight.value.device for weight in layer.weights}
+    return devices.pop() if len(devices) == 1 else None
+
+
+def _segments(function: Any) -> list[tuple[str | None, list[Any]]]:
+    """Nodes in the order in which they can be run, cut where the device changes.
+
+    An operation without variables is in the segment of the one before it.
+    """
+    segments: list[tuple[str | None, list[Any]]] = []
+    for depth in sorted(function._nodes_by_depth, reverse=True):
+        for node in function._nodes_by_depth[depth]:
+            operation = node.operation
+            if not operation or node.is_input:
+                continue
+            plain = not getattr(operation, "weights", None)
+            device = None if plain else _device(operation)
+            if segments and (segments[-1][0] == device or plain):
+                segments[-1][1].append(node)
+            elif segments and not any(
+                getattr(one.operation, "weights", None) for one in segments[-1][1]
+            ):
+                # Only operations without variables so far: they join what follows.
+                segments[-1] = (device, [*segments[-1][1], node])
+            else:
+                segments.append((device, [node]))
+    return segments
+
+
+def _segment(
+    run: Callable[[list[Any]], Any],
+    tensors: list[Any],
+    layers: list[Any],
+    device: str,
+) -> Any:
+    """Run a segment on tensors, and once more for its gradients."""
+    every = list(
+        {id(x): x for layer in layers for x in layer._flatten_layers()}.values()
+    )
+    seeds: list[Any] = []
+    masks = [masking.get_keras_mask(tensor) for tensor in tensors]
+    known: dict[str, Any] = {}
+    context, calls = _context(), calls_now()
+
+    def once(given: list[Any], again: bool) -> list[Any]:
+        """The outputs that are tensors, then the losses that layers have added."""
+        for tensor, mask in zip(given, masks, strict=True):
+            if mask is not None:
+                masking.set_keras_mask(tensor, mask)
+        counts = [len(layer._losses) for layer in every]
+        with _running(seeds, again), calling(calls), _in_context(context):
+            outputs = run(given)
+        losses = [layer._losses[n:] for layer, n in zip(every, counts, strict=True)]
+        for layer, count in zip(every, counts, strict=True):
+            del layer._losses[count:]
+        leaves = tree.flatten(outputs)
+        if not again:
+            known.update(outputs=outputs, leaves=leaves, losses=losses)
+        return [x for x in leaves if _is_tensor(x)] + [
+            x for some in losses for x in some
+        ]
+
+    @tf.custom_gradient
+    def segment(*given: Any) -> Any:
+        def backward(*gradients: Any, variables: Any = None) -> Any:
+            gradients = tuple(map(_dense, gradients))
+            # From `gradients`, so that it isn't done before they are there; a control
+            # dependency alone would be optimized away together with the copy.
+            late = [_after(tensor, gradients) for tensor in given]
+            trained = list(variables or ())
+            with tf.GradientTape(watch_accessed_variables=False) as tape:
+                tape.watch([x for x in late if _can_be_learned(x)])
+                tape.watch(trained)
+                found = once(late, True)
+            pairs = [
+                (x, gradient)
+                for x, gradient in zip(found, gradients, strict=True)
+                if _can_be_learned(x) and gradient is not None
+            ]
+            results = tape.gradient(
+                [x for x, _ in pairs],
+                [*late, *trained],
+                output_gradients=[gradient for _, gradient in pairs],
+            )
+            of_inputs = results[: len(late)]
+            return (of_inputs, results[len(late) :]) if variables else of_inputs
+
+        with _tf.stop_recording():
+            return once(list(given), False), backward
+
+    with tf.device(device):
+        flat = segment(*[tf.identity(tensor) for tensor in tensors])
+    flat = list(flat)
+    leaves = []
+    for leaf in known["leaves"]:
+        if not _is_tensor(leaf):
+            leaves.append(leaf)
+            continue
+        made = flat.pop(0)
+        mask = masking.get_keras_mask(leaf)
+        if mask is not None:
+            masking.set_keras_mask(made, mask)
+        leaves.append(made)
+    for layer, losses in zip(every, known["losses"], strict=True):
+        layer._losses.extend(flat.pop(0) for _ in losses)
+    return tree.pack_sequence_as(known["outputs"], leaves)
+
+
+@contextlib.contextmanager
+def _running(seeds: list[Any], again: bool) -> Iterator[None]:
+    _state.seeds, _state.again, _state.drawn = seeds, again, 0
+    try:
+        yield
+    finally:
+        _state.seeds, _state.again = None, False
+
+
+@contextlib.contextmanager
+def _in_context(context: Any) -> Iterator[None]:
+    before = _context()
+    global_state.set_global_attribute("current_call_ctx", context)
+    try:
+        yield
+    finally:
+        global_state.set_global_attribute("current_call_ctx", before)
+
+
+def _after(tensor: Any, gradients: Any) -> Any:
+    """A copy of a tensor that is made when the gradients are there."""
+    first = next(x for x in gradients if x is not None and _can_be_learned(x))
+    if not _can_be_learned(tensor):
+        with tf.control_dependencies([first]):
+            return tf.identity(tensor)
+    number = tf.cast(tf.reduce_max(tf.reshape(first, [-1])[:1]), tf.float32)
+    # 0, also of NaN, in a form that no optimizer sees through.
+    zero = tf.where(tf.math.is_nan(number), 0.0, tf.minimum(tf.abs(number), 0.0))
+    return tensor + tf.cast(zero, tensor.dtype)
+
+
+def _dense(gradient: Any) -> Any:
+    return None if gradient is None else tf.convert_to_tensor(gradient)
+
+
+def _can_be_learned(tensor: Any) -> bool:
+    return bool(tensor.dtype.is_floating)

@@ -1,0 +1,206 @@
+"""Models on devices: what is checked before they are used."""
+
+from __future__ import annotations
+
+import functools
+import threading
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+from kerasdist._keras.placement.auto_placement import ensure_planned, is_unplanned
+from kerasdist._keras.placement.layers import LayerPlacer, placer_of, prepare
+from kerasdist._keras.protocols import hooks_of
+
+__all__ = [
+    "compile_model",
+    "init_epoch_iterator",
+    "leave_gradients",
+    "make_function",
+    "name_the_lost",
+    "reset_accumulators",
+    "who_was_lost",
+]
+
+
+def compile_model(
+    original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """In place of `compile`: what is built already goes where it belongs.
+
+    Before an optimizer knows the variables.
+    """
+    result = original(trainer, *args, **kwargs)
+    placer = placer_of(trainer.distribute_strategy)
+    if placer is not None:
+        _check(trainer)
+        with trainer.distribute_strategy.scope():
+            prepare(trainer, placer)
+    return result
+
+
+def make_function(
+    original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """In place of `make_train_function` and its like, called before the first step."""
+    placer = placer_of(trainer.distribute_strategy)
+    if placer is None:
+        return original(trainer, *args, **kwargs)
+    _check(trainer)
+    ensure_planned(trainer, placer, _next.example)
+    with trainer.distribute_strategy.scope():
+        prepare(trainer, placer)
+    original(trainer, *args, **kwargs)
+    for kind in ("train", "test", "predict"):
+        function = getattr(trainer, f"{kind}_function")
+        if function is not None and not hasattr(function, "kerasdist_placed"):
+            if kind == "train":
+                function = _count(trainer, function)
+            recorded = _record_first(placer, trainer, kind, function)
+            setattr(trainer, f"{kind}_function", recorded)
+    return getattr(trainer, f"{_KINDS[original.__name__]}_function")
+
+
+def init_epoch_iterator(
+    original: Callable[..., Any], iterator: Any, *args: Any, **kwargs: Any
+) -> None:
+    """In place of `TFEpochIterator.__init__`: how many rows the next steps have."""
+    original(iterator, *args, **kwargs)
+    placer = placer_of(iterator._distribute_strategy)
+    if placer is not None:
+        _next.rows = iterator.data_adapter.batch_size
+        _next.example = None
+        if is_unplanned(placer):
+            _next.example = iterator.data_adapter.get_tf_dataset().element_spec
+
+
+_KINDS = {
+    "make_train_function": "train",
+    "make_test_function": "test",
+    "make_predict_function": "predict",
+}
+
+
+class _Next(threading.local):
+    """What's known of the batches of the loop that this thread is about to run.
+
+    Attributes:
+        rows: Their number of rows, or None.
+        example: What one is made of, if a placement is planned by it; or None.
+    """
+
+    rows: int | None = None
+    example: Any = None
+
+
+_next = _Next()
+
+
+def _record_first(
+    placer: LayerPlacer, trainer: Any, kind: str, function: Callable[..., Any]
+) -> Callable[..., Any]:
+    """The same function, whose first call is looked at."""
+    first = not trainer.run_eagerly
+    name = getattr(getattr(trainer, "optimizer", None), "name", "")
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        nonlocal first
+        if not first:
+            return function(*args, **kwargs)
+        first = False
+        with placer.recording(kind, _next.rows, name):
+            return function(*args, **kwargs)
+
+    call.kerasdist_placed = True  # type: ignore[attr-defined]
+    return call
+
+
+def _count(trainer: Any, function: Callable[..., Any]) -> Callable[..., Any]:
+    """The same function of training, whose steps are counted for errors.
+
+    Of a call that takes several steps the first one counts until it's over.
+    """
+    counter = getattr(trainer.distribute_strategy.extended, "step_counter", None)
+    if counter is None:
+        return function
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        before = counter.step
+        counter.step = before + 1
+        try:
+            result = function(*args, **kwargs)
+        except (StopIteration, tf.errors.OutOfRangeError):
+            counter.step = before  # there were no data left for it
+            raise
+        counter.step = before + int(trainer.steps_per_execution)
+        return result
+
+    return call
+
+
+def name_the_lost(
+    original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """In place of what trains or uses a model: says which worker was lost."""
+    try:
+        return original(trainer, *args, **kwargs)
+    except tf.errors.OpError as error:
+        failure = who_was_lost(trainer, error)
+        if failure is None:
+            raise
+        raise failure from error
+
+
+def who_was_lost(trainer: Any, error: Exception) -> Exception | None:
+    """The lost worker that made TensorFlow raise an error; None if it's another's."""
+    if not isinstance(error, tf.errors.OpError):
+        return None
+    extended = trainer.distribute_strategy.extended
+    failure: Exception | None = getattr(extended, "failure", lambda _: None)(error)
+    return failure
+
+
+def leave_gradients(
+    original: Callable[..., Any], optimizer: Any, grads_and_vars: Any
+) -> Any:
+    """In place of `_all_reduce_sum_gradients`: there's nothing to reduce.
+
+    TensorFlow would lead all gradients through one operation, on one device.
+    """
+    strategy = tf.distribute.get_strategy()
+    if placer_of(strategy) is None or hooks_of(strategy) is not None:
+        return original(optimizer, grads_and_vars)
+    return grads_and_vars
+
+
+def reset_accumulators(original: Callable[..., Any], optimizer: Any) -> None:
+    """In place of `_backend_reset_gradient_accumulators`: zeros are made in place."""
+    if placer_of(tf.distribute.get_strategy()) is None:
+        original(optimizer)
+        return
+    for accumulator in optimizer._accumulated_gradients:
+        if accumulator is not None:
+            with tf.device(accumulator.value.device):
+                accumulator.assign(tf.zeros(accumulator.shape, accumulator.value.dtype))
+
+
+def _check(trainer: Any) -> None:
+    if trainer.jit_compile is True:
+        raise ValueError(
+            "XLA compiles a step for one device, and would undo the placement. "
+            "Received: jit_compile=True under "
+            f"{type(trainer.distribute_strategy).__name__} with a placement. Compile "
+            "the model with jit_compile=False (or 'auto')."
+        )
+    if trainer.run_eagerly or tf.config.functions_run_eagerly():
+        warnings.warn(
+            "With run_eagerly=True numbers are right, but a part of the backward pass "
+            "runs on the device of what comes after it, devices wait for each other, "
+            "and `placement_report()` has nothing to tell. Use it to find faults, and "
+            "compile with run_eagerly=False for training.",
+            stacklevel=5,
+        )

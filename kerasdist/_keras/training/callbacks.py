@@ -1,0 +1,245 @@
+"""Keras's own callbacks on several workers: unchanged, but for who writes.
+
+Every rank runs every callback on the same logs, so that what they decide (the best
+epoch, a lower rate, to stop) is the same everywhere. Files are written by the chief
+alone. What a rank decides by itself is agreed on before it can tear the ranks apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+from keras.src.callbacks import (
+    backup_and_restore,
+    csv_logger,
+    history,
+    model_checkpoint,
+    orbax_checkpoint,
+    progbar_logger,
+    tensorboard,
+)
+
+from kerasdist._keras.context import current, setting
+from kerasdist._keras.files import backups
+from kerasdist._keras.optimizer import global_step
+from kerasdist._keras.optimizer.learning_rate import (
+    base_rate,
+    leaves_of,
+    scaling_of,
+    schedule_of,
+    set_base_rate,
+)
+from kerasdist._keras.protocols import DealingHooks, dealing_hooks, hooks_of
+from kerasdist._keras.training.fit_loop import before_first_step
+from kerasdist._keras.training.optimizers import open_window
+from kerasdist._keras.training.state import statistics_of
+
+__all__ = [
+    "close_window",
+    "on_epoch_end",
+    "on_train_batch_end",
+    "on_train_begin",
+]
+
+# They look at batches, but never stop the training there.
+_NEVER_STOP = (
+    history.History,
+    progbar_logger.ProgbarLogger,
+    model_checkpoint.ModelCheckpoint,
+    backup_and_restore.BackupAndRestore,
+    csv_logger.CSVLogger,
+    orbax_checkpoint.OrbaxCheckpoint,
+    tensorboard.TensorBoard,
+)
+
+
+def close_window(
+    original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """In place of what saves: the chief's accumulators get what all have added up."""
+    hooks = hooks_of(self.model.distribute_strategy)
+    if hooks is not None:
+        hooks.close_window(open_window(self.model.optimizer))
+    return original(self, *args, **kwargs)
+
+
+def on_epoch_end(
+    original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """In place of `CallbackList.on_epoch_end`: agree on the stop and on the rate.
+
+    If one rank wants to stop, all stop. If the ranks' learning rates differ, all
+    take the chief's.
+    """
+    dealing = _dealing(self.model)
+    if dealing is not None:
+        _count_all(self.callbacks, dealing.steps_of_all)
+    result = original(self, *args, **kwargs)
+    model = self.model
+    hooks = None if model is None else hooks_of(model.distribute_strategy)
+    if hooks is not None and hooks.replicas > 1:
+        model.stop_training = hooks.any_of(bool(model.stop_training))
+        for optimizer in _settable(model):
+            rate = base_rate(optimizer)
+            chief = hooks.of_chief(rate)
+            if chief != rate:
+                set_base_rate(optimizer, chief)
+    if dealing is not None and not model.stop_training:
+        epoch = (args or [kwargs.get("epoch")])[0]
+        # Not there in loops of one's own.
+        epochs = (self.params or {}).get("epochs")
+        if epoch is not None and epochs is not None and epoch + 1 < epochs:
+            evaluated = getattr(model, "_eval_epoch_iterator", None) is not None
+            known = {
+                "rates": [base_rate(optimizer) for optimizer in _settable(model)],
+                "factors": [_factor(optimizer) for optimizer in leaves_of(model)],
+                "evaluated": evaluated,
+            }
+            dealing.let_in(epoch + 1, known, statistics_of(model))
+    return result
+
+
+def on_train_begin(
+    original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """In place of `CallbackList.on_train_begin`: all workers begin from one state.
+
+    Here everything is built, and callbacks have restored what they restore; `fit`
+    hasn't looked yet at which epoch it begins. A worker that comes later joins.
+
+    Raises:
+        ValueError: A callback isn't there on all ranks that must be.
+    """
+    model = self.model
+    if model is not None and current.fitting:
+        _check_callbacks(model, self.callbacks)
+    result = original(self, *args, **kwargs)
+    # Only now it's restored, wherever in the list who does it stands.
+    backup = backups.read(self.callbacks)
+    for callback in self.callbacks:
+        resumed = getattr(callback, "resumed_after", None)
+        if resumed is not None:
+            resumed(backup.batches)
+    dealing = _dealing(model)
+    # Who uses callbacks in a loop of one's own may do so on one rank alone.
+    if model is not None and (
+        current.fitting or hooks_of(model.distribute_strategy) is None
+    ):
+        if dealing is not None:
+            dealing.resume_at(backup.steps)
+        else:
+            global_step.resume(model, backup.restored, backup.steps)
+        before_first_step(model, self.callbacks)
+    if dealing is None or not dealing.joining:
+        return result
+    model._initial_epoch, known = dealing.join(statistics_of(model))
+    current.joined = True
+    for optimizer, rate in zip(_settable(model), known["rates"], strict=True):
+        set_base_rate(optimizer, rate)
+    for optimizer, facts in zip(leaves_of(model), known["factors"], strict=True):
+        scaling = scaling_of(optimizer)
+        if scaling is not None and facts is not None:
+            scaling.set(*facts)
+    if known["evaluated"]:
+        # `fit` makes an iterator for all its evaluations, which the others have. From
+        # now on all make another one each time.
+        model._eval_epoch_iterator = iter(())
+    return result
+
+
+def on_train_batch_end(
+    original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """In place of `CallbackList.on_train_batch_end`: agree on a stop inside an epoch.
+
+    Costs a collective per batch, and so is done only if there is a callback that
+    could stop there. Where batches are dealt out, who stops ends the epoch for all.
+    """
+    with setting(after_batch=True):
+        result = original(self, *args, **kwargs)
+    model = self.model
+    dealing = _dealing(model)
+    if dealing is not None:
+        if model.stop_training:
+            dealing.end_batches()
+        return result
+    hooks = None if model is None else hooks_of(model.distribute_strategy)
+    if hooks is None or hooks.replicas == 1:
+        return result
+    if any(_may_stop(callback) for callback in self.callbacks):
+        if self._async_train:
+            self._flush_futures()
+        model.stop_training = hooks.any_of(bool(model.stop_training))
+    return result
+
+
+def _check_callbacks(model: Any, callbacks: Sequence[Any]) -> None:
+    """Callbacks that call collectives must be the same on all ranks, in one order.
+
+    Else some would wait in one collective, and the others in the next.
+
+    Raises:
+        ValueError: They aren't; on all ranks.
+    """
+    hooks = hooks_of(model.distribute_strategy)
+    if hooks is None:
+        return
+    names = [
+        type(callback).__name__
+        for callback in callbacks
+        if getattr(callback, "on_all_ranks", False)
+    ]
+    stops = not hooks.deals and hooks.replicas > 1
+    if stops and any(_may_stop(callback) for callback in callbacks):
+        # Whichever they are: after each batch all ranks are asked.
+        names.append("one with `on_train_batch_end`")
+    told = hooks.texts(", ".join(names))
+    if len(set(told.values())) > 1:
+        which = "; ".join(f"on rank {rank} [{names}]" for rank, names in told.items())
+        raise ValueError(
+            "Callbacks in which the workers communicate must be given to `fit` on all "
+            "ranks, in the same order: those of `kerasdist.callbacks`, and any that "
+            "may stop the training after a batch, by its `on_train_batch_end`. "
+            f"Received: callbacks={which}. Leave out the condition on the rank: what "
+            "they write is written by the chief alone in any case. In a callback of "
+            "your own look at the rank inside, `if strategy.rank == 0:`."
+        )
+
+
+def _dealing(model: Any) -> DealingHooks | None:
+    return None if model is None else dealing_hooks(model.distribute_strategy)
+
+
+def _count_all(callbacks: Any, steps: int) -> None:
+    """Tell the progress bar of an epoch of unknown length how long it was."""
+    for callback in callbacks:
+        if isinstance(callback, progbar_logger.ProgbarLogger) and (
+            callback.target is None
+        ):
+            callback.seen = max(callback.seen, steps, 1)
+
+
+def _may_stop(callback: Any) -> bool:
+    if isinstance(callback, _NEVER_STOP) or getattr(callback, "never_stops", False):
+        return False
+    # Of a `LambdaCallback` they are attributes of the callback itself.
+    plain = keras.callbacks.Callback
+    return any(
+        getattr(getattr(callback, name), "__func__", None) is not getattr(plain, name)
+        for name in ("on_train_batch_end", "on_batch_end")
+    )
+
+
+def _settable(model: Any) -> list[Any]:
+    """The optimizers whose rate is a number, which callbacks may set."""
+    return [each for each in leaves_of(model) if schedule_of(each) is None]
+
+
+def _factor(optimizer: Any) -> list[float] | None:
+    """What `Scaling.set` is given of an optimizer."""
+    scaling = scaling_of(optimizer)
+    if scaling is None:
+        return None
+    return [scaling.target, scaling.steps, scaling.shift]

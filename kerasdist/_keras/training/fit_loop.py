@@ -1,0 +1,206 @@
+"""The loops of `fit`, `evaluate` and `predict`: what is done around their steps.
+
+    fit ── begin_training ── before_first_step ── steps ─────── finish_epoch ── ...
+           makes the step    all hold the same    `trainer`     sums over workers
+
+`evaluate` and `predict` are `on_chief_only`, as far as they print.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from keras.src.ops import convert_to_numpy
+from keras.src.utils import io_utils
+
+from kerasdist._keras.context import current, setting
+from kerasdist._keras.data.pydataset import closing_readers
+from kerasdist._keras.models.local_models import warn_if_outside
+from kerasdist._keras.optimizer.sparse_updates import embedding_tables, moves_all_rows
+from kerasdist._keras.placement.trainer import who_was_lost
+from kerasdist._keras.protocols import (
+    KerasHooks,
+    dealing_hooks,
+    hooks_of,
+    timer_of,
+    translating,
+)
+from kerasdist._keras.training.logs import whole_logs
+from kerasdist._keras.training.optimizers import open_window
+from kerasdist._keras.training.state import (
+    share_state,
+    state_of,
+    statistics_of,
+    take_epoch,
+)
+
+__all__ = [
+    "before_first_step",
+    "begin_training",
+    "finish_epoch",
+    "fit",
+    "on_chief_only",
+]
+
+
+def finish_epoch(original: Callable[..., Any], trainer: Any, logs: Any) -> Any:
+    """In place of `_get_metrics_result_or_logs`, called at the end of an epoch.
+
+    Metric state is summed over the workers as it's read. Logs that Keras leaves as
+    they are are reduced, see `logs`, and so are the statistics that each replica kept
+    for itself.
+    """
+    hooks = hooks_of(trainer.distribute_strategy)
+    dealing = dealing_hooks(trainer.distribute_strategy)
+    statistics = statistics_of(trainer)
+    if dealing is not None and current.fitting and not current.evaluating:
+        dealing.end_epoch(statistics)
+        dealing.close_window(open_window(trainer.optimizer))
+        # Who took no step has no logs.
+        return original(trainer, whole_logs(trainer, dealing, logs))
+    result = original(trainer, logs)
+    if hooks is None or hooks.replicas == 1:
+        return result
+    hooks.average(statistics)
+    hooks.close_window(open_window(trainer.optimizer))
+    return whole_logs(trainer, hooks, logs) if result is logs else result
+
+
+def begin_training(
+    original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """In place of `make_train_function`, which `fit` calls before its first step."""
+    hooks = hooks_of(trainer.distribute_strategy)
+    if hooks is not None and trainer.jit_compile is True and hooks.replicas > 1:
+        raise ValueError(
+            "XLA can't compile a step that communicates with other workers. "
+            "Received: jit_compile=True with "
+            f"{hooks.replicas} replicas. Compile the model with jit_compile=False "
+            "(or 'auto'); a layer's own functions may still use "
+            "`tf.function(jit_compile=True)`."
+        )
+    warn_if_outside(trainer)
+    if hooks is not None:
+        with setting(training=True), hooks.apart():
+            return original(trainer, *args, **kwargs)
+    with setting(training=True):
+        return original(trainer, *args, **kwargs)
+
+
+def before_first_step(trainer: Any, callbacks: Sequence[Any]) -> None:
+    """When `fit`'s callbacks have begun: all workers must hold the same state.
+
+    Callbacks that have a method of this name may see to it.
+    """
+    hooks = hooks_of(trainer.distribute_strategy)
+    if hooks is None:
+        return
+    share_state(trainer, hooks, callbacks)
+    hooks.check_state(*state_of(trainer, only_weights=hooks.has_own_state()))
+    take_epoch(trainer, hooks, 0)
+    optimizer = trainer.optimizer
+    weights = trainer.trainable_weights
+    tables = embedding_tables(trainer)
+    hooks.begin_fit(
+        [v.value for v in weights],
+        getattr(optimizer, "inner_optimizer", optimizer),
+        [id(v) in tables and not moves_all_rows(optimizer, v) for v in weights],
+    )
+    if hooks.rank == 0 and current.fitting > 1:
+        io_utils.print_msg(_start_line(hooks, trainer))
+
+
+def fit(original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
+    """In place of `fit`."""
+    hooks = hooks_of(trainer.distribute_strategy)
+    if hooks is None:
+        if timer_of(trainer.distribute_strategy) is None:
+            return original(trainer, *args, **kwargs)
+        with _telling(original, trainer, args, kwargs):
+            return original(trainer, *args, **kwargs)
+    args, kwargs, verbose = _quiet(original, hooks, trainer, args, kwargs)
+    fitting = 1 if verbose == 0 else 2
+    facts = {"fitting": fitting, "dealing": hooks.deals, "joined": False}
+    with setting(**facts), closing_readers(), translating(hooks):
+        initial = getattr(trainer, "_initial_epoch", None)
+        try:
+            with _telling(original, trainer, args, kwargs):
+                return original(trainer, *args, **kwargs)
+        finally:
+            if current.joined:
+                trainer._initial_epoch = initial
+
+
+@contextlib.contextmanager
+def _telling(
+    original: Callable[..., Any],
+    trainer: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Iterator[None]:
+    """Tell callbacks that want to know that `fit` ends with an error."""
+    try:
+        yield
+    except Exception as error:
+        bound = inspect.signature(original).bind(trainer, *args, **kwargs)
+        given = bound.arguments.get("callbacks") or ()
+        given = getattr(given, "callbacks", given)
+        for callback in given if isinstance(given, (list, tuple)) else [given]:
+            on_failure = getattr(callback, "on_failure", None)
+            if callable(on_failure):
+                # The error matters more than what goes wrong on account of it.
+                with contextlib.suppress(Exception):
+                    on_failure(who_was_lost(trainer, error) or error)
+        raise
+
+
+def on_chief_only(
+    original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """In place of `evaluate` and `predict`: the progress bar shows on the chief."""
+    hooks = hooks_of(trainer.distribute_strategy)
+    if hooks is None:
+        with setting(evaluating=True):
+            return original(trainer, *args, **kwargs)
+    args, kwargs, _ = _quiet(original, hooks, trainer, args, kwargs)
+
+    def call(anew: bool) -> Any:
+        if anew and "_use_cached_eval_dataset" in kwargs:
+            kwargs["_use_cached_eval_dataset"] = False
+        return original(trainer, *args, **kwargs)
+
+    def forget() -> None:
+        trainer.test_function = trainer.predict_function = None
+
+    facts = {"dealing": False, "evaluating": True}
+    with setting(**facts), closing_readers(), translating(hooks):
+        return hooks.evaluate(call, forget)
+
+
+def _quiet(
+    original: Callable[..., Any],
+    hooks: KerasHooks,
+    trainer: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
+    """Turn the progress bar off on all ranks but the chief."""
+    signature = inspect.signature(original)
+    bound = signature.bind(trainer, *args, **kwargs)
+    if hooks.rank > 0:
+        bound.arguments["verbose"] = 0
+    verbose = bound.arguments.get("verbose", "auto")
+    return bound.args[1:], bound.kwargs, verbose
+
+
+def _start_line(hooks: KerasHooks, trainer: Any) -> str:
+    parts = [hooks.describe()]
+    try:
+        rate = float(convert_to_numpy(trainer.optimizer.learning_rate))
+        parts.append(f"learning rate {rate:g}")
+    except (AttributeError, TypeError, ValueError):
+        pass
+    return "kerasdist: " + ", ".join(parts)

@@ -1,0 +1,282 @@
+"""Logs of an epoch, of any structure, the same on all workers.
+
+`train_step` may return what it likes. Keras replaces it by the results of the model's
+metrics if the names are the same; else the logs are those of the last step, on this
+worker's rows. What becomes of each number in them, however deep it is:
+
+    1. the result of a metric   that of the state of all workers, as in one process
+    2. anything else            the mean over the replicas, weighted by the rows that
+                                each had in its last step
+
+Which numbers are metrics' results is found by comparing them with what the metrics give
+of this replica's state: equal on all workers that had rows, or of the same name.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+from keras.src.utils import io_utils
+
+from kerasdist import _tf
+from kerasdist._keras.context import current
+from kerasdist._keras.protocols import KerasHooks
+from kerasdist._keras.training.losses import recorded
+
+__all__ = ["LastLogs", "keeping", "whole_logs"]
+
+# Where a number is in logs: names, from outside to inside.
+_Path = tuple[str, ...]
+# Numbers of an array in logs that are sent for each worker.
+_MOST = 4096
+
+
+class LastLogs:
+    """What each replica of this worker returned in its last step, and of how many rows.
+
+    Attributes:
+        said: Whether the user knows that some of it isn't any metric's.
+    """
+
+    def __init__(self) -> None:
+        self.said = False
+        self._paths: list[tuple[_Path, tuple[int, ...]]] = []
+        self._kept: dict[int, Any] = {}
+
+    def keep(self, logs: Any, rows: Any) -> None:
+        """Keep a step's logs, in replica context."""
+        found: dict[_Path, Any] = {}
+        for path, given in _leaves(logs):
+            if _is_known(given):
+                found[path] = recorded(tf.convert_to_tensor(given))
+        if not found:
+            return
+        self._paths = [(path, tuple(v.shape)) for path, v in found.items()]
+        flat = [tf.reshape(tf.cast(v, tf.float64), [-1]) for v in found.values()]
+        numbers = tf.concat([[tf.cast(rows, tf.float64)], *flat], 0)
+        replica = _tf.local_replica_id()
+        kept = self._kept.get(replica)
+        if kept is None or kept.shape != numbers.shape:
+            zeros = np.zeros(numbers.shape, np.float64)
+            kept = self._kept[replica] = _tf.own_variable(zeros, tf.float64)
+        with tf.device(kept.device):
+            kept.assign(numbers)
+
+    def values(self) -> tuple[float, bool, dict[_Path, Any]]:
+        """Rows of the last step, whether all replicas had some, and the means."""
+        kept = [np.asarray(variable) for variable in self._kept.values()]
+        if not kept:
+            return 0.0, False, {}
+        weights = np.array([numbers[0] for numbers in kept])
+        total = float(weights.sum())
+        numbers = np.stack([numbers[1:] for numbers in kept])
+        # A replica without rows has made them up.
+        present = numbers[weights > 0] if total else numbers
+        shares = weights[weights > 0] / total if total else np.full(len(kept), 0.0)
+        mean = shares @ present
+        found: dict[_Path, Any] = {}
+        start = 0
+        for path, shape in self._paths:
+            size = int(np.prod(shape))
+            found[path] = mean[start : start + size].reshape(shape)
+            start += size
+        return total, bool((weights > 0).all()), found
+
+
+def keeping(
+    step_function: Callable[[Any], Any],
+) -> LastLogs | None:
+    """What keeps a step's logs; None for Keras's own steps: theirs are metrics'."""
+    function = getattr(step_function, "__func__", step_function)
+    own = (keras.Model.train_step, keras.Model.test_step)
+    return None if function in own else LastLogs()
+
+
+def whole_logs(trainer: Any, hooks: KerasHooks, logs: Any) -> dict[str, Any]:
+    """Reduce logs over the workers; all workers call it at the same place.
+
+    Args:
+        trainer: The model.
+        hooks: Of its strategy.
+        logs: A dictionary, with others in it perhaps: those of the last step; empty on
+            a worker that took none.
+
+    Returns:
+        The same on all workers.
+    """
+    function = trainer.test_function if current.evaluating else trainer.train_function
+    last: LastLogs | None = getattr(function, "last", None)
+    rows, complete, kept = (0.0, False, {}) if last is None else last.values()
+    mine = {
+        path: np.asarray(value, np.float64)
+        for path, value in _leaves(logs)
+        if _is_known(value)
+    }
+    results = _results(trainer, local=True) if mine else {}
+    told = {
+        "rows": rows if kept or not mine else 1.0,
+        # Logs of a replica without rows are those of zeros, its metrics' state isn't.
+        "complete": complete,
+        "logs": [
+            [
+                list(path),
+                kept.get(path, value).tolist(),
+                [
+                    list(where)
+                    for where, result in results.items()
+                    if _same(value, result)
+                ],
+            ]
+            for path, value in mine.items()
+        ],
+    }
+    texts = hooks.texts(json.dumps(told))
+    every = [json.loads(texts[rank]) for rank in sorted(texts)]
+    return _put_together(trainer, hooks, logs, every, last)
+
+
+def _put_together(
+    trainer: Any, hooks: KerasHooks, logs: Any, every: list[Any], last: LastLogs | None
+) -> dict[str, Any]:
+    found: dict[_Path, list[tuple[float, bool, Any, set[_Path]]]] = {}
+    for told in every:
+        for path, value, equal in told["logs"]:
+            places = {tuple(where) for where in equal}
+            entry = told["rows"], told["complete"], np.asarray(value), places
+            found.setdefault(tuple(path), []).append(entry)
+    results: dict[_Path, Any] = {}
+    if found:
+        results = _results(trainer, local=False)
+    whole = _copy(logs)
+    guessed = []
+    for path, entries in found.items():
+        metric = _metric_of(path, entries, results)
+        if metric is not None:
+            value = results[metric]
+        else:
+            value, differs = _mean(entries)
+            if differs:
+                guessed.append("/".join(path))
+        _put(whole, path, value)
+    if guessed and last is not None and not last.said:
+        last.said = True
+        if hooks.rank == 0:
+            _say(guessed)
+    return whole
+
+
+def _say(names: list[str]) -> None:
+    io_utils.print_msg(
+        f"kerasdist: of the logs {sorted(names)}, which aren't results of the model's "
+        "metrics, you see the mean over the workers' last steps, weighted by rows: for "
+        "a mean over rows the number of one process. To report a whole epoch, return "
+        "the result of a metric that is an attribute of the model, for instance of a "
+        "`keras.metrics.Mean`."
+    )
+
+
+def _metric_of(
+    path: _Path,
+    entries: list[tuple[float, bool, Any, set[_Path]]],
+    results: Mapping[_Path, Any],
+) -> _Path | None:
+    """Which metric's result a number is, or None."""
+    sets = [places for rows, complete, _, places in entries if rows and complete]
+    if not sets:
+        # No worker can tell: no more than the names.
+        return path if path in results else None
+    common = set.intersection(*sets) & set(results)
+    if path in common:
+        return path
+    same = [where for where in results if where in common and where[-1] == path[-1]]
+    return next(iter([*same, *(where for where in results if where in common)]), None)
+
+
+def _mean(entries: list[tuple[float, bool, Any, set[_Path]]]) -> tuple[Any, bool]:
+    """The mean weighted by rows, and whether the workers had different values."""
+    some = [(rows, value) for rows, _, value, _ in entries if rows]
+    if not some or any(value.shape != some[0][1].shape for _, value in some):
+        return entries[0][2], False
+    total = sum(rows for rows, _ in some)
+    mean = sum(value * (rows / total) for rows, value in some)
+    differs = any(not _same(value, some[0][1]) for _, value in some)
+    return (mean if differs else some[0][1]), differs
+
+
+def _results(trainer: Any, *, local: bool) -> dict[_Path, Any]:
+    """The results of the model's metrics: of this worker's state, or of all workers'.
+
+    Where a metric has several they are under its name, and each by itself.
+    """
+    found: dict[_Path, Any] = {}
+    for metric in trainer.metrics:
+        try:
+            result = _of_this_worker(trainer, metric) if local else metric.result()
+        except ValueError:
+            continue  # one that isn't built
+        for path, value in _leaves({metric.name: result}):
+            if _is_known(value):
+                found[path] = np.asarray(value, np.float64)
+                if len(path) > 1:
+                    found.setdefault(path[1:], found[path])
+    return found
+
+
+def _of_this_worker(trainer: Any, metric: Any) -> Any:
+    """The mean of the replicas' own results, as Keras's logs have it."""
+    strategy = trainer.distribute_strategy
+    results = strategy.run(metric.result)
+
+    def mean(value: Any) -> Any:
+        local = strategy.experimental_local_results(value)
+        return np.mean([np.asarray(part) for part in local], axis=0)
+
+    return _map(mean, results)
+
+
+def _map(function: Callable[[Any], Any], logs: Any) -> Any:
+    if isinstance(logs, Mapping):
+        return {name: _map(function, value) for name, value in logs.items()}
+    return function(logs)
+
+
+def _leaves(logs: Any, path: _Path = ()) -> Iterator[tuple[_Path, Any]]:
+    if isinstance(logs, Mapping):
+        for name, value in logs.items():
+            yield from _leaves(value, (*path, str(name)))
+    elif path:
+        yield path, logs
+
+
+def _is_known(value: Any) -> bool:
+    """Whether it's a number, or a few of them."""
+    if not tf.is_tensor(value):
+        value = np.asarray(value)
+        return value.dtype.kind in "fiub" and value.size <= _MOST
+    size = value.shape.num_elements()
+    dtype = value.dtype
+    numbers = dtype.is_floating or dtype.is_integer or dtype == tf.bool
+    return numbers and size is not None and size <= _MOST
+
+
+def _same(one: Any, other: Any) -> bool:
+    one, other = np.asarray(one), np.asarray(other)
+    return one.shape == other.shape and bool(
+        np.allclose(one, other, rtol=1e-5, atol=1e-7, equal_nan=True)
+    )
+
+
+def _copy(logs: Any) -> dict[str, Any]:
+    return _map(lambda value: value, logs) if isinstance(logs, Mapping) else {}
+
+
+def _put(logs: dict[str, Any], path: _Path, value: Any) -> None:
+    *outer, name = path
+    for key in outer:
+        logs = logs.setdefault(key, {})
+    logs[name] = float(value) if np.ndim(value) == 0 else value

@@ -1,0 +1,338 @@
+"""Losses that aren't a mean over a batch's rows.
+
+A replica's gradients are weighted by its share s = n / N of the global batch's
+rows. That is right for a mean over rows. A loss that is something else is
+corrected, so that the weighted mean over the replicas is the value on the global
+batch:
+
+    sum over rows                       x 1/s
+    a number per row, which is summed   x 1/s
+    sum(w l) / sum(w)                   x (sum of this replica's w / all w) / s
+    sum over valid entries / valid      x (this replica's valid / all valid) / s
+    a function of means and sums        that function of all replicas', with the slopes
+                                        that it has there
+
+The factors need sums over all replicas: one small collective per step each, and
+only in models that have such a loss. What a script reduces itself is looked at in the
+graph, see `loss_kinds`; in steps that run eagerly it counts as a mean.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import tensorflow as tf
+
+from kerasdist import _tf
+from kerasdist._keras.context import current, setting
+from kerasdist._keras.loss_kinds import OTHER, ROWS, Kind, LossKinds, Whole
+from kerasdist._keras.models.plain_loops import copies_of
+
+__all__ = [
+    "additional_loss",
+    "average_loss",
+    "compile_loss",
+    "gradient",
+    "leave_loss",
+    "mask_weights",
+    "mean_metric",
+    "recorded",
+    "reduce_values",
+    "reduce_weighted_values",
+    "regularization_loss",
+    "reported_loss",
+]
+
+
+def leave_loss(original: Callable[..., Any], value: Any) -> Any:
+    """In place of `scale_loss_for_distribution`.
+
+    Keras divides by the number of replicas: right for equal parts and for Keras's
+    own losses only. Inside a step weights come with the gradients.
+    """
+    return value if current.rows is not None else original(value)
+
+
+def reported_loss(original: Callable[..., Any], value: Any) -> Any:
+    """In place of `unscale_loss_for_distribution`: a step's loss as it is recorded."""
+    if current.rows is None:
+        return original(value)
+    return _as_mean(value, "What `compute_loss` returns")
+
+
+def reduce_values(
+    original: Callable[..., Any],
+    values: Any,
+    sample_weight: Any = None,
+    reduction: str = "sum_over_batch_size",
+) -> Any:
+    """In place of `keras.src.losses.loss.reduce_values`."""
+    loss = original(values, sample_weight, reduction)
+    if current.hooks is None:
+        return loss
+    if _is_reduced(values):
+        return loss  # see `reduce_weighted_values` and `gradient`
+    if reduction == "sum":
+        if not current.in_compile_loss and not _tf.executing_eagerly():
+            return loss
+        loss = loss * tf.cast(tf.math.reciprocal_no_nan(current.share), loss.dtype)
+    elif reduction == "mean_with_sample_weight" and sample_weight is not None:
+        weight = tf.reduce_sum(tf.cast(sample_weight, tf.float32))
+        loss = loss * tf.cast(_portion(weight), loss.dtype)
+    if not len(loss.shape):
+        _set_mean(loss)
+    return loss
+
+
+def _is_reduced(values: Any) -> bool:
+    """Whether a loss function has reduced the rows itself."""
+    if not len(values.shape):
+        return True
+    known = values.shape[0]
+    if known is None or _tf.executing_eagerly():
+        return False
+    return bool(known != tf.get_static_value(current.rows))
+
+
+def reduce_weighted_values(
+    original: Callable[..., Any], values: Any, *args: Any, **more: Any
+) -> Any:
+    """In place of `keras.src.losses.loss.reduce_weighted_values`."""
+    if not (current.in_compile_loss and _is_reduced(values)):
+        return original(values, *args, **more)
+    what = "A loss function that returns one number"
+    if len(values.shape):
+        return _as_mean(original(values, *args, **more), what)
+    # Times the mean of the samples' weights: a product of two numbers.
+    weight = original(tf.ones_like(values), *args, **more)
+    return _as_mean(values * tf.cast(weight, values.dtype), what)
+
+
+def mask_weights(
+    original: Callable[..., Any],
+    sample_weight: Any,
+    mask: Any,
+    dtype: Any,
+    reduction: str,
+) -> Any:
+    """In place of `keras.src.losses.loss.apply_mask`."""
+    weights = original(sample_weight, mask, dtype, reduction)
+    if (
+        current.hooks is None
+        or mask is None
+        or reduction not in ("mean", "sum_over_batch_size")
+    ):
+        return weights
+    valid = tf.reduce_sum(tf.cast(mask, tf.float32))
+    return weights * tf.cast(_portion(valid), weights.dtype)
+
+
+def compile_loss(original: Callable[..., Any], self: Any, *args: Any, **kw: Any) -> Any:
+    """In place of `CompileLoss.call`: its parts are recorded by `mean_metric`."""
+    with setting(in_compile_loss=current.hooks is not None):
+        loss = original(self, *args, **kw)
+    _set_mean(loss)
+    return loss
+
+
+def additional_loss(original: Callable[..., Any], trainer: Any, loss: Any) -> Any:
+    """In place of `_aggregate_additional_loss`: what `add_loss` was given is summed."""
+    total = original(trainer, loss)
+    kinds = current.kinds
+    if kinds is not None and _tf.executing_eagerly() and kinds.of(loss) == ROWS:
+        return total * tf.cast(_scale(1), total.dtype)
+    return _as_mean(total, "What `add_loss` was given")
+
+
+def average_loss(
+    original: Callable[..., Any],
+    loss: Any,
+    sample_weight: Any = None,
+    global_batch_size: Any = None,
+) -> Any:
+    """In place of `tf.nn.compute_average_loss`.
+
+    Without a size of the batch TensorFlow divides by the number of replicas, too: it
+    means their gradients to be summed.
+    """
+    if current.rows is not None and global_batch_size is None:
+        # Not times their number afterwards: where the batch's shape is known, all of
+        # that are constants, of which it couldn't be told that they're its size.
+        loss = tf.convert_to_tensor(loss)
+        global_batch_size = tf.shape(loss)[0]
+    return original(loss, sample_weight, global_batch_size)
+
+
+def regularization_loss(original: Callable[..., Any], loss: Any) -> Any:
+    """In place of `tf.nn.scale_regularization_loss`: see `average_loss`."""
+    part = original(loss)
+    if current.rows is None:
+        return part
+    return part * tf.cast(_replicas(), part.dtype)
+
+
+def _replicas() -> int:
+    return int(tf.distribute.get_strategy().num_replicas_in_sync)
+
+
+def gradient(
+    original: Callable[..., Any],
+    tape: Any,
+    target: Any,
+    sources: Any,
+    output_gradients: Any = None,
+    **more: Any,
+) -> Any:
+    """In place of `tf.GradientTape.gradient`: of the loss of a step to variables."""
+    if tf.distribute.in_cross_replica_context():
+        # A loop of one process in the scope: only replicas have handles.
+        return original(tape, target, copies_of(sources), output_gradients, **more)
+    if (
+        current.kinds is None
+        or current.reduced
+        or output_gradients is not None
+        or not all(hasattr(source, "assign") for source in tf.nest.flatten(sources))
+    ):
+        return original(tape, target, sources, output_gradients, **more)
+    terms: list[Any] = []
+    weights: list[Any] = []
+    for one in tf.nest.flatten(target):
+        if not isinstance(one, tf.Tensor):
+            return original(tape, target, sources, **more)
+        for term, slope, degree in _terms_of(current.kinds, one):
+            terms.append(term)
+            weights.append(slope * tf.cast(_scale(degree), term.dtype))
+    return original(tape, terms, sources, weights, **more)
+
+
+def _terms_of(kinds: LossKinds, loss: Any) -> Iterator[tuple[Any, Any, int]]:
+    """What is differentiated in place of a loss: with its slopes, and its degree."""
+    kind = kinds.of(loss)
+    whole = None
+    if kind == OTHER:
+        whole = _whole(kinds, loss, "The loss of `train_step`")
+    if whole is not None:
+        yield from zip(whole.terms, whole.slopes, whole.degrees, strict=True)
+        return
+    # A tape differentiates the sum of a number per row.
+    degree = kind.degree if isinstance(kind, Kind) else int(kind == ROWS)
+    yield loss, tf.ones_like(loss), degree
+
+
+def _as_mean(loss: Any, what: str) -> Any:
+    """Correct a number, so that the mean weighted by rows is that of all rows.
+
+    Args:
+        loss: A scalar tensor.
+        what: What it is, for the user, should that not be known.
+    """
+    kinds = current.kinds
+    if kinds is None or _tf.executing_eagerly() or not isinstance(loss, tf.Tensor):
+        return loss
+    kind = kinds.of(loss)
+    if isinstance(kind, Kind):
+        if kind.degree:
+            loss = loss * tf.cast(_scale(kind.degree), loss.dtype)
+    else:
+        whole = _whole(kinds, loss, what)
+        if whole is None:
+            kinds.set_mean(loss)  # as the user was told
+            return loss
+        loss = whole.value
+        for term, slope, degree in zip(
+            whole.terms, whole.slopes, whole.degrees, strict=True
+        ):
+            # Nothing but its gradient.
+            change = slope * tf.cast(_scale(degree), term.dtype)
+            loss += tf.reduce_sum(change * (term - tf.stop_gradient(term)))
+    kinds.set_mean(loss)
+    return loss
+
+
+def _whole(kinds: LossKinds, loss: Any, what: str) -> Whole | None:
+    whole = kinds.whole(loss, _sums)
+    if whole is None and not _tf.executing_eagerly():
+        _doubt(what)
+    return whole
+
+
+def _sums(values: list[Any], degrees: list[int]) -> list[Any]:
+    """Numbers of the global batch from those of the replicas."""
+    share = current.share
+    parts = []
+    for value, degree in zip(values, degrees, strict=True):
+        part = value * tf.cast(share * _scale(degree), value.dtype)
+        parts.append(tf.where(current.rows > 0, part, tf.zeros_like(part)))
+    hooks = current.hooks
+    return parts if hooks is None or not parts else hooks.sum_over_replicas(parts)
+
+
+def _scale(degree: int) -> Any:
+    """All rows by the replica's to a power: 0 for a replica without rows."""
+    return tf.math.reciprocal_no_nan(current.share) ** degree
+
+
+def _set_mean(loss: Any) -> None:
+    if current.kinds is not None:
+        current.kinds.set_mean(loss)
+
+
+def _doubt(what: str) -> None:
+    """Tell the user once that it isn't known what a loss is."""
+    if current.hooks is None or current.building:
+        return
+    current.hooks.tell(
+        what,
+        f"kerasdist: {what} isn't known to be made of means and sums over the rows of "
+        "a batch. So each replica computes it of its own rows, and it counts as a mean "
+        "over them. If it compares rows with each other or takes some of them, the "
+        "numbers aren't those of one process. To have the same, compute a number for "
+        "each row, and take the mean or the sum of all of them last.",
+    )
+
+
+def mean_metric(
+    original: Callable[..., Any], self: Any, values: Any, sample_weight: Any = None
+) -> Any:
+    """In place of `Mean.update_state`.
+
+    Keras records each output's loss with the static batch size as its weight (1
+    where that isn't known), and a custom step records its loss without one: every
+    step of an epoch weighs the same. A replica's value counts by its share of it.
+    """
+    if current.hooks is not None and (
+        current.in_compile_loss
+        or (sample_weight is None and len(getattr(values, "shape", (0,))) == 0)
+    ):
+        return original(self, recorded(values), current.share)
+    return original(self, values, sample_weight)
+
+
+def recorded(value: Any) -> Any:
+    """A number of a step, so that the mean weighted by rows is that of all rows.
+
+    Where that can be had without asking the others.
+    """
+    kinds = current.kinds
+    if kinds is None or not isinstance(value, tf.Tensor) or value.shape.rank != 0:
+        return value
+    whole = kinds.known_whole(value)
+    if whole is not None:
+        return whole.value
+    kind = kinds.of(value)
+    if isinstance(kind, Kind) and kind.degree:
+        if value.dtype.is_integer:
+            value = tf.cast(value, tf.float64)
+        return value * tf.cast(_scale(kind.degree), value.dtype)
+    return value
+
+
+def _portion(mine: Any) -> Any:
+    """This replica's part of a sum over all, relative to its share of the rows."""
+    hooks = current.hooks
+    if hooks is None:
+        return tf.ones([])
+    mine = tf.where(current.rows > 0, mine, tf.zeros_like(mine))
+    total = hooks.sum_over_replicas([mine])[0]
+    return tf.math.divide_no_nan(mine, total * current.share)

@@ -1,0 +1,222 @@
+"""Reduce before anything looks at the gradients.
+
+Keras clips, checks, accumulates and averages each replica's own gradients and adds
+up what comes out: under several replicas that is another number. The outermost
+`apply` reduces (a LossScaleOptimizer calls its inner optimizer's); what runs inside
+it sees gradients that are the same on all replicas.
+
+With gradient accumulation each replica adds up its own gradients, and they are reduced
+in the step that updates (`kerasdist.strategies.reduce.accumulation`), before they are
+clipped. Where something looks at the gradients of every step, every step reduces:
+
+    LossScaleOptimizer              must know on all replicas if they are finite
+    variables that are overwritten  (float8) take the largest of the steps'
+    an optimizer that has its own `_backend_apply_gradients`
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+from keras.src.optimizers import base_optimizer, sgd
+from keras.src.optimizers.schedules import learning_rate_schedule
+
+from kerasdist import _tf
+from kerasdist._keras.context import current, setting
+from kerasdist._keras.models.plain_loops import apply_on_all, strategy_outside
+from kerasdist._keras.models.step_build import build_only
+from kerasdist._keras.optimizer.global_step import own_steps, shared_steps
+from kerasdist._keras.optimizer.learning_rate import scaled
+from kerasdist._keras.optimizer.sparse_updates import touched_rows
+from kerasdist._keras.protocols import current_hooks, dealing_hooks, timer_of
+from kerasdist._keras.training.adoption import adopt_in_step
+
+__all__ = [
+    "accumulate",
+    "apply",
+    "clip_gradients",
+    "finalize",
+    "learning_rate",
+    "leave_reduced",
+    "open_window",
+    "own_accumulators",
+]
+
+
+def apply(
+    original: Callable[..., Any],
+    optimizer: Any,
+    grads: Any,
+    trainable_variables: Any = None,
+) -> Any:
+    """In place of `BaseOptimizer.apply` and `LossScaleOptimizer.apply`."""
+    if trainable_variables is not None:
+        trainable_variables = list(trainable_variables)
+    if current.building:
+        build_only(optimizer, trainable_variables)
+        return None
+    outside = None
+    if not current.reduced:
+        outside = strategy_outside(trainable_variables or _variables_of(optimizer))
+    if outside is not None:
+        return apply_on_all(outside, optimizer, list(grads), trainable_variables)
+    hooks = current_hooks()
+    if hooks is None and current.timed and not current.reduced:
+        timer = timer_of(tf.distribute.get_strategy())
+        if timer is not None:
+            # Nothing to send: but here the backward pass ends.
+            given = list(grads)
+            with setting(reduced=True):
+                given = timer.exchange(given, lambda after: given)
+                return original(optimizer, given, trainable_variables)
+    if hooks is None or current.reduced or tf.distribute.in_cross_replica_context():
+        return original(optimizer, grads, trainable_variables)
+    adopt_in_step(hooks, optimizer, trainable_variables or ())
+    grads, rows, scale = list(grads), current.rows, 1
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    if rows is None and inner.gradient_accumulation_steps:
+        # In custom loops gradients are summed. Keras accumulates each replica's own
+        # and sums last: its accumulators hold what is of the size of one replica's,
+        # so ours hold the mean of the replicas.
+        rows, scale = tf.constant(1, tf.int64), hooks.replicas
+    window = hooks.replicas > 1 and _has_windows(optimizer, trainable_variables)
+    if not window:
+        total = None if current.rows is None else current.total
+        grads = hooks.reduce_gradients(grads, rows, total, _is_linear(inner))
+    elif current.rows is not None:
+        weight = current.share * hooks.replicas
+        grads = [None if g is None else _weighted(g, weight) for g in grads]
+    updated: list[Any] = []
+    if hooks.deals and grads:
+        updated = trainable_variables or inner._trainable_variables
+    touched = touched_rows(inner, grads, updated) if updated else []
+    if updated:
+        hooks.updating(updated, touched)
+    with setting(reduced=True, window=window, scale=scale):
+        result = original(optimizer, grads, trainable_variables)
+    if updated:
+        hooks.updated(inner, updated, touched)
+    return result
+
+
+def accumulate(
+    original: Callable[..., Any], optimizer: Any, grads: Any, trainable_variables: Any
+) -> Any:
+    """In place of `BaseOptimizer._backend_apply_gradients`."""
+    hooks = current_hooks()
+    if hooks is not None and current.window:
+        steps = optimizer.gradient_accumulation_steps
+        own = optimizer._accumulated_gradients
+        accumulators = [
+            own[optimizer._get_variable_index(variable)].value
+            for variable in trainable_variables
+        ]
+        last = tf.equal((own_steps(optimizer) + 1) % steps, 0)
+        grads = hooks.end_window(grads, accumulators, last, steps)
+    return original(optimizer, grads, trainable_variables)
+
+
+def clip_gradients(
+    original: Callable[..., Any], optimizer: Any, grads: Sequence[Any]
+) -> Any:
+    """In place of `BaseOptimizer._clip_gradients`: see `apply`."""
+    if current.scale != 1:
+        grads = [None if g is None else g * current.scale for g in grads]
+    return original(optimizer, grads)
+
+
+def leave_reduced(
+    original: Callable[..., Any], optimizer: Any, grads_and_vars: Any
+) -> Any:
+    """In place of `TFOptimizer._all_reduce_sum_gradients`."""
+    return grads_and_vars if current.reduced else original(optimizer, grads_and_vars)
+
+
+def own_accumulators(optimizer: Any) -> list[Any]:
+    """The Keras variables in which each replica adds up its own gradients."""
+    if not getattr(optimizer, "built", False) or not _has_windows(optimizer, None):
+        return []
+    return list(optimizer._accumulated_gradients)
+
+
+def open_window(optimizer: Any) -> list[Any]:
+    """What replicas have added up since the last update: variables, or none.
+
+    They may be set to their mean over the replicas, which changes no number.
+    """
+    variables = own_accumulators(optimizer)
+    if not variables:
+        return []
+    steps = int(own_steps(optimizer).numpy()) % optimizer.gradient_accumulation_steps
+    return [variable.value for variable in variables] if steps else []
+
+
+def finalize(original: Callable[..., Any], optimizer: Any, var_list: Any) -> Any:
+    """In place of `BaseOptimizer.finalize_variable_values`, at the end of `fit`.
+
+    It overwrites the weights with their averages, which asynchronous workers have
+    each of their own.
+    """
+    hooks = dealing_hooks(getattr(optimizer, "_distribution_strategy", None))
+    if hooks is not None and optimizer.use_ema:
+        hooks.average([v.value for v in optimizer._model_variables_moving_average])
+    return original(optimizer, var_list)
+
+
+def learning_rate(original: Callable[..., Any], optimizer: Any) -> Any:
+    """In place of `BaseOptimizer._get_current_learning_rate`.
+
+    A schedule is asked for the steps of all workers, see `taken`. Then comes the
+    factor, see `rates`.
+    """
+    return scaled(optimizer, _unscaled(original, optimizer))
+
+
+def _unscaled(original: Callable[..., Any], optimizer: Any) -> Any:
+    schedule = optimizer._learning_rate
+    if isinstance(schedule, learning_rate_schedule.LearningRateSchedule):
+        steps = shared_steps(optimizer)
+        if steps is not None:
+            return schedule(steps)
+    return original(optimizer)
+
+
+def _variables_of(optimizer: Any) -> list[Any]:
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    return list(getattr(inner, "_trainable_variables", None) or ())
+
+
+def _has_windows(optimizer: Any, variables: Any) -> bool:
+    """Whether the gradients of several steps are reduced at once."""
+    if hasattr(optimizer, "inner_optimizer") or not getattr(
+        optimizer, "gradient_accumulation_steps", None
+    ):
+        return False
+    if variables is None:
+        variables = optimizer._trainable_variables
+    if any(getattr(v, "overwrite_with_gradient", False) for v in variables):
+        return False
+    theirs = base_optimizer.BaseOptimizer._backend_apply_gradients
+    return type(optimizer)._backend_apply_gradients is theirs
+
+
+def _is_linear(optimizer: Any) -> bool:
+    """Whether slices of one index may be added up before the optimizer sees them.
+
+    Keras adds them up itself where it accumulates gradients. Plain SGD adds or
+    subtracts them, also with momentum, for which it makes a whole table of them.
+    """
+    if optimizer.gradient_accumulation_steps:
+        return True
+    return type(optimizer) is sgd.SGD and not (
+        optimizer.clipnorm or optimizer.global_clipnorm or optimizer.clipvalue
+    )
+
+
+def _weighted(gradient: Any, weight: Any) -> Any:
+    if isinstance(gradient, tf.IndexedSlices):
+        values = _tf.weighted(gradient.values, weight)
+        return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
+    return _tf.weighted(gradient, weight)

@@ -1,0 +1,141 @@
+"""What a model's state consists of: what all workers must hold alike."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from keras.src import tree
+
+from kerasdist._keras.optimizer.learning_rate import optimizers_of
+from kerasdist._keras.placement.layers import move
+from kerasdist._keras.protocols import KerasHooks
+from kerasdist._keras.training.optimizers import own_accumulators
+
+__all__ = [
+    "copied_to",
+    "share_state",
+    "state_of",
+    "statistics_of",
+    "take_epoch",
+    "whole_state",
+]
+
+
+def _statistics(trainer: Any) -> list[Any]:
+    """Variables that each replica keeps for itself, as BatchNormalization's are.
+
+    Seed generators' aren't: they are integers. Nor are the states of a stateful layer,
+    one for each of the replica's rows: rows stay with their replica. Frozen weights
+    aren't either: they were made to be trained, and never change. Synchronized layers
+    have the same statistics on all replicas, also on one without rows.
+    """
+    shared: set[int] = set()
+    for layer in trainer._flatten_layers():
+        own = list(getattr(layer, "_trainable_variables", ()))
+        if getattr(layer, "synchronized", False):
+            own += layer.non_trainable_variables
+        own += _states_of_rows(layer)
+        shared.update(id(variable) for variable in own)
+    return [
+        variable
+        for variable in trainer.non_trainable_weights
+        if "float" in str(variable.dtype) and id(variable) not in shared
+    ]
+
+
+def _states_of_rows(layer: Any) -> list[Any]:
+    """What a stateful recurrent layer keeps of each row from one batch to the next."""
+    if not getattr(layer, "stateful", False):
+        return []
+    states = tree.flatten(getattr(layer, "states", None))
+    return [state for state in states if state is not None]
+
+
+def statistics_of(trainer: Any) -> list[Any]:
+    """TensorFlow's variables that each replica keeps for itself."""
+    return [variable.value for variable in _statistics(trainer)]
+
+
+def state_of(
+    trainer: Any, *, only_weights: bool
+) -> tuple[list[tuple[str, Any]], list[tuple[str, Any]]]:
+    """What must be the same on all ranks when training begins, and what needn't."""
+
+    def named(some: list[Any]) -> list[tuple[str, Any]]:
+        return [(getattr(v, "path", v.name), v.value) for v in some]
+
+    if only_weights:
+        return named([*trainer.trainable_weights, *_statistics(trainer)]), []
+    own = {id(variable) for variable in trainer.metrics_variables}
+    for layer in trainer._flatten_layers():
+        own.update(id(state) for state in _states_of_rows(layer))
+    variables = [v for v in trainer.variables if id(v) not in own]
+    parts: list[Any] = []
+    for optimizer in optimizers_of(trainer):
+        parts += own_accumulators(optimizer)
+        variables += optimizer.variables
+    theirs = {id(variable) for variable in parts}
+    unique = {id(v): v for v in variables if id(v) not in theirs}
+    variables = list(unique.values())
+    return named(variables), named(parts)
+
+
+def take_epoch(trainer: Any, hooks: KerasHooks, root: int) -> None:
+    """Begin with a rank's epoch: perhaps only that one could restore something."""
+    epoch = hooks.of_chief(getattr(trainer, "_initial_epoch", None) or 0, root)
+    # As Keras has it: None or 0 leave the epoch to an argument of `fit`.
+    trainer._initial_epoch = int(epoch) or None
+
+
+def share_state(trainer: Any, hooks: KerasHooks, callbacks: Sequence[Any]) -> None:
+    """Let callbacks that have a method `before_first_step` see to the workers' state.
+
+    All ranks have the same ones, see `_keras.training.callbacks`.
+    """
+    found = [getattr(callback, "before_first_step", None) for callback in callbacks]
+    wanted = [prepare for prepare in found if prepare is not None]
+    if wanted:
+        # As Keras does next: else they hold each worker's part of the last epoch.
+        trainer.reset_metrics()
+    for prepare in wanted:
+        prepare(hooks, whole_state(trainer))
+
+
+def whole_state(trainer: Any) -> list[Any]:
+    """TensorFlow's variables of everything that training changes, each once."""
+    return [variable.value for variable in _all_variables(trainer)]
+
+
+@contextlib.contextmanager
+def copied_to(trainer: Any, device: str) -> Iterator[None]:
+    """Train copies, on one device, of all variables that are elsewhere.
+
+    They come back as they were. What is on that device already isn't copied.
+
+    Args:
+        trainer: The model, of a strategy that places layers.
+        device: The device's full name.
+    """
+    left = []
+    try:
+        for variable in _all_variables(trainer):
+            if variable.value.device != device:
+                left.append((variable, variable.value))
+                with trainer.distribute_strategy.scope():
+                    move(variable, device)
+                # By it an optimizer knows which variables it was built for.
+                variable.value._unique_id = left[-1][1]._unique_id
+        yield
+    finally:
+        for variable, value in left:
+            variable._value = value
+
+
+def _all_variables(trainer: Any) -> list[Any]:
+    """Keras's variables of everything that training changes, each once."""
+    variables = [*trainer.variables, *trainer.metrics_variables]
+    for optimizer in optimizers_of(trainer):
+        variables += optimizer.variables
+    return list({id(variable): variable for variable in variables}.values())

@@ -1,0 +1,329 @@
+"""Steps of training and of evaluation, and predictions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+from keras.src import backend, tree
+
+from kerasdist._keras.context import current, is_timed, setting
+from kerasdist._keras.data.arrays import first_item
+from kerasdist._keras.models.step_build import (
+    build_by_step,
+    can_be_called,
+    has_own_step,
+    is_unbuilt,
+)
+from kerasdist._keras.placement.layers import placer_of
+from kerasdist._keras.protocols import (
+    KerasHooks,
+    current_hooks,
+    hooks_of,
+    timer_of,
+    translating,
+)
+from kerasdist._keras.training.adoption import adopt_model
+from kerasdist._keras.training.instrumented_step import Calls
+from kerasdist._keras.training.logs import keeping
+from kerasdist._keras.training.state import statistics_of
+
+__all__ = [
+    "make_function",
+    "new_train_function",
+    "predict_on_batch",
+    "receive_batch",
+    "reduce_per_replica",
+    "symbolic_build",
+]
+
+
+def reduce_per_replica(
+    original: Callable[..., Any], values: Any, strategy: Any, reduction: str
+) -> Any:
+    """Predictions: Keras concatenates this worker's replicas; then come the workers."""
+    result = original(values, strategy, reduction)
+    hooks = hooks_of(strategy)
+    if hooks is None or reduction != "concat":
+        return result
+    return tree.map_structure(hooks.gather_outputs, result)
+
+
+def make_function(
+    original: Callable[..., Any], trainer: Any, step_function: Callable[[Any], Any]
+) -> Callable[[Any], Any]:
+    """In place of `_make_function`, which makes the train and the test function.
+
+    Each step knows its rows; `*_on_batch` gets this worker's part of the batch; a
+    lost worker is named instead of a failed operation.
+    """
+    hooks = hooks_of(trainer.distribute_strategy)
+    timer = timer_of(trainer.distribute_strategy) if current.training else None
+    if hooks is None:
+        if timer is None:
+            return original(trainer, step_function)
+        return Calls(trainer, lambda: original(trainer, step_function), timer)
+
+    last = keeping(step_function)
+
+    def counted(data: Any) -> Any:
+        data, rows, total = hooks.split(data)
+        if hooks.replicas == 1 or (tf.get_static_value(rows) or 0) > 0:
+            with current.of(hooks, rows, total):
+                logs = step_function(data)
+                if last is not None and hooks.replicas > 1:
+                    last.keep(logs, rows)
+            return logs
+        # A replica without rows runs the step on another's row. Its gradients count for
+        # nothing, and what it wrote is put back.
+        metrics = [variable.value for variable in trainer.metrics_variables]
+        variables = [*metrics, *statistics_of(trainer)]
+        before = [variable.read_value() for variable in variables]
+        with current.of(hooks, rows, total):
+            logs = step_function(hooks.fill_if_empty(data))
+            if last is not None:
+                last.keep(logs, rows)
+
+        def put_back() -> Any:
+            for variable, value in zip(variables, before, strict=True):
+                variable.assign(value)
+            return tf.constant(0)
+
+        tf.cond(rows > 0, lambda: tf.constant(0), put_back)
+        return logs
+
+    def make() -> Callable[[Any], Any]:
+        function = original(trainer, counted)
+
+        def take_steps(iterator: Any) -> Any:
+            if isinstance(
+                iterator, (tf.data.Iterator, tf.distribute.DistributedIterator)
+            ):
+                return function(iterator)
+            if getattr(iterator, "kerasdist_together", False):
+                # Keras's loop over such an iterator needs at least one step.
+                return function(iterator.at_least_one())
+            # `train_on_batch` and `test_on_batch`: one global batch.
+            logs = function(hooks.own_rows(batch) for batch in iterator)
+            return trainer._get_metrics_result_or_logs(logs)
+
+        return take_steps
+
+    inside = hooks.apart if current.training else hooks.together
+    calls = Calls(trainer, make, timer)
+
+    def call(iterator: Any) -> Any:
+        with translating(hooks), inside():
+            return calls(iterator)
+
+    call.last = last  # type: ignore[attr-defined]
+    return call
+
+
+def receive_batch(
+    original: Callable[..., Any], trainer: Any, step_function: Callable[[Any], Any]
+) -> Callable[[Any], Any]:
+    """In place of `_autoconvert_optionals`, which every batch passes.
+
+    Takes the batch out of what our datasets put around it. What a replica without rows
+    predicts is dropped.
+    """
+    hooks = hooks_of(trainer.distribute_strategy)
+    converted = original(trainer, step_function)
+    timer = timer_of(trainer.distribute_strategy)
+    if timer is None:
+        return converted
+    # The function that is being made is of one kind, see `Calls`.
+    kind = current.making
+    facts = {"timed": kind is True, "compiled": trainer.jit_compile is True}
+
+    def filled(data: Any) -> Any:
+        if hooks is not None and hooks.replicas > 1:
+            data = hooks.unwrap(data)
+        if kind is not None:
+            with setting(**facts):
+                # Each replica may have a thread of its own.
+                timer.marks = is_timed()
+                try:
+                    return timer.step(converted, data)
+                finally:
+                    timer.marks = False
+        if hooks is None:
+            return converted(data)
+        if hooks.replicas == 1 or current.rows is not None or not _in_replica(hooks):
+            return converted(data)  # a train or test step, see `make_function`
+        data, rows, _ = hooks.split(data)
+        if (tf.get_static_value(rows) or 0) > 0:
+            return converted(data)
+        outputs = converted(hooks.fill_if_empty(data))
+        return tree.map_structure(
+            lambda output: (
+                output[: tf.maximum(rows, 0)]
+                if getattr(output, "shape", None) is not None and len(output.shape)
+                else output
+            ),
+            outputs,
+        )
+
+    return filled
+
+
+def predict_on_batch(original: Callable[..., Any], trainer: Any, x: Any) -> Any:
+    """In place of `predict_on_batch`: each worker predicts its part of the batch."""
+    hooks = hooks_of(trainer.distribute_strategy)
+    if hooks is None:
+        return original(trainer, x)
+    with translating(hooks), hooks.together():
+        return original(trainer, hooks.own_rows(x))
+
+
+def symbolic_build(
+    original: Callable[..., Any],
+    trainer: Any,
+    iterator: Any = None,
+    data_batch: Any = None,
+) -> Any:
+    """In place of `_maybe_symbolic_build`, which averages the replicas' batches.
+
+    That would be a collective, for the shapes alone, and has no meaning on strings
+    or on unequal parts.
+    """
+    strategy = trainer.distribute_strategy
+    hooks = hooks_of(strategy)
+    if hooks is None and placer_of(strategy) is None:
+        return original(trainer, iterator, data_batch)
+    own = has_own_step(trainer)
+    made = trainer.test_function if current.evaluating else trainer.train_function
+    if own and made is not None:
+        return None  # what the step creates is there since it was traced
+    if hooks is not None and (own or not _is_built(trainer)):
+        adopt_model(trainer)
+    if iterator is not None and hooks is not None:
+        if _is_built(trainer) and not (own and is_unbuilt(trainer)):
+            return None  # and a generator's first batch isn't lost
+
+        def local(value: Any) -> Any:
+            return strategy.experimental_local_results(value)[0]
+
+        dealt = getattr(iterator, "kerasdist_dealt", None)
+        if dealt is not None:
+            data_batch, _, _ = hooks.split(dealt.example())
+        else:
+            data_batch = first_item(iterator)
+        if data_batch is None:
+            given = iterator._distributed_dataset
+            data_batch = getattr(given, "kerasdist_example", None)
+        for _, _, batches in iterator if data_batch is None else ():
+            data_batch = getattr(batches, "kerasdist_example", None)
+            if data_batch is None:
+                item = next(batches, None)
+                if item is None:
+                    return None  # no batch, no step
+                batch = tree.map_structure(local, hooks.unwrap(item))
+                data_batch, _, _ = hooks.split(batch)
+            break
+        iterator = None
+    elif iterator is not None:
+        data_batch = iterator.data_adapter.get_tf_dataset().element_spec
+        iterator = None
+    if hooks is not None and hooks.replicas > 1:
+        _check_batch_size(trainer, data_batch, hooks.replicas)
+    return _build(original, trainer, data_batch)
+
+
+def _check_batch_size(trainer: Any, batch: Any, replicas: int) -> None:
+    """Refuse inputs that are made for the rows of all replicas, where that matters.
+
+    Raises:
+        ValueError: The model's inputs have a batch size that isn't that of a replica,
+            and something in it needs that.
+    """
+    model = getattr(trainer, "_functional", None) or trainer
+    fixed = {each.shape[0] for each in getattr(model, "_inputs", ())} - {None}
+    shapes: list[Any] = [getattr(each, "shape", ()) for each in tree.flatten(batch)]
+    rows = next((shape[0] for shape in shapes if len(shape)), None)
+    if (
+        len(fixed) == 1
+        and rows is not None
+        and fixed != {rows}
+        and not _takes_any_rows(model, rows)
+    ):
+        raise ValueError(
+            "A model is called with the rows of one replica, and inputs of a fixed "
+            f"batch size must have that one. Received: {fixed.pop()} in `keras.Input`, "
+            f"and {rows} rows here of a batch, with {replicas} replicas. Write "
+            "`keras.Input(batch_size=batch_size // strategy.num_replicas_in_sync)`; "
+            "`fit` keeps the size of the global batch. The rows of equal batches stay "
+            "with their replica, and so do the states of stateful layers: give `fit` "
+            "no batch with fewer rows."
+        )
+
+
+def _takes_any_rows(model: Any, rows: int) -> bool:
+    """Whether a model with inputs of a fixed batch size is the same with other rows.
+
+    Keras doesn't look at the batch size of what it's given; who has states of each row,
+    or a number that was made from it, does.
+    """
+    if any(getattr(layer, "stateful", False) for layer in model._flatten_layers()):
+        return False
+    inputs = tree.map_structure(
+        lambda one: backend.KerasTensor(
+            (rows, *one.shape[1:]), dtype=one.dtype, sparse=one.sparse
+        ),
+        model._inputs_struct,
+    )
+    try:
+        outputs = backend.compute_output_spec(model, inputs)
+    except Exception:  # of whatever has been made for another number of rows
+        return False
+    return all(one.shape[:1] == (rows,) for one in tree.flatten(outputs))
+
+
+def _build(original: Callable[..., Any], trainer: Any, batch: Any) -> None:
+    """Build all that training needs: by calling the model, or else by its step."""
+    own = has_own_step(trainer)
+    layers = trainer._flatten_layers(include_self=False)
+    if own and not (can_be_called(trainer) and all(layer.built for layer in layers)):
+        # The step says what is called with what; a `call` may be for something else.
+        try:
+            build_by_step(trainer, batch)
+        except Exception:
+            if not can_be_called(trainer):
+                raise
+            # It may take more than a graph, as a step in Python does.
+            original(trainer, None, batch)
+        return
+    try:
+        original(trainer, None, batch)
+    except Exception as error:
+        try:
+            build_by_step(trainer, batch)
+        except Exception as second:
+            raise (second if own else error) from None
+        return
+    if own and is_unbuilt(trainer):
+        # Optimizers that only the step knows.
+        build_by_step(trainer, batch)
+
+
+def _is_built(trainer: Any) -> bool:
+    """Whether there's nothing left that a batch's shapes are needed for."""
+    parts = (
+        trainer,
+        trainer.optimizer,
+        getattr(trainer, "_compile_loss", None),
+        getattr(trainer, "_compile_metrics", None),
+    )
+    return all(part is None or part.built for part in parts)
+
+
+def new_train_function(trainer: Any) -> Callable[[Any], Any]:
+    """A function of an iterator that takes steps of training, traced anew."""
+    with setting(training=True):
+        return trainer._make_function(trainer.train_step)
+
+
+def _in_replica(hooks: KerasHooks) -> bool:
+    return current_hooks() is hooks and not tf.distribute.in_cross_replica_context()
