@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kerasdist.placement.order import Node, Part, find_edges
+from kerasdist.placement.micro_batch_order import Node, Part, find_edges
 
 
 class Graph:

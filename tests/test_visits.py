@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kerasdist.placement.order import Part
+from kerasdist.placement.micro_batch_order import Part
 from kerasdist.placement.visits import Operation, find_next, find_visits, union_length
 
 

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
-from kerasdist._tf import origins
+from kerasdist._tf.graph import tensor_origins
 
 __all__ = ["CONSTANT", "OTHER", "ROWS", "Kind", "LossKinds", "Whole"]
 
@@ -95,7 +95,7 @@ class LossKinds:
         self._kinds: dict[Any, Any] = {}
         self._wholes: dict[Any, Whole | None] = {}
         self._graph: Any = None
-        self._again: list[origins.MadeAgain] = []
+        self._again: list[tensor_origins.MadeAgain] = []
 
     def set_mean(self, tensor: Any) -> None:
         """Let a number count as a mean over rows: it was corrected already."""
@@ -176,7 +176,7 @@ class LossKinds:
             given[i] = tf.stop_gradient(tf.identity(given[i]))
         made = dict(zip((_key(term) for term in terms), given, strict=True))
         for operation in operations:
-            copied = origins.copied(
+            copied = tensor_origins.copied(
                 operation, [made[_key(t)] for t in operation.inputs]
             )
             made |= zip((_key(t) for t in operation.outputs), copied, strict=True)
@@ -239,8 +239,8 @@ class LossKinds:
                 sizes = few.num_elements(), more.num_elements()
                 return ROWS if 7 * sizes[0] == 5 * sizes[1] else OTHER
         if kind == "Placeholder":
-            return CONSTANT if _is_eager(origins.captured(tensor)) else OTHER
-        inner = origins.called(tensor)
+            return CONSTANT if _is_eager(tensor_origins.captured(tensor)) else OTHER
+        inner = tensor_origins.called(tensor)
         if inner is not None:
             return self._inside(inner[1], tensor.graph).of(inner[0])
         if kind in ("Const", "ReadVariableOp") or "Random" in kind:
@@ -277,7 +277,7 @@ class LossKinds:
         Where a batch's shape is known, the number of rows is a constant to the graph.
         """
         known = tf.get_static_value(self._rows)
-        divisor = origins.constant(quotient.inputs[1])
+        divisor = tensor_origins.constant(quotient.inputs[1])
         if known is None or divisor is None:
             return False
         summed = quotient.inputs[0].op
@@ -299,12 +299,12 @@ class LossKinds:
         few, more = (again.tensor(tensor) for again in self._for(tensor.graph))
         return few.shape, more.shape
 
-    def _for(self, graph: Any) -> list[origins.MadeAgain]:
+    def _for(self, graph: Any) -> list[tensor_origins.MadeAgain]:
         if self._graph is not graph:
             self._graph = graph
             known = tf.get_static_value(self._rows)
             self._again = [
-                origins.MadeAgain(
+                tensor_origins.MadeAgain(
                     rows, known=None if known is None else int(known), guess=True
                 )
                 for rows in (5, 7)
@@ -314,7 +314,8 @@ class LossKinds:
     def _count(self, tensor: Any) -> Kind | None:
         """The kind of a number that only sizes are in; None if it's something else."""
         some, others = (
-            origins.constant(again.tensor(tensor)) for again in self._for(tensor.graph)
+            tensor_origins.constant(again.tensor(tensor))
+            for again in self._for(tensor.graph)
         )
         if some is None or others is None:
             return None

@@ -63,189 +63,189 @@ def _rate(hook: str, does: str, *targets: str) -> Patch:
 TABLE = (
     # Losses and metrics.
     _core(
-        "losses.leave_loss",
+        "training.losses.leave_loss",
         "leaves the loss: gradients are weighted by rows",
         f"{_LOSS}.scale_loss_for_distribution(value)",
     ),
     _core(
-        "losses.reported_loss",
+        "training.losses.reported_loss",
         "records the loss of the global batch, if it isn't a mean over rows",
         f"{_LOSS}.unscale_loss_for_distribution(value)",
     ),
     _core(
-        "losses.average_loss",
+        "training.losses.average_loss",
         "doesn't divide by the number of replicas in steps of `fit`",
         "tensorflow.nn.compute_average_loss"
         "(per_example_loss, sample_weight, global_batch_size)",
     ),
     _core(
-        "losses.regularization_loss",
+        "training.losses.regularization_loss",
         "the same",
         "tensorflow.nn.scale_regularization_loss(regularization_loss)",
     ),
     _core(
-        "losses.reduce_values",
+        "training.losses.reduce_values",
         "corrects losses that aren't a mean over rows: sums, weighted means",
         f"{_LOSS}.reduce_values(values, sample_weight, reduction)",
     ),
     _core(
-        "losses.reduce_weighted_values",
+        "training.losses.reduce_weighted_values",
         "the same for loss functions that return one number",
         f"{_LOSS}.reduce_weighted_values(values, ...)",
     ),
     _core(
-        "losses.mask_weights",
+        "training.losses.mask_weights",
         "counts valid entries over all replicas",
         f"{_LOSS}.apply_mask(sample_weight, mask, dtype, reduction)",
     ),
     _core(
-        "losses.compile_loss",
+        "training.losses.compile_loss",
         "says that the parts of a loss are recorded",
         "keras.src.trainers.compile_utils.CompileLoss.call(self, ...)",
     ),
     _core(
-        "losses.mean_metric",
+        "training.losses.mean_metric",
         "records the parts of a loss by the rows that they count for",
         "keras.src.metrics.reduction_metrics.Mean.update_state"
         "(self, values, sample_weight)",
     ),
     _core(
-        "losses.additional_loss",
+        "training.losses.additional_loss",
         "corrects what `add_loss` was given, if it isn't a mean over rows",
         f"{_MODEL}._aggregate_additional_loss(self, loss)",
     ),
     _core(
-        "losses.gradient",
+        "training.losses.gradient",
         "the same for what a `train_step` of the user's own differentiates",
         "tensorflow.python.eager.backprop.GradientTape.gradient"
         "(self, target, sources, output_gradients, ...)",
     ),
     # Optimizers.
     _core(
-        "optimizers.apply",
+        "training.optimizers.apply",
         "reduces first; then Keras clips and updates",
         f"{_OPTIMIZER}.apply(self, grads, trainable_variables)",
         "keras.src.optimizers.loss_scale_optimizer.LossScaleOptimizer.apply"
         "(self, grads, trainable_variables)",
     ),
     _core(
-        "optimizers.clip_gradients",
+        "training.optimizers.clip_gradients",
         "clips the sum of the replicas in a loop of one's own",
         f"{_OPTIMIZER}._clip_gradients(self, grads)",
     ),
     _core(
-        "optimizers.accumulate",
+        "training.optimizers.accumulate",
         "accumulates gradients, and reduces in the step that updates",
         f"{_OPTIMIZER}._backend_apply_gradients(self, grads, trainable_variables)",
     ),
     _core(
-        "optimizers.learning_rate",
+        "training.optimizers.learning_rate",
         "asks a schedule for the step that it is to all workers; times the factor of "
         "`ScaleLearningRate`, if there is one",
         f"{_OPTIMIZER}._get_current_learning_rate(self)",
     ),
     _core(
-        "optimizers.finalize",
+        "training.optimizers.finalize",
         "takes the mean of the workers' averages (EMA) with `mode='async'`",
         f"{_OPTIMIZER}.finalize_variable_values(self, var_list)",
     ),
     _core(
-        "optimizers.leave_reduced",
+        "training.optimizers.leave_reduced",
         "leaves gradients that have been reduced",
         f"{_TF_OPTIMIZER}._all_reduce_sum_gradients(self, grads_and_vars)",
     ),
     _core(
-        "updates.sgd_step",
+        "optimizer.fused_sgd.sgd_step",
         "one operation, without memory for what's between",
         "keras.src.optimizers.sgd.SGD.update_step"
         "(self, gradient, variable, learning_rate)",
     ),
     # Layers.
     _core(
-        "layers.synchronized_moments",
+        "training.layers.synchronized_moments",
         "`BatchNormalization(synchronized=True)`: one collective; gradients weighted "
         "by rows",
         f"{_NN}._compute_moments_sync(x, axes, keepdims)",
     ),
     _core(
-        "layers.next_seed",
+        "training.layers.next_seed",
         "adds the replica's number to the seed: dropout differs",
         "keras.src.random.seed_generator.SeedGenerator.next(self, ...)",
     ),
     # Data, and the loops of `fit`, `evaluate` and `predict`.
     _core(
-        "arrays.init_epoch_iterator",
+        "data.arrays.init_epoch_iterator",
         "arrays in an order that all workers agree on, each worker its rows; of a "
         "`PyDataset` its share of the items",
         f"{_TRAINER}.TFEpochIterator.__init__(self, distribute_strategy, ...)",
     ),
     _core(
-        "trainer.reduce_per_replica",
+        "training.train_step.reduce_per_replica",
         "predictions of all workers, in input order",
         f"{_TRAINER}.reduce_per_replica(values, strategy, reduction)",
     ),
     _core(
-        "trainer.make_function",
+        "training.train_step.make_function",
         "counts a step's rows; raises the lost worker instead of a failed operation",
         f"{_MODEL}._make_function(self, step_function)",
     ),
     _core(
-        "trainer.receive_batch",
+        "training.train_step.receive_batch",
         "takes a batch out of what our datasets put around it",
         f"{_MODEL}._autoconvert_optionals(self, step_func)",
     ),
     _core(
-        "trainer.symbolic_build",
+        "training.train_step.symbolic_build",
         "builds from a replica's batch as it is, or by tracing the model's own step",
         f"{_MODEL}._maybe_symbolic_build(self, iterator, data_batch)",
     ),
     _placement(
-        "planned.plan_placement",
+        "placement.auto_placement.plan_placement",
         "`placement='auto'`: plans before the first step",
         f"{_MODEL}._maybe_symbolic_build(self, iterator, data_batch)",
     ),
     _core(
-        "loops.finish_epoch",
+        "training.fit_loop.finish_epoch",
         "metrics of all workers in logs of any structure; means of other logs, and of "
         "statistics",
         f"{_MODEL}._get_metrics_result_or_logs(self, logs)",
     ),
     _core(
-        "loops.begin_training",
+        "training.fit_loop.begin_training",
         "refuses XLA with several replicas; warns of a model that was created outside "
         "of the scope",
         f"{_MODEL}.make_train_function(self, ...)",
     ),
     _core(
-        "loops.fit",
+        "training.fit_loop.fit",
         "the start-up line; the chief's progress bar; the lost worker's name",
         f"{_MODEL}.fit(self, ..., verbose)",
     ),
     _core(
-        "loops.on_chief_only",
+        "training.fit_loop.on_chief_only",
         "shows the progress bar on the chief alone",
         f"{_MODEL}.evaluate(self, ..., verbose)",
         f"{_MODEL}.predict(self, ..., verbose)",
     ),
     _core(
-        "trainer.predict_on_batch",
+        "training.train_step.predict_on_batch",
         "each worker predicts its rows of the batch",
         f"{_MODEL}.predict_on_batch(self, x)",
     ),
     # Callbacks.
     _core(
-        "callbacks.on_train_begin",
+        "training.callbacks.on_train_begin",
         "the state is checked before step 1; callbacks that communicate are on all "
         "ranks",
         f"{_LIST}.on_train_begin(self, ...)",
     ),
     _core(
-        "callbacks.on_epoch_end",
+        "training.callbacks.on_epoch_end",
         "the stop and the rate are agreed on",
         f"{_LIST}.on_epoch_end(self, epoch, ...)",
     ),
     _core(
-        "callbacks.on_train_batch_end",
+        "training.callbacks.on_train_batch_end",
         "a stop in the midst of an epoch is agreed on",
         f"{_LIST}.on_train_batch_end(self, ...)",
     ),
@@ -263,61 +263,61 @@ TABLE = (
     ),
     # Placements.
     _placement(
-        "placed_layers.init_layer",
+        "placement.layers.init_layer",
         "a layer that is made in a stage belongs there",
         f"{_LAYER}._initialize_tracker(self)",
     ),
     _placement(
-        "placed_layers.call_layer",
+        "placement.layers.call_layer",
         "a layer is called, and built, on its device",
         f"{_LAYER}.__call__(self, ...)",
     ),
     _placement(
-        "placed_layers.export_model",
+        "placement.layers.export_model",
         "what is exported has no devices",
         "keras.src.models.model.Model.export(self, ...)",
     ),
     _placement(
-        "placed_layers.init_variable",
+        "placement.layers.init_variable",
         "a variable is made on its layer's device",
         f"{_VARIABLE}.__init__(self, ...)",
     ),
     _placement(
-        "placed_layers.initialize_variable",
+        "placement.layers.initialize_variable",
         "the same for one that gets its value later",
         f"{_VARIABLE}._initialize(self, ...)",
     ),
     # Where it's defined: Keras takes a `compile` that it finds elsewhere for a user's
     # own.
     _placement(
-        "placed_trainer.compile_model",
+        "placement.trainer.compile_model",
         "what was built by itself is moved",
         f"{_BASE}.compile(self, ...)",
     ),
     _placement(
-        "placed_trainer.leave_gradients",
+        "placement.trainer.leave_gradients",
         "gradients stay where they are",
         f"{_TF_OPTIMIZER}._all_reduce_sum_gradients(self, grads_and_vars)",
     ),
     _placement(
-        "placed_trainer.reset_accumulators",
+        "placement.trainer.reset_accumulators",
         "accumulators stay where they are",
         f"{_OPTIMIZER}._backend_reset_gradient_accumulators(self)",
     ),
     _placement(
-        "placed_trainer.init_epoch_iterator",
+        "placement.trainer.init_epoch_iterator",
         "says how many rows the next steps have",
         f"{_TRAINER}.TFEpochIterator.__init__(self, distribute_strategy, ...)",
     ),
     _placement(
-        "placed_trainer.make_function",
+        "placement.trainer.make_function",
         "patterns that match nothing are errors; the first step is reported",
         f"{_MODEL}.make_train_function(self, ...)",
         f"{_MODEL}.make_test_function(self, ...)",
         f"{_MODEL}.make_predict_function(self, ...)",
     ),
     _placement(
-        "placed_trainer.name_the_lost",
+        "placement.trainer.name_the_lost",
         "raises the lost worker instead of a failed operation",
         f"{_MODEL}.fit(self, ...)",
         f"{_MODEL}.evaluate(self, ...)",
@@ -346,52 +346,52 @@ TABLE = (
     ),
     # Around the others: a step in parts, and activations that are computed again.
     _again(
-        "rematerialize.call_layer",
+        "placement.rematerialize.call_layer",
         "a layer on one device is a segment, which is computed again",
         f"{_LAYER}.__call__(self, ...)",
     ),
     _again(
-        "rematerialize.run_through_graph",
+        "placement.rematerialize.run_through_graph",
         "a model is run in segments instead of layers",
         "keras.src.ops.function.Function._run_through_graph"
         "(self, inputs, operation_fn, call_fn)",
     ),
     _again(
-        "rematerialize.draw_seed",
+        "placement.rematerialize.draw_seed",
         "the second time the seeds of the first",
         "keras.src.random.seed_generator.SeedGenerator.next(self, ...)",
     ),
     _again(
-        "rematerialize.assign",
+        "placement.rematerialize.assign",
         "the second time nothing is written",
         f"{_VARIABLE}.assign(self, value)",
     ),
     _micro(
-        "micro_batches.call_layer",
+        "placement.micro_batches.call_layer",
         "a model is called on each part of a batch",
         f"{_LAYER}.__call__(self, ...)",
     ),
     _micro(
-        "micro_batches.mean_metric",
+        "placement.micro_batches.mean_metric",
         "a part's value counts by its rows",
         "keras.src.metrics.reduction_metrics.Mean.update_state"
         "(self, values, sample_weight)",
     ),
     _micro(
-        "micro_batches.normalize",
+        "placement.micro_batches.normalize",
         "moving statistics as of one batch",
         "keras.src.layers.normalization.batch_normalization.BatchNormalization.call"
         "(self, inputs, ...)",
     ),
     # Writers of files. What they do besides is done by the chief too.
     _core(
-        "backups.write",
+        "files.backups.write",
         "how far training has come is kept with the backup",
         f"{_BACKUP}._save_model(self)",
     ),
     # They do nothing but write (or remove) files, or post what others would post, too.
     _core(
-        "writers.on_chief_only",
+        "files.writers.on_chief_only",
         "the chief writes, outside of the scope",
         f"{_BACKUP}._save_model(self)",
         f"{_BACKUP}.on_train_end(self, ...)",
@@ -413,7 +413,7 @@ TABLE = (
     # Scripts that import `save_model` before there is a strategy keep Keras's own: that
     # calls what stands in `saving_lib` and `legacy_h5_format`.
     _core(
-        "writers.write",
+        "files.writers.write",
         "the chief writes, outside of the scope; the others wait until it has",
         "keras.src.models.model.Model.save(self, filepath, ...)",
         "keras.src.models.model.Model.save_weights(self, filepath, ...)",
@@ -425,19 +425,19 @@ TABLE = (
         f"{_ARCHIVE}.write_out(self, filepath, ...)",
     ),
     _core(
-        "writers.write_checkpoint",
+        "files.writers.write_checkpoint",
         "the chief writes; the others wait until it has",
         "tensorflow.python.checkpoint.checkpoint.Checkpoint._write"
         "(self, file_prefix, options)",
     ),
     _core(
-        "writers.write_checkpoint_state",
+        "files.writers.write_checkpoint_state",
         "which checkpoint is a folder's latest is written by the chief",
         "tensorflow.python.checkpoint.checkpoint_management"
         ".update_checkpoint_state_internal(save_dir, model_checkpoint_path, ...)",
     ),
     _core(
-        "writers.outside",
+        "files.writers.outside",
         "may be called on one rank alone: outside of the scope",
         "keras.src.saving.saving_lib.get_attr_skipset(obj_type)",
         f"{_ARCHIVE}.__init__(self, ...)",
@@ -446,18 +446,18 @@ TABLE = (
         f"{_ARCHIVE}.add_variable_collection(self, ...)",
     ),
     _core(
-        "writers.save_state",
+        "files.writers.save_state",
         "the chief writes what all metrics of all workers add up to",
         f"{_ORBAX}._save_checkpoint(self, ...)",
     ),
     _core(
-        "writers.finish_background",
+        "files.writers.finish_background",
         "the others wait until the chief has written in the background",
         f"{_ORBAX}.on_train_end(self, ...)",
         f"{_ORBAX}.wait_until_finished(self)",
     ),
     _core(
-        "writers.load",
+        "files.writers.load",
         "says why a file that was saved isn't there",
         "keras.src.models.model.Model.load_weights(self, filepath, ...)",
         "keras.src.saving.saving_lib.load_model(filepath, ...)",
@@ -467,7 +467,7 @@ TABLE = (
     ),
     # They may save in the midst of an epoch, on all ranks after the same batch.
     _core(
-        "callbacks.close_window",
+        "training.callbacks.close_window",
         "what saves in the midst of an epoch gets all workers' accumulated gradients",
         f"{_BACKUP}._save_model(self)",
         f"{_CALLBACKS}.model_checkpoint.ModelCheckpoint._save_model(self, ...)",
@@ -475,7 +475,7 @@ TABLE = (
     ),
     # The learning rate times a factor.
     _rate(
-        "rates.on_base_rate",
+        "optimizer.learning_rate.on_base_rate",
         "sees the rate before it is multiplied by the factor of `ScaleLearningRate`",
         f"{_CALLBACKS}.learning_rate_scheduler.LearningRateScheduler.on_epoch_begin"
         "(self, epoch, logs)",
@@ -483,7 +483,7 @@ TABLE = (
         "(self, epoch, logs)",
     ),
     _rate(
-        "rates.set_rate",
+        "optimizer.learning_rate.set_rate",
         "sets what is read: the rate after it is multiplied",
         f"{_OPTIMIZER}.learning_rate=(self, learning_rate)",
     ),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import tensorflow as tf
 
-from kerasdist._tf import placing
+from kerasdist._tf import gradient_placement
 from kerasdist._tf.patching import Patch, Patcher
 from kerasdist.errors import IncompatibleTensorFlowError
 
@@ -51,7 +51,7 @@ TABLE = (
         targets=("tensorflow.python.framework.ops._DefaultGraphStack.reset(self)",),
     ),
     Patch(
-        hook="loaded.call",
+        hook="loaded_functions.call",
         feature="core",
         does="functions of a SavedModel loaded in the scope can be called there",
         targets=(
@@ -60,13 +60,13 @@ TABLE = (
         ),
     ),
     Patch(
-        hook="placing.record_device",
+        hook="gradient_placement.record_device",
         feature="placement",
         does="the device of an operation is recorded for its gradient",
         targets=(f"{_EAGER}.execute.record_gradient(op_name, inputs, attrs, outputs)",),
     ),
     Patch(
-        hook="placing.call_on_device",
+        hook="gradient_placement.call_on_device",
         feature="placement",
         does="a function's gradient is computed where the function was",
         targets=(
@@ -77,7 +77,7 @@ TABLE = (
         ),
     ),
     Patch(
-        hook="placing.differentiate_on_device",
+        hook="gradient_placement.differentiate_on_device",
         feature="placement",
         does="an operation's gradient is computed where the operation was",
         targets=(
@@ -86,7 +86,7 @@ TABLE = (
         ),
     ),
     Patch(
-        hook="placing.add_on_device",
+        hook="gradient_placement.add_on_device",
         feature="placement",
         does="gradients of one tensor are added where the first of them is",
         targets=(f"{_EAGER}.backprop._aggregate_grads(gradients)",),
@@ -123,10 +123,10 @@ def install(feature: str) -> None:
     """
     _PATCHER.install(feature)
     if feature == "placement":
-        placing.register()
+        gradient_placement.register()
 
 
 def uninstall() -> None:
     """Take all hooks out again, for tests."""
     _PATCHER.uninstall()
-    placing.register()
+    gradient_placement.register()

@@ -1,6 +1,7 @@
 """What each device does of a step, in runs that wait for other devices only at first.
 
-    key        the device and the micro-batch (`placement.order`) of an operation; what
+    key        the device and the micro-batch (`placement.micro_batch_order`) of an
+    operation; what
                belongs to no micro-batch has none: a loss, an update, and everything if
                batches aren't divided
     level      how often the key changes on the longest way to an operation
@@ -26,7 +27,7 @@ import dataclasses
 import itertools
 from collections.abc import Mapping, Sequence
 
-from kerasdist.placement.order import Part, part_of
+from kerasdist.placement.micro_batch_order import Part, part_of
 
 __all__ = ["Group", "Operation", "Visit", "find_next", "find_visits", "union_length"]
 

@@ -30,7 +30,7 @@ from keras.src.backend.common import global_state, masking
 
 from kerasdist._keras.context import current
 from kerasdist._keras.loss_kinds import LossKinds
-from kerasdist.placement.order import Part
+from kerasdist.placement.micro_batch_order import Part
 from kerasdist.placement.schedule import part_bounds
 
 __all__ = ["Marks", "call_layer", "dividing", "mean_metric", "normalize"]

@@ -14,7 +14,7 @@ from typing import Any
 import tensorflow as tf
 
 from kerasdist._keras import GeneratorFacts
-from kerasdist._tf.pipelines import iterator_dataset
+from kerasdist._tf.graph.dataset_pipelines import iterator_dataset
 from kerasdist.strategies.chief_data.choice import DataChoice
 from kerasdist.strategies.chief_data.comparison.content import Content, batch_of
 from kerasdist.strategies.chief_data.comparison.origin import (

@@ -31,10 +31,10 @@ import numpy as np
 import tensorflow as tf
 
 from kerasdist import _tf
-from kerasdist._tf import marking
+from kerasdist._tf.graph import graph_clocks
 from kerasdist.collectives.clock_sync import compare
 from kerasdist.collectives.ops import Array
-from kerasdist.placement.order import Part
+from kerasdist.placement.micro_batch_order import Part
 from kerasdist.placement.visits import union_length
 
 __all__ = ["COMPUTE", "StageClock", "StageSpan", "StageTimes"]
@@ -137,15 +137,15 @@ class StageClock:
             first: How many operations it had before.
             parts: Operations at which micro-batches begin their ways.
         """
-        if not marking.can_be_marked(self._devices):
+        if not graph_clocks.can_be_marked(self._devices):
             return
-        found = marking.mark_visits(graph, first, parts, self._devices)
+        found = graph_clocks.mark_visits(graph, first, parts, self._devices)
         if not found:
             return
-        with tf.name_scope(f"{marking.CLOCK}/"):
+        with tf.name_scope(f"{graph_clocks.CLOCK}/"):
             self._graphs.append(self._sum_up(found))
 
-    def _sum_up(self, found: Sequence[marking.Marked]) -> _Graph:
+    def _sum_up(self, found: Sequence[graph_clocks.Marked]) -> _Graph:
         # On each device the times are packed, so that one tensor is sent.
         spans, names, packed, count = [], [], [], 2
         # All times in order, each with those that it can't be later than.
@@ -182,7 +182,7 @@ class StageClock:
     @property
     def can_look(self) -> bool:
         """Whether it can be told when the stages do what."""
-        return marking.can_be_marked(self._devices)
+        return graph_clocks.can_be_marked(self._devices)
 
     def align(self) -> float:
         """Find out by how much other machines' clocks are ahead of this one's.

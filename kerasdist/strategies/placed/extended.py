@@ -9,7 +9,7 @@ from typing import Any
 import tensorflow as tf
 
 from kerasdist import _keras, _tf
-from kerasdist._tf import patches, placing
+from kerasdist._tf import gradient_placement, patches
 from kerasdist.collectives.backends.single import SingleCommunicator
 from kerasdist.strategies.measure.stages import StageClock
 from kerasdist.strategies.measure.step_clock import StepClock
@@ -46,14 +46,14 @@ def placed_step(
     with contextlib.ExitStack() as stack:
         if not _tf.executing_eagerly():
             choose = placer.choose(tf.compat.v1.get_default_graph())
-            stack.enter_context(placing.default_placement(choose))
+            stack.enter_context(gradient_placement.default_placement(choose))
         stack.enter_context(
             in_micro_batches(micro_batches, rematerialize=rematerialize, clock=clock)
         )
         yield
 
 
-class PlacedExtended(placing.OneDeviceExtended):
+class PlacedExtended(gradient_placement.OneDeviceExtended):
     """TensorFlow's strategy of one device, with what belongs elsewhere elsewhere.
 
     Args:
@@ -70,7 +70,7 @@ class PlacedExtended(placing.OneDeviceExtended):
 
     # A function that two layers share is traced for the device of each.
     _retrace_functions_for_each_device = True
-    # See `_tf.placing`.
+    # See `_tf.gradient_placement`.
     places_gradients = True
 
     def __init__(
@@ -104,14 +104,14 @@ class PlacedExtended(placing.OneDeviceExtended):
             device = beside.device
         else:
             device = self.layer_placer.new_variable()
-        with placing.on_device(device):
+        with gradient_placement.on_device(device):
             return next_creator(**kwargs)
 
     def _call_for_each_replica(self, fn: Any, args: Any, kwargs: Any) -> Any:
         with self._step():
             if _tf.executing_eagerly():
                 return super()._call_for_each_replica(fn, args, kwargs)
-            with placing.replica_of(self._container_strategy()):
+            with gradient_placement.replica_of(self._container_strategy()):
                 return fn(*args, **kwargs)
 
     def _step(self) -> contextlib.AbstractContextManager[None]:
@@ -123,7 +123,7 @@ class PlacedExtended(placing.OneDeviceExtended):
         )
 
     def _update(self, var: Any, fn: Any, args: Any, kwargs: Any, group: bool) -> Any:
-        with placing.update_on(var.device):
+        with gradient_placement.update_on(var.device):
             result = fn(var, *args, **kwargs)
         if group:
             return result

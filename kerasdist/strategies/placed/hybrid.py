@@ -16,7 +16,7 @@ from typing import Any
 import tensorflow as tf
 
 from kerasdist import _tf
-from kerasdist._tf import placing
+from kerasdist._tf import gradient_placement
 from kerasdist.strategies.measure.stages import StageClock
 from kerasdist.strategies.placed.extended import placed_step
 from kerasdist.strategies.placed.placer import Placer
@@ -40,7 +40,7 @@ class HybridExtended(SynchronousExtended):
         options: As of `SynchronousExtended`.
     """
 
-    # See `_tf.placing`.
+    # See `_tf.gradient_placement`.
     places_gradients = True
 
     def __init__(
@@ -114,5 +114,5 @@ class HybridHooks(SynchronousHooks):
 def _bring(value: Any, to: Any) -> Any:
     if value is None:
         return None
-    with placing.on_device(placing.device_of(to)):
+    with gradient_placement.on_device(gradient_placement.device_of(to)):
         return tf.identity(value)

@@ -9,7 +9,7 @@ from typing import Any
 import tensorflow as tf
 
 from kerasdist import _keras, _tf
-from kerasdist._tf import ordering
+from kerasdist._tf.graph import micro_batch_order
 from kerasdist.strategies.measure.stages import StageClock
 
 __all__ = ["check_micro_batches", "in_micro_batches"]
@@ -60,6 +60,6 @@ def in_micro_batches(
         yield
     if graph is None:
         return
-    ordering.order_parts(graph, marks.found)
+    micro_batch_order.order_parts(graph, marks.found)
     if clock is not None and _keras.is_timed():
         clock.mark(graph, first, marks.found)

@@ -12,8 +12,8 @@ import tensorflow as tf
 
 from kerasdist import _keras
 from kerasdist._keras import LayerFacts, called_layer
-from kerasdist._tf import placing
-from kerasdist._tf.run_graphs import ran_graphs
+from kerasdist._tf import gradient_placement
+from kerasdist._tf.graph.partition_graphs import ran_graphs
 from kerasdist.placement.patterns import Patterns
 from kerasdist.strategies.placed.report import Names, StepPlaces, places_of
 
@@ -35,7 +35,7 @@ class Placer:
     4. An operation of no layer (a loss, a metric, an addition between layers) is where
        its largest input is, so that the least has to be moved.
     5. Operations of the backward pass are where those of the forward pass are that
-       they are the gradient of, see `_tf.placing`.
+       they are the gradient of, see `_tf.gradient_placement`.
 
     Args:
         patterns: From layer paths to devices.
@@ -174,7 +174,7 @@ class Placer:
             self._note(op)
             given = str(op.device)
             resource = any(t.dtype == tf.resource for t in op.inputs)
-            if resource and not placing.calls_functions(op):
+            if resource and not gradient_placement.calls_functions(op):
                 return ""  # TensorFlow keeps it where its variable is
             if given or op.type == "Placeholder":
                 return given
@@ -192,7 +192,7 @@ def _largest(inputs: Iterable[Any]) -> str:
     """The device of the largest input that is on one, or empty."""
     largest, found = -1, ""
     for tensor in inputs:
-        device = placing.source_device(tensor)
+        device = gradient_placement.source_device(tensor)
         if not device:
             continue
         size = max(1, tensor.dtype.size)

@@ -20,7 +20,7 @@ import numpy as np
 import tensorflow as tf
 
 from kerasdist import _tf
-from kerasdist._tf.marking import COLLECTIVE
+from kerasdist._tf.graph.graph_clocks import COLLECTIVE
 from kerasdist.collectives import Communicator
 from kerasdist.collectives.weighted_mean import weighted_mean
 

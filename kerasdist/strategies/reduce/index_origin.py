@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from kerasdist._tf import origins
+from kerasdist._tf.graph import tensor_origins
 
 __all__ = ["FIXED", "KEYED", "ROWS", "Part", "parts_of"]
 
@@ -109,7 +109,7 @@ def _pieces(indices: Any) -> Iterator[Any]:
         yield tensor
         return
     inputs = tensor.op.inputs
-    if tensor.op.type == "ConcatV2" and origins.constant(inputs[-1]) == 0:
+    if tensor.op.type == "ConcatV2" and tensor_origins.constant(inputs[-1]) == 0:
         for piece in inputs[:-1]:
             yield from _pieces(piece)
     else:
@@ -129,19 +129,19 @@ def _split(tensor: Any, pieces: list[Any]) -> list[Any]:
 def _kind(piece: Any) -> str:
     if isinstance(piece, tf.__internal__.EagerTensor):
         return ROWS if _is_repeated(piece) else FIXED
-    origin = origins.origin_of(piece)
-    if origin == origins.FIXED:
+    origin = tensor_origins.origin_of(piece)
+    if origin == tensor_origins.FIXED:
         if _is_repeated(piece):
             return ROWS
         return FIXED if piece.shape.is_fully_defined() else KEYED
-    if origin == origins.SHAPES and _is_as_long_as_a_row(piece):
+    if origin == tensor_origins.SHAPES and _is_as_long_as_a_row(piece):
         return KEYED
     return KEYED if _is_unique(piece) else ROWS
 
 
 def _is_unique(piece: Any) -> bool:
     """Whether each index is in it once, for slices were added up."""
-    tensor = origins.behind(piece, _before)
+    tensor = tensor_origins.behind(piece, _before)
     if isinstance(tensor, tf.__internal__.EagerTensor):
         return False
     return (tensor.op.type, tensor.value_index) in _ONCE
@@ -149,7 +149,7 @@ def _is_unique(piece: Any) -> bool:
 
 def _is_repeated(piece: Any) -> bool:
     """Whether each row of a batch of known size looks up the same: `tile(.., rows)`."""
-    return _repeats(origins.constant(piece), piece)
+    return _repeats(tensor_origins.constant(piece), piece)
 
 
 def _repeats(value: Any | None, piece: Any) -> bool:
@@ -169,7 +169,8 @@ def _is_as_long_as_a_row(piece: Any) -> bool:
     number of rows is known when the step is traced, they are as long, and repeated.
     """
     few, more = (
-        origins.constant(origins.MadeAgain(rows).tensor(piece)) for rows in (5, 7)
+        tensor_origins.constant(tensor_origins.MadeAgain(rows).tensor(piece))
+        for rows in (5, 7)
     )
     if few is None or more is None or not np.array_equal(few, more):
         return False

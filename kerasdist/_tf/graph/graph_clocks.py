@@ -9,8 +9,8 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.python.framework import auto_control_deps, ops
 
-from kerasdist._tf.ordering import ORDER
-from kerasdist.placement.order import Part
+from kerasdist._tf.graph.micro_batch_order import ORDER
+from kerasdist.placement.micro_batch_order import Part
 from kerasdist.placement.visits import Operation, Visit, find_next, find_visits
 
 __all__ = ["CLOCK", "COLLECTIVE", "Marked", "can_be_marked", "mark_visits"]

@@ -8,7 +8,7 @@ from typing import Any
 from tensorflow.python.framework import ops
 from tensorflow.python.ops import control_flow_ops
 
-from kerasdist.placement.order import Node, Part, find_edges
+from kerasdist.placement.micro_batch_order import Node, Part, find_edges
 
 __all__ = ["ORDER", "order_parts"]
 
@@ -28,7 +28,7 @@ def order_parts(graph: Any, marks: Iterable[tuple[Any, Part]]) -> int:
             are left out.
 
     Returns:
-        How many visits wait for another one, see `placement.order`.
+        How many visits wait for another one, see `placement.micro_batch_order`.
     """
     operations = graph.get_operations()
     index = {operation: i for i, operation in enumerate(operations)}
