@@ -57,7 +57,7 @@ def hang():
 """
 HANG = "hang()\n"
 _QUICK = (
-    "import sys; from kerasdist.cli import frozen, main; frozen._SECONDS = 0.1; "
+    "import sys; from kerasdist.cli import main; from kerasdist.cli.run import frozen; frozen._SECONDS = 0.1; "
     "sys.exit(main())"
 )
 

@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from kerasdist.cli.blame import Failure, first_failure
+from kerasdist.cli.run.blame import Failure, first_failure
 from launching import launcher_in
 
 pytestmark = pytest.mark.timeout(90)

@@ -13,8 +13,8 @@ import time
 
 import pytest
 
-from kerasdist.cli import machine, place
 from kerasdist.cli.allocator import find_allocator
+from kerasdist.cli.doctor import cluster_check, machine
 from kerasdist.cluster import Cluster
 from workers import free_ports, python_env
 
@@ -164,14 +164,14 @@ def test_gpus_that_tensorflow_doesnt_see(tmp_path):
 
 
 def test_cluster():
-    cluster, found = place.check_cluster({})
+    cluster, found = cluster_check.check_cluster({})
     assert cluster == Cluster(rank=0, size=1)
     assert levels(found) == ["ok"]
-    cluster, found = place.check_cluster({"TF_CONFIG": "{"})
+    cluster, found = cluster_check.check_cluster({"TF_CONFIG": "{"})
     assert cluster is None
     assert levels(found) == ["fault"]
     environ = {"TF_CONFIG": tf_config(1, "localhost:1", "host:1")}
-    cluster, found = place.check_cluster(environ)
+    cluster, found = cluster_check.check_cluster(environ)
     assert cluster is not None
     assert cluster.rank == 1
     assert levels(found) == ["ok", "ok", "ok", "warn"]
@@ -190,38 +190,38 @@ def test_cluster():
     ],
 )
 def test_secret(host, environ, level):
-    (found,) = place.check_secret(cluster_of(f"{host}:1", f"{host}:2"), environ)
+    (found,) = cluster_check.check_secret(cluster_of(f"{host}:1", f"{host}:2"), environ)
     assert found.level == level
     assert "s3cr3t" not in repr(found)
 
 
 def test_own_port_is_open_meanwhile_and_closed_afterwards():
     free = f"127.0.0.1:{free_ports(1)[0]}"
-    with place.own_port(cluster_of(free), {}) as found:
+    with cluster_check.own_port(cluster_of(free), {}) as found:
         assert levels(found) == ["ok"]
-        assert place.why_unreachable(free, 5.0) is None
-    assert place.why_unreachable(free, 5.0) is not None
+        assert cluster_check.why_unreachable(free, 5.0) is None
+    assert cluster_check.why_unreachable(free, 5.0) is not None
 
 
 def test_own_port_faults(listener):
-    with place.own_port(cluster_of(listener), {}) as found:
+    with cluster_check.own_port(cluster_of(listener), {}) as found:
         assert levels(found) == ["fault"]
         assert "Address already in use" in found[0].text
         assert "ss -ltnp" in found[0].remedy
     # The documentation's network: no machine has an address of it.
-    with place.own_port(cluster_of("203.0.113.7:1"), {}) as found:
+    with cluster_check.own_port(cluster_of("203.0.113.7:1"), {}) as found:
         assert levels(found)[0] in ("warn", "fault")
         assert "203.0.113.7" in found[0].text
     environ = {"KERASDIST_LISTEN_FD": "3"}
-    with place.own_port(cluster_of(listener), environ) as found:
+    with cluster_check.own_port(cluster_of(listener), environ) as found:
         assert levels(found) == ["ok"]
-    with place.own_port(Cluster(rank=0, size=1), {}) as found:
+    with cluster_check.own_port(Cluster(rank=0, size=1), {}) as found:
         assert found == []
 
 
 def test_peers(listener, closed):
     cluster = cluster_of("127.0.0.1:1", listener, closed)
-    one, two = place.check_peers(cluster, 1.5)
+    one, two = cluster_check.check_peers(cluster, 1.5)
     assert one.level == "ok"
     assert one.text == f"rank 1 ({listener}) accepts connections"
     assert two.level == "fault"
@@ -237,12 +237,12 @@ def test_a_peer_that_comes_later_is_found():
         reasons = []
 
         def probe(address, seconds):
-            reasons.append(place.why_unreachable(address, seconds))
+            reasons.append(cluster_check.why_unreachable(address, seconds))
             server.listen()  # after the first look
             return reasons[-1]
 
         cluster = cluster_of("127.0.0.1:1", address)
-        (found,) = place.check_peers(cluster, 20.0, probe)
+        (found,) = cluster_check.check_peers(cluster, 20.0, probe)
         assert found.level == "ok"
         assert reasons == ["connection refused: nothing listens there", None]
 
@@ -254,7 +254,9 @@ def test_a_probe_that_hangs_doesnt_hang_us():
         hang.wait(30.0)
 
     began = time.monotonic()
-    found = place.check_peers(cluster_of("127.0.0.1:1", "h:1", "i:1"), 0.2, probe)
+    found = cluster_check.check_peers(
+        cluster_of("127.0.0.1:1", "h:1", "i:1"), 0.2, probe
+    )
     assert time.monotonic() - began < 20.0
     hang.set()
     assert [each.text for each in found] == [
@@ -265,12 +267,12 @@ def test_a_probe_that_hangs_doesnt_hang_us():
 
 def test_servers_are_peers_too(listener, closed):
     cluster = Cluster(rank=0, size=1, workers=("127.0.0.1:1",), servers=(listener,))
-    (found,) = place.check_peers(cluster, 1.5)
+    (found,) = cluster_check.check_peers(cluster, 1.5)
     assert found.text == f"server 0 ({listener}) accepts connections"
     server = Cluster(
         rank=None, size=1, workers=(closed,), servers=(listener,), task_type="ps"
     )
-    (found,) = place.check_peers(server, 1.0)
+    (found,) = cluster_check.check_peers(server, 1.0)
     assert found.text.startswith(f"rank 0 ({closed}) can't be reached")
 
 

@@ -16,7 +16,9 @@ from typing import Any
 
 import kerasdist
 from kerasdist import callbacks, errors, layers
-from kerasdist.cli import doctor, plan, run
+from kerasdist.cli import plan
+from kerasdist.cli.doctor import command as doctor
+from kerasdist.cli.run import command as run
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = Path(__file__).with_name("public_api.txt")

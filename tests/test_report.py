@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from kerasdist import errors
-from kerasdist.cli.verdict import Verdict
+from kerasdist.cli.run.outcome import Verdict
 from kerasdist.transport.liveness.launcher_pipe import (
     REPORT_VARIABLE,
     Notice,

@@ -18,10 +18,10 @@ import psutil
 import pytest
 
 from kerasdist.cli.allocator import find_allocator
-from kerasdist.cli.binding import cores_in_order, shares, thread_variables
-from kerasdist.cli.blame import Failure, exit_code, first_failure, in_words
-from kerasdist.cli.output import LineTagger, WholeLines, end_of, last_traceback
-from kerasdist.cli.processes import descendants
+from kerasdist.cli.run.blame import Failure, exit_code, first_failure, in_words
+from kerasdist.cli.run.cores import cores_in_order, shares, thread_variables
+from kerasdist.cli.run.output import LineTagger, WholeLines, end_of, last_traceback
+from kerasdist.cli.run.processes import descendants
 from launching import HANG, launcher_in
 from waiting import wait_until
 from workers import kill_tagged, python_env

@@ -13,7 +13,9 @@ import sys
 from collections.abc import Sequence
 
 from kerasdist._version import __version__
-from kerasdist.cli import doctor, plan, run
+from kerasdist.cli import plan
+from kerasdist.cli.doctor import command as doctor
+from kerasdist.cli.run import command as run
 
 __all__ = ["main"]
 

@@ -9,8 +9,8 @@ import sys
 import time
 from collections.abc import Iterator
 
-from kerasdist.cli import machine, place
-from kerasdist.cli.findings import Finding
+from kerasdist.cli.doctor import cluster_check, machine
+from kerasdist.cli.doctor.findings import Finding
 
 __all__ = ["add_parser"]
 
@@ -76,14 +76,14 @@ def _sections(seconds: float) -> Iterator[tuple[str, list[Finding]]]:
     yield "cores", machine.check_cores()
     yield "allocator", machine.check_allocator(environ)
     yield "shared memory", machine.check_shared_memory()
-    cluster, found = place.check_cluster(environ)
+    cluster, found = cluster_check.check_cluster(environ)
     yield "cluster", found
     if cluster is not None and (cluster.workers or cluster.servers):
-        yield "secret", place.check_secret(cluster, environ)
+        yield "secret", cluster_check.check_secret(cluster, environ)
         began = time.monotonic()
-        with place.own_port(cluster, environ) as found:
+        with cluster_check.own_port(cluster, environ) as found:
             yield "own port", found
-            peers = place.check_peers(cluster, seconds)
+            peers = cluster_check.check_peers(cluster, seconds)
             yield "peers", peers
             if peers:
                 time.sleep(max(0.0, began + _LISTEN_AT_LEAST - time.monotonic()))

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from kerasdist._version import __version__
 from kerasdist.cli.allocator import ALLOCATORS, find_allocator
-from kerasdist.cli.findings import Finding
+from kerasdist.cli.doctor.findings import Finding
 from kerasdist.errors import SharedMemoryFull
 from kerasdist.transport.shared_memory import create_segment
 

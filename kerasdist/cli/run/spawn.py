@@ -13,10 +13,10 @@ import tempfile
 from collections.abc import Mapping
 from typing import IO
 
-from kerasdist.cli import _start
-from kerasdist.cli.binding import thread_variables
-from kerasdist.cli.job import Job, Task
-from kerasdist.cli.output import LineTagger, OutputPump, Tail, WholeLines
+from kerasdist.cli.run import bootstrap
+from kerasdist.cli.run.cores import thread_variables
+from kerasdist.cli.run.job import Job, Task
+from kerasdist.cli.run.output import LineTagger, OutputPump, Tail, WholeLines
 from kerasdist.transport.liveness.final_error import (
     ERROR_VARIABLE,
     FinalError,
@@ -158,7 +158,7 @@ class Launch:
             "TF_CONFIG": json.dumps({"cluster": cluster, "task": place}),
         }
         command = [
-            *(sys.executable, "-I", "-S", str(_start.__file__)),
+            *(sys.executable, "-I", "-S", str(bootstrap.__file__)),
             str(os.getpid()),
             str(self.group) if chief else "-",
             ",".join(map(str, cores)) or "-",

@@ -20,12 +20,12 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from kerasdist.cli.blame import Failure, exit_code, first_failure, in_words
-from kerasdist.cli.job import Job
-from kerasdist.cli.output import end_of, last_traceback
-from kerasdist.cli.saying import say
-from kerasdist.cli.starting import Started
-from kerasdist.cli.verdict import Verdict
+from kerasdist.cli.console import say
+from kerasdist.cli.run.blame import Failure, exit_code, first_failure, in_words
+from kerasdist.cli.run.job import Job
+from kerasdist.cli.run.outcome import Verdict
+from kerasdist.cli.run.output import end_of, last_traceback
+from kerasdist.cli.run.spawn import Started
 
 __all__ = ["Ending", "to_blame"]
 

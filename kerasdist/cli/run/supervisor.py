@@ -27,21 +27,21 @@ import selectors
 import signal
 import time
 
-from kerasdist.cli.ending import Ending, to_blame
-from kerasdist.cli.frozen import FrozenTasks
-from kerasdist.cli.job import Job
-from kerasdist.cli.losses import Losses
-from kerasdist.cli.output import OutputPump
-from kerasdist.cli.processes import (
+from kerasdist.cli.console import say, say_soon
+from kerasdist.cli.run.ending import Ending, to_blame
+from kerasdist.cli.run.frozen import FrozenTasks
+from kerasdist.cli.run.job import Job
+from kerasdist.cli.run.losses import Losses
+from kerasdist.cli.run.outcome import Verdict
+from kerasdist.cli.run.output import OutputPump
+from kerasdist.cli.run.processes import (
     adopt_orphans,
     descendants,
     in_foreground,
     kill_all,
     signal_all,
 )
-from kerasdist.cli.saying import say, say_soon
-from kerasdist.cli.starting import Launch, Started
-from kerasdist.cli.verdict import Verdict
+from kerasdist.cli.run.spawn import Launch, Started
 
 __all__ = ["ENDING_SIGNALS", "Supervisor"]
 

@@ -11,10 +11,10 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from kerasdist.cli.blame import in_words
-from kerasdist.cli.saying import say_soon
-from kerasdist.cli.starting import Started
-from kerasdist.cli.verdict import Verdict
+from kerasdist.cli.console import say_soon
+from kerasdist.cli.run.blame import in_words
+from kerasdist.cli.run.outcome import Verdict
+from kerasdist.cli.run.spawn import Started
 
 __all__ = ["Losses"]
 

@@ -11,8 +11,8 @@ import os
 import time
 from collections.abc import Sequence
 
-from kerasdist.cli.processes import is_stopped
-from kerasdist.cli.starting import Started
+from kerasdist.cli.run.processes import is_stopped
+from kerasdist.cli.run.spawn import Started
 
 __all__ = ["FrozenTasks"]
 

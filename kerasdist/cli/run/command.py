@@ -19,11 +19,11 @@ from pathlib import Path
 from types import FrameType
 
 from kerasdist.cli.allocator import ALLOCATORS, find_allocator, preloading
-from kerasdist.cli.binding import cores_in_order, shares
-from kerasdist.cli.job import Job
-from kerasdist.cli.processes import adopt_orphans, descendants, kill_all
-from kerasdist.cli.saying import say
-from kerasdist.cli.supervisor import ENDING_SIGNALS, Supervisor
+from kerasdist.cli.console import say
+from kerasdist.cli.run.cores import cores_in_order, shares
+from kerasdist.cli.run.job import Job
+from kerasdist.cli.run.processes import adopt_orphans, descendants, kill_all
+from kerasdist.cli.run.supervisor import ENDING_SIGNALS, Supervisor
 from kerasdist.transport.log import background_log
 from kerasdist.transport.wire.secret import secret_fault
 

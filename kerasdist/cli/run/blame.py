@@ -14,7 +14,7 @@ import dataclasses
 import signal
 from collections.abc import Iterable
 
-from kerasdist.cli.output import is_consequence, last_traceback
+from kerasdist.cli.run.output import is_consequence, last_traceback
 
 __all__ = ["Failure", "exit_code", "first_failure", "in_words"]
 

@@ -1,0 +1,1 @@
+"""`kerasdist doctor`: what is here, what is wrong, and the remedy."""
