@@ -52,6 +52,8 @@ setup(
     packages=[
         *find_packages(include=["kerasdist", "kerasdist.*"]),
         "kerasdist.callbacks",
+        "kerasdist.callbacks.scaling",
+        "kerasdist.callbacks.timeline",
     ],
     package_dir={"kerasdist.callbacks": "callbacks"},
     package_data={"kerasdist": ["py.typed"]},

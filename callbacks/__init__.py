@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from kerasdist.callbacks.broadcast_initial_state import BroadcastInitialState
 from kerasdist.callbacks.scale_learning_rate import ScaleLearningRate
-from kerasdist.callbacks.scaling_tensorboard import ScalingTensorBoard
-from kerasdist.callbacks.timeline import Timeline
+from kerasdist.callbacks.scaling.callback import ScalingTensorBoard
+from kerasdist.callbacks.timeline.callback import Timeline
 
 __all__ = [
     "BroadcastInitialState",

@@ -57,8 +57,8 @@ def hang():
 """
 HANG = "hang()\n"
 _QUICK = (
-    "import sys; from kerasdist.cli import main; from kerasdist.cli.run import frozen; frozen._SECONDS = 0.1; "
-    "sys.exit(main())"
+    "import sys; from kerasdist.cli import main; from kerasdist.cli.run import frozen; "
+    "frozen._SECONDS = 0.1; sys.exit(main())"
 )
 
 

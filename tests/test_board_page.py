@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from browser import chromium, need_browser, tensorboard, wait_for
-from kerasdist.callbacks import layout
-from kerasdist.callbacks.figures import PHASES, combine
-from kerasdist.callbacks.report import to_markdown
-from kerasdist.callbacks.summaries import Summaries
-from kerasdist.callbacks.verdict import judge
+from kerasdist.callbacks.scaling import charts
+from kerasdist.callbacks.scaling.bottleneck import judge
+from kerasdist.callbacks.scaling.metrics import PHASES, combine
+from kerasdist.callbacks.scaling.report import to_markdown
+from kerasdist.callbacks.scaling.summaries import Summaries
 from kerasdist.strategies.measure.step_times import StepTimes
 
 pytestmark = pytest.mark.timeout(170)
@@ -95,13 +95,13 @@ def write(folder: Path) -> tuple[str, list[str]]:
             idle=(0.2, 0.3 + step / 1000),
         )
         assert figures is not None
-        numbers = layout.scalars(figures, 0.1 - step / 4000)
+        numbers = charts.scalars(figures, 0.1 - step / 4000)
         texts = {"events": "- rank 3 was lost"} if step == 100 else {}
-        summaries.write(step, numbers, texts, {layout.STALENESS: figures.staleness})
+        summaries.write(step, numbers, texts, {charts.STALENESS: figures.staleness})
     figures = combine(window, link=1.1e9, baseline=2000.0)
     assert figures is not None
     verdict = judge(figures)
-    summaries.write(200, {}, {layout.VERDICT: to_markdown(figures, verdict)})
+    summaries.write(200, {}, {charts.VERDICT: to_markdown(figures, verdict)})
     summaries.close()
     return verdict.headline, list(numbers)
 
@@ -119,26 +119,26 @@ def lines(paths: list[str], colors: list[str]) -> set[str]:
 def test_the_page_shows_every_chart_and_the_verdict(tmp_path):
     logs = tmp_path / "logs"
     headline, names = write(logs)
-    tags = [layout.place(name)[1] for name in names]
+    tags = [charts.place(name)[1] for name in names]
     # How many lines are in each chart.
-    charts = {
+    expected = {
         title: sum(any(re.fullmatch(tag, found) for tag in chart) for found in tags)
-        for _, title, chart in layout.CHARTS
+        for _, title, chart in charts.CHARTS
     }
-    assert charts["Seconds of its parts"] == len(PHASES)
+    assert expected["Seconds of its parts"] == len(PHASES)
     with tensorboard(logs) as address, chromium(tmp_path) as driver:
         driver.get(f"{address}#custom_scalars")
 
         def ready() -> bool:
             found = driver.execute_script(_CHARTS)
-            return len(found) == len(charts) and all(
+            return len(found) == len(expected) and all(
                 len(lines(*drawn)) >= count
-                for (_, *drawn), count in zip(found, charts.values(), strict=True)
+                for (_, *drawn), count in zip(found, expected.values(), strict=True)
             )
 
         wait_for("lines in all charts", ready)
         found = driver.execute_script(_CHARTS)
-        for (title, count), (text, *drawn) in zip(charts.items(), found, strict=True):
+        for (title, count), (text, *drawn) in zip(expected.items(), found, strict=True):
             assert title in text
             # Each line has a color of its own: they can be told apart.
             assert len(lines(*drawn)) == count, title

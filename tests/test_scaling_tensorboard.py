@@ -23,8 +23,9 @@ from tensorboard.plugins.custom_scalar import layout_pb2
 from tensorboard.util import tensor_util
 
 import kerasdist
-from kerasdist.callbacks import ScalingTensorBoard, layout
-from kerasdist.callbacks.figures import PHASES
+from kerasdist.callbacks import ScalingTensorBoard
+from kerasdist.callbacks.scaling import charts
+from kerasdist.callbacks.scaling.metrics import PHASES
 from workers import Workers
 
 pytestmark = pytest.mark.timeout(150)
@@ -232,7 +233,7 @@ class Board:
             self.runs["" if each is folder else each.name] = accumulator
 
     def Tensors(self, name):
-        run, tag = layout.place(name)
+        run, tag = charts.place(name)
         return self.runs[run].Tensors(tag)
 
     def Tags(self):
@@ -463,7 +464,7 @@ def check_rates(board, asynchronous):
 
 LOST = """
 import threading
-from kerasdist.callbacks import baseline
+from kerasdist.callbacks.scaling import baseline
 strategy.communicator  # connected
 calibrates = kind == "ring tcp"
 if calibrates and rank == 1:
@@ -674,13 +675,13 @@ def test_each_tag_is_in_a_chart(strategy, tmp_path):
     made = layout_pb2.Layout.FromString(
         tensor_util.make_ndarray(written.tensor_proto).item()
     )
-    assert made == layout.layout()
+    assert made == charts.layout()
     parts = {f"part_{part}" for part in PHASES}
     assert set(board.runs) == {"", "rank_0", *parts}
     patterns = [
         tag for c in made.category for chart in c.chart for tag in chart.multiline.tag
     ]
-    texts = {"custom_scalars__config__", layout.VERDICT, layout.EVENTS}
+    texts = {"custom_scalars__config__", charts.VERDICT, charts.EVENTS}
     for tag in tags - texts:
         assert sum(bool(re.search(pattern, tag)) for pattern in patterns) == 1, tag
 

@@ -13,7 +13,7 @@ import pytest
 import kerasdist
 from groups import Group
 from kerasdist.callbacks import Timeline
-from kerasdist.callbacks.trace import Execution, Record, Span, processes, trace
+from kerasdist.callbacks.timeline.trace import Execution, Record, Span, processes, trace
 from kerasdist.collectives.clock_sync import clock_offset
 from kerasdist.transport.tracing import NAMES, now
 from workers import Workers

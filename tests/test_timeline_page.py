@@ -19,7 +19,7 @@ import pytest
 from devices import begin
 
 from browser import chromium, need, need_browser, tensorboard, wait_for
-from kerasdist.callbacks.trace import Execution, Record, Span, processes, trace
+from kerasdist.callbacks.timeline.trace import Execution, Record, Span, processes, trace
 from workers import Workers
 
 pytestmark = pytest.mark.timeout(150)

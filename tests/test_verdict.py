@@ -7,9 +7,9 @@ import re
 
 import pytest
 
-from kerasdist.callbacks import report
-from kerasdist.callbacks.figures import PHASES, Figures
-from kerasdist.callbacks.verdict import LEAST, in_bytes, in_seconds, judge
+from kerasdist.callbacks.scaling import report
+from kerasdist.callbacks.scaling.bottleneck import LEAST, in_bytes, in_seconds, judge
+from kerasdist.callbacks.scaling.metrics import PHASES, Figures
 
 
 def figures(workers=4, *, busy=None, **more):

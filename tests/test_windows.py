@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kerasdist.callbacks.windows import Windows
+from kerasdist.callbacks.scaling.windows import Windows
 from kerasdist.strategies.measure.step_times import StepTimes
 
 

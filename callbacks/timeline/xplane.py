@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from kerasdist.callbacks.trace import Lane, Process, Record, processes
+from kerasdist.callbacks.timeline.trace import Lane, Process, Record, processes
 
 __all__ = ["xspace"]
 

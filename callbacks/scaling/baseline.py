@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from kerasdist.callbacks.verdict import in_seconds
+from kerasdist.callbacks.scaling.bottleneck import in_seconds
 from kerasdist.collectives import Communicator
 from kerasdist.strategies.measure.calibration import Alone, measure_alone
 from kerasdist.strategies.measure.step_times import StepTimes

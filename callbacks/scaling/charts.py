@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from tensorboard.plugins.custom_scalar import layout_pb2
 
-from kerasdist.callbacks.figures import Figures
+from kerasdist.callbacks.scaling.metrics import Figures
 
 __all__ = ["CHARTS", "EVENTS", "STALENESS", "VERDICT", "layout", "place", "scalars"]
 

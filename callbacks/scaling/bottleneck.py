@@ -17,7 +17,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from kerasdist.callbacks.figures import Figures
+from kerasdist.callbacks.scaling.metrics import Figures
 
 __all__ = ["LEAST", "Verdict", "in_bytes", "in_seconds", "judge"]
 

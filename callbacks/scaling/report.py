@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from kerasdist.callbacks.figures import Figures
-from kerasdist.callbacks.verdict import Verdict, in_bytes, in_seconds
+from kerasdist.callbacks.scaling.bottleneck import Verdict, in_bytes, in_seconds
+from kerasdist.callbacks.scaling.metrics import Figures
 
 __all__ = ["to_markdown", "to_text"]
 

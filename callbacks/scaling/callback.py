@@ -25,14 +25,14 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from kerasdist.callbacks import layout, report
-from kerasdist.callbacks.baseline import Baseline
-from kerasdist.callbacks.events import Events
-from kerasdist.callbacks.figures import Figures, combine
-from kerasdist.callbacks.job import Job
-from kerasdist.callbacks.summaries import Summaries
-from kerasdist.callbacks.verdict import Verdict, judge
-from kerasdist.callbacks.windows import Windows
+from kerasdist.callbacks.scaling import charts, report
+from kerasdist.callbacks.scaling.baseline import Baseline
+from kerasdist.callbacks.scaling.bottleneck import Verdict, judge
+from kerasdist.callbacks.scaling.events import Events
+from kerasdist.callbacks.scaling.job_view import Job
+from kerasdist.callbacks.scaling.metrics import Figures, combine
+from kerasdist.callbacks.scaling.summaries import Summaries
+from kerasdist.callbacks.scaling.windows import Windows
 from kerasdist.strategies.measure.link_speed import link_speed
 from kerasdist.strategies.measure.stages import StageTimes
 from kerasdist.strategies.measure.step_times import StepTimes, gather
@@ -75,9 +75,10 @@ class ScalingTensorBoard(keras.callbacks.Callback):
         verbose: 0: print nothing at the end of `fit`.
 
     Attributes:
-        figures: The `callbacks.figures.Figures` of the whole `fit`, when it has ended;
+        figures: The `callbacks.scaling.metrics.Figures` of the whole `fit`, when it has
+        ended;
             None before that, and on all workers but the chief.
-        verdict: What limits the job (`callbacks.verdict.Verdict`); likewise.
+        verdict: What limits the job (`callbacks.scaling.bottleneck.Verdict`); likewise.
 
     Raises:
         ValueError: An argument is wrong; or, when `fit` begins, on all workers:
@@ -336,8 +337,8 @@ class ScalingTensorBoard(keras.callbacks.Callback):
         for lag, count in reads.items():
             self._staleness[lag] = self._staleness.get(lag, 0) + count
         self._steps = self._job.steps_taken()
-        numbers = {} if figures is None else layout.scalars(figures, self._job.rate())
-        self._put(numbers, {layout.STALENESS: reads} if reads else {})
+        numbers = {} if figures is None else charts.scalars(figures, self._job.rate())
+        self._put(numbers, {charts.STALENESS: reads} if reads else {})
 
     def _put(
         self,
@@ -349,7 +350,7 @@ class ScalingTensorBoard(keras.callbacks.Callback):
             return
         words = dict(texts or {})
         if events := self._events.take():
-            words[layout.EVENTS] = events
+            words[charts.EVENTS] = events
         if numbers or histograms or words:
             self._summaries.write(self._steps, numbers, words, histograms)
             self._summaries.flush()
@@ -387,7 +388,7 @@ class ScalingTensorBoard(keras.callbacks.Callback):
         words = {}
         if self.figures is not None:
             self.verdict = judge(self.figures)
-            words[layout.VERDICT] = report.to_markdown(self.figures, self.verdict)
+            words[charts.VERDICT] = report.to_markdown(self.figures, self.verdict)
             if self._verbose:
                 print(report.to_text(self.figures, self.verdict), flush=True)
         self._put({}, texts=words)

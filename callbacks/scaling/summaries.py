@@ -18,7 +18,7 @@ from tensorboard.plugins.histogram.summary_v2 import histogram_pb
 from tensorboard.plugins.scalar.summary_v2 import scalar_pb
 from tensorboard.plugins.text.summary_v2 import text_pb
 
-from kerasdist.callbacks.layout import layout, place
+from kerasdist.callbacks.scaling.charts import layout, place
 
 __all__ = ["Summaries"]
 

@@ -1,8 +1,8 @@
 """What all ranks have recorded, as one trace in Chrome's format.
 
-Pure functions of numbers; `callbacks.timeline` records and gathers, `callbacks.xplane`
-has the same trace in TensorBoard's format. A rank is a process of the trace, and has
-these lanes ("threads"):
+Pure functions of numbers; `callbacks.timeline.callback` records and gathers,
+`callbacks.timeline.xplane` has the same trace in TensorBoard's format. A rank is a
+process of the trace, and has these lanes ("threads"):
 
     step        step ⊃ compute, exchange, update
     collectives the collective, or exchange with servers, ⊃ pack, wait, receive, reduce

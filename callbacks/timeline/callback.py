@@ -14,8 +14,8 @@ import keras
 import numpy as np
 
 from kerasdist._keras.protocols import hooks_of, timer_of
-from kerasdist.callbacks.trace import Execution, Record, Span, trace
-from kerasdist.callbacks.xplane import xspace
+from kerasdist.callbacks.timeline.trace import Execution, Record, Span, trace
+from kerasdist.callbacks.timeline.xplane import xspace
 from kerasdist.collectives import Communicator
 from kerasdist.collectives.clock_sync import clock_offset
 from kerasdist.strategies.measure.stages import StageClock

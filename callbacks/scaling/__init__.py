@@ -1,0 +1,1 @@
+"""`ScalingTensorBoard`: how a job scales, measured, explained and charted."""

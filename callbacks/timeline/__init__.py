@@ -1,0 +1,1 @@
+"""`Timeline`: some steps of all ranks as one trace."""
