@@ -35,8 +35,8 @@ import keras
 import kerasdist
 from keras import layers
 from kerasdist.callbacks import ScalingTensorBoard
-from kerasdist.strategies.measure import calibration
-from kerasdist.strategies.measure import one_device
+from kerasdist.strategies import calibration
+from kerasdist.strategies.placed import one_device
 
 calibration._SECONDS = 0.3
 folder = os.environ["FOLDER"]

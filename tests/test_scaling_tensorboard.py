@@ -549,7 +549,7 @@ def test_a_worker_that_is_lost_or_joins_is_an_event(kind, tmp_path):
 
 
 CALIBRATED = """
-from kerasdist.strategies.measure import calibration
+from kerasdist.strategies import calibration
 
 calibration._SECONDS = 0.05
 

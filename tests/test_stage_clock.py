@@ -112,7 +112,7 @@ CONSTANTS = (
 )
 
 PLACED = """
-from kerasdist.strategies.measure import calibration
+from kerasdist.strategies import calibration
 calibration._SECONDS = 0.3
 found = {}
 for parts, executions, epochs in RUNS:
@@ -182,7 +182,7 @@ model = build(strategy, rate=0.1)
 if strategy.rank == 1:
     model.set_weights([w + 1 for w in model.get_weights()])
 rates, callbacks = others("hybrid")
-from kerasdist.strategies.measure import calibration
+from kerasdist.strategies import calibration
 from kerasdist.strategies.measure import sampling
 calibration._SECONDS = 0.3
 sampling._ROWS = ()  # all steps are measured, as there are few

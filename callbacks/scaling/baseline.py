@@ -11,7 +11,7 @@ import numpy as np
 
 from kerasdist.callbacks.scaling.bottleneck import in_seconds
 from kerasdist.collectives import Communicator
-from kerasdist.strategies.measure.calibration import Alone, measure_alone
+from kerasdist.strategies.calibration import Alone, measure_alone
 from kerasdist.strategies.measure.step_times import StepTimes
 
 __all__ = ["Baseline"]

@@ -10,12 +10,12 @@ from kerasdist.collectives import Communicator
 from kerasdist.strategies.chief_data.choice import DataChoice
 from kerasdist.strategies.chief_data.comparison.content import Batch, Content
 from kerasdist.strategies.chief_data.encoding import encode
-from kerasdist.strategies.chief_data.messages import used, with_remedies
 from kerasdist.strategies.chief_data.transfer import (
     chiefs_facts,
     chiefs_leaves,
     size_of,
 )
+from kerasdist.strategies.data.messages import used, with_remedies
 
 __all__ = ["settle_arrays"]
 

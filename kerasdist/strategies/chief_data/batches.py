@@ -13,8 +13,8 @@ from kerasdist.strategies.chief_data.choice import DataChoice
 from kerasdist.strategies.chief_data.comparison.content import Content, batch_of
 from kerasdist.strategies.chief_data.comparison.fingerprint import hash_text
 from kerasdist.strategies.chief_data.encoding import decode, encode, pack, unpack
-from kerasdist.strategies.chief_data.messages import used, with_remedies
 from kerasdist.strategies.chief_data.transfer import size_of
+from kerasdist.strategies.data.messages import used, with_remedies
 
 __all__ = ["settle_batch"]
 

@@ -30,7 +30,7 @@ from kerasdist.strategies.chief_data.comparison.likeness import (
     sample_rows,
 )
 from kerasdist.strategies.chief_data.comparison.origin import ITS_OWN, Origin
-from kerasdist.strategies.chief_data.messages import other_forms, own_parts, strangers
+from kerasdist.strategies.data.messages import other_forms, own_parts, strangers
 
 __all__ = ["DataChoice"]
 

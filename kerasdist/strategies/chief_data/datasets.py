@@ -23,9 +23,9 @@ from kerasdist.strategies.chief_data.comparison.origin import (
     of_generator,
 )
 from kerasdist.strategies.chief_data.feed import ChiefFeed
-from kerasdist.strategies.chief_data.messages import used
 from kerasdist.strategies.chief_data.transfer import chiefs_facts, size_of
 from kerasdist.strategies.data.batch_check import different_batches
+from kerasdist.strategies.data.messages import used
 
 __all__ = ["PeekedDataset", "settle_dataset"]
 

@@ -11,8 +11,8 @@ from kerasdist.strategies.chief_data.choice import DataChoice
 from kerasdist.strategies.chief_data.comparison.content import Content, batch_of
 from kerasdist.strategies.chief_data.comparison.origin import of_object
 from kerasdist.strategies.chief_data.feed import ChiefFeed
-from kerasdist.strategies.chief_data.messages import used
 from kerasdist.strategies.chief_data.transfer import chiefs_facts, size_of
+from kerasdist.strategies.data.messages import used
 from kerasdist.strategies.data.shuffle import epoch_order
 
 __all__ = ["ChiefItems"]

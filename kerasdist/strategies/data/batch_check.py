@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import tensorflow as tf
 
-from kerasdist.strategies.chief_data.messages import with_remedies
+from kerasdist.strategies.data.messages import with_remedies
 
 if TYPE_CHECKING:
     from kerasdist.strategies.sync.extended import SynchronousExtended

@@ -34,9 +34,9 @@ import tensorflow as tf
 
 from kerasdist import _tf
 from kerasdist._keras import ItemData
-from kerasdist.strategies.chief_data.messages import REMEDIES
 from kerasdist.strategies.data.batch_split import with_facts
 from kerasdist.strategies.data.item_codec import ItemForm
+from kerasdist.strategies.data.messages import REMEDIES
 from kerasdist.strategies.data.shuffle import epoch_order, part_of
 
 if TYPE_CHECKING:

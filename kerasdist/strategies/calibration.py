@@ -10,7 +10,7 @@ its calls to the next:
 so that no wait is longer than a call, however many there are.
 
 Where one model is on several devices of a single worker, one device does it, with the
-whole model (`strategies.measure.one_device`).
+whole model (`strategies.placed.one_device`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import tensorflow as tf
 from kerasdist import _keras, _tf, errors
 from kerasdist.collectives import Communicator
 from kerasdist.strategies.data.batch_split import slice_dataset
-from kerasdist.strategies.measure.one_device import on_one_device
+from kerasdist.strategies.placed.one_device import on_one_device
 from kerasdist.strategies.sync.replica_layout import SharingExtended
 
 __all__ = ["Alone", "measure_alone"]
