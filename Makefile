@@ -4,7 +4,7 @@
 #   make test     lint, types and the whole test suite but the soak tests
 #   make lint     ruff
 #   make types    mypy
-#   make viewers  what tests/test_timeline_page.py looks at a timeline with: an
+#   make viewers  what tests/callbacks/timeline/test_timeline_page.py looks at a timeline with: an
 #                 environment of its own, made by `make test`
 #   make soak     the tests that run for minutes
 #   make test-versions  the suite with the oldest and the newest TensorFlow and
@@ -20,7 +20,7 @@
 
 PYTHON ?= python3
 VENV := .venv
-# For example: make test PYTEST_ARGS="tests/test_layers.py -x"
+# For example: make test PYTEST_ARGS="tests/package/test_layers.py -x"
 PYTEST_ARGS ?=
 # How many processes run tests at the same time, each of them whole files; 0: this one
 # alone. Files in the order of their names, which begins with long ones.
@@ -90,8 +90,8 @@ test-next: $(VENV)/.test
 	@PYTHONPATH="$(abspath $(KERAS_MAIN))" $(BIN)/python -c \
 	  'import keras; print("Keras", keras.__version__, "in", keras.__path__[0])'
 	PYTHONPATH="$(abspath $(KERAS_MAIN))" $(BIN)/python $(PYTEST) \
-	  tests/test_equivalence.py tests/test_keras_seam.py tests/test_patches.py \
-	  tests/test_tracebacks.py $(PYTEST_ARGS)
+	  tests/strategies/test_equivalence.py tests/_keras/test_install.py tests/_keras/test_patches.py \
+	  tests/_keras/test_tracebacks.py $(PYTEST_ARGS)
 
 viewers: .venv-viewers/.created
 

@@ -15,9 +15,9 @@ Imports inside the package go one way, from left to right and down:
     cli > callbacks > strategies > layers > _keras, _tf > server, collectives,
         placement > transport > cluster > errors
 
-`tests/test_layers.py` enforces it. What is right of `_keras` and `_tf` works without
-TensorFlow; so does importing this module: strategies, and the callbacks above it, are
-loaded when first asked for.
+`tests/package/test_layers.py` enforces it. What is right of `_keras` and `_tf` works
+without TensorFlow; so does importing this module: strategies, and the callbacks above
+it, are loaded when first asked for.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ from common import (
     table,
 )
 
-sys.path.insert(0, str(ROOT / "tests"))
+sys.path.insert(0, str(ROOT / "tests" / "support"))
 from hosts import Hosts
 
 PLAYER = str(HERE.parent / "fit" / "player.py")

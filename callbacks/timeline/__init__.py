@@ -1,1 +1,4 @@
-"""`Timeline`: some steps of all ranks as one trace."""
+"""`Timeline`: some steps of all ranks as one trace.
+
+`callback` records and gathers, `trace` and `xplane` write the files.
+"""

@@ -3,7 +3,8 @@
 Keras 3 was written for strategies that average equal parts, in an order of things that
 isn't right for several workers. Each hook does what Keras does, unless the strategy in
 use has asked for something else: see `hooks`. How a row is read is in `_tf.patching`.
-docs/how_it_works.md has this table for readers, made by `python tests/test_patches.py`.
+docs/how_it_works.md has this table for readers, made by `python
+tests/_keras/test_patches.py`.
 
     core                            every strategy
     learning_rate                   `ScaleLearningRate`

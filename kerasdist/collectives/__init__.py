@@ -1,4 +1,9 @@
-"""Collectives between workers on numpy arrays. No TensorFlow, no Keras."""
+"""Collectives between workers on numpy arrays. No TensorFlow, no Keras.
+
+`connect` makes a job, whose `Communicator` checks, numbers and times each call. How
+the bytes are reduced is in `backends`; tensors of TensorFlow's graphs become arrays in
+`kerasdist.strategies.reduce.graph_ops`.
+"""
 
 from kerasdist.collectives.communicator import Communicator
 from kerasdist.collectives.connect import TRANSPORTS, Job, connect

@@ -1,4 +1,8 @@
-"""Parameter servers: tables, clocks, servers and clients. No TensorFlow, no Keras."""
+"""Parameter servers: tables, clocks, servers and clients. No TensorFlow, no Keras.
+
+`settings` and `layout` (which server holds which part of a variable) are shared by both
+sides. Keras variables that live at servers are in `strategies.asynchronous`.
+"""
 
 from kerasdist.ps.client.client import ServerClient
 from kerasdist.ps.client.connect import connect_servers

@@ -1,1 +1,4 @@
-"""What a model's layers cost, found without its weights."""
+"""What a model's layers cost: bytes, operations, activations, found without weights.
+
+From here on they are numbers, in `kerasdist.placement`.
+"""

@@ -1,1 +1,4 @@
-"""Files that Keras writes, on several workers."""
+"""Files that Keras writes, on several workers: the chief writes, others wait.
+
+What callbacks agree on is in `_keras.training.callbacks`.
+"""

@@ -4,9 +4,10 @@ The means of several workers come in memory that others read, too. TensorFlow do
 write to it, so that `learning_rate * gradient` goes to new memory, as large as all
 gradients; in one process it's written over the gradient. For `keras.optimizers.SGD`
 TensorFlow has one operation that does all of an update: the same products and sums,
-element by element, so that the bits are Keras's own (`tests/test_updates.py`). With
-clipping or accumulation the last one may differ: of Keras's operations TensorFlow
-multiplies the rate with the scale first, and the gradient with both.
+element by element, so that the bits are Keras's own
+(`tests/_keras/optimizer/test_fused_sgd.py`). With clipping or accumulation the last one
+may differ: of Keras's operations TensorFlow multiplies the rate with the scale first,
+and the gradient with both.
 """
 
 from __future__ import annotations

@@ -1,1 +1,4 @@
-"""`kerasdist doctor`: what is here, what is wrong, and the remedy."""
+"""`kerasdist doctor`: what is here, what is wrong, and the remedy.
+
+It looks only: it starts no job and changes nothing.
+"""

@@ -21,9 +21,14 @@ import sys
 from collections.abc import Sequence
 
 from kerasdist.cli.console import say
-from kerasdist.cli.run.blame import Failure, exit_code, first_failure, in_words
 from kerasdist.cli.run.job import Job
-from kerasdist.cli.run.outcome import Verdict
+from kerasdist.cli.run.outcome import (
+    Failure,
+    Verdict,
+    exit_code,
+    first_failure,
+    in_words,
+)
 from kerasdist.cli.run.output import end_of, last_traceback
 from kerasdist.cli.run.spawn import Started
 

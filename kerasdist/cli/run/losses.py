@@ -12,8 +12,7 @@ import time
 from collections.abc import Sequence
 
 from kerasdist.cli.console import say_soon
-from kerasdist.cli.run.blame import in_words
-from kerasdist.cli.run.outcome import Verdict
+from kerasdist.cli.run.outcome import Verdict, in_words
 from kerasdist.cli.run.spawn import Started
 
 __all__ = ["Losses"]

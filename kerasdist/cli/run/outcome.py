@@ -1,13 +1,23 @@
-"""What workers and servers say about their job, and whose fault its end is.
+"""Whose fault the end of a job is: what its processes reported, and what was seen.
 
-They say it on one pipe, see `kerasdist.transport.liveness.launcher_pipe`. It counts for
-more than the order in which their processes end.
+When one rank fails, the others fail because of it, and the processes needn't end in
+the order in which things went wrong: a rank with an exception closes its connections
+first, its peers see that, fail and end at once, while it still tidies up. So what
+the workers have agreed on counts: they report it on one pipe (`Verdict`, see
+`kerasdist.transport.liveness.launcher_pipe`). Without it, as when they weren't
+connected yet, their outputs may tell (`first_failure`); the order of exits is only used
+where nothing better is known, and of the chief nothing better is: its output isn't ours
+to see.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import os
+import signal
+from collections.abc import Iterable
 
+from kerasdist.cli.run.output import is_consequence, last_traceback
 from kerasdist.transport.liveness.launcher_pipe import (
     REPORT_VARIABLE,
     Notice,
@@ -15,7 +25,7 @@ from kerasdist.transport.liveness.launcher_pipe import (
     pipe_in_words,
 )
 
-__all__ = ["Verdict"]
+__all__ = ["Failure", "Verdict", "exit_code", "first_failure", "in_words"]
 
 
 class Verdict:
@@ -117,3 +127,70 @@ class Verdict:
     def blamed_server(self) -> int | None:
         """The same of the parameter servers, by index."""
         return None if self._job is None else self._by_job[self._job].server
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Failure:
+    """A rank that ended by itself, and not well.
+
+    Attributes:
+        rank: The rank; servers come after the last one.
+        code: Its exit code; negative for a signal, as `subprocess` has it.
+        ended_at: When its process ended, in ns since the epoch.
+        output: The end of its output; empty if we don't see it (the chief's).
+        written_at: When it last wrote something, in ns since the epoch.
+    """
+
+    rank: int
+    code: int
+    ended_at: int
+    output: str = ""
+    written_at: int = 0
+
+    @property
+    def failed_at(self) -> int:
+        """When it went wrong, as far as can be told, in ns since the epoch."""
+        if last_traceback(self.output) is None:
+            return self.ended_at
+        return min(self.ended_at, self.written_at)
+
+
+def first_failure(
+    failures: Iterable[Failure], blamed: int | None = None
+) -> Failure | None:
+    """Return the failure that caused the others; None if there are none.
+
+    A rank that says it has lost another one isn't it, unless all say so.
+
+    Args:
+        failures: All of them.
+        blamed: The rank that the workers say is to blame. It counts if it has failed.
+    """
+    return min(
+        failures,
+        key=lambda failure: (
+            failure.rank != blamed,
+            is_consequence(failure.output),
+            failure.failed_at,
+        ),
+        default=None,
+    )
+
+
+def exit_code(code: int) -> int:
+    """Return what a shell would say: 128 + the number for a signal."""
+    return 128 - code if code < 0 else code
+
+
+def in_words(code: int) -> str:
+    """Say how a process with this code (negative for a signal) ended."""
+    if code >= 0:
+        return f"failed with exit code {code}"
+    try:
+        name = f"{signal.Signals(-code).name} ({-code})"
+    except ValueError:
+        name = str(-code)
+    hint = ""
+    if -code == signal.SIGKILL:
+        hint = ", sent by someone else or by the system when memory ran out"
+    return f"was ended by signal {name}{hint}"

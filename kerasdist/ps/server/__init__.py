@@ -1,1 +1,4 @@
-"""A parameter server: its workers, their requests, and what they do together."""
+"""A parameter server: its workers, their requests, and what they do together.
+
+The arrays themselves are in `ps.tables`.
+"""

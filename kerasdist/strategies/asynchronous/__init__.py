@@ -1,1 +1,5 @@
-"""Workers that don't wait for each other: weights, batches, who is there."""
+"""Workers that don't wait for each other: weights, batches, membership.
+
+`ParameterServerStrategy(mode="async")` and what it does in Keras's place. The servers
+are in `kerasdist.ps`.
+"""

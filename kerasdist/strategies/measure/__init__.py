@@ -1,1 +1,4 @@
-"""How long steps and their parts take, and what was sent."""
+"""How long steps and their parts take, and what was sent.
+
+Only measured here; `kerasdist.callbacks.scaling` explains and draws it.
+"""

@@ -1,1 +1,5 @@
-"""TensorFlow's own collectives as a transport."""
+"""TensorFlow's own collectives (NCCL, gRPC) as a transport.
+
+Their operations stay in the graph. All other transports are in
+`kerasdist.collectives`.
+"""

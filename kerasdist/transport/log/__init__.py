@@ -1,1 +1,1 @@
-"""Lines that a blocked standard error can't hold up."""
+"""Log lines that a blocked standard error can't hold up."""

@@ -1,1 +1,5 @@
-"""Workers find each other: listening, dialing, and who belongs to the job."""
+"""How the processes of a job find each other: listen, dial, hello, roster.
+
+A session is open once every rank has all the connections that it needs. What happens
+to them afterwards is in `transport.liveness`.
+"""

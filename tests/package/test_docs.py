@@ -1,0 +1,448 @@
+"""What the documentation says is so: links, code, commands, settings, messages."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from kerasdist import cli, errors
+from kerasdist.cluster import resolve
+from kerasdist.collectives.connect import TRANSPORTS
+from places import ROOT
+from workers import free_ports, python_env
+
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+STRATEGIES, LAUNCHING, FAILURES = (
+    (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8")
+    for name in ("strategies", "launching", "failures")
+)
+DOCUMENTS = sorted(
+    path.relative_to(ROOT).as_posix()
+    for path in (
+        *ROOT.glob("*.md"),
+        *ROOT.glob("docs/*.md"),
+        *ROOT.glob("bench*/**/*.md"),
+    )
+)
+MANIFEST = ROOT / "examples" / "kubernetes.yaml"
+
+
+def read(name: str) -> str:
+    return (ROOT / name).read_text(encoding="utf-8")
+
+
+def blocks(text: str, language: str) -> list[str]:
+    """The fenced blocks of one language."""
+    return re.findall(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+
+
+def indented(text: str) -> list[str]:
+    """The indented lines, in which commands stand."""
+    return [line[4:] for line in text.splitlines() if line.startswith("    ")]
+
+
+def anchor(heading: str) -> str:
+    """The name of a heading in a link, as GitHub makes it."""
+    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+
+
+# Links.
+
+
+def links(name: str) -> list[str]:
+    return re.findall(r"\]\(([^()\s]+)\)", read(name))
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_links_lead_somewhere(name):
+    broken = []
+    for link in links(name):
+        target, _, fragment = link.partition("#")
+        if "://" in target:
+            continue
+        path = (ROOT / name).parent / target if target else ROOT / name
+        if not path.exists():
+            broken.append(link)
+        elif fragment:
+            headings = re.findall(r"^#+ (.*)$", path.read_text("utf-8"), re.MULTILINE)
+            if fragment not in [anchor(heading) for heading in headings]:
+                broken.append(link)
+    assert broken == []
+
+
+def test_there_are_links_and_every_page_is_linked():
+    linked = {
+        ((ROOT / name).parent / link.partition("#")[0]).resolve()
+        for name in DOCUMENTS
+        for link in links(name)
+        if "://" not in link
+    }
+    pages = {*(ROOT / "docs").glob("*.md"), *(ROOT / "examples").iterdir()}
+    assert {page for page in pages if page.is_file()} - linked == set()
+
+
+# Code.
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_python_compiles(name):
+    for code in blocks(read(name), "python"):
+        compile(code, name, "exec")
+
+
+@functools.cache
+def change() -> tuple[str, str]:
+    """The script of README before and after the change."""
+    (diff,) = blocks(README, "diff")
+    lines = [line or " " for line in diff.splitlines()]
+    assert {line[0] for line in lines} == {" ", "+", "-"}
+    before = "".join(f"{line[1:]}\n" for line in lines if line[0] in " -")
+    after = "".join(f"{line[1:]}\n" for line in lines if line[0] in " +")
+    return before, after
+
+
+def run(*command: str, **extra: str) -> str:
+    done = subprocess.run(
+        command,
+        cwd=ROOT,
+        env=python_env(extra),
+        capture_output=True,
+        text=True,
+        timeout=150,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def launch(size: int, *command: str) -> str:
+    launcher = (sys.executable, "-m", "kerasdist", "run", "-n", str(size))
+    return run(*launcher, "--output", "all", *command)
+
+
+def test_the_change_to_a_script(tmp_path):
+    """It trains before, and after with two workers to the same numbers."""
+    outputs = []
+    for size, script in zip((1, 2), change(), strict=True):
+        path = tmp_path / f"{size}.py"
+        path.write_text(
+            "import keras\nkeras.utils.set_random_seed(0)\n"
+            + script.replace("epochs=5", "epochs=5, shuffle=False, verbose=0")
+            + "print('\\nWEIGHTS', *model.get_weights()[0].reshape(-1).tolist())\n"
+        )
+        outputs.append(
+            run(sys.executable, str(path)) if size == 1 else launch(2, str(path))
+        )
+    weights = [
+        [
+            [float(v) for v in found.split()]
+            for found in re.findall("WEIGHTS (.*)", text)
+        ]
+        for text in outputs
+    ]
+    ((plain,), (first, second)) = weights
+    assert first == second
+    assert first == pytest.approx(plain, rel=1e-4)
+
+
+def test_the_custom_loop_gives_the_same_on_any_number_of_workers():
+    losses = []
+    for size in (1, 2):
+        found = re.findall(
+            rf"rank (\d) of {size}: loss (\S+)$",
+            launch(size, "examples/custom_loop.py"),
+            re.MULTILINE,
+        )
+        assert sorted(rank for rank, _ in found) == [str(r) for r in range(size)]
+        losses += [float(loss) for _, loss in found]
+    assert losses == pytest.approx([losses[0]] * 3, rel=1e-4)
+    assert losses[0] < 0.01
+
+
+# Commands and settings.
+
+
+def commands() -> list[list[str]]:
+    """Every `kerasdist ...` that stands in a document, as a shell splits it."""
+    found = []
+    for name in DOCUMENTS:
+        text = read(name)
+        places = [*indented(text), *re.findall(r"`([^`\n]+)`", text)]
+        for place in places:
+            words = shlex.split(place, comments=True) if "kerasdist " in place else []
+            while words and words[0] in ("srun", "python", "-m"):
+                words.pop(0)
+            if words[:1] == ["kerasdist"]:
+                found.append(words[1:])
+    return found
+
+
+def test_commands_are_found():
+    assert {words[0] for words in commands()} >= {"run", "doctor"}
+
+
+def help_of(command: str, capsys: pytest.CaptureFixture[str]) -> set[str]:
+    """The options of a command."""
+    with pytest.raises(SystemExit, match=r"^0$"):
+        cli.main([command, "--help"])
+    text = capsys.readouterr().out.partition("options:")[2]
+    return set(re.findall(r"^  (?:-h, )?(--?[\w-]+)", text, re.MULTILINE))
+
+
+def test_options_of_commands_exist(capsys):
+    options = {name: help_of(name, capsys) for name in ("run", "doctor", "plan")}
+    for command, *words in commands():
+        for word in words:
+            if word == "-m" or word.endswith(".py"):
+                break  # what follows belongs to the script
+            assert not word.startswith("-") or word in options[command]
+
+
+def test_the_table_of_options_has_all_of_them(capsys):
+    _, _, text = LAUNCHING.partition("| option | |")
+    table = text.partition("\n\n")[0]
+    named = set(re.findall(r"^\| `(--?[\w-]+)", table, re.MULTILINE))
+    assert named == help_of("run", capsys) - {"--help"}
+
+
+def test_transports_are_those_that_exist():
+    (row,) = re.findall(r"^\| `transport=` \|.*$", STRATEGIES, re.MULTILINE)
+    named = {f"{name}" for name in re.findall(r'`"(\w+)"`', row)}
+    assert named == set(TRANSPORTS)
+
+
+def test_exceptions_are_those_that_exist():
+    _, _, text = FAILURES.partition("| exception |")
+    table = text.partition("\n\n")[0]
+    named = set(re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE))
+    assert named >= {"ClusterError", "WorkerLost"}
+    assert named <= set(errors.__all__)
+
+
+# Messages: as they are today.
+
+
+def message(kind: str) -> str:
+    """The message of an exception that the pages show."""
+    pages = README + FAILURES
+    found = set(re.findall(rf"^kerasdist\.errors\.{kind}: (.*)$", pages, re.MULTILINE))
+    (text,) = found
+    return str(text)
+
+
+def test_the_message_of_a_lost_worker():
+    shown = message("WorkerLost")
+    match = re.match(r"Rank (\d) \((\S+)\) was lost at step (\d+): (.*?)\. The", shown)
+    assert match is not None
+    rank, host, step, reason = match.groups()
+    assert shown == str(errors.WorkerLost(int(rank), host, int(step), reason))
+
+
+def settings(number: int = 0) -> str:
+    """README's TF_CONFIG, of workers; 1: that of strategies.md, with servers."""
+    page = (README, STRATEGIES)[number]
+    (found,) = re.findall(r"^export TF_CONFIG='(.*?)'$", page, re.M | re.S)
+    return str(found)
+
+
+def test_tf_config_is_accepted():
+    places = []
+    for index in (0, 1):
+        text = settings().replace('"index": 0', f'"index": {index}')
+        place = resolve(environ={"TF_CONFIG": text})
+        places.append((place.rank, place.size, place.address))
+    assert places == [(0, 2, "10.0.0.1:12345"), (1, 2, "10.0.0.2:12345")]
+
+
+def test_tf_config_with_servers_is_accepted():
+    server = resolve(environ={"TF_CONFIG": settings(1)})
+    assert (server.rank, server.address) == (None, "10.0.0.3:12345")
+    text = settings(1).replace('"ps", "index": 0', '"worker", "index": 1')
+    worker = resolve(environ={"TF_CONFIG": text})
+    assert (worker.rank, worker.size, worker.servers) == (1, 2, ("10.0.0.3:12345",))
+
+
+def test_the_message_of_wrong_settings():
+    text = settings().replace('"index": 0', '"index": 2')
+    with pytest.raises(errors.ClusterError) as caught:
+        resolve(environ={"TF_CONFIG": text})
+    assert str(caught.value).splitlines()[0] == message("ClusterError")
+
+
+# Kubernetes.
+
+
+def pod_lines() -> str:
+    """The lines of the manifest that a shell runs in each pod."""
+    (text,) = re.findall(r"^ *- \|\n(.*?)^ *- sh", MANIFEST.read_text(), re.M | re.S)
+    return textwrap.dedent(text)
+
+
+@pytest.mark.parametrize("workers", [1, 2, 12])
+def test_kubernetes_tf_config_is_accepted_for_every_index(workers):
+    names = [f"digits-{index}.digits:12345" for index in range(workers)]
+    for index in range(workers):
+        printed = run(
+            *("/bin/sh", "-c", pod_lines(), "sh", "printenv", "TF_CONFIG"),
+            WORKERS=str(workers),
+            JOB_NAME="digits",
+            SERVICE="digits",
+            PORT="12345",
+            JOB_COMPLETION_INDEX=str(index),
+        )
+        place = resolve(environ={"TF_CONFIG": printed})
+        assert (place.rank, place.size) == (index, workers)
+        assert json.loads(printed)["cluster"] == {"worker": names}
+
+
+def test_kubernetes_names_fit_together():
+    yaml = pytest.importorskip("yaml")
+    service, job = yaml.safe_load_all(MANIFEST.read_text(encoding="utf-8"))
+    assert (service["kind"], job["kind"]) == ("Service", "Job")
+    spec, pod = job["spec"], job["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    env = {entry["name"]: entry.get("value") for entry in container["env"]}
+    name = job["metadata"]["name"]
+    assert spec["completionMode"] == "Indexed"
+    assert spec["completions"] == spec["parallelism"] == int(env["WORKERS"])
+    assert env["JOB_NAME"] == name
+    assert env["SERVICE"] == pod["subdomain"] == service["metadata"]["name"]
+    assert service["spec"]["selector"] == {"job-name": name}
+    assert service["spec"]["clusterIP"] == "None"
+    (port,), (opened,) = service["spec"]["ports"], container["ports"]
+    assert int(env["PORT"]) == port["port"] == opened["containerPort"]
+    assert container["command"][:2] == ["/bin/sh", "-c"]
+    assert container["command"][2] == pod_lines()
+    assert container["command"][3:] == ["sh"]
+    assert "KERASDIST_SECRET" in env
+
+
+# Slurm.
+
+
+def test_slurm_environment_resolves_as_the_table_says():
+    text = read("docs/slurm.md")
+    (block,) = blocks(text, "env")
+    common = dict(line.split("=", 1) for line in block.splitlines())
+    rows = re.findall(r"^\| (\d) \| (\d) \| (\d) \| (\d).* \| `(.*)` \|$", text, re.M)
+    assert len(rows) == int(common["SLURM_STEP_NUM_TASKS"])
+    for task, node, local, rank, address in rows:
+        own = {
+            "SLURM_PROCID": task,
+            "SLURM_NODEID": node,
+            "SLURM_LOCALID": local,
+        }
+        place = resolve(environ={**common, **own})
+        assert (place.source, place.rank, place.address) == (
+            "Slurm",
+            int(rank),
+            address,
+        )
+        assert place.workers == tuple(row[4] for row in rows)
+
+
+def test_slurm_script_hands_a_secret_and_its_arguments_to_srun(tmp_path):
+    """With an `srun` that prints what it is given: Slurm isn't everywhere."""
+    srun = tmp_path / "srun"
+    srun.write_text(
+        '#!/bin/sh\necho "$KERASDIST_SECRET"\necho "$TF_CONFIG"\necho "$@"\n'
+    )
+    srun.chmod(0o755)
+    outputs = [
+        run(
+            *("bash", "examples/slurm.sbatch", "train.py", "--epochs", "5"),
+            PATH=f"{tmp_path}{os.pathsep}{os.environ['PATH']}",
+            SLURM_CPUS_PER_TASK="4",
+            TF_CONFIG="left over",
+        ).splitlines()
+        for _ in range(2)
+    ]
+    (first, no_settings, command), (second, *_) = outputs
+    assert re.fullmatch("[0-9a-f]{64}", first)
+    assert first != second
+    assert no_settings == ""
+    assert command.endswith(" python train.py --epochs 5")
+    assert first not in command
+    for option in command.partition(" python ")[0].split():
+        assert option.startswith(("--kill-on-bad-exit=", "--cpus-per-task="))
+
+
+# Settings.
+
+
+def test_every_environment_variable_is_explained():
+    used = set()
+    for folder in ("kerasdist", "callbacks"):
+        for path in (ROOT / folder).rglob("*.py"):
+            used |= set(re.findall(r"KERASDIST_[A-Z_]+[A-Z]", path.read_text("utf-8")))
+    page = set(re.findall(r"^\| `(KERASDIST_\w+)` ", read("docs/settings.md"), re.M))
+    assert page == used
+
+
+# Two hosts.
+
+
+def run_two_hosts(*arguments: str, **env: str) -> str:
+    (port,) = free_ports(1)
+    script = ("bash", "examples/two_hosts.sh", *arguments)
+    return run(*script, PYTHON=sys.executable, PORT=str(port), **env)
+
+
+def check_two_hosts(output: str) -> None:
+    hashes = re.findall(r"rank \d of 2: weights (\w+)", output)
+    assert len(hashes) == 2
+    assert len(set(hashes)) == 1
+    assert "weights bit-equal on all workers: True" in output
+
+
+def spaces() -> set[str]:
+    folder = Path("/run/netns")
+    return {path.name for path in folder.iterdir()} if folder.is_dir() else set()
+
+
+@pytest.mark.netns
+def test_two_hosts_of_this_machine():
+    before = spaces()
+    check_two_hosts(run_two_hosts())
+    assert spaces() <= before
+
+
+@pytest.mark.netns
+def test_two_hosts_by_name(two_hosts, tmp_path):
+    """With an `ssh` that runs its command on a test's host."""
+    places = " ".join(
+        f"{two_hosts.address(i)}) space={two_hosts.names[i]} ;;" for i in (0, 1)
+    )
+    ssh = tmp_path / "ssh"
+    # As sshd does: a shell with an environment of its own.
+    ssh.write_text(
+        f'#!/bin/sh\ncase "$1" in {places} esac\nunset KERASDIST_SECRET\n'
+        'exec ip netns exec "$space" /bin/bash -c "$2"\n'
+    )
+    ssh.chmod(0o755)
+    path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
+    check_two_hosts(
+        run_two_hosts(two_hosts.address(0), two_hosts.address(1), PATH=path)
+    )
+
+
+def test_two_hosts_says_what_it_needs():
+    done = subprocess.run(
+        ["bash", "examples/two_hosts.sh", "alpha"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert "two host names. Received: alpha" in done.stderr

@@ -1,0 +1,152 @@
+"""The examples do what they say: the demo, and a job over two hosts."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+
+from places import ROOT
+from workers import Workers, python_env
+
+EXAMPLES = ROOT / "examples"
+
+
+def run(*command: str) -> str:
+    done = subprocess.run(
+        [sys.executable, *command],
+        env=python_env(),
+        capture_output=True,
+        text=True,
+        timeout=150,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def accuracy(output: str) -> float:
+    (found,) = re.findall(r"^test loss \S+, test accuracy (\S+)$", output, re.M)
+    return float(found)
+
+
+def test_the_demo_on_two_workers_is_as_good_as_one_process():
+    digits = [str(EXAMPLES / "digits.py"), "--epochs", "10"]
+    alone = run(*digits)
+    two = run("-m", "kerasdist", "run", "-n", "2", "--output", "all", *digits)
+    assert "weights bit-equal on all workers: True" in two
+    hashes = re.findall(r"rank \d of 2: weights (\w{16})$", two, re.M)
+    assert len(hashes) == 2
+    assert len(set(hashes)) == 1
+    assert accuracy(two) > 0.9
+    assert abs(accuracy(two) - accuracy(alone)) <= 0.01
+    assert f"saved and reloaded model {accuracy(two):.4f}" in two
+    assert re.search(r"^\d+ examples/s with 2 worker\(s\)$", two, re.M)
+
+
+@pytest.mark.netns
+def test_two_hosts_by_hand_made_tf_config(two_hosts):
+    """Each worker in a network namespace of its own, with an address of its own."""
+    with Workers(
+        EXAMPLES / "digits.py",
+        2,
+        args=["--epochs", "5"],
+        cluster=[two_hosts.address(0), two_hosts.address(1)],
+        prefix=two_hosts.prefix,
+        deadline=120,
+    ) as job:
+        outputs = [f.output for f in job.succeed()]
+    hashes = [re.search(r"weights (\w{16})$", o, re.M).group(1) for o in outputs]
+    assert hashes[0] == hashes[1]
+    assert accuracy(outputs[0]) > 0.85
+
+
+@pytest.mark.netns
+def test_other_hosts_need_a_secret(two_hosts):
+    script = """
+import json, kerasdist
+try:
+    kerasdist.RingStrategy(startup_timeout=20)
+except kerasdist.errors.ClusterError as error:
+    print("RESULT", json.dumps(str(error)), flush=True)
+else:
+    print("RESULT", json.dumps("trained"), flush=True)
+"""
+    for env, expected in [
+        ({"KERASDIST_SECRET": None}, "KERASDIST_INSECURE=1"),
+        ({"KERASDIST_SECRET": None, "KERASDIST_INSECURE": "1"}, "trained"),
+    ]:
+        with Workers(
+            script,
+            2,
+            env=env,
+            cluster=[two_hosts.address(0), two_hosts.address(1)],
+            prefix=two_hosts.prefix,
+            deadline=60,
+        ) as job:
+            for finished in job.succeed():
+                assert expected in finished.result
+
+
+def test_callbacks(tmp_path):
+    trace = tmp_path / "trace.json"
+    script = EXAMPLES / "callbacks.py"
+    with Workers(script, 2, args=[str(trace)], deadline=120) as job:
+        chief, _ = job.succeed()
+    assert re.search(
+        r"^kerasdist: learning rate 0\.1 x 2 .* = 0\.2, ", chief.output, re.M
+    )
+    assert re.search(r"^kerasdist: all 2 workers hold the state", chief.output, re.M)
+    (found,) = re.findall(r"^accuracy (\S+)$", chief.output, re.M)
+    assert float(found) > 0.85
+    events = json.loads(trace.read_text())["traceEvents"]
+    names = [e["args"]["name"] for e in events if e["name"] == "process_name"]
+    assert len(names) == len({event["pid"] for event in events}) == 2
+
+
+def test_two_stages_of_a_model_that_is_too_large_for_one_device():
+    output = run(str(EXAMPLES / "two_stage.py"), "--epochs", "2")
+
+    alone, _, two = output.partition("On two:")
+    assert "doesn't fit into the memory of 1 device" in alone
+    assert re.search(r"^CPU:0 +6 .* too much ", alone, re.M)
+    assert re.search(r"^  - 1 more device with 40 MB", alone, re.M)
+    assert re.search(r"^CPU:1 +4 ", two, re.M)
+    (weights,) = re.findall(r"^weights: (\d+) bytes$", two, re.M)
+    assert int(weights) > 40e6
+    assert re.search(r"^  digits/hidden +CPU:1 +\d+ +[1-9]", two, re.M)
+    assert accuracy(two) > 0.8
+
+
+def test_a_table_of_words_on_servers():
+    output = run(
+        *("-m", "kerasdist", "run", "-n", "2", "--ps", "2", "--output", "all"),
+        *(str(EXAMPLES / "embedding_ps.py"), "--epochs", "2"),
+    )
+    (table,) = re.findall(r"the table has (\d+) bytes$", output, re.M)
+    assert int(table) == 4 * 200_000 * 32
+    pattern = r"rank (\d) of 2: (\d+) steps, (\d+) bytes sent and (\d+) bytes received"
+    found = [list(map(int, each)) for each in re.findall(pattern, output)]
+    assert sorted(rank for rank, *_ in found) == [0, 1]
+    # 20,000 texts in batches of 64, 2 epochs.
+    assert sum(steps for _, steps, _, _ in found) == 2 * 313
+    for _, steps, sent, received in found:
+        # A step has 960 words at most, and this worker reads what others change too.
+        assert sent < 960 * (4 * 32 + 4) + 4000
+        assert received * steps < 2 * 313 * (960 * (4 * 32 + 4) + 4000)
+    assert accuracy(output) > 0.7
+
+
+def test_both_at_once():
+    hybrid = str(EXAMPLES / "hybrid.py")
+    out = run(
+        *("-m", "kerasdist", "run", "-n", "2", "--output", "all", hybrid),
+        *("--epochs", "3"),
+    )
+    assert len(set(re.findall(r"rank \d of 2: weights (\w{16})$", out, re.M))) == 1
+    assert re.search(r"^encoder_2 is on \S*/device:CPU:0$", out, re.M)
+    assert re.search(r"^classifier_1 is on \S*/device:CPU:1$", out, re.M)
+    assert accuracy(out) > 0.8

@@ -1,0 +1,165 @@
+"""What users' scripts and files depend on is what stands in `public_api.txt`.
+
+A change on purpose: `python tests/package/test_public_api.py` writes the file again,
+and the diff belongs into the commit and the changelog.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import inspect
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import kerasdist
+from kerasdist import callbacks, errors, layers
+from kerasdist.cli import plan
+from kerasdist.cli.doctor import command as doctor
+from kerasdist.cli.run import command as run
+from places import ROOT
+
+PAGE = Path(__file__).with_name("public_api.txt")
+LIBRARY = [
+    path for name in ("kerasdist", "callbacks") for path in (ROOT / name).rglob("*.py")
+]
+# What callbacks have for the library alone.
+CALLED_BY_US = {
+    "before_first_step",
+    "never_stops",
+    "on_all_ranks",
+    "on_failure",
+    "resumed_after",
+}
+
+
+def public_api() -> str:
+    parts = {
+        "Python": python_names(),
+        "Commands": commands(),
+        "Environment variables": environment_variables(),
+        "TensorBoard tags": tags(),
+        "Formats": formats(),
+    }
+    return "\n\n".join(
+        f"{title}\n{'-' * len(title)}\n" + "\n".join(lines)
+        for title, lines in parts.items()
+    )
+
+
+def python_names() -> Iterator[str]:
+    for module in (kerasdist, callbacks, errors, layers):
+        for name in sorted(module.__all__):
+            value = getattr(module, name)
+            path = f"{module.__name__}.{name}"
+            if inspect.isclass(value):
+                yield from _of_class(path, value)
+            elif callable(value):
+                yield f"{path}{_parameters(value)}"
+            else:
+                yield path
+
+
+def _of_class(path: str, owner: type) -> Iterator[str]:
+    # Bases that have no public name may change theirs.
+    direct = {base for one in owner.__mro__ if _ours(one) for base in one.__bases__}
+    bases = ", ".join(
+        base.__name__
+        for base in owner.__mro__
+        if base in direct - {object, owner}
+        and (base.__name__ in errors.__all__ or not _ours(base))
+    )
+    yield f"class {path}({bases}){_parameters(owner)}"
+    ours = [base for base in owner.__mro__ if _ours(base)]
+    for name in sorted({name for base in ours for name in vars(base)}):
+        if name.startswith("_") or name in CALLED_BY_US or hasattr(Exception, name):
+            continue
+        value = inspect.getattr_static(owner, name)
+        value = getattr(value, "__func__", value)
+        # What Keras or TensorFlow calls is theirs.
+        if any(name in vars(base) for base in owner.__mro__ if base not in ours):
+            continue
+        shown = "" if isinstance(value, property) else _parameters(value)
+        yield f"    {name}{shown}"
+
+
+def _ours(owner: type) -> bool:
+    return owner.__module__.startswith("kerasdist")
+
+
+def _parameters(value: Any) -> str:
+    """Names, kinds and defaults: annotations name modules, which may move."""
+    if not callable(value):
+        return ""
+    try:
+        signature = inspect.signature(value)
+    except ValueError:  # an exception without a constructor of its own
+        return "(*args)"
+    bare = [
+        parameter.replace(annotation=parameter.empty)
+        for parameter in signature.parameters.values()
+    ]
+    return str(signature.replace(parameters=bare, return_annotation=signature.empty))
+
+
+def commands() -> Iterator[str]:
+    parser = argparse.ArgumentParser()
+    made: Any = parser.add_subparsers()
+    for module in (run, doctor, plan):
+        module.add_parser(made)
+    for name, command in made.choices.items():
+        yield f"kerasdist {name}"
+        for action in command._actions:
+            given = ", ".join(action.option_strings) or action.dest
+            yield (
+                f"    {given} nargs={action.nargs} default={action.default!r} "
+                f"choices={action.choices and list(action.choices)}"
+            )
+
+
+def environment_variables() -> list[str]:
+    found = set()
+    for path in LIBRARY:
+        found |= set(re.findall(r"KERASDIST_[A-Z_]+", path.read_text("utf-8")))
+    return sorted(found)
+
+
+def tags() -> list[str]:
+    return sorted(
+        {
+            text
+            for path in LIBRARY
+            if "callbacks" in path.parts
+            for text in _strings(path)
+            if re.fullmatch(r"[a-z_]+/([a-z_]+|[a-z_]*[({.].*)", text)
+        }
+    )
+
+
+def formats() -> Iterator[str]:
+    """Versions and marks of what is sent and kept."""
+    for path in sorted(LIBRARY, key=lambda path: path.name):
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant):
+                for target in node.targets:
+                    name = getattr(target, "id", "")
+                    if re.fullmatch(r"_?(VERSION|MAGIC)", name):
+                        yield f"{name.strip('_')} {node.value.value!r}"
+
+
+def _strings(path: Path) -> Iterator[str]:
+    for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.value
+
+
+def test_what_is_public_stays_as_it_is():
+    assert public_api() + "\n" == PAGE.read_text("utf-8"), (
+        "If that's meant: python tests/package/test_public_api.py"
+    )
+
+
+if __name__ == "__main__":
+    PAGE.write_text(public_api() + "\n", encoding="utf-8")

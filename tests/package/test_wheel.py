@@ -1,0 +1,200 @@
+"""sdist and wheel hold what they should, and the wheel works by itself."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import kerasdist._version
+from places import ROOT
+from workers import python_env
+
+VERSION = kerasdist._version.__version__
+
+
+def run(*command, cwd, **env):
+    done = subprocess.run(
+        command,
+        cwd=cwd,
+        # Without PYTHONPATH: what is imported must be what was installed.
+        env={k: v for k, v in python_env(env).items() if k != "PYTHONPATH"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def tracked():
+    """The paths of the repository's files, as text."""
+    if not (ROOT / ".git").exists():
+        pytest.skip("needs a git checkout, to know what belongs to the repository")
+    # A checkout of somebody else's is refused by git unless told otherwise.
+    command = ["git", "-c", f"safe.directory={ROOT}", "ls-files", "-z"]
+    return [path for path in run(*command, cwd=ROOT).split("\0") if path]
+
+
+@pytest.fixture(scope="module")
+def source(tracked, tmp_path_factory):
+    """A copy of what is tracked, and of nothing else."""
+    folder = tmp_path_factory.mktemp("source")
+    for name in tracked:
+        if (ROOT / name).is_file():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, folder / name)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def dist(source, tmp_path_factory):
+    """The folder with the sdist, and the wheel that was built from it."""
+    folder = tmp_path_factory.mktemp("dist")
+    # No isolation: setuptools is installed with the test extra, and pinned.
+    build = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(folder)]
+    run(*build, "--sdist", cwd=source)
+    with tarfile.open(folder / f"kerasdist-{VERSION}.tar.gz") as archive:
+        unpacked = tmp_path_factory.mktemp("unpacked")
+        archive.extractall(unpacked, filter="data")
+    run(*build, "--wheel", cwd=unpacked / f"kerasdist-{VERSION}")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def wheel(dist):
+    return dist / f"kerasdist-{VERSION}-py3-none-any.whl"
+
+
+def install(folder, *what, cwd):
+    """Creates a virtual environment, installs into it, returns its bin folder.
+
+    TensorFlow and the rest come from the environment of the tests: a `.pth` file
+    names its folder. Editable installs of that environment don't come along,
+    because `.pth` files aren't read in a folder that a `.pth` file has added.
+    """
+    venv.create(folder, with_pip=False)
+    python = str(folder / "bin" / "python")
+    script = "import sysconfig; print(sysconfig.get_path('purelib'))"
+    site = Path(run(python, "-c", script, cwd=folder).strip())
+    paths = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
+    (site / "tests.pth").write_text("\n".join(sorted(paths)) + "\n")
+    run(
+        *(sys.executable, "-m", "pip", "--python", python, "install", "--quiet"),
+        # Also where the tests' environment has kerasdist already.
+        *("--ignore-installed", "--no-deps", "--no-index", "--no-build-isolation"),
+        *what,
+        cwd=cwd,
+    )
+    return folder / "bin"
+
+
+@pytest.fixture(scope="module")
+def installed(wheel, tmp_path_factory):
+    """The bin folder of a virtual environment with the wheel in it."""
+    folder = tmp_path_factory.mktemp("venv")
+    return install(folder, str(wheel), cwd=folder)
+
+
+def test_the_wheel_holds_the_packages_and_nothing_else(wheel, tracked):
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+    info = f"kerasdist-{VERSION}.dist-info"
+
+    assert {name.partition("/")[0] for name in names} == {"kerasdist", info}
+    assert any(name.endswith("/LICENSE") for name in names if name.startswith(info))
+    expected = {path for path in tracked if path.startswith("kerasdist/")}
+    expected |= {
+        f"kerasdist/{path}" for path in tracked if path.startswith("callbacks/")
+    }
+    assert {name for name in names if not name.startswith(info)} == {
+        path for path in expected if path.endswith((".py", "/py.typed"))
+    }
+    assert "kerasdist/py.typed" in names
+    assert "kerasdist/callbacks/__init__.py" in names
+
+
+def test_the_metadata_is_complete(wheel):
+    with zipfile.ZipFile(wheel) as archive:
+        text = archive.read(f"kerasdist-{VERSION}.dist-info/METADATA").decode()
+    headers, _, description = text.partition("\n\n")
+
+    for line in [
+        "Name: kerasdist",
+        f"Version: {VERSION}",
+        "Requires-Python: >=3.10",
+        "Requires-Dist: tensorflow>=2.18",
+        "Requires-Dist: keras>=3.14",
+        "Provides-Extra: demo",
+        "Provides-Extra: test",
+        "Description-Content-Type: text/markdown",
+    ]:
+        assert line in headers.splitlines()
+    assert re.search(r"^License(-Expression)?: Apache-2\.0$", headers, re.MULTILINE)
+    assert description.strip() == (ROOT / "README.md").read_text().strip()
+
+
+def test_the_sdist_holds_the_documents(dist):
+    with tarfile.open(dist / f"kerasdist-{VERSION}.tar.gz") as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+
+    assert names >= {
+        "CHANGELOG.md",
+        "CONTRIBUTING.md",
+        "LICENSE",
+        "README.md",
+        "callbacks/__init__.py",
+        "pyproject.toml",
+        "setup.py",
+    }
+
+
+def test_the_installed_wheel_is_imported_and_runs(installed, tmp_path):
+    script = """if True:
+        import kerasdist, kerasdist.callbacks, pathlib, sys
+        for module in (kerasdist, kerasdist.callbacks):
+            path = pathlib.Path(module.__file__)
+            assert path.is_relative_to(sys.prefix), path
+        assert sys.prefix != sys.base_prefix
+        strategy = kerasdist.RingStrategy
+        print(kerasdist.__version__, strategy.__name__)
+    """
+    python = str(installed / "python")
+    assert run(python, "-c", script, cwd=tmp_path).split() == [VERSION, "RingStrategy"]
+    assert "usage: kerasdist" in run(
+        str(installed / "kerasdist"), "--help", cwd=tmp_path
+    )
+
+
+def test_an_editable_install_finds_the_callbacks(source, tmp_path):
+    folder = install(tmp_path / "venv", "--editable", ".", cwd=source)
+    script = "import kerasdist.callbacks; print(kerasdist.callbacks.__file__)"
+    found = run(str(folder / "python"), "-c", script, cwd=tmp_path).strip()
+    assert Path(found).samefile(source / "callbacks" / "__init__.py")
+
+
+def test_a_checkouts_folder_finds_the_callbacks_after_a_plain_install(
+    installed, source
+):
+    # `python -c` in a checkout's folder imports the checkout, which has no
+    # kerasdist/callbacks.
+    script = "import kerasdist.callbacks; print(kerasdist.callbacks.__file__)"
+    found = run(str(installed / "python"), "-c", script, cwd=source).strip()
+    assert Path(found).samefile(source / "callbacks" / "__init__.py")
+
+
+def test_the_newest_entry_of_the_changelog_is_this_version():
+    text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    newest = re.search(r"^## \[([^\]]+)\]", text, re.MULTILINE)
+    assert newest is not None
+    assert newest.group(1) == VERSION

@@ -1,0 +1,354 @@
+"""`transport="native"`: TensorFlow's own collectives, in real processes.
+
+A process can be a worker of only one native cluster and can't leave it, so nothing
+of this runs inside the test's own process.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import signal
+
+import pytest
+
+from kerasdist.cluster import Cluster
+from kerasdist.collectives import connect
+from places import SUPPORT
+from transports import ALL_TRANSPORTS
+from workers import Workers
+
+pytestmark = pytest.mark.timeout(300)
+
+
+CONTRACT = f"""
+import os, sys
+sys.path.insert(0, {str(SUPPORT)!r})
+del os.environ["KERASDIST_SECRET"]  # the tests do so too, but later
+import numpy as np
+from kerasdist import RingStrategy
+from kerasdist.cluster import resolve
+from kerasdist.collectives import connect
+from process_group import run_contract
+
+place = resolve()
+side = connect(place, transport="tcp")
+strategies = []  # one that is forgotten is closed
+
+def exchange(data):
+    parts = side.communicator.all_gather(np.frombuffer(data, np.uint8))
+    return [part.tobytes() for part in parts]
+
+def make_job():
+    # The contract's tests take variables of a surrounding job away.
+    os.environ["KERASDIST_ALLOW_OPEN_SERVERS"] = "1"
+    strategies.append(RingStrategy(cluster=place, transport="native"))
+    return strategies[-1]._job
+
+run_contract("native", place.size, make_job, exchange)
+"""
+
+LOOP = """
+import signal, sys, time
+import numpy as np
+import keras
+import kerasdist
+
+strategy = kerasdist.RingStrategy(
+    transport="native",
+    timeout=float(sys.argv[1]),
+    heartbeat_timeout=float(sys.argv[2]),
+)
+with strategy.scope():
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(300)])
+    model.compile("sgd", "mse")
+
+class Say(keras.callbacks.Callback):
+    def on_train_batch_end(self, batch, logs=None):
+        if batch == 20:
+            print("TRAINING", flush=True)
+        if batch > 20 and {sleeper} and strategy.rank == 1:
+            time.sleep(170)
+
+x = np.zeros((100_000, 4), "float32")
+try:
+    model.fit(
+        x, np.zeros((100_000, 300), "float32"), batch_size=4, verbose=0,
+        callbacks=[Say()],
+    )
+except kerasdist.errors.CollectiveError as error:
+    said = f"RAISED {type(error).__name__} {error}".replace("\\n", " ")
+    print(said + chr(10), end="", flush=True)  # one write
+    raise SystemExit(7)
+"""
+
+
+@pytest.mark.parametrize(
+    "size", [2, 3, *(pytest.param(size, marks=pytest.mark.soak) for size in (4, 5))]
+)
+def test_contract_of_communicators(size):
+    with Workers(CONTRACT, size, deadline=250) as job:
+        job.succeed()
+
+
+def test_it_needs_the_users_word_and_listens_at_the_tasks_address_only():
+    """A stranger who reached the port on another address read and wrote all files."""
+    script = """
+import json, os, socket
+from kerasdist import RingStrategy, errors
+from kerasdist.strategies.native.server import _Server
+
+word = os.environ.pop("KERASDIST_ALLOW_OPEN_SERVERS")
+try:
+    RingStrategy(transport="native")
+except errors.ClusterError as error:
+    found = [str(error)]
+os.environ["KERASDIST_ALLOW_OPEN_SERVERS"] = word
+strategy = RingStrategy(transport="native")
+port = int(_Server.address.rpartition(":")[2])
+for ip in ("127.0.0.1", "127.0.0.2", "::1"):
+    try:
+        socket.create_connection((ip, port), timeout=1).close()
+        found.append(ip)
+    except OSError as error:
+        found.append(type(error).__name__)
+strategy.communicator.barrier()
+print("RESULT", json.dumps(found))
+"""
+    with Workers(script, 2, deadline=120) as job:
+        for worker in job.succeed():
+            text, *reached = worker.result
+            assert text.startswith("transport='native' makes TensorFlow open a port on")
+            assert reached == ["127.0.0.1", "TimeoutError", "TimeoutError"]
+
+
+def train(size, *args):
+    with Workers(
+        ALL_TRANSPORTS, size, args=[str(arg) for arg in args], deadline=120
+    ) as job:
+        results = [worker.result for worker in job.succeed()]
+    assert all(result["equal"] for result in results)
+    for result in results[1:]:
+        assert result["outputs"] == results[0]["outputs"]
+        assert result["loss"] == results[0]["loss"]
+    return results[0]
+
+
+@functools.cache
+def reference():
+    """The same for any number of workers and devices, but for rounding."""
+    return train(2, "tcp", 1, "graph")
+
+
+@pytest.mark.parametrize(
+    ("size", "devices", "mode"),
+    [(2, 1, "graph"), (3, 1, "graph"), (2, 2, "graph"), (2, 1, "eager")],
+)
+def test_training_gives_the_numbers_of_the_other_transports(size, devices, mode):
+    native = train(size, "native", devices, mode)
+    other = reference()
+
+    for name in ("weights", "loss", "evaluated"):
+        assert native[name] == pytest.approx(other[name], rel=1e-4, abs=1e-6)
+    for mine, theirs in zip(native["outputs"], other["outputs"], strict=True):
+        assert mine == pytest.approx(theirs, rel=1e-4, abs=1e-6)
+    if devices == 1:
+        assert native["step"] == other["step"] == 8
+
+
+def test_one_worker_needs_no_server():
+    script = """
+    import socket, kerasdist, tensorflow as tf
+    strategy = kerasdist.RingStrategy(transport="native")
+    assert strategy.size == 1
+    assert strategy.communicator.all_reduce([2.0])[0] == 2
+    assert "worker" not in tf.config.list_logical_devices()[0].name
+    print("RESULT true")
+    """
+    with Workers(script, 1, env={"TF_CONFIG": None}) as job:
+        assert job.succeed()[0].result
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_worker_that_is_gone_is_named_on_every_survivor(rank, signum):
+    script = LOOP.replace("{sleeper}", "False")
+    # A killed one is noticed by its connections, not by its silence.
+    args = ["60", "30" if signum == signal.SIGKILL else "3"]
+    with Workers(script, 3, args=args, deadline=150) as job:
+        for worker in range(3):
+            job.wait_for_line(worker, "TRAINING")
+        job.kill(rank, signum)
+        survivors = [
+            job.wait_one(survivor) for survivor in range(3) if survivor != rank
+        ]
+
+        for survivor in survivors:
+            line = re.search(r"^RAISED .*$", survivor.output, re.MULTILINE)
+            assert line, survivor.output
+            assert re.match(
+                rf"^RAISED WorkerLost Rank {rank} \(127\.0\.0\.1:\d+\) was lost at "
+                r"step [1-9]\d*: ",
+                line[0],
+            ), line[0]
+            assert survivor.returncode == 7
+
+
+def test_a_worker_that_comes_too_late_is_named():
+    script = LOOP.replace("{sleeper}", "True")
+    with Workers(script, 2, args=["8", "30"], deadline=150) as job:
+        waiting = job.wait_one(0)
+        assert re.search(
+            r"^RAISED CollectiveTimeout rank 1 \(127\.0\.0\.1:\d+\) didn't come to "
+            r"#\d+ all_reduce\(op='(?:sum|max)', dtype=\w+, elements=\d+\) in time; "
+            r"rank 0 \(127\.0\.0\.1:\d+\) waited at step \d+\.",
+            waiting.output,
+            re.MULTILINE,
+        ), waiting.output
+
+
+def test_graphs_that_differ_are_a_mismatch_on_every_rank():
+    script = """
+    import numpy as np, tensorflow as tf
+    import kerasdist
+    strategy = kerasdist.RingStrategy(transport="native", timeout=60)
+    ops = strategy.extended.ops
+    reduce = tf.function(lambda x: ops.all_reduce([x])[0])
+    assert reduce(tf.ones(3)).numpy().tolist() == [2, 2, 2]
+    try:
+        reduce(tf.ones(4 + strategy.rank))
+    except tf.errors.OpError as error:
+        failure = ops.failure(error)
+        assert strategy.communicator.failure is not None
+        assert isinstance(failure, kerasdist.errors.CollectiveMismatch), failure
+        assert "Shape mismatch" in str(failure), failure
+        print("RESULT true")
+    try:
+        strategy.communicator.barrier()
+    except kerasdist.errors.CollectiveMismatch:
+        print("RESULT true")
+    """
+    with Workers(script, 2, deadline=120) as job:
+        for worker in job.succeed():
+            assert worker.results == [True, True]
+
+
+def test_tensors_of_every_dtype_in_graphs_and_eagerly():
+    script = """
+    import numpy as np, tensorflow as tf
+    import kerasdist
+    strategy = kerasdist.RingStrategy(transport="native", timeout=60)
+    ops, rank, size = strategy.extended.ops, strategy.rank, strategy.size
+    names = ["bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32",
+             "uint64", "float16", "bfloat16", "float32", "float64", "complex64",
+             "complex128"]
+    for number, name in enumerate(names):
+        mine = tf.cast(tf.reshape(tf.range(6 * rank), [2 * rank, 3]) + rank, name)
+        every = tf.concat([
+            tf.cast(tf.reshape(tf.range(6 * r), [2 * r, 3]) + r, name)
+            for r in range(size)
+        ], 0)
+        values = [
+            tf.cast(tf.fill(shape, rank + 1), name)
+            for shape in ([], [2, 3], [0], [4, 0])
+        ]
+        def collect(mine, *values):
+            gathered = ops.all_gather(mine), ops.all_gather(tf.transpose(mine), 1)
+            given = [ops.broadcast(value) for value in values]
+            sums = [] if name == "bool" else [ops.all_reduce([v])[0] for v in values]
+            return gathered, given, sums
+        # All in one graph: making one for each would take most of the time. Every
+        # other type in a graph: what is done to a type is the same there.
+        for run in (collect, tf.function(collect))[: 1 + number % 2]:
+            (gathered, turned), given, sums = run(mine, *values)
+            assert gathered.dtype == mine.dtype
+            assert (gathered.numpy() == every.numpy()).all(), name
+            assert (turned.numpy() == tf.transpose(every).numpy()).all(), name
+            for value, got in zip(values, given, strict=True):
+                assert got.dtype == value.dtype and got.shape == value.shape
+                assert (got.numpy() == tf.cast(1, name).numpy()).all(), name
+            expected = tf.cast(size * (size + 1) // 2, name).numpy()
+            assert len(sums) == (0 if name == "bool" else len(values))
+            for value, total in zip(values, sums):
+                assert total.dtype == value.dtype and total.shape == value.shape
+                assert (total.numpy() == expected).all(), name
+    text = tf.constant("here")
+    assert ops.broadcast(text) is text
+    # Nobody has any row.
+    assert ops.all_gather(tf.zeros([0, 2])).shape == (0, 2)
+    # A collective inside of a loop and of a condition.
+    @tf.function
+    def loop(x):
+        for _ in tf.range(5):
+            x = tf.cond(tf.reduce_sum(x) > 0, lambda: ops.all_reduce([x])[0], lambda: x)
+        return x
+    assert loop(tf.ones(2)).numpy().tolist() == [float(size) ** 5] * 2
+    print("RESULT true")
+    """
+    with Workers(script, 3, deadline=120) as job:
+        for worker in job.succeed():
+            assert worker.result
+
+
+def test_strategies_in_one_process_do_not_disturb_each_other():
+    script = """
+    import kerasdist, logging, tensorflow as tf
+    first = kerasdist.RingStrategy(transport="native")
+    second = kerasdist.RingStrategy(transport="native")
+    ranks = [first.rank, second.rank]
+    assert second.communicator.all_reduce([1])[0] == 2
+    assert first.extended.ops.all_reduce([tf.ones(2)])[0].numpy().tolist() == [2, 2]
+    first.close()
+    first.close()
+    assert second.extended.ops.all_reduce([tf.ones(2)])[0].numpy().tolist() == [2, 2]
+    third = kerasdist.RingStrategy(transport="native")
+    assert third.communicator.all_gather(third.rank)[1] == 1
+    second.communicator.barrier()
+    print("RESULT true")
+    """
+    with Workers(script, 2, deadline=120) as job:
+        for worker in job.succeed():
+            assert worker.result
+            assert "was used before" not in worker.output
+
+
+def test_another_place_in_the_same_process_is_refused():
+    script = """
+    import json, os
+    import kerasdist
+    first = kerasdist.RingStrategy(transport="native")
+    config = json.loads(os.environ["TF_CONFIG"])
+    config["cluster"]["worker"].reverse()
+    config["task"]["index"] = 1 - config["task"]["index"]
+    try:
+        kerasdist.RingStrategy(cluster=config, transport="native")
+    except kerasdist.errors.ClusterError as error:
+        assert str(error).startswith(
+            "A process can be a worker of only one cluster with transport='native'"
+        ), error
+        print("RESULT true")
+    assert first.communicator.all_reduce([1])[0] == 2
+    """
+    with Workers(script, 2, deadline=120) as job:
+        for worker in job.succeed():
+            assert worker.result
+
+
+def test_a_script_that_used_tensorflow_before_is_warned():
+    script = """
+    import tensorflow as tf
+    tf.constant(1)
+    import kerasdist
+    kerasdist.RingStrategy(transport="native")
+    """
+    with Workers(script, 2, deadline=120) as job:
+        for worker in job.succeed():
+            assert "TensorFlow was used before transport='native'" in worker.output
+
+
+def test_connect_alone_cannot_do_it():
+    alone = Cluster(rank=0, size=1)
+    with pytest.raises(
+        ValueError, match=r"^TensorFlow's collectives come with a strategy\. Received:"
+    ):
+        connect(alone, transport="native")

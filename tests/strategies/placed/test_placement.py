@@ -1,0 +1,129 @@
+"""Placed models are where they belong, and compute what they compute unplaced.
+
+Where operations were is what the runtime's metadata say, see `placement_zoo`.
+"""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from devices import begin
+
+from placement_zoo import COUNTS, ZOO
+from places import SCRIPTS_PATH
+from workers import Workers
+
+pytestmark = pytest.mark.timeout(300)
+PARTS = 2
+
+SCRIPT = (
+    begin(3)
+    + """
+sys.path[:0] = os.environ["TESTS"].split(os.pathsep)
+import placement_zoo as zoo
+
+def place(kind, count, gradients=True):
+    devices = [f"CPU:{i}" for i in range(count)]
+    strategy = kerasdist.ModelParallelStrategy(
+        zoo.placement(kind, devices), devices=devices
+    )
+    strategy.extended.places_gradients = gradients
+    def stage(index):
+        return strategy.stage(devices[min(index, count - 1)])
+    with zoo.run_metadata() as graphs:
+        found = zoo.numbers(kind, strategy.scope, stage)
+    return devices, graphs, found
+
+counts = json.loads(os.environ["COUNTS"])
+part, parts = int(os.environ["PART"]), int(os.environ["PARTS"])
+# Pairs, so that none has all of one number of devices.
+for name in [n for i, n in enumerate(counts) if i // 2 % parts == part]:
+    kind = zoo.ZOO[name]
+    plain = zoo.plain_numbers(name, os.environ["PLAIN"])
+    devices, graphs, found = place(kind, counts[name])
+    model = found.pop("model")
+    backward, wrong = zoo.misplaced(graphs, devices)
+    differ = [
+        f"{mine} {np.max(np.abs(found[mine] - plain[theirs]))}"
+        for mine, theirs in zip(found, plain, strict=True)
+        if not (
+            np.array_equal(found[mine], plain[theirs])
+            if kind.exact
+            else np.allclose(found[mine], plain[theirs], rtol=1e-5, atol=1e-6)
+        )
+    ]
+    print("RESULT", json.dumps({
+        "name": name,
+        "count": counts[name],
+        "backward": backward,
+        "misplaced": wrong[:10],
+        "variables": zoo.misplaced_variables(model, devices)[:10],
+        "moved": zoo.moved_into_updates(graphs)[:10],
+        "differ": differ[:10],
+    }), flush=True)
+if part == 0:
+    devices, graphs, _ = place(zoo.ZOO["everything"], 3, gradients=False)
+    print("RESULT", json.dumps(zoo.misplaced(graphs, devices)[1]))
+"""
+)
+
+
+def run(counts, plain_folder):
+    """What each process found: of each kind on so many devices, then without 5."""
+
+    def environment(rank):
+        return {
+            "TESTS": SCRIPTS_PATH,
+            "PLAIN": str(plain_folder),
+            "PART": str(rank),
+            "PARTS": str(PARTS),
+            "COUNTS": json.dumps(counts),
+            "TF_CONFIG": None,
+        }
+
+    with Workers(SCRIPT, PARTS, env=environment, deadline=280, handover=False) as job:
+        return [worker.results for worker in job.succeed()]
+
+
+def check(results, name, count):
+    found = [
+        result
+        for part in results
+        for result in part
+        if isinstance(result, dict) and result["name"] == name
+    ]
+    assert len(found) == 1
+    assert found[0].pop("backward") > 0
+    assert found[0] == {
+        "name": name,
+        "count": count,
+        "misplaced": [],
+        "variables": [],
+        "moved": [],
+        "differ": [],
+    }
+
+
+@pytest.fixture(scope="module")
+def results(plain_folder):
+    return run(COUNTS, plain_folder)
+
+
+@pytest.mark.parametrize("name", list(ZOO))
+def test_a_model_is_where_it_belongs_and_its_numbers_are_the_same(results, name):
+    check(results, name, COUNTS[name])
+
+
+@pytest.mark.soak
+def test_so_they_are_on_the_other_number_of_devices(plain_folder):
+    others = {name: 5 - count for name, count in COUNTS.items()}
+    found = run(others, plain_folder)
+    for name, count in others.items():
+        check(found, name, count)
+
+
+def test_it_is_seen_if_the_backward_pass_stays_on_one_device(results):
+    wrong = results[0][-1]
+    assert wrong
+    assert all("gradient_tape/" in operation for operation in wrong)

@@ -1,0 +1,299 @@
+"""Layers on other workers' devices, in real processes; and what is lost with them."""
+
+from __future__ import annotations
+
+import json
+import signal
+import textwrap
+
+import pytest
+from devices import CLASSIFIER, begin
+
+from board import Board, series
+from board import text as text_of
+from kerasdist.strategies.placed.remote import named_in
+from workers import Workers
+
+PRELUDE = (
+    begin(2)
+    + CLASSIFIER
+    + """
+from kerasdist.strategies.placed.extended import remote
+
+rank = json.loads(os.environ["TF_CONFIG"])["task"]["index"]
+ONE, TWO = "/job:worker/task:1/CPU:1", "/job:worker/task:{}/device:CPU:0"
+
+def place(first="CPU:0", last=1, **options):
+    return kerasdist.ModelParallelStrategy(
+        {"one": ONE, "two": TWO.format(last)},
+        devices=[first, ONE, TWO.format(last)],
+        **{"heartbeat_timeout": 2, "startup_timeout": 30, **options},
+    )
+
+def build():
+    keras.utils.set_random_seed(1)
+    return compiled(keras.Sequential([
+        keras.layers.Dense(16, activation="relu", name="one"),
+        keras.layers.Dropout(0.2),
+        keras.layers.BatchNormalization(name="two"),
+        keras.layers.Dense(3, name="three"),
+    ]))
+
+class Say(keras.callbacks.Callback):
+    steps = 0
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.steps += 1
+        if batch == 2:
+            print("TRAINING", flush=True)
+"""
+)
+
+
+def script(text: str) -> str:
+    return PRELUDE + textwrap.dedent(text)
+
+
+def test_layers_on_other_workers_train_as_they_do_in_one_process(tmp_path):
+    # gRPC would take the proxy to 127.0.0.1, too, and wait for ever: nobody is there.
+    proxies = dict.fromkeys(["http_proxy", "https_proxy"], "http://127.0.0.1:9")
+    job = Workers(
+        script("""
+        found = []
+        for first in ("CPU:0", "/job:worker/task:2/CPU:1"):
+            placed = place(first, last=2)
+            with placed.scope():
+                model = build()
+            found.append(numbers(model))
+        devices = {
+            variable.path: variable.value.device.removeprefix("/job:worker/replica:0")
+            for variable in [*model.variables, *model.optimizer.variables]
+        }
+        path = os.path.join(sys.argv[1], "model.keras")
+        model.save(path)
+        loaded = keras.models.load_model(path)
+        alone = build()
+        print("RESULT", json.dumps({
+            "placed": found,
+            "alone": numbers(alone),
+            "predicted": PREDICTED,
+            "loaded": np.asarray(loaded.predict(x, verbose=0)).tolist(),
+            "devices": devices,
+            "all": list(placed.devices),
+            "ran": {
+                place.layer: [place.device[-20:], place.forward > 0, place.backward > 0]
+                for place in placed.placement_report().steps["train"].layers
+                if place.layer.startswith("sequential")
+            },
+        }), flush=True)
+        model.fit(x, y, batch_size=16, verbose=0, callbacks=[
+            kerasdist.callbacks.Timeline(sys.argv[1] + "/trace.json", steps=(1, 3))])
+        """),
+        3,
+        args=[str(tmp_path)],
+        env=proxies,
+    )
+    with job:
+        chief, *others = job.succeed()
+    assert [other.results for other in others] == [[], []]  # they only serve
+    found = chief.result
+
+    assert found["placed"] == [found["alone"]] * 2
+    assert found["loaded"] == found["alone"][found["predicted"]]
+    assert found["all"] == [
+        "/job:worker/replica:0/task:2/device:CPU:1",
+        "/job:worker/replica:0/task:1/device:CPU:1",
+        "/job:worker/replica:0/task:2/device:CPU:0",
+    ]
+    assert found["ran"]["sequential_1/one"] == ["/task:1/device:CPU:1", True, True]
+    assert found["ran"]["sequential_1/two"] == ["/task:2/device:CPU:0", True, True]
+    assert found["ran"]["sequential_1/three"] == ["/task:2/device:CPU:1", True, True]
+    one, two, rest = (
+        {device for name, device in found["devices"].items() if part in name}
+        for part in ("one", "two", "three")
+    )
+    assert one == {"/task:1/device:CPU:1"}
+    assert two == {"/task:2/device:CPU:0"}
+    assert rest == {"/task:2/device:CPU:1"}
+
+    # A timeline has their stages, on the chief's clock.
+    trace = json.loads((tmp_path / "trace.json").read_text())
+    error = trace["otherData"]["clock_error_us"]["0"]
+    assert 0 < error < 20_000
+    spans = [e for e in trace["traceEvents"] if e["ph"] == "X"]
+    steps = [e for e in spans if e["name"].startswith("step ")]
+    assert [step["name"] for step in steps] == ["step 1", "step 2"]
+    for stage in range(3):
+        lane = [e for e in spans if e["tid"] == 1501 + stage]
+        for step in steps:
+            begin, end = step["ts"] - error, step["ts"] + step["dur"] + error
+            assert any(begin < e["ts"] <= e["ts"] + e["dur"] < end for e in lane)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=str)
+def test_a_lost_worker_is_named_in_time(number, tmp_path):
+    text = """
+    board = kerasdist.callbacks.ScalingTensorBoard(
+        sys.argv[1], update_freq=2, verbose=0)
+    placed = place(last=2)
+    with placed.scope():
+        model = build()
+    say = Say()
+    # Of unknown length: each epoch ends with a call that finds no data.
+    data = tf.data.Dataset.from_tensor_slices((x, y)).batch(16).filter(
+        lambda x, y: True)
+    try:
+        model.fit(data, epochs=10_000, verbose=0, callbacks=[say, board])
+    except kerasdist.WorkerLost as error:
+        begun = time.monotonic()
+        try:
+            model.get_weights()
+        except tf.errors.OpError:
+            found = [error.rank, str(error), error.step - say.steps, say.steps]
+            print("RESULT", json.dumps(found), flush=True)
+        placed.close()
+    """
+    with Workers(script(text), 3, args=[str(tmp_path)]) as job:
+        job.wait_for_line(0, "TRAINING")
+        job.kill(2, number)
+        chief = job.wait_one(0, 15)
+        other = job.wait_one(1, 15)
+        assert job.is_running(2) == (number == signal.SIGSTOP)
+    assert chief.returncode == 0
+    lost, message, ahead, steps = chief.result
+    assert lost == 2
+    # In the midst of a step, or between two.
+    assert ahead in (0, 1)
+    assert steps >= 3
+    begin = f"Rank 2 ({job.addresses[2]}) was lost at step {steps + ahead}: "
+    assert message.startswith(begin)
+    assert other.returncode == 1
+    assert f"WorkerLost: {begin}" in other.output
+    # That's an event. Until then stages of all three were measured.
+    board = Board(tmp_path / "scaling")
+    assert f"`fit` ended with WorkerLost: {begin}" in "\n".join(
+        text_of(board, "events")
+    )
+    for stage in range(3):
+        shares = series(board, f"idle_percent/stage_{stage}")
+        assert shares
+        assert all(0 < share < 100 for _, share in shares)
+
+
+def test_workers_end_when_the_chief_is_lost():
+    text = """
+    placed = place()
+    with placed.scope():
+        model = build()
+    model.fit(x, y, batch_size=16, epochs=10_000, verbose=0, callbacks=[Say()])
+    """
+    with Workers(script(text), 2) as job:
+        job.wait_for_line(0, "TRAINING")
+        job.kill(0)
+        other = job.wait_one(1, 15)
+    assert other.returncode == 1
+    assert "WorkerLost: Rank 0" in other.output
+
+
+def test_a_start_that_fails_says_who_is_missing_and_why(tmp_path):
+    """TensorFlow alone would wait for ever, and say nothing."""
+    text = """
+    found = []
+    real_serve = remote.remote.serve_devices
+    real_drive = remote.remote.drive_devices
+
+    # 1. A worker whose server can't be reached.
+    def elsewhere(*arguments):
+        server, port = real_serve(*arguments)
+        return server, 1
+    remote.remote.serve_devices = elsewhere
+    try:
+        place()
+    except kerasdist.errors.StartupError as error:
+        found.append([error.missing, str(error)])
+
+    # 2. A worker that is lost while TensorFlow connects.
+    remote.remote.serve_devices = real_serve
+    with open(os.path.join(sys.argv[1], str(rank)), "w") as file:
+        file.write(str(os.getpid()))
+    def lose(*arguments):
+        with open(os.path.join(sys.argv[1], "1")) as file:
+            os.kill(int(file.read()), signal.SIGKILL)
+        real_drive(*arguments)
+    if rank == 0:
+        remote.remote.drive_devices = lose
+    try:
+        place()
+    except kerasdist.WorkerLost as error:
+        found.append([error.rank, str(error)])
+    print("RESULT", json.dumps(found), flush=True)
+    """
+    with Workers(script(text), 2, args=[str(tmp_path)]) as job:
+        chief, other = job.wait(40)
+    assert other.returncode == -signal.SIGKILL
+    assert chief.returncode == 0
+    (missing, unreachable), (lost, _) = chief.result
+    assert missing.keys() == {"1"}
+    assert "from rank 0: connection refused" in missing["1"]
+    assert "does a firewall or a network policy allow" in unreachable
+    assert lost == 1
+
+
+def test_what_it_refuses_before_it_waits():
+    text = """
+    found = []
+    addresses = {"worker": ["127.0.0.1:1", "127.0.0.1:2"], "ps": ["127.0.0.1:3"]}
+    for cluster, task in [
+        (addresses, {"type": "ps", "index": 0}),
+        ({"worker": ["10.0.0.1:1", "10.0.0.2:1"]}, {"type": "worker", "index": 0}),
+        ({"worker": ["127.0.0.1:1"]}, {"type": "worker", "index": 3}),
+        ({"worker": addresses["worker"]}, {"type": "worker", "index": 0}),
+    ]:
+        if task["index"] == 0 and found[1:]:
+            del os.environ["KERASDIST_ALLOW_OPEN_SERVERS"]
+        try:
+            place(cluster={"cluster": cluster, "task": task})
+        except kerasdist.errors.ClusterError as error:
+            found.append(str(error))
+    print("RESULT", json.dumps(found))
+    """
+    env = {"KERASDIST_SECRET": None}
+    with Workers(script(text), 1, env=env) as job:
+        server, secret, task, word = job.succeed()[0].result
+    assert server.startswith("ModelParallelStrategy has no parameter servers.")
+    assert secret.startswith("This job has no secret")
+    assert "can't be used" in task
+    assert word.startswith(
+        "ModelParallelStrategy on several workers makes TensorFlow op"
+    )
+    assert "run what they like as you. Received: KERASDIST_ALLOW_OPEN_SERVERS=N" in word
+
+
+@pytest.mark.soak
+@pytest.mark.netns
+def test_devices_of_another_host(two_hosts):
+    text = """
+    placed = place(TWO.format(0))
+    with placed.scope():
+        model = build()
+    numbers(model)
+    print("RESULT", json.dumps([v.value.device[-20:] for v in model.variables[:2]]))
+    """
+    with Workers(
+        script(text),
+        2,
+        cluster=[two_hosts.address(0), two_hosts.address(1)],
+        prefix=two_hosts.prefix,
+    ) as job:
+        chief, other = job.succeed()
+    assert chief.result == ["/task:1/device:CPU:1"] * 2
+    assert other.results == []
+
+
+def test_the_twelfth_task_is_not_taken_for_the_first():
+    names = [f"/job:worker/replica:0/task:{task}" for task in range(14)]
+    servers = [f"10.0.0.9:{port}" for port in (1, 123, *range(1230, 1242))]
+    for rank in range(1, 14):
+        assert named_in(f"{names[rank]}/device:CPU:0 is gone", names, servers) == rank
+        assert named_in(f"ipv4:{servers[rank]}: refused", names, servers) == rank
+    assert named_in("/job:worker/replica:0/task:0 is gone", names, servers) is None

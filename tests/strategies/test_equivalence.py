@@ -1,0 +1,217 @@
+"""N workers equal one process: the numeric contract.
+
+Each layout (workers x devices, with parameter servers or without) runs cases of `cases`
+in one job, or two; the numbers of one plain process are the reference. On all ranks the
+numbers must be the same bits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+import re
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from cases import CASES
+from places import ROOT, SCRIPTS_PATH
+from workers import Workers
+
+RUN = """
+import contextlib, hashlib, json, os, pickle, sys
+sys.path[:0] = os.environ["TESTS"].split(os.pathsep)
+import tensorflow as tf
+devices = int(os.environ.get("DEVICES", "1"))
+if devices > 1:
+    tf.config.set_logical_device_configuration(
+        tf.config.list_physical_devices("CPU")[0],
+        [tf.config.LogicalDeviceConfiguration()] * devices,
+    )
+import numpy as np
+import keras
+from cases import CASES
+if os.environ.get("PLAIN"):
+    rank, scope = 0, contextlib.nullcontext
+else:
+    import kerasdist
+    options = {}
+    if os.environ.get("PLACED"):
+        # Of layers that are named by Keras, each second one.
+        options = {
+            "placement": {r".*_\\d*[13579]": "CPU:1", ".*": "CPU:0"},
+            "micro_batches": int(os.environ["PLACED"]),
+        }
+    strategy = getattr(kerasdist, os.environ["STRATEGY"])(
+        devices=[f"CPU:{i}" for i in range(devices)], timeout=100, **options
+    )
+    rank, scope = strategy.rank, strategy.scope
+collected = {}
+for name in sys.argv[2:] or CASES:
+    try:
+        numbers = {k: np.asarray(v) for k, v in CASES[name](scope).items()}
+    except Exception as error:
+        import traceback
+        traceback.print_exc()
+        print("RESULT", json.dumps([name, repr(error)]), flush=True)
+        sys.exit(1)
+    keras.backend.clear_session()
+    digest = hashlib.sha256()
+    for key in sorted(numbers):
+        digest.update(key.encode() + numbers[key].tobytes())
+    print("RESULT", json.dumps([name, digest.hexdigest()]), flush=True)
+    collected[name] = numbers
+if rank == 0:
+    with open(sys.argv[1], "wb") as file:
+        pickle.dump(collected, file)
+"""
+Numbers = dict[str, dict[str, np.ndarray]]
+pytestmark = pytest.mark.timeout(400)
+
+# The numbers of one process without kerasdist, by case; made as they are needed.
+_plain: Numbers = {}
+
+
+@contextlib.contextmanager
+def reference(names: Sequence[str], folder: Path) -> Iterator[Callable[[], Numbers]]:
+    """Starts to make the numbers of one plain process; waits for them when called."""
+    missing = [name for name in names if name not in _plain]
+    path = folder / "plain_numbers"
+    env = {"TESTS": SCRIPTS_PATH, "PLAIN": "1", "TF_CONFIG": None}
+    with contextlib.ExitStack() as stack:
+        if missing:
+            args = [str(path), *missing]
+            job = stack.enter_context(
+                Workers(RUN, 1, args=args, env=env, deadline=300, handover=False)
+            )
+
+        def wait() -> Numbers:
+            if missing:
+                job.succeed()
+                _plain.update(pickle.loads(path.read_bytes()))
+            return {name: _plain[name] for name in names}
+
+        yield wait
+
+
+# What differs between layouts: the division of rows, and how replicas meet.
+CORE = (
+    "fewer_rows_than_replicas",
+    "all_of_it",
+    "overflow_on_one_replica",
+    "loss_sum",
+    "logs_of_any_structure",
+    "masked_sequence",
+    "many_metrics",
+    "custom_train_step",
+    "embedding",
+    "accumulation_of_slices",
+    "slices_adam_clipnorm",
+    "slices_of_sparse_input",
+    "synchronized_batch_normalization",
+    "on_batch",
+    "dataset",
+    "pydataset_of_sequences",
+)
+# What other numbers of replicas add to that of two: more parts without rows, and sums
+# of more parts. And a placement: where the gradients are, and where they are updated.
+FEW = (
+    "fewer_rows_than_replicas",
+    "all_of_it",
+    "overflow_on_one_replica",
+    "custom_train_step",
+    "embedding",
+    "accumulation_of_slices",
+)
+REST = tuple(case for case in CORE if case not in FEW)
+# A job of all cases would take minutes: they are dealt out to three.
+THIRDS = [tuple(list(CASES)[i::3]) for i in range(3)]
+
+
+def layouts() -> list[object]:
+    made: list[object] = []
+    for workers, devices, servers, chosen, *micro_batches in [
+        (1, 2, 0, FEW + REST[::2]),
+        (2, 1, 0, None),  # all
+        (1, 1, 0, FEW),
+        (3, 1, 0, FEW),
+        (4, 1, 0, FEW),
+        (2, 2, 0, FEW),
+        (2, 1, 2, FEW + REST[1::2]),
+        # One replica per worker, whose layers are on two devices; micro-batches.
+        (2, 2, 0, FEW, 2),
+    ]:
+        name = f"{workers}x{devices}" + (f"-servers{servers}" if servers else "")
+        placed = sum(micro_batches)
+        name += f"-placed{placed}" if placed else ""
+        if chosen:
+            layout = workers, devices, servers, placed, chosen
+            # Three workers show what an odd number adds, four only more of it.
+            marks = [pytest.mark.soak] if workers > 3 else []
+            made.append(pytest.param(*layout, id=f"{name}-core", marks=marks))
+        for i, cases in enumerate(THIRDS):
+            marks = [pytest.mark.soak] if chosen else []
+            layout = workers, devices, servers, placed, cases
+            made.append(pytest.param(*layout, id=f"{name}-{i}", marks=marks))
+    return made
+
+
+@pytest.mark.parametrize(
+    ("workers", "devices", "servers", "placed", "cases"), layouts()
+)
+def test_workers_equal_one_process(workers, devices, servers, placed, cases, tmp_path):
+    # One worker would leave cores idle.
+    parts = [cases[::2], cases[1::2]] if workers == 1 else [cases]
+    paths = [tmp_path / f"numbers-{i}" for i in range(len(parts))]
+    strategy = "ParameterServerStrategy" if servers else "RingStrategy"
+    env = {"TESTS": SCRIPTS_PATH, "DEVICES": str(devices), "STRATEGY": strategy}
+    if placed:
+        env["PLACED"] = str(placed)
+    ours: Numbers = {}
+    with contextlib.ExitStack() as stack:
+        wait_for_reference = stack.enter_context(reference(cases, tmp_path))
+        jobs = [
+            stack.enter_context(
+                Workers(
+                    RUN,
+                    workers,
+                    servers=servers,
+                    args=[str(path), *part],
+                    env=env,
+                    deadline=300,
+                )
+            )
+            for path, part in zip(paths, parts, strict=True)
+        ]
+        for job, path in zip(jobs, paths, strict=True):
+            first, *others = job.succeed()[:workers]
+            for other in others:
+                assert other.results == first.results, "the ranks' numbers differ"
+            ours |= pickle.loads(path.read_bytes())
+        expected_of = wait_for_reference()
+    assert set(ours) == set(cases)
+    faults = []
+    for name in ours:
+        expected = expected_of[name]
+        assert ours[name].keys() == expected.keys(), name
+        for key, value in expected.items():
+            coarse = key.startswith("coarse")
+            try:
+                np.testing.assert_allclose(
+                    ours[name][key],
+                    value,
+                    rtol=3e-2 if coarse else 1e-5,
+                    atol=3e-2 if coarse else 1e-6,
+                )
+            except AssertionError as error:
+                worst = str(error).strip().splitlines()
+                faults.append(f"{name}: {key}: {' '.join(worst)[:300]}")
+    assert not faults, "\n".join(faults)
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/limits.md"])
+def test_the_pages_count_the_jobs(page):
+    text = (ROOT / page).read_text("utf-8")
+    assert re.findall(r"(\d+)\straining\sjobs", text) == [str(len(CASES))]

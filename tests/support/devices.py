@@ -1,0 +1,93 @@
+"""Scripts that place layers: on several devices, which are made of one CPU."""
+
+from __future__ import annotations
+
+import textwrap
+from typing import Any
+
+from workers import Workers
+
+__all__ = ["CLASSIFIER", "begin", "run"]
+
+_BEGIN = """
+import contextlib, json, os, re, signal, sys, tempfile, time
+import numpy as np
+import tensorflow as tf
+tf.config.set_logical_device_configuration(
+    tf.config.list_physical_devices("CPU")[0],
+    [tf.config.LogicalDeviceConfiguration()] * DEVICES)
+import keras
+from keras import layers
+import kerasdist
+
+numpy = keras.ops.convert_to_numpy
+
+def refused(call, error=ValueError):
+    try:
+        call()
+    except error as e:
+        return str(e)
+    raise SystemExit("it wasn't refused")
+
+def message(call, *args, **kwargs):
+    try:
+        call(*args, **kwargs)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+def result(value):
+    print("RESULT", json.dumps(value), flush=True)
+"""
+
+# What jobs of several workers train, whatever their models' layers are.
+CLASSIFIER = """
+random = np.random.default_rng(0)
+x = random.random((50, 8), dtype="float32")
+y = random.integers(0, 3, 50)
+
+def compiled(model):
+    model.compile(
+        keras.optimizers.Adam(0.01, global_clipnorm=0.5),
+        keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        metrics=["accuracy"],
+    )
+    return model
+
+def numbers(model):
+    history = model.fit(x, y, batch_size=16, epochs=2, shuffle=False, verbose=0)
+    found = [*history.history.values(), model.evaluate(x, y, verbose=0)]
+    found += [model.predict(x, verbose=0), *model.get_weights()]
+    return [np.asarray(number).tolist() for number in found]
+
+PREDICTED = 3  # among the numbers
+"""
+
+
+def begin(devices: int) -> str:
+    """What a script begins with: imports, so many devices, and how it tells results."""
+    return _BEGIN.replace("DEVICES", str(devices))
+
+
+def run(setup: str, body: str) -> Any:
+    """The result of a script in one process."""
+    with Workers(setup + textwrap.dedent(body), 1, deadline=150) as job:
+        return job.succeed()[0].result
+
+
+# Two layers for three devices, and where a variable is.
+TWO_LAYERS = (
+    begin(3)
+    + """
+def device(variable):
+    return variable.value.device.rpartition("/device:")[2]
+
+x = np.ones((4, 8), "float32")
+y = np.ones((4, 2), "float32")
+
+def two_layers():
+    return keras.Sequential(
+        [keras.layers.Dense(3, name="first"), keras.layers.Dense(2, name="second")]
+    )
+"""
+)

@@ -1,0 +1,120 @@
+"""The contract of communicators in real processes: one rank per process.
+
+`tests/collectives/test_communicator.py` has its ranks in threads of one process. That
+can't be done with what a process has only one of, such as TensorFlow's devices or MPI.
+So each process runs the same tests, with a `Group` that runs a rank's work here and
+fetches what the others returned:
+
+    run_contract("native", rank, size, make_job, exchange)
+"""
+
+from __future__ import annotations
+
+import pickle
+import sys
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import pytest
+
+import groups
+from kerasdist.collectives import Communicator, Job
+from places import TESTS
+
+__all__ = ["ProcessGroup", "run_contract"]
+
+# What looks into the other ranks' memory; `_check_barrier` is in its place.
+_DESELECTED = ("test_nobody_leaves_a_barrier_before_all_have_come",)
+
+
+class ProcessGroup:
+    """This process's rank of a group; stands in for `groups.Group`.
+
+    Args:
+        job: This rank's.
+        exchange: Gives every rank's bytes to every rank, by another way than the
+            one that is tested.
+    """
+
+    def __init__(self, job: Job, exchange: Callable[[bytes], list[bytes]]) -> None:
+        self._job = job
+        self._exchange = exchange
+        self.size = job.communicator.size
+        self.communicators = [job.communicator] * self.size
+
+    def run(self, work: Callable[[Communicator], Any], timeout: float = 60.0) -> Any:
+        """Calls `work` for this rank; returns what it returned on all of them."""
+        del timeout
+        result: Any
+        try:
+            result = work(self._job.communicator)
+            failed = False
+        except BaseException as error:
+            result, failed = f"{type(error).__name__}: {error}", True
+            mine = error
+        answers = [
+            pickle.loads(part)
+            for part in self._exchange(pickle.dumps((failed, result)))
+        ]
+        if failed:
+            raise mine
+        for rank, (their_failed, their) in enumerate(answers):
+            if their_failed:
+                pytest.fail(f"rank {rank}: {their}")
+        return [their for _, their in answers]
+
+    def close(self) -> None:
+        """Leaves together with the others."""
+        self._exchange(b"")
+        self._job.close()
+
+    def __enter__(self) -> ProcessGroup:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def run_contract(
+    kind: str,
+    size: int,
+    make_job: Callable[[], Job],
+    exchange: Callable[[bytes], list[bytes]],
+) -> None:
+    """Runs the contract's tests as one rank, and exits with pytest's code."""
+    groups.KINDS = [(kind, size)]  # type: ignore[misc]
+    groups.Group = lambda *_: ProcessGroup(make_job(), exchange)  # type: ignore
+    with ProcessGroup(make_job(), exchange) as group:
+        _check_barrier(group)
+    deselect = " and ".join(f"not {name}" for name in _DESELECTED)
+    files = ("test_communicator.py", "test_communicator_calls.py")
+    contract = [str(TESTS / "collectives" / name) for name in files]
+    sys.exit(
+        pytest.main([*contract, "-q", "-x", "-p", "no:cacheprovider", "-k", deselect])
+    )
+
+
+def _check_barrier(group: ProcessGroup) -> None:
+    """Nobody leaves a barrier before all have come."""
+
+    def work(communicator: Communicator) -> list[tuple[float, float]]:
+        pace = np.random.default_rng(communicator.rank)
+        times = []
+        for _ in range(30):
+            np.ones(pace.integers(1, 100_000)).sum()
+            entered = time.monotonic()
+            communicator.barrier()
+            times.append((entered, time.monotonic()))
+        return times
+
+    for turn in zip(*group.run(work), strict=True):
+        if max(entered for entered, _ in turn) > min(left for _, left in turn):
+            sys.exit(f"A rank left a barrier before all had come: {turn}")

@@ -1,0 +1,52 @@
+"""A job that trains by any transport, for tests of transports in other folders."""
+
+from __future__ import annotations
+
+ALL_TRANSPORTS = """
+import json, sys
+import numpy as np
+import tensorflow as tf
+
+transport, devices, eagerly = sys.argv[1], int(sys.argv[2]), sys.argv[3] == "eager"
+if devices > 1:
+    tf.config.set_logical_device_configuration(
+        tf.config.list_physical_devices("CPU")[0],
+        [tf.config.LogicalDeviceConfiguration()] * devices,
+    )
+import keras
+from kerasdist import RingStrategy
+
+keras.utils.set_random_seed(1)
+names = [f"CPU:{i}" for i in range(devices)]
+strategy = RingStrategy(names, transport=transport, timeout=60)
+random = np.random.default_rng(0)
+x = random.standard_normal((110, 8)).astype("float32")
+y = (x.sum(1) > 0).astype("int64")
+with strategy.scope():
+    model = keras.Sequential([
+        keras.Input((8,)),
+        keras.layers.Dense(16, activation="relu"),
+        keras.layers.Dense(2),
+    ])
+    model.compile(
+        keras.optimizers.Adam(1e-2),
+        keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        metrics=["accuracy"],
+        run_eagerly=eagerly,
+    )
+history = model.fit(x, y, batch_size=32, epochs=2, verbose=0).history
+loss, accuracy = model.evaluate(x, y, batch_size=32, verbose=0)
+outputs = model.predict(x, batch_size=48, verbose=0)
+weights = np.concatenate([w.ravel() for w in model.get_weights()])
+assert strategy.extended._devices[0].startswith(
+    "/job:worker" if transport == "native" else "/job:localhost"
+)
+same = strategy.communicator.all_gather(weights)
+print("RESULT", json.dumps({
+    "equal": all(w.tobytes() == weights.tobytes() for w in same),
+    "weights": weights.tolist(),
+    "loss": history["loss"], "evaluated": [loss, accuracy],
+    "outputs": outputs.tolist(),
+    "step": strategy.communicator.step,
+}))
+"""
