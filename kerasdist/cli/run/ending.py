@@ -153,7 +153,7 @@ class Ending:
         if failed is not shown:
             self._say_message(failed, str(failed.task))
         for other in failures:
-            # Said because the order of exits may deceive, see `blame`.
+            # Said because the order of exits may deceive, see `outcome`.
             if other is not first:
                 task = self._tasks[other.rank]
                 self._say_message(
