@@ -237,7 +237,7 @@ class ScaleLearningRate(keras.callbacks.Callback):
             return None
         strategy = self.model.distribute_strategy
         hooks = hooks_of(strategy)
-        if hooks is not None and hooks.deals and not hooks.shards:
+        if hooks is not None and hooks.dynamic and not hooks.shards:
             # Each worker has so many of its own, and the steps of all are counted.
             return int(steps) * int(strategy.size)
         return int(steps)
@@ -265,7 +265,7 @@ class ScaleLearningRate(keras.callbacks.Callback):
         strategy = self.model.distribute_strategy
         if self.base_batch_size is None:
             replicas = 1
-            if hooks is not None and hooks.deals:
+            if hooks is not None and hooks.dynamic:
                 # Each step is one worker's.
                 replicas = len(strategy.extended.worker_devices)
             elif strategy is not None:
@@ -277,7 +277,7 @@ class ScaleLearningRate(keras.callbacks.Callback):
             size = batch_size_of_fit()
             if size is not None and hooks is not None and not hooks.shards:
                 # Each worker's own batches: together they are the global batch.
-                size *= 1 if hooks.deals else strategy.size
+                size *= 1 if hooks.dynamic else strategy.size
         if size is None:
             raise ValueError(
                 "The global batch size can't be known from the data. Received: "

@@ -29,7 +29,7 @@ from kerasdist.callbacks.scaling import charts, report
 from kerasdist.callbacks.scaling.baseline import Baseline
 from kerasdist.callbacks.scaling.bottleneck import Verdict, judge
 from kerasdist.callbacks.scaling.events import Events
-from kerasdist.callbacks.scaling.job_view import Job
+from kerasdist.callbacks.scaling.job_view import JobView
 from kerasdist.callbacks.scaling.metrics import Figures, combine
 from kerasdist.callbacks.scaling.summaries import Summaries
 from kerasdist.callbacks.scaling.windows import Windows
@@ -125,7 +125,7 @@ class ScalingTensorBoard(keras.callbacks.Callback):
         self._verbose = verbose
         self._summaries: Summaries | None = None
         self._active = False
-        self._job: Job
+        self._job: JobView
         self._forget(1)
 
     def _forget(self, steps_per_call: int) -> None:
@@ -151,7 +151,7 @@ class ScalingTensorBoard(keras.callbacks.Callback):
     def set_model(self, model: Any) -> None:
         """See `keras.callbacks.Callback.set_model`."""
         super().set_model(model)
-        if not Job.is_measured(model):
+        if not JobView.is_measured(model):
             kind = type(model.distribute_strategy).__name__
             # A script that is tried without a strategy needs no `if`.
             warnings.warn(
@@ -163,7 +163,7 @@ class ScalingTensorBoard(keras.callbacks.Callback):
             )
             self._active, self._due = False, math.inf
             return
-        self._active, self._job = True, Job(model)
+        self._active, self._job = True, JobView(model)
         # A `fit` that was interrupted from outside has left it running.
         self._job.clock.stop()
 

@@ -13,13 +13,13 @@ from kerasdist._keras.protocols import dealing_hooks, hooks_of, timer_of
 from kerasdist.collectives import Communicator
 from kerasdist.strategies.measure.stages import StageTimes
 
-__all__ = ["Job"]
+__all__ = ["JobView"]
 
 # Reads that are staler are counted as this.
 _STALEST = 63
 
 
-class Job:
+class JobView:
     """One model's job, as this worker sees it.
 
     Args:

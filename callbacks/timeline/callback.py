@@ -194,7 +194,7 @@ class Timeline(keras.callbacks.Callback):
     @property
     def _in_step(self) -> bool:
         hooks = hooks_of(self.model.distribute_strategy)
-        return hooks is None or not hooks.deals
+        return hooks is None or not hooks.dynamic
 
     @property
     def _is_chief(self) -> bool:

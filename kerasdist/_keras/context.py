@@ -13,10 +13,10 @@ import tensorflow as tf
 from kerasdist._keras.loss_kinds import LossKinds
 from kerasdist._keras.protocols import KerasHooks
 
-__all__ = ["Step", "current", "gradients_are_reduced", "is_timed", "setting"]
+__all__ = ["StepContext", "current", "gradients_are_reduced", "is_timed", "setting"]
 
 
-class Step(threading.local):
+class StepContext(threading.local):
     """The facts.
 
     Attributes:
@@ -117,7 +117,7 @@ class Step(threading.local):
         )
 
 
-current = Step()
+current = StepContext()
 
 
 @contextlib.contextmanager

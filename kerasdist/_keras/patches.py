@@ -64,7 +64,7 @@ def _rate(hook: str, does: str, *targets: str) -> Patch:
 TABLE = (
     # Losses and metrics.
     _core(
-        "training.losses.leave_loss",
+        "training.losses.keep_loss_unscaled",
         "leaves the loss: gradients are weighted by rows",
         f"{_LOSS}.scale_loss_for_distribution(value)",
     ),
@@ -151,7 +151,7 @@ TABLE = (
         f"{_OPTIMIZER}.finalize_variable_values(self, var_list)",
     ),
     _core(
-        "training.optimizers.leave_reduced",
+        "training.optimizers.skip_all_reduce",
         "leaves gradients that have been reduced",
         f"{_TF_OPTIMIZER}._all_reduce_sum_gradients(self, grads_and_vars)",
     ),
@@ -296,7 +296,7 @@ TABLE = (
         f"{_BASE}.compile(self, ...)",
     ),
     _placement(
-        "placement.trainer.leave_gradients",
+        "placement.trainer.keep_gradients_unscaled",
         "gradients stay where they are",
         f"{_TF_OPTIMIZER}._all_reduce_sum_gradients(self, grads_and_vars)",
     ),
@@ -468,7 +468,7 @@ TABLE = (
     ),
     # They may save in the midst of an epoch, on all ranks after the same batch.
     _core(
-        "training.callbacks.close_window",
+        "training.callbacks.flush_accumulators",
         "what saves in the midst of an epoch gets all workers' accumulated gradients",
         f"{_BACKUP}._save_model(self)",
         f"{_CALLBACKS}.model_checkpoint.ModelCheckpoint._save_model(self, ...)",

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from kerasdist._keras.data.pydataset import ItemData
 
 __all__ = [
-    "DealingHooks",
+    "DynamicHooks",
     "KerasHooks",
     "StepTimer",
     "current_hooks",
@@ -68,13 +68,13 @@ class KerasHooks(Protocol):
         rank: This worker's rank.
         shards: Whether data are the same on all workers, and each takes its part.
         deals: Whether workers don't wait for each other inside an epoch, whose batches
-            are dealt out: then it's a `DealingHooks`.
+            are dealt out: then it's a `DynamicHooks`.
         timer: Measures steps of training.
     """
 
     rank: int
     shards: bool
-    deals: bool
+    dynamic: bool
     timer: StepTimer
 
     @property
@@ -183,13 +183,13 @@ class KerasHooks(Protocol):
     def average(self, variables: Sequence[Any]) -> None:
         """Set each variable to its mean over all replicas."""
 
-    def close_window(self, variables: Sequence[Any]) -> None:
+    def flush_accumulators(self, variables: Sequence[Any]) -> None:
         """In the midst of gradient accumulation: `average`, where steps are in step."""
 
-    def apart(self) -> contextlib.AbstractContextManager[None]:
+    def local_step(self) -> contextlib.AbstractContextManager[None]:
         """A step of training stands inside."""
 
-    def together(self) -> contextlib.AbstractContextManager[None]:
+    def collective_scope(self) -> contextlib.AbstractContextManager[None]:
         """A step of an evaluation or prediction stands inside."""
 
     def updating(self, variables: Sequence[Any], touched: Sequence[Any]) -> None:
@@ -240,7 +240,7 @@ class KerasHooks(Protocol):
         """What ended the job and made TensorFlow raise `error`, or None."""
 
 
-class DealingHooks(KerasHooks, Protocol):
+class DynamicHooks(KerasHooks, Protocol):
     """The hooks of a strategy whose workers don't wait for each other in an epoch.
 
     Attributes:
@@ -314,10 +314,10 @@ def timer_of(strategy: Any) -> StepTimer | None:
     return timer
 
 
-def dealing_hooks(strategy: Any) -> DealingHooks | None:
+def dealing_hooks(strategy: Any) -> DynamicHooks | None:
     """The hooks of a strategy that deals out batches; None for any other."""
     hooks: Any = hooks_of(strategy)
-    return hooks if hooks is not None and hooks.deals else None
+    return hooks if hooks is not None and hooks.dynamic else None
 
 
 def current_hooks() -> KerasHooks | None:

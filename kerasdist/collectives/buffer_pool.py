@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from kerasdist.collectives.ops import Array
 
-__all__ = ["MOST_REQUESTS", "Buffers", "Memory"]
+__all__ = ["MOST_REQUESTS", "BufferPool", "Memory"]
 
 # What is smaller comes from memory that is in use already.
 _SMALLEST_BYTES = 64 << 10
@@ -53,7 +53,7 @@ class Memory:
 _UNUSED = Memory(np.empty(0, np.uint8), 0)._references()
 
 
-class Buffers:
+class BufferPool:
     """Makes arrays; keeps the memory of those that were dropped."""
 
     def __init__(self) -> None:

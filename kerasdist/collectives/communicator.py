@@ -20,8 +20,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kerasdist import errors
-from kerasdist.collectives.failures import explain, fresh
-from kerasdist.collectives.fused_buffer import Parts, aligned
+from kerasdist.collectives.failures import copy_to_raise, explain
+from kerasdist.collectives.fused_buffer import FusedBuffer, aligned
 from kerasdist.collectives.ops import (
     Array,
     check_dtype,
@@ -132,7 +132,7 @@ class Communicator(abc.ABC):
             for name in sorted(groups) or ["none"]:
                 indices = groups.get(name, [])
                 parts, starts = aligned([arrays[i] for i in indices])
-                source = Parts(parts, scale)
+                source = FusedBuffer(parts, scale)
                 elements = source.elements
                 with (
                     self._calling("all_reduce", op, name, elements, detail) as call,
@@ -305,7 +305,7 @@ class Communicator(abc.ABC):
 
     @abc.abstractmethod
     def _reduce(
-        self, source: Parts, lend: bool, call: Call, deadline: Deadline
+        self, source: FusedBuffer, lend: bool, call: Call, deadline: Deadline
     ) -> Array:
         """Return a new array: the source's elements, reduced over all ranks.
 
@@ -361,7 +361,7 @@ class Communicator(abc.ABC):
         root: int = 0,
     ) -> Iterator[tuple[Call, Deadline]]:
         if self._failure is not None:
-            raise fresh(self._failure)
+            raise copy_to_raise(self._failure)
         if self._closed:
             raise errors.TransportClosed(
                 f"This communicator is closed. Received: a call of {kind}. Create a "
@@ -397,7 +397,7 @@ class Communicator(abc.ABC):
         if self._failure is None:
             self._failure = failure
         self._abort()
-        raise fresh(self._failure) from error
+        raise copy_to_raise(self._failure) from error
 
 
 def _arrays(buffers: Sequence[npt.ArrayLike]) -> list[Array]:

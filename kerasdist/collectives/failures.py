@@ -15,10 +15,10 @@ from kerasdist.transport.base import (
 from kerasdist.transport.liveness.failure_protocol import Supervisor
 from kerasdist.transport.wire.framing import Call
 
-__all__ = ["explain", "fresh"]
+__all__ = ["copy_to_raise", "explain"]
 
 
-def fresh(failure: errors.CollectiveError) -> errors.CollectiveError:
+def copy_to_raise(failure: errors.CollectiveError) -> errors.CollectiveError:
     """Return a copy to raise.
 
     An exception that is raised takes on a traceback, and with it all arrays of

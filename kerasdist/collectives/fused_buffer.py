@@ -9,7 +9,7 @@ import numpy as np
 
 from kerasdist.collectives.ops import Array
 
-__all__ = ["Parts", "aligned"]
+__all__ = ["FusedBuffer", "aligned"]
 
 # TensorFlow takes over without copying what begins at a multiple of this.
 _ALIGNMENT = 64
@@ -17,7 +17,7 @@ _ALIGNMENT = 64
 _LEAST_ALIGNED = 4096
 
 
-class Parts:
+class FusedBuffer:
     """The concatenation of flat arrays of one dtype, each element times a number.
 
     Args:

@@ -9,7 +9,7 @@ import keras
 import tensorflow as tf
 
 from kerasdist.layers.shards import Sharded, refuse_extras
-from kerasdist.layers.whole import Whole
+from kerasdist.layers.whole import FullTensor
 
 __all__ = ["ShardedDense"]
 
@@ -95,9 +95,9 @@ class ShardedDense(Sharded, keras.layers.Dense):
                 outputs = keras.ops.add(outputs, shard.bias)
             return outputs if activation is None else activation(outputs)
 
-        wholes = {"kernel": Whole(shape=(rows, self.units), axis=self._axis)}
+        wholes = {"kernel": FullTensor(shape=(rows, self.units), axis=self._axis)}
         if biased:
-            wholes["bias"] = Whole(shape=(self.units,), axis=0)
+            wholes["bias"] = FullTensor(shape=(self.units,), axis=0)
         self._make_shards(wholes, compute)
         if self.use_bias and not biased:
             self._bias = self.add_weight(

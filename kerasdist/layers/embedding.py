@@ -9,7 +9,7 @@ import keras
 import tensorflow as tf
 
 from kerasdist.layers.shards import Sharded, refuse_extras
-from kerasdist.layers.whole import Whole
+from kerasdist.layers.whole import FullTensor
 
 __all__ = ["ShardedEmbedding"]
 
@@ -67,7 +67,7 @@ class ShardedEmbedding(Sharded, keras.layers.Embedding):
         """Create the shards."""
         if self.built:
             return
-        table = Whole(shape=(self.input_dim, self.output_dim), axis=self._axis)
+        table = FullTensor(shape=(self.input_dim, self.output_dim), axis=self._axis)
         # Its inputs are words: there's nothing to cast.
         self._make_shards({"embeddings": table}, _look_up, autocast=False)
         self.built = True

@@ -15,8 +15,8 @@ import numpy as np
 import tensorflow as tf
 
 from kerasdist.layers.whole import (
-    Place,
-    Whole,
+    FullTensor,
+    ShardSlice,
     WholeValue,
     bounds,
     check_constraint,
@@ -135,7 +135,7 @@ class Sharded:
 
     def _make_shards(
         self,
-        wholes: Mapping[str, Whole],
+        wholes: Mapping[str, FullTensor],
         compute: Callable[[Any, Any], Any],
         **options: Any,
     ) -> None:
@@ -164,7 +164,7 @@ class Sharded:
         for index, device in enumerate(devices):
             staged = device is not None and hasattr(strategy, "stage")
             start, stop = self._bounds[index]
-            place = Place(index=index, start=start, stop=stop)
+            place = ShardSlice(index=index, start=start, stop=stop)
             # Made in its stage, too: it comes before patterns that match the layer.
             with strategy.stage(device) if staged else _on(device):
                 shard = Shard(
@@ -182,7 +182,9 @@ class Sharded:
         self.supports_jit = len(devices) == 1
         self.__shards__ = made
 
-    def _weight(self, name: str, value: WholeValue, place: Place) -> dict[str, Any]:
+    def _weight(
+        self, name: str, value: WholeValue, place: ShardSlice
+    ) -> dict[str, Any]:
         """The arguments of `add_weight` for a shard's part of a matrix or vector."""
         return {
             "name": name,

@@ -15,8 +15,8 @@ import keras
 import tensorflow as tf
 
 __all__ = [
-    "Place",
-    "Whole",
+    "FullTensor",
+    "ShardSlice",
     "WholeValue",
     "bounds",
     "check_constraint",
@@ -40,7 +40,7 @@ def bounds(length: int, shards: int) -> list[tuple[int, int]]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class ShardSlice:
     """Which part of a matrix a shard is.
 
     Attributes:
@@ -55,7 +55,7 @@ class Place:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Whole:
+class FullTensor:
     """A matrix or vector that is cut.
 
     Attributes:
@@ -66,7 +66,7 @@ class Whole:
     shape: tuple[int, ...]
     axis: int
 
-    def shape_of(self, place: Place) -> tuple[int, ...]:
+    def shape_of(self, place: ShardSlice) -> tuple[int, ...]:
         """The shape of a part."""
         shape = list(self.shape)
         shape[self.axis] = place.stop - place.start
@@ -89,7 +89,7 @@ class WholeValue:
     """
 
     def __init__(
-        self, initializer: Callable[..., Any], whole: Whole, parts: int
+        self, initializer: Callable[..., Any], whole: FullTensor, parts: int
     ) -> None:
         self.whole = whole
         self._initializer = initializer
@@ -97,7 +97,7 @@ class WholeValue:
         self._missing = parts
         self._drawn: Any = None
 
-    def part(self, place: Place) -> Callable[..., Any]:
+    def part(self, place: ShardSlice) -> Callable[..., Any]:
         """The initializer of a shard."""
 
         def initial(shape: Sequence[int], dtype: Any = None) -> Any:
@@ -142,7 +142,7 @@ class _OfWhole(keras.regularizers.Regularizer):
 
 
 def regularizer_of(
-    regularizer: Any, place: Place, whole: Callable[[], Any]
+    regularizer: Any, place: ShardSlice, whole: Callable[[], Any]
 ) -> Callable[[Any], Any] | None:
     """The regularizer of one part's variable, or None.
 

@@ -26,19 +26,19 @@ from collections.abc import Callable, Hashable
 
 from kerasdist.errors import ProtocolError
 from kerasdist.transport.connection import Connection
-from kerasdist.transport.liveness.control_connection import Line
+from kerasdist.transport.liveness.control_connection import ControlConnection
 from kerasdist.transport.log import background_log
 from kerasdist.transport.timeouts import Timeouts
 from kerasdist.transport.wire.framing import Call, FrameType
 
-__all__ = ["Watch"]
+__all__ = ["Heartbeat"]
 
 _FLUSH_SECONDS = 1.0
 _LONGEST_POLL = 3600.0
 _NO_CALL = Call(0)
 
 
-class Watch:
+class Heartbeat:
     """Watches control connections from a thread of its own.
 
     Args:
@@ -61,7 +61,7 @@ class Watch:
         self._on_frame = on_frame
         self._on_end = on_end
         self._lock = threading.Lock()
-        self._lines: dict[Hashable, Line] = {}
+        self._lines: dict[Hashable, ControlConnection] = {}
         self._ending = False
         self._wake, self._woken = socket.socketpair()
         self._wake.setblocking(False)
@@ -78,7 +78,7 @@ class Watch:
                 connection.close()
                 return
             old = self._lines.get(key)
-            self._lines[key] = Line(connection, time.monotonic())
+            self._lines[key] = ControlConnection(connection, time.monotonic())
             if old is not None:
                 old.close()
         self._nudge()
@@ -163,7 +163,7 @@ class Watch:
             with self._lock:
                 lines = list(self._lines.items())
             for key, line in lines:
-                self._hear(key, line, now)
+                self._read_frame(key, line, now)
 
     def _wait(self, seconds: float) -> bool:
         poll = select.poll()
@@ -198,7 +198,7 @@ class Watch:
             poll.poll(10)
         return False
 
-    def _hear(self, key: Hashable, line: Line, now: float) -> None:
+    def _read_frame(self, key: Hashable, line: ControlConnection, now: float) -> None:
         reason = None
         try:
             with self._lock:

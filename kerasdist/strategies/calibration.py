@@ -78,7 +78,7 @@ def measure_alone(model: Any) -> Alone | str:
     mine = np.array([clock.rows_per_step], np.float64)
     every = [float(part[0]) for part in communicator.all_gather(mine)]
     # Where workers don't wait for each other, each has whole batches.
-    rows = round(every[0] if hooks is None or hooks.deals else sum(every))
+    rows = round(every[0] if hooks is None or hooks.dynamic else sum(every))
 
     def tell(value: float) -> float:
         """What the chief says, to all."""
@@ -128,8 +128,8 @@ def _measure(model: Any, batch: Any, rows: int, after_call: Callable[[], Any]) -
 
     with tf.device(_tf.canonical_device("CPU:0")):
         data = tf.data.Dataset.from_tensors(tf.nest.map_structure(zeros, batch))
-    alone = _one_worker if _has_workers(model) else on_one_device
-    with alone(model):
+    without_peers = _one_worker if _has_workers(model) else on_one_device
+    with without_peers(model):
         batches = iter(_distributed(model.distribute_strategy, data.repeat()))
         function = _keras.new_train_function(model)
         calls, seconds = -_WARM_UP, 0.0
@@ -159,7 +159,7 @@ def _one_worker(model: Any) -> Iterator[None]:
         for part in strategy.experimental_local_results(variable)
     ]
     try:
-        with strategy.extended.alone():
+        with strategy.extended.without_peers():
             yield
     finally:
         for part, value in kept:

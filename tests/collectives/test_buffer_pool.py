@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from groups import Group
-from kerasdist.collectives.buffer_pool import Buffers
+from kerasdist.collectives.buffer_pool import BufferPool
 
 FLOAT = np.dtype("float32")
 LARGE = 1 << 18  # elements of 1 MB
@@ -17,7 +17,7 @@ def address(array):
 
 
 def test_dropped_memory_is_used_again_for_the_same_size():
-    buffers = Buffers()
+    buffers = BufferPool()
     first = buffers.empty(LARGE, FLOAT)
     assert (first.shape, first.dtype) == ((LARGE,), FLOAT)
     where = address(first)
@@ -27,7 +27,7 @@ def test_dropped_memory_is_used_again_for_the_same_size():
 
 
 def test_large_arrays_begin_where_tensorflow_takes_them_without_copying():
-    assert address(Buffers().empty(LARGE, FLOAT)) % 4096 == 0
+    assert address(BufferPool().empty(LARGE, FLOAT)) % 4096 == 0
 
 
 @pytest.mark.parametrize(
@@ -43,7 +43,7 @@ def test_large_arrays_begin_where_tensorflow_takes_them_without_copying():
     ids=["itself", "slice", "view of view", "other dtype", "memory", "its slice"],
 )
 def test_memory_that_anything_refers_to_is_not_used_again(hold):
-    buffers = Buffers()
+    buffers = BufferPool()
     array = buffers.empty(LARGE, FLOAT)
     where = address(array)
     held = hold(array)
@@ -54,7 +54,7 @@ def test_memory_that_anything_refers_to_is_not_used_again(hold):
 
 
 def test_what_nobody_asks_for_is_given_back():
-    buffers = Buffers()
+    buffers = BufferPool()
     buffers.empty(LARGE, FLOAT)
     for _ in range(100):
         buffers.empty(LARGE * 2, FLOAT)
@@ -64,7 +64,7 @@ def test_what_nobody_asks_for_is_given_back():
 
 
 def test_small_arrays_are_not_kept():
-    buffers = Buffers()
+    buffers = BufferPool()
     buffers.empty(10, FLOAT)
     assert buffers._entries == []
 

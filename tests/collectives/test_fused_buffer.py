@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kerasdist.collectives.fused_buffer import Parts, aligned
+from kerasdist.collectives.fused_buffer import FusedBuffer, aligned
 
 
 @pytest.mark.parametrize(
@@ -14,7 +14,7 @@ from kerasdist.collectives.fused_buffer import Parts, aligned
 def test_every_range_is_that_of_the_concatenation(sizes):
     whole = np.arange(sum(sizes))
     ends = np.cumsum(sizes)[:-1] if sizes else []
-    parts = Parts(np.split(whole, ends) if sizes else [])
+    parts = FusedBuffer(np.split(whole, ends) if sizes else [])
     for start in range(len(whole) + 1):
         for stop in range(start, len(whole) + 1):
             views = parts.views(start, stop)
@@ -30,7 +30,7 @@ def test_every_range_is_that_of_the_concatenation(sizes):
 @pytest.mark.parametrize("sizes", [[7], [3, 4], [0, 3, 0, 1, 5, 0]])
 def test_a_scale_multiplies_what_is_copied(sizes):
     whole = np.arange(sum(sizes), dtype=np.float32)
-    parts = Parts(np.split(whole, np.cumsum(sizes)[:-1]), 0.5)
+    parts = FusedBuffer(np.split(whole, np.cumsum(sizes)[:-1]), 0.5)
     for start in range(len(whole)):
         for stop in range(start + 1, len(whole) + 1):
             out = np.empty(stop - start, np.float32)
@@ -40,7 +40,9 @@ def test_a_scale_multiplies_what_is_copied(sizes):
 
 
 def test_a_scale_of_0_takes_nothing_of_what_isnt_a_number():
-    parts = Parts([np.full(3, np.nan, np.float32), np.full(2, np.inf, np.float32)], 0)
+    parts = FusedBuffer(
+        [np.full(3, np.nan, np.float32), np.full(2, np.inf, np.float32)], 0
+    )
     out = np.ones(5, np.float32)
     parts.copy_to(out, 0, 5)
     assert out.tolist() == [0] * 5

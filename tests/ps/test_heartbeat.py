@@ -7,7 +7,7 @@ import queue
 import pytest
 
 from groups import connections, nothing_stays_open
-from kerasdist.ps.heartbeat import Watch
+from kerasdist.ps.heartbeat import Heartbeat
 from kerasdist.transport import Timeouts
 from kerasdist.transport.deadline import Deadline
 from kerasdist.transport.wire.framing import FrameType, pack_header
@@ -26,7 +26,7 @@ class Ear:
             self.ends.put((key, reason))
             return last
 
-        self.watch = Watch(
+        self.watch = Heartbeat(
             "test",
             Timeouts(heartbeat=heartbeat),
             lambda *frame: self.frames.put(frame),

@@ -23,7 +23,7 @@ from kerasdist import _tf
 from kerasdist._keras.context import current
 from kerasdist._keras.data.generators import GeneratorFacts
 from kerasdist._keras.data.pydataset import ItemData
-from kerasdist._keras.protocols import DealingHooks, KerasHooks, dealing_hooks, hooks_of
+from kerasdist._keras.protocols import DynamicHooks, KerasHooks, dealing_hooks, hooks_of
 
 __all__ = [
     "ArrayData",
@@ -293,7 +293,7 @@ def batches_of_fit() -> int | None:
     return None if count is None else int(count)
 
 
-def deal_batches(iterator: Any, hooks: DealingHooks) -> None:
+def deal_batches(iterator: Any, hooks: DynamicHooks) -> None:
     """Let an epoch iterator go through the batches that this worker claims.
 
     Its step numbers are those of the batches in the whole epoch.

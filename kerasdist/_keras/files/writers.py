@@ -279,7 +279,7 @@ def _wait(hooks: KerasHooks, path: str, own: bool = False) -> bool:
         CollectiveError: The job has failed.
     """
     told = hooks.announcements
-    if told is None or (hooks.deals and current.after_batch):
+    if told is None or (hooks.dynamic and current.after_batch):
         return False
     _Process.missing.pop(_key(path), None)
     outcome = told.wait(_topic(path))
@@ -296,7 +296,7 @@ def _wait(hooks: KerasHooks, path: str, own: bool = False) -> bool:
         _expect(path, outcome.facts)
         return False
     # Of asynchronous workers a lost chief is gone, too, and all others are here.
-    left = outcome.kind == "gone" and not hooks.deals
+    left = outcome.kind == "gone" and not hooks.dynamic
     if (outcome.kind == "past" or left) and own and not current.fitting:
         return True
     why = {

@@ -67,7 +67,7 @@ def apply_on_all(
     hooks = hooks_of(strategy)
     if hooks is None:
         return
-    if hooks.deals:
+    if hooks.dynamic:
         raise RuntimeError(
             "With mode='async' each step takes a batch that no other worker has, and "
             "an optimizer updates inside of `strategy.run`. Received: "

@@ -38,7 +38,7 @@ def sgd_step(
             var=variable.handle, alpha=rate, delta=gradient, use_locking=True
         )
     momentum = optimizer.momentums[optimizer._get_variable_index(variable)]
-    beside = _beside(momentum.value, variable)
+    beside = _same_device(momentum.value, variable)
     if beside is None:
         return original(optimizer, gradient, variable, learning_rate)
     return tf.raw_ops.ResourceApplyKerasMomentum(
@@ -63,7 +63,7 @@ def _is_plain(gradient: Any, variable: Any) -> bool:
     )
 
 
-def _beside(distributed: Any, variable: Any) -> Any | None:
+def _same_device(distributed: Any, variable: Any) -> Any | None:
     """The copy of a distributed variable that lies beside another variable.
 
     None if it's elsewhere: of a placed model's optimizer that was built by hand.

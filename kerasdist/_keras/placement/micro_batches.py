@@ -344,7 +344,7 @@ def _concat(parts: list[Any], marks: Marks, call: int) -> Any:
 
     @tf.custom_gradient
     def concatenated(*tensors: Any) -> Any:
-        with _beside(tensors[-1]):
+        with _same_device(tensors[-1]):
             whole = tf.concat(tensors, 0)
 
         def backward(gradient: Any) -> Any:
@@ -363,7 +363,7 @@ def _concat(parts: list[Any], marks: Marks, call: int) -> Any:
     return concatenated(*parts)
 
 
-def _beside(tensor: Any) -> contextlib.AbstractContextManager[Any]:
+def _same_device(tensor: Any) -> contextlib.AbstractContextManager[Any]:
     """On the device of a tensor of a graph, if it has one."""
     if hasattr(tensor, "numpy"):
         return contextlib.nullcontext()

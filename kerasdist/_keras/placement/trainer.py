@@ -17,7 +17,7 @@ from kerasdist._keras.protocols import hooks_of
 __all__ = [
     "compile_model",
     "init_epoch_iterator",
-    "leave_gradients",
+    "keep_gradients_unscaled",
     "make_function",
     "name_the_lost",
     "reset_accumulators",
@@ -164,7 +164,7 @@ def who_was_lost(trainer: Any, error: Exception) -> Exception | None:
     return failure
 
 
-def leave_gradients(
+def keep_gradients_unscaled(
     original: Callable[..., Any], optimizer: Any, grads_and_vars: Any
 ) -> Any:
     """In place of `_all_reduce_sum_gradients`: there's nothing to reduce.

@@ -31,13 +31,13 @@ from kerasdist._keras.optimizer.learning_rate import (
     schedule_of,
     set_base_rate,
 )
-from kerasdist._keras.protocols import DealingHooks, dealing_hooks, hooks_of
+from kerasdist._keras.protocols import DynamicHooks, dealing_hooks, hooks_of
 from kerasdist._keras.training.fit_loop import before_first_step
 from kerasdist._keras.training.optimizers import open_window
 from kerasdist._keras.training.state import statistics_of
 
 __all__ = [
-    "close_window",
+    "flush_accumulators",
     "on_epoch_end",
     "on_train_batch_end",
     "on_train_begin",
@@ -55,13 +55,13 @@ _NEVER_STOP = (
 )
 
 
-def close_window(
+def flush_accumulators(
     original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any
 ) -> Any:
     """In place of what saves: the chief's accumulators get what all have added up."""
     hooks = hooks_of(self.model.distribute_strategy)
     if hooks is not None:
-        hooks.close_window(open_window(self.model.optimizer))
+        hooks.flush_accumulators(open_window(self.model.optimizer))
     return original(self, *args, **kwargs)
 
 
@@ -191,7 +191,7 @@ def _check_callbacks(model: Any, callbacks: Sequence[Any]) -> None:
         for callback in callbacks
         if getattr(callback, "on_all_ranks", False)
     ]
-    stops = not hooks.deals and hooks.replicas > 1
+    stops = not hooks.dynamic and hooks.replicas > 1
     if stops and any(_may_stop(callback) for callback in callbacks):
         # Whichever they are: after each batch all ranks are asked.
         names.append("one with `on_train_batch_end`")
@@ -208,7 +208,7 @@ def _check_callbacks(model: Any, callbacks: Sequence[Any]) -> None:
         )
 
 
-def _dealing(model: Any) -> DealingHooks | None:
+def _dealing(model: Any) -> DynamicHooks | None:
     return None if model is None else dealing_hooks(model.distribute_strategy)
 
 

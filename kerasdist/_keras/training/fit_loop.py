@@ -58,14 +58,14 @@ def finish_epoch(original: Callable[..., Any], trainer: Any, logs: Any) -> Any:
     statistics = statistics_of(trainer)
     if dealing is not None and current.fitting and not current.evaluating:
         dealing.end_epoch(statistics)
-        dealing.close_window(open_window(trainer.optimizer))
+        dealing.flush_accumulators(open_window(trainer.optimizer))
         # Who took no step has no logs.
         return original(trainer, whole_logs(trainer, dealing, logs))
     result = original(trainer, logs)
     if hooks is None or hooks.replicas == 1:
         return result
     hooks.average(statistics)
-    hooks.close_window(open_window(trainer.optimizer))
+    hooks.flush_accumulators(open_window(trainer.optimizer))
     return whole_logs(trainer, hooks, logs) if result is logs else result
 
 
@@ -84,7 +84,7 @@ def begin_training(
         )
     warn_if_outside(trainer)
     if hooks is not None:
-        with setting(training=True), hooks.apart():
+        with setting(training=True), hooks.local_step():
             return original(trainer, *args, **kwargs)
     with setting(training=True):
         return original(trainer, *args, **kwargs)
@@ -123,7 +123,7 @@ def fit(original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -
             return original(trainer, *args, **kwargs)
     args, kwargs, verbose = _quiet(original, hooks, trainer, args, kwargs)
     fitting = 1 if verbose == 0 else 2
-    facts = {"fitting": fitting, "dealing": hooks.deals, "joined": False}
+    facts = {"fitting": fitting, "dealing": hooks.dynamic, "joined": False}
     with setting(**facts), closing_readers(), translating(hooks):
         initial = getattr(trainer, "_initial_epoch", None)
         try:

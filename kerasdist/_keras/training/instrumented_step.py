@@ -8,10 +8,10 @@ from typing import Any
 from kerasdist._keras.context import setting
 from kerasdist._keras.protocols import StepTimer
 
-__all__ = ["Calls"]
+__all__ = ["InstrumentedStep"]
 
 
-class Calls:
+class InstrumentedStep:
     """The function that takes steps, as Keras makes it: as many as there are kinds.
 
     Graphs of training count their steps, always: that's one operation, and so most

@@ -34,7 +34,7 @@ __all__ = [
     "average_loss",
     "compile_loss",
     "gradient",
-    "leave_loss",
+    "keep_loss_unscaled",
     "mask_weights",
     "mean_metric",
     "recorded",
@@ -45,7 +45,7 @@ __all__ = [
 ]
 
 
-def leave_loss(original: Callable[..., Any], value: Any) -> Any:
+def keep_loss_unscaled(original: Callable[..., Any], value: Any) -> Any:
     """In place of `scale_loss_for_distribution`.
 
     Keras divides by the number of replicas: right for equal parts and for Keras's

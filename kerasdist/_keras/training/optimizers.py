@@ -39,9 +39,9 @@ __all__ = [
     "clip_gradients",
     "finalize",
     "learning_rate",
-    "leave_reduced",
     "open_window",
     "own_accumulators",
+    "skip_all_reduce",
 ]
 
 
@@ -89,7 +89,7 @@ def apply(
         weight = current.share * hooks.replicas
         grads = [None if g is None else _weighted(g, weight) for g in grads]
     updated: list[Any] = []
-    if hooks.deals and grads:
+    if hooks.dynamic and grads:
         updated = trainable_variables or inner._trainable_variables
     touched = touched_rows(inner, grads, updated) if updated else []
     if updated:
@@ -127,7 +127,7 @@ def clip_gradients(
     return original(optimizer, grads)
 
 
-def leave_reduced(
+def skip_all_reduce(
     original: Callable[..., Any], optimizer: Any, grads_and_vars: Any
 ) -> Any:
     """In place of `TFOptimizer._all_reduce_sum_gradients`."""

@@ -25,7 +25,7 @@ from kerasdist._keras.protocols import (
     translating,
 )
 from kerasdist._keras.training.adoption import adopt_model
-from kerasdist._keras.training.instrumented_step import Calls
+from kerasdist._keras.training.instrumented_step import InstrumentedStep
 from kerasdist._keras.training.logs import keeping
 from kerasdist._keras.training.state import statistics_of
 
@@ -63,7 +63,9 @@ def make_function(
     if hooks is None:
         if timer is None:
             return original(trainer, step_function)
-        return Calls(trainer, lambda: original(trainer, step_function), timer)
+        return InstrumentedStep(
+            trainer, lambda: original(trainer, step_function), timer
+        )
 
     last = keeping(step_function)
 
@@ -110,8 +112,8 @@ def make_function(
 
         return take_steps
 
-    inside = hooks.apart if current.training else hooks.together
-    calls = Calls(trainer, make, timer)
+    inside = hooks.local_step if current.training else hooks.collective_scope
+    calls = InstrumentedStep(trainer, make, timer)
 
     def call(iterator: Any) -> Any:
         with translating(hooks), inside():
@@ -134,7 +136,7 @@ def receive_batch(
     timer = timer_of(trainer.distribute_strategy)
     if timer is None:
         return converted
-    # The function that is being made is of one kind, see `Calls`.
+    # The function that is being made is of one kind, see `InstrumentedStep`.
     kind = current.making
     facts = {"timed": kind is True, "compiled": trainer.jit_compile is True}
 
@@ -174,7 +176,7 @@ def predict_on_batch(original: Callable[..., Any], trainer: Any, x: Any) -> Any:
     hooks = hooks_of(trainer.distribute_strategy)
     if hooks is None:
         return original(trainer, x)
-    with translating(hooks), hooks.together():
+    with translating(hooks), hooks.collective_scope():
         return original(trainer, hooks.own_rows(x))
 
 

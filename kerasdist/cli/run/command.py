@@ -21,9 +21,9 @@ from types import FrameType
 from kerasdist.cli.allocator import ALLOCATORS, find_allocator, preloading
 from kerasdist.cli.console import say
 from kerasdist.cli.run.cores import cores_in_order, shares
-from kerasdist.cli.run.job import Job
+from kerasdist.cli.run.job import JobSpec
 from kerasdist.cli.run.processes import adopt_orphans, descendants, kill_all
-from kerasdist.cli.run.supervisor import ENDING_SIGNALS, Supervisor
+from kerasdist.cli.run.supervisor import ENDING_SIGNALS, JobSupervisor
 from kerasdist.transport.log import background_log
 from kerasdist.transport.wire.secret import secret_fault
 
@@ -271,7 +271,7 @@ def _launch(
     elif library != "none":
         environ.update(preloading(library, environ))
         say(f"workers allocate with {environ['LD_PRELOAD'].partition(':')[0]}")
-    job = Job(
+    job = JobSpec(
         size=size,
         servers=servers,
         command=command,
@@ -290,7 +290,7 @@ def _launch(
     return code
 
 
-def _supervised(job: Job) -> int:
+def _supervised(job: JobSpec) -> int:
     """Fork the supervisor, hand on signals, and return the exit code.
 
     When this returns, nothing of the job runs any more.
@@ -312,7 +312,7 @@ def _supervised(job: Job) -> int:
             try:
                 os.close(life_write)
                 os.setpgid(0, 0)
-                code = Supervisor(job, life_read, group, secret).run(unblock)
+                code = JobSupervisor(job, life_read, group, secret).run(unblock)
             except BaseException:  # whatever it is, it must be seen
                 sys.excepthook(*sys.exc_info())
             finally:

@@ -21,10 +21,10 @@ import sys
 from collections.abc import Sequence
 
 from kerasdist.cli.console import say
-from kerasdist.cli.run.job import Job
+from kerasdist.cli.run.job import JobSpec
 from kerasdist.cli.run.outcome import (
     Failure,
-    Verdict,
+    JobOutcome,
     exit_code,
     first_failure,
     in_words,
@@ -45,7 +45,7 @@ _FROM_OUTSIDE = (
 )
 
 
-def to_blame(tasks: Sequence[Started], verdict: Verdict) -> Started | None:
+def to_blame(tasks: Sequence[Started], verdict: JobOutcome) -> Started | None:
     """The task that the others blame for the job's failure, if they do."""
     kind, index = "worker", verdict.blamed
     if index is None:
@@ -65,7 +65,9 @@ class Ending:
         verdict: What they have said.
     """
 
-    def __init__(self, job: Job, tasks: Sequence[Started], verdict: Verdict) -> None:
+    def __init__(
+        self, job: JobSpec, tasks: Sequence[Started], verdict: JobOutcome
+    ) -> None:
         self._job = job
         self._tasks = tasks
         self._verdict = verdict

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 
-__all__ = ["Job", "Task"]
+__all__ = ["JobSpec", "Task"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,7 +42,7 @@ class Task:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Job:
+class JobSpec:
     """What to run; everything has been checked.
 
     Attributes:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 
 from kerasdist.cli.console import say_soon
-from kerasdist.cli.run.outcome import Verdict, in_words
+from kerasdist.cli.run.outcome import JobOutcome, in_words
 from kerasdist.cli.run.spawn import Started
 
 __all__ = ["Losses"]
@@ -33,7 +33,7 @@ class Losses:
         over: Whether the job is being ended: then nothing is told any more.
     """
 
-    def __init__(self, tasks: Sequence[Started], verdict: Verdict) -> None:
+    def __init__(self, tasks: Sequence[Started], verdict: JobOutcome) -> None:
         self._tasks = tasks
         self._verdict = verdict
         self.over = False
@@ -119,7 +119,7 @@ class Losses:
         return (worker.heard_at or 0.0) + _LET_IT_END - time.monotonic()
 
     @property
-    def only_they_are_left(self) -> bool:
+    def only_lost_workers_running(self) -> bool:
         """Whether the servers have ended, and only lost workers still run."""
         running = [each for each in self._tasks if each.code is None]
         return any(each.task.is_server for each in self._tasks) and all(

@@ -3,7 +3,7 @@
 When one rank fails, the others fail because of it, and the processes needn't end in
 the order in which things went wrong: a rank with an exception closes its connections
 first, its peers see that, fail and end at once, while it still tidies up. So what
-the workers have agreed on counts: they report it on one pipe (`Verdict`, see
+the workers have agreed on counts: they report it on one pipe (`JobOutcome`, see
 `kerasdist.transport.liveness.launcher_pipe`). Without it, as when they weren't
 connected yet, their outputs may tell (`first_failure`); the order of exits is only used
 where nothing better is known, and of the chief nothing better is: its output isn't ours
@@ -25,10 +25,10 @@ from kerasdist.transport.liveness.launcher_pipe import (
     pipe_in_words,
 )
 
-__all__ = ["Failure", "Verdict", "exit_code", "first_failure", "in_words"]
+__all__ = ["Failure", "JobOutcome", "exit_code", "first_failure", "in_words"]
 
 
-class Verdict:
+class JobOutcome:
     """The pipe, and what was read from it.
 
     Args:

@@ -15,7 +15,7 @@ from typing import IO
 
 from kerasdist.cli.run import bootstrap
 from kerasdist.cli.run.cores import thread_variables
-from kerasdist.cli.run.job import Job, Task
+from kerasdist.cli.run.job import JobSpec, Task
 from kerasdist.cli.run.output import LineTagger, OutputPump, Tail, WholeLines
 from kerasdist.transport.liveness.final_error import (
     ERROR_VARIABLE,
@@ -64,7 +64,7 @@ class Started:
         self.error_file.seek(0)
         return FinalError.decode(self.error_file.read())
 
-    def evidence(self, job: Job) -> tuple[str, int]:
+    def evidence(self, job: JobSpec) -> tuple[str, int]:
         """The end of its output, and when it last wrote, in ns since the epoch."""
         final = self.final_error
         if final is not None and self.error_file is not None:
@@ -89,7 +89,7 @@ class Launch:
         pump: Takes the output of tasks; None: it goes where the job says.
     """
 
-    job: Job
+    job: JobSpec
     group: int
     secret: str
     environ: Mapping[str, str]

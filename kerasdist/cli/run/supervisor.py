@@ -30,9 +30,9 @@ import time
 from kerasdist.cli.console import say, say_soon
 from kerasdist.cli.run.ending import Ending, to_blame
 from kerasdist.cli.run.frozen import FrozenTasks
-from kerasdist.cli.run.job import Job
+from kerasdist.cli.run.job import JobSpec
 from kerasdist.cli.run.losses import Losses
-from kerasdist.cli.run.outcome import Verdict
+from kerasdist.cli.run.outcome import JobOutcome
 from kerasdist.cli.run.output import OutputPump
 from kerasdist.cli.run.processes import (
     adopt_orphans,
@@ -43,7 +43,7 @@ from kerasdist.cli.run.processes import (
 )
 from kerasdist.cli.run.spawn import Launch, Started
 
-__all__ = ["ENDING_SIGNALS", "Supervisor"]
+__all__ = ["ENDING_SIGNALS", "JobSupervisor"]
 
 ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
@@ -64,7 +64,7 @@ _GIVE_UP = 1.0
 _OUTPUT_SECONDS = 2.0
 
 
-class Supervisor:
+class JobSupervisor:
     """Runs one job from its start to the end of its last process.
 
     Args:
@@ -74,12 +74,12 @@ class Supervisor:
         secret: The job's secret.
     """
 
-    def __init__(self, job: Job, life: int, group: int, secret: str) -> None:
+    def __init__(self, job: JobSpec, life: int, group: int, secret: str) -> None:
         self._job = job
         self._life = life
         self._group = group
         self._pump = OutputPump(1) if job.tagged else None
-        self._verdict = Verdict(job.servers)
+        self._verdict = JobOutcome(job.servers)
         self._launch = Launch(
             job=job,
             group=group,
@@ -151,12 +151,12 @@ class Supervisor:
                         return
                     if not self._plan:
                         self._plan_to_end(0.0, _TERM_TO_KILL)
-                elif self._losses.only_they_are_left and not self._plan:
+                elif self._losses.only_lost_workers_running and not self._plan:
                     # Frozen, or busy with what nobody needs any more.
                     self._plan_to_end(_LET_LOST_END, _LET_LOST_END + _TERM_TO_KILL)
                 elif not self._plan and (frozen := self._frozen.found()):
                     self._end_frozen(frozen)
-                self._be_patient_with_the_blamed()
+                self._extend_grace_period()
                 self._send_what_is_due()
                 if self._give_up_at and time.monotonic() > self._give_up_at:
                     return
@@ -237,7 +237,7 @@ class Supervisor:
         """The task that the others blame for the job's failure, if they do."""
         return to_blame(self._tasks, self._verdict)
 
-    def _be_patient_with_the_blamed(self) -> None:
+    def _extend_grace_period(self) -> None:
         """After a failure, SIGTERM waits longer for the task whose code counts.
 
         SIGKILL doesn't: the task may be frozen.

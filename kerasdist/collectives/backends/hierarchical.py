@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kerasdist.collectives.communicator import Communicator
-from kerasdist.collectives.fused_buffer import Parts
+from kerasdist.collectives.fused_buffer import FusedBuffer
 from kerasdist.collectives.ops import Array, octets
 from kerasdist.transport.base import Peer
 from kerasdist.transport.deadline import Deadline
@@ -58,11 +58,11 @@ class HierarchicalCommunicator(Communicator):
         self._leaders = leaders
 
     def _reduce(
-        self, source: Parts, lend: bool, call: Call, deadline: Deadline
+        self, source: FusedBuffer, lend: bool, call: Call, deadline: Deadline
     ) -> Array:
         flat = self._local._reduce(source, False, call, deadline)
         if self._leaders is not None:
-            flat = self._leaders._reduce(Parts([flat]), False, call, deadline)
+            flat = self._leaders._reduce(FusedBuffer([flat]), False, call, deadline)
         self._local._broadcast(octets(flat), 0, call, deadline)
         return flat
 

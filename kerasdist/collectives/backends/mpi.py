@@ -21,7 +21,7 @@ import numpy as np
 from kerasdist import errors
 from kerasdist.cluster import Cluster
 from kerasdist.collectives.communicator import Communicator
-from kerasdist.collectives.fused_buffer import Parts
+from kerasdist.collectives.fused_buffer import FusedBuffer
 from kerasdist.collectives.ops import Array, octets
 from kerasdist.transport.base import Aborted, CallMismatch, Peer, PeerSilent
 from kerasdist.transport.deadline import Deadline
@@ -198,7 +198,7 @@ class MpiCommunicator(Communicator):
         self._kept: list[Any] = []
 
     def _reduce(
-        self, source: Parts, lend: bool, call: Call, deadline: Deadline
+        self, source: FusedBuffer, lend: bool, call: Call, deadline: Deadline
     ) -> Array:
         elements, dtype, op = source.elements, source.dtype, call.op
         laps = None if self._recorder is None else Laps(self._recorder)

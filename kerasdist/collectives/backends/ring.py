@@ -18,9 +18,9 @@ from kerasdist.collectives.backends.schedule import (
     chunk,
     reduce_scatter_steps,
 )
-from kerasdist.collectives.buffer_pool import Buffers
+from kerasdist.collectives.buffer_pool import BufferPool
 from kerasdist.collectives.communicator import Communicator
-from kerasdist.collectives.fused_buffer import Parts
+from kerasdist.collectives.fused_buffer import FusedBuffer
 from kerasdist.collectives.ops import Array, octets, reducer
 from kerasdist.transport.base import Transport
 from kerasdist.transport.deadline import Deadline
@@ -54,10 +54,10 @@ class RingCommunicator(Communicator):
         self._transport = transport
         self._right = (self.rank + 1) % self.size
         self._left = (self.rank - 1) % self.size
-        self._results = Buffers()
+        self._results = BufferPool()
 
     def _reduce(
-        self, source: Parts, lend: bool, call: Call, deadline: Deadline
+        self, source: FusedBuffer, lend: bool, call: Call, deadline: Deadline
     ) -> Array:
         elements, dtype, op = source.elements, source.dtype, call.op
         size = elements * dtype.itemsize

@@ -50,10 +50,10 @@ import numpy as np
 import numpy.typing as npt
 
 from kerasdist.collectives.backends.schedule import chunk
-from kerasdist.collectives.backends.shared_results import Lent
-from kerasdist.collectives.buffer_pool import Buffers
+from kerasdist.collectives.backends.shared_results import SharedResultPool
+from kerasdist.collectives.buffer_pool import BufferPool
 from kerasdist.collectives.communicator import Communicator
-from kerasdist.collectives.fused_buffer import Parts
+from kerasdist.collectives.fused_buffer import FusedBuffer
 from kerasdist.collectives.ops import Array, reducer
 from kerasdist.errors import SharedMemoryFull
 from kerasdist.transport.deadline import Deadline
@@ -101,12 +101,12 @@ class SharedMemoryCommunicator(Communicator):
         self._segments: list[npt.NDArray[np.uint8]] = []
         self._total = 0  # bytes of a segment for blocks, the same on all ranks
         self._next = 0  # where the next block's place begins
-        self._results = Buffers()
+        self._results = BufferPool()
         self._notes: list[npt.NDArray[np.uint64]] = []
-        self._lent = Lent(transport)
+        self._lent = SharedResultPool(transport)
 
     def _reduce(
-        self, source: Parts, lend: bool, call: Call, deadline: Deadline
+        self, source: FusedBuffer, lend: bool, call: Call, deadline: Deadline
     ) -> Array:
         elements, dtype = source.elements, source.dtype
         size = elements * dtype.itemsize
@@ -128,7 +128,7 @@ class SharedMemoryCommunicator(Communicator):
         return flat
 
     def _reduce_blocks(
-        self, source: Parts, lend: bool, call: Call, deadline: Deadline
+        self, source: FusedBuffer, lend: bool, call: Call, deadline: Deadline
     ) -> Array:
         elements, dtype = source.elements, source.dtype
         size = elements * dtype.itemsize

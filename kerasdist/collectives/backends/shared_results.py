@@ -32,13 +32,13 @@ from kerasdist.transport.shared_memory import create_memory, map_segment
 from kerasdist.transport.sockets import SocketTransport
 from kerasdist.transport.wire.framing import Call
 
-__all__ = ["Lent"]
+__all__ = ["SharedResultPool"]
 
 # What a rank notes has a bit for each of them.
 _MOST_MEMORIES = 64
 
 
-class Lent:
+class SharedResultPool:
     """The memories of lent results. All ranks call the same in the same order.
 
     Args:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from kerasdist.collectives.communicator import Communicator
-from kerasdist.collectives.fused_buffer import Parts
+from kerasdist.collectives.fused_buffer import FusedBuffer
 from kerasdist.collectives.ops import Array
 from kerasdist.transport.base import Peer
 from kerasdist.transport.deadline import Deadline
@@ -22,7 +22,7 @@ class SingleCommunicator(Communicator):
         super().__init__(0, [Peer(0, address)], Unsupervised(), 1.0)
 
     def _reduce(
-        self, source: Parts, lend: bool, call: Call, deadline: Deadline
+        self, source: FusedBuffer, lend: bool, call: Call, deadline: Deadline
     ) -> Array:
         elements, dtype = source.elements, source.dtype
         flat = np.empty(elements, dtype)

@@ -19,16 +19,16 @@ from typing import Any
 
 from kerasdist import errors
 from kerasdist.cluster import Cluster
-from kerasdist.collectives.failures import fresh
+from kerasdist.collectives.failures import copy_to_raise
 from kerasdist.collectives.ops import Array
 from kerasdist.ps.channel.channel import Message
 from kerasdist.ps.client.communicator import ServerCommunicator
-from kerasdist.ps.client.connection import Build, Link, Roster
-from kerasdist.ps.client.control_requests import Questions
+from kerasdist.ps.client.connection import Build, Roster, ServerConnection
+from kerasdist.ps.client.control_requests import ControlRequests
 from kerasdist.ps.client.remote_table import RemoteTable
-from kerasdist.ps.heartbeat import Watch
+from kerasdist.ps.heartbeat import Heartbeat
 from kerasdist.ps.layout import Layout, Variable
-from kerasdist.ps.server.handler import Farewell
+from kerasdist.ps.server.handler import Goodbye
 from kerasdist.ps.server.membership import Event
 from kerasdist.ps.settings import ServerSettings
 from kerasdist.transport.base import Peer
@@ -43,7 +43,7 @@ __all__ = ["TRANSPORTS", "ServerClient"]
 TRANSPORTS = ("auto", "tcp")
 
 
-class ServerClient(Questions):
+class ServerClient(ControlRequests):
     """All servers of a job, as one worker sees them. Made by `connect_servers`.
 
     Calls of several threads are done one after the other. After an exception of class
@@ -89,9 +89,9 @@ class ServerClient(Questions):
         self._met = 0
         self._step = 0
         self._calls = threading.RLock()
-        self._watch: Watch | None = None
+        self._watch: Heartbeat | None = None
         self._pool: ThreadPoolExecutor | None = None
-        self._links: list[Link] = []
+        self._links: list[ServerConnection] = []
         self.communicator: ServerCommunicator
         self._announcements = Announcements(
             self.rank,
@@ -103,12 +103,14 @@ class ServerClient(Questions):
 
     # Made by `connect_servers`.
 
-    def watch(self) -> Watch:
+    def watch(self) -> Heartbeat:
         """Begin to watch the control connections of this worker."""
-        self._watch = Watch(f"rank {self.rank}", self.timeouts, self._hear, self._ended)
+        self._watch = Heartbeat(
+            f"rank {self.rank}", self.timeouts, self._on_frame, self._ended
+        )
         return self._watch
 
-    def add(self, link: Link) -> None:
+    def add(self, link: ServerConnection) -> None:
         """Add the connection to the next server; it's owned from now on."""
         self._links.append(link)
 
@@ -254,7 +256,7 @@ class ServerClient(Questions):
     def check(self) -> None:
         """Raise what has ended this worker's part, if something has."""
         if self._failure is not None:
-            raise fresh(self._failure)
+            raise copy_to_raise(self._failure)
         if self._closed:
             raise errors.TransportClosed(
                 "The connection to the parameter servers is closed. Create a new "
@@ -335,7 +337,7 @@ class ServerClient(Questions):
             self._changed.notify_all()
         here = self.peers[self.rank]
         why = f"{type(error).__name__}: {error}"[:300].rstrip(". ")
-        farewell = Farewell(f"it gave up at step {self.step} ({why})", True, error)
+        farewell = Goodbye(f"it gave up at step {self.step} ({why})", True, error)
         if isinstance(error, errors.WorkerLost) and error.rank == here.rank:
             farewell.reason = error.reason
         for link in self._links:
@@ -368,7 +370,7 @@ class ServerClient(Questions):
             reason = shown[:1000].rstrip(". \n")
         if self._failure is None:
             for link in self._links:
-                link.leave(Farewell(reason, error is not None, cause))
+                link.leave(Goodbye(reason, error is not None, cause))
         self._give_back()
 
     def _give_back(self) -> None:
@@ -402,7 +404,7 @@ class ServerClient(Questions):
 
     def _chief_is_gone(self) -> str | None:
         if self._failure is not None:
-            raise fresh(self._failure)
+            raise copy_to_raise(self._failure)
         if self._closed:
             return "this worker has left the job"
         if self.joining:
@@ -414,7 +416,7 @@ class ServerClient(Questions):
 
     # What the watch hears.
 
-    def _hear(self, key: Hashable, kind: FrameType, payload: bytes) -> None:
+    def _on_frame(self, key: Hashable, kind: FrameType, payload: bytes) -> None:
         if kind is FrameType.FAILURE:
             self.fail(decode(payload)[0])
         elif kind is FrameType.EVENT:

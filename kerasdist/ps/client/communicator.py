@@ -20,9 +20,9 @@ import numpy.typing as npt
 
 from kerasdist import errors
 from kerasdist.collectives.backends.schedule import chunk
-from kerasdist.collectives.buffer_pool import Buffers
+from kerasdist.collectives.buffer_pool import BufferPool
 from kerasdist.collectives.communicator import Communicator
-from kerasdist.collectives.fused_buffer import Parts
+from kerasdist.collectives.fused_buffer import FusedBuffer
 from kerasdist.collectives.ops import Array, check_dtype
 from kerasdist.ps.channel.channel import Channel, Message
 from kerasdist.ps.server.loads import Tally
@@ -69,7 +69,7 @@ class ServerCommunicator(Communicator):
         self._sequence = met
         self._facts: dict[str, Any] | None = None
         self._joined: tuple[int, ...] = ()
-        self._buffers = Buffers()
+        self._buffers = BufferPool()
         # The chief tells the servers once what each of them gets in a step.
         self._tally: Tally | None = None
         if self.rank == 0 and client.cluster.servers and client.settings.mode == "sync":
@@ -119,7 +119,7 @@ class ServerCommunicator(Communicator):
         return results
 
     def _reduce(
-        self, source: Parts, lend: bool, call: Call, deadline: Deadline
+        self, source: FusedBuffer, lend: bool, call: Call, deadline: Deadline
     ) -> Array:
         elements, dtype = source.elements, source.dtype
         client = self._client

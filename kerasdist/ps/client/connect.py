@@ -9,14 +9,14 @@ from collections.abc import Callable
 
 from kerasdist import errors
 from kerasdist.cluster import Cluster
-from kerasdist.collectives.failures import fresh
+from kerasdist.collectives.failures import copy_to_raise
 from kerasdist.ps.client.client import TRANSPORTS, ServerClient
 from kerasdist.ps.client.connection import Roster
-from kerasdist.ps.client.in_process import LocalLink
-from kerasdist.ps.client.network import NetworkLink
+from kerasdist.ps.client.in_process import InProcessConnection
+from kerasdist.ps.client.network import NetworkConnection
 from kerasdist.ps.layout import Layout
-from kerasdist.ps.server.handler import Desk
-from kerasdist.ps.server.membership import Event, Person
+from kerasdist.ps.server.handler import RequestHandler
+from kerasdist.ps.server.membership import Event, WorkerRecord
 from kerasdist.ps.server.server import session_name
 from kerasdist.ps.settings import ServerSettings
 from kerasdist.transport.log import background_log
@@ -88,14 +88,14 @@ def connect_servers(
     timeouts = timeouts or Timeouts()
     client = ServerClient(cluster, settings, timeouts, on_event, on_failure)
     address = client.peers[client.rank].address
-    person = Person(client.rank, address, secrets.token_hex(8), replicas, "live")
+    person = WorkerRecord(client.rank, address, secrets.token_hex(8), replicas, "live")
     if not cluster.servers:
-        desk = Desk(0, 1, 1, settings, timeouts, on_table)
+        desk = RequestHandler(0, 1, 1, settings, timeouts, on_table)
         roster = Roster(
             replicas=(replicas,), met=desk.crew.people[0].met, joined=desk.resumed
         )
         person.met = roster.met
-        client.add(LocalLink(desk, person, timeouts, client))
+        client.add(InProcessConnection(desk, person, timeouts, client))
         client.start(roster)
         return client
     secret = job_secret((*cluster.workers, *cluster.servers), os.environ)
@@ -105,7 +105,7 @@ def connect_servers(
         met: int | None = None
         rosters: list[Roster] = []
         for index, server in enumerate(cluster.servers):
-            link = NetworkLink(
+            link = NetworkConnection(
                 index,
                 server,
                 person,
@@ -135,7 +135,7 @@ def connect_servers(
         failure = client.failure
         client.close(error, cause)
         if failure is not None and not isinstance(error, errors.StartupError):
-            raise fresh(failure) from error
+            raise copy_to_raise(failure) from error
         raise
     return client
 

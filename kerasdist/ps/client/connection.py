@@ -14,9 +14,9 @@ from collections.abc import Callable
 from typing import Any
 
 from kerasdist import errors
-from kerasdist.collectives.failures import fresh
+from kerasdist.collectives.failures import copy_to_raise
 from kerasdist.ps.channel.channel import Channel, ChannelEnded, ChannelSilent, Message
-from kerasdist.ps.server.handler import MOST_BYTES, Farewell
+from kerasdist.ps.server.handler import MOST_BYTES, Goodbye
 from kerasdist.transport.base import Aborted
 from kerasdist.transport.deadline import Deadline
 from kerasdist.transport.liveness.failure_protocol import decode
@@ -24,7 +24,14 @@ from kerasdist.transport.timeouts import Timeouts
 from kerasdist.transport.tracing import Laps, Recorder
 from kerasdist.transport.wire.framing import FrameType
 
-__all__ = ["GRACE_SECONDS", "JOIN_SECONDS", "Build", "Job", "Link", "Roster"]
+__all__ = [
+    "GRACE_SECONDS",
+    "JOIN_SECONDS",
+    "Build",
+    "Job",
+    "Roster",
+    "ServerConnection",
+]
 
 # How much longer than a server its workers wait, to get the server's reasons.
 GRACE_SECONDS = 8.0
@@ -94,7 +101,7 @@ class Job(abc.ABC):
         """What this worker has done, for a server that comes back."""
 
 
-class Link(abc.ABC):
+class ServerConnection(abc.ABC):
     """One server, as a worker sees it.
 
     Attributes:
@@ -181,7 +188,7 @@ class Link(abc.ABC):
                 break
         if answer.frame is FrameType.FAILURE:
             text = str(answer.meta.get("failure", ""))
-            raise fresh(self._job.fail(decode(text)[0]))
+            raise copy_to_raise(self._job.fail(decode(text)[0]))
         return answer
 
     @abc.abstractmethod
@@ -189,7 +196,7 @@ class Link(abc.ABC):
         """The control connection has ended; from the watch's thread."""
 
     @abc.abstractmethod
-    def leave(self, farewell: Farewell) -> None:
+    def leave(self, farewell: Goodbye) -> None:
         """Say goodbye."""
 
     @abc.abstractmethod

@@ -16,10 +16,10 @@ from kerasdist.ps.client.connection import Build, Job
 from kerasdist.ps.server.batch_queue import REMEMBERED
 from kerasdist.transport.wire.framing import Call, FrameType
 
-__all__ = ["Questions"]
+__all__ = ["ControlRequests"]
 
 
-class Questions(Job):
+class ControlRequests(Job):
     """The part of a worker's client that asks; see `kerasdist.ps.client.client`."""
 
     def __init__(self) -> None:

@@ -6,15 +6,15 @@ import threading
 
 from kerasdist import errors
 from kerasdist.ps.channel.channel import Channel, memory_pair
-from kerasdist.ps.client.connection import JOIN_SECONDS, Job, Link
-from kerasdist.ps.server.handler import Desk, Farewell
-from kerasdist.ps.server.membership import Person
+from kerasdist.ps.client.connection import JOIN_SECONDS, Job, ServerConnection
+from kerasdist.ps.server.handler import Goodbye, RequestHandler
+from kerasdist.ps.server.membership import WorkerRecord
 from kerasdist.transport.timeouts import Timeouts
 
-__all__ = ["LocalLink"]
+__all__ = ["InProcessConnection"]
 
 
-class LocalLink(Link):
+class InProcessConnection(ServerConnection):
     """The server of a worker alone, in its own process.
 
     Args:
@@ -25,7 +25,7 @@ class LocalLink(Link):
     """
 
     def __init__(
-        self, desk: Desk, person: Person, timeouts: Timeouts, job: Job
+        self, desk: RequestHandler, person: WorkerRecord, timeouts: Timeouts, job: Job
     ) -> None:
         super().__init__(job, timeouts)
         self._desk = desk
@@ -35,7 +35,7 @@ class LocalLink(Link):
         if desk.keeper is not None:
             desk.keeper.start()
         self._thread = threading.Thread(
-            target=desk.attend,
+            target=desk.serve,
             args=(person, theirs),
             name="kerasdist-server",
             daemon=True,
@@ -54,18 +54,18 @@ class LocalLink(Link):
         raise errors.TransportClosed("The server in this process was closed.")
 
     def ended(self, reason: str) -> None:
-        """See `Link.ended`: there is no such connection."""
+        """See `ServerConnection.ended`: there is no such connection."""
 
-    def leave(self, farewell: Farewell) -> None:
-        """See `Link.leave`."""
+    def leave(self, farewell: Goodbye) -> None:
+        """See `ServerConnection.leave`."""
         self._desk.leave(self._person, farewell)
 
     def abort(self) -> None:
-        """See `Link.abort`."""
+        """See `ServerConnection.abort`."""
         self._channel.abort()
 
     def close(self) -> None:
-        """See `Link.close`."""
+        """See `ServerConnection.close`."""
         self.abort()
         if self._thread is not threading.current_thread():
             self._thread.join(JOIN_SECONDS)

@@ -12,19 +12,19 @@ from collections.abc import Callable
 from typing import Any
 
 from kerasdist import errors
-from kerasdist.collectives.failures import fresh
+from kerasdist.collectives.failures import copy_to_raise
 from kerasdist.ps.channel.channel import Channel, ChannelEnded
 from kerasdist.ps.channel.socket_channel import SocketChannel
 from kerasdist.ps.client.connection import (
     GRACE_SECONDS,
     JOIN_SECONDS,
     Job,
-    Link,
     Roster,
+    ServerConnection,
 )
-from kerasdist.ps.heartbeat import Watch
-from kerasdist.ps.server.handler import Farewell
-from kerasdist.ps.server.membership import Person
+from kerasdist.ps.heartbeat import Heartbeat
+from kerasdist.ps.server.handler import Goodbye
+from kerasdist.ps.server.membership import WorkerRecord
 from kerasdist.ps.server.registration import PURPOSE
 from kerasdist.ps.settings import ServerSettings
 from kerasdist.transport.base import Aborted
@@ -35,13 +35,13 @@ from kerasdist.transport.rendezvous.dial import dial_tcp, dial_unix, retry
 from kerasdist.transport.timeouts import Timeouts
 from kerasdist.transport.wire.framing import FrameType, unexpected
 
-__all__ = ["NetworkLink"]
+__all__ = ["NetworkConnection"]
 
 # How long a broken connection waits for what the control connection says.
 _VERDICT_SECONDS = 1.0
 
 
-class NetworkLink(Link):
+class NetworkConnection(ServerConnection):
     """A server over the network.
 
     Args:
@@ -62,13 +62,13 @@ class NetworkLink(Link):
         self,
         index: int,
         address: str,
-        person: Person,
+        person: WorkerRecord,
         host: str,
         session: str,
         secret: bytes,
         settings: ServerSettings,
         timeouts: Timeouts,
-        watch: Watch,
+        watch: Heartbeat,
         job: Job,
         transport: str,
     ) -> None:
@@ -207,7 +207,7 @@ class NetworkLink(Link):
     # When the connection is lost.
 
     def ended(self, reason: str) -> None:
-        """See `Link.ended`."""
+        """See `ServerConnection.ended`."""
         self._reason = reason
         channel, generation = self._channel, self.generation
         if channel is not None:
@@ -240,7 +240,7 @@ class NetworkLink(Link):
         # Broken because the job has failed? Then that is on its way.
         failure = self._job.await_failure(0.0 if self._reason else _VERDICT_SECONDS)
         if failure is not None:
-            raise fresh(failure) from error
+            raise copy_to_raise(failure) from error
         self._job.check()
         reason = self._reason or f"{error}".rstrip(".") or "its connection ended"
         if not self._settings.restartable:
@@ -259,7 +259,7 @@ class NetworkLink(Link):
         self.generation += 1
 
     def _lost(self, reason: str) -> errors.CollectiveError:
-        return fresh(
+        return copy_to_raise(
             self._job.fail(
                 errors.ServerLost(self.index, self.address, self._job.step, reason)
             )
@@ -267,19 +267,19 @@ class NetworkLink(Link):
 
     # The end.
 
-    def leave(self, farewell: Farewell) -> None:
-        """See `Link.leave`."""
+    def leave(self, farewell: Goodbye) -> None:
+        """See `ServerConnection.leave`."""
         payload = json.dumps(farewell.to_json()).encode()
         self._watch.post(self.index, FrameType.GOODBYE, payload)
 
     def abort(self) -> None:
-        """See `Link.abort`."""
+        """See `ServerConnection.abort`."""
         self._stop.set()
         if self._channel is not None:
             self._channel.abort()
 
     def close(self) -> None:
-        """See `Link.close`."""
+        """See `ServerConnection.close`."""
         self.abort()
         reviver = self._reviver
         if reviver is not None and reviver is not threading.current_thread():

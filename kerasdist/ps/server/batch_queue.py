@@ -17,7 +17,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 
-__all__ = ["END", "REMEMBERED", "Dealer"]
+__all__ = ["END", "REMEMBERED", "BatchQueue"]
 
 # No queue has so many numbers.
 END = 1 << 60
@@ -29,7 +29,7 @@ REMEMBERED = 32
 _MOST_QUEUES = 256
 
 
-class Dealer:
+class BatchQueue:
     """The queues of one job. Safe for threads."""
 
     def __init__(self) -> None:

@@ -28,15 +28,15 @@ from typing import Any
 import numpy as np
 
 from kerasdist import errors
-from kerasdist.collectives.buffer_pool import Buffers
+from kerasdist.collectives.buffer_pool import BufferPool
 from kerasdist.collectives.ops import Array, reducer
-from kerasdist.ps.server.join import Gate
-from kerasdist.ps.server.membership import Crew, Person
-from kerasdist.ps.tables.tables import Place, Stores
+from kerasdist.ps.server.join import JoinBarrier
+from kerasdist.ps.server.membership import Membership, WorkerRecord
+from kerasdist.ps.tables.tables import Place, ServedTables
 from kerasdist.transport.deadline import Deadline
 from kerasdist.transport.wire.framing import OPS, Call
 
-__all__ = ["Meetings"]
+__all__ = ["ServerCollectives"]
 
 # What is smaller is reduced by one thread.
 _LEAST_TOGETHER_BYTES = 256 << 10
@@ -46,7 +46,7 @@ _BLOCK_BYTES = 256 << 10
 class _Round:
     """One collective: who has come with what, and its result."""
 
-    def __init__(self, first: Person, call: Call) -> None:
+    def __init__(self, first: WorkerRecord, call: Call) -> None:
         self.first = first
         self.call = call
         self.brought: dict[int, Sequence[Array]] = {}
@@ -60,7 +60,7 @@ class _Round:
         self.ranks: list[int] = []
 
 
-class Meetings:
+class ServerCollectives:
     """The collectives at one server. Safe for threads.
 
     Args:
@@ -74,19 +74,21 @@ class Meetings:
         gate: Lets workers join.
     """
 
-    def __init__(self, crew: Crew, stores: Stores, *, coordinates: bool) -> None:
+    def __init__(
+        self, crew: Membership, stores: ServedTables, *, coordinates: bool
+    ) -> None:
         self.number = 0
-        self.gate = Gate(crew)
+        self.gate = JoinBarrier(crew)
         self._crew = crew
         self._stores = stores
         self._coordinates = coordinates
         self._round: _Round | None = None
         self._last: _Round | None = None
-        self._buffers = Buffers()
+        self._buffers = BufferPool()
 
-    def meet(
+    def join_round(
         self,
-        person: Person,
+        person: WorkerRecord,
         call: Call,
         arrays: Sequence[Array],
         place: Place | None,
@@ -213,7 +215,7 @@ class Meetings:
             if not self._round.brought:
                 self._round = None
 
-    def _enter(self, person: Person, call: Call) -> _Round:
+    def _enter(self, person: WorkerRecord, call: Call) -> _Round:
         crew = self._crew
         if crew.failure is not None:
             raise crew.failure
@@ -329,7 +331,9 @@ def _reduce_blocks(round: _Round) -> None:
                 np.copyto(other[block], out)
 
 
-def _mismatch(round: _Round, person: Person, call: Call) -> errors.CollectiveMismatch:
+def _mismatch(
+    round: _Round, person: WorkerRecord, call: Call
+) -> errors.CollectiveMismatch:
     mine, theirs = str(round.call), str(call)
     if mine == theirs:
         theirs += " on buffers of other dtypes or shapes"

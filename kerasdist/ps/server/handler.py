@@ -1,6 +1,6 @@
 """What one server does for its workers, whatever connects them.
 
-A thread per worker brings its requests here (`attend`), one after the other; each is
+A thread per worker brings its requests here (`serve`), one after the other; each is
 answered before the next one is read. A request's JSON object says under "do" what is
 asked for:
 
@@ -33,13 +33,13 @@ from kerasdist.ps.channel.channel import (
     Message,
 )
 from kerasdist.ps.layout import Layout
-from kerasdist.ps.server.batch_queue import Dealer
-from kerasdist.ps.server.collectives import Meetings
+from kerasdist.ps.server.batch_queue import BatchQueue
+from kerasdist.ps.server.collectives import ServerCollectives
 from kerasdist.ps.server.loads import Load, loads_from_json
-from kerasdist.ps.server.membership import Crew, Event, Person
+from kerasdist.ps.server.membership import Event, Membership, WorkerRecord
 from kerasdist.ps.settings import ServerSettings
-from kerasdist.ps.tables.snapshotter import Keeper
-from kerasdist.ps.tables.tables import Stores
+from kerasdist.ps.tables.snapshotter import Snapshotter
+from kerasdist.ps.tables.tables import ServedTables
 from kerasdist.transport.base import Aborted
 from kerasdist.transport.deadline import Deadline
 from kerasdist.transport.liveness.failure_protocol import decode, encode
@@ -48,7 +48,7 @@ from kerasdist.transport.timeouts import Timeouts
 from kerasdist.transport.wire.framing import Call, FrameType, unexpected
 from kerasdist.transport.wire.messages import to_json
 
-__all__ = ["MOST_BYTES", "Desk", "Farewell"]
+__all__ = ["MOST_BYTES", "Goodbye", "RequestHandler"]
 
 # No message has more numbers than this: 256 GB, or what the machine has.
 MOST_BYTES = min(1 << 38, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
@@ -59,7 +59,7 @@ _FOREVER = 1e9
 _NO_CALL = Call(0)
 
 
-class Farewell:
+class Goodbye:
     """How a worker leaves: what its GOODBYE says.
 
     Args:
@@ -81,7 +81,7 @@ class Farewell:
         return {"reason": self.reason[:1000], "failed": self.failed, "cause": cause}
 
     @classmethod
-    def from_payload(cls, payload: bytes) -> Farewell:
+    def from_payload(cls, payload: bytes) -> Goodbye:
         """Return what `to_json` wrote.
 
         Raises:
@@ -96,7 +96,7 @@ class Farewell:
         )
 
 
-class Desk:
+class RequestHandler:
     """One server without its connections. Safe for threads.
 
     Args:
@@ -143,16 +143,16 @@ class Desk:
         self._timeouts = timeouts
         self._on_split = on_split
         self._requests = 0
-        self.dealer = Dealer()
-        self.crew = Crew(size, settings.mode)
-        self.stores = Stores(server, servers, settings, self.crew, on_table)
+        self.dealer = BatchQueue()
+        self.crew = Membership(size, settings.mode)
+        self.stores = ServedTables(server, servers, settings, self.crew, on_table)
         first = server == 0 or settings.mode == "sync"
-        self.meetings = Meetings(self.crew, self.stores, coordinates=first)
+        self.meetings = ServerCollectives(self.crew, self.stores, coordinates=first)
         self.crew.on_event.append(self._note)
-        self.keeper: Keeper | None = None
+        self.keeper: Snapshotter | None = None
         self.resumed = False
         if settings.snapshot_dir is not None:
-            self.keeper = Keeper(server, servers, settings, self.crew, self.stores)
+            self.keeper = Snapshotter(server, servers, settings, self.crew, self.stores)
             self.resumed = self.keeper.resume()
 
     def _note(self, event: Event) -> None:
@@ -173,7 +173,7 @@ class Desk:
                 event.reason,
             )
 
-    def leave(self, person: Person, farewell: Farewell) -> None:
+    def leave(self, person: WorkerRecord, farewell: Goodbye) -> None:
         """A worker says goodbye."""
         if farewell.cause is not None and self.settings.mode == "sync":
             self.crew.fail(farewell.cause)
@@ -184,7 +184,7 @@ class Desk:
         else:
             self.crew.finish(person, farewell.reason)
 
-    def attend(self, person: Person, channel: Channel) -> str:
+    def serve(self, person: WorkerRecord, channel: Channel) -> str:
         """Answer a worker's requests until its connection ends; say how that ended."""
         while True:
             try:
@@ -246,7 +246,9 @@ class Desk:
         except (ChannelEnded, ChannelSilent, Aborted):
             return  # it's gone: `receive` says so
 
-    def _answer(self, person: Person, message: Message, channel: Channel) -> Message:
+    def _answer(
+        self, person: WorkerRecord, message: Message, channel: Channel
+    ) -> Message:
         deadline = Deadline(self._timeouts.collective)
         meta, call, arrays = message.meta, message.call, message.arrays
         do = meta.get("do")
@@ -260,7 +262,7 @@ class Desk:
                 person.clock = max(person.clock, _whole(meta, "step"))
             place = channel.place if channel.kind == "shared_memory" else None
             facts = meta.get("gate") if isinstance(meta.get("gate"), dict) else None
-            result, ranks = self.meetings.meet(
+            result, ranks = self.meetings.join_round(
                 person, call, arrays, place, deadline, facts
             )
             with self.crew.changed:

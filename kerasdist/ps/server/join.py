@@ -2,7 +2,7 @@
 
     j: a new process with a lost worker's rank    v: the others    s: server 0
 
-    1. j -> s   lets itself in; nobody waits for it yet (`Person.joining`)
+    1. j -> s   lets itself in; nobody waits for it yet (`WorkerRecord.joining`)
     2. j -> s   which `fit` it has come to; waits
     3. v -> s   a gate: a barrier between two epochs, with facts of what v do
     4. s -> j   the facts, and the gate's number
@@ -20,13 +20,13 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from kerasdist import errors
-from kerasdist.ps.server.membership import Crew, Person
+from kerasdist.ps.server.membership import Membership, WorkerRecord
 from kerasdist.transport.deadline import Deadline
 
 if TYPE_CHECKING:
     from kerasdist.ps.client.client import ServerClient
 
-__all__ = ["Board", "Entry", "Gate", "enter"]
+__all__ = ["Board", "Entry", "JoinBarrier", "enter"]
 
 # How long a server lets a joiner wait before it says that it still has to.
 _WAIT_SECONDS = 2.0
@@ -61,23 +61,23 @@ class Board:
         self.posts[name] = number
 
 
-class Gate:
-    """Lets workers join at one server. All under `Crew.changed`.
+class JoinBarrier:
+    """Lets workers join at one server. All under `Membership.changed`.
 
     Args:
         crew: The workers.
     """
 
-    def __init__(self, crew: Crew) -> None:
+    def __init__(self, crew: Membership) -> None:
         self._crew = crew
         # Who waits, and in which `fit`; what those who were let in are told.
-        self._waiting: dict[int, tuple[Person, int]] = {}
+        self._waiting: dict[int, tuple[WorkerRecord, int]] = {}
         self._entered: dict[str, dict[str, Any]] = {}
         self._fit = 0
         self._last: tuple[int, list[int]] = (0, [])
 
     def enter(
-        self, person: Person, fit: int, deadline: Deadline
+        self, person: WorkerRecord, fit: int, deadline: Deadline
     ) -> dict[str, Any] | None:
         """A joiner waits for the next gate.
 
@@ -145,13 +145,13 @@ class Gate:
         """Who has joined at the gate with this number, if that was the last one."""
         return self._last[1] if self._last[0] == number else []
 
-    def _is_here(self, person: Person) -> bool:
+    def _is_here(self, person: WorkerRecord) -> bool:
         return self._crew.people[person.rank] is person and person.state == "live"
 
-    def _restarted(self, person: Person) -> str:
+    def _restarted(self, person: WorkerRecord) -> str:
         return f"This server was restarted while {person} was joining."
 
-    def _why_not(self, person: Person, fit: int) -> str:
+    def _why_not(self, person: WorkerRecord, fit: int) -> str:
         crew = self._crew
         if crew.failure is not None or not self._is_here(person):
             return f"{person} was lost."

@@ -19,7 +19,7 @@ from typing import Any
 
 from kerasdist import errors
 
-__all__ = ["Crew", "Event", "Person"]
+__all__ = ["Event", "Membership", "WorkerRecord"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ class Event:
 
 
 @dataclasses.dataclass
-class Person:
+class WorkerRecord:
     """One worker.
 
     Attributes:
@@ -97,7 +97,7 @@ class Person:
         return f"rank {self.rank} ({self.address})"
 
 
-class Crew:
+class Membership:
     """All workers of a job.
 
     Args:
@@ -114,13 +114,13 @@ class Crew:
 
     def __init__(self, size: int, mode: str) -> None:
         self.changed = threading.Condition(threading.RLock())
-        self.people = [Person(rank) for rank in range(size)]
+        self.people = [WorkerRecord(rank) for rank in range(size)]
         self.failure: errors.CollectiveError | None = None
         self.on_event: list[Callable[[Event], None]] = []
         self.on_failure: list[Callable[[errors.CollectiveError], None]] = []
         self._mode = mode
 
-    def live(self) -> list[Person]:
+    def live(self) -> list[WorkerRecord]:
         """Those who are waited for: live, away, and expected, by rank."""
         return [p for p in self.people if p.state in ("live", "away", "expected")]
 
@@ -133,13 +133,13 @@ class Crew:
         """Whether there is nobody left to serve."""
         return not self.live()
 
-    def current(self, rank: int, incarnation: str) -> Person | None:
+    def current(self, rank: int, incarnation: str) -> WorkerRecord | None:
         """The worker of this rank if it's live and this very process."""
         person = self.people[rank]
         same = person.incarnation == incarnation
         return person if same and person.state == "live" else None
 
-    def enter(self, person: Person, kind: str | None) -> None:
+    def enter(self, person: WorkerRecord, kind: str | None) -> None:
         """A process has come with a rank; it replaces who had it before.
 
         Args:
@@ -153,7 +153,7 @@ class Crew:
                 self._tell(Event(kind, person.rank, person.address, person.clock))
             self.changed.notify_all()
 
-    def lose(self, person: Person, reason: str) -> bool:
+    def lose(self, person: WorkerRecord, reason: str) -> bool:
         """A worker is lost; False if it was no longer here."""
         with self.changed:
             if self.people[person.rank] is not person or person.state not in (
@@ -170,7 +170,7 @@ class Crew:
             self.changed.notify_all()
             return True
 
-    def finish(self, person: Person, reason: str) -> None:
+    def finish(self, person: WorkerRecord, reason: str) -> None:
         """A worker has left in good order."""
         with self.changed:
             if self.people[person.rank] is not person or person.state != "live":

@@ -14,13 +14,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from kerasdist import errors
-from kerasdist.ps.server.handler import Desk
-from kerasdist.ps.server.membership import Person
+from kerasdist.ps.server.handler import RequestHandler
+from kerasdist.ps.server.membership import WorkerRecord
 from kerasdist.transport.connection import Connection
 from kerasdist.transport.deadline import Deadline
 from kerasdist.transport.wire.framing import FrameType
 
-__all__ = ["FAREWELL_SECONDS", "LOOK_SECONDS", "PURPOSE", "Admission"]
+__all__ = ["FAREWELL_SECONDS", "LOOK_SECONDS", "PURPOSE", "Registrar"]
 
 PURPOSE = "server"
 # How long those who are on their way are told that the job has failed.
@@ -36,7 +36,7 @@ _RETURN_SECONDS = 10.0
 Came = tuple[int, Connection, dict[str, Any]]
 
 
-class Admission:
+class Registrar:
     """Lets workers in, or says why not. For the thread that takes connections.
 
     Args:
@@ -51,12 +51,12 @@ class Admission:
 
     def __init__(
         self,
-        desk: Desk,
+        desk: RequestHandler,
         address: str,
         workers: Sequence[str],
         take: Callable[[float], Sequence[Came]],
         stop: threading.Event,
-        heard: Callable[[Person], float | None],
+        heard: Callable[[WorkerRecord], float | None],
     ) -> None:
         self._desk = desk
         self._address = address
@@ -64,7 +64,7 @@ class Admission:
         self._take = take
         self._stop = stop
         self._heard = heard
-        self._guests: dict[int, tuple[Person, Connection]] = {}
+        self._guests: dict[int, tuple[WorkerRecord, Connection]] = {}
         self._came: set[int] = set()
         self._different = ""
         # New processes of which isn't known whether they join, by rank; until when.
@@ -77,7 +77,7 @@ class Admission:
 
     # At the start.
 
-    def gather(self, deadline: Deadline) -> list[tuple[Person, Connection]]:
+    def gather(self, deadline: Deadline) -> list[tuple[WorkerRecord, Connection]]:
         """Wait for all workers; return them, live, and their control connections.
 
         Raises:
@@ -91,7 +91,7 @@ class Admission:
             if deadline.expired:
                 raise self._missing(deadline)
             for came in self._take(min(deadline.remaining(), LOOK_SECONDS)):
-                self._welcome(*came)
+                self._accept_handshake(*came)
             if self._different:
                 # Waiting wouldn't help anybody.
                 error = self._dismiss(errors.StartupError(self._different))
@@ -105,7 +105,7 @@ class Admission:
             self._desk.crew.enter(person, None)
         return guests
 
-    def _welcome(
+    def _accept_handshake(
         self, rank: int, connection: Connection, hello: dict[str, Any]
     ) -> None:
         self._came.add(rank)
@@ -160,7 +160,7 @@ class Admission:
 
     def later(
         self, rank: int, connection: Connection, hello: dict[str, Any]
-    ) -> tuple[Person, bool] | None:
+    ) -> tuple[WorkerRecord, bool] | None:
         """Let somebody in who comes after the start.
 
         Returns:
@@ -253,7 +253,12 @@ class Admission:
         return not self._patience.expired
 
     def _why_not(
-        self, known: Person, person: Person, hello: dict[str, Any], *, returns: bool
+        self,
+        known: WorkerRecord,
+        person: WorkerRecord,
+        hello: dict[str, Any],
+        *,
+        returns: bool,
     ) -> str | None:
         failure = self._desk.crew.failure
         if failure is not None:
@@ -279,7 +284,7 @@ class Admission:
             )
         return None
 
-    def _return(self, known: Person, person: Person, resume: Any) -> None:
+    def _return(self, known: WorkerRecord, person: WorkerRecord, resume: Any) -> None:
         clocks = _clocks(resume)
         person.met = max(known.met, _number(resume, "met"))
         person.clock = max([known.clock, *clocks.values()])
@@ -290,7 +295,9 @@ class Admission:
             self._desk.dealer.resume(dataset, epoch, numbers)
         self._desk.crew.enter(person, "returned")
 
-    def _join(self, known: Person, person: Person, hello: dict[str, Any]) -> None:
+    def _join(
+        self, known: WorkerRecord, person: WorkerRecord, hello: dict[str, Any]
+    ) -> None:
         crew, met = self._desk.crew, hello.get("met")
         # As server 0 has said, or by its own judgement.
         person.joining = hello.get("gate") is True and (
@@ -310,7 +317,7 @@ class Admission:
             person.met = max(person.met, *(each.met for each in crew.people))
         crew.enter(person, "joined")
 
-    def _others_train(self, known: Person) -> bool:
+    def _others_train(self, known: WorkerRecord) -> bool:
         """Whether there is a job to join; else all its tasks were started again."""
         back = any(p.returned and p.state == "live" for p in self._desk.crew.people)
         return back or not (self._desk.resumed and known.returned)
@@ -319,7 +326,7 @@ class Admission:
 
     def _examine(
         self, rank: int, connection: Connection, hello: dict[str, Any]
-    ) -> Person | None:
+    ) -> WorkerRecord | None:
         """Return who came; None if it was refused."""
         here = self._desk.server
         mine = self._desk.settings.agreed()
@@ -347,7 +354,7 @@ class Admission:
             fault = f"A hello is damaged. Received: {hello!r}."
         else:
             address = self._workers[rank]
-            return Person(rank, address, incarnation, replicas, "live")
+            return WorkerRecord(rank, address, incarnation, replicas, "live")
         _refuse(connection, fault)
         return None
 

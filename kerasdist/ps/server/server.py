@@ -36,16 +36,16 @@ from typing import Any
 from kerasdist import errors
 from kerasdist.cluster import Cluster
 from kerasdist.ps.channel.socket_channel import SocketChannel
-from kerasdist.ps.heartbeat import Watch
+from kerasdist.ps.heartbeat import Heartbeat
 from kerasdist.ps.layout import Layout
-from kerasdist.ps.server.handler import Desk, Farewell
+from kerasdist.ps.server.handler import Goodbye, RequestHandler
 from kerasdist.ps.server.loads import Load
-from kerasdist.ps.server.membership import Event, Person
+from kerasdist.ps.server.membership import Event, WorkerRecord
 from kerasdist.ps.server.registration import (
     FAREWELL_SECONDS,
     LOOK_SECONDS,
     PURPOSE,
-    Admission,
+    Registrar,
 )
 from kerasdist.ps.settings import ServerSettings
 from kerasdist.transport.connection import Connection
@@ -133,13 +133,13 @@ class ParameterServer:
         self._closed = False
         secret = job_secret((*cluster.workers, *cluster.servers), os.environ)
         size = len(cluster.workers)
-        self.desk = Desk(
+        self.desk = RequestHandler(
             *(self.index, len(cluster.servers), size, settings, self._timeouts),
             on_table,
             on_split,
         )
         self._on_start = on_start
-        self._admission = Admission(
+        self._admission = Registrar(
             *(self.desk, self.address, cluster.workers, self._take, self._stop),
             heard=lambda person: self._watch.heard((person.rank, person.incarnation)),
         )
@@ -149,8 +149,8 @@ class ParameterServer:
         except BaseException:
             self.desk.close()
             raise
-        self._watch = Watch(
-            f"server {self.index}", self._timeouts, self._hear, self._ended
+        self._watch = Heartbeat(
+            f"server {self.index}", self._timeouts, self._on_frame, self._ended
         )
         crew = self.desk.crew
         crew.on_event.append(self._note)
@@ -162,7 +162,7 @@ class ParameterServer:
         """Serve until every worker has finished or is lost; then close.
 
         Returns:
-            `Desk.stats` at the end, and "bytes_received" and "bytes_sent": of all
+            `RequestHandler.stats` at the end, "bytes_received" and "bytes_sent": of all
             workers' requests and of the answers.
 
         Raises:
@@ -272,7 +272,7 @@ class ParameterServer:
             connection.close()
 
     def _open_line(
-        self, person: Person, connection: Connection, *, joined: bool
+        self, person: WorkerRecord, connection: Connection, *, joined: bool
     ) -> None:
         people = self.desk.crew.people
         roster = {
@@ -313,10 +313,10 @@ class ParameterServer:
             self._serving[incarnation] = channel, thread
             thread.start()
 
-    def _answer(self, person: Person, channel: SocketChannel) -> None:
+    def _answer(self, person: WorkerRecord, channel: SocketChannel) -> None:
         crew = self.desk.crew
         try:
-            seen = self.desk.attend(person, channel)
+            seen = self.desk.serve(person, channel)
         finally:
             channel.close()
             with self._lock:
@@ -346,7 +346,7 @@ class ParameterServer:
 
     # What the watch hears, and what happens to workers.
 
-    def _hear(self, key: Hashable, kind: FrameType, payload: bytes) -> None:
+    def _on_frame(self, key: Hashable, kind: FrameType, payload: bytes) -> None:
         person = self._person(key)
         if kind is FrameType.NOTICE:
             if person is not None:
@@ -355,7 +355,7 @@ class ParameterServer:
         if kind is not FrameType.GOODBYE:
             raise unexpected(kind)
         if person is not None:
-            self.desk.leave(person, Farewell.from_payload(payload))
+            self.desk.leave(person, Goodbye.from_payload(payload))
 
     def _ended(self, key: Hashable, reason: str) -> tuple[FrameType, bytes] | None:
         person = self._person(key)
@@ -368,7 +368,7 @@ class ParameterServer:
         )
         return FrameType.FAILURE, encode(lost)
 
-    def _pass_on(self, sender: Person, payload: bytes) -> None:
+    def _pass_on(self, sender: WorkerRecord, payload: bytes) -> None:
         """Send a worker's notice to another one, or to all others."""
         notice = to_json(payload)
         to = notice.get("to")
@@ -379,7 +379,7 @@ class ParameterServer:
                 key = person.rank, person.incarnation
                 self._watch.post(key, FrameType.NOTICE, json.dumps(value).encode())
 
-    def _person(self, key: Hashable) -> Person | None:
+    def _person(self, key: Hashable) -> WorkerRecord | None:
         if not isinstance(key, tuple):
             return None
         return self.desk.crew.current(*key)

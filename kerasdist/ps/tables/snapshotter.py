@@ -15,7 +15,7 @@ from typing import Any
 from kerasdist.collectives.ops import Array
 from kerasdist.errors import ProtocolError, SnapshotError
 from kerasdist.ps.layout import Layout
-from kerasdist.ps.server.membership import Crew, Person
+from kerasdist.ps.server.membership import Membership, WorkerRecord
 from kerasdist.ps.settings import ServerSettings
 from kerasdist.ps.tables.snapshot import (
     path_of,
@@ -25,17 +25,17 @@ from kerasdist.ps.tables.snapshot import (
     write_snapshot,
 )
 from kerasdist.ps.tables.snapshot_lock import SnapshotLock
-from kerasdist.ps.tables.tables import Store, Stores
+from kerasdist.ps.tables.tables import ServedTable, ServedTables
 from kerasdist.transport.log import background_log
 
-__all__ = ["Keeper"]
+__all__ = ["Snapshotter"]
 
 _CLOSE_SECONDS = 60.0
 # A job that is idle needs no more snapshots; the thread looks this often.
 _LONGEST_WAIT = 3600.0
 
 
-class Keeper:
+class Snapshotter:
     """Writes snapshots of one server's tables.
 
     Args:
@@ -54,8 +54,8 @@ class Keeper:
         server: int,
         servers: int,
         settings: ServerSettings,
-        crew: Crew,
-        stores: Stores,
+        crew: Membership,
+        stores: ServedTables,
     ) -> None:
         self.written = 0
         self.path = path_of(str(settings.snapshot_dir), server)
@@ -130,7 +130,7 @@ class Keeper:
         for number, record in header["tables"].items():
             layout = Layout.from_json(record["variables"], self._servers)
             bound = self._settings.max_staleness
-            store = Store(layout, self._server, [], bound)
+            store = ServedTable(layout, self._server, [], bound)
             own = [*store.table.dense, *store.table.rows, *store.table.versions]
             for mine in own:
                 array = left.pop(0)
@@ -148,7 +148,7 @@ class Keeper:
         for record in header["workers"]:
             state = "away" if record["state"] == "live" else str(record["state"])
             rank = int(record["rank"])
-            self._crew.people[rank] = Person(
+            self._crew.people[rank] = WorkerRecord(
                 rank,
                 str(record["address"]),
                 str(record["incarnation"]),

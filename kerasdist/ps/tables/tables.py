@@ -12,8 +12,8 @@
 Everything of a step that is finished is in T before its clock ticks: so who may go on
 reads it. If r may go on at once, 2. and 5. are done in one pass over the memory.
 
-Locks: `Crew.changed` guards the clocks, `Store.lock` the numbers. Nobody holds both, or
-one of them while a message is on its way.
+Locks: `Membership.changed` guards the clocks, `ServedTable.lock` the numbers. Nobody
+holds both, or one of them while a message is on its way.
 """
 
 from __future__ import annotations
@@ -31,26 +31,26 @@ from kerasdist.collectives.ops import Array, octets
 from kerasdist.ps.channel.channel import Spec
 from kerasdist.ps.layout import Layout
 from kerasdist.ps.server.join import Board
-from kerasdist.ps.server.membership import Crew, Person
+from kerasdist.ps.server.membership import Membership, WorkerRecord
 from kerasdist.ps.settings import ServerSettings
 from kerasdist.ps.tables.clocks import Clocks
 from kerasdist.ps.tables.table import Table
 from kerasdist.transport.deadline import Deadline
 
-__all__ = ["Place", "Store", "Stores"]
+__all__ = ["Place", "ServedTable", "ServedTables"]
 
 # Makes arrays in the next answer.
 Place = Callable[[Sequence[Spec]], list[Array]]
 Answer = tuple[dict[str, Any], list[Array]]
 
 
-class Store:
+class ServedTable:
     """One table at one server.
 
     Attributes:
         layout: Its layout.
         table: This server's part of it; guarded by `lock`.
-        clocks: Guarded by `Crew.changed`.
+        clocks: Guarded by `Membership.changed`.
         applied: By rank the process that has pushed last and its last step; guarded by
             `lock`.
         lock: Held for as long as numpy needs, never across the network.
@@ -87,7 +87,7 @@ class Store:
         return found
 
 
-class Stores:
+class ServedTables:
     """The tables of one server. Safe for threads.
 
     Args:
@@ -108,12 +108,12 @@ class Stores:
         server: int,
         servers: int,
         settings: ServerSettings,
-        crew: Crew,
+        crew: Membership,
         on_table: Callable[[Layout], None] | None = None,
     ) -> None:
         self.mode = settings.mode
         self.updates = 0
-        self.tables: dict[int, Store] = {}
+        self.tables: dict[int, ServedTable] = {}
         self.board = Board()
         self._server = server
         self._servers = servers
@@ -125,7 +125,7 @@ class Stores:
 
     def open(
         self,
-        person: Person,
+        person: WorkerRecord,
         number: int,
         variables: Any,
         parts: Sequence[Array],
@@ -160,7 +160,7 @@ class Stores:
                 )
             if number not in self.tables and person.rank == 0:
                 ranks = [p.rank for p in crew.live() if not p.joining]
-                made = Store(layout, self._server, ranks, self._max_staleness)
+                made = ServedTable(layout, self._server, ranks, self._max_staleness)
                 made.table.load(parts)
                 self.tables[number] = made
                 crew.changed.notify_all()
@@ -212,7 +212,7 @@ class Stores:
 
     def push(
         self,
-        person: Person,
+        person: WorkerRecord,
         number: int,
         clock: int,
         since: int,
@@ -283,7 +283,9 @@ class Stores:
         }
         return meta, answer
 
-    def pull(self, person: Person, number: int, since: int, place: Place) -> Answer:
+    def pull(
+        self, person: WorkerRecord, number: int, since: int, place: Place
+    ) -> Answer:
         """Read without pushing: waits for nobody, and no clock ticks.
 
         Args and raises as `push`.
@@ -323,7 +325,7 @@ class Stores:
                 for number, store in sorted(self.tables.items())
             ]
 
-    # For meetings and for the crew's events; all under `Crew.changed`.
+    # For meetings and for the crew's events; all under `Membership.changed`.
 
     def park(self, rank: int) -> None:
         """A worker waits at a meeting."""
@@ -355,7 +357,7 @@ class Stores:
 
     # Inside.
 
-    def _find(self, number: int) -> Store:
+    def _find(self, number: int) -> ServedTable:
         store = self.tables.get(number)
         if store is None:
             raise errors.ProtocolError(
@@ -364,7 +366,7 @@ class Stores:
             )
         return store
 
-    def _check_joiner(self, person: Person, number: int, layout: Layout) -> None:
+    def _check_joiner(self, person: WorkerRecord, number: int, layout: Layout) -> None:
         """Who doesn't fit can't join; the others go on."""
         if not person.joining:
             return
@@ -375,14 +377,14 @@ class Stores:
                 "it at another place. All workers must run the same script."
             )
 
-    def _check(self, person: Person) -> None:
+    def _check(self, person: WorkerRecord) -> None:
         if self._crew.failure is not None:
             raise self._crew.failure
         if self._crew.people[person.rank] is not person or person.state != "live":
             raise errors.TransportClosed(f"{person} was lost.")
 
     def _wait(
-        self, store: Store, person: Person, clock: int, deadline: Deadline
+        self, store: ServedTable, person: WorkerRecord, clock: int, deadline: Deadline
     ) -> None:
         while not store.clocks.may_read(person.rank, clock):
             self._check(person)

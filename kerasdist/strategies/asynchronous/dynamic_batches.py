@@ -30,10 +30,10 @@ from kerasdist.strategies.data.batch_split import count_rows, part_of_batch, spl
 if TYPE_CHECKING:
     from kerasdist.strategies.asynchronous.extended import AsyncExtended
 
-__all__ = ["Dealt", "DealtBatches", "DealtLoop"]
+__all__ = ["DynamicBatches", "DynamicDataset", "DynamicLoop"]
 
 
-class Dealt:
+class DynamicDataset:
     """What `fit` trains on, epoch after epoch. All workers make theirs in one order.
 
     Args:
@@ -57,7 +57,7 @@ class Dealt:
         self._used = 0
         self._last = -1
         self._limit: int | None = None
-        self._batches: DealtBatches | None = None
+        self._batches: DynamicBatches | None = None
 
     @property
     def length(self) -> int | None:
@@ -68,7 +68,7 @@ class Dealt:
         """A batch, to build a model from; it isn't claimed."""
         return self.source.example()
 
-    def begin_epoch(self, steps: int | None = None) -> DealtBatches:
+    def begin_epoch(self, steps: int | None = None) -> DynamicBatches:
         """Begin the next epoch, at the same time on all workers.
 
         Args:
@@ -110,7 +110,7 @@ class Dealt:
             self._used += self._limit
         if length is not None and self._used >= length:
             self._used = 0
-        self._batches = DealtBatches(self, claim, used)
+        self._batches = DynamicBatches(self, claim, used)
         return self._batches
 
     def facts(self) -> dict[str, Any]:
@@ -165,7 +165,7 @@ class Dealt:
         return number
 
 
-class DealtBatches:
+class DynamicBatches:
     """This worker's batches of one epoch; read ahead by a thread.
 
     Args:
@@ -182,7 +182,7 @@ class DealtBatches:
     kerasdist_together = True
 
     def __init__(
-        self, dealt: Dealt, claim: Callable[[], int | None], used: int
+        self, dealt: DynamicDataset, claim: Callable[[], int | None], used: int
     ) -> None:
         self.number = 0
         self.exhausted = False
@@ -211,7 +211,7 @@ class DealtBatches:
                 self._ahead = self._pool.submit(self._read)
         return self._next is not None
 
-    def at_least_one(self) -> DealtBatches:
+    def at_least_one(self) -> DynamicBatches:
         """What the Keras seam asks for before a step."""
         if not self.ready():
             raise StopIteration
@@ -245,7 +245,7 @@ class DealtBatches:
         return number, _for_replicas(self._dealt.extended, found[0])
 
 
-class DealtLoop:
+class DynamicLoop:
     """What a custom loop iterates over; the workers meet at the end of each pass.
 
     Args:
@@ -256,7 +256,7 @@ class DealtLoop:
         kerasdist_dataset: The dataset: tells the Keras seam what `fit` is given.
     """
 
-    def __init__(self, dealt: Dealt, dataset: Any) -> None:
+    def __init__(self, dealt: DynamicDataset, dataset: Any) -> None:
         self._dealt = dealt
         self.kerasdist_dataset = dataset
 

@@ -20,7 +20,7 @@ from typing import Any
 from kerasdist import _tf
 from kerasdist.errors import CollectiveError
 from kerasdist.ps import ServerClient
-from kerasdist.strategies.asynchronous.dynamic_batches import DealtLoop
+from kerasdist.strategies.asynchronous.dynamic_batches import DynamicLoop
 from kerasdist.strategies.asynchronous.hooks import AsyncHooks
 from kerasdist.strategies.asynchronous.live_group import LiveJob
 from kerasdist.strategies.asynchronous.weights import SharedTables
@@ -79,7 +79,7 @@ class AsyncExtended(SynchronousExtended):
         return self._stepping > 0 or not _tf.executing_eagerly()
 
     @contextlib.contextmanager
-    def apart(self) -> Iterator[None]:
+    def local_step(self) -> Iterator[None]:
         """What stands inside is this worker's own step."""
         self._stepping += 1
         try:
@@ -88,7 +88,7 @@ class AsyncExtended(SynchronousExtended):
             self._stepping -= 1
 
     @contextlib.contextmanager
-    def together(self) -> Iterator[None]:
+    def collective_scope(self) -> Iterator[None]:
         """What stands inside is done by all workers in step."""
         self._evaluating += 1
         try:
@@ -126,10 +126,10 @@ class AsyncExtended(SynchronousExtended):
     def _call_for_each_replica(self, fn: Any, args: Any, kwargs: Any) -> Any:
         if self._evaluating:
             return super()._call_for_each_replica(fn, args, kwargs)
-        with self.apart():
+        with self.local_step():
             return super()._call_for_each_replica(fn, args, kwargs)
 
     def _experimental_distribute_dataset(self, dataset: Any, options: Any) -> Any:
         if self._evaluating:
             return super()._experimental_distribute_dataset(dataset, options)
-        return DealtLoop(self.keras_hooks.deal_dataset(dataset, None), dataset)
+        return DynamicLoop(self.keras_hooks.deal_dataset(dataset, None), dataset)

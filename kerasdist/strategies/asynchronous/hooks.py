@@ -3,8 +3,8 @@
 Inside an epoch nothing here asks the other workers for anything but the next batch's
 number: each is at another place. They meet where an epoch begins and ends:
 
-    begin    weights that callbacks have changed are rank 0's            `Dealt`
-    end      1. all come, and say how many steps they took
+    begin    weights that callbacks have changed are rank 0's
+    `DynamicDataset` end      1. all come, and say how many steps they took
              2. all take the servers' weights, in which now is everything
              3. all come again: so nobody goes on before everybody has them
              4. statistics (BatchNormalization's) are averaged over the workers, by
@@ -28,7 +28,7 @@ import tensorflow as tf
 from kerasdist import _tf
 from kerasdist._keras import ArrayData, ItemData, own_steps
 from kerasdist.ps import enter
-from kerasdist.strategies.asynchronous.dynamic_batches import Dealt
+from kerasdist.strategies.asynchronous.dynamic_batches import DynamicDataset
 from kerasdist.strategies.asynchronous.live_group import WorkersChanged
 from kerasdist.strategies.asynchronous.sources import (
     ArraySource,
@@ -62,12 +62,12 @@ class AsyncHooks(SynchronousHooks):
     """
 
     _extended: AsyncExtended
-    deals = True
+    dynamic = True
 
     def __init__(self, extended: AsyncExtended) -> None:
         super().__init__(extended)
         self.rank = self.timer.rank = extended.job.client.rank
-        self.present: Dealt | None = None
+        self.present: DynamicDataset | None = None
         self.steps_of_all = 0
         self._datasets = 0
         self._divided_over = extended.job.live.ranks
@@ -75,15 +75,15 @@ class AsyncHooks(SynchronousHooks):
         self._mixed = extended.job.client.joining
         self._fits = 0
         self._resumed: int | None = None
-        self._newest: Dealt | None = None
+        self._newest: DynamicDataset | None = None
         self._trained: tuple[Sequence[Any], Any, Sequence[bool]] = ((), None, ())
         self._words = "no data"
 
     # A step.
 
-    def apart(self) -> contextlib.AbstractContextManager[None]:
-        """See `KerasHooks.apart`."""
-        return self._extended.apart()
+    def local_step(self) -> contextlib.AbstractContextManager[None]:
+        """See `KerasHooks.local_step`."""
+        return self._extended.local_step()
 
     def updating(self, variables: Sequence[Any], touched: Sequence[Any]) -> None:
         """See `KerasHooks.updating`: there must be a table before weights change."""
@@ -152,8 +152,8 @@ class AsyncHooks(SynchronousHooks):
         """See `KerasHooks.replica`: each worker has streams of its own."""
         return self._extended.first_replica + _tf.local_replica_id()
 
-    def close_window(self, variables: Sequence[Any]) -> None:
-        """See `KerasHooks.close_window`; over this worker's replicas.
+    def flush_accumulators(self, variables: Sequence[Any]) -> None:
+        """See `KerasHooks.flush_accumulators`; over this worker's replicas.
 
         A window is each worker's own: another one may have none that is open.
         """
@@ -220,17 +220,17 @@ class AsyncHooks(SynchronousHooks):
 
     # Data.
 
-    def deal_arrays(self, data: ArrayData) -> Dealt:
+    def deal_arrays(self, data: ArrayData) -> DynamicDataset:
         """See `KerasHooks.deal_arrays`."""
         return self._deal(ArraySource(data, self._agree(data)), data.batch_size)
 
-    def deal_items(self, data: ItemData) -> Dealt:
+    def deal_items(self, data: ItemData) -> DynamicDataset:
         """See `KerasHooks.deal_items`."""
         items = SharedItems(self._extended, data)
         items.agree()
         return self._deal(ItemSource(data, self._seed()), items.rows or None)
 
-    def deal_dataset(self, dataset: Any, length: int | None) -> Dealt:
+    def deal_dataset(self, dataset: Any, length: int | None) -> DynamicDataset:
         """See `KerasHooks.deal_dataset`."""
         extended = self._extended
         if getattr(dataset, "kerasdist_own", False):
@@ -246,7 +246,7 @@ class AsyncHooks(SynchronousHooks):
             return self._deal(OwnSource(own, None), batch_size)
         return self._deal(DatasetSource(dataset, length), batch_size)
 
-    def _deal(self, source: Source, batch_size: int | None) -> Dealt:
+    def _deal(self, source: Source, batch_size: int | None) -> DynamicDataset:
         parts = [f"batches of {batch_size or 'unknown size'}"]
         if source.length is not None:
             parts.append(f"{source.length} in an epoch")
@@ -256,7 +256,7 @@ class AsyncHooks(SynchronousHooks):
             parts.append("each worker's own")
         self._words = ", ".join(parts)
         self._datasets += 1
-        self._newest = Dealt(self._extended, source, self._datasets)
+        self._newest = DynamicDataset(self._extended, source, self._datasets)
         return self._newest
 
     def describe(self) -> str:
@@ -346,9 +346,9 @@ class AsyncHooks(SynchronousHooks):
 
     # Evaluation.
 
-    def together(self) -> contextlib.AbstractContextManager[None]:
-        """See `KerasHooks.together`."""
-        return self._extended.together()
+    def collective_scope(self) -> contextlib.AbstractContextManager[None]:
+        """See `KerasHooks.collective_scope`."""
+        return self._extended.collective_scope()
 
     def evaluate(self, call: Callable[[bool], Any], forget: Callable[[], None]) -> Any:
         """See `KerasHooks.evaluate`."""
@@ -361,7 +361,7 @@ class AsyncHooks(SynchronousHooks):
                 forget()
                 self._divided_over = live.ranks
             try:
-                with self._extended.together(), live.strict():
+                with self._extended.collective_scope(), live.strict():
                     return call(self._mixed or live.size < everybody)
             except (WorkersChanged, tf.errors.OpError):
                 if not live.changed:

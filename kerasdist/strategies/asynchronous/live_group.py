@@ -25,7 +25,7 @@ import numpy.typing as npt
 
 from kerasdist.collectives import Communicator
 from kerasdist.collectives.backends.single import SingleCommunicator
-from kerasdist.collectives.fused_buffer import Parts
+from kerasdist.collectives.fused_buffer import FusedBuffer
 from kerasdist.collectives.ops import Array
 from kerasdist.errors import CollectiveError
 from kerasdist.ps import ServerClient
@@ -160,7 +160,7 @@ class LiveCommunicator(Communicator):
     # The collectives above are the job's communicator's; so is what they are made of.
 
     def _reduce(
-        self, source: Parts, lend: bool, call: Call, deadline: Deadline
+        self, source: FusedBuffer, lend: bool, call: Call, deadline: Deadline
     ) -> Array:
         return self._inner._reduce(source, lend, call, deadline)
 

@@ -27,7 +27,7 @@ import numpy as np
 import tensorflow as tf
 
 from kerasdist import _tf
-from kerasdist.collectives.buffer_pool import Buffers
+from kerasdist.collectives.buffer_pool import BufferPool
 from kerasdist.collectives.ops import Array
 from kerasdist.ps import Change, Pulled, Rows, Variable
 from kerasdist.strategies.asynchronous.rows import SharedRows
@@ -94,7 +94,7 @@ class SharedWeights:
         # Rows that nobody changes from now on won't come.
         for part in self._rows.values():
             part.restore()
-        self._buffers = Buffers()
+        self._buffers = BufferPool()
         self._places: list[tuple[int, int]] = []
         end = 0
         for base in self._base.values():

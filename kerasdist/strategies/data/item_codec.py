@@ -19,13 +19,13 @@ import numpy as np
 import numpy.typing as npt
 import tensorflow as tf
 
-__all__ = ["ItemForm"]
+__all__ = ["ItemCodec"]
 
 Array = npt.NDArray[Any]
 _ALIGNMENT = 64
 
 
-class ItemForm:
+class ItemCodec:
     """The form of an item.
 
     Args:
@@ -56,7 +56,7 @@ class ItemForm:
             ValueError: The item doesn't have this form. Dtypes may differ: arrays
                 are converted, as TensorFlow converts what a generator yields.
         """
-        other = ItemForm(item)
+        other = ItemCodec(item)
         if not other.exchangeable or (
             (other._given, other._dimensions) != (self._given, self._dimensions)
         ):

@@ -24,24 +24,24 @@ from kerasdist.strategies.reduce.consensus import any_of
 if TYPE_CHECKING:
     from kerasdist.strategies.sync.extended import SynchronousExtended
 
-__all__ = ["Together"]
+__all__ = ["PerWorkerDataset"]
 
 # What TensorFlow says on each rank that has a file; the last of them has seen all.
 _TOO_FEW_FILES = re.compile(r"the dataset only has (\d+) file")
 
 
-class Together:
+class PerWorkerDataset:
     """What Keras iterates over in place of a worker's own distributed dataset."""
 
     def __init__(self, extended: SynchronousExtended, dataset: Any) -> None:
         self._extended = extended
         self._dataset = dataset
 
-    def __iter__(self) -> TogetherIterator:
-        return TogetherIterator(self._extended, self._dataset)
+    def __iter__(self) -> PerWorkerIterator:
+        return PerWorkerIterator(self._extended, self._dataset)
 
 
-class TogetherIterator:
+class PerWorkerIterator:
     """One pass over all workers' own datasets.
 
     Attributes:
@@ -61,7 +61,7 @@ class TogetherIterator:
     def __iter__(self) -> Iterator[Any]:
         return self
 
-    def at_least_one(self) -> TogetherIterator:
+    def at_least_one(self) -> PerWorkerIterator:
         """Fetch the next batch now; raises StopIteration if all have ended."""
         if not self._waiting:
             self._waiting.append(self._fetch())

@@ -35,7 +35,7 @@ import tensorflow as tf
 from kerasdist import _tf
 from kerasdist._keras import ItemData
 from kerasdist.strategies.data.batch_split import with_facts
-from kerasdist.strategies.data.item_codec import ItemForm
+from kerasdist.strategies.data.item_codec import ItemCodec
 from kerasdist.strategies.data.messages import REMEDIES
 from kerasdist.strategies.data.shuffle import epoch_order, part_of
 
@@ -107,7 +107,7 @@ class SharedItems:
         self._settle = settle
         self.seed = 0
         self.length: int | None = None
-        self.form: ItemForm | None = None
+        self.form: ItemCodec | None = None
         self.example: Any = None
         self.rows = 0
         self._epoch = 0
@@ -143,7 +143,7 @@ class SharedItems:
         item = form = None
         if self.length != 0:
             item = self.data.read(0)
-            form = ItemForm(item)
+            form = ItemCodec(item)
             facts["item"] = form.text
             facts["exchangeable"] = form.exchangeable
             if form.exchangeable:
@@ -173,7 +173,7 @@ class SharedItems:
                 )
         return checksums
 
-    def _read_again(self, form: ItemForm, checksums: list[list[int]]) -> None:
+    def _read_again(self, form: ItemCodec, checksums: list[list[int]]) -> None:
         """Item 0 isn't the same on all workers: is it on one of them?
 
         Raises:
@@ -182,7 +182,7 @@ class SharedItems:
         communicator = self.extended.job.communicator
         mine = checksums[communicator.rank]
         item = self.data.read(0)
-        if ItemForm(item).text == form.text:
+        if ItemCodec(item).text == form.text:
             now = form.checksums(item)
         else:
             now = [-1] * len(mine)
@@ -281,7 +281,7 @@ class SharedItemsIterator:
         finally:
             reader.close()
 
-    def _own_rows(self, form: ItemForm, packed: Any, number: int, order: Any) -> Any:
+    def _own_rows(self, form: ItemCodec, packed: Any, number: int, order: Any) -> Any:
         """This worker's part of an item: per replica, if it has several."""
         extended = self._items.extended
         index, arrays = form.unpack(packed)

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 from kerasdist.strategies.data.shuffle import part_of
 
-__all__ = ["Given", "describe"]
+__all__ = ["GivenData", "describe"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Given:
+class GivenData:
     """What is known of the data that `fit` was given.
 
     Attributes:
@@ -29,7 +29,7 @@ class Given:
     division: str = ""
 
 
-def describe(given: Given | None, replicas: Sequence[int], rank: int) -> str:
+def describe(given: GivenData | None, replicas: Sequence[int], rank: int) -> str:
     """Say how a job and its data are divided.
 
     Args:
@@ -68,7 +68,7 @@ def describe(given: Given | None, replicas: Sequence[int], rank: int) -> str:
     return ", ".join(parts)
 
 
-def _amount(given: Given, replicas: Sequence[int], rank: int) -> list[str]:
+def _amount(given: GivenData, replicas: Sequence[int], rank: int) -> list[str]:
     """How many samples there are, and how many of them are this worker's."""
     batch = given.batch_size
     if given.endless:

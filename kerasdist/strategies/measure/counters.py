@@ -22,7 +22,7 @@ __all__ = [
     "SLOTS",
     "STEPS",
     "UPDATES",
-    "Marks",
+    "StepCounters",
     "time_after",
     "time_after_all",
 ]
@@ -35,7 +35,7 @@ SLOTS = 9
 _BITS = 40
 
 
-class Marks:
+class StepCounters:
     """The sums, by the numbers above: one variable in host memory.
 
     Args:

@@ -54,7 +54,7 @@ from kerasdist.strategies.measure.counters import (
     SLOTS,
     STEPS,
     UPDATES,
-    Marks,
+    StepCounters,
     time_after,
     time_after_all,
 )
@@ -99,7 +99,7 @@ class StepClock:
         self.communicator = communicator
         self._in_turn = in_turn
         self._spans = SpanSums(communicator.size)
-        self._summed = Marks(self._host)
+        self._summed = StepCounters(self._host)
         # Sums as they were at the beginning of the window, and when the clock started.
         self._before, self._started = np.zeros(SLOTS), np.zeros(SLOTS)
         self._is_eager = False

@@ -22,10 +22,10 @@ import tensorflow as tf
 
 from kerasdist import _tf, errors
 from kerasdist.collectives import Communicator
-from kerasdist.collectives.failures import explain, fresh
-from kerasdist.collectives.fused_buffer import Parts
+from kerasdist.collectives.failures import copy_to_raise, explain
+from kerasdist.collectives.fused_buffer import FusedBuffer
 from kerasdist.collectives.ops import Array, itemsize, octets, reducer
-from kerasdist.strategies.native.deadlines import Watch
+from kerasdist.strategies.native.deadlines import CollectiveDeadlines
 from kerasdist.strategies.native.server import is_serving, serve
 from kerasdist.transport.base import Aborted, PeerClosed, PeerSilent
 from kerasdist.transport.deadline import Deadline
@@ -128,7 +128,9 @@ class NativeCommunicator(Communicator):
         self._sequence = ring._sequence
         self._host = _tf.host_of("/device:CPU:0")
         self._options = group_options(self.group, self.size, self._host)
-        self._watch = Watch(f"kerasdist-native rank {self.rank}", self._late)
+        self._watch = CollectiveDeadlines(
+            f"kerasdist-native rank {self.rank}", self._late
+        )
         # Of collectives that are recorded: when they began.
         self._began: dict[int, tuple[int, Call]] = {}
 
@@ -146,7 +148,7 @@ class NativeCommunicator(Communicator):
         """
         with self._lock:
             if self._failure is not None:
-                raise fresh(self._failure)
+                raise copy_to_raise(self._failure)
             if self._closed:
                 raise errors.TransportClosed(
                     f"This communicator is closed. Received: a call of {kind}. Create "
@@ -187,7 +189,7 @@ class NativeCommunicator(Communicator):
     # The collectives.
 
     def _reduce(
-        self, source: Parts, lend: bool, call: Call, deadline: Deadline
+        self, source: FusedBuffer, lend: bool, call: Call, deadline: Deadline
     ) -> Array:
         elements, dtype, op = source.elements, source.dtype, call.op
         flat = np.empty(elements, dtype)

@@ -14,13 +14,13 @@ from kerasdist.transport.base import Aborted
 from kerasdist.transport.deadline import Deadline
 from kerasdist.transport.wire.framing import Call
 
-__all__ = ["Watch"]
+__all__ = ["CollectiveDeadlines"]
 
 # What the thread does when something is late takes a while at most.
 _JOIN_SECONDS = 10.0
 
 
-class Watch:
+class CollectiveDeadlines:
     """Knows which collectives are pending, and says when one is late.
 
     All have the same time, so that the first to begin is the first to be late.

@@ -41,11 +41,11 @@ from kerasdist.cluster import Cluster
 from kerasdist.cluster.address import split_address
 from kerasdist.collectives import connect
 from kerasdist.collectives.connect import Job
-from kerasdist.collectives.failures import fresh
+from kerasdist.collectives.failures import copy_to_raise
 from kerasdist.strategies.sync.job import forget, leave_at_exit
 from kerasdist.transport import Timeouts
 from kerasdist.transport.deadline import Deadline
-from kerasdist.transport.liveness.disconnect import sever
+from kerasdist.transport.liveness.disconnect import disconnect
 from kerasdist.transport.rendezvous.open_servers import narrow, require_word
 from kerasdist.transport.rendezvous.ports import on_free_port
 from kerasdist.transport.rendezvous.probe import why_unreachable
@@ -126,7 +126,7 @@ class RemoteDevices:
             if rank is not None:
                 said = str(error).partition("\n")[0]
                 known = self.job.explain(rank, f"TensorFlow can't reach it ({said})")
-        return None if known is None else fresh(known)
+        return None if known is None else copy_to_raise(known)
 
     def close(self, error: BaseException | None = None) -> None:
         """Let the workers end. Can be called twice.
@@ -155,7 +155,7 @@ class RemoteDevices:
         # as its kernel does.
         while not self._left.wait(_SEVER_SECONDS):
             for rank in ranks:
-                sever(self._servers[rank])
+                disconnect(self._servers[rank])
 
 
 def named_in(text: str, names: Sequence[str], servers: Sequence[str]) -> int | None:
@@ -347,7 +347,7 @@ def _connect(job: Job, drive: Any, deadline: Deadline) -> None:
             break
         except queue.Empty:
             if job.failure is not None:
-                raise fresh(job.failure) from None
+                raise copy_to_raise(job.failure) from None
             if deadline.expired:
                 raise errors.StartupError(
                     "TensorFlow didn't connect to the workers' servers within "
@@ -361,7 +361,7 @@ def _connect(job: Job, drive: Any, deadline: Deadline) -> None:
     patience = Deadline(min(_VERDICT_SECONDS, deadline.remaining()))
     while isinstance(error, tf.errors.OpError) and not patience.expired:
         if job.failure is not None:
-            raise fresh(job.failure) from error
+            raise copy_to_raise(job.failure) from error
         time.sleep(_LOOK_SECONDS)
     raise error
 
@@ -374,5 +374,5 @@ def _serve_until_the_end(job: Job) -> NoReturn:
     signal.alarm(_EXIT_SECONDS)
     job.close(failure)
     if failure is not None:
-        raise fresh(failure)
+        raise copy_to_raise(failure)
     sys.exit(0)

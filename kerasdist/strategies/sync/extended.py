@@ -103,11 +103,11 @@ class SynchronousExtended(SharingExtended):
         return _keras.gradients_are_reduced()
 
     @contextlib.contextmanager
-    def alone(self) -> Iterator[None]:
-        """See `SharingExtended.alone`."""
+    def without_peers(self) -> Iterator[None]:
+        """See `SharingExtended.without_peers`."""
         before, self.ops = self.ops, CollectiveOps(SingleCommunicator(), self._host)
         try:
-            with super().alone():
+            with super().without_peers():
                 yield
         finally:
             self.ops = before

@@ -29,10 +29,10 @@ from kerasdist.strategies.data.batch_split import (
     split_part,
     with_facts,
 )
-from kerasdist.strategies.data.per_worker import Together
+from kerasdist.strategies.data.per_worker import PerWorkerDataset
 from kerasdist.strategies.data.pydataset_exchange import share_items
 from kerasdist.strategies.data.shuffle import epoch_order
-from kerasdist.strategies.data.startup_message import Given, describe
+from kerasdist.strategies.data.startup_message import GivenData, describe
 from kerasdist.strategies.measure.step_clock import StepClock
 from kerasdist.strategies.reduce import consensus
 from kerasdist.strategies.reduce.accumulation import end_window
@@ -53,13 +53,13 @@ class SynchronousHooks:
         extended: The strategy's extended object.
     """
 
-    deals = False
+    dynamic = False
 
     def __init__(self, extended: SynchronousExtended) -> None:
         self._extended = extended
         self._orders = itertools.count()
         self._seeding = _tf.seeding()
-        self._given: Given | None = None
+        self._given: GivenData | None = None
         self._same = SameBatches(extended)
         self._choice = DataChoice(extended.data)
         self._told: set[str] = set()
@@ -170,13 +170,13 @@ class SynchronousHooks:
         """See `KerasHooks.distribute_dataset`."""
         extended = self._extended
         if isinstance(dataset, tf.distribute.DistributedDataset):
-            self._given = Given(division="distributed already")
+            self._given = GivenData(division="distributed already")
             return self._in_step(dataset, length)
         self._given = _known_of(dataset, length)
         if self.replicas == 1:
             return extended.distribute_parts(dataset), length
         if not self.shards:
-            self._given = Given(division="each worker's own data")
+            self._given = GivenData(division="each worker's own data")
             own = extended.distribute_parts(
                 slice_dataset(dataset, *extended.data_places, wrap=_own_part)
             )
@@ -218,7 +218,7 @@ class SynchronousHooks:
         if not own or self._extended.job.communicator.size == 1:
             return dataset, length
         return (
-            Together(self._extended, dataset),
+            PerWorkerDataset(self._extended, dataset),
             consensus.longest(self._extended, length),
         )
 
@@ -264,16 +264,16 @@ class SynchronousHooks:
         """See `KerasHooks.average`."""
         consensus.average(self._extended, variables)
 
-    def close_window(self, variables: Sequence[Any]) -> None:
-        """See `KerasHooks.close_window`."""
+    def flush_accumulators(self, variables: Sequence[Any]) -> None:
+        """See `KerasHooks.flush_accumulators`."""
         self.average(variables)
 
-    def apart(self) -> contextlib.AbstractContextManager[None]:
-        """See `KerasHooks.apart`."""
+    def local_step(self) -> contextlib.AbstractContextManager[None]:
+        """See `KerasHooks.local_step`."""
         return contextlib.nullcontext()
 
-    def together(self) -> contextlib.AbstractContextManager[None]:
-        """See `KerasHooks.together`."""
+    def collective_scope(self) -> contextlib.AbstractContextManager[None]:
+        """See `KerasHooks.collective_scope`."""
         return contextlib.nullcontext()
 
     def updating(self, variables: Sequence[Any], touched: Sequence[Any]) -> None:
@@ -330,7 +330,7 @@ class SynchronousHooks:
             ValueError: The workers were given different data.
         """
         seed = self._agree(data)
-        self._given = Given(batch_size=data.batch_size, samples=data.samples)
+        self._given = GivenData(batch_size=data.batch_size, samples=data.samples)
         return ArrayEpochs(self._extended, data, seed)
 
     def distribute_items(self, data: ItemData) -> Any | None:
@@ -348,7 +348,7 @@ class SynchronousHooks:
         else:
             items = share_items(extended, data, self._seed, chiefs.settle)
         if items is not None:
-            self._given = Given(
+            self._given = GivenData(
                 batch_size=items.rows,
                 batches=items.length,
                 endless=items.length is None,
@@ -397,11 +397,11 @@ def _own_part(index: Any, batch: Any, part: Any) -> Any:
     return mine if rows is None else with_facts(mine, None, rows)
 
 
-def _known_of(dataset: Any, length: int | None) -> Given:
+def _known_of(dataset: Any, length: int | None) -> GivenData:
     """What is known of a dataset of global batches without reading it."""
     try:
         batch_size = _tf.static_batch_size(dataset)
     except (IndexError, TypeError, ValueError, tf.errors.OpError):
         batch_size = None  # its elements aren't batches: said when they are used
     endless = int(dataset.cardinality()) == tf.data.INFINITE_CARDINALITY
-    return Given(batch_size=batch_size, batches=length, endless=endless)
+    return GivenData(batch_size=batch_size, batches=length, endless=endless)

@@ -82,7 +82,7 @@ class SharingExtended(_tf.MirroredExtended):
         return self.places[2] == 1
 
     @contextlib.contextmanager
-    def alone(self) -> Iterator[None]:
+    def without_peers(self) -> Iterator[None]:
         """What stands inside, this worker does without the others, who wait for it."""
         before, self.excluding = self.excluding, True
         try:

@@ -16,10 +16,10 @@ from kerasdist.transport.wire.framing import (
     unpack_header,
 )
 
-__all__ = ["Line"]
+__all__ = ["ControlConnection"]
 
 
-class Line:
+class ControlConnection:
     """A control connection that never blocks. Not safe for several threads.
 
     Args:

@@ -13,15 +13,15 @@ import time
 from collections.abc import Iterator, Mapping
 
 from kerasdist.transport.connection import Connection
-from kerasdist.transport.liveness.control_connection import Line
+from kerasdist.transport.liveness.control_connection import ControlConnection
 from kerasdist.transport.wire.framing import Call, FrameType
 
-__all__ = ["Lines"]
+__all__ = ["ControlConnections"]
 
 _LONGEST_POLL = 3600.0
 
 
-class Lines:
+class ControlConnections:
     """The connections, by the rank at the other end.
 
     Args:
@@ -33,13 +33,15 @@ class Lines:
         self, connections: Mapping[int, Connection], lock: threading.Condition
     ) -> None:
         now = time.monotonic()
-        self._lines = {rank: Line(each, now) for rank, each in connections.items()}
+        self._lines = {
+            rank: ControlConnection(each, now) for rank, each in connections.items()
+        }
         self._lock = lock
         self._wake, self._woken = socket.socketpair()
         self._wake.setblocking(False)
         self._woken.setblocking(False)
 
-    def __iter__(self) -> Iterator[tuple[int, Line]]:
+    def __iter__(self) -> Iterator[tuple[int, ControlConnection]]:
         return iter(self._lines.items())
 
     @property

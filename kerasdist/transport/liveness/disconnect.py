@@ -12,12 +12,12 @@ import socket
 
 from kerasdist.cluster.address import split_address
 
-__all__ = ["sever"]
+__all__ = ["disconnect"]
 
 _DESCRIPTORS = "/dev/fd"
 
 
-def sever(address: str) -> int:
+def disconnect(address: str) -> int:
     """Shut down all TCP connections of this process to an address.
 
     Their descriptors stay open: they are their owner's to close.

@@ -40,7 +40,7 @@ from kerasdist import errors
 from kerasdist.transport.base import Peer
 from kerasdist.transport.connection import Connection
 from kerasdist.transport.liveness.announcements import Announcements
-from kerasdist.transport.liveness.control_connections import Lines
+from kerasdist.transport.liveness.control_connections import ControlConnections
 from kerasdist.transport.liveness.failure_protocol import decode, encode
 from kerasdist.transport.liveness.launcher_pipe import Reporter
 from kerasdist.transport.log import background_log
@@ -97,7 +97,7 @@ class SessionSupervisor:
         # The number of the collective that each rank was last heard to be in.
         self._places: dict[int, int] = {}
         self._ending = False
-        self._lines = Lines(controls, self._changed)
+        self._lines = ControlConnections(controls, self._changed)
         self.announcements = Announcements(
             rank,
             self._send_notice,
@@ -181,7 +181,9 @@ class SessionSupervisor:
         """Why the chief announces nothing any more; None: it may."""
         with self._changed:
             if self._failure is not None:
-                raise copy.copy(self._failure)  # see `collectives.failures.fresh`
+                raise copy.copy(
+                    self._failure
+                )  # see `collectives.failures.copy_to_raise`
             if self._ending:
                 return "this worker has left the job"
             return (
@@ -365,7 +367,7 @@ class SessionSupervisor:
                     frames = line.frames()
                 for kind, call, payload in frames:
                     line.heard = now
-                    self._hear(rank, kind, call, payload)
+                    self._on_frame(rank, kind, call, payload)
             except (EOFError, errors.ProtocolError) as error:
                 seen = str(error) or "as when a process is killed"
                 reason = f"its connection ended ({seen.rstrip('.')})"
@@ -383,7 +385,7 @@ class SessionSupervisor:
                 self._lost(rank, reason)
                 line.open = False
 
-    def _hear(self, rank: int, kind: FrameType, call: Call, payload: bytes) -> None:
+    def _on_frame(self, rank: int, kind: FrameType, call: Call, payload: bytes) -> None:
         if kind is FrameType.HEARTBEAT:
             self._note_places(rank, call, payload)
         elif kind is FrameType.FAILURE:

@@ -44,13 +44,13 @@ def dial_tcp(
         address: As the cluster's settings have it; the process there must have the
             same one.
         secret: The job's secret.
-        hello: See `handshake.knock`.
+        hello: See `handshake.authenticate_as_client`.
         deadline: When to give up.
         stop: When this is set, from any thread, it ends with an error at once.
 
     Raises:
         OSError, EOFError: It can't be reached now.
-        AuthenticationError, ProtocolError: See `handshake.knock`.
+        AuthenticationError, ProtocolError: See `handshake.authenticate_as_client`.
     """
     stop = stop or Cancellation()
     limit = Deadline(min(deadline.remaining(), _CONNECT_SECONDS))
@@ -91,7 +91,7 @@ def dial_unix(
     Args:
         name: Name of its Unix socket.
         secret: The job's secret.
-        hello: See `handshake.knock`.
+        hello: See `handshake.authenticate_as_client`.
         deadline: When to give up.
         address: Its address in the cluster's settings.
         stop: See `dial_tcp`.
@@ -123,7 +123,7 @@ def _knock(
     limit = Deadline(min(deadline.remaining(), _HANDSHAKE_SECONDS))
     try:
         with stop.bound(sock):
-            auth = handshake.knock(sock, secret, hello, limit, address)
+            auth = handshake.authenticate_as_client(sock, secret, hello, limit, address)
             if not secret and is_loopback(address):
                 _check_user(sock, address)
     except BaseException:

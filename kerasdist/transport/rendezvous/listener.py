@@ -285,7 +285,7 @@ class Listener:
     def _begin(self, sock: socket.socket, where: str) -> None:
         close_in_children(sock)
         thread = threading.Thread(
-            target=self._welcome,
+            target=self._accept_handshake,
             args=(sock, where),
             name="kerasdist-handshake",
             daemon=True,
@@ -306,7 +306,7 @@ class Listener:
                 self._threads.discard(thread)
             sock.close()
 
-    def _welcome(self, sock: socket.socket, where: str) -> None:
+    def _accept_handshake(self, sock: socket.socket, where: str) -> None:
         kept = False
         try:
             sock.setblocking(True)

@@ -112,7 +112,7 @@ def _refused(answer: dict[str, Any]) -> errors.StartupError:
 
 
 @dataclasses.dataclass
-class _Guest:
+class _PendingPeer:
     """A worker that has come to the chief and waits for the others."""
 
     connection: Connection
@@ -133,7 +133,7 @@ def gather(
     Raises:
         StartupError: See `Session`. All who came have been told.
     """
-    guests: dict[int, _Guest] = {}
+    guests: dict[int, _PendingPeer] = {}
     try:
         _wait_for_all(arrival, deadline, listener, guests)
         _check_settings(arrival, guests)
@@ -157,7 +157,10 @@ def gather(
 
 
 def _wait_for_all(
-    arrival: Arrival, deadline: Deadline, listener: Listener, guests: dict[int, _Guest]
+    arrival: Arrival,
+    deadline: Deadline,
+    listener: Listener,
+    guests: dict[int, _PendingPeer],
 ) -> None:
     size = len(arrival.addresses)
     notice = WaitingNotice("rank 0")
@@ -204,7 +207,7 @@ def _receive(
     connection: Connection,
     hello: dict[str, Any],
     addresses: tuple[str, ...],
-) -> _Guest:
+) -> _PendingPeer:
     member = Member.from_json(hello.get("member"))
     seconds = hello.get("seconds")
     if not 0 < rank < len(addresses) or member.rank != rank:
@@ -216,7 +219,7 @@ def _receive(
         )
     if not isinstance(seconds, (int, float)) or not 0 <= seconds <= 1e9:
         raise errors.ProtocolError(f"A hello is damaged. Received: {seconds=!r}.")
-    return _Guest(connection, member, hello.get("settings"), Deadline(seconds))
+    return _PendingPeer(connection, member, hello.get("settings"), Deadline(seconds))
 
 
 def _twice(older: Member, newer: Member) -> str:
@@ -228,7 +231,7 @@ def _twice(older: Member, newer: Member) -> str:
     )
 
 
-def _check_settings(arrival: Arrival, guests: dict[int, _Guest]) -> None:
+def _check_settings(arrival: Arrival, guests: dict[int, _PendingPeer]) -> None:
     differing = {
         rank: guest.settings
         for rank, guest in sorted(guests.items())
@@ -249,7 +252,7 @@ def _missing(
     arrival: Arrival,
     deadline: Deadline,
     listener: Listener,
-    guests: dict[int, _Guest],
+    guests: dict[int, _PendingPeer],
 ) -> errors.StartupError:
     """Say which ranks didn't come, and as far as can be seen from here, why."""
     addresses = arrival.addresses

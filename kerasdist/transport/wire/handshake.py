@@ -45,7 +45,7 @@ from kerasdist.transport.wire.frame_auth import FrameAuthenticator
 from kerasdist.transport.wire.framing import VERSION, FrameType
 from kerasdist.transport.wire.messages import read_frame, to_json, write_frame
 
-__all__ = ["knock", "receive"]
+__all__ = ["authenticate_as_client", "receive"]
 
 _NONCE_BYTES = 32
 _PROOF_BYTES = 32
@@ -73,7 +73,7 @@ class _Proofs:
         )
 
 
-def knock(
+def authenticate_as_client(
     sock: socket.socket,
     secret: bytes,
     hello: dict[str, Any],
@@ -125,7 +125,7 @@ def knock(
 def receive(
     sock: socket.socket, secret: bytes, deadline: Deadline, where: str, address: str
 ) -> tuple[dict[str, Any], FrameAuthenticator]:
-    """The listening side of `knock`.
+    """The listening side of `authenticate_as_client`.
 
     Args:
         sock: A connected blocking socket.
@@ -138,8 +138,9 @@ def receive(
         The other side's hello, and what authenticates the frames that follow.
 
     Raises:
-        As `knock`. A side that doesn't hold the secret, that has dialed another
-        address or that speaks another version of the protocol has been told so.
+        As `authenticate_as_client`. A side that doesn't hold the secret, that has
+        dialed another address or that speaks another version of the protocol has been
+        told so.
     """
     try:
         theirs = _nonce(sock, deadline, where)

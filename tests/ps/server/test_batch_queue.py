@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 
 from kerasdist.ps import END, Change, Variable
-from kerasdist.ps.server.batch_queue import Dealer
+from kerasdist.ps.server.batch_queue import BatchQueue
 from servers import Servers
 
 pytestmark = pytest.mark.timeout(60)
 
 
 def test_a_queue_has_each_number_once_and_ends():
-    dealer = Dealer()
+    dealer = BatchQueue()
     assert [dealer.claim(0, 1, 3, -1) for _ in range(5)] == [0, 1, 2, -1, -1]
     assert [dealer.claim(0, 2, 2, -1) for _ in range(3)] == [0, 1, -1]
     # The first epoch is over, for those who come late too.
@@ -24,14 +24,14 @@ def test_a_queue_has_each_number_once_and_ends():
 
 
 def test_a_restarted_server_goes_on_from_what_workers_know():
-    dealer = Dealer()
+    dealer = BatchQueue()
     assert dealer.claim(0, 5, 10, 6) == 7
     assert dealer.claim(0, 5, 10, 3) == 8
     assert dealer.claim(0, 5, 10, 9) == -1
 
 
 def test_a_queue_can_be_ended_for_all():
-    dealer = Dealer()
+    dealer = BatchQueue()
     assert dealer.claim(0, 1, -1, -1) == 0
     assert dealer.claim(0, 1, -1, END) == -1
     assert dealer.claim(0, 1, -1, 0) == -1
@@ -39,7 +39,7 @@ def test_a_queue_can_be_ended_for_all():
 
 
 def test_old_queues_are_forgotten():
-    dealer = Dealer()
+    dealer = BatchQueue()
     for dataset in range(1000):
         assert dealer.claim(dataset, 1, -1, -1) == 0
     assert len(dealer._queues) < 500
@@ -95,7 +95,7 @@ def test_a_change_is_taken_when_it_is_sent():
 
 
 def test_a_restarted_dealer_goes_on_behind_what_the_workers_have():
-    dealer = Dealer()
+    dealer = BatchQueue()
     dealer.resume(1, 3, [0, 2, 3, 7])
     dealer.resume(1, 3, [1, 5])
     # 4 and 6 were on their way to somebody: they go to whom they still can.
@@ -104,7 +104,7 @@ def test_a_restarted_dealer_goes_on_behind_what_the_workers_have():
 
 
 def test_after_a_restart_only_the_present_epoch_counts():
-    dealer = Dealer()
+    dealer = BatchQueue()
     dealer.resume(1, 2, [40])
     dealer.resume(1, 3, [1])
     dealer.resume(1, 2, [50])

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 
 from kerasdist import errors
-from kerasdist.ps.server.membership import Crew, Event, Person
+from kerasdist.ps.server.membership import Event, Membership, WorkerRecord
 
 
 def crew_of(size, mode):
-    crew = Crew(size, mode)
+    crew = Membership(size, mode)
     for rank in range(size):
-        crew.enter(Person(rank, f"host{rank}:1", f"process {rank}"), None)
+        crew.enter(WorkerRecord(rank, f"host{rank}:1", f"process {rank}"), None)
     events: list[Event] = []
     crew.on_event.append(events.append)
     return crew, events
@@ -27,7 +27,7 @@ def test_async_a_lost_worker_is_an_event():
     assert crew.failure is None
     assert [p.rank for p in crew.live()] == [0, 2]
     assert crew.current(1, "process 1") is None
-    crew.enter(Person(1, "host1:1", "process 9", clock=3), "joined")
+    crew.enter(WorkerRecord(1, "host1:1", "process 9", clock=3), "joined")
     assert events[-1] == Event("joined", 1, "host1:1", 3)
     # The old process's connection may end after the new one has come.
     assert not crew.lose(person, "late")
@@ -49,8 +49,8 @@ def test_sync_a_lost_worker_is_the_jobs_failure():
 
 def test_it_is_over_when_all_have_finished_or_are_lost():
     crew, events = crew_of(2, "async")
-    assert Crew(2, "async").missing() == [0, 1]
-    assert not Crew(2, "async").over
+    assert Membership(2, "async").missing() == [0, 1]
+    assert not Membership(2, "async").over
     crew.finish(crew.people[0], "it has finished")
     crew.finish(crew.people[0], "it has finished")
     assert not crew.over

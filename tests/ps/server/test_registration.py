@@ -11,7 +11,7 @@ import pytest
 from groups import in_threads, nothing_stays_open, outcomes
 from kerasdist import errors
 from kerasdist.ps import ServerSettings, Variable, enter
-from kerasdist.ps.client.network import NetworkLink
+from kerasdist.ps.client.network import NetworkConnection
 from kerasdist.ps.server import registration
 from kerasdist.ps.tables.snapshot import path_of
 from kerasdist.transport import Timeouts
@@ -74,7 +74,7 @@ def test_servers_in_another_order_are_refused():
 def returning(monkeypatch):
     """Nobody comes back to a restarted server before this event is set."""
     event = threading.Event()
-    connect = NetworkLink._connect
+    connect = NetworkConnection._connect
 
     def late(link, deadline, more):
         if "resume" in more:
@@ -82,7 +82,7 @@ def returning(monkeypatch):
             wait_until(lambda: event.is_set() or link._stop.is_set(), "the time", 20)
         return connect(link, deadline, more)
 
-    monkeypatch.setattr(NetworkLink, "_connect", late)
+    monkeypatch.setattr(NetworkConnection, "_connect", late)
     return event
 
 

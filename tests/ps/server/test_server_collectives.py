@@ -10,10 +10,10 @@ import pytest
 from groups import in_threads, outcomes
 from kerasdist import errors
 from kerasdist.ps.server import collectives
-from kerasdist.ps.server.collectives import Meetings
-from kerasdist.ps.server.membership import Crew, Event, Person
+from kerasdist.ps.server.collectives import ServerCollectives
+from kerasdist.ps.server.membership import Event, Membership, WorkerRecord
 from kerasdist.ps.settings import ServerSettings
-from kerasdist.ps.tables.tables import Stores
+from kerasdist.ps.tables.tables import ServedTables
 from kerasdist.transport.deadline import Deadline
 from kerasdist.transport.wire.framing import Call
 from waiting import wait_until
@@ -25,12 +25,14 @@ class Server:
     """A server without connections: its workers' threads call it."""
 
     def __init__(self, size, mode="async"):
-        self.crew = Crew(size, mode)
-        self.stores = Stores(0, 1, ServerSettings(mode=mode), self.crew)
-        self.meetings = Meetings(self.crew, self.stores, coordinates=True)
+        self.crew = Membership(size, mode)
+        self.stores = ServedTables(0, 1, ServerSettings(mode=mode), self.crew)
+        self.meetings = ServerCollectives(self.crew, self.stores, coordinates=True)
         self.crew.on_event.append(self.note)
         for rank in range(size):
-            self.crew.enter(Person(rank, f"host{rank}:1", f"process {rank}"), None)
+            self.crew.enter(
+                WorkerRecord(rank, f"host{rank}:1", f"process {rank}"), None
+            )
         self.waiting = []
 
     def note(self, event: Event) -> None:
@@ -41,7 +43,7 @@ class Server:
         call = Call(number, "all_reduce", "sum", "float32", elements)
         arrays = [np.full(elements, value, np.float32)]
         self.waiting.append(rank)
-        result, ranks = self.meetings.meet(
+        result, ranks = self.meetings.join_round(
             self.crew.people[rank], call, arrays, None, Deadline(seconds)
         )
         return result[0].copy(), ranks
@@ -90,7 +92,7 @@ def test_a_joiner_is_needed_from_the_next_collective_on():
     in_threads(2, lambda rank: server.sum(rank, 1))
     server.crew.lose(server.crew.people[1], "it was killed")
     assert server.sum(0, 5, 2)[1] == [0]
-    joiner = Person(1, "host1:1", "another process", met=server.meetings.number)
+    joiner = WorkerRecord(1, "host1:1", "another process", met=server.meetings.number)
     server.crew.enter(joiner, "joined")
     results = in_threads(2, lambda rank: server.sum(rank, 1, 3))
     assert [ranks for _, ranks in results] == [[0, 1]] * 2
@@ -99,7 +101,7 @@ def test_a_joiner_is_needed_from_the_next_collective_on():
 def test_who_joined_while_others_wait_need_not_come():
     server = Server(2)
     server.crew.lose(server.crew.people[1], "it was killed")
-    server.crew.enter(Person(1, "host1:1", "another process", met=1), "joined")
+    server.crew.enter(WorkerRecord(1, "host1:1", "another process", met=1), "joined")
     assert server.sum(0, 5, 1)[1] == [0]
 
 

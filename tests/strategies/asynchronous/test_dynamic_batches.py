@@ -9,7 +9,7 @@ import types
 import pytest
 
 from kerasdist.ps import END
-from kerasdist.strategies.asynchronous.dynamic_batches import Dealt
+from kerasdist.strategies.asynchronous.dynamic_batches import DynamicDataset
 from workers import Workers
 
 pytestmark = pytest.mark.timeout(150)
@@ -293,7 +293,7 @@ log.epochs = seen
 
 
 def test_a_reading_thread_that_claims_meanwhile_does_not_undo_the_end():
-    class Raced(Dealt):
+    class Raced(DynamicDataset):
         """The other thread always comes in between."""
 
         _last = property(lambda self: 7, lambda self, number: None)

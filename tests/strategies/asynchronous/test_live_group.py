@@ -12,7 +12,7 @@ from kerasdist.strategies.asynchronous.live_group import LiveJob
 from kerasdist.strategies.chief_data.arrays import settle_arrays
 from kerasdist.strategies.chief_data.choice import DataChoice
 from kerasdist.strategies.data.batch_check import SameBatches
-from kerasdist.strategies.data.item_codec import ItemForm
+from kerasdist.strategies.data.item_codec import ItemCodec
 from kerasdist.strategies.data.pydataset_exchange import SharedItems
 from kerasdist.strategies.reduce import consensus
 from servers import Servers
@@ -35,7 +35,7 @@ def items(extended, rank):
 
 def contents(extended, rank):
     data = types.SimpleNamespace(read=lambda index: np.full((4, 2), float(rank)))
-    form = ItemForm(data.read(0))
+    form = ItemCodec(data.read(0))
     every = extended.job.communicator.all_gather(form.checksums(data.read(0)))
     SharedItems(extended, data)._read_again(form, [each.tolist() for each in every])
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from kerasdist._keras.data import pydataset
-from kerasdist.strategies.data.item_codec import ItemForm
+from kerasdist.strategies.data.item_codec import ItemCodec
 from kerasdist.strategies.data.shuffle import part_of
 from workers import Workers
 
@@ -267,7 +267,7 @@ except (KeyError, kerasdist.errors.WorkerLost) as error:
 @pytest.mark.parametrize("dtype", ["float32", "int64", "uint8", "bool", "float16"])
 def test_an_item_becomes_bytes_and_back(dtype):
     item = {"b": (np.ones((3, 2), dtype), None), "a": np.zeros((3, 0, 5), dtype)}
-    form = ItemForm(item)
+    form = ItemCodec(item)
     assert form.exchangeable
     longer = {"b": (np.ones((4, 7), dtype), None), "a": np.zeros((4, 1, 2), dtype)}
     for index, other in enumerate([item, longer]):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kerasdist.strategies.data.startup_message import Given, describe
+from kerasdist.strategies.data.startup_message import GivenData, describe
 
 
 @pytest.mark.parametrize(
@@ -12,54 +12,54 @@ from kerasdist.strategies.data.startup_message import Given, describe
     [
         (None, [1, 1], 0, "2 worker(s) with 2 replica(s) in all"),
         (
-            Given(batch_size=16, samples=40),
+            GivenData(batch_size=16, samples=40),
             [1, 1],
             0,
             "global batch 16, per worker 8, 40 samples, 20 of them here",
         ),
         (
-            Given(batch_size=5, samples=12),
+            GivenData(batch_size=5, samples=12),
             [2, 1],
             0,
             "global batch 5, per worker 3-4, 12 samples, 10 of them here",
         ),
         (
-            Given(batch_size=16, batches=3),
+            GivenData(batch_size=16, batches=3),
             [1, 1],
             1,
             "global batch 16, per worker 8, 3 batch(es), about 48 samples, "
             "about 24 of them here",
         ),
-        (Given(batches=3), [1, 1], 0, "global batch unknown, 3 batch(es)"),
-        (Given(), [1, 1], 0, "global batch unknown, number of samples unknown"),
+        (GivenData(batches=3), [1, 1], 0, "global batch unknown, 3 batch(es)"),
+        (GivenData(), [1, 1], 0, "global batch unknown, number of samples unknown"),
         (
-            Given(batch_size=4, endless=True),
+            GivenData(batch_size=4, endless=True),
             [1, 1],
             0,
             "global batch 4, per worker 2, batches without end",
         ),
         (
-            Given(batch_size=8, division="divided by file"),
+            GivenData(batch_size=8, division="divided by file"),
             [1, 1],
             0,
             "global batch 8, per worker 4, number of samples unknown, divided by file",
         ),
         (
-            Given(batch_size=2, batches=5),
+            GivenData(batch_size=2, batches=5),
             [1, 1, 1, 1],
             0,
             "ranks [2, 3] never get a row (batches of 2 rows for 4 replicas: use a "
             "larger batch size or fewer workers)",
         ),
         (
-            Given(batch_size=32, samples=3),
+            GivenData(batch_size=32, samples=3),
             [1, 1, 1, 1],
             3,
             "3 samples, 0 of them here, ranks [3] never get a row (batches of 3 rows "
             "for 4 replicas: use a larger batch size or fewer workers)",
         ),
         (
-            Given(batch_size=3, batches=5),
+            GivenData(batch_size=3, batches=5),
             [2, 2],
             0,
             "only 3 of 4 replicas get rows in any batch",

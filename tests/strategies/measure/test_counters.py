@@ -1,17 +1,23 @@
-"""`Marks`: what is counted and timed in graphs is summed up on the host."""
+"""`StepCounters`: what is counted and timed in graphs is summed up on the host."""
 
 from __future__ import annotations
 
 import pytest
 import tensorflow as tf
 
-from kerasdist.strategies.measure.counters import MEASURED, ROWS, SLOTS, STEPS, Marks
+from kerasdist.strategies.measure.counters import (
+    MEASURED,
+    ROWS,
+    SLOTS,
+    STEPS,
+    StepCounters,
+)
 
 
 @pytest.mark.parametrize("before", [0, 2**63 - 1, -(2**63), -1, 2**40 - 1])
 def test_steps_and_samples_are_counted(before):
     """Also where the number that has both begins again."""
-    marks = Marks("/device:CPU:0")
+    marks = StepCounters("/device:CPU:0")
     marks._counted.assign(before)
     start = marks.read()
 

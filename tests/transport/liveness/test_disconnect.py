@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from kerasdist.transport.liveness.disconnect import sever
+from kerasdist.transport.liveness.disconnect import disconnect
 
 
 def test_it_ends_connections_to_one_address_alone():
@@ -16,7 +16,7 @@ def test_it_ends_connections_to_one_address_alone():
         socket.create_connection(one.getsockname()) as to_one,
         socket.create_connection(two.getsockname()) as to_two,
     ):
-        assert sever(f"127.0.0.1:{one.getsockname()[1]}") == 1
+        assert disconnect(f"127.0.0.1:{one.getsockname()[1]}") == 1
         assert to_one.recv(1) == b""
         to_two.setblocking(False)
         with pytest.raises(BlockingIOError):
@@ -24,5 +24,5 @@ def test_it_ends_connections_to_one_address_alone():
 
 
 def test_without_connections_there_is_nothing_to_end():
-    assert sever("127.0.0.1:1") == 0
-    assert sever("no-such-host.invalid:1") == 0
+    assert disconnect("127.0.0.1:1") == 0
+    assert disconnect("no-such-host.invalid:1") == 0

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from kerasdist import errors
-from kerasdist.cli.run.outcome import Verdict
+from kerasdist.cli.run.outcome import JobOutcome
 from kerasdist.transport.liveness.launcher_pipe import (
     REPORT_VARIABLE,
     Notice,
@@ -25,7 +25,7 @@ MISMATCH = errors.CollectiveMismatch("Ranks differ.")
 
 @pytest.fixture
 def verdict():
-    verdict = Verdict()
+    verdict = JobOutcome()
     yield verdict
     for descriptor in (verdict.reading, verdict.writing):
         os.close(descriptor)
@@ -93,7 +93,7 @@ def test_a_full_pipe_and_one_that_nobody_reads_are_no_obstacle(verdict):
     assert 100 < len(lines) < 2000
     assert None not in map(Report.decode, lines)
 
-    unread = Verdict()
+    unread = JobOutcome()
     os.close(unread.reading)
     Reporter("a.1", 0, unread.environ).failed(LOST)
     os.close(unread.writing)
@@ -178,7 +178,7 @@ def test_what_servers_say_is_one_short_line(verdict):
 @pytest.fixture
 def servers():
     """A verdict on a job with two servers."""
-    verdict = Verdict(2)
+    verdict = JobOutcome(2)
     yield verdict, [ServerReporter(index, verdict.environ) for index in range(2)]
     for descriptor in (verdict.reading, verdict.writing):
         os.close(descriptor)

@@ -53,9 +53,11 @@ def dial(listening):
     return socket.create_connection((host, int(port)), timeout=10)
 
 
-def knock(listening, sock, session="s", purpose="p", rank=1, **more):
+def authenticate_as_client(listening, sock, session="s", purpose="p", rank=1, **more):
     hello = {"session": session, "purpose": purpose, "rank": rank, **more}
-    handshake.knock(sock, SECRET, hello, Deadline(10), listening.address)
+    handshake.authenticate_as_client(
+        sock, SECRET, hello, Deadline(10), listening.address
+    )
     return sock
 
 
@@ -72,8 +74,8 @@ def talk(one, other):
 
 def test_a_connection_is_handed_to_who_asks_for_it(listening):
     with (
-        knock(listening, dial(listening), rank=1) as one,
-        knock(listening, dial(listening), rank=2) as two,
+        authenticate_as_client(listening, dial(listening), rank=1) as one,
+        authenticate_as_client(listening, dial(listening), rank=2) as two,
         take(listening, rank=2) as second,
         take(listening, rank=1) as first,
     ):
@@ -85,15 +87,15 @@ def test_a_connection_is_handed_to_who_asks_for_it(listening):
 def test_the_unix_socket_is_served_too(listening):
     with socket.socket(socket.AF_UNIX) as sock:
         sock.connect(listening.unix_name)
-        knock(listening, sock)
+        authenticate_as_client(listening, sock)
         with take(listening) as end:
             assert talk(sock, end)
 
 
 def test_the_newer_connection_of_a_rank_counts(listening):
-    with knock(listening, dial(listening)) as old:
+    with authenticate_as_client(listening, dial(listening)) as old:
         wait_until(lambda: listening._waiting, "the first")
-        with knock(listening, dial(listening)) as new:
+        with authenticate_as_client(listening, dial(listening)) as new:
             wait_until(lambda: len(*listening._waiting.values()) == 2, "the second")
             with take(listening) as end:
                 assert talk(new, end)
@@ -110,7 +112,7 @@ def test_sessions_share_one_listener_and_the_last_one_closes_it(listening):
     same = Listener.acquire(listening.address, SECRET)
     assert same is listening
     same.release()
-    with knock(listening, dial(listening)), take(listening):
+    with authenticate_as_client(listening, dial(listening)), take(listening):
         pass
 
 
@@ -140,7 +142,7 @@ def test_a_name_that_is_not_this_machines_stands_for_its_port(host):
     made = Listener.acquire(f"{host}:{port}", SECRET)
     try:
         with socket.create_connection(("127.0.0.1", port), timeout=10) as sock:
-            knock(made, sock)
+            authenticate_as_client(made, sock)
             take(made).close()
     finally:
         made.release()
@@ -163,7 +165,7 @@ def test_a_descriptor_that_is_not_the_launchers_socket_is_left_alone(
         before = open_sockets()
         monkeypatch.setenv("KERASDIST_LISTEN_FD", str(fd))
         made = Listener.acquire(f"127.0.0.1:{port}", SECRET)
-        with knock(made, dial(made)), take(made):
+        with authenticate_as_client(made, dial(made)), take(made):
             pass
         made.release()
         assert open_sockets() == before
@@ -173,7 +175,7 @@ def test_a_descriptor_that_is_not_the_launchers_socket_is_left_alone(
 def test_a_forked_child_keeps_neither_the_port_nor_a_connection():
     address = f"127.0.0.1:{free_ports(1)[0]}"
     listening = Listener.acquire(address, SECRET)
-    mine = knock(listening, dial(listening))
+    mine = authenticate_as_client(listening, dial(listening))
     theirs = take(listening)
     pid = os.fork()
     if pid == 0:
@@ -196,7 +198,7 @@ def test_the_launchers_socket_is_used_again_and_again(monkeypatch):
         monkeypatch.setenv("KERASDIST_LISTEN_FD", str(server.fileno()))
         for _ in range(3):
             made = Listener.acquire(f"127.0.0.1:{server.getsockname()[1]}", SECRET)
-            with knock(made, dial(made)), take(made):
+            with authenticate_as_client(made, dial(made)), take(made):
                 pass
             made.release()
 
@@ -224,13 +226,15 @@ def test_strangers_are_sent_away_and_noted(listening, sent, reason):
             assert stranger.recv(100) == b""
     (text,) = refused(listening)
     assert re.match(rf"127\.0\.0\.1:\d+: .*{reason}", text)
-    with knock(listening, dial(listening)), take(listening):
+    with authenticate_as_client(listening, dial(listening)), take(listening):
         pass
 
 
 def test_a_wrong_secret_is_noted(listening):
     with dial(listening) as sock, pytest.raises(errors.AuthenticationError):
-        handshake.knock(sock, b"wrong", {}, Deadline(10), listening.address)
+        handshake.authenticate_as_client(
+            sock, b"wrong", {}, Deadline(10), listening.address
+        )
     (text,) = refused(listening)
     assert "AuthenticationError: The worker at 127.0.0.1:" in text
 
@@ -238,7 +242,9 @@ def test_a_wrong_secret_is_noted(listening):
 @pytest.mark.parametrize("hello", [{"session": "s"}, {"rank": "one"}, {}])
 def test_an_incomplete_hello_is_noted(listening, hello):
     with dial(listening) as sock:
-        handshake.knock(sock, SECRET, hello, Deadline(10), listening.address)
+        handshake.authenticate_as_client(
+            sock, SECRET, hello, Deadline(10), listening.address
+        )
         (text,) = refused(listening)
     assert "ProtocolError: A hello is incomplete." in text
 
@@ -246,7 +252,7 @@ def test_an_incomplete_hello_is_noted(listening, hello):
 def test_a_look_whether_somebody_listens_is_not_noted(listening):
     for _ in range(5):
         dial(listening).close()
-    with knock(listening, dial(listening)), take(listening):
+    with authenticate_as_client(listening, dial(listening)), take(listening):
         pass
     assert listening.refusals() == []
 
@@ -255,7 +261,7 @@ def test_an_endless_stream_is_cut_off(listening):
     with dial(listening) as stranger, pytest.raises(ConnectionError):
         while True:
             stranger.sendall(bytes(1 << 16))
-    with knock(listening, dial(listening)), take(listening):
+    with authenticate_as_client(listening, dial(listening)), take(listening):
         pass
 
 
@@ -270,7 +276,7 @@ def test_half_open_and_slow_connections_hold_nobody_up(listening, monkeypatch):
             else:
                 write_frame(stranger, FrameType.CHALLENGE, b"n" * 32, Deadline(5))
         with (
-            knock(listening, dial(listening)) as sock,
+            authenticate_as_client(listening, dial(listening)) as sock,
             take(listening, seconds=8) as end,
         ):
             assert talk(sock, end)
@@ -293,7 +299,7 @@ def test_a_process_without_free_descriptors_accepts_later(listening):
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.ExitStack() as stack:
         sock = stack.enter_context(dial(listening))
-        knock(listening, sock, rank=1)
+        authenticate_as_client(listening, sock, rank=1)
         take(listening, rank=1).close()
         late = stack.enter_context(socket.socket())
         late.settimeout(10)
@@ -311,7 +317,7 @@ def test_a_process_without_free_descriptors_accepts_later(listening):
             for fd in filler:
                 os.close(fd)
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-        knock(listening, late, rank=2)
+        authenticate_as_client(listening, late, rank=2)
         take(listening, rank=2).close()
 
 
@@ -340,7 +346,7 @@ def test_a_high_descriptor_does_not_end_the_listener(listening):
         assert take(made, seconds=0.3) is None
         while filler:
             os.close(filler.pop())
-        knock(made, late)
+        authenticate_as_client(made, late)
         take(made).close()
 
 
@@ -351,7 +357,7 @@ def test_a_high_descriptor_does_not_end_the_listener(listening):
 def test_a_rank_that_is_none_is_refused(listening, rank):
     """Infinity is a number in JSON, and no integer: a thread ended with a traceback."""
     with dial(listening) as sock:
-        knock(listening, sock, rank=rank)
+        authenticate_as_client(listening, sock, rank=rank)
         if rank == 1 << 70:
             take(listening, rank=rank).close()
         else:
@@ -363,8 +369,10 @@ def test_connections_that_nobody_asks_for_are_given_back(listening):
     """A mistaken retry loop: it filled the room of those who came later."""
     before = open_sockets()
     for rank in range(50):
-        knock(listening, dial(listening), purpose="nobody's", rank=rank).close()
-    with knock(listening, dial(listening)), take(listening):
+        authenticate_as_client(
+            listening, dial(listening), purpose="nobody's", rank=rank
+        ).close()
+    with authenticate_as_client(listening, dial(listening)), take(listening):
         wait_until(lambda: open_sockets() <= before + 3, "sockets that are closed", 10)
 
 
@@ -373,7 +381,7 @@ def test_who_waits_longer_than_a_start_may_take_is_sent_away(monkeypatch):
     monkeypatch.setattr(listener, "_HANDSHAKE_SECONDS", 2.0)
     made = Listener.acquire(f"127.0.0.1:{free_ports(1)[0]}", SECRET, patience=0.1)
     try:
-        with knock(made, dial(made)) as sock:
+        with authenticate_as_client(made, dial(made)) as sock:
             sock.settimeout(30)
             assert sock.recv(1) == b""
     finally:
@@ -384,7 +392,9 @@ def test_when_too_many_wait_the_next_one_is_told_so(listening, monkeypatch):
     monkeypatch.setattr(listener, "_MOST_WAITING", 2)
     with contextlib.ExitStack() as stack:
         for rank in range(3):
-            stack.enter_context(knock(listening, dial(listening), rank=rank))
+            stack.enter_context(
+                authenticate_as_client(listening, dial(listening), rank=rank)
+            )
         (text,) = refused(listening)
         assert "2 connections wait already until they are asked for" in text
 
@@ -446,7 +456,7 @@ def test_a_host_is_reached_at_all_addresses_of_its_name(names, ips, reached):
         for ip in ("::1", "127.0.0.1", "127.0.0.2"):
             if ip in reached:
                 with socket.create_connection((ip, port), timeout=10) as sock:
-                    knock(made, sock)
+                    authenticate_as_client(made, sock)
                     take(made).close()
             elif ip == "127.0.0.2" and len(reached) == 2 and ips[0] != "::1":
                 socket.create_connection((ip, port), timeout=10).close()

@@ -36,9 +36,11 @@ def pair():
         end.close()
 
 
-def knock(end, secret=SECRET, hello=None, address=HERE, seconds=5.0):
+def authenticate_as_client(end, secret=SECRET, hello=None, address=HERE, seconds=5.0):
     hello = HELLO if hello is None else hello
-    return handshake.knock(end, secret, hello, Deadline(seconds), address)
+    return handshake.authenticate_as_client(
+        end, secret, hello, Deadline(seconds), address
+    )
 
 
 def receive(end, secret=SECRET, address=HERE, seconds=5.0):
@@ -62,7 +64,9 @@ def both(pair, first, second):
 def test_with_the_same_secret_the_hello_arrives(pair, secret):
     hello = {"a": "ü"}
     mine, (heard, theirs) = both(
-        pair, lambda end: knock(end, secret, hello), lambda end: receive(end, secret)
+        pair,
+        lambda end: authenticate_as_client(end, secret, hello),
+        lambda end: receive(end, secret),
     )
     assert heard == hello
     tags = [mine.sign(b"to s"), theirs.sign(b"to c")]
@@ -75,7 +79,9 @@ def test_with_the_same_secret_the_hello_arrives(pair, secret):
 @pytest.mark.parametrize(("first", "second"), [(b"a", b"b"), (b"", b"b"), (b"a", b"")])
 def test_with_different_secrets_both_sides_know_why(pair, first, second):
     knocking, receiving = both(
-        pair, lambda end: knock(end, first), lambda end: receive(end, second)
+        pair,
+        lambda end: authenticate_as_client(end, first),
+        lambda end: receive(end, second),
     )
     assert type(knocking) is errors.AuthenticationError
     assert type(receiving) is errors.AuthenticationError
@@ -90,7 +96,7 @@ def test_with_different_addresses_both_sides_know_why(pair):
     """Each task writes the addresses as it likes: that isn't a wrong secret."""
     knocking, receiving = both(
         pair,
-        lambda end: knock(end, address="localhost:2"),
+        lambda end: authenticate_as_client(end, address="localhost:2"),
         lambda end: receive(end, address="127.0.0.1:2"),
     )
     assert type(knocking) is errors.ProtocolError
@@ -115,7 +121,7 @@ def test_another_version_is_told_so(pair, older):
         told, refused = both(pair, other, receive)
         assert told == (FrameType.REFUSAL, b"")
     else:
-        refused, _ = both(pair, knock, other)
+        refused, _ = both(pair, authenticate_as_client, other)
     assert type(refused) is errors.ProtocolError
     assert f"Received: version={version}, expected {VERSION}. Install" in str(refused)
 
@@ -166,7 +172,7 @@ def test_a_false_server_is_found_out(pair, cheat):
         answer = proof if cheat == "reflect" else b"0" * 32
         write_frame(end, FrameType.PROOF, answer, deadline)
 
-    knocking, _ = both(pair, knock, false)
+    knocking, _ = both(pair, authenticate_as_client, false)
     assert type(knocking) is errors.AuthenticationError
 
 
@@ -302,7 +308,7 @@ def test_a_proof_of_one_connection_is_none_in_a_parallel_one(jobs):
     with ours, theirs, ask(address) as true, begin() as other:
         thread = threading.Thread(target=relay, args=(theirs, true, tap))
         thread.start()
-        handshake.knock(ours, SECRET, HELLO, Deadline(10), address)
+        handshake.authenticate_as_client(ours, SECRET, HELLO, Deadline(10), address)
         thread.join(10)
         for kind, payload in frames[2:4]:
             write_frame(other, kind, payload, Deadline(5))
@@ -320,7 +326,9 @@ def test_who_relays_to_the_right_listener_can_not_speak_afterwards(jobs):
     with ours, theirs, ask(address) as true:
         thread = threading.Thread(target=relay, args=(theirs, true))
         thread.start()
-        auth = handshake.knock(ours, SECRET, HELLO, Deadline(10), address)
+        auth = handshake.authenticate_as_client(
+            ours, SECRET, HELLO, Deadline(10), address
+        )
         thread.join(10)
         ((_, taken, _),) = listeners[0].take_any("s", "p", 10.0)
         with taken:
@@ -382,7 +390,7 @@ def test_a_silent_side_is_left_at_the_deadline(pair):
     with pytest.raises(TimeoutError):
         receive(pair[1], seconds=0.1)
     with pytest.raises(TimeoutError):
-        knock(pair[0], seconds=0.1)
+        authenticate_as_client(pair[0], seconds=0.1)
 
 
 @pytest.mark.parametrize("when", ["before", "meanwhile"])

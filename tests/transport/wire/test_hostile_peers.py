@@ -20,8 +20,8 @@ from groups import connections, nothing_stays_open
 from kerasdist import errors
 from kerasdist.ps.channel.channel import ChannelEnded, ChannelSilent
 from kerasdist.ps.channel.socket_channel import SocketChannel
-from kerasdist.ps.heartbeat import Watch
-from kerasdist.ps.server.handler import Farewell
+from kerasdist.ps.heartbeat import Heartbeat
+from kerasdist.ps.server.handler import Goodbye
 from kerasdist.ps.server.membership import Event
 from kerasdist.transport import Timeouts
 from kerasdist.transport.base import Peer
@@ -107,7 +107,9 @@ def strangers(count, seed):
             ours.shutdown(socket.SHUT_WR)
             try:
                 if number % 2:
-                    handshake.knock(theirs, SECRET, {}, Deadline(5), "a:1")
+                    handshake.authenticate_as_client(
+                        theirs, SECRET, {}, Deadline(5), "a:1"
+                    )
                 else:
                     handshake.receive(theirs, SECRET, Deadline(5), "x", "a:1")
                 kind = "through"
@@ -152,7 +154,7 @@ def payloads(count, seed):
         assert isinstance(error, errors.CollectiveError)
         str(error)
         for read in (
-            Farewell.from_payload,
+            Goodbye.from_payload,
             lambda data: Event.from_json(to_json(data)),
         ):
             with contextlib.suppress(errors.ProtocolError):
@@ -177,13 +179,15 @@ def control_frames(count, seed):
 
             def hear(key, kind, payload):
                 if kind is FrameType.GOODBYE:
-                    Farewell.from_payload(payload)
+                    Goodbye.from_payload(payload)
                 elif kind is FrameType.EVENT:
                     Event.from_json(to_json(payload))
                 elif kind is FrameType.FAILURE:
                     decode(payload)
 
-            ends = Watch("x", Timeouts(), hear, lambda *why, seen=seen: seen.put(why))
+            ends = Heartbeat(
+                "x", Timeouts(), hear, lambda *why, seen=seen: seen.put(why)
+            )
             ends.add(1, other)
         with one:
             one.sock.sendall(frame + one.auth.sign(frame))
@@ -243,7 +247,7 @@ def test_a_listener_lives_through_strangers_of_all_kinds(caplog):
             thread.join(60)
         with socket.create_connection((host, int(port)), timeout=10) as sock:
             hello = {"session": "s", "purpose": "p", "rank": 1}
-            handshake.knock(sock, SECRET, hello, Deadline(10), address)
+            handshake.authenticate_as_client(sock, SECRET, hello, Deadline(10), address)
             stop = threading.Event()
             taken = listening.take("s", "p", 1, Deadline(10), stop)
             assert taken is not None
@@ -255,4 +259,4 @@ def test_a_listener_lives_through_strangers_of_all_kinds(caplog):
 def test_a_lone_surrogate_in_a_goodbye_is_no_end_of_a_watch():
     """JSON can say it and UTF-8 can't: all workers lost their server by it."""
     payload = json.dumps({"reason": "\ud800", "cause": "\ud800"}).encode()
-    assert isinstance(Farewell.from_payload(payload).cause, errors.CollectiveError)
+    assert isinstance(Goodbye.from_payload(payload).cause, errors.CollectiveError)
