@@ -1,7 +1,7 @@
 """Every function of TensorFlow that is wrapped, by which hook, and what for.
 
 How a row is read is in `patching`. docs/how_it_works.md has this table for readers,
-made by `python tests/_keras/test_patches.py`.
+made by `PYTHONPATH=tests/support python tests/_keras/test_patches.py`.
 """
 
 from __future__ import annotations

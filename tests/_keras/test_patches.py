@@ -1,6 +1,6 @@
 """The tables of what is wrapped in Keras and TensorFlow, and how that is done.
 
-`python tests/_keras/test_patches.py` writes the tables into docs/how_it_works.md.
+`PYTHONPATH=tests/support python tests/_keras/test_patches.py` writes the tables into docs/how_it_works.md.
 """
 
 from __future__ import annotations
@@ -123,7 +123,9 @@ _MADE = re.compile(r"^\| of Keras \|.*?\n(?=\n[^|])", re.MULTILINE | re.DOTALL)
 def test_the_page_has_the_tables():
     found = _MADE.search(PAGE.read_text(encoding="utf-8"))
     assert found is not None
-    assert found[0] == page_tables(), "run `python tests/_keras/test_patches.py`"
+    assert found[0] == page_tables(), (
+        "run `PYTHONPATH=tests/support python tests/_keras/test_patches.py`"
+    )
 
 
 # What is refused.

@@ -19,8 +19,8 @@ from kerasdist import callbacks, errors, layers
 from kerasdist.cli import plan
 from kerasdist.cli.doctor import command as doctor
 from kerasdist.cli.run import command as run
-from places import ROOT
 
+ROOT = Path(__file__).resolve().parents[2]  # also run as a script
 PAGE = Path(__file__).with_name("public_api.txt")
 LIBRARY = [
     path for name in ("kerasdist", "callbacks") for path in (ROOT / name).rglob("*.py")

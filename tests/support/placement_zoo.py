@@ -145,7 +145,7 @@ def run_metadata() -> Iterator[list[Any]]:
     """
     from tensorflow.python.eager import context
 
-    from kerasdist.strategies.placed.extended import placer
+    from kerasdist.strategies.placed import placer
 
     found: list[Any] = []
     own = placer.ran_graphs

@@ -18,7 +18,7 @@ PRELUDE = (
     begin(2)
     + CLASSIFIER
     + """
-from kerasdist.strategies.placed.extended import remote
+from kerasdist.strategies.placed import remote
 
 rank = json.loads(os.environ["TF_CONFIG"])["task"]["index"]
 ONE, TWO = "/job:worker/task:1/CPU:1", "/job:worker/task:{}/device:CPU:0"
