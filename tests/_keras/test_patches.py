@@ -1,6 +1,7 @@
 """The tables of what is wrapped in Keras and TensorFlow, and how that is done.
 
-`PYTHONPATH=tests/support python tests/_keras/test_patches.py` writes the tables into docs/how_it_works.md.
+`PYTHONPATH=tests/support python tests/_keras/test_patches.py` writes the tables into
+docs/how_it_works.md.
 """
 
 from __future__ import annotations
