@@ -56,10 +56,8 @@ def hang():
     wait_for("never")
 """
 HANG = "hang()\n"
-_QUICK = (
-    "import sys; from kerasdist.cli import main; from kerasdist.cli.run import frozen; "
-    "frozen._SECONDS = 0.1; sys.exit(main())"
-)
+_QUICK = "from kerasdist.cli.run import frozen; frozen._SECONDS = 0.1"
+_MAIN = "import sys; from kerasdist.cli import main; sys.exit(main())"
 
 
 class Launcher:
@@ -74,18 +72,27 @@ class Launcher:
         (folder / "tmp").mkdir()
         self.processes = []
 
-    def command(self, *args, script, quick=False):
+    def command(self, *args, script, quick=False, before=""):
         if script is not None:
             text = PRELUDE + textwrap.dedent(script)
             (self.folder / "script.py").write_text(text)
-        begin = ["-c", _QUICK] if quick else ["-m", "kerasdist"]
+        before = before or (_QUICK if quick else "")
+        begin = ["-c", f"{before}; {_MAIN}"] if before else ["-m", "kerasdist"]
         return [sys.executable, *begin, "run", *map(str, args)]
 
-    def start(self, *args, script=None, quick=False, **more):
-        """Start it; with `quick` it looks for frozen tasks ten times as often."""
+    def start(self, *args, script=None, quick=False, before="", **more):
+        """Start it.
+
+        Args:
+            args: What follows `kerasdist run`.
+            script: Makes `script.py` of it.
+            quick: Whether it looks for frozen tasks ten times as often.
+            before: What the launcher's process runs first, on one line.
+            more: For `subprocess.Popen`.
+        """
         more = {"stdin": subprocess.DEVNULL, "start_new_session": True, **more}
         process = subprocess.Popen(
-            self.command(*args, script=script, quick=quick),
+            self.command(*args, script=script, quick=quick, before=before),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             cwd=self.folder,

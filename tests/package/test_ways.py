@@ -1,0 +1,105 @@
+"""The pages that follow a gradient and a failure through the library's functions."""
+
+from __future__ import annotations
+
+import itertools
+import signal
+
+import pytest
+
+from launching import launcher_in
+from places import ROOT, SCRIPTS_PATH
+from ways import find, names_on
+from workers import Workers
+
+GRADIENT, FAILURE = (
+    names_on((ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8"))
+    for name in ("gradient", "failure")
+)
+MODEL = """
+import json, os, sys
+import keras
+import numpy as np
+import kerasdist
+from ways import find, track
+
+with kerasdist.RingStrategy(transport="tcp").scope():
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse", run_eagerly=EAGERLY)
+
+def fit(*callbacks):
+    x = np.ones((8, 2), "float32")
+    model.fit(x, x[:, :1], batch_size=4, verbose=0, callbacks=callbacks)
+"""
+
+
+@pytest.mark.parametrize("name", [*GRADIENT, *FAILURE])
+def test_what_a_page_names_is_there(name):
+    assert callable(find(name)[1])
+
+
+@pytest.mark.parametrize("names", [GRADIENT, FAILURE], ids=["gradient", "failure"])
+def test_a_way_is_short(names):
+    assert 2 < len(names) <= 8
+
+
+STACK = f"""
+names = {GRADIENT!r}
+functions = {{find(name)[1].__code__: name for name in names}}
+transport, exchange = find(names[-1])
+stacks = []
+
+def noting(*args, **kwargs):
+    frame, stack = sys._getframe(1), [names[-1]]
+    while frame is not None:
+        stack.append(functions.get(frame.f_code))
+        frame = frame.f_back
+    stacks.append([name for name in reversed(stack) if name])
+    return exchange(*args, **kwargs)
+
+class Note(keras.callbacks.Callback):
+    def on_train_batch_begin(self, batch, logs=None):
+        transport.exchange = noting
+
+    def on_train_batch_end(self, batch, logs=None):
+        transport.exchange = exchange
+
+fit(Note())
+print("RESULT", json.dumps([each for each in stacks if each[0] == names[0]]))
+"""
+
+
+def test_the_way_of_a_gradient():
+    script = MODEL.replace("EAGERLY", "True") + STACK
+    with Workers(script, 2, env={"PYTHONPATH": SCRIPTS_PATH}) as workers:
+        for worker in workers.succeed():
+            assert worker.result
+            assert all(stack == GRADIENT for stack in worker.result)
+
+
+KILL = """
+class Kill(keras.callbacks.Callback):
+    def on_train_batch_begin(self, batch, logs=None):
+        if rank == 1 and batch == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+fit(Kill())
+"""
+TRACK = "from ways import track; track('way', {names})"
+
+
+def test_the_way_of_a_failure(tmp_path):
+    """A function ends only when the one before it on the page has begun."""
+    script = MODEL.replace("EAGERLY", "False") + KILL
+    script = script.replace("with", f"track('way', {FAILURE[:6]})\n\nwith", 1)
+    with launcher_in(tmp_path) as launcher:
+        launcher.env["PYTHONPATH"] = SCRIPTS_PATH
+        before = TRACK.format(names=FAILURE[6:])
+        code, _, err = launcher.run("-n", 2, "script.py", script=script, before=before)
+        way = (tmp_path / "way").read_text().splitlines()
+    assert code == 128 + signal.SIGKILL, err
+    assert "rank 1 was ended by signal SIGKILL" in err
+    assert "WorkerLost: Rank 1" in err
+    last = {line: number for number, line in enumerate(way)}
+    for first, second in itertools.pairwise(FAILURE):
+        assert last[f"begin {first}"] < last[f"end {second}"], (first, second)
