@@ -13,6 +13,7 @@ __all__ = [
     "check_dtype",
     "check_op",
     "check_scale",
+    "equal_part",
     "itemsize",
     "octets",
     "reducer",
@@ -26,6 +27,17 @@ _REDUCERS: dict[str, np.ufunc] = {
     "min": np.minimum,
     "max": np.maximum,
 }
+
+
+def equal_part(length: int, parts: int, index: int, start: int = 0) -> slice:
+    """Return the `index`-th of `parts` nearly equal parts of `length` from `start`.
+
+    The first `length % parts` parts are one longer; parts are empty where there are
+    more of them than `length`.
+    """
+    size, longer = divmod(length, parts)
+    start += index * size + min(index, longer)
+    return slice(start, start + size + (index < longer))
 
 
 def octets(array: Array) -> memoryview:

@@ -132,10 +132,8 @@ class ShardedDense(Sharded, keras.layers.Dense):
         else:
             outputs = _add(
                 [
-                    shard(inputs[..., start:stop])
-                    for shard, (start, stop) in zip(
-                        self._parts(), self._bounds, strict=True
-                    )
+                    shard(inputs[..., own])
+                    for shard, own in zip(self._parts(), self._slices, strict=True)
                 ]
             )
             if self._bias is not None:

@@ -105,16 +105,14 @@ class ShardedEmbedding(Sharded, keras.layers.Embedding):
             flat = tf.reshape(words, [-1])
             # As Keras does: -1 is the last word.
             flat = tf.where(flat < 0, flat + self.input_dim, flat)
-            starts = tf.constant([start for start, _ in self._bounds[1:]], flat.dtype)
+            starts = tf.constant([own.start for own in self._slices[1:]], flat.dtype)
             owner = tf.searchsorted(starts, flat, side="right")
             count = len(shards)
             asked = tf.dynamic_partition(flat, owner, count)
             places = tf.dynamic_partition(tf.range(tf.size(flat)), owner, count)
             found = [
-                shard(part - start)
-                for shard, part, (start, _) in zip(
-                    shards, asked, self._bounds, strict=True
-                )
+                shard(part - own.start)
+                for shard, part, own in zip(shards, asked, self._slices, strict=True)
             ]
             rows = tf.dynamic_stitch(places, found)
             shape = tf.concat([tf.shape(words), [self.output_dim]], 0)

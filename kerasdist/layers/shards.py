@@ -14,11 +14,11 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from kerasdist.collectives.ops import equal_part
 from kerasdist.layers.whole import (
     FullTensor,
     ShardSlice,
     WholeValue,
-    bounds,
     check_constraint,
     regularizer_of,
 )
@@ -160,11 +160,12 @@ class Sharded:
             initializer = getattr(self, f"{name}_initializer")
             values[name] = WholeValue(initializer, whole, len(devices))
         made = []
-        self._bounds = bounds(matrix.shape[matrix.axis], len(devices))
+        length, shards = matrix.shape[matrix.axis], len(devices)
+        self._slices = [equal_part(length, shards, i) for i in range(shards)]
         for index, device in enumerate(devices):
             staged = device is not None and hasattr(strategy, "stage")
-            start, stop = self._bounds[index]
-            place = ShardSlice(index=index, start=start, stop=stop)
+            own = self._slices[index]
+            place = ShardSlice(index=index, start=own.start, stop=own.stop)
             # Made in its stage, too: it comes before patterns that match the layer.
             with strategy.stage(device) if staged else _on(device):
                 shard = Shard(
@@ -235,8 +236,8 @@ class Sharded:
                 f"{tuple(shape)}. Load into a layer with the same arguments; only the "
                 "number of shards may differ."
             )
-        for part, (start, stop) in zip(parts, self._bounds, strict=True):
-            part.assign(np.take(value, range(start, stop), axis))
+        for part, own in zip(parts, self._slices, strict=True):
+            part.assign(np.take(value, range(own.start, own.stop), axis))
 
     def get_config(self) -> dict[str, Any]:
         """The arguments; devices are left out, so that a file has none baked in."""

@@ -6,7 +6,6 @@ what they mean for the whole.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +17,6 @@ __all__ = [
     "FullTensor",
     "ShardSlice",
     "WholeValue",
-    "bounds",
     "check_constraint",
     "regularizer_of",
 ]
@@ -30,13 +28,6 @@ _NORMS = (
     keras.constraints.MinMaxNorm,
     keras.constraints.UnitNorm,
 )
-
-
-def bounds(length: int, shards: int) -> list[tuple[int, int]]:
-    """Where each shard begins and ends: in order, sizes differ by at most 1."""
-    size, more = divmod(length, shards)
-    ends = [size * i + min(i, more) for i in range(shards + 1)]
-    return list(itertools.pairwise(ends))
 
 
 @dataclass(frozen=True, kw_only=True)

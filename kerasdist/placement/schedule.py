@@ -20,19 +20,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-__all__ = ["Pipeline", "part_bounds"]
-
-
-def part_bounds(rows: int, parts: int) -> list[tuple[int, int]]:
-    """Where each of `parts` parts of a batch begins and ends.
-
-    In order, and as equal as can be: the first ones have a row more. Parts of no rows
-    are left out, so there may be fewer.
-    """
-    size, more = divmod(rows, parts)
-    ends = [size * i + min(i, more) for i in range(parts + 1)]
-    pairs = zip(ends, ends[1:])  # noqa: B905, RUF007
-    return [(start, stop) for start, stop in pairs if stop > start]
+__all__ = ["Pipeline"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

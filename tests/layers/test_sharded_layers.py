@@ -304,17 +304,3 @@ def test_what_they_refuse():
 
     for message, start in zip(messages, begin, strict=True):
         assert start in message
-
-
-def test_bounds_of_shards():
-    found = run("""
-        from kerasdist.layers.whole import bounds
-        result([bounds(6, 2), bounds(7, 3), bounds(3, 3), bounds(5, 1)])
-    """)
-
-    assert found == [
-        [[0, 3], [3, 6]],
-        [[0, 3], [3, 5], [5, 7]],
-        [[0, 1], [1, 2], [2, 3]],
-        [[0, 5]],
-    ]

@@ -4,21 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kerasdist.placement.schedule import Pipeline, part_bounds
-
-
-@pytest.mark.parametrize(
-    ("rows", "parts", "expected"),
-    [
-        (8, 2, [(0, 4), (4, 8)]),
-        (10, 4, [(0, 3), (3, 6), (6, 8), (8, 10)]),
-        (2, 4, [(0, 1), (1, 2)]),
-        (5, 1, [(0, 5)]),
-        (0, 3, []),
-    ],
-)
-def test_parts_have_rows_and_are_as_equal_as_can_be(rows, parts, expected):
-    assert part_bounds(rows, parts) == expected
+from kerasdist.placement.schedule import Pipeline
 
 
 @pytest.mark.parametrize("stages", [1, 2, 3, 5])

@@ -30,8 +30,8 @@ from keras.src.backend.common import global_state, masking
 
 from kerasdist._keras.context import current
 from kerasdist._keras.loss_kinds import LossKinds
+from kerasdist.collectives.ops import equal_part
 from kerasdist.placement.micro_batch_order import Part
-from kerasdist.placement.schedule import part_bounds
 
 __all__ = ["Marks", "call_layer", "dividing", "mean_metric", "normalize"]
 
@@ -256,15 +256,13 @@ def _has_rows(leaf: Any) -> bool:
 def _divide(leaf: Any, count: int) -> list[_Rows]:
     known = leaf.shape[0] if getattr(leaf.shape, "rank", 1) is not None else None
     if known is not None:
-        return [
-            _Rows(start, stop - start, known, True)
-            for start, stop in part_bounds(known, count)
-        ] or [_Rows(0, 0, 0, True)]
+        parts = [equal_part(known, count, i) for i in range(min(count, known) or 1)]
+        return [_Rows(p.start, p.stop - p.start, known, True) for p in parts]
     if isinstance(leaf, tf.RaggedTensor):
         total = tf.cast(leaf.nrows(), tf.int32)
     else:
         total = tf.shape(leaf)[0]
-    # As `part_bounds` does.
+    # As `equal_part` does.
     size, more = total // count, total % count
     starts = [size * i + tf.minimum(i, more) for i in range(count)] + [total]
     return [

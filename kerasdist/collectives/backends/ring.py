@@ -15,13 +15,12 @@ import numpy as np
 
 from kerasdist.collectives.backends.schedule import (
     all_gather_steps,
-    chunk,
     reduce_scatter_steps,
 )
 from kerasdist.collectives.buffer_pool import BufferPool
 from kerasdist.collectives.communicator import Communicator
 from kerasdist.collectives.fused_buffer import FusedBuffer
-from kerasdist.collectives.ops import Array, octets, reducer
+from kerasdist.collectives.ops import Array, equal_part, octets, reducer
 from kerasdist.transport.base import Transport
 from kerasdist.transport.deadline import Deadline
 from kerasdist.transport.liveness.failure_protocol import Supervisor
@@ -112,10 +111,10 @@ class RingCommunicator(Communicator):
 
         Chunks differ by an element: all are cut as the longest one, chunk 0, is.
         """
-        longest = chunk(elements, self.size, 0).stop
+        longest = equal_part(elements, self.size, 0).stop
         out, into = (
-            chunk(elements, self.size, send),
-            chunk(elements, self.size, receive),
+            equal_part(elements, self.size, send),
+            equal_part(elements, self.size, receive),
         )
         most = _PIECE_BYTES // width
         for start in range(0, max(longest, 1), most):

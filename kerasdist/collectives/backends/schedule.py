@@ -22,18 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-__all__ = ["all_gather_steps", "chunk", "reduce_scatter_steps"]
-
-
-def chunk(elements: int, size: int, index: int) -> slice:
-    """Return the `index`-th of `size` nearly equal parts of `range(elements)`.
-
-    The first `elements % size` parts are one element longer; parts are empty
-    where there are fewer elements than ranks.
-    """
-    length, longer = divmod(elements, size)
-    start = index * length + min(index, longer)
-    return slice(start, start + length + (index < longer))
+__all__ = ["all_gather_steps", "reduce_scatter_steps"]
 
 
 def reduce_scatter_steps(rank: int, size: int) -> Iterator[tuple[int, int]]:

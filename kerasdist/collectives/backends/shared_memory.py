@@ -49,12 +49,11 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 
-from kerasdist.collectives.backends.schedule import chunk
 from kerasdist.collectives.backends.shared_results import SharedResultPool
 from kerasdist.collectives.buffer_pool import BufferPool
 from kerasdist.collectives.communicator import Communicator
 from kerasdist.collectives.fused_buffer import FusedBuffer
-from kerasdist.collectives.ops import Array, reducer
+from kerasdist.collectives.ops import Array, equal_part, reducer
 from kerasdist.errors import SharedMemoryFull
 from kerasdist.transport.deadline import Deadline
 from kerasdist.transport.liveness.failure_protocol import Supervisor
@@ -177,7 +176,7 @@ class SharedMemoryCommunicator(Communicator):
                 if laps is not None:
                     laps.end("reduce", (part.stop - part.start) * dtype.itemsize)
             if stage < count:
-                block = chunk(elements, count, stage)
+                block = equal_part(elements, count, stage)
                 length = block.stop - block.start
                 places = [p.view(dtype) for p in self._places(length * dtype.itemsize)]
                 blocks.append((block, places))
@@ -307,8 +306,7 @@ class SharedMemoryCommunicator(Communicator):
 
 def _chunk(block: slice, size: int, rank: int) -> slice:
     """Return a rank's chunk of a block."""
-    part = chunk(block.stop - block.start, size, rank)
-    return slice(block.start + part.start, block.start + part.stop)
+    return equal_part(block.stop - block.start, size, rank, block.start)
 
 
 def _within(part: slice, block: slice) -> slice:

@@ -19,11 +19,10 @@ import numpy as np
 import numpy.typing as npt
 
 from kerasdist import errors
-from kerasdist.collectives.backends.schedule import chunk
 from kerasdist.collectives.buffer_pool import BufferPool
 from kerasdist.collectives.communicator import Communicator
 from kerasdist.collectives.fused_buffer import FusedBuffer
-from kerasdist.collectives.ops import Array, check_dtype
+from kerasdist.collectives.ops import Array, check_dtype, equal_part
 from kerasdist.ps.channel.channel import Channel, Message
 from kerasdist.ps.server.loads import Tally
 from kerasdist.transport.base import Peer
@@ -41,12 +40,6 @@ _LEAST_SPREAD_BYTES = 64 << 10
 # What is larger goes in several rounds. A worker and a server don't send at once, so a
 # round should stay in the processor's caches and in the sockets' buffers.
 _PIECE_BYTES = 2 << 20
-
-
-def _piece(part: slice, rounds: int, number: int) -> slice:
-    """The part of a chunk that goes in one of several rounds."""
-    found = chunk(part.stop - part.start, rounds, number)
-    return slice(part.start + found.start, part.start + found.stop)
 
 
 class ServerCommunicator(Communicator):
@@ -128,7 +121,7 @@ class ServerCommunicator(Communicator):
             client.settings.mode == "sync"
             and elements * dtype.itemsize >= _LEAST_SPREAD_BYTES
         )
-        chunks = [chunk(elements, count if spread else 1, i) for i in range(count)]
+        chunks = [equal_part(elements, count if spread else 1, i) for i in range(count)]
         if not spread:
             chunks[1:] = []
 
@@ -151,7 +144,10 @@ class ServerCommunicator(Communicator):
         flat = self._buffers.empty(elements, dtype)
         with client.calling(str(call)):
             for number in range(rounds):
-                pieces = [_piece(part, rounds, number) for part in chunks]
+                pieces = [
+                    equal_part(c.stop - c.start, rounds, number, c.start)
+                    for c in chunks
+                ]
                 builds: list[Any] = [build(piece) for piece in pieces]
                 answers = client.request_all([*builds, *self._rest(len(builds), call)])
                 laps = None if self._recorder is None else Laps(self._recorder)

@@ -25,6 +25,7 @@ import tensorflow as tf
 
 from kerasdist import _tf
 from kerasdist._keras import close_at_end
+from kerasdist.collectives.ops import equal_part
 from kerasdist.strategies.chief_data.encoding import (
     Encoded,
     decode,
@@ -34,7 +35,6 @@ from kerasdist.strategies.chief_data.encoding import (
 )
 from kerasdist.strategies.chief_data.transfer import size_of
 from kerasdist.strategies.data.batch_split import slice_rows, with_facts
-from kerasdist.strategies.data.shuffle import part_of
 
 __all__ = ["ChiefFeed", "own_rows_of"]
 
@@ -236,7 +236,7 @@ def own_rows_of(extended: Any, structure: Any, leaves: list[Encoded]) -> Any:
     total = next(leaf.rows for leaf in leaves if leaf.rows is not None)
     parts = []
     for i, device in enumerate(extended.worker_devices[:local]):
-        rows = part_of(total, first + i, replicas)
+        rows = equal_part(total, replicas, first + i)
         count = rows.stop - rows.start
         if not count:  # see `strategies.data.batch_split`
             rows = slice(max(total - 1, 0), total)

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import tensorflow as tf
 
 from kerasdist import _tf
+from kerasdist.collectives.ops import equal_part
 
 if TYPE_CHECKING:
     from kerasdist.strategies.sync.replica_layout import SharingExtended
@@ -103,8 +104,8 @@ def own_sizes(batch_size: int, first: int, replicas: int) -> list[int]:
         One size per replica; then they begin again. Workers begin at different
         places, so that all replicas together get a global batch in each step.
     """
-    length, longer = divmod(batch_size, replicas)
-    return [length + ((first + i) % replicas < longer) for i in range(replicas)]
+    parts = [equal_part(batch_size, replicas, i) for i in range(replicas)]
+    return [part.stop - part.start for part in parts[first:] + parts[:first]]
 
 
 def _policy(dataset: Any) -> Any:

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from kerasdist.strategies.data.shuffle import part_of
+from kerasdist.collectives.ops import equal_part
 
 __all__ = [
     "count_rows",
@@ -181,7 +181,7 @@ def _bounds(rows: Any, replica: int, replicas: int) -> tuple[Any, Any]:
     """A replica's first row, and the one after its last: numbers, or else tensors."""
     known = tf.get_static_value(rows)
     if known is not None:
-        own = part_of(int(known), replica, replicas)
+        own = equal_part(int(known), replicas, replica)
         return own.start, own.stop
     length, longer = rows // replicas, rows % replicas
     start = replica * length + tf.minimum(tf.cast(replica, tf.int64), longer)

@@ -34,10 +34,11 @@ import tensorflow as tf
 
 from kerasdist import _tf
 from kerasdist._keras import ItemData
+from kerasdist.collectives.ops import equal_part
 from kerasdist.strategies.data.batch_split import with_facts
 from kerasdist.strategies.data.item_codec import ItemCodec
 from kerasdist.strategies.data.messages import REMEDIES
-from kerasdist.strategies.data.shuffle import epoch_order, part_of
+from kerasdist.strategies.data.shuffle import epoch_order
 
 if TYPE_CHECKING:
     from kerasdist.strategies.sync.extended import SynchronousExtended
@@ -295,7 +296,7 @@ class SharedItemsIterator:
         total = arrays[0].shape[0]
         parts = []
         for i, device in enumerate(extended.worker_devices[:local]):
-            rows = part_of(total, first + i, replicas)
+            rows = equal_part(total, replicas, first + i)
             with tf.device(device):
                 leaves = [
                     tf.convert_to_tensor(_own_part(array, first + i, replicas))
@@ -310,7 +311,7 @@ class SharedItemsIterator:
 
 def _own_part(array: Any, replica: int, replicas: int) -> Any:
     """A replica's rows; a copy, so that the rest of the item doesn't stay in memory."""
-    rows = part_of(array.shape[0], replica, replicas)
+    rows = equal_part(array.shape[0], replicas, replica)
     if rows.start == rows.stop:  # see `strategies.data.batch_split`
         rows = slice(array.shape[0] - 1, array.shape[0])
     return array[rows].copy()

@@ -8,7 +8,9 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["epoch_order", "has_empty_parts", "own_rows", "part_of", "same_length"]
+from kerasdist.collectives.ops import equal_part
+
+__all__ = ["epoch_order", "has_empty_parts", "own_rows", "same_length"]
 
 
 def epoch_order(
@@ -74,21 +76,6 @@ def own_rows(
     return order[places], bounds
 
 
-def part_of(rows: int, replica: int, replicas: int) -> slice:
-    """Return which rows of a global batch belong to a replica.
-
-    The division is that of `kerasdist.strategies.data.batch_split`.
-
-    Args:
-        rows: Number of rows of the global batch.
-        replica: The replica's number over all workers.
-        replicas: Number of replicas over all workers.
-    """
-    length, longer = divmod(rows, replicas)
-    start = replica * length + min(replica, longer)
-    return slice(start, start + length + (replica < longer))
-
-
 def has_empty_parts(samples: int, batch_size: int, replicas: int) -> bool:
     """Return whether a batch of an epoch has fewer rows than there are replicas.
 
@@ -120,6 +107,6 @@ def same_length(
     lengths = set()
     for rows in {min(batch_size, samples), samples % batch_size} - {0}:
         for replica in range(first, first + local):
-            part = part_of(rows, replica, replicas)
+            part = equal_part(rows, replicas, replica)
             lengths.add(part.stop - part.start)
     return lengths.pop() or None if len(lengths) == 1 else None

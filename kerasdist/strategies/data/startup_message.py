@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kerasdist.strategies.data.shuffle import part_of
+from kerasdist.collectives.ops import equal_part
 
 __all__ = ["GivenData", "describe"]
 
@@ -91,5 +91,5 @@ def _amount(given: GivenData, replicas: Sequence[int], rank: int) -> list[str]:
 def _rows_of(rows: int, replicas: Sequence[int], rank: int) -> int:
     """How many rows of a global batch belong to a worker."""
     first, total = sum(replicas[:rank]), sum(replicas)
-    last = part_of(rows, first + replicas[rank] - 1, total)
-    return last.stop - part_of(rows, first, total).start
+    last = equal_part(rows, total, first + replicas[rank] - 1)
+    return last.stop - equal_part(rows, total, first).start

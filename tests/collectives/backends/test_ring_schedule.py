@@ -6,21 +6,10 @@ import pytest
 
 from kerasdist.collectives.backends.schedule import (
     all_gather_steps,
-    chunk,
     reduce_scatter_steps,
 )
 
 SIZES = range(1, 10)
-
-
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("elements", [0, 1, 2, 7, 8, 9, 1000, 1001])
-def test_chunks_cover_everything_once_and_differ_by_one_at_most(elements, size):
-    chunks = [range(elements)[chunk(elements, size, i)] for i in range(size)]
-    assert [i for part in chunks for i in part] == list(range(elements))
-    lengths = [len(part) for part in chunks]
-    assert max(lengths) - min(lengths) <= 1
-    assert lengths == sorted(lengths, reverse=True)
 
 
 @pytest.mark.parametrize("size", SIZES)

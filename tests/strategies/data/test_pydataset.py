@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from kerasdist._keras.data import pydataset
+from kerasdist.collectives.ops import equal_part
 from kerasdist.strategies.data.item_codec import ItemCodec
-from kerasdist.strategies.data.shuffle import part_of
 from workers import Workers
 
 SCRIPT = """
@@ -284,7 +284,7 @@ def test_an_item_becomes_bytes_and_back(dtype):
 
 @pytest.mark.parametrize("rows", [0, 1, 2, 3, 7, 12])
 def test_parts_in_rank_order_are_the_batch(rows):
-    parts = [list(range(rows))[part_of(rows, replica, 3)] for replica in range(3)]
+    parts = [list(range(rows))[equal_part(rows, 3, replica)] for replica in range(3)]
     assert list(itertools.chain(*parts)) == list(range(rows))
     assert max(map(len, parts)) - min(map(len, parts)) <= 1
 
