@@ -9,6 +9,7 @@ import keras
 
 from kerasdist._keras.protocols import KerasHooks, hooks_of
 from kerasdist._keras.training.state import take_epoch
+from kerasdist.placement.table import human_bytes
 
 __all__ = ["BroadcastInitialState"]
 
@@ -101,7 +102,7 @@ class BroadcastInitialState(keras.callbacks.Callback):
         if done.differed:
             what = (
                 f"{done.differed} of {done.variables} variables differed, "
-                f"{_amount(done.size)} sent"
+                f"{human_bytes(done.size)} sent"
             )
         else:
             what = f"{done.variables} variables were equal, nothing sent"
@@ -110,10 +111,3 @@ class BroadcastInitialState(keras.callbacks.Callback):
             f"{self.root}: {what}, {done.seconds:.3f} s",
             flush=True,
         )
-
-
-def _amount(size: int) -> str:
-    for power, unit in ((9, "GB"), (6, "MB"), (3, "KB")):
-        if size >= 10**power:
-            return f"{size / 10**power:.3g} {unit}"
-    return f"{size} bytes"

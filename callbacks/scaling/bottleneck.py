@@ -18,8 +18,9 @@ import dataclasses
 from collections.abc import Sequence
 
 from kerasdist.callbacks.scaling.metrics import Figures
+from kerasdist.placement.table import human_bytes
 
-__all__ = ["LEAST", "Verdict", "in_bytes", "in_seconds", "judge"]
+__all__ = ["LEAST", "Verdict", "in_seconds", "judge"]
 
 # What costs a smaller part of the step isn't worth a change.
 LEAST = 0.15
@@ -227,11 +228,13 @@ def _network(figures: Figures) -> tuple[list[str], list[str]]:
     traffic = figures.phases["pack"] + figures.phases["communicate"]
     link = "which wasn't measured alone"
     if figures.link is not None:
-        link = f"of {in_bytes(figures.link)}/s that the link gave when nothing else ran"
+        link = (
+            f"of {human_bytes(figures.link)}/s that the link gave when nothing else ran"
+        )
     reasons = [
-        f"{in_bytes(figures.bytes_per_step)} per step and worker take "
+        f"{human_bytes(figures.bytes_per_step)} per step and worker take "
         f"{in_seconds(traffic)} that no computation hides.",
-        f"They are sent at {in_bytes(figures.bandwidth)}/s, {link}.",
+        f"They are sent at {human_bytes(figures.bandwidth)}/s, {link}.",
     ]
     change = [
         "Send less often: a larger `batch_size`, or `gradient_accumulation_steps` of "
@@ -258,8 +261,8 @@ def _batch(figures: Figures) -> tuple[list[str], list[str]]:
     ]
     if figures.bandwidth and figures.link:
         reasons.append(
-            f"It isn't the link: {in_bytes(figures.bandwidth)}/s of "
-            f"{in_bytes(figures.link)}/s are used while workers communicate."
+            f"It isn't the link: {human_bytes(figures.bandwidth)}/s of "
+            f"{human_bytes(figures.link)}/s are used while workers communicate."
         )
     change = [
         "Use a larger `batch_size` (`kerasdist.callbacks.ScaleLearningRate` adapts the "
@@ -348,14 +351,3 @@ def in_seconds(seconds: float) -> str:
     if seconds < 1:
         return f"{seconds * 1e3:.1f} ms"
     return f"{seconds:.2f} s"
-
-
-def in_bytes(number: float) -> str:
-    """A number of bytes for people."""
-    if number < 1000:
-        return f"{number:.0f} bytes"
-    for unit in ("KB", "MB"):
-        number /= 1000
-        if number < 1000:
-            return f"{number:.1f} {unit}"
-    return f"{number / 1000:.1f} GB"

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from kerasdist.callbacks.scaling.bottleneck import Verdict, in_bytes, in_seconds
+from kerasdist.callbacks.scaling.bottleneck import Verdict, in_seconds
 from kerasdist.callbacks.scaling.metrics import Figures
+from kerasdist.placement.table import human_bytes
 
 __all__ = ["to_markdown", "to_text"]
 
@@ -86,17 +87,17 @@ def _table(figures: Figures) -> list[tuple[str, str]]:
             )
         )
     if figures.workers > 1:
-        link = "" if figures.link is None else f" of {in_bytes(figures.link)}/s"
+        link = "" if figures.link is None else f" of {human_bytes(figures.link)}/s"
         rows.append(
             (
                 "sent by a worker",
-                f"{in_bytes(figures.bytes_per_step)} per step, at "
-                f"{in_bytes(figures.bandwidth)}/s{link}",
+                f"{human_bytes(figures.bytes_per_step)} per step, at "
+                f"{human_bytes(figures.bandwidth)}/s{link}",
             )
         )
     elif figures.bytes_per_step:
         rows.append(
-            ("moved between devices", f"{in_bytes(figures.bytes_per_step)} per step")
+            ("moved between devices", f"{human_bytes(figures.bytes_per_step)} per step")
         )
     if figures.staleness:
         reads = sum(figures.staleness.values())

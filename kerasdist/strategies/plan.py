@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -138,20 +137,19 @@ def _short(name: str) -> str:
     Raises:
         ValueError: It isn't a device's name.
     """
-    match = re.fullmatch(
-        r"(/job:[^/]+)?(/replica:\d+)?(/task:\d+)?/?(?:device:)?([A-Za-z_]+):(\d+)",
-        name if isinstance(name, str) else "",
-    )
-    if match is None:
+    try:
+        found = tf.DeviceSpec.from_string(name)
+    except (ValueError, AttributeError):
+        found = tf.DeviceSpec()
+    if found.device_index is None:
         raise ValueError(
             f"A device must be named as in TensorFlow. Received: {name!r}; expected "
             "for instance 'GPU:0' or '/job:worker/task:1/device:GPU:0'."
         )
-    job, _, task, kind, index = match.groups()
-    short = f"{kind.upper()}:{index}"
-    if job in (None, "/job:localhost"):
+    short = f"{found.device_type}:{found.device_index}"
+    if found.job in (None, "localhost"):
         return short
-    return f"{job}{task or '/task:0'}/device:{short}"
+    return f"/job:{found.job}/task:{found.task or 0}/device:{short}"
 
 
 def _given(names: Sequence[str], limits: Limits) -> dict[str, int]:
