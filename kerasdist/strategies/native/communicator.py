@@ -1,13 +1,10 @@
 """`transport="native"`: workers connected by TensorFlow's own collectives.
 
-    1. The workers come together as for "tcp": secret, supervisor, a ring.
-    2. Each starts TensorFlow's gRPC server, and all tell theirs of each other
-       (`kerasdist.strategies.native.server`).
-    3. From then on data goes through TensorFlow: gradients straight from graphs
-       (`kerasdist.strategies.native.graph_ops`), numpy arrays as below.
-
-The ring stays: it checks that all ranks are in the same collective before numpy
-arrays are given to TensorFlow, which would wait for ever or crash otherwise.
+1. The workers come together as for "tcp": secret, supervisor, a ring.
+2. Each starts TensorFlow's gRPC server, and all tell theirs of each other
+   (`kerasdist.strategies.native.server`).
+3. From then on gradients go through TensorFlow, straight from graphs
+   (`kerasdist.strategies.native.graph_ops`). Numpy arrays go by the ring.
 """
 
 from __future__ import annotations
@@ -17,14 +14,13 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import tensorflow as tf
 
 from kerasdist import _tf, errors
 from kerasdist.collectives import Communicator
 from kerasdist.collectives.failures import copy_to_raise, explain
 from kerasdist.collectives.fused_buffer import FusedBuffer
-from kerasdist.collectives.ops import Array, itemsize, octets, reducer
+from kerasdist.collectives.ops import Array, itemsize
 from kerasdist.strategies.native.deadlines import CollectiveDeadlines
 from kerasdist.strategies.native.server import is_serving, serve
 from kerasdist.transport.base import Aborted, PeerClosed, PeerSilent
@@ -36,17 +32,6 @@ from kerasdist.transport.wire.framing import Call
 __all__ = ["NativeCommunicator", "connector", "group_options"]
 
 _LOG = logging.getLogger("kerasdist")
-_MERGE = {"sum": "Add", "prod": "Mul", "min": "Min", "max": "Max"}
-# What TensorFlow doesn't reduce is reduced in a wider dtype and cut off again, which
-# wraps as the narrow one does.
-_WIDER = {
-    "bool": "int32",
-    "int8": "int32",
-    "int16": "int32",
-    "uint8": "int32",
-    "uint16": "int32",
-    "uint32": "int64",
-}
 _COLLECTIVE = re.compile(r"Collective ops is aborted|Collective(Reduce|Gather|Bcast)")
 _TASK = re.compile(r"remote target /job:worker/replica:0/task:(\d+)")
 # What TensorFlow says when another worker is the reason.
@@ -96,10 +81,10 @@ def group_options(key: int, size: int, device: str) -> dict[str, Any]:
 
 
 class NativeCommunicator(Communicator):
-    """Collectives of numpy arrays, done by TensorFlow.
+    """Numbers and watches TensorFlow's collectives; sends numpy arrays by a ring.
 
-    On CPUs they go round a ring by gRPC. That is how it was tested: there were no
-    GPUs, and NCCL, which is used on them, hasn't been run.
+    On CPUs TensorFlow's collectives go round a ring by gRPC. That is how it was tested:
+    there were no GPUs, and NCCL, which is used on them, hasn't been run.
 
     The job's secret doesn't protect TensorFlow's server, also if the job's addresses
     are loopback ones: whoever reaches its port can read and write this process's memory
@@ -111,7 +96,7 @@ class NativeCommunicator(Communicator):
     time-out), this process can't use them any more: start it again.
 
     Args:
-        ring: Connects the same ranks; used for checks. Closed with this one.
+        ring: Connects the same ranks. Closed with this one.
         supervisor: Whom to ask about other ranks.
         group: The first of the job's group keys.
 
@@ -126,8 +111,6 @@ class NativeCommunicator(Communicator):
         self._ring = ring
         # Places of ranks are compared by this number: it doesn't start again.
         self._sequence = ring._sequence
-        self._host = _tf.host_of("/device:CPU:0")
-        self._options = group_options(self.group, self.size, self._host)
         self._watch = CollectiveDeadlines(
             f"kerasdist-native rank {self.rank}", self._late
         )
@@ -191,126 +174,18 @@ class NativeCommunicator(Communicator):
     def _reduce(
         self, source: FusedBuffer, lend: bool, call: Call, deadline: Deadline
     ) -> Array:
-        elements, dtype, op = source.elements, source.dtype, call.op
-        flat = np.empty(elements, dtype)
-        source.copy_to(flat, 0, elements)
-        if dtype.kind == "c" and op != "sum":
-            # Products of parts aren't parts of products.
-            rows = np.empty((self.size, elements), dtype)
-            rows[self.rank] = flat
-            self._gather([octets(row) for row in rows], call, deadline)
-            whole: Array = reducer(op).reduce(rows, axis=0)
-            return whole
-        # The sign bit the other way round: the order of uint64 is that of int64.
-        flip = np.uint64(1 << 63) if dtype == np.uint64 and op in ("min", "max") else 0
-        carrier: Array
-        if dtype.kind == "c":
-            carrier = flat.view(flat.real.dtype)
-        elif dtype == np.uint64:
-            carrier = (flat ^ np.uint64(flip)).view(np.int64)
-        else:
-            carrier = flat.astype(_WIDER.get(dtype.name, dtype), copy=False)
-
-        def reduce(key: Any) -> Any:
-            return tf.raw_ops.CollectiveReduceV2(
-                input=tf.convert_to_tensor(carrier),
-                instance_key=key,
-                ordering_token=[],
-                merge_op=_MERGE[op],
-                final_op="Id",
-                **self._options,
-            )
-
-        result = self._run(reduce, elements, call, deadline)
-        if result is None:
-            return flat
-        if dtype.kind == "c":
-            return result.view(dtype)
-        if dtype == np.uint64:
-            return result.view(np.uint64) ^ np.uint64(flip)
-        return result.astype(dtype, copy=False)
+        return self._ring._reduce(source, lend, call, deadline)
 
     def _gather(self, views: list[memoryview], call: Call, deadline: Deadline) -> None:
-        longest = max(len(view) for view in views)
-        mine = _padded(views[self.rank], longest)
-
-        def gather(key: Any) -> Any:
-            return tf.raw_ops.CollectiveGatherV2(
-                input=tf.convert_to_tensor(mine),
-                instance_key=key,
-                ordering_token=[],
-                **self._options,
-            )
-
-        result = self._run(gather, longest, call, deadline)
-        if result is not None:
-            every = result.view(np.uint8).reshape(self.size, -1)
-            for rank, view in enumerate(views):
-                if rank != self.rank:
-                    view[:] = every[rank, : len(view)].data
+        self._ring._gather(views, call, deadline)
 
     def _broadcast(
         self, view: memoryview, root: int, call: Call, deadline: Deadline
     ) -> None:
-        padded = _padded(view, len(view))
-
-        def give(key: Any) -> Any:
-            if self.rank == root:
-                return tf.raw_ops.CollectiveBcastSendV2(
-                    input=tf.convert_to_tensor(padded),
-                    instance_key=key,
-                    **self._options,
-                )
-            return tf.raw_ops.CollectiveBcastRecvV2(
-                T=tf.int32,
-                shape=padded.shape,
-                instance_key=key,
-                **self._options,
-            )
-
-        result = self._run(give, len(view), call, deadline)
-        if result is not None and self.rank != root:
-            view[:] = result.view(np.uint8)[: len(view)].data
+        self._ring._broadcast(view, root, call, deadline)
 
     def _barrier(self, call: Call, deadline: Deadline) -> None:
-        mine = np.ones(1, np.int32)
-
-        def reduce(key: Any) -> Any:
-            return tf.raw_ops.CollectiveReduceV2(
-                input=tf.convert_to_tensor(mine),
-                instance_key=key,
-                ordering_token=[],
-                merge_op="Add",
-                final_op="Id",
-                **self._options,
-            )
-
-        self._run(reduce, 1, call, deadline)
-
-    def _run(
-        self,
-        operation: Callable[[Any], Any],
-        elements: int,
-        call: Call,
-        deadline: Deadline,
-    ) -> Array | None:
-        """Run a collective eagerly; returns what it gives, None if there's nothing.
-
-        Raises what explains why it can't be done, see `collectives.failures`.
-        """
         self._ring._barrier(call, deadline)
-        if elements == 0:
-            return None
-        self._watch.begin(call, deadline)
-        try:
-            # Also if it's called while a graph is made, which it isn't part of.
-            with tf.init_scope(), tf.device(self._host):
-                key = tf.constant(call.sequence % 2**31, tf.int32)
-                return np.array(operation(key).numpy())
-        except tf.errors.OpError as error:
-            raise self._seen(error) from error
-        finally:
-            self._watch.end(call.sequence)
 
     # Failures.
 
@@ -356,13 +231,3 @@ class NativeCommunicator(Communicator):
     def _close(self) -> None:
         self._watch.close()
         self._ring._close()
-
-
-def _padded(view: memoryview, longest: int) -> Array:
-    """A copy of the bytes in a dtype that TensorFlow moves, with at least one element.
-
-    TensorFlow crashes when it gathers nothing.
-    """
-    words = np.zeros(longest // 4 + 1, np.int32)
-    words.view(np.uint8)[: len(view)] = view
-    return words
