@@ -107,8 +107,8 @@ class Servers:
             self.settings,
             timeouts=self.timeouts,
             on_table=self.layouts.append,
-            on_split=self.splits.append,
         )
+        server.desk.on_split = self.splits.append
         self.servers[index:] = [server, *self.servers[index + 1 :]]
 
         def serve() -> None:

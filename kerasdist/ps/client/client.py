@@ -57,9 +57,11 @@ class ServerClient(ControlRequests):
         joined: Whether the job had begun without this worker: its tables then hold
             what the others have learned.
         joining: Whether the others don't wait for it yet, see
-        `kerasdist.ps.server.join`. communicator: Collectives between all live workers,
-        through the servers. events: What has happened to other workers, in order, as
-        server 0 tells. tables: The tables that were opened.
+            `kerasdist.ps.server.join`.
+        seed: Random; the same on all workers, also on one that joins later.
+        communicator: Collectives between all live workers, through the servers.
+        events: What has happened to other workers, in order, as server 0 reports it.
+        tables: The tables that were opened.
     """
 
     def __init__(
@@ -76,6 +78,7 @@ class ServerClient(ControlRequests):
         self.timeouts = timeouts
         self.replicas: tuple[int, ...] = (1,)
         self.joined = self.joining = False
+        self.seed = 0
         self.events: list[Event] = []
         self.tables: list[RemoteTable] = []
         self.rank = cluster.rank or 0
@@ -119,6 +122,7 @@ class ServerClient(ControlRequests):
         self.replicas = roster.replicas
         self.joined = roster.joined
         self.joining = roster.joining
+        self.seed = roster.seed
         self._met = roster.met
         if len(self._links) > 1:
             self._pool = ThreadPoolExecutor(

@@ -24,7 +24,6 @@ from kerasdist.collectives.communicator import Communicator
 from kerasdist.collectives.fused_buffer import FusedBuffer
 from kerasdist.collectives.ops import Array, check_dtype, equal_part
 from kerasdist.ps.channel.channel import Channel, Message
-from kerasdist.ps.server.loads import Tally
 from kerasdist.transport.base import Peer
 from kerasdist.transport.deadline import Deadline
 from kerasdist.transport.tracing import Laps, Recorder
@@ -63,10 +62,12 @@ class ServerCommunicator(Communicator):
         self._facts: dict[str, Any] | None = None
         self._joined: tuple[int, ...] = ()
         self._buffers = BufferPool()
-        # The chief tells the servers once what each of them gets in a step.
-        self._tally: Tally | None = None
+        # The chief reports to the servers once what each of them gets in a step: bytes
+        # and pieces, by server.
+        self._first_step = 0
+        self._loads: list[list[int]] | None = None
         if self.rank == 0 and client.cluster.servers and client.settings.mode == "sync":
-            self._tally = Tally(client.servers)
+            self._loads = [[0, 0] for _ in range(client.servers)]
 
     def gate(self, facts: dict[str, Any]) -> tuple[int, ...]:
         """A barrier at which others may join; return who has.
@@ -212,16 +213,19 @@ class ServerCommunicator(Communicator):
         return [lambda _: Message(FrameType.REQUEST, told, meta, ())] * count
 
     def _count(self, sizes: list[int]) -> None:
-        """Count the bytes for each server; tell those of the first step."""
-        if self._tally is None:
+        """Count the bytes for each server; report those of the first step."""
+        if self._loads is None or self.step < 1:
             return
-        loads = self._tally.count(self.step, sizes)
-        if loads is not None:
-            self._tally = None
-            meta = {"do": "split", "loads": loads}
-            told = Message(FrameType.REQUEST, Call(0), meta, ())
-            with self._client.calling("telling the servers their shares"):
-                self._client.request_all([lambda _: told] * self._client.servers)
+        self._first_step = self._first_step or self.step
+        if self.step == self._first_step:
+            for load, size in zip(self._loads, sizes, strict=False):
+                load[0] += size
+                load[1] += size > 0
+            return
+        meta, self._loads = {"do": "split", "loads": self._loads}, None
+        told = Message(FrameType.REQUEST, Call(0), meta, ())
+        with self._client.calling("telling the servers their shares"):
+            self._client.request_all([lambda _: told] * self._client.servers)
 
     def _meta(self) -> dict[str, Any]:
         return {"do": "meet", "step": self.step}

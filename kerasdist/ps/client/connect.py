@@ -92,7 +92,10 @@ def connect_servers(
     if not cluster.servers:
         desk = RequestHandler(0, 1, 1, settings, timeouts, on_table)
         roster = Roster(
-            replicas=(replicas,), met=desk.crew.people[0].met, joined=desk.resumed
+            replicas=(replicas,),
+            met=desk.crew.people[0].met,
+            joined=desk.resumed,
+            seed=desk.stores.seed,
         )
         person.met = roster.met
         client.add(InProcessConnection(desk, person, timeouts, client))

@@ -47,10 +47,13 @@ class Roster:
     """What a server tells a worker that it lets in.
 
     Attributes:
-        replicas: Each worker's number of replicas, by rank. met: Number of the last
-        collective that this worker needn't come to. joined: Whether the job had begun
-        without it. joining: Whether the others don't wait for it yet, see
-        `kerasdist.ps.server.join`. resumed: Whether the server goes on from a snapshot.
+        replicas: Each worker's number of replicas, by rank.
+        met: Number of the last collective in which this worker needn't take part.
+        joined: Whether the job had begun without it.
+        joining: Whether the others don't wait for it yet, see
+            `kerasdist.ps.server.join`.
+        resumed: Whether the server goes on from a snapshot.
+        seed: Random; the same for all workers, and after the server's restart.
     """
 
     replicas: tuple[int, ...]
@@ -58,6 +61,7 @@ class Roster:
     joined: bool
     joining: bool = False
     resumed: bool = False
+    seed: int = 0
 
 
 class Job(abc.ABC):

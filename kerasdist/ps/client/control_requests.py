@@ -1,7 +1,6 @@
 """What a worker asks its servers besides gradients and weights: short questions.
 
-Server 0 deals out batches and keeps what workers tell each other; of statistics all
-servers have their own.
+Server 0 deals out batches; of statistics all servers have their own.
 """
 
 from __future__ import annotations
@@ -93,15 +92,6 @@ class ControlRequests(Job):
         with self.calling(what):
             others: list[Build | None] = [None] * (self.servers - 1)
             return dict(self.request_all([lambda _: request, *others])[0].meta)
-
-    def post(self, name: str, number: int) -> None:
-        """Tell those who come later a number."""
-        self.ask("telling a number", {"do": "post", "name": name, "number": number})
-
-    def read(self, name: str) -> int | None:
-        """Read a number that `post` was given, on any worker; None: there is none."""
-        found = self.ask("asking for a number", {"do": "read", "name": name})
-        return None if found.get("number") is None else int(found["number"])
 
     def stats(self) -> list[dict[str, Any]]:
         """What each server knows of its tables and workers.

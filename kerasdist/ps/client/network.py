@@ -169,6 +169,7 @@ class NetworkConnection(ServerConnection):
                 joined=answer.get("joined") is True,
                 joining=answer.get("joining") is True,
                 resumed=answer.get("resumed") is True,
+                seed=int(answer.get("seed", 0)),
             )
             data = self._retry(dial, deadline)
         except (TypeError, ValueError, OverflowError) as error:

@@ -10,8 +10,6 @@ asked for:
     pull    read                                       (the same)
     claim   get the next number of a queue             (kerasdist.ps.server.batch_queue)
     enter   join the others                            (kerasdist.ps.server.join)
-    post    tell those who come later a number         (the same)
-    read    read such a number                         (the same)
     split   hear what each server gets in a step       (kerasdist.ps.server.loads)
     stats   what is known of tables and workers
 
@@ -106,7 +104,6 @@ class RequestHandler:
         settings: What the job was asked for.
         timeouts: `collective` bounds every wait for other workers.
         on_table: Called with the layout of each new table.
-        on_split: Called with what each server gets in a step, when the first is over.
 
     Attributes:
         server: As given.
@@ -119,6 +116,8 @@ class RequestHandler:
         keeper: Keeps snapshots; None without.
         resumed: Whether it goes on from a snapshot.
         events: What has happened to workers, in order.
+        on_split: Called with what each server gets in a step of a "sync" job, when its
+            first step is over.
         server_lost: Another server without which a worker couldn't go on, or None.
 
     Raises:
@@ -133,7 +132,6 @@ class RequestHandler:
         settings: ServerSettings,
         timeouts: Timeouts,
         on_table: Callable[[Layout], None] | None = None,
-        on_split: Callable[[list[Load]], None] | None = None,
     ) -> None:
         self.server = server
         self.servers = servers
@@ -141,7 +139,7 @@ class RequestHandler:
         self.events: list[Event] = []
         self.server_lost: errors.ServerLost | None = None
         self._timeouts = timeouts
-        self._on_split = on_split
+        self.on_split: Callable[[list[Load]], None] | None = None
         self._requests = 0
         self.dealer = BatchQueue()
         self.crew = Membership(size, settings.mode)
@@ -282,16 +280,10 @@ class RequestHandler:
             entered = self.meetings.gate.enter(person, fit, deadline)
             told = {"entered": entered, "requests": self._requests}
             return Message(FrameType.REPLY, call, told, ())
-        if do == "post":
-            self.stores.board.post(str(meta.get("name")), _whole(meta, "number"))
-            return Message(FrameType.REPLY, call, {}, ())
-        if do == "read":
-            found = self.stores.board.posts.get(str(meta.get("name")))
-            return Message(FrameType.REPLY, call, {"number": found}, ())
         if do == "split":
             loads = loads_from_json(meta.get("loads"), self.servers)
-            if self._on_split is not None:
-                self._on_split(loads)
+            if self.on_split is not None:
+                self.on_split(loads)
             return Message(FrameType.REPLY, call, {}, ())
         number = _whole(meta, "table")
         if do == "open":

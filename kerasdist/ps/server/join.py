@@ -8,9 +8,7 @@
     4. s -> j   the facts, and the gate's number
        s -> v   who has joined: from the next collective on it is waited for
 
-What the others agreed on before stands among the facts, or on a small board that server
-0 keeps (`post`, `read`). The other servers wait for a joiner from the first collective
-on that it comes to.
+The other servers wait for a joiner from the first collective on that it comes to.
 """
 
 from __future__ import annotations
@@ -26,39 +24,10 @@ from kerasdist.transport.deadline import Deadline
 if TYPE_CHECKING:
     from kerasdist.ps.client.client import ServerClient
 
-__all__ = ["Board", "Entry", "JoinBarrier", "enter"]
+__all__ = ["Entry", "JoinBarrier", "enter"]
 
 # How long a server lets a joiner wait before it says that it still has to.
 _WAIT_SECONDS = 2.0
-_MOST_POSTS = 64
-_MOST_CHARACTERS = 100
-
-
-class Board:
-    """Numbers that workers have agreed on, for those who come later.
-
-    Attributes:
-        posts: The numbers, by name.
-    """
-
-    def __init__(self) -> None:
-        self.posts: dict[str, int] = {}
-
-    def post(self, name: str, number: int) -> None:
-        """Put a number up, in the place of one with the same name.
-
-        Raises:
-            ProtocolError: The board is full, or the name is too long.
-        """
-        full = name not in self.posts and len(self.posts) >= _MOST_POSTS
-        if full or len(name) > _MOST_CHARACTERS:
-            raise errors.ProtocolError(
-                "There's no room for a post. Received: "
-                f"name={name[:_MOST_CHARACTERS]!r}; expected at most {_MOST_POSTS} "
-                f"names, of up to {_MOST_CHARACTERS} characters. Do all tasks have the "
-                "same version of kerasdist?"
-            )
-        self.posts[name] = number
 
 
 class JoinBarrier:

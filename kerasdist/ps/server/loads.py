@@ -14,7 +14,7 @@ from typing import Any
 from kerasdist.errors import ProtocolError
 from kerasdist.ps.layout import Layout
 
-__all__ = ["Load", "Tally", "loads_from_json", "loads_of", "share_in_words"]
+__all__ = ["Load", "loads_from_json", "loads_of", "share_in_words"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -30,41 +30,8 @@ class Load:
     pieces: int
 
 
-class Tally:
-    """Counts what a worker sends to each server in its first step.
-
-    Args:
-        servers: Number of servers.
-    """
-
-    def __init__(self, servers: int) -> None:
-        self._step = 0
-        self._loads = [Load(0, 0)] * servers
-
-    def count(self, step: int, sizes: Sequence[int]) -> list[list[int]] | None:
-        """Count one collective.
-
-        Args:
-            step: The step that it belongs to; 0: before the first one.
-            sizes: Bytes to each server, in order; none to those that are left out.
-
-        Returns:
-            Bytes and pieces of each server, when this collective belongs to a later
-            step than the first; else None.
-        """
-        if step < 1:
-            return None
-        self._step = self._step or step
-        if step > self._step:
-            return [[load.size, load.pieces] for load in self._loads]
-        for server, size in enumerate(sizes):
-            load = self._loads[server]
-            self._loads[server] = Load(load.size + size, load.pieces + (size > 0))
-        return None
-
-
 def loads_from_json(value: Any, servers: int) -> list[Load]:
-    """Return what `Tally.count` has told.
+    """Return what the chief counted: size and pieces for each server.
 
     Raises:
         ProtocolError: It isn't that.

@@ -61,9 +61,9 @@ def run_server(
         settings,
         timeouts=timeouts,
         on_table=opened,
-        on_split=split,
         on_start=started if tolerant else None,
     )
+    server.desk.on_split = split
     if tolerant:
         crew = server.desk.crew
         # Before any worker hears of it, and ends.

@@ -39,7 +39,6 @@ from kerasdist.ps.channel.socket_channel import SocketChannel
 from kerasdist.ps.heartbeat import Heartbeat
 from kerasdist.ps.layout import Layout
 from kerasdist.ps.server.handler import Goodbye, RequestHandler
-from kerasdist.ps.server.loads import Load
 from kerasdist.ps.server.membership import Event, WorkerRecord
 from kerasdist.ps.server.registration import (
     FAREWELL_SECONDS,
@@ -84,8 +83,6 @@ class ParameterServer:
         timeouts: How long each phase may take.
         on_table: Called with the layout of each table when the chief has brought its
             first values, for instance to say what this server holds.
-        on_split: Called with what one worker sends to each server in a step, when the
-            first step of a "sync" job is over.
         on_start: Called when all workers have come, before any of them hears of it;
             of a server that goes on from a snapshot at once.
         host: Overrides `host_key()`, for tests.
@@ -110,7 +107,6 @@ class ParameterServer:
         *,
         timeouts: Timeouts | None = None,
         on_table: Callable[[Layout], None] | None = None,
-        on_split: Callable[[list[Load]], None] | None = None,
         on_start: Callable[[], None] | None = None,
         host: str | None = None,
     ) -> None:
@@ -136,7 +132,6 @@ class ParameterServer:
         self.desk = RequestHandler(
             *(self.index, len(cluster.servers), size, settings, self._timeouts),
             on_table,
-            on_split,
         )
         self._on_start = on_start
         self._admission = Registrar(
@@ -285,6 +280,7 @@ class ParameterServer:
             "joined": joined,
             "joining": person.joining,
             "resumed": self.desk.resumed,
+            "seed": self.desk.stores.seed,
         }
         try:
             deadline = Deadline(_ANSWER_SECONDS)

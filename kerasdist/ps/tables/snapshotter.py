@@ -159,8 +159,8 @@ class Snapshotter:
                 returned=True,
             )
         self._stores.updates = int(header["updates"])
-        for name, number in header.get("board", {}).items():
-            self._stores.board.post(str(name), int(number))
+        seed = header.get("board", {}).get("seed", self._stores.seed)
+        self._stores.seed = int(seed)
 
     def start(self) -> None:
         """Begin to write snapshots."""
@@ -253,7 +253,7 @@ class Snapshotter:
             "tables": tables,
             "workers": workers,
             "updates": self._stores.updates,
-            "board": dict(self._stores.board.posts),
+            "board": {"seed": self._stores.seed},
         }
         size = write_snapshot(self.path, header, arrays)
         self.written += 1

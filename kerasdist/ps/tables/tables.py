@@ -18,6 +18,7 @@ holds both, or one of them while a message is on its way.
 
 from __future__ import annotations
 
+import secrets
 import threading
 import time
 import zlib
@@ -30,7 +31,6 @@ from kerasdist import errors
 from kerasdist.collectives.ops import Array, octets
 from kerasdist.ps.channel.channel import Spec
 from kerasdist.ps.layout import Layout
-from kerasdist.ps.server.join import Board
 from kerasdist.ps.server.membership import Membership, WorkerRecord
 from kerasdist.ps.settings import ServerSettings
 from kerasdist.ps.tables.clocks import Clocks
@@ -100,7 +100,7 @@ class ServedTables:
     Attributes:
         mode: As in `settings`.
         updates: Number of updates of all tables.
-        board: What the workers have agreed on.
+        seed: Random; that of server 0 is the workers'.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class ServedTables:
         self.mode = settings.mode
         self.updates = 0
         self.tables: dict[int, ServedTable] = {}
-        self.board = Board()
+        self.seed = secrets.randbits(31)
         self._server = server
         self._servers = servers
         self._max_staleness = settings.max_staleness

@@ -18,7 +18,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from kerasdist import _tf
-from kerasdist.errors import CollectiveError
 from kerasdist.ps import ServerClient
 from kerasdist.strategies.asynchronous.dynamic_batches import DynamicLoop
 from kerasdist.strategies.asynchronous.hooks import AsyncHooks
@@ -52,24 +51,12 @@ class AsyncExtended(SynchronousExtended):
         self.keras_hooks = AsyncHooks(self)
 
     def common_seed(self) -> int:
-        """See `SynchronousExtended.common_seed`; the same for who comes later.
-
-        Raises:
-            CollectiveError: This worker has come before the others agreed on it.
-        """
+        """See `SynchronousExtended.common_seed`; server 0 keeps it for joiners."""
         client = self.job.client
         if not client.joining:
-            seed = super().common_seed()
-            if client.rank == 0:
-                client.post("seed", seed)
-            return seed
-        found = client.read("seed")
-        if found is None:
-            raise CollectiveError(
-                "The others haven't agreed on a seed yet, or had none to agree on. "
-                "Start this worker again, and let all tasks run the same script."
-            )
-        return found
+            # A worker whose script sets a seed itself isn't here: the others notice.
+            client.communicator.barrier()
+        return client.seed
 
     @property
     def is_apart(self) -> bool:

@@ -10,7 +10,6 @@ import pytest
 from groups import in_threads
 from kerasdist import errors
 from kerasdist.ps import Variable, enter
-from kerasdist.ps.server.join import Board
 from servers import KINDS, Servers
 
 pytestmark = pytest.mark.timeout(60)
@@ -111,19 +110,7 @@ def test_a_joiner_with_another_model_leaves_the_others_alone():
         job.clients[0].communicator.barrier()
 
 
-def test_numbers_on_the_board_are_there_for_all():
+def test_the_seed_is_the_same_for_all_also_for_a_joiner():
     with Servers(workers=2, servers=2) as job:
-        assert job.clients[1].read("seed") is None
-        job.clients[0].post("seed", 12)
-        assert job.clients[1].read("seed") == 12
-
-
-def test_the_board_has_room_for_few_numbers():
-    board = Board()
-    with pytest.raises(errors.ProtocolError, match="no room for a post"):
-        for number in range(1000):
-            board.post(str(number), number)
-    assert len(board.posts) < 100
-    # One that is there already can change.
-    board.post("3", 33)
-    assert board.posts["3"] == 33
+        assert job.clients[0].seed == job.clients[1].seed > 0
+        assert come_again(job, 1).seed == job.clients[0].seed

@@ -9,20 +9,11 @@ from kerasdist.errors import ProtocolError
 from kerasdist.ps import Layout, Variable
 from kerasdist.ps.server.loads import (
     Load,
-    Tally,
     loads_from_json,
     loads_of,
     share_in_words,
 )
 from servers import Servers
-
-
-def test_the_first_step_is_counted_and_told_once_the_next_one_begins():
-    tally = Tally(3)
-    assert tally.count(0, [8]) is None  # what the workers agree on before
-    assert tally.count(1, [40, 40, 40]) is None
-    assert tally.count(1, [10, 0, 5]) is None
-    assert tally.count(2, [99]) == [[50, 2], [40, 1], [45, 2]]
 
 
 @pytest.mark.parametrize(
