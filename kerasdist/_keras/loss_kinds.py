@@ -95,7 +95,7 @@ class LossKinds:
         self._kinds: dict[Any, Any] = {}
         self._wholes: dict[Any, Whole | None] = {}
         self._graph: Any = None
-        self._again: list[tensor_origins.MadeAgain] = []
+        self._again: list[tensor_origins.RebuiltGraph] = []
 
     def set_mean(self, tensor: Any) -> None:
         """Let a number count as a mean over rows: it was corrected already."""
@@ -299,12 +299,12 @@ class LossKinds:
         few, more = (again.tensor(tensor) for again in self._for(tensor.graph))
         return few.shape, more.shape
 
-    def _for(self, graph: Any) -> list[tensor_origins.MadeAgain]:
+    def _for(self, graph: Any) -> list[tensor_origins.RebuiltGraph]:
         if self._graph is not graph:
             self._graph = graph
             known = tf.get_static_value(self._rows)
             self._again = [
-                tensor_origins.MadeAgain(
+                tensor_origins.RebuiltGraph(
                     rows, known=None if known is None else int(known), guess=True
                 )
                 for rows in (5, 7)

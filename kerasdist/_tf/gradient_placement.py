@@ -1,15 +1,15 @@
-"""Devices of operations: of what is differentiated, and of what nobody has placed.
+"""Devices of gradients' operations, and of operations without a device.
 
-TensorFlow puts the operations of a gradient where `tf.GradientTape.gradient` is
-called, not where the operations stand that are differentiated. What TensorFlow
-records for a tape tells the device no longer, but it has the name scope, which it
-hands on untouched as text. So hooks let the device travel in it:
+TensorFlow puts the operations of a gradient on the device where
+`tf.GradientTape.gradient` is called, not on that of the operations that are
+differentiated. A tape's record doesn't contain the device, but it contains the name
+scope, which TensorFlow passes on unchanged as text. So hooks append the device to it:
 
-    1. forward    an operation is made on a device; what is recorded is
+    1. forward    an operation is made on a device; the recorded scope is
                   "scope <separator> device"
-    2. backward   the two are taken apart; the gradient's operations are made on that
+    2. backward   the two are split; the gradient's operations are made on that
                   device, in the scope that they would have had
-    3. functions  of `tf.function` and `tf.custom_gradient` there is a Python function
+    3. functions  of `tf.function` and `tf.custom_gradient` have a Python function
                   that computes the gradient: it is called on that device
     4. sums       of gradients of one tensor are made where the first of them is
 """
@@ -49,8 +49,8 @@ __all__ = [
 
 _SEPARATOR = "\0"
 
-# They have functions, whose operations are placed one by one, or take the device of
-# the call: that variables are among its arguments says nothing of where it should be.
+# Operations that call functions, whose own operations are placed one by one, or take
+# the device of the call: variables among its arguments don't determine its device.
 _CALLS = frozenset(
     {
         "Case",
@@ -67,7 +67,7 @@ _CALLS = frozenset(
 
 
 def on_device(device: str | None) -> AbstractContextManager[Any]:
-    """Make operations on a device; None: where they are made otherwise."""
+    """Make operations on a device; None leaves that to TensorFlow."""
     return ops.device(device) if device else ExitStack()
 
 
@@ -80,14 +80,14 @@ def update_on(device: str) -> AbstractContextManager[Any]:
 
 
 def replica_of(strategy: Any) -> AbstractContextManager[Any]:
-    """Be in the only replica of a strategy with a `OneDeviceExtended`."""
+    """Enter the only replica of a strategy with a `OneDeviceExtended`."""
     return _OneDeviceReplicaContext(strategy)
 
 
 def source_device(tensor: Any) -> str:
-    """The device of a tensor of a graph, as far as it's known; else empty.
+    """Return the device of a tensor of a graph; empty if it isn't known.
 
-    What is read from a variable is where the variable is.
+    A tensor that is read from a variable is where the variable is.
     """
     op = tensor.op
     if op.device:
@@ -106,7 +106,7 @@ def source_device(tensor: Any) -> str:
 
 
 def _captured(placeholder: Any) -> Any:
-    """What a placeholder stands for in a function's graph; None for an argument."""
+    """Return the tensor that a placeholder was captured for; None for an argument."""
     graph = placeholder.graph
     captures = getattr(graph, "captures", ())
     found, count = _outer.get(graph, ({}, 0))
@@ -122,16 +122,16 @@ _outer: weakref.WeakKeyDictionary[Any, tuple[dict[int, Any], int]] = (
 
 
 def calls_functions(op: Any) -> bool:
-    """Whether an operation of a graph calls functions of its own."""
+    """Return whether an operation of a graph calls functions."""
     return op.type in _CALLS
 
 
 @contextmanager
 def default_placement(choose: Callable[[Any], str]) -> Iterator[None]:
-    """Ask `choose` for the device of each operation that is put into this graph.
+    """Let `choose` decide the device of each operation that is put into this graph.
 
-    It's asked last, also of operations of functions that are made inside: their
-    device is what `tf.device` says so far, or empty.
+    It is called after all `tf.device` scopes, also for operations of functions that
+    are traced inside: the operation's device is the one of those scopes, or empty.
     """
     with ops.get_default_graph().device(choose):
         yield
@@ -148,7 +148,7 @@ def _adds_in_turn() -> bool:
 
 
 def device_of(tensors: Any) -> str:
-    """The device that the first of some tensors in a graph was given, or empty."""
+    """Return the device of the first tensor of a nest, or empty."""
     for tensor in tf.nest.flatten(tensors):
         if isinstance(tensor, tf.IndexedSlices):
             tensor = tensor.values
@@ -162,7 +162,7 @@ def device_of(tensors: Any) -> str:
 def record_device(
     original: Callable[..., Any], op_name: str, inputs: Any, attrs: Any, outputs: Any
 ) -> None:
-    """In place of `execute.record_gradient`: see 1. above."""
+    """Replace `execute.record_gradient`: 1. in the module's docstring."""
     device = ""
     if not context.executing_eagerly() and _is_placing():
         device = device_of(outputs)
@@ -184,12 +184,12 @@ def differentiate_on_device(
     skipped: Any,
     scope: str | None,
 ) -> Any:
-    """In place of `backprop._gradient_function`: see 2. above."""
+    """Replace `backprop._gradient_function`: 2. in the module's docstring."""
     device = ""
     if scope and _SEPARATOR in scope:
         scope, _, device = scope.partition(_SEPARATOR)
     elif context.executing_eagerly() and _is_placing():
-        # Of what isn't needed for the gradient TensorFlow keeps nothing.
+        # Tensors that the gradient doesn't need aren't kept by TensorFlow.
         device = device_of(outputs)
     with on_device(device):
         return original(
@@ -206,7 +206,7 @@ def call_on_device(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """In place of `record.record_operation` and its like: see 3. above."""
+    """Replace `record.record_operation` and the like: 3. in the module's docstring."""
     device = device_of(output_tensors) if _is_placing() else ""
     function = backward_function
     if device:
@@ -220,14 +220,14 @@ def call_on_device(
 
 
 def add_on_device(original: Callable[..., Any], gradients: Any) -> Any:
-    """In place of `backprop._aggregate_grads`: see 4. above."""
+    """Replace `backprop._aggregate_grads`: 4. in the module's docstring."""
     if len(gradients) < 2 or not _is_placing():
         return original(gradients)
     with on_device(device_of(gradients)):
         if _adds_in_turn() and all(isinstance(g, tf.Tensor) for g in gradients):
-            # One at a time as they come, the last micro-batch's first: a sum of all at
-            # once would keep them all until the end of the step, and would take its
-            # time when nothing else is left to do.
+            # One at a time as they arrive, the last micro-batch's first: one sum of all
+            # would keep them all until the end of the step, and would be computed when
+            # the device has nothing else left to do.
             total = gradients[-1]
             for gradient in gradients[-2::-1]:
                 total = total + gradient
@@ -236,7 +236,7 @@ def add_on_device(original: Callable[..., Any], gradients: Any) -> Any:
 
 
 def register() -> None:
-    """Tell TensorFlow's runtime of functions that it knows by more than their name."""
+    """Register hooked functions of which TensorFlow's runtime holds references."""
     pywrap_tfe.TFE_Py_RegisterGradientFunction(backprop._gradient_function)
     pywrap_tfe.TFE_Py_RegisterVSpace(
         backprop._default_vspace._replace(aggregate_fn=backprop._aggregate_grads)

@@ -1,4 +1,4 @@
-"""Functions of a SavedModel that was loaded in a scope. A hook, see `patches`."""
+"""Calls of a loaded SavedModel's functions in a scope. A hook, see `patches`."""
 
 from __future__ import annotations
 
@@ -15,13 +15,12 @@ __all__ = ["call"]
 def call(
     original: Callable[..., Any], function: Any, args: Any, captured: Sequence[Any]
 ) -> Any:
-    """In place of the call of a loaded function.
+    """Replace the call of a loaded function.
 
-    Outside of a replica, as in the lines of a script, TensorFlow gives it placeholders
-    for its variables, since which replica's are meant isn't known, and the call ends
-    with an error. Copies hold the same: here the first is read and written, and the
-    others follow. A function that is traced here isn't run in a replica: TensorFlow
-    traces it there again.
+    Outside of a replica, such as at the top level of a script, TensorFlow doesn't know
+    which replica's variables are meant, passes placeholders, and the call fails. All
+    copies hold the same value, so this reads and writes the first one and copies it to
+    the others. Within a replica TensorFlow traces the function once more.
     """
     ours = hasattr(tf.distribute.get_strategy().extended, "timer")
     if not ours or not tf.distribute.in_cross_replica_context():

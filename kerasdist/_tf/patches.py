@@ -1,7 +1,7 @@
-"""Every function of TensorFlow that is wrapped, by which hook, and what for.
+"""The table of the functions of TensorFlow that are wrapped, with hook and purpose.
 
-How a row is read is in `patching`. docs/how_it_works.md has this table for readers,
-made by `PYTHONPATH=tests/support python tests/_keras/test_patches.py`.
+`patching` defines the rows. docs/how_it_works.md has this table for readers, generated
+by `PYTHONPATH=tests/support python tests/_keras/test_patches.py`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from kerasdist.errors import IncompatibleTensorFlowError
 
 __all__ = ["FITS", "TABLE", "check", "install", "uninstall"]
 
-# What the tests have passed with.
+# The versions with which the tests pass.
 FITS = "2.18 to 2.21"
 
 _VALUES = "tensorflow.python.distribute.values"
@@ -24,7 +24,7 @@ TABLE = (
     Patch(
         hook="variables.aggregate",
         feature="core",
-        does="replicas that hold the same value write it without meeting",
+        does="replicas that hold the same value write it without a merge call",
         targets=(
             f"{_VALUES}.apply_aggregation_replica_context"
             "(value, aggregation, destinations)",
@@ -94,7 +94,7 @@ TABLE = (
     Patch(
         hook="remote.keep_function",
         feature="lost_worker",
-        does="after a loss no other process is asked to forget functions",
+        does="after a loss no other process is called to remove functions",
         targets=(f"{_EAGER}.context.Context.remove_function(self, name)",),
     ),
 )
@@ -107,10 +107,10 @@ _PATCHER = Patcher(
 
 
 def check() -> None:
-    """Look whether TensorFlow has all that is wrapped. Nothing is touched.
+    """Check that TensorFlow has every function that is wrapped. Changes nothing.
 
     Raises:
-        IncompatibleTensorFlowError: It hasn't; says all that is missing or different.
+        IncompatibleTensorFlowError: Lists all that is missing or different.
     """
     _PATCHER.check()
 
@@ -119,7 +119,7 @@ def install(feature: str) -> None:
     """Put the hooks of a feature into TensorFlow, once per process.
 
     Raises:
-        IncompatibleTensorFlowError: See `check`. Nothing has been touched.
+        IncompatibleTensorFlowError: See `check`. Nothing has changed.
     """
     _PATCHER.install(feature)
     if feature == "placement":

@@ -1,15 +1,15 @@
-"""Wrapping functions of Keras and TensorFlow: what is checked, and how it's done.
+"""Checked wrapping of functions of Keras and TensorFlow, from a table.
 
-A table of `Patch` rows says which function gets which hook. A `Patcher` looks at all
-rows before it touches anything: each function must be there, with the parameters that
-its hook was written for. A function with several hooks gets them in the table's order,
-so that the last one is the outermost. Where a target stands as
+Each `Patch` row of a table names functions and their hook. A `Patcher` checks all rows
+before it changes anything: each function must exist, with the parameters that its hook
+was written for. A function with several hooks gets them in the table's order, so that
+the last one is the outermost. In a target
 
     package.module.Class.name(self, x, ...)
 
-`...` stands for parameters that the hook hands on as they are, `Class.name=(self, x)`
-is the setter of a property, and `{a,b.c}` in a path are places where versions differ:
-the first that is there counts.
+`...` stands for parameters that the hook passes on unchanged, `Class.name=(self, x)`
+is the setter of a property, and `{a,b.c}` in a path are alternatives for different
+versions: the first one that exists counts.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ _ABSENT = object()
 
 @dataclass(frozen=True, kw_only=True)
 class Patch:
-    """One hook, and what it's put around.
+    """One hook, and the functions that it wraps.
 
     Attributes:
         hook: Its name, `"module.function"` in the package of the table. It is called as
             `hook(original, *args, **kwargs)`.
-        feature: What it's for: rows of one feature are installed together.
+        feature: The feature that needs it: rows of one feature are installed together.
         does: What it does, for the documentation.
         targets: The functions; see the module's docstring.
-        adds: Whether they are missing so far, and the hook takes their place. Where
-            one is there already, it is left alone.
+        adds: Whether the hook is added as a function that is missing so far. Where the
+            function exists, it is left alone.
     """
 
     hook: str
@@ -54,7 +54,7 @@ class Patch:
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """An attribute that a hook is put into.
+    """An attribute that holds a function to wrap.
 
     Attributes:
         owner: The module or the class.
@@ -66,11 +66,11 @@ class Place:
 
     @property
     def attribute(self) -> str:
-        """The name without the sign of a setter."""
+        """The name without the "=" of a setter."""
         return self.name.removesuffix("=")
 
     def read(self) -> Any:
-        """The function that is there now.
+        """Return the current function.
 
         Raises:
             AttributeError: There is none.
@@ -79,14 +79,14 @@ class Place:
         return found if self.attribute == self.name else found.fset
 
     def signature(self) -> inspect.Signature:
-        """The parameters of that function.
+        """Return the parameters of the current function.
 
-        Where somebody has put a function there that hands on all that it's given, they
-        are those of the method that the class has inherited, if any.
+        If another package has replaced it by one with `*args` and `**kwargs`, they are
+        those of the method that the class inherits, if any.
 
         Raises:
-            AttributeError: There is none.
-            TypeError: It's no function.
+            AttributeError: There is no function.
+            TypeError: The attribute isn't a function.
             ValueError: As of `inspect.signature`.
         """
         found = inspect.signature(self.read())
@@ -98,13 +98,13 @@ class Place:
         return found
 
     def replaced_by(self) -> str:
-        """The module of what somebody else has put there; empty: nobody has."""
+        """Return the module of another package's replacement; empty if none."""
         theirs = str(getattr(self.read(), "__module__", None))
         own = getattr(self.owner, "__module__", getattr(self.owner, "__name__", ""))
         return "" if theirs.split(".")[0] == own.split(".")[0] else theirs
 
     def function(self) -> Callable[..., Any]:
-        """As `read`; `inspect.signature` of it is `signature`."""
+        """Return what `read` returns, with `signature` as its `inspect.signature`."""
         function: Callable[..., Any] = self.read()
         signature = self.signature()
         if signature == inspect.signature(function):
@@ -115,13 +115,13 @@ class Place:
         return known
 
     def write(self, function: Any) -> None:
-        """Put a function there."""
+        """Set the function."""
         if self.attribute != self.name:
             function = getattr(self.owner, self.attribute).setter(function)
         setattr(self.owner, self.attribute, function)
 
     def own(self) -> Any:
-        """What `restore` takes: the attribute that the owner itself has, if any."""
+        """Return what `restore` takes: the owner's own attribute, if it has one."""
         return vars(self.owner).get(self.attribute, _ABSENT)
 
     def restore(self, own: Any) -> None:
@@ -150,7 +150,7 @@ def wrap(original: Callable[..., Any], hook: Callable[..., Any]) -> Wrapped:
     """Return `original` with a hook around it."""
     wrapped = Wrapped(hook, original)
     functools.update_wrapper(wrapped, original)
-    # Keras asks a layer's constructor for its arguments, and not what it wraps.
+    # Keras inspects a layer's constructor without following `__wrapped__`.
     wrapped.__signature__ = inspect.signature(original)  # type: ignore[attr-defined]
     return wrapped
 
@@ -159,9 +159,10 @@ class Patcher:
     """Installs the hooks of a table.
 
     Args:
-        package: The package that the hooks are in, `"kerasdist._keras"`.
+        package: The package that the hooks are in, such as `"kerasdist._keras"`.
         table: The rows.
-        refuse: From all that doesn't fit, one line each, to the error that is raised.
+        refuse: Makes the error to raise, from one line for each thing that is missing
+            or different.
     """
 
     def __init__(
@@ -178,10 +179,10 @@ class Patcher:
         self._before: list[tuple[Place, Any]] = []
 
     def check(self) -> None:
-        """Look whether every row fits what is installed. Nothing is touched.
+        """Check that every row fits what is installed. Changes nothing.
 
         Raises:
-            KerasDistError: What `refuse` makes of all that doesn't.
+            KerasDistError: The error of `refuse`: something is missing or different.
         """
         with self._lock:
             if len(self._done) < len(self._table):
@@ -191,10 +192,10 @@ class Patcher:
         """Put hooks in, each once per process.
 
         Args:
-            *features: Of these features; by default all.
+            *features: The features whose hooks are meant; by default all.
 
         Raises:
-            KerasDistError: As `check`. Nothing has been touched.
+            KerasDistError: As `check`. Nothing has changed.
         """
         with self._lock:
             due = [
@@ -219,9 +220,9 @@ class Patcher:
                 self._done.append(row)
 
     def uninstall(self) -> None:
-        """Take all hooks out again, for tests.
+        """Take all hooks out, for tests.
 
-        What refers to a hooked function by a name of its own keeps it.
+        References to a hooked function that were taken elsewhere keep the hook.
         """
         with self._lock:
             while self._before:
@@ -258,7 +259,7 @@ def _path_of(target: str) -> str:
 
 
 def _alternatives(path: str) -> Iterator[str]:
-    """Yield the paths that one with braces stands for."""
+    """Yield the paths that a path with braces stands for."""
     match = re.search(r"\{(.*?)\}", path)
     if match is None:
         yield path
@@ -268,7 +269,7 @@ def _alternatives(path: str) -> Iterator[str]:
 
 
 def _find(target: str) -> Place | None:
-    """The place that a target stands for; None if it isn't there."""
+    """Return the place that a target stands for; None if it doesn't exist."""
     adds = "(" not in target
     for path in _alternatives(_path_of(target)):
         above, _, name = path.rpartition(".")
@@ -280,7 +281,7 @@ def _find(target: str) -> Place | None:
 
 
 def _resolve(path: str) -> Any:
-    """A module, or a class in one; None if it isn't there."""
+    """Return a module, or a class in one, by its path; None if it doesn't exist."""
     name, _, rest = path.partition(".")
     try:
         found: Any = importlib.import_module(name)
@@ -296,7 +297,7 @@ def _resolve(path: str) -> Any:
 
 
 def _differences(target: str, place: Place) -> list[str]:
-    """What differs from the parameters that a target names; none if all is well."""
+    """Return how a function's parameters differ from those that its target names."""
     wanted = _names(target.partition("(")[2].rstrip(")"))
     try:
         signature = place.signature()
@@ -310,8 +311,8 @@ def _differences(target: str, place: Place) -> list[str]:
     ):
         return []
     text = (
-        f"{_path_of(target)} has the parameters ({', '.join(found)}), and "
-        f"({', '.join(wanted)}) are known"
+        f"{_path_of(target)} has the parameters ({', '.join(found)}), expected "
+        f"({', '.join(wanted)})"
     )
     module = place.replaced_by()
     if module and _takes_anything(signature):
@@ -320,7 +321,7 @@ def _differences(target: str, place: Place) -> list[str]:
 
 
 def _takes_anything(signature: inspect.Signature) -> bool:
-    """Whether it's that of a function that hands on whatever it's given."""
+    """Return whether a signature has both `*args` and `**kwargs`."""
     kinds = {one.kind for one in signature.parameters.values()}
     return {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD} <= kinds
 
@@ -330,7 +331,7 @@ def _names(text: str) -> list[str]:
 
 
 def _parameters(signature: inspect.Signature) -> list[str]:
-    """Names of parameters as they stand in a definition, without their defaults."""
+    """Return the names of parameters as in a definition, without their defaults."""
     found: list[str] = []
     for one in signature.parameters.values():
         if one.kind is one.KEYWORD_ONLY and not any(n[0] == "*" for n in found):

@@ -1,4 +1,4 @@
-"""TensorFlow's own runtime for devices of other processes."""
+"""TensorFlow's own runtime for the devices of other processes."""
 
 from __future__ import annotations
 
@@ -20,36 +20,36 @@ __all__ = [
 ]
 
 _DIRECT = "no_grpc_proxy"
-# Without it an operation on a worker that is lost waits for its return, for ever.
+# Set to "False": else an operation on a lost worker waits for ever for its return.
 _STREAMING = "TF_ENABLE_EAGER_CLIENT_STREAMING_ENQUEUE"
 
 
 def reach_directly(hosts: Iterable[str]) -> None:
-    """Let TensorFlow's connections to these hosts go round a proxy.
+    """Exempt TensorFlow's connections to these hosts from the proxy.
 
-    gRPC takes the proxy that `http_proxy` names for the web, also to this machine's own
-    addresses, and waits for ever where that doesn't let it through.
+    gRPC uses the proxy that `http_proxy` names, even for this machine's own addresses,
+    and waits for ever if that refuses the connection.
 
     Args:
         hosts: Names or addresses, without brackets.
     """
-    # Read when a connection is made. The first one counts, where it's set.
+    # gRPC reads them when it connects, and the first of the two that is set counts.
     before = os.environ.get(_DIRECT) or os.environ.get("no_proxy", "")
     known = [name for name in before.split(",") if name]
     os.environ[_DIRECT] = ",".join(dict.fromkeys([*known, *hosts]))
 
 
 def serve_devices(job: str, index: int, host: str) -> tuple[Any, int]:
-    """Start a server by which another process can use this one's devices.
+    """Start a server through which another process can use this one's devices.
 
-    With the devices, threads and memory limits that the user has configured. It listens
-    on all of the machine's addresses, see
+    It has the devices, threads and memory limits that the user has configured, and
+    listens on all of the machine's addresses, see
     `kerasdist.transport.rendezvous.open_servers`.
 
     Args:
         job: Name of this task's job.
-        index: Its index.
-        host: This machine's name or address, as the others reach it.
+        index: This task's index.
+        host: This machine's name or address, at which the others reach it.
 
     Returns:
         The server, which serves until the process ends, and its port.
@@ -65,12 +65,12 @@ def serve_devices(job: str, index: int, host: str) -> tuple[Any, int]:
 
 
 def open_to_workers(job: str, index: int, address: str) -> None:
-    """Start this process's own server, by which workers fetch what they compute with.
+    """Start this process's own server, from which workers fetch their inputs.
 
-    Its devices have the name of the task from then on.
+    From then on its devices carry the name of the task.
 
     Raises:
-        tf.errors.OpError: The port is taken. Nothing has changed.
+        tf.errors.OpError: The port is in use. Nothing has changed.
     """
     os.environ.setdefault(_STREAMING, "False")
     context.context().ensure_initialized()
@@ -82,25 +82,25 @@ def drive_devices(
 ) -> None:
     """Let this process use the devices of all tasks of a cluster.
 
-    Waits for all of them, for ever: their servers must have been started.
+    Waits for all of them without a deadline: their servers must have been started.
 
     Args:
         cluster: Addresses of the servers, by job and index.
         job: Name of this task's job.
-        index: Its index.
+        index: This task's index.
 
     Raises:
-        tf.errors.OpError: One has been lost meanwhile.
+        tf.errors.OpError: A task was lost meanwhile.
     """
     context.context().update_server_def(_definition(cluster, job, index))
 
 
 def keep_function(original: Callable[..., Any], context: Any, name: Any) -> None:
-    """In place of `Context.remove_function`: functions stay where they are.
+    """Replace `Context.remove_function`, and remove nothing.
 
-    To remove one TensorFlow calls all tasks, and waits for ever for one that is frozen:
-    also when Python takes functions apart at the end of the process, and no thread is
-    left that could end the wait. For a process that has lost a worker.
+    To remove a function TensorFlow calls all tasks, and waits for ever for one that is
+    frozen: also when Python deletes functions at the end of the process, with no thread
+    left that could end the wait. Installed after a worker was lost.
     """
 
 

@@ -1,4 +1,4 @@
-"""Strategies' scopes: leaves them for a while, and keeps them.
+"""Strategies' scopes: a way out of them for a while, and what keeps them alive.
 
 `keep_graph` is a hook, see `patches`.
 """
@@ -17,10 +17,10 @@ __all__ = ["keep_graph", "outside_of_scopes"]
 
 @contextlib.contextmanager
 def outside_of_scopes() -> Iterator[None]:
-    """What stands inside runs as if it stood in no strategy's scope.
+    """Run the block as if it were in no strategy's scope.
 
-    Variables that it creates are this process's alone. Outside of any scope it changes
-    nothing.
+    Variables that it creates are this process's alone. Outside of any scope nothing
+    changes.
     """
     if not tf.distribute.has_strategy():
         yield
@@ -39,18 +39,18 @@ def outside_of_scopes() -> Iterator[None]:
         finally:
             distribute_lib._pop_per_thread_mode()
     finally:
-        # The very list: the scope that has put it there looks for it when it ends.
+        # The same list object: the scope that has set it compares it when it exits.
         graph._variable_creator_stack = creators
 
 
 def keep_graph(original: Callable[..., Any], graphs: Any) -> None:
-    """In place of `tf.compat.v1.reset_default_graph`, as `clear_session` calls it.
+    """Replace `tf.compat.v1.reset_default_graph`, which `clear_session` calls.
 
-    The scopes that a thread is in are kept by the graph: with the next one, models
-    would silently be made outside of them, and the scope's end would be an IndexError.
-    While no graph is built, nothing else of interest is in it.
+    The default graph holds the stack of scopes that a thread is in. With a new graph
+    models would silently be created outside of them, and leaving the scope would raise
+    an IndexError. While no graph is built the old one holds nothing else that matters.
     """
-    # All of our strategies measure their steps.
+    # All of kerasdist's strategies have a timer, and no others.
     ours = hasattr(tf.distribute.get_strategy().extended, "timer")
     if not (ours and tf.executing_eagerly()):
         original(graphs)

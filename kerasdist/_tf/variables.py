@@ -1,6 +1,6 @@
-"""Distributed variables: what they do in our strategies, and how they are made.
+"""Distributed variables of kerasdist's strategies: their behavior and their creation.
 
-The first are hooks, see `patches`.
+`aggregate`, `to_float` and `to_int` are hooks, see `patches`.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ __all__ = ["aggregate", "distribute_copies", "is_distributed", "to_float", "to_i
 def aggregate(
     original: Callable[..., Any], value: Any, aggregation: Any, destinations: Any
 ) -> Any:
-    """In place of `apply_aggregation_replica_context`.
+    """Replace `apply_aggregation_replica_context`.
 
-    TensorFlow brings the replicas together to take the first one's value of a variable
-    of `ONLY_FIRST_REPLICA`, which it can't do inside `tf.cond`. While an extended
-    object says `in_lockstep`, all replicas have the same value by construction, and
-    each writes its own copy.
+    For a variable of `ONLY_FIRST_REPLICA` TensorFlow merges the replicas to take the
+    first one's value, which it can't do inside `tf.cond`. While `in_lockstep` of the
+    extended object is set, all replicas have the same value by construction, and each
+    writes its own copy.
     """
     if aggregation == tf.VariableAggregation.ONLY_FIRST_REPLICA and getattr(
         tf.distribute.get_strategy().extended, "in_lockstep", False
@@ -32,33 +32,34 @@ def aggregate(
 
 
 def to_float(variable: Any) -> float:
-    """Return the value: callbacks write `float(model.optimizer.learning_rate)`.
+    """Return a distributed variable's value as a float.
 
-    TensorFlow's plain variables can be converted; its distributed ones can't.
+    Callbacks write `float(model.optimizer.learning_rate)`. TensorFlow's plain variables
+    can be converted, but not its distributed ones.
     """
     return float(variable.numpy())
 
 
 def to_int(variable: Any) -> int:
-    """Return the value; see `to_float`."""
+    """Return a distributed variable's value as an int, see `to_float`."""
     return int(variable.numpy())
 
 
 def is_distributed(variable: Any) -> bool:
-    """Whether a variable belongs to a strategy: has a copy on each of its devices."""
+    """Return whether a variable has a copy on each of a strategy's devices."""
     return isinstance(variable, tf.distribute.DistributedValues)
 
 
 def distribute_copies(strategy: Any, copies: Sequence[Any], like: Any) -> Any:
-    """One distributed variable whose copies are the given variables.
+    """Return one distributed variable whose copies are the given variables.
 
-    What has been traced with one of them reads and writes the same memory.
+    Functions that were traced with one of them read and write the same memory.
 
     Args:
         strategy: A strategy that derives from `MirroredStrategy`.
         copies: One variable per local replica, each on its device.
-        like: The Keras variable that it is for: says how replicas' writes are
-            combined.
+        like: The Keras variable that it is for, which determines how replicas' writes
+            are combined.
     """
     return distribute_utils.create_mirrored_variable(
         strategy,

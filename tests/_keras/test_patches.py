@@ -161,7 +161,7 @@ def test_a_keras_that_lacks_something_is_refused_in_words(monkeypatch):
     assert "CompileLoss.call has the parameters (this, y_true, y_pred)" in text
     assert (
         "apply_mask has the parameters (sample_weight, mask, dtype, reduction, new), "
-        "and (sample_weight, mask, dtype, reduction) are known" in text
+        "expected (sample_weight, mask, dtype, reduction)" in text
     )
     assert len(caught.value.faults) == 3
     assert f"Expected Keras {of_keras.FITS}." in text
@@ -306,17 +306,15 @@ def test_hooks_are_put_around_each_other_in_order_and_taken_out_again():
         ("Owner.{a,b}.method(self)", "Owner.{a,b}.method is missing"),
         (
             "Owner.method(self)",
-            "Owner.method has the parameters (self, x, *, y), and (self) are known",
+            "Owner.method has the parameters (self, x, *, y), expected (self)",
         ),
         (
             "Owner.method(self, y, ...)",
-            "Owner.method has the parameters (self, x, *, y), and (self, y, ...) are "
-            "known",
+            "Owner.method has the parameters (self, x, *, y), expected (self, y, ...)",
         ),
         (
             "Owner.method(self, ..., z)",
-            "Owner.method has the parameters (self, x, *, y), and (self, ..., z) are "
-            "known",
+            "Owner.method has the parameters (self, x, *, y), expected (self, ..., z)",
         ),
         ("Owner.method=(self)", "Owner.method= isn't a function"),
         ("Owner.rate(self)", "Owner.rate isn't a function"),
@@ -363,8 +361,8 @@ def test_what_others_have_replaced_keeps_its_parameters(monkeypatch):
     with pytest.raises(errors.KerasDistError) as caught:
         hooks.install()
     assert caught.value.args[0] == [
-        f"{__name__}.Owner.method has the parameters (*args, **kwargs), and (self, x, "
-        "...) are known (`tracker` has replaced it, and must use `functools.wraps`)"
+        f"{__name__}.Owner.method has the parameters (*args, **kwargs), expected (self, x, "
+        "...) (`tracker` has replaced it, and must use `functools.wraps`)"
     ]
 
 

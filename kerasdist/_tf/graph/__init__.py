@@ -1,4 +1,4 @@
-"""Graphs of functions: what is in them, where it runs, and edges added to them.
+"""Graphs of functions: inspection, the devices they ran on, and edges added to them.
 
-What is patched in TensorFlow is not here but in `_tf.patches`.
+Hooks in TensorFlow are not here but in the modules that `_tf.patches` names.
 """

@@ -1,4 +1,4 @@
-"""A `tf.data.Dataset`'s pipeline: its sources, shards and numbers, without reading."""
+"""Inspection of a `tf.data.Dataset`'s pipeline, without reading from it."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from tensorflow.python.data.ops import dataset_ops
 
 __all__ = ["Pipeline", "inspect_pipeline", "iterator_dataset"]
 
-# Sources: where their tensors are.
+# The attributes in which sources have their tensors.
 _TENSORS = ("_tensors", "_filenames", "_start", "_stop", "_step")
-# Functions inside of functions that are looked into.
+# How deeply nested functions are inspected.
 _DEPTH = 6
-# More stages than this is a pipeline that a loop has made: it isn't looked at.
+# A pipeline with more stages was built by a loop: the rest isn't inspected.
 _MOST_STAGES = 1000
 
 
 @dataclass
 class Pipeline:
-    """What a pipeline is made of.
+    """The parts of a pipeline.
 
     Attributes:
-        shards: Of each `shard`: number of shards, and index.
-        numbers: Numbers that say which elements come: of `skip`, and in functions.
-        tensors: What sources hold, by a name that says which.
-        generators: What `from_generator` was given.
+        shards: For each `shard`: number of shards, and index.
+        numbers: Numbers that select elements: of `skip`, and in functions.
+        tensors: The tensors of sources, by stage, attribute and index.
+        generators: The functions that `from_generator` was called with.
     """
 
     shards: list[tuple[int, int]] = field(default_factory=list)
@@ -38,7 +38,7 @@ class Pipeline:
 
 
 def inspect_pipeline(dataset: Any) -> Pipeline:
-    """Return what a dataset's pipeline is made of, as far as TensorFlow shows it."""
+    """Return the parts of a dataset's pipeline, as far as TensorFlow exposes them."""
     found = Pipeline()
     stages, place = [dataset], 0
     while stages and place < _MOST_STAGES:
@@ -51,7 +51,12 @@ def inspect_pipeline(dataset: Any) -> Pipeline:
 
 
 def iterator_dataset(iterator: Any, dataset: Any) -> Any:
-    """A dataset of what an iterator of another dataset still yields; for one pass."""
+    """Return a dataset of an iterator's remaining elements; for one pass.
+
+    Args:
+        iterator: The iterator.
+        dataset: The dataset that it iterates over, whose options are kept.
+    """
 
     def following(_: Any) -> Any:
         return iterator.get_next_as_optional()
@@ -83,7 +88,7 @@ def _inspect(stage: Any, name: str, found: Pipeline) -> None:
 
 
 def _look_into(graph: Any, name: str, found: Pipeline) -> None:
-    """Find shards and whole numbers in a function and those that it calls."""
+    """Find shards and integers in a function and in those that it calls."""
     every = [graph.node, *(function.node_def for function in graph.library.function)]
     numbers = []
     for nodes in every:
@@ -102,7 +107,7 @@ def _look_into(graph: Any, name: str, found: Pipeline) -> None:
 
 
 def _generator_in(function: Any, depth: int) -> Callable[..., Any] | None:
-    """What `from_generator` was given, if that has made this function."""
+    """Return the generator function, if `from_generator` has made this function."""
     for value in _closure(function):
         if isinstance(value, dataset_ops.DatasetV2._GeneratorState):
             return value._generator

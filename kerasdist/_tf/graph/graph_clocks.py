@@ -1,4 +1,4 @@
-"""Clocks in the graph of a step: when each device begins and ends what it has to do."""
+"""Clocks in the graph of a step, which read when each device begins and ends work."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ __all__ = ["CLOCK", "COLLECTIVE", "Marked", "can_be_marked", "mark_visits"]
 
 # The name of an operation in which workers communicate.
 COLLECTIVE = "kerasdist_collective"
-# The scope of what measures, and is no part of a step.
+# The name scope of the clocks, which are no part of a step.
 CLOCK = "kerasdist_stage_clock"
-# More of them would cost too much.
+# Measuring more visits than this would cost too much.
 _MOST_VISITS = 2000
-# With so many others a visit's end is compared.
+# The number of other visits that a visit's end is compared with.
 _MOST_NEXT = 3
-# They take no time, or only that of what they wait for.
+# Operations that take no time of their own.
 _LIGHT = frozenset(
     {
         "AssignAddVariableOp",
@@ -46,25 +46,26 @@ _LIGHT = frozenset(
         "Timestamp",
     }
 )
-# Sums of micro-batches' gradients: they are made while their device goes on.
+# Sums of micro-batches' gradients, which are computed beside their device's work.
 _SUMS = frozenset({"AddN", "AddV2"})
-# Elements: what handles no more of them takes no time.
+# Operations on at most this many elements count as taking no time.
 _FEW = 64
-# What a step begins with, if it waits for nothing else.
+# Operations that are available when a step begins, unless they wait for others.
 _GIVEN = frozenset({"Const", "Placeholder", "ReadVariableOp"})
 _COMPUTE_ANYTHING = ("PyFunc", "Call", "While", "If", "Case")
 
 
 @dataclass(frozen=True)
 class Marked:
-    """A visit with its times.
+    """A visit with the tensors of its times.
 
     Attributes:
         visit: The visit.
         begins: For each group the time when it began: float64, scalar, in seconds.
         end: The time when it ended, or later: nothing waits for this clock, so it's
-            read when a thread has time for it.
-        following: Begins of others that wait for all of it: it was over before.
+            read when a thread is free.
+        following: Begins of other visits that wait for all of this one, which are thus
+            not before its end.
     """
 
     visit: Visit
@@ -74,9 +75,9 @@ class Marked:
 
 
 def can_be_marked(devices: Iterable[str]) -> bool:
-    """Whether operations are over when these devices' clocks say so.
+    """Return whether clocks on these devices show when operations have finished.
 
-    Those of others are only begun then.
+    That holds for CPUs. On other devices operations have only been started by then.
     """
     return all(":CPU:" in device for device in devices)
 
@@ -84,26 +85,27 @@ def can_be_marked(devices: Iterable[str]) -> bool:
 def mark_visits(
     graph: Any, first: int, marks: Iterable[tuple[Any, Part]], devices: Sequence[str]
 ) -> list[Marked]:
-    """Put clocks into a graph, around what some devices do in it.
+    """Put clocks into a graph, around the work of some devices.
 
-    Each is on the device that it's for. What the graph computes, and in which order,
-    stays as it is.
+    Each clock is on the device that it measures. The graph's results and its order of
+    operations don't change.
 
     Args:
-        graph: The graph of a step, which has been made as a whole.
-        first: How many operations it had before.
-        marks: Operations at which micro-batches begin their ways; those of other graphs
-            are left out.
+        graph: The graph of a step, complete.
+        first: How many operations it had before the step.
+        marks: Operations at which micro-batches begin; those of other graphs are
+            ignored.
         devices: Full names of the devices.
     """
+    # 1. Describe the graph's operations for the pure search for visits.
     made = graph.get_operations()
     index = {op: i for i, op in enumerate(made)}
     parts = {index[op]: part for op, part in marks if op in index}
     operations: list[Operation] = []
-    turns = _Turns()
+    effects = _EffectOrder()
     for i, op in enumerate(made):
         given = (*(tensor.op for tensor in op.inputs), *op.control_inputs)
-        inputs = [index[one] for one in dict.fromkeys((*given, *turns.before(op)))]
+        inputs = [index[one] for one in dict.fromkeys((*given, *effects.before(op)))]
         operations.append(
             Operation(
                 inputs=inputs,
@@ -117,11 +119,13 @@ def mark_visits(
                 works=_works(op, bool(parts)),
             )
         )
+    # 2. Find each device's visits.
     visits = [
         visit for visit in find_visits(operations, parts) if visit.device in devices
     ]
     if len(visits) > _MOST_VISITS:
         return []
+    # 3. Put a clock before each group of a visit, and one at the visit's end.
     clocks, ends = [], []
     for visit in visits:
         begins = []
@@ -139,10 +143,10 @@ def mark_visits(
     return [Marked(*one) for one in zip(visits, clocks, ends, following, strict=True)]
 
 
-class _Turns:
-    """Who comes first of those with effects: on a variable, or on whatever else.
+class _EffectOrder:
+    """The order of operations with effects, on a variable or on anything else.
 
-    TensorFlow adds edges that say so, but only when the graph is finished.
+    TensorFlow adds the edges for it only when the graph is finished.
     """
 
     def __init__(self) -> None:
@@ -150,7 +154,7 @@ class _Turns:
         self._read: dict[Any, list[Any]] = {}
 
     def before(self, op: Any) -> list[Any]:
-        """What an operation will have to wait for; called for each in turn."""
+        """Return what an operation will wait for; to be called in graph order."""
         found = []
         touched = [
             (ops.tensor_id(resource), kind)
@@ -170,7 +174,7 @@ class _Turns:
 
 
 def _now(graph: Any, device: str, after: Sequence[Any]) -> Any:
-    """The time when operations are done."""
+    """Return the time when operations are done, as a tensor."""
     with (
         graph.as_default(),
         ops.name_scope(f"{CLOCK}/"),
@@ -180,13 +184,13 @@ def _now(graph: Any, device: str, after: Sequence[Any]) -> Any:
         now = tf.timestamp()
     manager = graph.experimental_acd_manager
     if manager is not None:
-        # Or it would wait for everything with effects that was made before.
+        # Else it would wait for all earlier operations with effects.
         manager.run_independently(now.op)
     return now
 
 
 def _place(op: Any) -> str:
-    # While workers communicate no device has anything to do.
+    # While workers communicate no device is at work.
     communicates = COLLECTIVE in op.name or op.type.startswith("Collective")
     return "communication" if communicates else str(op.device)
 

@@ -1,4 +1,4 @@
-"""Edges in a graph that say in which order devices work on micro-batches."""
+"""Edges in a graph that fix the order in which devices process micro-batches."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from kerasdist.placement.micro_batch_order import Node, Part, find_edges
 
 __all__ = ["ORDER", "order_parts"]
 
-# The name of an operation that only says what comes first.
+# The name of the operations that only impose an order.
 ORDER = "micro_batch_done"
 
-# Stateful by name, but they may run in any order.
+# Operations that are registered as stateful, but may run in any order.
 _READS = frozenset({"ReadVariableOp", "ResourceGather", "ResourceGatherNd"})
 
 
@@ -23,12 +23,12 @@ def order_parts(graph: Any, marks: Iterable[tuple[Any, Part]]) -> int:
     """Let each device of a graph finish one micro-batch before it begins the next.
 
     Args:
-        graph: The graph of a step, which has been made as a whole.
-        marks: Operations of it at which parts begin their ways; those of other graphs
-            are left out.
+        graph: The graph of a step, complete.
+        marks: Operations at which parts begin; those of other graphs are ignored.
 
     Returns:
-        How many visits wait for another one, see `placement.micro_batch_order`.
+        The number of visits that wait for another one, see
+        `placement.micro_batch_order`.
     """
     operations = graph.get_operations()
     index = {operation: i for i, operation in enumerate(operations)}
@@ -40,7 +40,7 @@ def order_parts(graph: Any, marks: Iterable[tuple[Any, Part]]) -> int:
             inputs=[
                 index[one]
                 for one in (*(t.op for t in op.inputs), *op.control_inputs)
-                # A loop gets inputs later, when it's differentiated: constants.
+                # A loop gets further inputs, constants, when it's differentiated.
                 if index.get(one, i) < i
             ],
             device=op.device,

@@ -1,4 +1,4 @@
-"""What ran where: the graphs of functions as the runtime has divided them."""
+"""The graphs of functions as the runtime has divided them among devices."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ class RunNode:
         name: Its name in the function.
         op: Its kind.
         device: Where it runs: a full name.
-        inputs: Names of the operations that its inputs come from.
-        target: Of a `_Send` to another device: which; else None.
-        item_size: Bytes of one element of what is sent; 0 of anything else.
-        output: Which output of its first input it takes.
-        shapes: Of what sends what an operation with known shapes has made: those, with
-            None for an unknown dimension.
+        inputs: Names of the operations that produce its inputs.
+        target: The device that a `_Send` to another device sends to; else None.
+        item_size: Bytes of one element of what a `_Send` sends; else 0.
+        output: The index of the output of its first input that it takes.
+        shapes: For a `_Send`, the shapes of the outputs of its input's operation, if
+            known, with None for an unknown dimension; else empty.
     """
 
     name: str
@@ -41,11 +41,11 @@ class RunNode:
 
 @contextmanager
 def ran_graphs() -> Iterator[list[list[RunNode]]]:
-    """Collect the functions that run inside for the first time, one list each."""
+    """Collect the functions that first run inside the block, one list each."""
     found: list[list[RunNode]] = []
-    # Not `enable_run_metadata`: what that turns on isn't all turned off again.
+    # Not `enable_run_metadata`: not all that it turns on can be turned off.
     context.enable_graph_collection()
-    context.export_run_metadata()  # what ran before isn't asked for
+    context.export_run_metadata()  # drops what ran before
     try:
         yield found
     finally:

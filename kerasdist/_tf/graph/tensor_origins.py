@@ -1,7 +1,7 @@
-"""What tensors of a graph are made from: of the batch, of its shape, or of neither.
+"""The origin of a graph's tensors: the batch, only its shape, or neither.
 
-Tensors are followed back to where they begin, through what functions call, branches and
-what a function has captured.
+Tensors are traced back to their first inputs, through function calls, branches and
+what functions have captured.
 """
 
 from __future__ import annotations
@@ -12,26 +12,25 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.python.client import pywrap_tf_session
 
-from kerasdist import _tf
-
 __all__ = [
     "DATA",
     "FIXED",
     "SHAPES",
-    "MadeAgain",
+    "RebuiltGraph",
     "behind",
     "called",
     "captured",
     "constant",
     "copied",
+    "function_graph",
     "origin_of",
 ]
 
-# Neither the batch's values nor its shape: the same on all replicas.
+# From neither the batch's values nor its shape: the same on all replicas.
 FIXED = "fixed"
-# Sizes of what isn't known when the step is traced, and no values.
+# From sizes that aren't known when the step is traced, but from no values.
 SHAPES = "shapes"
-# Perhaps of the batch's values, or of random numbers, or of what isn't known.
+# Possibly from the batch's values, random numbers, or something unknown.
 DATA = "data"
 
 _CALLS = ("PartitionedCall", "StatefulPartitionedCall")
@@ -39,8 +38,8 @@ _BRANCHES = ("If", "StatelessIf")
 _LOOPS = ("StatelessWhile", "TensorListStack", "While")
 _SIZES = ("Shape", "ShapeN", "Size")
 _READS = ("ReadVariableOp", "ResourceGather", "ResourceGatherNd")
-# A tensor, and through which calls it was come by: an operation, and which of its
-# inputs is the first one of the function.
+# A tensor, and the calls through which it was reached: the calling operation, and the
+# index of its input that is the function's first one.
 _Place = tuple[Any, tuple[tuple[Any, int], ...]]
 
 
@@ -48,7 +47,7 @@ def origin_of(tensor: Any) -> str:
     """Return `FIXED`, `SHAPES` or `DATA`, for a tensor of the graph that is traced.
 
     Args:
-        tensor: One that isn't eager.
+        tensor: A tensor that isn't eager.
     """
     found = FIXED
     waiting: list[_Place] = [(tensor, ())]
@@ -69,7 +68,7 @@ def origin_of(tensor: Any) -> str:
 
 
 def _step(place: _Place, graph: Any) -> tuple[str, list[_Place]]:
-    """What one operation adds to the origin of its result, and what is before it."""
+    """Return what an operation adds to its result's origin, and inputs to trace."""
     tensor, calls = place
     if isinstance(tensor, tf.__internal__.EagerTensor):
         return FIXED, []
@@ -81,7 +80,8 @@ def _step(place: _Place, graph: Any) -> tuple[str, list[_Place]]:
         outside = _outside(place)
         return (DATA, []) if outside is None else (FIXED, [outside])
     if kind in _READS:
-        # Numbers of rows, say; of floats some differ between replicas (statistics).
+        # Integers are counts and the like; some float variables differ between
+        # replicas (statistics).
         same = tensor.dtype.is_integer
         return (FIXED if same else DATA), [(t, calls) for t in operation.inputs[1:]]
     if kind in _SIZES:
@@ -100,7 +100,7 @@ def _step(place: _Place, graph: Any) -> tuple[str, list[_Place]]:
 
 
 def _inside(place: _Place) -> list[_Place]:
-    """What a called function, or a branch, returns as this tensor; else nothing."""
+    """Return what a called function, or each branch, returns as this tensor; or []."""
     tensor, calls = place
     operation = tensor.op
     if operation.type in _CALLS:
@@ -112,7 +112,7 @@ def _inside(place: _Place) -> list[_Place]:
     places: list[_Place] = []
     for name in names:
         function = operation.get_attr(name).name
-        graph = _tf.function_graph(operation.graph, function)
+        graph = function_graph(operation.graph, function)
         if graph is None:
             return []
         places.append((graph.outputs[tensor.value_index], (*calls, (operation, first))))
@@ -120,7 +120,7 @@ def _inside(place: _Place) -> list[_Place]:
 
 
 def _outside(place: _Place) -> _Place | None:
-    """What a function was given as this placeholder; None if nobody knows."""
+    """Return what a function was given as this placeholder; None if not known."""
     tensor, calls = place
     graph = tensor.graph
     if calls:
@@ -136,11 +136,11 @@ def _outside(place: _Place) -> _Place | None:
 
 
 def called(tensor: Any) -> tuple[Any, list[tuple[Any, Any]]] | None:
-    """What a called function returns as this tensor, and what it was given.
+    """Return the inner result of the function call that a tensor is an output of.
 
     Returns:
-        A tensor of the function's graph, and each of its placeholders with what it
-        stands for; None if the tensor isn't a function's.
+        The tensor of the function's graph, and each of its placeholders with the tensor
+        that was passed for it; None if no function call returns the tensor.
     """
     if tensor.op.type not in _CALLS:
         return None
@@ -152,11 +152,12 @@ def called(tensor: Any) -> tuple[Any, list[tuple[Any, Any]]] | None:
 
 
 def behind(tensor: Any, before: Callable[[Any], Any | None]) -> Any:
-    """Return the first tensor that nothing is before, through functions too.
+    """Trace a tensor back, through functions too, as far as `before` goes on.
 
     Args:
-        tensor: One that isn't eager.
-        before: Which tensor to go on with before an operation; None: with none.
+        tensor: A tensor that isn't eager.
+        before: Returns the input of an operation to continue with, or None to stop
+            there.
     """
     place: _Place = (tensor, ())
     while True:
@@ -184,7 +185,7 @@ def _key(tensor: Any) -> Any:
 
 
 def constant(tensor: Any) -> Any | None:
-    """The value of a tensor if it's known when a graph is made: an array, or None."""
+    """Return a tensor's value, an array, if it's known while tracing; else None."""
     if isinstance(tensor, tf.__internal__.EagerTensor):
         return tensor.numpy()
     return pywrap_tf_session.TF_TryEvaluateConstant_wrapper(
@@ -192,8 +193,13 @@ def constant(tensor: Any) -> Any | None:
     )
 
 
+def function_graph(graph: Any, name: str) -> Any:
+    """Return the graph of a function that a graph's operations call; or None."""
+    return getattr(graph._get_function(name), "graph", None)
+
+
 def captured(tensor: Any) -> Any | None:
-    """What a placeholder of a function stands for that it has captured; else None."""
+    """Return the outer tensor that a placeholder was captured for; else None."""
     found = None
     if tensor.op.type == "Placeholder":
         found = _outside((tensor, ()))
@@ -201,18 +207,18 @@ def captured(tensor: Any) -> Any | None:
 
 
 def copied(operation: Any, inputs: Sequence[Any], graph: Any = None) -> Sequence[Any]:
-    """Make an operation once more, of other inputs.
+    """Copy an operation, with other inputs.
 
     Args:
-        operation: One of a graph.
+        operation: An operation of a graph.
         inputs: A tensor for each of its inputs.
-        graph: Where; by default in the same graph.
+        graph: The graph of the copy; by default the same one.
 
     Returns:
-        What the copy returns.
+        The outputs of the copy.
 
     Raises:
-        ValueError: It doesn't take these inputs.
+        ValueError: The operation doesn't accept these inputs.
     """
     copy = (graph or operation.graph)._create_op_internal(
         operation.type,
@@ -228,18 +234,18 @@ def copied(operation: Any, inputs: Sequence[Any], graph: Any = None) -> Sequence
     return list(copy.outputs)
 
 
-class MadeAgain:
-    """Operations of a graph made again, in a graph of their own, for another batch.
+class RebuiltGraph:
+    """A copy of a graph's operations, in a graph of its own, for another batch size.
 
-    Nothing runs there: it's for the shapes that TensorFlow finds.
+    It never runs: it serves to find the shapes that TensorFlow infers.
 
     Args:
-        rows: The first dimension of what the graph is given, where it's `known` or
-            isn't known.
-        length: Its other dimensions that aren't known.
+        rows: The first dimension of the graph's inputs, where that is `known` or
+            unknown.
+        length: Their other unknown dimensions.
         known: Number of rows of the batch, if that is known in the graph.
-        guess: Whether what functions and loops return counts as given, too. Otherwise
-            nothing is known of its shape beside what is known in the graph.
+        guess: Whether results of functions and loops count as inputs, too. Otherwise
+            only what the graph knows of their shapes is used.
     """
 
     def __init__(
@@ -256,7 +262,7 @@ class MadeAgain:
         self._made: dict[str, Any] = {}
 
     def tensor(self, target: Any) -> Any:
-        """The tensor that is made as `target` is, of the graph that is traced."""
+        """Return the copy of `target`, a tensor of the original graph."""
         with self._graph.as_default():
             for operation in _in_order(target, self._made):
                 for before, after in zip(
@@ -266,20 +272,20 @@ class MadeAgain:
         return self._made[target.name]
 
     def give(self, tensor: Any) -> None:
-        """Count a tensor as given, with the rows first."""
+        """Treat a tensor as an input, with the rows first."""
         with self._graph.as_default():
             self._made[tensor.name] = self._given(tensor)
 
-    def inside(self, given: Sequence[tuple[Any, Any]]) -> MadeAgain:
-        """The same for a function's graph, by what `called` says that it's given."""
+    def inside(self, given: Sequence[tuple[Any, Any]]) -> RebuiltGraph:
+        """Return the same for a function's graph, with the inputs of `called`."""
         rows, length, known = self._sizes
-        again = MadeAgain(rows, length, known, guess=self._guess)
+        inner = RebuiltGraph(rows, length, known, guess=self._guess)
         for placeholder, outer in given:
             shape = self.tensor(outer).shape
-            with again._graph.as_default():
+            with inner._graph.as_default():
                 made = tf.raw_ops.Placeholder(dtype=outer.dtype, shape=shape)
-            again._made[placeholder.name] = made
-        return again
+            inner._made[placeholder.name] = made
+        return inner
 
     def _copy(self, operation: Any) -> Sequence[Any]:
         kind = operation.type
@@ -291,7 +297,8 @@ class MadeAgain:
             if read.dtype.is_integer and read.shape.is_fully_defined():
                 return [tf.ones(read.shape, read.dtype)]
         elif kind in _BRANCHES:
-            # A batch is what it was, or, where a replica has none, one made up.
+            # A branch returns a batch as it is, or, on a replica without one, a
+            # made-up batch.
             passed = [_passed_through(output) for output in outputs]
             return [
                 self._returned(output) if given is None else self._made[given.name]
@@ -304,7 +311,7 @@ class MadeAgain:
             try:
                 return copied(operation, given, self._graph)
             except (ValueError, TypeError, tf.errors.OpError):
-                # Sizes that don't fit, for the script has one as a number.
+                # The sizes don't fit, because the script has one as a constant.
                 return [self._returned(output, fold=True) for output in outputs]
         return [_unknown(output) for output in outputs]
 
@@ -312,10 +319,10 @@ class MadeAgain:
         return self._given(tensor, fold=fold) if self._guess else _unknown(tensor)
 
     def _given(self, tensor: Any, *, fold: bool = False) -> Any:
-        """A tensor with the rows first, or, if `fold`, with so many for each row."""
+        """Return an input with the rows first, or, if `fold`, a multiple of them."""
         rows, length, known = self._sizes
         shape = tensor.shape
-        # Of what a loop has stacked the steps are first.
+        # A loop's stacked results have the steps first.
         axis = int(tensor.op.type == "TensorListStack")
         if (shape.rank or 0) > axis and not isinstance(
             captured(tensor), tf.__internal__.EagerTensor
@@ -335,7 +342,7 @@ def _unknown(tensor: Any) -> Any:
 
 
 def _passed_through(output: Any) -> Any | None:
-    """Which input of an operation its first branch returns as it is; None: none."""
+    """Return the input that an operation's first branch returns unchanged; or None."""
     inside = _inside((output, ()))
     place = inside[0] if inside else None
     while place is not None and place[1]:
@@ -348,7 +355,7 @@ def _passed_through(output: Any) -> Any | None:
 
 
 def _in_order(target: Any, made: Mapping[str, Any]) -> Iterator[Any]:
-    """All operations that a tensor needs, each after those that it needs."""
+    """Yield all operations that a tensor needs, each after those that it needs."""
     waiting = [(target.op, False)]
     seen: set[str] = set()
     while waiting:

@@ -169,7 +169,7 @@ def _is_as_long_as_a_row(piece: Any) -> bool:
     number of rows is known when the step is traced, they are as long, and repeated.
     """
     few, more = (
-        tensor_origins.constant(tensor_origins.MadeAgain(rows).tensor(piece))
+        tensor_origins.constant(tensor_origins.RebuiltGraph(rows).tensor(piece))
         for rows in (5, 7)
     )
     if few is None or more is None or not np.array_equal(few, more):

@@ -1,0 +1,185 @@
+"""The parts of `tf.distribute` that strategies need beyond its public API."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.python.autograph.core import ag_ctx as autograph_ctx
+from tensorflow.python.autograph.impl import api as autograph
+from tensorflow.python.data.experimental.ops import distribute as distribute_data
+from tensorflow.python.distribute import (
+    cross_device_ops,
+    distribute_lib,
+    distribute_utils,
+    input_util,
+    mirrored_strategy,
+    reduce_util,
+    values,
+)
+from tensorflow.python.distribute.v1 import input_lib as input_lib_v1
+from tensorflow.python.eager import def_function
+from tensorflow.python.trackable import base as trackable
+
+from kerasdist._tf.eager_context import executing_eagerly
+
+__all__ = [
+    "DistributedValues",
+    "MirroredExtended",
+    "ReduceOp",
+    "auto_shard",
+    "broadcast_to_devices",
+    "call_replica",
+    "devices_of",
+    "distribute_from_function",
+    "initial_tensor",
+    "input_context",
+    "input_fn_iterator",
+    "is_mirrored",
+    "local_replica_id",
+    "mirrored",
+    "rebatch_each",
+    "reduce_undistributed",
+    "regroup",
+    "select_replica",
+    "static_batch_size",
+]
+
+MirroredExtended = mirrored_strategy.MirroredExtended
+ReduceOp = reduce_util.ReduceOp
+DistributedValues = values.DistributedValues
+
+
+def is_mirrored(value: Any) -> bool:
+    """Return whether a value is the same on all replicas by construction."""
+    return bool(distribute_utils.is_mirrored(value))
+
+
+def mirrored(local: list[Any]) -> Any:
+    """Wrap the same value on each local replica's device as one value."""
+    return distribute_utils.regroup(tuple(local), wrap_class=values.Mirrored)
+
+
+def regroup(local: list[Any]) -> Any:
+    """Wrap one value per local replica as one per-replica value."""
+    return distribute_utils.regroup(tuple(local), always_wrap=True)
+
+
+def select_replica(index: int, nest: Any) -> Any:
+    """Return a local replica's part of a nest of per-replica values.
+
+    Args:
+        index: The replica's index among this worker's.
+        nest: The values.
+    """
+    return distribute_utils.select_replica(index, nest)
+
+
+def devices_of(destinations: Any) -> tuple[str, ...]:
+    """Return the devices that the `destinations` of a reduction stand for."""
+    if isinstance(destinations, tuple):
+        return destinations
+    return tuple(cross_device_ops.get_devices_from(destinations))
+
+
+def broadcast_to_devices(tensor: Any, devices: tuple[str, ...]) -> Any:
+    """Put one tensor on each device, as one mirrored value (or the tensor alone)."""
+    copies = []
+    for device in devices:
+        with tf.device(device):
+            copies.append(tf.identity(tensor))
+    return mirrored(copies)
+
+
+def reduce_undistributed(op: Any, value: Any, destinations: Any, replicas: int) -> Any:
+    """Reduce a value that isn't per replica, by TensorFlow's own rule."""
+    return cross_device_ops.reduce_non_distributed_value(
+        op, value, destinations, replicas
+    )
+
+
+def initial_tensor(value: Any, dtype: Any) -> Any:
+    """Return the tensor that a variable's `initial_value` argument stands for."""
+    if callable(value):
+        value = value()
+    if isinstance(value, trackable.CheckpointInitialValue):
+        value = value.wrapped_value
+    return tf.convert_to_tensor(value, dtype=dtype)
+
+
+def input_context(pipelines: int, index: int, replicas: int) -> Any:
+    """Return the context that a dataset function is called with."""
+    return distribute_lib.InputContext(
+        num_input_pipelines=pipelines,
+        input_pipeline_id=index,
+        num_replicas_in_sync=replicas,
+    )
+
+
+def distribute_from_function(
+    function: Any, workers: Any, where: Any, strategy: Any, options: Any = None
+) -> Any:
+    """Return a distributed dataset whose elements go to the local replicas in turn."""
+    return input_util.get_distributed_datasets_from_function(
+        function, workers, [where], strategy, options=options
+    )
+
+
+def input_fn_iterator(function: Any, workers: Any, where: Any, strategy: Any) -> Any:
+    """Return a TensorFlow 1 iterator: elements go to the local replicas in turn."""
+    return input_lib_v1.InputFunctionIterator(function, workers, [where], strategy)
+
+
+def static_batch_size(dataset: Any) -> int | None:
+    """Return the batch size that a dataset was batched with; None if not known.
+
+    The dataset isn't read. Its last batch may be smaller.
+    """
+    size = int(distribute_data.compute_batch_size(dataset))
+    return None if size < 0 else size
+
+
+def rebatch_each(dataset: Any, parts: int) -> Any:
+    """Return a dataset with each batch cut into parts, which may be empty."""
+    return distribute_data._LegacyRebatchDataset(dataset, parts)
+
+
+def auto_shard(dataset: Any, workers: int, index: int, replicas: int) -> Any:
+    """Return a worker's shard of a dataset, by the policy in the dataset's options.
+
+    Raises:
+        tf.errors.NotFoundError: The policy is FILE, and the dataset reads no files.
+    """
+    return distribute_data._AutoShardDataset(dataset, workers, index, replicas)
+
+
+def call_replica(
+    strategy: Any, replica: int, fn: Any, args: Any, kwargs: Any, device: str | None
+) -> Any:
+    """Run `fn` as the only local replica.
+
+    It runs in the calling thread, and may call `merge_call` anywhere.
+
+    Args:
+        strategy: The strategy.
+        replica: The replica's number over all workers.
+        fn: The function.
+        args: Its arguments; per-replica values are unwrapped.
+        kwargs: Its keyword arguments, likewise.
+        device: Where its operations are placed; None leaves that to TensorFlow.
+    """
+    if not executing_eagerly() and not isinstance(fn, def_function.Function):
+        fn = autograph.tf_convert(fn, autograph_ctx.control_status_ctx())
+    place = contextlib.nullcontext() if device is None else tf.device(device)
+    with place, distribute_lib.ReplicaContext(strategy, replica):
+        return fn(
+            *distribute_utils.select_replica(0, args),
+            **distribute_utils.select_replica(0, kwargs),
+        )
+
+
+def local_replica_id() -> int:
+    """Return the index of the current replica among this worker's; 0 outside of one."""
+    replica = tf.distribute.get_replica_context()
+    return 0 if replica is None else int(replica._replica_id)
