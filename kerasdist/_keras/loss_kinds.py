@@ -1,18 +1,18 @@
 """Losses that a script reduces itself, as functions of means and sums over rows.
 
 Replicas' gradients are weighted by their shares s = n / N of the rows, which is right
-for a mean over rows. What a number of a step is can be read from the graph that makes
-it. Which of its tensors have a number for each row is found by making the graph again
-for batches of 5 and of 7 rows; what is reduced over them is n ** d times a mean:
+for a mean over rows. The kind of a step's number is read from the graph that computes
+it. The tensors with one number per row are found by rebuilding the graph for batches
+of 5 and of 7 rows; a reduction of such a tensor is n ** d times a mean:
 
     Kind(0)         a mean over rows; also a sum divided by their number
     Kind(1)         a sum over rows, perhaps times a constant
     Kind(d, True)   n ** d times a constant: `CONSTANT` is Kind(0, True), and the number
                     of rows Kind(1, True)
     ROWS            not reduced yet
-    OTHER           a function of several, as the root of a mean or a masked mean
-                    sum(l * m) / sum(m); or what this can't tell: the largest of the
-                    rows, a mean of some of them, a number of pairs of rows
+    OTHER           a function of several, such as the root of a mean or a masked mean
+                    sum(l * m) / sum(m); or not recognized: the largest of the rows, a
+                    mean of some of them, a number of pairs of rows
 
 A function of reduced numbers is computed from those of all replicas (`whole`).
 """
@@ -31,11 +31,11 @@ __all__ = ["CONSTANT", "OTHER", "ROWS", "Kind", "LossKinds", "Whole"]
 
 
 class Kind(NamedTuple):
-    """A number n ** degree times a mean over the n rows, or times a constant.
+    """A number: n ** degree times a mean over the n rows, or times a constant.
 
     Attributes:
         degree: 0 for a mean, 1 for a sum.
-        counted: Whether it's a constant that is multiplied.
+        counted: Whether it is n ** degree times a constant.
     """
 
     degree: int
@@ -68,13 +68,13 @@ _SIZES = ("GatherV2", "Prod", "Size", "StridedSlice")
 
 
 class Whole(NamedTuple):
-    """A number of the global batch, and how it depends on what a replica has.
+    """A number of the global batch, and its dependence on a replica's numbers.
 
     Attributes:
         value: The number: a scalar tensor, the same on all replicas.
-        terms: Reduced numbers of this replica's step that it's made from.
-        slopes: Its derivative to each of them.
-        degrees: Of their kinds.
+        terms: The reduced numbers of this replica's step that it's computed from.
+        slopes: Its derivative with respect to each of them.
+        degrees: The degrees of their kinds.
     """
 
     value: Any
@@ -84,7 +84,7 @@ class Whole(NamedTuple):
 
 
 class LossKinds:
-    """The kinds of what a step has that is being traced.
+    """The kinds of the tensors of a step that is being traced.
 
     Args:
         rows: The replica's number of rows, a scalar integer tensor.
@@ -98,12 +98,12 @@ class LossKinds:
         self._again: list[tensor_origins.RebuiltGraph] = []
 
     def set_mean(self, tensor: Any) -> None:
-        """Let a number count as a mean over rows: it was corrected already."""
+        """Declare a number as a mean over rows: it was corrected already."""
         if tf.is_tensor(tensor) and not _is_eager(tensor):
             self._kinds[_key(tensor)] = Kind(0)
 
     def set_rows(self, tensor: Any) -> None:
-        """Let a tensor count as one of a batch, whatever it was put together from."""
+        """Declare a tensor as one with the batch's rows, whatever its origin."""
         if isinstance(tensor, tf.Tensor) and not _is_eager(tensor):
             self._kinds[_key(tensor)] = ROWS
             for again in self._for(tensor.graph):
@@ -118,12 +118,12 @@ class LossKinds:
         for one in reversed(self._unknown_numbers(tensor)):
             key = _key(one)
             if key not in self._kinds:
-                self._kinds[key] = OTHER  # should it depend on itself, in a loop
+                self._kinds[key] = OTHER  # in case it depends on itself, in a loop
                 self._kinds[key] = self._find(one)
         return self._kinds[_key(tensor)]
 
     def _unknown_numbers(self, tensor: Any) -> list[Any]:
-        """A tensor, and the scalars that it's made from, each before its own."""
+        """Return a tensor and the scalars it's computed from, each before its own."""
         found, waiting, seen = [], [tensor], set()
         while waiting:
             one = waiting.pop()
@@ -142,11 +142,11 @@ class LossKinds:
 
         Args:
             tensor: A scalar of the kind `OTHER`.
-            sums: From numbers of this replica and their degrees to those of the global
-                batch. It may communicate.
+            sums: Computes the numbers of the global batch from those of this replica
+                and their degrees. It may communicate.
 
         Returns:
-            None if it isn't such a function. Asked twice, the same.
+            None if it isn't such a function. A second call returns the same.
         """
         if _is_eager(tensor) or tensor.shape.rank != 0:
             return None
@@ -156,7 +156,7 @@ class LossKinds:
         return self._wholes[key]
 
     def known_whole(self, tensor: Any) -> Whole | None:
-        """What `whole` has returned; None if it wasn't asked."""
+        """Return the result of an earlier call of `whole`; None if there was none."""
         return None if _is_eager(tensor) else self._wholes.get(_key(tensor))
 
     def _compute(self, tensor: Any, sums: Any) -> Whole | None:
@@ -172,7 +172,7 @@ class LossKinds:
             given[i] = total
         floats = [i for i, term in enumerate(terms) if term.dtype.is_floating]
         for i in floats:
-            # A copy: one term may be made from another one.
+            # A copy, because one term may be computed from another one.
             given[i] = tf.stop_gradient(tf.identity(given[i]))
         made = dict(zip((_key(term) for term in terms), given, strict=True))
         for operation in operations:
@@ -192,9 +192,9 @@ class LossKinds:
         )
 
     def _function(self, tensor: Any) -> tuple[list[Any], list[Any]] | None:
-        """Operations between reduced numbers and what is made of them, and the numbers.
+        """Return the operations from reduced numbers to a tensor, and those numbers.
 
-        None if something else goes in.
+        None if the tensor also depends on something else.
         """
         operations: list[Any] = []
         terms: dict[Any, Any] = {}
@@ -235,7 +235,7 @@ class LossKinds:
             if not (few.is_fully_defined() and more.is_fully_defined()):
                 return OTHER
             if few != more:
-                # Not a number for each pair of rows.
+                # Excludes a tensor with a number for each pair of rows.
                 sizes = few.num_elements(), more.num_elements()
                 return ROWS if 7 * sizes[0] == 5 * sizes[1] else OTHER
         if kind == "Placeholder":
@@ -272,9 +272,9 @@ class LossKinds:
         return OTHER
 
     def _is_number(self, quotient: Any) -> bool:
-        """Whether a sum is divided by the number of what was summed.
+        """Return whether a sum is divided by the number of its summands.
 
-        Where a batch's shape is known, the number of rows is a constant to the graph.
+        Where a batch's shape is known, the graph has the number of rows as a constant.
         """
         known = tf.get_static_value(self._rows)
         divisor = tensor_origins.constant(quotient.inputs[1])
@@ -287,7 +287,7 @@ class LossKinds:
         return bool(divisor in (known, size))
 
     def _inside(self, given: list[tuple[Any, Any]], graph: Any) -> LossKinds:
-        """The kinds of what a function has, in one of its calls."""
+        """Return the kinds of a function's tensors, in one of its calls."""
         kinds = LossKinds(self._rows)
         kinds._graph = given[0][0].graph if given else None
         kinds._again = [again.inside(given) for again in self._for(graph)]
@@ -295,7 +295,7 @@ class LossKinds:
         return kinds
 
     def _made_again(self, tensor: Any) -> tuple[Any, Any]:
-        """Shapes for 5 and for 7 rows."""
+        """Return a tensor's shapes for 5 and for 7 rows."""
         few, more = (again.tensor(tensor) for again in self._for(tensor.graph))
         return few.shape, more.shape
 
@@ -312,7 +312,7 @@ class LossKinds:
         return self._again
 
     def _count(self, tensor: Any) -> Kind | None:
-        """The kind of a number that only sizes are in; None if it's something else."""
+        """Return the kind of a number computed from sizes alone; None for any other."""
         some, others = (
             tensor_origins.constant(again.tensor(tensor))
             for again in self._for(tensor.graph)

@@ -1,4 +1,4 @@
-"""Lines for the user, where Keras prints its own."""
+"""Lines for the user, printed as Keras prints its own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a traceback shows: a user's own lines, without ours between them."""
+"""Tracebacks with a user's own lines and without kerasdist's between them."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ __all__ = ["filter_frames", "show_cause"]
 def filter_frames(
     original: Callable[..., Any], tb: types.TracebackType | None
 ) -> types.TracebackType | None:
-    """In place of `_process_traceback_frames`: leaves out frames of kerasdist, too.
+    """Replace `_process_traceback_frames`: leave out frames of kerasdist, too.
 
-    Keras asks for it where it leaves out its own, unless
-    `keras.config.disable_traceback_filtering()` was called. The frame that an error
-    was raised in stays: it says whose error it is.
+    Keras calls it where it leaves out its own, unless
+    `keras.config.disable_traceback_filtering()` was called. The frame in which the
+    error was raised stays, because it shows whose error it is.
     """
     if tb is None:
         return None
@@ -26,17 +26,17 @@ def filter_frames(
     for frame, line in reversed(list(traceback.walk_tb(original(tb)))):
         if not _is_ours(frame) or frame is last:
             kept = types.TracebackType(kept, frame, frame.f_lasti, line)
-    # Without any frame it would be an error from nowhere.
+    # A traceback needs at least one frame.
     return kept or types.TracebackType(None, last, last.f_lasti, last_line)
 
 
 def show_cause(
     original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """In place of `_symbolic_build`: its error ends in the line that has failed.
+    """Replace `_symbolic_build`: its error ends in the line that has failed.
 
-    Keras builds a model in a strategy by calling it on shapes, and tells of what was
-    raised there by its text alone: a user would look for the line in vain.
+    Keras builds a model in a strategy by calling it on shapes, and keeps only the text
+    of an error that is raised there, without the line.
     """
     try:
         return original(trainer, *args, **kwargs)

@@ -167,7 +167,7 @@ def test_what_is_not_known_is_said_once():
         "dice": [],
         "rows": [],
         "function": ["A loss function that returns one number"],
-        "add_loss": ["What `add_loss` was given"],
+        "add_loss": ["A loss of `add_loss`"],
         "train_step": ["The loss of `train_step`"],
     }
     assert "isn't known to be" not in second.output

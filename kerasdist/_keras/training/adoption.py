@@ -1,19 +1,19 @@
-"""Variables that were created outside of the strategy's scope: adopted by it.
+"""Adoption by the strategy of variables that were created outside of its scope.
 
-Keras makes an optimizer's variables, and a metric's, where they are created: outside of
+Keras makes the variables of an optimizer or a metric where it is created: outside of
 the scope they are this worker's alone. The strategy of the model that uses them is
-known, and adopts them: a distributed variable is put around each, with the value that
-the chief has, as of variables that are created inside.
+known, and adopts them: each is wrapped in a distributed variable with the chief's
+value, as variables are that are created inside.
 
-    compile         runs inside of the scope of the model's strategy; what it was given
-                    is adopted
-    the first step  adopts what is left: metrics and optimizers in attributes, layers
+    compile         runs inside of the scope of the model's strategy; its arguments
+                    are adopted
+    the first step  adopts the rest: metrics and optimizers in attributes, layers
                     that were built outside
-    own loops       the optimizer and the weights at the first `apply`, a metric at its
-                    first `update_state`, inside of `strategy.run`
+    custom loops    adopt the optimizer and the weights at the first `apply`, a metric
+                    at its first `update_state`, inside of `strategy.run`
 
-A model that itself was made outside is no strategy's, unless it is used inside of the
-scope: see `local`.
+A model that was itself created outside belongs to no strategy, unless it is used inside
+of the scope: see `local_models`.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ __all__ = [
 def compile_model(
     original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """In place of `compile`: in the scope of the model's strategy, from anywhere.
+    """Replace `compile`: it runs in the scope of the model's strategy, called anywhere.
 
-    What a `compile` of the user's own makes beside that is adopted later.
+    Variables that a user's own `compile` creates elsewhere are adopted later.
     """
     strategy = trainer._distribute_strategy
     hooks = hooks_of(strategy)
@@ -61,7 +61,7 @@ def compile_model(
 def make_function(
     original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """In place of `make_train_function` and the like, before a step is traced."""
+    """Replace `make_train_function` and the like: adopt before a step is traced."""
     kind = original.__name__.removeprefix("make_")
     if getattr(trainer, kind) is None:
         adopt_model(trainer)
@@ -69,10 +69,10 @@ def make_function(
 
 
 def adopt_model(trainer: Any) -> None:
-    """Let a model's strategy adopt all variables of the model that aren't its own.
+    """Let a model's strategy adopt all variables of the model that aren't its own yet.
 
-    All workers call it alike. A model that was made outside of any scope, and is used
-    inside of one, is that strategy's from then on.
+    All workers call it alike. A model that was created outside of any scope and is used
+    inside of one belongs to that strategy from then on.
 
     Raises:
         ValueError: It is used inside of a scope and was trained by this worker alone.
@@ -93,10 +93,10 @@ def adopt_model(trainer: Any) -> None:
 
 
 def adopt_in_step(hooks: KerasHooks, optimizer: Any, weights: Iterable[Any]) -> None:
-    """Adopt an optimizer and what it is about to update, in replica context.
+    """Adopt an optimizer and the weights that it will update, in replica context.
 
     Raises:
-        ValueError: See `assign`; of the weights.
+        ValueError: See `assign`; for the weights.
     """
     strategy = tf.distribute.get_strategy()
     if getattr(optimizer, "_distribution_strategy", strategy) is not strategy:
@@ -110,11 +110,11 @@ def adopt_in_step(hooks: KerasHooks, optimizer: Any, weights: Iterable[Any]) -> 
 
 
 def assign(original: Callable[..., Any], variable: Any, value: Any) -> Any:
-    """In place of `Variable.assign`: a metric of a loop's own is adopted by its update.
+    """Replace `Variable.assign`: adopt a custom loop's metric at its first update.
 
     Raises:
-        ValueError: There are several replicas in this worker, one of which may have
-            read what was the first one's.
+        ValueError: This worker has several replicas, and one of them may have read the
+            first one's variable.
     """
     if (
         variable.synchronization == "on_read"
@@ -129,7 +129,7 @@ def assign(original: Callable[..., Any], variable: Any, value: Any) -> Any:
 
 
 def _adopt_optimizer(strategy: Any, optimizer: Any) -> None:
-    """Let a strategy adopt an optimizer, and those that it is wrapped around."""
+    """Let a strategy adopt an optimizer, and those that it wraps."""
     hooks = hooks_of(strategy)
     for each in {id(part): part for part in (optimizer, *leaves(optimizer))}.values():
         if getattr(each, "_distribution_strategy", strategy) is not strategy:
@@ -140,17 +140,17 @@ def _adopt_optimizer(strategy: Any, optimizer: Any) -> None:
 
 
 def _check_place(strategy: Any, optimizer: Any) -> None:
-    """An optimizer's variables lie beside those that they are for.
+    """Check that an optimizer's variables can be beside those that they belong to.
 
     Raises:
-        ValueError: They can't, since they are there already.
+        ValueError: They exist already, so they can't.
     """
     if placer_of(strategy) is not None and getattr(optimizer, "built", False):
         raise ValueError(
-            "With a placement an optimizer's variables lie beside the weights that "
-            "they are for. Received: an optimizer that was built outside of the scope "
-            f"of {type(strategy).__name__}: {optimizer!r}. Leave out its `build`, or "
-            "create it inside `with strategy.scope():`."
+            "With a placement an optimizer's variables are on the devices of the "
+            "weights that they belong to. Received: an optimizer that was built "
+            f"outside of the scope of {type(strategy).__name__}: {optimizer!r}. Leave "
+            "out its `build`, or create it inside `with strategy.scope():`."
         )
 
 

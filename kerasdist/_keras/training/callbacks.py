@@ -1,8 +1,8 @@
-"""Keras's own callbacks on several workers: unchanged, but for who writes.
+"""Keras's own callbacks on several workers: unchanged, except which worker writes.
 
-Every rank runs every callback on the same logs, so that what they decide (the best
-epoch, a lower rate, to stop) is the same everywhere. Files are written by the chief
-alone. What a rank decides by itself is agreed on before it can tear the ranks apart.
+Every rank runs every callback on the same logs, so that their decisions (the best
+epoch, a lower rate, to stop) are the same everywhere. Only the chief writes files. The
+ranks agree on what one of them decides by itself before it can make them diverge.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ __all__ = [
     "on_train_begin",
 ]
 
-# They look at batches, but never stop the training there.
+# They have batch methods, but never stop the training in them.
 _NEVER_STOP = (
     history.History,
     progbar_logger.ProgbarLogger,
@@ -58,7 +58,7 @@ _NEVER_STOP = (
 def flush_accumulators(
     original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """In place of what saves: the chief's accumulators get what all have added up."""
+    """Replace what saves: the chief's accumulators get the sum over all workers."""
     hooks = hooks_of(self.model.distribute_strategy)
     if hooks is not None:
         hooks.flush_accumulators(open_window(self.model.optimizer))
@@ -68,7 +68,7 @@ def flush_accumulators(
 def on_epoch_end(
     original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """In place of `CallbackList.on_epoch_end`: agree on the stop and on the rate.
+    """Replace `CallbackList.on_epoch_end`: agree on the stop and on the rate.
 
     If one rank wants to stop, all stop. If the ranks' learning rates differ, all
     take the chief's.
@@ -88,7 +88,7 @@ def on_epoch_end(
                 set_base_rate(optimizer, chief)
     if dealing is not None and not model.stop_training:
         epoch = (args or [kwargs.get("epoch")])[0]
-        # Not there in loops of one's own.
+        # Missing in custom loops.
         epochs = (self.params or {}).get("epochs")
         if epoch is not None and epochs is not None and epoch + 1 < epochs:
             evaluated = getattr(model, "_eval_epoch_iterator", None) is not None
@@ -104,26 +104,26 @@ def on_epoch_end(
 def on_train_begin(
     original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """In place of `CallbackList.on_train_begin`: all workers begin from one state.
+    """Replace `CallbackList.on_train_begin`: all workers begin from one state.
 
-    Here everything is built, and callbacks have restored what they restore; `fit`
-    hasn't looked yet at which epoch it begins. A worker that comes later joins.
+    At this point everything is built and callbacks have restored their state; `fit` has
+    not read yet at which epoch it begins. A late worker joins here.
 
     Raises:
-        ValueError: A callback isn't there on all ranks that must be.
+        ValueError: A callback that must be on all ranks is missing on some.
     """
     model = self.model
     if model is not None and current.fitting:
         _check_callbacks(model, self.callbacks)
     result = original(self, *args, **kwargs)
-    # Only now it's restored, wherever in the list who does it stands.
+    # Only now is the state restored, wherever in the list the callback is that does it.
     backup = backups.read(self.callbacks)
     for callback in self.callbacks:
         resumed = getattr(callback, "resumed_after", None)
         if resumed is not None:
             resumed(backup.batches)
     dealing = _dealing(model)
-    # Who uses callbacks in a loop of one's own may do so on one rank alone.
+    # In a custom loop, callbacks may be used on one rank alone.
     if model is not None and (
         current.fitting or hooks_of(model.distribute_strategy) is None
     ):
@@ -143,8 +143,8 @@ def on_train_begin(
         if scaling is not None and facts is not None:
             scaling.set(*facts)
     if known["evaluated"]:
-        # `fit` makes an iterator for all its evaluations, which the others have. From
-        # now on all make another one each time.
+        # The others use one iterator, made by `fit`, for all their evaluations. From
+        # now on every worker makes a new one each time.
         model._eval_epoch_iterator = iter(())
     return result
 
@@ -152,10 +152,10 @@ def on_train_begin(
 def on_train_batch_end(
     original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """In place of `CallbackList.on_train_batch_end`: agree on a stop inside an epoch.
+    """Replace `CallbackList.on_train_batch_end`: agree on a stop within an epoch.
 
-    Costs a collective per batch, and so is done only if there is a callback that
-    could stop there. Where batches are dealt out, who stops ends the epoch for all.
+    It costs a collective per batch, and so is done only if there is a callback that
+    could stop there. With dynamic batches a worker that stops ends the epoch for all.
     """
     with setting(after_batch=True):
         result = original(self, *args, **kwargs)
@@ -176,12 +176,12 @@ def on_train_batch_end(
 
 
 def _check_callbacks(model: Any, callbacks: Sequence[Any]) -> None:
-    """Callbacks that call collectives must be the same on all ranks, in one order.
+    """Check that callbacks that call collectives are the same, in order, on all ranks.
 
     Else some would wait in one collective, and the others in the next.
 
     Raises:
-        ValueError: They aren't; on all ranks.
+        ValueError: They aren't. Raised on all ranks.
     """
     hooks = hooks_of(model.distribute_strategy)
     if hooks is None:
@@ -193,18 +193,18 @@ def _check_callbacks(model: Any, callbacks: Sequence[Any]) -> None:
     ]
     stops = not hooks.dynamic and hooks.replicas > 1
     if stops and any(_may_stop(callback) for callback in callbacks):
-        # Whichever they are: after each batch all ranks are asked.
+        # Which callback it is doesn't matter: after each batch all ranks are asked.
         names.append("one with `on_train_batch_end`")
     told = hooks.texts(", ".join(names))
     if len(set(told.values())) > 1:
         which = "; ".join(f"on rank {rank} [{names}]" for rank, names in told.items())
         raise ValueError(
             "Callbacks in which the workers communicate must be given to `fit` on all "
-            "ranks, in the same order: those of `kerasdist.callbacks`, and any that "
-            "may stop the training after a batch, by its `on_train_batch_end`. "
-            f"Received: callbacks={which}. Leave out the condition on the rank: what "
-            "they write is written by the chief alone in any case. In a callback of "
-            "your own look at the rank inside, `if strategy.rank == 0:`."
+            "ranks, in the same order: those of `kerasdist.callbacks`, and any whose "
+            "`on_train_batch_end` may stop the training. "
+            f"Received: callbacks={which}. Remove the condition on the rank: the files "
+            "of these callbacks are written by the chief alone in any case. In a "
+            "callback of your own test the rank inside, `if strategy.rank == 0:`."
         )
 
 
@@ -213,7 +213,7 @@ def _dealing(model: Any) -> DynamicHooks | None:
 
 
 def _count_all(callbacks: Any, steps: int) -> None:
-    """Tell the progress bar of an epoch of unknown length how long it was."""
+    """Set the length of an epoch of unknown length in the progress bar."""
     for callback in callbacks:
         if isinstance(callback, progbar_logger.ProgbarLogger) and (
             callback.target is None
@@ -224,7 +224,7 @@ def _count_all(callbacks: Any, steps: int) -> None:
 def _may_stop(callback: Any) -> bool:
     if isinstance(callback, _NEVER_STOP) or getattr(callback, "never_stops", False):
         return False
-    # Of a `LambdaCallback` they are attributes of the callback itself.
+    # In a `LambdaCallback` they are attributes of the instance.
     plain = keras.callbacks.Callback
     return any(
         getattr(getattr(callback, name), "__func__", None) is not getattr(plain, name)
@@ -233,12 +233,12 @@ def _may_stop(callback: Any) -> bool:
 
 
 def _settable(model: Any) -> list[Any]:
-    """The optimizers whose rate is a number, which callbacks may set."""
+    """Return the optimizers whose rate is a number, which callbacks may set."""
     return [each for each in leaves_of(model) if schedule_of(each) is None]
 
 
 def _factor(optimizer: Any) -> list[float] | None:
-    """What `Scaling.set` is given of an optimizer."""
+    """Return the arguments of `Scaling.set` that describe an optimizer's scaling."""
     scaling = scaling_of(optimizer)
     if scaling is None:
         return None

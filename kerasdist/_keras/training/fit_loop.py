@@ -1,9 +1,9 @@
-"""The loops of `fit`, `evaluate` and `predict`: what is done around their steps.
+"""The loops of `fit`, `evaluate` and `predict`, around their steps.
 
     fit ── begin_training ── before_first_step ── steps ─────── finish_epoch ── ...
            makes the step    all hold the same    `trainer`     sums over workers
 
-`evaluate` and `predict` are `on_chief_only`, as far as they print.
+`evaluate` and `predict` print by `on_chief_only`.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ __all__ = [
 
 
 def finish_epoch(original: Callable[..., Any], trainer: Any, logs: Any) -> Any:
-    """In place of `_get_metrics_result_or_logs`, called at the end of an epoch.
+    """Replace `_get_metrics_result_or_logs`, which is called at the end of an epoch.
 
-    Metric state is summed over the workers as it's read. Logs that Keras leaves as
-    they are are reduced, see `logs`, and so are the statistics that each replica kept
+    Metric state is summed over the workers as it's read. Logs that Keras leaves
+    unchanged are reduced, see `logs`, and so are the statistics that each replica keeps
     for itself.
     """
     hooks = hooks_of(trainer.distribute_strategy)
@@ -59,7 +59,7 @@ def finish_epoch(original: Callable[..., Any], trainer: Any, logs: Any) -> Any:
     if dealing is not None and current.fitting and not current.evaluating:
         dealing.end_epoch(statistics)
         dealing.flush_accumulators(open_window(trainer.optimizer))
-        # Who took no step has no logs.
+        # A worker that took no step has no logs.
         return original(trainer, whole_logs(trainer, dealing, logs))
     result = original(trainer, logs)
     if hooks is None or hooks.replicas == 1:
@@ -72,11 +72,11 @@ def finish_epoch(original: Callable[..., Any], trainer: Any, logs: Any) -> Any:
 def begin_training(
     original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """In place of `make_train_function`, which `fit` calls before its first step."""
+    """Replace `make_train_function`, which `fit` calls before its first step."""
     hooks = hooks_of(trainer.distribute_strategy)
     if hooks is not None and trainer.jit_compile is True and hooks.replicas > 1:
         raise ValueError(
-            "XLA can't compile a step that communicates with other workers. "
+            "XLA can't compile a training step in which workers communicate. "
             "Received: jit_compile=True with "
             f"{hooks.replicas} replicas. Compile the model with jit_compile=False "
             "(or 'auto'); a layer's own functions may still use "
@@ -91,9 +91,9 @@ def begin_training(
 
 
 def before_first_step(trainer: Any, callbacks: Sequence[Any]) -> None:
-    """When `fit`'s callbacks have begun: all workers must hold the same state.
+    """Make all workers hold the same state, after `fit`'s callbacks have begun.
 
-    Callbacks that have a method of this name may see to it.
+    Callbacks that have a method of this name may provide the state.
     """
     hooks = hooks_of(trainer.distribute_strategy)
     if hooks is None:
@@ -114,7 +114,7 @@ def before_first_step(trainer: Any, callbacks: Sequence[Any]) -> None:
 
 
 def fit(original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
-    """In place of `fit`."""
+    """Replace `fit`: the start-up line, the chief's progress bar, the lost worker."""
     hooks = hooks_of(trainer.distribute_strategy)
     if hooks is None:
         if timer_of(trainer.distribute_strategy) is None:
@@ -141,7 +141,7 @@ def _telling(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Iterator[None]:
-    """Tell callbacks that want to know that `fit` ends with an error."""
+    """Call `on_failure` of the callbacks that have it when `fit` raises."""
     try:
         yield
     except Exception as error:
@@ -151,7 +151,7 @@ def _telling(
         for callback in given if isinstance(given, (list, tuple)) else [given]:
             on_failure = getattr(callback, "on_failure", None)
             if callable(on_failure):
-                # The error matters more than what goes wrong on account of it.
+                # An error in a callback must not hide the first one.
                 with contextlib.suppress(Exception):
                     on_failure(who_was_lost(trainer, error) or error)
         raise
@@ -160,7 +160,7 @@ def _telling(
 def on_chief_only(
     original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """In place of `evaluate` and `predict`: the progress bar shows on the chief."""
+    """Replace `evaluate` and `predict`: only the chief shows the progress bar."""
     hooks = hooks_of(trainer.distribute_strategy)
     if hooks is None:
         with setting(evaluating=True):

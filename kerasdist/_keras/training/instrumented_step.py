@@ -1,4 +1,4 @@
-"""Calls that take steps of training: counted and measured, if that's of interest."""
+"""A train function that counts its steps, and measures them on request."""
 
 from __future__ import annotations
 
@@ -12,19 +12,18 @@ __all__ = ["InstrumentedStep"]
 
 
 class InstrumentedStep:
-    """The function that takes steps, as Keras makes it: as many as there are kinds.
+    """A train function in up to three kinds: without clocks, counting, and measuring.
 
-    Graphs of training count their steps, always: that's one operation, and so most
-    steps run the same graph whether or not anybody wants to know. Another graph
-    measures its steps, too, and is traced when somebody asks.
+    Graphs of training always count their steps, which costs one operation, so that most
+    steps run the same graph whether or not they are measured. Another graph also
+    measures its steps; it is traced on the first request.
 
-    What stands here is done in each step, which may last a millisecond: no context
-    managers.
+    This is a hot path (a step can take 1 ms): it uses no context managers.
 
     Args:
         trainer: The model.
         make: Makes the function.
-        timer: Measures steps of training; None: these are others.
+        timer: Measures steps of training; None for any other steps.
     """
 
     def __init__(
@@ -39,14 +38,14 @@ class InstrumentedStep:
         self._made: dict[bool | None, Callable[[Any], Any]] = {}
 
     def __call__(self, iterator: Any) -> Any:
-        """Take steps on what an iterator has."""
+        """Take steps on the batches of an iterator."""
         timer = self._timer
-        # XLA can't compile what reads a clock: then there are none inside of a step.
-        # And it takes so long to compile that one graph must do.
+        # XLA can't compile an operation that reads a clock, so such a step has none
+        # inside. It compiles for so long that there is only one graph.
         compiled = self._trainer.jit_compile is True
         if timer is None or not (timer.running or timer.asked):
             kind = None if timer is None else False
-            # One that measures is as good, and may have been compiled.
+            # A function that measures does as well, and may have been compiled.
             plain = self._made.get(kind) or self._made.get(compiled)
             return (plain or self._get(kind))(iterator)
         timed = timer.enter(always=compiled)

@@ -17,11 +17,11 @@ _SPREAD = 2654435761
 
 
 def next_seed(original: Callable[..., Any], self: Any, *args: Any, **kw: Any) -> Any:
-    """In place of `SeedGenerator.next`: each replica draws from its own stream.
+    """Replace `SeedGenerator.next`: each replica draws from its own stream.
 
     All replicas hold the same generator state, so that it can be saved and
     restored; the replica's number is added to the seed as it's drawn. Replica 0
-    draws what one process draws.
+    draws the same numbers as a single process.
     """
     seed = original(self, *args, **kw)
     hooks = current_hooks()
@@ -38,11 +38,11 @@ def next_seed(original: Callable[..., Any], self: Any, *args: Any, **kw: Any) ->
 def synchronized_moments(
     original: Callable[..., Any], x: Any, axes: Any, keepdims: bool
 ) -> Any:
-    """In place of the moments of `BatchNormalization(synchronized=True)`.
+    """Replace the moments of `BatchNormalization(synchronized=True)`.
 
-    Mean and variance over the rows of the global batch. One collective instead of
-    three, a replica without rows adds nothing, and the backward pass weights each
-    replica's loss by its rows, as the gradients are.
+    They are the mean and variance over the rows of the global batch. There is one
+    collective instead of three, a replica without rows adds nothing, and the backward
+    pass weights each replica's loss by its rows, as the gradients are weighted.
     """
     hooks = current.hooks
     if hooks is None or hooks.replicas == 1:
@@ -72,7 +72,7 @@ def _weighted_sum(tensor: Any, rows: Any) -> Any:
     """Sum over the replicas, for losses that are weighted by rows afterwards.
 
     The global loss is sum(n_q L_q) / N, and this replica's gradient will be
-    multiplied by n_r / N; so what comes back through the sum is
+    multiplied by n_r / N; so the gradient that is passed back through the sum is
     sum(n_q dL_q) / n_r.
     """
     hooks = current.hooks

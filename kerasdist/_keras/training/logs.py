@@ -1,15 +1,15 @@
 """Logs of an epoch, of any structure, the same on all workers.
 
-`train_step` may return what it likes. Keras replaces it by the results of the model's
+`train_step` may return anything. Keras replaces it by the results of the model's
 metrics if the names are the same; else the logs are those of the last step, on this
-worker's rows. What becomes of each number in them, however deep it is:
+worker's rows. Each number in them, however deeply nested, becomes one of:
 
-    1. the result of a metric   that of the state of all workers, as in one process
-    2. anything else            the mean over the replicas, weighted by the rows that
-                                each had in its last step
+    1. a metric's result   that of the state of all workers, as in one process
+    2. for other numbers   the mean over the replicas, weighted by the rows that each
+                           had in its last step
 
-Which numbers are metrics' results is found by comparing them with what the metrics give
-of this replica's state: equal on all workers that had rows, or of the same name.
+A number is taken for a metric's result if it equals the result of this replica's state
+on all workers that had rows, or has the same name.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from kerasdist._keras.training.losses import recorded
 
 __all__ = ["LastLogs", "keeping", "whole_logs"]
 
-# Where a number is in logs: names, from outside to inside.
+# The path of a number in logs: names, from outside to inside.
 _Path = tuple[str, ...]
-# Numbers of an array in logs that are sent for each worker.
+# At most this many numbers of an array in logs are sent for each worker.
 _MOST = 4096
 
 
 class LastLogs:
-    """What each replica of this worker returned in its last step, and of how many rows.
+    """The logs of each replica's last step on this worker, and that step's rows.
 
     Attributes:
-        said: Whether the user knows that some of it isn't any metric's.
+        said: Whether the user was informed that some of them aren't metrics' results.
     """
 
     def __init__(self) -> None:
@@ -68,14 +68,14 @@ class LastLogs:
             kept.assign(numbers)
 
     def values(self) -> tuple[float, bool, dict[_Path, Any]]:
-        """Rows of the last step, whether all replicas had some, and the means."""
+        """Return the last step's rows, whether all replicas had some, and the means."""
         kept = [np.asarray(variable) for variable in self._kept.values()]
         if not kept:
             return 0.0, False, {}
         weights = np.array([numbers[0] for numbers in kept])
         total = float(weights.sum())
         numbers = np.stack([numbers[1:] for numbers in kept])
-        # A replica without rows has made them up.
+        # A replica without rows ran on made-up ones.
         present = numbers[weights > 0] if total else numbers
         shares = weights[weights > 0] / total if total else np.full(len(kept), 0.0)
         mean = shares @ present
@@ -91,23 +91,26 @@ class LastLogs:
 def keeping(
     step_function: Callable[[Any], Any],
 ) -> LastLogs | None:
-    """What keeps a step's logs; None for Keras's own steps: theirs are metrics'."""
+    """Return an object that keeps a step's logs; None for Keras's own steps.
+
+    The logs of Keras's own steps are results of metrics.
+    """
     function = getattr(step_function, "__func__", step_function)
     own = (keras.Model.train_step, keras.Model.test_step)
     return None if function in own else LastLogs()
 
 
 def whole_logs(trainer: Any, hooks: KerasHooks, logs: Any) -> dict[str, Any]:
-    """Reduce logs over the workers; all workers call it at the same place.
+    """Reduce logs over the workers; all workers call it at the same point.
 
     Args:
         trainer: The model.
-        hooks: Of its strategy.
-        logs: A dictionary, with others in it perhaps: those of the last step; empty on
-            a worker that took none.
+        hooks: The hooks of its strategy.
+        logs: The logs of the last step, a dictionary that may be nested; empty on a
+            worker that took none.
 
     Returns:
-        The same on all workers.
+        The logs, the same on all workers.
     """
     function = trainer.test_function if current.evaluating else trainer.train_function
     last: LastLogs | None = getattr(function, "last", None)
@@ -120,7 +123,7 @@ def whole_logs(trainer: Any, hooks: KerasHooks, logs: Any) -> dict[str, Any]:
     results = _results(trainer, local=True) if mine else {}
     told = {
         "rows": rows if kept or not mine else 1.0,
-        # Logs of a replica without rows are those of zeros, its metrics' state isn't.
+        # Without rows the step's logs are computed of zeros, but metrics' state isn't.
         "complete": complete,
         "logs": [
             [
@@ -172,10 +175,10 @@ def _put_together(
 
 def _say(names: list[str]) -> None:
     io_utils.print_msg(
-        f"kerasdist: of the logs {sorted(names)}, which aren't results of the model's "
-        "metrics, you see the mean over the workers' last steps, weighted by rows: for "
-        "a mean over rows the number of one process. To report a whole epoch, return "
-        "the result of a metric that is an attribute of the model, for instance of a "
+        f"kerasdist: the logs {sorted(names)} aren't results of the model's metrics, "
+        "so you see the mean over the workers' last steps, weighted by rows: for a "
+        "mean over rows, the number of one process. To report a whole epoch, return "
+        "the result of a metric that is an attribute of the model, for instance a "
         "`keras.metrics.Mean`."
     )
 
@@ -185,10 +188,10 @@ def _metric_of(
     entries: list[tuple[float, bool, Any, set[_Path]]],
     results: Mapping[_Path, Any],
 ) -> _Path | None:
-    """Which metric's result a number is, or None."""
+    """Return the path of the metric whose result a number is, or None."""
     sets = [places for rows, complete, _, places in entries if rows and complete]
     if not sets:
-        # No worker can tell: no more than the names.
+        # No worker had rows on all replicas: compare only the names.
         return path if path in results else None
     common = set.intersection(*sets) & set(results)
     if path in common:
@@ -198,7 +201,7 @@ def _metric_of(
 
 
 def _mean(entries: list[tuple[float, bool, Any, set[_Path]]]) -> tuple[Any, bool]:
-    """The mean weighted by rows, and whether the workers had different values."""
+    """Return the mean weighted by rows, and whether the workers' values differ."""
     some = [(rows, value) for rows, _, value, _ in entries if rows]
     if not some or any(value.shape != some[0][1].shape for _, value in some):
         return entries[0][2], False
@@ -209,16 +212,16 @@ def _mean(entries: list[tuple[float, bool, Any, set[_Path]]]) -> tuple[Any, bool
 
 
 def _results(trainer: Any, *, local: bool) -> dict[_Path, Any]:
-    """The results of the model's metrics: of this worker's state, or of all workers'.
+    """Return the results of the model's metrics, of this worker's state or of all.
 
-    Where a metric has several they are under its name, and each by itself.
+    Several results of one metric are found under its name, and each by itself.
     """
     found: dict[_Path, Any] = {}
     for metric in trainer.metrics:
         try:
             result = _of_this_worker(trainer, metric) if local else metric.result()
         except ValueError:
-            continue  # one that isn't built
+            continue  # it isn't built
         for path, value in _leaves({metric.name: result}):
             if _is_known(value):
                 found[path] = np.asarray(value, np.float64)
@@ -228,7 +231,7 @@ def _results(trainer: Any, *, local: bool) -> dict[_Path, Any]:
 
 
 def _of_this_worker(trainer: Any, metric: Any) -> Any:
-    """The mean of the replicas' own results, as Keras's logs have it."""
+    """Return the mean of the replicas' own results, as in Keras's logs."""
     strategy = trainer.distribute_strategy
     results = strategy.run(metric.result)
 
@@ -254,7 +257,7 @@ def _leaves(logs: Any, path: _Path = ()) -> Iterator[tuple[_Path, Any]]:
 
 
 def _is_known(value: Any) -> bool:
-    """Whether it's a number, or a few of them."""
+    """Return whether a value is a number or a small array of numbers."""
     if not tf.is_tensor(value):
         value = np.asarray(value)
         return value.dtype.kind in "fiub" and value.size <= _MOST

@@ -1,19 +1,18 @@
-"""Losses that aren't a mean over a batch's rows.
+"""Correction of losses that aren't a mean over a batch's rows.
 
 A replica's gradients are weighted by its share s = n / N of the global batch's
-rows. That is right for a mean over rows. A loss that is something else is
-corrected, so that the weighted mean over the replicas is the value on the global
-batch:
+rows. That is right for a mean over rows. Any other loss is corrected, so that the
+weighted mean over the replicas is the value on the global batch:
 
     sum over rows                       x 1/s
     a number per row, which is summed   x 1/s
     sum(w l) / sum(w)                   x (sum of this replica's w / all w) / s
     sum over valid entries / valid      x (this replica's valid / all valid) / s
-    a function of means and sums        that function of all replicas', with the slopes
-                                        that it has there
+    a function of means and sums        that function of the global numbers, with its
+                                        slopes at them
 
 The factors need sums over all replicas: one small collective per step each, and
-only in models that have such a loss. What a script reduces itself is looked at in the
+only in models with such a loss. What a script has reduced itself is found in the
 graph, see `loss_kinds`; in steps that run eagerly it counts as a mean.
 """
 
@@ -46,19 +45,19 @@ __all__ = [
 
 
 def keep_loss_unscaled(original: Callable[..., Any], value: Any) -> Any:
-    """In place of `scale_loss_for_distribution`.
+    """Replace `scale_loss_for_distribution`: leave the loss unchanged in a step.
 
-    Keras divides by the number of replicas: right for equal parts and for Keras's
-    own losses only. Inside a step weights come with the gradients.
+    Keras divides by the number of replicas, which is right only for equal parts and for
+    Keras's own losses. In a step the gradients are weighted instead.
     """
     return value if current.rows is not None else original(value)
 
 
 def reported_loss(original: Callable[..., Any], value: Any) -> Any:
-    """In place of `unscale_loss_for_distribution`: a step's loss as it is recorded."""
+    """Replace `unscale_loss_for_distribution`: return a step's loss to be recorded."""
     if current.rows is None:
         return original(value)
-    return _as_mean(value, "What `compute_loss` returns")
+    return _as_mean(value, "The result of `compute_loss`")
 
 
 def reduce_values(
@@ -67,7 +66,7 @@ def reduce_values(
     sample_weight: Any = None,
     reduction: str = "sum_over_batch_size",
 ) -> Any:
-    """In place of `keras.src.losses.loss.reduce_values`."""
+    """Replace `keras.src.losses.loss.reduce_values`: correct sums, weighted means."""
     loss = original(values, sample_weight, reduction)
     if current.hooks is None:
         return loss
@@ -86,7 +85,7 @@ def reduce_values(
 
 
 def _is_reduced(values: Any) -> bool:
-    """Whether a loss function has reduced the rows itself."""
+    """Return whether a loss function has reduced the rows itself."""
     if not len(values.shape):
         return True
     known = values.shape[0]
@@ -98,13 +97,13 @@ def _is_reduced(values: Any) -> bool:
 def reduce_weighted_values(
     original: Callable[..., Any], values: Any, *args: Any, **more: Any
 ) -> Any:
-    """In place of `keras.src.losses.loss.reduce_weighted_values`."""
+    """Replace `reduce_weighted_values`: correct losses that are one number."""
     if not (current.in_compile_loss and _is_reduced(values)):
         return original(values, *args, **more)
     what = "A loss function that returns one number"
     if len(values.shape):
         return _as_mean(original(values, *args, **more), what)
-    # Times the mean of the samples' weights: a product of two numbers.
+    # That is the loss times the mean of the samples' weights: a product of two numbers.
     weight = original(tf.ones_like(values), *args, **more)
     return _as_mean(values * tf.cast(weight, values.dtype), what)
 
@@ -116,7 +115,7 @@ def mask_weights(
     dtype: Any,
     reduction: str,
 ) -> Any:
-    """In place of `keras.src.losses.loss.apply_mask`."""
+    """Replace `apply_mask` of losses: count valid entries over all replicas."""
     weights = original(sample_weight, mask, dtype, reduction)
     if (
         current.hooks is None
@@ -129,7 +128,7 @@ def mask_weights(
 
 
 def compile_loss(original: Callable[..., Any], self: Any, *args: Any, **kw: Any) -> Any:
-    """In place of `CompileLoss.call`: its parts are recorded by `mean_metric`."""
+    """Replace `CompileLoss.call`: let `mean_metric` record the parts of the loss."""
     with setting(in_compile_loss=current.hooks is not None):
         loss = original(self, *args, **kw)
     _set_mean(loss)
@@ -137,12 +136,12 @@ def compile_loss(original: Callable[..., Any], self: Any, *args: Any, **kw: Any)
 
 
 def additional_loss(original: Callable[..., Any], trainer: Any, loss: Any) -> Any:
-    """In place of `_aggregate_additional_loss`: what `add_loss` was given is summed."""
+    """Replace `_aggregate_additional_loss`, which sums the losses of `add_loss`."""
     total = original(trainer, loss)
     kinds = current.kinds
     if kinds is not None and _tf.executing_eagerly() and kinds.of(loss) == ROWS:
         return total * tf.cast(_scale(1), total.dtype)
-    return _as_mean(total, "What `add_loss` was given")
+    return _as_mean(total, "A loss of `add_loss`")
 
 
 def average_loss(
@@ -151,21 +150,21 @@ def average_loss(
     sample_weight: Any = None,
     global_batch_size: Any = None,
 ) -> Any:
-    """In place of `tf.nn.compute_average_loss`.
+    """Replace `tf.nn.compute_average_loss`.
 
-    Without a size of the batch TensorFlow divides by the number of replicas, too: it
-    means their gradients to be summed.
+    Without `global_batch_size` TensorFlow also divides by the number of replicas, since
+    it expects their gradients to be summed.
     """
     if current.rows is not None and global_batch_size is None:
-        # Not times their number afterwards: where the batch's shape is known, all of
-        # that are constants, of which it couldn't be told that they're its size.
+        # Not multiplied by their number afterwards: where the batch's shape is known,
+        # both are constants, which couldn't be recognized as the batch's size.
         loss = tf.convert_to_tensor(loss)
         global_batch_size = tf.shape(loss)[0]
     return original(loss, sample_weight, global_batch_size)
 
 
 def regularization_loss(original: Callable[..., Any], loss: Any) -> Any:
-    """In place of `tf.nn.scale_regularization_loss`: see `average_loss`."""
+    """Replace `tf.nn.scale_regularization_loss`: see `average_loss`."""
     part = original(loss)
     if current.rows is None:
         return part
@@ -184,9 +183,9 @@ def gradient(
     output_gradients: Any = None,
     **more: Any,
 ) -> Any:
-    """In place of `tf.GradientTape.gradient`: of the loss of a step to variables."""
+    """Replace `tf.GradientTape.gradient`: correct a step's loss for its variables."""
     if tf.distribute.in_cross_replica_context():
-        # A loop of one process in the scope: only replicas have handles.
+        # A single-process loop in the scope: only replicas have handles.
         return original(tape, target, copies_of(sources), output_gradients, **more)
     if (
         current.kinds is None
@@ -207,7 +206,7 @@ def gradient(
 
 
 def _terms_of(kinds: LossKinds, loss: Any) -> Iterator[tuple[Any, Any, int]]:
-    """What is differentiated in place of a loss: with its slopes, and its degree."""
+    """Yield the terms to differentiate in place of a loss, with slope and degree."""
     kind = kinds.of(loss)
     whole = None
     if kind == OTHER:
@@ -215,17 +214,17 @@ def _terms_of(kinds: LossKinds, loss: Any) -> Iterator[tuple[Any, Any, int]]:
     if whole is not None:
         yield from zip(whole.terms, whole.slopes, whole.degrees, strict=True)
         return
-    # A tape differentiates the sum of a number per row.
+    # A tape differentiates the sum of a tensor with one number per row.
     degree = kind.degree if isinstance(kind, Kind) else int(kind == ROWS)
     yield loss, tf.ones_like(loss), degree
 
 
 def _as_mean(loss: Any, what: str) -> Any:
-    """Correct a number, so that the mean weighted by rows is that of all rows.
+    """Correct a number, so that its mean weighted by rows is that of all rows.
 
     Args:
         loss: A scalar tensor.
-        what: What it is, for the user, should that not be known.
+        what: The name of the loss in a warning, if its kind isn't known.
     """
     kinds = current.kinds
     if kinds is None or _tf.executing_eagerly() or not isinstance(loss, tf.Tensor):
@@ -237,13 +236,13 @@ def _as_mean(loss: Any, what: str) -> Any:
     else:
         whole = _whole(kinds, loss, what)
         if whole is None:
-            kinds.set_mean(loss)  # as the user was told
+            kinds.set_mean(loss)  # as the warning says
             return loss
         loss = whole.value
         for term, slope, degree in zip(
             whole.terms, whole.slopes, whole.degrees, strict=True
         ):
-            # Nothing but its gradient.
+            # It adds nothing to the value, only to the gradient.
             change = slope * tf.cast(_scale(degree), term.dtype)
             loss += tf.reduce_sum(change * (term - tf.stop_gradient(term)))
     kinds.set_mean(loss)
@@ -258,7 +257,7 @@ def _whole(kinds: LossKinds, loss: Any, what: str) -> Whole | None:
 
 
 def _sums(values: list[Any], degrees: list[int]) -> list[Any]:
-    """Numbers of the global batch from those of the replicas."""
+    """Return the global batch's numbers from the replicas' means or sums."""
     share = current.share
     parts = []
     for value, degree in zip(values, degrees, strict=True):
@@ -269,7 +268,7 @@ def _sums(values: list[Any], degrees: list[int]) -> list[Any]:
 
 
 def _scale(degree: int) -> Any:
-    """All rows by the replica's to a power: 0 for a replica without rows."""
+    """Return N / n to the power of `degree`; 0 for a replica without rows."""
     return tf.math.reciprocal_no_nan(current.share) ** degree
 
 
@@ -279,27 +278,27 @@ def _set_mean(loss: Any) -> None:
 
 
 def _doubt(what: str) -> None:
-    """Tell the user once that it isn't known what a loss is."""
+    """Inform the user once that the kind of a loss isn't known."""
     if current.hooks is None or current.building:
         return
     current.hooks.tell(
         what,
         f"kerasdist: {what} isn't known to be made of means and sums over the rows of "
-        "a batch. So each replica computes it of its own rows, and it counts as a mean "
-        "over them. If it compares rows with each other or takes some of them, the "
-        "numbers aren't those of one process. To have the same, compute a number for "
-        "each row, and take the mean or the sum of all of them last.",
+        "a batch. So each replica computes it from its own rows, and it counts as a "
+        "mean over them. If it compares rows with each other or selects some of them, "
+        "the numbers differ from those of one process. To get the same, compute a "
+        "number for each row, and take the mean or the sum of all of them last.",
     )
 
 
 def mean_metric(
     original: Callable[..., Any], self: Any, values: Any, sample_weight: Any = None
 ) -> Any:
-    """In place of `Mean.update_state`.
+    """Replace `Mean.update_state`: weight a loss by the replica's share of the rows.
 
     Keras records each output's loss with the static batch size as its weight (1
     where that isn't known), and a custom step records its loss without one: every
-    step of an epoch weighs the same. A replica's value counts by its share of it.
+    step of an epoch weighs the same. A replica's value counts by its share of the step.
     """
     if current.hooks is not None and (
         current.in_compile_loss
@@ -310,9 +309,9 @@ def mean_metric(
 
 
 def recorded(value: Any) -> Any:
-    """A number of a step, so that the mean weighted by rows is that of all rows.
+    """Correct a step's number, so that its mean weighted by rows is that of all rows.
 
-    Where that can be had without asking the others.
+    Only where that needs no communication.
     """
     kinds = current.kinds
     if kinds is None or not isinstance(value, tf.Tensor) or value.shape.rank != 0:
@@ -329,7 +328,7 @@ def recorded(value: Any) -> Any:
 
 
 def _portion(mine: Any) -> Any:
-    """This replica's part of a sum over all, relative to its share of the rows."""
+    """Return this replica's part of a sum over all, divided by its row share."""
     hooks = current.hooks
     if hooks is None:
         return tf.ones([])

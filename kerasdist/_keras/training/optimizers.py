@@ -1,15 +1,15 @@
-"""Reduce before anything looks at the gradients.
+"""Reduction of gradients before anything else reads them.
 
-Keras clips, checks, accumulates and averages each replica's own gradients and adds
-up what comes out: under several replicas that is another number. The outermost
-`apply` reduces (a LossScaleOptimizer calls its inner optimizer's); what runs inside
-it sees gradients that are the same on all replicas.
+Keras clips, checks, accumulates and averages each replica's own gradients and sums
+the results: with several replicas that gives other numbers. Here the outermost `apply`
+reduces (a LossScaleOptimizer calls its inner optimizer's); inside it the gradients are
+the same on all replicas.
 
 With gradient accumulation each replica adds up its own gradients, and they are reduced
 in the step that updates (`kerasdist.strategies.reduce.accumulation`), before they are
-clipped. Where something looks at the gradients of every step, every step reduces:
+clipped. Every step reduces if the gradients of every step are needed:
 
-    LossScaleOptimizer              must know on all replicas if they are finite
+    LossScaleOptimizer              all replicas must know whether they are finite
     variables that are overwritten  (float8) take the largest of the steps'
     an optimizer that has its own `_backend_apply_gradients`
 """
@@ -51,7 +51,7 @@ def apply(
     grads: Any,
     trainable_variables: Any = None,
 ) -> Any:
-    """In place of `BaseOptimizer.apply` and `LossScaleOptimizer.apply`."""
+    """Replace `BaseOptimizer.apply` and `LossScaleOptimizer.apply`: reduce first."""
     if trainable_variables is not None:
         trainable_variables = list(trainable_variables)
     if current.building:
@@ -66,7 +66,7 @@ def apply(
     if hooks is None and current.timed and not current.reduced:
         timer = timer_of(tf.distribute.get_strategy())
         if timer is not None:
-            # Nothing to send: but here the backward pass ends.
+            # There is nothing to send, but the backward pass ends here.
             given = list(grads)
             with setting(reduced=True):
                 given = timer.exchange(given, lambda after: given)
@@ -78,8 +78,8 @@ def apply(
     inner = getattr(optimizer, "inner_optimizer", optimizer)
     if rows is None and inner.gradient_accumulation_steps:
         # In custom loops gradients are summed. Keras accumulates each replica's own
-        # and sums last: its accumulators hold what is of the size of one replica's,
-        # so ours hold the mean of the replicas.
+        # and sums last: its accumulators hold values of the size of one replica's,
+        # so here they hold the mean of the replicas.
         rows, scale = tf.constant(1, tf.int64), hooks.replicas
     window = hooks.replicas > 1 and _has_windows(optimizer, trainable_variables)
     if not window:
@@ -104,7 +104,7 @@ def apply(
 def accumulate(
     original: Callable[..., Any], optimizer: Any, grads: Any, trainable_variables: Any
 ) -> Any:
-    """In place of `BaseOptimizer._backend_apply_gradients`."""
+    """Replace `_backend_apply_gradients`: reduce in the step that updates."""
     hooks = current_hooks()
     if hooks is not None and current.window:
         steps = optimizer.gradient_accumulation_steps
@@ -121,7 +121,7 @@ def accumulate(
 def clip_gradients(
     original: Callable[..., Any], optimizer: Any, grads: Sequence[Any]
 ) -> Any:
-    """In place of `BaseOptimizer._clip_gradients`: see `apply`."""
+    """Replace `BaseOptimizer._clip_gradients`: see `apply`."""
     if current.scale != 1:
         grads = [None if g is None else g * current.scale for g in grads]
     return original(optimizer, grads)
@@ -130,19 +130,19 @@ def clip_gradients(
 def skip_all_reduce(
     original: Callable[..., Any], optimizer: Any, grads_and_vars: Any
 ) -> Any:
-    """In place of `TFOptimizer._all_reduce_sum_gradients`."""
+    """Replace `TFOptimizer._all_reduce_sum_gradients`: do nothing after `apply`."""
     return grads_and_vars if current.reduced else original(optimizer, grads_and_vars)
 
 
 def own_accumulators(optimizer: Any) -> list[Any]:
-    """The Keras variables in which each replica adds up its own gradients."""
+    """Return the Keras variables in which each replica adds up its own gradients."""
     if not getattr(optimizer, "built", False) or not _has_windows(optimizer, None):
         return []
     return list(optimizer._accumulated_gradients)
 
 
 def open_window(optimizer: Any) -> list[Any]:
-    """What replicas have added up since the last update: variables, or none.
+    """Return the variables with the sums since the last update; empty if none.
 
     They may be set to their mean over the replicas, which changes no number.
     """
@@ -154,10 +154,10 @@ def open_window(optimizer: Any) -> list[Any]:
 
 
 def finalize(original: Callable[..., Any], optimizer: Any, var_list: Any) -> Any:
-    """In place of `BaseOptimizer.finalize_variable_values`, at the end of `fit`.
+    """Replace `BaseOptimizer.finalize_variable_values`, at the end of `fit`.
 
-    It overwrites the weights with their averages, which asynchronous workers have
-    each of their own.
+    It overwrites the weights with their averages. Each asynchronous worker has its own
+    averages, so their mean is taken.
     """
     hooks = dealing_hooks(getattr(optimizer, "_distribution_strategy", None))
     if hooks is not None and optimizer.use_ema:
@@ -166,10 +166,10 @@ def finalize(original: Callable[..., Any], optimizer: Any, var_list: Any) -> Any
 
 
 def learning_rate(original: Callable[..., Any], optimizer: Any) -> Any:
-    """In place of `BaseOptimizer._get_current_learning_rate`.
+    """Replace `BaseOptimizer._get_current_learning_rate`.
 
-    A schedule is asked for the steps of all workers, see `taken`. Then comes the
-    factor, see `rates`.
+    A schedule is evaluated at the step count of all workers, see `global_step`, and the
+    factor of `learning_rate` applied.
     """
     return scaled(optimizer, _unscaled(original, optimizer))
 
@@ -189,7 +189,7 @@ def _variables_of(optimizer: Any) -> list[Any]:
 
 
 def _has_windows(optimizer: Any, variables: Any) -> bool:
-    """Whether the gradients of several steps are reduced at once."""
+    """Return whether the gradients of several steps are reduced at once."""
     if hasattr(optimizer, "inner_optimizer") or not getattr(
         optimizer, "gradient_accumulation_steps", None
     ):
@@ -203,10 +203,10 @@ def _has_windows(optimizer: Any, variables: Any) -> bool:
 
 
 def _is_linear(optimizer: Any) -> bool:
-    """Whether slices of one index may be added up before the optimizer sees them.
+    """Return whether slices of one index may be summed before the optimizer gets them.
 
-    Keras adds them up itself where it accumulates gradients. Plain SGD adds or
-    subtracts them, also with momentum, for which it makes a whole table of them.
+    Keras sums them itself where it accumulates gradients. Plain SGD adds or subtracts
+    them, also with momentum, for which it makes them dense.
     """
     if optimizer.gradient_accumulation_steps:
         return True

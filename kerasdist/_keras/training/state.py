@@ -1,4 +1,4 @@
-"""What a model's state consists of: what all workers must hold alike."""
+"""The parts of a model's state that all workers must hold alike."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ __all__ = [
 
 
 def _statistics(trainer: Any) -> list[Any]:
-    """Variables that each replica keeps for itself, as BatchNormalization's are.
+    """Return the variables that each replica keeps for itself, as BatchNormalization.
 
-    Seed generators' aren't: they are integers. Nor are the states of a stateful layer,
-    one for each of the replica's rows: rows stay with their replica. Frozen weights
-    aren't either: they were made to be trained, and never change. Synchronized layers
-    have the same statistics on all replicas, also on one without rows.
+    Excluded are seed generators' (integers), the states of stateful layers, one per row
+    of the replica (rows stay with their replica), and frozen weights, which were made
+    to be trained and never change. Synchronized layers have the same statistics on all
+    replicas, including those without rows.
     """
     shared: set[int] = set()
     for layer in trainer._flatten_layers():
@@ -46,7 +46,7 @@ def _statistics(trainer: Any) -> list[Any]:
 
 
 def _states_of_rows(layer: Any) -> list[Any]:
-    """What a stateful recurrent layer keeps of each row from one batch to the next."""
+    """Return the states that a stateful recurrent layer keeps of each row."""
     if not getattr(layer, "stateful", False):
         return []
     states = tree.flatten(getattr(layer, "states", None))
@@ -54,14 +54,14 @@ def _states_of_rows(layer: Any) -> list[Any]:
 
 
 def statistics_of(trainer: Any) -> list[Any]:
-    """TensorFlow's variables that each replica keeps for itself."""
+    """Return TensorFlow's variables that each replica keeps for itself."""
     return [variable.value for variable in _statistics(trainer)]
 
 
 def state_of(
     trainer: Any, *, only_weights: bool
 ) -> tuple[list[tuple[str, Any]], list[tuple[str, Any]]]:
-    """What must be the same on all ranks when training begins, and what needn't."""
+    """Return variables to be equal on all ranks when training begins, and others."""
 
     def named(some: list[Any]) -> list[tuple[str, Any]]:
         return [(getattr(v, "path", v.name), v.value) for v in some]
@@ -83,28 +83,28 @@ def state_of(
 
 
 def take_epoch(trainer: Any, hooks: KerasHooks, root: int) -> None:
-    """Begin with a rank's epoch: perhaps only that one could restore something."""
+    """Begin at a rank's epoch: perhaps only that rank has restored a backup."""
     epoch = hooks.of_chief(getattr(trainer, "_initial_epoch", None) or 0, root)
-    # As Keras has it: None or 0 leave the epoch to an argument of `fit`.
+    # As Keras does: None or 0 leave the epoch to an argument of `fit`.
     trainer._initial_epoch = int(epoch) or None
 
 
 def share_state(trainer: Any, hooks: KerasHooks, callbacks: Sequence[Any]) -> None:
-    """Let callbacks that have a method `before_first_step` see to the workers' state.
+    """Call `before_first_step` of the callbacks that have it, on the workers' state.
 
-    All ranks have the same ones, see `_keras.training.callbacks`.
+    All ranks have the same callbacks, see `_keras.training.callbacks`.
     """
     found = [getattr(callback, "before_first_step", None) for callback in callbacks]
     wanted = [prepare for prepare in found if prepare is not None]
     if wanted:
-        # As Keras does next: else they hold each worker's part of the last epoch.
+        # Keras does that next; else they hold each worker's part of the last epoch.
         trainer.reset_metrics()
     for prepare in wanted:
         prepare(hooks, whole_state(trainer))
 
 
 def whole_state(trainer: Any) -> list[Any]:
-    """TensorFlow's variables of everything that training changes, each once."""
+    """Return TensorFlow's variables of everything that training changes, each once."""
     return [variable.value for variable in _all_variables(trainer)]
 
 
@@ -112,7 +112,8 @@ def whole_state(trainer: Any) -> list[Any]:
 def copied_to(trainer: Any, device: str) -> Iterator[None]:
     """Train copies, on one device, of all variables that are elsewhere.
 
-    They come back as they were. What is on that device already isn't copied.
+    Afterwards the originals are back, unchanged. Variables on that device aren't
+    copied.
 
     Args:
         trainer: The model, of a strategy that places layers.
@@ -125,7 +126,7 @@ def copied_to(trainer: Any, device: str) -> Iterator[None]:
                 left.append((variable, variable.value))
                 with trainer.distribute_strategy.scope():
                     move(variable, device)
-                # By it an optimizer knows which variables it was built for.
+                # Optimizers recognize by it the variables they were built for.
                 variable.value._unique_id = left[-1][1]._unique_id
         yield
     finally:
@@ -134,7 +135,7 @@ def copied_to(trainer: Any, device: str) -> Iterator[None]:
 
 
 def _all_variables(trainer: Any) -> list[Any]:
-    """Keras's variables of everything that training changes, each once."""
+    """Return Keras's variables of everything that training changes, each once."""
     variables = [*trainer.variables, *trainer.metrics_variables]
     for optimizer in optimizers_of(trainer):
         variables += optimizer.variables

@@ -1,4 +1,4 @@
-"""Steps of training and of evaluation, and predictions."""
+"""Steps of training, evaluation and prediction."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ __all__ = [
 def reduce_per_replica(
     original: Callable[..., Any], values: Any, strategy: Any, reduction: str
 ) -> Any:
-    """Predictions: Keras concatenates this worker's replicas; then come the workers."""
+    """Replace `reduce_per_replica`: concatenate predictions of all workers, too."""
     result = original(values, strategy, reduction)
     hooks = hooks_of(strategy)
     if hooks is None or reduction != "concat":
@@ -53,10 +53,10 @@ def reduce_per_replica(
 def make_function(
     original: Callable[..., Any], trainer: Any, step_function: Callable[[Any], Any]
 ) -> Callable[[Any], Any]:
-    """In place of `_make_function`, which makes the train and the test function.
+    """Replace `_make_function`, which makes the train and the test function.
 
-    Each step knows its rows; `*_on_batch` gets this worker's part of the batch; a
-    lost worker is named instead of a failed operation.
+    Each step knows its rows; `*_on_batch` gets this worker's part of the batch; the
+    error after a loss is that of the lost worker instead of a failed operation.
     """
     hooks = hooks_of(trainer.distribute_strategy)
     timer = timer_of(trainer.distribute_strategy) if current.training else None
@@ -78,7 +78,7 @@ def make_function(
                     last.keep(logs, rows)
             return logs
         # A replica without rows runs the step on another's row. Its gradients count for
-        # nothing, and what it wrote is put back.
+        # nothing, and the variables that it changed are restored.
         metrics = [variable.value for variable in trainer.metrics_variables]
         variables = [*metrics, *statistics_of(trainer)]
         before = [variable.read_value() for variable in variables]
@@ -126,17 +126,17 @@ def make_function(
 def receive_batch(
     original: Callable[..., Any], trainer: Any, step_function: Callable[[Any], Any]
 ) -> Callable[[Any], Any]:
-    """In place of `_autoconvert_optionals`, which every batch passes.
+    """Replace `_autoconvert_optionals`, which processes every batch.
 
-    Takes the batch out of what our datasets put around it. What a replica without rows
-    predicts is dropped.
+    It unwraps the batches of kerasdist's datasets, and drops the predictions of a
+    replica without rows.
     """
     hooks = hooks_of(trainer.distribute_strategy)
     converted = original(trainer, step_function)
     timer = timer_of(trainer.distribute_strategy)
     if timer is None:
         return converted
-    # The function that is being made is of one kind, see `InstrumentedStep`.
+    # The function being made is of one kind, see `InstrumentedStep`.
     kind = current.making
     facts = {"timed": kind is True, "compiled": trainer.jit_compile is True}
 
@@ -145,7 +145,7 @@ def receive_batch(
             data = hooks.unwrap(data)
         if kind is not None:
             with setting(**facts):
-                # Each replica may have a thread of its own.
+                # Each replica may run in a thread of its own.
                 timer.marks = is_timed()
                 try:
                     return timer.step(converted, data)
@@ -172,7 +172,7 @@ def receive_batch(
 
 
 def predict_on_batch(original: Callable[..., Any], trainer: Any, x: Any) -> Any:
-    """In place of `predict_on_batch`: each worker predicts its part of the batch."""
+    """Replace `predict_on_batch`: each worker predicts its part of the batch."""
     hooks = hooks_of(trainer.distribute_strategy)
     if hooks is None:
         return original(trainer, x)
@@ -186,10 +186,10 @@ def symbolic_build(
     iterator: Any = None,
     data_batch: Any = None,
 ) -> Any:
-    """In place of `_maybe_symbolic_build`, which averages the replicas' batches.
+    """Replace `_maybe_symbolic_build`, which averages the replicas' batches.
 
-    That would be a collective, for the shapes alone, and has no meaning on strings
-    or on unequal parts.
+    The average would be a collective for the shapes alone, and doesn't exist for
+    strings or for unequal parts.
     """
     strategy = trainer.distribute_strategy
     hooks = hooks_of(strategy)
@@ -198,12 +198,12 @@ def symbolic_build(
     own = has_own_step(trainer)
     made = trainer.test_function if current.evaluating else trainer.train_function
     if own and made is not None:
-        return None  # what the step creates is there since it was traced
+        return None  # tracing the step has created its variables
     if hooks is not None and (own or not _is_built(trainer)):
         adopt_model(trainer)
     if iterator is not None and hooks is not None:
         if _is_built(trainer) and not (own and is_unbuilt(trainer)):
-            return None  # and a generator's first batch isn't lost
+            return None  # so that a generator's first batch isn't lost
 
         def local(value: Any) -> Any:
             return strategy.experimental_local_results(value)[0]
@@ -235,11 +235,11 @@ def symbolic_build(
 
 
 def _check_batch_size(trainer: Any, batch: Any, replicas: int) -> None:
-    """Refuse inputs that are made for the rows of all replicas, where that matters.
+    """Refuse inputs with the batch size of all replicas together, where that matters.
 
     Raises:
-        ValueError: The model's inputs have a batch size that isn't that of a replica,
-            and something in it needs that.
+        ValueError: The model's inputs have a batch size other than a replica's, and
+            something in the model needs that size.
     """
     model = getattr(trainer, "_functional", None) or trainer
     fixed = {each.shape[0] for each in getattr(model, "_inputs", ())} - {None}
@@ -253,20 +253,20 @@ def _check_batch_size(trainer: Any, batch: Any, replicas: int) -> None:
     ):
         raise ValueError(
             "A model is called with the rows of one replica, and inputs of a fixed "
-            f"batch size must have that one. Received: {fixed.pop()} in `keras.Input`, "
-            f"and {rows} rows here of a batch, with {replicas} replicas. Write "
-            "`keras.Input(batch_size=batch_size // strategy.num_replicas_in_sync)`; "
-            "`fit` keeps the size of the global batch. The rows of equal batches stay "
-            "with their replica, and so do the states of stateful layers: give `fit` "
-            "no batch with fewer rows."
+            f"batch size must have that size. Received: {fixed.pop()} in "
+            f"`keras.Input`, and a batch with {rows} rows here, with {replicas} "
+            "replicas. Write `keras.Input(batch_size=batch_size // "
+            "strategy.num_replicas_in_sync)`; `fit` keeps the size of the global "
+            "batch. The rows of equal batches stay with their replica, and so do the "
+            "states of stateful layers: give `fit` no batch with fewer rows."
         )
 
 
 def _takes_any_rows(model: Any, rows: int) -> bool:
-    """Whether a model with inputs of a fixed batch size is the same with other rows.
+    """Return whether a model with a fixed batch size computes the same for other rows.
 
-    Keras doesn't look at the batch size of what it's given; who has states of each row,
-    or a number that was made from it, does.
+    Keras doesn't check the batch size of its inputs; only layers with a state per row,
+    or with a number derived from the batch size, depend on it.
     """
     if any(getattr(layer, "stateful", False) for layer in model._flatten_layers()):
         return False
@@ -278,23 +278,23 @@ def _takes_any_rows(model: Any, rows: int) -> bool:
     )
     try:
         outputs = backend.compute_output_spec(model, inputs)
-    except Exception:  # of whatever has been made for another number of rows
+    except Exception:  # a layer was made for another number of rows
         return False
     return all(one.shape[:1] == (rows,) for one in tree.flatten(outputs))
 
 
 def _build(original: Callable[..., Any], trainer: Any, batch: Any) -> None:
-    """Build all that training needs: by calling the model, or else by its step."""
+    """Build all that training needs: by calling the model, else by tracing its step."""
     own = has_own_step(trainer)
     layers = trainer._flatten_layers(include_self=False)
     if own and not (can_be_called(trainer) and all(layer.built for layer in layers)):
-        # The step says what is called with what; a `call` may be for something else.
+        # The step defines all calls and inputs; a `call` may be for something else.
         try:
             build_by_step(trainer, batch)
         except Exception:
             if not can_be_called(trainer):
                 raise
-            # It may take more than a graph, as a step in Python does.
+            # A step in Python may accept what a graph doesn't.
             original(trainer, None, batch)
         return
     try:
@@ -306,12 +306,12 @@ def _build(original: Callable[..., Any], trainer: Any, batch: Any) -> None:
             raise (second if own else error) from None
         return
     if own and is_unbuilt(trainer):
-        # Optimizers that only the step knows.
+        # Builds optimizers that only the step uses.
         build_by_step(trainer, batch)
 
 
 def _is_built(trainer: Any) -> bool:
-    """Whether there's nothing left that a batch's shapes are needed for."""
+    """Return whether nothing is left to be built from a batch's shapes."""
     parts = (
         trainer,
         trainer.optimizer,
@@ -322,7 +322,7 @@ def _is_built(trainer: Any) -> bool:
 
 
 def new_train_function(trainer: Any) -> Callable[[Any], Any]:
-    """A function of an iterator that takes steps of training, traced anew."""
+    """Return a newly traced function that takes steps of training on an iterator."""
     with setting(training=True):
         return trainer._make_function(trainer.train_step)
 
