@@ -31,14 +31,14 @@ _PATCHER = Patcher("kerasdist._keras", patches.TABLE, _refuse)
 
 @contextlib.contextmanager
 def _explaining() -> Iterator[None]:
-    """Say of a Keras in which a module is missing all that doesn't fit."""
+    """Report all that doesn't fit if a module of Keras is missing."""
     try:
         yield
     except ImportError as error:
         if not (error.name or "").startswith("keras."):
             raise
         _PATCHER.check()
-        raise _refuse([f"it can't be imported from as it was: {error}"]) from error
+        raise _refuse([f"an import from it fails: {error}"]) from error
 
 
 with _explaining():
@@ -92,10 +92,10 @@ __all__ = [
 
 
 def check() -> None:
-    """Look whether Keras has all that is wrapped. Nothing is touched.
+    """Check that Keras has every function that is wrapped. Changes nothing.
 
     Raises:
-        IncompatibleKerasError: It hasn't; says all that is missing or different.
+        IncompatibleKerasError: Lists all that is missing or different.
     """
     _PATCHER.check()
 
@@ -104,14 +104,14 @@ def install(*features: str) -> None:
     """Put hooks into Keras, each once per process.
 
     Args:
-        *features: What is needed besides "core", see `patches`.
+        *features: The features that are needed besides "core", see `patches`.
 
     Raises:
-        IncompatibleKerasError: See `check`. Nothing has been touched.
+        IncompatibleKerasError: See `check`. Nothing has changed.
     """
     _PATCHER.install("core", *features)
 
 
 def uninstall() -> None:
-    """Take the hooks out of Keras again, for tests."""
+    """Take the hooks out of Keras, for tests."""
     _PATCHER.uninstall()

@@ -95,7 +95,7 @@ class LossKinds:
         self._kinds: dict[Any, Any] = {}
         self._wholes: dict[Any, Whole | None] = {}
         self._graph: Any = None
-        self._again: list[tensor_origins.RebuiltGraph] = []
+        self._rebuilt: list[tensor_origins.RebuiltGraph] = []
 
     def set_mean(self, tensor: Any) -> None:
         """Declare a number as a mean over rows: it was corrected already."""
@@ -106,8 +106,8 @@ class LossKinds:
         """Declare a tensor as one with the batch's rows, whatever its origin."""
         if isinstance(tensor, tf.Tensor) and not _is_eager(tensor):
             self._kinds[_key(tensor)] = ROWS
-            for again in self._for(tensor.graph):
-                again.give(tensor)
+            for rebuilt in self._for(tensor.graph):
+                rebuilt.give(tensor)
 
     def of(self, tensor: Any) -> Any:
         """Return a `Kind`, `ROWS` or `OTHER`; of an eager tensor no `Kind`."""
@@ -231,7 +231,7 @@ class LossKinds:
             if counted is not None:
                 return counted
         if not scalar:
-            few, more = self._made_again(tensor)
+            few, more = self._rebuilt_shapes(tensor)
             if not (few.is_fully_defined() and more.is_fully_defined()):
                 return OTHER
             if few != more:
@@ -290,32 +290,32 @@ class LossKinds:
         """Return the kinds of a function's tensors, in one of its calls."""
         kinds = LossKinds(self._rows)
         kinds._graph = given[0][0].graph if given else None
-        kinds._again = [again.inside(given) for again in self._for(graph)]
+        kinds._rebuilt = [rebuilt.inside(given) for rebuilt in self._for(graph)]
         kinds._kinds = {_key(inner): self.of(outer) for inner, outer in given}
         return kinds
 
-    def _made_again(self, tensor: Any) -> tuple[Any, Any]:
+    def _rebuilt_shapes(self, tensor: Any) -> tuple[Any, Any]:
         """Return a tensor's shapes for 5 and for 7 rows."""
-        few, more = (again.tensor(tensor) for again in self._for(tensor.graph))
+        few, more = (rebuilt.tensor(tensor) for rebuilt in self._for(tensor.graph))
         return few.shape, more.shape
 
     def _for(self, graph: Any) -> list[tensor_origins.RebuiltGraph]:
         if self._graph is not graph:
             self._graph = graph
             known = tf.get_static_value(self._rows)
-            self._again = [
+            self._rebuilt = [
                 tensor_origins.RebuiltGraph(
                     rows, known=None if known is None else int(known), guess=True
                 )
                 for rows in (5, 7)
             ]
-        return self._again
+        return self._rebuilt
 
     def _count(self, tensor: Any) -> Kind | None:
         """Return the kind of a number computed from sizes alone; None for any other."""
         some, others = (
-            tensor_origins.constant(again.tensor(tensor))
-            for again in self._for(tensor.graph)
+            tensor_origins.constant(rebuilt.tensor(tensor))
+            for rebuilt in self._for(tensor.graph)
         )
         if some is None or others is None:
             return None

@@ -1,4 +1,4 @@
-"""What a model's layers cost: bytes, operations, activations, found without weights.
+"""The costs of a model's layers: bytes, operations, activations, without weights.
 
-From here on they are numbers, in `kerasdist.placement`.
+`kerasdist.placement` works on with these numbers.
 """

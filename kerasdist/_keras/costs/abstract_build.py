@@ -1,9 +1,9 @@
 """Models without weights: variables that have a shape, but no memory.
 
-Inside `without_weights` a model is built as always, by any of Keras's ways. Only what
-its variables are made of differs: they have a handle of TensorFlow's, which takes
-memory when it's first given a value, and it never is. Afterwards nothing is different:
-the next layers get the names, and the next weights the values, that they'd have got.
+Inside `without_weights` a model is built as usual, by any of Keras's ways. Only its
+variables differ: they have a TensorFlow handle, which takes memory when it first gets a
+value, and it never gets one. Afterwards everything is as before: the next layers get
+the names, and the next weights the values, that they would have got without it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from kerasdist import _tf
 
 __all__ = ["shapes_only", "without_weights"]
 
-# So few elements are initialized: step counters, seeds, learning rates are read.
+# Variables this small are initialized: step counters, seeds, learning rates are read.
 _FEW_ELEMENTS = 16
 
 
@@ -32,18 +32,18 @@ _FEW_ELEMENTS = 16
 def without_weights() -> Iterator[None]:
     """Build models without weights in a `with` block, and leave no trace of them.
 
-    Keras's names and seeds, Python's and NumPy's random numbers are afterwards what
-    they were before.
+    Afterwards Keras's names and seeds, and Python's and NumPy's random numbers, are
+    what they were before.
     """
     state = global_state.GLOBAL_STATE_TRACKER
-    # Until 3.15 settings were kept apart.
+    # Until 3.15 settings were stored separately.
     settings = getattr(global_state, "GLOBAL_SETTINGS_TRACKER", None)
     kept = {name: _copy(value) for name, value in vars(state).items()}
     python, numpy = random.getstate(), np.random.get_state()
-    # Made in here it would have no value.
+    # A generator created inside would have no value.
     generator = kept.get("global_seed_generator")
     seeds = None if generator is None else tf.identity(generator.state.value)
-    # A model's layers and a graph's operations are garbage at the end, not before.
+    # Garbage (a model's layers, a graph's operations) is collected once, at the end.
     collecting = gc.isenabled()
     gc.disable()
     try:
@@ -65,7 +65,7 @@ def without_weights() -> Iterator[None]:
 
 
 def shapes_only() -> Any:
-    """A `with` block in which variables get no memory, in the default graph."""
+    """Create variables without memory, in the default graph; a context manager."""
     return tf.variable_creator_scope(_create)
 
 
@@ -83,9 +83,9 @@ def _create(create: Callable[..., Any], **kwargs: Any) -> Any:
 
 
 def _spec(initial: Any, dtype: Any) -> tuple[Any, Any]:
-    """The shape and dtype that a variable with this initial value has."""
+    """Return the shape and dtype of a variable with this initial value."""
     if callable(initial):
-        # Keras's variables know theirs; the initializer needn't run.
+        # Keras's variables have them as attributes; the initializer isn't called.
         for cell in getattr(initial, "__closure__", None) or ():
             variable = cell.cell_contents
             if isinstance(variable, keras.Variable):

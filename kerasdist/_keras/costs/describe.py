@@ -1,14 +1,14 @@
-"""From a function that builds a model to what its layers cost, without its weights.
+"""Costs of the layers of a model that a function builds, without its weights.
 
-    1. the function runs inside `without_weights`: layers and variables are all there,
-       but no memory of weights
-    2. the model is called with placeholders in a graph of its own, and differentiated;
-       every layer that goes to a device as a whole marks the operations that it makes
-       by a name scope, which the operations of its backward pass inherit
-    3. `liveness` goes through this graph
-    4. the optimizer is built for the same variables: its slots are counted
+1. the function runs inside `without_weights`: all layers and variables exist, but
+   weights have no memory
+2. the model is called with placeholders in a graph of its own, and differentiated;
+   every layer that is placed as a whole marks its operations by a name scope, which
+   the operations of its backward pass inherit
+3. `liveness` analyzes this graph
+4. the optimizer is built for the same variables, and its slots are counted
 
-So what a layer costs is what TensorFlow would do, of any layer that there is.
+So a layer's cost is that of what TensorFlow would run, for any kind of layer.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ def describe(
 
     Args:
         model_fn: Returns the model. Takes no arguments.
-        rows: The number of rows to look at; costs are given per row.
-        optimizer: A Keras optimizer or its name; None: that which the model was
-            compiled with, or none.
-        inputs: What the model is called with, if it doesn't say so itself: shapes
-            without the batch (tuples), or `keras.Input`s, in a structure.
+        rows: The number of rows to trace with; costs are given per row.
+        optimizer: A Keras optimizer or its name; by default the one that the model was
+            compiled with, if any.
+        inputs: The model's inputs, if the model doesn't define them: shapes without the
+            batch (tuples), or `keras.Input`s, in a structure.
 
     Raises:
         ValueError: The model can't be built like this; the message says how.
@@ -55,10 +55,10 @@ def describe(
 
 
 def describe_built(model: Any, rows: int, inputs: Any = None) -> ModelCost:
-    """Return what the layers of a model cost that is there, with its own optimizer.
+    """Return the costs of the layers of an existing model, with its own optimizer.
 
     Args:
-        model: A model, all of whose layers are built. It stays as it is.
+        model: A model, all of whose layers are built. It isn't changed.
         rows: See `describe`.
         inputs: See `describe`.
     """
@@ -70,8 +70,8 @@ def _built(model_fn: Callable[[], Any]) -> Any:
     try:
         model = model_fn()
     except tf.errors.FailedPreconditionError:
-        # It looks at weights, as a call with zeros does that builds a model: put what
-        # it computes into a graph instead.
+        # The function reads weights, as in a call with zeros that builds a model:
+        # put its computation into a graph instead.
         with tf.__internal__.FuncGraph("model").as_default(), shapes_only():
             model = model_fn()
     if not isinstance(model, keras.Model):
@@ -145,13 +145,13 @@ def _call(model: Any, data: Any) -> Any:
             "A plan calls the model with placeholders in a graph, and this failed: "
             f"{type(error).__name__}: {error}\nReceived: inputs="
             f"{tf.nest.map_structure(lambda t: (t.shape, t.dtype.name), data)!r}; "
-            "expected what `model.call` takes in `fit`. Give `inputs=` another shape, "
-            "or several in a list or dict."
+            "expected the inputs of `model.call` in `fit`. Give `inputs=` another "
+            "shape, or several in a list or dict."
         ) from error
 
 
 def _placeholders(model: Any, rows: int, inputs: Any) -> Any:
-    """Placeholders of a batch, in the structure that the model takes."""
+    """Return placeholders for a batch, in the structure of the model's inputs."""
     given = inputs
     if given is None:
         given = getattr(model, "_inputs_struct", None)
@@ -166,8 +166,8 @@ def _placeholders(model: Any, rows: int, inputs: Any) -> Any:
     if given is None:
         raise ValueError(
             "A plan needs the shapes of the model's inputs. Received: "
-            f"model={type(model).__name__}({model.name!r}), which doesn't say. Give "
-            "them as `inputs=(28, 28, 1)` (shapes without the batch, or "
+            f"model={type(model).__name__}({model.name!r}), which doesn't define them. "
+            "Give them as `inputs=(28, 28, 1)` (shapes without the batch, or "
             "`keras.Input`s; several in a list or dict), begin the model with "
             "`keras.Input`, or call `model.build` in `model_fn`."
         )
@@ -206,7 +206,7 @@ def _unique(variables: Any) -> list[Any]:
 def _weights(
     units: Units, trained: list[Any], gradients: list[Any], optimizer: Any
 ) -> list[_Weights]:
-    """What the variables of each layer take, in the order of the layers' numbers."""
+    """Return the bytes of each layer's variables, in the order of layer numbers."""
     kept = slots.slot_bytes(optimizer, trained)
     about = {
         id(variable): (size, gradient)
@@ -231,9 +231,9 @@ def _weights(
 
 
 def _costs(units: Units, use: Use, weights: list[_Weights], rows: int) -> ModelCost:
-    """Put it together, in the order in which the layers run.
+    """Combine the results, in the order in which the layers run.
 
-    Layers with one path go to one device: they are one layer here.
+    Layers with the same path go to one device, and become one layer here.
     """
     last = len(units.layers), 0
     begins = [last if u.first is None else (0, u.first) for u in use.units]
@@ -277,7 +277,7 @@ def _costs(units: Units, use: Use, weights: list[_Weights], rows: int) -> ModelC
 
 
 def _joined(a: LayerCost, b: LayerCost) -> LayerCost:
-    """Two layers with one path as one."""
+    """Merge two layers with the same path."""
     most = ("update_bytes", "transient_row_bytes")
     values = {}
     for field in dataclasses.fields(LayerCost):

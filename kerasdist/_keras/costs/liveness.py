@@ -1,13 +1,13 @@
-"""Which tensors of a training step are alive when: what is saved, and what is passing.
+"""Lifetimes of the tensors of a training step: saved and transient memory.
 
-TensorFlow runs each operation as soon as its inputs are there. So a step's graph is
-gone through in two parts, each in the order in which it was made: *early*, what doesn't
-need the gradient of the loss (the forward pass, and what was made for the backward pass
-but needs nothing of it, as `x - mean` of a normalization), and *late*, the rest. A
-tensor is alive from the operation that makes it to the last one that reads it. What is
-made early and read late is *saved*; everything else is *transient*. Tensors that are
-other names for one memory count once, weights and gradients of weights not at all:
-these are counted as such.
+TensorFlow runs each operation as soon as its inputs are available. So a step's graph is
+processed in two parts, each in the order of creation: *early*, the operations that
+don't need the gradient of the loss (the forward pass, and operations created for the
+backward pass that don't depend on it, such as `x - mean` of a normalization), and
+*late*, the rest. A tensor is alive from the operation that produces it to the last one
+that reads it. A tensor produced early and read late is *saved*; all others are
+*transient*. Tensors that share memory count once. Weights and their gradients don't
+count at all: they are counted as such elsewhere.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["Traced", "UnitUse", "Use", "measure"]
 
 # They read a shape, not the elements: TensorFlow replaces them by constants.
 _SHAPES_ONLY = {"BroadcastGradientArgs", "Rank", "Shape", "ShapeN", "Size", "ZerosLike"}
-# They may write into the memory of an input that nobody else needs.
+# They may write into the memory of an input that no other operation needs.
 _IN_PLACE = frozenset(
     [
         "Abs",
@@ -74,15 +74,15 @@ _RANDOM = ("Random", "StatelessRandom", "StatelessTruncated", "Stateless")
 
 @dataclasses.dataclass
 class UnitUse:
-    """What one layer makes in a step with a fixed number of rows.
+    """The memory and work of one layer in a step with a fixed number of rows.
 
     Attributes:
         saved: Bytes that depend on the batch.
         fixed: Bytes of weights in another form.
-        transient: Bytes that pass, at most.
-        output: Bytes of what others read.
-        flops: Of its forward pass.
-        first: The number of its first operation.
+        transient: Peak of transient bytes.
+        output: Bytes of the outputs that other layers read.
+        flops: Operations of its forward pass.
+        first: The index of its first operation.
     """
 
     saved: int = 0
@@ -95,12 +95,12 @@ class UnitUse:
 
 @dataclasses.dataclass(frozen=True)
 class Use:
-    """What all layers make.
+    """The memory and work of all layers, and the tensors between them.
 
     Attributes:
         units: One for each.
-        tensors: Of each tensor between them who makes it (-1: the data), who reads
-            it, and its bytes.
+        tensors: For each tensor between layers the layer that produces it (-1: the
+            data), the layers that read it, and its bytes.
     """
 
     units: list[UnitUse]
@@ -112,12 +112,12 @@ class Traced:
     """A step's graph.
 
     Attributes:
-        made: Its operations in the order in which they were made.
+        made: Its operations in the order of creation.
         forward: How many of them belong to the forward pass.
         data: The tensors of a batch.
-        outputs: What the forward pass leads to.
-        seeds: The gradients of these, from which the backward pass begins.
-        gradients: What the backward pass leads to.
+        outputs: The results of the forward pass.
+        seeds: Their gradients, from which the backward pass begins.
+        gradients: The results of the backward pass.
         unit_of: From an operation's name to the number of its layer.
         units: Number of layers.
     """
@@ -133,7 +133,7 @@ class Traced:
 
 
 def measure(step: Traced) -> Use:
-    """Go through a step."""
+    """Analyze a step's graph."""
     return _Step(step).use()
 
 
@@ -148,7 +148,7 @@ class _Step:
         self._outputs = {i: list(made[i].outputs) for i in order}
         late = self._after([tensor.name for tensor in step.seeds], order)
         self._order = [i for i in order if i not in late]
-        # Where the late part begins.
+        # The position at which the late part begins.
         self._border = len(self._order)
         self._order += [i for i in order if i in late]
         self._place = {i: place for place, i in enumerate(self._order)}
@@ -194,7 +194,7 @@ class _Step:
         return Use(units, tensors)
 
     def _name_memory(self, i: int) -> None:
-        """Find out whose memory each output is, and how large it is."""
+        """Determine which memory each output uses, and its size."""
         operation = self._made[i]
         lists = {}
         if op_costs.is_loop(operation):
@@ -216,7 +216,7 @@ class _Step:
                 self._size[root], self._maker[root] = size, i
 
     def _weight_gradients(self, gradients: Sequence[Any]) -> set[str]:
-        """Memory of gradients of weights, also of the parts of a sum."""
+        """Return the memory of gradients of weights, including the parts of a sum."""
         found: set[str] = set()
         left = [tensor.name for tensor in gradients]
         while left:
@@ -230,7 +230,7 @@ class _Step:
         return found
 
     def _data_dependent(self) -> set[str]:
-        """Memory whose size depends on the number of rows."""
+        """Return the memory whose size depends on the number of rows."""
         found = {self._root[name] for name in self._data if name in self._root}
         for i in self._order:
             if self._made[i].type.startswith(_RANDOM) or any(
@@ -240,7 +240,7 @@ class _Step:
         return found
 
     def _assign(self, unit_of: Callable[[str], int | None]) -> dict[int, int]:
-        """The layer of each operation; what is between layers goes with its input."""
+        """Return each operation's layer; between layers, that of its input."""
         found: dict[int, int] = {}
         last = 0
         for i in self._order:
@@ -256,7 +256,7 @@ class _Step:
         return found
 
     def _last_reads(self, outputs: Sequence[str]) -> dict[str, int]:
-        """When each memory is read last: places in the order."""
+        """Return the position of the last operation that reads each memory."""
         last: dict[str, int] = {}
         for place, i in enumerate(self._order):
             if self._made[i].type in _SHAPES_ONLY:
@@ -269,16 +269,16 @@ class _Step:
         return last
 
     def _passing(self, units: list[UnitUse]) -> None:
-        """What passes through each layer, at most."""
-        apart = {*self._saved, *self._gradients, *self._data}
+        """Compute the peak of transient bytes of each layer."""
+        excluded = {*self._saved, *self._gradients, *self._data}
         ends: dict[int, list[str]] = {}
         for root, place in self._last.items():
-            if root not in apart:
+            if root not in excluded:
                 ends.setdefault(place, []).append(root)
         live = 0
         for place, i in enumerate(self._order):
             ending = sum(self._size[root] for root in ends.get(place, ()))
-            mine = {self._root[tensor.name] for tensor in self._outputs[i]} - apart
+            mine = {self._root[tensor.name] for tensor in self._outputs[i]} - excluded
             mine = {root for root in mine if self._maker[root] == i}
             new = sum(self._size[root] for root in mine)
             unread = sum(self._size[root] for root in mine if root not in self._last)
@@ -288,7 +288,7 @@ class _Step:
             live += new - ending - unread
 
     def _between(self) -> list[tuple[int, tuple[int, ...], int]]:
-        """The tensors that one layer makes and others read, in the forward pass."""
+        """Return the tensors of the forward pass that pass from one layer to others."""
         readers: dict[str, set[int]] = {}
         for i in self._order:
             if i >= self._forward:
@@ -306,7 +306,7 @@ class _Step:
         return found
 
     def _after(self, names: Sequence[str], order: Sequence[int]) -> set[int]:
-        """The operations that need one of these tensors."""
+        """Return the operations that depend on one of these tensors."""
         found, reached = set(), set(names)
         for i in order:
             outputs = [tensor.name for tensor in self._outputs[i]]
@@ -319,7 +319,7 @@ class _Step:
 
 
 def _needed(ends: Sequence[Any]) -> set[str]:
-    """The names of all operations that these need."""
+    """Return the names of all operations that these depend on."""
     found: set[str] = set()
     left = list(ends)
     while left:

@@ -1,12 +1,12 @@
-"""What TensorFlow's operations cost: operations of arithmetic, and bytes they make.
+"""Costs of TensorFlow's operations: arithmetic operations, and bytes of results.
 
-Counted from the shapes in a graph, so that any layer is counted that is made of these:
+They are computed from the shapes in a graph, for any layer made of these operations:
 
     products          MatMul, BatchMatMul, Einsum: 2 per multiplication and addition
     convolutions      1, 2 and 3 dimensions, depthwise, transposed
     loops             the loop's body times the number of iterations (RNNs)
-    functions         what is called
-    everything else   one per element that comes out (activations, sums, look-ups, ...)
+    functions         the operations of the called function
+    everything else   one per element of the result (activations, sums, look-ups, ...)
     renaming          none: Reshape, Identity and the like don't touch the elements
 """
 
@@ -50,18 +50,18 @@ _BRANCHES = {"Case", "If", "StatelessCase", "StatelessIf"}
 
 
 def is_loop(operation: Any) -> bool:
-    """Whether an operation is a `tf.while_loop`."""
+    """Return whether an operation is a `tf.while_loop`."""
     return operation.type in _LOOPS
 
 
 def tensor_bytes(tensor: Any) -> int:
-    """The bytes of a tensor with a static shape; 0 if it has none, or isn't data."""
+    """Return the bytes of a tensor; 0 without a static shape, or if it isn't data."""
     elements = _elements(tensor)
     return elements * tensor.dtype.size if elements and tensor.dtype.size else 0
 
 
 def iterations(loop: Any) -> int:
-    """How often a loop runs, at most; 1 where that isn't known."""
+    """Return how often a loop runs, at most; 1 if that isn't known."""
     # The first inputs of a loop are its counter and its bound.
     tensor = loop.inputs[1]
     while tensor.op.type in ("Identity", "Max"):
@@ -69,7 +69,7 @@ def iterations(loop: Any) -> int:
     bound = tf.get_static_value(tensor)
     if bound is not None and np.ndim(bound) == 0 and bound > 0:
         return int(bound)
-    # Else what it reads step by step.
+    # Else the length of the inputs that it reads step by step.
     return max(
         (
             tensor.op.inputs[0].shape[0] or 1
@@ -81,12 +81,12 @@ def iterations(loop: Any) -> int:
 
 
 def loop_lists(loop: Any) -> dict[int, tuple[str, int]]:
-    """What the lists hold that a loop fills: its outputs that aren't tensors.
+    """Return the contents of the lists that a loop fills, its non-tensor outputs.
 
     Returns:
         From the index of an output to the name of the tensor in the loop's body that
         each iteration puts into the list, and the bytes of the full list. Lists of one
-        tensor share its memory. What isn't data is left out.
+        tensor share its memory. Lists of anything but data are left out.
     """
     body = _body(loop)
     if body is None:
@@ -107,7 +107,7 @@ def loop_lists(loop: Any) -> dict[int, tuple[str, int]]:
 
 
 def flops(operation: Any) -> float:
-    """Arithmetic operations of one operation of a graph."""
+    """Return the number of arithmetic operations of one operation of a graph."""
     kind = operation.type
     if kind in _FREE:
         return 0.0
@@ -154,7 +154,7 @@ def _einsum(operation: Any) -> float:
         equation.partition("->")[0].split(","), operation.inputs, strict=True
     ):
         term = term.strip()
-        # What an ellipsis stands for is counted as one dimension.
+        # An ellipsis is counted as one dimension.
         before, dots, after = term.partition("...")
         shape = [size or 1 for size in tensor.shape]
         for letter, size in zip(before, shape, strict=False):
@@ -169,7 +169,7 @@ def _einsum(operation: Any) -> float:
 
 
 def _convolution(operation: Any) -> float:
-    """Each element of the larger side meets each weight of one of its channels."""
+    """Return the count: each element of the larger side times a channel's weights."""
     kernel = operation.inputs[1]
     sides = [operation.outputs[0]]
     if operation.type in _TRANSPOSED:
@@ -203,7 +203,7 @@ def _branches(operation: Any) -> list[Any]:
 
 
 def _item(output: Any) -> Any:
-    """What a loop's body puts into a list; None if this output is no list."""
+    """Return the tensor that a loop's body puts into a list; None if it's no list."""
     if output.dtype != tf.variant:
         return None
     operation = output.op
@@ -217,7 +217,7 @@ def _item(output: Any) -> Any:
 
 
 def _source(tensor: Any, carried: dict[str, Any]) -> Any:
-    """The tensor whose memory this is: also that of the iteration before."""
+    """Return the tensor whose memory this is, also that of the previous iteration."""
     seen = set()
     while tensor.name not in seen:
         seen.add(tensor.name)
@@ -229,5 +229,5 @@ def _source(tensor: Any, carried: dict[str, Any]) -> Any:
 
 
 def _is_weight(tensor: Any, body: Any) -> bool:
-    """Whether a tensor is a variable's memory, or what the loop was given."""
+    """Return whether a tensor is a variable's memory, or an input of the loop."""
     return tensor.op.type in ("Const", "Placeholder", "ReadVariableOp")

@@ -1,8 +1,8 @@
-"""The layers of a model that go to a device as a whole.
+"""The layers of a model that are placed on a device as a whole.
 
-Built-in layers do, with all that is in them (MultiHeadAttention, Bidirectional, RNNs).
-Models, and layers of one's own that are made of others, are taken apart; weights that
-such a layer has itself go by its own path.
+Built-in layers are, with all layers in them (MultiHeadAttention, Bidirectional, RNNs).
+Models, and custom layers that consist of other layers, are divided; the weights that
+such a layer has itself are placed by its own path.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _marking = threading.Lock()
 
 
 def goes_whole(layer: Any) -> bool:
-    """Whether a layer isn't taken apart."""
+    """Return whether a layer is placed as a whole."""
     if isinstance(layer, keras.Model):
         return False
     built_in = type(layer).__module__.partition(".")[0] == "keras"
@@ -32,7 +32,7 @@ def goes_whole(layer: Any) -> bool:
 
 
 class Units:
-    """These layers of a model, numbered.
+    """The layers of a model that are placed as a whole, numbered.
 
     Args:
         model: The model.
@@ -73,14 +73,14 @@ class Units:
                 keras.Layer.__call__ = original
 
     def of(self, name: str) -> int | None:
-        """The number of the layer that made an operation of this name."""
+        """Return the number of the layer that made an operation of this name."""
         marks = _MARK.findall(name)
         return int(marks[-1]) if marks else None
 
     def variables(self) -> Iterator[tuple[int, list[Any]]]:
         """Yield the variables of each layer, each variable once.
 
-        A layer that only has others in it, and no variables, isn't yielded.
+        A layer that only contains others, and has no variables, isn't yielded.
         """
         seen: set[int] = set()
         for layer, _ in self._walk():
@@ -120,10 +120,10 @@ class Units:
 
 
 def _prefix(layer: Any, path: str) -> str:
-    """What the paths of a layer's children begin with.
+    """Return the beginning of the paths of a layer's children.
 
-    Only layers with a `build` of their own know their path; their sisters' begins
-    alike. A functional model's isn't a part of it.
+    Only layers with a `build` of their own know their path; those of their siblings
+    begin alike. A functional model's name isn't a part of them.
     """
     for child in layer._layers:
         if child.path and child.path.endswith(child.name):
@@ -132,6 +132,6 @@ def _prefix(layer: Any, path: str) -> str:
 
 
 def _own_variables(layer: Any) -> list[Any]:
-    """The variables of a layer itself, without those of the layers in it."""
+    """Return the variables of a layer itself, without those of the layers in it."""
     seeds = [generator.state for generator in layer._seed_generators]
     return [*layer._trainable_variables, *layer._non_trainable_variables, *seeds]

@@ -1,4 +1,4 @@
-"""What an optimizer keeps for the weights that it trains, found from itself."""
+"""The optimizer slots of trained weights, found by building the optimizer."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ import tensorflow as tf
 
 __all__ = ["copy_of", "gradient_is_dense", "slot_bytes", "updates_at_once"]
 
-# They leave rows without a gradient as they are, and never make such a gradient dense.
+# They don't touch rows without a gradient, and never make such a gradient dense.
 _ROWS_ONLY = (keras.optimizers.SGD,)
-# How many arrays of a weight's size an update computes before it's done with one. One
-# moment after the other takes two; TensorFlow's threads compute them at the same time,
-# more or less: for a table of 77 MB with Adam two to four were seen.
+# How many arrays of a weight's size an update has before it's done with one. One moment
+# after the other needs two, but TensorFlow's threads compute them more or less at the
+# same time: for a table of 77 MB with Adam two to four were measured.
 _UPDATE_ARRAYS = 3
 
 
 def copy_of(optimizer: Any) -> Any:
-    """Return an optimizer like this one that has no variables of weights yet.
+    """Return a copy of an optimizer that has no slots of weights yet.
 
     Args:
         optimizer: An optimizer, its name, or None.
@@ -29,7 +29,7 @@ def copy_of(optimizer: Any) -> Any:
         A new optimizer; None for None.
 
     Raises:
-        ValueError: It can't be made.
+        ValueError: The optimizer can't be copied.
     """
     if optimizer is None:
         return None
@@ -39,26 +39,26 @@ def copy_of(optimizer: Any) -> Any:
         return type(optimizer).from_config(optimizer.get_config())
     except Exception as error:
         raise ValueError(
-            "A plan needs an optimizer that can be made again from its configuration, "
-            f"to see what it keeps. Received: optimizer={optimizer!r}; expected a "
+            "A plan needs an optimizer that can be recreated from its configuration, "
+            f"to count its slots. Received: optimizer={optimizer!r}; expected a "
             "`keras.optimizers.Optimizer` whose `get_config` returns the arguments of "
             "its constructor, or a name like 'adam'."
         ) from error
 
 
 def slot_bytes(optimizer: Any, variables: Sequence[Any]) -> list[int]:
-    """Build an optimizer; return what it keeps for each variable, in bytes.
+    """Build an optimizer; return the bytes of its slots for each variable.
 
-    Moments, averages (EMA), accumulated gradients: all its variables that aren't
-    scalars. To be called inside `without_weights`.
+    Slots are all of its variables that aren't scalars: moments, averages (EMA),
+    accumulated gradients. To be called inside `without_weights`.
 
     Args:
-        optimizer: From `copy_of`; None keeps nothing.
+        optimizer: From `copy_of`; None has no slots.
         variables: Keras variables.
     """
     if optimizer is None:
         return [0] * len(variables)
-    # Of equal variables one is enough, which saves half of the time.
+    # One of several equal variables is enough, which halves the time.
     keys = [_key(optimizer, variable) for variable in variables]
     chosen = dict(zip(keys, variables, strict=True))
     built = dict(zip(chosen, _build(optimizer, [*chosen.values()]), strict=True))
@@ -66,10 +66,10 @@ def slot_bytes(optimizer: Any, variables: Sequence[Any]) -> list[int]:
 
 
 def _key(optimizer: Any, variable: Any) -> Any:
-    """Variables with one key get equal slots."""
+    """Return a key; variables with the same key get slots of the same size."""
     inner = getattr(optimizer, "inner_optimizer", optimizer)
     kind = type(inner)
-    # Muon looks at paths, and what isn't Keras's may do so.
+    # Muon depends on paths, and optimizers from outside of Keras may do so.
     if kind.__module__.partition(".")[0] != "keras" or kind.__name__ == "Muon":
         return id(variable)
     replaced = bool(getattr(variable, "overwrite_with_gradient", False))
@@ -96,7 +96,7 @@ def _build(optimizer: Any, variables: Sequence[Any]) -> list[int]:
         optimizer.build(list(variables))
     finally:
         del inner.add_variable_from_reference
-    # Adafactor's are of other shapes than the weights.
+    # Adafactor's slots have other shapes than the weights.
     rest = [v for v in inner.variables if id(v) not in owned and len(v.shape)]
     total = sum(map(_bytes, rest))
     elements = sum(math.prod(v.shape) for v in variables) or 1
@@ -106,7 +106,7 @@ def _build(optimizer: Any, variables: Sequence[Any]) -> list[int]:
 
 
 def gradient_is_dense(optimizer: Any, gradient: Any) -> bool:
-    """Whether a weight's gradient takes as much memory as the weight."""
+    """Return whether a weight's gradient takes as much memory as the weight."""
     if not isinstance(gradient, tf.IndexedSlices):
         return True
     inner = getattr(optimizer, "inner_optimizer", optimizer)
@@ -114,7 +114,7 @@ def gradient_is_dense(optimizer: Any, gradient: Any) -> bool:
 
 
 def updates_at_once(optimizer: Any) -> int:
-    """How many arrays of a weight's size exist while that weight is updated."""
+    """Return how many arrays of a weight's size exist while that weight is updated."""
     return 0 if optimizer is None else _UPDATE_ARRAYS
 
 

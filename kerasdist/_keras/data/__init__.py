@@ -1,4 +1,4 @@
-"""Data as Keras takes and iterates over them: arrays, PyDatasets, generators.
+"""Data in the forms in which Keras iterates over them: arrays, PyDatasets, generators.
 
-How they are divided over workers is in `strategies.data`.
+Their division among workers is in `strategies.data`.
 """

@@ -1,4 +1,4 @@
-"""What `fit`, `evaluate` and `predict` are given, and how Keras iterates over it."""
+"""Arrays and other data of `fit`, `evaluate`, `predict`, and Keras's iteration."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ __all__ = [
 ]
 
 
-# Batches that are taken out of arrays at a time, and those that are kept ready.
+# Batches that are taken from arrays at a time, and batches that are prefetched.
 _AT_ONCE, _AHEAD = 4, 2
 
 
@@ -45,8 +45,8 @@ class ArrayData:
 
     Attributes:
         samples: Number of samples.
-        batch_size: Of the global batch.
-        shuffle: False, True, or "batch" (inside each batch).
+        batch_size: Rows of the global batch.
+        shuffle: False, True, or "batch" (within each batch).
     """
 
     def __init__(self, adapter: Any) -> None:
@@ -57,10 +57,10 @@ class ArrayData:
         self._parts: Any = None
 
     def leaves(self) -> tuple[list[Any], list[Any]]:
-        """Arrays and tensors of x, and of targets and weights.
+        """Return the arrays and tensors of x, and those of targets and weights.
 
-        As TensorFlow takes them: floats have Keras's precision, text is a tensor, and
-        what is sparse is a `tf.SparseTensor`.
+        They are as TensorFlow takes them: floats in Keras's precision, text as a
+        tensor, sparse data as a `tf.SparseTensor`.
         """
         parts = self._sliceable()
         if isinstance(parts, tuple) and len(parts) > 1:
@@ -68,11 +68,11 @@ class ArrayData:
         return _leaves(parts), []
 
     def replace(self, leaves: Sequence[Any], batch_size: int) -> None:
-        """Hold other data of the same structure.
+        """Replace the data by other data of the same structure.
 
         Args:
-            leaves: In the order of `leaves`, as it gives them.
-            batch_size: Of the global batch.
+            leaves: In the order and form of `leaves`.
+            batch_size: Rows of the global batch.
         """
         parts = self._sliceable()
         following = iter(leaves)
@@ -89,7 +89,7 @@ class ArrayData:
         self.batch_size = batch_size
 
     def reader(self) -> Callable[[Any], Any]:
-        """Return a function that takes a batch here and now, given its index vector."""
+        """Return a function that reads a batch at once, given its index vector."""
         inputs = tree.map_structure(_as_tensor, self._taken())
         return lambda rows: _take_rows(inputs, rows)
 
@@ -103,7 +103,7 @@ class ArrayData:
         return self._parts
 
     def _taken(self) -> Any:
-        """The same, now the caller's: it may be a copy of all data."""
+        """Return the leaves and give them up: they may be a copy of all data."""
         parts, self._parts = self._sliceable(), None
         self._inputs = None
         return parts
@@ -114,7 +114,7 @@ class ArrayData:
         rows: Callable[[Any], Any],
         finish: Callable[[Any, Any], Any],
     ) -> Any:
-        """Return a dataset of batches. Only their rows are read.
+        """Return a dataset of batches, of which only their own rows are read.
 
         Args:
             parts: A dataset of numbers, one for each batch.
@@ -124,21 +124,21 @@ class ArrayData:
         """
         inputs = self._taken()
 
-        # No Python here depends on a tensor, and to convert all that is called takes as
-        # long as a small model's first steps.
+        # No Python here depends on a tensor, and converting all called functions takes
+        # as long as a small model's first steps.
         @tf.autograph.experimental.do_not_convert
         def gather(part: Any, data: Any) -> Any:
             return finish(_take_rows(data, rows(part)), part)
 
         whole = tf.data.Dataset.from_tensors(inputs).repeat()
-        # TensorFlow's optimizations of a pipeline write it down, with all the data in
-        # it, and read it again: in each epoch. Keras does without them too.
+        # TensorFlow's graph optimizations serialize the pipeline with all its data, and
+        # parse it again, in each epoch. Keras disables them, too.
         options = tf.data.Options()
         options.experimental_optimization.apply_default_optimizations = False
-        # Nor is it tuned. The thread that does so may miss that an iterator is given
-        # up, and sleep on: 10 ms at first, later twice as long each time, a minute at
-        # most (`Model::OptimizeLoop` in tensorflow/core/framework/model.cc). Meanwhile
-        # the next epoch waits.
+        # Autotuning is off, too. Its thread may miss that an iterator was released and
+        # sleep on: 10 ms at first, then twice as long each time, at most a minute
+        # (`Model::OptimizeLoop` in tensorflow/core/framework/model.cc), while the next
+        # epoch waits.
         options.autotune.enabled = False
         return (
             tf.data.Dataset.zip((parts, whole))
@@ -165,7 +165,7 @@ def _leaves(parts: Any) -> list[Any]:
 
 
 def _take_rows(inputs: Any, rows: Any) -> Any:
-    """The rows of all arrays in a nest; anything else stays as it is."""
+    """Return the given rows of all arrays in a nest; other leaves stay unchanged."""
 
     def one(array: Any) -> Any:
         if isinstance(array, array_slicing.TensorflowSparseWrapper):
@@ -184,7 +184,7 @@ def _as_tensor(array: Any) -> Any:
 
 
 def random_seed() -> int | None:
-    """What `keras.utils.set_random_seed` was given, or None."""
+    """Return the seed of `keras.utils.set_random_seed`, or None."""
     seed = rng_utils.get_random_seed()
     return None if seed is None else int(seed)
 
@@ -196,9 +196,9 @@ def init_epoch_iterator(
     *args: Any,
     **kwargs: Any,
 ) -> None:
-    """In place of `TFEpochIterator.__init__`.
+    """Replace `TFEpochIterator.__init__`.
 
-    Keras shuffles arrays with an unseeded operation: another order per worker.
+    Keras shuffles arrays with an unseeded operation, in another order on each worker.
     """
     if not current.evaluating:
         current.iterator = weakref.ref(self)
@@ -207,10 +207,10 @@ def init_epoch_iterator(
         original(self, distribute_strategy, *args, **kwargs)
         return
     if "x" in kwargs:
-        # What a strategy has distributed that deals batches out: they are dealt here.
+        # Dynamic batches that a strategy has distributed are claimed below.
         kwargs["x"] = getattr(kwargs["x"], "kerasdist_dataset", kwargs["x"])
     given = kwargs["x"] if "x" in kwargs else next(iter(args), None)
-    # Keras reads two batches of it, which may be all.
+    # Keras reads two batches of it, which may be all there are.
     generator = (
         GeneratorFacts(given) if isinstance(given, types.GeneratorType) else None
     )
@@ -243,17 +243,17 @@ def init_epoch_iterator(
         is_items=isinstance(adapter, py_dataset_adapter.PyDatasetAdapter),
     )
     if length != adapter.num_batches:
-        # The longest worker's: Keras's loop counts batches.
+        # The largest number of any worker, because Keras's loop counts batches.
         self.data_adapter = _WithLength(adapter, length)
         self._num_batches = length
 
 
 def first_item(iterator: Any) -> Any:
-    """A batch of the PyDataset that Keras fetches ahead for an iterator, or None.
+    """Return a batch of the PyDataset that Keras prefetches for an iterator, or None.
 
-    Keras looks at a batch before it trains, and leaves an iterator behind. The items
-    that were fetched for that one would be the first of the epoch, and as many at its
-    end would be missing.
+    Keras reads a batch before it trains, and abandons that iterator. The items that
+    were prefetched for it would be the first of the epoch, and as many would be missing
+    at the epoch's end.
     """
     adapter = iterator.data_adapter
     adapter = getattr(adapter, "kerasdist_adapter", adapter)
@@ -263,7 +263,7 @@ def first_item(iterator: Any) -> Any:
 
 
 def batch_size_of_fit() -> int | None:
-    """Rows of the batches that `fit` is given, at its beginning; None: not known.
+    """Return the rows of a batch of `fit`, at its beginning; None if not known.
 
     The last one of an epoch may have fewer.
     """
@@ -277,7 +277,9 @@ def batch_size_of_fit() -> int | None:
     if isinstance(adapter, py_dataset_adapter.PyDatasetAdapter):
         items = adapter.py_dataset
         if isinstance(items, _InOrder):
-            items = items.dataset  # the first in order may be the short one
+            items = (
+                items.dataset
+            )  # the first in the shuffled order may be the short one
         first = tree.flatten(adapter._standardize_batch(items[0]))
         return int(first[0].shape[0]) if first else None
     try:
@@ -287,14 +289,14 @@ def batch_size_of_fit() -> int | None:
 
 
 def batches_of_fit() -> int | None:
-    """Number of batches in an epoch of `fit`, at its beginning; None: not known."""
+    """Return the batches of an epoch of `fit`, at its start; None: not known."""
     iterator = None if current.iterator is None else current.iterator()
     count = None if iterator is None else iterator.num_batches
     return None if count is None else int(count)
 
 
 def deal_batches(iterator: Any, hooks: DynamicHooks) -> None:
-    """Let an epoch iterator go through the batches that this worker claims.
+    """Let an epoch iterator yield the batches that this worker claims.
 
     Its step numbers are those of the batches in the whole epoch.
     """
@@ -340,7 +342,7 @@ class _WithLength:
 
 
 class _InOrder(py_dataset_adapter.PyDataset):
-    """A PyDataset whose items come in an order that all workers agree on.
+    """A PyDataset whose items are in an order that all workers agree on.
 
     The order changes only at the end of an epoch, when nothing fetches items.
     """
@@ -368,7 +370,7 @@ class _InOrder(py_dataset_adapter.PyDataset):
         return self.dataset[int(self.order[index])]
 
     def __getstate__(self) -> dict[str, Any]:
-        # What other processes need to fetch items.
+        # Only what other processes need to read items.
         return {**self.__dict__, "_draw": None}
 
     def on_epoch_begin(self) -> None:
@@ -380,7 +382,7 @@ class _InOrder(py_dataset_adapter.PyDataset):
 
 
 def _agree_on_order(adapter: Any, hooks: KerasHooks) -> None:
-    """Keras shuffles items with Python's own generator: another order per worker."""
+    """Shuffle items alike on all workers; Keras's order differs between workers."""
     if hooks.replicas == 1 or not adapter.shuffle or adapter.num_batches is None:
         return
     items = _InOrder(adapter.py_dataset, hooks.order_of_epochs())
@@ -392,7 +394,7 @@ def _agree_on_order(adapter: Any, hooks: KerasHooks) -> None:
         return
 
     def iterate() -> Any:
-        # An iterator keeps the order that it began with.
+        # An iterator keeps the order with which it began.
         for index in list(items.order):
             yield adapter._standardize_batch(items.dataset[int(index)])
 
@@ -403,11 +405,11 @@ def _refuse_generator(replicas: int) -> None:
     if replicas == 1:
         return
     raise ValueError(
-        "A plain Python generator can't be divided over several replicas: nothing says "
-        "whether each worker's generator yields the same batches or its own part of "
-        f"them. Received: a generator, with {replicas} replicas. Use arrays, a "
+        "A plain Python generator can't be divided over several replicas: it isn't "
+        "known whether each worker's generator yields the same batches or its own part "
+        f"of them. Received: a generator, with {replicas} replicas. Use arrays, a "
         "`keras.utils.PyDataset`, or a `tf.data.Dataset` "
         "(`tf.data.Dataset.from_generator`) of global batches, the same on all "
-        "workers; or, if each worker's generator yields its own part, say so with the "
-        "strategy's argument shard='off'."
+        "workers; or, if each worker's generator yields its own part, pass shard='off' "
+        "to the strategy."
     )

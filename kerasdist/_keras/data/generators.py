@@ -1,4 +1,4 @@
-"""What the code of a generator can see: where its batches are from."""
+"""The variables that a generator's code can access: the origin of its batches."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ __all__ = ["GeneratorFacts"]
 
 
 class GeneratorFacts:
-    """What a function, or a generator that runs, can see.
+    """The variables and names that a function, or a running generator, can access.
 
-    A generator that has ended shows nothing any more: ask before it is read.
+    A generator that has ended exposes nothing: inspect it before it is read.
 
     Args:
         function: A function, a method, or a generator.
 
     Attributes:
-        variables: Arguments (of a function the default values), free variables and
+        variables: The arguments (for a function the default values), free variables and
             globals that its code names, each with its name.
-        names: All names in its code, attributes among them.
+        names: All names in its code, including attributes.
     """
 
     def __init__(self, function: Any) -> None:
@@ -48,7 +48,7 @@ def _variables(function: Any) -> Iterator[tuple[str, Any]]:
         known: Mapping[str, Any] = frame.f_locals
         given = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
         for name in (*given, *code.co_freevars):
-            # That of a generator expression is the iterator it goes through.
+            # The argument of a generator expression is its iterator.
             if name in known and name != ".0":
                 yield name, known[name]
         everywhere = frame.f_globals

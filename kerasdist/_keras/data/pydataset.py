@@ -1,4 +1,4 @@
-"""A `PyDataset` that was given to `fit`, and what reads its items ahead."""
+"""A `PyDataset` that was given to `fit`, and the reader of its items."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ __all__ = [
     "closing_readers",
 ]
 
-# What `OrderedEnqueuer.start` is given: from 3.16 on the epoch, which it shuffles by.
-# The items that are read here have their order already.
+# Arguments of `OrderedEnqueuer.start`: from 3.16 on the epoch, with which it shuffles.
+# The items that are read here are in their order already.
 _EPOCH = (0,) * (
     len(inspect.signature(py_dataset_adapter.OrderedEnqueuer.start).parameters) - 1
 )
-# Without threads or processes of its own a dataset is read a little ahead.
+# How many items a dataset without threads or processes of its own is read ahead.
 _AHEAD = 2
-# How often a thread that shall end is looked after, in seconds.
+# Polling interval, in seconds, while waiting for the reader thread to exit.
 _POLL = 0.02
-# How long it may take to end; after that it is left to itself (it is a daemon).
+# How long it may take to exit; after that it is abandoned (it is a daemon).
 _CLOSE_SECONDS = 10.0
 
 
@@ -61,21 +61,21 @@ class ItemData:
 
     @property
     def length(self) -> int | None:
-        """Number of items; None if there's no end of them. It may change."""
+        """The number of items; None if it is infinite. It may change."""
         length = self._adapter.num_batches
         return None if length is None else int(length)
 
     def read(self, index: int) -> Any:
-        """Read an item here and now; a nest of arrays, see `ItemReader.read`."""
+        """Read an item at once; return a nest of arrays, see `ItemReader.read`."""
         return self._arrays(self._adapter.py_dataset[index])
 
     def reader(self, first: int, step: int, order: Sequence[int] | None) -> ItemReader:
-        """Begin to read every `step`-th item from `first` on.
+        """Start reading every `step`-th item from `first` on.
 
         Args:
-            first: Number of the first item, counted in the order.
-            step: How many to go on each time.
-            order: Indices of all items in the order of the epoch; None: as they are.
+            first: Position of the first item in the order.
+            step: Distance from one item to the next.
+            order: Indices of all items in the order of the epoch; None: ascending.
         """
         return ItemReader(self, _Part(self._adapter.py_dataset, first, step, order))
 
@@ -84,10 +84,10 @@ class ItemData:
 
 
 class ItemReader:
-    """Reads a part of a PyDataset ahead, by the threads or processes it asks for.
+    """A reader of a part of a PyDataset, which uses the dataset's threads or processes.
 
-    A context manager would have to span steps of Keras's loop: whoever has it calls
-    `close`, and `closing_readers` does at the end of `fit` and the like.
+    It isn't a context manager, which would have to span steps of Keras's loop. Its
+    owner calls `close`, and `closing_readers` does so at the end of `fit` and the like.
     """
 
     def __init__(self, data: ItemData, part: _Part) -> None:
@@ -107,17 +107,17 @@ class ItemReader:
     def read(self) -> tuple[int, Any]:
         """Return the next item's index and the item, with class weights applied.
 
-        The item is a nest of numpy arrays and None; anything that isn't an array in
-        it (ragged, sparse) stays as it is.
+        The item is a nest of numpy arrays and None; leaves that aren't arrays (ragged,
+        sparse) stay unchanged.
 
         Raises:
-            Exception: What the dataset's `__getitem__` raised.
+            Exception: The error of the dataset's `__getitem__`.
         """
         index, item = next(self._items)
         return index, self._data._arrays(item)
 
     def close(self) -> None:
-        """End the reading thread. Items that are being read are left to themselves."""
+        """End the reading thread. Items that are being read are abandoned."""
         enqueuer = self._enqueuer
         with enqueuer.start_stop_lock:
             enqueuer.running = False
@@ -125,7 +125,7 @@ class ItemReader:
         deadline = Deadline(_CLOSE_SECONDS)
         while thread is not None and thread.is_alive() and not deadline.expired:
             with contextlib.suppress(queue.Empty):
-                # The thread may wait for room in the queue.
+                # The thread may be waiting for room in the queue.
                 enqueuer.future_queue.get(timeout=_POLL)
         py_dataset_adapter._SHARED_SEQUENCES.pop(enqueuer.uid, None)
         close_at_end(self, keep=False)
@@ -159,7 +159,7 @@ class _Part(py_dataset_adapter.PyDataset):
 
 
 def close_at_end(reader: Any, *, keep: bool = True) -> None:
-    """Close what reads ahead when `fit` or the like ends; no longer if not `keep`."""
+    """Close a reader when `fit` or the like ends; with `keep=False` no longer."""
     if current.readers is None:
         return
     if keep:
@@ -170,9 +170,9 @@ def close_at_end(reader: Any, *, keep: bool = True) -> None:
 
 @contextlib.contextmanager
 def closing_readers() -> Iterator[None]:
-    """Close what reads ahead at the end of `fit`, `evaluate` or `predict`.
+    """Close readers at the end of `fit`, `evaluate` or `predict`.
 
-    An `evaluate` inside `fit` leaves it to `fit`: its dataset may be gone on with.
+    An `evaluate` inside `fit` leaves that to `fit`, which may go on with its dataset.
     """
     if current.readers is not None:
         yield

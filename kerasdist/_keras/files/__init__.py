@@ -1,4 +1,4 @@
 """Files that Keras writes, on several workers: the chief writes, others wait.
 
-What callbacks agree on is in `_keras.training.callbacks`.
+The callbacks' other agreements are in `_keras.training.callbacks`.
 """

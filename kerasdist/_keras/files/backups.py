@@ -1,12 +1,12 @@
-"""What `BackupAndRestore` keeps, and how far training had come by that.
+"""The progress of training that is stored with a `BackupAndRestore` backup.
 
-Keras writes the epoch and the batch beside the weights, in JSON. Where workers don't
-wait for each other that says little: the weights hold steps of all workers, and the
-optimizer counts the chief's. So how many there are is written with it:
+Keras writes the epoch and the batch beside the weights, in JSON. For asynchronous
+workers that isn't enough: the weights contain steps of all workers, and the optimizer
+counts only the chief's. So the number of all steps is written with it:
 
     {"epoch": 1, "batch": 2, "kerasdist": {"steps": 9, "steps_of_epoch": 3}}
 
-Whoever goes on from such a backup, in whatever strategy, writes that, too: see `taken`.
+A job that resumes from such a backup, in any strategy, writes it, too: `global_step`.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ _KEY = "kerasdist"
 
 @dataclass(frozen=True, kw_only=True)
 class Backup:
-    """How far training had come where it's taken up again.
+    """The progress of training at the point from which it is resumed.
 
     Attributes:
-        restored: Whether it's taken up again at all.
+        restored: Whether training is resumed at all.
         steps: How many steps of all workers are in the weights; None: as many as the
             optimizer has counted.
-        batches: How many batches are in them of the epoch that was interrupted. Keras
-            begins it again.
+        batches: How many batches of the interrupted epoch are in the weights. Keras
+            starts that epoch again.
     """
 
     restored: bool = False
@@ -47,7 +47,7 @@ class Backup:
 
 
 def write(original: Callable[..., Any], self: Any) -> None:
-    """In place of `BackupAndRestore._save_model`, on the chief."""
+    """Replace `BackupAndRestore._save_model`, on the chief: add the progress."""
     original(self)
     progress = _progress(self)
     if progress is None:
@@ -56,14 +56,14 @@ def write(original: Callable[..., Any], self: Any) -> None:
     with file_utils.File(path, "r") as file:
         facts = json.loads(file.read())
     facts[_KEY] = {"steps": progress[0], "steps_of_epoch": progress[1]}
-    # At once: who is killed meanwhile finds what Keras has written.
+    # Written atomically: after a kill Keras's own file is still there.
     with file_utils.File(f"{path}.new", "w") as file:
         file.write(json.dumps(facts))
     tf.io.gfile.rename(f"{path}.new", path, overwrite=True)
 
 
 def read(callbacks: Sequence[Any]) -> Backup:
-    """What the callbacks of a `fit` have restored, if there was something."""
+    """Return the progress that the callbacks of a `fit` have restored, if any."""
     for callback in callbacks:
         path = getattr(callback, "_training_metadata_path", None)
         if not isinstance(callback, backup_and_restore.BackupAndRestore) or not path:
@@ -73,7 +73,7 @@ def read(callbacks: Sequence[Any]) -> Backup:
             file_utils.File(path, "r") as file,
         ):
             facts = json.loads(file.read())
-            # Where an epoch has ended Keras writes 0, as after the first batch.
+            # At the end of an epoch Keras writes 0, as after the first batch.
             inside = callback.save_freq != "epoch"
             if _KEY not in facts:
                 batches = int(facts["batch"]) + 1 if inside else 0
@@ -85,9 +85,9 @@ def read(callbacks: Sequence[Any]) -> Backup:
 
 
 def _progress(callback: Any) -> tuple[int, int] | None:
-    """Number of steps in all, and in this epoch, that are in a model's weights.
+    """Return the numbers of steps, in all and in this epoch, in a model's weights.
 
-    None: the optimizer has counted all of them itself.
+    None if the optimizer has counted all of them itself.
     """
     hooks = dealing_hooks(callback.model.distribute_strategy)
     if hooks is not None:

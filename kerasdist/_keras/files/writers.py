@@ -1,15 +1,15 @@
-"""Files on several workers: the chief writes them, the others wait until it has.
+"""Files on several workers: the chief writes them, and the others wait for that.
 
     chief      model.save(p) ─ begins ── writes ── has written ─ load_model(p) ─ ...
                                   │                     │
     others     model.save(p) ─ wait ................... return ─ load_model(p) ─ ...
 
-The chief waits for nobody, so that it may also be the only one that saves. The others
-hear of it outside of collectives, see `transport.liveness.announcements`; if the chief
-doesn't write at this place of the script they go on without, and say so.
+The chief waits for no other rank, so that it may also be the only one that saves. The
+others are informed outside of collectives, see `transport.liveness.announcements`; if
+the chief doesn't write at this point of the script they continue, with a warning.
 
-What only the chief does it does outside of the strategy's scope: a variable that is
-created in the scope is a collective, which the others wouldn't join.
+Code that only the chief runs is run outside of the strategy's scope: creating a
+variable in the scope is a collective, which the others wouldn't join.
 """
 
 from __future__ import annotations
@@ -48,30 +48,30 @@ __all__ = [
 
 _LOG = logging.getLogger("kerasdist")
 _MOST_CHARACTERS = 2000
-# How long a file may take to be seen by another host that shares the file system.
+# How long until another host that shares the file system sees a new file.
 _VISIBLE_SECONDS = 3.0
 _LOOK_SECONDS = 0.05
 _REMOTE = "hf://"
 
 
 class _Process:
-    """What this process has found out about files.
+    """This process's knowledge about files.
 
     Attributes:
-        said: The kinds of warnings that were given.
-        missing: By path: why a file that this rank has saved isn't there, and what
-            was found in its place.
+        warned: The kinds of warnings that were given.
+        missing: By path: why a file that this rank has saved isn't there, and the state
+            of the file that was found in its place.
     """
 
-    said: set[str] = set()  # noqa: RUF012 - the process's, not the class's
+    warned: set[str] = set()  # noqa: RUF012 - the process's, not the class's
     missing: dict[str, tuple[str, Any]] = {}  # noqa: RUF012 - the process's
 
 
 def on_chief_only(
     original: Callable[..., Any], callback: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """In place of what a callback writes: nothing on other ranks than the chief."""
-    # `set_model` comes before there is one.
+    """Replace a callback's method that writes: only the chief does it."""
+    # `set_model` is called before the callback has one.
     model = callback.model if callback.model is not None else (args or [None])[0]
     hooks = writer_hooks(model) if model is not None else None
     if hooks is not None and hooks.rank > 0:
@@ -85,9 +85,9 @@ def on_chief_only(
 def save_state(
     original: Callable[..., Any], callback: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """As `on_chief_only`, for a callback that saves metrics, too.
+    """Replace a method as `on_chief_only` does, for a callback that also saves metrics.
 
-    Their variables hold each worker's part: all add them up, as the chief reads them.
+    Each worker's variables hold its part of them: all workers take part in their sum.
     """
     hooks = writer_hooks(callback.model)
     if hooks is not None and hooks.rank > 0:
@@ -98,7 +98,7 @@ def save_state(
 
 
 def write(original: Callable[..., Any], saved: Any, *args: Any, **kwargs: Any) -> Any:
-    """In place of what saves a model or an archive: the others wait for the chief."""
+    """Replace what saves a model or an archive: the others wait for the chief."""
     hooks = writer_hooks(saved)
     if hooks is None or current.writing:
         return original(saved, *args, **kwargs)
@@ -121,10 +121,10 @@ def write(original: Callable[..., Any], saved: Any, *args: Any, **kwargs: Any) -
 def write_checkpoint(
     original: Callable[..., Any], saved: Any, file_prefix: str, options: Any = None
 ) -> str:
-    """In place of what `tf.train.Checkpoint` writes: the others wait for the chief.
+    """Replace the writing of `tf.train.Checkpoint`: the others wait for the chief.
 
-    TensorFlow merges a checkpoint's files in a folder of its own, which all ranks would
-    give the same name: who came second found nothing there.
+    TensorFlow merges a checkpoint's files in a temporary folder, to which all ranks
+    would give the same name: the second rank would find nothing there.
     """
     variables = [] if current.writing or current.local else _distributed_in(saved)
     hooks = hooks_of(variables[0].distribute_strategy) if variables else None
@@ -139,14 +139,14 @@ def write_checkpoint(
             v.synchronization == tf.VariableSynchronization.ON_READ for v in variables
         )
         if summed:
-            # Those of metrics are sums of all workers, which are added as they're read.
+            # Reading metrics sums them over all workers, so all must take part.
             with tempfile.TemporaryDirectory() as unused:
                 original(saved, os.path.join(unused, "checkpoint"), options)
-        # Metrics can't be read once more: the chief has gone on.
+        # Metrics can't be read again, because the chief has gone on.
         own = not summed and _look_at(f"{file_prefix}.index") is None
         if _wait(hooks, folder, own=own):
             return str(original(saved, file_prefix, options))
-    # A manager's record of what there is.
+    # Keep a checkpoint manager's list of checkpoints.
     with setting(following=True):
         for call in getattr(options, "experimental_write_callbacks", None) or ():
             call(*[file_prefix][: len(inspect.signature(call).parameters)])
@@ -156,13 +156,13 @@ def write_checkpoint(
 def write_checkpoint_state(
     original: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> None:
-    """In place of what names a folder's latest checkpoint: the chief has done it."""
+    """Replace the naming of a folder's latest checkpoint: only the chief does it."""
     if not current.following:
         original(*args, **kwargs)
 
 
 def _distributed_in(saved: Any) -> list[Any]:
-    """The variables of strategies that a checkpoint has, Keras's among them."""
+    """Return the distributed variables in a checkpoint, Keras's among them."""
     found = tf.train.TrackableView(saved).descendants()
     variables = [getattr(one, "_value", one) for one in found]
     return [variable for variable in variables if is_distributed(variable)]
@@ -171,7 +171,7 @@ def _distributed_in(saved: Any) -> list[Any]:
 def finish_background(
     original: Callable[..., Any], callback: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """In place of what waits for files that are written in the background."""
+    """Replace the wait for files that are written in the background."""
     model = callback.model
     hooks = None if model is None else writer_hooks(model)
     if hooks is None:
@@ -186,13 +186,13 @@ def finish_background(
 
 
 def outside(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """In place of what may be called on one rank alone: outside of the scope."""
+    """Run a function that may be called on one rank alone outside of the scope."""
     with _leaving(current_hooks()):
         return original(*args, **kwargs)
 
 
 def load(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """In place of what loads a file: says why it isn't there.
+    """Replace what loads a file: explain why it is missing.
 
     Raises:
         ValueError: This rank has saved it, and can't see the file that the chief has
@@ -209,28 +209,28 @@ def load(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 @contextlib.contextmanager
 def _leaving(hooks: KerasHooks | None) -> Iterator[None]:
-    """Leave the scope of one of our strategies."""
+    """Leave the scope of a strategy of kerasdist."""
     with contextlib.nullcontext() if hooks is None else outside_of_scopes():
         yield
 
 
-# The chief's side.
+# The chief's part.
 
 
 @contextlib.contextmanager
 def _announcing(hooks: KerasHooks, path: str) -> Iterator[None]:
-    told = hooks.announcements
-    if told is None:
+    announcements = hooks.announcements
+    if announcements is None:
         yield
         return
     topic = _topic(path)
-    told.begin(topic)
+    announcements.begin(topic)
     try:
         yield
     except Exception as error:
-        told.end(topic, _facts_of(error), failed=True)
+        announcements.end(topic, _facts_of(error), failed=True)
         raise
-    told.end(topic, {"path": _key(path), "seen": _newest(path)})
+    announcements.end(topic, {"path": _key(path), "seen": _newest(path)})
 
 
 def _facts_of(error: Exception) -> dict[str, Any]:
@@ -245,9 +245,9 @@ def _facts_of(error: Exception) -> dict[str, Any]:
 
 
 def _newest(path: str) -> list[Any] | None:
-    """Of what was written: a file's name in it, its size in bytes and its time in ns.
+    """Return the newest file of what was written: name, size in bytes, time in ns.
 
-    The name is empty if the path is a file. None: that can't be known.
+    The name is empty if the path is a file. None if that can't be determined.
     """
     with contextlib.suppress(OSError, ValueError, tf.errors.OpError):
         if not tf.io.gfile.isdir(path):
@@ -263,46 +263,48 @@ def _newest(path: str) -> list[Any] | None:
     return None
 
 
-# The others' side.
+# The others' part.
 
 
 def _wait(hooks: KerasHooks, path: str, own: bool = False) -> bool:
-    """Wait until the chief has written, or it's known that it doesn't.
+    """Wait until the chief has written the file, or will not write it.
 
     Returns:
-        Whether this rank is to write `path`, one of its `own` where nothing is yet: the
-        chief has gone on without it, and no callback asks, whose logs may differ.
+        Whether this rank must write `path`, a file of its `own` that doesn't exist yet:
+        the chief has gone on without it, and no callback asks, whose logs may differ.
 
     Raises:
-        Exception: As the chief's attempt has.
-        CollectiveTimeout: It has been writing for too long.
+        Exception: The error of the chief's attempt.
+        CollectiveTimeout: Writing takes the chief too long.
         CollectiveError: The job has failed.
     """
-    told = hooks.announcements
-    if told is None or (hooks.dynamic and current.after_batch):
+    announcements = hooks.announcements
+    if announcements is None or (hooks.dynamic and current.after_batch):
         return False
     _Process.missing.pop(_key(path), None)
-    outcome = told.wait(_topic(path))
+    outcome = announcements.wait(_topic(path))
     if outcome.kind == "failed":
         raise _error(outcome.facts, path)
     if outcome.kind == "busy":
         raise CollectiveTimeout(
-            f"The chief has been writing a file for {told.seconds:g} s. Received: "
-            f"filepath={path!r}. Give it more time with the strategy's `timeout=`."
+            f"The chief has been writing a file for {announcements.seconds:g} s. "
+            f"Received: filepath={path!r}. Give it more time with the strategy's "
+            "`timeout=`."
         )
     if outcome.kind == "done":
         if _topic(path) != path:
             _copy(str(outcome.facts.get("path")), path)
         _expect(path, outcome.facts)
         return False
-    # Of asynchronous workers a lost chief is gone, too, and all others are here.
+    # Asynchronous workers continue without a lost chief.
     left = outcome.kind == "gone" and not hooks.dynamic
     if (outcome.kind == "past" or left) and own and not current.fitting:
         return True
     why = {
         "past": "the chief has gone on without writing it",
         "gone": f"the chief can't write it any more: {outcome.reason}",
-        "late": f"the chief hasn't begun to write it within {told.seconds:g} s",
+        "late": "the chief hasn't started writing it within "
+        f"{announcements.seconds:g} s",
     }[outcome.kind]
     text = (
         f"Rank {hooks.rank} was asked to write a file, which only the chief does, and "
@@ -311,15 +313,15 @@ def _wait(hooks: KerasHooks, path: str, own: bool = False) -> bool:
     )
     _note_missing(path, text)
     if not current.fitting:
-        _say_once("unwritten", text)
+        _warn_once("unwritten", text)
     return False
 
 
 def _copy(source: str, path: str) -> None:
-    """Copy what the chief has written to its temporary folder to this rank's own."""
+    """Copy the chief's file in its temporary folder to this rank's own."""
     if os.path.abspath(path) == source:
         return
-    # If it can't be read here that is said where it's looked for.
+    # If it can't be read here, `load` reports that.
     with contextlib.suppress(OSError):
         if os.path.isdir(source):
             shutil.copytree(source, path, dirs_exist_ok=True)
@@ -328,7 +330,7 @@ def _copy(source: str, path: str) -> None:
 
 
 def _expect(given: str, facts: dict[str, Any]) -> None:
-    """Look whether what the chief has written can be seen here."""
+    """Check that the chief's file is visible on this host."""
     seen = facts.get("seen")
     if given.startswith(_REMOTE) or not isinstance(seen, list) or len(seen) != 3:
         return
@@ -337,11 +339,11 @@ def _expect(given: str, facts: dict[str, Any]) -> None:
     until = time.monotonic() + _VISIBLE_SECONDS
     while True:
         found = _look_at(path)
-        # The chief, or somebody else, may have written it again meanwhile.
+        # The chief, or another process, may have written it again meanwhile.
         if found is not None and (found[1] > written or found == (size, written)):
             return
-        # Once it's known that there's no shared file system it isn't waited for.
-        if "invisible" in _Process.said or time.monotonic() > until:
+        # Without a shared file system, once that is known, there is no wait.
+        if "invisible" in _Process.warned or time.monotonic() > until:
             break
         time.sleep(_LOOK_SECONDS)
     state = "isn't there" if found is None else "is another, older one"
@@ -352,21 +354,21 @@ def _expect(given: str, facts: dict[str, Any]) -> None:
         "alone."
     )
     _note_missing(given, text)
-    _say_once("invisible", text)
+    _warn_once("invisible", text)
 
 
 def _note_missing(path: str, why: str) -> None:
     _Process.missing[_key(path)] = why, _look_at(path)
 
 
-def _say_once(kind: str, text: str) -> None:
-    if kind not in _Process.said:
-        _Process.said.add(kind)
+def _warn_once(kind: str, text: str) -> None:
+    if kind not in _Process.warned:
+        _Process.warned.add(kind)
         _LOG.warning("kerasdist: %s", text)
 
 
 def _error(facts: dict[str, Any], path: str) -> Exception:
-    """The chief's exception; one of Python's own classes."""
+    """Return the chief's exception, as one of Python's own classes."""
     name, text = str(facts.get("error")), str(facts.get("text"))
     where = f"(the chief, rank 0, was writing {path!r})"
     kind = getattr(builtins, name, None)
@@ -376,12 +378,12 @@ def _error(facts: dict[str, Any], path: str) -> Exception:
         return kind(facts["errno"], f"{facts.get('strerror')} {where}")
     try:
         return kind(f"{text} {where}")
-    except TypeError:  # one that wants more arguments
+    except TypeError:  # its constructor needs more arguments
         return RuntimeError(f"{name}: {text} {where}")
 
 
 def _topic(path: str) -> str:
-    """What a path is announced as: what `tempfile` draws differs between ranks."""
+    """Return the topic to announce a path by, without parts drawn by `tempfile`."""
     return re.sub(rf"\b{tempfile.gettempprefix()}[a-z0-9_]{{8}}\b", "*", path)
 
 
@@ -391,7 +393,7 @@ def _key(path: Any) -> str:
 
 
 def _look_at(path: Any) -> tuple[int, int] | None:
-    """The size in bytes of a file and its time in ns; None: it isn't there."""
+    """Return the size in bytes of a file and its time in ns; None if it's missing."""
     try:
         found = tf.io.gfile.stat(str(os.fspath(path)))
     except (OSError, tf.errors.OpError):

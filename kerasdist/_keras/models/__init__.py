@@ -1,4 +1,4 @@
-"""Models built outside of a scope, by their own steps, or trained by own loops.
+"""Models built outside of a scope, by their own steps, or trained by custom loops.
 
 Variables that the strategy adopts are in `_keras.training.adoption`.
 """

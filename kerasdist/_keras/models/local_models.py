@@ -1,7 +1,7 @@
-"""Models that no strategy trains, beside a strategy of several workers.
+"""Models without a strategy, in a job of several workers.
 
-A model that was made, cloned or loaded outside of the scope is trained by each worker
-for itself. That is seldom meant, and nothing else would show it: the chief warns.
+A model that was created, cloned or loaded outside of the scope is trained by each
+worker for itself. That is rarely intended, and nothing else shows it: the chief warns.
 """
 
 from __future__ import annotations
@@ -29,48 +29,48 @@ __all__ = [
 
 _LOCAL = "_kerasdist_local"
 _WARNED = "_kerasdist_warned"
-# The hooks of strategies that are neither closed nor forgotten.
+# The hooks of strategies that are neither closed nor garbage.
 _in_use: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def begin_use(hooks: KerasHooks) -> None:
-    """A strategy has been created."""
+    """Register a strategy that has been created."""
     _in_use.add(hooks)
 
 
 def end_use(hooks: KerasHooks) -> None:
-    """A strategy has been closed; can be called twice."""
+    """Unregister a strategy that has been closed; can be called twice."""
     _in_use.discard(hooks)
 
 
 def is_in_use(hooks: KerasHooks) -> bool:
-    """Whether a strategy can be asked for collectives: hasn't been closed."""
+    """Return whether a strategy can run collectives, because it isn't closed."""
     return hooks in _in_use
 
 
 @contextlib.contextmanager
 def local_training() -> Iterator[None]:
-    """Say that models are trained by each worker for itself, and that this is meant.
+    """Declare that each worker is meant to train models of its own.
 
         with kerasdist.local_training():
             model.fit(x, y)
 
-    Such a model was made outside of the strategy's scope. Each worker then trains a
-    model of its own on all the data that it is given, and saves it, if it is told to:
-    give each rank a file of its own. Without several workers nothing is different.
+    Such a model was created outside of the strategy's scope. Each worker then trains a
+    model of its own on all the data that it gets, and saves it where it is told to:
+    give each rank a file of its own. With a single worker nothing is different.
     """
     with setting(local=True):
         yield
 
 
 def warn_if_outside(trainer: Any) -> None:
-    """Training is about to begin: warn if each worker does it for itself.
+    """Warn, when training begins, if each worker trains a model of its own.
 
-    Once per model, on the chief. Models of another `tf.distribute` strategy aren't
-    concerned, nor are strategies of one worker.
+    Warns once per model, on the chief. Models of another `tf.distribute` strategy and
+    strategies of one worker aren't concerned.
 
     Raises:
-        ValueError: The training is said to be local, and the model is a strategy's.
+        ValueError: The training is declared as local, and the model has a strategy.
     """
     strategy = trainer.distribute_strategy
     if hooks_of(strategy) is not None and current.local:
@@ -80,7 +80,7 @@ def warn_if_outside(trainer: Any) -> None:
             f"{type(strategy).__name__} inside of `with kerasdist.local_training():`. "
             "Create the model outside of the scope, or leave out `local_training`."
         )
-    hooks = _beside(trainer)
+    hooks = _hooks_in_use(trainer)
     if hooks is None:
         return
     marks = vars(trainer)
@@ -96,17 +96,17 @@ def warn_if_outside(trainer: Any) -> None:
             "all the data that it is given, and only the chief's is saved. Received: "
             "training of a model without a strategy, beside a strategy of "
             f"{hooks.workers} workers. To train one model on all workers, create, "
-            "clone or load it inside `with strategy.scope():`. If this is meant, say "
-            "so: `with kerasdist.local_training():` around the training.",
+            "clone or load it inside `with strategy.scope():`. If this is meant, put "
+            "`with kerasdist.local_training():` around the training.",
             stacklevel=2,
         )
 
 
 def check_not_local(trainer: Any) -> None:
-    """Check that a model may become a strategy's.
+    """Check that a strategy may adopt a model.
 
     Raises:
-        ValueError: It was trained by each worker for itself.
+        ValueError: Each worker has trained it for itself.
     """
     if _LOCAL in vars(trainer) or _WARNED in vars(trainer):
         raise ValueError(
@@ -118,14 +118,14 @@ def check_not_local(trainer: Any) -> None:
 
 
 def writer_hooks(saved: Any) -> KerasHooks | None:
-    """The hooks of the strategy whose chief writes files; None: each rank writes.
+    """Return the hooks of the strategy whose chief writes files; None: all write.
 
-    Of what was made outside of the scope all ranks would write the same file. They may
-    if their trainings are said to be local.
+    Without a strategy all ranks would write the same file. They may if their trainings
+    are declared as local.
 
     Args:
-        saved: A model, a layer or an archive: what has a strategy of its own, or the
-            one that its variables have, or none.
+        saved: A model, a layer or an archive: it has a strategy of its own, or that of
+            its variables, or none.
     """
     hooks = hooks_of(getattr(saved, "distribute_strategy", None))
     if hooks is not None or _LOCAL in vars(saved):
@@ -134,11 +134,11 @@ def writer_hooks(saved: Any) -> KerasHooks | None:
         variable = saved.variables[0]
         variable = getattr(variable, "value", variable)
         hooks = hooks_of(getattr(variable, "distribute_strategy", None))
-    return hooks or current_hooks() or _beside(saved)
+    return hooks or current_hooks() or _hooks_in_use(saved)
 
 
-def _beside(trainer: Any) -> KerasHooks | None:
-    """The hooks of a strategy of several workers beside a model without a strategy."""
+def _hooks_in_use(trainer: Any) -> KerasHooks | None:
+    """Return the hooks of a strategy of several workers in use; else None."""
     own = getattr(trainer, "_distribute_strategy", None)
     if own is not None or tf.distribute.has_strategy():
         return None

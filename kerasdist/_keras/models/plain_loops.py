@@ -1,13 +1,13 @@
-"""Loops of one process: they differentiate and update outside of `strategy.run`.
+"""Loops for one process, which differentiate and update outside of `strategy.run`.
 
     for x, y in dataset:
         with tf.GradientTape() as tape:
             loss = ...
         optimizer.apply_gradients(zip(tape.gradient(loss, weights), weights))
 
-Without help each worker would change its own copy of the weights. So the workers'
-gradients are averaged there: if all read the same batches the numbers are those of one
-process, and batches that differ count as one large batch.
+Without intervention each worker would change its own copy of the weights. So the
+workers' gradients are averaged there: if all read the same batches the numbers are
+those of one process, and different batches count as one large batch.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _REMEDY = (
 
 
 def strategy_outside(variables: Sequence[Any]) -> Any | None:
-    """The strategy of ours that variables belong to, if this isn't a replica of it."""
+    """Return the kerasdist strategy of variables; None in one of its replicas."""
     for variable in variables:
         value = getattr(variable, "_value", variable)
         strategy = getattr(value, "distribute_strategy", None)
@@ -43,7 +43,7 @@ def strategy_outside(variables: Sequence[Any]) -> Any | None:
 
 
 def copies_of(sources: Any) -> Any:
-    """What a tape has recorded of distributed variables outside of their replicas."""
+    """Return the tensors that a tape records for variables outside of replicas."""
 
     def copy(source: Any) -> Any:
         value = getattr(source, "_value", source)
@@ -58,11 +58,11 @@ def copies_of(sources: Any) -> Any:
 def apply_on_all(
     strategy: Any, optimizer: Any, gradients: Sequence[Any], variables: Any
 ) -> None:
-    """Update with the mean of all workers' gradients. All workers call it alike.
+    """Update with the mean of all workers' gradients; all workers call it alike.
 
     Raises:
-        RuntimeError: Workers don't wait for each other, with `mode="async"`; or there
-            are several replicas in this worker, of which a tape sees one.
+        RuntimeError: The workers are asynchronous (`mode="async"`), or this worker has
+            several replicas, of which a tape sees one.
     """
     hooks = hooks_of(strategy)
     if hooks is None:
@@ -80,7 +80,7 @@ def apply_on_all(
             f"it, with {hooks.local_replicas} replicas in this worker. {_REMEDY}"
         )
     if hooks.workers > 1:
-        _tell(hooks)
+        _inform(hooks)
     parts = [_part(gradient, hooks.replicas) for gradient in gradients]
 
     def update(*parts: Any) -> None:
@@ -90,18 +90,18 @@ def apply_on_all(
         strategy.run(update, args=tuple(parts))
 
 
-def _tell(hooks: KerasHooks) -> None:
+def _inform(hooks: KerasHooks) -> None:
     hooks.tell(
         "plain loop",
         "kerasdist: an optimizer updates outside of `strategy.run`. Each worker "
         "computes whole batches, and the workers' gradients are averaged: the same "
-        "batches give the numbers of one process, and no speed; others count as one "
-        "large batch. " + _REMEDY,
+        "batches give the numbers of one process, and no speedup; different batches "
+        "count as one large batch. " + _REMEDY,
     )
 
 
 def _part(gradient: Any, replicas: int) -> Any:
-    """Gradients of replicas are summed in loops of one's own."""
+    """Return a replica's part: gradients of replicas are summed in custom loops."""
     if gradient is None or replicas == 1:
         return gradient
     if isinstance(gradient, tf.IndexedSlices):

@@ -1,13 +1,13 @@
-"""Models that only their own steps can build.
+"""Models that only their own training steps can build.
 
 A GAN has no `call`, a variational autoencoder calls its halves one after the other, and
-their data may be anything. One process builds them while it traces the first step.
-Under a strategy all variables must be there before that: so that all workers hold the
-same ones, with the chief's values, and know it before they train.
+their data may have any form. A single process builds them while it traces the first
+step. Under a strategy all variables must exist before that, so that all workers hold
+the same ones, with the chief's values, and know it before they train.
 
     1. the step is traced once, into a graph that never runs; layers create their
        variables meanwhile, outside of that graph
-    2. optimizers are built for what they are given to update, and update nothing
+    2. optimizers are built for the variables of their updates, and update nothing
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ __all__ = ["build_by_step", "build_only", "can_be_called", "has_own_step", "is_u
 
 
 def can_be_called(trainer: Any) -> bool:
-    """Whether a model has a `call`."""
+    """Return whether a model has a `call`."""
     return getattr(type(trainer).call, "__func__", type(trainer).call) is not (
         keras.Model.call
     )
 
 
 def has_own_step(trainer: Any) -> bool:
-    """Whether the step that is about to be taken is the model's own."""
+    """Return whether the step that is about to run is the model's own."""
     name = "test_step" if current.evaluating else "train_step"
     theirs = getattr(keras.Model, name)
     own = getattr(trainer, name)  # not a method if it's a `tf.function`
@@ -43,21 +43,21 @@ def has_own_step(trainer: Any) -> bool:
 
 
 def is_unbuilt(trainer: Any) -> bool:
-    """Whether a step of the model's own may create variables."""
+    """Return whether a step of the model's own may create variables."""
     layers = trainer._flatten_layers(include_self=False)
     optimizers = [] if current.evaluating else optimizers_of(trainer)
     return not all(part.built for part in (*layers, *optimizers))
 
 
 def build_by_step(trainer: Any, batch: Any) -> None:
-    """Create what the model's next step creates when it's first run.
+    """Create the variables that the first run of the model's next step creates.
 
     Args:
         trainer: The model.
-        batch: What a step is given: tensors, arrays, or what describes them.
+        batch: A step's data: tensors, arrays, or their specifications.
 
     Raises:
-        Exception: What the step raises.
+        Exception: The step's error.
     """
     strategy = trainer.distribute_strategy
     hooks = hooks_of(strategy)
@@ -67,10 +67,10 @@ def build_by_step(trainer: Any, batch: Any) -> None:
         data = tf.nest.map_structure(_placeholder, batch)
         first, facts = 0, contextlib.nullcontext()
         if hooks is not None:
-            # Not `hooks.replica`, by which asynchronous workers have their own seeds.
+            # Not `hooks.replica`, which gives asynchronous workers their own seeds.
             first, rows = strategy.extended.places[0], hooks.split(data)[1]
             facts = current.of(hooks, rows, rows)
-        # All replicas write alike: none has to wait for others that aren't traced.
+        # All replicas write alike: none must wait for others that aren't traced.
         with facts, setting(reduced=True, building=True):
             run = tf.autograph.experimental.do_not_convert(step)
             try:
@@ -85,14 +85,14 @@ def _add_note(error: Exception, replicas: int) -> None:
     add_note = getattr(error, "add_note", None)  # not in Python 3.10
     if add_note is not None:
         add_note(
-            f"A step is given one replica's rows of a global batch, of {replicas} "
-            "replicas: it must take their number from the batch, not from a number in "
-            "the script, and a batch's rows must be its first dimension."
+            f"A step gets one replica's rows of a global batch, of {replicas} "
+            "replicas: it must take their number from the batch, not from a constant "
+            "in the script, and a batch's rows must be its first dimension."
         )
 
 
 def _placeholder(value: Any) -> Any:
-    """A tensor in the graph, of the shape and dtype of a batch's; at least one row."""
+    """Return a placeholder with a batch's shape and dtype, for at least one row."""
     if value is None or isinstance(value, tf.OptionalSpec):
         return None
     spec = value
@@ -108,7 +108,7 @@ def _placeholder(value: Any) -> Any:
 
 
 def build_only(optimizer: Any, variables: Any) -> None:
-    """In place of an update of variables: build the optimizer for them."""
+    """Replace an update of variables: build the optimizer for them."""
     if not optimizer.built and variables is not None:
         with backend.name_scope(optimizer.name, caller=optimizer):
             optimizer.build(list(variables))

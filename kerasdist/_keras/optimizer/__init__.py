@@ -1,4 +1,4 @@
 """Learning rate, step count and updates of Keras's optimizers.
 
-Where gradients are reduced before an update is `_keras.training.optimizers`.
+Gradients are reduced before an update, in `_keras.training.optimizers`.
 """

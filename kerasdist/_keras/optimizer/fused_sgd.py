@@ -1,13 +1,13 @@
-"""Updates that read a gradient once, and write nothing but what they update.
+"""SGD updates that read a gradient once, and write only the variables.
 
-The means of several workers come in memory that others read, too. TensorFlow doesn't
-write to it, so that `learning_rate * gradient` goes to new memory, as large as all
-gradients; in one process it's written over the gradient. For `keras.optimizers.SGD`
-TensorFlow has one operation that does all of an update: the same products and sums,
+The means of several workers are in memory that is read elsewhere, too. TensorFlow
+doesn't write to it, so `learning_rate * gradient` is put into new memory, as large as
+all gradients; in one process it overwrites the gradient. For `keras.optimizers.SGD`
+TensorFlow has one operation that does the whole update: the same products and sums,
 element by element, so that the bits are Keras's own
-(`tests/_keras/optimizer/test_fused_sgd.py`). With clipping or accumulation the last one
-may differ: of Keras's operations TensorFlow multiplies the rate with the scale first,
-and the gradient with both.
+(`tests/_keras/optimizer/test_fused_sgd.py`). With clipping or accumulation the last bit
+may differ: in Keras's operations TensorFlow multiplies the rate by the scale first, and
+the gradient by both.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def sgd_step(
     variable: Any,
     learning_rate: Any,
 ) -> Any:
-    """In place of `SGD.update_step`."""
+    """Replace `SGD.update_step`."""
     if not current.reduced or not _is_plain(gradient, variable):
         return original(optimizer, gradient, variable, learning_rate)
     rate = tf.cast(learning_rate, variable.dtype)
@@ -38,12 +38,12 @@ def sgd_step(
             var=variable.handle, alpha=rate, delta=gradient, use_locking=True
         )
     momentum = optimizer.momentums[optimizer._get_variable_index(variable)]
-    beside = _same_device(momentum.value, variable)
-    if beside is None:
+    accumulator = _same_device(momentum.value, variable)
+    if accumulator is None:
         return original(optimizer, gradient, variable, learning_rate)
     return tf.raw_ops.ResourceApplyKerasMomentum(
         var=variable.handle,
-        accum=beside.handle,
+        accum=accumulator.handle,
         lr=rate,
         grad=gradient,
         momentum=tf.cast(optimizer.momentum, variable.dtype),
@@ -53,7 +53,7 @@ def sgd_step(
 
 
 def _is_plain(gradient: Any, variable: Any) -> bool:
-    """Whether both are what the operation takes: as slices aren't."""
+    """Return whether the operation accepts both; it doesn't accept slices."""
     return (
         isinstance(gradient, tf.Tensor)
         and isinstance(variable, tf.Variable)
@@ -64,9 +64,9 @@ def _is_plain(gradient: Any, variable: Any) -> bool:
 
 
 def _same_device(distributed: Any, variable: Any) -> Any | None:
-    """The copy of a distributed variable that lies beside another variable.
+    """Return the copy of a distributed variable on another variable's device.
 
-    None if it's elsewhere: of a placed model's optimizer that was built by hand.
+    None if there is none, as for a placed model's optimizer that was built by hand.
     """
     copies = tf.distribute.get_strategy().experimental_local_results(distributed)
     return next((copy for copy in copies if copy.device == variable.device), None)

@@ -1,15 +1,15 @@
-"""How many steps an optimizer has behind it: what schedules and warm-ups go by.
+"""The global step count that schedules and warm-up read.
 
-An optimizer counts its own, in `iterations`. Others may have moved the weights, too:
+An optimizer counts its own steps in `iterations`. Others may have moved the weights:
 
-    who takes steps                              steps in the weights
-    one process, or workers in step              own
-    workers that don't wait for each other       as their strategy counts them
+    the steps are taken by                       steps in the weights
+    one process, or synchronous workers          own
+    asynchronous workers                         as their strategy counts them
     the former, after a backup of the latter     own + those that others had taken
 
-What others had taken is a number beside the optimizer, which it gets where a backup is
-restored that says so (`backups`). `iterations` stays what it was: the optimizer's
-moments are of its own steps.
+The number of steps that others had taken is stored beside the optimizer when a backup
+that contains it is restored (`backups`). `iterations` isn't changed: the optimizer's
+moments belong to its own steps.
 """
 
 from __future__ import annotations
@@ -34,30 +34,31 @@ _ATTRIBUTE = "_kerasdist_others"
 
 
 class _Others:
-    """How many steps others had taken; not a variable of the optimizer's.
+    """The number of steps that others had taken; not a variable of the optimizer.
 
     Args:
-        optimizer: Whose.
+        optimizer: The optimizer that it belongs to.
     """
 
     def __init__(self, optimizer: Any) -> None:
-        # In a variable: a graph of a step isn't traced again where another backup is
+        # A variable, so that a step isn't traced again after another backup is
         # restored.
         self.steps = _tf.own_variable(0, tf.int64, device_beside(optimizer))
 
 
 def own_steps(optimizer: Any) -> Any:
-    """The variable in which an optimizer counts its steps; an integer, scalar.
+    """Return the variable in which an optimizer counts its steps; an integer, scalar.
 
-    Not its `iterations`: with gradient accumulation those are whole windows.
+    That isn't `iterations`: with gradient accumulation those are whole windows.
     """
     return optimizer._iterations.value
 
 
 def device_beside(optimizer: Any) -> str:
-    """Where that variable is, if it has one copy; else "".
+    """Return the device of that variable, if it has one copy; else "".
 
-    What XLA compiles reads one device's variables: others belong beside it.
+    A graph that XLA compiles reads variables of one device, so others must be there,
+    too.
     """
     counter = own_steps(optimizer)
     copies = getattr(counter, "values", (counter,))
@@ -65,9 +66,9 @@ def device_beside(optimizer: Any) -> str:
 
 
 def shared_steps(optimizer: Any) -> Any | None:
-    """Number of steps, where some are others'; int64, scalar, in any context.
+    """Return the number of steps, some of them others'; int64, scalar, in any context.
 
-    None: the optimizer has counted all of them itself.
+    None if the optimizer has counted all of them itself.
     """
     hooks = dealing_hooks(getattr(optimizer, "_distribution_strategy", None))
     if hooks is not None:
@@ -80,7 +81,7 @@ def shared_steps(optimizer: Any) -> Any | None:
 
 
 def steps_of(optimizer: Any) -> Any:
-    """Number of steps behind an optimizer, of all workers; int64, scalar."""
+    """Return the number of an optimizer's steps, of all workers; int64, scalar."""
     steps = shared_steps(optimizer)
     if steps is None:
         steps = tf.convert_to_tensor(own_steps(optimizer))
@@ -88,16 +89,16 @@ def steps_of(optimizer: Any) -> Any:
 
 
 def resume(trainer: Any, restored: bool, steps: int | None) -> None:
-    """`fit` begins, on workers that are in step; all of them call it alike.
+    """Set the step count at the start of `fit`; all synchronous workers call it alike.
 
-    The chief's numbers count: perhaps only the chief can read the file. Other ranks
-    may have another's weights until they get the chief's.
+    The chief's numbers count, since perhaps only the chief can read the file. Other
+    ranks may have other weights until they get the chief's.
 
     Args:
         trainer: The model.
-        restored: Whether a backup has been restored. If not, all is as it was.
+        restored: Whether a backup has been restored. If not, nothing changes.
         steps: How many steps were in its weights; None: those of the optimizer, whose
-            count it had, too.
+            count the backup had, too.
     """
     optimizer = _trained(trainer)
     if optimizer is None:
@@ -116,7 +117,7 @@ def resume(trainer: Any, restored: bool, steps: int | None) -> None:
         others = _Others(optimizer)
         setattr(optimizer, _ATTRIBUTE, others)
         if trainer.train_function is not None:
-            # What was traced before doesn't know of it. Keras has seen to it already
+            # An earlier trace doesn't have the variable. Keras has made sure already
             # that there is a function.
             trainer.train_function = None
             trainer.make_train_function()
@@ -124,9 +125,9 @@ def resume(trainer: Any, restored: bool, steps: int | None) -> None:
 
 
 def steps_with_others(trainer: Any) -> int | None:
-    """Number of steps that are in a model's weights, on workers that are in step.
+    """Return the number of steps in a model's weights, on synchronous workers.
 
-    None: the optimizer has counted all of them itself.
+    None if the optimizer has counted all of them itself.
     """
     optimizer = _trained(trainer)
     others: _Others | None = getattr(optimizer, _ATTRIBUTE, None)
@@ -136,6 +137,6 @@ def steps_with_others(trainer: Any) -> int | None:
 
 
 def _trained(trainer: Any) -> Any | None:
-    """What counts a model's steps; None: nothing that Keras knows."""
+    """Return the optimizer that counts a model's steps; None if Keras knows none."""
     optimizer = getattr(trainer.optimizer, "inner_optimizer", trainer.optimizer)
     return optimizer if hasattr(optimizer, "_iterations") else None

@@ -1,17 +1,17 @@
-"""An optimizer's learning rate times a factor, which a callback sets.
+"""An optimizer's learning rate times a factor that a callback sets.
 
 The optimizer keeps the rate that it was tuned with, its base rate: that is what is
 saved with the model, restored, and agreed on by the ranks. The factor is applied where
-the rate is read, inside a step's graph too, from the number of the step:
+the rate is read, also in a step's graph, from the number of the step:
 
     factor(step) = 1 + (target - 1) * min(step / warm-up steps, 1)
 
-    who                                         reads           sets
+    used by                                     reads           sets
     the optimizer itself, in a step             base x factor
-    scripts and their callbacks                 base x factor   what they would read
+    scripts and their callbacks                 base x factor   the product
     LearningRateScheduler, ReduceLROnPlateau    base            base
 
-So Keras's own schedulers go on as in one process, whatever the order of callbacks.
+So Keras's own schedulers work as in one process, whatever the order of callbacks.
 """
 
 from __future__ import annotations
@@ -61,13 +61,13 @@ class Scaling:
         self._shift = _tf.own_variable(0, tf.int64, device)
 
     def set(self, target: float, steps: int, shift: int) -> None:
-        """Set what the factor is computed from.
+        """Set the parameters of the factor.
 
         Args:
             target: The factor after the warm-up.
             steps: Number of steps of the warm-up.
-            shift: What is added to the optimizer's number of steps to get how many
-                steps of the warm-up are behind.
+            shift: The number to add to the optimizer's step count to get the number of
+                warm-up steps that are done.
         """
         self._target.assign(target)
         self._steps.assign(steps)
@@ -89,18 +89,18 @@ class Scaling:
         return int(self._shift.numpy())
 
     def factor(self, optimizer: Any) -> Any:
-        """The factor of the step that comes next; float32, scalar."""
+        """Return the factor of the next step; float32, scalar."""
         target = self._target.read_value()
         steps = self._steps.read_value()
         behind = steps_of(optimizer) + self._shift.read_value()
-        # Counted in integers: float32 can't count to more than 16,777,216.
+        # Integers, because float32 can't count beyond 16,777,216.
         behind = tf.clip_by_value(behind, tf.zeros_like(steps), steps)
         share = tf.cast(behind, tf.float32) / tf.cast(tf.maximum(steps, 1), tf.float32)
         return tf.where(steps > 0, 1.0 + (target - 1.0) * share, target)
 
 
 def leaves(optimizer: Any) -> list[Any]:
-    """The optimizers that take the steps: what others are wrapped around."""
+    """Return the optimizers that take the steps: those that others wrap."""
     if optimizer is None:
         return []
     inner = getattr(optimizer, "inner_optimizer", None)
@@ -111,10 +111,10 @@ def leaves(optimizer: Any) -> list[Any]:
 
 
 def optimizers_of(trainer: Any) -> list[Any]:
-    """What a model was compiled with, and what it holds in attributes of its own.
+    """Return the optimizers of `compile`, and those in attributes of the model.
 
-    The parts of a model with a `train_step` of its own may have an optimizer each, as
-    the generator and the discriminator of a GAN.
+    The parts of a model with a `train_step` of its own may have an optimizer each, such
+    as the generator and the discriminator of a GAN.
     """
     compiled = getattr(trainer, "optimizer", None)
     found = [] if compiled is None else [compiled]
@@ -129,18 +129,18 @@ def optimizers_of(trainer: Any) -> list[Any]:
 
 
 def leaves_of(trainer: Any) -> list[Any]:
-    """The optimizers that take a model's steps and have a rate, each once."""
+    """Return the optimizers that take a model's steps and have a rate, each once."""
     found: list[Any] = []
     for optimizer in optimizers_of(trainer):
         if hasattr(optimizer, "optimizers") and trainer.built:
-            # Perhaps only now it chooses one for each variable.
+            # It may choose an inner optimizer for each variable only now.
             optimizer.build(trainer.trainable_variables)
         found += [leaf for leaf in leaves(optimizer) if has_rate(leaf)]
     return list({id(leaf): leaf for leaf in found}.values())
 
 
 def scaling_of(optimizer: Any, *, make: bool = False) -> Scaling | None:
-    """The factor of an optimizer; None if it has none and none is to be made."""
+    """Return an optimizer's factor; None if it has none and `make` is false."""
     scaling: Scaling | None = getattr(optimizer, _ATTRIBUTE, None)
     if scaling is None and make:
         scaling = Scaling(optimizer)
@@ -149,18 +149,18 @@ def scaling_of(optimizer: Any, *, make: bool = False) -> Scaling | None:
 
 
 def has_rate(optimizer: Any) -> bool:
-    """Whether it's an optimizer of Keras's, with a learning rate."""
+    """Return whether it's an optimizer of Keras's, with a learning rate."""
     return hasattr(optimizer, "_learning_rate")
 
 
 def schedule_of(optimizer: Any) -> Any | None:
-    """The `LearningRateSchedule` that a rate comes from; None for a number."""
+    """Return the `LearningRateSchedule` of an optimizer's rate; None for a number."""
     rate = optimizer._learning_rate
     return None if isinstance(rate, backend.Variable) else rate
 
 
 def scaled(optimizer: Any, rate: Any) -> Any:
-    """What is read of an optimizer whose base rate is `rate`."""
+    """Return the rate that is read from an optimizer whose base rate is `rate`."""
     scaling = scaling_of(optimizer)
     if scaling is None or current.base_rate:
         return rate
@@ -168,13 +168,13 @@ def scaled(optimizer: Any, rate: Any) -> Any:
     rate = tf.convert_to_tensor(getattr(rate, "value", rate))
     rate = rate * tf.cast(scaling.factor(optimizer), rate.dtype)
     if is_number and tf.executing_eagerly():
-        # Keras gives a variable here, and scripts assign to it.
+        # Keras returns a variable here, and scripts assign to it.
         rate.assign = functools.partial(setattr, optimizer, "learning_rate")
     return rate
 
 
 def set_rate(original: Callable[..., Any], optimizer: Any, rate: Any) -> None:
-    """In place of the setter of `BaseOptimizer.learning_rate`."""
+    """Replace the setter of `BaseOptimizer.learning_rate`."""
     scaling = scaling_of(optimizer)
     if scaling is not None and not current.base_rate and not callable(rate):
         rate = convert_to_numpy(rate)
@@ -183,7 +183,7 @@ def set_rate(original: Callable[..., Any], optimizer: Any, rate: Any) -> None:
 
 
 def base_rate(optimizer: Any) -> float:
-    """The base rate of an optimizer; of a schedule what it says now."""
+    """Return the base rate of an optimizer; for a schedule its current value."""
     with setting(base_rate=True):
         return float(convert_to_numpy(optimizer.learning_rate))
 
@@ -197,7 +197,7 @@ def set_base_rate(optimizer: Any, rate: float) -> None:
 def on_base_rate(
     original: Callable[..., Any], self: Any, index: int, logs: Any = None
 ) -> Any:
-    """In place of what Keras sets rates with; its logs say the rate of the steps."""
+    """Replace callbacks that set rates: they see the base rate, the logs the rate."""
     optimizer = getattr(self.model, "optimizer", None)
     several = hasattr(optimizer, "optimizers")
     rates = {

@@ -1,7 +1,7 @@
-"""Which rows of a table an optimizer moves in a step.
+"""The rows of a table that an optimizer moves in a step.
 
-The gradient of an embedding is IndexedSlices: some of its rows. What Keras's optimizers
-make of them differs:
+The gradient of an embedding is IndexedSlices: some of its rows. Keras's optimizers
+differ in the rows that they change:
 
     the given rows    a row without a gradient stays as it is, to the bit: SGD, RMSprop,
                       Adagrad, Adadelta, Adafactor
@@ -9,8 +9,8 @@ make of them differs:
                       all others; also what accumulates gradients or takes averages
     all rows          weight decay
 
-Whoever wants to know which rows have changed may take the slices' indices in the first
-case; in the second one has to look.
+The changed rows are given by the slices' indices in the first case; in the second they
+can only be found by comparison.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ _FOLLOW_GRADIENTS = (
 def touched_rows(
     optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any]
 ) -> list[Any | None]:
-    """For each variable indices of all rows that a step moves; None: not known.
+    """Return for each variable indices of all rows that a step moves; None: not known.
 
     Args:
-        optimizer: The optimizer, not one around it.
+        optimizer: The optimizer that updates, not one that wraps it.
         gradients: What it's given: tensors, IndexedSlices or None.
         variables: One for each gradient.
 
@@ -56,7 +56,7 @@ def touched_rows(
 
 
 def moves_all_rows(optimizer: Any, variable: Any) -> bool:
-    """Whether an optimizer, or None, moves all rows of a variable in every step."""
+    """Return whether an optimizer, if any, moves all rows of a variable each step."""
     optimizer = getattr(optimizer, "inner_optimizer", optimizer)
     if not getattr(optimizer, "weight_decay", None):
         return False
@@ -64,9 +64,9 @@ def moves_all_rows(optimizer: Any, variable: Any) -> bool:
 
 
 def embedding_tables(trainer: Any) -> set[int]:
-    """The ids of the Keras variables in which a model's Embedding layers look up rows.
+    """Return the ids of the Keras variables in which Embedding layers look up rows.
 
-    Not of those that are multiplied with as a whole, too: all of their rows get
+    Tables that are also multiplied with as a whole are excluded: all of their rows get
     gradients.
     """
     return {
@@ -79,9 +79,9 @@ def embedding_tables(trainer: Any) -> set[int]:
 
 
 def _follows(optimizer: Any, variable: Any) -> bool:
-    """Whether rows without a gradient stay as they are."""
+    """Return whether an optimizer leaves rows without a gradient unchanged."""
     return (
-        # Not an instance of another class, which may do anything.
+        # Subclasses are excluded, since they may do anything.
         type(optimizer) in _FOLLOW_GRADIENTS
         and not getattr(optimizer, "momentum", 0)
         and not optimizer.weight_decay

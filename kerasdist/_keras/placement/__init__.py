@@ -1,4 +1,4 @@
-"""Layers on devices as Keras calls them, micro-batches, and rematerialization.
+"""Layers on devices in Keras's calls, micro-batches, and rematerialization.
 
 The devices themselves are chosen in `strategies.placed`.
 """

@@ -1,4 +1,4 @@
-"""Models whose placement is planned when they are first used."""
+"""Automatic placements, which are planned when a model is first used."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kerasdist._keras.placement.layers import placer_of, prepare
 
 __all__ = ["ensure_planned", "is_unplanned", "plan_placement"]
 
-# Keras's own, where nothing says how large a batch is.
+# Keras's own default, where the batch size isn't known.
 _ROWS = 32
 
 
@@ -23,9 +23,9 @@ def plan_placement(
     iterator: Any = None,
     data_batch: Any = None,
 ) -> Any:
-    """In place of `_maybe_symbolic_build`, which is called before a first step.
+    """Replace `_maybe_symbolic_build`, which is called before a first step.
 
-    It builds the optimizer: the variables must be where they belong by then.
+    It builds the optimizer, and the variables must be on their devices by then.
     """
     placer = placer_of(trainer.distribute_strategy)
     if placer is not None and is_unplanned(placer):
@@ -39,16 +39,16 @@ def plan_placement(
 
 
 def ensure_planned(trainer: Any, placer: Any, example: Any = None) -> None:
-    """Have the plan of an automatic placement made, if it isn't yet.
+    """Make the plan of an automatic placement, if there is none yet.
 
     Args:
         trainer: The model.
-        placer: Of its strategy.
-        example: A batch, or what Keras knows of one: inputs, targets, weights; or None.
+        placer: The placer of its strategy.
+        example: A batch, or its specification: inputs, targets, weights; or None.
 
     Raises:
-        ValueError: The model isn't built, and nothing says what it's called with.
-        PlanError: It doesn't fit.
+        ValueError: The model isn't built, and its inputs aren't known.
+        PlanError: The model doesn't fit.
     """
     if not is_unplanned(placer):
         return
@@ -76,13 +76,13 @@ def ensure_planned(trainer: Any, placer: Any, example: Any = None) -> None:
 
 
 def _inputs_of(trainer: Any) -> Any:
-    """What a functional model says it's called with, in its order; None if it isn't."""
+    """Return the inputs of a functional model, in its order; None for any other."""
     functional = getattr(trainer, "_functional", None) or trainer
     return getattr(functional, "_inputs_struct", None)
 
 
 def _sized(inputs: Any, specs: Any) -> Any:
-    """Inputs with the data's sizes where the model leaves them open."""
+    """Return inputs with the data's sizes where the model leaves them open."""
     if inputs is None:
         return specs
     flat, given = tree.flatten(inputs), tree.flatten(specs)
@@ -104,15 +104,15 @@ def _check_sizes(trainer: Any, inputs: Any) -> None:
         raise ValueError(
             'With placement="auto" the sizes of inputs must be known when a model is '
             f"first used. Received: model={trainer.name!r}, with inputs of shapes "
-            f"{shapes} (the first is the batch), and data that don't say more. Give "
+            f"{shapes} (the first is the batch), and data of unknown sizes. Give "
             "`keras.Input` a length, pad all batches of the data to one "
-            "(`padded_batch(padded_shapes=...)`), or say where layers are: "
+            "(`padded_batch(padded_shapes=...)`), or give the layers' devices: "
             "placement={'encoder/.*': 'GPU:0', ...}."
         )
 
 
 def is_unplanned(placer: Any) -> bool:
-    """Whether a placement is automatic and hasn't been planned yet."""
+    """Return whether a placement is automatic and hasn't been planned yet."""
     return hasattr(placer, "make_plan") and placer.plan is None
 
 

@@ -1,4 +1,4 @@
-"""Layers on devices: which layer is being called, built or made a variable of."""
+"""Layers on devices: the hooks in which layers are called, built, and get variables."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ __all__ = [
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LayerFacts:
-    """What decides where a layer is.
+    """The facts that determine a layer's device.
 
     Attributes:
-        paths: The names by which it's known: by where it was built, as its variables'
-            paths begin, and by where it's called from.
-        stage: The device of the stage that it was made in, or None.
+        paths: The names by which it's known: from where it was built, as in its
+            variables' paths, and from where it's called.
+        stage: The device of the stage that it was created in, or None.
         parent: The device of the layer that calls it, or None.
         own: Devices of the layer's own variables; those with most bytes first.
         inner: Devices of the variables of all layers inside of it.
@@ -54,22 +54,22 @@ class LayerFacts:
 
 
 class LayerPlacer(Protocol):
-    """Says where layers are; found as `extended.layer_placer`."""
+    """The devices of layers; found as `extended.layer_placer`."""
 
     @property
     def stage(self) -> str | None:
         """The device of the `strategy.stage` that this thread is in, or None."""
 
     def wish(self, layer: LayerFacts) -> str | None:
-        """Where the placement says that a layer belongs; None if it doesn't say."""
+        """Return a layer's device in the placement; None if that doesn't define it."""
 
     def device_of(self, layer: LayerFacts) -> str | None:
-        """The device of a layer; None: each operation is where its input is."""
+        """Return a layer's device; None: each operation is where its input is."""
 
     def variable_device(
         self, path: str, called: tuple[str, ...], device: str | None
     ) -> str:
-        """The device of a variable that is about to be made.
+        """Return the device of a variable that is about to be created.
 
         Args:
             path: The path of its layer, empty if it has none.
@@ -80,7 +80,7 @@ class LayerPlacer(Protocol):
     def recording(
         self, kind: str, rows: int | None, optimizer: str
     ) -> contextlib.AbstractContextManager[Any]:
-        """The first step of its kind runs inside.
+        """Record the first step of its kind, which runs inside of the block.
 
         Args:
             kind: "train", "test" or "predict".
@@ -89,7 +89,7 @@ class LayerPlacer(Protocol):
         """
 
     def check(self, layers: Iterable[LayerFacts]) -> None:
-        """A model is about to be used, of which these are all layers.
+        """Check the placement of a model that is about to be used.
 
         Raises:
             ValueError: A pattern has matched none of the layers of any model.
@@ -97,11 +97,11 @@ class LayerPlacer(Protocol):
 
 
 class _Calls(threading.local):
-    """What is going on in this thread.
+    """The layers that this thread is calling, and the variable it is creating.
 
     Attributes:
         stack: The layers that are being called, each with its paths and device.
-        device: Where the variable goes that is being made, or None.
+        device: The device of the variable that is being created, or None.
         exporting: Whether calls are for a file that holds no devices.
         unchecked: A model whose layers aren't all known before it's called.
     """
@@ -115,35 +115,35 @@ class _Calls(threading.local):
 
 _calls = _Calls()
 
-# Where a layer belongs that was made in a stage. Written past Keras's `__setattr__`,
-# which would track it.
+# The attribute with the device of the stage that a layer was created in. Set without
+# Keras's `__setattr__`, which would track it.
 _STAGE = "_kerasdist_stage"
-# Of a variable that has no value yet. It can't be a key: it has no hash.
+# The attribute of a variable without a value. It can't be a key: it has no hash.
 _WISH = "_kerasdist_device"
 
 
 def placer_of(strategy: Any) -> LayerPlacer | None:
-    """What places layers in a strategy; None in one that doesn't."""
+    """Return the placer of a strategy; None if it has none."""
     extended = getattr(strategy, "extended", None)
     placer: LayerPlacer | None = getattr(extended, "layer_placer", None)
     return placer
 
 
 def called_layer() -> str | None:
-    """The path of the layer that is being called in this thread; None if none is."""
+    """Return the path of the layer that this thread is calling; None if it isn't."""
     return _calls.stack[-1][0][-1] if _calls.stack else None
 
 
 def device_of_variable() -> str | None:
-    """Where the variable goes that Keras is making in this thread; None if none."""
+    """Return the device of the variable that this thread is creating; None if none."""
     return _calls.device
 
 
 def init_layer(original: Callable[..., Any], layer: Any) -> None:
-    """In place of `Layer._initialize_tracker`, which `Layer.__init__` calls.
+    """Replace `Layer._initialize_tracker`, which `Layer.__init__` calls.
 
-    A layer that is made in a stage belongs there. Not in place of `Layer.__init__`,
-    whose arguments Keras looks at.
+    A layer that is created in a stage belongs to it. `Layer.__init__` itself isn't
+    wrapped, because Keras inspects its arguments.
     """
     placer = placer_of(tf.distribute.get_strategy())
     if placer is not None and placer.stage is not None:
@@ -154,7 +154,7 @@ def init_layer(original: Callable[..., Any], layer: Any) -> None:
 def call_layer(
     original: Callable[..., Any], layer: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """In place of `Layer.__call__`: what it builds and does is on its device."""
+    """Replace `Layer.__call__`: build and run a layer on its device."""
     placer = placer_of(tf.distribute.get_strategy())
     if placer is None or _calls.exporting:
         return original(layer, *args, **kwargs)
@@ -176,7 +176,7 @@ def call_layer(
 def export_model(
     original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """In place of `Model.export`: what is saved runs where it is loaded."""
+    """Replace `Model.export`: the exported model runs on the device that loads it."""
     before, _calls.exporting = _calls.exporting, True
     try:
         return original(model, *args, **kwargs)
@@ -185,13 +185,13 @@ def export_model(
 
 
 def calls_now() -> list[Any]:
-    """The layers that are being called in this thread, for `calling`."""
+    """Return the layers that this thread is calling, for `calling`."""
     return list(_calls.stack)
 
 
 @contextlib.contextmanager
 def calling(calls: list[Any]) -> Iterator[None]:
-    """Be inside of calls of layers, as when `calls_now` was asked."""
+    """Restore the calls that `calls_now` has returned, in the block."""
     before, _calls.stack = _calls.stack, list(calls)
     try:
         yield
@@ -202,7 +202,7 @@ def calling(calls: list[Any]) -> Iterator[None]:
 def init_variable(
     original: Callable[..., Any], variable: Any, *args: Any, **kwargs: Any
 ) -> None:
-    """In place of `Variable.__init__`: its device is chosen where it's made."""
+    """Replace `Variable.__init__`: choose the variable's device when it's created."""
     placer = placer_of(tf.distribute.get_strategy())
     if placer is None:
         original(variable, *args, **kwargs)
@@ -218,18 +218,18 @@ def init_variable(
 def initialize_variable(
     original: Callable[..., Any], variable: Any, *args: Any, **kwargs: Any
 ) -> None:
-    """In place of `Variable._initialize`, which makes TensorFlow's variable."""
+    """Replace `Variable._initialize`, which creates TensorFlow's variable."""
     wish = variable.__dict__.pop(_WISH, None)
     with _making(wish) if wish else contextlib.nullcontext():
         original(variable, *args, **kwargs)
 
 
 def prepare(trainer: Any, placer: LayerPlacer) -> None:
-    """Put a model's variables where they belong, and check the placement.
+    """Put a model's variables on their devices, and check the placement.
 
-    Variables of layers that were built by themselves, before the model that they are
-    a part of, don't know where they belong until then; nor do those that layers make
-    before they are built, as the states of dropout's random numbers.
+    Layers that were built by themselves, before their model, don't know their path
+    until then; nor do variables that layers create before they are built, such as the
+    states of dropout's random numbers.
     """
     built = getattr(getattr(trainer, "optimizer", None), "built", False)
     layers = list(layers_of(trainer, placer))
@@ -237,7 +237,7 @@ def prepare(trainer: Any, placer: LayerPlacer) -> None:
         if device is None:
             continue
         for variable in own_variables(layer):
-            # What an optimizer knows already must stay the variable that it is.
+            # A variable that an optimizer was built for must stay the same object.
             if variable.value.device != device and not (built and variable.trainable):
                 move(variable, device)
     if all(layer.built for layer, _, _ in layers):
@@ -249,9 +249,9 @@ def prepare(trainer: Any, placer: LayerPlacer) -> None:
 def layers_of(
     root: Any, placer: LayerPlacer
 ) -> Iterator[tuple[Any, LayerFacts, str | None]]:
-    """All layers of a model as a call of it finds them, the outer before the inner.
+    """Yield all layers of a model in the order of calls, outer before inner.
 
-    Each with where the placement says that it belongs, or None.
+    Each is yielded with its device in the placement, or None.
     """
 
     def walk(
@@ -267,14 +267,14 @@ def layers_of(
 
 
 def own_variables(layer: Any) -> list[Any]:
-    """A layer's own variables that have a value, without those of layers inside."""
+    """Return a layer's own variables with a value, without inner layers'."""
     seeds = [generator.state for generator in layer._seed_generators]
     own = [*layer._trainable_variables, *layer._non_trainable_variables, *seeds]
     return [variable for variable in own if variable._value is not None]
 
 
 def move(variable: Any, device: str) -> None:
-    """Put a variable on another device: its value moves into a new one."""
+    """Put a variable on another device: a new one gets its value."""
     value = variable.value.read_value()
     with tf.init_scope(), _making(device):
         variable._initialize(value)
@@ -296,7 +296,7 @@ def _inside(layer: Any) -> list[Any]:
 def _facts(
     layer: Any, above: str | None = None, parent: str | None = None
 ) -> LayerFacts:
-    """The facts; by default of a layer that is called by the innermost one."""
+    """Return a layer's facts; by default for a call by the innermost current layer."""
     if above is None:
         paths, parent = _calls.stack[-1] if _calls.stack else (("",), None)
         above = paths[-1]

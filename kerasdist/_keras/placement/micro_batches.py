@@ -1,12 +1,12 @@
 """Micro-batches: a model's call on a batch as several calls on its parts.
 
-    1. divide    the rows of everything that the model is called on, in order
-    2. call      the model on each part: its layers, losses and metrics as ever
+    1. divide    the rows of all inputs of the model, in order
+    2. call      the model on each part: its layers, losses and metrics as usual
     3. join      the outputs, in order
 
-So whoever calls the model (`train_step`, a loop) sees a whole batch: losses, metrics
-and sample weights are computed from all of its outputs. What layers add up themselves
-while they are called is weighted by rows, so that it is that of the whole batch:
+So the caller of the model (`train_step`, a loop) sees a whole batch: losses, metrics
+and sample weights are computed from all of its outputs. Values that layers add
+themselves while they are called are weighted by rows, to be those of the whole batch:
 
     add_loss of a scalar       a mean over rows: the mean of the parts', by rows
     add_loss of one per row    joined
@@ -38,10 +38,10 @@ __all__ = ["Marks", "call_layer", "dividing", "mean_metric", "normalize"]
 
 @dataclass
 class Marks:
-    """The operations of a graph at which parts begin their ways, forward and back.
+    """The operations of a graph at which parts begin, forward and backward.
 
     Attributes:
-        found: Each with its part.
+        found: The operations, each with its part.
         calls: How many models were called on parts.
     """
 
@@ -49,7 +49,7 @@ class Marks:
     calls: int = 0
 
     def add(self, tensor: Any, part: Part) -> None:
-        """Mark the operation that makes a tensor; nothing where there's no graph."""
+        """Mark the operation that makes a tensor; does nothing without a graph."""
         if isinstance(tensor, tf.Tensor) and not hasattr(tensor, "numpy"):
             self.found.append((tensor.op, part))
 
@@ -61,7 +61,7 @@ class _Rows:
     Attributes:
         start: The first one.
         size: How many there are. If it's 0, the part has one row, which counts nothing.
-        total: Those of the batch.
+        total: The rows of the batch.
         known: Whether they are numbers.
     """
 
@@ -71,7 +71,7 @@ class _Rows:
     known: bool
 
     def of(self, value: Any) -> Any:
-        """These rows of a tensor, at least one if there is any."""
+        """Return these rows of a tensor, at least one if it has any."""
         size = self.size if self.known else tf.maximum(self.size, 1)
         start = self.start if self.known else tf.minimum(self.start, self.total - 1)
         if not self.known:
@@ -84,12 +84,12 @@ class _Rows:
         return value[start : start + size]
 
     def without_filling(self, value: Any) -> Any:
-        """A part's output, without the row of a part that has none."""
+        """Return a part's output, without the row that fills an empty part."""
         return value if self.known else value[: self.size]
 
     @property
     def share(self) -> Any:
-        """This part of the batch's rows, scalar float32."""
+        """Return this part's share of the batch's rows, scalar float32."""
         if self.known:
             return self.size / self.total
         return tf.math.divide_no_nan(
@@ -98,12 +98,12 @@ class _Rows:
 
 
 class _State(threading.local):
-    """What is going on in this thread.
+    """The state of micro-batches in this thread.
 
     Attributes:
-        parts: Into how many parts the batch of a model's call is divided.
-        marks: Of the graph that is being made.
-        rows: Those of the part that a model is being called on, or None.
+        parts: The number of parts into which the batch of a model's call is divided.
+        marks: The marks in the graph that is being made.
+        rows: The rows of the part that a model is being called on, or None.
     """
 
     parts: int = 1
@@ -116,7 +116,7 @@ _state = _State()
 
 @contextlib.contextmanager
 def dividing(parts: int) -> Iterator[Marks]:
-    """Divide what models are called on inside of a `with` block."""
+    """Divide the batches of models that are called inside of the block."""
     before = _state.parts, _state.marks
     _state.parts, _state.marks = parts, Marks()
     try:
@@ -128,7 +128,7 @@ def dividing(parts: int) -> Iterator[Marks]:
 def call_layer(
     original: Callable[..., Any], layer: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """In place of `Layer.__call__`: a model that nothing else calls gets parts."""
+    """Replace `Layer.__call__`: call an outermost model on parts."""
     if (
         _state.parts == 1
         or _state.rows is not None
@@ -201,7 +201,7 @@ def _call(
 def mean_metric(
     original: Callable[..., Any], metric: Any, values: Any, sample_weight: Any = None
 ) -> Any:
-    """In place of `Mean.update_state`: a part's value counts by its rows."""
+    """Replace `Mean.update_state`: a part's value counts by its rows."""
     rows = _state.rows
     if rows is None or sample_weight is not None:
         return original(metric, values, sample_weight)
@@ -217,10 +217,10 @@ def mean_metric(
 def normalize(
     original: Callable[..., Any], layer: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """In place of `BatchNormalization.call`.
+    """Replace `BatchNormalization.call`.
 
-    The moving statistics are updated by each part: with momentum to the power of its
-    share, they forget as much in a step as with the batch as a whole.
+    Each part updates the moving statistics: with momentum to the power of its share,
+    they decay in a step as much as with the whole batch.
     """
     rows = _state.rows
     if rows is None:
@@ -228,7 +228,7 @@ def normalize(
     momentum = layer.momentum
     dtype = "float64" if layer.variable_dtype == "float64" else "float32"
     share = tf.cast(rows.share, dtype)
-    # Not by Keras's `__setattr__`, which keeps track of what it sees.
+    # Without Keras's `__setattr__`, which tracks attributes.
     layer.__dict__["momentum"] = tf.pow(tf.constant(momentum, dtype), share)
     try:
         return original(layer, *args, **kwargs)
@@ -237,7 +237,7 @@ def normalize(
 
 
 def _note(kinds: LossKinds, joined: Any) -> None:
-    """A graph of parts doesn't show what has rows."""
+    """Declare which joined tensors have rows, which a graph of parts doesn't show."""
     if isinstance(joined, tf.Tensor) and joined.shape.rank == 0:
         kinds.set_mean(joined)
     else:
@@ -262,7 +262,7 @@ def _divide(leaf: Any, count: int) -> list[_Rows]:
         total = tf.cast(leaf.nrows(), tf.int32)
     else:
         total = tf.shape(leaf)[0]
-    # As `equal_part` does.
+    # The same bounds as those of `equal_part`.
     size, more = total // count, total % count
     starts = [size * i + tf.minimum(i, more) for i in range(count)] + [total]
     return [
@@ -287,7 +287,7 @@ def _check(model: Any) -> None:
 
 
 def _join_losses(lists: list[list[Any]], parts: list[_Rows]) -> list[Any]:
-    """The losses of one layer: of each part a list in the order of `add_loss`."""
+    """Join the losses of one layer, for each part a list in the order of `add_loss`."""
     joined = []
     for i in range(max(map(len, lists))):
         found = [
@@ -303,7 +303,7 @@ def _join_losses(lists: list[list[Any]], parts: list[_Rows]) -> list[Any]:
 
 
 def _mean(found: list[tuple[Any, _Rows]]) -> Any:
-    """The mean of scalars, weighted by rows."""
+    """Return the mean of scalars, weighted by rows."""
     return tf.add_n([value * tf.cast(rows.share, value.dtype) for value, rows in found])
 
 
@@ -338,7 +338,7 @@ def _join(values: Any, parts: list[_Rows], marks: Marks, call: int) -> Any:
 
 
 def _concat(parts: list[Any], marks: Marks, call: int) -> Any:
-    """Concatenate, with marks where gradients of the parts begin their ways."""
+    """Concatenate parts, with marks where the gradients of the parts begin."""
 
     @tf.custom_gradient
     def concatenated(*tensors: Any) -> Any:
@@ -362,7 +362,7 @@ def _concat(parts: list[Any], marks: Marks, call: int) -> Any:
 
 
 def _same_device(tensor: Any) -> contextlib.AbstractContextManager[Any]:
-    """On the device of a tensor of a graph, if it has one."""
+    """Use the device of a tensor of a graph, if it has one."""
     if hasattr(tensor, "numpy"):
         return contextlib.nullcontext()
     device = tensor.op.device

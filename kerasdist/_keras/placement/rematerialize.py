@@ -1,18 +1,18 @@
-"""Activations that are computed again instead of kept.
+"""Activations that are recomputed instead of kept.
 
-What the forward pass leaves for the backward pass is most of the memory of a step. A
-segment is a run of layers that are on one device. Of a segment only the inputs are
-kept; when its gradients are due, it is computed once more from them:
+The results of the forward pass that the backward pass needs are most of the memory of a
+step. A segment is a run of layers on one device. Of a segment only the inputs are kept;
+when its gradients are needed, it is recomputed from them:
 
-    1. forward    the segment's layers run, and nothing of them is recorded
-    2. backward   gradients of the outputs have come: the layers run again, with what
-                  they drew and without any effect, and are recorded this time
-    3. gradients  of the inputs and variables, from that record
+    1. forward    the segment's layers run without being recorded
+    2. backward   gradients of the outputs are there: the layers run again, with the
+                  same random numbers and without side effects, and are recorded
+    3. gradients  of the inputs and variables are computed from that record
 
-Again means: dropout drops what it has dropped, variables are read as they are (nothing
-updates them between), and assignments, as those of BatchNormalization's statistics and
-of metrics, and `add_loss` happen once. Variables that aren't Keras's have to do without
-that.
+In the second run dropout drops the same elements, variables have the same values
+(nothing updates them between), and assignments, such as those of BatchNormalization's
+statistics and of metrics, and `add_loss` have no effect. That doesn't hold for
+variables that aren't Keras's.
 """
 
 from __future__ import annotations
@@ -40,18 +40,18 @@ __all__ = [
 
 
 class _State(threading.local):
-    """What is going on in this thread.
+    """The state of rematerialization in this thread.
 
     Attributes:
-        active: Whether activations are computed again.
-        seeds: Those that the segment draws that is running, or has drawn; None outside.
-        again: Whether it's running again.
-        drawn: How many seeds it has taken, if so.
+        active: Whether activations are recomputed.
+        seeds: The seeds that the running segment has drawn or draws; None outside.
+        second_run: Whether the segment is in its second run.
+        drawn: How many seeds it has taken in its second run.
     """
 
     active: bool = False
     seeds: list[Any] | None = None
-    again: bool = False
+    second_run: bool = False
     drawn: int = 0
 
 
@@ -60,7 +60,7 @@ _state = _State()
 
 @contextlib.contextmanager
 def rematerializing(active: bool = True) -> Iterator[None]:
-    """Compute activations again that are made inside of a `with` block."""
+    """Recompute the activations of layers that are called inside of the block."""
     before, _state.active = _state.active, active
     try:
         yield
@@ -71,10 +71,10 @@ def rematerializing(active: bool = True) -> Iterator[None]:
 def call_layer(
     original: Callable[..., Any], layer: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """In place of `Layer.__call__`: a layer on one device is a segment.
+    """Replace `Layer.__call__`: run a layer on one device as a segment.
 
-    The outermost one, but not a whole model: one that Keras runs operation by operation
-    is cut into segments by `run_through_graph`.
+    The outermost such layer is, but not a whole model: one that Keras runs operation by
+    operation is divided into segments by `run_through_graph`.
     """
     device = None
     if _is_due() and layer.built and not (_is_model(layer) and _context() is None):
@@ -103,14 +103,14 @@ def run_through_graph(
     operation_fn: Callable[[Any], Any] = lambda op: op,
     call_fn: Any = None,
 ) -> Any:
-    """In place of `Function._run_through_graph`: in segments instead of layers."""
+    """Replace `Function._run_through_graph`: run segments instead of layers."""
     if not _is_due() or call_fn is not None or not isinstance(function, keras.Model):
         extra = () if call_fn is None else (call_fn,)
         return original(function, inputs, operation_fn, *extra)
     known = dict(zip(map(id, function.inputs), tree.flatten(inputs), strict=True))
     segments = _segments(function)
     needed = {id(tensor) for tensor in function.outputs}
-    wanted: list[set[int]] = []  # by segments, what is read after each
+    wanted: list[set[int]] = []  # by segments, the tensors that are read after each
     for _, nodes in reversed(segments):
         wanted.append(set(needed))
         needed.update(id(x) for node in nodes for x in node.input_tensors)
@@ -147,10 +147,10 @@ def run_through_graph(
 
 
 def draw_seed(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """In place of `SeedGenerator.next`: the second time as the first."""
+    """Replace `SeedGenerator.next`: return the first run's seeds in the second."""
     if _state.seeds is None:
         return original(*args, **kwargs)
-    if _state.again:
+    if _state.second_run:
         _state.drawn += 1
         return _state.seeds[_state.drawn - 1]
     seed = original(*args, **kwargs)
@@ -159,8 +159,8 @@ def draw_seed(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def assign(original: Callable[..., Any], variable: Any, value: Any) -> Any:
-    """In place of `Variable.assign`: once."""
-    return value if _state.again else original(variable, value)
+    """Replace `Variable.assign`: do nothing in the second run."""
+    return value if _state.second_run else original(variable, value)
 
 
 def _is_due() -> bool:
@@ -168,7 +168,7 @@ def _is_due() -> bool:
 
 
 def _context() -> Any:
-    """What Keras knows of the call that is going on: who began it, and `training`."""
+    """Return Keras's state of the current call: its first caller, and `training`."""
     return global_state.get_global_attribute("current_call_ctx")
 
 
@@ -181,13 +181,13 @@ def _is_tensor(leaf: Any) -> bool:
 
 
 def _device(layer: Any) -> str | None:
-    """The device that all of a layer's variables are on, or None."""
+    """Return the device of all of a layer's variables, or None."""
     devices = {weight.value.device for weight in layer.weights}
     return devices.pop() if len(devices) == 1 else None
 
 
 def _segments(function: Any) -> list[tuple[str | None, list[Any]]]:
-    """Nodes in the order in which they can be run, cut where the device changes.
+    """Return nodes in an order in which they can run, cut where the device changes.
 
     An operation without variables is in the segment of the one before it.
     """
@@ -204,7 +204,7 @@ def _segments(function: Any) -> list[tuple[str | None, list[Any]]]:
             elif segments and not any(
                 getattr(one.operation, "weights", None) for one in segments[-1][1]
             ):
-                # Only operations without variables so far: they join what follows.
+                # Only operations without variables so far: they join the next segment.
                 segments[-1] = (device, [*segments[-1][1], node])
             else:
                 segments.append((device, [node]))
@@ -226,19 +226,19 @@ def _segment(
     known: dict[str, Any] = {}
     context, calls = _context(), calls_now()
 
-    def once(given: list[Any], again: bool) -> list[Any]:
-        """The outputs that are tensors, then the losses that layers have added."""
+    def once(given: list[Any], second_run: bool) -> list[Any]:
+        """Return the outputs that are tensors, then the layers' added losses."""
         for tensor, mask in zip(given, masks, strict=True):
             if mask is not None:
                 masking.set_keras_mask(tensor, mask)
         counts = [len(layer._losses) for layer in every]
-        with _running(seeds, again), calling(calls), _in_context(context):
+        with _running(seeds, second_run), calling(calls), _in_context(context):
             outputs = run(given)
         losses = [layer._losses[n:] for layer, n in zip(every, counts, strict=True)]
         for layer, count in zip(every, counts, strict=True):
             del layer._losses[count:]
         leaves = tree.flatten(outputs)
-        if not again:
+        if not second_run:
             known.update(outputs=outputs, leaves=leaves, losses=losses)
         return [x for x in leaves if _is_tensor(x)] + [
             x for some in losses for x in some
@@ -248,8 +248,8 @@ def _segment(
     def segment(*given: Any) -> Any:
         def backward(*gradients: Any, variables: Any = None) -> Any:
             gradients = tuple(map(_dense, gradients))
-            # From `gradients`, so that it isn't done before they are there; a control
-            # dependency alone would be optimized away together with the copy.
+            # They depend on `gradients`, so that the second run begins after those; a
+            # control dependency alone would be optimized away together with the copy.
             late = [_after(tensor, gradients) for tensor in given]
             trained = list(variables or ())
             with tf.GradientTape(watch_accessed_variables=False) as tape:
@@ -291,12 +291,12 @@ def _segment(
 
 
 @contextlib.contextmanager
-def _running(seeds: list[Any], again: bool) -> Iterator[None]:
-    _state.seeds, _state.again, _state.drawn = seeds, again, 0
+def _running(seeds: list[Any], second_run: bool) -> Iterator[None]:
+    _state.seeds, _state.second_run, _state.drawn = seeds, second_run, 0
     try:
         yield
     finally:
-        _state.seeds, _state.again = None, False
+        _state.seeds, _state.second_run = None, False
 
 
 @contextlib.contextmanager
@@ -310,13 +310,13 @@ def _in_context(context: Any) -> Iterator[None]:
 
 
 def _after(tensor: Any, gradients: Any) -> Any:
-    """A copy of a tensor that is made when the gradients are there."""
+    """Return a copy of a tensor that is made after the gradients."""
     first = next(x for x in gradients if x is not None and _can_be_learned(x))
     if not _can_be_learned(tensor):
         with tf.control_dependencies([first]):
             return tf.identity(tensor)
     number = tf.cast(tf.reduce_max(tf.reshape(first, [-1])[:1]), tf.float32)
-    # 0, also of NaN, in a form that no optimizer sees through.
+    # 0, also for NaN, in a form that no optimizer recognizes.
     zero = tf.where(tf.math.is_nan(number), 0.0, tf.minimum(tf.abs(number), 0.0))
     return tensor + tf.cast(zero, tensor.dtype)
 

@@ -1,4 +1,4 @@
-"""Models on devices: what is checked before they are used."""
+"""Models on devices: checks and records before and around their use."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ __all__ = [
 def compile_model(
     original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """In place of `compile`: what is built already goes where it belongs.
+    """Replace `compile`: move a built model to its devices.
 
-    Before an optimizer knows the variables.
+    That must happen before an optimizer knows the variables.
     """
     result = original(trainer, *args, **kwargs)
     placer = placer_of(trainer.distribute_strategy)
@@ -44,7 +44,7 @@ def compile_model(
 def make_function(
     original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """In place of `make_train_function` and its like, called before the first step."""
+    """Replace `make_train_function` and the like, called before the first step."""
     placer = placer_of(trainer.distribute_strategy)
     if placer is None:
         return original(trainer, *args, **kwargs)
@@ -66,7 +66,7 @@ def make_function(
 def init_epoch_iterator(
     original: Callable[..., Any], iterator: Any, *args: Any, **kwargs: Any
 ) -> None:
-    """In place of `TFEpochIterator.__init__`: how many rows the next steps have."""
+    """Replace `TFEpochIterator.__init__`: note how many rows the next steps have."""
     original(iterator, *args, **kwargs)
     placer = placer_of(iterator._distribute_strategy)
     if placer is not None:
@@ -84,11 +84,11 @@ _KINDS = {
 
 
 class _Next(threading.local):
-    """What's known of the batches of the loop that this thread is about to run.
+    """The known facts about the batches of this thread's next loop.
 
     Attributes:
         rows: Their number of rows, or None.
-        example: What one is made of, if a placement is planned by it; or None.
+        example: A batch's specification, if a placement is planned by it; or None.
     """
 
     rows: int | None = None
@@ -101,7 +101,7 @@ _next = _Next()
 def _record_first(
     placer: LayerPlacer, trainer: Any, kind: str, function: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """The same function, whose first call is looked at."""
+    """Return the same function, whose first call is recorded."""
     first = not trainer.run_eagerly
     name = getattr(getattr(trainer, "optimizer", None), "name", "")
 
@@ -119,9 +119,9 @@ def _record_first(
 
 
 def _count(trainer: Any, function: Callable[..., Any]) -> Callable[..., Any]:
-    """The same function of training, whose steps are counted for errors.
+    """Return the same training function, whose steps are counted for error messages.
 
-    Of a call that takes several steps the first one counts until it's over.
+    In a call that takes several steps the first one counts until the call ends.
     """
     counter = getattr(trainer.distribute_strategy.extended, "step_counter", None)
     if counter is None:
@@ -134,7 +134,7 @@ def _count(trainer: Any, function: Callable[..., Any]) -> Callable[..., Any]:
         try:
             result = function(*args, **kwargs)
         except (StopIteration, tf.errors.OutOfRangeError):
-            counter.step = before  # there were no data left for it
+            counter.step = before  # the data had ended
             raise
         counter.step = before + int(trainer.steps_per_execution)
         return result
@@ -145,7 +145,7 @@ def _count(trainer: Any, function: Callable[..., Any]) -> Callable[..., Any]:
 def name_the_lost(
     original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """In place of what trains or uses a model: says which worker was lost."""
+    """Replace methods that train or use a model: raise the lost worker's error."""
     try:
         return original(trainer, *args, **kwargs)
     except tf.errors.OpError as error:
@@ -156,7 +156,7 @@ def name_the_lost(
 
 
 def who_was_lost(trainer: Any, error: Exception) -> Exception | None:
-    """The lost worker that made TensorFlow raise an error; None if it's another's."""
+    """Return the lost worker's error behind TensorFlow's error; or None."""
     if not isinstance(error, tf.errors.OpError):
         return None
     extended = trainer.distribute_strategy.extended
@@ -167,9 +167,9 @@ def who_was_lost(trainer: Any, error: Exception) -> Exception | None:
 def keep_gradients_unscaled(
     original: Callable[..., Any], optimizer: Any, grads_and_vars: Any
 ) -> Any:
-    """In place of `_all_reduce_sum_gradients`: there's nothing to reduce.
+    """Replace `_all_reduce_sum_gradients`: there's nothing to reduce.
 
-    TensorFlow would lead all gradients through one operation, on one device.
+    TensorFlow would pass all gradients through one operation, on one device.
     """
     strategy = tf.distribute.get_strategy()
     if placer_of(strategy) is None or hooks_of(strategy) is not None:
@@ -178,7 +178,7 @@ def keep_gradients_unscaled(
 
 
 def reset_accumulators(original: Callable[..., Any], optimizer: Any) -> None:
-    """In place of `_backend_reset_gradient_accumulators`: zeros are made in place."""
+    """Replace `_backend_reset_gradient_accumulators`: make the zeros in place."""
     if placer_of(tf.distribute.get_strategy()) is None:
         original(optimizer)
         return
@@ -198,9 +198,9 @@ def _check(trainer: Any) -> None:
         )
     if trainer.run_eagerly or tf.config.functions_run_eagerly():
         warnings.warn(
-            "With run_eagerly=True numbers are right, but a part of the backward pass "
-            "runs on the device of what comes after it, devices wait for each other, "
-            "and `placement_report()` has nothing to tell. Use it to find faults, and "
+            "With run_eagerly=True the numbers are right, but a part of the backward "
+            "pass runs on the device of the next layers, devices wait for each other, "
+            "and `placement_report()` has nothing to report. Use it for debugging, and "
             "compile with run_eagerly=False for training.",
             stacklevel=5,
         )

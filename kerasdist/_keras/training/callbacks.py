@@ -73,7 +73,7 @@ def on_epoch_end(
     If one rank wants to stop, all stop. If the ranks' learning rates differ, all
     take the chief's.
     """
-    dealing = _dealing(self.model)
+    dealing = _dynamic_hooks(self.model)
     if dealing is not None:
         _count_all(self.callbacks, dealing.steps_of_all)
     result = original(self, *args, **kwargs)
@@ -122,7 +122,7 @@ def on_train_begin(
         resumed = getattr(callback, "resumed_after", None)
         if resumed is not None:
             resumed(backup.batches)
-    dealing = _dealing(model)
+    dealing = _dynamic_hooks(model)
     # In a custom loop, callbacks may be used on one rank alone.
     if model is not None and (
         current.fitting or hooks_of(model.distribute_strategy) is None
@@ -160,7 +160,7 @@ def on_train_batch_end(
     with setting(after_batch=True):
         result = original(self, *args, **kwargs)
     model = self.model
-    dealing = _dealing(model)
+    dealing = _dynamic_hooks(model)
     if dealing is not None:
         if model.stop_training:
             dealing.end_batches()
@@ -195,9 +195,11 @@ def _check_callbacks(model: Any, callbacks: Sequence[Any]) -> None:
     if stops and any(_may_stop(callback) for callback in callbacks):
         # Which callback it is doesn't matter: after each batch all ranks are asked.
         names.append("one with `on_train_batch_end`")
-    told = hooks.texts(", ".join(names))
-    if len(set(told.values())) > 1:
-        which = "; ".join(f"on rank {rank} [{names}]" for rank, names in told.items())
+    names_by_rank = hooks.texts(", ".join(names))
+    if len(set(names_by_rank.values())) > 1:
+        which = "; ".join(
+            f"on rank {rank} [{names}]" for rank, names in names_by_rank.items()
+        )
         raise ValueError(
             "Callbacks in which the workers communicate must be given to `fit` on all "
             "ranks, in the same order: those of `kerasdist.callbacks`, and any whose "
@@ -208,7 +210,7 @@ def _check_callbacks(model: Any, callbacks: Sequence[Any]) -> None:
         )
 
 
-def _dealing(model: Any) -> DynamicHooks | None:
+def _dynamic_hooks(model: Any) -> DynamicHooks | None:
     return None if model is None else dealing_hooks(model.distribute_strategy)
 
 

@@ -119,15 +119,15 @@ def fit(original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -
     if hooks is None:
         if timer_of(trainer.distribute_strategy) is None:
             return original(trainer, *args, **kwargs)
-        with _telling(original, trainer, args, kwargs):
+        with _reporting_failure(original, trainer, args, kwargs):
             return original(trainer, *args, **kwargs)
-    args, kwargs, verbose = _quiet(original, hooks, trainer, args, kwargs)
+    args, kwargs, verbose = _hide_progress_bar(original, hooks, trainer, args, kwargs)
     fitting = 1 if verbose == 0 else 2
     facts = {"fitting": fitting, "dealing": hooks.dynamic, "joined": False}
     with setting(**facts), closing_readers(), translating(hooks):
         initial = getattr(trainer, "_initial_epoch", None)
         try:
-            with _telling(original, trainer, args, kwargs):
+            with _reporting_failure(original, trainer, args, kwargs):
                 return original(trainer, *args, **kwargs)
         finally:
             if current.joined:
@@ -135,7 +135,7 @@ def fit(original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -
 
 
 @contextlib.contextmanager
-def _telling(
+def _reporting_failure(
     original: Callable[..., Any],
     trainer: Any,
     args: tuple[Any, ...],
@@ -165,10 +165,10 @@ def on_chief_only(
     if hooks is None:
         with setting(evaluating=True):
             return original(trainer, *args, **kwargs)
-    args, kwargs, _ = _quiet(original, hooks, trainer, args, kwargs)
+    args, kwargs, _ = _hide_progress_bar(original, hooks, trainer, args, kwargs)
 
-    def call(anew: bool) -> Any:
-        if anew and "_use_cached_eval_dataset" in kwargs:
+    def call(rebuild: bool) -> Any:
+        if rebuild and "_use_cached_eval_dataset" in kwargs:
             kwargs["_use_cached_eval_dataset"] = False
         return original(trainer, *args, **kwargs)
 
@@ -180,7 +180,7 @@ def on_chief_only(
         return hooks.evaluate(call, forget)
 
 
-def _quiet(
+def _hide_progress_bar(
     original: Callable[..., Any],
     hooks: KerasHooks,
     trainer: Any,

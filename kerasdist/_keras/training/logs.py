@@ -40,11 +40,12 @@ class LastLogs:
     """The logs of each replica's last step on this worker, and that step's rows.
 
     Attributes:
-        said: Whether the user was informed that some of them aren't metrics' results.
+        reported: Whether the user was informed that some of them aren't metrics'
+            results.
     """
 
     def __init__(self) -> None:
-        self.said = False
+        self.reported = False
         self._paths: list[tuple[_Path, tuple[int, ...]]] = []
         self._kept: dict[int, Any] = {}
 
@@ -121,7 +122,7 @@ def whole_logs(trainer: Any, hooks: KerasHooks, logs: Any) -> dict[str, Any]:
         if _is_known(value)
     }
     results = _results(trainer, local=True) if mine else {}
-    told = {
+    report = {
         "rows": rows if kept or not mine else 1.0,
         # Without rows the step's logs are computed of zeros, but metrics' state isn't.
         "complete": complete,
@@ -138,7 +139,7 @@ def whole_logs(trainer: Any, hooks: KerasHooks, logs: Any) -> dict[str, Any]:
             for path, value in mine.items()
         ],
     }
-    texts = hooks.texts(json.dumps(told))
+    texts = hooks.texts(json.dumps(report))
     every = [json.loads(texts[rank]) for rank in sorted(texts)]
     return _put_together(trainer, hooks, logs, every, last)
 
@@ -147,10 +148,10 @@ def _put_together(
     trainer: Any, hooks: KerasHooks, logs: Any, every: list[Any], last: LastLogs | None
 ) -> dict[str, Any]:
     found: dict[_Path, list[tuple[float, bool, Any, set[_Path]]]] = {}
-    for told in every:
-        for path, value, equal in told["logs"]:
+    for report in every:
+        for path, value, equal in report["logs"]:
             places = {tuple(where) for where in equal}
-            entry = told["rows"], told["complete"], np.asarray(value), places
+            entry = report["rows"], report["complete"], np.asarray(value), places
             found.setdefault(tuple(path), []).append(entry)
     results: dict[_Path, Any] = {}
     if found:
@@ -166,14 +167,14 @@ def _put_together(
             if differs:
                 guessed.append("/".join(path))
         _put(whole, path, value)
-    if guessed and last is not None and not last.said:
-        last.said = True
+    if guessed and last is not None and not last.reported:
+        last.reported = True
         if hooks.rank == 0:
-            _say(guessed)
+            _inform(guessed)
     return whole
 
 
-def _say(names: list[str]) -> None:
+def _inform(names: list[str]) -> None:
     io_utils.print_msg(
         f"kerasdist: the logs {sorted(names)} aren't results of the model's metrics, "
         "so you see the mean over the workers' last steps, weighted by rows: for a "

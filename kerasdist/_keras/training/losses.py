@@ -252,7 +252,7 @@ def _as_mean(loss: Any, what: str) -> Any:
 def _whole(kinds: LossKinds, loss: Any, what: str) -> Whole | None:
     whole = kinds.whole(loss, _sums)
     if whole is None and not _tf.executing_eagerly():
-        _doubt(what)
+        _warn_unknown(what)
     return whole
 
 
@@ -277,7 +277,7 @@ def _set_mean(loss: Any) -> None:
         current.kinds.set_mean(loss)
 
 
-def _doubt(what: str) -> None:
+def _warn_unknown(what: str) -> None:
     """Inform the user once that the kind of a loss isn't known."""
     if current.hooks is None or current.building:
         return
