@@ -1,6 +1,6 @@
-"""The strategies: what a user puts around a Keras script.
+"""The strategies, each a room for a part of distributed training.
 
-Their modules are imported when they are asked for: none needs what the others need.
+Their modules are imported on request: none needs what the others need.
 The three classes are here, and what more than one room uses. The rooms:
 
 `sync` is the base of strategies in step, `asynchronous` that of workers that don't wait

@@ -1,16 +1,16 @@
-"""How fast one worker is alone: what the scaling of several is compared with.
+"""The speed of a single worker, with which the scaling of several is compared.
 
 Its steps are real ones, optimizer included, on a whole global batch of zeros, which are
-there at once. Then everything is what it was. The others wait meanwhile, from one of
-its calls to the next:
+available at once. Afterwards everything is as before. The others wait meanwhile, from
+one of its calls to the next:
 
     chief    trace, warm up │ call │ call │ ... │ restore │ result
     others   wait           │ wait │ wait │ ... │ wait    │ result
 
-so that no wait is longer than a call, however many there are.
+so that no wait is longer than a call, however many calls there are.
 
-Where one model is on several devices of a single worker, one device does it, with the
-whole model (`strategies.placed.one_device`).
+If one model is on several devices of a single worker, one device takes the steps with
+the whole model (`strategies.placed.one_device`).
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ __all__ = ["Alone", "measure_alone"]
 _WARM_UP = 2  # calls, the first of which traces
 _SECONDS = 1.0
 _MOST = 100  # calls
-# What the chief tells the others after each call; else the seconds of a step.
+# The chief's messages after each call; any other value is the seconds of a step.
 _GOES_ON, _FAILED = -1.0, 0.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Alone:
-    """What one worker does alone.
+    """The speed of a single worker.
 
     Attributes:
         rows: Samples of a step: those of a global batch.
-        seconds: Seconds of a step, without reading data and without what lies between
+        seconds: Seconds of a step, without reading data and without the time between
             two steps.
         worker: Whether it's one worker, with all of its devices; else it's one device
             of a single worker that has several.
@@ -58,18 +58,18 @@ class Alone:
 
 
 def measure_alone(model: Any) -> Alone | str:
-    """Let the chief take steps alone; all workers call it together.
+    """Let the chief take steps by itself; all workers call it together.
 
     Args:
-        model: A model in `fit`, which has taken a step that was measured.
+        model: A model in `fit`, which has taken a measured step.
 
     Returns:
-        What it has measured, the same on all workers. Or why that's impossible:
-        batches are made of something else than plain tensors, or a step on zeros
-        fails, e.g. for want of memory. Then too the model is what it was.
+        The result, the same on all workers. Or a text that explains why there is none:
+        batches contain other values than plain tensors, or a step on zeros fails, for
+        example because there is too little memory. The model is unchanged in any case.
 
     Raises:
-        CollectiveError: See `kerasdist.errors`; the model is what it was.
+        CollectiveError: See `kerasdist.errors`; the model is unchanged.
     """
     extended = model.distribute_strategy.extended
     clock = extended.timer
@@ -77,11 +77,11 @@ def measure_alone(model: Any) -> Alone | str:
     hooks = getattr(extended, "keras_hooks", None)
     mine = np.array([clock.rows_per_step], np.float64)
     every = [float(part[0]) for part in communicator.all_gather(mine)]
-    # Where workers don't wait for each other, each has whole batches.
+    # Asynchronous workers have whole batches each.
     rows = round(every[0] if hooks is None or hooks.dynamic else sum(every))
 
     def tell(value: float) -> float:
-        """What the chief says, to all."""
+        """Send a value from the chief to all."""
         (told,) = communicator.broadcast([np.float64(value)])
         return float(told)
 
@@ -100,9 +100,9 @@ def measure_alone(model: Any) -> Alone | str:
             except errors.KerasDistError:
                 raise
             except Exception as error:
-                # Whoever wants to know how fast a job is doesn't want to end it.
+                # A measurement must not end the job that it measures.
                 reason = f"a step on zeros fails: {type(error).__name__}: {error}"
-            # The graph, and copies of variables, which refer to each other.
+            # Frees the graph, and copies of variables, which refer to each other.
             gc.collect()
             told = tell(found)
     if told <= 0:
@@ -118,7 +118,7 @@ def _is_plain(batch: Any) -> bool:
 
 
 def _measure(model: Any, batch: Any, rows: int, after_call: Callable[[], Any]) -> float:
-    """Seconds of a step of this worker alone."""
+    """Return the seconds of a step of this worker alone."""
 
     def zeros(spec: Any) -> Any:
         if spec is None:
@@ -145,13 +145,13 @@ def _measure(model: Any, batch: Any, rows: int, after_call: Callable[[], Any]) -
 
 
 def _has_workers(model: Any) -> bool:
-    """Whether the job may have several workers; else one model has several devices."""
+    """Return whether the job may have several workers, or else several devices."""
     return isinstance(model.distribute_strategy.extended, SharingExtended)
 
 
 @contextlib.contextmanager
 def _one_worker(model: Any) -> Iterator[None]:
-    """What is run inside is this worker's alone; then its state is what it was."""
+    """Run the block on this worker alone, and restore its state afterwards."""
     strategy = model.distribute_strategy
     kept = [
         (part, part.numpy())
@@ -167,7 +167,7 @@ def _one_worker(model: Any) -> Iterator[None]:
 
 
 def _distributed(strategy: Any, data: Any) -> Any:
-    """Whole batches as who is alone gives them to his steps."""
+    """Distribute whole batches to the steps of a single worker."""
     extended = strategy.extended
     if not isinstance(extended, SharingExtended):
         return strategy.experimental_distribute_dataset(data)

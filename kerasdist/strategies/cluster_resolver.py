@@ -12,16 +12,16 @@ __all__ = ["resolver_of"]
 
 
 def resolver_of(place: Cluster, rank: int, size: int) -> Any:
-    """A `tf.distribute.cluster_resolver.ClusterResolver` of this task.
+    """Return a `tf.distribute.cluster_resolver.ClusterResolver` of this task.
 
-    Its `task_type`, `task_id` and `cluster_spec()` are those of the job, whatever has
-    told them: `TF_CONFIG`, Slurm, `kerasdist run`, an argument. Without addresses, as
-    of one worker or of MPI's processes, the cluster is empty, and tasks are "worker" 0
-    to size - 1.
+    Its `task_type`, `task_id` and `cluster_spec()` are those of the job, whatever their
+    source: `TF_CONFIG`, Slurm, `kerasdist run`, an argument. Without addresses, for a
+    single worker or MPI's processes, the cluster is empty, and tasks are "worker" 0 to
+    size - 1.
 
     Args:
-        place: This task's place among the others.
-        rank: This worker's rank, also where `place` doesn't know of others.
+        place: This task's place in the cluster.
+        rank: This worker's rank, which `place` may not contain.
         size: Number of workers.
     """
     jobs: dict[str, list[str]] = {}

@@ -42,7 +42,7 @@ def check_devices(devices: Sequence[str] | None) -> list[str]:
 
 
 def known_devices() -> list[str]:
-    """Full names of all devices that this process can use, others' among them."""
+    """Return the full names of all devices this process can use, also remote ones."""
     return [device.name for device in tf.config.list_logical_devices()]
 
 
@@ -51,7 +51,7 @@ def resolve_devices(devices: Sequence[str], argument: str) -> list[str]:
 
     Args:
         devices: Names as TensorFlow writes them.
-        argument: What they were given as, for messages.
+        argument: The name of the argument, for messages.
 
     Raises:
         ValueError: Some don't exist; all of them are named.
@@ -65,7 +65,7 @@ def resolve_devices(devices: Sequence[str], argument: str) -> list[str]:
 def _canonical(
     devices: Sequence[str], is_there: Callable[[str], bool]
 ) -> tuple[list[str], list[str]]:
-    """The canonical names, "" for what is none, and what is wrong with them."""
+    """Return the canonical names, "" for an invalid one, and the faults."""
     names, faults = [], []
     for device in devices:
         try:

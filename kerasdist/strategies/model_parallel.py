@@ -39,7 +39,7 @@ class ModelParallelStrategy(tf.distribute.Strategy):
     They are devices of this process, or of other machines: see `cluster`.
 
     Everything of a layer is on its device: variables, the optimizer's slots, forward
-    pass, backward pass and update. Numbers are those of the same model without a
+    pass, backward pass and update. The numbers are those of the same model without a
     placement.
 
         strategy = kerasdist.ModelParallelStrategy(
@@ -52,58 +52,60 @@ class ModelParallelStrategy(tf.distribute.Strategy):
 
     A pattern is a regular expression, as in `keras.distribution.LayoutMap`, but for the
     path of a layer: it must match the whole path ("my_model/encoder/dense_1"), or its
-    end behind a "/". "encoder/.*" matches "encoder" and everything inside of it. The
-    pattern counts that matches the innermost layer; of several that match one, that
-    which is the path letter by letter, else the first. A layer that no pattern matches
-    is where the layer is that calls it, else on the first device.
+    end after a "/". "encoder/.*" matches "encoder" and everything inside of it. The
+    pattern that matches the innermost layer counts; if several match it, the one that
+    equals the path, else the first. A layer that no pattern matches is on the device of
+    the layer that calls it, else on the first device.
 
-    What is between layers (losses, metrics, additions of a functional model) is where
-    its largest input is.
+    Operations between layers (losses, metrics, additions of a functional model) are on
+    the device of their largest input.
 
     Args:
         placement: From patterns of layer paths to devices, as TensorFlow writes them
             ("GPU:0", "CPU:1"); or a plan of `kerasdist.plan`; or "auto": variables are
-            made in host memory, and when a model is first used (`fit`, `evaluate`,
+            created in host memory, and when a model is first used (`fit`, `evaluate`,
             `predict`) a plan is made from its layers, its optimizer and the batch
-            size, and each variable moves to its device. See `plan`.
-        devices: All devices that may be used; the first one is for what no pattern
-            matches. By default those of the placement, in its order; if it's empty, all
-            GPUs, or else the CPU.
-        micro_batches: Into how many parts each batch is divided, so that devices work
-            at the same time: GPipe's schedule, see `pipeline`.
-        rematerialize: Whether of a stage's activations only its inputs are kept, and
-            the others computed again when their gradients are due: less memory, and a
-            third more to compute.
+            size, and each variable is moved to its device. See `plan`.
+        devices: All devices that may be used; the first one is for layers that no
+            pattern matches. By default those of the placement, in its order; if it's
+            empty, all GPUs, or else the CPU.
+        micro_batches: The number of parts into which each batch is divided, so that
+            devices work at the same time: GPipe's schedule, see `pipeline`.
+        rematerialize: Whether only the inputs of a stage are kept of its activations,
+            and the others recomputed when their gradients are needed: less memory, and
+            a third more computation.
         memory_limits: With "auto": bytes by device, see `kerasdist.plan`.
-        cluster: Who this worker is and who its peers are: a
+        cluster: This worker and its peers: a
             `tf.distribute.cluster_resolver.ClusterResolver`, or a dictionary of
             `TF_CONFIG`'s shape. By default `TF_CONFIG`, else Slurm's environment, else
             one worker. With several workers rank 0, the chief, drives the devices of
             all: "/job:worker/task:1/GPU:0" is one of task 1's, "GPU:0" one of its own.
             The others run the same script, and serve in this constructor until the
             chief has finished; then their processes end. TensorFlow carries the data,
-            and isn't protected by the job's secret: keep strangers off the network.
-        startup_timeout: Seconds until all workers have come and are connected.
+            and isn't protected by the job's secret: keep untrusted hosts off the
+            network.
+        startup_timeout: Seconds until all workers have joined and are connected.
         heartbeat_timeout: Seconds of silence after which a worker is lost.
 
     Raises:
         ClusterError: The settings are wrong (`AddressInUseError`: this worker's
-            port is taken), or this process has driven another cluster before.
-        StartupError: Workers didn't come, or can't be reached; they are named, with
+            port is in use), or this process has driven another cluster before.
+        StartupError: Workers are missing, or can't be reached; they are named, with
             the reasons.
         AuthenticationError: Another job, or one with another secret, is at the
             chief's address.
-        IncompatibleVersionError: The installed Keras or TensorFlow isn't one that
-            kerasdist can work with; says what is missing or different.
+        IncompatibleVersionError: kerasdist can't work with the installed Keras or
+            TensorFlow; lists all that is missing or different.
         ValueError: An argument is wrong: a device that doesn't exist, a pattern that
-            isn't a regular expression. All that is wrong with an argument is named.
+            isn't a regular expression. All faults of an argument are named.
             `fit`, `evaluate` and `predict` raise it before their first step if a
             pattern matches no layer, or with `jit_compile=True`. Or Keras's backend
             isn't TensorFlow.
-        PlanError: With "auto" nothing fits, raised by `fit` and so on; says what would.
+        PlanError: With "auto", raised by `fit` and the like: nothing fits; has figures.
         TypeError: `placement` isn't a mapping, a plan or "auto".
 
-    A worker that dies while training is a `WorkerLost`: what it held is lost with it.
+    A worker that dies while training raises `WorkerLost`: its variables are lost with
+    it.
     """
 
     def __init__(
@@ -159,8 +161,8 @@ class ModelParallelStrategy(tf.distribute.Strategy):
     def close(self) -> None:
         """Let the other workers end. Can be called twice.
 
-        What is on their devices is gone then: save the model before. Without other
-        workers it does nothing. At the end of the script it's done by itself.
+        The variables on their devices are gone then: save the model before. Without
+        other workers it does nothing. It's called at the end of the script.
         """
         if self._remote is not None:
             self._remote.close()
@@ -169,13 +171,14 @@ class ModelParallelStrategy(tf.distribute.Strategy):
     def cluster_resolver(self) -> Any:
         """The tasks of the job: `task_type`, `task_id`, `cluster_spec()`.
 
-        Scripts ask it of `MultiWorkerMirroredStrategy`. Only the chief comes here.
+        It exists for scripts written for `MultiWorkerMirroredStrategy`. Only the chief
+        gets here.
         """
         return resolver_of(self._place, 0, self._place.size)
 
     @property
     def plan(self) -> Plan | None:
-        """The plan of this placement; None if there's none, or not yet.
+        """The plan of this placement; None if there is none, or not yet.
 
         With `placement="auto"` it's made when a model is first used.
         """
@@ -183,21 +186,21 @@ class ModelParallelStrategy(tf.distribute.Strategy):
 
     @property
     def devices(self) -> tuple[str, ...]:
-        """Full names of all devices; the first is for what no pattern matches."""
+        """All devices by full name; the first is for layers without a pattern."""
         return self.extended.layer_placer.devices
 
     def pipeline(self) -> Pipeline:
-        """GPipe's schedule of a step: `print(strategy.pipeline())` draws it.
+        """Return the GPipe schedule of a step; `print(strategy.pipeline())` draws it.
 
         For stages that take equally long, in the order of `devices`.
         """
         return Pipeline(stages=self.devices, micro_batches=self.extended.micro_batches)
 
     def stage(self, device: str) -> contextlib.AbstractContextManager[None]:
-        """Put on a device what is made or built inside a `with` block.
+        """Place layers that are created, and variables, in a `with` block on a device.
 
-        It comes before patterns that match the same layers. Can be nested: the inner
-        one counts.
+        It takes precedence over patterns that match the same layers. Of nested stages
+        the inner one counts.
 
         Args:
             device: As in the placement.
@@ -208,25 +211,25 @@ class ModelParallelStrategy(tf.distribute.Strategy):
         return staging(self.extended.layer_placer, device)
 
     def placement_report(self) -> PlacementReport:
-        """Tell what really ran where in the first step of each kind.
+        """Report which operations ran on which device in the first step of each kind.
 
         Printed as a table: for each layer how many operations of its forward and
-        backward pass ran on which device, and how many bytes are moved from one device
-        to another in each step. That's what TensorFlow's runtime made of the step, not
-        what the placement says; small operations that it has merged or moved in order
-        to run faster are where it has them. Of steps by `fit`, `evaluate`, `predict`
-        and `*_on_batch`, of the model that ran last.
+        backward pass ran on which device, and how many bytes are sent from one device
+        to another in each step. These are the facts of TensorFlow's runtime, not the
+        placement's intentions; small operations that the runtime has merged or moved in
+        order to be faster are counted where they ran. Steps are those of `fit`,
+        `evaluate`, `predict` and `*_on_batch` of the model that ran last.
         """
         return PlacementReport(steps=dict(self.extended.layer_placer.steps))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ModelParallelStrategy:
-        # Keras copies models' attributes; there is one strategy all the same.
+        # Keras copies models' attributes, but there must be only one strategy.
         del memo
         return self
 
 
 def unpacked(placement: Any, devices: Sequence[str] | None) -> tuple[Any, Any]:
-    """The mapping and the devices of a plan; anything else as it is."""
+    """Return the mapping and the devices of a plan; other arguments unchanged."""
     if not isinstance(placement, Plan):
         return placement, devices
     names = [device.name for device in placement.devices]
@@ -234,7 +237,7 @@ def unpacked(placement: Any, devices: Sequence[str] | None) -> tuple[Any, Any]:
 
 
 def check_mapping(placement: Any) -> Mapping[str, str]:
-    """Return a placement by hand; check what can be checked before anything else.
+    """Return an explicit placement, after the checks that need no devices.
 
     Raises:
         TypeError: It isn't a mapping.
@@ -249,7 +252,7 @@ def check_mapping(placement: Any) -> Mapping[str, str]:
 
 
 def staging(placer: Placer, device: str) -> contextlib.AbstractContextManager[None]:
-    """A stage on a device, see `ModelParallelStrategy.stage`."""
+    """Begin a stage on a device, see `ModelParallelStrategy.stage`."""
     (name,) = resolve_devices([device], "device")
     if name not in placer.devices:
         raise ValueError(
@@ -261,7 +264,7 @@ def staging(placer: Placer, device: str) -> contextlib.AbstractContextManager[No
 
 
 def placer_for(placement: Mapping[str, str], devices: Sequence[str] | None) -> Placer:
-    """A placement in use, of what a strategy was given.
+    """Return the placer for the placement that a strategy was given.
 
     Raises:
         TypeError, ValueError: See `ModelParallelStrategy`.
@@ -273,7 +276,7 @@ def placer_for(placement: Mapping[str, str], devices: Sequence[str] | None) -> P
 def _places(
     placement: Mapping[str, str], devices: Sequence[str] | None
 ) -> tuple[list[str], Patterns]:
-    """All devices, and the patterns with full names of devices."""
+    """Return all devices, and the patterns with full names of devices."""
     for pattern, device in placement.items():
         if not (isinstance(pattern, str) and isinstance(device, str)):
             raise TypeError(

@@ -29,28 +29,28 @@ from kerasdist.transport.log import background_log
 
 __all__ = ["ParameterServerStrategy"]
 
-# Seconds for which servers that have served a strategy of this process are waited for.
+# Seconds to wait for servers that have served another strategy of this process.
 _AGAIN_SECONDS = 20.0
 
 
 class ParameterServerStrategy(DataParallelStrategy):
-    """Trains one model on several workers, whose gradients or weights meet at servers.
+    """Trains one model on several workers, through servers with gradients or weights.
 
-    The same script runs on all tasks, workers and servers. Who is what stands in
-    `TF_CONFIG`, whose cluster has "ps" tasks beside the workers, or `kerasdist run -n 3
-    --ps 2 train.py` says it:
+    The same script runs on all tasks, workers and servers. Their roles are defined by
+    `TF_CONFIG`, whose cluster has "ps" tasks beside the workers, or by `kerasdist run
+    -n 3 --ps 2 train.py`:
 
         strategy = kerasdist.ParameterServerStrategy(mode="sync")
-        # A server doesn't come here: it serves, then its process ends.
+        # A server doesn't get here: it serves, then its process ends.
         with strategy.scope():
             model = build_model()
             model.compile("adam", "sparse_categorical_crossentropy")
         model.fit(x, y, batch_size=256)
 
-    In a worker the constructor waits until all servers and workers have come. In a
-    server it serves until every worker has finished, and then ends the process: with
-    code 0, or with the exception that has ended the job. Without cluster settings the
-    server lives in the worker's process.
+    In a worker the constructor waits for all servers and workers. In a server it serves
+    until every worker has finished, and then ends the process: with code 0, or with the
+    exception that ended the job. Without cluster settings the server runs in the
+    worker's process.
 
     A job's servers serve one strategy, and end with it: create one per script.
 
@@ -58,66 +58,65 @@ class ParameterServerStrategy(DataParallelStrategy):
         mode: "sync": the servers sum the gradients of all workers in each step, and
             each worker applies its own optimizer to their mean. The numbers are those
             of one process with the same `batch_size`, as with `RingStrategy`.
-            "async": no worker waits for another inside an epoch. One step of one
-            worker consumes a whole batch of `batch_size` rows; the batches of an epoch
-            are dealt out, each to whichever worker is free. A worker runs its own
-            optimizer on its copy of the weights, pushes by how much they have
-            changed, and receives the present ones. Optimizer state (Adam's moments) is
-            each worker's own. Where an epoch ends all have the same weights and exact
-            metrics; `evaluate` and `predict` run over all workers.
+            "async": no worker waits for another within an epoch. One step of one
+            worker consumes a whole batch of `batch_size` rows; each batch of an epoch
+            goes to the first worker that is free. A worker runs its own optimizer on
+            its copy of the weights, pushes the change of the weights, and receives the
+            current ones. Each worker has its own optimizer state (Adam's moments). At
+            the end of an epoch all have the same weights and exact metrics; `evaluate`
+            and `predict` run over all workers.
         max_staleness: With "async": how many steps a worker may be ahead of the slowest
             live one; 0: in step; None: any number.
         devices: This worker's devices, one replica each: names as TensorFlow
             writes them (`"GPU:0"`, `"CPU:1"`). By default all GPUs, else the CPU.
             Servers need none.
-        cluster: Who this task is and who the others are: a
+        cluster: This task and its peers: a
             `tf.distribute.cluster_resolver.ClusterResolver`, or a dictionary of
             `TF_CONFIG`'s shape. By default `TF_CONFIG`, else Slurm's environment,
             else one worker.
         transport: "auto" (shared memory with servers on the same host, TCP with
             others), or "tcp".
-        timeout: Seconds that one collective may take; how far workers may drift
-            apart.
-        startup_timeout: Seconds until all tasks have come.
+        timeout: Seconds that one collective may take, which is how far workers may
+            drift apart.
+        startup_timeout: Seconds until all tasks have joined.
         heartbeat_timeout: Seconds of silence after which a task is lost.
-        initial_state: What `fit` does when the workers hold different weights or
+        initial_state: The action of `fit` when the workers hold different weights or
             optimizer states before its first step: "check": an error that names
             them; "broadcast": all take rank 0's.
-        shard: What `fit` and the like make of the data they are given: "rows": they
-            are the same on all workers, and each takes its rows of each global batch;
-            "off": each worker is given its own part already, batch by batch.
-        data: What is done if data that should be the same on all workers aren't:
-            "auto": the chief's are used where rows, or what they are drawn from, say
-            that they are the same data in another order or split, and else it's an
-            error; "same": always an error; "chief": the chief's are used, and nothing
-            is compared.
+        shard: How `fit` and the like divide the data: "rows": the data are the same on
+            all workers, and each takes its rows of each global batch; "off": each
+            worker is given its own part, batch by batch.
+        data: The action if data that should be the same on all workers differ: "auto":
+            the chief's are used where rows, or the data's origin, show that they are
+            the same data in another order or split; otherwise it's an error; "same":
+            always an error; "chief": the chief's are used, and nothing is compared.
         bucket_size: Bytes of gradients that are sent at once.
         compression: "bf16" or "fp16": gradients cross the network in 16 bits. For
             "sync" only.
         snapshot_dir: With "async": folder in which each server keeps a snapshot of its
-            weights; one that is started again goes on from it. None: a lost server
-            ends the job.
+            weights, from which a restarted server continues. None: a lost server ends
+            the job.
         snapshot_seconds: Seconds between two snapshots; None: not by time.
         snapshot_updates: Steps between two snapshots; None: not by number.
-        restart_timeout: Seconds that workers wait for a lost server to come back.
+        restart_timeout: Seconds that workers wait for a lost server to be restarted.
 
     Raises:
         ClusterError: The settings are wrong, there are several workers and no
             server, or the servers serve another strategy of this script
-            (`AddressInUseError`: this server's port is taken).
-        StartupError: Tasks didn't come, or were given other arguments; they are
+            (`AddressInUseError`: this server's port is in use).
+            StartupError: Tasks are missing, or were given other arguments; they are
             named, with the reasons.
         AuthenticationError: Another job, or one with another secret, is at a
             server's address.
-        IncompatibleVersionError: The installed Keras or TensorFlow isn't one that
-            kerasdist can work with; says what is missing or different.
+        IncompatibleVersionError: kerasdist can't work with the installed Keras or
+            TensorFlow; lists all that is missing or different.
         ValueError: An argument is wrong, or Keras's backend isn't TensorFlow.
 
-    Whatever is raised, nothing is left behind. While training, a worker that dies is a
-    `WorkerLost` on all others with "sync"; with "async" they log it, and go on, and a
-    new process with its task may come at any time, waits until they end an epoch of
-    `fit`, and joins them there. A server that dies is a `ServerLost` on all workers,
-    unless it keeps snapshots and comes back.
+    After any of these errors nothing is left behind. While training, a worker that dies
+    raises `WorkerLost` on all others with "sync"; with "async" the others log it and
+    continue, and a new process with its task may start at any time, waits until they
+    end an epoch of `fit`, and joins them there. A server that dies raises `ServerLost`
+    on all workers, unless it keeps snapshots and is restarted.
     """
 
     def __init__(
@@ -175,7 +174,7 @@ class ParameterServerStrategy(DataParallelStrategy):
             )
         place = resolve(cluster)
         if place.rank is None:
-            # Before TensorFlow looks for devices: a server leaves them to workers.
+            # Before TensorFlow looks for devices, which a server leaves to workers.
             _serve(place, settings, timeouts)
         names = check_devices(devices)
         self._events: list[Event] = []
@@ -190,7 +189,7 @@ class ParameterServerStrategy(DataParallelStrategy):
                 _Notes(self._events),
             )
         before.note(job)
-        # A worker that nobody shares with trains as one process does.
+        # A worker that is alone trains as one process does.
         shares = mode == "async" and (place.size > 1 or snapshot_dir is not None)
         self._client = job
         super().__init__(
@@ -216,20 +215,20 @@ class ParameterServerStrategy(DataParallelStrategy):
 
     @property
     def events(self) -> tuple[Event, ...]:
-        """What has happened to workers so far, as this one has heard of it.
+        """The events of workers so far, in the order in which this one received them.
 
-        With mode="async": who was lost, who has come in its place; in this order.
+        With mode="async": which workers were lost, and which have replaced them.
         """
         return tuple(self._events)
 
     @property
     def staleness(self) -> dict[int, int]:
-        """How stale the weights were that this worker has read so far.
+        """The staleness of the weights that this worker has read so far.
 
         With mode="async": how often the slowest worker was how many steps behind when
-        this one went on with its next step. `{0: 90, 1: 10}`: not at all 90 times, one
-        step 10 times. Empty with mode="sync", and for a worker alone. Callbacks may ask
-        at any time, as in `on_epoch_end`: all steps so far are in it.
+        this one began its next step. `{0: 90, 1: 10}`: not behind 90 times, one step
+        behind 10 times. Empty with mode="sync", and for a single worker. Callbacks may
+        read it at any time, as in `on_epoch_end`: it contains all steps so far.
         """
         extended = self.extended
         if not isinstance(extended, AsyncExtended):
@@ -266,7 +265,7 @@ class _Before:
     """An earlier strategy of this process that the same servers have served.
 
     Args:
-        place: This task's place among the others.
+        place: This task's place in the cluster.
 
     Raises:
         ClusterError: There is one, and it isn't closed.
@@ -280,7 +279,7 @@ class _Before:
             raise self._error("is open")
 
     def limited(self, timeouts: Timeouts) -> Timeouts:
-        """Servers that have ended are waited for, but not long: perhaps new ones."""
+        """Return short time-outs for servers that have ended, but may be restarted."""
         if not self._ended:
             return timeouts
         startup = min(timeouts.startup, _AGAIN_SECONDS)
@@ -288,7 +287,7 @@ class _Before:
 
     @contextlib.contextmanager
     def explaining(self) -> Iterator[None]:
-        """Say why nobody answers any more."""
+        """Explain why no server answers any more."""
         try:
             yield
         except (StartupError, ServerLost) as error:
@@ -297,7 +296,7 @@ class _Before:
             raise
 
     def note(self, client: ServerClient) -> None:
-        """A strategy has been connected."""
+        """Record that a strategy has been connected."""
         if self._servers:
             _served[self._servers] = weakref.ref(client)
 
@@ -312,10 +311,10 @@ class _Before:
 
 
 class _Notes:
-    """Notes what happens to workers, and says it: the others go on.
+    """Records events of workers, and reports them in the log, since the others go on.
 
     Args:
-        events: Where it is noted.
+        events: The list to append to.
     """
 
     def __init__(self, events: list[Event]) -> None:
@@ -339,13 +338,13 @@ def _say(event: Event) -> None:
     elif event.kind == "joined":
         background_log.log(
             logging.WARNING,
-            "kerasdist: rank %d (%s) has come; it joins where an epoch of `fit` ends.",
+            "kerasdist: rank %d (%s) is waiting; it joins at the end of an epoch.",
             event.rank,
             event.address,
         )
 
 
 def _serve(place: Cluster, settings: ServerSettings, timeouts: Timeouts) -> NoReturn:
-    """Be a server until the job is over; then end the process."""
+    """Run a server until the job is over; then end the process."""
     run_server(place, settings, timeouts)
     sys.exit(0)

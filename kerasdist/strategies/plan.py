@@ -1,4 +1,4 @@
-"""`kerasdist.plan`: which layer goes where, before anything runs."""
+"""`kerasdist.plan`: a placement of layers on devices, before anything runs."""
 
 from __future__ import annotations
 
@@ -31,10 +31,11 @@ def plan(
     rematerialize: bool = False,
     inputs: Any = None,
 ) -> Plan:
-    """Say which layer should go to which device, and what each device will hold.
+    """Plan which layer goes to which device, and what each device will hold.
 
     Nothing is trained and no weights are allocated: the model is built from shapes.
-    The cut is that with the fastest slowest device within every device's memory.
+    The plan is the division with the fastest slowest device that fits into the memory
+    of every device.
 
         plan = kerasdist.plan(
             build_model, ["GPU:0", "GPU:1"], batch_size=256, optimizer="adam"
@@ -45,22 +46,22 @@ def plan(
     Args:
         model_fn: Returns the model; takes no arguments. It's called once, or twice if
             it calls the model on data.
-        devices: Names as in TensorFlow, in the order in which the layers shall go
-            through them; by default all logical GPUs, or else all logical CPUs. A
-            device that isn't here can be planned for if its memory limit is given.
+        devices: Names as in TensorFlow, in the order in which the layers pass through
+            them; by default all logical GPUs, or else all logical CPUs. Devices of
+            other machines can be planned for if their memory limits are given.
         batch_size: Rows of a batch (of one replica).
-        optimizer: A Keras optimizer or its name. By default that which the model was
+        optimizer: A Keras optimizer or its name. By default the one that the model was
             compiled with; without one there are no slots.
-        micro_batches: Parts into which a batch is cut.
+        micro_batches: The number of parts into which a batch is divided.
         memory_limits: Bytes for the model on each device, as numbers or like "16GB":
             one for all, a list, or a mapping from device names. By default what the
-            device reports: the limit of a logical device, a GPU's memory, or of the
-            machine's memory (what its control group may use, if that's less) an equal
-            part for each CPU device.
-        rematerialize: Whether activations are computed again in the backward pass.
-        inputs: What the model is called with, if it doesn't say that itself (a
+            device reports: the limit of a logical device, a GPU's memory, or for each
+            CPU device an equal part of the machine's memory (or of its control group's
+            limit, if that is less).
+        rematerialize: Whether activations are recomputed in the backward pass.
+        inputs: The inputs of the model, if it doesn't define them itself (a
             subclassed model that isn't built): shapes without the batch or
-            `keras.Input`s, in the structure that `call` takes.
+            `keras.Input`s, in the structure of `call`'s argument.
 
     Returns:
         The plan: `placement` (from layer path to device), `layers`, `devices`, `fits`;
@@ -68,7 +69,7 @@ def plan(
 
     Raises:
         ValueError: An argument is wrong, or the model can't be built from shapes.
-        PlanError: Nothing fits. The message has the figures, and says what would fit.
+        PlanError: Nothing fits. The message has the figures, and what would fit.
     """
     run = Run(
         batch_size=batch_size,
@@ -76,7 +77,7 @@ def plan(
         rematerialize=bool(rematerialize),
     )
     found = find_devices(devices, memory_limits)
-    # One row may be special: it's the size that is broadcast.
+    # At least 2 rows: a single row could be mistaken for a dimension to broadcast.
     model = describe(model_fn, max(2, run.part_rows), optimizer, inputs)
     return make_plan(model, run, found)
 
@@ -91,7 +92,7 @@ def find_devices(
         memory_limits: See `plan`.
 
     Raises:
-        ValueError: There's no such device and its memory isn't given, or a limit is
+        ValueError: A device doesn't exist and its memory isn't given, or a limit is
             wrong.
     """
     if isinstance(names, str):
@@ -132,7 +133,7 @@ def find_devices(
 
 
 def _short(name: str) -> str:
-    """For instance "GPU:0" of "/device:GPU:0"; with its job, if it has one.
+    """Return a short name, such as "GPU:0" for "/device:GPU:0"; with its job, if any.
 
     Raises:
         ValueError: It isn't a device's name.
@@ -153,7 +154,7 @@ def _short(name: str) -> str:
 
 
 def _given(names: Sequence[str], limits: Limits) -> dict[str, int]:
-    """The limits that the caller gave, by device."""
+    """Return the limits that the caller gave, by device."""
     if limits is None:
         return {}
     if isinstance(limits, Mapping):
@@ -187,7 +188,7 @@ def _bytes(limit: Any) -> int:
 
 
 def _reported(names: Sequence[str]) -> dict[str, tuple[int, str]]:
-    """What devices report: bytes, and where that comes from."""
+    """Return what devices report: bytes, and the source of that number."""
     found = _configured()
     memory = _tf.device_memory()
     cpus = [n for n in names if n.startswith("CPU:") and n not in found]
@@ -197,12 +198,12 @@ def _reported(names: Sequence[str]) -> dict[str, tuple[int, str]]:
         found[name] = machine // len(cpus), f"{where}{part}"
     for name in names:
         if name not in found:
-            found[name] = memory.get(name, machine), "what TensorFlow may take there"
+            found[name] = memory.get(name, machine), "what TensorFlow may allocate"
     return found
 
 
 def _configured() -> dict[str, tuple[int, str]]:
-    """Logical devices whose memory was limited by `LogicalDeviceConfiguration`."""
+    """Return logical devices whose memory `LogicalDeviceConfiguration` limits."""
     found = {}
     count: dict[str, int] = {}
     for physical in tf.config.list_physical_devices():
@@ -213,14 +214,14 @@ def _configured() -> dict[str, tuple[int, str]]:
             count[kind] = index + 1
             limit = getattr(part, "memory_limit", None)
             if limit:
-                # TensorFlow's are in MiB.
+                # TensorFlow's limits are in MiB.
                 words = "the logical device's memory_limit"
                 found[f"{kind}:{index}"] = int(limit * 2**20), words
     return found
 
 
 def _machine() -> tuple[int, str]:
-    """The machine's memory, or what this process's control group may use of it."""
+    """Return the machine's memory, or this process's control group's limit of it."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     for path in (
         "/sys/fs/cgroup/memory.max",
@@ -229,7 +230,7 @@ def _machine() -> tuple[int, str]:
         try:
             limit = int(Path(path).read_text())
         except (OSError, ValueError):
-            continue  # there's no such file, or it says "max"
+            continue  # there's no such file, or it contains "max"
         if limit < total:
             return limit, f"the control group's limit ({path})"
     return total, "the machine's memory"

@@ -1,4 +1,4 @@
-"""`RingStrategy`: synchronous data parallelism by all-reduce, no server."""
+"""`RingStrategy`: synchronous data parallelism by all-reduce, without servers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ __all__ = ["RingStrategy"]
 
 
 class RingStrategy(DataParallelStrategy):
-    """Trains one model on several devices and workers, in step.
+    """Trains one model on several devices and workers, synchronously.
 
     Every worker runs the same script. Each holds a copy of the model, computes the
     gradients of its part of every global batch, and all workers average them, so
@@ -45,14 +45,13 @@ class RingStrategy(DataParallelStrategy):
             model.compile("adam", "sparse_categorical_crossentropy")
         model.fit(x, y, batch_size=256)
 
-    The constructor waits until all workers of the job have come. It can be called
-    at any time, also several times: all workers must create their strategies in the
-    same order.
+    The constructor waits for all workers of the job. It can be called at any time, and
+    several times: all workers must create their strategies in the same order.
 
     Args:
         devices: This worker's devices, one replica each: names as TensorFlow
             writes them (`"GPU:0"`, `"CPU:1"`). By default all GPUs, else the CPU.
-        cluster: Who this worker is and who its peers are: a
+        cluster: This worker and its peers: a
             `tf.distribute.cluster_resolver.ClusterResolver`, or a dictionary of
             `TF_CONFIG`'s shape. By default `TF_CONFIG`, else Slurm's environment,
             else one worker.
@@ -60,57 +59,56 @@ class RingStrategy(DataParallelStrategy):
             "tcp", "shared_memory", "hierarchical", or "native": TensorFlow's own
             collectives, NCCL on GPUs and gRPC on CPUs. With "native" create the
             strategy before anything else of TensorFlow is used, in one cluster per
-            process; and keep strangers off the network: TensorFlow's server isn't
+            process; and keep untrusted hosts off the network: TensorFlow's server isn't
             protected by the job's secret (`strategies.native.communicator`). Or "mpi":
-            mpi4py, in processes started by `mpirun`, which says who is who.
-        timeout: Seconds that one collective may take; how far workers may drift
-            apart.
-        startup_timeout: Seconds until all workers have come.
+            mpi4py, in processes started by `mpirun`, which assigns the ranks.
+        timeout: Seconds that one collective may take, which is how far workers may
+            drift apart.
+        startup_timeout: Seconds until all workers have joined.
         heartbeat_timeout: Seconds of silence after which a worker is lost.
-        initial_state: What `fit` does when the workers hold different weights or
+        initial_state: The action of `fit` when the workers hold different weights or
             optimizer states before its first step: "check": an error that names
             them; "broadcast": all take rank 0's. (Variables are created with rank
             0's initial values in any case.)
-        shard: What `fit` and the like make of the data they are given: "rows": they
-            are the same on all workers, and each takes its rows of each global batch;
-            "off": each worker is given its own part already, batch by batch, and
-            `batch_size` is the worker's. Parts may be unequally long. `predict` then
-            returns the worker's own predictions.
-        data: What is done if data that should be the same on all workers aren't:
-            "auto": the chief's are used where rows, or what they are drawn from, say
-            that they are the same data in another order or split, and else it's an
-            error; "same": always an error; "chief": the chief's are used, and nothing
-            is compared.
-        bucket_size: Bytes of gradients that are sent at once. Those of the last
-            layers leave while the ones before are still computed; small buckets leave
-            earlier, large ones cost less each.
+        shard: How `fit` and the like divide the data: "rows": the data are the same on
+            all workers, and each takes its rows of each global batch; "off": each
+            worker is given its own part, batch by batch, and `batch_size` is the
+            worker's. Parts may have different lengths. `predict` then returns the
+            worker's own predictions.
+        data: The action if data that should be the same on all workers differ: "auto":
+            the chief's are used where rows, or the data's origin, show that they are
+            the same data in another order or split; otherwise it's an error; "same":
+            always an error; "chief": the chief's are used, and nothing is compared.
+        bucket_size: Bytes of gradients that are sent at once. The last layers'
+            gradients are sent while earlier ones are still computed; small buckets are
+            sent earlier, large ones cost less each.
         compression: "bf16" or "fp16": gradients cross the network in 16 bits, for
-            slow networks. They are the global batch's shares before they are cast, so
-            that their sum can't overflow; all workers still end with the same bits,
-            but no longer with those of one process.
-        placement: Each worker's model is spread over its devices: from patterns of
-            layer paths to devices, see `ModelParallelStrategy`, or a plan of
+            slow networks. They are divided by the global batch size before they are
+            cast, so that their sum can't overflow; all workers still end with the same
+            bits, but no longer with those of one process.
+        placement: Spreads each worker's model over its devices: a mapping from patterns
+            of layer paths to devices, see `ModelParallelStrategy`, or a plan of
             `kerasdist.plan` for one worker's rows of a batch. Each worker then has
-            one replica; `devices` are all that it may be on, the first one for what
-            no pattern matches.
-        micro_batches: Into how many parts each worker's part of a batch is divided,
-            to keep the devices of a placement busy.
-        rematerialize: Whether of a stage's activations only its inputs are kept, see
-            `ModelParallelStrategy`.
+            one replica; `devices` are all that it may use, the first one for layers
+            that no pattern matches.
+        micro_batches: The number of parts into which each worker's part of a batch is
+            divided, to keep the devices of a placement busy.
+        rematerialize: Whether only the inputs of a stage are kept of its activations,
+            see `ModelParallelStrategy`.
 
     Raises:
         ClusterError: The settings are wrong (`AddressInUseError`: this worker's
-            port is taken).
-        StartupError: Workers didn't come; they are named, with the reasons.
+            port is in use).
+        StartupError: Workers are missing; they are named, with the reasons.
         AuthenticationError: Another job, or one with another secret, is at the
             chief's address.
-        IncompatibleVersionError: The installed Keras or TensorFlow isn't one that
-            kerasdist can work with; says what is missing or different.
+        IncompatibleVersionError: kerasdist can't work with the installed Keras or
+            TensorFlow; lists all that is missing or different.
         ValueError, TypeError: An argument is wrong, or Keras's backend isn't
             TensorFlow.
 
-    Whatever is raised, nothing is left behind. While training, a worker that dies
-    is a `WorkerLost` on all others; a strategy can't be used after such an error.
+    After any of these errors nothing is left behind. While training, a worker that dies
+    raises `WorkerLost` on all others; a strategy can't be used after such an error.
     """
 
     def __init__(
@@ -148,7 +146,7 @@ class RingStrategy(DataParallelStrategy):
         placement, devices = unpacked(placement, devices)
         if placement is not None:
             if placement == "auto":
-                # Each worker would plan by itself, for the memory that it has.
+                # Each worker would plan for itself, for its own memory.
                 raise ValueError(
                     "RingStrategy doesn't plan. Received: placement='auto'. Make the "
                     "plan before, for one worker's rows of a batch: "
@@ -169,7 +167,7 @@ class RingStrategy(DataParallelStrategy):
             )
         elif rematerialize:
             raise ValueError(
-                "What is computed again is a stage of a placement. Received: "
+                "Rematerialization recomputes the stages of a placement. Received: "
                 f"rematerialize={rematerialize!r} without `placement`. With "
                 "`placement={}` the whole model is one stage."
             )
@@ -213,12 +211,12 @@ class RingStrategy(DataParallelStrategy):
         install_hooks()
 
     def stage(self, device: str) -> contextlib.AbstractContextManager[None]:
-        """Put on a device what is made or built inside a `with` block.
+        """Place layers that are created, and variables, in a `with` block on a device.
 
         See `ModelParallelStrategy.stage`.
 
         Args:
-            device: As in the placement; `{}` is a placement, too.
+            device: As in the placement, which may be `{}`.
 
         Raises:
             ValueError: There's no such device, it isn't one of `devices`, or the
@@ -233,7 +231,7 @@ class RingStrategy(DataParallelStrategy):
         return staging(self.extended.layer_placer, device)
 
     def placement_report(self) -> PlacementReport:
-        """Tell what really ran where on this worker.
+        """Report which operations ran on which device on this worker.
 
         See `ModelParallelStrategy.placement_report`; empty without a placement.
         """

@@ -1,4 +1,4 @@
-"""Whether the installed Keras and TensorFlow are such that strategies can work."""
+"""The check whether strategies can work with the installed Keras and TensorFlow."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ __all__ = ["check_installed"]
 
 
 def check_installed() -> None:
-    """Look at what is installed, before anything is acquired or changed.
+    """Check what is installed, before anything is acquired or changed.
 
     Raises:
-        IncompatibleKerasError: Functions of Keras aren't there or have changed.
-        IncompatibleTensorFlowError: The same of TensorFlow.
-        ValueError: Keras computes with something else than TensorFlow.
+        IncompatibleKerasError: Functions of Keras are missing or have changed.
+        IncompatibleTensorFlowError: Functions of TensorFlow are missing or have
+            changed.
+        ValueError: Keras's backend isn't TensorFlow.
     """
     backend = keras.backend.backend()
     if backend != "tensorflow":

@@ -1,5 +1,5 @@
-"""Data that differ between the ranks: found, decided on, and sent by the chief.
+"""Data that differ between the ranks: detection, decision, and sending by the chief.
 
-The comparison itself is in `comparison`. Data that are the same on all workers go the
-way of `strategies.data`.
+The comparison itself is in `comparison`. Data that are the same on all workers are
+divided in `strategies.data`.
 """

@@ -1,4 +1,4 @@
-"""Arrays that were given to Keras: the same on all workers, or the chief's on all."""
+"""Arrays given to Keras: the same on all workers, or replaced by the chief's."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ def settle_arrays(
     data: ArrayData,
     tell: Callable[[str, str], None],
 ) -> None:
-    """Let all workers hold the same arrays: if theirs differ, the chief's.
+    """Make all workers hold the same arrays: if theirs differ, the chief's.
 
     Args:
-        communicator: Of all workers, who call it together.
-        choice: Whose data are used.
+        communicator: The communicator of all workers, which call this together.
+        choice: Decides whose data are used.
         data: This worker's arrays; the chief's afterwards.
-        tell: Tells the user, given what kind of data it is and a line.
+        tell: Informs the user, given the kind of data and a line.
 
     Raises:
         ValueError: They differ, and the chief's can't be used. All workers raise it.

@@ -1,4 +1,4 @@
-"""Batches of `train_on_batch` and the like: the same on all workers, or the chief's."""
+"""Batches of `train_on_batch` and the like: the same on all, or the chief's."""
 
 from __future__ import annotations
 
@@ -28,10 +28,11 @@ def settle_batch(
     """Return a global batch that all workers hold: if theirs differ, the chief's.
 
     Args:
-        communicator: Of all workers, who call it together.
-        choice: Whose data are used.
-        data: This worker's batch, a nest of what NumPy takes for arrays.
-        tell: Tells the user, given what kind of data it is and a line.
+        communicator: The communicator of all workers, which call this together.
+        choice: Decides whose data are used.
+        data: This worker's batch, a nest of arrays, or of values that
+            NumPy converts to arrays.
+        tell: Informs the user, given the kind of data and a line.
 
     Raises:
         ValueError: They differ, and the chief's can't be used. All workers raise it.
@@ -60,7 +61,7 @@ def settle_batch(
 
 
 def _is_same(communicator: Communicator, content: Content) -> bool:
-    """Whether all workers hold the same; one small collective."""
+    """Return whether all workers hold the same; one small collective."""
     mine = hash_text("".join([content.form, *content.digests()]).encode()) >> 1
     most = communicator.all_reduce([np.array([mine, -mine], np.int64)], "max")[0]
     return bool(most[0] == -most[1])

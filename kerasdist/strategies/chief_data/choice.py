@@ -1,15 +1,15 @@
-"""Whose data are used: each worker's, if they are the same on all, or the chief's.
+"""The choice between each worker's own data, if they are equal, and the chief's.
 
     1. all      hashes of the data are gathered
     2.          equal on all workers           each uses its own
     3.          data="same"                    an error
-    4. content  rows that several workers hold, or the same targets to other inputs
+    4. content  shared rows, or the same targets with other inputs
                                                the chief's
     5. origin   drawn from the same            the chief's
                 from different parts           an error
-    6.          nothing is known               an error; a plain generator: the chief's
+    6.          unknown                        an error; a plain generator: the chief's
 
-All workers come to the same result: what decides was gathered from all.
+All workers reach the same result, because they decide by facts gathered from all.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from kerasdist.strategies.data.messages import other_forms, own_parts, strangers
 
 __all__ = ["DataChoice"]
 
-# What has been found of earlier data: other orders or parts, or other inputs.
+# The evidence that was found for earlier data: shared rows, or only shared targets.
 _ROWS, _TARGETS = "rows", "targets"
-# So many rows of a random part would hold one that others hold, too.
+# A random part with this many rows would share a row with the others.
 _FEW = 50
-# Less than this may be names of classes, or the sizes of an image.
+# Fewer rows than this may be names of classes, or the sizes of an image.
 _LEAST_ROWS = 8
 
 
@@ -49,7 +49,7 @@ class DataChoice:
         mode: "auto", "same" or "chief".
 
     Attributes:
-        mode: See above.
+        mode: The argument.
     """
 
     def __init__(self, mode: str) -> None:
@@ -72,14 +72,15 @@ class DataChoice:
         """Return why the chief's data are used; empty: each worker's own.
 
         Args:
-            communicator: Of those who compare.
-            name: What the data are, in the plural.
+            communicator: The communicator of the workers that compare.
+            name: A noun for the data, in the plural.
             content: The data.
-            length: Of the data, if `content` is only the beginning.
-            settings: What else must be the same on all workers.
-            origin: Returns where the data are from.
-            different: Makes the error for data="same", or other settings or lengths of
-                what is the same, of the ranks that differ and all workers' settings.
+            length: The length of the data, if `content` is only the beginning.
+            settings: Other facts that must be the same on all workers.
+            origin: Returns the data's origin.
+            different: Makes the error for data="same", or for equal data with other
+                settings or lengths, from the ranks that differ and all workers'
+                settings.
             strange: Whether the chief's are used also if nothing is known.
 
         Raises:
@@ -122,7 +123,7 @@ class DataChoice:
     def _by_content(
         self, communicator: Communicator, content: Content, every: list[Any]
     ) -> tuple[str, str]:
-        """Return why the rows say that the data are the same, and what was found."""
+        """Return why the rows show that the data are the same, and the evidence."""
         x, rest = content.row_hashes()
         whole = x if len(rest) != len(x) else x * np.uint64(3) + rest
         key = whole if len(rest) else x
@@ -154,16 +155,16 @@ class DataChoice:
         return "", found
 
     def _remember(self, rows: tuple[Seen, Seen], what: str) -> None:
-        """Remember rows of data that were found to be the same, and by what."""
+        """Remember rows of data that were found to be the same, and the evidence."""
         for seen, present in zip(self._seen, rows, strict=True):
             seen.extend(present)
         self._proved = _TARGETS if _TARGETS in (what, self._proved) else _ROWS
 
     def _by_earlier(self, communicator: Communicator, rows: int) -> str:
-        """Return why what was found earlier says that the data are the same.
+        """Return why the evidence of earlier data shows that these are the same.
 
-        The script divides, orders or changes its data at random: a few rows needn't be
-        among those that others hold, nor any of changed ones.
+        The script divides, orders or changes its data at random: a few rows need not be
+        among those that others hold, nor need any changed ones.
         """
         most = max(int(n[0]) for n in communicator.all_gather(np.int64(rows)))
         if self._proved == _TARGETS or (self._proved == _ROWS and most < _FEW):
@@ -172,10 +173,10 @@ class DataChoice:
 
 
 def _check_shards(communicator: Communicator, name: str, origin: Origin) -> None:
-    """Refuse datasets that each worker takes another shard of.
+    """Refuse datasets of which each worker takes a different shard.
 
     Raises:
-        ValueError: They are. All workers raise it.
+        ValueError: They are such datasets. All workers raise it.
     """
     every = _gather(communicator, origin.shards)
     if any(shards != every[0] for shards in every):
@@ -187,17 +188,17 @@ def _check_shards(communicator: Communicator, name: str, origin: Origin) -> None
 def _by_origin(
     communicator: Communicator, name: str, origin: Origin, least: int, found: str
 ) -> str:
-    """Return why the data are the chief's by where they are from; empty: not known.
+    """Return why the data's origin decides for the chief's; empty: not known.
 
     Args:
-        communicator: Of those who compare.
-        name: What the data are.
-        origin: Where they are from.
-        least: Number of rows that something must have so that a batch can be from it.
-        found: What was found of their rows.
+        communicator: The communicator of the workers that compare.
+        name: A noun for the data.
+        origin: The data's origin.
+        least: Number of rows that a source must have so that a batch can be from it.
+        found: The evidence from their rows.
 
     Raises:
-        ValueError: They are each worker's own part. All workers raise it.
+        ValueError: The data are each worker's own part. All workers raise it.
     """
     every = _gather(
         communicator,
@@ -222,7 +223,7 @@ def _by_origin(
                 how = f"{key}={values[0]} on rank {ranks[0]}"
                 how += f" and {values[1]} on rank {rank}"
                 if values[0].startswith(ITS_OWN):
-                    how = f"what makes them asks for the worker's place: {key}"
+                    how = f"their code asks for the worker's place: {key}"
                 raise own_parts(name, f"{how}; {found}")
         if theirs["rows"].keys() != first["rows"].keys():
             return ""
@@ -249,13 +250,13 @@ def _all_alike(
     count: Callable[[Hashes], int],
     equal: list[bool],
 ) -> tuple[bool, str]:
-    """Whether all workers' rows are the chief's, too; and what was found, as text.
+    """Return whether all workers' rows are also the chief's, and the evidence as text.
 
     Args:
-        communicator: Of those who compare.
-        rows: This worker's.
+        communicator: The communicator of the workers that compare.
+        rows: This worker's rows.
         count: Returns how many of some rows this worker has held.
-        equal: Of each rank: whether its rows are known to be the chief's.
+        equal: For each rank, whether its rows are known to be the chief's.
     """
     sample = sample_rows(rows)
     samples = communicator.all_gather(sample.hashes.view(np.int64))

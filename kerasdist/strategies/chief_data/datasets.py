@@ -1,8 +1,7 @@
-"""Datasets and generators that Keras was given: the same on all, or the chief's.
+"""Datasets and generators given to Keras: the same on all workers, or the chief's.
 
-The first batches are read, and compared, through the iterator that is used for the
-first pass: nothing is read twice, and nothing of a source that can be read only once is
-lost.
+The first batches are read and compared through the iterator of the first pass: nothing
+is read twice, and nothing is lost of a source that can be read only once.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from kerasdist.strategies.data.messages import used
 
 __all__ = ["PeekedDataset", "settle_dataset"]
 
-# Another order shows in the first batches, or hardly ever.
+# Another order shows in the first batches, or almost never.
 _COMPARED = 2
 
 
@@ -45,9 +44,9 @@ class PeekedDataset:
 
     def __init__(self, dataset: Any) -> None:
         self._dataset = dataset
-        # Where an iterator is given up, TensorFlow waits for its tuning thread, which
-        # may sleep for a minute; see `ArrayData.take`. Without tuning AUTOTUNE stands
-        # for as many calls at once as there are threads.
+        # When an iterator is released, TensorFlow waits for its tuning thread, which
+        # may sleep for a minute; see `ArrayData.take`. Without tuning AUTOTUNE means as
+        # many calls at once as there are threads.
         options = tf.data.Options()
         options.autotune.enabled = False
         self._untuned = dataset.with_options(options)
@@ -56,7 +55,7 @@ class PeekedDataset:
         self._begun = True  # and nothing of that pass has been taken
 
     def passes(self) -> Iterable[Any]:
-        """Return what yields the batches of the next pass."""
+        """Return an iterable over the batches of the next pass."""
         if not self._begun:
             return iter(self._untuned)
         self._begun = False
@@ -65,14 +64,14 @@ class PeekedDataset:
         return itertools.chain(head, iterator)
 
     def drop(self) -> None:
-        """Give up the pass that has begun."""
+        """Release the pass that has begun."""
         self._iterator, self.head = None, []
 
     def divided(self, divide: Callable[[Any], Any]) -> Passes:
-        """Return what Keras iterates over.
+        """Return the passes over this worker's parts, for Keras to iterate over.
 
         Args:
-            divide: Returns what iterates over this worker's parts of a dataset.
+            divide: Returns an iterable over this worker's parts of a dataset.
         """
         first = iterator_dataset(self._iterator, self._dataset)
         for batch in reversed(self.head):
@@ -85,14 +84,14 @@ class PeekedDataset:
 
 
 class Passes:
-    """This worker's parts of a dataset: of the first pass, which has begun, and of all.
+    """This worker's parts of a dataset: of the first pass, which has begun, and others.
 
     Args:
-        first: What is left of the first pass.
-        every: Returns those of the dataset. A pipeline takes long to make,
-            and one epoch needs only the first.
-        iterator: What the first pass reads.
-        example: A batch, for its shapes; None: there is none.
+        first: The rest of the first pass.
+        every: Returns the parts of the whole dataset. Making a pipeline takes long,
+            and one epoch needs only the first pass.
+        iterator: The iterator that the first pass reads.
+        example: A batch, for its shapes; None if there is none.
     """
 
     def __init__(
@@ -126,15 +125,15 @@ def settle_dataset(
 
     Args:
         extended: The strategy's extended object.
-        choice: Whose data are used.
+        choice: Decides whose data are used.
         dataset: This worker's dataset of global batches.
         length: Number of its batches; None: unknown.
-        tell: Tells the user, given what kind of data it is and a line.
-        generator: Of the plain generator that the dataset reads, if it's one.
+        tell: Informs the user, given the kind of data and a line.
+        generator: The facts of the plain generator that the dataset reads, if any.
 
     Returns:
-        The dataset; what iterates over the chief's, None: each worker uses its own; and
-        the number of batches that counts.
+        The dataset; the feed of the chief's batches, or None if each worker uses its
+        own; and the number of batches that counts.
 
     Raises:
         ValueError: They differ, and the chief's can't be used. All workers raise it.
@@ -157,7 +156,7 @@ def settle_dataset(
         strange=generator is not None,
     )
     if not why and generator is not None and choice.mode == "auto":
-        why = "a generator can't be known to be the same on all workers"
+        why = "a generator isn't known to be the same on all workers"
     if not why:
         return peeked, None, length
     known = chiefs_facts(communicator, {"length": length})["length"]

@@ -1,4 +1,4 @@
-"""Tensors of any kind as plain arrays of numbers, and batches of them as bytes.
+"""Tensors of any kind encoded as arrays of numbers, and batches of them as bytes.
 
 | kind | arrays |
 | --- | --- |
@@ -45,7 +45,7 @@ class Encoded:
 
     @property
     def form(self) -> str:
-        """Kind, dtype and number of dimensions, as text."""
+        """Return kind, dtype and number of dimensions, as text."""
         if self.kind == "none":
             return "none"
         if self.kind == "dense":
@@ -56,18 +56,18 @@ class Encoded:
 
     @property
     def values(self) -> Encoded:
-        """The values of a ragged or sparse tensor."""
+        """Return the values of a ragged or sparse tensor."""
         last = 1 if self.inner == "dense" else 2
         return Encoded(self.inner, self.arrays[-last:])
 
     @property
     def rest(self) -> tuple[Array, ...]:
-        """The arrays of a ragged or sparse tensor that aren't its values."""
+        """Return the arrays of a ragged or sparse tensor except its values."""
         return self.arrays[: -1 if self.inner == "dense" else -2]
 
     @property
     def rows(self) -> int | None:
-        """Size of the first dimension; None: it has none."""
+        """Return the size of the first dimension; None if there is none."""
         if self.kind == "none":
             return None
         if self.kind == "ragged":
@@ -78,12 +78,12 @@ class Encoded:
 
 
 def encode(leaf: Any) -> Encoded:
-    """Return a tensor, or whatever NumPy takes for an array, as arrays of numbers.
+    """Encode a tensor, or anything that NumPy converts to an array, as arrays.
 
     Dense numbers aren't copied.
 
     Raises:
-        TypeError: It's a tensor of resources or variants.
+        TypeError: The tensor contains resources or variants.
     """
     if leaf is None or isinstance(leaf, tf.experimental.Optional):
         return Encoded("none")
@@ -106,7 +106,7 @@ def encode(leaf: Any) -> Encoded:
 
 
 def decode(encoded: Encoded) -> Any:
-    """Return what `encode` was given: an array for dense numbers, else a tensor."""
+    """Decode what `encode` returned: an array for dense numbers, else a tensor."""
     if encoded.kind == "none":
         return None
     if encoded.kind == "dense":
@@ -129,7 +129,7 @@ def decode(encoded: Encoded) -> Any:
 
 
 def pack(facts: dict[str, Any], leaves: Sequence[Encoded]) -> Array:
-    """Return facts, which JSON can write, and tensors as bytes."""
+    """Pack facts, which must be JSON, and tensors as bytes."""
     arrays = [
         np.ascontiguousarray(array) if array.ndim else array.copy()
         for leaf in leaves
@@ -147,7 +147,7 @@ def pack(facts: dict[str, Any], leaves: Sequence[Encoded]) -> Array:
 
 
 def unpack(packed: Array) -> tuple[dict[str, Any], list[Encoded]]:
-    """Return what `pack` was given. Arrays share the memory of `packed`."""
+    """Unpack what `pack` returned. Arrays share the memory of `packed`."""
     size = int(packed[:8].view(np.int64)[0])
     header = json.loads(packed[8 : 8 + size].tobytes())
     kinds = header["leaves"]
@@ -170,7 +170,7 @@ def unpack(packed: Array) -> tuple[dict[str, Any], list[Encoded]]:
 
 
 def describe(leaves: Sequence[Encoded]) -> list[Any]:
-    """Kinds, dtypes and shapes of tensors, as JSON can write them."""
+    """Return kinds, dtypes and shapes of tensors, as JSON."""
     return [
         [leaf.kind, leaf.inner, [[a.dtype.name, list(a.shape)] for a in leaf.arrays]]
         for leaf in leaves
@@ -178,7 +178,7 @@ def describe(leaves: Sequence[Encoded]) -> list[Any]:
 
 
 def as_dtype(name: str) -> Any:
-    """The NumPy dtype of a name, also bfloat16 and the like."""
+    """Return the NumPy dtype of a name, including bfloat16 and the like."""
     return np.dtype(tf.as_dtype(name).as_numpy_dtype)
 
 

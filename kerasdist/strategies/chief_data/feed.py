@@ -1,13 +1,13 @@
 """The chief's batches on all workers, read ahead.
 
-    1. chief   a thread reads batches ahead
-    2. all     between two steps: the chief gives what is ready, at least one batch, to
-               everybody in one collective
-    3. all     each keeps its replicas' rows of a batch, and takes a step
+1. chief   a thread reads batches ahead
+2. all     between two steps: the chief sends all batches that are ready, at least
+           one, to all workers in one collective
+3. all     each worker keeps its replicas' rows of a batch, and takes a step
 
-The end of the data travels like a batch, and so does an exception of the chief's data:
-all workers raise one. Collectives run on the thread of Keras's loop, where those of all
-workers are in one order.
+The end of the data is sent like a batch, and so is an exception of the chief's
+data: all workers raise it. Collectives run on the thread of Keras's loop, where
+those of all workers are in the same order.
 """
 
 from __future__ import annotations
@@ -40,21 +40,21 @@ __all__ = ["ChiefFeed", "own_rows_of"]
 
 # Batches that are kept ready.
 _AHEAD = 8
-# Bytes after which no other batch is added to a collective.
+# After this many bytes no further batch is added to a collective.
 _AT_ONCE = 8 << 20
-# Seconds between two looks at whether a thread shall end, and until it has to.
+# Seconds between two checks for the end of a thread, and until it is abandoned.
 _POLL, _PATIENCE = 0.1, 5.0
 
 
 class ChiefFeed:
-    """What Keras iterates over in place of the chief's data; each iteration is a pass.
+    """The iterable for Keras in place of the chief's data; each iteration is a pass.
 
     Args:
         extended: The strategy's extended object.
-        passes: Returns what yields the batches of the next pass, and reads none of them
-            yet; the chief calls it.
+        passes: Returns an iterable over the batches of the next pass, and reads none
+            of them yet; only the chief calls it.
         structure: A nest like a batch.
-        example: A batch for its shapes; None: there is none.
+        example: A batch for its shapes; None if there is none.
 
     Attributes:
         kerasdist_example: See `example`.
@@ -82,7 +82,7 @@ class ChiefFeed:
         return FeedIterator(self)
 
     def close(self) -> None:
-        """End what reads ahead."""
+        """End the thread that reads ahead."""
         reader, self.reader = self.reader, None
         if reader is not None:
             reader.close()
@@ -92,8 +92,8 @@ class FeedIterator:
     """One pass.
 
     Attributes:
-        kerasdist_together: Tells the Keras seam what this is.
-        kerasdist_example: Stands for a batch where only shapes are asked for.
+        kerasdist_together: Marks this kind of iterator for the Keras seam.
+        kerasdist_example: A batch for its shapes.
     """
 
     kerasdist_together = True
@@ -101,7 +101,7 @@ class FeedIterator:
     def __init__(self, feed: ChiefFeed) -> None:
         self._feed = feed
         self._reader: _Reader | None = None
-        # A dataset that is shuffled anew in each pass counts its iterators.
+        # A dataset that is shuffled again in each pass counts its iterators.
         chief = feed.extended.job.communicator.rank == 0
         self._batches = feed.passes() if chief else ()
         self._waiting: deque[tuple[str, str, list[Encoded]]] = deque()
@@ -115,8 +115,8 @@ class FeedIterator:
         """Fetch the next batch now.
 
         Raises:
-            StopIteration: There's none.
-            Exception: What the chief's data raised.
+            StopIteration: There is none.
+            Exception: The error of the chief's data.
         """
         if self._ended is not None:
             raise self._ended
@@ -130,7 +130,7 @@ class FeedIterator:
         if kind == "error":
             self._ended = RuntimeError(
                 "The chief's data, which are used on all workers, have ended with an "
-                f"error. Received: {text}. Rank 0 tells where."
+                f"error. Received: {text}. Rank 0 shows where it was raised."
             )
             if self._reader is not None and self._reader.error is not None:
                 self._ended = self._reader.error
@@ -150,8 +150,8 @@ class FeedIterator:
         packed = np.zeros(0, np.uint8)
         if communicator.rank == 0:
             if self._reader is None:
-                # It is read when its first batch is asked for: Keras makes more
-                # iterators than it uses.
+                # Read only when the first batch is needed: Keras makes more iterators
+                # than it uses.
                 feed.close()
                 self._reader = feed.reader = _Reader(self._batches)
             packed = _pack(self._reader.ready())
@@ -166,10 +166,10 @@ class _Reader:
     """A thread that reads batches ahead.
 
     Args:
-        batches: What yields them.
+        batches: The iterable of batches.
 
     Attributes:
-        error: What it raised.
+        error: The error that it raised.
     """
 
     def __init__(self, batches: Iterable[Any]) -> None:
@@ -184,7 +184,7 @@ class _Reader:
         close_at_end(self)
 
     def ready(self) -> list[tuple[str, str, list[Encoded]]]:
-        """Wait for a batch, and return it with those that are ready, too."""
+        """Wait for a batch; return it with all others that are ready."""
         found = [self._ready.get()]
         size = size_of(found[0][2])
         while size < _AT_ONCE:
@@ -196,7 +196,7 @@ class _Reader:
         return found
 
     def close(self) -> None:
-        """End the thread; one that waits for a batch is left to itself in the end."""
+        """End the thread; one that waits for a batch is abandoned after a while."""
         self._closed.set()
         end = time.monotonic() + _PATIENCE
         while self._thread.is_alive() and time.monotonic() < end:
@@ -254,7 +254,7 @@ def _part(leaf: Encoded, rows: slice) -> Any:
         return None
     if leaf.kind == "dense":
         array = leaf.arrays[0]
-        # A copy: the rest of the batch isn't to stay in memory.
+        # A copy, so that the rest of the batch can be freed.
         return tf.convert_to_tensor(array[rows].copy() if array.ndim else array)
     return slice_rows(decode(leaf), rows.start, rows.stop)
 

@@ -1,4 +1,4 @@
-"""PyDatasets that Keras was given: each worker reads its share, or the chief all."""
+"""PyDatasets given to Keras: each worker reads its share, or the chief reads all."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class ChiefItems:
 
     Args:
         extended: The strategy's extended object.
-        choice: Whose data are used.
+        choice: Decides whose data are used.
         data: This worker's PyDataset.
         seed: Returns a seed that all workers agree on.
-        tell: Tells the user, given what kind of data it is and a line.
+        tell: Informs the user, given the kind of data and a line.
     """
 
     def __init__(
@@ -45,10 +45,10 @@ class ChiefItems:
         self._epoch = 0
 
     def settle(self, different: ValueError | None) -> ChiefFeed | None:
-        """Return what iterates over the chief's items; None: each has the same ones.
+        """Return the feed of the chief's items; None if all workers have the same.
 
         Args:
-            different: The error that says how the workers' datasets differ.
+            different: The error that describes how the workers' datasets differ.
 
         Raises:
             ValueError: They differ, and the chief's can't be used; on all workers.

@@ -19,17 +19,17 @@ from kerasdist.strategies.chief_data.encoding import (
 
 __all__ = ["chiefs_facts", "chiefs_leaves", "size_of"]
 
-# Bytes of an array that are sent at once.
+# Bytes of an array that are sent in one collective.
 _AT_ONCE = 32 << 20
 
 
 def size_of(leaves: Sequence[Encoded]) -> int:
-    """Bytes of tensors."""
+    """Return the bytes of tensors."""
     return sum(array.nbytes for leaf in leaves for array in leaf.arrays)
 
 
 def chiefs_facts(communicator: Communicator, facts: dict[str, Any]) -> dict[str, Any]:
-    """Return the chief's facts, which JSON can write."""
+    """Return the chief's facts, which must be JSON."""
     packed = pack(facts, []) if communicator.rank == 0 else np.zeros(0, np.uint8)
     return unpack(communicator.all_gather(packed)[0])[0]
 
@@ -38,8 +38,8 @@ def chiefs_leaves(communicator: Communicator, leaves: Sequence[Encoded]) -> list
     """Return the chief's tensors; dense numbers as arrays.
 
     Args:
-        communicator: Of all workers, who call it together.
-        leaves: The chief's; of others they don't count.
+        communicator: The communicator of all workers, which call this together.
+        leaves: The chief's tensors; those of other ranks are ignored.
     """
     told = chiefs_facts(communicator, {"leaves": describe(leaves)})["leaves"]
     sent = iter([array for leaf in leaves for array in leaf.arrays])

@@ -1,20 +1,20 @@
-"""Other workers' devices: the chief drives them, the others serve.
+"""Devices of other workers: the chief drives them, the other workers serve.
 
     C: rank 0, the chief      W: every other rank
 
-    1. all   come together (`transport.rendezvous.startup`): who is missing, and why
-    2. W     starts TensorFlow's server, on a port that the system gives it
-       C     starts its own, from which workers fetch what they compute with
-       all   narrow theirs to the task's address (`transport.rendezvous.open_servers`)
-    3. all   tell each other where their servers are
-    4. all   dial each other's servers, and tell each other which can't be reached
+    1. all   meet (`transport.rendezvous.startup`), which names missing workers
+    2. W     starts TensorFlow's server, on a port that the system chooses
+       C     starts its own, from which workers fetch their inputs
+       all   restrict it to the task's address (`transport.rendezvous.open_servers`)
+    3. all   exchange the addresses of their servers
+    4. all   dial each other's servers, and exchange which can't be reached
     5. C     connects TensorFlow to all servers: their devices have names here
     6. W     serves until C has left, then its process ends
 
-TensorFlow alone begins with 5., and waits without a deadline and without a word for
-servers that aren't there: that haven't been started, whose port somebody else has
-taken in the meantime, or that a firewall keeps apart. It has no heartbeats either:
-the session's supervisor sees a worker that is lost, and ends what waits for it.
+TensorFlow alone begins with 5., and waits without a deadline or a message for servers
+that don't answer: that weren't started, whose port another process has taken in the
+meantime, or that are behind a firewall. It has no heartbeats either: the session's
+failure detector notices a lost worker, and ends all waits for it.
 """
 
 from __future__ import annotations
@@ -53,15 +53,15 @@ from kerasdist.transport.rendezvous.probe import why_unreachable
 __all__ = ["RemoteDevices", "come_together"]
 
 _LOG = logging.getLogger("kerasdist")
-# Seconds to open a connection to a server that listens already.
+# Seconds to open a connection to a server that is listening.
 _DIAL_SECONDS = 20.0
-# Seconds between two looks at what still waits for a lost worker.
+# Seconds between two attempts to end waits for a lost worker.
 _SEVER_SECONDS = 0.1
 # Seconds that a worker's process may take to end when its job is over.
 _EXIT_SECONDS = 20
-# Seconds between two looks at how the job goes, while TensorFlow connects.
+# Seconds between two checks of the job's state, while TensorFlow connects.
 _LOOK_SECONDS = 0.1
-# Seconds until the loss of a worker is known that TensorFlow has seen first.
+# Seconds to wait for the verdict on a loss that TensorFlow has noticed first.
 _VERDICT_SECONDS = 5.0
 _GONE = (
     tf.errors.UnavailableError,
@@ -73,13 +73,13 @@ _GONE = (
 
 
 class _Driving:
-    """What this process drives: TensorFlow can be connected to one cluster."""
+    """The cluster that this process drives: TensorFlow can be connected to only one."""
 
     devices: RemoteDevices | None = None
 
 
 class RemoteDevices:
-    """The chief's side: the devices of all workers can be used in this process.
+    """The chief's side: this process can use the devices of all workers.
 
     Args:
         job: The connected workers.
@@ -116,9 +116,9 @@ class RemoteDevices:
         return None
 
     def failure(self, error: BaseException) -> errors.CollectiveError | None:
-        """The lost worker that made TensorFlow raise an error; None if it's another's.
+        """Return the lost worker behind TensorFlow's error; None for another cause.
 
-        Waits, if need be, until it's agreed who was lost.
+        Waits, if necessary, until the workers agree on which one was lost.
         """
         known = self.job.failure
         if known is None and isinstance(error, _GONE):
@@ -132,14 +132,14 @@ class RemoteDevices:
         """Let the workers end. Can be called twice.
 
         Args:
-            error: What ended this worker's script, if it ended badly.
+            error: The exception that ended this worker's script, if any.
         """
         self._left.set()
         self.job.close(error)
         forget(self)
 
     def _named_in(self, text: str) -> int | None:
-        """The rank of the worker that a message of TensorFlow names, if it does."""
+        """Return the rank of the worker that a message of TensorFlow names, if any."""
         found = named_in(text, self.names, self._servers)
         return 1 if found is None and len(self.names) == 2 else found
 
@@ -151,17 +151,17 @@ class RemoteDevices:
         ranks = range(1, len(self._servers))
         if isinstance(failure, errors.WorkerLost) and failure.rank:
             ranks = range(failure.rank, failure.rank + 1)
-        # Again and again: TensorFlow dials a frozen machine anew, which answers as far
-        # as its kernel does.
+        # Repeatedly: TensorFlow dials a frozen machine again, which accepts connections
+        # because its kernel still runs.
         while not self._left.wait(_SEVER_SECONDS):
             for rank in ranks:
                 disconnect(self._servers[rank])
 
 
 def named_in(text: str, names: Sequence[str], servers: Sequence[str]) -> int | None:
-    """Return the rank that a message of TensorFlow names; None: no other's than 0."""
+    """Return the rank that a message of TensorFlow names; None: none other than 0."""
     for rank in range(1, len(names)):
-        # `task:1` is the beginning of `task:12`, and so it is with ports.
+        # `task:1` is a prefix of `task:12`, and so are some ports of others.
         either = "|".join(map(re.escape, (names[rank], servers[rank])))
         if re.search(rf"(?:{either})(?!\d)", text):
             return rank
@@ -175,19 +175,19 @@ def come_together(place: Cluster, timeouts: Timeouts) -> RemoteDevices:
     with the exception that has ended the job.
 
     Args:
-        place: Who this worker is; at least two workers.
+        place: This task's place in the cluster; with at least two workers.
         timeouts: How long each phase may take.
 
     Returns:
-        The devices: what this process drives already, if it's the same cluster.
+        The devices; the existing ones, if this process drives the same cluster.
 
     Raises:
         ClusterError: This process has driven another cluster, or the same one before;
             or the user hasn't allowed TensorFlow's servers.
-        StartupError: Workers didn't come, or can't be reached; they are named.
+        StartupError: Workers are missing, or can't be reached; they are named.
         AddressInUseError, AuthenticationError, WorkerLost: See `errors`.
 
-    When it has raised in step 5, this process can't use TensorFlow any more.
+    After an error in step 5, this process can't use TensorFlow any more.
     """
     driven = _Driving.devices
     if place.rank is None:
@@ -227,7 +227,7 @@ def come_together(place: Cluster, timeouts: Timeouts) -> RemoteDevices:
 
 
 def _start(job: Job, deadline: Deadline, in_use: bool) -> tuple[list[str], list[str]]:
-    """Steps 2 to 5; returns the tasks' names and their servers' addresses, by rank."""
+    """Run steps 2 to 5; return the tasks' names and servers' addresses, by rank."""
     ring, place = job.communicator, job.cluster
     tasks = _tasks(place)
     kind, index = tasks[ring.rank]
@@ -238,9 +238,9 @@ def _start(job: Job, deadline: Deadline, in_use: bool) -> tuple[list[str], list[
     if ring.rank == 0:
         if in_use:
             _LOG.warning(
-                "kerasdist: TensorFlow was used before the strategy was made. It "
-                "renames its devices now: variables, datasets and functions that were "
-                "made before can't be used any more. Create the strategy first."
+                "kerasdist: TensorFlow was used before the strategy was created. Its "
+                "devices are renamed now: variables, datasets and functions that were "
+                "created before can't be used any more. Create the strategy first."
             )
         mine = _open(kind, index, host)
     else:
@@ -263,13 +263,13 @@ def _start(job: Job, deadline: Deadline, in_use: bool) -> tuple[list[str], list[
 
 
 class _Serving:
-    """TensorFlow's server of this process: it can't be ended."""
+    """TensorFlow's server of this process, which can't be stopped."""
 
     server: Any = None
 
 
 def _tasks(place: Cluster) -> list[tuple[str, int]]:
-    """Type and index of each worker's task, by rank."""
+    """Return the type and index of each worker's task, by rank."""
     has_chief = place.task_type == "chief" or place.rank != place.task_index
     first = [("chief", 0)] if has_chief else []
     return [*first, *(("worker", i) for i in range(place.size - len(first)))]
@@ -285,7 +285,7 @@ def _open(kind: str, index: int, host: str) -> str:
 
 
 def _dial_all(job: Job, servers: Sequence[str]) -> None:
-    """Step 4.
+    """Run step 4: dial all servers.
 
     Raises:
         StartupError: On all ranks, if one of them can't reach another's server.
@@ -304,7 +304,7 @@ def _dial_all(job: Job, servers: Sequence[str]) -> None:
             missing.setdefault(int(other), f"from rank {rank}: {reason}")
     if not missing:
         return
-    # All see it: nobody leaves before all have come here.
+    # A last collective, so that no worker leaves before all have reached this point.
     with contextlib.suppress(errors.CollectiveError):
         ring.barrier()
     lines = [
@@ -312,7 +312,7 @@ def _dial_all(job: Job, servers: Sequence[str]) -> None:
         for rank, reason in sorted(missing.items())
     ]
     raise errors.StartupError(
-        "The workers have come together, but TensorFlow's servers, by which the chief "
+        "The workers have met, but TensorFlow's servers, through which the chief "
         "uses their devices, can't be reached:\n"
         + "\n".join(lines)
         + "\nEach listens on a port of its own, which the system chooses: does a "
@@ -323,7 +323,7 @@ def _dial_all(job: Job, servers: Sequence[str]) -> None:
 
 
 def _connect(job: Job, drive: Any, deadline: Deadline) -> None:
-    """Step 5, with a deadline.
+    """Run step 5, with a deadline.
 
     Raises:
         StartupError: It took too long.
@@ -339,7 +339,8 @@ def _connect(job: Job, drive: Any, deadline: Deadline) -> None:
         else:
             outcome.put(None)
 
-    # TensorFlow doesn't come back while a server is silent: a daemon keeps nobody.
+    # TensorFlow doesn't return while a server is silent; a daemon doesn't block the
+    # exit.
     threading.Thread(target=run, name="kerasdist-connect", daemon=True).start()
     while True:
         try:
@@ -351,13 +352,13 @@ def _connect(job: Job, drive: Any, deadline: Deadline) -> None:
             if deadline.expired:
                 raise errors.StartupError(
                     "TensorFlow didn't connect to the workers' servers within "
-                    f"{deadline.seconds:g} s, although all were there and could be "
-                    "reached. Is one of their machines overloaded? `startup_timeout=` "
-                    "gives them longer."
+                    f"{deadline.seconds:g} s, although all of them were started and "
+                    "reachable. Is one of their machines overloaded? A longer "
+                    "`startup_timeout=` gives them more time."
                 ) from None
     if error is None:
         return
-    # If a worker was lost, the supervisor says so in a moment.
+    # If a worker was lost, the failure detector reports it in a moment.
     patience = Deadline(min(_VERDICT_SECONDS, deadline.remaining()))
     while isinstance(error, tf.errors.OpError) and not patience.expired:
         if job.failure is not None:
@@ -368,8 +369,8 @@ def _connect(job: Job, drive: Any, deadline: Deadline) -> None:
 
 def _serve_until_the_end(job: Job) -> NoReturn:
     failure = job.await_end(0)
-    # TensorFlow's threads may be in the midst of an operation that waits for a worker
-    # that is lost: whatever they do, this process ends.
+    # TensorFlow's threads may be in an operation that waits for a lost worker: this
+    # process must end regardless of them.
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.alarm(_EXIT_SECONDS)
     job.close(failure)

@@ -1,9 +1,9 @@
-"""What ran where: from the graphs that the runtime made of a step.
+"""The report of where operations ran, from the runtime's graphs of a step.
 
-Which operation ran on which device, and what was sent from one to another, is what the
-runtime says. Which layer an operation belongs to is told by its name: the scopes of
-layers are noted while a step is traced. So are shapes, by which what was sent is
-priced: TensorFlow's runtime names tensors, not sizes.
+TensorFlow's runtime reports which operation ran on which device, and what was sent
+between devices. The layer of an operation is found by its name: layers' scopes are
+recorded while a step is traced. So are shapes, from which the size of sent tensors is
+computed, because the runtime reports only their names.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kerasdist.placement.table import human_bytes
 
 __all__ = ["LayerPlace", "Move", "Names", "PlacementReport", "StepPlaces", "places_of"]
 
-# They compute nothing.
+# Operations that compute nothing.
 _LIGHT = frozenset(
     {
         "_Arg",
@@ -48,10 +48,10 @@ _CALL = "StatefulPartitionedCall/"
 
 @dataclasses.dataclass
 class Names:
-    """What is noted while steps are traced.
+    """Names that are recorded while steps are traced.
 
     Attributes:
-        layers: From the scope that a layer's operations were made in to its path.
+        layers: From the scope in which a layer's operations were created to its path.
         shapes: From an operation's name to the shapes of its outputs; None stands for a
             dimension that depends on the batch.
         optimizers: Names of optimizers.
@@ -66,7 +66,7 @@ class Names:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LayerPlace:
-    """Operations of one layer on one device.
+    """The operations of one layer on one device.
 
     Attributes:
         layer: The layer's path; "(adam)" for the optimizer of this name, "(between
@@ -84,15 +84,15 @@ class LayerPlace:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Move:
-    """What is sent from one device to another in a step.
+    """The tensors that are sent from one device to another in a step.
 
     Attributes:
-        source: The device that it comes from.
-        target: The device that it goes to.
+        source: The sending device.
+        target: The receiving device.
         tensors: Number of tensors.
         fixed: Bytes that don't depend on the batch.
         per_row: Bytes for each row of the batch.
-        unknown: Number of tensors whose size isn't known; not in the sums.
+        unknown: Number of tensors of unknown size, which aren't in the sums.
     """
 
     source: str
@@ -103,13 +103,13 @@ class Move:
     unknown: int
 
     def bytes(self, rows: int) -> int:
-        """Bytes in a step of a batch of this many rows."""
+        """Return the bytes in a step with a batch of this many rows."""
         return self.fixed + rows * self.per_row
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepPlaces:
-    """One kind of step.
+    """The placement of one kind of step.
 
     Attributes:
         rows: Rows of a batch; None if they weren't known.
@@ -123,22 +123,22 @@ class StepPlaces:
 
     @property
     def bytes_moved(self) -> int | None:
-        """Bytes that cross from one device to another; None if `rows` isn't known."""
+        """The bytes sent between devices; None if `rows` isn't known."""
         if self.rows is None:
             return None
         return sum(move.bytes(self.rows) for move in self.moves)
 
     def devices_of(self, layer: str) -> list[str]:
-        """The devices that operations of a layer ran on, given its path."""
+        """Return the devices on which operations of a layer ran, given its path."""
         return sorted({place.device for place in self.layers if place.layer == layer})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PlacementReport:
-    """What really ran where; printed as a table.
+    """The devices on which operations ran; printed as a table.
 
     Attributes:
-        steps: By kind of step: "train", "test" and "predict", as far as they have run.
+        steps: By kind of step: "train", "test" and "predict", those that have run.
     """
 
     steps: Mapping[str, StepPlaces]
@@ -150,11 +150,11 @@ class PlacementReport:
 
 
 def places_of(nodes: Iterable[RunNode], names: Names, rows: int | None) -> StepPlaces:
-    """Sum up the operations of a step.
+    """Summarize the operations of a step.
 
     Args:
-        nodes: What ran.
-        names: What was noted while it was traced.
+        nodes: The operations that ran.
+        names: The names that were recorded while it was traced.
         rows: Rows of a batch, if they are known.
     """
     nodes = list(nodes)
@@ -201,7 +201,7 @@ def places_of(nodes: Iterable[RunNode], names: Names, rows: int | None) -> StepP
 
 
 def _layer_of(name: str, names: Names) -> tuple[str, bool]:
-    """The layer of an operation, and whether it's of the backward pass."""
+    """Return the layer of an operation, and whether it's of the backward pass."""
     while name.startswith(_CALL):
         name = name.removeprefix(_CALL)
     backward = name.startswith(_TAPE)
@@ -215,7 +215,7 @@ def _layer_of(name: str, names: Names) -> tuple[str, bool]:
 
 
 def _size(node: RunNode, names: Names) -> tuple[int, int] | None:
-    """Bytes of what is sent: those that are fixed, and those for each row."""
+    """Return the bytes of a sent tensor: the fixed ones, and those for each row."""
     name = node.inputs[0] if node.inputs else ""
     while name.startswith(_CALL):
         name = name.removeprefix(_CALL)
@@ -250,7 +250,7 @@ def _table(kind: str, step: StepPlaces) -> str:
             f"{move.tensors} tensors{unknown}"
         )
     if not step.moves:
-        lines.append("  Nothing moves between devices.")
+        lines.append("  Nothing is sent between devices.")
     return "\n".join(lines)
 
 

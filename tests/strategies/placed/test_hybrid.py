@@ -153,7 +153,7 @@ def test_what_it_refuses_and_a_plan():
         "no device": "ValueError: `placement` can't be used: 'GPU:7' doesn't exist",
         "native": "ValueError: TensorFlow's own collectives take gradients from one",
         "micro": "ValueError: Micro-batches keep the stages of a placement busy.",
-        "again": "ValueError: What is computed again is a stage of a placement.",
+        "again": "ValueError: Rematerialization recomputes the stages of a placement.",
         "stage": "ValueError: Stages are a part of a placement.",
         "no layer": "ValueError: Patterns of the placement match no layer.",
     }

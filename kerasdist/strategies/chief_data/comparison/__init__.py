@@ -1,4 +1,4 @@
-"""Whether the data of two ranks are the same: their contents, origin and hashes.
+"""Comparison of two ranks' data: their contents, origin and hashes.
 
-What follows from it is decided in `chief_data.choice`.
+The consequences are decided in `chief_data.choice`.
 """

@@ -1,4 +1,4 @@
-"""What is compared of data: batches, or whole arrays, as x and the rest."""
+"""The contents of data to compare: batches, or whole arrays, as x and the rest."""
 
 from __future__ import annotations
 
@@ -33,21 +33,21 @@ class Batch:
 
     @property
     def form(self) -> str:
-        """Kinds, dtypes and numbers of dimensions, as text."""
+        """Return kinds, dtypes and numbers of dimensions, as text."""
         x, rest = ([leaf.form for leaf in leaves] for leaves in (self.x, self.rest))
         return f"x: {', '.join(x)}" + (f"; y: {', '.join(rest)}" if rest else "")
 
     @property
     def leaves(self) -> list[Encoded]:
-        """All tensors, in their order."""
+        """Return all tensors, in their order."""
         return [*self.x, *self.rest]
 
 
 def batch_of(data: Any) -> Batch:
-    """Return a batch of what Keras is given: `x`, `(x, y)` or `(x, y, sample_weight)`.
+    """Return a batch from Keras's data: `x`, `(x, y)` or `(x, y, sample_weight)`.
 
     Raises:
-        TypeError: There are tensors in it that aren't data.
+        TypeError: It contains tensors that aren't data.
     """
     x, rest = data, ()
     if isinstance(data, tuple) and data:
@@ -62,33 +62,33 @@ def _encoded(nest: Any) -> list[Encoded]:
 
 @dataclass(frozen=True)
 class Content:
-    """What a worker holds of data that are to be compared.
+    """The part of a worker's data that is compared.
 
     Attributes:
-        batches: All of it, or the first batches.
+        batches: All of the data, or the first batches.
     """
 
     batches: Sequence[Batch]
 
     @property
     def form(self) -> str:
-        """The form of the first batch, as text; empty: there is none."""
+        """Return the form of the first batch, as text; empty if there is none."""
         return self.batches[0].form if self.batches else ""
 
     @property
     def rows(self) -> int:
-        """Number of rows of all batches."""
+        """Return the number of rows of all batches."""
         return sum(_rows(batch) for batch in self.batches)
 
     def digests(self) -> tuple[str, str]:
-        """Hashes of all of x, and of the rest."""
+        """Return hashes of all of x, and of the rest."""
         return (
             digest_of([leaf for batch in self.batches for leaf in batch.x]),
             digest_of([leaf for batch in self.batches for leaf in batch.rest]),
         )
 
     def row_hashes(self) -> tuple[Hashes, Hashes]:
-        """Hashes of each row's x, and of the rest; the latter are empty without any."""
+        """Return hashes of each row's x, and of the rest; the latter may be empty."""
         return (
             _joined([row_hashes(batch.x) for batch in self.batches]),
             _joined([row_hashes(batch.rest) for batch in self.batches if batch.rest]),

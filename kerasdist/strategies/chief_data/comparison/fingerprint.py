@@ -1,6 +1,6 @@
 """Hashes of data, the same in every process: of the whole, and of each row.
 
-Both are of the bytes: equal numbers of other dtypes have other hashes.
+Both are hashes of the bytes: equal numbers of different dtypes have different hashes.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ __all__ = ["Hashes", "digest_of", "hash_text", "row_hashes"]
 Array = npt.NDArray[Any]
 Hashes = npt.NDArray[np.uint64]
 
-# Up to this many bytes all of an array is hashed.
+# Arrays of up to this many bytes are hashed as a whole.
 _ALL = 4 << 20
-# Of a larger one rows of this many bytes in all, and the sums of blocks.
+# Of a larger one, rows of this many bytes in all are hashed, and sums of blocks.
 _SAMPLED = 1 << 20
 _BLOCK_WORDS = 8192
-# More than this isn't read: an array may be a file that doesn't fit into memory.
+# No more than this is read: an array may be a file that doesn't fit into memory.
 _MOST_READ = 4 << 30
 # Rows are hashed in parts of about this many bytes, which stay in the cache.
 _PART = 1 << 20
@@ -35,8 +35,8 @@ _MIX = np.uint64(0xBF58476D1CE4E5B9)
 def digest_of(leaves: Sequence[Encoded]) -> str:
     """Return a hash of the contents of tensors, as hexadecimal digits.
 
-    Large arrays are sampled: rows at places that depend on the shape alone, and the sum
-    of each 64 KB, so that a value that differs shows wherever it is.
+    Large arrays are sampled: rows at positions that depend on the shape alone, and the
+    sum of each 64 KB, so that a different value is found wherever it is.
     """
     digest = hashlib.blake2b(digest_size=16)
     for leaf in leaves:
@@ -50,8 +50,8 @@ def digest_of(leaves: Sequence[Encoded]) -> str:
 def row_hashes(leaves: Sequence[Encoded]) -> Hashes:
     """Return a hash of each row of tensors that have the same number of rows.
 
-    Tensors without a first dimension, and those of another number of rows than the
-    first one, don't count.
+    Tensors without a first dimension, and those with another number of rows than the
+    first one, are ignored.
     """
     total: Hashes | None = None
     for place, leaf in enumerate(leaves):
@@ -88,7 +88,7 @@ def _update(digest: Any, array: Array) -> None:
 
 
 def _block_sums(array: Array) -> Array:
-    """Sums of the words of each block; then of what is left."""
+    """Return the sums of the words of each block, then of the rest."""
     octets = array.reshape(-1).view(np.uint8)
     whole = len(octets) // (8 * _BLOCK_WORDS) * _BLOCK_WORDS
     sums = octets[: 8 * whole].view(np.uint64).reshape(-1, _BLOCK_WORDS).sum(axis=1)
@@ -133,7 +133,7 @@ def _ragged(leaf: Encoded, bounds: Array, octets: bytes) -> Hashes:
         begin, end = row, row + 1
         text = b""
         for split in splits:
-            # The lengths of what is inside of this row.
+            # The lengths of the inner rows of this row.
             text += np.diff(split[begin : end + 1]).tobytes()
             begin, end = int(split[begin]), int(split[end])
         hashes[row] = hash_text(text + octets[bounds[begin] : bounds[end]])
@@ -141,7 +141,7 @@ def _ragged(leaf: Encoded, bounds: Array, octets: bytes) -> Hashes:
 
 
 def _value_bounds(values: Encoded) -> Array:
-    """Where each of the values begins among the bytes of all, and the end."""
+    """Return where each of the values begins among the bytes of all, and the end."""
     first = values.arrays[0]
     if values.kind == "text":
         sizes = first.reshape(len(first), -1).sum(axis=1) if len(first) else first
@@ -171,7 +171,7 @@ def _dense(array: Array) -> Hashes:
 
 
 def _mixed(words: Hashes) -> Hashes:
-    """Let each bit of a word depend on others: floats end in many zeros."""
+    """Make each bit of a word depend on others: floats end in many zeros."""
     mixed = (words ^ (words >> np.uint64(32))) * _MIX
     mixed ^= mixed >> np.uint64(29)
     return mixed

@@ -1,7 +1,7 @@
-"""Judges by their rows' hashes whether two workers hold the same data.
+"""Evidence from rows' hashes that two workers hold the same data.
 
-What a worker holds is a part of something: its own part, or the same data as everybody
-in another order, or split in another way. Rows that several workers hold tell:
+A worker holds a part of something: a part of its own, or the same data as all others
+in another order, or split in another way. Rows that several workers hold show which:
 
 | what the workers hold | rows of one that another one holds, too |
 | --- | --- |
@@ -9,9 +9,9 @@ in another order, or split in another way. Rows that several workers hold tell:
 | random splits of the same rows | about as many as the part is of the whole |
 | shards | none, but for rows that are in the data more than once |
 
-How often a row has a second copy by chance is seen inside of one worker's data: rows of
-a shard find a copy in another shard about as often as in their own. What isn't clearly
-more than that counts for nothing.
+How often a row has a second copy by chance is measured within one worker's data: rows
+of a shard have a copy in another shard about as often as in their own. Only a number
+clearly above that is evidence.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ __all__ = ["Sample", "Seen", "are_alike", "is_telling", "sample_rows"]
 
 # How many rows of a worker are looked up in the others' data.
 _LOOKED_UP = 4096
-# The least part of a worker's rows that must be found; more if rows repeat.
+# The smallest part of a worker's rows that must be found; more if rows repeat.
 _LEAST = 0.05
 _LEAST_FOUND = 3
 
 
 @dataclass(frozen=True)
 class Sample:
-    """Some of a worker's rows.
+    """A sample of a worker's rows.
 
     Attributes:
-        hashes: Theirs.
+        hashes: Their hashes.
         repeated: The part of them that has a copy among the worker's other rows.
     """
 
@@ -47,7 +47,7 @@ class Sample:
 
 
 class Seen:
-    """Rows that this worker has held so far, where the workers' data differed."""
+    """The rows that this worker has held so far, where the workers' data differed."""
 
     def __init__(self) -> None:
         self._parts: list[Hashes] = []
@@ -57,7 +57,7 @@ class Seen:
         self._parts.append(np.unique(hashes))
 
     def extend(self, other: Seen) -> None:
-        """Remember another one's rows."""
+        """Remember the rows of another `Seen`."""
         self._parts += other._parts
 
     def count(self, hashes: Hashes) -> int:
@@ -65,7 +65,7 @@ class Seen:
         return int(self.among(hashes).sum())
 
     def among(self, hashes: Hashes) -> npt.NDArray[np.bool_]:
-        """Return of each of these rows whether it is among those that were added."""
+        """Return for each of these rows whether it is among those that were added."""
         found = np.zeros(len(hashes), bool)
         for part in self._parts:
             if len(part):
@@ -87,12 +87,12 @@ def sample_rows(hashes: Hashes) -> Sample:
 
 
 def are_alike(found: int, sample: int, repeated: float) -> bool:
-    """Whether a worker's rows are another one's, too, and not by chance.
+    """Return whether a worker's rows are also another one's, and not by chance.
 
     Args:
-        found: How many of the rows that were looked up the other one holds.
-        sample: How many were looked up.
-        repeated: See `Sample`: the larger one of both workers'.
+        found: How many of the rows that were looked up the other worker holds.
+        sample: How many rows were looked up.
+        repeated: The larger one of both workers', see `Sample`.
     """
     if not sample or not found:
         return False
@@ -103,18 +103,18 @@ def are_alike(found: int, sample: int, repeated: float) -> bool:
 
 
 def is_telling(hashes: Hashes) -> bool:
-    """Whether rows are in an order that two unrelated parts of data wouldn't share.
+    """Return whether unrelated parts of data wouldn't share the order of these rows.
 
-    Labels of a random order are; sorted, periodic or constant ones aren't, nor are
-    numbers that all differ, which may be a grid.
+    Labels in a random order are such rows; sorted, periodic or constant ones aren't,
+    nor are numbers that all differ, which may be a grid.
     """
     known, ids = np.unique(hashes, return_inverse=True)
     if len(known) < 2 or len(known) > 0.5 * len(hashes):
         return False
-    # In the order of their first appearance, so that what they're called is no matter.
+    # Numbered by first appearance, so that the names of the labels don't matter.
     first = np.full(len(known), len(ids))
     np.minimum.at(first, ids, np.arange(len(ids)))
     ids = np.argsort(np.argsort(first))[ids]
     kept = ids[:65536].astype(np.uint16 if len(known) > 256 else np.uint8)
-    # A run, a period or a stair is a few bytes.
+    # A run, a period or a stair compresses to a few bytes.
     return len(zlib.compress(kept.tobytes(), 9)) >= 40 + 0.02 * len(kept)

@@ -1,13 +1,12 @@
-"""What data are made from, as far as it can be seen without reading them.
+"""The origin of data, as far as it can be seen without reading them.
 
-A generator, a PyDataset or a pipeline of `tf.data` draws from something: arrays, lists
-of files, ranges. Where that is the same on all workers, what is drawn is the same data
-in another order; where each worker has other files, it is a part. Numbers that differ,
-as the rank that a generator begins at, say that the workers read parts, too.
+A generator, a PyDataset or a pipeline of `tf.data` reads from a source: arrays, lists
+of files, ranges. Where that is the same on all workers, the data are the same in
+another order; where each worker has other files, they are a part. Different numbers,
+such as the rank at which a generator begins, show that the workers read parts, too.
 
-Looked at are the arguments, the free variables and the globals of a generator's
-function, the attributes of objects among them and of a PyDataset, and the sources of a
-pipeline.
+The arguments, free variables and globals of a generator's function are inspected, and
+the attributes of objects among them and of a PyDataset, and the sources of a pipeline.
 """
 
 from __future__ import annotations
@@ -32,12 +31,12 @@ from kerasdist.strategies.chief_data.encoding import encode
 
 __all__ = ["ITS_OWN", "Origin", "of_dataset", "of_generator", "of_object"]
 
-# Lists that are longer aren't looked at.
+# Longer lists aren't inspected.
 _MOST_ITEMS = 2_000_000
 _DEPTH = 2
-# Begins a number that isn't known, and differs between any two workers.
+# The prefix of a number that isn't known, and differs between any two workers.
 ITS_OWN = "its own"
-# Who asks for one of these reads a part.
+# Code that uses one of these names reads a part.
 _RANKS = frozenset(
     {"rank", "local_rank", "node_rank", "task_id", "task_index", "input_pipeline_id"}
 )
@@ -45,13 +44,13 @@ _RANKS = frozenset(
 
 @dataclass
 class Origin:
-    """What is known of where data come from.
+    """The known facts about the origin of data.
 
     Attributes:
-        shards: Of each `shard` in a pipeline: number of shards, and index.
+        shards: For each `shard` in a pipeline: number of shards, and index.
         numbers: Numbers by name.
-        rows: Hashes of the rows or items of what data are drawn from, by name.
-        files: Names of those that are lists of file names.
+        rows: Hashes of the rows or items of the sources, by name.
+        files: Names of those sources that are lists of file names.
     """
 
     shards: list[tuple[int, int]] = field(default_factory=list)
@@ -60,14 +59,14 @@ class Origin:
     files: set[str] = field(default_factory=set)
 
     def add(self, name: str, value: Any, depth: int = _DEPTH) -> None:
-        """Note a variable, if it is data or a number, or has some."""
+        """Record a variable, if it is data or a number, or contains some."""
         if isinstance(value, (bool, int, np.integer)):
             self.numbers[name] = str(int(value))
         elif isinstance(value, (str, bytes, os.PathLike)):
-            # Perhaps the folder that a worker reads.
+            # It may be the folder that a worker reads.
             self.numbers[name] = repr(value)[:500]
         elif isinstance(value, tf.distribute.Strategy):
-            # It's asked for the rank, or why is it there?
+            # The code probably has it to get its rank.
             self.numbers[f"{name}.rank"] = str(getattr(value, "rank", "unknown"))
         elif isinstance(value, tf.data.Dataset):
             self._add_dataset(name, value)
@@ -91,7 +90,7 @@ class Origin:
 
     def _add_rows(self, name: str, value: Any, rows: Hashes) -> None:
         if _is_index(value):
-            return  # which tells nothing of what it is the index of
+            return  # an index, which doesn't show what it refers to
         self.rows[name] = rows
         if _are_files(value):
             self.files.add(name)
@@ -110,30 +109,30 @@ class Origin:
             self.add_facts(f"{name}{key} ", GeneratorFacts(generator))
 
     def add_facts(self, name: str, facts: GeneratorFacts, depth: int = _DEPTH) -> None:
-        """Note what a generator's code can see."""
+        """Record the variables that a generator's code can access."""
         for asked in sorted(_RANKS & facts.names):
-            # Which number it gets isn't known: another one on each worker.
+            # The number that it gets isn't known: a different one on each worker.
             self.numbers[f"{name}(.{asked})"] = f"{ITS_OWN} {secrets.token_hex(8)}"
         for key, value in facts.variables:
             self.add(f"{name}{key}", value, depth)
 
 
 def of_dataset(dataset: Any) -> Origin:
-    """Return what a `tf.data.Dataset` is made from."""
+    """Return the origin of a `tf.data.Dataset`."""
     origin = Origin()
     origin.add("", dataset)
     return origin
 
 
 def of_generator(facts: GeneratorFacts) -> Origin:
-    """Return what a generator draws from."""
+    """Return the origin of a generator's data."""
     origin = Origin()
     origin.add_facts("", facts)
     return origin
 
 
 def of_object(value: Any) -> Origin:
-    """Return what an object holds."""
+    """Return the origin of an object's data."""
     origin = Origin()
     for key, each in list(vars(value).items())[:100]:
         if not key.startswith("_"):
@@ -142,7 +141,7 @@ def of_object(value: Any) -> Origin:
 
 
 def _rows_of(value: Any) -> Hashes | None:
-    """Hashes of the rows of an array, or of the items of a list; None: it's neither."""
+    """Return hashes of an array's rows, or of a list's items; None for others."""
     if isinstance(value, (list, tuple)):
         if not 1 < len(value) <= _MOST_ITEMS:
             return None
@@ -161,7 +160,7 @@ def _rows_of(value: Any) -> Hashes | None:
 
 
 def _is_index(value: Any) -> bool:
-    """Whether it's the numbers from 0 on, in any order."""
+    """Return whether an array has the numbers from 0 on, in any order."""
     try:
         numbers = np.asarray(value)
     except (TypeError, ValueError):
@@ -172,7 +171,7 @@ def _is_index(value: Any) -> bool:
 
 
 def _are_files(value: Any) -> bool:
-    """Whether it's text that could be names of files."""
+    """Return whether a value is text that could be names of files."""
     try:
         some = np.asarray(value[:100]).reshape(-1)
     except (TypeError, ValueError):
@@ -201,7 +200,7 @@ def _items_of(items: Any) -> Hashes | None:
 
 
 def _is_users(value: Any) -> bool:
-    """Whether an object is of a class that isn't a library's own."""
+    """Return whether an object's class isn't one of a library."""
     if isinstance(value, (type, types.ModuleType)):
         return False
     package = type(value).__module__.partition(".")[0]
