@@ -1,5 +1,5 @@
-"""Workers that don't wait for each other: weights, batches, membership.
+"""Asynchronous workers: weights, batches, membership.
 
-`ParameterServerStrategy(mode="async")` and what it does in Keras's place. The servers
+They are `ParameterServerStrategy(mode="async")` and its hooks in Keras. The servers
 are in `kerasdist.ps`.
 """

@@ -1,15 +1,15 @@
-"""The batches of an epoch are dealt out: whoever is free takes the next one.
+"""Dynamic batches: each batch of an epoch goes to the first worker that is free.
 
     w: a worker, its reading thread     s: server 0     (ps/server/batch_queue.py)
 
     1. w -> s   a claim: dataset, epoch
-    2. s -> w   the number of a batch that nobody else gets; or none: the epoch is over
-    3. w        reads that batch, while the step of the one before it runs
+    2. s -> w   the number of a batch that no other worker gets; or none, at the end
+    3. w        reads that batch, while the step on the previous one runs
     4. w        trains on it, and claims the next one
 
 So an epoch has the batches of one process, each trained on by one worker: a slow worker
-takes fewer. Each worker has claimed one batch ahead; those of a worker that is lost are
-missing from that epoch.
+takes fewer. Each worker has claimed one batch ahead; those of a lost worker are missing
+from that epoch.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ __all__ = ["DynamicBatches", "DynamicDataset", "DynamicLoop"]
 
 
 class DynamicDataset:
-    """What `fit` trains on, epoch after epoch. All workers make theirs in one order.
+    """The data that `fit` trains on, over epochs; all workers create theirs alike.
 
     Args:
         extended: The strategy's extended object.
         source: Reads batches.
-        number: Number of this dataset, the same on all workers.
+        number: The index of this dataset, the same on all workers.
 
     Attributes:
         length: Number of batches in a pass over the data; None: not known.
@@ -61,15 +61,15 @@ class DynamicDataset:
 
     @property
     def length(self) -> int | None:
-        """Number of batches in a pass over the data; None: not known."""
+        """The number of batches in a pass over the data; None if not known."""
         return self.source.length
 
     def example(self) -> Any:
-        """A batch, to build a model from; it isn't claimed."""
+        """Return a batch, to build a model from; it isn't claimed."""
         return self.source.example()
 
     def begin_epoch(self, steps: int | None = None) -> DynamicBatches:
-        """Begin the next epoch, at the same time on all workers.
+        """Begin the next epoch, at the same point on all workers.
 
         Args:
             steps: Number of batches over all workers; None: to the end of the data.
@@ -78,7 +78,7 @@ class DynamicDataset:
         hooks.check_joined()
         if self._batches is not None:
             self._batches.close()
-        # Who joins just now has no batches, and comes all the same.
+        # A joining worker has no batches yet but still takes part in this collective.
         if self._epoch:
             exhausted = self._batches is not None and self._batches.exhausted
             if hooks.any_of(exhausted):
@@ -114,7 +114,7 @@ class DynamicDataset:
         return self._batches
 
     def facts(self) -> dict[str, Any]:
-        """Where this is, between two epochs, for those who join."""
+        """Return the state between two epochs, for joining workers."""
         return {
             "dataset": self._number,
             "length": self.length,
@@ -125,10 +125,10 @@ class DynamicDataset:
         }
 
     def join(self, facts: dict[str, Any]) -> None:
-        """Go on where the others are, who have told `facts`.
+        """Take over the others' state, which is `facts`.
 
         Raises:
-            ValueError: This worker was given other data.
+            ValueError: This worker was given different data.
         """
         theirs = facts["length"], facts["dataset"]
         if theirs != (self.length, self._number):
@@ -147,7 +147,7 @@ class DynamicDataset:
             source.begin(self._pass)
 
     def end_for_all(self) -> None:
-        """Let all workers' epoch end with the batches that they have."""
+        """Let the epoch of all workers end with the batches that they have claimed."""
         self._claim(END)
 
     def close(self) -> None:
@@ -156,7 +156,7 @@ class DynamicDataset:
             self._batches.close()
 
     def _claim(self, last: int) -> int | None:
-        # Told, not left in `_last`: the reading thread sets that, too.
+        # An argument, not `_last`, which the reading thread sets, too.
         number = self.extended.job.client.claim(
             self._number, self._epoch, limit=self._limit, last=last
         )
@@ -174,8 +174,8 @@ class DynamicBatches:
         used: Number of batches of the pass that earlier epochs have used.
 
     Attributes:
-        kerasdist_together: Tells the Keras seam what this is.
-        number: Number of the batch that comes next, in the epoch.
+        kerasdist_together: Marks this kind of iterator for the Keras seam.
+        number: Number of the next batch in the epoch.
         exhausted: Whether the data have ended before the claims.
     """
 
@@ -196,7 +196,7 @@ class DynamicBatches:
         self._next: tuple[int, Any] | None = None
 
     def ready(self) -> bool:
-        """Whether there's another batch; waits until it is read."""
+        """Return whether there is another batch; wait until it is read."""
         if self._next is None and self._pool is not None:
             ahead = self._ahead or self._pool.submit(self._read)
             begin = time.time()
@@ -212,7 +212,7 @@ class DynamicBatches:
         return self._next is not None
 
     def at_least_one(self) -> DynamicBatches:
-        """What the Keras seam asks for before a step."""
+        """Return the iterator itself, which the Keras seam requires before a step."""
         if not self.ready():
             raise StopIteration
         return self
@@ -246,14 +246,14 @@ class DynamicBatches:
 
 
 class DynamicLoop:
-    """What a custom loop iterates over; the workers meet at the end of each pass.
+    """The iterable of a custom loop; the workers meet at the end of each pass.
 
     Args:
-        dealt: What deals out its batches.
+        dealt: The dataset's dynamic batches.
         dataset: The dataset.
 
     Attributes:
-        kerasdist_dataset: The dataset: tells the Keras seam what `fit` is given.
+        kerasdist_dataset: The dataset, from which the Keras seam makes data for `fit`.
     """
 
     def __init__(self, dealt: DynamicDataset, dataset: Any) -> None:
@@ -262,14 +262,14 @@ class DynamicLoop:
 
     @property
     def element_spec(self) -> Any:
-        """What a batch is made of, as TensorFlow describes it."""
+        """The specification of a batch."""
         return tf.nest.map_structure(tf.type_spec_from_value, self._dealt.example())
 
     def __iter__(self) -> Iterator[Any]:
         batches = self._dealt.begin_epoch()
         try:
             for batch in batches:
-                # Keras's steps are told how many rows there are, a user's aren't.
+                # Keras's steps get the number of rows, a user's steps don't.
                 yield split_part(batch)[0]
         finally:
             batches.close()
@@ -277,7 +277,7 @@ class DynamicLoop:
 
 
 def _for_replicas(extended: AsyncExtended, batch: Any) -> Any:
-    """A batch on this worker's device, or divided over its devices."""
+    """Put a batch on this worker's device, or divide it over its devices."""
     devices = extended.worker_devices
     host = _tf.host_of(devices[0])
 

@@ -1,14 +1,14 @@
-"""`tf.distribute`'s extended object of workers that don't wait for each other.
+"""The `tf.distribute` extended object of asynchronous workers.
 
 It has two views of the same workers:
 
-    apart       in a step: this worker's replicas only. A step consumes a whole batch,
+    local       in a step: this worker's replicas only. A step consumes a whole batch,
                 reduces over local replicas, and ends with an exchange of the weights
                 (`strategies.asynchronous.weights`)
-    together    in `evaluate` and `predict`, and wherever no step is: all live workers,
-                in step, as with the synchronous strategies
+    collective  in `evaluate` and `predict`, and everywhere outside of a step: all live
+                workers, synchronously, as with the synchronous strategies
 
-What stands inside `strategy.run`, or in a graph that is no evaluation, is a step.
+    `strategy.run` is a step, and so is a graph that isn't an evaluation.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ __all__ = ["AsyncExtended"]
 
 
 class AsyncExtended(SynchronousExtended):
-    """Replicas of this worker, which share weights with all other workers.
+    """Replicas of this worker, which shares weights with all other workers.
 
     Args:
         container: The strategy.
@@ -60,14 +60,14 @@ class AsyncExtended(SynchronousExtended):
 
     @property
     def is_apart(self) -> bool:
-        """Whether what is run or traced now is this worker's own step."""
+        """Whether the code that is run or traced now is this worker's own step."""
         if self._evaluating:
             return False
         return self._stepping > 0 or not _tf.executing_eagerly()
 
     @contextlib.contextmanager
     def local_step(self) -> Iterator[None]:
-        """What stands inside is this worker's own step."""
+        """Treat the block as this worker's own step."""
         self._stepping += 1
         try:
             yield
@@ -76,7 +76,7 @@ class AsyncExtended(SynchronousExtended):
 
     @contextlib.contextmanager
     def collective_scope(self) -> Iterator[None]:
-        """What stands inside is done by all workers in step."""
+        """Run the block on all workers, synchronously."""
         self._evaluating += 1
         try:
             yield
@@ -91,23 +91,23 @@ class AsyncExtended(SynchronousExtended):
 
     @property
     def workers(self) -> int:
-        """Number of workers that reduce and gather together."""
+        """The number of workers that reduce and gather together."""
         return 1 if self.is_apart else super().workers
 
     @property
     def first_replica(self) -> int:
-        """Number of this worker's first replica over all workers of the job."""
+        """The number of this worker's first replica over all workers of the job."""
         client = self.job.client
         return sum(client.replicas[: client.rank])
 
     @property
     def should_checkpoint(self) -> bool:
-        """Only the chief writes."""
+        """Whether this worker writes checkpoints: only the chief does."""
         return self.job.client.rank == 0
 
     @property
     def should_save_summary(self) -> bool:
-        """Only the chief writes."""
+        """Whether this worker writes summaries: only the chief does."""
         return self.job.client.rank == 0
 
     def _call_for_each_replica(self, fn: Any, args: Any, kwargs: Any) -> Any:

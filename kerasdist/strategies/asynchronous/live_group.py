@@ -1,17 +1,17 @@
-"""The workers that are left: collectives of a job that goes on without lost workers.
+"""The live workers of a job, with collectives that leave out lost workers.
 
-With mode="async" a lost worker is left out of collectives. Who is left is told by the
-servers with each result, alike to all who get it. Here the live workers are numbered
-without gaps, so that what divides rows over "all workers" divides them over these:
+With mode="async" a lost worker is left out of collectives. The servers send the set of
+live workers with each result, the same to all that get it. Here the live workers are
+numbered without gaps, so that rows divided over "all workers" are divided over these:
 
     rank in the job     0  1  2  3        rank 1 is lost
     rank here           0  -  1  2        size 3
 
-A worker that has come later is alone until it has joined the others: what it calls
-before that ends at once, with what it has brought itself.
+A worker that has started late is alone until it joins the others: its collectives
+before that end at once, with its own contribution.
 
-What has divided something already must begin again when a worker is lost in the midst
-of it: then it's `strict`, and all who are left raise `WorkersChanged` at once.
+Work that was divided must be repeated if a worker is lost meanwhile: such a block is
+`strict`, and in it all remaining workers raise `WorkersChanged` at once.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from kerasdist.transport.wire.framing import Call
 
 __all__ = ["LiveCommunicator", "LiveJob", "WorkersChanged"]
 
-# What is smaller is gathered: then it doesn't matter who is lost just now.
+# Smaller arrays are gathered, which works with any worker lost at that moment.
 _LEAST_BROADCAST_BYTES = 4096
 
 
 class WorkersChanged(Exception):
-    """A worker was lost, or has joined, in the midst of something divided."""
+    """A worker was lost, or has joined, during a strict block."""
 
 
 class LiveCommunicator(Communicator):
@@ -51,7 +51,7 @@ class LiveCommunicator(Communicator):
         client: The job.
 
     Attributes:
-        ranks: The ranks in the job of those who took part in the last collective.
+        ranks: The ranks in the job of the participants of the last collective.
         changed: Whether `WorkersChanged` was raised, perhaps inside a graph.
     """
 
@@ -79,24 +79,24 @@ class LiveCommunicator(Communicator):
             self._strict = before
 
     def gate(self, facts: dict[str, Any]) -> bool:
-        """A barrier at which others may join; return whether somebody has.
+        """Run a barrier at which others may join; return whether one has.
 
         Args:
-            facts: What they are told.
+            facts: The state that they get.
         """
         joined = self._client.communicator.gate(facts)
         self._note()
         return bool(joined)
 
     def enter(self, met: int, ranks: tuple[int, ...]) -> None:
-        """Join these ranks, this worker's own among them, after collective `met`."""
+        """Join these ranks, including this worker's own, after collective `met`."""
         self._client.entered(met, ranks)
         self._inner = self._client.communicator
         self._number(ranks)
 
     @property
     def failure(self) -> CollectiveError | None:
-        """What has ended this worker's part in the job, or None."""
+        """Return the failure that ended this worker's part in the job, or None."""
         return self._inner.failure or self._client.failure
 
     def all_reduce(
@@ -157,7 +157,7 @@ class LiveCommunicator(Communicator):
         peers = self._client.communicator.peers
         self.peers = tuple(peers[rank] for rank in ranks)
 
-    # The collectives above are the job's communicator's; so is what they are made of.
+    # The collectives above use the job's communicator, and so do these parts.
 
     def _reduce(
         self, source: FusedBuffer, lend: bool, call: Call, deadline: Deadline
@@ -177,7 +177,7 @@ class LiveCommunicator(Communicator):
 
     def _record(self, recorder: Recorder | None) -> None:
         super()._record(recorder)
-        # Also while this worker is alone: it joins the others later.
+        # Also while this worker is alone, since it joins the others later.
         self._client.communicator._record(recorder)
 
     def _abort(self) -> None:
@@ -188,7 +188,7 @@ class LiveCommunicator(Communicator):
 
 
 class LiveJob:
-    """A job as its live workers see it; see `StrategyJob`.
+    """A job that consists of its live workers; see `StrategyJob`.
 
     Args:
         client: The job.
@@ -200,12 +200,12 @@ class LiveJob:
 
     @property
     def communicator(self) -> Communicator:
-        """Between the live workers."""
+        """The communicator of the live workers."""
         return self.live
 
     @property
     def replicas(self) -> tuple[int, ...]:
-        """Each live worker's number of replicas."""
+        """The number of replicas of each live worker."""
         every = self.client.replicas
         if len(every) == 1:
             return every * self.live.size

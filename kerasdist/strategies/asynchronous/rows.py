@@ -1,19 +1,19 @@
-"""An embedding that asynchronous workers train together: only rows travel.
+"""An embedding that asynchronous workers train together: only rows are sent.
 
-    w: this worker's table     b: its rows as received last     T: the servers' table
+    w: this worker's table     b: its last received rows     T: the servers' table
 
     1. step        an optimizer of Keras changes some rows of w
     2. push        w[i] - b[i] of these rows i
-    3. the answer  the rows of T that have changed since the last one, by anybody's
-                   push: they are put into w and into b
+    3. the answer  the rows of T that any push has changed since the last answer: they
+                   are put into w and into b
 
-Which rows i a step has changed is what the gradient's slices say, if the optimizer
-touches no others (`kerasdist._keras.optimizer.sparse_updates`). Else w is compared with
-b: that reads the whole table, but sends only the rows that differ. Either way there is
-one copy of the table, b, and none is made in a step.
+The rows i that a step has changed are the indices of the gradient's slices, if the
+optimizer changes no others (`kerasdist._keras.optimizer.sparse_updates`). Otherwise w
+is compared with b: that reads the whole table, but sends only the rows that differ. In
+both cases there is one copy of the table, b, and none is made in a step.
 
-Rows that something else than an optimizer changes in the midst of an epoch aren't seen
-in the first case; at ends of epochs (`restore`) they become the servers' again.
+Rows that are changed within an epoch by anything but an optimizer aren't found in the
+first case; at ends of epochs (`restore`) they are reset to the servers' values.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from kerasdist.ps import Rows
 
 __all__ = ["SharedRows", "rows_that_differ"]
 
-# So many bytes are compared at once: they stay in the caches in between.
+# This many bytes are compared at once, so that they stay in the caches.
 _BLOCK_BYTES = 256 << 10
 
 
@@ -39,8 +39,8 @@ class SharedRows:
 
     Args:
         copies: The variable on each of this worker's devices.
-        base: What the servers have told of it: of its shape and dtype. It's owned from
-            now on.
+        base: The variable's value at the servers, of its shape and dtype. This object
+            owns it from now on.
         held: The dtype in which servers hold it.
     """
 
@@ -51,7 +51,7 @@ class SharedRows:
 
     @property
     def base(self) -> Array:
-        """The rows as they were received last."""
+        """The rows as last received."""
         return self._base
 
     def read(self, touched: Any) -> list[Any]:
@@ -69,22 +69,22 @@ class SharedRows:
             return [indices, variable.sparse_read(indices)]
 
     def change(self, arrays: Sequence[Array]) -> Rows:
-        """Return by how much rows have changed.
+        """Return the difference between the changed rows and those last received.
 
         Args:
-            arrays: What `read` has returned.
+            arrays: The values of the tensors of `read`.
         """
         if len(arrays) == 1:
             indices: npt.NDArray[Any] = rows_that_differ(arrays[0], self._base)
             values = arrays[0][indices]
         else:
             indices, values = arrays
-        with np.errstate(all="ignore"):  # NaN is the model's matter
+        with np.errstate(all="ignore"):  # NaN is the model's own concern
             before = self._base[indices].astype(self._held)
             return Rows(indices, np.subtract(values, before, dtype=self._held))
 
     def take(self, rows: Rows) -> list[Array]:
-        """Keep rows that were received; return indices and rows for `assign`."""
+        """Store rows that were received; return indices and rows for `assign`."""
         self._base[rows.indices] = rows.values
         return [np.asarray(rows.indices, np.int64), rows.values]
 
@@ -95,11 +95,11 @@ class SharedRows:
                 variable.scatter_update(tf.IndexedSlices(rows, indices))
 
     def differing(self) -> npt.NDArray[np.int64]:
-        """Indices of the rows that aren't what was received last."""
+        """Return the indices of the rows that differ from those last received."""
         return rows_that_differ(np.asarray(self._copies[0]), self._base)
 
     def restore(self) -> None:
-        """Let all rows be what was received last."""
+        """Reset all rows to those last received."""
         indices = self.differing()
         if indices.size:
             self.assign(tf.constant(indices), tf.constant(self._base[indices]))

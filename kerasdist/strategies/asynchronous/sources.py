@@ -1,12 +1,12 @@
-"""What batches are read from, by their numbers, where they are dealt out.
+"""Sources from which dynamic batches are read by their numbers.
 
-    arrays               number n is the n-th batch in the order of the pass, which all
-                         workers agree on
-    PyDataset            the n-th item in that order: one worker reads it
-    tf.data.Dataset      the n-th element: every worker reads all that come before
-    each worker's own    the next one, whatever its number
+arrays               number n is the n-th batch in the order of the pass, which all
+                     workers agree on
+PyDataset            the n-th item in that order: one worker reads it
+tf.data.Dataset      the n-th element: every worker reads all elements before it
+each worker's own    the next one, whatever its number
 
-The thread that reads ahead calls `read`, the one of Keras's loop the rest.
+The thread that reads ahead calls `read`, Keras's loop calls the other methods.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ _CHECKED = 2
 
 
 class Source(abc.ABC):
-    """Reads batches; `read` is called from another thread than the rest.
+    """A source of batches; `read` is called from another thread than the rest.
 
     Attributes:
         length: Number of batches in a pass; None: not known.
         is_shared: Whether all workers have the same batches, each for one of them.
-        seed: Of the orders of passes, the same on all workers; None: it has none.
+        seed: The seed of the orders of passes, the same on all workers; None if unused.
         evidence: A checksum of each of the first batches of this pass that this worker
-            has seen, by number, where all workers should see the same.
+            has read, by number, if all workers should read the same.
     """
 
     length: int | None = None
@@ -49,26 +49,26 @@ class Source(abc.ABC):
 
     @abc.abstractmethod
     def example(self) -> Any:
-        """A batch, for its shapes and dtypes."""
+        """Return a batch, for its shapes and dtypes."""
 
     @abc.abstractmethod
     def begin(self, number: int) -> None:
         """Begin a pass over the data.
 
         Args:
-            number: Of the pass; the same on all workers.
+            number: The pass's number; the same on all workers.
         """
 
     def skip(self, passes: int) -> None:
-        """The others have made so many passes before this worker came."""
+        """Skip passes that the others have made before this worker started."""
         del passes
 
     @abc.abstractmethod
     def read(self, number: int) -> tuple[Any] | None:
-        """Read a batch of this pass, alone in a tuple; None: there is none.
+        """Read a batch of this pass, alone in a tuple; None if there is none.
 
         Args:
-            number: Of the batch; larger than in any call before.
+            number: The batch's number; larger than in any call before.
         """
 
 
@@ -77,7 +77,7 @@ class ArraySource(Source):
 
     Args:
         data: The arrays.
-        seed: Of the orders; the same on all workers.
+        seed: The seed of the orders; the same on all workers.
     """
 
     def __init__(self, data: ArrayData, seed: int) -> None:
@@ -111,7 +111,7 @@ class ItemSource(Source):
 
     Args:
         data: The PyDataset.
-        seed: Of the orders; the same on all workers.
+        seed: The seed of the orders; the same on all workers.
     """
 
     def __init__(self, data: ItemData, seed: int) -> None:
@@ -164,7 +164,7 @@ class DatasetSource(Source):
         self._elements = zip(itertools.count(), self._dataset, strict=False)
 
     def skip(self, passes: int) -> None:
-        """See `Source.skip`: a dataset that is shuffled counts its passes."""
+        """Skip passes, see `Source.skip`: a shuffled dataset counts its passes."""
         for _ in range(passes):
             iter(self._dataset)
 
@@ -185,8 +185,8 @@ class OwnSource(Source):
     """Data that are this worker's own.
 
     Args:
-        dataset: What iterates over its batches.
-        length: Number of them; None: not known.
+        dataset: The iterable of its batches.
+        length: Number of batches; None: not known.
     """
 
     is_shared = False
@@ -213,7 +213,7 @@ class OwnSource(Source):
 
 
 def _without_nones(batch: Any) -> Any:
-    """Drop what the end of (x, y, sample_weight) doesn't have."""
+    """Drop the missing values at the end of (x, y, sample_weight)."""
     if not isinstance(batch, tuple):
         return batch
     while len(batch) > 1 and batch[-1] is None:

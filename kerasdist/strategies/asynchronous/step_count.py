@@ -1,14 +1,14 @@
-"""How many steps asynchronous workers have taken together, as each of them knows it.
+"""The number of steps that asynchronous workers have taken together.
 
-The count goes with the weights: it says how many steps are in those that a worker has
-received last. Schedules and warm-ups are asked for it.
+Each worker has a count of its own, which belongs to its weights: it's the number of
+steps in those that it received last. Schedules and warm-ups read it.
 
     steps = updates of the table * window + offset + own steps of an open window
 
-The servers count the updates, beginning with 0 in each job; the offset is what an
-optimizer had behind it before, and one that is resumed goes on from there. An
-optimizer's own count, `iterations`, is that of its worker's steps, of which its moments
-are.
+The servers count the updates, beginning with 0 in each job; the offset is the
+optimizer's number of steps before that, from which a resumed one continues. An
+optimizer's own count, `iterations`, is that of its worker's steps, to which its moments
+belong.
 """
 
 from __future__ import annotations
@@ -24,34 +24,34 @@ __all__ = ["StepCount"]
 
 
 class StepCount:
-    """The count of the optimizer that `fit` trains with, and of those before it.
+    """The step count of the optimizer of `fit`, and of optimizers before it.
 
     Args:
-        device: Name of the device whose host's memory has what is counted.
+        device: The device in whose host's memory the counters are.
     """
 
     def __init__(self, device: str) -> None:
         self._device = _tf.host_of(device)
-        # Of the table that all have opened.
+        # The updates of the table that all have opened.
         self._updates = _tf.own_variable(0, tf.int64, self._device)
-        # With a reference: no other optimizer gets its id. In variables: a graph of a
-        # step isn't traced again where training is resumed.
+        # With a reference, so that no other optimizer gets its id. Variables, so that a
+        # step isn't traced again after training is resumed.
         self._offsets: dict[int, tuple[Any, Any]] = {}
         self._optimizer: Any = None
         self._begin = 0
 
     def note(self, updates: Any) -> None:
-        """This worker has heard of so many updates by all; in any context."""
+        """Record the number of updates by all workers; in any context."""
         self._updates.assign(tf.cast(updates, tf.int64))
 
     def begin(self, optimizer: Any, updates: int, steps: int | None) -> None:
-        """`fit` begins; all workers call it alike.
+        """Set the count at the start of `fit`; all workers call it alike.
 
         Args:
-            optimizer: What it trains with, or None.
+            optimizer: The optimizer of `fit`, or None.
             updates: How many updates the table has had.
             steps: How many steps all had taken where training is resumed; None: it
-                isn't, and an optimizer that is new has taken its own.
+                isn't resumed, and a new optimizer has taken its own steps.
         """
         self._optimizer = optimizer
         if optimizer is None or (steps is None and id(optimizer) in self._offsets):
@@ -61,24 +61,24 @@ class StepCount:
         self._set(optimizer, (before // window - updates) * window)
 
     def join(self, optimizer: Any, offset: int) -> None:
-        """The same for a worker that comes later: the others' offset is `offset`."""
+        """Set the count on a late worker: `offset` is that of the others."""
         self._optimizer = optimizer
         if optimizer is not None:
             self._set(optimizer, offset)
 
     def leave_out(self) -> None:
-        """An update of the table wasn't a step; all workers call it alike."""
+        """Subtract an update that wasn't a step; all workers call it alike."""
         _, offset = self._offsets.get(id(self._optimizer), (None, None))
         if offset is not None:
             offset.assign_sub(_window(self._optimizer))
 
     def begin_epoch(self) -> None:
-        """Here all workers have the same count."""
+        """Record the beginning of an epoch, where all workers have the same count."""
         steps = self.of(self._optimizer)
         self._begin = 0 if steps is None else int(steps.numpy())
 
     def progress(self) -> tuple[int, int] | None:
-        """Number of steps in all, and in this epoch, that are in the weights."""
+        """Return the numbers of steps, in all and in this epoch, in the weights."""
         steps = self.of(self._optimizer)
         if steps is None:
             return None
@@ -86,14 +86,14 @@ class StepCount:
         return known, known - self._begin
 
     def offset_of(self, optimizer: Any) -> int:
-        """What an optimizer's count was before the first update of the table."""
+        """Return an optimizer's count before the first update of the table."""
         _, offset = self._offsets.get(id(optimizer), (None, None))
         return 0 if offset is None else int(offset.numpy())
 
     def of(self, optimizer: Any) -> Any | None:
-        """Number of steps by all workers; int64, scalar, in any context.
+        """Return the number of steps by all workers; int64, scalar, in any context.
 
-        None for an optimizer that isn't that of a `fit`.
+        None for an optimizer that no `fit` has used.
         """
         _, offset = self._offsets.get(id(optimizer), (None, None))
         if offset is None:
@@ -115,5 +115,5 @@ class StepCount:
 
 
 def _window(optimizer: Any) -> int:
-    """How many steps of an optimizer are one update."""
+    """Return how many steps of an optimizer are one update."""
     return int(getattr(optimizer, "gradient_accumulation_steps", None) or 1)

@@ -1,20 +1,21 @@
 """The weights that asynchronous workers train together, at the servers.
 
-    w: this worker's weights     b: what it has received last     T: the servers' table
+    w: this worker's weights     b: those last received     T: the servers' table
 
-    1. step        an optimizer of Keras changes w 2. push        w - b goes to the
-    servers, which add it to T      (ps/tables/tables.py) 3. the answer  is T with
-    everything that is in it: b = w = T
+    1. step        an optimizer of Keras changes w
+    2. push        w - b is sent to the servers, which add it to T
+                   (ps/tables/tables.py)
+    3. the answer  is T with all changes so far: b = w = T
 
 That is one operation at the end of `Optimizer.apply`, in whatever graph that runs, and
 once per window of gradient accumulation. So any optimizer works, with clipping, decay
-and averages: it is this worker's own, and so is its state.
+and averages: each worker has its own, with its own state.
 
-Of embeddings only rows travel (`strategies.asynchronous.rows`).
+Of embeddings only rows are sent (`strategies.asynchronous.rows`).
 
-At ends of epochs all workers meet, when all changes are in T, and take T. What changes
-the weights between two epochs isn't a step, which N workers would push N times: then
-all take rank 0's (`rebase`).
+At ends of epochs all workers meet, when all changes are in T, and take T. A change of
+the weights between two epochs isn't a step, and N workers would push it N times: so
+all take rank 0's weights (`rebase`).
 """
 
 from __future__ import annotations
@@ -38,16 +39,16 @@ if TYPE_CHECKING:
 
 __all__ = ["SharedTables", "SharedWeights"]
 
-# TensorFlow takes over without copying what is aligned so.
+# TensorFlow uses arrays that are aligned like this without copying them.
 _ALIGNMENT = 64
-# Of what is smaller all rows travel: a message isn't shorter for it.
+# Of smaller variables all rows are sent: the message isn't longer for it.
 _LEAST_SPARSE_BYTES = 64 << 10
 
 
 class SharedWeights:
-    """The variables of one table, and what was received of them last.
+    """The variables of one table, with the values that were last received.
 
-    Opened by all workers at the same place, or by each at its first step.
+    Opened by all workers at the same point, or by each at its first step.
 
     Args:
         extended: The strategy's extended object.
@@ -65,7 +66,7 @@ class SharedWeights:
         strategy = extended._container_strategy()
         self._extended = extended
         self._copies = [strategy.experimental_local_results(v) for v in variables]
-        # They are known by their ids: so they must live.
+        # They are identified by their ids, so they must stay alive.
         self._variables = list(variables)
         self.keys = [_key(variable) for variable in variables]
         own = [np.asarray(parts[0]) for parts in self._copies]
@@ -84,14 +85,14 @@ class SharedWeights:
             if not variable.sparse
         }
         self.table = extended.job.client.open_table(held, own)
-        del own  # the variables' memory: who holds it lets them be copied
+        del own  # the variables' memory: holding it would force copies
         first, self.table.initial = self.table.initial, []
         self._rows = {
             index: SharedRows(self._copies[index], first[index], variable.held)
             for index, variable in enumerate(held)
             if variable.sparse
         }
-        # Rows that nobody changes from now on won't come.
+        # Rows that no worker changes from now on won't be sent.
         for part in self._rows.values():
             part.restore()
         self._buffers = BufferPool()
@@ -101,11 +102,11 @@ class SharedWeights:
             start = -(-end // _ALIGNMENT) * _ALIGNMENT
             end = start + base.nbytes
             self._places.append((start, end))
-        # Whether something was pushed, or read, since all workers had the same.
+        # Whether anything was pushed, or read, since all workers had the same values.
         self.dirty = False
 
     def exchange(self, touched: Mapping[int, Any]) -> None:
-        """Push what has changed, and take what the servers hold; in any context.
+        """Push the changes, and take the servers' values; in any context.
 
         Args:
             touched: By the key of a variable the indices of its rows that may have
@@ -149,14 +150,14 @@ class SharedWeights:
         extended.shared.note_updates(self, updates)
 
     def changed(self) -> bool:
-        """Whether something but a step has changed the weights."""
+        """Return whether the weights were changed by anything but a step."""
         return any(
             not np.array_equal(np.asarray(self._copies[index][0]), base)
             for index, base in self._base.items()
         ) or any(part.differing().size for part in self._rows.values())
 
     def push(self) -> None:
-        """Push this worker's change; what is received isn't assigned."""
+        """Push this worker's change; the values received aren't assigned."""
         changes = self._changes(
             [np.asarray(self._copies[index][0]) for index in self._base],
             [[np.asarray(self._copies[index][0])] for index in self._rows],
@@ -164,7 +165,7 @@ class SharedWeights:
         self._take(self.table.push_pull(changes))
 
     def pull(self) -> None:
-        """Take what the servers hold."""
+        """Take the servers' values."""
         self._assign([tf.convert_to_tensor(v) for v in self._take(self.table.pull())])
         for part in self._rows.values():
             part.restore()
@@ -174,7 +175,7 @@ class SharedWeights:
     def _changes(
         self, values: Sequence[Array], rows: Sequence[Sequence[Array]]
     ) -> list[Change | Rows]:
-        """In the order of the table's variables."""
+        """Return the changes in the order of the table's variables."""
         found: dict[int, Change | Rows] = {
             index: Change(value, base)
             for (index, base), value in zip(self._base.items(), values, strict=True)
@@ -184,9 +185,9 @@ class SharedWeights:
         return [found[index] for index in range(len(self.keys))]
 
     def _take(self, pulled: Pulled) -> list[Array]:
-        """Copy what was received: into the base, and into what TensorFlow gets.
+        """Copy received values into the base, and into arrays for TensorFlow.
 
-        That can't be one array: optimizers change variables in place.
+        One array can't serve as both: optimizers change variables in place.
         """
         end = self._places[-1][1] if self._places else 0
         memory = self._buffers.empty(end, np.dtype(np.uint8))
@@ -225,7 +226,7 @@ class SharedTables:
     def __init__(self, extended: AsyncExtended) -> None:
         self._extended = extended
         self._all: list[SharedWeights] = []
-        # Of this `fit`: opened by all workers together, and by each for itself.
+        # The tables of this `fit`: opened by all workers together, and by each itself.
         self._agreed: SharedWeights | None = None
         self._own: list[SharedWeights] = []
         self.count = StepCount(extended.worker_devices[0])
@@ -254,7 +255,7 @@ class SharedTables:
         Args:
             variables: The variables.
             optimizer: The optimizer, or None.
-            sparse: Of which variables only some rows change in a step.
+            sparse: For each variable whether only some of its rows change in a step.
             steps: How many steps all had taken where training is resumed, if it is.
         """
         self._own = []
@@ -274,13 +275,13 @@ class SharedTables:
         sparse: Sequence[bool],
         offset: int,
     ) -> None:
-        """Train these variables with the others, whose table is there.
+        """Train these variables with the others, whose table exists.
 
         Args:
             variables: See `share`.
             optimizer: See `share`.
             sparse: See `share`.
-            offset: What the others' `count.offset_of` it is.
+            offset: The result of the others' `count.offset_of`.
         """
         self._agreed = self._table(variables, sparse) if variables else None
         if self._agreed is not None:
@@ -288,7 +289,7 @@ class SharedTables:
         self.count.join(optimizer, offset)
 
     def note_updates(self, weights: SharedWeights, updates: Any) -> None:
-        """A worker has heard of so many updates of a table by all workers."""
+        """Record the number of a table's updates by all workers."""
         if weights is self._agreed:
             self.count.note(updates)
 
@@ -297,7 +298,7 @@ class SharedTables:
         return None if self._agreed is None else self.count.of(optimizer)
 
     def exchange(self, variables: Sequence[Any], touched: Sequence[Any]) -> None:
-        """At the end of a step that has updated these variables.
+        """Exchange the weights at the end of a step that has updated these variables.
 
         Args:
             variables: The variables.
@@ -316,9 +317,10 @@ class SharedTables:
     def table_of(
         self, variables: Sequence[Any], touched: Sequence[Any]
     ) -> SharedWeights:
-        """The table that holds these variables; opened if there's none.
+        """Return the table of these variables; open it if there is none.
 
-        Before a step updates them: what each worker changes is counted from there.
+        Must be called before a step updates them: each worker's changes count from
+        there.
 
         Args:
             variables: See `exchange`.
@@ -336,7 +338,7 @@ class SharedTables:
     def rebase(self) -> None:
         """Take rank 0's weights if some have changed since all workers had the same.
 
-        All workers call it, and no step is on its way.
+        All workers call it, outside of any step.
         """
         weights = self._agreed
         if weights is None:
@@ -353,13 +355,13 @@ class SharedTables:
         communicator.barrier()
 
     def pull(self) -> None:
-        """Take what the servers hold, after a meeting of all, before another."""
+        """Take the servers' values, between two meetings of all workers."""
         for weights in self._in_use:
             weights.pull()
 
     @property
     def has_begun(self) -> bool:
-        """Whether there's a table."""
+        """Return whether there is a table."""
         return bool(self._all)
 
     @property

@@ -1,8 +1,8 @@
 """Deadlines for TensorFlow's collectives.
 
-TensorFlow can put a time-out on each of its collectives, but keeps some 20 KB of
-each until its time is over, also when it's done: with ten minutes, gigabytes. So
-the deadlines are kept here, and a thread ends what is too late.
+TensorFlow can put a time-out on each of its collectives, but keeps some 20 KB for
+each until that has expired, even if it has ended: with ten minutes, gigabytes. So
+the deadlines are kept here, and a thread ends collectives that are late.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from kerasdist.transport.wire.framing import Call
 
 __all__ = ["CollectiveDeadlines"]
 
-# What the thread does when something is late takes a while at most.
+# Ending the late collective takes the thread at most about this long.
 _JOIN_SECONDS = 10.0
 
 
 class CollectiveDeadlines:
-    """Knows which collectives are pending, and says when one is late.
+    """The pending collectives, and a thread that reports a late one.
 
-    All have the same time, so that the first to begin is the first to be late.
+    All have the same time limit, so that the first to begin is the first to be late.
 
     Args:
-        name: Of the thread.
+        name: Name of the thread.
         late: Called once, from the thread, with the first collective that isn't
-            done when its time is over.
+            done at its deadline.
     """
 
     def __init__(self, name: str, late: Callable[[Call], None]) -> None:
@@ -42,7 +42,7 @@ class CollectiveDeadlines:
         self._thread.start()
 
     def begin(self, call: Call, deadline: Deadline) -> None:
-        """A collective begins.
+        """Register a collective that begins.
 
         Raises:
             Aborted: `stop` was called.
@@ -51,17 +51,17 @@ class CollectiveDeadlines:
             if self._stopped:
                 raise Aborted
             self._pending[call.sequence] = call, deadline
-            # Else it looks again when an earlier one's time is over: soon enough.
+            # Otherwise the thread checks again at an earlier deadline: soon enough.
             if self._idle:
                 self._changed.notify()
 
     def end(self, sequence: int) -> None:
-        """It is done, or has failed. Can be called for what never began."""
+        """Unregister one that is done or has failed; unknown ones are ignored."""
         with self._changed:
             self._pending.pop(sequence, None)
 
     def stop(self) -> list[Call]:
-        """Let no collective begin any more; return those that are pending."""
+        """Allow no further collectives; return those that are pending."""
         with self._changed:
             self._stopped = True
             return [call for call, _ in self._pending.values()]

@@ -2,8 +2,8 @@
 
 TensorFlow matches the operations of different workers by a number, the instance
 key, which must be the same on all of them and new each time. It's the number of
-the collective in the job, taken when it runs: workers that trace their graphs at
-different times, or again, stay in step. See `CollectiveOps` on the order.
+the collective in the job, taken when it runs: so workers may trace their graphs at
+different times, or again. `CollectiveOps` describes the order.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["NativeOps"]
 
 _MERGE = {"sum": "Add", "prod": "Mul", "min": "Min", "max": "Max"}
 _REDUCED = (tf.bfloat16, tf.float16, tf.float32, tf.float64, tf.int32, tf.int64)
-# How dtypes that TensorFlow doesn't move between workers travel: cast, or bit by bit.
+# How dtypes that TensorFlow doesn't transfer are sent: cast, or bit by bit.
 _CAST = {
     tf.bool: tf.int32,
     tf.int8: tf.int32,
@@ -40,11 +40,11 @@ _BITS = {tf.uint64: tf.int64, tf.complex64: tf.int64}
 class NativeOps(CollectiveOps):
     """Collectives between workers by TensorFlow, in graphs and eagerly.
 
-    Gradients stay on the replicas' devices; all else goes through host memory.
+    Gradients stay on the replicas' devices; all other tensors pass through host memory.
 
     Args:
-        communicator: Between the workers.
-        host: The device that holds host memory.
+        communicator: The communicator of the workers.
+        host: The CPU device of this process.
         devices: This worker's devices, one per replica.
         replicas: Number of replicas over all workers.
     """
@@ -64,7 +64,7 @@ class NativeOps(CollectiveOps):
             communicator.replica_group, replicas, devices[0]
         )
         # TensorFlow runs operations with side effects one after the other, unless
-        # each has a token of its own: the replicas' would wait for each other.
+        # each has a token of its own: otherwise the replicas would wait for each other.
         self._tokens = []
         for device in self._devices:
             with tf.init_scope(), tf.device(device):
@@ -188,9 +188,8 @@ class NativeOps(CollectiveOps):
             values: For each value, a tensor per local replica.
             step: Whether an optimizer step begins with it.
 
-        Returns:
-            The same for the sums; None if it can't be done so: eagerly, where one
-            replica would wait for the next, which isn't called before it's done.
+        The same for the sums. None if it isn't possible: in eager execution a replica
+        would wait for the next one, which is called only after it.
         """
         if (_tf.executing_eagerly() and len(self._devices) > 1) or any(
             value[0].dtype not in _REDUCED for value in values
@@ -267,12 +266,12 @@ class NativeOps(CollectiveOps):
         *,
         step: bool = False,
     ) -> list[Any]:
-        """Number a collective, run it after the one before it, and note its end.
+        """Number a collective, run it after the one before it, and record its end.
 
         Args:
             kind: One of `framing.KINDS`.
             op: One of `framing.OPS`.
-            tensors: What this worker's replicas give.
+            tensors: The tensors of this worker's replicas.
             build: Makes the operations from the instance key.
             step: Whether an optimizer step begins with it.
         """

@@ -1,8 +1,8 @@
-"""This process's gRPC server, by which TensorFlow's collectives reach the others.
+"""This process's gRPC server, through which TensorFlow's collectives communicate.
 
 TensorFlow can start only one in a process, and never ends it. Each worker starts it
-on a free port of its own; the ring that connects the workers already carries the
-addresses round, and each tells its TensorFlow of all.
+on a free port of its own; the ring that connects the workers already distributes the
+addresses, and each adds all of them to its TensorFlow cluster.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from kerasdist.transport.rendezvous.ports import on_free_port
 
 __all__ = ["is_serving", "serve"]
 
-# Apart from the keys that TensorFlow's own strategies count up from 1.
+# Distinct from the keys that TensorFlow's own strategies count up from 1.
 _FIRST_GROUP = 0x4B44_0000
 # Each job has a group of the workers, and one of all replicas.
 _GROUPS_PER_JOB = 2
 
 
 class _Server:
-    """There is one: a class, because TensorFlow has it for the process."""
+    """The state of the server, as class attributes: there is one per process."""
 
     rank: int | None = None
     address = ""
@@ -37,23 +37,23 @@ class _Server:
 
 
 def is_serving() -> bool:
-    """Whether this process has started its server."""
+    """Return whether this process has started its server."""
     return _Server.rank is not None
 
 
 def serve(ring: Communicator) -> int:
-    """Take part in a job of TensorFlow's collectives, with all ranks of a ring.
+    """Join a job of TensorFlow's collectives, with all ranks of a ring.
 
     Args:
-        ring: Connects them.
+        ring: Connects the ranks.
 
     Returns:
-        The first of the job's group keys: of the workers. The next one is for the
-        job's replicas. No other job of these processes gets them.
+        The first of the job's group keys, that of the workers. The next one is for
+        the job's replicas. No other job of these processes gets them.
 
     Raises:
         ClusterError: On all ranks, if one was a worker of another cluster before.
-            The ring can't be used any more then.
+            The ring can't be used any more.
     """
     remote.reach_directly(split_address(peer.address)[0] for peer in ring.peers)
     host = ring.peers[ring.rank].address.rpartition(":")[0]
@@ -66,8 +66,8 @@ def serve(ring: Communicator) -> int:
     moved = [str(r) for r, (was, _, _) in enumerate(said) if was != str(r)]
     known = {before for _, _, before in said}
     if moved or known not in ({""}, {",".join(workers)}):
-        # All see it: nobody leaves before all have come here. Who leaves first ends
-        # the ring, but those that it interrupts here know as much.
+        # A last collective, so that no rank leaves before all have reached this point.
+        # The first to leave ends the ring, but ranks interrupted by it know enough.
         with contextlib.suppress(errors.CollectiveError):
             ring.barrier()
         raise errors.ClusterError(

@@ -1,5 +1,5 @@
 """Layers on several devices: placement, hybrid replicas, other workers' devices.
 
-Which layer goes where is planned in `kerasdist.placement`; Keras's side of it is in
+Placements are planned in `kerasdist.placement`; the hooks in Keras are in
 `_keras.placement`.
 """

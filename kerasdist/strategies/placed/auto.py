@@ -1,10 +1,10 @@
-"""`placement="auto"`: a plan is made from the model, and its variables move there.
+"""Automatic placements: a plan is made from the model, and its variables are moved.
 
-    1. in the strategy's scope variables are made in host memory
-    2. `fit`, `evaluate` or `predict` is called: the model's layers are all there, the
-       optimizer that it was compiled with is known, and so are a batch's rows
+    1. in the strategy's scope variables are created in host memory
+    2. `fit`, `evaluate` or `predict` is called: by then all layers of the model exist,
+       and the optimizer of `compile` and a batch's rows are known
     3. before the optimizer is built and before any step is traced, a plan is made, and
-       each variable moves to its device
+       each variable is moved to its device
 
 From then on it's a placement like any other.
 """
@@ -27,12 +27,12 @@ __all__ = ["AutoPlacer"]
 
 
 class AutoPlacer(Placer):
-    """A placement that isn't known before the first model is used.
+    """A placement that is planned when the first model is used.
 
     Args:
         devices: The devices, in the order of the stages.
-        micro_batches: Into how many parts each batch is divided.
-        rematerialize: Whether activations are computed again instead of kept.
+        micro_batches: The number of parts into which each batch is divided.
+        rematerialize: Whether activations are recomputed instead of kept.
     """
 
     def __init__(
@@ -56,19 +56,19 @@ class AutoPlacer(Placer):
 
     def device_of(self, layer: LayerFacts) -> str | None:
         """See `LayerPlacer`."""
-        # While a model is built.
+        # Without a plan, the model is being built.
         return self._host if self.plan is None else super().device_of(layer)
 
     def make_plan(self, model: Any, rows: int, inputs: Any) -> None:
-        """Plan for a model; later ones are placed by the same plan.
+        """Make the plan for a model; later models are placed by the same plan.
 
         Args:
             model: The model, all of whose layers are built.
             rows: Rows of a batch.
-            inputs: What the model is called with, if it doesn't say.
+            inputs: The model's inputs, if it doesn't define them.
 
         Raises:
-            PlanError: It doesn't fit.
+            PlanError: The model doesn't fit.
         """
         if self.plan is not None:
             return

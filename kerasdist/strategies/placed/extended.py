@@ -1,4 +1,4 @@
-"""The inside of `ModelParallelStrategy`: one replica, spread over several devices."""
+"""The extended object of `ModelParallelStrategy`: one replica on several devices."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["PlacedExtended", "install_hooks", "placed_step"]
 
 
 def install_hooks() -> None:
-    """Let Keras and TensorFlow look where things are placed, once per process."""
+    """Install the hooks for placements in Keras and TensorFlow, once per process."""
     _keras.install("placement", "rematerialize", "micro_batches")
     patches.install("core")
     patches.install("placement")
@@ -35,13 +35,13 @@ def placed_step(
     *,
     rematerialize: bool = False,
 ) -> Iterator[None]:
-    """A step of a placed replica stands inside.
+    """Run a step of a placed replica inside of the block.
 
     Args:
-        placer: Where everything is.
-        micro_batches: Into how many parts the replica's batch is divided.
+        placer: The placement.
+        micro_batches: The number of parts into which the replica's batch is divided.
         clock: Measures the stages, if the step is measured.
-        rematerialize: Whether activations are computed again instead of kept.
+        rematerialize: Whether activations are recomputed instead of kept.
     """
     with contextlib.ExitStack() as stack:
         if not _tf.executing_eagerly():
@@ -54,17 +54,17 @@ def placed_step(
 
 
 class PlacedExtended(gradient_placement.OneDeviceExtended):
-    """TensorFlow's strategy of one device, with what belongs elsewhere elsewhere.
+    """TensorFlow's strategy of one device, with other devices for what is placed there.
 
     Args:
         container: The strategy.
-        placer: Where everything is.
+        placer: The placement.
         remote: The other workers, if some of the devices are theirs.
-        micro_batches: Into how many parts each batch is divided.
-        rematerialize: Whether activations are computed again instead of kept.
+        micro_batches: The number of parts into which each batch is divided.
+        rematerialize: Whether activations are recomputed instead of kept.
 
     Attributes:
-        step_counter: What has a `step`, the one that the chief is at: errors name it.
+        step_counter: An object with the chief's current `step`, for error messages.
             None if no other worker can be lost.
     """
 
@@ -87,7 +87,7 @@ class PlacedExtended(gradient_placement.OneDeviceExtended):
         self.layer_placer = placer
         self.micro_batches = micro_batches
         self.rematerialize = rematerialize
-        # Data are read by this process, wherever layers are.
+        # This process reads the data, wherever the layers are.
         self._host = _tf.canonical_device("CPU:0")
         self._remote = remote
         self.step_counter = None if remote is None else remote.communicator
@@ -95,7 +95,7 @@ class PlacedExtended(gradient_placement.OneDeviceExtended):
         self.stage_clock = StageClock(placer.devices, self._host)
 
     def failure(self, error: Exception) -> Exception | None:
-        """What ended the job and made TensorFlow raise `error`, or None."""
+        """Return the failure of the job behind TensorFlow's `error`, or None."""
         return None if self._remote is None else self._remote.failure(error)
 
     def _create_variable(self, next_creator: Any, **kwargs: Any) -> Any:
@@ -130,7 +130,7 @@ class PlacedExtended(gradient_placement.OneDeviceExtended):
         return tf.nest.map_structure(self._local_results, result)
 
     def _experimental_distribute_dataset(self, dataset: Any, options: Any) -> Any:
-        # TensorFlow's distributed iterator costs more than it gives to one replica,
+        # TensorFlow's distributed iterator costs more than it is worth for one replica,
         # see `SynchronousExtended.distribute_parts`.
         if self.worker_devices == (self._host,) or self._remote is not None:
             return dataset

@@ -1,11 +1,11 @@
-"""The inside of `RingStrategy(placement=...)`: replicas that are spread over devices.
+"""The extended object of `RingStrategy(placement=...)`: replicas on several devices.
 
-Each worker has one replica. Between the workers it's one of `SynchronousExtended`; of
-its own devices it knows from a `Placer`, as `PlacedExtended` does:
+Each worker has one replica. Between the workers it's one of `SynchronousExtended`; its
+own devices are determined by a `Placer`, as in `PlacedExtended`:
 
     worker 0   CPU:0 encoder  CPU:1 decoder     rows 0..15 of each global batch
     worker 1   CPU:0 encoder  CPU:1 decoder     rows 16..31
-                  gradients ── host ── all workers ── host ── to where each variable is
+                  gradients ── host ── all workers ── host ── to each variable's device
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ __all__ = ["HybridExtended"]
 
 
 class HybridExtended(SynchronousExtended):
-    """One replica on several devices, in step with those of all other workers.
+    """One replica on several devices, synchronous with those of all other workers.
 
     Args:
         container: The strategy.
         devices: The placer's.
         job: The connected workers.
-        placer: Where everything of this worker's replica is.
-        micro_batches: Into how many parts the replica's batch is divided.
-        rematerialize: Whether activations are computed again instead of kept.
-        options: As of `SynchronousExtended`.
+        placer: The placement of this worker's replica.
+        micro_batches: The number of parts into which the replica's batch is divided.
+        rematerialize: Whether activations are recomputed instead of kept.
+        options: The options of `SynchronousExtended`.
     """
 
     # See `_tf.gradient_placement`.
@@ -83,14 +83,14 @@ class HybridExtended(SynchronousExtended):
 
 
 class _Beside:
-    """TensorFlow takes it for a variable, and puts another one beside it."""
+    """A stand-in for a variable, by which TensorFlow puts another one on its device."""
 
     def __init__(self, device: str) -> None:
         self._devices = (device,)
 
 
 class HybridHooks(SynchronousHooks):
-    """Gradients come back to where they were computed, which is where they are used."""
+    """Hooks that return gradients to the devices that computed them and use them."""
 
     def reduce_gradients(
         self, gradients: Sequence[Any], rows: Any, total: Any, linear: bool

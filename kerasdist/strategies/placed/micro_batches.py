@@ -41,14 +41,14 @@ def in_micro_batches(
     rematerialize: bool = False,
     clock: StageClock | None = None,
 ) -> Iterator[None]:
-    """A replica's step stands inside: models are called on parts of its batch.
+    """Call models on parts of the batch in a replica's step, in the block.
 
-    The stages then overlap by themselves, because a part needs only itself; and they
-    take the parts in order.
+    The stages then overlap, because a part depends only on itself; and they process the
+    parts in order.
 
     Args:
-        micro_batches: How many parts.
-        rematerialize: Whether activations are computed again instead of kept.
+        micro_batches: The number of parts.
+        rematerialize: Whether activations are recomputed instead of kept.
         clock: Measures the stages, if the step is measured.
     """
     graph = None if _tf.executing_eagerly() else tf.compat.v1.get_default_graph()

@@ -1,17 +1,17 @@
-"""A placed model as if there were one device: what several are compared with.
+"""A placed model run on one device, with which several devices are compared.
 
-All of its state is on the first device for a while, and nothing is elsewhere:
+All of its state is on the first device for a while:
 
     as placed                      CPU:0  first layers      CPU:1  last layers
     inside of `on_one_device`      CPU:0  all layers, whole batches
 
-Layers are called on whole batches, and activations are kept: one device needs neither
-micro-batches, nor to compute anything again, but to fit what is large into little
-memory. What belongs to other devices is copied, so those copies and what a whole batch
-leaves for its backward pass must fit into that one device beside its own layers.
+Layers are called on whole batches, and activations are kept: one device needs no
+micro-batches, and recomputes nothing except to fit into little memory. The variables of
+other devices are copied, so those copies and the activations of a whole batch must fit
+into that one device beside its own layers.
 
-Variables that aren't Keras's stay where they are, and what a layer itself puts on a
-device (`tf.device`) is there.
+Variables that aren't Keras's stay on their devices, and operations that a layer itself
+puts on a device (`tf.device`) run there.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ __all__ = ["on_one_device"]
 
 
 class _OneDevice(Placer):
-    """All is on the first device, whatever was said.
+    """A placer that puts everything on the first device.
 
     Args:
-        placer: Where everything else would be.
+        placer: The placer that it replaces.
     """
 
     def __init__(self, placer: Placer) -> None:
@@ -59,10 +59,10 @@ class _OneDevice(Placer):
 
 @contextlib.contextmanager
 def on_one_device(model: Any) -> Iterator[None]:
-    """What is traced and run inside is on the first device, on whole batches.
+    """Trace and run the block on the first device, on whole batches.
 
-    Then everything is where it was, with the values that it had; also if the first
-    device's memory isn't enough, or a step fails.
+    Afterwards everything is where it was, with the values that it had; also if the
+    first device's memory doesn't suffice, or a step fails.
 
     Args:
         model: A model that `ModelParallelStrategy` has placed, with its optimizer.
@@ -89,19 +89,19 @@ def on_one_device(model: Any) -> Iterator[None]:
 
 
 def _check_room(device: str, needed: int) -> None:
-    """Refuse copies for which a process would be ended: a host raises no errors."""
+    """Refuse copies that would make the host kill this process."""
     if _tf.host_of(device) != _tf.canonical_device("CPU:0") or ":CPU:" not in device:
-        return  # it's TensorFlow that raises one, or another host
+        return  # there TensorFlow raises an error, or it is another host
     left = _available()
     if needed > left:
         raise MemoryError(
-            f"copies of what is on other devices take {needed:,} bytes, and "
+            f"copies of other devices' variables take {needed:,} bytes, and "
             f"{left:,.0f} are left"
         )
 
 
 def _available() -> float:
-    """Bytes of memory that this host has left; infinite where it doesn't say."""
+    """Return the free memory of this host in bytes; infinite if it isn't known."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:

@@ -1,4 +1,4 @@
-"""Where layers, variables and operations of a placed model are."""
+"""The devices of a placed model's layers, variables and operations."""
 
 from __future__ import annotations
 
@@ -19,31 +19,31 @@ from kerasdist.strategies.placed.report import Names, StepPlaces, places_of
 
 __all__ = ["Placer"]
 
-# For what TensorFlow doesn't know of a shape: a batch's rows, most of the time.
+# Stands for an unknown dimension of a shape: mostly a batch's rows.
 _UNKNOWN_DIMENSION = 128
 
 
 class Placer:
-    """A placement in use: what it says of everything in a step.
+    """A placement in use: it determines the device of everything in a step.
 
-    1. A layer with variables is where they are.
-    2. A layer of a `stage` is on its device; else where the innermost pattern says
-       that matches it or a layer around it; else where the layer is that calls it.
-    3. What nothing is said of is on the first device: variables and layers without
-       layers inside. A layer that has layers inside isn't anywhere if they are on
-       several devices: only its own operations are left, see 4.
-    4. An operation of no layer (a loss, a metric, an addition between layers) is where
-       its largest input is, so that the least has to be moved.
-    5. Operations of the backward pass are where those of the forward pass are that
-       they are the gradient of, see `_tf.gradient_placement`.
+    1. A layer with variables is on their device.
+    2. A layer of a `stage` is on its device; else on the device of the innermost
+       pattern that matches it or a layer around it; else on that of its calling layer.
+    3. All other variables and layers without inner layers are on the first device. A
+       layer with inner layers on several devices has none itself: only its own
+       operations are left, see 4.
+    4. An operation of no layer (a loss, a metric, an addition between layers) is on the
+       device of its largest input, so that as little as possible is sent.
+    5. Operations of the backward pass are on the devices of the operations whose
+       gradients they compute, see `_tf.gradient_placement`.
 
     Args:
         patterns: From layer paths to devices.
-        devices: Canonical names of all devices; the first one is for what nothing is
-            said of.
+        devices: Canonical names of all devices; the first one is for everything that
+            no pattern matches.
 
     Attributes:
-        steps: What ran where, by kind of step.
+        steps: The operations that ran on each device, by kind of step.
     """
 
     def __init__(self, patterns: Patterns, devices: Sequence[str]) -> None:
@@ -63,7 +63,7 @@ class Placer:
 
     @contextlib.contextmanager
     def staging(self, device: str) -> Iterator[None]:
-        """What is made inside belongs on a device."""
+        """Assign layers and variables created in the block to a device."""
         self._stages.stack.append(device)
         try:
             yield
@@ -108,7 +108,7 @@ class Placer:
         return self.devices[0] if match is None else match.device
 
     def new_variable(self) -> str:
-        """Where the variable goes that is being made in this thread."""
+        """Return the device of the variable that this thread is creating."""
         return _keras.device_of_variable() or self.stage or self.devices[0]
 
     def check(self, layers: Iterable[LayerFacts]) -> None:
@@ -133,7 +133,7 @@ class Placer:
                 "trained."
             )
         if unmatched != self._warned:
-            # All layers have a device, and another model may have what is missing.
+            # All layers have a device, and another model may have the missing ones.
             self._warned = unmatched
             warnings.warn(f"{text}, unless a later model has it.", stacklevel=2)
 
@@ -151,7 +151,7 @@ class Placer:
             )
         self._traced = {}
         if graphs:
-            # Beside the step there are small ones, of data and of single operations.
+            # There are small graphs beside the step: of data and of single operations.
             step = max(graphs, key=len)
             self.steps[kind] = places_of(step, self._names, rows)
 
@@ -159,11 +159,11 @@ class Placer:
         layer = called_layer()
         if layer is not None:
             self._names.layers.setdefault(op.name.rpartition("/")[0], layer)
-        # Some shapes are known only when the operation is finished.
+        # Some shapes are known only when the operation is complete.
         self._traced[id(op.graph)] = op.graph
 
     def choose(self, top: Any) -> Any:
-        """A function that says where an operation of a step goes.
+        """Return a function that chooses the device of a step's operation.
 
         Args:
             top: The graph of the step: operations of other graphs are in a function,
@@ -189,7 +189,7 @@ class _Stages(threading.local):
 
 
 def _largest(inputs: Iterable[Any]) -> str:
-    """The device of the largest input that is on one, or empty."""
+    """Return the device of the largest input that is on one, or empty."""
     largest, found = -1, ""
     for tensor in inputs:
         device = gradient_placement.source_device(tensor)

@@ -204,7 +204,7 @@ def test_one_device(tmp_path):
 
     # What copies need is known before: the layers of the second device, for SGD.
     size = 4 * (16 * 16 + 16 + 16 * 4 + 4)
-    expected = f"fails: MemoryError: copies of what is on other devices take {size:,} "
+    expected = f"fails: MemoryError: copies of other devices' variables take {size:,} "
     assert expected in found["room"]
     assert found["room"].endswith("bytes, and 1,000 are left")
 
