@@ -361,8 +361,8 @@ def test_what_others_have_replaced_keeps_its_parameters(monkeypatch):
     with pytest.raises(errors.KerasDistError) as caught:
         hooks.install()
     assert caught.value.args[0] == [
-        f"{__name__}.Owner.method has the parameters (*args, **kwargs), expected (self, "
-        "x, ...) (`tracker` has replaced it, and must use `functools.wraps`)"
+        f"{__name__}.Owner.method has the parameters (*args, **kwargs), expected "
+        "(self, x, ...) (`tracker` has replaced it, and must use `functools.wraps`)"
     ]
 
 
