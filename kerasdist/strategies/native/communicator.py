@@ -1,10 +1,10 @@
-"""`transport="native"`: workers connected by TensorFlow's own collectives.
+"""Workers connected by TensorFlow's own collectives (`transport="native"`).
 
-1. The workers come together as for "tcp": secret, supervisor, a ring.
-2. Each starts TensorFlow's gRPC server, and all tell theirs of each other
+1. The workers meet as for "tcp": secret, failure detector, a ring.
+2. Each starts TensorFlow's gRPC server, and adds the others to its cluster
    (`kerasdist.strategies.native.server`).
-3. From then on gradients go through TensorFlow, straight from graphs
-   (`kerasdist.strategies.native.graph_ops`). Numpy arrays go by the ring.
+3. From then on TensorFlow transfers gradients, directly from graphs
+   (`kerasdist.strategies.native.graph_ops`). Numpy arrays are sent by the ring.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ __all__ = ["NativeCommunicator", "connector", "group_options"]
 _LOG = logging.getLogger("kerasdist")
 _COLLECTIVE = re.compile(r"Collective ops is aborted|Collective(Reduce|Gather|Bcast)")
 _TASK = re.compile(r"remote target /job:worker/replica:0/task:(\d+)")
-# What TensorFlow says when another worker is the reason.
+# TensorFlow's messages if another worker is the reason.
 _GONE = (
     tf.errors.UnavailableError,
     tf.errors.CancelledError,
@@ -45,7 +45,7 @@ _GONE = (
 
 
 def connector(in_use: bool) -> Callable[[Communicator, Supervisor], Communicator]:
-    """Return what makes a `NativeCommunicator` of a ring, for `connect`.
+    """Return a function that makes a `NativeCommunicator` of a ring, for `connect`.
 
     Args:
         in_use: Whether the user's script has used TensorFlow already.
@@ -55,8 +55,8 @@ def connector(in_use: bool) -> Callable[[Communicator, Supervisor], Communicator
         if in_use and not is_serving():
             _LOG.warning(
                 "kerasdist: TensorFlow was used before transport='native' was set up. "
-                "It renames its devices now: variables, datasets and functions that "
-                "were made before can't be used any more. Create the strategy first."
+                "Its devices are renamed now: variables, datasets and functions that "
+                "were created before can't be used any more. Create the strategy first."
             )
         return NativeCommunicator(ring, supervisor, serve(ring))
 
@@ -64,12 +64,12 @@ def connector(in_use: bool) -> Callable[[Communicator, Supervisor], Communicator
 
 
 def group_options(key: int, size: int, device: str) -> dict[str, Any]:
-    """Arguments that all of TensorFlow's collective operations have.
+    """Return the arguments that all of TensorFlow's collective operations have.
 
     Args:
-        key: The group's.
+        key: The group's key.
         size: Number of its devices.
-        device: One of them: all are of one kind.
+        device: One of its devices, which are all of one kind.
     """
     return {
         "group_size": size,
@@ -83,21 +83,21 @@ def group_options(key: int, size: int, device: str) -> dict[str, Any]:
 class NativeCommunicator(Communicator):
     """Numbers and watches TensorFlow's collectives; sends numpy arrays by a ring.
 
-    On CPUs TensorFlow's collectives go round a ring by gRPC. That is how it was tested:
+    On CPUs TensorFlow's collectives use a ring over gRPC. That is how they were tested:
     there were no GPUs, and NCCL, which is used on them, hasn't been run.
 
-    The job's secret doesn't protect TensorFlow's server, also if the job's addresses
-    are loopback ones: whoever reaches its port can read and write this process's memory
-    and the user's files, and so run anything. Use it only on machines and a network, or
-    behind a firewall, that strangers can't reach; `KERASDIST_ALLOW_OPEN_SERVERS=1` says
-    that it's so.
+    The job's secret doesn't protect TensorFlow's server, even if the job's addresses
+    are loopback ones: any process that reaches its port can read and write this
+    process's memory and the user's files, and so run anything. Use it only on machines
+    and a network, or behind a firewall, that untrusted hosts can't reach;
+    `KERASDIST_ALLOW_OPEN_SERVERS=1` confirms that.
 
-    Once TensorFlow's collectives were ended in the midst of one (a lost worker, a
-    time-out), this process can't use them any more: start it again.
+    Once TensorFlow's collectives were ended during one (a lost worker, a time-out),
+    this process can't use them any more: start it again.
 
     Args:
         ring: Connects the same ranks. Closed with this one.
-        supervisor: Whom to ask about other ranks.
+        supervisor: Knows the state of other ranks.
         group: The first of the job's group keys.
 
     Attributes:
@@ -109,23 +109,23 @@ class NativeCommunicator(Communicator):
         super().__init__(ring.rank, ring.peers, supervisor, ring.timeout)
         self.group, self.replica_group = group, group + 1
         self._ring = ring
-        # Places of ranks are compared by this number: it doesn't start again.
+        # Ranks compare their positions by this number: it goes on from the ring's.
         self._sequence = ring._sequence
         self._watch = CollectiveDeadlines(
             f"kerasdist-native rank {self.rank}", self._late
         )
-        # Of collectives that are recorded: when they began.
+        # The start times of collectives that are recorded.
         self._began: dict[int, tuple[int, Call]] = {}
 
     # For operations in graphs.
 
     def begin(self, kind: str, op: str, dtype: str, elements: int, detail: int) -> int:
-        """A collective of a graph begins: its number, which is its instance key.
+        """Begin a collective of a graph; return its number, the instance key.
 
         Args:
             kind: One of `framing.KINDS`.
             op: One of `framing.OPS`.
-            dtype: Its name.
+            dtype: The dtype's name.
             elements: Number of elements, 0 if unknown.
             detail: A checksum of the shapes.
         """
@@ -146,7 +146,7 @@ class NativeCommunicator(Communicator):
             return call.sequence
 
     def end(self, sequence: int) -> None:
-        """It is done."""
+        """End a collective of a graph."""
         self._watch.end(sequence)
         began = self._began.pop(sequence, None) if self._began else None
         recorder = self._recorder
@@ -156,9 +156,9 @@ class NativeCommunicator(Communicator):
             recorder.add(call.kind, begin, now(), size, str(call))
 
     def translate(self, error: BaseException) -> errors.CollectiveError | None:
-        """The job's failure for what TensorFlow raised; None if it's no matter of it.
+        """Return the job's failure behind TensorFlow's error; None for another cause.
 
-        Waits, if need be, until it's agreed what the failure is.
+        Waits, if necessary, until the workers agree on the failure.
         """
         if self._failure is None and not _COLLECTIVE.search(str(error)):
             return None
@@ -190,7 +190,7 @@ class NativeCommunicator(Communicator):
     # Failures.
 
     def _seen(self, error: BaseException) -> BaseException:
-        """What TensorFlow's error tells of the other ranks, as transports say it."""
+        """Translate TensorFlow's error into one that transports raise."""
         if self._failure is not None or self._closed:
             return Aborted()
         said = str(error).partition("\n")[0]
@@ -225,7 +225,7 @@ class NativeCommunicator(Communicator):
         self._ring._abort()
         pending = self._watch.stop()
         if pending:
-            # Only then: other strategies of this process may go on.
+            # Only then, because other strategies of this process may continue.
             _tf.abort_collectives(str(self._failure or "the strategy was closed"))
 
     def _close(self) -> None:
