@@ -19,6 +19,9 @@ from common.places import ROOT
 
 __all__ = ["Report", "arguments"]
 
+# What is at most this long in `results.json` stands on one line, in characters.
+_SHORT = 300
+
 
 def _cpu() -> str:
     with contextlib.suppress(OSError):
@@ -98,7 +101,25 @@ class Report:
         for line in lines:
             print(line)
         (self.folder / "output.txt").write_text(text.rstrip() + "\n")
-        (self.folder / "results.json").write_text(json.dumps(self.data, indent=1))
+        # Keys are text afterwards, as they are in the file.
+        data = json.loads(json.dumps(self.data))
+        (self.folder / "results.json").write_text(compact(data) + "\n")
+
+
+def compact(data: Any, indent: str = "") -> str:
+    """JSON with a list of numbers, and each value that is short, on one line."""
+    text = json.dumps(data)
+    inner = indent + " "
+    if len(text) <= _SHORT or not isinstance(data, dict | list):
+        return text
+    if isinstance(data, dict):
+        lines = [f"{json.dumps(key)}: {compact(data[key], inner)}" for key in data]
+    elif any(isinstance(one, dict | list) for one in data):
+        lines = [compact(one, inner) for one in data]
+    else:
+        return text
+    start, end = "{}" if isinstance(data, dict) else "[]"
+    return f"{start}\n{inner}" + f",\n{inner}".join(lines) + f"\n{indent}{end}"
 
 
 def _shown(argv: Sequence[str]) -> list[str]:

@@ -14,6 +14,7 @@ from places import ROOT
 from workers import python_env
 
 FOLDER = ROOT / "benchmarks"
+RESULTS = sorted(FOLDER.glob("*/results.json"))
 
 
 def run(name: str, output: Path, *arguments: str) -> dict:
@@ -51,6 +52,16 @@ def test_each_script_starts(name):
     )
     assert done.returncode == 0, done.stderr
     assert "--quick" in done.stdout
+
+
+@pytest.mark.parametrize("path", RESULTS, ids=[p.parent.name for p in RESULTS])
+def test_samples_are_kept_compactly(path, monkeypatch):
+    """A list of numbers takes a line; so small a file can be read, and compared."""
+    monkeypatch.syspath_prepend(FOLDER)
+    from common.report import compact
+
+    text = path.read_text("utf-8")
+    assert text == compact(json.loads(text)) + "\n"
 
 
 def test_all_reduce(tmp_path):
