@@ -14,11 +14,11 @@ import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import pytest
 
+from closing import Closing
 from kerasdist.cluster import Cluster
 from kerasdist.collectives import Communicator, Job, connect
 from kerasdist.collectives.backends.ring import RingCommunicator
@@ -42,6 +42,7 @@ __all__ = [
     "KINDS",
     "LAYOUTS",
     "Group",
+    "Ranks",
     "addresses_of",
     "close_all",
     "cluster_on",
@@ -247,7 +248,25 @@ def open_sockets() -> int:
     return count
 
 
-class Group:
+class Ranks(Closing):
+    """The members of a group by rank, each in a thread of this process."""
+
+    def members(self) -> Sequence[Any]:
+        """What each rank's work is given."""
+        raise NotImplementedError
+
+    def run(self, work: Callable[[Any], Any], timeout: float = 60.0) -> list[Any]:
+        """Calls `work` with each rank's member at once; see `in_threads`."""
+        members = self.members()
+        return in_threads(len(members), lambda rank: work(members[rank]), timeout)
+
+    def outcomes(self, work: Callable[[Any], Any], timeout: float = 60.0) -> list[Any]:
+        """As `run`, but returns exceptions instead of raising them."""
+        members = self.members()
+        return outcomes(len(members), lambda rank: work(members[rank]), timeout)
+
+
+class Group(Ranks):
     """Communicators of one group, by rank. Use it in a `with` statement.
 
     Args:
@@ -307,32 +326,15 @@ class Group:
             )
         self.communicators = [job.communicator for job in self.jobs]
 
-    def run(self, work: Callable[[Communicator], Any], timeout: float = 60.0) -> Any:
-        """Calls `work` with each rank's communicator at once; see `in_threads`."""
-        return in_threads(
-            self.size, lambda rank: work(self.communicators[rank]), timeout
-        )
-
-    def outcomes(self, work: Callable[[Communicator], Any], timeout: float = 60) -> Any:
-        """As `run`, but returns exceptions instead of raising them."""
-        return outcomes(self.size, lambda rank: work(self.communicators[rank]), timeout)
+    def members(self) -> list[Communicator]:
+        """Each rank's communicator."""
+        return self.communicators
 
     def close(self) -> None:
         """Closes all ranks at once."""
         close_all(self.jobs or self.communicators)
         if self._servers is not None:
             self._servers.close()
-
-    def __enter__(self) -> Group:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
 
 def _servers(kind: str, size: int, timeout: float, heartbeat: float) -> Any:

@@ -24,9 +24,10 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from types import TracebackType
 
 import psutil
+
+from closing import Closing
 
 __all__ = ["Hosts"]
 
@@ -43,7 +44,7 @@ def _ip(*args: str) -> str:
     return done.stdout
 
 
-class Hosts:
+class Hosts(Closing):
     """Network namespaces with an address each. Use it in a `with` statement.
 
     On exit, also after a failure, every process in them is killed and they are
@@ -114,19 +115,12 @@ class Hosts:
                 _ip("-n", name, "link", "set", "lo", "up")
                 _ip("-n", name, "link", "set", "eth0", "up")
         except BaseException:
-            self._remove()
+            self.close()
             raise
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._remove()
-
-    def _remove(self) -> None:
+    def close(self) -> None:
+        """Kills what runs in them and removes them."""
         existing = set(self.leftovers())
         # A namespace lives on without its name while a process is in it.
         for name in existing.intersection([*self.names, self._switch]):

@@ -14,13 +14,13 @@ import pickle
 import sys
 import time
 from collections.abc import Callable
-from types import TracebackType
 from typing import Any
 
 import numpy as np
 import pytest
 
 import groups
+from closing import Closing
 from kerasdist.collectives import Communicator, Job
 from places import TESTS
 
@@ -30,7 +30,7 @@ __all__ = ["ProcessGroup", "run_contract"]
 _DESELECTED = ("test_nobody_leaves_a_barrier_before_all_have_come",)
 
 
-class ProcessGroup:
+class ProcessGroup(Closing):
     """This process's rank of a group; stands in for `groups.Group`.
 
     Args:
@@ -70,17 +70,6 @@ class ProcessGroup:
         """Leaves together with the others."""
         self._exchange(b"")
         self._job.close()
-
-    def __enter__(self) -> ProcessGroup:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
 
 def run_contract(

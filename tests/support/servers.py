@@ -9,11 +9,9 @@ from __future__ import annotations
 import json
 import textwrap
 import threading
-from collections.abc import Callable
-from types import TracebackType
 from typing import Any
 
-from groups import in_threads, outcomes
+from groups import Ranks, in_threads
 from kerasdist.cluster import Cluster
 from kerasdist.ps import (
     ParameterServer,
@@ -54,7 +52,7 @@ def server_place(workers: Any, servers: Any, index: int) -> Cluster:
     )
 
 
-class Servers:
+class Servers(Ranks):
     """A job: servers and workers, each in threads. Use it in a `with` statement.
 
     Args:
@@ -129,19 +127,9 @@ class Servers:
         settings = options.pop("settings", self.settings)
         return connect_servers(place, settings, timeouts=self.timeouts, **options)
 
-    def run(self, work: Callable[[ServerClient], Any], timeout: float = 60.0) -> Any:
-        """Calls `work` with each worker's client at once; see `in_threads`."""
-        return in_threads(
-            len(self.clients), lambda rank: work(self.clients[rank]), timeout
-        )
-
-    def outcomes(
-        self, work: Callable[[ServerClient], Any], timeout: float = 60.0
-    ) -> Any:
-        """As `run`, but returns exceptions instead of raising them."""
-        return outcomes(
-            len(self.clients), lambda rank: work(self.clients[rank]), timeout
-        )
+    def members(self) -> list[ServerClient]:
+        """Each worker's client."""
+        return self.clients
 
     def join(self, timeout: float = 20.0) -> None:
         """Waits until all servers have ended."""
@@ -163,17 +151,6 @@ class Servers:
         finally:
             for server in self.servers:
                 server.close()
-
-    def __enter__(self) -> Servers:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
 
 # What tests of processes run in each of them. `work(client, table, say)` is the test's.

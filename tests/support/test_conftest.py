@@ -65,8 +65,6 @@ def test_good():
 def clean_up():
     yield
     for thing in kept:
-        if isinstance(thing, hosts.Hosts):
-            thing.__exit__(None, None, None)
         if isinstance(thing, subprocess.Popen):
             thing.kill()
             thing.wait()
@@ -82,8 +80,8 @@ def clean_up():
 @pytest.mark.netns
 def test_what_is_left_behind_fails_the_test_and_is_named(tmp_path):
     shutil.copy(TESTS / "conftest.py", tmp_path)
-    for name in ("hosts.py", "turns.py", "warm.py", "workers.py"):
-        shutil.copy(SUPPORT / name, tmp_path)
+    for name in ("closing", "hosts", "turns", "warm", "workers"):
+        shutil.copy(SUPPORT / f"{name}.py", tmp_path)
     (tmp_path / "test_bad.py").write_text(BAD)
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = netns\n")
 
