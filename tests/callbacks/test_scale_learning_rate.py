@@ -326,7 +326,7 @@ result([float(m.optimizer.learning_rate), int(m.optimizer.iterations),
         fit(m, [], epochs=1)])
 """
     env = {"FOLDER": str(tmp_path)}
-    with Workers(script, 1, env=env, deadline=60) as job:
+    with Workers(script, 1, env=env, deadline=60, cold=True) as job:
         (finished,) = job.succeed()
     rate, iterations, found = finished.result
     assert (rate, iterations) == (0.125, 18)

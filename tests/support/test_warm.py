@@ -19,7 +19,10 @@ from waiting import wait_until
 from workers import TAG, WARM, Workers, python_env
 
 # Scripts that import TensorFlow are run by forks.
-IMPORT = "import keras, tensorflow\n"
+IMPORT = """
+import keras, tensorflow
+from kerasdist import ModelParallelStrategy, ParameterServerStrategy, RingStrategy
+"""
 
 
 @pytest.fixture

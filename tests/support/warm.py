@@ -2,8 +2,9 @@
 
 The import takes 2 s of CPU, most of what a small job takes at all. So a process that
 has done it once (`warm_process.py`) forks the workers. Such a worker differs from one
-that is started cold only in that the two are imported already; it has its own session,
-environment, arguments, folder, output and random numbers, and ends like any other.
+that is started cold only in that the two, and kerasdist's strategies, are imported
+already; it has its own session, environment, arguments, folder, output and random
+numbers, and ends like any other.
 
 Each of the first four ranks has a warm process of its own: as in reality they have
 different hashes of strings, hence orders of sets, and different addresses.

@@ -120,7 +120,8 @@ m = keras.models.load_model(os.environ["FOLDER"] + "/m.keras")
 x = np.random.default_rng(0).normal(size=(40, 4)).astype("float32")
 print("RESULT", json.dumps(m.predict(x, verbose=0).tolist()), flush=True)
 """
-    with Workers(script, 1, env={"FOLDER": str(tmp_path)}, deadline=60) as job:
+    env = {"FOLDER": str(tmp_path)}
+    with Workers(script, 1, env=env, deadline=60, cold=True) as job:
         (finished,) = job.succeed()
     np.testing.assert_allclose(finished.result, expected, rtol=1e-5)
 
