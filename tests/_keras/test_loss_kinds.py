@@ -89,7 +89,11 @@ def test_a_loss_is_told_by_its_graph(name, known):
             layer.build((None, None, features))
     found = []
 
-    @tf.function(input_signature=[tf.TensorSpec((known, LENGTH, FEATURES), tf.float32)])
+    # As Keras calls it. AutoGraph would take the analysis itself apart, for seconds.
+    @tf.function(
+        input_signature=[tf.TensorSpec((known, LENGTH, FEATURES), tf.float32)],
+        autograph=False,
+    )
     def step(x):
         kinds = LossKinds(tf.shape(x)[0] if known is None else tf.constant(known))
         loss = compute(x)
