@@ -3,26 +3,26 @@
     KerasDistError                      everything below
     ├── ClusterError            (ValueError) the cluster settings are wrong
     │   └── AddressInUseError   (OSError) this worker's address can't be listened on
-    ├── StartupError            (TimeoutError) ranks never came, each with the reason
+    ├── StartupError            (TimeoutError) ranks are missing, each with the reason
     ├── AuthenticationError     the other side doesn't hold this job's secret
-    ├── ProtocolError           what arrived isn't kerasdist, or another version
-    ├── CollectiveError         a collective failed; its communicator is done with
+    ├── ProtocolError           the bytes received aren't this version's protocol
+    ├── CollectiveError         a collective failed; its communicator is unusable
     │   ├── WorkerLost          a rank died, froze or left (`rank`, `host`, `step`)
     │   ├── ServerLost          a parameter server died or froze (`index`, `address`)
     │   ├── CollectiveMismatch  ranks called different collectives
-    │   ├── CollectiveTimeout   (TimeoutError) all are alive, but not all came in time
+    │   ├── CollectiveTimeout   (TimeoutError) all are alive, but not all took part
     │   ├── SharedMemoryFull    (OSError) there is no memory for shared buffers
     │   └── TransportClosed     closed by us: used after `close()`
-    ├── IncompatibleVersionError    the installed packages aren't those that fit
-    │   ├── IncompatibleKerasError          Keras: what is missing or different
-    │   └── IncompatibleTensorFlowError     the same of TensorFlow
+    ├── IncompatibleVersionError    an installed package has an unsupported version
+    │   ├── IncompatibleKerasError          that of Keras
+    │   └── IncompatibleTensorFlowError     that of TensorFlow
     ├── SnapshotError           a server's snapshot is damaged, or can't be written
     └── PlanError       (ValueError) a model fits into no placement on these devices
 
-Whose fault it is shows in the class: `ClusterError` is the settings',
-`StartupError`, `WorkerLost` and `ServerLost` are a peer's, `ProtocolError` and
-`AuthenticationError` are a stranger's, `CollectiveMismatch` is the script's,
-and `TransportClosed` is the caller's. Messages say what is wrong, what was
+The class shows where the fault lies: `ClusterError` in the settings;
+`StartupError`, `WorkerLost` and `ServerLost` in a peer; `ProtocolError` and
+`AuthenticationError` in an unknown process; `CollectiveMismatch` in the script;
+`TransportClosed` in the caller. A message states what is wrong, what was
 received, what was expected, and the remedy.
 
 All of them survive `pickle`, so that they can cross process boundaries in
@@ -67,11 +67,11 @@ class ClusterError(KerasDistError, ValueError):
 
 
 class AddressInUseError(ClusterError, OSError):
-    """This worker's own address can't be listened on."""
+    """This worker can't listen on its own address."""
 
 
 class StartupError(KerasDistError, TimeoutError):
-    """The workers of the job didn't all come together in time.
+    """Not all workers of the job connected in time.
 
     Attributes:
         missing: Mapping from rank to the reason why it is missing.
@@ -91,11 +91,11 @@ class AuthenticationError(KerasDistError):
 
 
 class ProtocolError(KerasDistError):
-    """What arrived on a connection isn't this version of kerasdist's protocol.
+    """The bytes received on a connection aren't this version of kerasdist's protocol.
 
     Attributes:
-        version: The other side's version of the protocol if it's another one, else
-            None.
+        version: The other side's version of the protocol if it differs from this
+            one, else None.
     """
 
     def __init__(self, message: str = "", *, version: int | None = None) -> None:
@@ -104,7 +104,7 @@ class ProtocolError(KerasDistError):
 
 
 class CollectiveError(KerasDistError):
-    """A collective failed. The communicator can't be used any more."""
+    """A collective failed; its communicator can't be used any more."""
 
 
 class WorkerLost(CollectiveError):
@@ -113,11 +113,11 @@ class WorkerLost(CollectiveError):
     Attributes:
         rank: The rank that was lost.
         host: Its address, `"host:port"`, or its host's name.
-        step: The optimizer step at which it was found to be lost (the number
+        step: The optimizer step at which the loss was detected (the number
             of gradient reductions that this rank had begun; of steps, where the
             chief drives the others' devices).
-        reason: What was seen, e.g. `"its connection was closed"`.
-        others_go_on: Whether the job goes on without it, as with `mode="async"`.
+        reason: What was observed, e.g. `"its connection was closed"`.
+        others_go_on: Whether the job continues without it, as with `mode="async"`.
     """
 
     def __init__(
@@ -155,7 +155,7 @@ class ServerLost(CollectiveError):
         index: Its index among the servers.
         address: Its address, `"host:port"`.
         step: The last step that this worker had finished.
-        reason: What was seen, e.g. `"its connection was closed"`.
+        reason: What was observed, e.g. `"its connection was closed"`.
     """
 
     def __init__(self, index: int, address: str, step: int, reason: str) -> None:
@@ -179,11 +179,11 @@ class CollectiveMismatch(CollectiveError):
 
 
 class CollectiveTimeout(CollectiveError, TimeoutError):
-    """All ranks are alive, but not all of them came to the collective in time."""
+    """All ranks are alive, but not all of them took part in a collective in time."""
 
 
 class SharedMemoryFull(CollectiveError, OSError):
-    """There is no memory that a host's workers could share for a collective."""
+    """The host has no memory left that its workers could share for a collective."""
 
 
 class TransportClosed(CollectiveError):
@@ -191,14 +191,14 @@ class TransportClosed(CollectiveError):
 
 
 class IncompatibleVersionError(KerasDistError):
-    """The installed Keras or TensorFlow isn't one that kerasdist can work with.
+    """The installed version of Keras or TensorFlow isn't supported.
 
     Raised before anything is acquired, and before anything in them is changed.
 
     Attributes:
         version: The version that is installed.
-        faults: What is missing or different in it, one sentence each.
-        fits: The versions that fit, e.g. `"3.14 to 3.15"`.
+        faults: The functions that are missing or different, one sentence each.
+        fits: The versions that are supported, e.g. `"3.14 to 3.15"`.
     """
 
     package = "package"
@@ -206,11 +206,11 @@ class IncompatibleVersionError(KerasDistError):
     def __init__(self, version: str, faults: Sequence[str], fits: str) -> None:
         name = self.package
         super().__init__(
-            f"kerasdist doesn't fit {name} {version}: functions of it that kerasdist "
-            f"changes aren't there, or have changed. Received: {name} {version}, where "
+            f"kerasdist doesn't support {name} {version}: functions that kerasdist "
+            f"wraps are missing or have changed. Received: {name} {version}, where "
             + "; ".join(faults)
             + f". Expected {name} {fits}. Install one of these versions of {name}, or "
-            "a kerasdist that fits this one."
+            "a kerasdist that supports this one."
         )
         self.version = version
         self.faults = tuple(faults)
@@ -221,19 +221,19 @@ class IncompatibleVersionError(KerasDistError):
 
 
 class IncompatibleKerasError(IncompatibleVersionError):
-    """The installed Keras isn't one that kerasdist can work with."""
+    """The installed version of Keras isn't supported."""
 
     package = "Keras"
 
 
 class IncompatibleTensorFlowError(IncompatibleVersionError):
-    """The installed TensorFlow isn't one that kerasdist can work with."""
+    """The installed version of TensorFlow isn't supported."""
 
     package = "TensorFlow"
 
 
 class SnapshotError(KerasDistError):
-    """A server's snapshot is damaged, of another job, or can't be written."""
+    """A server's snapshot is damaged, belongs to another job, or can't be written."""
 
 
 class PlanError(KerasDistError, ValueError):
@@ -242,10 +242,10 @@ class PlanError(KerasDistError, ValueError):
     Raised before a weight exists.
 
     Attributes:
-        advice: What would fit, one sentence each; each was searched for with the
-            model's costs. Empty if nothing was found.
-        plan: The cut that comes nearest, with the figures of each layer and device
-            (`kerasdist.placement.plan.Plan`); None where it isn't known.
+        advice: Changes that would make it fit, one sentence each; each was searched
+            for with the model's costs. Empty if nothing was found.
+        plan: The cut that is nearest to fitting, with the figures of each layer and
+            device (`kerasdist.placement.plan.Plan`); None where it isn't known.
     """
 
     def __init__(

@@ -345,7 +345,7 @@ def _efficiency(figures: Figures) -> list[str]:
 
 
 def in_seconds(seconds: float) -> str:
-    """A time for people."""
+    """Return a time for people."""
     if seconds < 1e-3:
         return f"{seconds * 1e6:.0f} us"
     if seconds < 1:

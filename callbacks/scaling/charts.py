@@ -66,7 +66,7 @@ CHARTS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
 
 
 def layout() -> layout_pb2.Layout:
-    """The layout of the tab "Custom Scalars"."""
+    """Return the layout of the tab "Custom Scalars"."""
     titles = dict.fromkeys(category for category, _, _ in CHARTS)
     return layout_pb2.Layout(
         category=[

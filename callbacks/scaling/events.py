@@ -49,7 +49,7 @@ class Events:
         self._ranks = ranks
 
     def take(self) -> str:
-        """All that wasn't taken before, as markdown; "" if there's nothing."""
+        """Return all that wasn't taken before, as markdown; "" if there's nothing."""
         text = "\n".join(f"- {one}" for one in self._texts)
         self._texts = []
         return text

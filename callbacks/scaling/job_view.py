@@ -44,7 +44,7 @@ class JobView:
 
     @staticmethod
     def is_measured(model: Any) -> bool:
-        """Whether a model's strategy is one of ours."""
+        """Return whether a model's strategy is one of ours."""
         return timer_of(model.distribute_strategy) is not None
 
     @property
@@ -99,7 +99,7 @@ class JobView:
         return int(steps_of(optimizers[0]))
 
     def rate(self) -> float | None:
-        """The learning rate; None if there's no single one."""
+        """Return the learning rate; None if there's no single one."""
         try:
             rate = self._model.optimizer.learning_rate
             return float(keras.ops.convert_to_numpy(rate))

@@ -92,7 +92,7 @@ def combine(
     staleness: Mapping[int, int] | None = None,
     idle: Sequence[float] = (),
 ) -> Figures | None:
-    """The figures of what all workers have measured; None if nobody took a step.
+    """Return the figures of what all workers have measured; None if nobody took a step.
 
     Who communicates longer than another waits for it: that is what `wait` is, at least.
     It's more if a worker knows that the others came late, each now and then.
@@ -170,7 +170,7 @@ def combine(
 def _slowest(
     parts: Mapping[int, Mapping[str, float]], busy: Mapping[int, float]
 ) -> tuple[int | None, float, str]:
-    """The slowest rank, its lag, and the phase in which it lags most."""
+    """Return the slowest rank, its lag, and the phase in which it lags most."""
     if len(busy) < 2:
         return None, 0.0, ""
     slowest = max(busy, key=lambda rank: busy[rank])

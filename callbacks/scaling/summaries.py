@@ -94,7 +94,7 @@ class Summaries:
 
 
 def _values(counts: Mapping[int, int]) -> Any:
-    """The numbers as often as they were seen; so often, if that is too much."""
+    """Return the numbers as often as they were seen; so often, if that is too much."""
     total = sum(counts.values())
     scale = min(1.0, _MOST_READS / total) if total else 1.0
     return np.repeat(

@@ -103,7 +103,7 @@ class Record:
 
     @classmethod
     def from_json(cls, found: dict[str, Any]) -> Record:
-        """The other way round."""
+        """Return the other way round."""
         offsets = [(int(a), int(b), int(c)) for a, b, c in found["offsets"]]
         return cls(
             rank=int(found["rank"]),
@@ -116,7 +116,7 @@ class Record:
         )
 
     def aligned(self, time: int) -> int:
-        """A time of this rank's clock as rank 0's clock would have it."""
+        """Return a time of this rank's clock as rank 0's clock would have it."""
         (first, low, _), (last, high, _) = self.offsets[0], self.offsets[-1]
         if last <= first:
             return time - low
@@ -161,7 +161,7 @@ class Process:
 
 
 def processes(records: Sequence[Record]) -> list[Process]:
-    """All ranks on one clock, which begins with the first span.
+    """Return all ranks on one clock, which begins with the first span.
 
     Args:
         records: Of all ranks.
@@ -262,7 +262,7 @@ def _args(span: Span) -> dict[str, Any]:
 
 
 def _lanes(record: Record) -> Iterator[tuple[int, str, Span]]:
-    """Each span of a rank with its lane's number and name."""
+    """Yield each span of a rank with its lane's number and name."""
     for execution in record.executions:
         for span in _parts(execution, record.spans):
             yield _STEP, "step", span

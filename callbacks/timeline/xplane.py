@@ -67,7 +67,7 @@ class _Table:
         self._numbers: dict[str, int] = {}
 
     def number(self, name: str) -> int:
-        """The number of this name."""
+        """Return the number of this name."""
         found = self._numbers.get(name)
         if found is None:
             found = self._numbers[name] = len(self._numbers) + 1

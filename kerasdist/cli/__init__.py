@@ -27,8 +27,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: The arguments, `sys.argv[1:]` by default.
 
     Raises:
-        SystemExit: The arguments can't be used (code 2), or only help was asked
-            for (code 0).
+        SystemExit: The arguments can't be used (code 2), or only help was requested
+            (code 0).
     """
     parser = argparse.ArgumentParser(
         prog="kerasdist",

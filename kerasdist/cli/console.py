@@ -1,4 +1,4 @@
-"""What `kerasdist run` says itself."""
+"""The launcher's own lines on standard error."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ __all__ = ["say", "say_soon"]
 
 
 def say(text: str) -> None:
-    """Tell the user something on standard error, whoever still reads that."""
+    """Print a line to the user on standard error, even if it isn't read any more."""
     background_log.flush(None)
     with contextlib.suppress(OSError):
         print(f"kerasdist run: {text}", file=sys.stderr, flush=True)
 
 
 def say_soon(text: str) -> None:
-    """As `say`, while a job is watched: a reader that has stopped delays nothing."""
+    """Print a line while a job is watched: a reader that has stopped delays nothing."""
     background_log.write_line(f"kerasdist run: {text}", error=True)

@@ -1,4 +1,4 @@
-"""`kerasdist plan`: which layer goes to which device, before anything runs."""
+"""The command `kerasdist plan`: a placement of a model, before anything runs."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ __all__ = ["add_parser"]
 
 _DESCRIPTION = """\
 Print what each layer of a model costs (parameters, gradients and slots, activations,
-operations), which device it should go to, and what each device would hold. No weights
+operations), the device proposed for it, and what each device would hold. No weights
 are allocated, and nothing is trained. Exit code 0 if the model fits, 1 if it doesn't:
-then the last lines say what would."""
+then the last lines list changes that would make it fit."""
 _EPILOG = """\
 examples:
   kerasdist plan train.py:build_model --batch-size 256 --optimizer adam
@@ -32,7 +32,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     """Add `plan` to the command line."""
     parser = commands.add_parser(
         "plan",
-        help="say which layer goes to which device, and whether that fits",
+        help="propose a device for each layer, and check that the model fits",
         description=_DESCRIPTION,
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -86,7 +86,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "--input-shape",
         metavar="N,N",
         type=lambda text: tuple(_number(part) for part in text.split(",") if part),
-        help="of one row, for a model that doesn't say it itself",
+        help="of one row, for a model that doesn't define it itself",
     )
     parser.set_defaults(
         parser=parser, handler=lambda arguments: _run(parser, arguments)
@@ -140,7 +140,7 @@ def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
 
 
 def _load(parser: argparse.ArgumentParser, text: str) -> Callable[[], Any]:
-    """Import what is before the colon; return the function behind it."""
+    """Import the script or module before the colon; return the function after it."""
     where, colon, name = text.rpartition(":")
     if not (colon and where and name.isidentifier()):
         parser.error(

@@ -1,7 +1,7 @@
-"""Who am I and who are my peers: parse and validate, nothing else.
+"""Cluster settings: this process's rank and its peers' addresses, parsed and validated.
 
-No socket is opened and no name is resolved here. Everything that the text of the
-settings alone shows to be wrong is gathered into one `ClusterError`.
+No socket is opened and no name is resolved here. All faults that the text of the
+settings alone shows are gathered into one `ClusterError`.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ class Cluster:
             of the training job: it is rank 0 of a job of one.
         size: Number of workers. Without cluster settings, and for an evaluator: 1.
         workers: `"host:port"` by rank. Empty when there are no cluster settings,
-            when they name nobody else, and for an evaluator.
+            when they name no other process, and for an evaluator.
         servers: `"host:port"` of the parameter servers, by index.
         task_type: `"chief"`, `"worker"`, `"ps"` or `"evaluator"`. (TensorFlow 1's
             `"master"` is read as `"chief"`.)
         task_index: Index among the tasks of that type; for a server, its index in
             `servers`.
-        source: Where the settings came from: `"TF_CONFIG"`, `"Slurm"`, `"cluster
+        source: The origin of the settings: `"TF_CONFIG"`, `"Slurm"`, `"cluster
             resolver"` (an object passed as `cluster`), `"cluster argument"` (a
             dictionary passed as `cluster`), or `"none"`.
 
@@ -78,7 +78,7 @@ class Cluster:
 
     @property
     def is_chief(self) -> bool:
-        """Whether this process writes what is written once for the job.
+        """Whether this process writes the files that are written once per job.
 
         True for rank 0, hence also for a worker alone and for an evaluator.
         """
@@ -93,11 +93,11 @@ class Cluster:
 
 
 def resolve(cluster: Any = None, environ: Mapping[str, str] | None = None) -> Cluster:
-    """Find out who this process is and who its peers are.
+    """Find this process's rank and its peers' addresses.
 
-    The first of these that says something is used: `cluster`, the environment
-    variable `TF_CONFIG` (unless it is empty or `{}`), Slurm's variables if `srun`
-    started this process as one of several tasks, else one worker alone.
+    The first of these that is given is used: `cluster`, the environment variable
+    `TF_CONFIG` (unless it is empty or `{}`), Slurm's variables if `srun` started
+    this process as one of several tasks, else one worker alone.
 
     Settings with a task but without a cluster, as some operators write them for a
     job of one, are one worker alone if the task is the first of its type.
@@ -163,8 +163,8 @@ def _from_resolver(resolver: Any) -> Cluster:
             f"dictionary of TF_CONFIG's shape, or None to use the environment.{hint}"
         ) from error
     except Exception as error:
-        # Whatever a resolver runs into (a JSON error, a service that doesn't
-        # answer), to the user it is: the cluster isn't known.
+        # A resolver may fail in any way (a JSON error, a service that doesn't
+        # respond); to the user each means that the cluster isn't known.
         raise ClusterError(
             f"{name} failed: {type(error).__name__}: {error}. Received: cluster="
             f"{_shortened(repr(resolver))}."

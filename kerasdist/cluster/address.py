@@ -1,4 +1,4 @@
-"""Addresses of workers as text: `"host:port"`. Nothing here looks at the network."""
+"""Addresses of workers as text, `"host:port"`; the network isn't used."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 
 
 def address_fault(address: object) -> str | None:
-    """Say in words what keeps `address` from being `"host:port"`; None if nothing.
+    """Describe why `address` isn't `"host:port"`; None if it is.
 
     Args:
-        address: What was found where an address should be.
+        address: The value that stands where an address should be.
     """
     if not isinstance(address, str):
         return f"is a {type(address).__name__}, not a text"
@@ -74,7 +74,7 @@ def split_address(address: str) -> tuple[str, int]:
 
 
 def same_address_key(address: str) -> tuple[str, int]:
-    """Return what is equal for two spellings of one address, by the text alone."""
+    """Return a key that is equal for two spellings of one address, by text alone."""
     host, port = split_address(address)
     try:
         return str(ipaddress.ip_address(host)), port

@@ -1,8 +1,8 @@
-"""Read who this process is from the environment that Slurm's `srun` gives a task.
+"""Cluster settings from the environment that Slurm's `srun` gives a task.
 
-Slurm says on which nodes the tasks of a step run and how many on each; which rank
-is where follows from the distribution, and the ports from the job's number: so all
-ranks come to the same list without asking each other.
+Slurm's variables list the nodes of a step and the number of tasks on each. The
+distribution determines which rank runs where, and the job's number the ports, so all
+ranks compute the same list without communicating.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ __all__ = ["expand_hostlist", "expand_tasks_per_node", "is_step_task", "read_ste
 _T = TypeVar("_T")
 
 # Steps that Slurm makes by itself (batch, extern, interactive) have numbers from
-# here on: nobody started several tasks with `srun`.
+# here on: their tasks weren't started by `srun`.
 _FIRST_SPECIAL_STEP = 0xFFFFFFF0
 _MOST_HOSTS = 65536
 # Ports: 156 slots of 64 from 20000 on, below the range from which the kernel takes
@@ -27,7 +27,7 @@ _SLOT_PORTS = 64
 
 
 def is_step_task(environ: Mapping[str, str]) -> bool:
-    """Whether `srun` started this process as one of several tasks.
+    """Return whether `srun` started this process as one of several tasks.
 
     In a plain batch script SLURM_PROCID is set as well, but there is only one
     process: the script itself.
@@ -197,7 +197,7 @@ def _layout(
         at_once = 0
     if at_once < 1:
         faults.append(
-            "It can't be told which rank runs on which node. Received: "
+            "It is unknown which rank runs on which node. Received: "
             f"SLURM_DISTRIBUTION={environ.get('SLURM_DISTRIBUTION')!r}. Expected "
             "'block', 'cyclic' or 'plane=N': start the step with "
             "`srun --distribution=block`, or set TF_CONFIG."
@@ -216,13 +216,13 @@ def _layout(
 def _check_own_place(
     environ: Mapping[str, str], place: tuple[int, int], rank: int
 ) -> list[str]:
-    """Compare what was worked out with what Slurm says about this very task."""
+    """Compare the computed layout with Slurm's variables about this very task."""
     for name, expected in zip(("SLURM_NODEID", "SLURM_LOCALID"), place, strict=True):
-        told = _number(environ, name)
-        if told is not None and told != expected:
+        given = _number(environ, name)
+        if given is not None and given != expected:
             return [
                 f"Slurm has laid out the ranks in another way than expected. Received: "
-                f"SLURM_PROCID={rank}, {name}={told}, SLURM_DISTRIBUTION="
+                f"SLURM_PROCID={rank}, {name}={given}, SLURM_DISTRIBUTION="
                 f"{environ.get('SLURM_DISTRIBUTION')!r}. Expected {name}={expected}. "
                 "Start the step with `srun --distribution=block`, or set TF_CONFIG."
             ]

@@ -1,11 +1,11 @@
-"""Read cluster settings of TF_CONFIG's shape, and say all that is wrong with them.
+"""Cluster settings of TF_CONFIG's shape, parsed, with a list of all their faults.
 
     {"cluster": {"chief": [address], "worker": [address, ...], "ps": [...]},
      "task": {"type": "worker", "index": 0}}
 
 `tf.train.ClusterSpec` also allows `{index: address}` instead of a list, and
-TensorFlow 1 said "master" for "chief": both are understood. What isn't about the
-cluster ("environment", "rpc_layer", ...) is nobody's business here.
+TensorFlow 1 used "master" for "chief": both are accepted. Other keys
+("environment", "rpc_layer", ...) are ignored.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _EXPECTED_TYPES = "'chief', 'worker', 'ps' or 'evaluator'"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Task:
-    """Who this process is among which others.
+    """The place of this process among the tasks of its job.
 
     Attributes:
         workers: Addresses by rank: the chief, then the workers. Empty if alone.
@@ -70,7 +70,7 @@ def load_json(text: str, name: str) -> tuple[object, list[str]]:
 
 
 def read_task(jobs: object, task: object) -> tuple[Task | None, list[str]]:
-    """Find out who this process is.
+    """Read the place of this process among the tasks of its job.
 
     Args:
         jobs: The "cluster" part: job name -> addresses. None or empty: no others.
@@ -91,7 +91,7 @@ def read_task(jobs: object, task: object) -> tuple[Task | None, list[str]]:
     workers = (*chiefs, *lists.get("worker", ()))
     rank: int | None
     if task_type == "evaluator":
-        # Not part of the training job: it looks at checkpoints, all by itself.
+        # Not part of the training job: it only reads checkpoints.
         workers, servers, rank = (), (), 0
     elif task_type == "ps":
         rank = None
@@ -154,7 +154,7 @@ def _read_jobs(jobs: object, faults: list[str]) -> dict[str, list[str]]:
         )
     if lists and not faults and not lists.keys() & {"chief", "worker"}:
         faults.append(
-            f"'cluster' has nobody who trains. Received: {sorted(lists)}. "
+            f"'cluster' has no task that trains. Received: {sorted(lists)}. "
             "Expected a 'chief', or at least one 'worker'."
         )
     faults += _repeated(lists)
@@ -202,7 +202,7 @@ def _read_addresses(name: str, tasks: object, faults: list[str]) -> list[str] | 
 
 
 def _repeated(lists: Mapping[str, list[str]]) -> list[str]:
-    """Name every address that stands at two places."""
+    """Describe every address that occurs twice."""
     faults = []
     seen: dict[tuple[str, int], str] = {}
     for job, addresses in lists.items():
@@ -228,7 +228,7 @@ def _read_own(
         if not others:
             return "worker", 0
         faults.append(
-            "There is no 'task': it isn't said which one of the cluster's tasks this "
+            "There is no 'task': it is unknown which one of the cluster's tasks this "
             'process is. Expected "task": {"type": "worker", "index": 0}, with '
             "another index on every worker."
         )
@@ -278,7 +278,7 @@ def _place_faults(
 ) -> list[str]:
     """Check that this process stands in the cluster."""
     if task_type == "evaluator" and "evaluator" not in lists:
-        return []  # it is usually not listed: nobody connects to it
+        return []  # it is usually not listed: no process connects to it
     if not lists:
         if index == 0 and task_type != "ps":
             return []  # alone: what operators write for a job of one

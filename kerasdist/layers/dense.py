@@ -125,7 +125,7 @@ class ShardedDense(Sharded, keras.layers.Dense):
         return self._whole("bias", 0) if self.split == "columns" else self._bias
 
     def call(self, inputs: Any, training: Any = None) -> Any:
-        """The layer's outputs, of shape `(batch, ..., units)`."""
+        """Return the layer's outputs, of shape `(batch, ..., units)`."""
         if self.split == "columns":
             parts = [shard(inputs) for shard in self._parts()]
             outputs = parts[0] if len(parts) == 1 else tf.concat(parts, -1)

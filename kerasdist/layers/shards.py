@@ -106,7 +106,7 @@ class Sharded:
         self._count = shards if devices is None else len(self._wanted or ())
 
     def _devices(self, length: int) -> list[str | None]:
-        """The device of each shard of an axis of that length.
+        """Return the device of each shard of an axis of that length.
 
         Raises:
             ValueError: There are more shards than entries, or a device is missing.
@@ -208,7 +208,7 @@ class Sharded:
         return list(self.__shards__)
 
     def _whole(self, name: str, axis: int) -> Any:
-        """A matrix or vector of all shards, as one tensor."""
+        """Return a matrix or vector of all shards, as one tensor."""
         parts = [getattr(shard, name) for shard in self._parts()]
         # Keras asks for all attributes of what it writes: in host memory there's room.
         with _on("CPU:0" if tf.executing_eagerly() else None):

@@ -58,7 +58,7 @@ class FullTensor:
     axis: int
 
     def shape_of(self, place: ShardSlice) -> tuple[int, ...]:
-        """The shape of a part."""
+        """Return the shape of a part."""
         shape = list(self.shape)
         shape[self.axis] = place.stop - place.start
         return tuple(shape)
@@ -89,7 +89,7 @@ class WholeValue:
         self._drawn: Any = None
 
     def part(self, place: ShardSlice) -> Callable[..., Any]:
-        """The initializer of a shard."""
+        """Return the initializer of a shard."""
 
         def initial(shape: Sequence[int], dtype: Any = None) -> Any:
             with tf.device("CPU:0"):
@@ -135,7 +135,7 @@ class _OfWhole(keras.regularizers.Regularizer):
 def regularizer_of(
     regularizer: Any, place: ShardSlice, whole: Callable[[], Any]
 ) -> Callable[[Any], Any] | None:
-    """The regularizer of one part's variable, or None.
+    """Return the regularizer of one part's variable, or None.
 
     Args:
         regularizer: That of the whole matrix, or None.

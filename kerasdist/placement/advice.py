@@ -108,7 +108,7 @@ def _runs(model: ModelCost, run: Run, limits: Sequence[float]) -> list[str]:
 
 
 def _together(model: ModelCost, run: Run, limits: Sequence[float]) -> list[str]:
-    """A smaller batch with everything else that saves memory."""
+    """Return a smaller batch with everything else that saves memory."""
     count = len(limits)
     while count <= _MOST_DEVICES:
         more = [*limits, *[max(limits)] * (count - len(limits))]
@@ -136,7 +136,7 @@ def _too_large(model: ModelCost, limits: Sequence[float]) -> list[str]:
 
 
 def _batch(model: ModelCost, run: Run, limits: Sequence[float]) -> int | None:
-    """The largest smaller batch that fits."""
+    """Return the largest smaller batch that fits."""
     rows = _least(
         lambda less: _fits(
             model, dataclasses.replace(run, batch_size=run.batch_size - less), limits
@@ -148,7 +148,7 @@ def _batch(model: ModelCost, run: Run, limits: Sequence[float]) -> int | None:
 
 
 def _parts(model: ModelCost, run: Run, limits: Sequence[float]) -> int | None:
-    """The smallest number of more micro-batches that fits."""
+    """Return the smallest number of more micro-batches that fits."""
     return _least(
         lambda parts: _fits(
             model, dataclasses.replace(run, micro_batches=parts), limits
@@ -159,7 +159,7 @@ def _parts(model: ModelCost, run: Run, limits: Sequence[float]) -> int | None:
 
 
 def _least(enough: Callable[[int], bool], low: int, high: int) -> int | None:
-    """The least number that is enough, by bisection; None if there's none."""
+    """Return the least number that is enough, by bisection; None if there's none."""
     if low > high or not enough(high):
         return None
     while low < high:

@@ -173,7 +173,7 @@ class ModelCost:
 
     @classmethod
     def chain(cls, layers: Sequence[LayerCost]) -> ModelCost:
-        """A model in which each layer reads the output of the one before."""
+        """Return a model in which each layer reads the output of the one before."""
         return cls(
             layers=tuple(layers),
             tensors=tuple(

@@ -104,7 +104,7 @@ def find_edges(nodes: Sequence[Node], marks: Mapping[int, Part]) -> list[Edges]:
 
 
 def _edges(nodes: Sequence[Node], visits: _Visits, *, only_on: bool) -> list[Edges]:
-    """All edges, or only those from what was made earlier."""
+    """Return all edges, or only those from what was made earlier."""
     found = []
     for (_, backward, device, _), chain in visits.items():
         # Backward the last micro-batch comes first: its activations were used last.
@@ -154,7 +154,7 @@ def _can_be_run(nodes: Sequence[Node], edges: Sequence[Edges]) -> bool:
 
 
 def _visits(nodes: Sequence[Node], marks: Mapping[int, Part]) -> _Visits:
-    """All visits."""
+    """Return all visits."""
     parts: list[Part | None] = []
     joined: list[bool] = []  # whether it comes after something of several parts
     devices: list[str] = []
@@ -195,7 +195,7 @@ def _visits(nodes: Sequence[Node], marks: Mapping[int, Part]) -> _Visits:
 def part_of(
     inputs: Iterable[int], parts: Sequence[Part | None], joined: Sequence[bool]
 ) -> tuple[Part | None, bool]:
-    """The part that an operation belongs to, and whether it's of several."""
+    """Return the part that an operation belongs to, and whether it's of several."""
     after_join, found = False, set()
     backward = False
     for i in inputs:

@@ -155,7 +155,7 @@ class StageCosts:
         return self.cut([0, *[size] * len(limits)]) if found is None else found
 
     def _search(self, allowed: Sequence[Any], join: Any) -> list[int] | None:
-        """The borders with the least `join` over the stages' times."""
+        """Return the borders with the least `join` over the stages' times."""
         size = len(self.time) - 1
         best = np.full(size + 1, np.inf)
         best[0] = 0.0
@@ -208,7 +208,7 @@ def _count(
 
 
 def _sums(values: Sequence[float]) -> Any:
-    """The sums of the first 0, 1, ... values."""
+    """Return the sums of the first 0, 1, ... values."""
     return np.concatenate([[0.0], np.cumsum(np.array(values, float))])
 
 

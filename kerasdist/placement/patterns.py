@@ -93,7 +93,7 @@ class Patterns:
         return None
 
     def _matching(self, path: str) -> str | None:
-        """The pattern of a path itself, whatever is above it."""
+        """Return the pattern of a path itself, whatever is above it."""
         literal = [
             pattern
             for pattern in self._devices

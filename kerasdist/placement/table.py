@@ -59,7 +59,7 @@ def parse_bytes(text: str) -> int:
 
 
 def layers(model: ModelCost, run: Run, placement: Mapping[str, str]) -> str:
-    """The table of layers.
+    """Return the table of layers.
 
     Args:
         model: The layers.
@@ -116,7 +116,7 @@ def devices(
     cut: Cut,
     where: Sequence[tuple[str, int | None, str]],
 ) -> str:
-    """The table of devices.
+    """Return the table of devices.
 
     Args:
         model: The layers.

@@ -198,7 +198,7 @@ def test_what_isnt_a_json_dictionary(text, said):
         ),
         ({"chief": ["a:1", "b:1"]}, task("chief", 0), "'cluster' has 2 chiefs"),
         ({"chief": ["a:1"], "master": ["b:1"]}, task("chief", 0), "both 'chief' and"),
-        ({"ps": ["s:1"]}, task("ps", 0), "'cluster' has nobody who trains"),
+        ({"ps": ["s:1"]}, task("ps", 0), "'cluster' has no task that trains"),
         ({"worker": {"0": "a:1", "2": "b:1"}}, task("worker", 0), "has gaps"),
         ({"worker": {"x": "a:1"}}, task("worker", 0), "an index that is no integer"),
         (
@@ -452,7 +452,7 @@ def test_slurm_other_layouts(more, expected):
 @pytest.mark.parametrize("distribution", ["arbitrary", "plane", "plane=0", "new"])
 def test_slurm_layout_that_cant_be_told(distribution):
     said = error_of(step(0, 2, "a,b", "1(x2)", SLURM_DISTRIBUTION=distribution))
-    assert "can't be told which rank runs on which node" in said
+    assert "unknown which rank runs on which node" in said
     assert "srun --distribution=block" in said
 
 

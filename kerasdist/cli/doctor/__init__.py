@@ -1,4 +1,4 @@
-"""`kerasdist doctor`: what is here, what is wrong, and the remedy.
+"""`kerasdist doctor`: a report of the environment, its faults, and their remedies.
 
-It looks only: it starts no job and changes nothing.
+It only inspects: it starts no job and changes nothing.
 """

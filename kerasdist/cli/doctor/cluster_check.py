@@ -1,7 +1,7 @@
-"""What `kerasdist doctor` finds about this task's place in its job.
+"""The doctor's checks of this task's place in its job.
 
-Who it is by the settings, whether it holds a secret, can listen at its address, and
-can reach the others.
+They cover its settings, its secret, its own address (can it listen there?) and its
+peers (can they be reached?).
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def check_cluster(
 
 
 def check_secret(cluster: Cluster, environ: Mapping[str, str]) -> list[Finding]:
-    """Say whether there is a secret, or none is needed. It is never shown."""
+    """Check that there is a secret, or none is needed. It is never shown."""
     fault = secret_fault(environ)
     if fault is not None:
         text, _, remedy = fault.partition(" Set it to ")
@@ -79,8 +79,8 @@ def check_secret(cluster: Cluster, environ: Mapping[str, str]) -> list[Finding]:
                 text="KERASDIST_SECRET isn't set, and the addresses can be reached "
                 "from other machines",
                 remedy="set it to the same random text on all workers (`openssl rand "
-                "-hex 32`), or set KERASDIST_INSECURE=1 on a network that nobody "
-                "else can reach",
+                "-hex 32`), or set KERASDIST_INSECURE=1 on a network that only "
+                "this job can reach",
             )
         ]
     if all(is_loopback(address) for address in addresses):
@@ -89,8 +89,10 @@ def check_secret(cluster: Cluster, environ: Mapping[str, str]) -> list[Finding]:
     return [
         Finding(
             level="warn",
-            text="KERASDIST_INSECURE=1: whoever reaches the ports can join the job",
-            remedy="set KERASDIST_SECRET instead, unless nobody else is on the network",
+            text="KERASDIST_INSECURE=1: any process that reaches the ports can join "
+            "the job",
+            remedy="set KERASDIST_SECRET instead, unless only this job can reach the "
+            "network",
         )
     ]
 
@@ -149,13 +151,14 @@ def check_peers(
 ) -> list[Finding]:
     """Try to reach all peers, at the same time.
 
-    One that can't be reached yet is tried again until the time is over, so that the
-    doctors of all machines needn't be started in the same moment.
+    A peer that can't be reached yet is tried again until the time is over, so that the
+    doctors of all machines don't have to start in the same moment.
 
     Args:
-        cluster: Who they are.
+        cluster: The peers.
         seconds: How long to try.
-        probe: Says why an address can't be reached within some seconds.
+        probe: Returns why an address can't be reached within some seconds; None if
+            it can.
     """
     peers = {
         address: f"rank {rank} ({address})"
@@ -202,7 +205,7 @@ def check_peers(
 
 
 def _remedy(reason: str) -> str:
-    """Say what to do about a reason of `why_unreachable`."""
+    """Return the remedy for a reason of `why_unreachable`."""
     if "resolve" in reason or "looking up" in reason:
         return "correct the name in the cluster settings, or the name server"
     if "refused" in reason:

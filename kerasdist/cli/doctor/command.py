@@ -1,4 +1,4 @@
-"""`kerasdist doctor`: what is here, what is wrong, and what to do about it."""
+"""The command `kerasdist doctor`: runs the checks and prints their findings."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kerasdist.cli.doctor.findings import Finding
 __all__ = ["add_parser"]
 
 _DEVICES_SECONDS = 120.0  # importing TensorFlow from a cold network disk
-# The doctor of another machine that waits for us looks four times a second.
+# The doctor of another machine tries to reach this one four times a second.
 _LISTEN_AT_LEAST = 1.0
 _MARKS = {"ok": "  ok   ", "warn": "  WARN ", "fault": "  FAULT"}
 
@@ -24,10 +24,10 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     """Add `doctor` to the command line."""
     parser = commands.add_parser(
         "doctor",
-        help="look for what would keep a job from running",
-        description="Look at versions, devices, cluster settings, peers and memory, "
-        "and say what to do about each fault. Run it with the environment of the "
-        "job, on all machines at the same time: while it looks, it listens at this "
+        help="look for faults that would keep a job from running",
+        description="Check versions, devices, cluster settings, peers and memory, "
+        "and print a remedy for each fault. Run it with the environment of the "
+        "job, on all machines at the same time: while it runs, it listens at this "
         "task's address. Exit code 0 if nothing is wrong, else 1.",
         allow_abbrev=False,
     )

@@ -1,7 +1,7 @@
-"""One thing that `kerasdist doctor` has looked at.
+"""The result of one check of `kerasdist doctor`.
 
-What looks returns findings and prints nothing. It never raises because of what it
-finds: what is wrong with the machine or the settings is a finding with a remedy.
+A check returns findings and prints nothing. A fault of the machine or the settings is
+a finding with a remedy, never an exception.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ __all__ = ["Finding"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Finding:
-    """One thing that was looked at.
+    """The result of one check.
 
     Attributes:
         level: `"ok"`, `"warn"` (works, but may surprise) or `"fault"` (a job can't
             run like this).
         text: What was found.
-        remedy: What to do; empty if nothing needs to be done.
+        remedy: The action to take; empty if none is needed.
     """
 
     level: Literal["ok", "warn", "fault"]

@@ -1,4 +1,4 @@
-"""What `kerasdist doctor` finds on this machine: software, devices, memory, cores."""
+"""The doctor's checks of this machine: software, devices, memory, cores."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ print("\\nDEVICES" + json.dumps([
 
 
 def check_versions(environ: Mapping[str, str]) -> list[Finding]:
-    """Look at the versions, without importing TensorFlow."""
+    """Check the versions, without importing TensorFlow."""
     found = [
         Finding(level="ok", text=f"kerasdist {__version__}"),
         Finding(level="ok", text=f"Python {platform.python_version()}"),
@@ -109,13 +109,13 @@ def check_devices(
     command: Sequence[str] = (sys.executable, "-c", _LIST_DEVICES),
     drivers: str = "/proc/driver/nvidia/gpus",
 ) -> list[Finding]:
-    """Ask TensorFlow for its devices, in a process of its own.
+    """List TensorFlow's devices, in a process of its own.
 
-    A TensorFlow that crashes or hangs when it is imported can't hurt us there.
+    A TensorFlow that crashes or hangs when it is imported doesn't affect this process.
 
     Args:
         seconds: How long it may take.
-        command: What prints the devices.
+        command: The command that prints the devices.
         drivers: Folder with one entry for each GPU that the driver knows.
     """
     process = subprocess.Popen(
@@ -126,14 +126,14 @@ def check_devices(
         env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "1"},
         start_new_session=True,
     )
-    remedy = f"look at what `{sys.executable} -c 'import tensorflow'` says"
+    remedy = f"look at the output of `{sys.executable} -c 'import tensorflow'`"
     try:
         out, err = process.communicate(timeout=seconds)
     except subprocess.TimeoutExpired:
         text = f"TensorFlow didn't list its devices within {seconds:g} s"
         return [Finding(level="fault", text=text, remedy=remedy)]
     finally:
-        # Also what it has started, if it hangs or has left something behind.
+        # Also its children, if it hangs or has left some behind.
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)
         process.communicate()
@@ -161,7 +161,7 @@ def check_devices(
 
 
 def check_shared_memory() -> list[Finding]:
-    """Try to make memory that workers of this machine can share."""
+    """Try to allocate memory that workers of this machine can share."""
     try:
         os.close(create_segment(_MiB))
     except (SharedMemoryFull, OSError) as error:
@@ -197,7 +197,7 @@ def check_cores() -> list[Finding]:
 
 
 def check_allocator(environ: Mapping[str, str]) -> list[Finding]:
-    """Look at what memory is allocated with."""
+    """Find the allocator that is in use."""
     loaded = [
         name for name in ALLOCATORS if f"lib{name}." in environ.get("LD_PRELOAD", "")
     ]
@@ -211,7 +211,7 @@ def check_allocator(environ: Mapping[str, str]) -> list[Finding]:
 
 
 def _quota(path: Path) -> float | None:
-    """Return how many cores' time the container gets; None if that isn't limited."""
+    """Return the container's limit of CPU time, in cores; None if there is none."""
     try:
         quota, period = path.read_text(encoding="ascii").split()
         return int(quota) / int(period)

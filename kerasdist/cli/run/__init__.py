@@ -1,5 +1,5 @@
 """`kerasdist run`: starts a job's processes, watches them, and reports how they ended.
 
-It talks with the processes by pipes and signals only, and imports neither TensorFlow
-nor Keras.
+It communicates with the processes by pipes and signals only, and imports neither
+TensorFlow nor Keras.
 """

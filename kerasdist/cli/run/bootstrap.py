@@ -1,14 +1,14 @@
-"""What runs in a worker's process before the user's script does.
+"""The set-up of a worker's process, run before the user's script.
 
-    python -I -S _start.py PARENT GROUP CORES -- command...
+    python -I -S bootstrap.py PARENT GROUP CORES -- command...
 
     PARENT  process id of the supervisor: if it isn't our parent any more, stop
     GROUP   process group to join, or "-"
     CORES   cores to stay on, "0,1", or "-"
 
-A file of its own, run by its path, instead of `preexec_fn`: that would be code
-between fork and exec, in a process that may have had threads. Only the standard
-library, and little of it: every worker waits for it.
+It is a file of its own, run by its path, because a `preexec_fn` would be code between
+fork and exec, in a process that may have had threads. It imports only the standard
+library, and little of that: every worker waits for it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def main(argv: list[str]) -> None:
-    """Set this process up, then become `command`. Doesn't return."""
+    """Set this process up, then execute `command`. Doesn't return."""
     parent, group, cores = argv[:3]
     command = argv[4:]
     if sys.platform == "linux":

@@ -1,4 +1,4 @@
-"""`kerasdist run`: start a job on this machine, and leave nothing behind."""
+"""The command `kerasdist run`: a job on this machine that leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ from kerasdist.transport.wire.secret import secret_fault
 __all__ = ["add_parser", "split"]
 
 _DESCRIPTION = """\
-Start N workers on this machine, each with a TF_CONFIG of its own and a port that
-nobody else has, and one secret for all. When one fails the others are ended, and the
-exit code is that of the first that failed. A job with asynchronous parameter servers
-goes on without a worker that was lost: the exit code is 0 if it finishes, unless that
-worker was the chief, or was ended by an error of its own."""
+Start N workers on this machine, each with a TF_CONFIG and a port of its own, and one
+secret for all. When one fails the others are ended, and the exit code is that of the
+first that failed. A job with asynchronous parameter servers continues without a worker
+that was lost: the exit code is 0 if it finishes, unless that worker was the chief, or
+was ended by an error of its own."""
 _EPILOG = """\
 examples:
   kerasdist run -n 4 train.py --epochs 5
@@ -79,9 +79,9 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "--output",
         choices=("chief", "all"),
         default="chief",
-        help="'chief': the output of rank 0 passes through, that of the others goes "
-        "to the logs. 'all': that of the others is shown as well, each line with its "
-        "rank in front, or 'ps' and the server's index (default: chief)",
+        help="'chief': the output of rank 0 passes through, that of the others is "
+        "written to the logs. 'all': that of the others is shown as well, each line "
+        "with its rank in front, or 'ps' and the server's index (default: chief)",
     )
     parser.add_argument(
         "--bind",
@@ -104,7 +104,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def split(arguments: list[str]) -> tuple[list[str], list[str]]:
-    """Split `run ...` into its options, and the script and what belongs to that.
+    """Split `run ...` into its options, and the script with its arguments.
 
     The command begins at the first argument that is no option of ours; a `--` before
     it is left out, and `-m` belongs to it. argparse can't do this: its versions
@@ -173,7 +173,7 @@ def _number(option: str, text: str, least: int, faults: list[str]) -> int:
 
 
 def _command(arguments: argparse.Namespace, faults: list[str]) -> tuple[str, ...]:
-    """Return what follows the interpreter; check that it is there."""
+    """Return the script or module and its arguments; check that it exists."""
     script: list[str] = arguments.script
     if script[:1] == ["-m"]:
         if len(script) < 2:
@@ -208,7 +208,7 @@ def _command(arguments: argparse.Namespace, faults: list[str]) -> tuple[str, ...
 
 
 def _module_exists(name: str) -> bool:
-    """Whether `python -m name` will find it, without importing any of it."""
+    """Return whether `python -m name` will find it, without importing any of it."""
     first, *rest = name.split(".")
     if not all(part.isidentifier() for part in (first, *rest)):
         return False
@@ -240,7 +240,7 @@ def _launch(
     command: tuple[str, ...],
     log_dir: Path | None,
 ) -> int:
-    """Acquire what the job needs, run it, and tidy up."""
+    """Make the job's log folder and environment, run the job, and tidy up."""
     several = size + servers > 1
     temporary = log_dir is None and arguments.output == "chief" and several
     if temporary:
@@ -291,13 +291,13 @@ def _launch(
 
 
 def _supervised(job: JobSpec) -> int:
-    """Fork the supervisor, hand on signals, and return the exit code.
+    """Fork the supervisor, forward signals to it, and return the exit code.
 
     When this returns, nothing of the job runs any more.
     """
     secret = os.environ.get("KERASDIST_SECRET") or secrets.token_hex(32)
     group = os.getpgrp()
-    others = frozenset(descendants(os.getpid()))  # not ours to end
+    others = frozenset(descendants(os.getpid()))  # not part of the job
     sys.stdout.flush()
     sys.stderr.flush()
     # Until both processes have their handlers no signal may be lost.
@@ -307,13 +307,13 @@ def _supervised(job: JobSpec) -> int:
     with adopt_orphans():
         supervisor = os.fork()
         if supervisor == 0:
-            # Only os._exit leaves: nothing of the caller's may run twice.
+            # Leave by os._exit only: no code of the caller may run twice.
             code = 1
             try:
                 os.close(life_write)
                 os.setpgid(0, 0)
                 code = JobSupervisor(job, life_read, group, secret).run(unblock)
-            except BaseException:  # whatever it is, it must be seen
+            except BaseException:  # the user must see all of them
                 sys.excepthook(*sys.exc_info())
             finally:
                 background_log.flush(None)  # as `sys.exit` would
@@ -322,13 +322,13 @@ def _supervised(job: JobSpec) -> int:
                 os._exit(code)
         os.close(life_read)
         try:
-            with _handing_on(supervisor, unblock) as received:
+            with _forwarding_signals(supervisor, unblock) as received:
                 _, status = os.waitpid(supervisor, 0)
         finally:
             os.close(life_write)
         code = os.waitstatus_to_exitcode(status)
         if code < 0:
-            # It was killed. What it had adopted has been given to us.
+            # It was killed; its adopted children are ours now.
             kill_all(os.getpid(), signal.SIGKILL, 2.0, others)
             say(f"the supervisor of the workers was ended by signal {-code}")
             return 128 - code
@@ -338,26 +338,26 @@ def _supervised(job: JobSpec) -> int:
 
 
 @contextlib.contextmanager
-def _handing_on(
+def _forwarding_signals(
     supervisor: int, unblock: frozenset[signal.Signals]
 ) -> Iterator[list[int]]:
-    """Send the signals that end the job on to the supervisor, inside the block.
+    """Forward the signals that end the job to the supervisor, inside the block.
 
     Yields:
-        The signals that came, in order.
+        The signals received, in order.
     """
     received: list[int] = []
 
-    def hand_on(number: int, frame: FrameType | None) -> None:
+    def forward(number: int, frame: FrameType | None) -> None:
         received.append(number)
         with contextlib.suppress(ProcessLookupError):
             os.kill(supervisor, number)
 
     before = {}
     for number in ENDING_SIGNALS:
-        # What `nohup` or a shell's `&` have set to be ignored stays so.
+        # A signal that `nohup` or a shell's `&` ignores stays ignored.
         if signal.getsignal(number) is not signal.SIG_IGN:
-            before[number] = signal.signal(number, hand_on)
+            before[number] = signal.signal(number, forward)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, unblock)
     try:
         yield received

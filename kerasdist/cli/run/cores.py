@@ -1,4 +1,4 @@
-"""Which cores each worker gets: pure functions, and one look at the machine."""
+"""The assignment of cores to workers: pure functions, and one look at the machine."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def shares(cores: Sequence[int], size: int) -> list[tuple[int, ...]]:
 def thread_variables(cores: int) -> dict[str, str]:
     """Return the environment that gives a worker as many threads as cores.
 
-    And one more that runs operations: a collective waits in one of them while the
+    One more thread runs operations: a collective waits in one of them while the
     others compute.
 
     Args:
@@ -50,7 +50,7 @@ def thread_variables(cores: int) -> dict[str, str]:
 
 
 def cores_in_order(read: Callable[[str], str] | None = None) -> list[int]:
-    """Return the cores this process may use, so that neighbours belong together.
+    """Return the cores this process may use, those of one physical core together.
 
     The kernel often numbers the second hardware threads of all cores after all
     first ones: by number alone, two workers would get halves of the same cores.

@@ -1,16 +1,16 @@
-"""What is said when all tasks of a job have ended, and the launcher's exit code.
+"""The report when all tasks of a job have ended, and the launcher's exit code.
 
     nothing went wrong                                       0
-    the job has failed                                       the code of who is to blame
+    the job failed                                           code of the first failure
     it finished without workers that were lost, all of them
         killed from outside, dropped by the servers          0
         one of them ended with an error of its own           that one's code
         the chief is one of them                             the chief's code
 
-A killed worker was preempted: that is what such jobs are for, and there is nothing to
-mend. An error of its own is the script's: a missing file on three workers of four would
-else be a success with a quarter of the data, which nobody sees who looks at codes. And
-what the chief alone writes, the model above all, isn't there without the chief.
+A killed worker was preempted: such jobs are made for that, and nothing has to be
+mended. An error of its own is the script's: otherwise a missing file on three workers
+of four would be a success with a quarter of the data, invisible in the exit code. And
+without the chief, the files that it alone writes are missing, the model above all.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from kerasdist.cli.run.outcome import (
 from kerasdist.cli.run.output import end_of, last_traceback
 from kerasdist.cli.run.spawn import Started
 
-__all__ = ["Ending", "to_blame"]
+__all__ = ["Ending", "reported_cause"]
 
-# Sent by a person, a system or whoever keeps the machines. What a process sends itself
-# when it crashes (SIGSEGV, SIGABRT) is an error of its own.
+# Sent by a user, a batch system or an administrator. A signal that a process sends
+# itself when it crashes (SIGSEGV, SIGABRT) is an error of its own.
 _FROM_OUTSIDE = (
     signal.SIGKILL,
     signal.SIGTERM,
@@ -45,11 +45,11 @@ _FROM_OUTSIDE = (
 )
 
 
-def to_blame(tasks: Sequence[Started], verdict: JobOutcome) -> Started | None:
-    """The task that the others blame for the job's failure, if they do."""
-    kind, index = "worker", verdict.blamed
+def reported_cause(tasks: Sequence[Started], outcome: JobOutcome) -> Started | None:
+    """Return the task that the others report as the cause of the failure, if any."""
+    kind, index = "worker", outcome.blamed
     if index is None:
-        kind, index = "ps", verdict.blamed_server
+        kind, index = "ps", outcome.blamed_server
     found = (
         each for each in tasks if (each.task.kind, each.task.index) == (kind, index)
     )
@@ -57,34 +57,34 @@ def to_blame(tasks: Sequence[Started], verdict: JobOutcome) -> Started | None:
 
 
 class Ending:
-    """The end of a job that nobody has broken off.
+    """The end of a job that wasn't interrupted.
 
     Args:
-        job: What was to be run.
+        job: The job's specification.
         tasks: All of its tasks, ended.
-        verdict: What they have said.
+        outcome: What they reported.
     """
 
     def __init__(
-        self, job: JobSpec, tasks: Sequence[Started], verdict: JobOutcome
+        self, job: JobSpec, tasks: Sequence[Started], outcome: JobOutcome
     ) -> None:
         self._job = job
         self._tasks = tasks
-        self._verdict = verdict
+        self._outcome = outcome
         self._workers = [each for each in tasks if not each.task.is_server]
 
     def report(self, *, failed: bool) -> int:
-        """Say how the job has ended; return the exit code.
+        """Print how the job ended; return the exit code.
 
         Args:
-            failed: Whether a task has failed without which the job couldn't go on.
+            failed: Whether a task failed without which the job couldn't continue.
         """
         lost = [each for each in self._workers if each.lost and not each.replaced]
         if not failed and lost and len(lost) < len(self._workers):
             return self._finished_without(lost)
         return self._failed()
 
-    # The job went on without some workers.
+    # The job continued without some workers.
 
     def _finished_without(self, lost: list[Started]) -> int:
         names = " and ".join(str(each.task) for each in lost)
@@ -102,22 +102,22 @@ class Ending:
             say(f"{own.task} {in_words(own.code or 0)} by itself: this is no success")
             if not own.task.is_chief:
                 self._show_end(own)
-        blamed = chief or own
-        return 0 if blamed is None else exit_code(blamed.code or 1)
+        cause = chief or own
+        return 0 if cause is None else exit_code(cause.code or 1)
 
     def _by_itself(self, worker: Started) -> bool:
-        """Whether an error of its own has ended it."""
+        """Return whether a worker was ended by an error of its own."""
         if not worker.code or worker.ended_by_us:
             return False
         if worker.code < 0:
             return -worker.code not in _FROM_OUTSIDE
-        return worker.task.index not in self._verdict.gave_up
+        return worker.task.index not in self._outcome.gave_up
 
-    # The job has failed, or nothing went wrong.
+    # The job failed, or nothing went wrong.
 
     def _failed(self) -> int:
         failures = []
-        # Workers that were lost before aren't why, unless nobody was left.
+        # Workers that were lost before aren't the cause, unless none was left.
         all_lost = all(each.lost for each in self._workers)
         for number, task in enumerate(self._tasks):
             counts = all_lost or not task.lost or task.task.is_server
@@ -132,8 +132,8 @@ class Ending:
                         written_at=written_at,
                     )
                 )
-        blamed = to_blame(self._tasks, self._verdict)
-        index = None if blamed is None else self._tasks.index(blamed)
+        cause = reported_cause(self._tasks, self._outcome)
+        index = None if cause is None else self._tasks.index(cause)
         first = first_failure(failures, index)
         if first is None:
             well = all(each.code == 0 or each.lost for each in self._tasks)
@@ -142,20 +142,20 @@ class Ending:
         alone = len(self._tasks) == 1
         others = "" if alone else f"; the other {self._job.kinds} were ended"
         say(f"{shown.task} {in_words(first.code)}{others}")
-        if blamed is not None and blamed is not shown:
+        if cause is not None and cause is not shown:
             how = "was lost to the others, and had to be ended"
-            if not blamed.ended_by_us:
-                how = f"ended with code {blamed.code} while others still needed it"
-            say(f"before that, {blamed.task} {how}")
-            if last_traceback(blamed.evidence(self._job)[0]):
-                shown = blamed
-        # What the task has shown itself isn't shown again.
+            if not cause.ended_by_us:
+                how = f"ended with code {cause.code} while others still needed it"
+            say(f"before that, {cause.task} {how}")
+            if last_traceback(cause.evidence(self._job)[0]):
+                shown = cause
+        # An error that the task printed itself isn't printed again.
         if not self._has_printed(shown):
             self._show_end(shown)
         if failed is not shown:
             self._say_message(failed, str(failed.task))
         for other in failures:
-            # Said because the order of exits may deceive, see `outcome`.
+            # Listed because the order of exits may deceive, see `outcome`.
             if other is not first:
                 task = self._tasks[other.rank]
                 self._say_message(
@@ -164,7 +164,7 @@ class Ending:
         return exit_code(first.code)
 
     def _has_printed(self, task: Started) -> bool:
-        """Whether what ended a task stands above already.
+        """Return whether the error that ended a task was printed already.
 
         The chief prints its own error, unless that only follows from another task's.
         Where all ranks raise one error, the chief's is enough.
@@ -182,7 +182,7 @@ class Ending:
         return True
 
     def _say_message(self, task: Started, begin: str) -> None:
-        """Say of a task how it ended, and the error that wasn't printed."""
+        """Print how a task ended, and its error if that wasn't printed."""
         final = task.final_error
         hidden = final is not None and final.consequence
         message = "" if final is None or not hidden else final.message.splitlines()[0]

@@ -1,8 +1,8 @@
-"""Tasks that were stopped by a signal, and that nobody misses any more.
+"""Tasks that were stopped by a signal after all others ended.
 
-While others need a frozen worker they notice it by its silence. One that is stopped
-after they have ended well (in `model.save`, for instance) is missed by nobody: only the
-system knows that it isn't just busy.
+While others need a frozen worker they detect it by its silence. One that is stopped
+after they have ended well (in `model.save`, for instance) isn't missed by any task:
+only the system knows that it isn't just busy.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from kerasdist.cli.run.spawn import Started
 
 __all__ = ["FrozenTasks"]
 
-# So often in a row, once a second. Counted, not measured: a batch system that suspends
-# the whole job for hours stops whoever looks, too.
+# Looks in a row, one per second. Counted, not timed: a batch system that suspends the
+# whole job for hours stops the launcher, too.
 _LOOKS = 10
 _SECONDS = 1.0
 
 
 class FrozenTasks:
-    """Finds out that nothing is left of a job but tasks that are stopped.
+    """Detects that all tasks of a job that still run are stopped.
 
     Args:
         tasks: All tasks of the job.
@@ -37,7 +37,7 @@ class FrozenTasks:
 
     @property
     def next_in(self) -> float | None:
-        """Seconds until `found` is to be asked again; None: nothing waits for that."""
+        """Seconds until the next call of `found`; None if none is needed."""
         if not self._may_be:
             return None
         return max(0.0, self._next - time.monotonic())
@@ -48,12 +48,12 @@ class FrozenTasks:
         return 0 < len(ended) < len(self._tasks)
 
     def found(self) -> list[Started]:
-        """All tasks that still run, if each has been stopped for several seconds."""
+        """Return all running tasks if each has been stopped for several seconds."""
         if not self._may_be or time.monotonic() < self._next:
             return []
         self._next = time.monotonic() + _SECONDS
         running = [each for each in self._tasks if each.code is None]
-        # After Ctrl-Z the launcher is stopped with the chief, and both go on later.
+        # After Ctrl-Z the launcher is stopped with the chief; both are resumed later.
         stopped = all(is_stopped(each.process.pid) for each in running)
         self._seen = self._seen + 1 if stopped and not is_stopped(self._launcher) else 0
         return running if self._seen >= _LOOKS else []

@@ -1,4 +1,4 @@
-"""What `kerasdist run` was asked to run."""
+"""The specification of a job of `kerasdist run`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Task:
     index: int
 
     def __str__(self) -> str:
-        """What messages call it: `rank 1` or `server 0`."""
+        """Return its name in messages: `rank 1` or `server 0`."""
         return f"{'server' if self.is_server else 'rank'} {self.index}"
 
     @property
@@ -37,21 +37,21 @@ class Task:
 
     @property
     def tag(self) -> str:
-        """What stands before its lines: `1` or `ps 0`."""
+        """The tag of its lines: `1` or `ps 0`."""
         return f"ps {self.index}" if self.is_server else f"{self.index}"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class JobSpec:
-    """What to run; everything has been checked.
+    """A job to run; everything is checked.
 
     Attributes:
         size: Number of workers.
         servers: Number of parameter servers.
-        command: What follows the interpreter: the script or `-m module`, and its
-            arguments.
+        command: The arguments of the interpreter: the script or `-m module`, and its
+            own arguments.
         log_dir: Folder of the logs, which exists. None: no logs.
-        tagged: Whether the output of all but the chief goes to our standard output.
+        tagged: Whether the output of all but the chief is copied to standard output.
         cores: Cores by rank; empty: not bound. Servers never are.
         environ: The user's environment.
     """
@@ -74,7 +74,7 @@ class JobSpec:
 
     @property
     def kinds(self) -> str:
-        """What messages call all of them together."""
+        """The name of all of them together, in messages."""
         return "workers and servers" if self.servers else "workers"
 
     def log(self, task: Task) -> Path | None:

@@ -1,13 +1,13 @@
-"""Whose fault the end of a job is: what its processes reported, and what was seen.
+"""The cause of a job's failure, from its processes' reports, outputs and exits.
 
-When one rank fails, the others fail because of it, and the processes needn't end in
-the order in which things went wrong: a rank with an exception closes its connections
-first, its peers see that, fail and end at once, while it still tidies up. So what
-the workers have agreed on counts: they report it on one pipe (`JobOutcome`, see
-`kerasdist.transport.liveness.launcher_pipe`). Without it, as when they weren't
-connected yet, their outputs may tell (`first_failure`); the order of exits is only used
-where nothing better is known, and of the chief nothing better is: its output isn't ours
-to see.
+When one rank fails, the others fail because of it, and the processes don't always end
+in the order in which they failed: a rank with an exception closes its connections
+first; its peers notice that, fail and end at once, while it still tidies up. So the
+cause that the workers agreed on counts: they report it on one pipe (`JobOutcome`, see
+`kerasdist.transport.liveness.launcher_pipe`). Without a report, as when they weren't
+connected yet, their outputs may show it (`first_failure`). The order of exits is only
+used where nothing better is known, as with the chief, whose output the launcher
+doesn't see.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ __all__ = ["Failure", "JobOutcome", "exit_code", "first_failure", "in_words"]
 
 
 class JobOutcome:
-    """The pipe, and what was read from it.
+    """The pipe on which processes report, and what was read from it.
 
     Args:
         servers: Number of parameter servers of the job.
 
     Attributes:
-        reading: Its end to read from, which doesn't block. It never comes to an
-            end, because the other end stays open here.
+        reading: Its end to read from, which doesn't block. It never reaches the end
+            of file, because the other end stays open here.
         writing: Its end for the workers and servers.
         patience: How many seconds the job waits for a lost server; 0: not at all.
-        gave_up: Ranks that have failed because the servers had lost them before.
+        gave_up: Ranks that failed because the servers had lost them before.
     """
 
     def __init__(self, servers: int = 0) -> None:
@@ -58,11 +58,11 @@ class JobOutcome:
 
     @property
     def environ(self) -> dict[str, str]:
-        """What tells a worker that inherits `writing` where it is."""
+        """The variable that names `writing` to a worker that inherits it."""
         return {REPORT_VARIABLE: pipe_in_words(self.writing)}
 
     def read(self) -> None:
-        """Read what has come; waits for nothing."""
+        """Read the reports that have arrived, without waiting."""
         while True:
             try:
                 data = os.read(self.reading, 65536)
@@ -78,15 +78,15 @@ class JobOutcome:
 
     def _take_report(self, report: Report) -> None:
         if self.goes_on and any(rank == report.rank for _, rank in self._lost):
-            # It was frozen, say; the others have gone on, and it wakes up.
+            # For instance, it was frozen, the others continued, and it wakes up.
             self.gave_up.add(report.rank)
             return
         if self.goes_on and report.rank == report.blames:
             return
-        # That a server hasn't come back isn't said by servers.
+        # Servers don't report that another server was lost for good; workers do.
         self._failed = True
-        # The first word counts: later ones may be about a rank that has given up
-        # because of it.
+        # The first report counts: later ones may name a rank that failed because of
+        # it.
         self._by_job.setdefault(report.job, report)
         self._job = report.job
 
@@ -97,27 +97,27 @@ class JobOutcome:
         elif notice.kind == "failed":
             self._failed = True
         else:
-            who = notice.server, notice.rank
+            key = notice.server, notice.rank
             if notice.kind == "lost":
-                self._lost.add(who)
+                self._lost.add(key)
             else:
-                self._lost.discard(who)
-            if notice.server == 0:  # the others see the same, sooner or later
+                self._lost.discard(key)
+            if notice.server == 0:  # the others report the same, sooner or later
                 self._notices.append(notice)
 
     @property
     def goes_on(self) -> bool:
-        """Whether the job goes on without lost workers, as all servers must say."""
+        """Whether the job continues without lost workers: all servers reported that."""
         return 0 < self._servers <= len(self._begun) and not self._failed
 
     def notices(self) -> list[Notice]:
-        """What has happened to workers since the last call, as server 0 tells."""
+        """Return server 0's notices about workers since the last call."""
         found, self._notices = self._notices, []
         return found
 
     @property
     def blamed(self) -> int | None:
-        """The rank to blame; None if nobody has said so.
+        """The rank that was reported as the cause; None if there is no report.
 
         Of several jobs the last to fail counts: the script has survived the others.
         """
@@ -125,16 +125,16 @@ class JobOutcome:
 
     @property
     def blamed_server(self) -> int | None:
-        """The same of the parameter servers, by index."""
+        """The index of the server that was reported as the cause; None if none was."""
         return None if self._job is None else self._by_job[self._job].server
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Failure:
-    """A rank that ended by itself, and not well.
+    """A rank that ended by itself, with a failure.
 
     Attributes:
-        rank: The rank; servers come after the last one.
+        rank: The rank; servers are counted after the last one.
         code: Its exit code; negative for a signal, as `subprocess` has it.
         ended_at: When its process ended, in ns since the epoch.
         output: The end of its output; empty if we don't see it (the chief's).
@@ -149,7 +149,7 @@ class Failure:
 
     @property
     def failed_at(self) -> int:
-        """When it went wrong, as far as can be told, in ns since the epoch."""
+        """The estimated time of the failure, in ns since the epoch."""
         if last_traceback(self.output) is None:
             return self.ended_at
         return min(self.ended_at, self.written_at)
@@ -160,11 +160,11 @@ def first_failure(
 ) -> Failure | None:
     """Return the failure that caused the others; None if there are none.
 
-    A rank that says it has lost another one isn't it, unless all say so.
+    A rank that reports the loss of another one isn't it, unless all report one.
 
     Args:
         failures: All of them.
-        blamed: The rank that the workers say is to blame. It counts if it has failed.
+        blamed: The rank that the workers report as the cause. It counts if it failed.
     """
     return min(
         failures,
@@ -178,12 +178,12 @@ def first_failure(
 
 
 def exit_code(code: int) -> int:
-    """Return what a shell would say: 128 + the number for a signal."""
+    """Return a code as a shell shows it: 128 + the number for a signal."""
     return 128 - code if code < 0 else code
 
 
 def in_words(code: int) -> str:
-    """Say how a process with this code (negative for a signal) ended."""
+    """Describe how a process with this code (negative for a signal) ended."""
     if code >= 0:
         return f"failed with exit code {code}"
     try:
@@ -192,5 +192,5 @@ def in_words(code: int) -> str:
         name = str(-code)
     hint = ""
     if -code == signal.SIGKILL:
-        hint = ", sent by someone else or by the system when memory ran out"
+        hint = ", sent by another process, or by the system when memory ran out"
     return f"was ended by signal {name}{hint}"

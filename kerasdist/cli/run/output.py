@@ -1,4 +1,4 @@
-"""What becomes of the workers' output: tags, logs, and the traceback that counts."""
+"""The workers' output: tags, logs, and the traceback to show."""
 
 from __future__ import annotations
 
@@ -34,19 +34,19 @@ _CHAINED = re.compile(
     r"(?:The above exception was the direct cause of the following exception:"
     r"|During handling of the above exception, another exception occurred:)\s*\Z"
 )
-# What ranks raise because another one is gone: not what broke the job.
+# Errors that ranks raise because another one was lost: not the cause of the failure.
 _CONSEQUENCE = re.compile(r"\b(?:WorkerLost: Rank|ServerLost: Server) \d+ ")
 
 
 class LineTagger:
     """Cuts one rank's output into lines and puts a tag before each.
 
-    Progress bars write their line again and again with carriage returns. A
-    terminal would show the last state, so that is what a finished line becomes; of
-    a line that isn't finished a state is shown every few seconds.
+    Progress bars write their line again and again with carriage returns. Of a finished
+    line only the last state is kept, as a terminal would show it; of a line that isn't
+    finished a state is shown every few seconds.
 
     Args:
-        tag: What comes first, e.g. `b"[1] "`.
+        tag: The beginning of each line, e.g. `b"[1] "`.
     """
 
     def __init__(self, tag: bytes) -> None:
@@ -55,7 +55,7 @@ class LineTagger:
         self._shown_at: float | None = None
 
     def feed(self, data: bytes, now: float) -> bytes:
-        """Take what the rank wrote and return whole tagged lines, maybe none.
+        """Add output of the rank and return whole tagged lines, maybe none.
 
         Args:
             data: Any part of the output.
@@ -97,15 +97,15 @@ class LineTagger:
 class WholeLines:
     """Cuts one rank's output only where a line, or a state of a bar, ends.
 
-    For a rank whose output stays as it is, beside others' lines: Python writes what
-    one `print` is given in several pieces.
+    It keeps the output of a rank without tags apart from others' lines: Python writes
+    the arguments of one `print` in several pieces.
     """
 
     def __init__(self) -> None:
         self._pending = b""
 
     def feed(self, data: bytes, now: float) -> bytes:
-        """Take what the rank wrote and return what is complete; see `LineTagger`."""
+        """Add output of the rank and return complete lines; see `LineTagger`."""
         del now
         data = self._pending + data
         end = max(data.rfind(b"\n"), data.rfind(b"\r")) + 1
@@ -121,7 +121,7 @@ class WholeLines:
 
 
 class Tail:
-    """The end of one rank's output, and when it last said something."""
+    """The end of one rank's output, and the time of its last write."""
 
     def __init__(self) -> None:
         self._data = b""
@@ -133,12 +133,12 @@ class Tail:
         self._written_at = time.time_ns()
 
     def read(self) -> tuple[str, int]:
-        """Return the text, and when it was written, in ns since the epoch."""
+        """Return the text, and the time of the last write, in ns since the epoch."""
         return self._data.decode(errors="replace"), self._written_at
 
     @staticmethod
     def of_file(path: Path) -> tuple[str, int]:
-        """Return the same of a log; `("", 0)` if it can't be read."""
+        """Return the end of a log and its time; `("", 0)` if it can't be read."""
         try:
             with path.open("rb") as log:
                 status = os.fstat(log.fileno())
@@ -151,9 +151,9 @@ class Tail:
 class OutputPump:
     """Copies the output of several ranks to one descriptor, in whole lines.
 
-    In a thread of its own: who reads our output may stop for a while (a pager),
-    and the supervisor mustn't stop with it. The workers do, when their pipes are
-    full, as they would without us.
+    It runs in a thread of its own: the reader of our output may stop for a while (a
+    pager), and the supervisor mustn't stop with it. The workers do, when their pipes
+    are full, as they would without a launcher.
 
     Args:
         out: Descriptor to write to.
@@ -187,7 +187,7 @@ class OutputPump:
         self._thread.start()
 
     def finish(self, seconds: float) -> None:
-        """Copy what there is, then stop; wait for that at most `seconds`."""
+        """Copy the remaining output, then stop; wait for that at most `seconds`."""
         if self._thread.is_alive():
             os.close(self._woken)
             self._thread.join(seconds)
@@ -238,7 +238,7 @@ class OutputPump:
             try:
                 data = data[os.write(self._out, data) :]
             except OSError:
-                # Nobody reads any more (`| head`). The workers mustn't stop for it.
+                # The reader has ended (`| head`). The workers mustn't stop for it.
                 self._out = None
 
 
@@ -258,7 +258,7 @@ def last_traceback(text: str) -> str | None:
 
 
 def end_of(text: str) -> str:
-    """Return what to show of a failed rank: its traceback, else the last lines."""
+    """Return the part of a failed rank's output to show: traceback or last lines."""
     traceback = last_traceback(text)
     lines = (text.rstrip() if traceback is None else traceback).splitlines()
     if traceback is None:
@@ -271,5 +271,5 @@ def end_of(text: str) -> str:
 
 
 def is_consequence(text: str) -> bool:
-    """Whether an output ends in an error about another task that was lost."""
+    """Return whether an output ends in an error about another task that was lost."""
     return bool(_CONSEQUENCE.search(last_traceback(text) or ""))

@@ -1,4 +1,4 @@
-"""Find and end all processes below one: children, their children, and orphans."""
+"""The processes below one, found and ended: children, their children, and orphans."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ _PR_GET_CHILD_SUBREAPER = 37
 def adopt_orphans() -> Iterator[None]:
     """Become the parent of descendants whose own parents end, inside the block.
 
-    Otherwise an orphan goes to init, and nobody can tell any more whose it was. So
-    nothing escapes, whatever session or process group it made for itself. Where
+    Otherwise an orphan becomes a child of init, and its origin is unknown. So no
+    process escapes, whatever session or process group it made for itself. Where
     the system can't do that (only Linux can), orphans do escape.
     """
     if sys.platform != "linux":
@@ -96,9 +96,9 @@ def _processes() -> Iterator[tuple[int, int, bool]]:
 
 
 def is_stopped(pid: int) -> bool:
-    """Whether a process was stopped by a signal; False where the system doesn't tell.
+    """Return whether a process was stopped by a signal; False if that's unknown.
 
-    One that a debugger holds isn't.
+    A process that a debugger holds isn't.
     """
     try:
         text = Path("/proc", str(pid), "stat").read_bytes()
@@ -111,7 +111,7 @@ def signal_all(root: int, signum: int, spare: frozenset[int] = frozenset()) -> N
     """Send a signal to everything below `root`, except to `spare`."""
     for pid in descendants(root):
         if pid not in spare:
-            # Gone in between, or it has become another user's (sudo).
+            # It ended in between, or has become another user's (sudo).
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signum)
 
@@ -121,17 +121,17 @@ def kill_all(
 ) -> list[int]:
     """Send a signal to everything below `root` until nothing is left.
 
-    Again and again, because one may fork while the others are being killed.
+    The signal is repeated, because one may fork while the others are being killed.
     Children of this process are reaped.
 
     Args:
-        root: This process, or one above all that shall end.
+        root: This process, or one above all that are to end.
         signum: The signal, usually SIGKILL.
         seconds: How long to go on.
         spare: Processes that are left alone.
 
     Returns:
-        What is still there: the ids, empty if all is well.
+        The ids of processes that still run; empty if there are none.
     """
     until = time.monotonic() + seconds
     while True:
@@ -148,7 +148,7 @@ def kill_all(
 
 
 def in_foreground(group: int) -> bool:
-    """Whether the terminal's keys send signals to this process group."""
+    """Return whether the terminal's keys send signals to this process group."""
     try:
         terminal = os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY)
     except OSError:  # there is no terminal

@@ -1,4 +1,4 @@
-"""Starts the workers and servers of `kerasdist run`, each where it belongs."""
+"""The start of the workers and servers of `kerasdist run`."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ class Started:
     """A started task.
 
     Attributes:
-        task: Which.
+        task: The task.
         process: Its process.
-        tail: The end of its output, if that comes through the pump.
+        tail: The end of its output, if the pump copies that.
         error_file: Takes its last error, if its output is shown at once.
         code: Its exit code when it has ended; negative for a signal.
         ended_at: When it ended, in ns since the epoch.
-        ended_by_us: Whether it was told to end.
-        reason: What the servers say of how it was lost; empty: they don't.
-        heard_at: When they said so (monotonic), or None.
-        lost: Whether the job goes on without it.
-        replaced: Whether another process has come with its rank since.
+        ended_by_us: Whether the launcher ended it.
+        reason: How it was lost, as the servers report; empty: they don't.
+        reported_at: When they reported the loss (monotonic), or None.
+        lost: Whether the job continues without it.
+        replaced: Whether another process has joined with its rank since.
     """
 
     task: Task
@@ -52,20 +52,20 @@ class Started:
     ended_at: int = 0
     ended_by_us: bool = False
     reason: str = ""
-    heard_at: float | None = None
+    reported_at: float | None = None
     lost: bool = False
     replaced: bool = False
 
     @property
     def final_error(self) -> FinalError | None:
-        """The error that has ended its script, if it was handed over."""
+        """The error that ended its script, if the script's process wrote it."""
         if self.error_file is None:
             return None
         self.error_file.seek(0)
         return FinalError.decode(self.error_file.read())
 
     def evidence(self, job: JobSpec) -> tuple[str, int]:
-        """The end of its output, and when it last wrote, in ns since the epoch."""
+        """Return the end of its output, and the last write in ns since the epoch."""
         final = self.final_error
         if final is not None and self.error_file is not None:
             status = os.fstat(self.error_file.fileno())
@@ -78,7 +78,7 @@ class Started:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Launch:
-    """How tasks are started.
+    """The settings with which tasks are started.
 
     Attributes:
         job: What to run.
@@ -86,7 +86,7 @@ class Launch:
         secret: The job's secret.
         environ: Further variables of all tasks.
         pass_fds: Descriptors that all inherit.
-        pump: Takes the output of tasks; None: it goes where the job says.
+        pump: Copies the output of tasks; None: the tasks write to their logs.
     """
 
     job: JobSpec
@@ -102,8 +102,8 @@ class Launch:
         Raises:
             OSError: One can't be started; others may run.
         """
-        # The sockets listen before any worker lives: nobody can take a port in
-        # between, and a worker that is early finds all others.
+        # The sockets listen before any worker runs: no other process can take a port
+        # in between, and a worker that is early can connect to all others.
         started = []
         with contextlib.ExitStack() as listeners:
             sockets = []
@@ -136,10 +136,10 @@ class Launch:
         cores = job.cores[task.index] if job.cores and not task.is_server else ()
         place = {"type": task.kind, "index": task.index}
         path = job.log(task)
-        # The chief's goes straight to the terminal, with its progress bars; into a
-        # file or another program the pump writes it, or lines would be mixed.
+        # The chief writes straight to the terminal, with its progress bars; to a file
+        # or another program the pump writes for it, or lines would be mixed.
         piped = self.pump is not None and (not chief or not os.isatty(1))
-        # Of all others it's read from the log.
+        # The errors of all others are read from their logs.
         shown = chief or self.pump is not None
         error_file = tempfile.TemporaryFile() if shown else None  # noqa: SIM115
         inherited = [listen_fd, *self.pass_fds]

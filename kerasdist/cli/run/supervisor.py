@@ -1,16 +1,16 @@
-"""The process that starts the workers of `kerasdist run`, watches and ends them.
+"""The supervisor: the process that starts, watches and ends a job's tasks.
 
     launcher ───── supervisor ─┬─ rank 0, the chief ── ...
     (what the      (fork)      ├─ rank 1 ── ...
     user started)              ├─ rank 2 ── ...
                                └─ server 0 ── ...
 
-Why two processes: the launcher may be killed with SIGKILL, and then somebody must
-end the workers and all their children. The supervisor holds the reading end of a
-pipe whose other end only the launcher has; it reads the end of file when the
-launcher is gone, however it went. All orphans below it become its children
-(`adopt_orphans`), so its descendants are the job: nothing escapes. The other way
-round the launcher adopts and ends the job if the supervisor is killed.
+There are two processes because the launcher may be killed with SIGKILL, and then
+another process must end the workers and all their children. The supervisor holds the
+reading end of a pipe whose other end only the launcher has; it reads the end of file
+when the launcher has ended in any way. All orphans below it become its children
+(`adopt_orphans`), so its descendants are the whole job. The other way round the
+launcher adopts and ends the job if the supervisor is killed.
 
 Process groups and the terminal: the launcher stays in the group in which the shell
 started it, and the chief joins it, so the chief reads the terminal, and Ctrl-C
@@ -28,7 +28,7 @@ import signal
 import time
 
 from kerasdist.cli.console import say, say_soon
-from kerasdist.cli.run.ending import Ending, to_blame
+from kerasdist.cli.run.ending import Ending, reported_cause
 from kerasdist.cli.run.frozen import FrozenTasks
 from kerasdist.cli.run.job import JobSpec
 from kerasdist.cli.run.losses import Losses
@@ -48,18 +48,18 @@ __all__ = ["ENDING_SIGNALS", "JobSupervisor"]
 ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 # When one rank fails, in seconds from then. The others first get the time to fail
-# by themselves: they say which rank they have lost, and the real first failure may
+# by themselves: they report which rank they have lost, and the real first failure may
 # be one whose process takes longer to end. In sum less than 5 s.
 _LET_THEM_FAIL = 1.5
 _TERM_TO_KILL = 2.0
-# The rank that the others blame: TensorFlow may take long to end a process.
-_LET_BLAMED_END = 3.0
+# The rank that the others report as the cause: TensorFlow may end a process slowly.
+_LET_CAUSE_END = 3.0
 # A lost worker that still runs when the job without it has ended.
 _LET_LOST_END = 2.0
 # After Ctrl-C: scripts may catch KeyboardInterrupt and save.
 _INTERRUPT_TO_TERM = 2.0
 _TWICE = 0.5
-# A killed process can only stay when the kernel holds it (a dead network disk).
+# A killed process only stays if the kernel holds it (a dead network disk).
 _GIVE_UP = 1.0
 _OUTPUT_SECONDS = 2.0
 
@@ -68,7 +68,7 @@ class JobSupervisor:
     """Runs one job from its start to the end of its last process.
 
     Args:
-        job: What to run.
+        job: The job to run.
         life: Reading end of the pipe that ends when the launcher does.
         group: The launcher's process group.
         secret: The job's secret.
@@ -79,28 +79,28 @@ class JobSupervisor:
         self._life = life
         self._group = group
         self._pump = OutputPump(1) if job.tagged else None
-        self._verdict = JobOutcome(job.servers)
+        self._outcome = JobOutcome(job.servers)
         self._launch = Launch(
             job=job,
             group=group,
             secret=secret,
-            environ=self._verdict.environ,
-            pass_fds=(self._verdict.writing,),
+            environ=self._outcome.environ,
+            pass_fds=(self._outcome.writing,),
             pump=self._pump,
         )
         self._tasks: list[Started] = []
-        self._losses = Losses((), self._verdict)
+        self._losses = Losses((), self._outcome)
         self._frozen = FrozenTasks(())
         self._failed_at: float | None = None
         self._signal: int | None = None
         self._signal_at = 0.0
         self._give_up_at: float | None = None
         self._launcher_lost = False
-        # (monotonic time, signal): what is still to be sent to all, and when.
+        # (monotonic time, signal): the signals that are still to be sent to all.
         self._plan: list[tuple[float, int]] = []
 
     def run(self, unblock: frozenset[signal.Signals]) -> int:
-        """Start the workers and return the launcher's exit code when all has ended.
+        """Start the workers and return the launcher's exit code when all have ended.
 
         Args:
             unblock: Signals that are blocked until the handlers are in place.
@@ -109,18 +109,18 @@ class JobSupervisor:
         for fd in (wake_read, wake_write):
             os.set_blocking(fd, False)
         signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
-        signal.signal(signal.SIGCHLD, _noted)
-        # We are in the background of the terminal, and yet want to write to it.
+        signal.signal(signal.SIGCHLD, _ignore)
+        # This process is in the terminal's background, and yet writes to it.
         signal.signal(signal.SIGTTOU, signal.SIG_IGN)
         for number in ENDING_SIGNALS:
-            # What `nohup` or a shell's `&` have set to be ignored stays so.
+            # A signal that `nohup` or a shell's `&` ignores stays ignored.
             if signal.getsignal(number) is not signal.SIG_IGN:
-                signal.signal(number, _noted)
+                signal.signal(number, _ignore)
         with adopt_orphans():
             try:
                 signal.pthread_sigmask(signal.SIG_UNBLOCK, unblock)
                 self._tasks = self._launch.start()
-                self._losses = Losses(self._tasks, self._verdict)
+                self._losses = Losses(self._tasks, self._outcome)
                 self._frozen = FrozenTasks(self._tasks)
                 self._watch(wake_read)
             except OSError as error:
@@ -140,10 +140,10 @@ class JobSupervisor:
         with selectors.DefaultSelector() as selector:
             selector.register(wake, selectors.EVENT_READ)
             selector.register(self._life, selectors.EVENT_READ)
-            selector.register(self._verdict.reading, selectors.EVENT_READ)
+            selector.register(self._outcome.reading, selectors.EVENT_READ)
             while True:
                 self._reap()
-                self._losses.listen()
+                self._losses.read_reports()
                 running = [w for w in self._tasks if w.code is None]
                 if not running:
                     # Grandchildren, which may hold the terminal or a pipe of ours.
@@ -152,7 +152,7 @@ class JobSupervisor:
                     if not self._plan:
                         self._plan_to_end(0.0, _TERM_TO_KILL)
                 elif self._losses.only_lost_workers_running and not self._plan:
-                    # Frozen, or busy with what nobody needs any more.
+                    # Frozen, or busy with results that no task needs any more.
                     self._plan_to_end(_LET_LOST_END, _LET_LOST_END + _TERM_TO_KILL)
                 elif not self._plan and (frozen := self._frozen.found()):
                     self._end_frozen(frozen)
@@ -173,7 +173,7 @@ class JobSupervisor:
         names = " and ".join(str(each.task) for each in frozen)
         were = "were" if len(frozen) > 1 else "was"
         say_soon(
-            f"{names} {were} stopped by a signal, and everybody else has ended: "
+            f"{names} {were} stopped by a signal, and all others have ended: "
             "waiting no longer"
         )
         self._plan_to_end(0.0, _TERM_TO_KILL)
@@ -192,7 +192,7 @@ class JobSupervisor:
                 continue
             worker.ended_at = time.time_ns()
             worker.code = os.waitstatus_to_exitcode(status)
-            worker.process.returncode = worker.code  # it can't ask any more
+            worker.process.returncode = worker.code  # it can't be waited for again
             failed = worker.code != 0 and not worker.ended_by_us
             if not failed or self._failed_at is not None:
                 continue
@@ -205,7 +205,7 @@ class JobSupervisor:
             return
         now = time.monotonic()
         if self._signal is not None:
-            # Closing a terminal may send two at once; later it means: I can't wait.
+            # Closing a terminal may send two at once; a later one means: end at once.
             if now - self._signal_at > _TWICE:
                 self._plan = [(now, signal.SIGKILL)]
             return
@@ -217,9 +217,9 @@ class JobSupervisor:
         for worker in self._tasks:
             if worker.code is None:
                 worker.ended_by_us = True
-                # Servers end after their workers, who may still need them. The
-                # terminal has sent the chief its own. To a second one it would
-                # answer by breaking off what it does about the first.
+                # Servers end after their workers, which may still need them. The
+                # terminal has signalled the chief itself; a second signal would
+                # interrupt the chief's handling of the first.
                 if worker.task.is_server:
                     continue
                 if not worker.task.is_chief or not in_foreground(self._group):
@@ -227,20 +227,16 @@ class JobSupervisor:
                         os.kill(worker.process.pid, signal.SIGINT)
 
     def _plan_to_end(self, term: float, kill: float) -> None:
-        """Plan SIGTERM and SIGKILL, in seconds from now, if nothing earlier is."""
+        """Schedule SIGTERM and SIGKILL, in seconds from now, if nothing earlier is."""
         self._losses.over = True
         now = time.monotonic()
         if not self._plan or self._plan[0][0] > now + term:
             self._plan = [(now + term, signal.SIGTERM), (now + kill, signal.SIGKILL)]
 
-    def _blamed(self) -> Started | None:
-        """The task that the others blame for the job's failure, if they do."""
-        return to_blame(self._tasks, self._verdict)
-
     def _extend_grace_period(self) -> None:
-        """After a failure, SIGTERM waits longer for the task whose code counts.
+        """Delay SIGTERM after a failure for the task whose exit code counts.
 
-        SIGKILL doesn't: the task may be frozen.
+        SIGKILL isn't delayed: the task may be frozen.
         """
         if (
             self._failed_at is None
@@ -249,9 +245,9 @@ class JobSupervisor:
             or not (self._plan and self._plan[0][1] == signal.SIGTERM)
         ):
             return
-        blamed = self._blamed()
-        ends = blamed is not None and blamed.code is None
-        seconds = _LET_BLAMED_END if ends else _LET_THEM_FAIL
+        cause = reported_cause(self._tasks, self._outcome)
+        runs = cause is not None and cause.code is None
+        seconds = _LET_CAUSE_END if runs else _LET_THEM_FAIL
         self._plan[0] = (self._failed_at + seconds, signal.SIGTERM)
 
     def _send_what_is_due(self) -> None:
@@ -268,11 +264,10 @@ class JobSupervisor:
             del self._plan[0]
 
     def _until_next(self, workers_run: bool) -> float | None:
-        """Seconds to wait for something to happen; None: as long as it takes."""
-        until = [] if workers_run else [0.05]  # grandchildren don't tell us
-        told_in = self._losses.next_in()
-        if told_in is not None:
-            until.append(told_in)
+        """Return the seconds to wait for an event; None: as long as it takes."""
+        until = [] if workers_run else [0.05]  # grandchildren's ends raise no event
+        if (loss_in := self._losses.next_in()) is not None:
+            until.append(loss_in)
         if not self._plan and (look_in := self._frozen.next_in) is not None:
             until.append(look_in)
         if self._plan:
@@ -288,9 +283,9 @@ class JobSupervisor:
             return 128 + self._signal
         if self._launcher_lost:
             return 128 + signal.SIGKILL
-        ending = Ending(self._job, self._tasks, self._verdict)
+        ending = Ending(self._job, self._tasks, self._outcome)
         return ending.report(failed=self._failed_at is not None)
 
 
-def _noted(number: int, frame: object) -> None:
-    """Do nothing: that it came is in the wake-up pipe."""
+def _ignore(number: int, frame: object) -> None:
+    """Ignore a signal: its number is in the wake-up pipe."""

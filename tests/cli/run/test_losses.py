@@ -101,7 +101,7 @@ def test_a_killed_worker_is_told_and_the_job_ends_well(launcher):
     line = wait_until_said(process, "lost")
     assert line == (
         "kerasdist run: rank 1 was lost: it was ended by signal SIGKILL (9), sent by "
-        "someone else or by the system when memory ran out; the others go on\n"
+        "another process, or by the system when memory ran out; the others go on\n"
     )
     assert process.poll() is None
     code, _, err = finish(launcher, process)
@@ -253,7 +253,7 @@ def test_another_process_may_take_a_lost_workers_place(launcher):
     (launcher.folder / "going-1").unlink()
     second = by_hand(launcher, "worker", 1)
     launcher.wait_for("going-1")
-    wait_until_said(process, "rank 1 has come again")
+    wait_until_said(process, "rank 1 joined again")
     assert finish(launcher, process) == (0, "", "")
     assert second.wait(20) == 0
 

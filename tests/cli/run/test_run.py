@@ -517,7 +517,7 @@ def test_nobody_waits_for_what_is_stopped_when_all_others_have_ended(launcher):
     _, err = process.communicate(timeout=60)
     assert process.returncode == 1
     assert (
-        "kerasdist run: rank 0 was stopped by a signal, and everybody else has ended: "
+        "kerasdist run: rank 0 was stopped by a signal, and all others have ended: "
         "waiting no longer\n" in err
     )
 
