@@ -1,6 +1,6 @@
-"""Keras callbacks that know about the other workers.
+"""Keras callbacks that take all workers into account.
 
-The folder stands beside the package in the repository and is installed as
+The folder is beside the package in the repository and is installed as
 `kerasdist.callbacks`. They work under every strategy of kerasdist, with one worker and
 without a strategy: a script needs no `if`. Keras's own callbacks work unchanged.
 """

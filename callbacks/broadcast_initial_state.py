@@ -1,4 +1,4 @@
-"""One rank's state becomes everybody's, see `BroadcastInitialState`."""
+"""The callback that gives all ranks one rank's state, `BroadcastInitialState`."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ __all__ = ["BroadcastInitialState"]
 class BroadcastInitialState(keras.callbacks.Callback):
     """Gives all workers one rank's state before the first step of each `fit`.
 
-    Weights, the optimizers' variables and counters, the state of metrics and of seed
-    generators, and the epoch to begin with: after all callbacks' `on_train_begin`,
-    wherever in the list this one stands. So weights that only one rank could load (a
-    file on its disk, `BackupAndRestore` included) reach everybody. With
+    The state is weights, the optimizers' variables and counters, the state of metrics
+    and of seed generators, and the epoch to begin with. It is sent after all callbacks'
+    `on_train_begin`, wherever in the list this one is. So weights that only one rank
+    could load (a file on its disk, `BackupAndRestore` included) reach all ranks. With
     `ParameterServerStrategy(mode="async")` the servers get them too.
 
-    The ranks compare hashes of what they hold, only what differs travels, and then they
-    compare again. With one worker there's nothing to do.
+    The ranks compare hashes of their state, only variables that differ are sent, and
+    then the ranks compare again. With one worker there's nothing to do.
 
     Without this callback a strategy refuses to train from different states, unless it
     was made with `initial_state="broadcast"`, which does the same with rank 0.
 
     Args:
-        root: Whose state all take: a rank.
+        root: The rank whose state all others receive.
         verbose: Whether the chief prints a line about it: 1 or 0.
 
     Attributes:
-        bytes: How many bytes the root gave at the beginning of the last `fit`; 0 if
-            all held the same already.
-        seconds: How long that took, with the comparisons.
+        bytes: Number of bytes that the root sent at the beginning of the last `fit`; 0
+            if all had the same state already.
+        seconds: The time that this took, with the comparisons.
 
     Raises:
         TypeError: `root` isn't a whole number.
@@ -70,7 +70,7 @@ class BroadcastInitialState(keras.callbacks.Callback):
         self.seconds = 0.0
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Without a strategy of ours there's one worker, of rank 0.
+        """Check `root`: without a strategy of kerasdist rank 0 is the only worker.
 
         Raises:
             ValueError: There is no such rank.
@@ -83,11 +83,11 @@ class BroadcastInitialState(keras.callbacks.Callback):
             )
 
     def before_first_step(self, hooks: KerasHooks, variables: list[Any]) -> None:
-        """All callbacks have begun: share the state. The strategy calls it.
+        """Share the state; the strategy calls this when all callbacks have begun.
 
         Args:
-            hooks: The strategy's.
-            variables: TensorFlow's variables, of everything that training changes.
+            hooks: The strategy's hooks.
+            variables: The TensorFlow variables of everything that training changes.
 
         Raises:
             ValueError: There is no such rank, or the ranks' models differ.

@@ -1,4 +1,4 @@
-"""The learning rate of a larger global batch, see `ScaleLearningRate`."""
+"""The callback that scales the learning rate, `ScaleLearningRate`."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ class ScaleLearningRate(keras.callbacks.Callback):
 
         rate(step) = base rate * (1 + (factor - 1) * min(step / warm-up steps, 1))
 
-    The optimizer goes on holding its base rate, a number or a `LearningRateSchedule`:
-    that is what's saved with the model, so a saved model is that of one process, and
-    what training goes on from when it's restored. Reading
-    `optimizer.learning_rate` tells the rate of the next step, base rate times factor.
+    The optimizer keeps its base rate, a number or a `LearningRateSchedule`. The base
+    rate is saved with the model, so a saved model is that of one process, and restored
+    training continues from it. Reading `optimizer.learning_rate` gives the rate of the
+    next step, base rate times factor.
     `LearningRateScheduler` and `ReduceLROnPlateau` read and set the base rate, in
     whatever order the callbacks are given. Where your own callback sets
     `optimizer.learning_rate`, that is the rate of the next step; set
-    `base_learning_rate` to say what one worker would use.
+    `base_learning_rate` to the rate that one worker would use.
 
     Over several calls of `fit`, and when training is resumed (`BackupAndRestore`,
-    `initial_epoch=`), the warm-up goes on where it was; if the number of workers has
+    `initial_epoch=`), the warm-up continues where it was; if the number of workers has
     changed meanwhile, towards the new target.
 
     Args:
@@ -50,19 +50,19 @@ class ScaleLearningRate(keras.callbacks.Callback):
             square root of k, for Adam and other adaptive optimizers (Krizhevsky, "One
             weird trick for parallelizing convolutional neural networks", 2014);
             `"none"`, 1.
-        warmup_epochs: Epochs until the rate has its target; 0 for none. Fractions
-            count. A factor below 1 needs no warm-up and has none.
+        warmup_epochs: Epochs until the rate reaches its target; 0 for none. Fractions
+            are allowed. A factor below 1 needs no warm-up and has none.
         warmup_steps: The same in steps, instead of `warmup_epochs`.
         base_batch_size: The batch size that the rate was tuned for: k is the global
             batch size divided by it. By default that is one replica's share of the
             global batch, so k is the number of replicas that take a step together:
             1 with `ParameterServerStrategy(mode="async")` and one device per worker.
-        batch_size: The global batch size, where `base_batch_size` needs it and the data
-            don't tell: in a dataset that was distributed already, say.
+        batch_size: The global batch size, where `base_batch_size` needs it and it can't
+            be read from the data (a dataset that is distributed already).
         verbose: Whether the chief prints a line at the beginning of each `fit`: 1 or 0.
 
     Attributes:
-        factor: What the rate is multiplied by after the warm-up; None before `fit`.
+        factor: The factor of the rate after the warm-up; None before `fit`.
         steps: Number of steps of the warm-up; None before `fit`.
 
     Raises:
@@ -139,12 +139,12 @@ class ScaleLearningRate(keras.callbacks.Callback):
         self._growth = ""
         self._begun = False
         self._restored = 0
-        # Before `fit` begins, also where no strategy of ours has done it.
+        # Before `fit` begins, also where no strategy of kerasdist has done it.
         _keras.install("learning_rate")
 
     @property
     def base_learning_rate(self) -> float:
-        """The rate before it's multiplied; of a schedule what it says now."""
+        """The rate before it's multiplied; of a schedule its present value."""
         return learning_rate.base_rate(self._optimizers()[0])
 
     @base_learning_rate.setter
@@ -153,16 +153,16 @@ class ScaleLearningRate(keras.callbacks.Callback):
             learning_rate.set_base_rate(optimizer, rate)
 
     def set_model(self, model: Any) -> None:
-        """Keras calls it before `fit` makes its function of a step."""
+        """Prepare the optimizers, before `fit` makes its train function."""
         super().set_model(model)
         for optimizer in self._optimizers():
             if learning_rate.scaling_of(optimizer) is None:
                 learning_rate.scaling_of(optimizer, make=True)
-                # What was traced before doesn't know of it.
+                # A function that was traced before doesn't scale.
                 model.train_function = None
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Find out the factor; all ranks must find the same.
+        """Compute the factor, which must be the same on all ranks.
 
         Raises:
             ValueError: The batch size or the length of an epoch isn't known, or the
@@ -178,29 +178,29 @@ class ScaleLearningRate(keras.callbacks.Callback):
         self._restored = 0
         if hooks is None:
             return
-        told = hooks.texts(
+        texts = hooks.texts(
             f"factor {self.factor:.12g} and {self.steps} steps of warm-up"
         )
-        if len(set(told.values())) > 1:
-            which = "; ".join(f"{each} on rank {rank}" for rank, each in told.items())
+        if len(set(texts.values())) > 1:
+            which = "; ".join(f"{each} on rank {rank}" for rank, each in texts.items())
             raise ValueError(
                 "`ScaleLearningRate` must be given the same arguments and data on all "
                 f"ranks. Received: {which}. Leave out the condition on the rank, and "
-                "let arrays and batches be as long on all ranks."
+                "use arrays and batches of the same length on all ranks."
             )
 
     def resumed_after(self, batches: int) -> None:
-        """All callbacks have begun: how far had the epoch come that is taken up again?
+        """Note how far a resumed epoch was; called when all callbacks have begun.
 
         Args:
-            batches: How many of its batches the optimizer has behind it.
+            batches: Number of its batches that the optimizer has already taken.
         """
         hooks = hooks_of(self.model.distribute_strategy)
         # Perhaps only the chief can read the file.
         self._restored = batches if hooks is None else int(hooks.of_chief(batches))
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Before the first step: only now it's known where training is resumed."""
+        """Begin the warm-up: only now it's known where training is resumed."""
         if self._begun or self.factor is None or self.steps is None:
             return
         self._begun = True
@@ -238,12 +238,12 @@ class ScaleLearningRate(keras.callbacks.Callback):
         strategy = self.model.distribute_strategy
         hooks = hooks_of(strategy)
         if hooks is not None and hooks.dynamic and not hooks.shards:
-            # Each worker has so many of its own, and the steps of all are counted.
+            # Each worker has this many of its own, and the steps of all are counted.
             return int(steps) * int(strategy.size)
         return int(steps)
 
     def _find_steps(self) -> int:
-        """Number of steps of the warm-up."""
+        """Return the number of steps of the warm-up."""
         if self.factor is None or self.factor <= 1:
             return 0
         if self.warmup_steps is not None:
@@ -253,15 +253,14 @@ class ScaleLearningRate(keras.callbacks.Callback):
         per_epoch = self._per_epoch()
         if per_epoch is None:
             raise ValueError(
-                "How many steps `warmup_epochs` are can't be known: the data don't "
-                f"tell their length. Received: warmup_epochs={self.warmup_epochs}. "
-                "Give `warmup_steps=` instead, or `fit` the argument "
-                "`steps_per_epoch=`."
+                "The number of steps in `warmup_epochs` is unknown, because the data "
+                f"have no known length. Received: warmup_epochs={self.warmup_epochs}. "
+                "Give `warmup_steps=` instead, or `steps_per_epoch=` to `fit`."
             )
         return round(self.warmup_epochs * per_epoch)
 
     def _find_growth(self, hooks: KerasHooks | None) -> float:
-        """By what the global batch is larger than what the rate was tuned for."""
+        """Return the global batch size divided by the one the rate was tuned for."""
         strategy = self.model.distribute_strategy
         if self.base_batch_size is None:
             replicas = 1
@@ -280,7 +279,7 @@ class ScaleLearningRate(keras.callbacks.Callback):
                 size *= 1 if hooks.dynamic else strategy.size
         if size is None:
             raise ValueError(
-                "The global batch size can't be known from the data. Received: "
+                "The global batch size isn't known from the data. Received: "
                 f"base_batch_size={self.base_batch_size}. Give the callback "
                 "`batch_size=` too."
             )
@@ -320,16 +319,16 @@ def _steps_behind(
     last: tuple[int, int] | None,
     steps: int,
 ) -> int:
-    """How many steps of the warm-up are behind where `fit` begins.
+    """Return the number of steps of the warm-up that were taken before `fit` begins.
 
     Args:
         taken: Number of steps that the optimizer has taken.
         epoch: Number of the epoch that begins.
         batches: Number of steps that were taken in it before training was interrupted.
         per_epoch: Number of steps per epoch, if it's known.
-        last: How many steps were behind at the end of an earlier `fit` of this process,
-            and how many there were in its warm-up; None: there was no such `fit`.
-        steps: How many there are in the warm-up now.
+        last: Number of steps of the warm-up taken at the end of an earlier `fit` of
+            this process, and the length of its warm-up; None: there was no such `fit`.
+        steps: Number of steps of the warm-up now.
     """
     if last is not None:
         behind, of = last

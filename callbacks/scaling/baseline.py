@@ -1,4 +1,4 @@
-"""Examples per second of one worker: what the scaling of several is compared with."""
+"""The baseline of scaling: the examples per second of one worker."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Baseline:
 
     Args:
         given: Examples per second, or None.
-        calibrate: Whether it shall be measured.
+        calibrate: Whether to measure it.
 
     Attributes:
         missing: Whether it's still to be measured.
@@ -36,7 +36,7 @@ class Baseline:
 
     @staticmethod
     def faults(given: Any, calibrate: Any) -> list[str]:
-        """What is wrong with these arguments of a user's."""
+        """Return the faults of a user's arguments."""
         found = []
         if given is not None and not (
             isinstance(given, Real)
@@ -59,9 +59,9 @@ class Baseline:
         return found
 
     def agree(self, communicator: Communicator) -> None:
-        """Let the chief say whether it's missing: others may have come later.
+        """Take over from the chief whether it's missing: others may have joined later.
 
-        All workers call it, of which each has been asked to measure it.
+        All workers call it; all of them were given `calibrate`.
         """
         if self._calibrate:
             (missing,) = communicator.broadcast([np.int64(self.missing)])
@@ -71,7 +71,7 @@ class Baseline:
         """Measure it; all workers call it, in a `fit` that has taken a measured step.
 
         Returns:
-            What was found, in words.
+            The result, in words.
         """
         self.missing = False
         found = measure_alone(model)
@@ -81,18 +81,18 @@ class Baseline:
                 "`baseline=`."
             )
         self._alone = found
-        who = "worker alone" if found.worker else "device with the whole model"
+        unit = "worker alone" if found.worker else "device with the whole model"
         return (
-            f"One {who} takes {in_seconds(found.seconds)} for a step on "
+            f"One {unit} takes {in_seconds(found.seconds)} for a step on "
             f"{found.rows:,} samples, all zeros."
         )
 
     def speed(self, times: Sequence[StepTimes]) -> float | None:
-        """Examples per second of one worker, or None if they aren't known.
+        """Return the examples per second of one worker; None if they aren't known.
 
         Args:
-            times: What all workers have measured. What lies between two steps would be
-                there for one worker, too.
+            times: The measurements of all workers. The time between two steps is added
+                to the baseline: one worker would need it, too.
         """
         steps = sum(one.steps for one in times)
         if self._alone is None or not steps:

@@ -1,15 +1,15 @@
-"""What limits a job, in words: a pure function of its figures.
+"""The bottleneck of a job, in words: a pure function of its figures.
 
-Of each step some time is lost to one of these; the largest part is the limit, if it's
+A part of each step is lost to each of these; the largest part is the limit, if it's
 large enough to be worth a change:
 
     straggler   all others wait for one worker
     input       the next batch isn't there
     network     the bytes take as long as the link needs for them
-    batch       a step is over too soon: what each step costs, however large it is
-                (round trips, calls), is a large part of it
+    batch       a step is too short: costs that don't depend on the batch size (round
+                trips, calls) are a large part of it
     stages      devices of one model wait for each other
-    compute     nothing of that: the devices are busy, and that is how it should be
+    compute     none of these: the devices are busy, as they should be
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from kerasdist.placement.table import human_bytes
 
 __all__ = ["LEAST", "Verdict", "in_seconds", "judge"]
 
-# What costs a smaller part of the step isn't worth a change.
+# A limit that costs a smaller part of the step isn't worth a change.
 LEAST = 0.15
-# What a call of steps may take before its first one begins.
+# The time that a call may take before its first step begins.
 _CALL_SECONDS = 0.001
-# From this part of the link's speed on the link limits, not latencies.
+# From this part of the link's speed on the link is the limit, not latencies.
 _NEAR_LINK = 0.4
 _SCALES = 0.9
 _NAMES = {
@@ -41,13 +41,13 @@ _NAMES = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """What limits a job.
+    """The limit of a job, with reasons and remedies.
 
     Attributes:
         limit: "input", "compute", "network", "straggler", "batch" or "stages".
         headline: One sentence.
-        because: The figures that say so, a sentence each.
-        change: What to change, first things first.
+        because: The figures that show it, a sentence each.
+        change: The changes to make, the most important one first.
     """
 
     limit: str
@@ -56,22 +56,22 @@ class Verdict:
     change: Sequence[str]
 
     def to_markdown(self) -> str:
-        """As TensorBoard's text tab shows it."""
-        lines = [f"### {self.headline}", "", "**The figures that say so**", ""]
+        """Return it as TensorBoard's text tab shows it."""
+        lines = [f"### {self.headline}", "", "**The figures that show it**", ""]
         lines += [f"- {reason}" for reason in self.because]
         lines += ["", "**What to change first**", ""]
         lines += [f"{n}. {change}" for n, change in enumerate(self.change, 1)]
         return "\n".join(lines)
 
     def to_text(self) -> str:
-        """As a terminal shows it."""
+        """Return it as a terminal shows it."""
         lines = [self.headline, *(f"  - {reason}" for reason in self.because)]
         lines += [f"  {n}. {change}" for n, change in enumerate(self.change, 1)]
         return "\n".join(lines).replace("`", "")
 
 
 def judge(figures: Figures) -> Verdict:
-    """What limits the job that has these figures."""
+    """Return the limit of the job that has these figures."""
     lost = _lost(figures)
     limit = max(lost, key=lambda name: lost[name])
     if lost[limit] < LEAST:
@@ -95,7 +95,7 @@ def judge(figures: Figures) -> Verdict:
         named = " and ".join(
             f"{_NAMES[name]} ({lost[name]:.0%} of a step)" for name in others
         )
-        reasons.append(f"What comes next: {named}.")
+        reasons.append(f"The next largest: {named}.")
     headline = f"This job is limited by {_NAMES[limit]}"
     if limit == "straggler":
         headline += f": rank {figures.slowest}"
@@ -105,17 +105,17 @@ def judge(figures: Figures) -> Verdict:
 
 
 def _lost(figures: Figures) -> dict[str, float]:
-    """Which part of a step is lost to what, 0 to 1."""
+    """Return the part of a step that is lost to each limit, 0 to 1."""
     step = figures.step_seconds or 1.0
-    # What one worker lags the others wait: they'd be done with it, were it not there.
+    # The others wait for as long as one worker lags.
     straggler = figures.lag / step if figures.workers > 1 else 0.0
     if not figures.in_step:
-        # Nobody waits, but where `max_staleness` says so.
+        # Workers only wait because of `max_staleness`.
         straggler = min(straggler, figures.share("wait"))
     lagging = figures.slow_part if straggler >= LEAST else ""
     traffic = figures.share("pack", "communicate")
-    # A call of a step takes some time before it can begin, whose-ever data: that isn't
-    # told apart from waiting for the first of them.
+    # A call takes some time before its first step begins, whatever the data. In the
+    # figures that is a part of waiting for the first batch.
     calling = min(figures.phases["input"], _CALL_SECONDS) / step
     small = figures.share("outside") + calling
     if _is_near_link(figures):
@@ -124,8 +124,8 @@ def _lost(figures: Figures) -> dict[str, float]:
         network, small = 0.0, small + traffic
     waiting = figures.share("input") - calling
     if straggler < LEAST and figures.in_step:
-        # All wait for each other in turn: for whose data are late just then, or because
-        # steps are so short.
+        # All wait for each other in turn: for the one whose data are late just then, or
+        # because steps are short.
         if waiting > small:
             waiting += figures.share("wait")
         else:
@@ -142,10 +142,10 @@ def _lost(figures: Figures) -> dict[str, float]:
 
 
 def _waits(figures: Figures) -> tuple[float, float]:
-    """Which part of a step stages wait for each other, on average, 0 to 1.
+    """Return the mean parts of a step in which stages wait for each other, 0 to 1.
 
-    On account of the stage that takes longest; and of the pipeline, which the others
-    would have to wait for if all took as long as that one.
+    The first part is due to the stage that takes longest; the second to the pipeline:
+    the wait that remains if all stages take as long as that one.
     """
     if len(figures.idle) < 2:
         return 0.0, 0.0
@@ -168,7 +168,7 @@ def _straggler(figures: Figures) -> tuple[list[str], list[str]]:
     what = {
         "input": "waiting for its data",
         "compute": "computing",
-        "pack": "copying what it sends",
+        "pack": "packing its gradients",
         "update": "updating its weights",
         "outside": "between its steps (callbacks, Python)",
     }[figures.slow_part]
@@ -187,13 +187,13 @@ def _straggler(figures: Figures) -> tuple[list[str], list[str]]:
         )
     elif figures.slow_part == "outside":
         first = (
-            f"Look at what rank {rank} does after each batch that the others don't: "
+            f"Look for work that only rank {rank} does after each batch: "
             "a callback that writes, prints or evaluates. Let it do so once in an "
             "epoch, or in a thread of its own."
         )
     else:
         first = (
-            f"Look at rank {rank}'s machine: what else runs there, its cores "
+            f"Look at rank {rank}'s machine: other processes there, its cores "
             "(`kerasdist run` binds workers to cores of their own), heat, memory."
         )
     change = [first]
@@ -201,8 +201,8 @@ def _straggler(figures: Figures) -> tuple[list[str], list[str]]:
         pass  # it isn't the machine
     elif figures.in_step:
         change.append(
-            "If it can't be mended, leave that machine out, or use "
-            '`ParameterServerStrategy("async")`, where nobody waits for it.'
+            "If that can't be corrected, leave that machine out, or use "
+            '`ParameterServerStrategy("async")`, where no worker waits for it.'
         )
     else:
         change.append("A larger `max_staleness` lets the others run further ahead.")
@@ -216,8 +216,8 @@ def _input(figures: Figures) -> tuple[list[str], list[str]]:
     ]
     return reasons, [
         "Read ahead and in parallel: `dataset.map(f, num_parallel_calls="
-        "tf.data.AUTOTUNE)...prefetch(tf.data.AUTOTUNE)`, `cache()` what fits into "
-        "memory; more `workers` of a `PyDataset`.",
+        "tf.data.AUTOTUNE)...prefetch(tf.data.AUTOTUNE)`, `cache()` for data that fit "
+        "into memory; more `workers` of a `PyDataset`.",
         "Let each worker read its own files only: "
         "`options.experimental_distribute.auto_shard_policy = "
         "tf.data.experimental.AutoShardPolicy.FILE`.",
@@ -226,11 +226,9 @@ def _input(figures: Figures) -> tuple[list[str], list[str]]:
 
 def _network(figures: Figures) -> tuple[list[str], list[str]]:
     traffic = figures.phases["pack"] + figures.phases["communicate"]
-    link = "which wasn't measured alone"
+    link = "and the speed of the idle link wasn't measured"
     if figures.link is not None:
-        link = (
-            f"of {human_bytes(figures.link)}/s that the link gave when nothing else ran"
-        )
+        link = f"of {human_bytes(figures.link)}/s that were measured on the idle link"
     reasons = [
         f"{human_bytes(figures.bytes_per_step)} per step and worker take "
         f"{in_seconds(traffic)} that no computation hides.",
@@ -244,7 +242,7 @@ def _network(figures: Figures) -> tuple[list[str], list[str]]:
     if not figures.in_step:
         change[1] = (
             "More parameter servers (`--ps`) share the traffic; for large embeddings "
-            "use `SGD` or `Adagrad`, with which only touched rows travel."
+            "use `SGD` or `Adagrad`, with which only updated rows are sent."
         )
     return reasons, change
 
@@ -257,7 +255,7 @@ def _batch(figures: Figures) -> tuple[list[str], list[str]]:
     reasons = [
         f"A step takes {in_seconds(figures.step_seconds)}, of which a worker computes "
         f"{in_seconds(figures.phases['compute'])} on {samples:.0f} samples; "
-        f"{in_seconds(fixed)} goes to what each step costs, however large it is."
+        f"{in_seconds(fixed)} are costs of a step that don't depend on the batch size."
     ]
     if figures.bandwidth and figures.link:
         reasons.append(
@@ -271,7 +269,7 @@ def _batch(figures: Figures) -> tuple[list[str], list[str]]:
     if figures.share("outside") >= LEAST:
         change.append(
             "Take several steps at once, `model.compile(steps_per_execution=10)`, and "
-            "look at what your callbacks do after each batch: "
+            "do less in your callbacks after each batch: "
             f"{in_seconds(figures.phases['outside'])} of a step is spent in Python."
         )
     if figures.workers > 1:
@@ -287,7 +285,7 @@ def _stages(figures: Figures) -> tuple[list[str], list[str]]:
     each = ", ".join(f"stage {stage} {share:.0%}" for stage, share in enumerate(busy))
     count = len(busy)
     reasons = [
-        f"Stages have something to do in a part of each step: {each}.",
+        f"Stages are busy in a part of each step: {each}.",
         f"{unequal:.0%} of a step is lost because stage {slowest} takes longest, "
         f"{bubble:.0%} because a pipeline has to fill and to drain.",
     ]
@@ -297,7 +295,7 @@ def _stages(figures: Figures) -> tuple[list[str], list[str]]:
         "that take equally long."
     )
     fill = (
-        "More micro-batches: twice as many nearly halve what the pipeline costs (with "
+        "More micro-batches: twice as many nearly halve the pipeline's cost (with "
         f"`micro_batches={4 * count}` it's {(count - 1) / (5 * count - 1):.0%} of a "
         "step, if stages take equally long); and a larger `batch_size`, if they get "
         "too small."
@@ -309,14 +307,14 @@ def _compute(figures: Figures) -> tuple[list[str], list[str]]:
     busy = figures.share("compute", "update")
     reasons = [f"{busy:.0%} of each step is computing and updating."]
     change = [
-        "More workers make it faster; so do faster devices, `mixed_precision`, a "
+        "More workers make it faster; so do faster devices, `mixed_precision`, or a "
         "smaller model."
     ]
     efficiency = figures.efficiency
     if efficiency is not None and efficiency < _SCALES and figures.workers > 1:
         reasons.append(
-            "Each worker computes slower than one alone does: workers share cores or "
-            "memory, or the part of a batch that each has is small."
+            "Each worker computes slower than one alone: workers share cores or "
+            "memory, or each one's part of a batch is small."
         )
         change.insert(
             0,
@@ -332,20 +330,20 @@ def _efficiency(figures: Figures) -> list[str]:
         if figures.workers * figures.devices == 1:
             return []
         return [
-            "How well it scales isn't known without the speed of one "
-            f"{'worker' if figures.devices == 1 else 'device'}: `baseline=` examples "
-            "per second, or `calibrate=True`."
+            "The scaling efficiency isn't known without the speed of one "
+            f"{'worker' if figures.devices == 1 else 'device'}: give `baseline=` "
+            "examples per second, or `calibrate=True`."
         ]
     return [
         f"{figures.examples_per_second:,.0f} examples/s are {efficiency:.0%} of "
-        f"{figures.workers * figures.devices} times what one "
-        f"{'worker' if figures.devices == 1 else 'device'} does "
+        f"{figures.workers * figures.devices} times the speed of one "
+        f"{'worker' if figures.devices == 1 else 'device'} "
         f"({figures.baseline:,.0f})."
     ]
 
 
 def in_seconds(seconds: float) -> str:
-    """Return a time for people."""
+    """Return a time as text with a fitting unit."""
     if seconds < 1e-3:
         return f"{seconds * 1e6:.0f} us"
     if seconds < 1:

@@ -1,15 +1,16 @@
-"""`ScalingTensorBoard`: see why a job scales, or why it doesn't.
+"""The callback that charts how a job scales, `ScalingTensorBoard`.
 
 Each worker measures its own steps (`strategies.measure.step_clock`). After a window of
-steps all workers give each other a few numbers, and the chief writes what they say
-together:
+steps all workers exchange a few numbers, and the chief writes the figures that follow
+from them:
 
     every worker   steps ...  │  steps ...      │  ...            end of `fit`
     all                       all-gather        all-gather        all-gather
     chief                     figures -> file   figures -> file   verdict
 
-A window ends after a number of steps that all workers know: nobody waits for who is in
-another one. Where workers don't wait for each other, it ends with the epoch.
+A window ends after a number of steps that all workers know, so no worker waits for one
+that is in another window. Where workers don't wait for each other, it ends with the
+epoch.
 """
 
 from __future__ import annotations
@@ -39,46 +40,45 @@ from kerasdist.strategies.measure.step_times import StepTimes, gather
 
 __all__ = ["ScalingTensorBoard"]
 
-# After so many calls one worker's speed is measured: the first one has traced.
+# After this many calls one worker's speed is measured: the first call traces.
 _CALIBRATE = 2
-# And after so many one looks how long they take, where no window ends before long.
+# After this many calls their duration is read, where no window ends soon.
 _LOOK = 9
 
 
 class ScalingTensorBoard(keras.callbacks.Callback):
-    """Writes what a job's speed consists of, over all workers, and what limits it.
+    """Writes the parts of a job's speed, over all workers, and its bottleneck.
 
         board = kerasdist.callbacks.ScalingTensorBoard("logs", baseline=5_200)
         model.fit(x, y, batch_size=256, callbacks=[board])
 
     Give it on all workers; the chief writes. Open `tensorboard --logdir logs` and look
-    at the tabs "Custom Scalars", which has a layout ready, and "Text", which says in
-    words what limits the job and what to change first. The same is printed at the end
-    of `fit`.
+    at the tabs "Custom Scalars", which has a layout ready, and "Text", which names in
+    words the limit of the job and the change to make first. The same is printed at the
+    end of `fit`.
 
     Args:
         log_dir: Folder of TensorBoard's files; the run is called "scaling", and lines
             that share a chart are runs below it.
-        baseline: Examples per second of one worker, to tell the scaling efficiency.
+        baseline: Examples per second of one worker, for the scaling efficiency.
             Train with one worker and this callback to get the number. With
             `ModelParallelStrategy` that of one device, by `RingStrategy()`.
         calibrate: Measure the baseline instead, early in each `fit` (asynchronous
             workers: after its first epoch), in a few seconds: the chief takes steps
-            alone, on a whole global batch of zeros, while the others wait; then
-            everything is what it was. What lies between two steps (callbacks, Python)
-            is taken to last as long as ever, data to be there at once. Alone is one
-            worker with all its devices; with `ModelParallelStrategy` its first device,
-            with a copy of the whole model and whole batches, if that fits there.
-        update_freq: When something is written: after so many batches, "epoch", or
-            "auto": often at first, and never so often that it costs a hundredth of the
-            time. With asynchronous workers always after each epoch.
+            alone, on a whole global batch of zeros, while the others wait; then the
+            state is restored. The time between two steps (callbacks, Python) is taken
+            to be as in training, data to be there at once. Alone means one worker with
+            all its devices; with `ModelParallelStrategy` its first device, with a copy
+            of the whole model and whole batches, if that fits there.
+        update_freq: When to write: after this many batches, "epoch", or "auto": often
+            at first, and never so often that it costs a hundredth of the time. With
+            asynchronous workers always after each epoch.
         verbose: 0: print nothing at the end of `fit`.
 
     Attributes:
         figures: The `callbacks.scaling.metrics.Figures` of the whole `fit`, when it has
-        ended;
-            None before that, and on all workers but the chief.
-        verdict: What limits the job (`callbacks.scaling.bottleneck.Verdict`); likewise.
+            ended; None before that, and on all workers but the chief.
+        verdict: The job's limit (`callbacks.scaling.bottleneck.Verdict`); likewise.
 
     Raises:
         ValueError: An argument is wrong; or, when `fit` begins, on all workers:
@@ -129,12 +129,12 @@ class ScalingTensorBoard(keras.callbacks.Callback):
         self._forget(1)
 
     def _forget(self, steps_per_call: int) -> None:
-        """What another `fit` has left."""
+        """Discard the state of an earlier `fit`."""
         self.figures = self.verdict = None
         self._link: float | None = None
         self._baseline = Baseline(*self._speed)
-        # Calls that have begun, those that the window knows of, and when something is
-        # to be done next.
+        # Calls that have begun, those that the window has counted, and the call before
+        # which something is to be done next.
         self._calls = self._counted = 0
         self._due = 0.0
         self._epoch_began: float | None = None
@@ -146,7 +146,7 @@ class ScalingTensorBoard(keras.callbacks.Callback):
         self._stages: StageTimes | None = None
         self._events = Events()
 
-    # What Keras calls.
+    # Called by Keras.
 
     def set_model(self, model: Any) -> None:
         """See `keras.callbacks.Callback.set_model`."""
@@ -155,7 +155,7 @@ class ScalingTensorBoard(keras.callbacks.Callback):
             kind = type(model.distribute_strategy).__name__
             # A script that is tried without a strategy needs no `if`.
             warnings.warn(
-                "ScalingTensorBoard measures strategies of kerasdist, and writes "
+                "ScalingTensorBoard measures kerasdist's strategies only, and writes "
                 f"nothing here. Received: a model with {kind}. "
                 "Build and compile it in `with kerasdist.RingStrategy().scope():`, "
                 "which works for one worker, too.",
@@ -164,7 +164,7 @@ class ScalingTensorBoard(keras.callbacks.Callback):
             self._active, self._due = False, math.inf
             return
         self._active, self._job = True, JobView(model)
-        # A `fit` that was interrupted from outside has left it running.
+        # A `fit` that was interrupted from outside leaves it running.
         self._job.clock.stop()
 
     def on_train_begin(self, logs: Any = None) -> None:
@@ -175,8 +175,8 @@ class ScalingTensorBoard(keras.callbacks.Callback):
         self._forget(self._job.steps_per_call)
         if self._job.clock.running:
             raise ValueError(
-                "One ScalingTensorBoard measures all that there is. Received: another "
-                f"one, log_dir={self.log_dir!r}, in the same `fit`. Give one of them."
+                "A `fit` must have only one ScalingTensorBoard. Received: a second "
+                f"one, log_dir={self.log_dir!r}. Give one of them."
             )
         self._open()
         self._job.clock.start()
@@ -192,7 +192,7 @@ class ScalingTensorBoard(keras.callbacks.Callback):
         if not self._active:
             return
         if self._job.in_step:
-            # The chief may have written a file: who waits for that does so in no step.
+            # The chief may have written a file: no step may include the wait for that.
             self._job.communicator.barrier()
             self._epoch_began = time.monotonic()
         self._job.clock.begin_epoch()
@@ -201,16 +201,16 @@ class ScalingTensorBoard(keras.callbacks.Callback):
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         """See `keras.callbacks.Callback.on_train_batch_begin`.
 
-        Not `on_train_batch_end`: who has that one may stop the training there, about
-        which all workers would have to agree after each batch.
+        Overriding `on_train_batch_end` would cost a collective per batch, because such
+        callbacks may stop training.
         """
-        # Nothing else is done in most steps, which may last a millisecond.
+        # Hot path: a step may take only a millisecond.
         if self._calls >= self._due:
             self._before_call()
         self._calls += 1
 
     def _before_call(self) -> None:
-        """Do what is due before this call, and note when something will be next."""
+        """Run the work that is due before this call, and schedule the next."""
         if self._epoch_began is not None:
             # The iterator was made, which may have read its first batches.
             made = time.monotonic() - self._epoch_began
@@ -230,7 +230,7 @@ class ScalingTensorBoard(keras.callbacks.Callback):
         self._due = min(ahead, default=math.inf)
 
     def _count_calls(self) -> None:
-        """Tell the window what it has had."""
+        """Add the calls since the last time to the window."""
         self._windows.calls += self._calls - self._counted
         self._counted = self._calls
 
@@ -263,7 +263,7 @@ class ScalingTensorBoard(keras.callbacks.Callback):
         self._conclude()
 
     def on_failure(self, error: BaseException) -> None:
-        """`fit` ends with this error: write what is known, on the chief."""
+        """Write the figures up to an error that ended `fit`, on the chief."""
         if not self._active:
             return
         self._job.clock.stop()
@@ -278,10 +278,10 @@ class ScalingTensorBoard(keras.callbacks.Callback):
                 self._summaries = Summaries(os.path.join(self.log_dir, "scaling"))
             except (OSError, tf.errors.OpError) as error:
                 fault += getattr(error, "message", None) or str(error)
-        told = self._job.communicator.all_gather(
+        texts = self._job.communicator.all_gather(
             np.frombuffer(fault.encode(), np.uint8)
         )
-        faults = "".join(one.tobytes().decode() for one in told).strip()
+        faults = "".join(one.tobytes().decode() for one in texts).strip()
         if faults:
             raise ValueError(
                 "`log_dir` must be a folder that the chief can write to. Received: "
@@ -289,7 +289,7 @@ class ScalingTensorBoard(keras.callbacks.Callback):
             )
 
     def _choose_sample(self) -> None:
-        """How many calls are measured; who takes each step together, the same ones."""
+        """Choose the calls to measure; workers in step measure the same ones."""
         seconds = self._job.clock.seconds_per_step * self._job.steps_per_call
         if self._job.in_step:
             found = self._job.communicator.all_reduce([np.float64(seconds)], "max")
@@ -300,20 +300,20 @@ class ScalingTensorBoard(keras.callbacks.Callback):
     # A window of steps.
 
     def _end_window(self) -> None:
-        """All workers call it at the same place."""
+        """End the window; all workers call it at the same step."""
         begin = time.monotonic()
         self._choose_sample()
         mine = self._job.clock.take()
-        told = self._windows.told()
+        state = self._windows.state()
         every, others = gather(
-            self._job.communicator, mine, np.array([*told, *self._job.take_reads()])
+            self._job.communicator, mine, np.array([*state, *self._job.take_reads()])
         )
-        self._windows.begin(every[0], [float(one) for one in others[0][: len(told)]])
+        self._windows.begin(every[0], [float(one) for one in others[0][: len(state)]])
         if not self._job.is_chief:
             return
         reads: dict[int, int] = {}
         for more in others:
-            for lag, count in enumerate(more[len(told) :]):
+            for lag, count in enumerate(more[len(state) :]):
                 if count:
                     reads[lag] = reads.get(lag, 0) + int(count)
         self._events.note_workers(
@@ -332,7 +332,7 @@ class ScalingTensorBoard(keras.callbacks.Callback):
         for one in every:
             before = self._sums.get(one.rank)
             self._sums[one.rank] = one if before is None else before.plus(one)
-        # Who has no batch in an epoch has no time in it, but it passes.
+        # A worker without a batch in an epoch measures no time, although it passes.
         self._seconds += max(one.seconds for one in every)
         for lag, count in reads.items():
             self._staleness[lag] = self._staleness.get(lag, 0) + count
@@ -378,7 +378,7 @@ class ScalingTensorBoard(keras.callbacks.Callback):
         )
 
     def _conclude(self) -> None:
-        """The verdict on the whole `fit`."""
+        """Write and print the verdict on the whole `fit`."""
         if not self._job.is_chief or self._summaries is None:
             return
         times = [self._sums[rank] for rank in sorted(self._sums)]

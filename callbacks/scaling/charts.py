@@ -1,14 +1,14 @@
-"""Under which names figures are written, and how TensorBoard's page shows them.
+"""The names of figures, and the layout of TensorBoard's page.
 
 Each figure is a scalar; the tab "Custom Scalars" shows those that belong together in
-one chart, in the order in which one asks: how fast is it, where does the time go, who
-is slow, what is sent.
+one chart, in the order of a user's questions: how fast is it, where does the time go,
+which worker is slow, what is sent.
 
 TensorBoard gives each run a color, and all lines of a run have the same. So lines of
 one chart are runs of their own, below the callback's (`place`):
 
-    scaling                 what is one line: of all workers, of the whole step; texts
-    scaling/max             what the figure beside it is at most
+    scaling                 single lines: of all workers, of the whole step; texts
+    scaling/max             the maximum of the figure beside it
     scaling/part_compute    a part of a step, and so on
     scaling/rank_0          a worker
     scaling/stage_0         a stage
@@ -75,7 +75,7 @@ def layout() -> layout_pb2.Layout:
                 chart=[
                     layout_pb2.Chart(
                         title=chart,
-                        # The whole tag, whatever else is written to the folder.
+                        # The whole tag: the folder may have other files.
                         multiline=layout_pb2.MultilineChartContent(
                             tag=[f"^{tag}$" for tag in tags]
                         ),
@@ -90,7 +90,7 @@ def layout() -> layout_pb2.Layout:
 
 
 def scalars(figures: Figures, learning_rate: float | None = None) -> dict[str, float]:
-    """What is written of figures, by name."""
+    """Return the scalars of figures, by name."""
     found = {"examples_per_second/all": figures.examples_per_second}
     for rank, speed in figures.by_rank.items():
         found[f"examples_per_second/rank_{rank}"] = speed
@@ -126,13 +126,13 @@ def scalars(figures: Figures, learning_rate: float | None = None) -> dict[str, f
 
 
 def place(name: str) -> tuple[str, str]:
-    """Where a figure is written that others are in one chart with.
+    """Return the run and the tag of a figure that shares a chart with others.
 
     Args:
-        name: As `scalars` has it, `figure/line`.
+        name: As in `scalars`, `figure/line`.
 
     Returns:
-        The run, below the callback's, "" if it's that; and the tag.
+        The run below the callback's, "" for the callback's own; and the tag.
     """
     figure, _, line = name.partition("/")
     if line == "all":

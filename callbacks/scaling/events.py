@@ -1,4 +1,4 @@
-"""What happened to a job while it was measured, in words."""
+"""The events of a job while it is measured, in words."""
 
 from __future__ import annotations
 
@@ -7,39 +7,39 @@ from typing import Any
 
 __all__ = ["Events"]
 
-_WHAT = {"lost": "was lost", "joined": "has come"}
+_WHAT = {"lost": "was lost", "joined": "joined"}
 
 
 class Events:
     """Events that haven't been written yet.
 
     Args:
-        told: Events of the strategy that were there before.
+        known: Events of the strategy that are older than this object.
     """
 
-    def __init__(self, told: Sequence[Any] = ()) -> None:
-        self._told = len(told)
+    def __init__(self, known: Sequence[Any] = ()) -> None:
+        self._known = len(known)
         self._ranks: tuple[int, ...] | None = None
         self._texts: list[str] = []
 
     def add(self, text: str) -> None:
-        """Something else has happened."""
+        """Add an event."""
         self._texts.append(text)
 
-    def note_workers(self, told: Sequence[Any], ranks: tuple[int, ...]) -> None:
-        """Tell who has come and gone.
+    def note_workers(self, events: Sequence[Any], ranks: tuple[int, ...]) -> None:
+        """Add an event for each worker that joined or was lost.
 
         Args:
-            told: All events of the strategy.
-            ranks: Who trains now.
+            events: All events of the strategy.
+            ranks: The ranks that train now.
         """
-        for event in told[self._told :]:
+        for event in events[self._known :]:
             why = f": {event.reason}" if event.reason else ""
             self.add(
                 f"rank {event.rank} ({event.address}) "
                 f"{_WHAT.get(event.kind, event.kind)} at its step {event.clock}{why}"
             )
-        self._told = len(told)
+        self._known = len(events)
         if self._ranks not in (None, ranks):
             workers = "worker trains" if len(ranks) == 1 else "workers train"
             self.add(
@@ -49,7 +49,7 @@ class Events:
         self._ranks = ranks
 
     def take(self) -> str:
-        """Return all that wasn't taken before, as markdown; "" if there's nothing."""
+        """Return the events since the last call, as markdown; "" if there are none."""
         text = "\n".join(f"- {one}" for one in self._texts)
         self._texts = []
         return text

@@ -1,4 +1,4 @@
-"""What a model's strategy and its optimizer tell of a job."""
+"""A view of a job: its model's strategy and optimizer, as the callback reads them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class JobView:
     """One model's job, as this worker sees it.
 
     Args:
-        model: Compiled, with a strategy of ours.
+        model: Compiled, with a strategy of kerasdist.
 
     Attributes:
         clock: Measures this worker's steps, see `strategies.measure.step_clock`.
@@ -44,41 +44,41 @@ class JobView:
 
     @staticmethod
     def is_measured(model: Any) -> bool:
-        """Return whether a model's strategy is one of ours."""
+        """Return whether a model's strategy is one of kerasdist's."""
         return timer_of(model.distribute_strategy) is not None
 
     @property
     def is_chief(self) -> bool:
-        """Whether this worker writes."""
+        """Whether this worker writes the files."""
         return bool(self.clock.rank == 0)
 
     @property
     def steps_per_call(self) -> int:
-        """How many steps are one execution of a graph."""
+        """The number of steps in one execution of a graph."""
         return int(self._model.steps_per_execution)
 
     @property
     def devices(self) -> int:
-        """How many devices a single worker's model is on."""
+        """The number of devices that hold a single worker's model."""
         return len(self._strategy.devices) if self._is_one_model else 1
 
     def between_devices(self) -> float:
-        """Bytes that a single worker's step moves from device to device."""
+        """Return the bytes that a single worker's step moves between devices."""
         if self.devices == 1:
             return 0.0
         steps = self._strategy.placement_report().steps
         return float((steps["train"].bytes_moved if "train" in steps else 0) or 0)
 
     def take_stages(self) -> StageTimes | None:
-        """What this worker's stages have done since this was called last."""
+        """Return the times of this worker's stages since the last call."""
         return None if self._stage_clock is None else self._stage_clock.take()
 
     def take_reads(self) -> list[float]:
-        """How often this worker has read weights since this was called last.
+        """Return this worker's reads of weights since the last call.
 
         Returns:
-            64 counts: of reads that lagged so many steps, the last one of all that
-            lagged more, too. Nothing where reads aren't counted.
+            64 counts of reads, by the number of steps that they lagged; the last one
+            includes all that lagged more. Empty where reads aren't counted.
         """
         now: Mapping[int, int] = getattr(self._strategy, "staleness", {})
         before, self._reads = self._reads, dict(now)
@@ -88,11 +88,11 @@ class JobView:
         return counts if now else []
 
     def happened(self) -> list[Any]:
-        """What the strategy has noted: workers lost, and the like."""
+        """Return the strategy's events: workers lost, and the like."""
         return list(getattr(self._strategy, "events", ()))
 
     def steps_taken(self) -> int:
-        """Steps of the optimizer, of all workers: which a figure is written of."""
+        """Return the optimizer's steps, of all workers: the step of a figure."""
         optimizers = leaves_of(self._model)
         if self.in_step or not optimizers:
             return int(self._model.optimizer.iterations)

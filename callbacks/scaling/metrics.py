@@ -1,4 +1,4 @@
-"""What a window of steps says about all workers: pure functions of numbers."""
+"""The figures of a window of steps of all workers: pure functions of numbers."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ class Figures:
         workers: Number of workers.
         steps: Number of steps; where workers don't wait for each other, of all of them.
         examples_per_second: Samples per second of all workers.
-        by_rank: The same by rank.
+        by_rank: Samples per second of each worker, by rank.
         step_seconds: Seconds of a step; the sum of `phases`.
         phases: Seconds of a step's parts, by the names in `PHASES`.
         busy: By rank the seconds of a step in which the worker doesn't communicate.
-        slowest: The rank whose are the most; None for one worker.
-        lag: By how many seconds they're more than the median of the others'.
-        slow_part: In which phase it is that rank lags most; "" for one worker.
+        slowest: The rank with the most busy seconds; None for one worker.
+        lag: Its busy seconds minus the median of the others'.
+        slow_part: The phase in which that rank lags most; "" for one worker.
         global_batch: Samples of a step.
         bytes_per_step: Bytes that a worker sends in a step, mean over the workers; of a
             worker alone those between its devices.
-        bandwidth: Bytes per second that a worker sends while it communicates, the one
-            that waits least; 0 if nothing is sent.
-        link: The same for a buffer alone, on a machine that does nothing else; None if
-            it wasn't measured.
+        bandwidth: Bytes per second that a worker sends while it communicates, of the
+            worker that waits least; 0 if nothing is sent.
+        link: The same for a single buffer, on an idle machine; None if it wasn't
+            measured.
         baseline: Examples per second of one worker, or of one device of a worker; None
             if they aren't known.
         devices: How many devices the worker has, if the baseline is that of one device.
         in_step: Whether workers take each step together.
-        staleness: How often weights of which staleness were read.
+        staleness: Number of reads of weights, by their staleness in steps.
         idle: By stage the share of a step in which it has nothing to do, 0 to 1.
     """
 
@@ -74,7 +74,7 @@ class Figures:
         return self.examples_per_second / (self.baseline * self.workers * self.devices)
 
     def share(self, *phases: str) -> float:
-        """Which part of a step these phases are, 0 to 1."""
+        """Return the part of a step that these phases are, 0 to 1."""
         if not self.step_seconds:
             return 0.0
         return sum(self.phases[phase] for phase in phases) / self.step_seconds
@@ -92,20 +92,21 @@ def combine(
     staleness: Mapping[int, int] | None = None,
     idle: Sequence[float] = (),
 ) -> Figures | None:
-    """Return the figures of what all workers have measured; None if nobody took a step.
+    """Return the figures of all workers' measurements; None if there was no step.
 
-    Who communicates longer than another waits for it: that is what `wait` is, at least.
-    It's more if a worker knows that the others came late, each now and then.
+    A worker that communicates longer than another one waits for it: the difference is
+    the least value of `wait`. It's more if a worker measured that the others were late,
+    each now and then.
 
     Args:
         times: Of each worker, in rank order.
-        seconds: How long all of it took; by default as long as the worker that took
+        seconds: The duration of all steps; by default that of the worker that took
             longest.
         in_step: Whether workers take each step together.
         link: See `Figures`.
         baseline: See `Figures`.
         devices: See `Figures`.
-        between_devices: Bytes that go from device to device of one worker in a step.
+        between_devices: Bytes moved between the devices of one worker in a step.
         staleness: See `Figures`.
         idle: See `Figures`.
     """

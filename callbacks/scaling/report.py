@@ -1,4 +1,4 @@
-"""The figures and the verdict of a whole `fit`, as one page and for a terminal."""
+"""The report of a whole `fit`: its figures and verdict, as markdown and as text."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from kerasdist.placement.table import human_bytes
 
 __all__ = ["to_markdown", "to_text"]
 
-# More aren't named one by one.
+# More ranks aren't listed one by one.
 _MOST_RANKS = 8
 
 
 def to_markdown(figures: Figures, verdict: Verdict) -> str:
-    """As TensorBoard's text tab shows it."""
+    """Return the report as TensorBoard's text tab shows it."""
     rows = [f"| {name} | {value} |" for name, value in _table(figures)]
     table = "\n".join(["| figure | value |", "| --- | --- |", *rows])
     parts = "\n".join(
@@ -25,7 +25,7 @@ def to_markdown(figures: Figures, verdict: Verdict) -> str:
 
 
 def to_text(figures: Figures, verdict: Verdict) -> str:
-    """As it is printed at the end of `fit`."""
+    """Return the report as it is printed at the end of `fit`."""
     lines = ["kerasdist: how this job scales"]
     table = _table(figures)
     width = max(len(name) for name, _ in table)
@@ -41,7 +41,7 @@ def to_text(figures: Figures, verdict: Verdict) -> str:
 
 
 def _parts(figures: Figures) -> list[tuple[str, float]]:
-    """What a step consists of; of one worker without what only several do."""
+    """Return the parts of a step; for one worker without those of communication."""
     between = ("pack", "communicate", "wait")
     alone = figures.workers == 1 and figures.share(*between) < 0.005
     return [
@@ -52,7 +52,7 @@ def _parts(figures: Figures) -> list[tuple[str, float]]:
 
 
 def _by_rank(figures: Figures) -> str:
-    """Examples per second of each worker; of many, of the slowest and the fastest."""
+    """Return the speed of each worker; of many, that of the slowest and fastest."""
     speeds = figures.by_rank
     if len(speeds) < 2:
         return ""

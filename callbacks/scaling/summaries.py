@@ -1,7 +1,7 @@
-"""Writes figures, texts and the layout where TensorBoard reads them.
+"""The event files of TensorBoard: figures, texts and the layout.
 
-All values that a run has of one step are one summary: TensorFlow's writer is called
-once for it.
+All values of a run at one step are one summary: TensorFlow's writer is called once for
+it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from kerasdist.callbacks.scaling.charts import layout, place
 
 __all__ = ["Summaries"]
 
-# A histogram has a bucket per staleness, up to as many.
+# A histogram has a bucket per staleness, up to this many.
 _MOST_BUCKETS = 30
 _MOST_READS = 10_000
 
@@ -31,7 +31,7 @@ class Summaries:
     """A run's event file, with the layout of its page, and those of runs below it.
 
     Args:
-        folder: Where the run's file is made.
+        folder: The folder of the run's file.
     """
 
     def __init__(self, folder: str) -> None:
@@ -47,13 +47,13 @@ class Summaries:
         texts: Mapping[str, str] | None = None,
         histograms: Mapping[str, Mapping[int, int]] | None = None,
     ) -> None:
-        """Write what belongs to one step.
+        """Write the values of one step.
 
         Args:
             step: Its number.
-            scalars: Numbers by name, see `layout.place`.
+            scalars: Numbers by name, see `charts.place`.
             texts: Markdown by tag.
-            histograms: By tag how often each number was seen.
+            histograms: By tag the count of each number.
         """
         runs: dict[str, list[Any]] = {}
         for name, value in scalars.items():
@@ -71,7 +71,7 @@ class Summaries:
             self._write(run, whole, step)
 
     def flush(self) -> None:
-        """Let everything be on disk."""
+        """Write everything to disk."""
         for writer in self._writers.values():
             writer.flush()
 
@@ -94,7 +94,7 @@ class Summaries:
 
 
 def _values(counts: Mapping[int, int]) -> Any:
-    """Return the numbers as often as they were seen; so often, if that is too much."""
+    """Return each number as often as its count; in proportion, if that is too much."""
     total = sum(counts.values())
     scale = min(1.0, _MOST_READS / total) if total else 1.0
     return np.repeat(

@@ -1,6 +1,6 @@
-"""When a window of steps ends: after a number of calls that all workers know.
+"""The lengths of windows of steps, in calls, which all workers know.
 
-A call is what Keras makes to take a step, or `steps_per_execution` of them.
+A call is Keras's call of the train function: one step, or `steps_per_execution`.
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ from kerasdist.strategies.measure.step_times import StepTimes
 
 __all__ = ["Windows"]
 
-# Calls of the first window, if its length is left to us, and the fewest of any other.
+# Calls of the first window with "auto", and the fewest of any other.
 _FIRST = 10
-# A window is at least so many times what it costs to write one, and at most so long.
+# A window lasts at least this many times as long as writing it; otherwise at most
+# these seconds.
 _TIMES_COST = 500
 _MOST_SECONDS = 5.0
 # While a job is young its windows are a part of its age: there is something to see.
@@ -23,18 +24,18 @@ _NEVER = 1 << 62
 
 
 class Windows:
-    """The windows of one `fit`: how long this one is, and what it has had.
+    """The windows of one `fit`: the length of the present one, and its calls so far.
 
-    Lengths depend on nothing but what the chief tells all workers at the end of a
+    Lengths only depend on numbers that the chief sends to all workers at the end of a
     window, so that the next one ends at the same step everywhere.
 
     Args:
-        update_freq: Steps of a window, "epoch": whoever asks ends it, or "auto".
-        steps_per_call: How many steps a call takes.
+        update_freq: Steps of a window; "epoch": the caller ends it; or "auto".
+        steps_per_call: The number of steps of a call.
         now: A clock, in seconds.
 
     Attributes:
-        calls: How many calls this window has had.
+        calls: The number of calls in this window so far.
     """
 
     def __init__(
@@ -54,33 +55,33 @@ class Windows:
 
     @property
     def left(self) -> int:
-        """How many calls are missing until this window has had all of them."""
+        """The number of calls that remain in this window."""
         return max(self._length - self.calls, 0)
 
-    def told(self) -> list[float]:
-        """This worker's calls, what a window costs (seconds), its age (seconds)."""
+    def state(self) -> list[float]:
+        """Return this worker's calls, a window's cost and age in seconds."""
         return [float(self.calls), self._cost, self._now() - self._began]
 
-    def begin(self, times: StepTimes, told: Sequence[float]) -> None:
+    def begin(self, times: StepTimes, state: Sequence[float]) -> None:
         """Begin the next window.
 
         Args:
-            times: The chief's, of the window that has ended.
-            told: What the chief has `told` at its end.
+            times: The chief's times of the window that has ended.
+            state: The chief's `state` at its end.
         """
         self.calls = 0
-        calls, cost, age = told
+        calls, cost, age = state
         if self._update_freq != "auto" or not calls or not times.seconds:
             self._length = self._usual()
             return
         seconds = min(_MOST_SECONDS, age / _PART_OF_AGE)
         seconds = max(seconds, _TIMES_COST * cost)
-        # All steps that were counted, of which those that were traced aren't a part.
+        # Of the steps that were counted, without those that were traced.
         per_call = times.seconds / max(times.steps / self._steps_per_call, 1.0)
         self._length = max(_FIRST, round(seconds / per_call))
 
     def cost(self, seconds: float) -> None:
-        """Note what the end of a window has taken; an outlier is soon forgotten."""
+        """Note the duration of a window's end; an outlier is soon forgotten."""
         self._cost = max(self._cost / 2, seconds)
 
     def _usual(self) -> int:

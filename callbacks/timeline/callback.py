@@ -1,4 +1,4 @@
-"""A trace of some steps on all ranks, see `Timeline`."""
+"""The callback that traces some steps on all ranks, `Timeline`."""
 
 from __future__ import annotations
 
@@ -23,28 +23,28 @@ from kerasdist.transport.tracing import now
 
 __all__ = ["Timeline"]
 
-# A rank keeps so many spans: a window of steps should be short.
+# A rank keeps at most this many spans: a window of steps should be short.
 _MOST_SPANS = 200_000
 
 _ENDINGS = (".json", ".json.gz", ".xplane.pb")
 
 
 class Timeline(keras.callbacks.Callback):
-    """Writes what all workers did in some steps of `fit`, as one trace.
+    """Writes a trace of some steps of `fit`, of all workers.
 
     For each rank: the step and in it computing, exchanging gradients and updating; each
     collective (a bucket of gradients) and in it packing, waiting for others, receiving
     and reducing; sending. The chief writes one file of all ranks, in Chrome's trace
     format for https://ui.perfetto.dev, or in that of TensorBoard's plugin "profile"; or
-    both, for each `fit` anew, in the folder that TensorBoard is shown.
+    both, for each `fit` once more, in TensorBoard's folder.
 
-    Times are those of rank 0's clock. How far the others' clocks are ahead is estimated
-    by meeting often, before and after the steps; how far that may be wrong is in the
-    file (`otherData`, `clock_error_us`) and in what the chief prints.
+    Times are those of rank 0's clock. The offsets of the others' clocks are estimated
+    by repeated barriers, before and after the steps; the error of the estimate is in
+    the file (`otherData`, `clock_error_us`) and in the line that the chief prints.
 
-    Outside of the steps nothing is recorded: all that's left is to compare two numbers
-    per step. For the stages of a model on several devices the step gets clocks, which
-    are traced in the step before the first.
+    Outside of the steps nothing is recorded: the remaining cost is comparing two
+    numbers per step. For the stages of a model on several devices the step gets clocks,
+    which are traced in the step before the first.
 
     With `ParameterServerStrategy(mode="async")` each rank counts its own steps, and the
     file is written at the end of the epoch in which all have taken them.
@@ -71,7 +71,7 @@ class Timeline(keras.callbacks.Callback):
     # It communicates: see `_keras.training.callbacks`.
     on_all_ranks = True
 
-    # So that the ranks needn't ask each other after every step.
+    # So that the ranks don't need a collective after every step.
     never_stops = True
 
     def __init__(
@@ -110,7 +110,7 @@ class Timeline(keras.callbacks.Callback):
         self._log = _Log(None)
         self._record: Record | None = None
 
-    # Keras calls these.
+    # Called by Keras.
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Begin to count steps."""
@@ -121,17 +121,17 @@ class Timeline(keras.callbacks.Callback):
         strategy = self.model.distribute_strategy
         self._log = _Log(getattr(strategy, "communicator", None))
         if not self._in_step:
-            # Inside an epoch these workers don't meet.
+            # These workers have no collectives inside an epoch.
             self._open()
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        """Before an execution, of one step or several."""
+        """Begin the record of an execution, of one step or several."""
         self._batch = batch
         if self._done or self._taken >= self.steps[1]:
             return
         ahead, count = self.steps[0] - self._taken, self._per_execution
         if ahead < 2 * count:
-            self._ask()
+            self._request_clocks()
         if ahead >= count:
             return
         if self._record is None:
@@ -139,11 +139,11 @@ class Timeline(keras.callbacks.Callback):
         if not self._log.listening:
             self._log.listen()
             self._align_stages()
-        self._look()  # what was before
+        self._look()  # drop the spans before
         self._begun = now()
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """After an execution; after the last one of the window the file is written."""
+        """Record an execution; after the last one of the window write the file."""
         if self._done:
             return
         ended = now()
@@ -162,7 +162,7 @@ class Timeline(keras.callbacks.Callback):
                 self._write()
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """What comes between two epochs isn't recorded."""
+        """Stop recording: the time between two epochs isn't part of the trace."""
         if self._done:
             return
         self._log.unlisten()
@@ -170,7 +170,7 @@ class Timeline(keras.callbacks.Callback):
             self._write()
 
     def on_train_end(self, logs: Any = None) -> None:
-        """If `fit` had fewer steps, the file has those that there were."""
+        """Write the file with the steps there were, if `fit` had fewer."""
         if self._done:
             return
         self._log.unlisten()
@@ -184,12 +184,12 @@ class Timeline(keras.callbacks.Callback):
             )
 
     def on_failure(self, error: BaseException) -> None:
-        """`fit` ends with this error: nobody listens to the communicator any more."""
+        """Stop recording: `fit` ends with this error."""
         del error
         self._done = True
         self._log.unlisten()
 
-    # What they do.
+    # The record.
 
     @property
     def _in_step(self) -> bool:
@@ -211,15 +211,15 @@ class Timeline(keras.callbacks.Callback):
 
     @property
     def _stage_clock(self) -> StageClock | None:
-        """Tells what this worker's stages do; None if nothing can."""
+        """The clock of this worker's stages; None if there is none to read."""
         extended = getattr(self.model.distribute_strategy, "extended", None)
         clock: StageClock | None = getattr(extended, "stage_clock", None)
         # Of an execution's several steps there are only sums.
         several = self._per_execution > 1
         return None if clock is None or several or not clock.can_look else clock
 
-    def _ask(self) -> None:
-        """The next call is to have stages' clocks.
+    def _request_clocks(self) -> None:
+        """Request stages' clocks for the next call.
 
         That's another graph: it's traced in the call before the window.
         """
@@ -228,14 +228,14 @@ class Timeline(keras.callbacks.Callback):
             timer.asked = True
 
     def _align_stages(self) -> None:
-        """Some may be on other machines, if this worker is the only one that fits."""
+        """Align the clocks of stages on other machines, which one worker may have."""
         clock, record = self._stage_clock, self._record
         error = 0.0 if clock is None else clock.align()
         if error and record is not None:
             record.offsets = [(now(), 0, int(error * 1e9))]
 
     def _look(self) -> list[Span]:
-        """What this worker's stages did in a step."""
+        """Return the spans of this worker's stages in a step."""
         clock = self._stage_clock
         if clock is None:
             return []
@@ -251,7 +251,7 @@ class Timeline(keras.callbacks.Callback):
         ]
 
     def _open(self) -> None:
-        """Begin the record; workers in step meet here."""
+        """Begin the record; for workers in step this is a collective."""
         communicator = self._log.communicator
         if communicator is None:
             self._record = Record(0, "this worker", [(now(), 0, 0)])
@@ -266,11 +266,11 @@ class Timeline(keras.callbacks.Callback):
             return
         found = clock_offset(communicator)
         if communicator.size == 1 and not self._in_step:
-            return  # it has come later, and is alone: its offset is known at the end
+            return  # it joined later, and is alone: its offset is known at the end
         record.offsets.append((found.at, found.ahead, found.error))
 
     def _write(self) -> None:
-        """Gather what all ranks have recorded; the chief writes the file."""
+        """Gather the records of all ranks; the chief writes the file."""
         self._done = True
         record, communicator = self._record, self._log.communicator
         if record is None:
@@ -314,8 +314,8 @@ class Timeline(keras.callbacks.Callback):
         """Write the file, or both."""
         if self.path.suffix:
             return _replace(self.path, records)
-        # A run of its own, as TensorFlow's profiler names them: the plugin keeps what
-        # it has made of a run, and would go on showing that.
+        # A run of its own, as TensorFlow's profiler names them: the plugin caches its
+        # conversion of a run, and would continue to show that.
         run = time.strftime("%Y_%m_%d_%H_%M_%S")
         folder = self.path / "plugins" / "profile" / run
         for ending in (".trace.json.gz", ".xplane.pb"):
@@ -323,7 +323,7 @@ class Timeline(keras.callbacks.Callback):
 
 
 def _replace(path: Path, records: list[Record]) -> None:
-    """Write one file; whoever reads it meanwhile gets the one before."""
+    """Write one file; a reader gets the one before until the new one is complete."""
     if path.suffix == ".pb":
         data = xspace(records)
     else:
@@ -337,13 +337,13 @@ def _replace(path: Path, records: list[Record]) -> None:
 
 
 class _Log:
-    """Keeps spans while it listens to a communicator, if there is one.
+    """Recorder of a communicator's spans, if there is a communicator.
 
     Attributes:
         communicator: The communicator.
         listening: Whether spans are kept.
         spans: The spans.
-        dropped: How many more there were.
+        dropped: Number of spans that weren't kept.
         before: The communicator's number of steps when the present execution began.
     """
 

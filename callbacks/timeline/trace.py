@@ -1,4 +1,4 @@
-"""What all ranks have recorded, as one trace in Chrome's format.
+"""The records of all ranks as one trace in Chrome's format.
 
 Pure functions of numbers; `callbacks.timeline.callback` records and gathers,
 `callbacks.timeline.xplane` has the same trace in TensorBoard's format. A rank is a
@@ -6,9 +6,9 @@ process of the trace, and has these lanes ("threads"):
 
     step        step ⊃ compute, exchange, update
     collectives the collective, or exchange with servers, ⊃ pack, wait, receive, reduce
-    send        what goes out, while the worker waits and receives
-    server i    the same of connections to further parameter servers
-    stage i     what a device of a model on several does, by micro-batch
+    send        sending, while the worker waits and receives
+    server i    the exchange with a further parameter server
+    stage i     the work of one device of a model on several, by micro-batch
 
 Times are microseconds on rank 0's clock since the first span.
 """
@@ -26,23 +26,23 @@ __all__ = ["Execution", "Lane", "Process", "Record", "Span", "processes", "trace
 
 _STEP, _COLLECTIVES, _SEND, _SERVERS = 0, 1, 2, 3
 _STAGES = 500
-# Perfetto tells threads apart by their numbers alone, whichever process they are of,
-# and takes 0 for none: so each rank has its own thousand, and lanes begin with 1.
+# Perfetto distinguishes threads by their numbers alone, whatever their process, and
+# takes 0 for none: so each rank has its own thousand, and lanes begin with 1.
 _NUMBERS = 1000
 _NEVER = 1 << 62
 
 
 @dataclass(frozen=True)
 class Span:
-    """Something that a rank did, in nanoseconds of its clock.
+    """An activity of a rank, in nanoseconds of its clock.
 
     Attributes:
-        name: What; see `kerasdist.transport.tracing`.
+        name: Its kind; see `kerasdist.transport.tracing`.
         begin: When it began.
         end: When it ended.
         size: Its bytes, 0 if unknown.
-        what: More of it, in words.
-        thread: Of which thread.
+        what: Details, in words.
+        thread: The number of its thread.
         step: The number of the communicator's step.
     """
 
@@ -61,7 +61,7 @@ class Execution:
 
     Attributes:
         first: Number of its first step in this `fit`.
-        steps: How many steps it takes.
+        steps: The number of its steps.
         begin: When it began, in nanoseconds.
         end: When it ended.
         before: The communicator's number of steps when it began.
@@ -76,17 +76,17 @@ class Execution:
 
 @dataclass
 class Record:
-    """What one rank has recorded.
+    """The record of one rank.
 
     Attributes:
         rank: Its rank.
-        host: How it's called.
-        offsets: How far its clock is ahead of rank 0's: two of (at, ahead, error), from
+        host: Its name.
+        offsets: The lead of its clock over rank 0's: two of (at, ahead, error), from
             the begin and the end, see `collectives.clock_sync`.
         executions: Its steps.
-        spans: What its communicator has told.
-        dropped: How many spans were too many to be kept.
-        stages: What its stages have done: a stage is a thread.
+        spans: The spans of its communicator.
+        dropped: Number of spans that weren't kept.
+        stages: The spans of its stages: a stage is a thread.
     """
 
     rank: int
@@ -98,12 +98,12 @@ class Record:
     stages: list[Span] = field(default_factory=list)
 
     def to_json(self) -> dict[str, Any]:
-        """As plain lists and numbers."""
+        """Return it as plain lists and numbers."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, found: dict[str, Any]) -> Record:
-        """Return the other way round."""
+        """Return the record that `to_json` was called on."""
         offsets = [(int(a), int(b), int(c)) for a, b, c in found["offsets"]]
         return cls(
             rank=int(found["rank"]),
@@ -116,7 +116,7 @@ class Record:
         )
 
     def aligned(self, time: int) -> int:
-        """Return a time of this rank's clock as rank 0's clock would have it."""
+        """Convert a time of this rank's clock to rank 0's clock."""
         (first, low, _), (last, high, _) = self.offsets[0], self.offsets[-1]
         if last <= first:
             return time - low
@@ -125,7 +125,7 @@ class Record:
 
     @property
     def error(self) -> int:
-        """How far an aligned time may be wrong, in nanoseconds."""
+        """The largest error of an aligned time, in nanoseconds."""
         return max(error for _, _, error in self.offsets)
 
 
@@ -134,10 +134,10 @@ class Lane:
     """Spans that contain each other or don't overlap.
 
     Attributes:
-        number: Which of the rank's lanes, from 0.
-        title: How it's called.
-        spans: The spans with begin and end in nanoseconds on the trace's clock; what
-            contains others comes before them.
+        number: Its index among the rank's lanes, from 0.
+        title: Its name.
+        spans: The spans with begin and end in nanoseconds on the trace's clock; a span
+            is before those that it contains.
     """
 
     number: int
@@ -151,8 +151,8 @@ class Process:
 
     Attributes:
         rank: Its rank.
-        title: How it's called.
-        lanes: What it did.
+        title: Its name.
+        lanes: Its lanes.
     """
 
     rank: int
@@ -167,7 +167,7 @@ def processes(records: Sequence[Record]) -> list[Process]:
         records: Of all ranks.
     """
     start = min((_begin(record) for record in records), default=0)
-    # Perfetto sorts processes by their titles: rank 2 comes before rank 10.
+    # Perfetto sorts processes by their titles: rank 2 must be before rank 10.
     digits = len(str(max((record.rank for record in records), default=0)))
     found = []
     for record in records:
@@ -266,7 +266,7 @@ def _lanes(record: Record) -> Iterator[tuple[int, str, Span]]:
     for execution in record.executions:
         for span in _parts(execution, record.spans):
             yield _STEP, "step", span
-    # Collectives are done one after the other, by whichever threads TensorFlow has.
+    # Collectives run one after the other, in any of TensorFlow's threads.
     main = {span.thread for span in record.spans if span.name not in NAMES}
     others: dict[int, int] = {}
     for span in record.spans:
@@ -282,7 +282,7 @@ def _lanes(record: Record) -> Iterator[tuple[int, str, Span]]:
 
 
 def _apart(stages: Sequence[Span]) -> Iterator[Span]:
-    """Without what a stage does at the same time as something else."""
+    """Yield the spans of stages without overlaps."""
     for stage in sorted({span.thread for span in stages}):
         mine = [span for span in stages if span.thread == stage]
         mine.sort(key=lambda each: each.begin)
@@ -290,16 +290,16 @@ def _apart(stages: Sequence[Span]) -> Iterator[Span]:
         yield from parts
         for span in mine:
             if span.name == COMPUTE:
-                # What is for no micro-batch fills the gaps.
+                # Work for no micro-batch fills the gaps.
                 pieces = list(_gaps(span, parts))
                 yield from pieces
                 parts = sorted([*parts, *pieces], key=lambda each: each.begin)
 
 
 def _in_turn(parts: Sequence[Span]) -> list[Span]:
-    """Micro-batches, each over when the next begins.
+    """Return the spans of micro-batches, each cut where the next begins.
 
-    A stage begins none before the last one is over; but a clock may be read late, by
+    A stage begins none before the last one ends; but a clock may be read late, by
     more than a small one takes.
     """
     begins: list[int] = []
@@ -317,7 +317,7 @@ def _in_turn(parts: Sequence[Span]) -> list[Span]:
 
 
 def _gaps(span: Span, others: Sequence[Span]) -> Iterator[Span]:
-    """What is left of a span beside others, which are apart and in order."""
+    """Yield the parts of a span between others, which are disjoint and in order."""
     begin = span.begin
     for other in others:
         if other.begin >= span.end:
@@ -330,7 +330,7 @@ def _gaps(span: Span, others: Sequence[Span]) -> Iterator[Span]:
 
 
 def _parts(execution: Execution, spans: Sequence[Span]) -> Iterator[Span]:
-    """An execution as a span, and what it's made of, from where its collectives are."""
+    """Yield an execution as a span, and its parts, derived from its collectives."""
     first, last = execution.first, execution.first + execution.steps - 1
     name = f"step {first}" if first == last else f"steps {first} to {last}"
     yield Span(name, execution.begin, execution.end)

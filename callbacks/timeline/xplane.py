@@ -1,4 +1,4 @@
-"""What all ranks have recorded, as TensorBoard's trace viewer reads it.
+"""The records of all ranks in the format of TensorBoard's trace viewer.
 
 The plugin "profile" of TensorBoard (`tensorboard-plugin-profile`, XProf) reads the
 profiler's own files, `<logdir>/plugins/profile/<run>/<name>.xplane.pb`: an `XSpace`
@@ -25,7 +25,7 @@ def xspace(records: Sequence[Record]) -> bytes:
     Args:
         records: Of all ranks.
     """
-    # TensorFlow installs it, but no name of its interface leads there.
+    # TensorFlow installs it, but it isn't part of TensorFlow's API.
     from tensorflow.tsl.profiler.protobuf import xplane_pb2
 
     space = xplane_pb2.XSpace()
@@ -60,7 +60,7 @@ def _add(line: Any, lane: Lane, events: _Table, stats: _Table) -> None:
 
 
 class _Table:
-    """Names of a plane, each with a number: those of 0 aren't kept."""
+    """Names of a plane, each with a number from 1: entries of 0 aren't kept."""
 
     def __init__(self, entries: Any) -> None:
         self._entries = entries

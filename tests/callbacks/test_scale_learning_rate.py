@@ -370,10 +370,12 @@ def test_what_is_wrong_is_said():
     )
     quiet = {"verbose": 0, "shuffle": False}
     scale = ScaleLearningRate(base_batch_size=6)
-    with pytest.raises(ValueError, match=r"^The global batch size can't be known"):
+    with pytest.raises(ValueError, match=r"^The global batch size isn't known"):
         m.fit(unknown, callbacks=[scale], **quiet)
     scale = ScaleLearningRate(base_batch_size=6, batch_size=24)
-    with pytest.raises(ValueError, match=r"^How many steps `warmup_epochs` are"):
+    with pytest.raises(
+        ValueError, match=r"^The number of steps in `warmup_epochs` is unknown"
+    ):
         m.fit(unknown, callbacks=[scale], **quiet)
     scale = ScaleLearningRate(
         base_batch_size=6, batch_size=24, warmup_steps=3, verbose=0
@@ -557,7 +559,7 @@ def test_ring_and_another_number_of_workers(tmp_path):
             "`ScaleLearningRate` must be given the same arguments and data on all "
             "ranks. Received: factor 2 and 12 steps of warm-up on rank 0; factor 2 and "
             "18 steps of warm-up on rank 1. Leave out the condition on the rank, and "
-            "let arrays and batches be as long on all ranks."
+            "use arrays and batches of the same length on all ranks."
         )
         # Batches of 2 rows from each of two workers.
         check(found["own"], expected(36, factor=2, warmup=18))

@@ -83,7 +83,7 @@ def test_what_is_said_of_the_network():
     verdict = judge(CASES["network"])
     assert "the network: 50% of each step is lost to it" in verdict.headline
     assert "8 MB per step and worker take 50.0 ms" in words(verdict)
-    assert "900 MB/s, of 1 GB/s that the link gave" in words(verdict)
+    assert "900 MB/s, of 1 GB/s that were measured on the idle link" in words(verdict)
     assert "gradient_accumulation_steps" in verdict.change[0]
     assert "compression" in verdict.change[1]
 
@@ -136,7 +136,9 @@ def test_a_straggler_whose_callbacks_are_slow():
     )
     assert verdict.limit == "straggler"
     assert "between its steps (callbacks, Python)" in words(verdict)
-    assert verdict.change[0].startswith("Look at what rank 2 does after each batch")
+    assert verdict.change[0].startswith(
+        "Look for work that only rank 2 does after each batch"
+    )
     assert "machine" not in words(verdict)
 
 
@@ -185,7 +187,7 @@ def test_one_worker_alone_is_told_nothing_of_others():
 def test_without_the_link_s_speed_bytes_are_blamed():
     verdict = judge(figures(compute=50, communicate=50, link=None))
     assert verdict.limit == "network"
-    assert "which wasn't measured alone" in words(verdict)
+    assert "the speed of the idle link wasn't measured" in words(verdict)
 
 
 def test_what_is_said_of_stages():
@@ -213,7 +215,7 @@ def test_what_is_said_of_stages():
 def test_efficiency_of_devices():
     found = figures(workers=1, compute=100, baseline=1280.0, devices=2)
     assert found.efficiency == pytest.approx(256 / 0.1 / 1280 / 2)
-    assert "2 times what one device does (1,280)" in words(judge(found))
+    assert "2 times the speed of one device (1,280)" in words(judge(found))
 
 
 def test_efficiency():
@@ -236,7 +238,7 @@ def test_efficiency():
 def test_what_comes_next_is_named():
     verdict = judge(figures(compute=40, input=35, communicate=25))
     assert verdict.limit == "input"
-    assert "What comes next: the network (25% of a step)." in verdict.because
+    assert "The next largest: the network (25% of a step)." in verdict.because
 
 
 @pytest.mark.parametrize("part", [LEAST - 0.01, LEAST + 0.01])

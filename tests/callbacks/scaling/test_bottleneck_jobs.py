@@ -127,7 +127,7 @@ def test_what_limits_a_job_on_one_host(tmp_path):
     figures, verdict = found["callback"]
     assert verdict["limit"] == "straggler", figures["phases"]
     assert (figures["slowest"], figures["slow_part"]) == (0, "outside")
-    assert "rank 0 does after each batch" in verdict["change"][0]
+    assert "only rank 0 does after each batch" in verdict["change"][0]
 
 
 RATE = 25e6  # bytes per second

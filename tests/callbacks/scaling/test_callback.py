@@ -485,7 +485,7 @@ def test_a_worker_that_is_lost_or_joins_is_an_event(kind, tmp_path):
     if asynchronous:
         assert re.search(r"rank 1 \(127.0.0.1:\d+\) was lost at its step \d+", told)
         assert "1 worker trains from here on: rank 0" in told
-        assert re.search(r"rank 1 \(127.0.0.1:\d+\) has come at its step \d+", told)
+        assert re.search(r"rank 1 \(127.0.0.1:\d+\) joined at its step \d+", told)
         assert "2 workers train from here on: ranks 0, 1" in told
         # Those who have trained in each epoch, by their own word.
         assert new
@@ -708,7 +708,9 @@ def test_a_fit_that_fails_is_told(strategy, tmp_path, placed):
 def test_two_of_them_would_measure_half_of_it_each(strategy, tmp_path):
     first = ScalingTensorBoard(tmp_path / "1", verbose=0)
     second = ScalingTensorBoard(tmp_path / "2", verbose=0)
-    with pytest.raises(ValueError, match=r"^One ScalingTensorBoard .*/2', in the same"):
+    with pytest.raises(
+        ValueError, match=r"^A .fit. must have only one ScalingTensorBoard.*/2'"
+    ):
         one_worker(strategy, [first, second])
     assert not strategy.extended.timer.running
     one_worker(strategy, [second])

@@ -61,10 +61,10 @@ def test_a_length_that_is_left_to_the_callback(cost, age, seconds, per_call):
     assert length(windows) == round(seconds * 100)
 
 
-@pytest.mark.parametrize("told", [[0, 0.1, 100.0], [5, 0.1, 100.0]])
-def test_without_a_step_that_counts_the_next_is_like_the_first(told):
+@pytest.mark.parametrize("state", [[0, 0.1, 100.0], [5, 0.1, 100.0]])
+def test_without_a_step_that_counts_the_next_is_like_the_first(state):
     windows = Windows("auto")
-    windows.begin(times(0, 0.0), told)
+    windows.begin(times(0, 0.0), state)
     assert length(windows) == 10
 
 
@@ -74,9 +74,9 @@ def test_what_the_chief_tells_makes_all_equal():
     chief.calls, clock.seconds = 10, 4.0
     chief.cost(0.01)
     chief.cost(0.001)
-    assert chief.told() == [10.0, 0.005, 4.0]
-    assert other.told()[:2] == [0.0, 0.0]
-    told = chief.told()
+    assert chief.state() == [10.0, 0.005, 4.0]
+    assert other.state()[:2] == [0.0, 0.0]
+    state = chief.state()
     for windows in (chief, other):
-        windows.begin(times(10, 0.1), told)
+        windows.begin(times(10, 0.1), state)
     assert length(chief) == length(other) == 250
