@@ -13,8 +13,8 @@ from kerasdist.layers.whole import FullTensor
 
 __all__ = ["ShardedDense"]
 
-# Of each entry alone: a shard may apply them to its part of the output. Others, as
-# softmax, need a whole row.
+# Functions of each entry alone: a shard may apply them to its part of the output.
+# Others, such as softmax, need a whole row.
 _ELEMENTWISE = tuple(
     getattr(keras.activations, name)
     for name in (
@@ -46,8 +46,8 @@ class ShardedDense(Sharded, keras.layers.Dense):
     columns of the output, which are then joined. `split="rows"`: each device has some
     rows, gets these columns of the input, and the products are added up.
 
-    It computes and learns what a Dense layer does, and begins with its weights. What
-    looks at a variable as a whole sees a shard: an optimizer's `clipnorm` (not
+    It computes and learns the same as a Dense layer, from the same initial weights.
+    Functions of a whole variable get a shard: an optimizer's `clipnorm` (not
     `global_clipnorm` and `clipvalue`), Adafactor, Lamb and Muon.
 
     Its files hold one kernel and one bias: those of a `keras.layers.Dense` in its
@@ -151,7 +151,7 @@ class ShardedDense(Sharded, keras.layers.Dense):
             store["1"] = keras.ops.convert_to_numpy(self.bias)
 
     def load_own_variables(self, store: Any) -> None:
-        """Load what a Dense layer has stored, or one with any number of shards.
+        """Load the variables of a Dense layer, or of one with any number of shards.
 
         Raises:
             ValueError: It isn't one kernel and, with `use_bias`, one bias of its shape.

@@ -18,13 +18,13 @@ __all__ = ["ShardedEmbedding"]
 class ShardedEmbedding(Sharded, keras.layers.Embedding):
     """`keras.layers.Embedding` whose table is divided over several devices.
 
-    `split="rows"`: each device has a range of the words, is asked for those of its
-    range, and sends their rows. `split="columns"`: each device has some columns of all
+    `split="rows"`: each device has a range of the words, gets the words of its range,
+    and returns their rows. `split="columns"`: each device has some columns of all
     words' rows.
 
-    It computes and learns what an Embedding layer does, begins with its table, and its
-    gradients are as sparse. The exceptions are those of `ShardedDense`. Its files hold
-    one table: that of a `keras.layers.Embedding` in its place.
+    It computes and learns the same as an Embedding layer, from the same initial table,
+    and its gradients are as sparse. The exceptions are those of `ShardedDense`. Its
+    files hold one table: that of a `keras.layers.Embedding` in its place.
 
     Args:
         input_dim: Number of words.
@@ -78,7 +78,7 @@ class ShardedEmbedding(Sharded, keras.layers.Embedding):
         return self._whole("embeddings", self._axis)
 
     def call(self, inputs: Any) -> Any:
-        """Rows of the table, one for each integer.
+        """Return rows of the table, one for each integer.
 
         Raises:
             ValueError: The inputs are sparse.
@@ -108,11 +108,13 @@ class ShardedEmbedding(Sharded, keras.layers.Embedding):
             starts = tf.constant([own.start for own in self._slices[1:]], flat.dtype)
             owner = tf.searchsorted(starts, flat, side="right")
             count = len(shards)
-            asked = tf.dynamic_partition(flat, owner, count)
+            requested = tf.dynamic_partition(flat, owner, count)
             places = tf.dynamic_partition(tf.range(tf.size(flat)), owner, count)
             found = [
                 shard(part - own.start)
-                for shard, part, own in zip(shards, asked, self._slices, strict=True)
+                for shard, part, own in zip(
+                    shards, requested, self._slices, strict=True
+                )
             ]
             rows = tf.dynamic_stitch(places, found)
             shape = tf.concat([tf.shape(words), [self.output_dim]], 0)
@@ -126,7 +128,7 @@ class ShardedEmbedding(Sharded, keras.layers.Embedding):
             self._store_whole(store, "0", "embeddings", self._axis)
 
     def load_own_variables(self, store: Any) -> None:
-        """Load what an Embedding layer has stored, or one with any number of shards.
+        """Load the table of an Embedding layer, or of one with any number of shards.
 
         Raises:
             ValueError: It isn't one table of its shape.

@@ -1,7 +1,7 @@
-"""One matrix as several variables, each on a device of its own.
+"""Shards: one matrix as several variables, each on a device of its own.
 
-A sharded layer has a sub-layer per shard. So a shard has what every layer has: a path,
-a device, and a backward pass on it.
+A sharded layer has a sub-layer per shard. So a shard has, like every layer, a path, a
+device, and a backward pass on that device.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ __all__ = ["Shard", "Sharded", "refuse_extras"]
 
 
 class Shard(keras.layers.Layer):
-    """One shard's variables, and what is computed with them.
+    """One shard's variables, and the computation with them.
 
     Args:
         weights: For each variable the arguments of `add_weight`.
         compute: A function of the shard and its inputs.
-        device: Where it is, if no strategy says so; None for no wish.
+        device: Its device, if no strategy places it; None for any.
         **kwargs: As of any layer.
     """
 
@@ -50,7 +50,7 @@ class Shard(keras.layers.Layer):
         self.supports_masking = True
 
     def build(self, input_shape: Any = None) -> None:
-        """Create the variables where this is called."""
+        """Create the variables on the device of the caller's scope."""
         for spec in self._specs:
             setattr(self, spec["name"], self.add_weight(**spec))
         self._specs = []  # they may hold the whole initial value
@@ -62,10 +62,10 @@ class Shard(keras.layers.Layer):
 
 
 class Sharded:
-    """What sharded layers have in common; mixed into a layer of Keras.
+    """Base of sharded layers, mixed into a layer of Keras.
 
     Attributes:
-        split: `"columns"` or `"rows"`: along which axis the matrix is cut.
+        split: `"columns"` or `"rows"`: the axis along which the matrix is cut.
     """
 
     built: bool
@@ -125,12 +125,12 @@ class Sharded:
             if not staged:
                 _check(self._wanted)
             return list(self._wanted)
-        # Saved with more shards than there are devices now: they go round.
+        # Saved with more shards than there are devices now: several shards per device.
         return [theirs[i % len(theirs)] if theirs else None for i in range(count)]
 
     @property
     def _axis(self) -> int:
-        """Along which axis the matrix is cut."""
+        """The axis along which the matrix is cut."""
         return 1 if self.split == "columns" else 0
 
     def _make_shards(
@@ -139,13 +139,13 @@ class Sharded:
         compute: Callable[[Any, Any], Any],
         **options: Any,
     ) -> None:
-        """Create and build the shards, where they belong.
+        """Create and build the shards, each on its device.
 
         Args:
-            wholes: By name what is cut, the matrix first; all are equally long along
-                the axes that are cut. The layer has an initializer, a regularizer and a
-                constraint of each.
-            compute: What a shard computes, see `Shard`.
+            wholes: The tensors to cut, by name, the matrix first; all are equally long
+                along the axes that are cut. The layer has an initializer, a regularizer
+                and a constraint of each.
+            compute: The computation of a shard, see `Shard`.
             **options: As of any layer.
         """
         strategy = tf.distribute.get_strategy()
@@ -166,7 +166,7 @@ class Sharded:
             staged = device is not None and hasattr(strategy, "stage")
             own = self._slices[index]
             place = ShardSlice(index=index, start=own.start, stop=own.stop)
-            # Made in its stage, too: it comes before patterns that match the layer.
+            # Made in its stage, too: that precedes patterns that match the layer.
             with strategy.stage(device) if staged else _on(device):
                 shard = Shard(
                     [self._weight(name, values[name], place) for name in wholes],
@@ -186,7 +186,7 @@ class Sharded:
     def _weight(
         self, name: str, value: WholeValue, place: ShardSlice
     ) -> dict[str, Any]:
-        """The arguments of `add_weight` for a shard's part of a matrix or vector."""
+        """Return `add_weight`'s arguments for a shard's part of a matrix or vector."""
         return {
             "name": name,
             "shape": value.whole.shape_of(place),
@@ -210,7 +210,7 @@ class Sharded:
     def _whole(self, name: str, axis: int) -> Any:
         """Return a matrix or vector of all shards, as one tensor."""
         parts = [getattr(shard, name) for shard in self._parts()]
-        # Keras asks for all attributes of what it writes: in host memory there's room.
+        # Keras reads all attributes of a layer that it saves: host memory has room.
         with _on("CPU:0" if tf.executing_eagerly() else None):
             return tf.concat([tf.convert_to_tensor(part) for part in parts], axis)
 
@@ -231,8 +231,8 @@ class Sharded:
         shape[axis] = sum(part.shape[axis] for part in parts)
         if list(value.shape) != shape:
             raise ValueError(
-                f"`{name}` of layer {self.name!r} has another shape in what "
-                f"is loaded. Received: shape {tuple(value.shape)}; expected "
+                f"`{name}` of layer {self.name!r} has another shape in the "
+                f"file. Received: shape {tuple(value.shape)}; expected "
                 f"{tuple(shape)}. Load into a layer with the same arguments; only the "
                 "number of shards may differ."
             )
@@ -240,13 +240,13 @@ class Sharded:
             part.assign(np.take(value, range(own.start, own.stop), axis))
 
     def get_config(self) -> dict[str, Any]:
-        """The arguments; devices are left out, so that a file has none baked in."""
+        """Return the arguments without devices, so that a file contains none."""
         config: dict[str, Any] = super().get_config()  # type: ignore[misc]
         config.pop("quantization_config", None)
         return {**config, "shards": self.shards, "split": self.split}
 
     def quantize(self, mode: Any = None, *args: Any, **kwargs: Any) -> None:
-        """Refused.
+        """Refuse quantization.
 
         Raises:
             NotImplementedError: Always.
@@ -257,7 +257,7 @@ class Sharded:
         )
 
     def enable_lora(self, rank: Any = None, *args: Any, **kwargs: Any) -> None:
-        """Refused.
+        """Refuse LoRA.
 
         Raises:
             NotImplementedError: Always.
@@ -284,15 +284,15 @@ def refuse_extras(kwargs: dict[str, Any]) -> None:
 
 
 def _check(devices: Sequence[str]) -> None:
-    """Check that devices exist, where no strategy does.
+    """Check that devices exist, where no strategy checks it.
 
     Raises:
         ValueError: One doesn't, or another strategy places the variables.
     """
     if tf.distribute.has_strategy():
         raise ValueError(
-            "A layer's `devices` mean something without a strategy, or with one that "
-            f"places layers. Received: devices={list(devices)!r} under "
+            "A layer's `devices` need a strategy that places layers, or no strategy. "
+            f"Received: devices={list(devices)!r} under "
             f"{type(tf.distribute.get_strategy()).__name__}. Leave them out, or use "
             "kerasdist.ModelParallelStrategy."
         )

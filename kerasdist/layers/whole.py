@@ -1,7 +1,7 @@
-"""What is said of a whole matrix, for the parts that it is cut into.
+"""Initializer, regularizer and constraint of a whole matrix, for its parts.
 
-Its initial value is drawn once; a regularizer and a constraint must mean for the parts
-what they mean for the whole.
+The initial value is drawn once; a regularizer and a constraint must have the same
+effect on the parts as on the whole.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ _NORMS = (
 
 @dataclass(frozen=True, kw_only=True)
 class ShardSlice:
-    """Which part of a matrix a shard is.
+    """The part of a matrix that is a shard.
 
     Attributes:
         index: Its number.
-        start: Where it begins, along the axis that is cut.
-        stop: Where it ends.
+        start: Its begin, along the axis that is cut.
+        stop: Its end.
     """
 
     index: int
@@ -51,7 +51,7 @@ class FullTensor:
 
     Attributes:
         shape: Its shape.
-        axis: Along which it's cut.
+        axis: The axis along which it's cut.
     """
 
     shape: tuple[int, ...]
@@ -65,15 +65,15 @@ class FullTensor:
 
 
 class WholeValue:
-    """The initial value of a matrix, drawn whole and once, given out in parts.
+    """The initial value of a matrix, drawn whole and once, handed out in parts.
 
-    So a sharded layer begins with the numbers of a plain one with the same seed. It is
-    drawn in host memory, and dropped when all parts were given out.
+    So a sharded layer begins with the numbers of a plain one with the same seed. The
+    value is drawn in host memory, and dropped when all parts are handed out.
 
     Args:
         initializer: Keras's initializer, or a function of shape and dtype.
         whole: The matrix.
-        parts: Into how many parts it's cut.
+        parts: The number of its parts.
 
     Attributes:
         whole: The matrix.
@@ -119,9 +119,9 @@ class WholeValue:
 
 
 class _OfWhole(keras.regularizers.Regularizer):
-    """What a regularizer says of a whole matrix, whatever variable it is asked about.
+    """A regularizer of a whole matrix: its value doesn't depend on the argument.
 
-    A class, because Keras 3.14 takes no function.
+    A class, because Keras 3.14 accepts no function.
     """
 
     def __init__(self, regularizer: Any, whole: Callable[[], Any]) -> None:
@@ -139,12 +139,12 @@ def regularizer_of(
 
     Args:
         regularizer: That of the whole matrix, or None.
-        place: Which part it is.
-        whole: Puts the whole matrix together.
+        place: The part.
+        whole: Returns the whole matrix.
     """
     if regularizer is None or type(regularizer) in _SUMS:
         return regularizer
-    # Anything else may need the whole matrix: the first part's adds it up.
+    # Any other may need the whole matrix: the first part's gets all of it.
     return None if place.index else _OfWhole(regularizer, whole)
 
 
@@ -152,7 +152,7 @@ def check_constraint(constraint: Any, argument: str, axis: int, shards: int) -> 
     """Check that a constraint on each shard is the constraint on the whole.
 
     Raises:
-        ValueError: It isn't, or nobody knows.
+        ValueError: It isn't, or that is unknown.
     """
     if constraint is None or shards == 1:
         return

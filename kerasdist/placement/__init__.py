@@ -1,4 +1,4 @@
-"""Which layers go to which device: costs, cuts and tables, as functions of numbers.
+"""The assignment of layers to devices: costs, cuts and tables, as pure functions.
 
 Nothing here knows TensorFlow or Keras: costs are measured in `_keras.costs`, and a plan
 is carried out in `strategies.placed`.

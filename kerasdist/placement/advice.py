@@ -1,8 +1,8 @@
-"""What would fit, when nothing does: every line has been searched for and found.
+"""Advice for a model that doesn't fit: changes that were found to make it fit.
 
-Each search changes one thing and leaves the rest as it was asked for: the number of
-devices, the batch size, the number of micro-batches, rematerialization, the order of
-the devices. Where one alone isn't enough, two together are tried.
+Each search changes one setting and leaves the others as given: the number of devices,
+the batch size, the number of micro-batches, rematerialization, the order of the
+devices. Where one alone isn't enough, two together are tried.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ _MOST_ORDERED = 5
 
 
 def advise(model: ModelCost, run: Run, limits: Sequence[float]) -> tuple[str, ...]:
-    """Return what would fit.
+    """Return the changes that would make a model fit.
 
     Args:
         model: The model.
-        run: How it was to be trained.
+        run: How it is to be trained.
         limits: Bytes of each device, in order.
 
     Returns:
@@ -56,7 +56,7 @@ def in_lines(found: Sequence[str]) -> str:
 
 
 def run_in_words(run: Run) -> str:
-    """For instance `batch_size=64, micro_batches=4`."""
+    """Return a run as text, for instance `batch_size=64, micro_batches=4`."""
     text = f"batch_size={run.batch_size}, micro_batches={run.micro_batches}"
     return f"{text}, rematerialize=True" if run.rematerialize else text
 
@@ -121,7 +121,7 @@ def _together(model: ModelCost, run: Run, limits: Sequence[float]) -> list[str]:
 
 
 def _too_large(model: ModelCost, limits: Sequence[float]) -> list[str]:
-    """Layers that no device of this size can hold, whatever else is done."""
+    """Return advice about layers that no device of this size can hold."""
     found = []
     for layer in model.layers:
         needed = layer.parameter_bytes + layer.slot_bytes + layer.gradient_bytes
@@ -148,7 +148,7 @@ def _batch(model: ModelCost, run: Run, limits: Sequence[float]) -> int | None:
 
 
 def _parts(model: ModelCost, run: Run, limits: Sequence[float]) -> int | None:
-    """Return the smallest number of more micro-batches that fits."""
+    """Return the smallest larger number of micro-batches that fits."""
     return _least(
         lambda parts: _fits(
             model, dataclasses.replace(run, micro_batches=parts), limits

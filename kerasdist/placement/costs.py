@@ -1,12 +1,12 @@
-"""What the layers of a model cost: bytes and floating-point operations.
+"""The costs of a model's layers: bytes and floating-point operations.
 
 A stage (layers on one device) holds, at its worst moment in a training step:
 
     weights and slots   always
-    activations         what the forward pass leaves for the backward pass; the backward
-                        pass goes from the last layer to the first, and frees a layer's
-    gradients           of the layers that the backward pass has been through
-    transients          what one layer needs while it computes, and gives back
+    activations         saved by the forward pass for the backward pass, which runs from
+                        the last layer to the first, and frees those of a layer
+    gradients           of the layers that the backward pass has finished
+    transients          the temporary memory of one layer while it computes
 
 So the worst moment is that of some layer i of the stage (or the update at the end):
 
@@ -33,12 +33,12 @@ _PASSES = 3
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Run:
-    """How a model is trained, as far as its memory depends on it.
+    """The settings of training that memory depends on.
 
     Attributes:
         batch_size: Rows of a batch, >= 1.
         micro_batches: Parts into which a batch is cut, >= 1; 1: it isn't.
-        rematerialize: Whether the forward pass is done again in the backward pass, so
+        rematerialize: Whether the forward pass is repeated in the backward pass, so
             that only a stage's inputs have to be held.
 
     Raises:
@@ -72,21 +72,21 @@ class Run:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LayerCost:
-    """One layer that goes to a device as a whole.
+    """The costs of one layer that is placed on a device as a whole.
 
-    What depends on the batch is given per row; sizes are in bytes.
+    Sizes are in bytes; those that depend on the batch are per row.
 
     Attributes:
         path: Its path in the model.
         kind: The name of its class.
         parameter_bytes: All its variables.
         trainable_bytes: Those of them that are trained.
-        slot_bytes: What the optimizer keeps for these.
+        slot_bytes: The optimizer's slots for these.
         gradient_bytes: Their gradients.
         update_bytes: Held at most while the optimizer updates one of them.
-        saved_row_bytes: What the forward pass leaves for the backward pass.
-        saved_bytes: The same, whatever the batch: weights in another dtype.
-        transient_row_bytes: Held at most while it computes, beside what is saved.
+        saved_row_bytes: Saved by the forward pass for the backward pass.
+        saved_bytes: The same, independent of the batch: weights in another dtype.
+        transient_row_bytes: Held at most while it computes, beside the saved bytes.
         output_row_bytes: Its outputs.
         row_flops: Floating-point operations of the forward pass; a multiplication and
             an addition are two.
@@ -106,26 +106,26 @@ class LayerCost:
     row_flops: float = 0.0
 
     def activation_bytes(self, run: Run) -> float:
-        """What the layer has saved at the worst moment, beside its stage's inputs."""
+        """Return the bytes saved at the worst moment, beside the stage's inputs."""
         rows = run.part_rows if run.rematerialize else run.batch_size
         return self.saved_row_bytes * rows + self.saved_bytes
 
     def transient_bytes(self, run: Run) -> float:
-        """What it needs while it computes one part."""
+        """Return the temporary bytes while it computes one part."""
         return self.transient_row_bytes * run.part_rows
 
     def flops(self, run: Run) -> float:
-        """Operations of a training step: forward and backward pass."""
+        """Return the operations of a training step: forward and backward pass."""
         passes = _PASSES + 1 if run.rematerialize else _PASSES
         return passes * self.row_flops * run.batch_size
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TensorCost:
-    """A tensor that one layer makes and others read: an edge of the layer graph.
+    """A tensor that one layer outputs and others read: an edge of the layer graph.
 
     Attributes:
-        source: Index of the layer that makes it; -1: a part of the batch.
+        source: Index of the layer that outputs it; -1: a part of the batch.
         consumers: Indices of the layers that read it.
         row_bytes: Its bytes per row of the batch.
     """
@@ -137,7 +137,7 @@ class TensorCost:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelCost:
-    """The layers of a model in the order in which they run, and what flows between.
+    """The layers of a model in the order in which they run, and their tensors.
 
     Attributes:
         layers: The layers; each but for shared ones runs after those before it.

@@ -1,12 +1,12 @@
-"""In which order a device works on micro-batches: edges for a graph of operations.
+"""The order of micro-batches on a device, as extra edges of a graph of operations.
 
-An executor runs what is ready, first come, first served. When all micro-batches are
-there at once, the first stage would do the first layer of each of them, then the second
-layer of each: the next stage would have to wait for its first micro-batch until nearly
-all of the work is done. So each device is told to finish one micro-batch before it
-begins the next:
+An executor runs the operations that are ready, in the order in which they became so. As
+all micro-batches are ready at once, the first stage would run the first layer of each
+of them, then the second layer of each: the next stage would have to wait for its first
+micro-batch until nearly all of the work is done. So extra edges make each device finish
+one micro-batch before it begins the next:
 
-    visit       the operations of one micro-batch from where it comes to a device until
+    visit       the operations of one micro-batch from its arrival on a device until
                 it leaves it; forward and backward are different visits, and so are two
                 that begin after a different number of changes of device
     entry       an operation of a visit with an input from outside of it
@@ -14,15 +14,16 @@ begins the next:
     edges       the entries of a visit wait for the exits of the same visit with the
                 micro-batch before
 
-Which micro-batch an operation belongs to is found along the edges of the graph, from
-those operations that are marked: where batches are divided, and where gradients are.
-An operation with inputs of several micro-batches (a loss, a sum of gradients) belongs
-to none, and whatever comes after it is the backward pass.
+The micro-batch of an operation is found along the edges of the graph, from marked
+operations: those that divide batches, and those of gradients. An operation with inputs
+of several micro-batches (a loss, a sum of gradients) belongs to none, and all
+operations after it are the backward pass.
 
-Forward all edges go from what was made earlier to what was made later, as all others in
-the graph, so that there can't be a cycle. Gradients are made layer by layer, of all
-micro-batches in turn: there it's checked. Where there would be a cycle, or what has
-effects is executed in the order in which it was made, edges that go back are left out.
+In the forward pass all edges lead from operations made earlier to ones made later, like
+all others in the graph, so there can't be a cycle. Gradients are made layer by layer,
+of all micro-batches in turn: there cycles are searched for. Where there would be one,
+or where operations with effects must run in the order in which they were made, edges
+that lead backwards are left out.
 """
 
 from __future__ import annotations
@@ -37,12 +38,12 @@ __all__ = ["Edges", "Node", "Part", "find_edges", "part_of"]
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """A micro-batch on its way.
+    """A micro-batch in the forward or backward pass.
 
     Attributes:
-        call: Which call of a model it is a part of.
+        call: The number of the model's call that it is a part of.
         number: Its number in this call.
-        backward: Whether it's on its way back.
+        backward: Whether it's in the backward pass.
     """
 
     call: int
@@ -57,8 +58,8 @@ class Node:
     Attributes:
         inputs: The operations that it waits for, as indices of a list in the order in
             which they were made.
-        device: Where it is; empty: where its inputs are.
-        has_effects: Whether it may be bound to the order in which it was made.
+        device: Its device; empty: that of its inputs.
+        has_effects: Whether its place in the order of making may have to be kept.
     """
 
     inputs: Sequence[int]
@@ -68,7 +69,7 @@ class Node:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Edges:
-    """What waits for what: each of `after` for all of `before`, on one device."""
+    """Extra edges on one device: each of `after` waits for all of `before`."""
 
     device: str
     before: tuple[int, ...]
@@ -96,7 +97,7 @@ def find_edges(nodes: Sequence[Node], marks: Mapping[int, Part]) -> list[Edges]:
 
     Args:
         nodes: All operations, in the order in which they were made.
-        marks: The operations at which parts begin their ways.
+        marks: The operations at which parts begin.
     """
     visits = _visits(nodes, marks)
     found = _edges(nodes, visits, only_on=False)
@@ -104,10 +105,10 @@ def find_edges(nodes: Sequence[Node], marks: Mapping[int, Part]) -> list[Edges]:
 
 
 def _edges(nodes: Sequence[Node], visits: _Visits, *, only_on: bool) -> list[Edges]:
-    """Return all edges, or only those from what was made earlier."""
+    """Return all edges, or only those from operations made earlier."""
     found = []
     for (_, backward, device, _), chain in visits.items():
-        # Backward the last micro-batch comes first: its activations were used last.
+        # Backward the last micro-batch is first: its activations were used last.
         numbers = sorted(
             (number for number, visit in chain.items() if visit.entries),
             reverse=backward,
@@ -126,7 +127,7 @@ def _edges(nodes: Sequence[Node], visits: _Visits, *, only_on: bool) -> list[Edg
 
 
 def _can_be_run(nodes: Sequence[Node], edges: Sequence[Edges]) -> bool:
-    """Whether there's an order in which everything finds done what it waits for."""
+    """Return whether the graph with these edges has no cycle."""
     after: list[list[int]] = [[] for _ in range(len(nodes) + len(edges))]
     waits = [0] * len(after)
 
@@ -156,7 +157,7 @@ def _can_be_run(nodes: Sequence[Node], edges: Sequence[Edges]) -> bool:
 def _visits(nodes: Sequence[Node], marks: Mapping[int, Part]) -> _Visits:
     """Return all visits."""
     parts: list[Part | None] = []
-    joined: list[bool] = []  # whether it comes after something of several parts
+    joined: list[bool] = []  # whether it depends on an operation of several parts
     devices: list[str] = []
     levels: list[int] = []  # changes of device so far; -1: marked
     visits: _Visits = {}

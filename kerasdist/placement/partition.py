@@ -1,11 +1,11 @@
 """The cut of a model into stages: the slowest stage as fast as possible.
 
-Layers stand in the order in which they run; a stage is a run of neighbours, and stage s
-goes to the s-th device. A stage takes
+Layers are in the order in which they run; a stage is a run of neighbours, and stage s
+is placed on the s-th device. The time of a stage is the sum of
 
     work        the operations of its layers
-    transfers   for each byte that crosses one of its borders, as many operations as its
-                device could do meanwhile (`flops_per_byte`)
+    transfers   for each byte that crosses one of its borders, the operations that its
+                device could run meanwhile (`flops_per_byte`)
 
 A tensor that skips layers crosses once for each stage that reads it, and costs nothing
 in the stages between, which it doesn't pass through. Both terms and the memory depend
@@ -32,7 +32,7 @@ from kerasdist.placement.costs import ModelCost, Run
 
 __all__ = ["FLOPS_PER_BYTE", "Cut", "StageCosts", "best_cut"]
 
-# A device that does 1e12 operations a second, behind a bus of 1e10 bytes a second.
+# A device that runs 1e12 operations a second, behind a bus of 1e10 bytes a second.
 FLOPS_PER_BYTE = 100.0
 
 
@@ -42,7 +42,7 @@ class Cut:
 
     Attributes:
         borders: Stage s has the layers `borders[s]` to `borders[s + 1] - 1`.
-        times: What each stage takes, in operations of a training step.
+        times: The time of each stage, in operations of a training step.
         memory: Bytes of each stage at its worst moment.
         entering: Bytes of a batch that each stage gets: from other stages, and of the
             data.
@@ -55,15 +55,15 @@ class Cut:
 
     @property
     def slowest(self) -> float:
-        """What the slowest stage takes."""
+        """The time of the slowest stage."""
         return max(self.times)
 
 
 class StageCosts:
-    """What every possible stage of a model would cost.
+    """The costs of every possible stage of a model.
 
-    The stage of the layers i to j - 1 stands at `[i, j]`, for i <= j; an empty one
-    costs nothing.
+    The stage of the layers i to j - 1 is at `[i, j]`, for i <= j; an empty one costs
+    nothing.
 
     Args:
         model: The model.
@@ -73,7 +73,7 @@ class StageCosts:
     Attributes:
         time: Array of shape `(n + 1, n + 1)`, operations.
         memory: The same, bytes at the worst moment.
-        entering: The same, bytes that come from other stages or are the model's data.
+        entering: The same, bytes received from other stages or as the model's data.
     """
 
     def __init__(
@@ -86,11 +86,11 @@ class StageCosts:
             _count(tensor.source, tensor.consumers, self.entering, leaving, tensor)
         np.cumsum(self.entering, axis=1, out=self.entering)
         np.cumsum(leaving, axis=1, out=leaving)
-        # Sums of bytes per row, which needn't be whole numbers.
+        # Sums of bytes per row, which may be fractions.
         self.entering = np.round(self.entering * run.batch_size)
         leaving = np.round(leaving * run.batch_size)
         work = _sums([layer.flops(run) for layer in model.layers])
-        # Their gradients come back the same way.
+        # Their gradients take the same way back.
         transfers = 2 * flops_per_byte * (self.entering + leaving)
         self.time = np.where(_there(size), work[None] - work[:, None] + transfers, 0.0)
         self.memory = np.where(_there(size), self._memory(model, run), 0.0)
@@ -114,7 +114,7 @@ class StageCosts:
         return np.ceil(memory + self.entering - 1e-3)
 
     def cut(self, borders: Sequence[int]) -> Cut:
-        """Return what a cut costs."""
+        """Return a cut with its costs."""
         pairs = list(itertools.pairwise(borders))
         return Cut(
             borders=tuple(borders),
@@ -151,7 +151,7 @@ class StageCosts:
             else:
                 high = middle
         found = self.best([limit + high for limit in limits])
-        # With the largest of all stages as excess everything fits.
+        # With the memory of the largest stage as excess all stages fit.
         return self.cut([0, *[size] * len(limits)]) if found is None else found
 
     def _search(self, allowed: Sequence[Any], join: Any) -> list[int] | None:
@@ -198,7 +198,7 @@ def _count(
         if source < i or source > first:
             entering[i, first + 1] += amount
             if source > first:
-                # A stage that goes on as far as the source makes it itself.
+                # A stage that reaches as far as the source makes it itself.
                 entering[i, source + 1] -= amount
     for i in range(source + 1):
         leaving[i, source + 1] += amount
@@ -217,5 +217,5 @@ def _ordered(size: int) -> Any:
 
 
 def _there(size: int) -> Any:
-    """Where a stage has layers."""
+    """Return a mask of the stages that have layers."""
     return np.triu(np.ones((size + 1, size + 1), bool), 1)

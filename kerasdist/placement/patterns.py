@@ -23,12 +23,12 @@ __all__ = ["Match", "Patterns"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Match:
-    """What a path was found to match.
+    """The match of a path.
 
     Attributes:
         pattern: The pattern.
         device: The device that it stands for.
-        above: How far up: 0 if the path itself matches, 1 if its parent does.
+        above: The level of the match: 0 if the path itself matches, 1 for its parent.
     """
 
     pattern: str
@@ -37,7 +37,7 @@ class Match:
 
 
 class Patterns:
-    """From patterns to devices, in the order of the mapping.
+    """A mapping from patterns to devices, in order.
 
     Args:
         devices: From each pattern to a device.
@@ -66,9 +66,9 @@ class Patterns:
     def find(self, paths: Iterable[str]) -> Match | None:
         """Find the innermost match of a layer.
 
-        The layer itself comes before its parent, and so on upwards. Of several
-        patterns that match equally far up that counts which is the path, letter by
-        letter, else the first of the mapping.
+        The layer itself precedes its parent, and so on upwards. Of several patterns
+        that match at one level, a pattern that equals the path precedes the others,
+        else the first of the mapping counts.
 
         Args:
             paths: The names by which the layer is known, as "model/encoder/dense".
@@ -93,7 +93,7 @@ class Patterns:
         return None
 
     def _matching(self, path: str) -> str | None:
-        """Return the pattern of a path itself, whatever is above it."""
+        """Return the pattern that matches a path itself, not one of its parents."""
         literal = [
             pattern
             for pattern in self._devices
@@ -109,14 +109,14 @@ class Patterns:
 
     @property
     def has_catch_all(self) -> bool:
-        """Whether a pattern matches whatever a layer is called."""
+        """Whether a pattern matches all layers."""
         return any(
             matcher.fullmatch("a") and matcher.fullmatch("b_1")
             for matcher in self._matchers.values()
         )
 
     def unmatched(self, layers: Iterable[Iterable[str]]) -> list[str]:
-        """Patterns that match none of the layers, each given by its paths."""
+        """Return the patterns that match no layer; each layer is given by its paths."""
         paths = [path for layer in layers for path in layer]
         return [
             pattern

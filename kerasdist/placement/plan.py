@@ -1,4 +1,4 @@
-"""A plan: which layer goes to which device, and what each device will hold."""
+"""A plan: the device of each layer, and the memory of each device."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Device:
     Attributes:
         name: Its name, as in TensorFlow: "GPU:0".
         memory_limit: Bytes that it has for a model; None: not limited.
-        found: Where the limit comes from, in words.
+        found: The origin of the limit, in words.
     """
 
     name: str
@@ -36,10 +36,10 @@ class Device:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Which layer goes to which device. `str(plan)` is the tables.
+    """The assignment of layers to devices. `str(plan)` is the tables.
 
     Attributes:
-        model: What the layers cost.
+        model: The layers and their costs.
         run: How the model is trained.
         devices: The devices, in the order of the stages.
         cut: The stages.
@@ -52,7 +52,7 @@ class Plan:
 
     @functools.cached_property
     def placement(self) -> dict[str, str]:
-        """From the path of each layer to the name of its device, in order."""
+        """The device's name by the path of each layer, in order."""
         found = {}
         for number, device in enumerate(self.devices):
             start, stop = self.cut.borders[number : number + 2]
@@ -75,9 +75,9 @@ class Plan:
 
     @functools.cached_property
     def spared(self) -> tuple[int, ...]:
-        """Bytes of each device that `rematerialize=True` spares in this cut, or would.
+        """Bytes of each device that `rematerialize=True` saves in this cut, or would.
 
-        0 where the worst moment isn't one of activations: where the optimizer updates.
+        0 where activations aren't the worst moment: where the optimizer's update is.
         """
         kept, again = (
             StageCosts(self.model, dataclasses.replace(self.run, rematerialize=value))
@@ -114,7 +114,7 @@ def make_plan(
 
     Raises:
         ValueError: There is no device.
-        PlanError: Nothing fits into the devices' memory. Says what would.
+        PlanError: No cut fits into the devices' memory. It has advice.
     """
     if not devices:
         raise ValueError("A plan needs a device. Received: devices=[].")
@@ -123,7 +123,7 @@ def make_plan(
     cut = costs.best(limits)
     if cut is not None:
         return Plan(model=model, run=run, devices=tuple(devices), cut=cut)
-    # For the figures: that which needs least of any device.
+    # For the figures: the cut whose largest excess is least.
     cut = costs.smallest(limits)
     plan = Plan(model=model, run=run, devices=tuple(devices), cut=cut)
     found = advice.advise(model, run, limits)
@@ -134,7 +134,7 @@ def make_plan(
         f"The model doesn't fit into the memory of {len(devices)} device"
         f"{'s' if len(devices) > 1 else ''}, however it is cut. Received: "
         f"devices={[device.name for device in devices]}, {advice.run_in_words(run)}. "
-        f"The cut that comes nearest:\n\n{shown}\n\n"
+        f"The cut that is nearest to fitting:\n\n{shown}\n\n"
         f"What would fit:\n{advice.in_lines(found)}",
         advice=found,
         plan=plan,

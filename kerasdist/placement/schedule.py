@@ -1,11 +1,12 @@
-"""GPipe's schedule: which stage works on which micro-batch when.
+"""GPipe's schedule: the micro-batch of each stage at each time.
 
     Huang et al., "GPipe: Efficient Training of Giant Neural Networks using Pipeline
     Parallelism", 2019.
 
 A batch is divided into M micro-batches, the layers into S stages. A stage works on a
-micro-batch as soon as the stage before has done so; when all have gone through, the
-backward pass goes the other way round. With stages that take equally long:
+micro-batch as soon as the stage before has finished it; when all stages have finished
+all of them, the backward pass runs in the opposite order. With stages that take equally
+long:
 
     2 stages, 4 micro-batches; Fm: forward of micro-batch m, Bm: its backward
 
@@ -28,8 +29,8 @@ class Pipeline:
     """The schedule of a step; as text it's the diagram.
 
     Attributes:
-        stages: The devices, in the order in which a batch goes through them.
-        micro_batches: Into how many parts a batch is divided.
+        stages: The devices, in the order in which a batch passes through them.
+        micro_batches: Number of parts of a batch.
     """
 
     stages: tuple[str, ...]
@@ -37,7 +38,7 @@ class Pipeline:
 
     @property
     def bubble(self) -> float:
-        """How much of the time a stage idles, with stages that take equally long.
+        """The part of the time that a stage idles, with stages that take equally long.
 
         (S - 1) / (M + S - 1): from 0, for one stage, to below 1.
         """
@@ -54,7 +55,7 @@ class Pipeline:
         return (parts + stages - 1) / (parts * stages)
 
     def slots(self) -> list[list[str]]:
-        """For each stage what it does in each slot: `"F0"`, `"B3"`, or empty."""
+        """Return each stage's work in each slot: `"F0"`, `"B3"`, or empty."""
         stages, parts = len(self.stages), self.micro_batches
         length = parts + stages - 1
         table = [[""] * (2 * length) for _ in range(stages)]
@@ -92,7 +93,7 @@ class Pipeline:
 
 
 def _short(devices: Sequence[str]) -> list[str]:
-    """Device names without what they have in common with all others."""
+    """Return device names without the parts that all have in common."""
     parts = [
         device.replace("/device:", "/").strip("/").split("/") for device in devices
     ]

@@ -22,12 +22,12 @@ _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 
 
 def human_bytes(count: float) -> str:
-    """For instance `1.5 GB`; 1 KB is 1,000 bytes."""
+    """Return bytes as text, for instance `1.5 GB`; 1 KB is 1,000 bytes."""
     return "not limited" if math.isinf(count) else f"{_scaled(count)}B"
 
 
 def human_flops(count: float) -> str:
-    """For instance `1.5 G`: operations."""
+    """Return operations as text, for instance `1.5 G`."""
     return _scaled(count).rstrip()
 
 
@@ -171,7 +171,7 @@ def devices(
 
 
 def spared(run: Run, names: Sequence[str], sizes: Sequence[int]) -> list[str]:
-    """What activations that are computed again spare; nothing if they aren't.
+    """Return lines about memory saved by rematerialization; none without it.
 
     Args:
         run: How the model is trained.
@@ -189,7 +189,7 @@ def spared(run: Run, names: Sequence[str], sizes: Sequence[int]) -> list[str]:
 
 def _scaled(count: float) -> str:
     for unit, size in reversed(_UNITS.items()):
-        # What would be rounded up to a thousand is one of the next unit.
+        # A number that would be rounded up to a thousand is one of the next unit.
         if unit and count >= 0.9995 * size:
             return f"{count / size:.3g} {unit}"
     return f"{count:.0f} "

@@ -1,24 +1,23 @@
-"""What each device does of a step, in runs that wait for other devices only at first.
+"""A step's work by device, in runs that wait for other devices only at their begin.
 
     key        the device and the micro-batch (`placement.micro_batch_order`) of an
-    operation; what
-               belongs to no micro-batch has none: a loss, an update, and everything if
+               operation; some belong to no micro-batch: a loss, an update, and all if
                batches aren't divided
-    level      how often the key changes on the longest way to an operation
+    level      number of changes of the key on the longest path to an operation
     visit      the operations with the same key and level
 
-Whatever a visit waits for has a lower level: it comes from other visits, or from before
+All inputs of a visit have a lower level: they are from other visits, or from before
 the step. Its time is that from when the first of its operations can begin that takes
-some time (an entry) to when the last of them is over:
+some time (an entry) to when the last of them ends:
 
     2 stages, 2 micro-batches     F: forward, B: backward, U: update; by level
 
     stage 0   F0 F1  .  .  .  B1 B0 U
     stage 1    . F0 F1  L  B1 B0  . U
 
-Entries that wait for the same operations are a group. To let a group wait for one more
-operation, which waits for just these, changes nothing of what waits for what: so clocks
-can be put there whatever else is bound to an order.
+Entries that wait for the same operations are a group. If a group also waits for a new
+operation, which waits for just these, the order of all others stays the same: so clocks
+can be inserted there, whatever other orders must be kept.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from kerasdist.placement.micro_batch_order import Part, part_of
 
 __all__ = ["Group", "Operation", "Visit", "find_next", "find_visits", "union_length"]
 
-# Of one visit, those that can begin first: of an update each variable has its own.
+# Of one visit, those that can begin first: an update has one for each variable.
 _MOST_GROUPS = 4
 # A visit is compared with all others: that takes too long if there are more of them.
 _MOST_COMPARED = 500
@@ -43,10 +42,10 @@ class Operation:
 
     Attributes:
         inputs: The operations that it waits for, as indices.
-        device: Where it is; empty: where its inputs are.
-        before: Whether it's no part of the step: something that the step begins with.
-        orders: Whether it only says in which order micro-batches are taken.
-        works: Whether it takes a time that is worth to be measured.
+        device: Its device; empty: that of its inputs.
+        before: Whether it's an input of the step and no part of it.
+        orders: Whether it only sets the order of micro-batches.
+        works: Whether it takes long enough to be worth measuring.
     """
 
     inputs: Sequence[int]
@@ -61,7 +60,7 @@ class Group:
     """Entries of a visit that wait for the same operations.
 
     Attributes:
-        after: What they wait for.
+        after: The operations that they wait for.
         entries: Operations that take some time, and wait for no other such one of the
             same visit.
     """
@@ -72,14 +71,14 @@ class Group:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Visit:
-    """What a device does without waiting for other devices.
+    """The work of a device without waiting for other devices.
 
     Attributes:
         device: The device.
         part: The micro-batch; None if it's of none, or of all.
-        groups: What it begins with.
-        exits: Operations that take some time, and none of the same visit comes after:
-            it ends with the last of them.
+        groups: Its first operations.
+        exits: Operations that take some time and precede no other such one of the
+            same visit: it ends with the last of them.
     """
 
     device: str
@@ -95,7 +94,7 @@ def find_visits(
 
     Args:
         operations: All operations, without cycles.
-        marks: Those at which micro-batches begin their ways.
+        marks: Those at which micro-batches begin.
     """
     order = _sorted(operations)
     parts: list[Part | None] = [None] * len(operations)
@@ -135,19 +134,19 @@ def find_visits(
 def find_next(
     operations: Sequence[Operation], visits: Sequence[Visit], most: int
 ) -> list[list[tuple[int, int]]]:
-    """For each visit those that begin when it's over, as all of it is waited for.
+    """Find for each visit those that begin when it ends, because they wait for it.
 
     Args:
         operations: All operations, without cycles.
         visits: Visits in the order in which they can begin.
-        most: How many of those are told, at most: the first ones.
+        most: The number of them to return, at most: the first ones.
 
     Returns:
-        For each visit the number of each such one, and of its group.
+        For each visit the numbers of those visits, and of their groups.
     """
     if len(visits) > _MOST_COMPARED:
         return [[] for _ in visits]
-    # An exit is a bit: which ones are waited for, on all ways to an operation?
+    # Each exit is a bit; an operation's bits are the exits that it waits for.
     bits = {
         exit_: 1 << n
         for n, exit_ in enumerate(exit_ for visit in visits for exit_ in visit.exits)
@@ -177,14 +176,14 @@ def find_next(
 def _ends(
     operations: Sequence[Operation], inside: Sequence[int]
 ) -> tuple[tuple[Group, ...], tuple[int, ...]]:
-    """With what the work of a visit begins, and with what it ends.
+    """Return the groups with which the work of a visit begins, and its exits.
 
     Args:
         operations: All operations.
         inside: Those of the visit, each after those that it waits for.
     """
     groups: dict[tuple[int, ...], list[int]] = {}
-    # Which work of the visit was the last on each way to an operation.
+    # The last working operations of the visit on each path to an operation.
     last: dict[int, frozenset[int]] = {}
     followed: set[int] = set()
     for i in inside:
@@ -209,7 +208,7 @@ def _ends(
 
 
 def union_length(spans: Sequence[tuple[float, float]]) -> float:
-    """The length of what spans of a line cover together; each is (begin, end)."""
+    """Return the length of the union of spans, each (begin, end)."""
     length, reached = 0.0, -float("inf")
     for begin, end in sorted(spans):
         length += max(0.0, end - max(begin, reached))
@@ -218,7 +217,7 @@ def union_length(spans: Sequence[tuple[float, float]]) -> float:
 
 
 def _sorted(operations: Sequence[Operation]) -> list[int]:
-    """Indices of all operations, each after those that it waits for."""
+    """Return the indices of all operations, each after those that it waits for."""
     after: list[list[int]] = [[] for _ in operations]
     waits = [len(set(operation.inputs)) for operation in operations]
     for index, operation in enumerate(operations):

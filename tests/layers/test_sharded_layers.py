@@ -179,7 +179,7 @@ def test_their_files_hold_whole_kernels():
         "Layer 'wide' expects 2 variables: the whole kernel and bias. "
         "Received: 1 variables for a layer that is built. Load into a model of the "
         "same layers.",
-        "`kernel` of layer 'wide' has another shape in what is loaded. "
+        "`kernel` of layer 'wide' has another shape in the file. "
         "Received: shape (4, 6); expected (4, 5). Load into a layer with the same "
         "arguments; only the number of shards may differ.",
     ]

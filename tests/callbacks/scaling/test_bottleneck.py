@@ -221,14 +221,14 @@ def test_efficiency_of_devices():
 def test_efficiency():
     base = 256 / 0.1 / 4
     good = judge(figures(compute=95, communicate=5, baseline=base))
-    assert "are 100% of 4 times what one worker does (640)" in words(good)
+    assert "are 100% of 4 times the speed of one worker (640)" in words(good)
     assert good.change[0].startswith("More workers")
     bad = judge(figures(compute=95, communicate=5, baseline=2 * base))
     assert bad.limit == "compute"
     assert "50% of 4 times" in words(bad)
     assert "cores of its own" in bad.change[0]
     unknown = judge(figures(compute=95, communicate=5))
-    known_by = "`baseline=` examples per second, or `calibrate=True`"
+    known_by = "give `baseline=` examples per second, or `calibrate=True`"
     assert f"without the speed of one worker: {known_by}" in words(unknown)
     placed = figures(workers=1, devices=2, compute=100)
     assert f"without the speed of one device: {known_by}" in words(judge(placed))
