@@ -1,7 +1,7 @@
 """Collectives between workers on numpy arrays. No TensorFlow, no Keras.
 
-`connect` makes a job, whose `Communicator` checks, numbers and times each call. How
-the bytes are reduced is in `backends`; tensors of TensorFlow's graphs become arrays in
+`connect` makes a job, whose `Communicator` checks, numbers and times each call. The
+reductions themselves are in `backends`; tensors of TensorFlow's graphs become arrays in
 `kerasdist.strategies.reduce.graph_ops`.
 """
 

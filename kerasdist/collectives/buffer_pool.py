@@ -1,7 +1,7 @@
-"""Buffers of results, whose memory is used again when nobody needs it any more.
+"""Buffers of results, whose memory is reused when it isn't referred to any more.
 
-A large new array is memory that the kernel gives page by page, filled with zeros,
-at the first touch: that costs as much as an all-reduce inside a host. A training
+The kernel supplies the memory of a large new array page by page, filled with zeros,
+at the first access: that costs as much as an all-reduce inside a host. A training
 loop drops the results of a step before the next one needs the same sizes.
 """
 
@@ -18,9 +18,9 @@ from kerasdist.collectives.ops import Array
 
 __all__ = ["MOST_REQUESTS", "BufferPool", "Memory"]
 
-# What is smaller comes from memory that is in use already.
+# Smaller arrays are made of memory that the process already has.
 _SMALLEST_BYTES = 64 << 10
-# What nobody asked for during so many requests is given back.
+# Memory that isn't used for this many requests is freed.
 MOST_REQUESTS = 64
 _HUGE = getattr(mmap, "MADV_HUGEPAGE", None)
 
@@ -32,7 +32,7 @@ class Memory:
     view hold the array that owns the memory, whose references are counted.
 
     Args:
-        buffer: The array that owns the memory; no one else may refer to it.
+        buffer: The array that owns the memory; nothing else may refer to it.
         used: Number of the request that it was used for last.
     """
 
@@ -49,7 +49,7 @@ class Memory:
         return sys.getrefcount(self.buffer)
 
 
-# What is said of a buffer that nobody uses.
+# The references to a buffer that isn't in use.
 _UNUSED = Memory(np.empty(0, np.uint8), 0)._references()
 
 
@@ -61,7 +61,7 @@ class BufferPool:
         self._requests = 0
 
     def empty(self, elements: int, dtype: np.dtype[Any]) -> Array:
-        """Return a flat array of any content that nobody else refers to."""
+        """Return a flat, uninitialized array that nothing else refers to."""
         size = elements * dtype.itemsize
         if size < _SMALLEST_BYTES:
             return np.empty(elements, dtype)
@@ -83,12 +83,12 @@ class BufferPool:
         return found.buffer.view(dtype)
 
     def clear(self) -> None:
-        """Keep nothing; what is in use stays as it is."""
+        """Drop all memory; arrays in use stay valid."""
         self._entries = []
 
 
 def _allocate(size: int) -> npt.NDArray[np.uint8]:
-    # Begins at a page: TensorFlow takes over without copying what is aligned.
+    # Begins at a page: TensorFlow takes over aligned memory without copying.
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if _HUGE is not None:
         try:

@@ -1,4 +1,4 @@
-"""By how much the clocks of ranks differ, found out by meeting often.
+"""The offsets of ranks' clocks, estimated by repeated barriers.
 
     1. r     reads its clock: a
     2. all   barrier
@@ -6,10 +6,10 @@
     4. all   barrier
     5. r     reads its clock: b
 
-Rank 0 reads after r has come to the first barrier and before r leaves the second one.
-So at the moment of t the clock of r stood between a and b, and r is ahead of rank 0 by
+Rank 0 reads after r has reached the first barrier and before r leaves the second one.
+So at the moment of t the clock of r was between a and b, and r is ahead of rank 0 by
 at least a - t and at most b - t. Each round gives such bounds, and all of them hold:
-the tightest ones of many rounds are less apart than a round trip takes.
+the tightest ones of many rounds differ by less than a round trip.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ _ROUNDS = 16
 
 @dataclass(frozen=True, kw_only=True)
 class Offset:
-    """By how much this rank's clock is ahead of rank 0's, in nanoseconds.
+    """The lead of this rank's clock over rank 0's, in nanoseconds.
 
     Attributes:
-        at: When that was so, by this rank's clock.
+        at: The time of the estimate, by this rank's clock.
         ahead: The estimate.
-        error: How far it may be wrong, to either side.
+        error: Its largest error, to either side.
     """
 
     at: int
@@ -49,12 +49,12 @@ def clock_offset(
     clock: Callable[[], int] = now,
     rounds: int = _ROUNDS,
 ) -> Offset:
-    """Find out by how much this rank's clock is ahead; all ranks call it.
+    """Estimate the lead of this rank's clock; all ranks call it.
 
     Args:
         communicator: Between the ranks.
         clock: This rank's clock, in nanoseconds.
-        rounds: How often to meet.
+        rounds: Number of rounds.
 
     Raises:
         CollectiveError: See `kerasdist.errors`.
@@ -64,7 +64,7 @@ def clock_offset(
     before = np.zeros(rounds, np.int64)
     middle = np.zeros(rounds, np.int64)
     after = np.zeros(rounds, np.int64)
-    communicator.barrier()  # now all are on their way
+    communicator.barrier()  # from here on all ranks are in step
     for number in range(rounds):
         before[number] = clock()
         communicator.barrier()
@@ -78,7 +78,7 @@ def clock_offset(
 
 
 def compare(before: Array, theirs: Array, after: Array) -> Offset:
-    """By how much a clock is ahead of another one.
+    """Return the lead of a clock over another one.
 
     Args:
         before: Times of this clock, int64 of shape (rounds,), in nanoseconds.

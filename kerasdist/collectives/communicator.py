@@ -1,10 +1,9 @@
-"""The communicator contract, and what all communicators do alike.
+"""The communicator contract, with the parts that all communicators share.
 
 A communicator is one group of ranks and the collectives between them, on numpy
 arrays. `Communicator` checks arguments, packs buffers, numbers the calls, puts a
-deadline on each and turns what a transport saw into the errors of the job;
-subclasses say how bytes are reduced and moved. One contract test suite runs on
-all of them.
+deadline on each and turns a transport's errors into the errors of the job;
+subclasses reduce and move the bytes. One contract test suite runs on all of them.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ from kerasdist.transport.wire.framing import Call
 
 __all__ = ["Communicator"]
 
-# How long `close` waits for a collective of another thread that it has ended.
+# Seconds that `close` waits for a collective of another thread that it ended.
 _CLOSE_SECONDS = 10.0
 _MOST_SHOWN = 500  # characters of shapes in a message
 
@@ -49,19 +48,19 @@ class Communicator(abc.ABC):
     Every rank of the group must call the same collectives in the same order,
     with arrays of the same shapes and dtypes. Each call carries a fingerprint; a
     difference is a `CollectiveMismatch` on every rank. Calls of several threads
-    are done one after the other.
+    are executed one after the other.
 
     Args:
         rank: This process's rank in the group.
-        peers: How messages name each rank of the group.
-        supervisor: Whom to ask about other ranks.
+        peers: The ranks of the group, with their names in messages.
+        supervisor: Knows the state of other ranks.
         timeout: Seconds that one collective may take.
 
     Attributes:
         rank: 0..size-1.
         size: Number of ranks.
-        ranks: What the group's ranks are called in the job, for messages: where a job
-            goes on without a lost worker the others are numbered anew here.
+        ranks: The job's ranks of the group's members, for messages: where a job
+            continues without a lost worker the others are renumbered in the group.
     """
 
     def __init__(
@@ -98,12 +97,12 @@ class Communicator(abc.ABC):
                 numeric dtype: ints, floats incl. float16 and bfloat16, complex,
                 bool. Shapes and dtypes must be the same on all ranks.
             op: "sum", "prod", "min" or "max". On bool only "max" (or) and "min"
-                (and). Sums are made in the buffer's own dtype; integers wrap.
-            scale: What this rank's buffers, which must be floats then, are multiplied
-                by while they are packed; the ranks' may differ. With 0 this rank
-                adds zeros, whatever its buffers hold.
-            lend: Whether results may lie in memory that other ranks read, too, which
-                spares copying. They are then read-only. The same on all ranks.
+                (and). Sums are computed in the buffer's own dtype; integers wrap.
+            scale: A factor by which this rank's buffers, which must be floats then,
+                are multiplied while they are packed; the ranks' may differ. With 0
+                this rank adds zeros, whatever its buffers hold.
+            lend: Whether results may be in memory that other ranks read, too, which
+                saves copying. They are then read-only. The same on all ranks.
 
         Returns:
             New arrays, one per buffer, bit-identical on all ranks.
@@ -123,8 +122,8 @@ class Communicator(abc.ABC):
                 check_scale(scale, op, array.dtype)
         check_op(op, np.dtype("float32"))
         results: list[Array] = [np.empty(0)] * len(arrays)
-        # In every group's fingerprint are the shapes of all: ranks that differ find
-        # out at once and not a group later.
+        # Every group's fingerprint has the shapes of all: a difference is noticed at
+        # once and not a group later.
         shapes = [(array.dtype.name, array.shape) for array in arrays]
         if lend:
             shapes.append(("lent", ()))
@@ -136,8 +135,8 @@ class Communicator(abc.ABC):
                 elements = source.elements
                 with (
                     self._calling("all_reduce", op, name, elements, detail) as call,
-                    # What overflows is infinite, on all ranks: no matter for one of
-                    # them to warn of or, if so set, to stop at.
+                    # An overflow is infinite, on all ranks: one of them mustn't warn
+                    # of it or, if numpy is set to, raise an error.
                     np.errstate(all="ignore"),
                 ):
                     flat = self._reduce(source, lend, *call)
@@ -220,7 +219,7 @@ class Communicator(abc.ABC):
         return results
 
     def barrier(self) -> None:
-        """Wait until every rank has come here.
+        """Wait until every rank has called this.
 
         Raises:
             CollectiveError: See `kerasdist.errors`.
@@ -237,25 +236,25 @@ class Communicator(abc.ABC):
         """End every wait of this communicator, now and later, on this rank.
 
         Args:
-            error: What the waits shall raise; by default `TransportClosed`.
+            error: The error that the waits raise; by default `TransportClosed`.
 
-        Safe from any thread. The others notice that this rank has gone.
+        Safe from any thread. The others notice that this rank has left.
         """
         if self._failure is None:
             self._failure = error or errors.TransportClosed(
-                "This communicator was aborted. Create a new strategy to go on."
+                "This communicator was aborted. Create a new strategy to continue."
             )
         self._abort()
 
     def close(self) -> None:
-        """Give back sockets, threads and memory. Can be called twice.
+        """Release sockets, threads and memory. Can be called twice.
 
-        A collective that another thread is in ends with `TransportClosed`.
+        A collective in another thread ends with `TransportClosed`.
         """
         self._closed = True
         self._abort()
         # Not while another thread uses them. If that takes too long (or this is a
-        # signal handler in the midst of a collective), that call closes them.
+        # signal handler during a collective), that thread's call closes them.
         if self._lock.acquire(timeout=_CLOSE_SECONDS):
             try:
                 self._close()
@@ -263,7 +262,7 @@ class Communicator(abc.ABC):
                 self._lock.release()
 
     def listen(self, recorder: Recorder) -> None:
-        """Record what collectives spend their time on, from the next one on.
+        """Record spans of collectives, from the next one on.
 
         Args:
             recorder: See `kerasdist.transport.tracing`. There may be several.
@@ -272,7 +271,7 @@ class Communicator(abc.ABC):
         self._listen()
 
     def unlisten(self, recorder: Recorder) -> None:
-        """End what `listen` has begun; nothing happens if that wasn't called."""
+        """End the recording that `listen` began; no effect if it wasn't called."""
         self._listeners = [each for each in self._listeners if each is not recorder]
         self._listen()
 
@@ -285,12 +284,12 @@ class Communicator(abc.ABC):
 
     @property
     def failure(self) -> errors.CollectiveError | None:
-        """What ended this communicator, or None."""
+        """The error that ended this communicator, or None."""
         return self._failure
 
     @property
     def step(self) -> int:
-        """The optimizer step that messages name; the strategy counts it up."""
+        """The optimizer step that messages name; the strategy counts it."""
         return self._supervisor.step
 
     @step.setter
@@ -300,7 +299,7 @@ class Communicator(abc.ABC):
     # For subclasses. All arrays are flat and C-contiguous.
 
     def _record(self, recorder: Recorder | None) -> None:
-        """Begin or end to record; subclasses tell what they are made of."""
+        """Begin or end recording; subclasses pass it on to their parts."""
         self._recorder = recorder
 
     @abc.abstractmethod
@@ -309,12 +308,13 @@ class Communicator(abc.ABC):
     ) -> Array:
         """Return a new array: the source's elements, reduced over all ranks.
 
-        What `call.op` says. If `lend`, other ranks may read the array's memory, too.
+        The operation is `call.op`. If `lend`, other ranks may read the array's memory,
+        too.
         """
 
     @abc.abstractmethod
     def _gather(self, views: list[memoryview], call: Call, deadline: Deadline) -> None:
-        """Fill all views but this rank's own, which is what the others get."""
+        """Fill all views but this rank's own, which is sent to the others."""
 
     @abc.abstractmethod
     def _broadcast(
@@ -332,15 +332,16 @@ class Communicator(abc.ABC):
 
     @abc.abstractmethod
     def _close(self) -> None:
-        """Give back what is held."""
+        """Release sockets, memory and the like."""
 
     # Numbering, deadlines and errors.
 
     @contextlib.contextmanager
     def _user_call(self, shapes: list[tuple[str, tuple[int, ...]]]) -> Iterator[int]:
-        """One call of a user, which may be several collectives, and no other's.
+        """Hold the lock during one call of a user, which may be several collectives.
 
-        Yields a checksum of dtypes and shapes that is the same in every process.
+        Yields:
+            A checksum of dtypes and shapes that is the same in every process.
         """
         with self._lock:
             try:
@@ -365,7 +366,7 @@ class Communicator(abc.ABC):
         if self._closed:
             raise errors.TransportClosed(
                 f"This communicator is closed. Received: a call of {kind}. Create a "
-                "new strategy to go on."
+                "new strategy to continue."
             )
         self._sequence += 1
         call = Call(self._sequence, kind, op, dtype, elements, detail, root)
@@ -381,18 +382,18 @@ class Communicator(abc.ABC):
             recorder.add(kind, begin, now(), elements * itemsize(dtype), str(call))
 
     def _give_up(self, error: BaseException, call: Call) -> None:
-        """Raise the job's failure for what was seen; return if it's none."""
-        here, ask = self.peers[self.rank], self._supervisor
+        """Raise the job's failure for an error; return if it isn't one of the group."""
+        here, supervisor = self.peers[self.rank], self._supervisor
         shapes = self._shapes[:_MOST_SHOWN]
-        failure = explain(error, call, here, shapes, ask, self._failure)
+        failure = explain(error, call, here, shapes, supervisor, self._failure)
         if failure is None:
-            # Not a matter of the group (Ctrl-C, a bug): this rank is out of step
-            # all the same, and the others needn't wait to find out.
+            # Not an error of the group (Ctrl-C, a bug): this rank is out of step all
+            # the same; the report spares the others the wait for it.
             self.abort()
-            seen = f"it left {call} with {type(error).__name__}: {error}"
-            seen = seen.rstrip(". \n")
-            lost = errors.WorkerLost(here.rank, here.address, ask.step, seen)
-            ask.report(lost, wait=False)
+            reason = f"it left {call} with {type(error).__name__}: {error}"
+            reason = reason.rstrip(". \n")
+            lost = errors.WorkerLost(here.rank, here.address, supervisor.step, reason)
+            supervisor.report(lost, wait=False)
             return
         if self._failure is None:
             self._failure = failure

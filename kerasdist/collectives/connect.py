@@ -1,4 +1,4 @@
-"""From a cluster to a communicator: choose the transport, make the connections."""
+"""The connection of a cluster's workers: the choice of transport, and the job."""
 
 from __future__ import annotations
 
@@ -32,20 +32,20 @@ __all__ = ["TRANSPORTS", "Job", "connect"]
 TRANSPORTS = ("auto", "hierarchical", "mpi", "native", "shared_memory", "tcp")
 
 
-# How long a failed job's connections stay open, for ranks that ask what happened.
-_FAREWELL_SECONDS = 5.0
+# Seconds that a failed job's connections stay open, for ranks that request the reason.
+_LINGER_SECONDS = 5.0
 
 
 class Job:
     """The workers of one strategy, connected. Made by `connect`.
 
     Attributes:
-        cluster: Who this worker is.
+        cluster: The cluster with this worker's rank.
         communicator: Between all workers.
-        transport: What `communicator` uses: one of `TRANSPORTS` but "auto", or
+        transport: The transport of `communicator`: one of `TRANSPORTS` but "auto", or
             "none" for one worker.
         replicas: Each worker's number of replicas, by rank.
-        timeouts: What was asked for.
+        timeouts: The timeouts as given.
     """
 
     def __init__(
@@ -68,31 +68,31 @@ class Job:
         self._closing = threading.Event()
 
     def close_soon(self) -> None:
-        """Close from a thread of its own, when all have heard of the failure.
+        """Close from a thread of its own, when all ranks know of the failure.
 
-        A job that has failed can't be used any more, but a script may hold its
-        strategy for long: sockets and memory are given back all the same.
+        A failed job can't be used any more, but a script may hold its strategy for
+        long: sockets and memory are released all the same.
         """
         threading.Thread(
             target=self._close_later, name="kerasdist-closer", daemon=True
         ).start()
 
     def _close_later(self) -> None:
-        if not self._closing.wait(_FAREWELL_SECONDS):
+        if not self._closing.wait(_LINGER_SECONDS):
             self.close()
 
     @property
     def failure(self) -> errors.CollectiveError | None:
-        """The job's first failure, or None. Waits for nothing."""
+        """The job's first failure, or None; doesn't wait."""
         return self.communicator.failure
 
     @property
     def announcements(self) -> Announcements | None:
-        """What the chief tells the others; None for a worker alone, and with MPI."""
+        """The chief's announcements; None for a worker alone, and with MPI."""
         return None if self._supervisor is None else self._supervisor.announcements
 
     def await_end(self, rank: int | None = None) -> errors.CollectiveError | None:
-        """See `SessionSupervisor.await_end`; a worker alone waits for nothing."""
+        """See `SessionSupervisor.await_end`; a worker alone doesn't wait."""
         return None if self._supervisor is None else self._supervisor.await_end(rank)
 
     def explain(self, rank: int, seen: str) -> errors.CollectiveError | None:
@@ -105,11 +105,11 @@ class Job:
         return self._supervisor.explain(self.communicator.peers[rank], seen)
 
     def close(self, error: BaseException | None = None) -> None:
-        """Leave the job; give back sockets, threads and memory.
+        """Leave the job; release sockets, threads and memory.
 
         Args:
-            error: What ended this worker's script, if it ended badly: the
-                others are told, and fail at once. Can be called twice.
+            error: The error that ended this worker's script, if there was one: it is
+                reported to the others, which fail at once. Can be called twice.
         """
         self._closing.set()
         if self._supervisor is not None:
@@ -129,30 +129,30 @@ def connect(
     host: str | None = None,
     native: Callable[[Communicator, Supervisor], Communicator] | None = None,
 ) -> Job:
-    """Bring all workers of the cluster together and connect them.
+    """Connect all workers of the cluster.
 
     Args:
-        cluster: Who this worker is and who its peers are.
+        cluster: This worker's rank and its peers.
         transport: "auto": shared memory if all workers are on one host, else a
             TCP ring with one worker per host, else hierarchical; or one of these
             by name ("shared_memory", "tcp", "hierarchical", "native"); or "mpi",
-            where `cluster` may be empty: `mpirun` says who the workers are.
-        timeouts: How long each phase may take.
+            where `cluster` may be empty: `mpirun` defines rank and size.
+        timeouts: The time limit of each phase.
         replicas: Number of this worker's replicas.
-        settings: What else all workers must have been asked for alike.
-        host: Overrides how this worker's host is told from others, for tests.
-        native: For "native": makes the communicator from a TCP ring. It comes from
-            above because TensorFlow isn't known here.
+        settings: Further settings that must be the same on all workers.
+        host: Overrides the identity of this worker's host, for tests.
+        native: For "native": makes the communicator from a TCP ring. An argument,
+            because this module doesn't import TensorFlow.
 
     Raises:
         ValueError: Unknown transport, or "native" without `native`.
-        ClusterError: "native" without the user's word, see
+        ClusterError: "native" without the user's consent, see
             `transport.rendezvous.open_servers`.
         ClusterError, AddressInUseError, StartupError, AuthenticationError,
             ProtocolError: See `kerasdist.errors`.
-        WorkerLost: A worker had come, but died before all were connected.
+        WorkerLost: A worker joined, but died before all were connected.
 
-    Nothing is left behind after an exception.
+    After an exception nothing is left open.
     """
     if transport not in TRANSPORTS:
         raise ValueError(
@@ -161,7 +161,7 @@ def connect(
         )
     if transport == "native" and native is None:
         raise ValueError(
-            "TensorFlow's collectives come with a strategy. Received: "
+            "TensorFlow's collectives need a strategy. Received: "
             "transport='native'. Use `kerasdist.RingStrategy(transport='native')`."
         )
     timeouts = timeouts or Timeouts()
@@ -247,7 +247,7 @@ def _choose(transport: str, session: Session) -> str:
         return "tcp" if len(leaders) == session.size else "hierarchical"
     if transport == "shared_memory" and len(leaders) > 1:
         raise errors.ClusterError(
-            "Shared memory reaches only the workers of one host. "
+            "Shared memory connects only the workers of one host. "
             f"Received: transport='shared_memory', {session.size} workers on "
             f"{len(leaders)} hosts (this host has ranks {local}). Use transport='auto'."
         )
@@ -322,7 +322,7 @@ def _mesh(session: Session, ranks: list[int]) -> SocketTransport:
 
 
 def _circle(session: Session, ranks: list[int]) -> SocketTransport:
-    """Connect each of `ranks` with the next one; everybody dials to the right."""
+    """Connect each of `ranks` with the next one; each dials its right neighbour."""
     deadline = Deadline(session.timeouts.startup)
     mine = ranks.index(session.rank)
     right, left = (mine + 1) % len(ranks), (mine - 1) % len(ranks)

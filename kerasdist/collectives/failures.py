@@ -1,4 +1,4 @@
-"""From what a transport saw to the failure that all ranks raise."""
+"""The translation of a transport's errors into the failure that all ranks raise."""
 
 from __future__ import annotations
 
@@ -21,9 +21,8 @@ __all__ = ["copy_to_raise", "explain"]
 def copy_to_raise(failure: errors.CollectiveError) -> errors.CollectiveError:
     """Return a copy to raise.
 
-    An exception that is raised takes on a traceback, and with it all arrays of
-    the frames that it went through: the one that is kept mustn't, and several
-    threads may raise it.
+    A raised exception refers to a traceback, and so to all arrays of the frames that
+    it passed through: the one that is kept mustn't, and several threads may raise it.
     """
     return copy.copy(failure)
 
@@ -36,18 +35,18 @@ def explain(
     supervisor: Supervisor,
     known: errors.CollectiveError | None,
 ) -> errors.CollectiveError | None:
-    """Turn what was seen into the job's failure, and tell the others.
+    """Turn an error into the job's failure, and report it to the others.
 
     Args:
-        error: What was seen.
-        call: The collective in which it was seen.
+        error: The error.
+        call: The collective in which it occurred.
         here: This rank.
         shapes: The dtypes and shapes of this rank's buffers.
-        supervisor: Whom to ask and tell.
-        known: What has ended this communicator already.
+        supervisor: Knows the state of other ranks, and reports to them.
+        known: The error that ended this communicator before, or None.
 
     Returns:
-        The failure; None if the error is no matter of the group.
+        The failure; None if the error isn't one of the group.
     """
     step = supervisor.step
     if isinstance(error, Aborted):
@@ -56,7 +55,7 @@ def explain(
             or supervisor.failure
             or errors.TransportClosed(
                 f"This communicator was closed during {call}. Create a new strategy "
-                "to go on."
+                "to continue."
             )
         )
     if isinstance(error, PeerClosed):
@@ -74,7 +73,7 @@ def explain(
     if isinstance(error, OSError):
         return supervisor.report(
             errors.CollectiveError(
-                f"{here} could not go on with {call} at step {step}: {error}."
+                f"{here} could not continue {call} at step {step}: {error}."
             )
         )
     return None
@@ -83,20 +82,20 @@ def explain(
 def _late(
     peer: Peer, call: Call, here: Peer, supervisor: Supervisor
 ) -> errors.CollectiveTimeout:
-    """Say who is late: in a ring it needn't be the neighbour that was silent."""
+    """Name the late ranks: in a ring, not always the neighbour that was silent."""
     absent = supervisor.absent(call)
     where = f"{here} waited at step {supervisor.step}"
     if absent is not None and not absent:
         return errors.CollectiveTimeout(
-            f"All ranks came to {call}, but it wasn't done in time; {where} for "
-            f"{peer}. Did one of them come late, or is the network too slow for these "
+            f"All ranks joined {call}, but it wasn't done in time; {where} for "
+            f"{peer}. Was one of them late, or is the network too slow for these "
             "buffers? Give it more time with `timeout=`."
         )
     names = " and ".join(str(late) for late in absent or [peer])
     return errors.CollectiveTimeout(
-        f"{names} didn't come to {call} in time; {where}. The process is alive: is it "
-        "still busy with something that only it does (saving, evaluating)? Give it "
-        "more time with `timeout=`, or let all ranks do the same."
+        f"{names} didn't join {call} in time; {where}. The process is alive: is it "
+        "still busy with work of its own (saving, evaluating)? Give it more time with "
+        "`timeout=`, or let all ranks do the same."
     )
 
 

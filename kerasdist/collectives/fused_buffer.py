@@ -1,4 +1,4 @@
-"""Several flat arrays as if they were one, without copying them together."""
+"""A buffer of several flat arrays, which aren't copied together."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from kerasdist.collectives.ops import Array
 
 __all__ = ["FusedBuffer", "aligned"]
 
-# TensorFlow takes over without copying what begins at a multiple of this.
+# TensorFlow takes over memory that begins at a multiple of this without copying.
 _ALIGNMENT = 64
-# What is smaller is copied as fast as it is taken over.
+# Smaller arrays are copied as fast as they are taken over.
 _LEAST_ALIGNED = 4096
 
 
@@ -42,16 +42,13 @@ class FusedBuffer:
         self.elements = total
 
     def views(self, start: int, stop: int) -> list[Array]:
-        """Return views that make up elements `start` to `stop`, without empty ones.
-
-        Of the elements as they are.
-        """
+        """Return views of elements `start` to `stop`, unscaled, without empty ones."""
         if start >= stop:
             return []
         first = bisect.bisect_right(self._starts, start) - 1
         last = bisect.bisect_left(self._starts, stop)
         found = self._parts[first:last]
-        # The last one first: it may be the first one too.
+        # The last one is cut before the first: it may be the same one.
         found[-1] = found[-1][: stop - self._starts[last - 1]]
         found[0] = found[0][start - self._starts[first] :]
         return found
@@ -78,8 +75,8 @@ def aligned(arrays: Sequence[Array]) -> tuple[list[Array], list[int]]:
         arrays: Of any shape.
 
     Returns:
-        Flat arrays, zeros between them where they are needed, and where each of the
-        given ones begins, in elements.
+        Flat arrays, with zeros between them where needed, and the offset of each of
+        the given ones, in elements.
     """
     parts: list[Array] = []
     starts = []
@@ -87,7 +84,7 @@ def aligned(arrays: Sequence[Array]) -> tuple[list[Array], list[int]]:
     for array in arrays:
         flat = np.ascontiguousarray(array).reshape(-1)
         beyond = total * flat.itemsize % _ALIGNMENT
-        # Of long doubles 4 make 64 bytes, of all other dtypes a power of two does.
+        # 4 long doubles are 64 bytes; so is a power of two of any other dtype.
         if beyond and flat.nbytes >= _LEAST_ALIGNED:
             zeros = np.zeros((_ALIGNMENT - beyond) // flat.itemsize, flat.dtype)
             parts.append(zeros)

@@ -1,4 +1,4 @@
-"""The reduction operations, and which of them make sense on which dtype."""
+"""The reduction operations, and the dtypes that each is defined on."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def reducer(op: str) -> np.ufunc:
 
 
 def check_dtype(dtype: np.dtype[Any]) -> str:
-    """Return the dtype's name as it travels.
+    """Return the dtype's name in messages between ranks.
 
     Raises:
         TypeError: It isn't a numeric dtype or bool.
@@ -96,7 +96,7 @@ def check_op(op: str, dtype: np.dtype[Any]) -> None:
 
 
 def check_scale(scale: float, op: str, dtype: np.dtype[Any]) -> None:
-    """Check that what shall be multiplied can be.
+    """Check that a scale is possible with this operation and dtype.
 
     Raises:
         TypeError: `dtype` isn't one of numpy's floats.
@@ -104,7 +104,7 @@ def check_scale(scale: float, op: str, dtype: np.dtype[Any]) -> None:
     """
     if op != "sum":
         raise ValueError(
-            f"A scale goes with sums only. Received: scale={scale!r}, op={op!r}. Use "
+            f"A scale is only for sums. Received: scale={scale!r}, op={op!r}. Use "
             "op='sum', or multiply the result."
         )
     if dtype.kind != "f":

@@ -23,12 +23,12 @@ def weighted_mean(
 ) -> list[Array]:
     """Return sum(rows x gradients) / sum(rows) over the workers.
 
-    Sums are made in float32 for gradients of 16 bits. float32 counts rows exactly
+    Sums are computed in float32 for gradients of 16 bits. float32 counts rows exactly
     up to 16,777,216 per global batch. A worker without rows adds nothing, whatever
     its gradients hold.
 
-    If the total is known, each worker gives its share of the mean: the gradients are
-    multiplied while they are packed, and nothing is left to do. Else the rows are
+    If the total is known, each worker contributes its share of the mean: the gradients
+    are multiplied while they are packed, and their sum is the result. Else the rows are
     added up beside the gradients, which are divided at the end.
 
     Args:

@@ -127,7 +127,7 @@ WRONG = [
     (
         lambda c: c.all_reduce([1.0], "max", scale=0.5),
         ValueError,
-        r"^A scale goes with sums only\. Received: scale=0\.5, op='max'\. Use",
+        r"^A scale is only for sums\. Received: scale=0\.5, op='max'\. Use",
     ),
     (
         lambda c: c.all_reduce([1.0, 1], scale=0.5),

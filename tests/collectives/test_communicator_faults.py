@@ -167,9 +167,7 @@ def test_a_rank_that_does_not_come_is_a_timeout_on_every_rank(kind):
         text = ended(group, results, errors.CollectiveTimeout)
         late = "rank 1 (" if group.jobs else "rank "
     assert text.startswith(late)
-    assert (
-        "didn't come to #2 all_reduce(op='sum', dtype=float64, elements=100000)" in text
-    )
+    assert "didn't join #2 all_reduce(op='sum', dtype=float64, elements=100000)" in text
     assert "in time; rank " in text
     assert "`timeout=`" in text
 

@@ -102,7 +102,7 @@ def test_shared_memory_over_several_hosts_is_an_error_on_all():
     for rank, error in enumerate(results):
         assert type(error) is errors.ClusterError
         mine = [2] if rank == 2 else [0, 1]
-        assert str(error).startswith("Shared memory reaches only the workers of one ")
+        assert str(error).startswith("Shared memory connects only the workers of one ")
         assert f"3 workers on 2 hosts (this host has ranks {mine})" in str(error)
 
 

@@ -1,5 +1,5 @@
-"""How a communicator reduces: over a ring, shared memory, both, MPI, or alone.
+"""The backends of a communicator: ring, shared memory, both, MPI, or one worker.
 
-Each is a `Communicator` that moves and adds up arrays. Checks, numbers and deadlines of
-the calls are those of the base class, in `collectives.communicator`.
+Each is a `Communicator` that moves and adds up arrays. The base class, in
+`collectives.communicator`, checks and numbers the calls and keeps their deadlines.
 """

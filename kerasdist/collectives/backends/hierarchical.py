@@ -37,7 +37,7 @@ class HierarchicalCommunicator(Communicator):
         local: Between the workers of this host, in the order of `hosts`.
         leaders: Between the first worker of each host, in the order of `hosts`;
             None on every other worker.
-        supervisor: Whom to ask about other ranks.
+        supervisor: Knows the state of other ranks.
         timeout: Seconds that one collective may take.
     """
 

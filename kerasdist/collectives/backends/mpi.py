@@ -2,9 +2,9 @@
 
     mpirun -n 4 python train.py          with RingStrategy(transport="mpi")
 
-`mpirun` says who the workers are: no other cluster settings are needed, and no
-secret, since MPI makes the connections. If a worker dies, `mpirun` ends the others.
-One that is frozen or late is a `CollectiveTimeout` on the others.
+`mpirun` defines ranks and size: no other cluster settings are needed, and no secret,
+since MPI makes the connections. If a worker dies, `mpirun` ends the others. A worker
+that is frozen or late causes a `CollectiveTimeout` on the others.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ from kerasdist.transport.wire.framing import (
 __all__ = ["MpiCommunicator", "join"]
 
 _HEADER_TAG = 1
-# MPI is asked again and again whether it's done: at first all the time, then with
-# pauses, so that who waits for a slow rank doesn't take its core.
+# Requests are polled until they are done: at first all the time, then with pauses, so
+# that a rank that waits for a slow one doesn't take its core.
 _EAGER_SECONDS = 0.0005
 _PAUSE_SECONDS = 0.0002
 _STARTED = (
@@ -68,18 +68,18 @@ _TYPES = {
 
 
 def join(cluster: Cluster, timeouts: Timeouts) -> tuple[Cluster, MpiCommunicator]:
-    """Connect all processes that `mpirun` has started.
+    """Connect all processes that `mpirun` started.
 
     Args:
         cluster: The settings, if there are any besides MPI's; they must agree.
         timeouts: `startup` and `collective` are used.
 
     Returns:
-        Who this worker is, and the communicator.
+        The cluster with this worker's rank, and the communicator.
 
     Raises:
         ClusterError: mpi4py or MPI is missing, this process wasn't started by
-            `mpirun`, or the settings say something else than MPI.
+            `mpirun`, or the settings disagree with MPI.
         StartupError: The other workers didn't create their strategies in time.
     """
     mpi = _load()
@@ -87,15 +87,15 @@ def join(cluster: Cluster, timeouts: Timeouts) -> tuple[Cluster, MpiCommunicator
     rank, size = int(world.Get_rank()), int(world.Get_size())
     if cluster.source != "none" and (cluster.rank, cluster.size) != (rank, size):
         raise errors.ClusterError(
-            f"{cluster.source} and MPI disagree on who this worker is. Received: rank "
+            f"{cluster.source} and MPI disagree on this worker's rank. Received: rank "
             f"{cluster.rank} of {cluster.size} from {cluster.source}, rank {rank} of "
-            f"{size} from MPI. Unset TF_CONFIG: with transport='mpi' `mpirun` says it."
+            f"{size} from MPI. Unset TF_CONFIG: with transport='mpi' `mpirun` sets it."
         )
     if not _Process.joined:
         _Process.joined = True
         atexit.register(_leave)
     deadline = Deadline(timeouts.startup)
-    # A communicator of its own: the script's use of MPI doesn't get in the way.
+    # A communicator of its own: the script's use of MPI doesn't interfere.
     own, request = world.Idup()
     names = np.zeros((size, 256), np.uint8)
     here = f"{mpi.Get_processor_name()} {os.getpid()}".encode()[:256]
@@ -110,14 +110,14 @@ def join(cluster: Cluster, timeouts: Timeouts) -> tuple[Cluster, MpiCommunicator
             f"{timeouts.startup:g} s. All must run the same script; or give them more "
             "time with `startup_timeout=`."
         ) from None
-    heard = [row.tobytes().rstrip(b"\0").decode("utf-8", "replace") for row in names]
-    hosts, pids = zip(*(text.rsplit(" ", 1) for text in heard), strict=True)
+    texts = [row.tobytes().rstrip(b"\0").decode("utf-8", "replace") for row in names]
+    hosts, pids = zip(*(text.rsplit(" ", 1) for text in texts), strict=True)
     peers = [
         Peer(number, f"{host}, pid {pid}")
         for number, (host, pid) in enumerate(zip(hosts, pids, strict=True))
     ]
     if cluster.source == "none":
-        # MPI's workers have no ports; these only make the addresses different.
+        # MPI's workers have no ports; these only make their addresses unique.
         workers = tuple(f"{host}:{number + 1}" for number, host in enumerate(hosts))
         cluster = Cluster(
             rank=rank, size=size, workers=workers, task_index=rank, source="MPI"
@@ -152,10 +152,10 @@ def _load() -> Any:
 
 
 class _Process:
-    """This process's part in MPI, of which it has one.
+    """The state of MPI in this process.
 
     Attributes:
-        joined: Whether it has come together with the others.
+        joined: Whether it has joined the others.
         failed: Whether MPI can't be ended in an orderly way any more.
     """
 
@@ -164,7 +164,7 @@ class _Process:
 
 
 def _leave() -> None:
-    """End the job: MPI_Finalize would wait for ranks that don't come any more."""
+    """End the job after a failure: MPI_Finalize would wait for ranks that failed."""
     error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
     if _Process.failed or error is not None:
         sys.stdout.flush()
@@ -175,9 +175,9 @@ def _leave() -> None:
 class MpiCommunicator(Communicator):
     """Collectives by MPI.
 
-    Non-blocking ones, so that each has its deadline. Before each the ranks tell
-    each other which one they are in. Sums of float16 and bfloat16 are made in
-    float32 and rounded once.
+    They are non-blocking, so that each has its deadline. Before each the ranks exchange
+    its fingerprint. Sums of float16 and bfloat16 are computed in float32 and rounded
+    once.
 
     After a failure this process ends all processes of the job when it ends, as
     there's no orderly way to end MPI any more.
@@ -185,7 +185,7 @@ class MpiCommunicator(Communicator):
     Args:
         mpi: The module `mpi4py.MPI`.
         comm: MPI's communicator of this one's own.
-        peers: How messages name each rank.
+        peers: All ranks, with their names in messages.
         timeout: Seconds that one collective may take.
     """
 
@@ -194,7 +194,7 @@ class MpiCommunicator(Communicator):
         self._mpi = mpi
         self._comm = comm
         self._stopped = False
-        # MPI may still write into the buffers of what was given up.
+        # MPI may still write into the buffers of a call that was given up.
         self._kept: list[Any] = []
 
     def _reduce(
@@ -218,7 +218,7 @@ class MpiCommunicator(Communicator):
     def _floats(self, flat: Array, op: str, deadline: Deadline) -> Array:
         if op in ("sum", "prod"):
             return self._all_reduce(flat, op, deadline)
-        # MPI's least and greatest of NaN depend on the order: ranks would differ.
+        # MPI's minimum and maximum of NaN depend on the order: ranks would differ.
         missing = np.isnan(flat)
         result = self._all_reduce(np.where(missing, 0, flat), op, deadline)
         result[self._all_reduce(missing, "max", deadline)] = np.nan
@@ -272,22 +272,22 @@ class MpiCommunicator(Communicator):
         view[:] = data.data
 
     def _barrier(self, call: Call, deadline: Deadline) -> None:
-        """Tell all ranks of this call, and hear of theirs; so all have come."""
+        """Exchange the call's fingerprint with all ranks, which is also a barrier."""
         others = [rank for rank in range(self.size) if rank != self.rank]
         mine = bytearray(pack_header(FrameType.DATA, 0, call))
-        heard = {rank: bytearray(HEADER_BYTES) for rank in others}
+        headers = {rank: bytearray(HEADER_BYTES) for rank in others}
         if self._stopped:
             raise Aborted
-        receiving = {r: self._comm.Irecv(heard[r], r, _HEADER_TAG) for r in others}
+        receiving = {r: self._comm.Irecv(headers[r], r, _HEADER_TAG) for r in others}
         sending = [self._comm.Isend(mine, r, _HEADER_TAG) for r in others]
-        self._kept = [mine, heard, receiving, sending]
+        self._kept = [mine, headers, receiving, sending]
         try:
             _wait([*receiving.values(), *sending], deadline, lambda: self._stopped)
         except TimeoutError:
             silent = [r for r, request in receiving.items() if not request.Test()]
             peer = self.peers[silent[0] if silent else others[0]]
-            raise PeerSilent(peer, "nothing was heard of it") from None
-        for rank, header in heard.items():
+            raise PeerSilent(peer, "nothing was received from it") from None
+        for rank, header in headers.items():
             _, _, theirs = unpack_header(header)
             if theirs != call:
                 raise CallMismatch(self.peers[rank], call, theirs)
@@ -303,7 +303,7 @@ class MpiCommunicator(Communicator):
             _wait([request], deadline, lambda: self._stopped)
         except TimeoutError:
             peer = self.peers[(self.rank + 1) % self.size]
-            raise PeerSilent(peer, "the data didn't come") from None
+            raise PeerSilent(peer, "the data weren't received") from None
         self._kept = []
 
     def _abort(self) -> None:
@@ -312,7 +312,7 @@ class MpiCommunicator(Communicator):
             _Process.failed = True
 
     def _close(self) -> None:
-        """MPI keeps its communicator: to free it all ranks would have to come."""
+        """Keep MPI's communicator: to free it is a collective of all ranks."""
 
 
 def _wait(requests: list[Any], deadline: Deadline, stopped: Callable[[], bool]) -> None:
@@ -320,7 +320,7 @@ def _wait(requests: list[Any], deadline: Deadline, stopped: Callable[[], bool]) 
 
     Raises:
         TimeoutError: The deadline passed.
-        Aborted: `stopped` says so.
+        Aborted: `stopped` returned True.
     """
     began = time.monotonic()
     for request in requests:

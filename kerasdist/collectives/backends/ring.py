@@ -1,10 +1,10 @@
 """Ring collectives over any transport, see `kerasdist.collectives.backends.schedule`.
 
-Every rank talks to its right and its left neighbour only. A chunk travels in pieces:
-while a rank adds up one, the kernel takes and sends others.
+Every rank communicates with its right and its left neighbour only. A chunk is sent in
+pieces: while a rank adds up one, the kernel receives and sends others.
 
-What is small goes round whole, and everybody reduces it, in rank order: size-1 steps
-instead of 2 (size-1).
+Small buffers are sent around whole, and each rank reduces all of them, in rank order:
+size-1 steps instead of 2 (size-1).
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from kerasdist.transport.wire.framing import Call
 
 __all__ = ["RingCommunicator"]
 
-# Chunks travel in pieces of this size. It's below what the kernel buffers, and stays in
-# a core's own cache until it has been added.
+# Chunks are sent in pieces of this size. It's less than the kernel's buffers, and stays
+# in a core's own cache until it is added.
 _PIECE_BYTES = 512 << 10
-# Up to this size buffers go round whole, if that moves at most so many bytes more.
+# Up to this size buffers are sent whole, if that moves at most this many more bytes.
 _SMALL_BYTES = 64 << 10
 _MORE_BYTES = 16 << 10
 
@@ -42,7 +42,7 @@ class RingCommunicator(Communicator):
 
     Args:
         transport: Connects this rank with (rank+1) % size and (rank-1) % size.
-        supervisor: Whom to ask about other ranks.
+        supervisor: Knows the state of other ranks.
         timeout: Seconds that one collective may take.
     """
 
@@ -92,8 +92,8 @@ class RingCommunicator(Communicator):
                 self._pass_on(_part(view, out, width), octets(arrived), call, deadline)
                 if laps is not None:
                     laps.skip()
-                # What came has been summed over the ranks to the left: it goes first,
-                # so that each chunk has one order of summation.
+                # The received piece is a sum over the ranks to the left: it is the
+                # first operand, so that each chunk has one order of summation.
                 combine(arrived, mine, out=mine)
                 if laps is not None:
                     laps.end("reduce", mine.nbytes)
@@ -141,7 +141,7 @@ class RingCommunicator(Communicator):
                 self._transport.exchange(call, deadline, to=self._right, outgoing=piece)
 
     def _barrier(self, call: Call, deadline: Deadline) -> None:
-        # After size-1 rounds this rank has heard, through its neighbours, of all.
+        # After size-1 rounds this rank has received, through its neighbours, from all.
         for _ in range(self.size - 1):
             self._pass_on(memoryview(b""), None, call, deadline)
 

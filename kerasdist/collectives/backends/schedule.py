@@ -1,9 +1,10 @@
 """The ring schedule: pure functions of numbers.
 
 A buffer of E elements is cut into `size` chunks. In reduce-scatter every rank
-sends one chunk to the right and adds the one that comes from the left, size-1
+sends one chunk to the right and adds the one received from the left, size-1
 times; then each rank holds one finished chunk. In all-gather the finished chunks
-go round, size-1 times. With 4 ranks, the chunk that rank r sends in each step:
+are passed around, size-1 times. With 4 ranks, the chunk that rank r sends in each
+step:
 
     step            0  1  2 | 3  4  5
     rank 0          0  3  2 | 1  0  3

@@ -6,20 +6,20 @@ A large all-reduce goes through the segments block by block. In a block, chunk r
 the one that rank r reduces:
 
     1. r         packs all chunks of the block but its own into S_r
-    2. all       barrier: everybody has packed
-    3. r         reduces chunk r, its own input and then what is in the other segments,
+    2. all       barrier: all ranks have packed
+    3. r         reduces chunk r, its own input and then those in the other segments,
                  in rank order, into its result, and copies that into S_r, where it has
                  packed nothing
     4. all       barrier: every chunk is finished, chunk r in S_r
     5. r         copies chunk q from S_q, for all other q, into its result
 
 If the result is lent (`kerasdist.collectives.backends.shared_results`), all ranks'
-result is one memory: then nothing is copied into S_r, and 5. falls away.
+result is one memory: then nothing is copied into S_r, and 5. isn't needed.
 
 There is one barrier per block: between two of them a rank does 5. of one block, 3.
 of the next and 1. of the one after that. Each block has a place of its own in the
-segments, one after the other and then from the beginning again. At least four fit:
-nobody can be two barriers ahead of a reader, so nothing is written that somebody
+segments, one after the other and then from the beginning again. At least four fit: no
+rank can be two barriers ahead of a reader, so no memory is written that another rank
 still reads, in this collective or the next one.
 
 With B bytes of buffers a rank reads and writes, each
@@ -28,12 +28,12 @@ With B bytes of buffers a rank reads and writes, each
 
 and of a lent result 1. (N-1)/N B, and 3. reads B, writes 1/N B.
 
-Why not always the same small place, which stays in the caches? Because to write what
-is in another core's cache is the slowest thing of all where cores don't share one
-(2.4 GB/s instead of 12, see benchmarks/all_reduce). Going through more memory than
-the caches hold, a rank finds its place gone from the others' when it comes back.
+The places aren't one small place that stays in the caches, because writing to memory
+that is in another core's cache is the slowest operation of all where cores don't share
+a cache (2.4 GB/s instead of 12, see benchmarks/all_reduce). As the places of one turn
+exceed the caches, a place has left the others' caches when its rank writes it again.
 
-A small all-reduce has one barrier: everybody packs all of it, and reduces all of it.
+A small all-reduce has one barrier: each rank packs all of it, and reduces all of it.
 
 A barrier is a message to and from other ranks over Unix sockets. The message
 carries the call's fingerprint, wakes a waiting rank at once, costs no processor
@@ -64,19 +64,20 @@ from kerasdist.transport.wire.framing import Call
 
 __all__ = ["SharedMemoryCommunicator"]
 
-# Buffers up to this size are reduced by everybody, with one barrier.
+# Buffers up to this size are reduced by each rank, with one barrier.
 _SMALL_BYTES = 64 << 10
 # Bytes of the segments of a host, together. Containers have 64 MB by default.
 _MOST_BYTES = 48 << 20
-# A segment is this much larger than the buffers that it was made for, up to that.
+# A segment is this many times larger than the buffers that it is made for, up to
+# `_MOST_BYTES`.
 _TIMES = 8
-# How many blocks fit into a segment.
+# Number of blocks in a segment.
 _BLOCKS = 4
 _PAGE = 4096
 # A chunk is reduced in pieces: each is still in the core's own cache when it is read
 # again, to be copied.
 _PIECE_BYTES = 256 << 10
-# What small buffers need.
+# Bytes of a segment for small buffers.
 _LEAST_BYTES = _BLOCKS * (_SMALL_BYTES + 2 * _PAGE)
 
 
@@ -85,7 +86,7 @@ class SharedMemoryCommunicator(Communicator):
 
     Args:
         transport: Unix sockets that connect every rank with every other.
-        supervisor: Whom to ask about other ranks.
+        supervisor: Knows the state of other ranks.
         timeout: Seconds that one collective may take.
     """
 
@@ -118,7 +119,7 @@ class SharedMemoryCommunicator(Communicator):
         source.copy_to(inputs[self.rank], 0, elements)
         if laps is not None:
             laps.end("pack", size)
-        self._meet(call, deadline)
+        self._synchronize(call, deadline)
         if laps is not None:
             laps.skip()
         _combine(inputs, flat, call.op)
@@ -141,7 +142,7 @@ class SharedMemoryCommunicator(Communicator):
         if lend:
             self._notes[self.rank][0] = self._lent.note(size)
         laps = None if self._recorder is None else Laps(self._recorder)
-        # Of each block what all ranks have packed, by rank.
+        # Of each block the packed inputs, by rank.
         blocks: list[tuple[slice, list[Array]]] = []
         for stage in range(count + 2):
             if stage == 1:
@@ -187,7 +188,7 @@ class SharedMemoryCommunicator(Communicator):
                 if laps is not None:
                     laps.end("pack", length * dtype.itemsize)
             if stage <= count:
-                self._meet(call, deadline)
+                self._synchronize(call, deadline)
                 if laps is not None:
                     laps.skip()
         return flat
@@ -199,7 +200,7 @@ class SharedMemoryCommunicator(Communicator):
             places = self._places(stop - start)
             own = views[self.rank][start:stop]
             places[self.rank][: len(own)] = own
-            self._meet(call, deadline)
+            self._synchronize(call, deadline)
             for rank, view in enumerate(views):
                 if rank != self.rank:
                     piece = view[start:stop]
@@ -213,17 +214,17 @@ class SharedMemoryCommunicator(Communicator):
             place = self._places(stop - start)[root]
             if self.rank == root:
                 place[:] = view[start:stop]
-            self._meet(call, deadline)
+            self._synchronize(call, deadline)
             if self.rank != root:
                 view[start:stop] = place.data
 
     def _barrier(self, call: Call, deadline: Deadline) -> None:
-        self._meet(call, deadline)
+        self._synchronize(call, deadline)
 
-    def _meet(self, call: Call, deadline: Deadline) -> None:
-        """Return when all ranks have come here (a dissemination barrier).
+    def _synchronize(self, call: Call, deadline: Deadline) -> None:
+        """Return when all ranks have called this (a dissemination barrier).
 
-        After the round with distance d a rank has heard, directly or not, of the
+        After the round with distance d a rank has received, directly or not, from the
         2 d - 1 ranks before it, so log2(size) rounds are enough (Hensgen, Finkel
         and Manber, "Two algorithms for barrier synchronization", 1988).
         """
@@ -238,7 +239,7 @@ class SharedMemoryCommunicator(Communicator):
             distance *= 2
 
     def _pieces(self, size: int) -> Iterator[tuple[int, int]]:
-        """Yield start and stop of the pieces that `size` bytes go through in."""
+        """Yield start and stop of the pieces in which `size` bytes are moved."""
         most = self._total // _BLOCKS - _PAGE
         for start in range(0, max(size, 1), most):
             yield start, min(start + most, size)
@@ -246,7 +247,7 @@ class SharedMemoryCommunicator(Communicator):
     def _places(self, size: int) -> list[npt.NDArray[np.uint8]]:
         """Return the place of the next block in each rank's segment.
 
-        At most a quarter of a segment. All ranks ask for the same.
+        It's at most a quarter of a segment. All ranks call this with the same sizes.
         """
         if self._next + size > self._total:
             self._next = 0
@@ -263,14 +264,14 @@ class SharedMemoryCommunicator(Communicator):
                 rounded *= 2
             most = max(_MOST_BYTES // self.size // _PAGE * _PAGE, _LEAST_BYTES)
             total = min(_TIMES * rounded, most)
-        # The last page is for what ranks note.
+        # The last page is for the ranks' notes.
         usable = total - _PAGE
         if usable <= self._total:
             return
-        # The old segments' room can be used for the new ones when all have let go.
+        # The old segments' memory is free for the new ones when all have dropped it.
         if self._segments:
             self._segments, self._notes = [], []
-            self._meet(call, deadline)
+            self._synchronize(call, deadline)
         try:
             descriptor = create_segment(total)
         except SharedMemoryFull as error:

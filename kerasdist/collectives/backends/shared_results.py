@@ -2,20 +2,20 @@
 
     M_0, M_1, ...: memories of one result each, mapped by all ranks
 
-An all-reduce inside a host ends with every rank copying what the others have reduced.
+An all-reduce inside a host ends with every rank copying the others' reduced chunks.
 If the result is lent, each rank writes its chunk into one memory that all read, and
 nothing is copied. While an array of that result is in use anywhere, its memory can't
 be used for another one:
 
-    1. r         notes which memories nobody uses on this rank, where all ranks read it
-    2. all       barrier: everybody has noted
-    3. r         takes the first memory that all have noted: the same one as all ranks,
-                 as nobody notes again before the last barrier of the call
+    1. r         notes the memories that aren't in use on this rank, for all to read
+    2. all       barrier: all ranks have noted
+    3. r         takes the first memory that all have noted: the same one on all ranks,
+                 as no rank notes again before the last barrier of the call
     4. all       if there's none, rank 0 makes one more, and all map it
 
-A memory has no name: the kernel frees it when the last
-worker that maps it has ended, however it ended. Lent arrays are read-only, as what one
-rank writes all others read. TensorFlow, too, writes to no memory of numpy's.
+A memory has no name: the kernel frees it when the last worker that maps it has ended,
+in any way. Lent arrays are read-only, as all ranks read the same memory. TensorFlow
+doesn't write to numpy's memory either.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from kerasdist.transport.wire.framing import Call
 
 __all__ = ["SharedResultPool"]
 
-# What a rank notes has a bit for each of them.
+# A rank's note has a bit for each of them.
 _MOST_MEMORIES = 64
 
 
@@ -52,10 +52,10 @@ class SharedResultPool:
         self._refused = False
 
     def note(self, size: int) -> int:
-        """Return which memories of `size` bytes nobody uses here, a bit for each."""
+        """Return the unused memories of `size` bytes on this rank, a bit for each."""
         self._requests += 1
         oldest = self._requests - MOST_REQUESTS
-        # By what all ranks know alike: an array that is in use keeps its memory alive.
+        # By a number that all ranks share; an array in use keeps its memory alive.
         self._memories = [m for m in self._memories if m.used > oldest]
         return sum(
             1 << index
@@ -70,13 +70,13 @@ class SharedResultPool:
 
         Args:
             size: In bytes.
-            notes: What each rank has noted.
+            notes: Each rank's note.
             call: The collective.
             deadline: Its deadline.
 
         Returns:
-            None, on all ranks, if no more memory can be had, or too many results are
-            in use.
+            None, on all ranks, if there is no more memory, or too many results are in
+            use.
         """
         common = ~0
         for note in notes:
@@ -101,7 +101,7 @@ class SharedResultPool:
         if self._transport.rank == 0:
             try:
                 descriptor = create_memory(size)
-            except OSError:  # the others find nothing in what they get
+            except OSError:  # the others get an empty file
                 pass
         if descriptor < 0:
             descriptor = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
@@ -116,5 +116,5 @@ class SharedResultPool:
                 os.close(fd)
 
     def clear(self) -> None:
-        """Keep nothing; what is in use stays as it is."""
+        """Drop all memories; arrays in use stay valid."""
         self._memories = []

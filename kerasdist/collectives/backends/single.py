@@ -1,4 +1,4 @@
-"""The communicator of one worker: there's nobody to talk to."""
+"""The communicator of one worker, without communication."""
 
 from __future__ import annotations
 

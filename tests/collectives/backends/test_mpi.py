@@ -198,7 +198,7 @@ def test_a_frozen_rank_is_named_and_the_job_ends(mpirun, tmp_path):
         assert raised(
             output,
             rank,
-            r"CollectiveTimeout rank 2 \(\S+, pid \d+\) didn't come to #\d+ "
+            r"CollectiveTimeout rank 2 \(\S+, pid \d+\) didn't join #\d+ "
             rf"barrier\(\) in time; rank {rank} \(\S+, pid \d+\) waited at step 0\.",
         ), output
 
@@ -241,7 +241,7 @@ def test_settings_that_disagree_are_refused(mpirun, tmp_path):
         connect(place, transport="mpi")
     except kerasdist.errors.ClusterError as error:
         assert str(error).startswith(
-            "cluster argument and MPI disagree on who this worker is. Received: rank 0 "
+            "cluster argument and MPI disagree on this worker's rank. Received: rank 0 "
             "of 1 from cluster argument, rank "
         ), error
         print("RESULT true")

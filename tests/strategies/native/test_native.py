@@ -199,7 +199,7 @@ def test_a_worker_that_comes_too_late_is_named():
     with Workers(script, 2, args=["8", "30"], deadline=150) as job:
         waiting = job.wait_one(0)
         assert re.search(
-            r"^RAISED CollectiveTimeout rank 1 \(127\.0\.0\.1:\d+\) didn't come to "
+            r"^RAISED CollectiveTimeout rank 1 \(127\.0\.0\.1:\d+\) didn't join "
             r"#\d+ all_reduce\(op='(?:sum|max)', dtype=\w+, elements=\d+\) in time; "
             r"rank 0 \(127\.0\.0\.1:\d+\) waited at step \d+\.",
             waiting.output,
@@ -349,6 +349,6 @@ def test_a_script_that_used_tensorflow_before_is_warned():
 def test_connect_alone_cannot_do_it():
     alone = Cluster(rank=0, size=1)
     with pytest.raises(
-        ValueError, match=r"^TensorFlow's collectives come with a strategy\. Received:"
+        ValueError, match=r"^TensorFlow's collectives need a strategy\. Received:"
     ):
         connect(alone, transport="native")
