@@ -1,13 +1,13 @@
 """The transport contract: move bytes between the ranks of one group.
 
 A transport connects `size` ranks. Its one operation is `exchange`: send to one
-rank and receive from one rank at the same time, so that a ring in which
-everybody sends can't fill up and stop. Implementations: sockets
+rank and receive from one rank at the same time, so that a ring in which all ranks
+send can't fill up and stop. Implementations: sockets
 (`kerasdist.transport.sockets`) and, for tests, queues in one process
 (`kerasdist.transport.memory`). One contract test suite runs on all of them.
 
-A transport knows nothing of jobs: it reports what it saw of one peer with the
-exceptions below, and its user finds out what that means for the job.
+A transport knows nothing of jobs: it reports faults of one peer with the exceptions
+below, and its user derives the consequence for the job.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ __all__ = [
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Peer:
-    """A rank as messages name it: its rank in the job and its address."""
+    """A rank in messages: its rank in the job and its address."""
 
     rank: int
     address: str
 
     def __str__(self) -> str:
-        """For instance `rank 2 (10.0.0.3:2222)`."""
+        """Return its name, for instance `rank 2 (10.0.0.3:2222)`."""
         return f"rank {self.rank} ({self.address})"
 
 
 class TransportFault(Exception):
-    """Something was seen on the connection to `peer`; caught by the collectives."""
+    """A fault of the connection to `peer`; caught by the collectives."""
 
     def __init__(self, peer: Peer, message: str) -> None:
         super().__init__(message)
@@ -57,7 +57,7 @@ class PeerClosed(TransportFault):
 
 
 class PeerSilent(TransportFault):
-    """Nothing came from the peer, or it took nothing, until the deadline."""
+    """The peer sent nothing, or received nothing, until the deadline."""
 
 
 class CallMismatch(TransportFault):
@@ -79,10 +79,10 @@ class Aborted(Exception):
 
 
 def connection_broke(peer: Peer, error: OSError) -> PeerClosed:
-    """What an error of a connected socket means: it can't be used any more.
+    """Translate an error of a connected socket, which can't be used any more.
 
-    Whatever the number is: besides a reset there are time-outs of TCP itself,
-    lost routes and interfaces that went down.
+    All error numbers are treated alike: besides a reset there are time-outs of TCP
+    itself, lost routes and interfaces that are down.
     """
     return PeerClosed(peer, f"its connection broke ({error.strerror})")
 
@@ -93,8 +93,8 @@ class Transport(abc.ABC):
     Attributes:
         rank: This process's rank in the group, 0..size-1.
         size: Number of ranks in the group.
-        peers: How messages name each rank of the group, by group rank.
-        recorder: Who is told of sending, waiting and receiving, if anybody is.
+        peers: The ranks of the group, with their names in messages, by group rank.
+        recorder: Gets spans of sending, waiting and receiving; or None.
     """
 
     rank: int
@@ -121,18 +121,17 @@ class Transport(abc.ABC):
             to: Group rank to send to, or None to send nothing.
             outgoing: The bytes to send, C-contiguous.
             source: Group rank to receive from, or None to receive nothing.
-            incoming: Where to put what arrives, C-contiguous and writable; it
+            incoming: Memory for the received bytes, C-contiguous and writable; it
                 must have exactly the size of what is sent. None for no bytes.
 
         Raises:
             PeerClosed: A connection is closed.
             PeerSilent: The deadline passed.
             CallMismatch: The source is in another collective.
-            ProtocolError: What arrived isn't a data frame.
+            ProtocolError: The received bytes aren't a data frame.
             Aborted: `abort` or `close` was called, here or by another thread.
 
-        After an exception the connections are out of step: the only thing left
-        to do is `abort`.
+        After an exception the connections are out of step: only `abort` may be called.
         """
 
     @abc.abstractmethod
@@ -141,4 +140,4 @@ class Transport(abc.ABC):
 
     @abc.abstractmethod
     def close(self) -> None:
-        """Give back what the transport holds. Can be called twice."""
+        """Release sockets and the like. Can be called twice."""

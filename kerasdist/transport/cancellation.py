@@ -1,4 +1,4 @@
-"""An event that also ends what is being waited for on sockets."""
+"""An event that also ends waits on sockets."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ class Cancellation(threading.Event):
         self._bound: set[socket.socket] = set()
 
     def set(self) -> None:
-        """Set the event: for good. A thread that waits on a bound socket returns."""
+        """Set the event for good. A thread that waits on a bound socket returns."""
         super().set()
         with self._lock:
             for sock in self._bound:
-                # Not connected yet, or no more: then nobody waits on it for long.
+                # Not connected yet, or no more: then no thread waits on it for long.
                 with contextlib.suppress(OSError):
                     sock.shutdown(socket.SHUT_RDWR)
 
     @contextlib.contextmanager
     def bound(self, sock: socket.socket) -> Iterator[None]:
-        """Inside the block `set` shuts the socket down.
+        """Let `set` shut the socket down, inside the block.
 
         Raises:
             ConnectionAbortedError: The event is set already.

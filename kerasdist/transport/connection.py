@@ -16,7 +16,7 @@ __all__ = ["Connection"]
 
 
 class Connection:
-    """A connected socket, and what authenticates the frames on it.
+    """A connected socket, with the authentication of its frames.
 
     Args:
         sock: The socket; owned from now on.
@@ -54,7 +54,7 @@ class Connection:
 
     @property
     def ended(self) -> bool:
-        """Whether the other side has hung up. The socket doesn't block afterwards."""
+        """Whether the other side has closed. The socket doesn't block afterwards."""
         try:
             self.sock.setblocking(False)
             return self.sock.recv(1, socket.MSG_PEEK) == b""
@@ -67,7 +67,7 @@ class Connection:
         """Write one frame.
 
         Raises:
-            TimeoutError: The other side took nothing until the deadline.
+            TimeoutError: The other side received nothing until the deadline.
             OSError: The connection is broken.
         """
         frame = pack_header(kind, len(payload)) + payload

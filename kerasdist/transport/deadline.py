@@ -1,4 +1,4 @@
-"""One deadline across retries and phases: nothing waits for ever."""
+"""A deadline across retries and phases, so that nothing waits for ever."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _MOST_MILLISECONDS = 2**31 - 1
 
 
 class Deadline:
-    """A moment on the monotonic clock, and how far away it is.
+    """A moment on the monotonic clock, and the time until then.
 
     Args:
         seconds: Seconds from now, a finite number >= 0.
@@ -26,7 +26,7 @@ class Deadline:
         self._at = time.monotonic() + self.seconds
 
     def remaining(self) -> float:
-        """Seconds left, never below 0."""
+        """Return the seconds left, never below 0."""
         return max(0.0, self._at - time.monotonic())
 
     @property
@@ -35,8 +35,8 @@ class Deadline:
         return time.monotonic() >= self._at
 
     def milliseconds(self) -> int:
-        """What is left in whole milliseconds, rounded up, for `poll`.
+        """Return the milliseconds left, rounded up, for `poll`.
 
-        At most what `poll` takes, 24 days: who waits longer waits again.
+        At most `poll`'s limit, 24 days: a longer wait needs several calls.
         """
         return min(int(self.remaining() * 1000.0) + 1, _MOST_MILLISECONDS)

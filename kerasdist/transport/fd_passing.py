@@ -1,6 +1,6 @@
-"""File descriptors go from one process of a host to another, over Unix sockets.
+"""Passing file descriptors between processes of a host, over Unix sockets.
 
-A descriptor travels with a frame: with its first byte, whatever becomes of the rest.
+A descriptor is sent with the first byte of a frame, even if the rest isn't sent.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ __all__ = ["give_descriptor", "receive_descriptor", "take_descriptor"]
 # Received descriptors mustn't leak into processes that the script starts.
 # (The socket module has a name for this flag only from Python 3.14 on.)
 _CLOSE_ON_EXEC = 0x40000000 if sys.platform == "linux" else 0  # MSG_CMSG_CLOEXEC
-# How long to wait when the kernel holds too many descriptors on their way.
+# Seconds to wait when the kernel holds too many descriptors in sockets.
 _CROWDED_SECONDS = 0.01
 
 
 def receive_descriptor(sock: socket.socket, count: int) -> tuple[bytes, list[int]]:
-    """As `socket.recv_fds`, which disregards its flags."""
+    """Receive as `socket.recv_fds`, but close-on-exec: that ignores its flags."""
     fds = array.array("i")
     room = socket.CMSG_LEN(fds.itemsize)
     data, ancillary, _, _ = sock.recvmsg(count, room, _CLOSE_ON_EXEC)
@@ -64,7 +64,7 @@ def give_descriptor(
 
     Args:
         sock: A Unix socket that doesn't block.
-        peer: Who is at its other end.
+        peer: The rank at its other end.
         call: The collective that this is part of; the peer's must be equal.
         deadline: When to give up.
         descriptor: The file descriptor.
@@ -88,11 +88,11 @@ def give_descriptor(
                 raise connection_broke(peer, error) from error
             if deadline.expired:
                 raise PeerSilent(peer, f"silent for {deadline.seconds:g} s") from error
-            # Others are taking theirs out of the way; nothing tells when.
+            # Other receivers must take theirs first; no event reports that.
             time.sleep(_CROWDED_SECONDS)
         else:
             header = header[sent:]
-            ancillary = []  # it went with the first byte
+            ancillary = []  # it was sent with the first byte
 
 
 def take_descriptor(
@@ -105,15 +105,15 @@ def take_descriptor(
     """Receive a file descriptor, which the caller owns then.
 
     Args:
-        sock: See `give_descriptor`, as the others.
-        peer: Who is at its other end.
+        sock: A Unix socket that doesn't block.
+        peer: The rank at its other end.
         call: The collective that this is part of.
         deadline: When to give up.
         aborted: Whether another thread has ended the transport.
 
     Raises:
         Aborted, CallMismatch, PeerClosed, PeerSilent: See `transport.base`.
-        ProtocolError: What came isn't a descriptor. Nothing stays open then.
+        ProtocolError: The frame isn't one with a descriptor. None stays open then.
     """
     header = bytearray()
     descriptors: list[int] = []

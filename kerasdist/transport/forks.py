@@ -1,8 +1,8 @@
 """Sockets that this process's forked children don't keep.
 
 A child that a script forks (a pool of processes that load data, for instance) has
-copies of all descriptors. As long as it lives, a killed worker's connections would stay
-open, so that the others notice by its silence only, and its port would stay in use.
+copies of all descriptors. While it runs, a killed worker's connections would stay open,
+so the others would notice the loss by its silence only, and its port would stay in use.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _OURS: weakref.WeakSet[_Closable] = weakref.WeakSet()
 
 
 def close_in_children(thing: _Closable) -> None:
-    """Let forked children close their copy of a socket or a file, right after the fork.
+    """Make forked children close their copy of a socket or a file after the fork.
 
     The connection itself isn't shut down.
     """

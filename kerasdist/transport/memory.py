@@ -1,4 +1,4 @@
-"""The transport contract in one process: queues between threads, for tests.
+"""The transport inside one process: queues between threads, for tests.
 
 Besides moving bytes it injects faults that sockets can't cause on demand:
 `Faults.fail_at(rank=1, exchange=3)` closes rank 1 at its third exchange.
@@ -25,7 +25,7 @@ __all__ = ["Faults", "MemoryTransport", "memory_group"]
 
 
 class Faults:
-    """Where a group of memory transports shall break."""
+    """The faults to inject into a group of memory transports."""
 
     def __init__(self) -> None:
         self._at: set[tuple[int, int]] = set()
@@ -35,12 +35,12 @@ class Faults:
         self._at.add((rank, exchange))
 
     def due(self, rank: int, exchange: int) -> bool:
-        """Whether `rank` shall break now."""
+        """Return whether `rank` is to break now."""
         return (rank, exchange) in self._at
 
 
 class _Wire:
-    """What all transports of one group share."""
+    """The queues that all transports of one group share."""
 
     def __init__(self, size: int) -> None:
         self.changed = threading.Condition()

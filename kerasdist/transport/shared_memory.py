@@ -2,7 +2,7 @@
 
 A segment is a file in memory without a name (`memfd_create`): other workers get it as a
 file descriptor over a Unix socket. The kernel frees it when the last worker that maps
-it has ended, however it ended, so nothing can be left behind. It is sealed: nobody who
+it has ended, in any way, so nothing can be left behind. It is sealed: no process that
 has it can change its size, which would end all others that read it with SIGBUS.
 """
 
@@ -29,8 +29,8 @@ _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 def create_segment(size: int) -> int:
     """Return the file descriptor of a new segment of `size` bytes.
 
-    The memory is reserved now: if there's none, it's an error here and not a crash at
-    some later write.
+    The memory is reserved now: a lack of memory is an error here and not a crash at a
+    later write.
 
     Raises:
         SharedMemoryFull: There's no memory for it; nothing is left.
@@ -50,7 +50,7 @@ def create_segment(size: int) -> int:
 
 
 def create_memory(size: int) -> int:
-    """As `create_segment`, for memory that one may do without.
+    """Create memory as `create_segment`, but such as is optional.
 
     Raises:
         OSError: There's not enough memory, or the system forbids it.
@@ -70,7 +70,7 @@ def _create(name: str, size: int) -> int:
 
 
 def map_segment(descriptor: int, size: int) -> npt.NDArray[np.uint8]:
-    """Map a segment; the array keeps the mapping alive, the descriptor needn't.
+    """Map a segment; the array keeps the mapping alive without the descriptor.
 
     Raises:
         ProtocolError: It's shorter than `size` bytes, or its size may change.
@@ -82,7 +82,7 @@ def map_segment(descriptor: int, size: int) -> npt.NDArray[np.uint8]:
     length = os.fstat(descriptor).st_size
     if not sealed or length < size:
         raise ProtocolError(
-            "Shared memory isn't as it should be. "
+            "Shared memory has the wrong size, or isn't sealed. "
             f"Received: {length} bytes, {'' if sealed else 'not '}sealed; expected "
             f"{size}, sealed."
         )

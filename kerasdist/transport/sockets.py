@@ -1,12 +1,12 @@
-"""The transport contract over stream sockets: TCP between hosts, Unix inside one.
+"""The transport over stream sockets: TCP between hosts, Unix inside one.
 
 All sockets are non-blocking; every wait is one `poll` with a deadline. While
 `poll` and the socket calls run the interpreter lock is free, so TensorFlow's
-threads go on.
+threads continue.
 
-Before its first `poll` an exchange looks again and again for a moment, and gives its
-core to whoever else wants it in between: a processor that sleeps needs longer to wake
-up than a peer that is nearly there needs to come (benchmarks/all_reduce).
+Before its first `poll` an exchange polls its sockets in a loop for a moment, and yields
+its core in between: waking a sleeping processor takes longer than waiting for a peer
+that is nearly ready (benchmarks/all_reduce).
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ from kerasdist.transport.wire.framing import (
 __all__ = ["SocketTransport"]
 
 _NOTHING = memoryview(bytearray())
-# How long an exchange looks for its peer before it sleeps.
-_LOOKING_SECONDS = 100e-6
+# Seconds that an exchange spins before it sleeps.
+_SPIN_SECONDS = 100e-6
 
 
 class _Sending:
-    """A frame on its way out: header and payload, and how far it is.
+    """A frame that is being sent: header and payload, without the bytes sent.
 
-    `ended` is when it was done, if that is recorded.
+    `ended` is the time of its end, if that is recorded.
     """
 
     __slots__ = ("_parts", "done", "ended", "peer", "sock")
@@ -63,7 +63,7 @@ class _Sending:
         self._parts = parts
 
     def advance(self) -> None:
-        """Send what the kernel takes now."""
+        """Send as much as the kernel takes now."""
         while self._parts:
             try:
                 sent = self.sock.sendmsg(self._parts)
@@ -80,12 +80,12 @@ class _Sending:
 
 
 class _Receiving:
-    """A frame on its way in: the header, and exactly the payload's room.
+    """A frame that is being received: the header, and memory for exactly the payload.
 
-    What comes is put where it belongs before the header has been checked: whoever
-    finds a wrong one can't use what was in the room any more.
+    The payload is written to its memory before the header is checked: if that is wrong,
+    the memory's old contents are lost.
 
-    `began` and `ended` are when its first and its last byte came, if that is recorded.
+    `began` and `ended` are the times of its first and its last byte, if recorded.
     """
 
     __slots__ = (
@@ -120,7 +120,7 @@ class _Receiving:
         self._left = memoryview(self._header)
 
     def advance(self) -> None:
-        """Take what the kernel has now."""
+        """Receive as much as the kernel has now."""
         while not self.done:
             try:
                 if self._header is None or not self._room:
@@ -139,7 +139,7 @@ class _Receiving:
             if self._header is not None:
                 count -= len(self._left)
                 if self._header != self._expected:
-                    self._complain(self._header)
+                    self._refuse(self._header)
                 self._header = None
                 self._left = self._room
             self._left = self._left[count:]
@@ -147,12 +147,12 @@ class _Receiving:
 
     @property
     def has_begun(self) -> bool:
-        """Whether something has come."""
+        """Whether a byte was received."""
         return self._header is None or len(self._left) < HEADER_BYTES
 
-    def _complain(self, header: bytearray) -> None:
+    def _refuse(self, header: bytearray) -> None:
         kind, length, theirs = unpack_header(header)
-        # First the call: in another collective a peer rightly sends other frames.
+        # First check the call: in another collective other frames are right.
         if theirs != self._call:
             raise CallMismatch(self.peer, self._call, theirs)
         if kind is not FrameType.DATA:
@@ -170,7 +170,7 @@ class SocketTransport(Transport):
 
     Args:
         rank: This process's rank in the group.
-        peers: How to name each rank, by group rank.
+        peers: The ranks, with their names in messages, by group rank.
         outgoing: Connected sockets to send on, by group rank.
         incoming: Connected sockets to receive on, by group rank. A rank may
             have the same socket in both. The transport owns all of them.
@@ -231,8 +231,7 @@ class SocketTransport(Transport):
         try:
             self._drive(sending, receiving, deadline, recorder is not None)
         except PeerClosed:
-            # A socket that another thread has shut down looks like a lost peer;
-            # whose doing it was decides what it means.
+            # A socket that another thread has shut down looks like a lost peer.
             if self._aborted:
                 raise Aborted from None
             raise
@@ -254,7 +253,7 @@ class SocketTransport(Transport):
     ) -> None:
         if self._aborted:
             raise Aborted
-        stop_looking = 0.0
+        spin_until = 0.0
         while True:
             if sending is not None:
                 sending.advance()
@@ -272,9 +271,9 @@ class SocketTransport(Transport):
                     receiving = None
             if sending is None and receiving is None:
                 return
-            if not stop_looking:
-                stop_looking = time.monotonic() + _LOOKING_SECONDS
-            elif time.monotonic() > stop_looking:
+            if not spin_until:
+                spin_until = time.monotonic() + _SPIN_SECONDS
+            elif time.monotonic() > spin_until:
                 self._sleep(sending, receiving, deadline)
                 continue
             os.sched_yield()
@@ -285,7 +284,7 @@ class SocketTransport(Transport):
         receiving: _Receiving | None,
         deadline: Deadline,
     ) -> None:
-        """Wait until one of the frames can go on."""
+        """Wait until one of the frames can advance."""
         masks: dict[socket.socket, int] = {}
         if sending is not None:
             waiting = sending.peer
@@ -305,9 +304,9 @@ class SocketTransport(Transport):
     def share_descriptor(
         self, call: Call, deadline: Deadline, descriptor: int
     ) -> dict[int, int]:
-        """Give a file descriptor to every other rank and take theirs.
+        """Send a file descriptor to every other rank and receive theirs.
 
-        Only for Unix sockets. All ranks must call it at the same place.
+        Only for Unix sockets. It's a collective of all ranks.
 
         Returns:
             The descriptors received, by group rank; the caller owns them.
@@ -318,8 +317,8 @@ class SocketTransport(Transport):
         """
         received: dict[int, int] = {}
         try:
-            # One at a time: how many descriptors a user may have on their way in
-            # sockets is limited.
+            # One at a time: the number of descriptors that a user may have in sockets
+            # is limited.
             for distance in range(1, self.size):
                 to = (self.rank + distance) % self.size
                 source = (self.rank - distance) % self.size

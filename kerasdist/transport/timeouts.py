@@ -1,4 +1,4 @@
-"""How long each phase of a job may take."""
+"""The time limits of a job's phases."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import dataclasses
 
 __all__ = ["Timeouts"]
 
-# 31 years. The system's calls can't be asked to wait much longer.
+# 31 years. The system's calls accept no much longer times.
 _MOST_SECONDS = 1e9
 
 
@@ -15,9 +15,9 @@ class Timeouts:
     """Seconds that each phase may take. All finite: nothing waits for ever.
 
     Attributes:
-        startup: Until all workers of the job have come together. Machines of a
+        startup: Until all workers of the job are connected. Machines of a
             cluster start minutes apart, so this is generous.
-        collective: Until all ranks have come to one collective and it is done.
+        collective: Until all ranks have joined one collective and it is done.
             It bounds how far workers may drift apart, e.g. while one of them
             saves a checkpoint. A dead or frozen worker is noticed much earlier.
         heartbeat: Silence after which a worker counts as lost. Heartbeats are
@@ -47,7 +47,7 @@ class Timeouts:
     def heartbeat_interval(self) -> float:
         """Seconds between two heartbeats: four may be lost before the time-out.
 
-        They also tell which collective each rank is in, so at least four fit into
-        the time of one collective: who missed it is known when the time is over.
+        They also report the collective that each rank is in, so at least four fit into
+        the time of one collective: the late ranks are known when the time is over.
         """
         return min(self.heartbeat / 5.0, self.collective / 4.0)

@@ -1,18 +1,18 @@
-"""What a worker's communication spends its time on, for whoever wants to know.
+"""Tracing of communication: the names of spans, and the recorder protocol.
 
-A communicator has a recorder while somebody listens, see `Communicator.listen`; else
-None, and all that it costs is to find that out. A span has one of these names; the
-others lie within the collective's own:
+A communicator has a recorder while one is registered, see `Communicator.listen`; else
+None, and the only cost is that test. A span has one of these names; the others are
+within the collective's own:
 
-    all_reduce, ...     one collective, see `framing.KINDS`: a bucket of gradients, say
+    all_reduce, ...     one collective, see `framing.KINDS`, e.g. a bucket of gradients
     push_pull           one exchange of weights with parameter servers
-    pack                this worker's numbers are copied to where they are sent from
-    send                from the first to the last byte that goes to another process
-    wait                nothing has come yet from the process that this one waits for
+    pack                copying this worker's numbers to the memory they are sent from
+    send                from the first to the last byte sent to another process
+    wait                until the first byte from the process that this one waits for
     receive             from the first to the last byte, or copying from shared memory
     reduce              adding up
 
-Sending goes on while the worker waits and receives: its spans overlap theirs. All
+Sending continues while the worker waits and receives: its spans overlap theirs. All
 others of one thread follow each other.
 """
 
@@ -26,25 +26,25 @@ __all__ = ["NAMES", "Laps", "Recorder", "Several", "now"]
 
 NAMES = ("pack", "send", "wait", "receive", "reduce")
 
-# Nanoseconds of a clock that never goes back. On Linux all processes of a machine have
-# the same one.
+# Nanoseconds of a monotonic clock. On Linux all processes of a machine have the same
+# one.
 now = time.monotonic_ns
 
 
 class Recorder(Protocol):
-    """Takes spans. It's called by the threads that communicate, and must be quick."""
+    """A receiver of spans, called by the threads that communicate: it must be quick."""
 
     def add(
         self, name: str, begin: int, end: int, size: int = 0, what: str = ""
     ) -> None:
-        """A span has ended.
+        """Record a span that has ended.
 
         Args:
-            name: See above.
-            begin: When it began, as `now` says.
+            name: Its name, see above.
+            begin: When it began, by `now`.
             end: When it ended.
-            size: How many bytes it was about; 0 if that isn't known.
-            what: More of it in words, e.g. which collective.
+            size: Its number of bytes; 0 if that isn't known.
+            what: Details in words, e.g. the collective.
         """
 
 
@@ -63,7 +63,7 @@ class Several:
 
 
 class Laps:
-    """Spans that follow each other: each begins where the last one has ended."""
+    """Spans that follow each other: each begins where the last one ended."""
 
     __slots__ = ("_begin", "_recorder")
 
@@ -74,11 +74,11 @@ class Laps:
     def end(
         self, name: str, size: int = 0, what: str = "", until: int | None = None
     ) -> None:
-        """What was done since the last call was this, until now or this time."""
+        """Record the time since the last call, until now or `until`, as one span."""
         end = now() if until is None else until
         self._recorder.add(name, self._begin, end, size, what)
         self._begin = end
 
     def skip(self) -> None:
-        """What was done since the last call is recorded elsewhere."""
+        """Leave out the time since the last call: it is recorded elsewhere."""
         self._begin = now()

@@ -83,7 +83,8 @@ def test_memory_that_could_end_its_reader_is_refused(what, tmp_path):
     sealed = "" if what == "short" else "not "
     with pytest.raises(
         errors.ProtocolError,
-        match=rf"^Shared memory isn't as it should be\. Received: \d+ bytes, {sealed}s",
+        match=r"^Shared memory has the wrong size, or isn't sealed\. "
+        rf"Received: \d+ bytes, {sealed}s",
     ):
         map_segment(descriptor, 8192)
     os.close(descriptor)

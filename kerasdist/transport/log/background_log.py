@@ -1,10 +1,10 @@
-"""Log lines that neither a lock nor a heartbeat waits for.
+"""Log lines that are written by a thread of their own, so that nothing waits for them.
 
-Standard error may be a pipe that nobody reads at the moment: a pager, a stopped
-terminal. A thread that writes there stands still; if it also sends heartbeats, or holds
-a lock that others need, a healthy process is taken for a lost one. So lines are put
-into a queue, and a thread writes them, which lives for as long as there is something to
-write. A process that ends waits for it, as for anything that it prints.
+Standard error may be a pipe that isn't read at the moment: a pager, a stopped terminal.
+A thread that writes there blocks; if it also sends heartbeats, or holds a lock that
+others need, a healthy process is taken for a lost one. So lines are put into a queue,
+and a thread writes them, which runs for as long as there is something to write. A
+process that ends waits for it, as for all of its output.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def log(level: int, message: str, *args: object, exc_info: bool = False) -> None
     """
     if not _LOG.isEnabledFor(level):
         return
-    # Made here: with the time and the thread of what it tells of.
+    # Made here: with the time and the thread of its cause.
     record = _LOG.makeRecord(
         _LOG.name,
         level,
@@ -49,25 +49,25 @@ def write_line(text: str, *, error: bool = False) -> None:
 
     Args:
         text: The line.
-        error: Whether it goes to standard error, not to standard output.
+        error: Whether to write to standard error, not to standard output.
     """
     stream = sys.stderr if error else sys.stdout
     _QUEUE.put(lambda: print(f"{text}\n", end="", file=stream, flush=True))
 
 
 def flush(seconds: float | None) -> None:
-    """Wait until everything is written, at most so long; None: as for any output."""
+    """Wait until everything is written, at most `seconds`; None: without a limit."""
     _QUEUE.flush(seconds)
 
 
 class _Queue:
-    """What a process still has to write."""
+    """The lines that a process still has to write."""
 
     def __init__(self) -> None:
         self.forget()
 
     def forget(self) -> None:
-        """In a forked child: what waits is its parent's to write."""
+        """Drop all lines, in a forked child: its parent writes them."""
         self._changed = threading.Condition()
         self._waiting: collections.deque[Callable[[], object]] = collections.deque()
         self._dropped = 0
@@ -83,7 +83,7 @@ class _Queue:
                 return
             self._running = True
         try:
-            # No daemon: what was logged last tells most, often of why the process ends.
+            # No daemon: the last lines often have the reason why the process ends.
             threading.Thread(
                 target=self._run, name="kerasdist-log", daemon=False
             ).start()

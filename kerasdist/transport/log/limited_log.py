@@ -1,4 +1,4 @@
-"""Log lines that strangers can cause, limited in number."""
+"""Log lines that foreign processes can cause, limited in number."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class LimitedLog:
             if written > self._most:
                 self._omitted += 1
         if omitted:
-            self._tell(omitted)
+            self._report(omitted)
         if written < self._most:
             log(logging.WARNING, text, *args)
         elif written == self._most:
@@ -48,11 +48,11 @@ class LimitedLog:
             log(logging.WARNING, f"{text}%s", *args, more)
 
     def flush(self) -> None:
-        """Say how many lines were only counted, if any."""
+        """Write how many lines were only counted, if any."""
         with self._lock:
             omitted, self._omitted = self._omitted, 0
         if omitted:
-            self._tell(omitted)
+            self._report(omitted)
 
-    def _tell(self, omitted: int) -> None:
+    def _report(self, omitted: int) -> None:
         log(logging.WARNING, "kerasdist: %d more such lines were omitted", omitted)

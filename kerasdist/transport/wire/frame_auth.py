@@ -1,7 +1,7 @@
 """Authentication of single frames, after the handshake.
 
     k   key of one direction of one connection, from the handshake
-    n   number of the frame in that direction, from 0; it doesn't travel
+    n   number of the frame in that direction, from 0; it isn't sent
 
     tag = the first 16 bytes of HMAC-SHA256(k, n | frame), behind the frame
 
@@ -43,7 +43,7 @@ class FrameAuthenticator:
         """Return the tag of the next frame to send.
 
         Args:
-            parts: The frame, in as many parts as it has.
+            parts: The parts of the frame.
         """
         tag = _tag(self._sending, self._sent, parts)
         self._sent += 1
@@ -53,13 +53,13 @@ class FrameAuthenticator:
         """Check the tag of the next frame received.
 
         Raises:
-            ProtocolError: It doesn't fit. Nothing more that comes on this connection
-                can be trusted.
+            ProtocolError: It doesn't fit. All further frames of this connection are
+                untrusted.
         """
         if not hmac.compare_digest(tag, _tag(self._receiving, self._received, parts)):
             raise ProtocolError(
                 "A frame isn't the other side's, or not the next one: it was changed, "
-                "repeated, left out or injected on its way."
+                "repeated, left out or injected on the network."
             )
         self._received += 1
 

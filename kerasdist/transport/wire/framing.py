@@ -1,4 +1,4 @@
-"""The frame: what every message on every connection begins with.
+"""The frame: the header of every message on every connection.
 
     offset  bytes  field
     0       4      magic         b"KDST"
@@ -6,11 +6,11 @@
     5       1      type          a `FrameType`
     6       2      root          of a broadcast, else 0
     8       8      sequence      number of the collective, 0 outside of one
-    16      16     fingerprint   what the collective is (see below), or zeros
+    16      16     fingerprint   of the collective (see below), or zeros
     32      8      length        bytes of payload that follow
 
-All integers are big-endian. The fingerprint says what its sender believes the
-collective to be, so that a receiver can name both sides when they differ:
+All integers are big-endian. The fingerprint describes the collective that the sender
+is in, so that a receiver can name both sides when they differ:
 
     16  1  kind     index into `KINDS`
     17  1  op       index into `OPS`
@@ -76,7 +76,7 @@ DTYPES = (
 
 
 class FrameType(enum.IntEnum):
-    """What a frame is for."""
+    """The purpose of a frame."""
 
     CHALLENGE = 1
     PROOF = 2
@@ -117,7 +117,7 @@ class Call:
     root: int = 0
 
     def __str__(self) -> str:
-        """The call as a person would write it."""
+        """Return the call as it would be written in a script."""
         if self.kind == "none":
             return f"#{self.sequence}"
         parts = []
@@ -165,13 +165,13 @@ def unpack_header(
     )
     if magic != MAGIC:
         raise ProtocolError(
-            "What arrived isn't a kerasdist frame. "
-            f"Received: first bytes {bytes(magic)!r}; expected {MAGIC!r}. Something "
-            "else is connected to this port, or the stream was damaged."
+            "The received bytes aren't a kerasdist frame. "
+            f"Received: first bytes {bytes(magic)!r}; expected {MAGIC!r}. Another "
+            "program is connected to this port, or the stream was damaged."
         )
     if version != VERSION:
         raise ProtocolError(
-            "The other side speaks another version of kerasdist's protocol. "
+            "The other side has another version of kerasdist's protocol. "
             f"Received: version={version}, expected {VERSION}. Install the same "
             "version of kerasdist on all workers.",
             version=version,
@@ -190,7 +190,7 @@ def unpack_header(
 
 
 def unexpected(frame: FrameType) -> ProtocolError:
-    """Return the error that says that such a message can't be answered here."""
+    """Return the error for a message that isn't expected now."""
     return ProtocolError(
         f"An unexpected {frame.name} message arrived. Do all tasks run the same "
         "version of kerasdist?"

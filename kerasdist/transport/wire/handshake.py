@@ -5,29 +5,31 @@
 
     1. c -> s   CHALLENGE  nonce Nc (32 random bytes)
     2. s -> c   CHALLENGE  nonce Ns
-    3. c -> s   HELLO      the A that c has dialed, and what for (JSON): session,
-                           purpose, rank, and whatever belongs to the purpose
+    3. c -> s   HELLO      the A that c has dialed, and the purpose (JSON): session,
+                           purpose, rank, and further values of that purpose
     4. c -> s   PROOF      H("client")      s checks it, and whether A is its own
     5. s -> c   PROOF      H("server")      c checks it
 
     T        = SHA-256(version | Nc | Ns | the payload of 3.)
     H(label) = HMAC-SHA256(K, label | T)
 
-All that was said before is in T, so a proof holds for this connection, this address
-and this purpose alone. A process of the job proves nothing for another's address:
-whoever answers at an address without being the process that belongs there can't get a
-proof from any other listener of the job. c proves first: a stranger who only
-connects gets nothing that depends on the secret. (Whoever answers at an address gets
+T covers all messages before, so a proof holds for this connection, this address and
+this purpose alone. A process of the job proves nothing for another's address: a process
+that listens at an address without being the one that belongs there can't get a proof
+from any other listener of the job. c proves first: a foreign process that only connects
+gets nothing that depends on the secret. (One that listens at an address gets
 H("client"), and may guess the secret from it offline: so short secrets are refused.)
 The label keeps either side from sending back the other's proof.
 
-Who finds the other's proof to be wrong says REFUSAL, so that both sides know why; if
-the proof is right, but for another address, the REFUSAL holds H("elsewhere").
+A side that finds the other's proof to be wrong sends REFUSAL, so that both sides know
+the reason; if the proof is right, but for another address, the REFUSAL holds
+H("elsewhere").
 
 Frames that follow are authenticated with keys of this connection, H("keys of c") and
-H("keys of s"), each for what that side sends (`kerasdist.transport.wire.frame_auth`);
-bulk data are not. Nothing is encrypted: the secret keeps strangers out of a job, it
-doesn't hide the gradients (RFC 2104 for HMAC).
+H("keys of s"), each for the frames that this side sends
+(`kerasdist.transport.wire.frame_auth`); bulk data are not. Nothing is encrypted: the
+secret keeps foreign processes out of a job, it doesn't hide the gradients (RFC 2104 for
+HMAC).
 """
 
 from __future__ import annotations
@@ -53,16 +55,16 @@ _HELLO_BYTES = 1 << 16
 
 
 class _Proofs:
-    """What both sides can compute when all has been said but the proofs."""
+    """The proofs and keys, which both sides can compute after the hello."""
 
     def __init__(self, secret: bytes, ours: bytes, theirs: bytes, hello: bytes) -> None:
-        # Only the hello has no fixed length, and it comes last.
-        said = bytes([VERSION]) + ours + theirs + hello
+        # Only the hello has no fixed length, and it is last.
+        transcript = bytes([VERSION]) + ours + theirs + hello
         self._secret = secret
-        self._said = hashlib.sha256(said).digest()
+        self._transcript = hashlib.sha256(transcript).digest()
 
     def of(self, label: bytes) -> bytes:
-        return hmac.digest(self._secret, label + b"\0" + self._said, "sha256")
+        return hmac.digest(self._secret, label + b"\0" + self._transcript, "sha256")
 
     def check(self, label: bytes, proof: bytes) -> bool:
         return hmac.compare_digest(proof, self.of(label))
@@ -80,21 +82,21 @@ def authenticate_as_client(
     deadline: Deadline,
     address: str,
 ) -> FrameAuthenticator:
-    """Say hello to the side that listens, prove the secret to it, check its proof.
+    """Send a hello to the side that listens, prove the secret to it, check its proof.
 
     Args:
         sock: A connected blocking socket.
         secret: The job's secret.
-        hello: What this connection is for; a small JSON object.
+        hello: The purpose of this connection; a small JSON object.
         deadline: When to give up.
         address: The other side's, as the cluster's settings have it.
 
     Returns:
-        What authenticates the frames that follow.
+        The authenticator of the frames that follow.
 
     Raises:
-        AuthenticationError: The other side doesn't hold the secret, or says
-            that we don't.
+        AuthenticationError: The other side doesn't hold the secret, or refused this
+            side's proof.
         ProtocolError: The other side isn't the one that belongs to the address, or
             doesn't follow the protocol.
         EOFError, OSError: See `control.read_frame`.
@@ -106,18 +108,18 @@ def authenticate_as_client(
     proofs = _Proofs(secret, mine, theirs, text)
     write_frame(sock, FrameType.HELLO, text, deadline)
     write_frame(sock, FrameType.PROOF, proofs.of(b"client"), deadline)
-    kind, answer = read_frame(sock, deadline, bound=_PROOF_BYTES)
-    if kind is FrameType.REFUSAL and proofs.check(b"elsewhere", answer):
+    kind, reply = read_frame(sock, deadline, bound=_PROOF_BYTES)
+    if kind is FrameType.REFUSAL and proofs.check(b"elsewhere", reply):
         raise ProtocolError(
-            f"What answers at {address} is a process of this job, but for another "
-            "address. Is each address of the cluster written in the same way in the "
-            "settings of all tasks, and does it lead to its own task?"
+            f"The process that listens at {address} belongs to this job, but to "
+            "another address. Is each address of the cluster written in the same way "
+            "in the settings of all tasks, and does it lead to its own task?"
         )
     if kind is FrameType.REFUSAL:
         raise _wrong_secret(address)
     if kind is not FrameType.PROOF:
         raise _out_of_step(kind, FrameType.PROOF)
-    if not proofs.check(b"server", answer):
+    if not proofs.check(b"server", reply):
         raise _wrong_secret(address)
     return proofs.keys(b"c", b"s")
 
@@ -125,7 +127,7 @@ def authenticate_as_client(
 def receive(
     sock: socket.socket, secret: bytes, deadline: Deadline, where: str, address: str
 ) -> tuple[dict[str, Any], FrameAuthenticator]:
-    """The listening side of `authenticate_as_client`.
+    """Authenticate a client: the listening side of `authenticate_as_client`.
 
     Args:
         sock: A connected blocking socket.
@@ -135,18 +137,17 @@ def receive(
         address: This side's own, as the cluster's settings have it.
 
     Returns:
-        The other side's hello, and what authenticates the frames that follow.
+        The other side's hello, and the authenticator of the frames that follow.
 
     Raises:
-        As `authenticate_as_client`. A side that doesn't hold the secret, that has
-        dialed another address or that speaks another version of the protocol has been
-        told so.
+        As `authenticate_as_client`. A side that doesn't hold the secret, that dialed
+        another address or that has another version of the protocol was sent a REFUSAL.
     """
     try:
         theirs = _nonce(sock, deadline, where)
     except ProtocolError as error:
         if error.version is not None:
-            # It understands of this no more than that the versions differ.
+            # The other version can read no more of this than that the versions differ.
             write_frame(sock, FrameType.REFUSAL, b"", deadline)
         raise
     mine = os.urandom(_NONCE_BYTES)
@@ -157,18 +158,18 @@ def receive(
     if not proofs.check(b"client", proof):
         write_frame(sock, FrameType.REFUSAL, b"", deadline)
         raise _wrong_secret(where)
-    said = to_json(text)
-    dialed, hello = said.get("address"), said.get("hello")
+    message = to_json(text)
+    dialed, hello = message.get("address"), message.get("hello")
     if dialed != address:
         write_frame(sock, FrameType.REFUSAL, proofs.of(b"elsewhere"), deadline)
         raise ProtocolError(
-            f"The process at {where} holds the job's secret, but wants to reach "
+            f"The process at {where} holds the job's secret, but dialed "
             f"another address. Received: {dialed!r}, this is {address!r}. Is each "
             "address of the cluster written in the same way in the settings of all "
-            "tasks? If so, somebody else redirects its connections to here."
+            "tasks? If so, another process redirects its connections to here."
         )
     if not isinstance(hello, dict):
-        raise ProtocolError(f"A hello is incomplete. Received: {said!r}.")
+        raise ProtocolError(f"A hello is incomplete. Received: {message!r}.")
     write_frame(sock, FrameType.PROOF, proofs.of(b"server"), deadline)
     return hello, proofs.keys(b"s", b"c")
 
@@ -192,7 +193,7 @@ def _expect(
 ) -> bytes:
     kind, payload = read_frame(sock, deadline, bound=bound)
     if kind is FrameType.REFUSAL:
-        # Nobody has proved anything yet: a stranger's text isn't for our messages.
+        # Nothing is proved yet: the text of a foreign process isn't shown in messages.
         raise _wrong_secret(where)
     if kind is not wanted:
         raise _out_of_step(kind, wanted)

@@ -1,6 +1,6 @@
-"""Small messages outside of collectives: read and write one control frame.
+"""Small messages outside of collectives: reading and writing one control frame.
 
-As they are in a handshake: afterwards frames are authenticated, see
+They are used in a handshake; after it frames are authenticated, see
 `kerasdist.transport.connection`. Payloads are bytes or JSON objects of at most
 `MAX_CONTROL` bytes.
 """
@@ -40,7 +40,7 @@ def write_frame(
     """Write one frame to a blocking socket.
 
     Raises:
-        TimeoutError: The other side took nothing until the deadline.
+        TimeoutError: The other side received nothing until the deadline.
         OSError: The connection is broken.
     """
     sock.settimeout(max(deadline.remaining(), 0.001))
@@ -119,7 +119,7 @@ def from_places(places: Sequence[int]) -> bytes:
 
 
 def to_places(payload: bytes, size: int) -> tuple[int, ...]:
-    """Return what `from_places` was given, by rank.
+    """Return the argument of `from_places`, by rank.
 
     Raises:
         ProtocolError: It isn't of `size` ranks.

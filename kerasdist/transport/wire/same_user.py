@@ -1,6 +1,6 @@
-"""Whether the process at the other end of a connection is this user's own.
+"""A check that the process at the other end of a connection is this user's own.
 
-For connections inside one machine. Jobs without a secret rely on it.
+It's for connections inside one machine. Jobs without a secret rely on it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _End = tuple[ipaddress.IPv4Address | ipaddress.IPv6Address, int]
 
 
 def why_not_same_user(sock: socket.socket) -> str | None:
-    """Say in words why a peer can't be taken for a process of this user.
+    """Describe why a peer can't be taken for a process of this user.
 
     Args:
         sock: A connected Unix socket, or a TCP socket whose ends are both on this
@@ -31,7 +31,7 @@ def why_not_same_user(sock: socket.socket) -> str | None:
         None if it is one; else the reason, without a full stop.
 
     Raises:
-        EOFError: The peer has hung up: its socket isn't anybody's any more.
+        EOFError: The peer has closed: its socket has no owner any more.
         OSError: The connection is broken.
     """
     mine = os.geteuid()
@@ -45,7 +45,7 @@ def why_not_same_user(sock: socket.socket) -> str | None:
         return None
     _check_open(sock)
     if user is None:
-        return "whose process the other end is can't be seen"
+        return "the user of the process at the other end is unknown"
     return f"the other end is a process of user {user}, this one is of user {mine}"
 
 
@@ -58,7 +58,7 @@ def _check_open(sock: socket.socket) -> None:
 
 
 def _owner(local: _End, remote: _End) -> int | None:
-    """User of the TCP socket with these ends; None if there's none in this system."""
+    """Return the user of the TCP socket with these ends; None if it isn't found."""
     for table in _TABLES:
         try:
             with open(table, encoding="ascii") as rows:

@@ -1,4 +1,4 @@
-"""The job's secret, and when a job may do without."""
+"""The job's secret, and the conditions under which a job needs none."""
 
 from __future__ import annotations
 
@@ -10,33 +10,33 @@ from kerasdist.errors import ClusterError
 
 __all__ = ["is_loopback", "job_secret", "secret_fault"]
 
-# Whoever answers at an address of the job, or reads what crosses the network, can try
-# guesses against a proof for as long as it likes.
+# A process that listens at an address of the job, or reads the network's traffic, can
+# try guesses against a proof for as long as it likes.
 _LEAST_BYTES = 16
 
 
 def is_loopback(address: str) -> bool:
-    """Whether `"host:port"` can only be reached from this machine, by its text."""
+    """Return whether only this machine can reach `"host:port"`, judged by its text."""
     host = split_address(address)[0]
     if host == "localhost":
         return True
     try:
         return ipaddress.ip_address(host).is_loopback
-    except ValueError:  # a name: where it leads is the network's to say
+    except ValueError:  # a name, which the network resolves
         return False
 
 
 def secret_fault(environ: Mapping[str, str]) -> str | None:
-    """Say in words why the secret that is set can't be used; None if it can, or isn't.
+    """Describe why the secret that is set can't be used; None if it can, or isn't set.
 
-    The text doesn't show it.
+    The text doesn't show the secret.
     """
     length = len(_bytes(environ))
     if not 0 < length < _LEAST_BYTES:
         return None
     return (
         f"KERASDIST_SECRET is too short. Received: {length} bytes, expected at least "
-        f"{_LEAST_BYTES}, which nobody can guess. Set it to the output of `openssl "
+        f"{_LEAST_BYTES}, which can't be guessed. Set it to the output of `openssl "
         "rand -hex 32`, the same on all workers."
     )
 
@@ -50,11 +50,11 @@ def job_secret(workers: Sequence[str], environ: Mapping[str, str]) -> bytes:
 
     Args:
         workers: The job's addresses.
-        environ: Where `KERASDIST_SECRET` and `KERASDIST_INSECURE` are.
+        environ: The environment, with `KERASDIST_SECRET` and `KERASDIST_INSECURE`.
 
     Raises:
         ClusterError: The secret is too short; or there is none, an address can be
-            reached from other machines, and nobody has opted out.
+            reached from other machines, and the user hasn't opted out.
     """
     fault = secret_fault(environ)
     if fault is not None:
@@ -71,6 +71,6 @@ def job_secret(workers: Sequence[str], environ: Mapping[str, str]) -> bytes:
             "on all workers (for example the output of `openssl rand -hex 32`; on "
             "Kubernetes from a Secret). "
             "Without it only loopback addresses are accepted, unless you set "
-            "KERASDIST_INSECURE=1 on a network that nobody else can reach."
+            "KERASDIST_INSECURE=1 on a network that only this job can reach."
         )
     return b""

@@ -319,7 +319,7 @@ def test_frames_that_somebody_on_the_path_makes_are_no_ones_words(attack):
     assert text.startswith(
         "Rank 1 (host1:1) was lost at step 0: its connection ended (A"
     )
-    assert "changed, repeated, left out or injected on its way" in text
+    assert "changed, repeated, left out or injected on the network" in text
 
 
 @pytest.mark.parametrize("payload", [b"", b"x", bytes(8), b"\xff" * 25])

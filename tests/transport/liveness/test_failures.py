@@ -281,7 +281,7 @@ def fault(step):
         results = [worker.result for worker in job.wait()]
     assert {r["error"] for r in results} == {"CollectiveError"}
     (text,) = {r["text"] for r in results}
-    assert "at step 7: What arrived isn't a kerasdist frame." in text
+    assert "at step 7: The received bytes aren't a kerasdist frame." in text
     assert "in #7 all_reduce(" in text
 
 
@@ -299,7 +299,7 @@ def fault(step):
     assert {(r["rank"], r["host"]) for r in results if r["at"] != 0} >= {
         (victim, job.addresses[victim])
     }
-    assert "What arrived isn't a kerasdist frame" in json.dumps(results)
+    assert "The received bytes aren't a kerasdist frame" in json.dumps(results)
 
 
 def test_ctrl_c_in_one_rank_ends_all():

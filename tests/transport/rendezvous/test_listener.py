@@ -216,7 +216,10 @@ def refused(listening, count=1):
     [
         (b"GET / HTTP/1.1\r\nHost: example.org\r\nAccept: */*\r\n\r\n", r"b'GET '"),
         (bytes(100), r"first bytes b'\\x00"),
-        (b"\x16\x03\x01" + bytes(60), r"ProtocolError: What arrived isn't a kerasdist"),
+        (
+            b"\x16\x03\x01" + bytes(60),
+            r"ProtocolError: The received bytes aren't a kerasdist",
+        ),
     ],
 )
 def test_strangers_are_sent_away_and_noted(listening, sent, reason):
@@ -541,7 +544,7 @@ def test_without_a_secret_other_users_are_refused(family, secret):
     finally:
         made.release()
     assert (OTHER in text) is not bool(secret)
-    assert ("What arrived isn't a kerasdist frame" in text) is bool(secret)
+    assert ("The received bytes aren't a kerasdist frame" in text) is bool(secret)
 
 
 @pytest.mark.parametrize("family", [socket.AF_INET, socket.AF_UNIX])

@@ -54,11 +54,12 @@ def test_every_type_kind_op_and_dtype_has_a_number():
     [
         (
             lambda h: b"GET / HTTP/1.1\r\nHost: x\r\nAccept: */*\r\n\r\n" + h[:0],
-            r"^What arrived isn't a kerasdist frame\. Received: first bytes b'GET ",
+            r"^The received bytes aren't a kerasdist frame\. "
+            r"Received: first bytes b'GET ",
         ),
         (
             lambda h: h[:4] + b"\x09" + h[5:],
-            r"^The other side speaks another version .* Received: version=9, ",
+            r"^The other side has another version .* Received: version=9, ",
         ),
         (
             lambda h: h[:5] + b"\xff" + h[6:],

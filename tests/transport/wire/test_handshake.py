@@ -101,7 +101,7 @@ def test_with_different_addresses_both_sides_know_why(pair):
     )
     assert type(knocking) is errors.ProtocolError
     assert str(knocking).startswith(
-        "What answers at localhost:2 is a process of this job, but for another address."
+        "The process that listens at localhost:2 belongs to this job, but to another "
     )
     assert type(receiving) is errors.ProtocolError
     assert "Received: 'localhost:2', this is '127.0.0.1:2'." in str(receiving)
@@ -254,7 +254,7 @@ def test_no_listener_of_the_job_helps_a_stranger_at_anothers_address(jobs, oracl
         assert listener.take_any("s", "p", 0.0) == []
     wait_until(listeners[oracle].refusals, "a refusal")
     (text,) = listeners[oracle].refusals()
-    assert f"wants to reach another address. Received: '{dialed}', this is" in text
+    assert f"dialed another address. Received: '{dialed}', this is" in text
 
 
 @pytest.mark.parametrize("name", ["address", "session", "purpose", "rank"])
