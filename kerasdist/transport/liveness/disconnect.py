@@ -1,7 +1,7 @@
-"""Ends connections that another library of this process has made.
+"""Disconnecting connections that another library of this process made.
 
-What waits for a frozen machine in TensorFlow's runtime waits for ever: it has no
-heartbeats. A connection that is shut down from this side ends such a wait.
+A wait for a frozen machine in TensorFlow's runtime never ends: it has no heartbeats.
+Shutting the connection down from this side ends such a wait.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ _DESCRIPTORS = "/dev/fd"
 def disconnect(address: str) -> int:
     """Shut down all TCP connections of this process to an address.
 
-    Their descriptors stay open: they are their owner's to close.
+    Their descriptors stay open: their owner closes them.
 
     Args:
-        address: `"host:port"` of the other side, as the owner has dialed it.
+        address: `"host:port"` of the other side, as the owner dialed it.
 
     Returns:
-        How many connections were shut down.
+        The number of connections that were shut down.
     """
     host, port = split_address(address)
     try:
@@ -38,12 +38,12 @@ def disconnect(address: str) -> int:
     for name in os.listdir(_DESCRIPTORS):
         # Closed meanwhile, no socket, no connection, or one that is over already.
         with contextlib.suppress(OSError):
-            count += _sever_one(int(name), targets)
+            count += _shut_down_one(int(name), targets)
     return count
 
 
-def _sever_one(descriptor: int, targets: set[tuple[str, int]]) -> int:
-    # A copy: Python's object closes what it was made of.
+def _shut_down_one(descriptor: int, targets: set[tuple[str, int]]) -> int:
+    # A copy: Python's object closes its descriptor.
     copy = os.dup(descriptor)
     try:
         sock = socket.socket(fileno=copy)
@@ -61,5 +61,5 @@ def _sever_one(descriptor: int, targets: set[tuple[str, int]]) -> int:
 
 
 def _plain(host: object) -> str:
-    """An IPv4 address in IPv6's clothes is the same one."""
+    """Normalize an IPv4-mapped IPv6 address to IPv4."""
     return str(host).removeprefix("::ffff:").partition("%")[0]

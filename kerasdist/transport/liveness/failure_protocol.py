@@ -1,4 +1,4 @@
-"""What a communicator asks about the other ranks, and how failures travel."""
+"""The failure detector's contract, and the format of failures in messages."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _MOST_CHARACTERS = 4000
 
 
 class Supervisor(Protocol):
-    """Knows about the ranks of a job what one connection can't tell.
+    """Knows the state of all ranks of a job, of which one connection shows only a part.
 
     Attributes:
         step: This rank's step, for messages; set by the strategy.
@@ -28,30 +28,30 @@ class Supervisor(Protocol):
 
     @property
     def failure(self) -> errors.CollectiveError | None:
-        """The first failure of the job, as far as this rank knows."""
+        """The first failure of the job that this rank knows of, or None."""
 
     def report(
         self, error: errors.CollectiveError, *, wait: bool = True
     ) -> errors.CollectiveError:
-        """Tell everybody of an error seen here; return the job's first one.
+        """Report an error of this rank to all ranks; return the job's first one.
 
         Args:
-            error: What was seen.
-            wait: Whether to wait until it's agreed which error was the first.
+            error: The error.
+            wait: Whether to wait until the ranks agree on the first error.
         """
 
     def explain(self, peer: Peer, seen: str) -> errors.CollectiveError:
-        """Find out why `peer` can't be heard any more, and tell everybody."""
+        """Find out why `peer` can't be reached any more, and report it to all ranks."""
 
     def absent(self, call: Call) -> list[Peer] | None:
-        """Return the ranks that haven't come to `call`; None if that isn't known."""
+        """Return the ranks that haven't joined `call`; None if that isn't known."""
 
     def close(self) -> None:
-        """Say goodbye and end. Can be called twice."""
+        """Send a goodbye and end. Can be called twice."""
 
 
 class Unsupervised:
-    """Takes every broken connection at its word; for tests without a session.
+    """Takes every broken connection for a lost rank; for tests without a session.
 
     Ranks in one process may share one: then they agree on the first failure.
     """
@@ -86,11 +86,11 @@ class Unsupervised:
 
 
 def encode(error: errors.CollectiveError, *, suspected: bool = False) -> bytes:
-    """Return a failure as it travels: its class's name and its arguments.
+    """Return a failure as bytes: its class's name and its arguments.
 
     Args:
         error: The failure.
-        suspected: Whether something else may be the cause: the chief then waits
+        suspected: Whether another failure may be the cause: the chief then waits
             a moment for it.
     """
     args: tuple[Any, ...]
@@ -107,7 +107,7 @@ def encode(error: errors.CollectiveError, *, suspected: bool = False) -> bytes:
 
 
 def decode(payload: bytes | str) -> tuple[errors.CollectiveError, bool]:
-    """Return what `encode` was given; anything else is a plain, certain failure."""
+    """Return the arguments of `encode`; other bytes are a plain, certain failure."""
     try:
         value = json.loads(payload)
         kind, args = getattr(errors, value["error"]), value["args"]

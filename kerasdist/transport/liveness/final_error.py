@@ -1,15 +1,15 @@
-"""The error that ends a script, handed to the launcher.
+"""The error that ends a script, passed to the launcher in a file.
 
 When one task fails, the others fail because of it. The chief writes to the terminal
-directly, so that its traceback, of an error that says no more than "rank 1 was lost",
-would stand there before rank 1's own error, which the launcher shows. So
+directly, so its traceback, of an error with no more content than "rank 1 was lost",
+would be printed before rank 1's own error, which the launcher shows. So
 `kerasdist run` gives each task whose error output is shown at once an unnamed file, and
 
     1. task       writes its last traceback into the file
     2. task       prints it too, unless the error follows from another task's loss
     3. launcher   shows the first failure's traceback, then one line for each other task
 
-Without that file, as in a job that something else has started, nothing changes.
+Without that file, as in a job that `kerasdist run` didn't start, nothing changes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from kerasdist import errors
 __all__ = ["ERROR_VARIABLE", "FinalError", "file_in_words", "hand_over_final_error"]
 
 ERROR_VARIABLE = "KERASDIST_ERROR_FD"
-# Of a longer traceback (a RecursionError's, say) the end is kept.
+# Of a longer traceback (for instance of a RecursionError) the end is kept.
 _MOST_CHARACTERS = 100_000
 
 
@@ -47,7 +47,7 @@ class FinalError:
     consequence: bool
 
     def encode(self) -> bytes:
-        """Return what `decode` reads."""
+        """Return the file's content, for `decode`."""
         return json.dumps(dataclasses.asdict(self)).encode()
 
     @staticmethod
@@ -65,16 +65,16 @@ class FinalError:
 
 
 def file_in_words(descriptor: int) -> str:
-    """Name a file for `KERASDIST_ERROR_FD`.
+    """Return a file's name for `KERASDIST_ERROR_FD`.
 
-    With its inode: a process that hasn't inherited the file may have another one under
-    the same number.
+    It has the inode: a process that hasn't inherited the file may have another one
+    under the same number.
     """
     return f"{descriptor}:{os.fstat(descriptor).st_ino}"
 
 
 def hand_over_final_error() -> None:
-    """Let the launcher know the exception that ends this process.
+    """Pass the exception that ends this process to the launcher.
 
     Does nothing without a launcher, and where the script has set a `sys.excepthook` of
     its own. Can be called twice.
@@ -107,7 +107,7 @@ def hand_over_final_error() -> None:
 
 def _write(named: str, data: bytes) -> bool:
     """Write the file; return whether all of it was written."""
-    # Looked up again: the script may have closed it, and opened something else.
+    # Checked again: the script may have closed it, and opened another file.
     descriptor = _launchers_file(named)
     if descriptor is None:
         return False
@@ -118,7 +118,7 @@ def _write(named: str, data: bytes) -> bool:
 
 
 def _launchers_file(named: str) -> int | None:
-    """Return the descriptor that `file_in_words` has named, if it is that file."""
+    """Return the descriptor that `file_in_words` named, if it is still that file."""
     number, _, inode = named.partition(":")
     try:
         found = os.fstat(int(number))

@@ -1,15 +1,15 @@
-"""Workers and servers tell the launcher that started them how their job goes.
+"""Reports from workers and servers to the launcher that started them, on a pipe.
 
-All ranks of a job agree on its first failure, but their processes needn't end in
-that order: whoever has lost rank 1 may be gone before rank 1 is. So each says whom
-the failure is blamed on as soon as it knows, on a pipe that all workers share with
-the launcher: one line of JSON, in one write of less than PIPE_BUF bytes, which
-therefore is never mixed with another's. Nobody answers, and nothing that goes wrong
-here may disturb the job.
+All ranks of a job agree on its first failure, but their processes may end in another
+order: a rank that has lost rank 1 may end before rank 1 does. So each reports the rank
+that caused the failure as soon as it knows, on a pipe that all workers share with the
+launcher: one line of JSON, in one write of less than PIPE_BUF bytes, which therefore is
+never mixed with another's. There is no reply, and no fault of the pipe may disturb the
+job.
 
-A job with asynchronous parameter servers goes on without a lost worker. The launcher
-mustn't end it then: its servers tell by the same way that it is such a job, before any
-worker hears that it has begun, and who is lost.
+A job with asynchronous parameter servers continues without a lost worker. The launcher
+mustn't end it then: the servers report on the same pipe that it is such a job, before
+any worker learns that it has begun, and which workers are lost.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ __all__ = [
 ]
 
 REPORT_VARIABLE = "KERASDIST_REPORT_FD"
-# The least PIPE_BUF that there is.
+# The smallest PIPE_BUF of any system.
 _MOST_BYTES = 512
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Report:
-    """What one rank says.
+    """The report of one rank.
 
     Attributes:
-        job: Name of the job, alike on all of its ranks; a script may have several.
-        rank: Who says it.
+        job: Name of the job, the same on all of its ranks; a script may have several.
+        rank: The rank that reports.
         error: Class of the job's first failure, e.g. `"WorkerLost"`.
-        blames: The rank that was lost. None: no single rank is to blame, as when
+        blames: The rank that was lost. None: no single rank is the cause, as when
             ranks called different collectives.
         server: Index of the parameter server that was lost, or None.
     """
@@ -62,7 +62,7 @@ class Report:
 
     @staticmethod
     def decode(line: bytes) -> Report | None:
-        """Return what a line says; None if it isn't a report."""
+        """Return the report in a line; None if it isn't one."""
         try:
             value = json.loads(line)
             job, rank, error = value["job"], value["rank"], value["error"]
@@ -80,15 +80,15 @@ class Report:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Notice:
-    """What one server says of a job that goes on without lost workers.
+    """The notice of one server about a job that continues without lost workers.
 
     Attributes:
         server: Index of the server.
-        kind: "begun", "failed", or what has happened to a worker: "lost", "joined",
+        kind: "begun", "failed", or an event of a worker: "lost", "joined",
             "returned" or "finished".
         rank: That worker, or None.
-        reason: What was seen, without a full stop.
-        patience: Of "begun": how many seconds a lost server is waited for; 0: without
+        reason: The observed cause, without a full stop.
+        patience: Of "begun": the seconds that a lost server is waited for; 0: without
             it the job has failed.
     """
 
@@ -110,7 +110,7 @@ class Notice:
 
     @staticmethod
     def decode(line: bytes) -> Notice | None:
-        """Return what a line says; None if it isn't a notice."""
+        """Return the notice in a line; None if it isn't one."""
         try:
             value = json.loads(line)["notice"]
             rank = value["rank"]
@@ -129,7 +129,7 @@ class _Pipe:
     """The writing end of the launcher's pipe, if there is a launcher.
 
     Args:
-        environ: Where `KERASDIST_REPORT_FD` is; the process's by default.
+        environ: The environment with `KERASDIST_REPORT_FD`; the process's by default.
     """
 
     def __init__(self, environ: Mapping[str, str] | None) -> None:
@@ -138,17 +138,17 @@ class _Pipe:
         )
         descriptor = _launchers_pipe(self._named)
         if descriptor is not None:
-            # It had to be inherited by this process; the script's are no workers.
+            # This process had to inherit it; processes of the script mustn't.
             with contextlib.suppress(OSError):
                 os.set_inheritable(descriptor, False)
 
     def write(self, line: bytes) -> None:
         """Write a line. Never waits, and never raises `OSError`."""
-        # Looked up again: the script may have closed it, and opened something else.
+        # Checked again: the script may have closed it, and opened another file.
         descriptor = _launchers_pipe(self._named)
         if descriptor is None:
             return
-        # Full, or nobody reads it any more: then the launcher has to guess.
+        # Full, or not read any more: then the launcher has to guess.
         with contextlib.suppress(OSError):
             os.set_blocking(descriptor, False)
             os.write(descriptor, line)
@@ -158,9 +158,9 @@ class Reporter:
     """Reports the failure of one job of this worker, if there is a launcher.
 
     Args:
-        job: Name of the job, alike on all of its ranks.
+        job: Name of the job, the same on all of its ranks.
         rank: This worker's rank.
-        environ: Where `KERASDIST_REPORT_FD` is; the process's by default.
+        environ: The environment with `KERASDIST_REPORT_FD`; the process's by default.
     """
 
     def __init__(
@@ -171,10 +171,10 @@ class Reporter:
         self._pipe = _Pipe(environ)
 
     def failed(self, error: errors.CollectiveError) -> None:
-        """Say that the job has failed. Never waits, and never raises `OSError`.
+        """Report that the job has failed. Never waits, and never raises `OSError`.
 
         Args:
-            error: The job's first failure, as all ranks have agreed.
+            error: The job's first failure, on which all ranks agree.
         """
         report = Report(
             job=self._job,
@@ -187,13 +187,13 @@ class Reporter:
 
 
 class ServerReporter:
-    """Tells how a job goes on that can lose workers, if there is a launcher.
+    """Reports the events of a job that can lose workers, if there is a launcher.
 
     No method waits, or raises `OSError`.
 
     Args:
         server: Index of this server.
-        environ: Where `KERASDIST_REPORT_FD` is; the process's by default.
+        environ: The environment with `KERASDIST_REPORT_FD`; the process's by default.
     """
 
     def __init__(self, server: int, environ: Mapping[str, str] | None = None) -> None:
@@ -201,20 +201,20 @@ class ServerReporter:
         self._pipe = _Pipe(environ)
 
     def begun(self, patience: float) -> None:
-        """The job begins, and from now on goes on without lost workers.
+        """Report that the job begins, and continues without lost workers from now on.
 
         Args:
-            patience: How many seconds a lost server is waited for; 0: not at all.
+            patience: The seconds that a lost server is waited for; 0: not at all.
         """
         self._write(Notice(server=self._server, kind="begun", patience=patience))
 
     def failed(self, error: errors.CollectiveError) -> None:
-        """The job has failed after all."""
+        """Report that the job has failed after all."""
         text = f"{type(error).__name__}: {error}"
         self._write(Notice(server=self._server, kind="failed", reason=text))
 
     def happened(self, kind: str, rank: int, reason: str) -> None:
-        """Something has happened to a worker, see `Notice`."""
+        """Report an event of a worker, see `Notice`."""
         self._write(Notice(server=self._server, kind=kind, rank=rank, reason=reason))
 
     def _write(self, notice: Notice) -> None:
@@ -222,16 +222,16 @@ class ServerReporter:
 
 
 def pipe_in_words(descriptor: int) -> str:
-    """Name the writing end of a pipe for `KERASDIST_REPORT_FD`.
+    """Return the name of the writing end of a pipe, for `KERASDIST_REPORT_FD`.
 
-    With its inode: the variable may come down to a process that hasn't inherited
-    the pipe, and has something else under its number.
+    It has the inode: the variable may be inherited by a process that hasn't inherited
+    the pipe, and has another file under its number.
     """
     return f"{descriptor}:{os.fstat(descriptor).st_ino}"
 
 
 def _launchers_pipe(named: str) -> int | None:
-    """Return the descriptor that `pipe_in_words` has named, if it is that pipe."""
+    """Return the descriptor that `pipe_in_words` named, if it is still that pipe."""
     number, _, inode = named.partition(":")
     try:
         found = os.fstat(int(number))

@@ -1,5 +1,5 @@
-"""How the processes of a job find each other: listen, dial, hello, roster.
+"""The rendezvous of a job's processes: listen, dial, hello, roster.
 
-A session is open once every rank has all the connections that it needs. What happens
-to them afterwards is in `transport.liveness`.
+A session is open once every rank has all the connections that it needs. They are
+supervised in `transport.liveness`.
 """

@@ -1,4 +1,4 @@
-"""Sockets that listen at a task's address, and nowhere else if that can be."""
+"""Sockets that listen at a task's address, and nowhere else if possible."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kerasdist.transport.rendezvous.probe import look_up
 
 __all__ = ["inherited_socket", "listen_at"]
 
-# How long to look up the name of the own address.
+# Seconds for looking up the name of the own address.
 _LOOK_UP_SECONDS = 10.0
 _BACKLOG = 1024
 
@@ -21,7 +21,7 @@ _BACKLOG = 1024
 def listen_at(address: str) -> tuple[list[socket.socket], bool]:
     """Listen at `"host:port"`: at all addresses of this machine that the host has.
 
-    The name that others use for this task needn't lead to an address of this machine
+    The name that others use for this task may not lead to an address of this machine
     (that of a Kubernetes service doesn't): then its port counts, and the sockets
     listen on all addresses, of IPv6 and of IPv4.
 
@@ -29,7 +29,7 @@ def listen_at(address: str) -> tuple[list[socket.socket], bool]:
         The sockets, the caller's; and whether the host isn't this machine's.
 
     Raises:
-        OSError: The port is taken, or can't be had. Nothing is left.
+        OSError: The port is taken, or not allowed. Nothing is left.
     """
     host, port = split_address(address)
     found = look_up(host, port, Deadline(_LOOK_UP_SECONDS))
@@ -74,7 +74,7 @@ def _bound(
 
 
 def _anywhere(port: int) -> socket.socket:
-    """A socket bound to all of this machine's addresses."""
+    """Return a socket bound to all of this machine's addresses."""
     try:
         sock = socket.socket(socket.AF_INET6, socket.SOCK_STREAM)
     except OSError:  # no IPv6
@@ -98,8 +98,8 @@ def _is_local(host: str) -> bool:
 def inherited_socket(port: int) -> socket.socket | None:
     """Return a copy of the launcher's socket at this port, if there is one.
 
-    The launcher holds the port from before this process began, so nobody can take
-    it in between. It stays open for a later strategy.
+    The launcher holds the port from before this process began, so no other process can
+    take it in between. It stays open for a later strategy.
     """
     number = os.environ.get("KERASDIST_LISTEN_FD", "")
     if not number.isdigit():

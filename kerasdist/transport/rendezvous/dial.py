@@ -1,4 +1,4 @@
-"""Connect to a worker that may not be there yet."""
+"""Connecting to a worker that may not have started yet."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ __all__ = ["PROBE_SECONDS", "dial_tcp", "dial_unix", "retry"]
 
 _Result = TypeVar("_Result")
 
-# How long to look why somebody can't be reached.
+# Seconds for finding out why a task can't be reached.
 PROBE_SECONDS = 2.0
 _CONNECT_SECONDS = 10.0
-# Longer than a worker needs from the moment its launcher listens for it until it
-# accepts; after that the attempt was in vain, and another may not be.
+# Longer than a worker takes from the moment its launcher listens for it until it
+# accepts; after that the attempt has failed, and another one may succeed.
 _HANDSHAKE_SECONDS = 60.0
 
 
@@ -38,7 +38,7 @@ def dial_tcp(
     deadline: Deadline,
     stop: Cancellation | None = None,
 ) -> Connection:
-    """Connect to the process at `address`, prove the secret, say hello.
+    """Connect to the process at `address`, prove the secret, send a hello.
 
     Args:
         address: As the cluster's settings have it; the process there must have the
@@ -46,7 +46,7 @@ def dial_tcp(
         secret: The job's secret.
         hello: See `handshake.authenticate_as_client`.
         deadline: When to give up.
-        stop: When this is set, from any thread, it ends with an error at once.
+        stop: When this is set, by any thread, the call ends with an error at once.
 
     Raises:
         OSError, EOFError: It can't be reached now.
@@ -74,7 +74,7 @@ def dial_tcp(
             sock.close()
             raise
         else:
-            return _knock(sock, secret, hello, deadline, address, stop)
+            return _authenticate(sock, secret, hello, deadline, address, stop)
     raise OSError("its host name has no address")
 
 
@@ -109,10 +109,10 @@ def dial_unix(
     except BaseException:
         sock.close()
         raise
-    return _knock(sock, secret, hello, deadline, address, stop)
+    return _authenticate(sock, secret, hello, deadline, address, stop)
 
 
-def _knock(
+def _authenticate(
     sock: socket.socket,
     secret: bytes,
     hello: dict[str, Any],
@@ -133,7 +133,7 @@ def _knock(
 
 
 def _check_user(sock: socket.socket, address: str) -> None:
-    """Without a secret all that is known of a process is whose it is."""
+    """Check that a process belongs to this user, if there is no secret to prove."""
     why_not = why_not_same_user(sock)
     if why_not is not None:
         raise errors.AuthenticationError(
@@ -156,14 +156,14 @@ def retry(
     Args:
         attempt: What to try; an OSError or EOFError means "not yet".
         deadline: When to give up.
-        index: Whom it's about, for messages: its rank, or a server's index.
-        address: Where it listens.
+        index: The peer's index, for messages: its rank, or a server's index.
+        address: The peer's address.
         stop: When this is set, give up and return None.
-        who: What the index is of: "Rank" or "Server".
+        who: The kind of peer, for messages: "Rank" or "Server".
 
     Raises:
         StartupError: It didn't work by the deadline; `missing` has the index.
-        ProtocolError: What is at the address isn't this version of kerasdist.
+        ProtocolError: The process at the address isn't this version of kerasdist.
     """
     number = 0
     notice = WaitingNotice("this task")
@@ -172,7 +172,7 @@ def retry(
             return attempt()
         except errors.ProtocolError as error:
             raise errors.ProtocolError(
-                f"{who} {index} isn't what answers at its address {address}. {error}"
+                f"{who} {index} isn't the process at its address {address}. {error}"
             ) from error
         except (OSError, EOFError) as error:
             if isinstance(error, errors.KerasDistError):
@@ -182,8 +182,8 @@ def retry(
                 raise errors.StartupError(
                     f"{who} {index} ({address}) couldn't be reached within "
                     f"{deadline.seconds:g} s: {why}. Is it running (look at its output "
-                    "first), and is its address right? `kerasdist doctor` shows what "
-                    "can be reached from here.",
+                    "first), and is its address right? `kerasdist doctor` shows which "
+                    "tasks can be reached from here.",
                     {index: why},
                 ) from error
         notice.say([f"{who.lower()} {index} ({address})"], deadline)

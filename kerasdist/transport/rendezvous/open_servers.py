@@ -1,9 +1,9 @@
-"""Servers that another library of this process opens to whoever reaches their port.
+"""Servers that another library of this process opens without authentication.
 
-TensorFlow's servers know no secret: who can connect reads and writes any file of the
-user's by one of TensorFlow's operations, and so runs what it likes. They listen on all
-of the machine's addresses; no option of TensorFlow changes that. So they need an
-explicit word from the user, and the kernel is told to drop what was sent to other
+TensorFlow's servers use no secret: a process that can connect can read and write any
+file of the user's by one of TensorFlow's operations, and so run any program. They
+listen on all of the machine's addresses; no option of TensorFlow changes that. So they
+need the user's explicit consent, and a filter in the kernel drops packets to other
 addresses than the task's own.
 """
 
@@ -44,31 +44,31 @@ def require_word(environ: Mapping[str, str], what: str) -> None:
     """Check that the user has allowed servers that no secret protects.
 
     Args:
-        environ: Where the word is.
-        what: What needs them, for the message.
+        environ: The environment.
+        what: The option that needs them, for the message.
 
     Raises:
-        ClusterError: The user hasn't.
+        ClusterError: The user hasn't allowed them.
     """
     if environ.get(_WORD, "") == "1":
         return
     raise ClusterError(
         f"{what} makes TensorFlow open a port on each worker, which neither the job's "
-        "secret nor a password protects, also in a job on loopback addresses: whoever "
-        "reaches it, another user of this machine for instance, can read and write all "
-        "files that you can, and run what they like as you. "
-        f"Received: {_WORD}={environ.get(_WORD)!r}. If nobody else can reach "
+        "secret nor a password protects, also in a job on loopback addresses: anyone "
+        "who reaches it, another user of this machine for instance, can read and write "
+        "all files that you can, and run any program as you. "
+        f"Received: {_WORD}={environ.get(_WORD)!r}. If only trusted users can reach "
         f"these machines' ports, set {_WORD}=1 on all workers; else use another "
         "transport or strategy."
     )
 
 
 def narrow(address: str) -> bool:
-    """Let servers at a port take only what was sent to the host's own addresses.
+    """Make servers at a port accept only packets to the host's own addresses.
 
-    Those that listen at the moment, of this process; connections that they have
-    accepted go on. Where the host's name leads elsewhere (to a Kubernetes service)
-    nothing changes, since what comes for it may be sent to any address.
+    This affects servers of this process that listen at the moment; connections that
+    they have accepted stay open. Where the host's name leads elsewhere (to a Kubernetes
+    service) nothing changes, since packets for it may be sent to any address.
 
     Args:
         address: `"host:port"` of the servers.
@@ -108,7 +108,7 @@ def _is_own(
 
 
 def _narrow_one(descriptor: int, port: int, program: Sequence[_Instruction]) -> int:
-    # A copy: Python's object closes what it was made of.
+    # A copy: Python's object closes its descriptor.
     copy = os.dup(descriptor)
     try:
         sock = socket.socket(fileno=copy)
@@ -132,7 +132,7 @@ def _narrow_one(descriptor: int, port: int, program: Sequence[_Instruction]) -> 
 
 
 def _program(own: Sequence[_Address]) -> list[_Instruction]:
-    """Pass packets to these addresses, drop all others."""
+    """Return a filter that passes packets to these addresses and drops all others."""
     fourth: list[_Instruction] = [(_LOAD_WORD, 0, 0, _NETWORK + _IPV4_DESTINATION)]
     sixth: list[_Instruction] = []
     for address in own:
@@ -141,7 +141,7 @@ def _program(own: Sequence[_Address]) -> list[_Instruction]:
             fourth += [(_JUMP_IF_EQUAL, 0, 1, words[0]), (_RETURN, 0, 0, _PASS)]
             continue
         for i, word in enumerate(words):
-            # Not this word: go on behind this address.
+            # Not this word: jump behind this address.
             behind = 2 * (len(words) - 1 - i) + 1
             at = _NETWORK + _IPV6_DESTINATION + 4 * i
             sixth += [(_LOAD_WORD, 0, 0, at), (_JUMP_IF_EQUAL, 0, behind, word)]

@@ -1,4 +1,4 @@
-"""Ports for those who must be told one before they listen."""
+"""Free ports for servers that need the number before they listen."""
 
 from __future__ import annotations
 
@@ -13,19 +13,20 @@ _ATTEMPTS = 20
 def on_free_port(
     listen: Callable[[int], None], taken: type[Exception] | tuple[type[Exception], ...]
 ) -> int:
-    """Let somebody listen on a port that is free.
+    """Make a server listen on a free port.
 
-    Between finding it and listening somebody else may take it: then comes another one.
+    Another process may take the port before the server listens: then another port is
+    tried.
 
     Args:
         listen: Listens on a port, of all of the machine's addresses.
-        taken: What it raises if the port is taken.
+        taken: The exceptions that it raises if the port is taken.
 
     Returns:
         The port.
 
     Raises:
-        Exception: What `listen` raises; of `taken` the last of several.
+        Exception: Any that `listen` raises; of `taken` the last of several.
     """
     for _ in range(_ATTEMPTS - 1):
         port = _free_port()

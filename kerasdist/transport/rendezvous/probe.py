@@ -1,4 +1,4 @@
-"""Can a peer be reached, and if not, why not: in words, within a deadline."""
+"""A probe of a peer's address: the reason, in words, why it can't be reached."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ _Found = list[tuple[socket.AddressFamily, _Target]]
 
 
 def why_unreachable(address: str, timeout: float) -> str | None:
-    """Try to open a TCP connection, and say why it fails.
+    """Try to open a TCP connection, and describe why it fails.
 
-    The connection is closed at once: whoever listens sees one that says nothing.
-    That it could be opened doesn't prove that a worker is there: transparent
-    proxies, such as the sidecars of a service mesh, accept for everybody.
+    The connection is closed at once: the listener gets one without data. An open
+    connection doesn't prove that a worker is there: transparent proxies, such as the
+    sidecars of a service mesh, accept any connection.
 
     Args:
         address: `"host:port"`, or `"[v6]:port"`.
@@ -54,7 +54,7 @@ def why_unreachable(address: str, timeout: float) -> str | None:
     reasons: list[str] = []
     for i, (family, target) in enumerate(found):
         # Each address gets its share of what is left: a silent first one mustn't
-        # hide a second one that answers.
+        # hide a second one that accepts.
         share = deadline.remaining() / (len(found) - i)
         reason = _connect(family, target, share, deadline.seconds)
         if reason is None:
@@ -65,38 +65,38 @@ def why_unreachable(address: str, timeout: float) -> str | None:
 
 
 def look_up(host: str, port: int, deadline: Deadline) -> _Found | str:
-    """Resolve a name, or say why that fails, without a full stop.
+    """Resolve a name, or describe why that fails, without a full stop.
 
     `getaddrinfo` can't be interrupted and may take minutes, so it runs in a thread
-    that is left to itself when the time is over (as a daemon it keeps nobody).
+    that is abandoned when the time is over (as a daemon it doesn't delay the exit).
 
     Returns:
         Families and socket addresses, at least one, in the system's order; or the
         reason in words.
     """
     with contextlib.suppress(OSError, ValueError):
-        # Most are numbers, for which nobody has to be asked.
+        # Most are numbers, which need no name server.
         ipaddress.ip_address(host.partition("%")[0])
         return _resolve(host, port, socket.AI_NUMERICHOST)
-    answer: queue.SimpleQueue[_Found | str] = queue.SimpleQueue()
+    result: queue.SimpleQueue[_Found | str] = queue.SimpleQueue()
 
     def work() -> None:
         try:
-            answer.put(_resolve(host, port, 0) or "its host name has no address")
+            result.put(_resolve(host, port, 0) or "its host name has no address")
         except socket.gaierror as error:
             if error.errno == socket.EAI_AGAIN:
-                answer.put(
+                result.put(
                     "its host name doesn't resolve: the name server can't be reached "
-                    "or knows nothing yet"
+                    "or has no entry yet"
                 )
             else:
-                answer.put(f"its host name doesn't resolve ({error.strerror})")
+                result.put(f"its host name doesn't resolve ({error.strerror})")
         except (OSError, UnicodeError) as error:
-            answer.put(f"its host name doesn't resolve ({error})")
+            result.put(f"its host name doesn't resolve ({error})")
 
     threading.Thread(target=work, name="kerasdist-look-up", daemon=True).start()
     try:
-        return answer.get(timeout=deadline.remaining())
+        return result.get(timeout=deadline.remaining())
     except queue.Empty:
         return f"looking up its host name took longer than {deadline.seconds:g} s"
 
@@ -115,7 +115,7 @@ def _connect(
     family: socket.AddressFamily,
     target: _Target,
     seconds: float,
-    told: float,
+    total: float,
 ) -> str | None:
     """Connect to one address; return None, or the reason why it fails."""
     try:
@@ -123,12 +123,12 @@ def _connect(
             # 0 would mean "don't wait at all" and end in a meaningless error.
             sock.settimeout(max(seconds, 0.001))
             sock.connect(target)
-            # On one machine the kernel may choose the very port that is asked for
-            # as the source of the connection: then we have reached ourselves.
+            # On one machine the kernel may choose the very port that is dialed as the
+            # source of the connection: then this process is connected to itself.
             if sock.getsockname() == sock.getpeername():
                 return _REASONS[errno.ECONNREFUSED]
     except TimeoutError:
-        return f"no answer within {told:g} s"
+        return f"no answer within {total:g} s"
     except OSError as error:
         number = error.errno or 0
         return _REASONS.get(number, os.strerror(number) if number else str(error))

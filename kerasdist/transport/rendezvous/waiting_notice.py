@@ -1,7 +1,7 @@
 """Log lines about tasks that a start-up is still waiting for.
 
-Other tasks may be started by hand, or be queued by a cluster: without a word nobody can
-tell a job that waits from one that hangs.
+Other tasks may be started by hand, or be queued by a cluster: without a line in the log
+a job that waits looks like one that hangs.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _AGAIN = 60.0
 
 
 class WaitingNotice:
-    """Says now and then who is missing.
+    """Logs the missing tasks, from time to time.
 
     Args:
-        me: What this task is called, for instance "rank 0".
+        me: The name of this task, for instance "rank 0".
     """
 
     def __init__(self, me: str) -> None:
@@ -36,7 +36,7 @@ class WaitingNotice:
         """Log the tasks that are missing, if that is due. Never waits.
 
         Args:
-            missing: What they are called, with their addresses.
+            missing: Their names, with their addresses.
             deadline: Until when they are waited for.
         """
         now = time.monotonic()
@@ -47,9 +47,9 @@ class WaitingNotice:
         more = f" and {len(missing) - 4} more" if len(missing) > 4 else ""
         log(
             logging.WARNING,
-            "kerasdist: %s has been waiting for %s%s for %.0f s, and goes on for at "
+            "kerasdist: %s has been waiting for %s%s for %.0f s, and continues for at "
             "most %.0f s (`startup_timeout`). Are they started? `kerasdist doctor` "
-            "says who can be reached.",
+            "shows which tasks can be reached.",
             self._me,
             some,
             more,

@@ -266,7 +266,7 @@ def test_what_it_refuses_before_it_waits():
     assert word.startswith(
         "ModelParallelStrategy on several workers makes TensorFlow op"
     )
-    assert "run what they like as you. Received: KERASDIST_ALLOW_OPEN_SERVERS=N" in word
+    assert "run any program as you. Received: KERASDIST_ALLOW_OPEN_SERVERS=N" in word
 
 
 @pytest.mark.soak

@@ -82,7 +82,7 @@ def test_without_the_word_it_says_what_strangers_could_do(word):
     with pytest.raises(
         errors.ClusterError,
         match=r"^transport='native' makes TensorFlow open a port on each worker, .* ca"
-        r"n read and write all files that you can, and run what they like as you\. Rec"
+        r"n read and write all files that you can, and run any program as you\. Rec"
         rf"eived: KERASDIST_ALLOW_OPEN_SERVERS={word!r}\. .* set KERASDIST_ALLOW_OPEN"
         r"_SERVERS=1 on all workers; else use another transport or strategy\.$",
     ):

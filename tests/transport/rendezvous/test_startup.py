@@ -173,7 +173,7 @@ def test_something_else_at_the_chiefs_address_is_an_error_that_says_where():
         thread.start()
         with pytest.raises(
             errors.ProtocolError,
-            match=rf"^Rank 0 isn't what answers at its address {addresses[0]}\. Wh",
+            match=rf"^Rank 0 isn't the process at its address {addresses[0]}\. Th",
         ):
             join(addresses, 1)
         thread.join(10)
