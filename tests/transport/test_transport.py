@@ -203,7 +203,7 @@ def test_another_length_in_the_same_call_is_a_protocol_error(make, kind):
     [
         (
             b"HTTP/1.1 400 Bad Request\r\nConnection: close\r\n\r\n",
-            r"^What arrived isn't",
+            r"^The received bytes aren't",
         ),
         (
             pack_header(FrameType.GOODBYE, 0, CALL),

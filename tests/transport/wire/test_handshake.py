@@ -246,7 +246,7 @@ def test_no_listener_of_the_job_helps_a_stranger_at_anothers_address(jobs, oracl
     thread.start()
     with pytest.raises(
         errors.ProtocolError,
-        match=rf"^The process that listens at {dialed} belongs to this job, but to another",
+        match=rf"^The process that listens at {dialed} belongs to this job, but to ",
     ):
         dial_tcp(dialed, SECRET, HELLO, Deadline(10))
     thread.join(10)
