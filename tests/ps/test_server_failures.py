@@ -219,9 +219,9 @@ def test_a_message_that_is_too_large_for_the_server_ends_only_its_sender():
             # As a table would be that has grown out of all proportion.
             steps(table, 5)
             huge = np.zeros(64 << 20, "float32")
-            client._links[0]._current()._shared = False
+            client._connections[0]._current()._shared = False
             request = Message(FrameType.REQUEST, Call(0), {"do": "stats"}, (huge,))
-            client._links[0].request(lambda channel: request)
+            client._connections[0].request(lambda channel: request)
         while not client.lost:
             steps(table, 1)
         steps(table, 20)

@@ -106,7 +106,7 @@ class Servers(Ranks):
             timeouts=self.timeouts,
             on_table=self.layouts.append,
         )
-        server.desk.on_split = self.splits.append
+        server.handler.on_split = self.splits.append
         self.servers[index:] = [server, *self.servers[index + 1 :]]
 
         def serve() -> None:

@@ -92,9 +92,9 @@ class ServerClient(ControlRequests):
         self._met = 0
         self._step = 0
         self._calls = threading.RLock()
-        self._watch: Heartbeat | None = None
+        self._heartbeat: Heartbeat | None = None
         self._pool: ThreadPoolExecutor | None = None
-        self._links: list[ServerConnection] = []
+        self._connections: list[ServerConnection] = []
         self.communicator: ServerCommunicator
         self._announcements = Announcements(
             self.rank,
@@ -106,16 +106,16 @@ class ServerClient(ControlRequests):
 
     # Made by `connect_servers`.
 
-    def watch(self) -> Heartbeat:
+    def heartbeat(self) -> Heartbeat:
         """Begin to watch the control connections of this worker."""
-        self._watch = Heartbeat(
+        self._heartbeat = Heartbeat(
             f"rank {self.rank}", self.timeouts, self._on_frame, self._ended
         )
-        return self._watch
+        return self._heartbeat
 
-    def add(self, link: ServerConnection) -> None:
+    def add(self, connection: ServerConnection) -> None:
         """Add the connection to the next server; it's owned from now on."""
-        self._links.append(link)
+        self._connections.append(connection)
 
     def start(self, roster: Roster) -> None:
         """All servers have let this worker in: `roster` is what the first one said."""
@@ -124,9 +124,9 @@ class ServerClient(ControlRequests):
         self.joining = roster.joining
         self.seed = roster.seed
         self._met = roster.met
-        if len(self._links) > 1:
+        if len(self._connections) > 1:
             self._pool = ThreadPoolExecutor(
-                len(self._links) - 1, thread_name_prefix="kerasdist-client"
+                len(self._connections) - 1, thread_name_prefix="kerasdist-client"
             )
         self.communicator = ServerCommunicator(self, roster.met)
 
@@ -138,22 +138,22 @@ class ServerClient(ControlRequests):
     @property
     def servers(self) -> int:
         """Number of servers."""
-        return len(self._links)
+        return len(self._connections)
 
     @property
     def transports(self) -> list[str]:
         """How each server is reached: "tcp", "shared_memory" or "memory"."""
-        return [link.kind for link in self._links]
+        return [connection.kind for connection in self._connections]
 
     @property
     def bytes_sent(self) -> int:
         """Bytes of all requests to all servers, those in shared memory too."""
-        return sum(link.bytes_sent for link in self._links)
+        return sum(connection.bytes_sent for connection in self._connections)
 
     @property
     def bytes_received(self) -> int:
         """Bytes of all answers of all servers."""
-        return sum(link.bytes_received for link in self._links)
+        return sum(connection.bytes_received for connection in self._connections)
 
     @property
     def lost(self) -> list[Event]:
@@ -232,7 +232,7 @@ class ServerClient(ControlRequests):
 
         def ask(index: int) -> Message:
             build = builds[index]
-            return nothing if build is None else self._links[index].request(build)
+            return nothing if build is None else self._connections[index].request(build)
 
         if len(asked) == 1 or self._pool is None:
             for index in asked:
@@ -269,7 +269,7 @@ class ServerClient(ControlRequests):
 
     def generation(self, server: int) -> int:
         """How often a server has come back from a snapshot."""
-        return self._links[server].generation
+        return self._connections[server].generation
 
     def note_met(self, call: Call, answers: Sequence[Message]) -> None:
         """A collective is over: clocks are equal again."""
@@ -341,12 +341,12 @@ class ServerClient(ControlRequests):
             self._changed.notify_all()
         here = self.peers[self.rank]
         why = f"{type(error).__name__}: {error}"[:300].rstrip(". ")
-        farewell = Goodbye(f"it gave up at step {self.step} ({why})", True, error)
+        goodbye = Goodbye(f"it gave up at step {self.step} ({why})", True, error)
         if isinstance(error, errors.WorkerLost) and error.rank == here.rank:
-            farewell.reason = error.reason
-        for link in self._links:
-            link.leave(farewell)
-            link.abort()
+            goodbye.reason = error.reason
+        for connection in self._connections:
+            connection.leave(goodbye)
+            connection.abort()
         return error
 
     # The end.
@@ -373,17 +373,17 @@ class ServerClient(ControlRequests):
             shown = f"its script ended with {type(error).__name__}: {error}"
             reason = shown[:1000].rstrip(". \n")
         if self._failure is None:
-            for link in self._links:
-                link.leave(Goodbye(reason, error is not None, cause))
+            for connection in self._connections:
+                connection.leave(Goodbye(reason, error is not None, cause))
         self._give_back()
 
     def _give_back(self) -> None:
-        for link in self._links:
-            link.abort()
-        if self._watch is not None:
-            self._watch.close()
-        for link in self._links:
-            link.close()
+        for connection in self._connections:
+            connection.abort()
+        if self._heartbeat is not None:
+            self._heartbeat.close()
+        for connection in self._connections:
+            connection.close()
         if self._pool is not None:
             self._pool.shutdown()
 
@@ -396,9 +396,9 @@ class ServerClient(ControlRequests):
     # Announcements.
 
     def _send_notice(self, value: dict[str, Any], rank: int | None) -> None:
-        if self._watch is not None:
+        if self._heartbeat is not None:
             payload = json.dumps({"to": rank, "value": value}).encode()
-            self._watch.post(0, FrameType.NOTICE, payload)
+            self._heartbeat.post(0, FrameType.NOTICE, payload)
 
     @property
     def _place(self) -> int:
@@ -440,6 +440,6 @@ class ServerClient(ControlRequests):
             raise unexpected(kind)
 
     def _ended(self, key: Hashable, reason: str) -> None:
-        for link in self._links:
-            if link.index == key:
-                link.ended(reason)
+        for connection in self._connections:
+            if connection.index == key:
+                connection.ended(reason)

@@ -88,47 +88,47 @@ def connect_servers(
     timeouts = timeouts or Timeouts()
     client = ServerClient(cluster, settings, timeouts, on_event, on_failure)
     address = client.peers[client.rank].address
-    person = WorkerRecord(client.rank, address, secrets.token_hex(8), replicas, "live")
+    worker = WorkerRecord(client.rank, address, secrets.token_hex(8), replicas, "live")
     if not cluster.servers:
-        desk = RequestHandler(0, 1, 1, settings, timeouts, on_table)
+        handler = RequestHandler(0, 1, 1, settings, timeouts, on_table)
         roster = Roster(
             replicas=(replicas,),
-            met=desk.crew.people[0].met,
-            joined=desk.resumed,
-            seed=desk.stores.seed,
+            met=handler.membership.workers[0].met,
+            joined=handler.resumed,
+            seed=handler.tables.seed,
         )
-        person.met = roster.met
-        client.add(InProcessConnection(desk, person, timeouts, client))
+        worker.met = roster.met
+        client.add(InProcessConnection(handler, worker, timeouts, client))
         client.start(roster)
         return client
     secret = job_secret((*cluster.workers, *cluster.servers), os.environ)
-    watch = client.watch()
+    heartbeat = client.heartbeat()
     cause: errors.ServerLost | None = None
     try:
         met: int | None = None
         rosters: list[Roster] = []
         for index, server in enumerate(cluster.servers):
-            link = NetworkConnection(
+            connection = NetworkConnection(
                 index,
                 server,
-                person,
+                worker,
                 host or host_key(),
                 session_name(cluster),
                 secret,
                 settings,
                 timeouts,
-                watch,
+                heartbeat,
                 client,
                 transport,
             )
             first = rosters[0] if rosters else None
             joining = None if first is None else first.joining
             try:
-                rosters.append(link.open(met, gate=gate, joining=joining))
+                rosters.append(connection.open(met, gate=gate, joining=joining))
             finally:
-                if link.unreachable:
-                    cause = errors.ServerLost(index, server, 0, link.unreachable)
-            client.add(link)
+                if connection.unreachable:
+                    cause = errors.ServerLost(index, server, 0, connection.unreachable)
+            client.add(connection)
             met = rosters[0].met
         client.start(rosters[0])
         resumed = any(each.resumed for each in rosters)

@@ -200,7 +200,7 @@ class ServerConnection(abc.ABC):
         """The control connection has ended; from the watch's thread."""
 
     @abc.abstractmethod
-    def leave(self, farewell: Goodbye) -> None:
+    def leave(self, goodbye: Goodbye) -> None:
         """Say goodbye."""
 
     @abc.abstractmethod

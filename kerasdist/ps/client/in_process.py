@@ -18,25 +18,29 @@ class InProcessConnection(ServerConnection):
     """The server of a worker alone, in its own process.
 
     Args:
-        desk: The server.
-        person: This worker.
+        handler: The server.
+        worker: This worker.
         timeouts: How long each phase may take.
         job: This worker's part in the job.
     """
 
     def __init__(
-        self, desk: RequestHandler, person: WorkerRecord, timeouts: Timeouts, job: Job
+        self,
+        handler: RequestHandler,
+        worker: WorkerRecord,
+        timeouts: Timeouts,
+        job: Job,
     ) -> None:
         super().__init__(job, timeouts)
-        self._desk = desk
-        self._person = person
+        self._handler = handler
+        self._worker = worker
         self._channel, theirs = memory_pair()
-        desk.crew.enter(person, None)
-        if desk.keeper is not None:
-            desk.keeper.start()
+        handler.membership.enter(worker, None)
+        if handler.snapshotter is not None:
+            handler.snapshotter.start()
         self._thread = threading.Thread(
-            target=desk.serve,
-            args=(person, theirs),
+            target=handler.serve,
+            args=(worker, theirs),
             name="kerasdist-server",
             daemon=True,
         )
@@ -56,9 +60,9 @@ class InProcessConnection(ServerConnection):
     def ended(self, reason: str) -> None:
         """See `ServerConnection.ended`: there is no such connection."""
 
-    def leave(self, farewell: Goodbye) -> None:
+    def leave(self, goodbye: Goodbye) -> None:
         """See `ServerConnection.leave`."""
-        self._desk.leave(self._person, farewell)
+        self._handler.leave(self._worker, goodbye)
 
     def abort(self) -> None:
         """See `ServerConnection.abort`."""
@@ -69,4 +73,4 @@ class InProcessConnection(ServerConnection):
         self.abort()
         if self._thread is not threading.current_thread():
             self._thread.join(JOIN_SECONDS)
-        self._desk.close()
+        self._handler.close()

@@ -47,13 +47,13 @@ class NetworkConnection(ServerConnection):
     Args:
         index: Index of the server.
         address: Its address.
-        person: This worker.
+        worker: This worker.
         host: What this worker shares with others on its host.
         session: What the servers' session is called.
         secret: The job's secret.
         settings: What the job was asked for.
         timeouts: How long each phase may take.
-        watch: Watches the control connections of this worker.
+        heartbeat: Watches the control connections of this worker.
         job: This worker's part in the job.
         transport: "auto" or "tcp".
     """
@@ -62,25 +62,25 @@ class NetworkConnection(ServerConnection):
         self,
         index: int,
         address: str,
-        person: WorkerRecord,
+        worker: WorkerRecord,
         host: str,
         session: str,
         secret: bytes,
         settings: ServerSettings,
         timeouts: Timeouts,
-        watch: Heartbeat,
+        heartbeat: Heartbeat,
         job: Job,
         transport: str,
     ) -> None:
         super().__init__(job, timeouts)
         self.index = index
         self.address = address
-        self._person = person
+        self._worker = worker
         self._host = host
         self._session = session
         self._secret = secret
         self._settings = settings
-        self._watch = watch
+        self._heartbeat = heartbeat
         self._transport = transport
         self._channel: SocketChannel | None = None
         self._reason = ""
@@ -127,10 +127,10 @@ class NetworkConnection(ServerConnection):
             "session": self._session,
             "purpose": PURPOSE,
             "line": "control",
-            "rank": self._person.rank,
+            "rank": self._worker.rank,
             "server": self.index,
-            "incarnation": self._person.incarnation,
-            "replicas": self._person.replicas,
+            "incarnation": self._worker.incarnation,
+            "replicas": self._worker.replicas,
             "settings": self._settings.agreed(),
             **more,
         }
@@ -181,7 +181,7 @@ class NetworkConnection(ServerConnection):
         self._keep_counts()
         self._channel = SocketChannel(data, shared=shared)
         self._reason = ""
-        self._watch.add(self.index, control)
+        self._heartbeat.add(self.index, control)
         return roster
 
     def _retry(self, attempt: Callable[[], Any], deadline: Deadline) -> Any:
@@ -246,7 +246,7 @@ class NetworkConnection(ServerConnection):
         reason = self._reason or f"{error}".rstrip(".") or "its connection ended"
         if not self._settings.restartable:
             raise self._lost(reason) from error
-        self._watch.drop(self.index)
+        self._heartbeat.drop(self.index)
         deadline = Deadline(self._settings.restart_timeout)
         while True:
             try:
@@ -268,10 +268,10 @@ class NetworkConnection(ServerConnection):
 
     # The end.
 
-    def leave(self, farewell: Goodbye) -> None:
+    def leave(self, goodbye: Goodbye) -> None:
         """See `ServerConnection.leave`."""
-        payload = json.dumps(farewell.to_json()).encode()
-        self._watch.post(self.index, FrameType.GOODBYE, payload)
+        payload = json.dumps(goodbye.to_json()).encode()
+        self._heartbeat.post(self.index, FrameType.GOODBYE, payload)
 
     def abort(self) -> None:
         """See `ServerConnection.abort`."""

@@ -64,23 +64,23 @@ class ServerCollectives:
     """The collectives at one server. Safe for threads.
 
     Args:
-        crew: The workers.
-        stores: The tables, in whose clocks who waits is parked.
+        membership: The workers.
+        tables: The tables, in whose clocks who waits is parked.
         coordinates: Whether this server's results count: with "async" only those of
             server 0, the others are told so that they know who waits.
 
     Attributes:
         number: Of the last collective that is over.
-        gate: Lets workers join.
+        join_barrier: Lets workers join.
     """
 
     def __init__(
-        self, crew: Membership, stores: ServedTables, *, coordinates: bool
+        self, membership: Membership, tables: ServedTables, *, coordinates: bool
     ) -> None:
         self.number = 0
-        self.gate = JoinBarrier(crew)
-        self._crew = crew
-        self._stores = stores
+        self.join_barrier = JoinBarrier(membership)
+        self._membership = membership
+        self._tables = tables
         self._coordinates = coordinates
         self._round: _Round | None = None
         self._last: _Round | None = None
@@ -88,7 +88,7 @@ class ServerCollectives:
 
     def join_round(
         self,
-        person: WorkerRecord,
+        worker: WorkerRecord,
         call: Call,
         arrays: Sequence[Array],
         place: Place | None,
@@ -98,7 +98,7 @@ class ServerCollectives:
         """Take part in a collective.
 
         Args:
-            person: Who has come.
+            worker: Who has come.
             call: What it believes the collective to be.
             arrays: One flat array, or none.
             place: Makes arrays in this worker's answer; None if what others are
@@ -113,10 +113,10 @@ class ServerCollectives:
         Raises:
             CollectiveError: The job's failure.
         """
-        crew = self._crew
+        members = self._membership
         # What is never asked for again needn't be kept.
         together = (
-            self._stores.mode == "sync"
+            self._tables.mode == "sync"
             and call.kind == "all_reduce"
             and len(arrays) == 1
             and arrays[0].nbytes >= _LEAST_TOGETHER_BYTES
@@ -124,33 +124,33 @@ class ServerCollectives:
         room: list[Array] = []
         if together and place is not None:
             room = place([(str(arrays[0].dtype.name), arrays[0].shape)])
-        with crew.changed:
+        with members.changed:
             if not self._coordinates:
                 # Who has joined at server 0 is waited for here from now on. It may be
                 # here before the others' calls from before that are over.
-                if person.joining:
-                    crew.changed.wait_for(
-                        lambda: crew.failure or self.number >= call.sequence - 1,
+                if worker.joining:
+                    members.changed.wait_for(
+                        lambda: members.failure or self.number >= call.sequence - 1,
                         deadline.remaining(),
                     )
-                person.joining = False
+                worker.joining = False
                 if call.sequence <= self.number:
                     return [], []
-            round = self._enter(person, call)
+            round = self._enter(worker, call)
             round.facts = facts
             if round.result is not None:
                 return round.result, round.ranks
-            round.brought[person.rank] = arrays
+            round.brought[worker.rank] = arrays
             if room:
-                round.rooms[person.rank] = room[0]
-            self._stores.park(person.rank)
-            crew.changed.notify_all()
+                round.rooms[worker.rank] = room[0]
+            self._tables.park(worker.rank)
+            members.changed.notify_all()
             while round.result is None:
-                if crew.failure is not None:
-                    raise crew.failure
-                if crew.people[person.rank] is not person or person.state != "live":
+                if members.failure is not None:
+                    raise members.failure
+                if members.workers[worker.rank] is not worker or worker.state != "live":
                     # The thread of a lost worker: nobody hears this.
-                    raise errors.TransportClosed(f"{person} was lost.")
+                    raise errors.TransportClosed(f"{worker} was lost.")
                 if round.busy and together:
                     break
                 if not round.busy and self._complete(round):
@@ -161,52 +161,53 @@ class ServerCollectives:
                         round.common = self._buffers.empty(
                             arrays[0].size, arrays[0].dtype
                         )
-                    crew.changed.notify_all()
+                    members.changed.notify_all()
                     break
                 if deadline.expired:
-                    raise crew.fail(self._late(round, deadline))
-                crew.changed.wait(deadline.remaining())
+                    raise members.fail(self._late(round, deadline))
+                members.changed.wait(deadline.remaining())
             if round.result is not None:
                 return round.result, round.ranks
         if together:
             _reduce_blocks(round)
-            with crew.changed:
+            with members.changed:
                 round.done += 1
                 if round.done == len(round.ranks):
                     self._finish(round, [])
                 while round.result is None:
-                    if crew.failure is not None:
-                        raise crew.failure
+                    if members.failure is not None:
+                        raise members.failure
                     if deadline.expired:
-                        raise crew.fail(self._late(round, deadline))
-                    crew.changed.wait(deadline.remaining())
+                        raise members.fail(self._late(round, deadline))
+                    members.changed.wait(deadline.remaining())
             if not room and round.common is not None:
                 room = [round.common]
             return room, round.ranks
         result = self._combine(round)
-        with crew.changed:
+        with members.changed:
             self._finish(round, result)
         return result, round.ranks
 
     def _finish(self, round: _Round, result: list[Array]) -> None:
-        crew, call = self._crew, round.call
-        with crew.changed:
+        members, call = self._membership, round.call
+        with members.changed:
             round.result = result
             if round.facts is not None and self._coordinates:
-                self.gate.admit(call.sequence, round.ranks, round.facts)
-            if self._stores.mode == "async":
+                self.join_barrier.admit(call.sequence, round.ranks, round.facts)
+            if self._tables.mode == "async":
                 # With "sync" all come to all, and to each piece of a large buffer,
                 # which is a round of its own with the number of all others.
                 for rank in round.ranks:
-                    crew.people[rank].met = max(crew.people[rank].met, call.sequence)
-            self._stores.align(round.ranks)
+                    worker = members.workers[rank]
+                    worker.met = max(worker.met, call.sequence)
+            self._tables.align(round.ranks)
             self.number = max(self.number, call.sequence)
             round.brought = {}
             round.rooms = {}
             # Only with "async" can an answer be asked for again.
-            self._last = None if self._stores.mode == "sync" else round
+            self._last = None if self._tables.mode == "sync" else round
             self._round = None
-            crew.changed.notify_all()
+            members.changed.notify_all()
 
     def forget(self, rank: int) -> None:
         """A worker is lost: what it has brought isn't counted. Under `changed`."""
@@ -215,41 +216,41 @@ class ServerCollectives:
             if not self._round.brought:
                 self._round = None
 
-    def _enter(self, person: WorkerRecord, call: Call) -> _Round:
-        crew = self._crew
-        if crew.failure is not None:
-            raise crew.failure
+    def _enter(self, worker: WorkerRecord, call: Call) -> _Round:
+        members = self._membership
+        if members.failure is not None:
+            raise members.failure
         last = self._last
-        if last is not None and call == last.call and person.rank in last.ranks:
+        if last is not None and call == last.call and worker.rank in last.ranks:
             # Asked again: the answer was lost on its way.
             return last
         if self._round is None:
-            self._round = _Round(person, call)
+            self._round = _Round(worker, call)
         elif self._round.call != call:
-            raise crew.fail(_mismatch(self._round, person, call))
+            raise members.fail(_mismatch(self._round, worker, call))
         return self._round
 
     def _complete(self, round: _Round) -> bool:
         number = round.call.sequence
-        for person in self._crew.live():
-            if person.rank in round.brought or person.joining:
+        for worker in self._membership.live():
+            if worker.rank in round.brought or worker.joining:
                 continue
-            if person.met < number:
+            if worker.met < number:
                 return False
-            if person.returned and self._coordinates:
-                raise self._crew.fail(
+            if worker.returned and self._coordinates:
+                raise self._membership.fail(
                     errors.CollectiveError(
                         f"This server was restarted while {round.call} was being "
-                        f"finished: {person} has its result, the others can't get it "
+                        f"finished: {worker} has its result, the others can't get it "
                         "any more. Start the job again; the servers go on from their "
                         "snapshots."
                     )
                 )
         # Left in good order while others still need it: as bad as lost, if all are
         # needed in each step.
-        gone = [p for p in self._crew.people if p.state == "finished"]
-        if gone and self._stores.mode == "sync":
-            raise self._crew.fail(
+        gone = [p for p in self._membership.workers if p.state == "finished"]
+        if gone and self._tables.mode == "sync":
+            raise self._membership.fail(
                 errors.WorkerLost(
                     gone[0].rank,
                     gone[0].address,
@@ -261,9 +262,9 @@ class ServerCollectives:
 
     def _late(self, round: _Round, deadline: Deadline) -> errors.CollectiveTimeout:
         late = [
-            person
-            for person in self._crew.live()
-            if person.rank not in round.brought and not person.joining
+            worker
+            for worker in self._membership.live()
+            if worker.rank not in round.brought and not worker.joining
         ]
         names = " and ".join(str(p) for p in late if p.met < round.call.sequence)
         if not names:
@@ -332,14 +333,14 @@ def _reduce_blocks(round: _Round) -> None:
 
 
 def _mismatch(
-    round: _Round, person: WorkerRecord, call: Call
+    round: _Round, worker: WorkerRecord, call: Call
 ) -> errors.CollectiveMismatch:
     mine, theirs = str(round.call), str(call)
     if mine == theirs:
         theirs += " on buffers of other dtypes or shapes"
     return errors.CollectiveMismatch(
-        f"Ranks called different collectives at step {person.clock}. Received: "
-        f"{round.first}: {mine}; {person}: {theirs}. All ranks must call the same "
+        f"Ranks called different collectives at step {worker.clock}. Received: "
+        f"{round.first}: {mine}; {worker}: {theirs}. All ranks must call the same "
         "collectives in the same order on the same shapes: does the script branch on "
         "the rank, or does a model differ?"
     )

@@ -109,11 +109,11 @@ class RequestHandler:
         server: As given.
         servers: As given.
         settings: As given.
-        crew: The workers.
-        dealer: The numbers that are dealt out.
-        stores: The tables.
-        meetings: The collectives.
-        keeper: Keeps snapshots; None without.
+        membership: The workers.
+        batch_queue: The numbers that are dealt out.
+        tables: The tables.
+        collectives: The collectives.
+        snapshotter: Keeps snapshots; None without.
         resumed: Whether it goes on from a snapshot.
         events: What has happened to workers, in order.
         on_split: Called with what each server gets in a step of a "sync" job, when its
@@ -141,26 +141,30 @@ class RequestHandler:
         self._timeouts = timeouts
         self.on_split: Callable[[list[Load]], None] | None = None
         self._requests = 0
-        self.dealer = BatchQueue()
-        self.crew = Membership(size, settings.mode)
-        self.stores = ServedTables(server, servers, settings, self.crew, on_table)
+        self.batch_queue = BatchQueue()
+        self.membership = Membership(size, settings.mode)
+        self.tables = ServedTables(server, servers, settings, self.membership, on_table)
         first = server == 0 or settings.mode == "sync"
-        self.meetings = ServerCollectives(self.crew, self.stores, coordinates=first)
-        self.crew.on_event.append(self._note)
-        self.keeper: Snapshotter | None = None
+        self.collectives = ServerCollectives(
+            self.membership, self.tables, coordinates=first
+        )
+        self.membership.on_event.append(self._note)
+        self.snapshotter: Snapshotter | None = None
         self.resumed = False
         if settings.snapshot_dir is not None:
-            self.keeper = Snapshotter(server, servers, settings, self.crew, self.stores)
-            self.resumed = self.keeper.resume()
+            self.snapshotter = Snapshotter(
+                server, servers, settings, self.membership, self.tables
+            )
+            self.resumed = self.snapshotter.resume()
 
     def _note(self, event: Event) -> None:
         self.events.append(event)
-        if event.kind == "joined" and self.keeper is not None:
+        if event.kind == "joined" and self.snapshotter is not None:
             # A server that is restarted lets nobody go on whom it doesn't know.
-            self.keeper.nudge(at_once=True)
+            self.snapshotter.request(at_once=True)
         if event.kind in ("lost", "finished"):
-            self.stores.drop(event.rank)
-            self.meetings.forget(event.rank)
+            self.tables.drop(event.rank)
+            self.collectives.forget(event.rank)
         if event.kind == "lost":
             background_log.log(
                 logging.WARNING,
@@ -171,18 +175,18 @@ class RequestHandler:
                 event.reason,
             )
 
-    def leave(self, person: WorkerRecord, farewell: Goodbye) -> None:
+    def leave(self, worker: WorkerRecord, goodbye: Goodbye) -> None:
         """A worker says goodbye."""
-        if farewell.cause is not None and self.settings.mode == "sync":
-            self.crew.fail(farewell.cause)
-        if isinstance(farewell.cause, errors.ServerLost):
-            self.server_lost = self.server_lost or farewell.cause
-        if farewell.failed:
-            self.crew.lose(person, farewell.reason)
+        if goodbye.cause is not None and self.settings.mode == "sync":
+            self.membership.fail(goodbye.cause)
+        if isinstance(goodbye.cause, errors.ServerLost):
+            self.server_lost = self.server_lost or goodbye.cause
+        if goodbye.failed:
+            self.membership.lose(worker, goodbye.reason)
         else:
-            self.crew.finish(person, farewell.reason)
+            self.membership.finish(worker, goodbye.reason)
 
-    def serve(self, person: WorkerRecord, channel: Channel) -> str:
+    def serve(self, worker: WorkerRecord, channel: Channel) -> str:
         """Answer a worker's requests until its connection ends; say how that ended."""
         while True:
             try:
@@ -197,21 +201,21 @@ class RequestHandler:
                 return seen
             except MemoryError as error:
                 seen = f"server {self.server} has no memory for its message ({error})"
-                background_log.log(logging.ERROR, "kerasdist: %s: %s.", person, seen)
+                background_log.log(logging.ERROR, "kerasdist: %s: %s.", worker, seen)
                 self._answer_failure(channel, _NO_CALL, errors.CollectiveError(seen))
                 return seen
             try:
-                reply = self._answer(person, message, channel)
+                reply = self._answer(worker, message, channel)
                 channel.send(reply, Deadline(self._timeouts.collective))
                 del reply, message
             except errors.CollectiveError as error:
                 self._answer_failure(channel, message.call, error)
             except errors.ProtocolError as error:
                 failure = errors.CollectiveError(
-                    f"Server {self.server} can't do what {person} asks: {error}"
+                    f"Server {self.server} can't do what {worker} asks: {error}"
                 )
                 if self.settings.mode == "sync":
-                    self.crew.fail(failure)
+                    self.membership.fail(failure)
                 self._answer_failure(channel, message.call, failure)
                 if self.settings.mode == "async":
                     # Whose request makes no sense is lost; the others go on.
@@ -223,10 +227,10 @@ class RequestHandler:
             except Exception as error:
                 # A bug or a full memory: nobody may wait for an answer in vain.
                 failure = errors.CollectiveError(
-                    f"Server {self.server} failed while it answered {person}: "
+                    f"Server {self.server} failed while it answered {worker}: "
                     f"{type(error).__name__}: {error}. Its output has the traceback."
                 )
-                self.crew.fail(failure)
+                self.membership.fail(failure)
                 self._answer_failure(channel, message.call, failure)
                 background_log.log(
                     *(logging.ERROR, "kerasdist: server %d failed", self.server),
@@ -245,7 +249,7 @@ class RequestHandler:
             return  # it's gone: `receive` says so
 
     def _answer(
-        self, person: WorkerRecord, message: Message, channel: Channel
+        self, worker: WorkerRecord, message: Message, channel: Channel
     ) -> Message:
         deadline = Deadline(self._timeouts.collective)
         meta, call, arrays = message.meta, message.call, message.arrays
@@ -257,15 +261,15 @@ class RequestHandler:
         if do == "meet":
             if self.settings.mode == "sync":
                 # There are no tables, whose clocks would say it.
-                person.clock = max(person.clock, _whole(meta, "step"))
+                worker.clock = max(worker.clock, _whole(meta, "step"))
             place = channel.place if channel.kind == "shared_memory" else None
             facts = meta.get("gate") if isinstance(meta.get("gate"), dict) else None
-            result, ranks = self.meetings.join_round(
-                person, call, arrays, place, deadline, facts
+            result, ranks = self.collectives.join_round(
+                worker, call, arrays, place, deadline, facts
             )
-            with self.crew.changed:
-                clocks = self.stores.clocks_of(person.rank)
-                joined = self.meetings.gate.joined_at(call.sequence)
+            with self.membership.changed:
+                clocks = self.tables.clocks_of(worker.rank)
+                joined = self.collectives.join_barrier.joined_at(call.sequence)
             answer = {"ranks": ranks, "clocks": clocks, "joined": joined}
             return Message(FrameType.REPLY, call, answer, result)
         if do == "stats":
@@ -273,11 +277,11 @@ class RequestHandler:
         if do == "claim":
             names = ("dataset", "epoch", "limit", "last")
             self._await_claims(deadline)
-            claimed = self.dealer.claim(*[_whole(meta, name) for name in names])
+            claimed = self.batch_queue.claim(*[_whole(meta, name) for name in names])
             return Message(FrameType.REPLY, call, {"number": claimed}, ())
         if do == "enter":
             fit = _whole(meta, "fit")
-            entered = self.meetings.gate.enter(person, fit, deadline)
+            entered = self.collectives.join_barrier.enter(worker, fit, deadline)
             told = {"entered": entered, "requests": self._requests}
             return Message(FrameType.REPLY, call, told, ())
         if do == "split":
@@ -287,14 +291,14 @@ class RequestHandler:
             return Message(FrameType.REPLY, call, {}, ())
         number = _whole(meta, "table")
         if do == "open":
-            answer, parts = self.stores.open(
-                person, number, meta.get("variables"), arrays, deadline
+            answer, parts = self.tables.open(
+                worker, number, meta.get("variables"), arrays, deadline
             )
-            if self.keeper is not None:
-                self.keeper.nudge(at_once=True)
+            if self.snapshotter is not None:
+                self.snapshotter.request(at_once=True)
         elif do == "push":
-            answer, parts = self.stores.push(
-                person,
+            answer, parts = self.tables.push(
+                worker,
                 number,
                 _whole(meta, "clock"),
                 _whole(meta, "since"),
@@ -302,11 +306,11 @@ class RequestHandler:
                 channel.place,
                 deadline,
             )
-            if self.keeper is not None:
-                self.keeper.nudge()
+            if self.snapshotter is not None:
+                self.snapshotter.request()
         elif do == "pull":
             since = _whole(meta, "since")
-            answer, parts = self.stores.pull(person, number, since, channel.place)
+            answer, parts = self.tables.pull(worker, number, since, channel.place)
         else:
             raise errors.ProtocolError(f"Unknown request. Received: do={do!r}.")
         return Message(FrameType.REPLY, call, answer, parts)
@@ -318,50 +322,50 @@ class RequestHandler:
         """
         if not self.resumed:
             return
-        crew = self.crew
-        with crew.changed:
-            crew.changed.wait_for(
+        members = self.membership
+        with members.changed:
+            members.changed.wait_for(
                 lambda: (
-                    crew.failure is not None
-                    or all(person.state != "away" for person in crew.people)
+                    members.failure is not None
+                    or all(worker.state != "away" for worker in members.workers)
                 ),
                 min(deadline.remaining(), _RETURN_SECONDS),
             )
 
     def stats(self) -> dict[str, Any]:
         """What is known of this server, as a JSON object."""
-        with self.crew.changed:
-            people = [
+        with self.membership.changed:
+            workers = [
                 {
-                    "rank": person.rank,
-                    "address": person.address,
-                    "state": person.state,
-                    "clock": person.clock,
+                    "rank": worker.rank,
+                    "address": worker.address,
+                    "state": worker.state,
+                    "clock": worker.clock,
                 }
-                for person in self.crew.people
+                for worker in self.membership.workers
             ]
             events = [event.to_json() for event in self.events]
         return {
             "server": self.server,
-            "tables": self.stores.stats(),
-            "workers": people,
+            "tables": self.tables.stats(),
+            "workers": workers,
             "events": events,
             "requests": self._requests,
-            "updates": self.stores.updates,
-            "snapshots": 0 if self.keeper is None else self.keeper.written,
+            "updates": self.tables.updates,
+            "snapshots": 0 if self.snapshotter is None else self.snapshotter.written,
             "resumed": self.resumed,
         }
 
     def close(self) -> None:
-        """End the keeper's thread."""
-        if self.keeper is not None:
-            self.keeper.close(finished=self._finished_well())
+        """End the snapshotter's thread."""
+        if self.snapshotter is not None:
+            self.snapshotter.close(finished=self._finished_well())
 
     def _finished_well(self) -> bool:
-        crew = self.crew
-        with crew.changed:
-            states = {person.state for person in crew.people}
-            return crew.failure is None and crew.over and "finished" in states
+        members = self.membership
+        with members.changed:
+            states = {worker.state for worker in members.workers}
+            return members.failure is None and members.over and "finished" in states
 
 
 # How long claims wait for workers to come back after a restart.

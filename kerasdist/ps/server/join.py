@@ -34,11 +34,11 @@ class JoinBarrier:
     """Lets workers join at one server. All under `Membership.changed`.
 
     Args:
-        crew: The workers.
+        membership: The workers.
     """
 
-    def __init__(self, crew: Membership) -> None:
-        self._crew = crew
+    def __init__(self, membership: Membership) -> None:
+        self._membership = membership
         # Who waits, and in which `fit`; what those who were let in are told.
         self._waiting: dict[int, tuple[WorkerRecord, int]] = {}
         self._entered: dict[str, dict[str, Any]] = {}
@@ -46,12 +46,12 @@ class JoinBarrier:
         self._last: tuple[int, list[int]] = (0, [])
 
     def enter(
-        self, person: WorkerRecord, fit: int, deadline: Deadline
+        self, worker: WorkerRecord, fit: int, deadline: Deadline
     ) -> dict[str, Any] | None:
         """A joiner waits for the next gate.
 
         Args:
-            person: The joiner.
+            worker: The joiner.
             fit: Number of the `fit` that it has come to, from 1.
             deadline: Of the request.
 
@@ -61,24 +61,24 @@ class JoinBarrier:
         Raises:
             CollectiveError: It can't join any more; the job's failure.
         """
-        crew = self._crew
-        with crew.changed:
-            if not person.joining and person.incarnation not in self._entered:
+        members = self._membership
+        with members.changed:
+            if not worker.joining and worker.incarnation not in self._entered:
                 raise errors.CollectiveError(
-                    f"{self._restarted(person)} Start this worker again."
+                    f"{self._restarted(worker)} Start this worker again."
                 )
-            self._waiting[person.rank] = person, fit
-            crew.changed.wait_for(
-                lambda: not person.joining or self._why_not(person, fit),
+            self._waiting[worker.rank] = worker, fit
+            members.changed.wait_for(
+                lambda: not worker.joining or self._why_not(worker, fit),
                 min(_WAIT_SECONDS, deadline.remaining()),
             )
-            if self._waiting.get(person.rank, (None,))[0] is person:
-                del self._waiting[person.rank]
-            if crew.failure is not None:
-                raise crew.failure
-            if not person.joining:
-                return self._entered.pop(person.incarnation)
-            why = self._why_not(person, fit)
+            if self._waiting.get(worker.rank, (None,))[0] is worker:
+                del self._waiting[worker.rank]
+            if members.failure is not None:
+                raise members.failure
+            if not worker.joining:
+                return self._entered.pop(worker.incarnation)
+            why = self._why_not(worker, fit)
         if why:
             raise errors.CollectiveError(why)
         return None
@@ -94,17 +94,17 @@ class JoinBarrier:
         fit = facts.get("fit")
         self._fit = fit if isinstance(fit, int) else self._fit
         joined = [
-            person
-            for person, theirs in self._waiting.values()
-            if theirs == self._fit and self._is_here(person)
+            worker
+            for worker, theirs in self._waiting.values()
+            if theirs == self._fit and self._is_here(worker)
         ]
-        names = [person.rank for person in joined]
+        names = [worker.rank for worker in joined]
         ranks[:] = sorted([*ranks, *names])
         self._last = number, names
-        for person in joined:
-            person.joining = False
-            del self._waiting[person.rank]
-            self._entered[person.incarnation] = {
+        for worker in joined:
+            worker.joining = False
+            del self._waiting[worker.rank]
+            self._entered[worker.incarnation] = {
                 "met": number,
                 "ranks": list(ranks),
                 "facts": dict(facts),
@@ -114,23 +114,25 @@ class JoinBarrier:
         """Who has joined at the gate with this number, if that was the last one."""
         return self._last[1] if self._last[0] == number else []
 
-    def _is_here(self, person: WorkerRecord) -> bool:
-        return self._crew.people[person.rank] is person and person.state == "live"
+    def _is_here(self, worker: WorkerRecord) -> bool:
+        return (
+            self._membership.workers[worker.rank] is worker and worker.state == "live"
+        )
 
-    def _restarted(self, person: WorkerRecord) -> str:
-        return f"This server was restarted while {person} was joining."
+    def _restarted(self, worker: WorkerRecord) -> str:
+        return f"This server was restarted while {worker} was joining."
 
-    def _why_not(self, person: WorkerRecord, fit: int) -> str:
-        crew = self._crew
-        if crew.failure is not None or not self._is_here(person):
-            return f"{person} was lost."
-        if not any(not each.joining for each in crew.live()):
+    def _why_not(self, worker: WorkerRecord, fit: int) -> str:
+        members = self._membership
+        if members.failure is not None or not self._is_here(worker):
+            return f"{worker} was lost."
+        if not any(not each.joining for each in members.live()):
             return (
-                f"{person} came too late to join: all others have finished or are lost."
+                f"{worker} came too late to join: all others have finished or are lost."
             )
         if self._fit > fit:
             return (
-                f"{person} came too late to join: it is in `fit` number {fit} of its "
+                f"{worker} came too late to join: it is in `fit` number {fit} of its "
                 f"script, the others are in number {self._fit}. A worker can join in "
                 "the same `fit` only."
             )

@@ -63,17 +63,17 @@ def run_server(
         on_table=opened,
         on_start=started if tolerant else None,
     )
-    server.desk.on_split = split
+    server.handler.on_split = split
     if tolerant:
-        crew = server.desk.crew
+        members = server.handler.membership
         # Before any worker hears of it, and ends.
-        crew.on_failure.insert(0, launcher.failed)
-        crew.on_event.insert(
+        members.on_failure.insert(0, launcher.failed)
+        members.on_event.insert(
             0, lambda event: launcher.happened(event.kind, event.rank, event.reason)
         )
     _say(f"{name} serves {cluster.size} worker(s), mode={settings.mode!r}.")
-    for store in server.desk.stores.tables.values():  # those of a snapshot
-        opened(store.layout)
+    for served in server.handler.tables.tables.values():  # those of a snapshot
+        opened(served.layout)
     stats = server.serve()
     _say(
         f"{name} has finished: {stats['requests']:,} requests, "

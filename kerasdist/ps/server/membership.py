@@ -106,7 +106,7 @@ class Membership:
 
     Attributes:
         changed: Guards everything here, and what waits for it: notified at each change.
-        people: All workers, by rank.
+        workers: All workers, by rank.
         failure: The job's first failure, or None.
         on_event: Called with each event, under `changed`.
         on_failure: Called once with the job's failure, under `changed`.
@@ -114,7 +114,7 @@ class Membership:
 
     def __init__(self, size: int, mode: str) -> None:
         self.changed = threading.Condition(threading.RLock())
-        self.people = [WorkerRecord(rank) for rank in range(size)]
+        self.workers = [WorkerRecord(rank) for rank in range(size)]
         self.failure: errors.CollectiveError | None = None
         self.on_event: list[Callable[[Event], None]] = []
         self.on_failure: list[Callable[[errors.CollectiveError], None]] = []
@@ -122,11 +122,11 @@ class Membership:
 
     def live(self) -> list[WorkerRecord]:
         """Those who are waited for: live, away, and expected, by rank."""
-        return [p for p in self.people if p.state in ("live", "away", "expected")]
+        return [p for p in self.workers if p.state in ("live", "away", "expected")]
 
     def missing(self) -> list[int]:
         """The ranks that have never come."""
-        return [p.rank for p in self.people if p.state == "expected"]
+        return [p.rank for p in self.workers if p.state == "expected"]
 
     @property
     def over(self) -> bool:
@@ -135,49 +135,49 @@ class Membership:
 
     def current(self, rank: int, incarnation: str) -> WorkerRecord | None:
         """The worker of this rank if it's live and this very process."""
-        person = self.people[rank]
-        same = person.incarnation == incarnation
-        return person if same and person.state == "live" else None
+        worker = self.workers[rank]
+        same = worker.incarnation == incarnation
+        return worker if same and worker.state == "live" else None
 
-    def enter(self, person: WorkerRecord, kind: str | None) -> None:
+    def enter(self, worker: WorkerRecord, kind: str | None) -> None:
         """A process has come with a rank; it replaces who had it before.
 
         Args:
-            person: The worker; live from now on.
+            worker: The worker; live from now on.
             kind: The event that it is; None at the start of the job.
         """
         with self.changed:
-            person.state = "live"
-            self.people[person.rank] = person
+            worker.state = "live"
+            self.workers[worker.rank] = worker
             if kind is not None:
-                self._tell(Event(kind, person.rank, person.address, person.clock))
+                self._tell(Event(kind, worker.rank, worker.address, worker.clock))
             self.changed.notify_all()
 
-    def lose(self, person: WorkerRecord, reason: str) -> bool:
+    def lose(self, worker: WorkerRecord, reason: str) -> bool:
         """A worker is lost; False if it was no longer here."""
         with self.changed:
-            if self.people[person.rank] is not person or person.state not in (
+            if self.workers[worker.rank] is not worker or worker.state not in (
                 "live",
                 "away",
             ):
                 return False
-            person.state = "lost"
-            self._tell(Event("lost", person.rank, person.address, person.clock, reason))
+            worker.state = "lost"
+            self._tell(Event("lost", worker.rank, worker.address, worker.clock, reason))
             if self._mode == "sync":
                 self.fail(
-                    errors.WorkerLost(person.rank, person.address, person.clock, reason)
+                    errors.WorkerLost(worker.rank, worker.address, worker.clock, reason)
                 )
             self.changed.notify_all()
             return True
 
-    def finish(self, person: WorkerRecord, reason: str) -> None:
+    def finish(self, worker: WorkerRecord, reason: str) -> None:
         """A worker has left in good order."""
         with self.changed:
-            if self.people[person.rank] is not person or person.state != "live":
+            if self.workers[worker.rank] is not worker or worker.state != "live":
                 return
-            person.state = "finished"
+            worker.state = "finished"
             self._tell(
-                Event("finished", person.rank, person.address, person.clock, reason)
+                Event("finished", worker.rank, worker.address, worker.clock, reason)
             )
             self.changed.notify_all()
 

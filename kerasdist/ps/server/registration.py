@@ -20,11 +20,11 @@ from kerasdist.transport.connection import Connection
 from kerasdist.transport.deadline import Deadline
 from kerasdist.transport.wire.framing import FrameType
 
-__all__ = ["FAREWELL_SECONDS", "LOOK_SECONDS", "PURPOSE", "Registrar"]
+__all__ = ["GOODBYE_SECONDS", "LOOK_SECONDS", "PURPOSE", "Registrar"]
 
 PURPOSE = "server"
 # How long those who are on their way are told that the job has failed.
-FAREWELL_SECONDS = 5.0
+GOODBYE_SECONDS = 5.0
 # How long a server waits for somebody to come before it looks at other things.
 LOOK_SECONDS = 0.25
 _SHORT_LOOK_SECONDS = 0.05
@@ -33,14 +33,14 @@ _ANSWER_SECONDS = 5.0
 _RETURN_SECONDS = 10.0
 
 # A worker's rank, its connection, and its hello.
-Came = tuple[int, Connection, dict[str, Any]]
+Arrival = tuple[int, Connection, dict[str, Any]]
 
 
 class Registrar:
     """Lets workers in, or says why not. For the thread that takes connections.
 
     Args:
-        desk: The server.
+        handler: The server.
         address: Its address, for messages.
         workers: The workers' addresses.
         take: Waits so many seconds for connections, and returns those that came.
@@ -51,27 +51,27 @@ class Registrar:
 
     def __init__(
         self,
-        desk: RequestHandler,
+        handler: RequestHandler,
         address: str,
         workers: Sequence[str],
-        take: Callable[[float], Sequence[Came]],
+        take: Callable[[float], Sequence[Arrival]],
         stop: threading.Event,
         heard: Callable[[WorkerRecord], float | None],
     ) -> None:
-        self._desk = desk
+        self._handler = handler
         self._address = address
         self._workers = workers
         self._take = take
         self._stop = stop
         self._heard = heard
-        self._guests: dict[int, tuple[WorkerRecord, Connection]] = {}
-        self._came: set[int] = set()
+        self._pending: dict[int, tuple[WorkerRecord, Connection]] = {}
+        self._arrived_ranks: set[int] = set()
         self._different = ""
         # New processes of which isn't known whether they join, by rank; until when.
-        self._held: dict[int, Came] = {}
+        self._held: dict[int, Arrival] = {}
         self._patience: Deadline | None = None
         # When a process came whose rank another one has, by its incarnation.
-        self._knocked: dict[str, float] = {}
+        self._arrived_at: dict[str, float] = {}
         # Whether the job was begun anew, from its snapshots.
         self._anew = False
 
@@ -85,62 +85,62 @@ class Registrar:
                 came have been told.
             TransportClosed: The server was closed.
         """
-        while len(self._guests) < len(self._workers):
+        while len(self._pending) < len(self._workers):
             if self._stop.is_set():
                 raise errors.TransportClosed("This server was closed.")
             if deadline.expired:
                 raise self._missing(deadline)
-            for came in self._take(min(deadline.remaining(), LOOK_SECONDS)):
-                self._accept_handshake(*came)
+            for arrival in self._take(min(deadline.remaining(), LOOK_SECONDS)):
+                self._accept_handshake(*arrival)
             if self._different:
                 # Waiting wouldn't help anybody.
                 error = self._dismiss(errors.StartupError(self._different))
                 self._turn_away(str(error))
                 raise error
-            for rank, (_, connection) in list(self._guests.items()):
+            for rank, (_, connection) in list(self._pending.items()):
                 if connection.ended:
-                    self._guests.pop(rank)[1].close()
-        guests, self._guests = list(self._guests.values()), {}
-        for person, _ in guests:
-            self._desk.crew.enter(person, None)
-        return guests
+                    self._pending.pop(rank)[1].close()
+        pending, self._pending = list(self._pending.values()), {}
+        for worker, _ in pending:
+            self._handler.membership.enter(worker, None)
+        return pending
 
     def _accept_handshake(
         self, rank: int, connection: Connection, hello: dict[str, Any]
     ) -> None:
-        self._came.add(rank)
-        person = self._examine(rank, connection, hello)
-        if person is None:
+        self._arrived_ranks.add(rank)
+        worker = self._examine(rank, connection, hello)
+        if worker is None:
             return
         if hello.get("resume"):
             _refuse(connection, self._no_snapshot())
             return
-        older = self._guests.pop(rank, None)
+        older = self._pending.pop(rank, None)
         if older is not None:
-            _refuse(older[1], f"Another process came as {person}.")
-        self._guests[rank] = person, connection
+            _refuse(older[1], f"Another process came as {worker}.")
+        self._pending[rank] = worker, connection
 
     def _missing(self, deadline: Deadline) -> errors.StartupError:
         reasons = {
             rank: "it never came to this server"
             for rank in range(len(self._workers))
-            if rank not in self._guests
+            if rank not in self._pending
         }
         names = ", ".join(f"rank {r} ({self._workers[r]})" for r in reasons)
         return self._dismiss(
             errors.StartupError(
-                f"{names} didn't come to server {self._desk.server} ({self._address}) "
-                f"within {deadline.seconds:g} s. Are they running (look at their "
-                "output first), and can they reach this address?",
+                f"{names} didn't come to server {self._handler.server} "
+                f"({self._address}) within {deadline.seconds:g} s. Are they running "
+                "(look at their output first), and can they reach this address?",
                 reasons,
             )
         )
 
     def _dismiss(self, error: errors.StartupError) -> errors.StartupError:
         """Tell all who have come why the job doesn't begin."""
-        for _, connection in self._guests.values():
+        for _, connection in self._pending.values():
             _refuse(connection, str(error))
-        self._guests.clear()
+        self._pending.clear()
         return error
 
     def _turn_away(self, message: str) -> None:
@@ -148,12 +148,12 @@ class Registrar:
 
         Who finds nobody would try again for as long as the start may take.
         """
-        deadline = Deadline(FAREWELL_SECONDS)
-        while len(self._came) < len(self._workers) and not (
+        deadline = Deadline(GOODBYE_SECONDS)
+        while len(self._arrived_ranks) < len(self._workers) and not (
             deadline.expired or self._stop.is_set()
         ):
             for rank, connection, _ in self._take(_SHORT_LOOK_SECONDS):
-                self._came.add(rank)
+                self._arrived_ranks.add(rank)
                 _refuse(connection, message)
 
     # Later.
@@ -166,48 +166,48 @@ class Registrar:
         Returns:
             Who it is, live, and whether it's a new process; None if it was refused.
         """
-        person = self._examine(rank, connection, hello)
-        if person is None:
+        worker = self._examine(rank, connection, hello)
+        if worker is None:
             return None
-        crew = self._desk.crew
-        with crew.changed:
-            known = crew.people[rank]
+        members = self._handler.membership
+        with members.changed:
+            known = members.workers[rank]
             returns = (
-                known.incarnation == person.incarnation
+                known.incarnation == worker.incarnation
                 and known.returned
                 and known.state in ("away", "live")
             )
-            refusal = self._why_not(known, person, hello, returns=returns)
+            refusal = self._why_not(known, worker, hello, returns=returns)
             hold = refusal is None and not returns and self._waits(rank, hello)
             if returns and refusal is not None:
-                crew.lose(known, "it came back too late")
+                members.lose(known, "it came back too late")
             if hold:
                 older = self._held.pop(rank, None)
                 self._held[rank] = rank, connection, hello
                 if older is not None:
-                    _refuse(older[1], f"Another process came as {person}.")
+                    _refuse(older[1], f"Another process came as {worker}.")
             elif refusal is None and returns:
-                self._return(known, person, hello.get("resume"))
+                self._return(known, worker, hello.get("resume"))
             elif refusal is None:
-                self._join(known, person, hello)
+                self._join(known, worker, hello)
         if not hold:
-            self._knocked.pop(person.incarnation, None)
+            self._arrived_at.pop(worker.incarnation, None)
         if refusal is not None:
             _refuse(connection, refusal)
-        return None if hold or refusal is not None else (person, not returns)
+        return None if hold or refusal is not None else (worker, not returns)
 
-    def waiting(self) -> list[Came]:
+    def waiting(self) -> list[Arrival]:
         """Those who had to wait in `later`, and needn't any more: it's their turn."""
-        crew = self._desk.crew
-        with crew.changed:
+        members = self._handler.membership
+        with members.changed:
             for rank, (_, connection, hello) in list(self._held.items()):
                 if connection.ended:
                     self._held.pop(rank)[1].close()
-                    self._knocked.pop(str(hello["incarnation"]), None)
+                    self._arrived_at.pop(str(hello["incarnation"]), None)
             ready = [
-                came
-                for rank, came in self._held.items()
-                if crew.failure is not None or not self._waits(rank, came[2])
+                arrival
+                for rank, arrival in self._held.items()
+                if members.failure is not None or not self._waits(rank, arrival[2])
             ]
             for rank, _, _ in ready:
                 del self._held[rank]
@@ -223,29 +223,31 @@ class Registrar:
         What is heard of it after the new one has come tells. Else it's lost after
         `heartbeat` seconds, and its connection is gone at once if it was killed.
         """
-        here = self._desk.crew.people[rank]
+        here = self._handler.membership.workers[rank]
         if here.state != "live" or here.incarnation == hello.get("incarnation"):
             return False
         heard = self._heard(here)
         if heard is None:
             return False
-        came = self._knocked.setdefault(str(hello["incarnation"]), time.monotonic())
-        return True if heard > came else None
+        arrival = self._arrived_at.setdefault(
+            str(hello["incarnation"]), time.monotonic()
+        )
+        return True if heard > arrival else None
 
     def _is_open(self, rank: int, hello: dict[str, Any]) -> bool:
         """Whether it isn't known yet if a new process joins others. Under `changed`."""
-        people = self._desk.crew.people
+        workers = self._handler.membership.workers
         if (
             self._anew
-            or self._desk.server != 0
+            or self._handler.server != 0
             or hello.get("gate") is not True
-            or not (self._desk.resumed and people[rank].returned)
-            or any(each.returned and each.state == "live" for each in people)
+            or not (self._handler.resumed and workers[rank].returned)
+            or any(each.returned and each.state == "live" for each in workers)
         ):
             return False
         if not any(
             each.state == "away" and each.rank not in (rank, *self._held)
-            for each in people
+            for each in workers
         ):
             return False
         if self._patience is None:
@@ -255,72 +257,74 @@ class Registrar:
     def _why_not(
         self,
         known: WorkerRecord,
-        person: WorkerRecord,
+        worker: WorkerRecord,
         hello: dict[str, Any],
         *,
         returns: bool,
     ) -> str | None:
-        failure = self._desk.crew.failure
+        failure = self._handler.membership.failure
         if failure is not None:
             return f"The job has failed: {failure}"
         if returns and self._anew:
-            return f"{person} came back too late: the others have begun the job anew"
+            return f"{worker} came back too late: the others have begun the job anew"
         if hello.get("resume") and not returns:
-            if known.incarnation == person.incarnation:
-                return f"{person} was taken for lost, and came back too late"
+            if known.incarnation == worker.incarnation:
+                return f"{worker} was taken for lost, and came back too late"
             return self._no_snapshot()
-        answers = None if returns else self._answers(person.rank, hello)
+        answers = None if returns else self._answers(worker.rank, hello)
         if answers:
             return (
-                f"{person} is here already, and answers. Do two processes have the "
+                f"{worker} is here already, and answers. Do two processes have the "
                 "same task (TF_CONFIG), or does the script make a second "
                 "ParameterServerStrategy? End one of the processes, or use one "
                 "strategy for all models."
             )
-        if answers is False and self._desk.settings.mode == "sync":
+        if answers is False and self._handler.settings.mode == "sync":
             return (
-                f"{person} came after the start, and nobody can join a job with "
+                f"{worker} came after the start, and nobody can join a job with "
                 "mode='sync'. Start the whole job again, or use mode='async'."
             )
         return None
 
-    def _return(self, known: WorkerRecord, person: WorkerRecord, resume: Any) -> None:
+    def _return(self, known: WorkerRecord, worker: WorkerRecord, resume: Any) -> None:
         clocks = _clocks(resume)
-        person.met = max(known.met, _number(resume, "met"))
-        person.clock = max([known.clock, *clocks.values()])
-        person.returned = True
-        person.joining = isinstance(resume, dict) and resume.get("joining") is True
-        self._desk.stores.return_at(person.rank, clocks)
+        worker.met = max(known.met, _number(resume, "met"))
+        worker.clock = max([known.clock, *clocks.values()])
+        worker.returned = True
+        worker.joining = isinstance(resume, dict) and resume.get("joining") is True
+        self._handler.tables.return_at(worker.rank, clocks)
         for dataset, (epoch, numbers) in _claims(resume).items():
-            self._desk.dealer.resume(dataset, epoch, numbers)
-        self._desk.crew.enter(person, "returned")
+            self._handler.batch_queue.resume(dataset, epoch, numbers)
+        self._handler.membership.enter(worker, "returned")
 
     def _join(
-        self, known: WorkerRecord, person: WorkerRecord, hello: dict[str, Any]
+        self, known: WorkerRecord, worker: WorkerRecord, hello: dict[str, Any]
     ) -> None:
-        crew, met = self._desk.crew, hello.get("met")
+        members, met = self._handler.membership, hello.get("met")
         # As server 0 has said, or by its own judgement.
-        person.joining = hello.get("gate") is True and (
+        worker.joining = hello.get("gate") is True and (
             hello.get("joining") is True
             if isinstance(hello.get("joining"), bool)
             else self._others_train(known)
         )
         # All others wait for it from the start, or none of them do.
         self._anew = self._anew or (
-            self._desk.resumed and hello.get("gate") is True and not person.joining
+            self._handler.resumed and hello.get("gate") is True and not worker.joining
         )
-        crew.lose(known, "another process came with its rank")
+        members.lose(known, "another process came with its rank")
         # Server 0 says which collectives are over; the others hear it.
-        person.met = met if isinstance(met, int) else self._desk.meetings.number
-        if self._desk.server == 0:
+        worker.met = met if isinstance(met, int) else self._handler.collectives.number
+        if self._handler.server == 0:
             # What anybody has finished a joiner needn't come to.
-            person.met = max(person.met, *(each.met for each in crew.people))
-        crew.enter(person, "joined")
+            worker.met = max(worker.met, *(each.met for each in members.workers))
+        members.enter(worker, "joined")
 
     def _others_train(self, known: WorkerRecord) -> bool:
         """Whether there is a job to join; else all its tasks were started again."""
-        back = any(p.returned and p.state == "live" for p in self._desk.crew.people)
-        return back or not (self._desk.resumed and known.returned)
+        back = any(
+            p.returned and p.state == "live" for p in self._handler.membership.workers
+        )
+        return back or not (self._handler.resumed and known.returned)
 
     # At any time.
 
@@ -328,8 +332,8 @@ class Registrar:
         self, rank: int, connection: Connection, hello: dict[str, Any]
     ) -> WorkerRecord | None:
         """Return who came; None if it was refused."""
-        here = self._desk.server
-        mine = self._desk.settings.agreed()
+        here = self._handler.server
+        mine = self._handler.settings.agreed()
         theirs = hello.get("settings")
         incarnation, replicas = hello.get("incarnation"), hello.get("replicas")
         if hello.get("line") != "control":
@@ -360,13 +364,13 @@ class Registrar:
 
     def _no_snapshot(self) -> str:
         return (
-            f"server {self._desk.server} was started again and has no snapshot of this "
-            "job, so that its part of the weights is gone"
+            f"server {self._handler.server} was started again and has no snapshot of "
+            "this job, so that its part of the weights is gone"
         )
 
     def close(self) -> None:
         """Close the connections of those who wait for others."""
-        for _, connection in self._guests.values():
+        for _, connection in self._pending.values():
             connection.close()
         for _, connection, _ in self._held.values():
             connection.close()

@@ -41,7 +41,7 @@ from kerasdist.ps.layout import Layout
 from kerasdist.ps.server.handler import Goodbye, RequestHandler
 from kerasdist.ps.server.membership import Event, WorkerRecord
 from kerasdist.ps.server.registration import (
-    FAREWELL_SECONDS,
+    GOODBYE_SECONDS,
     LOOK_SECONDS,
     PURPOSE,
     Registrar,
@@ -129,27 +129,29 @@ class ParameterServer:
         self._closed = False
         secret = job_secret((*cluster.workers, *cluster.servers), os.environ)
         size = len(cluster.workers)
-        self.desk = RequestHandler(
+        self.handler = RequestHandler(
             *(self.index, len(cluster.servers), size, settings, self._timeouts),
             on_table,
         )
         self._on_start = on_start
-        self._admission = Registrar(
-            *(self.desk, self.address, cluster.workers, self._take, self._stop),
-            heard=lambda person: self._watch.heard((person.rank, person.incarnation)),
+        self._registrar = Registrar(
+            *(self.handler, self.address, cluster.workers, self._take, self._stop),
+            heard=lambda worker: self._heartbeat.heard(
+                (worker.rank, worker.incarnation)
+            ),
         )
         patience = self._timeouts.startup
         try:
             self._listener = Listener.acquire(self.address, secret, patience)
         except BaseException:
-            self.desk.close()
+            self.handler.close()
             raise
-        self._watch = Heartbeat(
+        self._heartbeat = Heartbeat(
             f"server {self.index}", self._timeouts, self._on_frame, self._ended
         )
-        crew = self.desk.crew
-        crew.on_event.append(self._note)
-        crew.on_failure.append(self._failed)
+        members = self.handler.membership
+        members.on_event.append(self._note)
+        members.on_failure.append(self._failed)
 
     # The whole life of a server.
 
@@ -167,7 +169,7 @@ class ParameterServer:
         """
         try:
             self._serve()
-            stats = self.desk.stats()
+            stats = self.handler.stats()
         finally:
             self.close()
         with self._lock:
@@ -178,36 +180,36 @@ class ParameterServer:
             }
 
     def _serve(self) -> None:
-        crew = self.desk.crew
-        if not self.desk.resumed:
+        members = self.handler.membership
+        if not self.handler.resumed:
             self._gather()
         elif self._on_start is not None:
             self._on_start()
-        if self.desk.keeper is not None:
-            self.desk.keeper.start()
+        if self.handler.snapshotter is not None:
+            self.handler.snapshotter.start()
         # Those of a snapshot who don't come again aren't waited for for ever.
         patience = Deadline(self._settings.restart_timeout)
         while not self._stop.is_set():
-            for came in (*self._take(LOOK_SECONDS), *self._admission.waiting()):
-                self._let_in(*came)
-            if self.desk.resumed and patience.expired:
+            for arrival in (*self._take(LOOK_SECONDS), *self._registrar.waiting()):
+                self._let_in(*arrival)
+            if self.handler.resumed and patience.expired:
                 self._give_up_on_absent(patience)
         # Who comes to a job that has failed hears why.
-        farewell = Deadline(FAREWELL_SECONDS)
-        while not (crew.over or farewell.expired or self._closed):
+        goodbye = Deadline(GOODBYE_SECONDS)
+        while not (members.over or goodbye.expired or self._closed):
             new = self._listener.take_any(self._session, PURPOSE, _SHORT_LOOK_SECONDS)
-            for came in (*new, *self._admission.waiting()):
-                self._let_in(*came)
-        with crew.changed:
-            if crew.failure is not None:
-                raise crew.failure
-            finished = any(person.state == "finished" for person in crew.people)
-            lost = [event for event in self.desk.events if event.kind == "lost"]
-        if self._closed and not crew.over:
+            for arrival in (*new, *self._registrar.waiting()):
+                self._let_in(*arrival)
+        with members.changed:
+            if members.failure is not None:
+                raise members.failure
+            finished = any(worker.state == "finished" for worker in members.workers)
+            lost = [event for event in self.handler.events if event.kind == "lost"]
+        if self._closed and not members.over:
             raise errors.TransportClosed("This server was closed.")
-        if not finished and self.desk.server_lost is not None:
+        if not finished and self.handler.server_lost is not None:
             # Why the workers have left: none of them is to blame.
-            raise self.desk.server_lost
+            raise self.handler.server_lost
         if not finished and lost:
             last = lost[-1]
             raise errors.WorkerLost(last.rank, last.address, last.clock, last.reason)
@@ -221,15 +223,15 @@ class ParameterServer:
             serving = list(self._serving.values())
         self._stop.set()
         self._listener.interrupt()
-        self._admission.close()
-        self._watch.close()
+        self._registrar.close()
+        self._heartbeat.close()
         for channel, _ in serving:
             channel.abort()
         for _, thread in serving:
             if thread is not threading.current_thread():
                 thread.join(_JOIN_SECONDS)
         self._listener.release()
-        self.desk.close()
+        self.handler.close()
 
     def __enter__(self) -> ParameterServer:
         return self
@@ -240,11 +242,11 @@ class ParameterServer:
     # Steps 1 to 4.
 
     def _gather(self) -> None:
-        guests = self._admission.gather(Deadline(self._timeouts.startup))
+        pending = self._registrar.gather(Deadline(self._timeouts.startup))
         if self._on_start is not None:
             self._on_start()
-        for person, connection in guests:
-            self._open_line(person, connection, joined=False)
+        for worker, connection in pending:
+            self._open_control(worker, connection, joined=False)
 
     def _take(self, seconds: float) -> Sequence[tuple[int, Connection, Any]]:
         return self._listener.take_any(self._session, PURPOSE, seconds, self._stop)
@@ -252,12 +254,12 @@ class ParameterServer:
     def _let_in(self, rank: int, connection: Connection, hello: dict[str, Any]) -> None:
         try:
             if hello.get("line") == "data":
-                self._attend(rank, connection, hello)
+                self._serve_requests(rank, connection, hello)
                 return
-            found = self._admission.later(rank, connection, hello)
+            found = self._registrar.later(rank, connection, hello)
             if found is not None:
-                person, joined = found
-                self._open_line(person, connection, joined=joined)
+                worker, joined = found
+                self._open_control(worker, connection, joined=joined)
         except Exception:
             # Whatever one of them says, the others are served.
             background_log.log(
@@ -266,76 +268,80 @@ class ParameterServer:
             )
             connection.close()
 
-    def _open_line(
-        self, person: WorkerRecord, connection: Connection, *, joined: bool
+    def _open_control(
+        self, worker: WorkerRecord, connection: Connection, *, joined: bool
     ) -> None:
-        people = self.desk.crew.people
+        workers = self.handler.membership.workers
         roster = {
             "server": self.index,
             "incarnation": self._incarnation,
             "host": self._host,
             "unix_name": self._listener.unix_name,
-            "replicas": [each.replicas for each in people],
-            "met": person.met,
+            "replicas": [each.replicas for each in workers],
+            "met": worker.met,
             "joined": joined,
-            "joining": person.joining,
-            "resumed": self.desk.resumed,
-            "seed": self.desk.stores.seed,
+            "joining": worker.joining,
+            "resumed": self.handler.resumed,
+            "seed": self.handler.tables.seed,
         }
         try:
             deadline = Deadline(_ANSWER_SECONDS)
             connection.write_json(FrameType.ROSTER, roster, deadline)
         except OSError:  # it has died since: the watch finds that out
             pass
-        self._watch.add((person.rank, person.incarnation), connection)
+        self._heartbeat.add((worker.rank, worker.incarnation), connection)
 
-    def _attend(self, rank: int, connection: Connection, hello: dict[str, Any]) -> None:
-        crew = self.desk.crew
+    def _serve_requests(
+        self, rank: int, connection: Connection, hello: dict[str, Any]
+    ) -> None:
+        members = self.handler.membership
         incarnation = str(hello.get("incarnation"))
-        person = (
-            crew.current(rank, incarnation) if 0 <= rank < len(crew.people) else None
+        worker = (
+            members.current(rank, incarnation)
+            if 0 <= rank < len(members.workers)
+            else None
         )
         with self._lock:
-            if person is None or self._closed:
+            if worker is None or self._closed:
                 connection.close()
                 return
             channel = SocketChannel(connection, shared=hello.get("shared") is True)
             thread = threading.Thread(
                 target=self._answer,
-                args=(person, channel),
+                args=(worker, channel),
                 name=f"kerasdist-server {self.index} rank {rank}",
                 daemon=True,
             )
             self._serving[incarnation] = channel, thread
             thread.start()
 
-    def _answer(self, person: WorkerRecord, channel: SocketChannel) -> None:
-        crew = self.desk.crew
+    def _answer(self, worker: WorkerRecord, channel: SocketChannel) -> None:
+        members = self.handler.membership
         try:
-            seen = self.desk.serve(person, channel)
+            seen = self.handler.serve(worker, channel)
         finally:
             channel.close()
             with self._lock:
                 self._bytes_received += channel.bytes_received
                 self._bytes_sent += channel.bytes_sent
-        with crew.changed:
+        with members.changed:
             # Did it say goodbye, has it died? The control connection knows better.
-            crew.changed.wait_for(
-                lambda: person.state != "live" or self._closed, _VERDICT_SECONDS
+            members.changed.wait_for(
+                lambda: worker.state != "live" or self._closed, _VERDICT_SECONDS
             )
             if not self._closed:
-                crew.lose(person, seen)
+                members.lose(worker, seen)
         with self._lock:
-            if self._serving.get(person.incarnation, (None,))[0] is channel:
-                del self._serving[person.incarnation]
+            if self._serving.get(worker.incarnation, (None,))[0] is channel:
+                del self._serving[worker.incarnation]
 
     def _give_up_on_absent(self, patience: Deadline) -> None:
-        crew = self.desk.crew
-        with crew.changed:
-            for person in crew.people:
-                if person.state == "away":
-                    crew.lose(
-                        person,
+        members = self.handler.membership
+        with members.changed:
+            for worker in members.workers:
+                if worker.state == "away":
+                    members.lose(
+                        worker,
                         f"it didn't come back within {patience.seconds:g} s after this "
                         "server was restarted",
                     )
@@ -343,24 +349,25 @@ class ParameterServer:
     # What the watch hears, and what happens to workers.
 
     def _on_frame(self, key: Hashable, kind: FrameType, payload: bytes) -> None:
-        person = self._person(key)
+        worker = self._worker(key)
         if kind is FrameType.NOTICE:
-            if person is not None:
-                self._pass_on(person, payload)
+            if worker is not None:
+                self._pass_on(worker, payload)
             return
         if kind is not FrameType.GOODBYE:
             raise unexpected(kind)
-        if person is not None:
-            self.desk.leave(person, Goodbye.from_payload(payload))
+        if worker is not None:
+            self.handler.leave(worker, Goodbye.from_payload(payload))
 
     def _ended(self, key: Hashable, reason: str) -> tuple[FrameType, bytes] | None:
-        person = self._person(key)
-        if person is None or not self.desk.crew.lose(person, reason):
+        worker = self._worker(key)
+        if worker is None or not self.handler.membership.lose(worker, reason):
             return None
         # It may have been frozen, and wake up later.
         lost = errors.WorkerLost(
-            *(person.rank, person.address, person.clock, reason),
-            others_go_on=self._settings.mode == "async" and not self.desk.crew.over,
+            *(worker.rank, worker.address, worker.clock, reason),
+            others_go_on=self._settings.mode == "async"
+            and not self.handler.membership.over,
         )
         return FrameType.FAILURE, encode(lost)
 
@@ -369,38 +376,38 @@ class ParameterServer:
         notice = to_json(payload)
         to = notice.get("to")
         value = {"from": sender.rank, "value": notice.get("value")}
-        for person in self.desk.crew.people:
-            meant = person.rank == to if to is not None else person is not sender
-            if person.state == "live" and meant:
-                key = person.rank, person.incarnation
-                self._watch.post(key, FrameType.NOTICE, json.dumps(value).encode())
+        for worker in self.handler.membership.workers:
+            meant = worker.rank == to if to is not None else worker is not sender
+            if worker.state == "live" and meant:
+                key = worker.rank, worker.incarnation
+                self._heartbeat.post(key, FrameType.NOTICE, json.dumps(value).encode())
 
-    def _person(self, key: Hashable) -> WorkerRecord | None:
+    def _worker(self, key: Hashable) -> WorkerRecord | None:
         if not isinstance(key, tuple):
             return None
-        return self.desk.crew.current(*key)
+        return self.handler.membership.current(*key)
 
     def _note(self, event: Event) -> None:
-        crew = self.desk.crew
+        members = self.handler.membership
         payload = json.dumps(event.to_json()).encode()
-        for person in crew.people:
-            if person.state == "live" and person.rank != event.rank:
-                key = person.rank, person.incarnation
-                self._watch.post(key, FrameType.EVENT, payload)
+        for worker in members.workers:
+            if worker.state == "live" and worker.rank != event.rank:
+                key = worker.rank, worker.incarnation
+                self._heartbeat.post(key, FrameType.EVENT, payload)
         if event.kind == "lost":
-            person = crew.people[event.rank]
+            worker = members.workers[event.rank]
             with self._lock:
-                found = self._serving.get(person.incarnation)
+                found = self._serving.get(worker.incarnation)
             if found is not None:
                 found[0].abort()
-        if crew.over:
+        if members.over:
             self._end()
 
     def _failed(self, error: errors.CollectiveError) -> None:
-        for person in self.desk.crew.people:
-            if person.state in ("live", "lost"):
-                key = person.rank, person.incarnation
-                self._watch.post(key, FrameType.FAILURE, encode(error))
+        for worker in self.handler.membership.workers:
+            if worker.state in ("live", "lost"):
+                key = worker.rank, worker.incarnation
+                self._heartbeat.post(key, FrameType.FAILURE, encode(error))
         self._end()
 
     def _end(self) -> None:

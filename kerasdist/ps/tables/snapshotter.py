@@ -42,8 +42,8 @@ class Snapshotter:
         server: Index of the server.
         servers: Number of servers.
         settings: `snapshot_dir` and how often.
-        crew: The workers.
-        stores: The tables.
+        membership: The workers.
+        tables: The tables.
 
     Attributes:
         written: Number of snapshots written.
@@ -54,18 +54,18 @@ class Snapshotter:
         server: int,
         servers: int,
         settings: ServerSettings,
-        crew: Membership,
-        stores: ServedTables,
+        membership: Membership,
+        tables: ServedTables,
     ) -> None:
         self.written = 0
         self.path = path_of(str(settings.snapshot_dir), server)
         self._server = server
         self._servers = servers
         self._settings = settings
-        self._crew = crew
-        self._stores = stores
+        self._membership = membership
+        self._tables = tables
         self._changed = threading.Condition()
-        self._nudged = False
+        self._requested = False
         self._due = False
         self._closed = False
         self._thread: threading.Thread | None = None
@@ -113,7 +113,7 @@ class Snapshotter:
             "kerasdist: server %d goes on from its snapshot %s (%d updates), not from "
             "the weights that the script begins with. To begin anew, end the job and "
             "remove that file.",
-            *(self._server, self.path, self._stores.updates),
+            *(self._server, self.path, self._tables.updates),
         )
         return True
 
@@ -121,7 +121,7 @@ class Snapshotter:
         return {
             "server": self._server,
             "servers": self._servers,
-            "size": len(self._crew.people),
+            "size": len(self._membership.workers),
             "settings": self._settings.agreed(),
         }
 
@@ -130,25 +130,25 @@ class Snapshotter:
         for number, record in header["tables"].items():
             layout = Layout.from_json(record["variables"], self._servers)
             bound = self._settings.max_staleness
-            store = ServedTable(layout, self._server, [], bound)
-            own = [*store.table.dense, *store.table.rows, *store.table.versions]
+            served = ServedTable(layout, self._server, [], bound)
+            own = [*served.table.dense, *served.table.rows, *served.table.versions]
             for mine in own:
                 array = left.pop(0)
                 if array.shape != mine.shape or array.dtype != mine.dtype:
                     raise ValueError(f"an array of shape {array.shape} isn't due")
                 mine[...] = array
-            store.table.version = int(record["version"])
+            served.table.version = int(record["version"])
             for rank, clock in record["clocks"].items():
-                store.clocks.join(int(rank), int(clock))
+                served.clocks.join(int(rank), int(clock))
             for rank, (incarnation, clock) in record["applied"].items():
-                store.applied[int(rank)] = (str(incarnation), int(clock))
-                if store.clocks.clock(int(rank)) is not None:
-                    store.clocks.tick(int(rank), int(clock))
-            self._stores.tables[int(number)] = store
+                served.applied[int(rank)] = (str(incarnation), int(clock))
+                if served.clocks.clock(int(rank)) is not None:
+                    served.clocks.tick(int(rank), int(clock))
+            self._tables.tables[int(number)] = served
         for record in header["workers"]:
             state = "away" if record["state"] == "live" else str(record["state"])
             rank = int(record["rank"])
-            self._crew.people[rank] = WorkerRecord(
+            self._membership.workers[rank] = WorkerRecord(
                 rank,
                 str(record["address"]),
                 str(record["incarnation"]),
@@ -158,9 +158,9 @@ class Snapshotter:
                 int(record["clock"]),
                 returned=True,
             )
-        self._stores.updates = int(header["updates"])
-        seed = header.get("board", {}).get("seed", self._stores.seed)
-        self._stores.seed = int(seed)
+        self._tables.updates = int(header["updates"])
+        seed = header.get("board", {}).get("seed", self._tables.seed)
+        self._tables.seed = int(seed)
 
     def start(self) -> None:
         """Begin to write snapshots."""
@@ -169,7 +169,7 @@ class Snapshotter:
         )
         self._thread.start()
 
-    def nudge(self, *, at_once: bool = False) -> None:
+    def request(self, *, at_once: bool = False) -> None:
         """Something has changed: is a snapshot due?
 
         Args:
@@ -178,7 +178,7 @@ class Snapshotter:
         if self._settings.snapshot_updates is None and not at_once:
             return
         with self._changed:
-            self._nudged = True
+            self._requested = True
             self._due = self._due or at_once
             self._changed.notify_all()
 
@@ -187,24 +187,24 @@ class Snapshotter:
             self._settings.snapshot_seconds,
             self._settings.snapshot_updates,
         )
-        at, count, tables = time.monotonic(), self._stores.updates, 0
+        at, count, tables = time.monotonic(), self._tables.updates, 0
         while True:
             left = _LONGEST_WAIT
             if seconds is not None:
                 left = max(0.0, at + seconds - time.monotonic())
             with self._changed:
-                self._changed.wait_for(lambda: self._nudged or self._closed, left)
-                self._nudged = False
+                self._changed.wait_for(lambda: self._requested or self._closed, left)
+                self._requested = False
                 due, self._due = self._due, False
                 if self._closed:
                     return
-            done = self._stores.updates
+            done = self._tables.updates
             late = seconds is not None and time.monotonic() - at >= seconds
             many = updates is not None and done - count >= updates
             # A table's first values at once: from then on the server can come back.
-            new = due or len(self._stores.tables) != tables
+            new = due or len(self._tables.tables) != tables
             if new or many or (late and done != count):
-                tables = len(self._stores.tables)
+                tables = len(self._tables.tables)
                 try:
                     self.write()
                 except SnapshotError as error:
@@ -220,40 +220,40 @@ class Snapshotter:
         Raises:
             SnapshotError: It can't be written; the one before is as it was.
         """
-        crew = self._crew
-        with crew.changed:
-            stores = dict(self._stores.tables)
-            clocks = {number: dict(s.clocks.live) for number, s in stores.items()}
+        members = self._membership
+        with members.changed:
+            every = dict(self._tables.tables)
+            clocks = {number: dict(s.clocks.live) for number, s in every.items()}
             workers = [
                 {
-                    "rank": person.rank,
-                    "address": person.address,
-                    "incarnation": person.incarnation,
-                    "replicas": person.replicas,
-                    "state": "live" if person.state == "away" else person.state,
-                    "met": person.met,
-                    "clock": person.clock,
+                    "rank": worker.rank,
+                    "address": worker.address,
+                    "incarnation": worker.incarnation,
+                    "replicas": worker.replicas,
+                    "state": "live" if worker.state == "away" else worker.state,
+                    "met": worker.met,
+                    "clock": worker.clock,
                 }
-                for person in crew.people
+                for worker in members.workers
             ]
         tables = {}
         arrays: list[Array] = []
-        for number, store in stores.items():
-            with store.lock:
-                arrays += store.whole()
-                arrays += [versions.copy() for versions in store.table.versions]
+        for number, served in every.items():
+            with served.lock:
+                arrays += served.whole()
+                arrays += [versions.copy() for versions in served.table.versions]
                 tables[str(number)] = {
-                    "variables": store.layout.to_json(),
-                    "version": store.table.version,
+                    "variables": served.layout.to_json(),
+                    "version": served.table.version,
                     "clocks": {str(r): c for r, c in clocks[number].items()},
-                    "applied": {str(r): list(a) for r, a in store.applied.items()},
+                    "applied": {str(r): list(a) for r, a in served.applied.items()},
                 }
         header = {
             "job": self._job(),
             "tables": tables,
             "workers": workers,
-            "updates": self._stores.updates,
-            "board": {"seed": self._stores.seed},
+            "updates": self._tables.updates,
+            "board": {"seed": self._tables.seed},
         }
         size = write_snapshot(self.path, header, arrays)
         self.written += 1

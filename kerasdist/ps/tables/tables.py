@@ -94,7 +94,7 @@ class ServedTables:
         server: Index of the server.
         servers: Number of servers.
         settings: What the job was asked for.
-        crew: The workers.
+        membership: The workers.
         on_table: Called with the layout of each new table.
 
     Attributes:
@@ -108,7 +108,7 @@ class ServedTables:
         server: int,
         servers: int,
         settings: ServerSettings,
-        crew: Membership,
+        membership: Membership,
         on_table: Callable[[Layout], None] | None = None,
     ) -> None:
         self.mode = settings.mode
@@ -118,14 +118,14 @@ class ServedTables:
         self._server = server
         self._servers = servers
         self._max_staleness = settings.max_staleness
-        self._crew = crew
+        self._membership = membership
         self._on_table = on_table
 
     # For workers.
 
     def open(
         self,
-        person: WorkerRecord,
+        worker: WorkerRecord,
         number: int,
         variables: Any,
         parts: Sequence[Array],
@@ -134,7 +134,7 @@ class ServedTables:
         """A worker begins to use a table; the chief brings its first values.
 
         Args:
-            person: The worker.
+            worker: The worker.
             number: Which table: all workers open theirs in the same order, from 0.
             variables: `Layout.to_json` of its layout.
             parts: The chief's first values (`Layout.cut`); of others nothing.
@@ -147,28 +147,28 @@ class ServedTables:
         Raises:
             CollectiveError: The job's failure; workers have different models.
         """
-        crew = self._crew
+        members = self._membership
         layout = Layout.from_json(variables, self._servers)
         made = None
-        with crew.changed:
-            self._check(person)
-            self._check_joiner(person, number, layout)
-            if not 0 <= number <= len(self.tables) and person.rank == 0:
+        with members.changed:
+            self._check(worker)
+            self._check_joiner(worker, number, layout)
+            if not 0 <= number <= len(self.tables) and worker.rank == 0:
                 raise errors.ProtocolError(
                     f"Tables are opened in order. Received: table={number}; there are "
                     f"{len(self.tables)}."
                 )
-            if number not in self.tables and person.rank == 0:
-                ranks = [p.rank for p in crew.live() if not p.joining]
+            if number not in self.tables and worker.rank == 0:
+                ranks = [p.rank for p in members.live() if not p.joining]
                 made = ServedTable(layout, self._server, ranks, self._max_staleness)
                 made.table.load(parts)
                 self.tables[number] = made
-                crew.changed.notify_all()
+                members.changed.notify_all()
             while number not in self.tables:
-                self._check(person)
-                if crew.people[0].state in ("lost", "finished"):
-                    chief = crew.people[0]
-                    raise crew.fail(
+                self._check(worker)
+                if members.workers[0].state in ("lost", "finished"):
+                    chief = members.workers[0]
+                    raise members.fail(
                         errors.WorkerLost(
                             0,
                             chief.address,
@@ -177,34 +177,34 @@ class ServedTables:
                         )
                     )
                 if deadline.expired:
-                    raise crew.fail(
+                    raise members.fail(
                         errors.CollectiveTimeout(
-                            f"The chief, {crew.people[0]}, brought no first values of "
-                            f"table {number} within {deadline.seconds:g} s; {person} "
-                            "waited. Do all workers build the same models in the same "
-                            "order? Give it more time with `timeout=`."
+                            f"The chief, {members.workers[0]}, brought no first values "
+                            f"of table {number} within {deadline.seconds:g} s; "
+                            f"{worker} waited. Do all workers build the same models in "
+                            "the same order? Give it more time with `timeout=`."
                         )
                     )
-                crew.changed.wait(deadline.remaining())
-            store = self.tables[number]
-            if store.layout.fingerprint != layout.fingerprint:
-                raise crew.fail(
+                members.changed.wait(deadline.remaining())
+            served = self.tables[number]
+            if served.layout.fingerprint != layout.fingerprint:
+                raise members.fail(
                     errors.CollectiveMismatch(
-                        f"{person} has another model than the server's table "
-                        f"{number}. Received: {layout.difference(store.layout)}. All "
+                        f"{worker} has another model than the server's table "
+                        f"{number}. Received: {layout.difference(served.layout)}. All "
                         "workers must build the same model; a server that has gone on "
                         "from a snapshot of another model needs another "
                         "`snapshot_dir`, or an empty one."
                     )
                 )
-            if store.clocks.clock(person.rank) is None:
-                store.clocks.join(person.rank)
-            clock = store.clocks.clock(person.rank)
+            if served.clocks.clock(worker.rank) is None:
+                served.clocks.join(worker.rank)
+            clock = served.clocks.clock(worker.rank)
         if made is not None and self._on_table is not None:
             self._on_table(layout)
-        with store.lock:
-            values = store.whole()
-            version = store.table.version
+        with served.lock:
+            values = served.whole()
+            version = served.table.version
         crc = 0
         for array in values:
             crc = zlib.crc32(octets(array), crc)
@@ -212,7 +212,7 @@ class ServedTables:
 
     def push(
         self,
-        person: WorkerRecord,
+        worker: WorkerRecord,
         number: int,
         clock: int,
         since: int,
@@ -223,7 +223,7 @@ class ServedTables:
         """Add a step's changes, wait until the worker may go on, read.
 
         Args:
-            person: The worker.
+            worker: The worker.
             number: Which table.
             clock: The step that it has finished with these changes.
             since: The version that it has read last; -1: none, it wants all rows.
@@ -235,46 +235,46 @@ class ServedTables:
             CollectiveError: The job's failure; others were too slow.
             ProtocolError: The changes don't fit.
         """
-        store = self._find(number)
-        store.table.check(parts)
+        served = self._find(number)
+        served.table.check(parts)
         began = time.monotonic()
-        with self._crew.changed:
-            self._check(person)
-            at_once = store.clocks.may_read(person.rank, clock)
-            staleness = store.clocks.staleness(person.rank, clock)
-            least = store.clocks.least
+        with self._membership.changed:
+            self._check(worker)
+            at_once = served.clocks.may_read(worker.rank, clock)
+            staleness = served.clocks.staleness(worker.rank, clock)
+            least = served.clocks.least
         answer: list[Array] = []
-        with store.lock:
-            seen = store.applied.get(person.rank)
+        with served.lock:
+            seen = served.applied.get(worker.rank)
             again = (
-                seen is not None and seen[0] == person.incarnation and seen[1] >= clock
+                seen is not None and seen[0] == worker.incarnation and seen[1] >= clock
             )
             if at_once:
-                answer = place(store.dense_specs())
+                answer = place(served.dense_specs())
             if again:
-                store.table.read(answer) if at_once else None
+                served.table.read(answer) if at_once else None
             else:
-                store.table.add(parts, answer if at_once else None)
-                store.applied[person.rank] = (person.incarnation, clock)
+                served.table.add(parts, answer if at_once else None)
+                served.applied[worker.rank] = (worker.incarnation, clock)
                 self.updates += 1
             if at_once:
-                answer += store.changed_rows(since)
-                version = store.table.version
-        with self._crew.changed:
-            store.clocks.tick(person.rank, clock)
-            person.clock = max(person.clock, clock)
-            self._crew.changed.notify_all()
+                answer += served.changed_rows(since)
+                version = served.table.version
+        with self._membership.changed:
+            served.clocks.tick(worker.rank, clock)
+            worker.clock = max(worker.clock, clock)
+            self._membership.changed.notify_all()
             if not at_once:
-                self._wait(store, person, clock, deadline)
-                staleness = store.clocks.staleness(person.rank, clock)
-                least = store.clocks.least
-            store.clocks.observe(person.rank, staleness)
+                self._wait(served, worker, clock, deadline)
+                staleness = served.clocks.staleness(worker.rank, clock)
+                least = served.clocks.least
+            served.clocks.observe(worker.rank, staleness)
         if not at_once:
-            with store.lock:
-                answer = place(store.dense_specs())
-                store.table.read(answer)
-                answer += store.changed_rows(since)
-                version = store.table.version
+            with served.lock:
+                answer = place(served.dense_specs())
+                served.table.read(answer)
+                answer += served.changed_rows(since)
+                version = served.table.version
         meta = {
             "version": version,
             "staleness": staleness,
@@ -284,22 +284,22 @@ class ServedTables:
         return meta, answer
 
     def pull(
-        self, person: WorkerRecord, number: int, since: int, place: Place
+        self, worker: WorkerRecord, number: int, since: int, place: Place
     ) -> Answer:
         """Read without pushing: waits for nobody, and no clock ticks.
 
         Args and raises as `push`.
         """
-        store = self._find(number)
-        with self._crew.changed:
-            self._check(person)
-            least = store.clocks.least
-            staleness = store.clocks.staleness(person.rank, person.clock)
-        with store.lock:
-            answer = place(store.dense_specs())
-            store.table.read(answer)
-            answer += store.changed_rows(since)
-            version = store.table.version
+        served = self._find(number)
+        with self._membership.changed:
+            self._check(worker)
+            least = served.clocks.least
+            staleness = served.clocks.staleness(worker.rank, worker.clock)
+        with served.lock:
+            answer = place(served.dense_specs())
+            served.table.read(answer)
+            answer += served.changed_rows(since)
+            version = served.table.version
         meta = {
             "version": version,
             "staleness": staleness,
@@ -310,95 +310,98 @@ class ServedTables:
 
     def stats(self) -> list[dict[str, Any]]:
         """What is known of each table, as JSON values."""
-        with self._crew.changed:
+        with self._membership.changed:
             return [
                 {
                     "table": number,
-                    "bytes": store.table.nbytes,
-                    "version": store.table.version,
-                    "clocks": {str(r): c for r, c in store.clocks.live.items()},
+                    "bytes": served.table.nbytes,
+                    "version": served.table.version,
+                    "clocks": {str(r): c for r, c in served.clocks.live.items()},
                     "observed": {
                         str(rank): {str(s): n for s, n in sorted(counts.items())}
-                        for rank, counts in sorted(store.clocks.observed.items())
+                        for rank, counts in sorted(served.clocks.observed.items())
                     },
                 }
-                for number, store in sorted(self.tables.items())
+                for number, served in sorted(self.tables.items())
             ]
 
-    # For meetings and for the crew's events; all under `Membership.changed`.
+    # For collectives and for workers' events; all under `Membership.changed`.
 
     def park(self, rank: int) -> None:
         """A worker waits at a meeting."""
-        for store in self.tables.values():
-            store.clocks.park(rank)
+        for served in self.tables.values():
+            served.clocks.park(rank)
 
     def align(self, ranks: Sequence[int]) -> None:
         """These workers go on from a meeting."""
-        for store in self.tables.values():
-            store.clocks.align(ranks)
+        for served in self.tables.values():
+            served.clocks.align(ranks)
 
     def drop(self, rank: int) -> None:
         """A worker is gone."""
-        for store in self.tables.values():
-            store.clocks.drop(rank)
+        for served in self.tables.values():
+            served.clocks.drop(rank)
 
     def clocks_of(self, rank: int) -> dict[str, int]:
         """A worker's clock in each table that it uses."""
-        found = {str(n): store.clocks.clock(rank) for n, store in self.tables.items()}
+        found = {str(n): served.clocks.clock(rank) for n, served in self.tables.items()}
         return {number: clock for number, clock in found.items() if clock is not None}
 
     def return_at(self, rank: int, clocks: dict[int, int]) -> None:
         """A worker has come back after a restart with these clocks."""
         for number, clock in clocks.items():
-            store = self.tables.get(number)
-            if store is not None:
-                known = store.clocks.clock(rank) or 0
-                store.clocks.join(rank, max(known, clock))
+            served = self.tables.get(number)
+            if served is not None:
+                known = served.clocks.clock(rank) or 0
+                served.clocks.join(rank, max(known, clock))
 
     # Inside.
 
     def _find(self, number: int) -> ServedTable:
-        store = self.tables.get(number)
-        if store is None:
+        served = self.tables.get(number)
+        if served is None:
             raise errors.ProtocolError(
                 f"There is no such table. Received: table={number}; known are "
                 f"{sorted(self.tables)}."
             )
-        return store
+        return served
 
-    def _check_joiner(self, person: WorkerRecord, number: int, layout: Layout) -> None:
+    def _check_joiner(self, worker: WorkerRecord, number: int, layout: Layout) -> None:
         """Who doesn't fit can't join; the others go on."""
-        if not person.joining:
+        if not worker.joining:
             return
-        store = self.tables.get(number)
-        if store is None or store.layout.fingerprint != layout.fingerprint:
+        served = self.tables.get(number)
+        if served is None or served.layout.fingerprint != layout.fingerprint:
             raise errors.CollectiveMismatch(
-                f"{person} can't join: it has another model than the others, or trains "
+                f"{worker} can't join: it has another model than the others, or trains "
                 "it at another place. All workers must run the same script."
             )
 
-    def _check(self, person: WorkerRecord) -> None:
-        if self._crew.failure is not None:
-            raise self._crew.failure
-        if self._crew.people[person.rank] is not person or person.state != "live":
-            raise errors.TransportClosed(f"{person} was lost.")
+    def _check(self, worker: WorkerRecord) -> None:
+        if self._membership.failure is not None:
+            raise self._membership.failure
+        if (
+            self._membership.workers[worker.rank] is not worker
+            or worker.state != "live"
+        ):
+            raise errors.TransportClosed(f"{worker} was lost.")
 
     def _wait(
-        self, store: ServedTable, person: WorkerRecord, clock: int, deadline: Deadline
+        self, served: ServedTable, worker: WorkerRecord, clock: int, deadline: Deadline
     ) -> None:
-        while not store.clocks.may_read(person.rank, clock):
-            self._check(person)
+        while not served.clocks.may_read(worker.rank, clock):
+            self._check(worker)
             if deadline.expired:
-                slow = store.clocks.blocking(person.rank, clock)
-                names = " and ".join(str(self._crew.people[r]) for r in slow)
-                raise self._crew.fail(
+                slow = served.clocks.blocking(worker.rank, clock)
+                names = " and ".join(str(self._membership.workers[r]) for r in slow)
+                raise self._membership.fail(
                     errors.CollectiveTimeout(
-                        f"{person} has finished step {clock} and waited for {names} "
+                        f"{worker} has finished step {clock} and waited for {names} "
                         f"for {deadline.seconds:g} s (max_staleness="
-                        f"{store.clocks.max_staleness}). The process is alive: is it "
+                        f"{served.clocks.max_staleness}). The process is alive: is it "
                         "still busy with something that only it does? Give it more "
                         "time with `timeout=`."
                     )
                 )
-            self._crew.changed.wait(deadline.remaining())
-        self._check(person)
+            self._membership.changed.wait(deadline.remaining())
+        self._check(worker)

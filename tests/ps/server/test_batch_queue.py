@@ -15,34 +15,34 @@ pytestmark = pytest.mark.timeout(60)
 
 
 def test_a_queue_has_each_number_once_and_ends():
-    dealer = BatchQueue()
-    assert [dealer.claim(0, 1, 3, -1) for _ in range(5)] == [0, 1, 2, -1, -1]
-    assert [dealer.claim(0, 2, 2, -1) for _ in range(3)] == [0, 1, -1]
+    batch_queue = BatchQueue()
+    assert [batch_queue.claim(0, 1, 3, -1) for _ in range(5)] == [0, 1, 2, -1, -1]
+    assert [batch_queue.claim(0, 2, 2, -1) for _ in range(3)] == [0, 1, -1]
     # The first epoch is over, for those who come late too.
-    assert dealer.claim(0, 1, -1, -1) == -1
-    assert [dealer.claim(1, 1, -1, -1) for _ in range(3)] == [0, 1, 2]
+    assert batch_queue.claim(0, 1, -1, -1) == -1
+    assert [batch_queue.claim(1, 1, -1, -1) for _ in range(3)] == [0, 1, 2]
 
 
 def test_a_restarted_server_goes_on_from_what_workers_know():
-    dealer = BatchQueue()
-    assert dealer.claim(0, 5, 10, 6) == 7
-    assert dealer.claim(0, 5, 10, 3) == 8
-    assert dealer.claim(0, 5, 10, 9) == -1
+    batch_queue = BatchQueue()
+    assert batch_queue.claim(0, 5, 10, 6) == 7
+    assert batch_queue.claim(0, 5, 10, 3) == 8
+    assert batch_queue.claim(0, 5, 10, 9) == -1
 
 
 def test_a_queue_can_be_ended_for_all():
-    dealer = BatchQueue()
-    assert dealer.claim(0, 1, -1, -1) == 0
-    assert dealer.claim(0, 1, -1, END) == -1
-    assert dealer.claim(0, 1, -1, 0) == -1
-    assert dealer.claim(0, 2, -1, -1) == 0
+    batch_queue = BatchQueue()
+    assert batch_queue.claim(0, 1, -1, -1) == 0
+    assert batch_queue.claim(0, 1, -1, END) == -1
+    assert batch_queue.claim(0, 1, -1, 0) == -1
+    assert batch_queue.claim(0, 2, -1, -1) == 0
 
 
 def test_old_queues_are_forgotten():
-    dealer = BatchQueue()
+    batch_queue = BatchQueue()
     for dataset in range(1000):
-        assert dealer.claim(dataset, 1, -1, -1) == 0
-    assert len(dealer._queues) < 500
+        assert batch_queue.claim(dataset, 1, -1, -1) == 0
+    assert len(batch_queue._queues) < 500
 
 
 @pytest.mark.parametrize(("workers", "servers"), [(1, 1), (3, 2)])
@@ -95,20 +95,20 @@ def test_a_change_is_taken_when_it_is_sent():
 
 
 def test_a_restarted_dealer_goes_on_behind_what_the_workers_have():
-    dealer = BatchQueue()
-    dealer.resume(1, 3, [0, 2, 3, 7])
-    dealer.resume(1, 3, [1, 5])
+    batch_queue = BatchQueue()
+    batch_queue.resume(1, 3, [0, 2, 3, 7])
+    batch_queue.resume(1, 3, [1, 5])
     # 4 and 6 were on their way to somebody: they go to whom they still can.
-    assert [dealer.claim(1, 3, 12, last) for last in (5, 7, 3, 5)] == [6, 8, 4, 9]
-    assert [dealer.claim(1, 3, 12, 9) for _ in range(3)] == [10, 11, -1]
+    assert [batch_queue.claim(1, 3, 12, last) for last in (5, 7, 3, 5)] == [6, 8, 4, 9]
+    assert [batch_queue.claim(1, 3, 12, 9) for _ in range(3)] == [10, 11, -1]
 
 
 def test_after_a_restart_only_the_present_epoch_counts():
-    dealer = BatchQueue()
-    dealer.resume(1, 2, [40])
-    dealer.resume(1, 3, [1])
-    dealer.resume(1, 2, [50])
-    dealer.resume(2, 1, [])
-    assert [dealer.claim(1, 3, -1, -1) for _ in range(2)] == [0, 2]
-    assert dealer.claim(1, 4, -1, -1) == 0
-    assert dealer.claim(2, 1, -1, -1) == 0
+    batch_queue = BatchQueue()
+    batch_queue.resume(1, 2, [40])
+    batch_queue.resume(1, 3, [1])
+    batch_queue.resume(1, 2, [50])
+    batch_queue.resume(2, 1, [])
+    assert [batch_queue.claim(1, 3, -1, -1) for _ in range(2)] == [0, 2]
+    assert batch_queue.claim(1, 4, -1, -1) == 0
+    assert batch_queue.claim(2, 1, -1, -1) == 0

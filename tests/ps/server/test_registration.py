@@ -109,7 +109,7 @@ def test_who_comes_before_those_who_only_come_back_joins_them(tmp_path, returnin
                 entry = enter(client, 1)
                 client.entered(entry.met, entry.ranks)
             else:
-                wait_until(lambda: server._admission._held, "rank 1 to come")
+                wait_until(lambda: server._registrar._held, "rank 1 to come")
                 returning.set()
                 client = job.clients[rank]
                 while not client.communicator.gate({"fit": 1}):

@@ -25,26 +25,28 @@ class Server:
     """A server without connections: its workers' threads call it."""
 
     def __init__(self, size, mode="async"):
-        self.crew = Membership(size, mode)
-        self.stores = ServedTables(0, 1, ServerSettings(mode=mode), self.crew)
-        self.meetings = ServerCollectives(self.crew, self.stores, coordinates=True)
-        self.crew.on_event.append(self.note)
+        self.membership = Membership(size, mode)
+        self.tables = ServedTables(0, 1, ServerSettings(mode=mode), self.membership)
+        self.collectives = ServerCollectives(
+            self.membership, self.tables, coordinates=True
+        )
+        self.membership.on_event.append(self.note)
         for rank in range(size):
-            self.crew.enter(
+            self.membership.enter(
                 WorkerRecord(rank, f"host{rank}:1", f"process {rank}"), None
             )
         self.waiting = []
 
     def note(self, event: Event) -> None:
         if event.kind in ("lost", "finished"):
-            self.meetings.forget(event.rank)
+            self.collectives.forget(event.rank)
 
     def sum(self, rank, value, number=1, seconds=20.0, elements=3):
         call = Call(number, "all_reduce", "sum", "float32", elements)
         arrays = [np.full(elements, value, np.float32)]
         self.waiting.append(rank)
-        result, ranks = self.meetings.join_round(
-            self.crew.people[rank], call, arrays, None, Deadline(seconds)
+        result, ranks = self.collectives.join_round(
+            self.membership.workers[rank], call, arrays, None, Deadline(seconds)
         )
         return result[0].copy(), ranks
 
@@ -52,8 +54,8 @@ class Server:
         """Waits until these have come to the meeting."""
         wait_until(
             lambda: (
-                self.meetings._round is not None
-                and set(self.meetings._round.brought) >= set(ranks)
+                self.collectives._round is not None
+                and set(self.collectives._round.brought) >= set(ranks)
             ),
             f"ranks {ranks}",
         )
@@ -65,7 +67,7 @@ def test_what_a_lost_worker_brought_is_not_counted():
     def work(rank):
         if rank == 1:
             server.here(0, 2)
-            server.crew.lose(server.crew.people[2], "it was killed")
+            server.membership.lose(server.membership.workers[2], "it was killed")
         return server.sum(rank, 10**rank)
 
     first, second, _ = outcomes(3, work)
@@ -81,7 +83,7 @@ def test_the_others_go_on_when_the_last_one_is_lost():
         if rank < 2:
             return server.sum(rank, 1)
         server.here(0, 1)
-        server.crew.lose(server.crew.people[2], "it was killed")
+        server.membership.lose(server.membership.workers[2], "it was killed")
         return None
 
     assert [r[0].tolist() for r in in_threads(3, work)[:2]] == [[2, 2, 2]] * 2
@@ -90,18 +92,22 @@ def test_the_others_go_on_when_the_last_one_is_lost():
 def test_a_joiner_is_needed_from_the_next_collective_on():
     server = Server(2)
     in_threads(2, lambda rank: server.sum(rank, 1))
-    server.crew.lose(server.crew.people[1], "it was killed")
+    server.membership.lose(server.membership.workers[1], "it was killed")
     assert server.sum(0, 5, 2)[1] == [0]
-    joiner = WorkerRecord(1, "host1:1", "another process", met=server.meetings.number)
-    server.crew.enter(joiner, "joined")
+    joiner = WorkerRecord(
+        1, "host1:1", "another process", met=server.collectives.number
+    )
+    server.membership.enter(joiner, "joined")
     results = in_threads(2, lambda rank: server.sum(rank, 1, 3))
     assert [ranks for _, ranks in results] == [[0, 1]] * 2
 
 
 def test_who_joined_while_others_wait_need_not_come():
     server = Server(2)
-    server.crew.lose(server.crew.people[1], "it was killed")
-    server.crew.enter(WorkerRecord(1, "host1:1", "another process", met=1), "joined")
+    server.membership.lose(server.membership.workers[1], "it was killed")
+    server.membership.enter(
+        WorkerRecord(1, "host1:1", "another process", met=1), "joined"
+    )
     assert server.sum(0, 5, 1)[1] == [0]
 
 
@@ -154,26 +160,28 @@ def test_sums_are_made_in_rank_order(elements, mode):
 
 def test_sync_a_worker_that_has_left_is_a_lost_one():
     server = Server(2, "sync")
-    server.crew.finish(server.crew.people[1], "it has finished")
+    server.membership.finish(server.membership.workers[1], "it has finished")
     with pytest.raises(errors.WorkerLost, match="closed its strategy while others"):
         server.sum(0, 1)
 
 
 def test_a_result_that_only_others_have_cannot_be_made_again():
     server = Server(2)
-    server.crew.people[1].met = 4
-    server.crew.people[1].returned = True
+    server.membership.workers[1].met = 4
+    server.membership.workers[1].returned = True
     with pytest.raises(errors.CollectiveError, match="was restarted while #4"):
         server.sum(0, 1, 4)
 
 
 def test_a_collective_to_which_all_have_come_is_late_by_nobodys_fault():
     server = Server(2)
-    first, second = server.crew.people
+    first, second = server.membership.workers
     call = Call(1, "all_reduce", "sum", "float32", 3)
     round = collectives._Round(first, call)
     round.brought = {0: [], 1: []}
-    text = str(server.meetings._late(round, Deadline(5)))
+    text = str(server.collectives._late(round, Deadline(5)))
     assert text.startswith(f"All workers came to {call}, but this server didn't")
     del round.brought[1]
-    assert str(server.meetings._late(round, Deadline(5))).startswith(f"{second} didn't")
+    assert str(server.collectives._late(round, Deadline(5))).startswith(
+        f"{second} didn't"
+    )

@@ -66,7 +66,7 @@ def batches(extended, rank):
 def test_a_lost_worker_shifts_nobodys_rank(differ, text):
     with Servers(3) as job:
         job.clients[0].close(RuntimeError("preempted"))
-        wait_until(lambda: job.servers[0].desk.events, "the loss")
+        wait_until(lambda: job.servers[0].handler.events, "the loss")
 
         def work(client):
             if client.rank:
