@@ -1,7 +1,7 @@
 """A worker's connection to one server: the contract, and how a request is made.
 
 A request goes out, its answer comes back; if the connection is lost in between and the
-server may come back from its snapshot, the link connects and asks again, for
+server may come back from its snapshot, the worker connects and asks again, for
 `restart_timeout` seconds.
 """
 
@@ -35,7 +35,7 @@ __all__ = [
 
 # How much longer than a server its workers wait, to get the server's reasons.
 GRACE_SECONDS = 8.0
-# How long a thread of a link may take to end.
+# How long a thread of a connection may take to end.
 JOIN_SECONDS = 10.0
 
 # Makes a request, with arrays placed in the channel.
@@ -65,7 +65,7 @@ class Roster:
 
 
 class Job(abc.ABC):
-    """What a link asks of its worker.
+    """What a connection needs of its worker.
 
     Attributes:
         recorder: Who is told of packing, sending and waiting, if anybody is.

@@ -74,7 +74,7 @@ class Goodbye:
         self.cause = cause
 
     def to_json(self) -> dict[str, Any]:
-        """The farewell as a JSON object."""
+        """Return the goodbye as a JSON object."""
         cause = None if self.cause is None else encode(self.cause).decode()
         return {"reason": self.reason[:1000], "failed": self.failed, "cause": cause}
 

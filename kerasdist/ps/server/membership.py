@@ -76,7 +76,7 @@ class WorkerRecord:
         incarnation: Which process it is: a random text.
         replicas: Number of its replicas.
         state: See the drawing in the module's docstring.
-        met: Number of the last meeting that it has taken part in, or needn't.
+        met: Number of the last collective that it took part in, or has to skip.
         clock: The last step that it has finished, for messages.
         returned: Whether it has been here before a restart of the server.
         joining: Whether it waits to join the others, who don't wait for it yet.

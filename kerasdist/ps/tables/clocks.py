@@ -11,9 +11,9 @@ effective distributed ML via a stale synchronous parallel parameter server", NIP
 
 s = 0: in step. None: nobody waits for anybody.
 
-A worker that waits at a meeting (the end of an epoch) is parked: it has nothing left to
-finish, so nobody waits for its clock. After the meeting all clocks are equal again. A
-worker that joins begins at the least live clock; nobody waits for one that is dropped.
+A worker that waits in a collective (the end of an epoch) is parked: it has nothing left
+to finish, and no worker waits for its clock. After the collective all clocks are equal
+again. A worker that joins begins at the least live clock; none waits for a dropped one.
 """
 
 from __future__ import annotations
@@ -114,12 +114,12 @@ class Clocks:
         return self._clocks.pop(rank, None)
 
     def park(self, rank: int) -> None:
-        """The worker waits at a meeting."""
+        """Let no worker wait for this one, which waits in a collective."""
         if rank in self._clocks:
             self._parked.add(rank)
 
     def align(self, ranks: Iterable[int]) -> None:
-        """The meeting of these workers is over: they all go on from one clock."""
+        """Let these workers, whose collective is over, go on from one clock."""
         met = [rank for rank in ranks if rank in self._clocks]
         top = max((self._clocks[rank] for rank in met), default=0)
         for rank in met:

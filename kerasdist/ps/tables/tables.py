@@ -328,12 +328,12 @@ class ServedTables:
     # For collectives and for workers' events; all under `Membership.changed`.
 
     def park(self, rank: int) -> None:
-        """A worker waits at a meeting."""
+        """Park the clocks of a worker that waits in a collective."""
         for served in self.tables.values():
             served.clocks.park(rank)
 
     def align(self, ranks: Sequence[int]) -> None:
-        """These workers go on from a meeting."""
+        """Let these workers go on after a collective."""
         for served in self.tables.values():
             served.clocks.align(ranks)
 
