@@ -60,6 +60,14 @@ class StepTimer(Protocol):
         `reduce` is given tensors that the last thing it does must wait for.
         """
 
+    def waited(
+        self, seconds: float, *, others: bool = False, between: bool = False
+    ) -> None:
+        """Count seconds of waiting outside of graphs: for data, or for other workers.
+
+        They count in a step, or if they are known to be `between` two steps.
+        """
+
 
 class KerasHooks(Protocol):
     """The hooks of one strategy; found as `extended.keras_hooks`.

@@ -20,12 +20,14 @@ from kerasdist._tf.distribute import (
     input_fn_iterator,
     is_mirrored,
     local_replica_id,
+    local_results,
     mirrored,
     rebatch_each,
     reduce_undistributed,
     regroup,
     select_replica,
     static_batch_size,
+    tensor_or_slices,
 )
 from kerasdist._tf.eager_context import (
     abort_collectives,
@@ -71,6 +73,7 @@ __all__ = [
     "is_mirrored",
     "is_recording",
     "local_replica_id",
+    "local_results",
     "mirrored",
     "own_variable",
     "rebatch_each",
@@ -82,6 +85,7 @@ __all__ = [
     "set_global_seed_if_none",
     "static_batch_size",
     "stop_recording",
+    "tensor_or_slices",
     "variable_without_value",
     "weighted",
 ]

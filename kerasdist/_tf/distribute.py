@@ -61,6 +61,16 @@ def mirrored(local: list[Any]) -> Any:
     return distribute_utils.regroup(tuple(local), wrap_class=values.Mirrored)
 
 
+def local_results(value: Any) -> tuple[Any, ...]:
+    """Return a value's parts, or a variable's copies, on this worker."""
+    return tuple(value._values) if isinstance(value, DistributedValues) else (value,)
+
+
+def tensor_or_slices(value: Any) -> Any:
+    """Return a value as a tensor; IndexedSlices as they are."""
+    return value if isinstance(value, tf.IndexedSlices) else tf.convert_to_tensor(value)
+
+
 def regroup(local: list[Any]) -> Any:
     """Wrap one value per local replica as one per-replica value."""
     return distribute_utils.regroup(tuple(local), always_wrap=True)

@@ -67,6 +67,11 @@ class Job:
         self._supervisor = supervisor
         self._closing = threading.Event()
 
+    @property
+    def has_servers(self) -> bool:
+        """Whether parameter servers connect the workers."""
+        return False
+
     def close_soon(self) -> None:
         """Close from a thread of its own, when all ranks know of the failure.
 

@@ -29,7 +29,7 @@ from kerasdist import _keras, _tf, errors
 from kerasdist.collectives import Communicator
 from kerasdist.strategies.data.batch_split import slice_dataset
 from kerasdist.strategies.placed.one_device import on_one_device
-from kerasdist.strategies.sync.replica_layout import SharingExtended
+from kerasdist.strategies.sync.data_sharing import SharingExtended
 
 __all__ = ["Alone", "measure_alone"]
 
@@ -159,7 +159,7 @@ def _one_worker(model: Any) -> Iterator[None]:
         for part in strategy.experimental_local_results(variable)
     ]
     try:
-        with strategy.extended.without_peers():
+        with strategy.extended.workers.without_peers():
             yield
     finally:
         for part, value in kept:
@@ -171,6 +171,6 @@ def _distributed(strategy: Any, data: Any) -> Any:
     extended = strategy.extended
     if not isinstance(extended, SharingExtended):
         return strategy.experimental_distribute_dataset(data)
-    if not extended.is_alone:
-        data = slice_dataset(data, *extended.places)
+    if not extended.workers.is_alone:
+        data = slice_dataset(data, *extended.workers.layout)
     return extended.distribute_parts(data)

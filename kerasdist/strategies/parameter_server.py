@@ -20,8 +20,9 @@ from kerasdist.ps.server.server import session_name
 from kerasdist.ps.settings import MODES
 from kerasdist.strategies.asynchronous.extended import AsyncExtended
 from kerasdist.strategies.devices import check_devices
+from kerasdist.strategies.options import Options
 from kerasdist.strategies.sync.extended import SynchronousExtended
-from kerasdist.strategies.sync.strategy import DataParallelStrategy, Options
+from kerasdist.strategies.sync.strategy import DataParallelStrategy
 from kerasdist.strategies.versions import check_installed
 from kerasdist.transport import Timeouts
 from kerasdist.transport.liveness.launcher_pipe import Reporter

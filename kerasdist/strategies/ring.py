@@ -20,11 +20,14 @@ from kerasdist.strategies.model_parallel import (
     unpacked,
 )
 from kerasdist.strategies.native import communicator as native_communicator
+from kerasdist.strategies.native.graph_ops import make_native_ops
+from kerasdist.strategies.options import Options
 from kerasdist.strategies.placed.extended import install_hooks
 from kerasdist.strategies.placed.hybrid import HybridExtended
 from kerasdist.strategies.placed.micro_batches import check_micro_batches
 from kerasdist.strategies.placed.report import PlacementReport
-from kerasdist.strategies.sync.strategy import DataParallelStrategy, Options
+from kerasdist.strategies.sync.extended import SynchronousExtended
+from kerasdist.strategies.sync.strategy import DataParallelStrategy
 from kerasdist.strategies.versions import check_installed
 from kerasdist.transport import Timeouts
 
@@ -194,7 +197,10 @@ class RingStrategy(DataParallelStrategy):
             job.close(error)
             raise
         if placer is None:
-            super().__init__(place, names, job, options)
+            extended: Any = SynchronousExtended
+            if job.transport == "native":
+                extended = functools.partial(extended, make_ops=make_native_ops)
+            super().__init__(place, names, job, options, extended)
             return
         super().__init__(
             place,

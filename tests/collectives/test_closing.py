@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from kerasdist.strategies.sync.job import _leave, forget, leave_at_exit
+from kerasdist.strategies.job import _leave, forget, leave_at_exit
 from workers import Workers
 
 

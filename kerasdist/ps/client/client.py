@@ -104,6 +104,11 @@ class ServerClient(ControlRequests):
             timeouts.collective,
         )
 
+    @property
+    def has_servers(self) -> bool:
+        """Whether parameter servers connect the workers."""
+        return True
+
     # Made by `connect_servers`.
 
     def heartbeat(self) -> Heartbeat:

@@ -16,28 +16,50 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import tensorflow as tf
 
 from kerasdist import _tf
+from kerasdist._keras import StepTimer
 from kerasdist.ps import END
 from kerasdist.strategies.asynchronous.sources import Source
+from kerasdist.strategies.asynchronous.weights import SharedTables
+from kerasdist.strategies.asynchronous.workers import AsyncWorkers
 from kerasdist.strategies.data.batch_split import count_rows, part_of_batch, split_part
 
-if TYPE_CHECKING:
-    from kerasdist.strategies.asynchronous.extended import AsyncExtended
-
 __all__ = ["DynamicBatches", "DynamicDataset", "DynamicLoop"]
+
+
+class EpochHooks(Protocol):
+    """The part of a strategy's hooks that epochs use.
+
+    Attributes:
+        present: The dataset that the present epoch takes its batches from.
+    """
+
+    present: DynamicDataset | None
+
+    @property
+    def timer(self) -> StepTimer:
+        """Measures steps, and what they wait for."""
+
+    def any_of(self, flag: bool) -> bool:
+        """Whether the flag is set on any worker."""
+
+    def settle(self) -> None:
+        """Let all workers take the weights if one has changed them."""
 
 
 class DynamicDataset:
     """The data that `fit` trains on, over epochs; all workers create theirs alike.
 
     Args:
-        extended: The strategy's extended object.
+        workers: The workers that the batches are for.
+        shared: The weights that they train.
+        hooks: The strategy's hooks.
         source: Reads batches.
         number: The index of this dataset, the same on all workers.
 
@@ -46,8 +68,17 @@ class DynamicDataset:
         steps: Number of batches that this worker has taken in this epoch.
     """
 
-    def __init__(self, extended: AsyncExtended, source: Source, number: int) -> None:
-        self.extended = extended
+    def __init__(
+        self,
+        workers: AsyncWorkers,
+        shared: SharedTables,
+        hooks: EpochHooks,
+        source: Source,
+        number: int,
+    ) -> None:
+        self.workers = workers
+        self.hooks = hooks
+        self._shared = shared
         self.source = source
         self.steps = 0
         self._number = number
@@ -74,8 +105,8 @@ class DynamicDataset:
         Args:
             steps: Number of batches over all workers; None: to the end of the data.
         """
-        hooks = self.extended.keras_hooks
-        hooks.check_joined()
+        hooks = self.hooks
+        self.workers.check_joined()
         if self._batches is not None:
             self._batches.close()
         # A joining worker has no batches yet but still takes part in this collective.
@@ -83,8 +114,8 @@ class DynamicDataset:
             exhausted = self._batches is not None and self._batches.exhausted
             if hooks.any_of(exhausted):
                 self._used = 0
-        self.extended.shared.rebase()
-        self.extended.shared.count.begin_epoch()
+        self._shared.rebase()
+        self._shared.count.begin_epoch()
         hooks.present = self
         self._epoch += 1
         self._last = -1
@@ -157,7 +188,7 @@ class DynamicDataset:
 
     def _claim(self, last: int) -> int | None:
         # An argument, not `_last`, which the reading thread sets, too.
-        number = self.extended.job.client.claim(
+        number = self.workers.client.claim(
             self._number, self._epoch, limit=self._limit, last=last
         )
         if number is not None:
@@ -201,7 +232,7 @@ class DynamicBatches:
             ahead = self._ahead or self._pool.submit(self._read)
             begin = time.time()
             self._next = ahead.result()
-            timer = self._dealt.extended.keras_hooks.timer
+            timer = self._dealt.hooks.timer
             timer.waited(time.time() - begin, between=True)
             self._ahead = None
             if self._next is None:
@@ -237,12 +268,12 @@ class DynamicBatches:
         number = self._claim()
         if number is None:
             return None
-        with tf.device(_tf.host_of(self._dealt.extended.worker_devices[0])):
+        with tf.device(_tf.host_of(self._dealt.workers.devices[0])):
             found = self._dealt.source.read(number)
         if found is None:
             self.exhausted = True
             return None
-        return number, _for_replicas(self._dealt.extended, found[0])
+        return number, _for_replicas(self._dealt.workers.devices, found[0])
 
 
 class DynamicLoop:
@@ -273,12 +304,11 @@ class DynamicLoop:
                 yield split_part(batch)[0]
         finally:
             batches.close()
-        self._dealt.extended.keras_hooks.settle()
+        self._dealt.hooks.settle()
 
 
-def _for_replicas(extended: AsyncExtended, batch: Any) -> Any:
+def _for_replicas(devices: Sequence[str], batch: Any) -> Any:
     """Put a batch on this worker's device, or divide it over its devices."""
-    devices = extended.worker_devices
     host = _tf.host_of(devices[0])
 
     def put(leaf: Any, device: str) -> Any:

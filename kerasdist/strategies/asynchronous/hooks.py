@@ -20,7 +20,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -37,15 +37,16 @@ from kerasdist.strategies.asynchronous.sources import (
     OwnSource,
     Source,
 )
+from kerasdist.strategies.asynchronous.weights import SharedTables
+from kerasdist.strategies.asynchronous.workers import AsyncWorkers
 from kerasdist.strategies.data.auto_shard import own_part
 from kerasdist.strategies.data.batch_check import different_batches
 from kerasdist.strategies.data.pydataset_exchange import SharedItems
+from kerasdist.strategies.options import Options
 from kerasdist.strategies.reduce import consensus
 from kerasdist.strategies.reduce.initial_state import Shared
-from kerasdist.strategies.sync.hooks import SynchronousHooks
-
-if TYPE_CHECKING:
-    from kerasdist.strategies.asynchronous.extended import AsyncExtended
+from kerasdist.strategies.reduce.workers import ReplicaLayout
+from kerasdist.strategies.sync.hooks import Distributes, SynchronousHooks
 
 __all__ = ["AsyncHooks"]
 
@@ -55,24 +56,34 @@ class AsyncHooks(SynchronousHooks):
 
     Args:
         extended: The strategy's extended object.
+        options: What the strategy was asked for.
+        workers: The workers, and this worker's replicas.
+        shared: The weights that they train.
 
     Attributes:
         present: What the present epoch's batches are dealt from.
         steps_of_all: How many steps all workers took in the epoch that was ended last.
     """
 
-    _extended: AsyncExtended
+    _workers: AsyncWorkers
     dynamic = True
 
-    def __init__(self, extended: AsyncExtended) -> None:
-        super().__init__(extended)
-        self.rank = self.timer.rank = extended.job.client.rank
+    def __init__(
+        self,
+        extended: Distributes,
+        options: Options,
+        workers: AsyncWorkers,
+        shared: SharedTables,
+    ) -> None:
+        super().__init__(extended, options)
+        self._shared = shared
+        self.rank = self.timer.rank = workers.client.rank
         self.present: DynamicDataset | None = None
         self.steps_of_all = 0
         self._datasets = 0
-        self._divided_over = extended.job.live.ranks
+        self._divided_over = workers.live.ranks
         # Whether the workers haven't all the same behind them.
-        self._mixed = extended.job.client.joining
+        self._mixed = workers.client.joining
         self._fits = 0
         self._resumed: int | None = None
         self._newest: DynamicDataset | None = None
@@ -83,20 +94,19 @@ class AsyncHooks(SynchronousHooks):
 
     def local_step(self) -> contextlib.AbstractContextManager[None]:
         """See `KerasHooks.local_step`."""
-        return self._extended.local_step()
+        return self._workers.local_step()
 
     def updating(self, variables: Sequence[Any], touched: Sequence[Any]) -> None:
         """See `KerasHooks.updating`: there must be a table before weights change."""
-        extended = self._extended
         values = [getattr(variable, "value", variable) for variable in variables]
 
         if not self._have_values(values):
             return
 
         def prepare(_: Any) -> None:
-            extended.shared.table_of(values, touched)
+            self._shared.table_of(values, touched)
 
-        if len(extended.worker_devices) == 1:
+        if len(self._workers.devices) == 1:
             prepare(None)
         else:
             tf.distribute.get_replica_context().merge_call(prepare)
@@ -105,32 +115,31 @@ class AsyncHooks(SynchronousHooks):
         self, optimizer: Any, variables: Sequence[Any], touched: Sequence[Any]
     ) -> None:
         """See `KerasHooks.updated`."""
-        extended = self._extended
-        if extended.excluding:
+        if self._workers.excluding:
             return
         values = [getattr(variable, "value", variable) for variable in variables]
         if not self._have_values(values):
-            extended.ops.call(_too_early, [], [tf.int32], [tf.TensorShape([])])
+            self._workers.ops.call(_too_early, [], [tf.int32], [tf.TensorShape([])])
             return
         window = getattr(optimizer, "gradient_accumulation_steps", None)
         steps = own_steps(optimizer) if window else None
         known = [indices for indices in touched if indices is not None]
 
         def merge(_: Any, *known: Any) -> Any:
-            local = iter([extended.local(indices)[0] for indices in known])
+            local = iter([self._workers.local(indices)[0] for indices in known])
             own = [None if indices is None else next(local) for indices in touched]
 
             def exchange() -> Any:
-                extended.shared.exchange(values, own)
+                self._shared.exchange(values, own)
                 return tf.constant(0)
 
             if steps is None:
                 return exchange()
-            count = extended.local(steps)[0]
+            count = self._workers.local(steps)[0]
             ended = tf.equal(count % tf.cast(window, count.dtype), 0)
             return tf.cond(ended, exchange, lambda: tf.constant(0))
 
-        if len(extended.worker_devices) == 1:
+        if len(self._workers.devices) == 1:
             merge(None, *known)
         else:
             replica = tf.distribute.get_replica_context()
@@ -143,24 +152,21 @@ class AsyncHooks(SynchronousHooks):
         """
         if _tf.executing_eagerly():
             return True
-        strategy = self._extended._container_strategy()
-        copies = [strategy.experimental_local_results(v)[0] for v in variables]
+        copies = [self._workers.copies(v)[0] for v in variables]
         with tf.init_scope():
             return all(bool(copy.is_initialized()) for copy in copies)
 
     def replica(self) -> int:
         """See `KerasHooks.replica`: each worker has streams of its own."""
-        return self._extended.first_replica + _tf.local_replica_id()
+        return self._workers.first_replica + _tf.local_replica_id()
 
     def flush_accumulators(self, variables: Sequence[Any]) -> None:
         """See `KerasHooks.flush_accumulators`; over this worker's replicas.
 
         A window is each worker's own: another one may have none that is open.
         """
-        extended = self._extended
-        strategy = extended._container_strategy()
-        for variable in variables if len(extended.worker_devices) > 1 else ():
-            parts = strategy.experimental_local_results(variable)
+        for variable in variables if len(self._workers.devices) > 1 else ():
+            parts = self._workers.copies(variable)
             mean: Any = np.mean([np.asarray(p, np.float64) for p in parts], axis=0)
             for part in parts:
                 part.assign(tf.cast(mean, part.dtype))
@@ -170,7 +176,7 @@ class AsyncHooks(SynchronousHooks):
     def has_own_state(self) -> bool:
         """See `KerasHooks.has_own_state`."""
         self.settle()
-        return self.any_of(self._datasets > 1 or self._extended.shared.has_begun)
+        return self.any_of(self._datasets > 1 or self._shared.has_begun)
 
     def share_state(self, variables: Sequence[Any], root: int) -> Shared:
         """See `KerasHooks.share_state`; then the table takes what rank 0 holds.
@@ -189,12 +195,12 @@ class AsyncHooks(SynchronousHooks):
         self._fits += 1
         self._trained = variables, optimizer, sparse
         steps, self._resumed = self._resumed, None
-        if not self._extended.job.client.joining:
-            self._extended.shared.share(variables, optimizer, sparse, steps)
+        if not self._workers.client.joining:
+            self._shared.share(variables, optimizer, sparse, steps)
 
     def steps_of(self, optimizer: Any) -> Any | None:
         """See `DealingHooks.steps_of`."""
-        return self._extended.shared.steps_of(optimizer)
+        return self._shared.steps_of(optimizer)
 
     def resume_at(self, steps: int | None) -> None:
         """See `DealingHooks.resume_at`."""
@@ -204,18 +210,17 @@ class AsyncHooks(SynchronousHooks):
 
     def progress(self) -> tuple[int, int] | None:
         """See `DealingHooks.progress`."""
-        return self._extended.shared.count.progress()
+        return self._shared.count.progress()
 
     def settle(self) -> None:
         """Meet; if a worker has taken steps since the last time, all take the weights.
 
         All workers call it at the same place.
         """
-        extended = self._extended
-        communicator = extended.job.communicator
-        dirty = [np.bool_(extended.shared.dirty)]
+        communicator = self._workers.communicator
+        dirty = [np.bool_(self._shared.dirty)]
         if communicator.all_reduce(dirty, "max")[0]:
-            extended.shared.pull()
+            self._shared.pull()
             communicator.barrier()
 
     # Data.
@@ -226,13 +231,12 @@ class AsyncHooks(SynchronousHooks):
 
     def deal_items(self, data: ItemData) -> DynamicDataset:
         """See `KerasHooks.deal_items`."""
-        items = SharedItems(self._extended, data)
+        items = SharedItems(self._workers, self.timer, data)
         items.agree()
         return self._deal(ItemSource(data, self._seed()), items.rows or None)
 
     def deal_dataset(self, dataset: Any, length: int | None) -> DynamicDataset:
         """See `KerasHooks.deal_dataset`."""
-        extended = self._extended
         if getattr(dataset, "kerasdist_own", False):
             return self._deal(OwnSource(dataset, length), None)
         if length is None:
@@ -241,7 +245,7 @@ class AsyncHooks(SynchronousHooks):
         batch_size = _batch_size(dataset)
         if not self.shards:
             return self._deal(OwnSource(dataset, length), batch_size)
-        own = own_part(extended, dataset, (0, 1, 1))
+        own = own_part(self._workers, dataset, ReplicaLayout(0, 1, 1))
         if own is not None:
             return self._deal(OwnSource(own, None), batch_size)
         return self._deal(DatasetSource(dataset, length), batch_size)
@@ -256,12 +260,14 @@ class AsyncHooks(SynchronousHooks):
             parts.append("each worker's own")
         self._words = ", ".join(parts)
         self._datasets += 1
-        self._newest = DynamicDataset(self._extended, source, self._datasets)
+        self._newest = DynamicDataset(
+            self._workers, self._shared, self, source, self._datasets
+        )
         return self._newest
 
     def describe(self) -> str:
         """See `KerasHooks.describe`."""
-        job = self._extended.job
+        job = self._workers.job
         count, replicas = len(job.replicas), sum(job.replicas)
         return (
             f"{count} asynchronous worker(s) with {replicas} replica(s) in all, "
@@ -272,22 +278,21 @@ class AsyncHooks(SynchronousHooks):
 
     def end_epoch(self, statistics: Sequence[Any]) -> None:
         """See `KerasHooks.end_epoch`."""
-        extended = self._extended
         steps = 0 if self.present is None else self.present.steps
         evidence = {} if self.present is None else self.present.source.evidence
         every = self._facts({"steps": steps, "evidence": evidence})
         # In the next collective somebody may be missing.
-        ranks = extended.job.communicator.ranks
-        extended.shared.pull()
-        extended.job.communicator.barrier()
+        ranks = self._workers.communicator.ranks
+        self._shared.pull()
+        self._workers.communicator.barrier()
         _compare(ranks, [facts["evidence"] for facts in every])
         self.steps_of_all = sum(facts["steps"] for facts in every)
         if self.steps_of_all:
-            consensus.average(extended, statistics, steps / self.steps_of_all)
+            consensus.average(self._workers, statistics, steps / self.steps_of_all)
 
     def _facts(self, mine: dict[str, Any]) -> list[dict[str, Any]]:
         text = np.frombuffer(json.dumps(mine).encode(), np.uint8)
-        gathered = self._extended.job.communicator.all_gather(text)
+        gathered = self._workers.communicator.all_gather(text)
         return [json.loads(each.tobytes()) for each in gathered]
 
     def end_batches(self) -> None:
@@ -300,68 +305,55 @@ class AsyncHooks(SynchronousHooks):
     @property
     def joining(self) -> bool:
         """See `DealingHooks.joining`."""
-        return self._extended.job.client.joining
-
-    def check_joined(self) -> None:
-        """Refuse to train before this worker has joined the others.
-
-        Raises:
-            RuntimeError: It hasn't.
-        """
-        if self.joining:
-            raise RuntimeError(
-                f"Rank {self.rank} has come to a job that runs, and can join it in "
-                "`fit` only. Received: a step of training before or outside of `fit`. "
-                "Let the script train with `fit` alone, or start the whole job again."
-            )
+        return self._workers.client.joining
 
     def let_in(self, epoch: int, known: dict[str, Any], statistics: Any) -> None:
         """See `DealingHooks.let_in`."""
-        if self.present is None or len(self._extended.job.client.peers) == 1:
+        if self.present is None or len(self._workers.client.peers) == 1:
             return
-        offset = self._extended.shared.count.offset_of(self._trained[1])
+        offset = self._shared.count.offset_of(self._trained[1])
         facts: dict[str, Any] = {"fit": self._fits, "epoch": epoch, "offset": offset}
         facts |= {"data": self.present.facts(), "known": known}
-        if self._extended.job.live.gate(facts):
+        if self._workers.live.gate(facts):
             self._mixed = True
             self._give(statistics, 1.0)
 
     def join(self, statistics: Sequence[Any]) -> tuple[int, dict[str, Any]]:
         """See `DealingHooks.join`."""
-        entry = enter(self._extended.job.client, self._fits)
-        self._extended.job.live.enter(entry.met, entry.ranks)
+        entry = enter(self._workers.client, self._fits)
+        self._workers.live.enter(entry.met, entry.ranks)
         facts = entry.facts
         if self._newest is not None:
             self._newest.join(facts["data"])
         self._give(statistics, 0.0)
-        self._extended.shared.join(*self._trained, int(facts["offset"]))
+        self._shared.join(*self._trained, int(facts["offset"]))
         return int(facts["epoch"]), dict(facts["known"])
 
     def _give(self, statistics: Sequence[Any], weight: float) -> None:
         """All take the mean of those who have been here."""
         mine = [np.float64(weight)]
-        total = float(self._extended.job.communicator.all_reduce(mine)[0])
+        total = float(self._workers.communicator.all_reduce(mine)[0])
         if total:
-            consensus.average(self._extended, statistics, weight / total)
+            consensus.average(self._workers, statistics, weight / total)
 
     # Evaluation.
 
     def collective_scope(self) -> contextlib.AbstractContextManager[None]:
         """See `KerasHooks.collective_scope`."""
-        return self._extended.collective_scope()
+        return self._workers.collective_scope()
 
     def evaluate(self, call: Callable[[bool], Any], forget: Callable[[], None]) -> Any:
         """See `KerasHooks.evaluate`."""
-        live = self._extended.job.live
+        live = self._workers.live
         self.settle()
-        everybody = len(self._extended.job.client.peers)
+        everybody = len(self._workers.client.peers)
         while True:
             if live.ranks != self._divided_over:
                 # What was traced has divided the rows over other workers.
                 forget()
                 self._divided_over = live.ranks
             try:
-                with self._extended.collective_scope(), live.strict():
+                with self._workers.collective_scope(), live.strict():
                     return call(self._mixed or live.size < everybody)
             except (WorkersChanged, tf.errors.OpError):
                 if not live.changed:

@@ -204,6 +204,11 @@ class LiveJob:
         return self.live
 
     @property
+    def has_servers(self) -> bool:
+        """See `StrategyJob.has_servers`."""
+        return True
+
+    @property
     def replicas(self) -> tuple[int, ...]:
         """The number of replicas of each live worker."""
         every = self.client.replicas

@@ -21,21 +21,18 @@ all take rank 0's weights (`rebase`).
 from __future__ import annotations
 
 import collections
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from kerasdist import _tf
 from kerasdist.collectives.buffer_pool import BufferPool
 from kerasdist.collectives.ops import Array
 from kerasdist.ps import Change, Pulled, Rows, Variable
 from kerasdist.strategies.asynchronous.rows import SharedRows
 from kerasdist.strategies.asynchronous.step_count import StepCount
-
-if TYPE_CHECKING:
-    from kerasdist.strategies.asynchronous.extended import AsyncExtended
+from kerasdist.strategies.asynchronous.workers import AsyncWorkers
 
 __all__ = ["SharedTables", "SharedWeights"]
 
@@ -51,21 +48,24 @@ class SharedWeights:
     Opened by all workers at the same point, or by each at its first step.
 
     Args:
-        extended: The strategy's extended object.
+        workers: The workers that train them.
         variables: Trainable variables, of float dtypes.
         sparse: For each of them whether few of its rows change in a step; the same on
             all workers.
+        note_updates: Is called with this and the number of all workers' updates that
+            this worker knows of.
     """
 
     def __init__(
         self,
-        extended: AsyncExtended,
+        workers: AsyncWorkers,
         variables: Sequence[Any],
         sparse: Sequence[bool],
+        note_updates: Callable[[SharedWeights, Any], None],
     ) -> None:
-        strategy = extended._container_strategy()
-        self._extended = extended
-        self._copies = [strategy.experimental_local_results(v) for v in variables]
+        self._workers = workers
+        self._note_updates = note_updates
+        self._copies = [workers.copies(v) for v in variables]
         # They are identified by their ids, so they must stay alive.
         self._variables = list(variables)
         self.keys = [_key(variable) for variable in variables]
@@ -84,7 +84,7 @@ class SharedWeights:
             for index, (array, variable) in enumerate(zip(own, held, strict=True))
             if not variable.sparse
         }
-        self.table = extended.job.client.open_table(held, own)
+        self.table = workers.client.open_table(held, own)
         del own  # the variables' memory: holding it would force copies
         first, self.table.initial = self.table.initial, []
         self._rows = {
@@ -112,8 +112,8 @@ class SharedWeights:
             touched: By the key of a variable the indices of its rows that may have
                 changed; those of other variables aren't known.
         """
-        extended = self._extended
-        with tf.device(_tf.host_of(extended.worker_devices[0])):
+        workers = self._workers
+        with tf.device(workers.host):
             values = [
                 tf.convert_to_tensor(self._copies[index][0].read_value())
                 for index in self._base
@@ -140,14 +140,14 @@ class SharedWeights:
             taken = self._take(self.table.push_pull(changes))
             return [*taken, np.int64(self.table.updates)]
 
-        *results, updates = extended.ops.call(
+        *results, updates = workers.ops.call(
             push,
             [*values, *(tensor for tensors in rows for tensor in tensors)],
             [*dtypes, tf.int64],
             [*shapes, tf.TensorShape([])],
         )
         self._assign(results)
-        extended.shared.note_updates(self, updates)
+        self._note_updates(self, updates)
 
     def changed(self) -> bool:
         """Return whether the weights were changed by anything but a step."""
@@ -169,7 +169,7 @@ class SharedWeights:
         self._assign([tf.convert_to_tensor(v) for v in self._take(self.table.pull())])
         for part in self._rows.values():
             part.restore()
-        self._extended.shared.note_updates(self, self.table.updates)
+        self._note_updates(self, self.table.updates)
         self.dirty = False
 
     def _changes(
@@ -220,16 +220,16 @@ class SharedTables:
     """All tables of one strategy.
 
     Args:
-        extended: The strategy's extended object.
+        workers: The workers that train them.
     """
 
-    def __init__(self, extended: AsyncExtended) -> None:
-        self._extended = extended
+    def __init__(self, workers: AsyncWorkers) -> None:
+        self._workers = workers
         self._all: list[SharedWeights] = []
         # The tables of this `fit`: opened by all workers together, and by each itself.
         self._agreed: SharedWeights | None = None
         self._own: list[SharedWeights] = []
-        self.count = StepCount(extended.worker_devices[0])
+        self.count = StepCount(workers.devices[0])
 
     @property
     def _in_use(self) -> list[SharedWeights]:
@@ -265,7 +265,7 @@ class SharedTables:
             self.count.begin(None, 0, None)
             return
         self._agreed.pull()
-        self._extended.job.communicator.barrier()
+        self._workers.communicator.barrier()
         self.count.begin(optimizer, self._agreed.table.updates, steps)
 
     def join(
@@ -343,7 +343,7 @@ class SharedTables:
         weights = self._agreed
         if weights is None:
             return
-        communicator = self._extended.job.communicator
+        communicator = self._workers.communicator
         changed = [np.bool_(weights.changed())]
         if not communicator.all_reduce(changed, "max")[0]:
             return
@@ -374,8 +374,8 @@ class SharedTables:
         for weights in self._all:
             if weights.keys == keys:
                 return weights
-        self._extended.keras_hooks.check_joined()
-        weights = SharedWeights(self._extended, variables, sparse)
+        self._workers.check_joined()
+        weights = SharedWeights(self._workers, variables, sparse, self.note_updates)
         self._all.append(weights)
         return weights
 

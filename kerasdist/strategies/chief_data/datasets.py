@@ -12,7 +12,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from kerasdist._keras import GeneratorFacts
+from kerasdist._keras import GeneratorFacts, StepTimer
 from kerasdist._tf.graph.dataset_pipelines import iterator_dataset
 from kerasdist.strategies.chief_data.choice import DataChoice
 from kerasdist.strategies.chief_data.comparison.content import Content, batch_of
@@ -25,6 +25,7 @@ from kerasdist.strategies.chief_data.feed import ChiefFeed
 from kerasdist.strategies.chief_data.transfer import chiefs_facts, size_of
 from kerasdist.strategies.data.batch_check import different_batches
 from kerasdist.strategies.data.messages import used
+from kerasdist.strategies.reduce.workers import Workers
 
 __all__ = ["PeekedDataset", "settle_dataset"]
 
@@ -114,7 +115,8 @@ class Passes:
 
 
 def settle_dataset(
-    extended: Any,
+    workers: Workers,
+    timer: StepTimer,
     choice: DataChoice,
     dataset: Any,
     length: int | None,
@@ -124,7 +126,8 @@ def settle_dataset(
     """Begin to read a dataset; let all workers use the chief's, if theirs differ.
 
     Args:
-        extended: The strategy's extended object.
+        workers: The connected workers.
+        timer: Measures steps, and what they wait for.
         choice: Decides whose data are used.
         dataset: This worker's dataset of global batches.
         length: Number of its batches; None: unknown.
@@ -138,7 +141,7 @@ def settle_dataset(
     Raises:
         ValueError: They differ, and the chief's can't be used. All workers raise it.
     """
-    communicator = extended.job.communicator
+    communicator = workers.communicator
     name = "datasets" if generator is None else "generators"
     peeked = PeekedDataset(dataset)
     content = Content([batch_of(batch) for batch in peeked.head])
@@ -163,7 +166,7 @@ def settle_dataset(
     example = peeked.head[0] if peeked.head else None
     if communicator.rank > 0:
         peeked.drop()
-    feed = ChiefFeed(extended, peeked.passes, dataset.element_spec, example)
+    feed = ChiefFeed(workers, timer, peeked.passes, dataset.element_spec, example)
     sizes = [size_of(batch.leaves) for batch in content.batches[:1]]
     megabytes = sum(sizes) / 1e6
     cost = f"rank 0 reads all and sends {megabytes:.3g} MB in each step"

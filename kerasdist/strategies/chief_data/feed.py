@@ -24,7 +24,7 @@ import numpy as np
 import tensorflow as tf
 
 from kerasdist import _tf
-from kerasdist._keras import close_at_end
+from kerasdist._keras import StepTimer, close_at_end
 from kerasdist.collectives.ops import equal_part
 from kerasdist.strategies.chief_data.encoding import (
     Encoded,
@@ -35,6 +35,7 @@ from kerasdist.strategies.chief_data.encoding import (
 )
 from kerasdist.strategies.chief_data.transfer import size_of
 from kerasdist.strategies.data.batch_split import slice_rows, with_facts
+from kerasdist.strategies.reduce.workers import Workers
 
 __all__ = ["ChiefFeed", "own_rows_of"]
 
@@ -50,7 +51,8 @@ class ChiefFeed:
     """The iterable for Keras in place of the chief's data; each iteration is a pass.
 
     Args:
-        extended: The strategy's extended object.
+        workers: The connected workers.
+        timer: Measures steps, and what they wait for.
         passes: Returns an iterable over the batches of the next pass, and reads none
             of them yet; only the chief calls it.
         structure: A nest like a batch.
@@ -67,12 +69,13 @@ class ChiefFeed:
 
     def __init__(
         self,
-        extended: Any,
+        workers: Workers,
+        timer: StepTimer,
         passes: Callable[[], Iterable[Any]],
         structure: Any,
         example: Any,
     ) -> None:
-        self.extended = extended
+        self.workers, self.timer = workers, timer
         self.passes = passes
         self.structure = structure
         self.kerasdist_example = example
@@ -102,7 +105,7 @@ class FeedIterator:
         self._feed = feed
         self._reader: _Reader | None = None
         # A dataset that is shuffled again in each pass counts its iterators.
-        chief = feed.extended.job.communicator.rank == 0
+        chief = feed.workers.communicator.rank == 0
         self._batches = feed.passes() if chief else ()
         self._waiting: deque[tuple[str, str, list[Encoded]]] = deque()
         self._ended: BaseException | None = None
@@ -140,12 +143,12 @@ class FeedIterator:
     def __next__(self) -> Any:
         self.at_least_one()
         _, _, leaves = self._waiting.popleft()
-        return own_rows_of(self._feed.extended, self._feed.structure, leaves)
+        return own_rows_of(self._feed.workers, self._feed.structure, leaves)
 
     def _exchange(self) -> None:
         feed = self._feed
-        communicator = feed.extended.job.communicator
-        timer = feed.extended.keras_hooks.timer
+        communicator = feed.workers.communicator
+        timer = feed.timer
         begin = time.time()
         packed = np.zeros(0, np.uint8)
         if communicator.rank == 0:
@@ -230,12 +233,12 @@ class _Reader:
         return False
 
 
-def own_rows_of(extended: Any, structure: Any, leaves: list[Encoded]) -> Any:
+def own_rows_of(workers: Workers, structure: Any, leaves: list[Encoded]) -> Any:
     """Return this worker's part of a batch: per replica, if it has several."""
-    first, local, replicas = extended.places
+    first, local, replicas = workers.layout
     total = next(leaf.rows for leaf in leaves if leaf.rows is not None)
     parts = []
-    for i, device in enumerate(extended.worker_devices[:local]):
+    for i, device in enumerate(workers.devices[:local]):
         rows = equal_part(total, replicas, first + i)
         count = rows.stop - rows.start
         if not count:  # see `strategies.data.batch_split`

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from kerasdist._keras import ItemData
+from kerasdist._keras import ItemData, StepTimer
 from kerasdist.strategies.chief_data.choice import DataChoice
 from kerasdist.strategies.chief_data.comparison.content import Content, batch_of
 from kerasdist.strategies.chief_data.comparison.origin import of_object
@@ -14,6 +14,7 @@ from kerasdist.strategies.chief_data.feed import ChiefFeed
 from kerasdist.strategies.chief_data.transfer import chiefs_facts, size_of
 from kerasdist.strategies.data.messages import used
 from kerasdist.strategies.data.shuffle import epoch_order
+from kerasdist.strategies.reduce.workers import Workers
 
 __all__ = ["ChiefItems"]
 
@@ -22,7 +23,8 @@ class ChiefItems:
     """The chief's items, for all workers, if theirs differ.
 
     Args:
-        extended: The strategy's extended object.
+        workers: The connected workers.
+        timer: Measures steps, and what they wait for.
         choice: Decides whose data are used.
         data: This worker's PyDataset.
         seed: Returns a seed that all workers agree on.
@@ -31,13 +33,14 @@ class ChiefItems:
 
     def __init__(
         self,
-        extended: Any,
+        workers: Workers,
+        timer: StepTimer,
         choice: DataChoice,
         data: ItemData,
         seed: Callable[[], int],
         tell: Callable[[str, str], None],
     ) -> None:
-        self._extended = extended
+        self._workers, self._timer = workers, timer
         self._choice = choice
         self._data = data
         self._seed = seed
@@ -53,7 +56,7 @@ class ChiefItems:
         Raises:
             ValueError: They differ, and the chief's can't be used; on all workers.
         """
-        data, communicator = self._data, self._extended.job.communicator
+        data, communicator = self._data, self._workers.communicator
         item = data.read(0) if data.length != 0 else None
         content = Content([] if item is None else [batch_of(item)])
 
@@ -78,7 +81,7 @@ class ChiefItems:
             return None
         self._seeded = self._seed()
         length = chiefs_facts(communicator, {"length": data.length})["length"]
-        feed = ChiefFeed(self._extended, self._pass, item, item)
+        feed = ChiefFeed(self._workers, self._timer, self._pass, item, item)
         feed.length = length
         sizes = [size_of(batch.leaves) for batch in content.batches]
         feed.rows = content.rows

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -16,9 +16,7 @@ from kerasdist.strategies.data.shuffle import (
     own_rows,
     same_length,
 )
-
-if TYPE_CHECKING:
-    from kerasdist.strategies.sync.extended import SynchronousExtended
+from kerasdist.strategies.reduce.workers import Workers
 
 __all__ = ["ArrayEpochs"]
 
@@ -31,12 +29,16 @@ class ArrayEpochs:
     """
 
     def __init__(
-        self, extended: SynchronousExtended, data: ArrayData, seed: int
+        self,
+        workers: Workers,
+        data: ArrayData,
+        seed: int,
+        distribute: Callable[[Any], Any],
     ) -> None:
         self._data = data
         self._seed = seed
         self._epoch = 0
-        self._first, self._local, self._replicas = extended.places
+        self._first, self._local, self._replicas = workers.layout
         batches = -(-data.samples // data.batch_size)
         # Of this epoch: its samples, and the bounds between parts.
         self._order = self._samples = self._bounds = np.zeros(0, np.int64)
@@ -50,7 +52,7 @@ class ArrayEpochs:
             return tf.ensure_shape(chosen, [known])
 
         # Inside a worker nobody has to be asked for the rows of the global batch.
-        alone = extended.job.communicator.size == 1
+        alone = workers.communicator.size == 1
         filled = has_empty_parts(data.samples, data.batch_size, self._replicas)
 
         def finish(batch: Any, part: Any) -> Any:
@@ -66,7 +68,7 @@ class ArrayEpochs:
 
         # As few stages as can be: each epoch makes them all again.
         parts = tf.data.Dataset.range(batches * self._local)
-        self._dataset = extended.distribute_parts(data.take(parts, rows, finish))
+        self._dataset = distribute(data.take(parts, rows, finish))
 
     def __iter__(self) -> Iterator[Any]:
         data = self._data

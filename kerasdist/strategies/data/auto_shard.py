@@ -14,15 +14,13 @@ same: each worker divides its batches among as many steps as make its share of o
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import tensorflow as tf
 
 from kerasdist import _tf
 from kerasdist.collectives.ops import equal_part
-
-if TYPE_CHECKING:
-    from kerasdist.strategies.sync.replica_layout import SharingExtended
+from kerasdist.strategies.reduce.workers import ReplicaLayout, Workers
 
 __all__ = ["is_by_file", "own_part", "own_sizes"]
 
@@ -35,17 +33,16 @@ def is_by_file(dataset: Any) -> bool:
 
 
 def own_part(
-    extended: SharingExtended,
+    workers: Workers,
     dataset: Any,
-    places: tuple[int, int, int] | None = None,
+    layout: ReplicaLayout | None = None,
 ) -> Any | None:
     """Return this worker's part of a dataset with the policy FILE or OFF.
 
     Args:
-        extended: The strategy's extended object.
+        workers: The connected workers.
         dataset: The dataset.
-        places: The worker's first replica, number of its replicas and of all among
-            those who divide a batch; by default `extended.places`.
+        layout: The replicas that divide a batch; by default `workers.layout`.
 
     Returns:
         A dataset of batches for the worker's replicas in turn. Other workers' may be
@@ -58,8 +55,8 @@ def own_part(
     if _policy(dataset) not in (_Policy.FILE, _Policy.OFF):
         return None
     by_file = is_by_file(dataset)
-    communicator = extended.job.communicator
-    first, _, replicas = places or extended.places
+    communicator = workers.communicator
+    first, _, replicas = layout or workers.layout
     if any(
         spec.shape.rank == 0
         for spec in tf.nest.flatten(dataset.element_spec)

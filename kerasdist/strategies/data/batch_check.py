@@ -9,15 +9,13 @@ checksum, and the step that uses one compares it over the workers.
 from __future__ import annotations
 
 import zlib
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 from kerasdist.strategies.data.messages import with_remedies
-
-if TYPE_CHECKING:
-    from kerasdist.strategies.sync.extended import SynchronousExtended
+from kerasdist.strategies.reduce.workers import Workers
 
 __all__ = ["CHECKSUM", "SameBatches", "checksum_of", "different_batches"]
 
@@ -33,8 +31,8 @@ class SameBatches:
         fault: What was found, as an error; TensorFlow passes on only its text.
     """
 
-    def __init__(self, extended: SynchronousExtended) -> None:
-        self._extended = extended
+    def __init__(self, workers: Workers) -> None:
+        self._workers = workers
         self.fault: ValueError | None = None
 
     def wrap(self, index: Any, batch: Any, part: Any) -> Any:
@@ -58,7 +56,7 @@ class SameBatches:
             ValueError: It differs. In a graph TensorFlow raises an error of its
                 own with this text, and `fault` is this one.
         """
-        ops = self._extended.ops
+        ops = self._workers.ops
 
         def compare() -> Any:
             return ops.call(self._compare, [checksum], [tf.int64], [tf.TensorShape([])])
@@ -66,7 +64,7 @@ class SameBatches:
         tf.cond(checksum != 0, compare, lambda: [checksum])
 
     def _compare(self, checksum: Any) -> list[Any]:
-        communicator = self._extended.job.communicator
+        communicator = self._workers.communicator
         every = [int(c[0]) for c in communicator.all_gather(np.int64(checksum))]
         if len(set(every)) > 1:
             ranks = communicator.ranks

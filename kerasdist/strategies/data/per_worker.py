@@ -12,17 +12,16 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 from kerasdist import _tf
+from kerasdist._keras import StepTimer
 from kerasdist.strategies.data.batch_split import slice_rows, split_part, with_facts
 from kerasdist.strategies.reduce.consensus import any_of
-
-if TYPE_CHECKING:
-    from kerasdist.strategies.sync.extended import SynchronousExtended
+from kerasdist.strategies.reduce.workers import Workers
 
 __all__ = ["PerWorkerDataset"]
 
@@ -33,12 +32,12 @@ _TOO_FEW_FILES = re.compile(r"the dataset only has (\d+) file")
 class PerWorkerDataset:
     """What Keras iterates over in place of a worker's own distributed dataset."""
 
-    def __init__(self, extended: SynchronousExtended, dataset: Any) -> None:
-        self._extended = extended
+    def __init__(self, workers: Workers, timer: StepTimer, dataset: Any) -> None:
+        self._workers, self._timer = workers, timer
         self._dataset = dataset
 
     def __iter__(self) -> PerWorkerIterator:
-        return PerWorkerIterator(self._extended, self._dataset)
+        return PerWorkerIterator(self._workers, self._timer, self._dataset)
 
 
 class PerWorkerIterator:
@@ -50,8 +49,8 @@ class PerWorkerIterator:
 
     kerasdist_together = True
 
-    def __init__(self, extended: SynchronousExtended, dataset: Any) -> None:
-        self._extended = extended
+    def __init__(self, workers: Workers, timer: StepTimer, dataset: Any) -> None:
+        self._workers, self._timer = workers, timer
         self._iterator = iter(dataset)
         self._spec = dataset.element_spec
         self._by_file = getattr(dataset, "kerasdist_by_file", False)
@@ -71,7 +70,6 @@ class PerWorkerIterator:
         return self._waiting.pop() if self._waiting else self._fetch()
 
     def _fetch(self) -> Any:
-        timer = self._extended.keras_hooks.timer
         begin = time.time()
         if self._by_file and self._last is None:
             optional = self._first_by_file()
@@ -79,9 +77,9 @@ class PerWorkerIterator:
             optional = self._iterator.get_next_as_optional()
         here = bool(optional.has_value())
         fetched = time.time()
-        timer.waited(fetched - begin)
-        anybody = any_of(self._extended, here)
-        timer.waited(time.time() - fetched, others=True)
+        self._timer.waited(fetched - begin)
+        anybody = any_of(self._workers, here)
+        self._timer.waited(time.time() - fetched, others=True)
         if not anybody:
             raise StopIteration
         if here:
@@ -90,7 +88,7 @@ class PerWorkerIterator:
         if self._last is None:
             return tf.nest.map_structure(self._empty, self._spec)
         # What this worker computes with counts for nothing, see `data.batch_split`.
-        local = len(self._extended.worker_devices)
+        local = len(self._workers.devices)
         none = tf.constant(0, tf.int64)
         idle = []
         for replica in range(local):
@@ -104,7 +102,7 @@ class PerWorkerIterator:
         Raises:
             ValueError: Some workers have no data. All workers raise it.
         """
-        communicator = self._extended.job.communicator
+        communicator = self._workers.communicator
         optional, fault, state = None, None, 0
         try:
             optional = self._iterator.get_next_as_optional()

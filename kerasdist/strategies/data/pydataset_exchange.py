@@ -27,21 +27,19 @@ import json
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 from kerasdist import _tf
-from kerasdist._keras import ItemData
+from kerasdist._keras import ItemData, StepTimer
 from kerasdist.collectives.ops import equal_part
 from kerasdist.strategies.data.batch_split import with_facts
 from kerasdist.strategies.data.item_codec import ItemCodec
 from kerasdist.strategies.data.messages import REMEDIES
 from kerasdist.strategies.data.shuffle import epoch_order
-
-if TYPE_CHECKING:
-    from kerasdist.strategies.sync.extended import SynchronousExtended
+from kerasdist.strategies.reduce.workers import Workers
 
 __all__ = ["DifferentItems", "SharedItems", "share_items"]
 
@@ -51,7 +49,8 @@ class DifferentItems(ValueError):
 
 
 def share_items(
-    extended: SynchronousExtended,
+    workers: Workers,
+    timer: StepTimer,
     data: ItemData,
     seed: Any,
     settle: Callable[[ValueError | None], Any],
@@ -59,7 +58,8 @@ def share_items(
     """Return what iterates over this worker's parts of all items.
 
     Args:
-        extended: The strategy's extended object.
+        workers: The connected workers.
+        timer: Measures steps, and what they wait for.
         data: The PyDataset.
         seed: A function that returns a seed that all workers agree on.
         settle: Returns what iterates over the chief's items, or None, given how the
@@ -72,7 +72,7 @@ def share_items(
     Raises:
         ValueError: The workers were given different data. All raise it.
     """
-    items = SharedItems(extended, data, settle)
+    items = SharedItems(workers, timer, data, settle)
     try:
         exchangeable = items.agree()
     except DifferentItems as error:
@@ -98,11 +98,12 @@ class SharedItems:
 
     def __init__(
         self,
-        extended: SynchronousExtended,
+        workers: Workers,
+        timer: StepTimer,
         data: ItemData,
         settle: Callable[[ValueError | None], Any] | None = None,
     ) -> None:
-        self.extended = extended
+        self.workers, self.timer = workers, timer
         self.data = data
         self.feed: Any = None
         self._settle = settle
@@ -159,7 +160,7 @@ class SharedItems:
 
     def _all_facts(self, facts: dict[str, Any]) -> list[Any]:
         """Exchange facts; return all workers' checksums."""
-        communicator = self.extended.job.communicator
+        communicator = self.workers.communicator
         text = np.frombuffer(json.dumps(facts).encode(), np.uint8)
         every = [json.loads(other.tobytes()) for other in communicator.all_gather(text)]
         checksums = [other.pop("checksums", None) for other in every]
@@ -180,7 +181,7 @@ class SharedItems:
         Raises:
             ValueError: It is: the workers hold different datasets.
         """
-        communicator = self.extended.job.communicator
+        communicator = self.workers.communicator
         mine = checksums[communicator.rank]
         item = self.data.read(0)
         if ItemCodec(item).text == form.text:
@@ -237,7 +238,7 @@ class SharedItemsIterator:
             # iterators than it uses.
             if self._groups is None:
                 self._groups = self._read()
-            timer = self._items.extended.keras_hooks.timer
+            timer = self._items.timer
             begin, self._met = time.time(), 0.0
             self._waiting.extend(next(self._groups))
             timer.waited(time.time() - begin - self._met)
@@ -250,7 +251,7 @@ class SharedItemsIterator:
 
     def _read(self) -> Iterator[list[Any]]:
         items = self._items
-        communicator = items.extended.job.communicator
+        communicator = items.workers.communicator
         rank, size = communicator.rank, communicator.size
         order = items.begin_epoch()
         if items.feed is not None:
@@ -284,7 +285,7 @@ class SharedItemsIterator:
 
     def _own_rows(self, form: ItemCodec, packed: Any, number: int, order: Any) -> Any:
         """This worker's part of an item: per replica, if it has several."""
-        extended = self._items.extended
+        workers = self._items.workers
         index, arrays = form.unpack(packed)
         expected = number if order is None else int(order[number])
         if index != expected:
@@ -292,10 +293,10 @@ class SharedItemsIterator:
                 "A worker has read another item than the order of the epoch says. "
                 f"Received: item {index}; expected item {expected}. Please report it."
             )
-        first, local, replicas = extended.places
+        first, local, replicas = workers.layout
         total = arrays[0].shape[0]
         parts = []
-        for i, device in enumerate(extended.worker_devices[:local]):
+        for i, device in enumerate(workers.devices[:local]):
             rows = equal_part(total, replicas, first + i)
             with tf.device(device):
                 leaves = [

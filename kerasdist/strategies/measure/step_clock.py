@@ -322,11 +322,7 @@ class StepClock:
     def waited(
         self, seconds: float, *, others: bool = False, between: bool = False
     ) -> None:
-        """Outside of graphs so many seconds were spent waiting: for data, or others.
-
-        Where no step is taken, e.g. in an evaluation, that isn't counted, but if it's
-        known to be `between` two steps.
-        """
+        """See `StepTimer.waited`."""
         if between:
             self._waited += seconds
         elif self._in_call and others:

@@ -16,10 +16,11 @@ import numpy as np
 import tensorflow as tf
 
 from kerasdist import _tf
+from kerasdist.strategies.job import StrategyJob
 from kerasdist.strategies.native.communicator import NativeCommunicator, group_options
-from kerasdist.strategies.reduce.graph_ops import CollectiveOps
+from kerasdist.strategies.reduce.graph_ops import CollectiveOps, make_ops
 
-__all__ = ["NativeOps"]
+__all__ = ["NativeOps", "make_native_ops"]
 
 _MERGE = {"sum": "Add", "prod": "Mul", "min": "Min", "max": "Max"}
 _REDUCED = (tf.bfloat16, tf.float16, tf.float32, tf.float64, tf.int32, tf.int64)
@@ -345,3 +346,14 @@ def _unpack(tensor: Any, dtype: Any) -> Any:
     if dtype in _BITS:
         return tf.bitcast(tensor, dtype)
     return tf.cast(tensor, dtype)
+
+
+def make_native_ops(job: StrategyJob, devices: Sequence[str]) -> CollectiveOps:
+    """Return a job's collectives on tensors of these devices: TensorFlow's own.
+
+    Alone a worker has no communicator of TensorFlow's.
+    """
+    if not isinstance(job.communicator, NativeCommunicator):
+        return make_ops(job, devices)
+    host = _tf.host_of(devices[0])
+    return NativeOps(job.communicator, host, devices, sum(job.replicas))

@@ -17,12 +17,13 @@ import tensorflow as tf
 
 from kerasdist import _tf
 from kerasdist._tf import gradient_placement
+from kerasdist.strategies.job import StrategyJob
 from kerasdist.strategies.measure.stages import StageClock
+from kerasdist.strategies.options import Options
 from kerasdist.strategies.placed.extended import placed_step
 from kerasdist.strategies.placed.placer import Placer
 from kerasdist.strategies.sync.extended import SynchronousExtended
 from kerasdist.strategies.sync.hooks import SynchronousHooks
-from kerasdist.strategies.sync.job import StrategyJob
 
 __all__ = ["HybridExtended"]
 
@@ -48,20 +49,22 @@ class HybridExtended(SynchronousExtended):
         container: Any,
         devices: Sequence[str],
         job: StrategyJob,
+        options: Options,
         *,
         placer: Placer,
         micro_batches: int,
         rematerialize: bool = False,
-        **options: Any,
     ) -> None:
-        super().__init__(container, devices[:1], job, **options)
+        super().__init__(container, devices[:1], job, options)
         # A function that two layers share is traced for the device of each.
         self._retrace_functions_for_each_device = True
         self.layer_placer = placer
         self.micro_batches = micro_batches
         self.rematerialize = rematerialize
-        self.keras_hooks = HybridHooks(self)
         self.stage_clock = StageClock(placer.devices, _tf.host_of(devices[0]))
+
+    def _make_hooks(self, options: Options) -> SynchronousHooks:
+        return HybridHooks(self, options)
 
     def _create_variable(self, next_creator: Any, **kwargs: Any) -> Any:
         if kwargs.get("colocate_with") is None:
@@ -78,7 +81,12 @@ class HybridExtended(SynchronousExtended):
             if _tf.executing_eagerly():
                 return super()._call_for_each_replica(fn, args, kwargs)
             return _tf.call_replica(
-                self._container_strategy(), self.places[0], fn, args, kwargs, None
+                self._container_strategy(),
+                self.workers.layout.first,
+                fn,
+                args,
+                kwargs,
+                None,
             )
 
 

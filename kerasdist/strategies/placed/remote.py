@@ -42,7 +42,7 @@ from kerasdist.cluster.address import split_address
 from kerasdist.collectives import connect
 from kerasdist.collectives.connect import Job
 from kerasdist.collectives.failures import copy_to_raise
-from kerasdist.strategies.sync.job import forget, leave_at_exit
+from kerasdist.strategies.job import forget, leave_at_exit
 from kerasdist.transport import Timeouts
 from kerasdist.transport.deadline import Deadline
 from kerasdist.transport.liveness.disconnect import disconnect

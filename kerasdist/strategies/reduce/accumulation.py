@@ -18,7 +18,7 @@ which leaves the sum of the window as it is.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import tensorflow as tf
 
@@ -26,15 +26,13 @@ from kerasdist import _tf
 from kerasdist.strategies.reduce.buckets import in_buckets
 from kerasdist.strategies.reduce.gradients import narrow, widen
 from kerasdist.strategies.reduce.indexed_slices import rows_of, sum_over_workers
-
-if TYPE_CHECKING:
-    from kerasdist.strategies.sync.extended import SynchronousExtended
+from kerasdist.strategies.reduce.workers import Workers
 
 __all__ = ["end_window"]
 
 
 def end_window(
-    extended: SynchronousExtended,
+    workers: Workers,
     gradients: Sequence[Any],
     accumulators: Sequence[Any],
     last: Any,
@@ -45,7 +43,7 @@ def end_window(
     In replica context. All ranks must be in the same step of the window.
 
     Args:
-        extended: The strategy's extended object.
+        workers: The workers that reduce together.
         gradients: Tensors or IndexedSlices: this replica's, weighted.
         accumulators: The variable that each is added to, of the same shape.
         last: Whether this is the window's last step, a scalar boolean tensor.
@@ -55,9 +53,8 @@ def end_window(
         Tensors. In the last step the mean over the replicas of their windows' sums,
         the same on all replicas, and the accumulators are 0.
     """
-    strategy = extended._container_strategy()
-    copies = [strategy.experimental_local_results(a) for a in accumulators]
-    devices = extended.worker_devices
+    copies = [workers.copies(a) for a in accumulators]
+    devices = workers.devices
     sparse = [isinstance(gradient, tf.IndexedSlices) for gradient in gradients]
     dense = [tf.convert_to_tensor(gradient) for gradient in gradients]
 
@@ -71,8 +68,8 @@ def end_window(
                         mine.append(_wide(part) + _wide(variable.read_value()))
                         variable.assign(tf.zeros_like(variable))
                 own.append(mine)
-            totals = _sums(extended, own, sparse, steps)
-            replicas = extended.places[2]
+            totals = _sums(workers, own, sparse, steps)
+            replicas = workers.layout.total
             return [
                 [tf.cast(total / replicas, parts[0].dtype) for total in local]
                 for local, parts in zip(totals, values, strict=True)
@@ -85,64 +82,64 @@ def end_window(
 
     # In a merge call, which can't stand inside the `tf.cond` of Keras.
     def merge(_: Any, last: Any, *values: Any) -> Any:
-        local = [extended.local(value) for value in values]
-        return [_tf.regroup(part) for part in end(local, extended.local(last)[0])]
+        local = [workers.local(value) for value in values]
+        return [_tf.regroup(part) for part in end(local, workers.local(last)[0])]
 
     replica = tf.distribute.get_replica_context()
     return list(replica.merge_call(merge, args=(last, *dense)))
 
 
 def _sums(
-    extended: SynchronousExtended, own: list[list[Any]], sparse: list[bool], steps: int
+    workers: Workers, own: list[list[Any]], sparse: list[bool], steps: int
 ) -> list[list[Any]]:
     """Sum over all replicas; of what was sparse only the rows that aren't 0."""
-    devices = extended.worker_devices
+    devices = workers.devices
     tables = [values for values, there in zip(own, sparse, strict=True) if there]
     whole = [values for values, there in zip(own, sparse, strict=True) if not there]
-    dense = iter(_sums_in_buckets(extended, whole, steps))
+    dense = iter(_sums_in_buckets(workers, whole, steps))
     with tf.device(_tf.host_of(devices[0])):
         slices = [rows_of(tf.add_n(values)) for values in tables]
-        summed, _ = sum_over_workers(extended, slices) if slices else ([], [])
+        summed, _ = sum_over_workers(workers, slices) if slices else ([], [])
         added = [tf.convert_to_tensor(s) for s in summed]
     copies = [_tf.broadcast_to_devices(table, devices) for table in added]
-    copied = iter([extended.local(copy) for copy in copies])
+    copied = iter([workers.local(copy) for copy in copies])
     return [next(copied if there else dense) for there in sparse]
 
 
 def _sums_in_buckets(
-    extended: SynchronousExtended, own: list[list[Any]], steps: int
+    workers: Workers, own: list[list[Any]], steps: int
 ) -> list[list[Any]]:
     """Sum over all replicas; in 16 bits, if so asked for, as part of the update."""
-    parts = extended.places[2] * steps
+    parts = workers.layout.total * steps
     sizes = [
         (values[0].shape.num_elements() or 0) * values[0].dtype.size for values in own
     ]
     sums: list[list[Any]] = [[] for _ in own]
-    for number, bucket in enumerate(in_buckets(sizes, extended.bucket_size)):
-        sent = [[narrow(extended, v, 1 / parts) for v in own[i]] for i in bucket]
-        totals = _sum_of_local(extended, sent, step=number == 0)
+    for number, bucket in enumerate(in_buckets(sizes, workers.bucket_size)):
+        sent = [[narrow(workers, v, 1 / parts) for v in own[i]] for i in bucket]
+        totals = _sum_of_local(workers, sent, step=number == 0)
         for i, total in zip(bucket, totals, strict=True):
             sums[i] = [
-                widen(extended, t, value, parts)
+                widen(workers, t, value, parts)
                 for t, value in zip(total, own[i], strict=True)
             ]
     return sums
 
 
 def _sum_of_local(
-    extended: SynchronousExtended, values: list[list[Any]], *, step: bool
+    workers: Workers, values: list[list[Any]], *, step: bool
 ) -> list[list[Any]]:
     """Sum over all replicas what each local one has: for each value, a tensor each."""
-    sums = extended.ops.reduce_replicas(values, step=step)
+    sums = workers.ops.reduce_replicas(values, step=step)
     if sums is not None:
         return sums
-    devices = extended.worker_devices
+    devices = workers.devices
     with tf.device(_tf.host_of(devices[0])):
         local = [tf.add_n(v) if len(v) > 1 else v[0] for v in values]
-    if extended.workers > 1:
-        local = extended.ops.all_reduce(local, step=step)
+    if workers.size > 1:
+        local = workers.ops.all_reduce(local, step=step)
     copies = [_tf.broadcast_to_devices(total, devices) for total in local]
-    return [extended.local(copy) for copy in copies]
+    return [workers.local(copy) for copy in copies]
 
 
 def _wide(tensor: Any) -> Any:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import hashlib
 import secrets
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-if TYPE_CHECKING:
-    from kerasdist.strategies.sync.extended import SynchronousExtended
+from kerasdist.strategies.reduce.workers import Workers
 
 __all__ = [
     "any_of",
@@ -25,109 +24,104 @@ __all__ = [
 ]
 
 
-def any_of(extended: SynchronousExtended, flag: bool) -> bool:
+def any_of(workers: Workers, flag: bool) -> bool:
     """Whether the flag is set on any worker."""
-    return bool(extended.job.communicator.all_reduce([np.bool_(flag)], "max")[0])
+    return bool(workers.communicator.all_reduce([np.bool_(flag)], "max")[0])
 
 
-def common_seed(extended: SynchronousExtended) -> int:
+def common_seed(workers: Workers) -> int:
     """A random seed, so that unseeded `dataset.shuffle`s agree on all workers."""
     mine = np.int64(secrets.randbits(31))
-    return int(extended.job.communicator.broadcast([mine])[0])
+    return int(workers.communicator.broadcast([mine])[0])
 
 
-def longest(extended: SynchronousExtended, length: int | None) -> int | None:
+def longest(workers: Workers, length: int | None) -> int | None:
     """The largest of the workers' lengths; None if one of them isn't known."""
     mine = np.int64(-1 if length is None else length)
-    every = [int(n[0]) for n in extended.job.communicator.all_gather(mine)]
+    every = [int(n[0]) for n in workers.communicator.all_gather(mine)]
     return None if min(every) < 0 else max(every)
 
 
-def of_chief(extended: SynchronousExtended, number: float, root: int = 0) -> float:
+def of_chief(workers: Workers, number: float, root: int = 0) -> float:
     """The chief's number, or that of another rank."""
-    return float(extended.job.communicator.broadcast([np.float64(number)], root)[0])
+    return float(workers.communicator.broadcast([np.float64(number)], root)[0])
 
 
-def texts(extended: SynchronousExtended, rank: int, text: str) -> dict[int, str]:
+def texts(workers: Workers, rank: int, text: str) -> dict[int, str]:
     """Each worker's text by its rank: those that are lost leave gaps."""
     mine = np.frombuffer(f"{rank} {text}".encode(), np.uint8)
-    every = extended.job.communicator.all_gather(mine)
+    every = workers.communicator.all_gather(mine)
     told = [one.tobytes().decode().partition(" ") for one in every]
     return {int(rank): text for rank, _, text in told}
 
 
 def average(
-    extended: SynchronousExtended,
+    workers: Workers,
     variables: Sequence[Any],
     share: float | None = None,
 ) -> None:
     """Set each variable to its mean over all replicas of all workers.
 
     Args:
-        extended: The strategy's extended object.
+        workers: The workers that reduce together.
         variables: The variables.
         share: What this worker's replicas weigh together, all workers' 1; None: every
             replica weighs the same.
     """
-    if not variables or extended.is_alone:
+    if not variables or workers.is_alone:
         return
-    strategy = extended._container_strategy()
-    local = len(extended.worker_devices)
+    local = len(workers.devices)
     weight = None if share is None else share / local
     sums = []
     for variable in variables:
         wide = np.float64 if variable.dtype == tf.float64 else np.float32
-        parts = [
-            np.asarray(part, wide)
-            for part in strategy.experimental_local_results(variable)
-        ]
+        parts = [np.asarray(part, wide) for part in workers.copies(variable)]
         sums.append(np.sum(parts, axis=0) if local > 1 else parts[0])
-    totals = extended.job.communicator.all_reduce(sums, scale=weight)
-    replicas = 1 if share is not None else extended.places[2]
+    totals = workers.communicator.all_reduce(sums, scale=weight)
+    replicas = 1 if share is not None else workers.layout.total
     for variable, total in zip(variables, totals, strict=True):
         mean = total / total.dtype.type(replicas)
-        for part in strategy.experimental_local_results(variable):
+        for part in workers.copies(variable):
             part.assign(tf.cast(mean, part.dtype))
 
 
 def check_state(
-    extended: SynchronousExtended,
+    workers: Workers,
     variables: Sequence[tuple[str, Any]],
     parts: Sequence[tuple[str, Any]] = (),
+    *,
+    broadcast: bool = False,
 ) -> None:
     """Check that all workers hold the same values before the first step.
 
     Args:
-        extended: The strategy's extended object.
+        workers: The workers that reduce together.
         variables: Names and variables, in the same order on all workers.
         parts: The same for what each replica may have its part of, see
             `strategies.reduce.accumulation`: if they differ, all take the mean.
+        broadcast: Whether all take the chief's values if they differ.
 
     Raises:
         ValueError: They differ, and the strategy wasn't asked to broadcast them.
             All ranks raise it.
     """
-    communicator = extended.job.communicator
+    communicator = workers.communicator
     if communicator.size == 1:
         return
-    strategy = extended._container_strategy()
-    digests = [
-        digest_of(strategy.experimental_local_results(variable)[0])
-        for _, variable in variables
-    ]
+    digests = [digest_of(workers.copies(variable)[0]) for _, variable in variables]
     contents = hashlib.sha256()
     for _, part in parts:
-        for copy in strategy.experimental_local_results(part):
+        for copy in workers.copies(part):
             contents.update(np.asarray(copy).tobytes())
     both = hashlib.sha256(b"".join(digests)).digest() + contents.digest()
     every = communicator.all_gather(np.frombuffer(both, np.uint8))
     if all(np.array_equal(theirs[:32], every[0][:32]) for theirs in every):
         if not all(np.array_equal(theirs, every[0]) for theirs in every):
-            average(extended, [part for _, part in parts])
+            average(workers, [part for _, part in parts])
         return
     counts = [int(c[0]) for c in communicator.all_gather([np.int64(len(digests))])]
-    if len(set(counts)) == 1 and extended.initial_state == "broadcast":
-        _take_chiefs(extended, [*variables, *parts])
+    if len(set(counts)) == 1 and broadcast:
+        _take_chiefs(workers, [*variables, *parts])
         return
     if len(set(counts)) > 1:
         what = f"they have {counts} variables, by rank"
@@ -171,12 +165,9 @@ def digest_of(copy: Any) -> bytes:
     return digest.digest()
 
 
-def _take_chiefs(
-    extended: SynchronousExtended, variables: Sequence[tuple[str, Any]]
-) -> None:
-    strategy = extended._container_strategy()
-    parts = [strategy.experimental_local_results(variable) for _, variable in variables]
-    values = extended.job.communicator.broadcast([np.asarray(p[0]) for p in parts])
+def _take_chiefs(workers: Workers, variables: Sequence[tuple[str, Any]]) -> None:
+    parts = [workers.copies(variable) for _, variable in variables]
+    values = workers.communicator.broadcast([np.asarray(p[0]) for p in parts])
     for replicas, value in zip(parts, values, strict=True):
         for part in replicas:
             part.assign(tf.convert_to_tensor(value, part.dtype))

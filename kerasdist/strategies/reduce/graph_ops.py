@@ -23,8 +23,9 @@ from kerasdist import _tf
 from kerasdist._tf.graph.graph_clocks import COLLECTIVE
 from kerasdist.collectives import Communicator
 from kerasdist.collectives.weighted_mean import weighted_mean
+from kerasdist.strategies.job import StrategyJob
 
-__all__ = ["CollectiveOps"]
+__all__ = ["CollectiveOps", "make_ops"]
 
 
 class CollectiveOps:
@@ -195,3 +196,8 @@ class CollectiveOps:
 
 def _shapes(tensors: Sequence[Any]) -> list[Any]:
     return [tensor.shape for tensor in tensors]
+
+
+def make_ops(job: StrategyJob, devices: Sequence[str]) -> CollectiveOps:
+    """Return a job's collectives on tensors of these devices' host."""
+    return CollectiveOps(job.communicator, _tf.host_of(devices[0]))

@@ -16,12 +16,11 @@ it gets in one process, see `kerasdist.strategies.reduce.gradients`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import tensorflow as tf
 
-if TYPE_CHECKING:
-    from kerasdist.strategies.sync.extended import SynchronousExtended
+from kerasdist.strategies.reduce.workers import Workers
 
 __all__ = ["add_up", "rows_of", "sum_over_workers"]
 
@@ -50,12 +49,12 @@ def rows_of(table: Any, dtype: Any = tf.int64) -> Any:
 
 
 def sum_over_workers(
-    extended: SynchronousExtended, slices: Sequence[Any], numbers: Sequence[Any] = ()
+    workers: Workers, slices: Sequence[Any], numbers: Sequence[Any] = ()
 ) -> tuple[list[Any], list[Any]]:
     """Sum slices, and some numbers, over the workers.
 
     Args:
-        extended: The strategy's extended object.
+        workers: The workers that reduce together.
         slices: This worker's IndexedSlices, host tensors, one slice per index.
         numbers: Scalar int64 tensors, which travel with the numbers of slices.
 
@@ -63,27 +62,27 @@ def sum_over_workers(
         The sums of the slices, the same on all workers: one slice per index if they
         were sent as a table, else also several; and those of the numbers.
     """
-    if extended.workers == 1:
+    if workers.size == 1:
         return list(slices), list(numbers)
     counts = [tf.size(s.indices, tf.int64) for s in slices]
-    (totals,) = extended.ops.all_reduce([tf.stack([*numbers, *counts])])
+    (totals,) = workers.ops.all_reduce([tf.stack([*numbers, *counts])])
     *sums, number_of_slices = tf.split(totals, [1] * len(numbers) + [len(slices)])
-    reduced = [_sum(extended, s, number_of_slices[i]) for i, s in enumerate(slices)]
+    reduced = [_sum(workers, s, number_of_slices[i]) for i, s in enumerate(slices)]
     return reduced, [tf.reshape(total, []) for total in sums]
 
 
-def _sum(extended: SynchronousExtended, slices: Any, total: Any) -> Any:
+def _sum(workers: Workers, slices: Any, total: Any) -> Any:
     """Sum one table's slices, of which there are `total` over all workers."""
     values, indices = slices.values, slices.indices
     rows = tf.cast(slices.dense_shape[0], tf.int64)
     row = tf.reduce_prod(tf.shape(values, tf.int64)[1:]) * values.dtype.size
 
     def gather() -> tuple[Any, Any]:
-        return extended.ops.all_gather(values), extended.ops.all_gather(indices)
+        return workers.ops.all_gather(values), workers.ops.all_gather(indices)
 
     def table() -> tuple[Any, Any]:
         dense = tf.math.unsorted_segment_sum(values, indices, rows)
-        (dense,) = extended.ops.all_reduce([dense])
+        (dense,) = workers.ops.all_reduce([dense])
         return dense, tf.range(tf.cast(rows, indices.dtype), dtype=indices.dtype)
 
     few = total * (row + indices.dtype.size) < rows * row

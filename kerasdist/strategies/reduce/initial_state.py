@@ -11,7 +11,7 @@ import hashlib
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -19,9 +19,7 @@ import tensorflow as tf
 from kerasdist.collectives.ops import Array
 from kerasdist.errors import CollectiveError
 from kerasdist.strategies.reduce.consensus import digest_of
-
-if TYPE_CHECKING:
-    from kerasdist.strategies.sync.extended import SynchronousExtended
+from kerasdist.strategies.reduce.workers import Workers
 
 __all__ = ["Shared", "share_state"]
 
@@ -48,13 +46,11 @@ class Shared:
     seconds: float
 
 
-def share_state(
-    extended: SynchronousExtended, variables: Sequence[Any], root: int
-) -> Shared:
+def share_state(workers: Workers, variables: Sequence[Any], root: int) -> Shared:
     """Give all ranks the root's values; all ranks call it at the same place.
 
     Args:
-        extended: The strategy's extended object.
+        workers: The workers that reduce together.
         variables: TensorFlow's variables, in the same order on all ranks.
         root: Whose values count. Of several local replicas the first one's.
 
@@ -64,7 +60,7 @@ def share_state(
         CollectiveError: They hold different values all the same.
     """
     begin = time.perf_counter()
-    communicator = extended.job.communicator
+    communicator = workers.communicator
     size = communicator.size
     if not 0 <= root < size:
         raise ValueError(
@@ -76,8 +72,7 @@ def share_state(
         return Shared(
             workers=1, variables=len(variables), differed=0, size=0, seconds=seconds
         )
-    strategy = extended._container_strategy()
-    copies = [strategy.experimental_local_results(each) for each in variables]
+    copies = [workers.copies(each) for each in variables]
     _check_form(communicator, copies)
     mine = _digests(copies)
     every = communicator.all_gather(mine)

@@ -12,7 +12,7 @@ several local replicas brings them together with a merge call.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -20,15 +20,20 @@ import tensorflow as tf
 from kerasdist import _keras, _tf
 from kerasdist._keras import StepTimer
 from kerasdist._tf.variables import distribute_copies
-from kerasdist.collectives.backends.single import SingleCommunicator
 from kerasdist.errors import CollectiveMismatch
-from kerasdist.strategies.native.communicator import NativeCommunicator
-from kerasdist.strategies.native.graph_ops import NativeOps
+from kerasdist.strategies.job import StrategyJob
+from kerasdist.strategies.options import Options
 from kerasdist.strategies.reduce import consensus
-from kerasdist.strategies.reduce.graph_ops import CollectiveOps
+from kerasdist.strategies.reduce.graph_ops import CollectiveOps, make_ops
+from kerasdist.strategies.reduce.replicas import (
+    finish,
+    local_sum,
+    over_workers,
+    reduce_in_replicas,
+)
+from kerasdist.strategies.reduce.workers import Workers
+from kerasdist.strategies.sync.data_sharing import SharingExtended
 from kerasdist.strategies.sync.hooks import SynchronousHooks
-from kerasdist.strategies.sync.job import StrategyJob
-from kerasdist.strategies.sync.replica_layout import SharingExtended
 
 __all__ = ["SynchronousExtended"]
 
@@ -40,12 +45,8 @@ class SynchronousExtended(SharingExtended):
         container: The strategy.
         devices: Canonical names of this worker's devices, one per replica.
         job: The connected workers.
-        initial_state: "check" or "broadcast", see `RingStrategy`.
-        shards: Whether Keras's data are the same on all workers, each to take its
-            part, or each worker's own.
-        data: "auto", "same" or "chief", see `RingStrategy`.
-        bucket_size: Bytes of gradients that are sent at once.
-        compression: None, "bf16" or "fp16", see `RingStrategy`.
+        options: What the strategy was asked for.
+        make_ops: Makes the workers' collectives on tensors.
     """
 
     def __init__(
@@ -53,41 +54,38 @@ class SynchronousExtended(SharingExtended):
         container: Any,
         devices: Sequence[str],
         job: StrategyJob,
-        *,
-        initial_state: str,
-        shards: bool,
-        data: str = "auto",
-        bucket_size: int,
-        compression: str | None,
+        options: Options,
+        make_ops: Callable[..., CollectiveOps] = make_ops,
     ) -> None:
-        super().__init__(container, devices, job, shards=shards)
-        self.initial_state = initial_state
-        self.data = data
-        self.bucket_size = bucket_size
-        self.compression = compression
-        # Whether the user knows what isn't known of eager steps.
-        self.told_of_eager_slices = False
-        if isinstance(job.communicator, NativeCommunicator):
-            self.ops: CollectiveOps = NativeOps(
-                job.communicator, self._host, devices, sum(job.replicas)
-            )
-        else:
-            self.ops = CollectiveOps(job.communicator, self._host)
-        self.keras_hooks = SynchronousHooks(self)
+        workers = self._make_workers(job, devices, make_ops, options)
+        super().__init__(container, workers)
+        self.keras_hooks = self._make_hooks(options)
+
+    def _make_workers(
+        self,
+        job: Any,
+        devices: Sequence[str],
+        make_ops: Callable[..., CollectiveOps],
+        options: Options,
+    ) -> Workers:
+        return Workers(job, devices, make_ops(job, devices), options)
+
+    def _make_hooks(self, options: Options) -> SynchronousHooks:
+        return SynchronousHooks(self, options)
 
     def common_seed(self) -> int:
-        """A random seed that all workers agree on."""
-        return consensus.common_seed(self)
+        """Return a random seed that all workers agree on."""
+        return consensus.common_seed(self.workers)
 
     @property
     def should_checkpoint(self) -> bool:
         """Only the chief writes."""
-        return self.job.communicator.rank == 0
+        return self.workers.communicator.rank == 0
 
     @property
     def should_save_summary(self) -> bool:
         """Only the chief writes."""
-        return self.job.communicator.rank == 0
+        return self.workers.communicator.rank == 0
 
     def _use_merge_call(self) -> bool:
         return False
@@ -102,22 +100,12 @@ class SynchronousExtended(SharingExtended):
         """Whether all replicas are about to write the same values."""
         return _keras.gradients_are_reduced()
 
-    @contextlib.contextmanager
-    def without_peers(self) -> Iterator[None]:
-        """See `SharingExtended.without_peers`."""
-        before, self.ops = self.ops, CollectiveOps(SingleCommunicator(), self._host)
-        try:
-            with super().without_peers():
-                yield
-        finally:
-            self.ops = before
-
     def _call_for_each_replica(self, fn: Any, args: Any, kwargs: Any) -> Any:
         if len(self._devices) > 1:
             return super()._call_for_each_replica(fn, args, kwargs)
         return _tf.call_replica(
             self._container_strategy(),
-            self.places[0],
+            self.workers.layout.first,
             fn,
             args,
             kwargs,
@@ -133,13 +121,13 @@ class SynchronousExtended(SharingExtended):
         value = super()._get_variable_creator_initial_value(
             replica_id, device, primary_var, **kwargs
         )
-        if replica_id > 0 or self.job.communicator.size == 1:
+        if replica_id > 0 or self.workers.communicator.size == 1:
             return value
 
         def from_chief() -> Any:
             mine = _tf.initial_tensor(value, kwargs.get("dtype"))
             try:
-                return self.ops.broadcast(mine)
+                return self.workers.ops.broadcast(mine)
             except CollectiveMismatch as error:
                 raise CollectiveMismatch(
                     f"{error} Here the variable {kwargs.get('name')!r} of shape "
@@ -180,11 +168,11 @@ class SynchronousExtended(SharingExtended):
         copies: list[Any] = []
         with tf.init_scope():
             value = variable.read_value()
-            if self.job.communicator.size > 1:
-                value = self.ops.broadcast(value)
+            if self.workers.communicator.size > 1:
+                value = self.workers.ops.broadcast(value)
             for index, device in enumerate(self._devices):
                 own = value
-                if added and self.places[0] + index > 0:
+                if added and self.workers.layout.first + index > 0:
                     own = tf.zeros_like(value)
                 if variable.device == device and not copies:
                     variable.assign(own)
@@ -198,10 +186,11 @@ class SynchronousExtended(SharingExtended):
             return distribute_copies(self._container_strategy(), copies, keras_variable)
 
     def _experimental_distribute_values_from_function(self, value_fn: Any) -> Any:
+        layout = self.workers.layout
         made = [
             value_fn(
                 tf.distribute.experimental.ValueContext(
-                    self.places[0] + index, self.places[2]
+                    layout.first + index, layout.total
                 )
             )
             for index in range(len(self._devices))
@@ -216,17 +205,18 @@ class SynchronousExtended(SharingExtended):
         del options
         if _tf.is_mirrored(value) and reduce_op == _tf.ReduceOp.MEAN:
             return value
+        workers = self.workers
 
         def reduce(leaf: Any) -> Any:
             if not isinstance(leaf, _tf.DistributedValues) and (
-                len(self._devices) > 1 or self.workers == 1
+                len(self._devices) > 1 or workers.size == 1
             ):
                 return _tf.reduce_undistributed(
-                    reduce_op, leaf, destinations, self.places[2]
+                    reduce_op, leaf, destinations, workers.layout.total
                 )
-            total = self._over_workers([self._local_sum(leaf)])[0]
+            total = over_workers(workers, [local_sum(workers, leaf)])[0]
             return _tf.broadcast_to_devices(
-                self._finish(reduce_op, total), _tf.devices_of(destinations)
+                finish(workers, reduce_op, total), _tf.devices_of(destinations)
             )
 
         return tf.nest.map_structure(reduce, value)
@@ -235,13 +225,14 @@ class SynchronousExtended(SharingExtended):
         self, reduce_op: Any, value_destination_pairs: Any, options: Any
     ) -> Any:
         del options
-        sums = [self._local_sum(value) for value, _ in value_destination_pairs]
+        workers = self.workers
+        sums = [local_sum(workers, value) for value, _ in value_destination_pairs]
         return [
             _tf.broadcast_to_devices(
-                self._finish(reduce_op, total), _tf.devices_of(destinations)
+                finish(workers, reduce_op, total), _tf.devices_of(destinations)
             )
             for total, (_, destinations) in zip(
-                self._over_workers(sums), value_destination_pairs, strict=True
+                over_workers(workers, sums), value_destination_pairs, strict=True
             )
         ]
 
@@ -250,17 +241,20 @@ class SynchronousExtended(SharingExtended):
     ) -> Any:
         del options
         local = self._container_strategy().experimental_local_results(value)
-        with tf.device(self._host):
+        with tf.device(self.workers.host):
             tensor = tf.concat([tf.convert_to_tensor(v) for v in local], axis)
-        if self.workers > 1:
-            tensor = self.ops.all_gather(tensor, axis)
+        if self.workers.size > 1:
+            tensor = self.workers.ops.all_gather(tensor, axis)
         return _tf.broadcast_to_devices(tensor, _tf.devices_of(destinations))
 
     def _batch_gather_to(
         self, value_destination_pairs: Any, axis: int, options: Any = None
     ) -> Any:
         """Replicas gather in a merge call, and may have the same tensor."""
-        pairs = [(_tf.regroup(self.local(v)), to) for v, to in value_destination_pairs]
+        pairs = [
+            (_tf.regroup(self.workers.local(v)), to)
+            for v, to in value_destination_pairs
+        ]
         return super()._batch_gather_to(pairs, axis, options)
 
     # Reductions, in replica context.
@@ -268,112 +262,7 @@ class SynchronousExtended(SharingExtended):
     def _replica_ctx_all_reduce(
         self, reduce_op: Any, value: Any, options: Any = None
     ) -> Any:
+        del options
         flat = tf.nest.flatten(value)
-        reduced = self._reduce_in_replicas(reduce_op, flat, self.local, options)
+        reduced = reduce_in_replicas(self.workers, reduce_op, flat)
         return tf.nest.pack_sequence_as(value, reduced)
-
-    def sum_gradients(self, gradients: list[Any]) -> list[Any]:
-        """Sum over all replicas, in replica context, as Keras's optimizers do.
-
-        What is one object on all replicas of a worker counts once: Keras's tests
-        say so. `all_reduce` counts it for each replica.
-        """
-
-        def once(value: Any) -> list[Any]:
-            local = self.local(value)
-            if isinstance(value, _tf.DistributedValues):
-                return local
-            return [local[0], *(tf.zeros_like(tensor) for tensor in local[1:])]
-
-        return self._reduce_in_replicas(_tf.ReduceOp.SUM, gradients, once, None)
-
-    def _reduce_in_replicas(
-        self,
-        reduce_op: Any,
-        flat: list[Any],
-        spread: Callable[[Any], list[Any]],
-        options: Any,
-    ) -> list[Any]:
-        """Reduce what each replica has; `spread` makes one per replica of a value."""
-        if len(self._devices) == 1:
-            # No other replica to wait for, hence no merge call, which couldn't
-            # stand inside `tf.cond`.
-            sums = self._over_workers([_tensor(value) for value in flat])
-            return [self._finish(reduce_op, total) for total in sums]
-
-        def merge(_: Any, *values: Any) -> Any:
-            local = [spread(v) for v in values]
-            sparse = any(isinstance(v[0], tf.IndexedSlices) for v in local)
-            sums = None if sparse else self.ops.reduce_replicas(local)
-            if sums is not None:
-                return [self._mirror(reduce_op, totals) for totals in sums]
-            pairs = [(_tf.regroup(v), self._devices) for v in local]
-            return self._batch_reduce_to(reduce_op, pairs, options)
-
-        replica = tf.distribute.get_replica_context()
-        return list(replica.merge_call(merge, args=tuple(flat)))
-
-    def _mirror(self, reduce_op: Any, totals: list[Any]) -> Any:
-        """Finish what is on each device already."""
-        finished = []
-        for device, total in zip(self._devices, totals, strict=True):
-            with tf.device(device):
-                finished.append(self._finish(reduce_op, total))
-        return _tf.mirrored(finished)
-
-    def local(self, value: Any) -> list[Any]:
-        """One tensor per replica of this worker.
-
-        TensorFlow hands over what is one object on all replicas (a constant from
-        outside the step) as that object: each replica has it all the same.
-        """
-        local = self._container_strategy().experimental_local_results(value)
-        if not isinstance(value, _tf.DistributedValues):
-            local *= len(self._devices)
-        return [_tensor(tensor) for tensor in local]
-
-    def _local_sum(self, value: Any) -> Any:
-        """Sum over this worker's replicas, on the host."""
-        local = self.local(value)
-        with tf.device(self._host):
-            if len(local) == 1:
-                return local[0]
-            if all(isinstance(tensor, tf.IndexedSlices) for tensor in local):
-                return tf.IndexedSlices(
-                    tf.concat([slices.values for slices in local], 0),
-                    tf.concat([slices.indices for slices in local], 0),
-                    local[0].dense_shape,
-                )
-            return tf.add_n([tf.convert_to_tensor(tensor) for tensor in local])
-
-    def _over_workers(self, tensors: list[Any]) -> list[Any]:
-        """Sum over the workers: dense ones at once, slices by gathering them."""
-        if self.workers == 1:
-            return tensors
-        dense = [t for t in tensors if not isinstance(t, tf.IndexedSlices)]
-        reduced = iter(self.ops.all_reduce(dense) if dense else ())
-        return [
-            self._gather_slices(t) if isinstance(t, tf.IndexedSlices) else next(reduced)
-            for t in tensors
-        ]
-
-    def _gather_slices(self, slices: Any) -> Any:
-        return tf.IndexedSlices(
-            self.ops.all_gather(slices.values),
-            self.ops.all_gather(slices.indices),
-            slices.dense_shape,
-        )
-
-    def _finish(self, reduce_op: Any, total: Any) -> Any:
-        if reduce_op != _tf.ReduceOp.MEAN:
-            return total
-        if isinstance(total, tf.IndexedSlices):
-            mean = self._finish(reduce_op, total.values)
-            return tf.IndexedSlices(mean, total.indices, total.dense_shape)
-        return total / tf.cast(self.places[2], total.dtype)
-
-
-def _tensor(value: Any) -> Any:
-    if isinstance(value, tf.IndexedSlices):
-        return value
-    return tf.convert_to_tensor(value)

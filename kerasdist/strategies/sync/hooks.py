@@ -7,7 +7,7 @@ import dataclasses
 import itertools
 import secrets
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 import tensorflow as tf
@@ -34,16 +34,33 @@ from kerasdist.strategies.data.pydataset_exchange import share_items
 from kerasdist.strategies.data.shuffle import epoch_order
 from kerasdist.strategies.data.startup_message import GivenData, describe
 from kerasdist.strategies.measure.step_clock import StepClock
+from kerasdist.strategies.options import Options
 from kerasdist.strategies.reduce import consensus
 from kerasdist.strategies.reduce.accumulation import end_window
 from kerasdist.strategies.reduce.gradients import reduce_gradients
 from kerasdist.strategies.reduce.initial_state import Shared, share_state
+from kerasdist.strategies.reduce.replicas import sum_over_replicas
+from kerasdist.strategies.reduce.workers import Workers
 from kerasdist.transport.liveness.announcements import Announcements
 
-if TYPE_CHECKING:
-    from kerasdist.strategies.sync.extended import SynchronousExtended
-
 __all__ = ["SynchronousHooks"]
+
+
+class Distributes(Protocol):
+    """The part of a strategy's extended object that its hooks use."""
+
+    @property
+    def workers(self) -> Workers:
+        """The connected workers, and this worker's replicas."""
+
+    def adopt(self, keras_variable: Any, variable: Any) -> Any:
+        """Put a distributed variable around one of this process; return it."""
+
+    def distribute_parts(self, dataset: Any) -> Any:
+        """Distribute a dataset of parts: one element per local replica in turn."""
+
+    def distribute_own(self, dataset: Any, options: Any = None) -> Any | None:
+        """Distribute this worker's part of a dataset that is divided otherwise."""
 
 
 class SynchronousHooks:
@@ -51,41 +68,43 @@ class SynchronousHooks:
 
     Args:
         extended: The strategy's extended object.
+        options: What the strategy was asked for.
     """
 
     dynamic = False
 
-    def __init__(self, extended: SynchronousExtended) -> None:
+    def __init__(self, extended: Distributes, options: Options) -> None:
+        workers = extended.workers
         self._extended = extended
+        self._workers = workers
         self._orders = itertools.count()
         self._seeding = _tf.seeding()
         self._given: GivenData | None = None
-        self._same = SameBatches(extended)
-        self._choice = DataChoice(extended.data)
+        self._same = SameBatches(workers)
+        self._choice = DataChoice(options.data)
+        self._broadcast = options.initial_state == "broadcast"
         self._told: set[str] = set()
-        self.rank = extended.job.communicator.rank
-        self.shards = extended.shards
-        # With servers it's they who are waited for, in the first place.
-        job = extended.job
-        servers = hasattr(job, "client") or hasattr(job, "open_table")
+        self.rank = workers.communicator.rank
+        self.shards = options.shards
+        # Of workers with servers it's the servers that are waited for first.
         self.timer = StepClock(
-            extended.worker_devices, job.communicator, in_turn=not servers
+            workers.devices, workers.communicator, in_turn=not workers.job.has_servers
         )
 
     @property
     def replicas(self) -> int:
         """See `KerasHooks`."""
-        return self._extended.places[2]
+        return self._workers.layout.total
 
     @property
     def workers(self) -> int:
         """See `KerasHooks`."""
-        return self._extended.job.communicator.size
+        return self._workers.communicator.size
 
     @property
     def local_replicas(self) -> int:
         """See `KerasHooks`."""
-        return len(self._extended.worker_devices)
+        return len(self._workers.devices)
 
     def adopt(self, variable: Any, value: Any) -> Any:
         """See `KerasHooks.adopt`."""
@@ -98,7 +117,7 @@ class SynchronousHooks:
 
         def reduce(after: Sequence[Any] = ()) -> list[Any]:
             return reduce_gradients(
-                self._extended, gradients, rows, total, linear, after
+                self._workers, gradients, rows, total, linear, after, self.tell
             )
 
         return self.timer.exchange(gradients, reduce) if is_timed() else reduce()
@@ -114,7 +133,7 @@ class SynchronousHooks:
 
         def end(after: Sequence[Any] = ()) -> list[Any]:
             with tf.control_dependencies(after):
-                return end_window(self._extended, gradients, accumulators, last, steps)
+                return end_window(self._workers, gradients, accumulators, last, steps)
 
         return self.timer.exchange(gradients, end) if is_timed() else end()
 
@@ -126,17 +145,16 @@ class SynchronousHooks:
         """See `KerasHooks.sum_over_replicas`."""
         if self.replicas == 1:
             return list(tensors)
-        return self._extended._replica_ctx_all_reduce(_tf.ReduceOp.SUM, list(tensors))
+        return sum_over_replicas(self._workers, list(tensors))
 
     def replica(self) -> int:
         """See `KerasHooks.replica`."""
-        return self._extended.places[0] + _tf.local_replica_id()
+        return self._workers.layout.first + _tf.local_replica_id()
 
     def own_rows(self, batch: Any) -> Any:
         """See `KerasHooks.own_rows`."""
-        extended = self._extended
-        first, local, replicas = extended.data_places
-        if self.shards and extended.workers > 1:
+        first, local, replicas = self._workers.data_layout
+        if self.shards and self._workers.size > 1:
             batch = self.settle_batch(batch)
         if replicas == 1:
             # Outside of graphs nobody else makes tensors of arrays.
@@ -156,7 +174,7 @@ class SynchronousHooks:
 
     def settle_batch(self, batch: Any) -> Any:
         """Return a global batch that is the same on all workers."""
-        communicator = self._extended.job.communicator
+        communicator = self._workers.communicator
         return settle_batch(communicator, self._choice, batch, self.tell)
 
     def distribute_dataset(
@@ -178,7 +196,7 @@ class SynchronousHooks:
         if not self.shards:
             self._given = GivenData(division="each worker's own data")
             own = extended.distribute_parts(
-                slice_dataset(dataset, *extended.data_places, wrap=_own_part)
+                slice_dataset(dataset, *self._workers.data_layout, wrap=_own_part)
             )
             own.kerasdist_own = True
             return self._in_step(own, length)
@@ -192,12 +210,13 @@ class SynchronousHooks:
             )
             # How much of the whole is this worker's isn't known before it's read.
             return self._in_step(own, None)
-        workers = extended.job.communicator.size
+        workers = self._workers.communicator.size
         # Items have been compared; their reader mustn't begin before the epoch does.
         if workers == 1 or is_items or self._choice.mode == "same":
             return self._divide(dataset), length
         peeked, feed, length = settle_dataset(
-            extended, self._choice, dataset, length, self.tell, generator
+            *(self._workers, self.timer, self._choice, dataset, length),
+            *(self.tell, generator),
         )
         if feed is None:
             return peeked.divided(self._divide), length
@@ -208,27 +227,26 @@ class SynchronousHooks:
 
     def _divide(self, dataset: Any) -> Any:
         """What iterates over this worker's parts of global batches."""
-        extended = self._extended
-        parts = slice_dataset(dataset, *extended.places, wrap=self._same.wrap)
-        return extended.distribute_parts(parts)
+        layout = self._workers.layout
+        parts = slice_dataset(dataset, *layout, wrap=self._same.wrap)
+        return self._extended.distribute_parts(parts)
 
     def _in_step(self, dataset: Any, length: int | None) -> tuple[Any, int | None]:
         """Let workers whose data end first go on with empty batches."""
         own = getattr(dataset, "kerasdist_own", False)
-        if not own or self._extended.job.communicator.size == 1:
+        if not own or self._workers.communicator.size == 1:
             return dataset, length
         return (
-            PerWorkerDataset(self._extended, dataset),
-            consensus.longest(self._extended, length),
+            PerWorkerDataset(self._workers, self.timer, dataset),
+            consensus.longest(self._workers, length),
         )
 
     def unwrap(self, data: Any) -> Any:
         """See `KerasHooks.unwrap`."""
         if not isinstance(data, dict) or CHECKSUM not in data:
             return data
-        strategy = self._extended._container_strategy()
-        if self._extended.job.communicator.size > 1:
-            local = strategy.experimental_local_results(data[CHECKSUM])
+        if self._workers.communicator.size > 1:
+            local = self._workers.copies(data[CHECKSUM])
             if _tf.local_replica_id() == 0:
                 self._same.compare(local[0])
         return data["batch"]
@@ -246,23 +264,23 @@ class SynchronousHooks:
     @property
     def announcements(self) -> Announcements | None:
         """See `KerasHooks.announcements`."""
-        return self._extended.job.announcements
+        return self._workers.job.announcements
 
     def any_of(self, flag: bool) -> bool:
         """See `KerasHooks.any_of`."""
-        return consensus.any_of(self._extended, flag)
+        return consensus.any_of(self._workers, flag)
 
     def of_chief(self, number: float, root: int = 0) -> float:
         """See `KerasHooks.of_chief`."""
-        return consensus.of_chief(self._extended, number, root)
+        return consensus.of_chief(self._workers, number, root)
 
     def texts(self, text: str) -> dict[int, str]:
         """See `KerasHooks.texts`."""
-        return consensus.texts(self._extended, self.rank, text)
+        return consensus.texts(self._workers, self.rank, text)
 
     def average(self, variables: Sequence[Any]) -> None:
         """See `KerasHooks.average`."""
-        consensus.average(self._extended, variables)
+        consensus.average(self._workers, variables)
 
     def flush_accumulators(self, variables: Sequence[Any]) -> None:
         """See `KerasHooks.flush_accumulators`."""
@@ -302,26 +320,28 @@ class SynchronousHooks:
         self, variables: Sequence[tuple[str, Any]], parts: Sequence[tuple[str, Any]]
     ) -> None:
         """See `KerasHooks.check_state`."""
-        consensus.check_state(self._extended, variables, parts)
+        consensus.check_state(
+            self._workers, variables, parts, broadcast=self._broadcast
+        )
 
     def share_state(self, variables: Sequence[Any], root: int) -> Shared:
         """See `KerasHooks.share_state`."""
-        return share_state(self._extended, variables, root)
+        return share_state(self._workers, variables, root)
 
     def describe(self) -> str:
         """See `KerasHooks.describe`."""
-        return describe(self._given, self._extended.job.replicas, self.rank)
+        return describe(self._given, self._workers.job.replicas, self.rank)
 
     def gather_outputs(self, output: Any) -> Any:
         """See `KerasHooks.gather_outputs`."""
-        if self._extended.job.communicator.size == 1 or not self.shards:
+        if self._workers.communicator.size == 1 or not self.shards:
             return output
-        return self._extended.ops.all_gather(output)
+        return self._workers.ops.all_gather(output)
 
     def failure(self, error: Exception) -> Exception | None:
         """See `KerasHooks.failure`."""
         fault, self._same.fault = self._same.fault, None
-        return fault or self._extended.ops.failure(error)
+        return fault or self._workers.ops.failure(error)
 
     def distribute_arrays(self, data: ArrayData) -> Any:
         """See `KerasHooks.distribute_arrays`.
@@ -331,7 +351,7 @@ class SynchronousHooks:
         """
         seed = self._agree(data)
         self._given = GivenData(batch_size=data.batch_size, samples=data.samples)
-        return ArrayEpochs(self._extended, data, seed)
+        return ArrayEpochs(self._workers, data, seed, self._extended.distribute_parts)
 
     def distribute_items(self, data: ItemData) -> Any | None:
         """See `KerasHooks.distribute_items`.
@@ -339,14 +359,14 @@ class SynchronousHooks:
         Raises:
             ValueError: The workers were given different data.
         """
-        if self._extended.job.communicator.size == 1:
+        if self._workers.communicator.size == 1:
             return None
-        extended = self._extended
-        chiefs = ChiefItems(extended, self._choice, data, self._seed, self.tell)
+        workers, timer = self._workers, self.timer
+        chiefs = ChiefItems(workers, timer, self._choice, data, self._seed, self.tell)
         if self._choice.mode == "chief":
             items = chiefs.settle(None)
         else:
-            items = share_items(extended, data, self._seed, chiefs.settle)
+            items = share_items(workers, timer, data, self._seed, chiefs.settle)
         if items is not None:
             self._given = GivenData(
                 batch_size=items.rows,
@@ -357,7 +377,7 @@ class SynchronousHooks:
 
     def _agree(self, data: ArrayData) -> int:
         """Let all workers hold the same arrays; return a seed that they agree on."""
-        communicator = self._extended.job.communicator
+        communicator = self._workers.communicator
         settle_arrays(communicator, self._choice, data, self.tell)
         return self._seed()
 
@@ -386,7 +406,7 @@ class SynchronousHooks:
                 1, np.uint64
             )
             seed = int(words[0] >> np.uint64(1))
-        communicator = self._extended.job.communicator
+        communicator = self._workers.communicator
         return int(communicator.broadcast([np.int64(seed)])[0])
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -14,64 +13,13 @@ from kerasdist._tf import patches
 from kerasdist.cluster import Cluster
 from kerasdist.collectives import Communicator
 from kerasdist.strategies.cluster_resolver import resolver_of
+from kerasdist.strategies.job import StrategyJob, forget, leave_at_exit
+from kerasdist.strategies.options import Options
 from kerasdist.strategies.sync.extended import SynchronousExtended
-from kerasdist.strategies.sync.job import StrategyJob, forget, leave_at_exit
 
-__all__ = ["DataParallelStrategy", "Options"]
+__all__ = ["DataParallelStrategy"]
 
 _Self = TypeVar("_Self", bound="DataParallelStrategy")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Options:
-    """What a strategy is asked for, but for who connects its workers.
-
-    Attributes:
-        initial_state: What `fit` does when the workers hold different weights before
-            its first step: "check" or "broadcast".
-        shard: Whose the data are that Keras is given: "rows" of what is the same on all
-            workers, or "off": each worker's own.
-        data: What is done if they aren't the same: "auto", "same" or "chief".
-        bucket_size: Bytes of gradients that are sent at once.
-        compression: None, "bf16" or "fp16": how gradients cross the network.
-
-    Raises:
-        ValueError: One of them is wrong.
-    """
-
-    initial_state: str
-    shard: str
-    data: str
-    bucket_size: int
-    compression: str | None
-
-    def __post_init__(self) -> None:
-        if self.shard not in ("rows", "off"):
-            raise ValueError(
-                f"`shard` must be 'rows' or 'off'. Received: shard={self.shard!r}."
-            )
-        if self.data not in ("auto", "same", "chief"):
-            raise ValueError(
-                "`data` must be 'auto', 'same' or 'chief'. "
-                f"Received: data={self.data!r}."
-            )
-        if isinstance(self.bucket_size, bool) or not (
-            isinstance(self.bucket_size, int) and self.bucket_size > 0
-        ):
-            raise ValueError(
-                "`bucket_size` must be a positive number of bytes. "
-                f"Received: bucket_size={self.bucket_size!r}."
-            )
-        if self.compression not in (None, "bf16", "fp16"):
-            raise ValueError(
-                "`compression` must be None, 'bf16' or 'fp16'. "
-                f"Received: compression={self.compression!r}."
-            )
-        if self.initial_state not in ("check", "broadcast"):
-            raise ValueError(
-                "`initial_state` must be 'check' or 'broadcast'. "
-                f"Received: initial_state={self.initial_state!r}."
-            )
 
 
 class DataParallelStrategy(tf.distribute.Strategy):
@@ -102,18 +50,7 @@ class DataParallelStrategy(tf.distribute.Strategy):
         self._job = job
         self._place = place
         try:
-            super().__init__(
-                extended(
-                    self,
-                    devices,
-                    job,
-                    initial_state=options.initial_state,
-                    shards=options.shard == "rows",
-                    data=options.data,
-                    bucket_size=options.bucket_size,
-                    compression=options.compression,
-                )
-            )
+            super().__init__(extended(self, devices, job, options))
             _keras.install()
             patches.install("core")
             _keras.begin_use(self.extended.keras_hooks)

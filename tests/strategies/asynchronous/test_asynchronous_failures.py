@@ -254,7 +254,7 @@ result([digests.found, history.history])
 # Joining.
 
 JOINING = """
-client = strategy.extended.job.client
+client = strategy.extended.workers.client
 # `fit` ends a few epochs after the new process has joined.
 class Say(keras.callbacks.Callback):
     def __init__(self):
@@ -335,7 +335,7 @@ def test_a_new_process_joins_with_a_lost_workers_task(
 def test_who_joins_trains_in_fit_only(tmp_path):
     body = """
 m = build()
-if strategy.extended.job.client.joined:
+if strategy.extended.workers.client.joined:
     # By itself: the others are busy.
     before = m.evaluate(x[:40], y[:40], verbose=0)
     try:

@@ -14,42 +14,50 @@ from kerasdist.strategies.chief_data.choice import DataChoice
 from kerasdist.strategies.data.batch_check import SameBatches
 from kerasdist.strategies.data.item_codec import ItemCodec
 from kerasdist.strategies.data.pydataset_exchange import SharedItems
+from kerasdist.strategies.options import Options
 from kerasdist.strategies.reduce import consensus
+from kerasdist.strategies.reduce.workers import Workers
 from servers import Servers
 from waiting import wait_until
 
 pytestmark = pytest.mark.timeout(60)
 
 
-def arrays(extended, rank):
+OPTIONS = Options(
+    initial_state="check", shard="rows", data="auto", bucket_size=1, compression=None
+)
+
+
+def arrays(workers, rank):
     rows = np.arange(8.0) + rank
     data = types.SimpleNamespace(
         samples=8, batch_size=2, shuffle=True, leaves=lambda: ([rows], [])
     )
-    settle_arrays(extended.job.communicator, DataChoice("same"), data, print)
+    settle_arrays(workers.communicator, DataChoice("same"), data, print)
 
 
-def items(extended, rank):
-    return SharedItems(extended, None)._all_facts({"length": rank, "shuffle": False})
+def items(workers, rank):
+    return SharedItems(workers, None, None)._all_facts(
+        {"length": rank, "shuffle": False}
+    )
 
 
-def contents(extended, rank):
+def contents(workers, rank):
     data = types.SimpleNamespace(read=lambda index: np.full((4, 2), float(rank)))
     form = ItemCodec(data.read(0))
-    every = extended.job.communicator.all_gather(form.checksums(data.read(0)))
-    SharedItems(extended, data)._read_again(form, [each.tolist() for each in every])
+    every = workers.communicator.all_gather(form.checksums(data.read(0)))
+    SharedItems(workers, None, data)._read_again(
+        form, [each.tolist() for each in every]
+    )
 
 
-def weights(extended, rank):
+def weights(workers, rank):
     variable = np.float32([rank])
-    strategy = types.SimpleNamespace(experimental_local_results=lambda v: [v])
-    extended._container_strategy = lambda: strategy
-    extended.initial_state = "check"
-    consensus.check_state(extended, [("kernel", variable)])
+    consensus.check_state(workers, [("kernel", variable)])
 
 
-def batches(extended, rank):
-    return SameBatches(extended)._compare(np.int64(rank))
+def batches(workers, rank):
+    return SameBatches(workers)._compare(np.int64(rank))
 
 
 @pytest.mark.parametrize(
@@ -72,7 +80,7 @@ def test_a_lost_worker_shifts_nobodys_rank(differ, text):
             if client.rank:
                 live = LiveJob(client)
                 live.communicator.barrier()
-                return differ(types.SimpleNamespace(job=live), client.rank)
+                return differ(Workers(live, ["CPU:0"], None, OPTIONS), client.rank)
 
         _, *failures = job.outcomes(work)
     for failure in failures:

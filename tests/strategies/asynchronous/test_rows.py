@@ -91,7 +91,7 @@ def test_one_worker_is_plain_keras(name, tmp_path):
     strategy = kerasdist.ParameterServerStrategy("async", snapshot_dir=str(tmp_path))
     with strategy.scope():
         ours = train()
-    (table,) = strategy.extended.job.client.tables
+    (table,) = strategy.extended.workers.client.tables
     sparse = [variable.sparse for variable in table.layout.variables]
     strategy.close()
     # Weight decay moves all rows, and the second table is too small to be worth it.
@@ -117,7 +117,7 @@ strategy = kerasdist.ParameterServerStrategy(
     "async", timeout=40, startup_timeout=60,
     devices=[f"CPU:{i}" for i in range(replicas)],
     max_staleness=json.loads(os.environ.get("STALENESS", "null")))
-rank, client = strategy.rank, strategy.extended.job.client
+rank, client = strategy.rank, strategy.extended.workers.client
 keras.utils.set_random_seed(1)
 rng = np.random.default_rng(0)
 

@@ -212,7 +212,7 @@ def test_graphs_that_differ_are_a_mismatch_on_every_rank():
     import numpy as np, tensorflow as tf
     import kerasdist
     strategy = kerasdist.RingStrategy(transport="native", timeout=60)
-    ops = strategy.extended.ops
+    ops = strategy.extended.workers.ops
     reduce = tf.function(lambda x: ops.all_reduce([x])[0])
     assert reduce(tf.ones(3)).numpy().tolist() == [2, 2, 2]
     try:
@@ -238,7 +238,7 @@ def test_tensors_of_every_dtype_in_graphs_and_eagerly():
     import numpy as np, tensorflow as tf
     import kerasdist
     strategy = kerasdist.RingStrategy(transport="native", timeout=60)
-    ops, rank, size = strategy.extended.ops, strategy.rank, strategy.size
+    ops, rank, size = strategy.extended.workers.ops, strategy.rank, strategy.size
     names = ["bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32",
              "uint64", "float16", "bfloat16", "float32", "float64", "complex64",
              "complex128"]
@@ -297,10 +297,10 @@ def test_strategies_in_one_process_do_not_disturb_each_other():
     second = kerasdist.RingStrategy(transport="native")
     ranks = [first.rank, second.rank]
     assert second.communicator.all_reduce([1])[0] == 2
-    assert first.extended.ops.all_reduce([tf.ones(2)])[0].numpy().tolist() == [2, 2]
+    assert first.extended.workers.ops.all_reduce([tf.ones(2)])[0].numpy().tolist() == [2, 2]
     first.close()
     first.close()
-    assert second.extended.ops.all_reduce([tf.ones(2)])[0].numpy().tolist() == [2, 2]
+    assert second.extended.workers.ops.all_reduce([tf.ones(2)])[0].numpy().tolist() == [2, 2]
     third = kerasdist.RingStrategy(transport="native")
     assert third.communicator.all_gather(third.rank)[1] == 1
     second.communicator.barrier()

@@ -15,7 +15,7 @@ import kerasdist
 @pytest.fixture
 def ops():
     strategy = kerasdist.RingStrategy(["CPU:0"])
-    yield strategy.extended.ops
+    yield strategy.extended.workers.ops
     strategy.close()
 
 

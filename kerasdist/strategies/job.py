@@ -15,7 +15,14 @@ from kerasdist.transport.liveness.final_error import hand_over_final_error
 __all__ = ["StrategyJob", "forget", "leave_at_exit"]
 
 
-class StrategyJob(Protocol):
+class Closable(Protocol):
+    """A job, or a part in one, that can be left."""
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Leave the job; say to the others what ended this worker's script."""
+
+
+class StrategyJob(Closable, Protocol):
     """What a strategy asks of the connected workers, whatever connects them."""
 
     @property
@@ -27,23 +34,24 @@ class StrategyJob(Protocol):
         """Each worker's number of replicas, by rank."""
 
     @property
+    def has_servers(self) -> bool:
+        """Whether parameter servers connect the workers."""
+
+    @property
     def announcements(self) -> Announcements | None:
         """What the chief tells the others outside of collectives; None: it can't."""
 
-    def close(self, error: BaseException | None = None) -> None:
-        """Leave the job; say to the others what ended this worker's script."""
+
+_open: weakref.WeakSet[Closable] = weakref.WeakSet()
 
 
-_open: weakref.WeakSet[StrategyJob] = weakref.WeakSet()
-
-
-def leave_at_exit(job: StrategyJob) -> None:
+def leave_at_exit(job: Closable) -> None:
     """Let the others know at the end of this process whether it ended well."""
     _open.add(job)
     hand_over_final_error()
 
 
-def forget(job: StrategyJob) -> None:
+def forget(job: Closable) -> None:
     """The job has been left before. Can be called twice."""
     _open.discard(job)
 

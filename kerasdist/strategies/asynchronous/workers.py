@@ -1,0 +1,112 @@
+"""The workers of an asynchronous job: this one alone, or all live ones.
+
+    local step          this worker's replicas only. A step consumes a whole batch,
+                        reduces over local replicas, and ends with an exchange of the
+                        weights (`strategies.asynchronous.weights`)
+    collective scope    in `evaluate` and `predict`, and wherever no step is: all live
+                        workers, in step, as with the synchronous strategies
+
+Code in `strategy.run`, or in a graph that is no evaluation, is a local step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+
+from kerasdist import _tf
+from kerasdist.ps import ServerClient
+from kerasdist.strategies.asynchronous.live_group import LiveCommunicator, LiveJob
+from kerasdist.strategies.options import Options
+from kerasdist.strategies.reduce.graph_ops import CollectiveOps
+from kerasdist.strategies.reduce.workers import ReplicaLayout, Workers
+
+__all__ = ["AsyncWorkers"]
+
+
+class AsyncWorkers(Workers):
+    """See `Workers`; which workers reduce together depends on what is done.
+
+    Args:
+        job: The live workers of a job.
+        devices: Canonical names of this worker's devices, one per replica.
+        make_ops: Makes the workers' collectives on tensors.
+        options: What the strategy was asked for.
+
+    Attributes:
+        client: This worker's connection to the servers.
+        live: The communicator between the live workers.
+    """
+
+    def __init__(
+        self,
+        job: LiveJob,
+        devices: Sequence[str],
+        make_ops: Callable[..., CollectiveOps],
+        options: Options,
+    ) -> None:
+        super().__init__(job, devices, make_ops(job, devices), options)
+        self.client: ServerClient = job.client
+        self.live: LiveCommunicator = job.live
+        self._evaluating = 0
+        self._stepping = 0
+
+    @property
+    def is_evaluating(self) -> bool:
+        """Whether a collective scope is open."""
+        return self._evaluating > 0
+
+    @property
+    def is_local(self) -> bool:
+        """Whether what is run or traced now is this worker's own step."""
+        if self._evaluating:
+            return False
+        return self._stepping > 0 or not _tf.executing_eagerly()
+
+    @contextlib.contextmanager
+    def local_step(self) -> Iterator[None]:
+        """Make the block this worker's own step."""
+        self._stepping += 1
+        try:
+            yield
+        finally:
+            self._stepping -= 1
+
+    @contextlib.contextmanager
+    def collective_scope(self) -> Iterator[None]:
+        """Run the block on all workers in step."""
+        self._evaluating += 1
+        try:
+            yield
+        finally:
+            self._evaluating -= 1
+
+    @property
+    def layout(self) -> ReplicaLayout:
+        """See `Workers.layout`; in a local step that of this worker alone."""
+        local = len(self.devices)
+        return ReplicaLayout(0, local, local) if self.is_local else super().layout
+
+    @property
+    def size(self) -> int:
+        """See `Workers.size`."""
+        return 1 if self.is_local else super().size
+
+    @property
+    def first_replica(self) -> int:
+        """The number of this worker's first replica over all workers of the job."""
+        return sum(self.client.replicas[: self.client.rank])
+
+    def check_joined(self) -> None:
+        """Refuse to train before this worker has joined the others.
+
+        Raises:
+            RuntimeError: It hasn't.
+        """
+        if self.client.joining:
+            raise RuntimeError(
+                f"Rank {self.client.rank} has come to a job that runs, and can join it "
+                "in `fit` only. Received: a step of training before or outside of "
+                "`fit`. Let the script train with `fit` alone, or start the whole job "
+                "again."
+            )

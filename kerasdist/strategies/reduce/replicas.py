@@ -1,0 +1,135 @@
+"""Reductions over the replicas of all workers, as `tf.distribute` asks for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+from kerasdist import _tf
+from kerasdist.strategies.reduce.workers import Workers
+
+__all__ = [
+    "finish",
+    "local_sum",
+    "over_workers",
+    "reduce_in_replicas",
+    "sum_once_per_worker",
+    "sum_over_replicas",
+]
+
+
+def sum_over_replicas(workers: Workers, value: Any) -> Any:
+    """Sum a nest of tensors over all replicas, in replica context."""
+    flat = tf.nest.flatten(value)
+    reduced = reduce_in_replicas(workers, _tf.ReduceOp.SUM, flat)
+    return tf.nest.pack_sequence_as(value, reduced)
+
+
+def sum_once_per_worker(workers: Workers, gradients: list[Any]) -> list[Any]:
+    """Sum over all replicas, in replica context, as Keras's optimizers do.
+
+    What is one object on all replicas of a worker counts once: Keras's tests
+    say so. `sum_over_replicas` counts it for each replica.
+    """
+
+    def once(value: Any) -> list[Any]:
+        local = workers.local(value)
+        if isinstance(value, _tf.DistributedValues):
+            return local
+        return [local[0], *(tf.zeros_like(tensor) for tensor in local[1:])]
+
+    return reduce_in_replicas(workers, _tf.ReduceOp.SUM, gradients, once)
+
+
+def reduce_in_replicas(
+    workers: Workers,
+    reduce_op: Any,
+    flat: list[Any],
+    spread: Callable[[Any], list[Any]] | None = None,
+) -> list[Any]:
+    """Reduce what each replica has, in replica context.
+
+    Args:
+        workers: The workers that reduce together.
+        reduce_op: TensorFlow's `ReduceOp`.
+        flat: One tensor or IndexedSlices for each result.
+        spread: Makes one per replica of a value; by default `Workers.local`.
+    """
+    if len(workers.devices) == 1:
+        # No other replica to wait for, hence no merge call, which couldn't
+        # stand inside `tf.cond`.
+        sums = over_workers(workers, [_tf.tensor_or_slices(value) for value in flat])
+        return [finish(workers, reduce_op, total) for total in sums]
+
+    def merge(_: Any, *values: Any) -> Any:
+        local = [(spread or workers.local)(v) for v in values]
+        sparse = any(isinstance(v[0], tf.IndexedSlices) for v in local)
+        sums = None if sparse else workers.ops.reduce_replicas(local)
+        if sums is not None:
+            return [_mirror(workers, reduce_op, totals) for totals in sums]
+        totals = over_workers(
+            workers, [local_sum(workers, _tf.regroup(v)) for v in local]
+        )
+        return [
+            _tf.broadcast_to_devices(finish(workers, reduce_op, total), workers.devices)
+            for total in totals
+        ]
+
+    replica = tf.distribute.get_replica_context()
+    return list(replica.merge_call(merge, args=tuple(flat)))
+
+
+def _mirror(workers: Workers, reduce_op: Any, totals: list[Any]) -> Any:
+    """Finish what is on each device already."""
+    finished = []
+    for device, total in zip(workers.devices, totals, strict=True):
+        with tf.device(device):
+            finished.append(finish(workers, reduce_op, total))
+    return _tf.mirrored(finished)
+
+
+def local_sum(workers: Workers, value: Any) -> Any:
+    """Return the sum over this worker's replicas, on the host."""
+    local = workers.local(value)
+    with tf.device(workers.host):
+        if len(local) == 1:
+            return local[0]
+        if all(isinstance(tensor, tf.IndexedSlices) for tensor in local):
+            return tf.IndexedSlices(
+                tf.concat([slices.values for slices in local], 0),
+                tf.concat([slices.indices for slices in local], 0),
+                local[0].dense_shape,
+            )
+        return tf.add_n([tf.convert_to_tensor(tensor) for tensor in local])
+
+
+def over_workers(workers: Workers, tensors: list[Any]) -> list[Any]:
+    """Sum over the workers: dense ones at once, slices by gathering them."""
+    if workers.size == 1:
+        return tensors
+    dense = [t for t in tensors if not isinstance(t, tf.IndexedSlices)]
+    reduced = iter(workers.ops.all_reduce(dense) if dense else ())
+    return [
+        _gather_slices(workers, t) if isinstance(t, tf.IndexedSlices) else next(reduced)
+        for t in tensors
+    ]
+
+
+def _gather_slices(workers: Workers, slices: Any) -> Any:
+    return tf.IndexedSlices(
+        workers.ops.all_gather(slices.values),
+        workers.ops.all_gather(slices.indices),
+        slices.dense_shape,
+    )
+
+
+def finish(workers: Workers, reduce_op: Any, total: Any) -> Any:
+    """Divide a sum by the number of replicas, if the mean is asked for."""
+    if reduce_op != _tf.ReduceOp.MEAN:
+        return total
+    if isinstance(total, tf.IndexedSlices):
+        mean = finish(workers, reduce_op, total.values)
+        return tf.IndexedSlices(mean, total.indices, total.dense_shape)
+    return total / tf.cast(workers.layout.total, total.dtype)

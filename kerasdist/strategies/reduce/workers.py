@@ -1,0 +1,128 @@
+"""The workers that reduce together, as one of them sees them.
+
+workers       0          1           size: 2
+replicas      0  1       2  3        layout: first, local, total
+rows          |...|...|  |...|...|   of each global batch, in this order
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+from kerasdist import _tf
+from kerasdist.collectives import Communicator
+from kerasdist.collectives.backends.single import SingleCommunicator
+from kerasdist.strategies.job import StrategyJob
+from kerasdist.strategies.options import Options
+from kerasdist.strategies.reduce.graph_ops import CollectiveOps
+
+__all__ = ["ReplicaLayout", "Workers"]
+
+
+class ReplicaLayout(NamedTuple):
+    """Which replicas are a worker's.
+
+    Attributes:
+        first: The number of the worker's first replica over all workers.
+        local: The number of the worker's replicas.
+        total: The number of all replicas.
+    """
+
+    first: int
+    local: int
+    total: int
+
+
+class Workers:
+    """The connected workers of a strategy, and the replicas of this one.
+
+    Everything in `strategies.reduce`, `.data` and `.chief_data` takes it.
+
+    Args:
+        job: The connected workers.
+        devices: Canonical names of this worker's devices, one per replica.
+        ops: Their collectives on tensors.
+        options: What the strategy was asked for.
+
+    Attributes:
+        job, ops: See above.
+        bucket_size: Bytes of gradients that are sent at once.
+        compression: None, "bf16" or "fp16", see `RingStrategy`.
+        devices: Canonical names of this worker's devices, as a tuple.
+        host: The CPU that these devices belong to.
+        excluding: Whether this worker acts without the others.
+    """
+
+    def __init__(
+        self,
+        job: StrategyJob,
+        devices: Sequence[str],
+        ops: CollectiveOps,
+        options: Options,
+    ) -> None:
+        self.job = job
+        self.ops = ops
+        self.devices = tuple(devices)
+        self.host = _tf.host_of(devices[0])
+        self.bucket_size = options.bucket_size
+        self.compression = options.compression
+        self._shards = options.shards
+        self.excluding = False
+
+    @property
+    def communicator(self) -> Communicator:
+        """The communicator between all workers, also while this one acts alone."""
+        return self.job.communicator
+
+    @property
+    def layout(self) -> ReplicaLayout:
+        """The replicas that reduce together."""
+        local = len(self.devices)
+        if self.excluding:
+            return ReplicaLayout(0, local, local)
+        first = sum(self.job.replicas[: self.communicator.rank])
+        return ReplicaLayout(first, local, sum(self.job.replicas))
+
+    @property
+    def data_layout(self) -> ReplicaLayout:
+        """The replicas that share a global batch that Keras is given."""
+        local = len(self.devices)
+        return self.layout if self._shards else ReplicaLayout(0, local, local)
+
+    @property
+    def size(self) -> int:
+        """The number of workers that reduce and gather together."""
+        return 1 if self.excluding else self.communicator.size
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether there's only one replica in all."""
+        return self.layout.total == 1
+
+    @contextlib.contextmanager
+    def without_peers(self) -> Iterator[None]:
+        """Run the block on this worker only; the other workers wait for it."""
+        before = self.excluding, self.ops
+        self.excluding = True
+        self.ops = CollectiveOps(SingleCommunicator(), self.host)
+        try:
+            yield
+        finally:
+            self.excluding, self.ops = before
+
+    def local(self, value: Any) -> list[Any]:
+        """Return one tensor per replica of this worker.
+
+        TensorFlow hands over what is one object on all replicas (a constant from
+        outside the step) as that object: each replica has it all the same.
+        """
+        copies = self.copies(value)
+        if not isinstance(value, _tf.DistributedValues):
+            copies *= len(self.devices)
+        return [_tf.tensor_or_slices(tensor) for tensor in copies]
+
+    def copies(self, value: Any) -> tuple[Any, ...]:
+        """Return a variable's copies, or a value's parts, on this worker."""
+        return _tf.local_results(value)
