@@ -192,7 +192,8 @@ found["slow"] = run("slow", m, {"x": x, "y": y, "batch_size": batch}, Watch())
 found["staleness"] = getattr(strategy, "staleness", {})
 if asynchronous and rank == 0:
     # What the server has counted, by rank.
-    found["served"] = strategy.extended.workers.client.stats()[0]["tables"][-1]["observed"]
+    client = strategy.extended.workers.client
+    found["served"] = client.stats()[0]["tables"][-1]["observed"]
 
 @tf.function
 def read(x, y):

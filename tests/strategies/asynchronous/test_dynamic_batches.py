@@ -303,7 +303,6 @@ def test_a_reading_thread_that_claims_meanwhile_does_not_undo_the_end():
     def claim(dataset, epoch, *, limit, last):
         told.append(last)
 
-    client = types.SimpleNamespace(claim=claim)
-    job = types.SimpleNamespace(client=client)
-    Raced(types.SimpleNamespace(job=job), None, 1).end_for_all()
+    workers = types.SimpleNamespace(client=types.SimpleNamespace(claim=claim))
+    Raced(workers, None, None, None, 1).end_for_all()
     assert told == [END]
