@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import tensorflow as tf
 
 from kerasdist.transport.liveness.announcements import Announcements
-
-if TYPE_CHECKING:
-    from kerasdist._keras.data.arrays import ArrayData
-    from kerasdist._keras.data.pydataset import ItemData
 
 __all__ = [
     "DynamicHooks",
@@ -133,11 +129,11 @@ class KerasHooks(Protocol):
     def order_of_epochs(self) -> Callable[[int, int], Any]:
         """A function of (length, epoch): an order that all workers agree on."""
 
-    def distribute_arrays(self, data: ArrayData) -> Any:
-        """Return what iterates over this worker's parts, epoch after epoch."""
+    def distribute_arrays(self, data: Any) -> Any:
+        """Return what iterates over this worker's parts of an `ArrayData`."""
 
-    def distribute_items(self, data: ItemData) -> Any | None:
-        """Return what iterates over this worker's parts of a PyDataset's items.
+    def distribute_items(self, data: Any) -> Any | None:
+        """Return what iterates over this worker's parts of an `ItemData`'s items.
 
         None if its items can't be exchanged: then all workers read all of them.
         """
@@ -273,10 +269,10 @@ class DynamicHooks(KerasHooks, Protocol):
     def join(self, statistics: Sequence[Any]) -> tuple[int, dict[str, Any]]:
         """Join the others; return the epoch that begins, and what they know."""
 
-    def deal_arrays(self, data: ArrayData) -> Any:
-        """Return what deals out batches of arrays: see `dynamic_batches.Dealt`."""
+    def deal_arrays(self, data: Any) -> Any:
+        """Return what deals out batches of arrays: see `DynamicDataset`."""
 
-    def deal_items(self, data: ItemData) -> Any:
+    def deal_items(self, data: Any) -> Any:
         """The same for a PyDataset."""
 
     def deal_dataset(self, dataset: Any, length: int | None) -> Any:

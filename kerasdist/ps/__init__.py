@@ -6,11 +6,11 @@ sides. Keras variables that live at servers are in `strategies.asynchronous`.
 
 from kerasdist.ps.client.client import ServerClient
 from kerasdist.ps.client.connect import connect_servers
+from kerasdist.ps.client.joining import enter
 from kerasdist.ps.client.remote_table import Change, Pulled, RemoteTable, Rows
 from kerasdist.ps.layout import Layout, Variable
+from kerasdist.ps.membership import Event
 from kerasdist.ps.server.batch_queue import END
-from kerasdist.ps.server.join import enter
-from kerasdist.ps.server.membership import Event
 from kerasdist.ps.server.server import ParameterServer
 from kerasdist.ps.settings import ServerSettings
 

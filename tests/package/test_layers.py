@@ -14,9 +14,10 @@ The layers, upper first; a module may import its own layer and those below:
     cluster        kerasdist.cluster
     errors         kerasdist.errors
 
-From `mechanism` down nothing imports TensorFlow or Keras. `kerasdist._version`
-is below everything. `check` finds what breaks this in a folder; the tests show
-first that it can.
+Inside a layer no module and no room (folder) imports one that imports it, type-checking
+imports included. From `mechanism` down nothing imports TensorFlow or Keras.
+`kerasdist._version` is below everything. `check` finds what breaks this in a folder;
+the tests show first that it can.
 """
 
 from __future__ import annotations
@@ -163,10 +164,9 @@ def check(root: Path) -> list[str]:
         for imported in found:
             target = _ours(imported.name, modules)
             if target is not None:
-                # What only a type checker reads has a direction, but isn't run:
-                # two modules may name each other's types.
-                if imported.when != "types":
-                    graph[module].add(target)
+                # Also what only a type checker reads: who understands a module must
+                # understand those whose types it names.
+                graph[module].add(target)
                 fault = _direction(layer, target, imported)
             else:
                 fault = _framework(layer, imported)
@@ -174,7 +174,29 @@ def check(root: Path) -> list[str]:
                 faults.append(f"{where}:{imported.line}: {fault}")
         faults += [f"{where}:{line}: {what}" for line, what in _style(source)]
     faults += [f"import cycle: {' > '.join(cycle)}" for cycle in _cycles(graph)]
+    between = _between_rooms(graph, modules)
+    faults += [f"cycle of rooms: {' > '.join(cycle)}" for cycle in _cycles(between)]
     return sorted(faults)
+
+
+def _between_rooms(
+    graph: dict[str, set[str]], modules: dict[str, Path]
+) -> dict[str, set[str]]:
+    """Which room imports which; a room and those inside of it aren't compared."""
+
+    def room(module: str) -> str:
+        is_package = modules[module].name == "__init__.py"
+        return module if is_package else module.rpartition(".")[0]
+
+    between: dict[str, set[str]] = {}
+    for module, targets in graph.items():
+        mine = room(module)
+        for other in (room(target) for target in targets):
+            if not f"{mine}.".startswith(f"{other}.") and not f"{other}.".startswith(
+                f"{mine}."
+            ):
+                between.setdefault(mine, set()).add(other)
+    return between
 
 
 def _ours(name: str, modules: dict[str, Path]) -> str | None:
@@ -304,8 +326,6 @@ def test_a_package_that_keeps_the_rules_has_no_faults(package):
             "kerasdist/_tf.py": "from tensorflow.python.distribute import values",
             "kerasdist/_keras.py": "from keras.src import saving\nimport kerasdist._tf",
             "kerasdist/strategies/ring.py": "import tensorflow as tf, keras\ntf.data",
-            "kerasdist/strategies/a.py": "from kerasdist.strategies import b",
-            "kerasdist/strategies/b.py": "if TYPE_CHECKING:\n    from . import a",
             "callbacks/lr.py": "import keras, kerasdist\nimport kerasdist.callbacks",
             "kerasdist/cli/run.py": "import kerasdist.cluster\nimport kerasdist",
         }
@@ -505,6 +525,25 @@ def test_the_layers_of_contributing_are_those_that_are_enforced():
         name: packages for name, packages in LAYERS if name not in ("version", "cli")
     }
     assert list(written) == [name for name in reversed(NAMES) if name in written]
+
+
+def test_a_circle_of_types_or_of_rooms_is_found(package):
+    root = package(
+        {
+            "kerasdist/ps/__init__.py": "",
+            "kerasdist/ps/a.py": "from kerasdist.ps import b",
+            "kerasdist/ps/b.py": "if TYPE_CHECKING:\n    from . import a",
+            "kerasdist/ps/x/__init__.py": "",
+            "kerasdist/ps/x/one.py": "from kerasdist.ps.y import two",
+            "kerasdist/ps/x/other.py": "",
+            "kerasdist/ps/y/__init__.py": "",
+            "kerasdist/ps/y/two.py": "from kerasdist.ps.x import other",
+        }
+    )
+    assert check(root) == [
+        "cycle of rooms: kerasdist.ps.x > kerasdist.ps.y > kerasdist.ps.x",
+        "import cycle: kerasdist.ps.a > kerasdist.ps.b > kerasdist.ps.a",
+    ]
 
 
 def test_every_folder_is_a_room_that_says_what_lives_there():

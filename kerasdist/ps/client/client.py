@@ -28,8 +28,8 @@ from kerasdist.ps.client.control_requests import ControlRequests
 from kerasdist.ps.client.remote_table import RemoteTable
 from kerasdist.ps.heartbeat import Heartbeat
 from kerasdist.ps.layout import Layout, Variable
+from kerasdist.ps.membership import Event
 from kerasdist.ps.server.handler import Goodbye
-from kerasdist.ps.server.membership import Event
 from kerasdist.ps.settings import ServerSettings
 from kerasdist.transport.base import Peer
 from kerasdist.transport.liveness.announcements import Announcements

@@ -13,7 +13,7 @@ With "async" a lost worker is left out: `ranks` says who took part.
 from __future__ import annotations
 
 import zlib
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -24,13 +24,11 @@ from kerasdist.collectives.communicator import Communicator
 from kerasdist.collectives.fused_buffer import FusedBuffer
 from kerasdist.collectives.ops import Array, check_dtype, equal_part
 from kerasdist.ps.channel.channel import Channel, Message
+from kerasdist.ps.client.calls import ServerCalls
 from kerasdist.transport.base import Peer
 from kerasdist.transport.deadline import Deadline
 from kerasdist.transport.tracing import Laps, Recorder
 from kerasdist.transport.wire.framing import Call, FrameType
-
-if TYPE_CHECKING:
-    from kerasdist.ps.client.client import ServerClient
 
 __all__ = ["ServerCommunicator"]
 
@@ -52,7 +50,7 @@ class ServerCommunicator(Communicator):
         ranks: The ranks that took part in the last collective.
     """
 
-    def __init__(self, client: ServerClient, met: int) -> None:
+    def __init__(self, client: ServerCalls, met: int) -> None:
         super().__init__(
             client.rank, client.peers, _Supervisor(client), client.timeouts.collective
         )
@@ -252,7 +250,7 @@ class ServerCommunicator(Communicator):
 class _Supervisor:
     """What a communicator asks about the others: the servers know."""
 
-    def __init__(self, client: ServerClient) -> None:
+    def __init__(self, client: ServerCalls) -> None:
         self.call = Call(0)
         self._client = client
 

@@ -15,8 +15,8 @@ from kerasdist.ps.client.connection import Roster
 from kerasdist.ps.client.in_process import InProcessConnection
 from kerasdist.ps.client.network import NetworkConnection
 from kerasdist.ps.layout import Layout
+from kerasdist.ps.membership import Event, WorkerRecord
 from kerasdist.ps.server.handler import RequestHandler
-from kerasdist.ps.server.membership import Event, WorkerRecord
 from kerasdist.ps.server.server import session_name
 from kerasdist.ps.settings import ServerSettings
 from kerasdist.transport.log import background_log

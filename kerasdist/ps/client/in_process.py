@@ -7,8 +7,8 @@ import threading
 from kerasdist import errors
 from kerasdist.ps.channel.channel import Channel, memory_pair
 from kerasdist.ps.client.connection import JOIN_SECONDS, Job, ServerConnection
+from kerasdist.ps.membership import WorkerRecord
 from kerasdist.ps.server.handler import Goodbye, RequestHandler
-from kerasdist.ps.server.membership import WorkerRecord
 from kerasdist.transport.timeouts import Timeouts
 
 __all__ = ["InProcessConnection"]

@@ -23,8 +23,8 @@ from kerasdist.ps.client.connection import (
     ServerConnection,
 )
 from kerasdist.ps.heartbeat import Heartbeat
+from kerasdist.ps.membership import WorkerRecord
 from kerasdist.ps.server.handler import Goodbye
-from kerasdist.ps.server.membership import WorkerRecord
 from kerasdist.ps.server.registration import PURPOSE
 from kerasdist.ps.settings import ServerSettings
 from kerasdist.transport.base import Aborted

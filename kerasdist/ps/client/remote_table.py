@@ -6,7 +6,7 @@ import collections
 import dataclasses
 import zlib
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -14,13 +14,11 @@ import numpy.typing as npt
 from kerasdist import errors
 from kerasdist.collectives.ops import Array, octets
 from kerasdist.ps.channel.channel import Channel, Message, Spec
+from kerasdist.ps.client.calls import ServerCalls
 from kerasdist.ps.layout import Layout, Piece, dtype_of
 from kerasdist.ps.tables.table import merge_rows
 from kerasdist.transport.tracing import Laps, now
 from kerasdist.transport.wire.framing import Call, FrameType
-
-if TYPE_CHECKING:
-    from kerasdist.ps.client.client import ServerClient
 
 __all__ = ["Change", "Pulled", "RemoteTable", "Rows"]
 
@@ -89,7 +87,7 @@ class RemoteTable:
         observed: How often this worker has read at which staleness.
     """
 
-    def __init__(self, client: ServerClient, number: int, layout: Layout) -> None:
+    def __init__(self, client: ServerCalls, number: int, layout: Layout) -> None:
         self.number = number
         self.layout = layout
         self.clock = 0

@@ -30,8 +30,8 @@ import numpy as np
 from kerasdist import errors
 from kerasdist.collectives.buffer_pool import BufferPool
 from kerasdist.collectives.ops import Array, reducer
+from kerasdist.ps.membership import Membership, WorkerRecord
 from kerasdist.ps.server.join import JoinBarrier
-from kerasdist.ps.server.membership import Membership, WorkerRecord
 from kerasdist.ps.tables.tables import Place, ServedTables
 from kerasdist.transport.deadline import Deadline
 from kerasdist.transport.wire.framing import OPS, Call

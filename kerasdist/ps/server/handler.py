@@ -31,10 +31,10 @@ from kerasdist.ps.channel.channel import (
     Message,
 )
 from kerasdist.ps.layout import Layout
+from kerasdist.ps.membership import Event, Membership, WorkerRecord
 from kerasdist.ps.server.batch_queue import BatchQueue
 from kerasdist.ps.server.collectives import ServerCollectives
 from kerasdist.ps.server.loads import Load, loads_from_json
-from kerasdist.ps.server.membership import Event, Membership, WorkerRecord
 from kerasdist.ps.settings import ServerSettings
 from kerasdist.ps.tables.snapshotter import Snapshotter
 from kerasdist.ps.tables.tables import ServedTables

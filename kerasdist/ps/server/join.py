@@ -13,18 +13,14 @@ The other servers wait for a joiner from the first collective on that it comes t
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kerasdist import errors
-from kerasdist.ps.server.membership import Membership, WorkerRecord
+from kerasdist.ps.membership import Membership, WorkerRecord
 from kerasdist.transport.deadline import Deadline
 
-if TYPE_CHECKING:
-    from kerasdist.ps.client.client import ServerClient
-
-__all__ = ["Entry", "JoinBarrier", "enter"]
+__all__ = ["JoinBarrier"]
 
 # How long a server lets a joiner wait before it says that it still has to.
 _WAIT_SECONDS = 2.0
@@ -137,56 +133,3 @@ class JoinBarrier:
                 "the same `fit` only."
             )
         return ""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Entry:
-    """Where a worker has joined.
-
-    Attributes:
-        met: Number of the last collective before.
-        ranks: All live workers, this one among them.
-        facts: What the others say of themselves.
-    """
-
-    met: int
-    ranks: tuple[int, ...]
-    facts: dict[str, Any]
-
-
-def enter(client: ServerClient, fit: int) -> Entry:
-    """Wait until the others are between two epochs, and join them.
-
-    Args:
-        client: This worker's connection; it has come later (`client.joining`).
-        fit: Number of the `fit` that it has come to, from 1.
-
-    Raises:
-        CollectiveTimeout: The others have asked the servers for nothing for as long as
-            a collective may take.
-        CollectiveError: It is too late; see `kerasdist.errors`.
-    """
-    seen = -1
-    deadline = Deadline(client.timeouts.collective)
-    while True:
-        found = client.ask("joining the others", {"do": "enter", "fit": fit})
-        entry = found.get("entered")
-        if isinstance(entry, dict):
-            break
-        # An epoch may take longer than any wait inside of it.
-        if found.get("requests") != seen:
-            seen = int(found.get("requests", 0))
-            deadline = Deadline(client.timeouts.collective)
-        if deadline.expired:
-            raise client.fail(
-                errors.CollectiveTimeout(
-                    f"Rank {client.rank} waited for the end of the others' epoch, and "
-                    f"none of them took a step in {deadline.seconds:g} s. Are they "
-                    "busy with something else? Give them more time with `timeout=`."
-                )
-            )
-    return Entry(
-        int(entry["met"]),
-        tuple(int(rank) for rank in entry["ranks"]),
-        dict(entry["facts"]),
-    )

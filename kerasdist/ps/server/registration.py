@@ -14,8 +14,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from kerasdist import errors
+from kerasdist.ps.membership import WorkerRecord
 from kerasdist.ps.server.handler import RequestHandler
-from kerasdist.ps.server.membership import WorkerRecord
 from kerasdist.transport.connection import Connection
 from kerasdist.transport.deadline import Deadline
 from kerasdist.transport.wire.framing import FrameType

@@ -38,8 +38,8 @@ from kerasdist.cluster import Cluster
 from kerasdist.ps.channel.socket_channel import SocketChannel
 from kerasdist.ps.heartbeat import Heartbeat
 from kerasdist.ps.layout import Layout
+from kerasdist.ps.membership import Event, WorkerRecord
 from kerasdist.ps.server.handler import Goodbye, RequestHandler
-from kerasdist.ps.server.membership import Event, WorkerRecord
 from kerasdist.ps.server.registration import (
     GOODBYE_SECONDS,
     LOOK_SECONDS,

@@ -15,7 +15,7 @@ from typing import Any
 from kerasdist.collectives.ops import Array
 from kerasdist.errors import ProtocolError, SnapshotError
 from kerasdist.ps.layout import Layout
-from kerasdist.ps.server.membership import Membership, WorkerRecord
+from kerasdist.ps.membership import Membership, WorkerRecord
 from kerasdist.ps.settings import ServerSettings
 from kerasdist.ps.tables.snapshot import (
     path_of,

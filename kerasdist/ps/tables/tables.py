@@ -31,7 +31,7 @@ from kerasdist import errors
 from kerasdist.collectives.ops import Array, octets
 from kerasdist.ps.channel.channel import Spec
 from kerasdist.ps.layout import Layout
-from kerasdist.ps.server.membership import Membership, WorkerRecord
+from kerasdist.ps.membership import Membership, WorkerRecord
 from kerasdist.ps.settings import ServerSettings
 from kerasdist.ps.tables.clocks import Clocks
 from kerasdist.ps.tables.table import Table

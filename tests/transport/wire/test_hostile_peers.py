@@ -21,8 +21,8 @@ from kerasdist import errors
 from kerasdist.ps.channel.channel import ChannelEnded, ChannelSilent
 from kerasdist.ps.channel.socket_channel import SocketChannel
 from kerasdist.ps.heartbeat import Heartbeat
+from kerasdist.ps.membership import Event
 from kerasdist.ps.server.handler import Goodbye
-from kerasdist.ps.server.membership import Event
 from kerasdist.transport import Timeouts
 from kerasdist.transport.base import Peer
 from kerasdist.transport.deadline import Deadline

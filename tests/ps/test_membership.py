@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kerasdist import errors
-from kerasdist.ps.server.membership import Event, Membership, WorkerRecord
+from kerasdist.ps.membership import Event, Membership, WorkerRecord
 
 
 def crew_of(size, mode):
