@@ -9,8 +9,8 @@
            or   REFUSAL: why not
     4. c -> s   connect, handshake, hello for a data connection; on the same host
                 through a Unix socket, so that memory can be shared
-    5. both     heartbeats on the control connection       (kerasdist.ps.heartbeat) 6. c
-    -> s   a REQUEST on the data connection             (kerasdist.ps.server.handler)
+    5. both     heartbeats on the control connection     (kerasdist.ps.heartbeat)
+    6. c -> s   a REQUEST on the data connection         (kerasdist.ps.server.handler)
        s -> c   its REPLY, or a FAILURE; then 6. again
     7. c -> s   GOODBYE on the control connection
 

@@ -18,7 +18,6 @@ class SharingExtended(_tf.MirroredExtended):
 
     Args:
         container: The strategy.
-        devices: Canonical names of this worker's devices, one per replica.
         workers: The connected workers, and this worker's replicas.
 
     Attributes:
