@@ -1,8 +1,8 @@
-"""Callbacks that know about the other workers, on handwritten digits.
+"""Callbacks that take the other workers into account, on handwritten digits.
 
     kerasdist run -n 2 examples/callbacks.py
 
-It runs as one worker too, by `python examples/callbacks.py`: a script needs no `if`.
+`python examples/callbacks.py` runs it as one worker: the script needs no `if`.
 """
 
 import sys
@@ -39,9 +39,9 @@ history = model.fit(
     epochs=10,
     verbose=2,
     callbacks=[
-        # All workers begin with what rank 0 holds.
+        # All workers begin with the state of rank 0.
         kerasdist.callbacks.BroadcastInitialState(),
-        # Twice the batch, twice the rate, after a warm-up.
+        # Twice the batch size needs twice the learning rate, after a warm-up.
         kerasdist.callbacks.ScaleLearningRate(warmup_epochs=3),
         keras.callbacks.ReduceLROnPlateau("loss", patience=2),
         # Open it at https://ui.perfetto.dev.

@@ -1,4 +1,4 @@
-"""A loop without `fit`, as `tf.distribute` has it, on any number of workers.
+"""A training loop without `fit`, as in `tf.distribute`, on any number of workers.
 
 kerasdist run -n 2 examples/custom_loop.py
 python examples/custom_loop.py              # the same script, one worker

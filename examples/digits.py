@@ -3,8 +3,8 @@
     kerasdist run -n 2 examples/digits.py
     python examples/digits.py                  # the same script, one worker
 
-The data are scikit-learn's 1,797 images of 8 x 8 pixels, which ship with it. The
-two marked lines are all that kerasdist needs.
+The data are the 1,797 images of 8 x 8 pixels that scikit-learn contains. kerasdist
+needs only the two marked lines.
 """
 
 import argparse

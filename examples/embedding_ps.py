@@ -1,12 +1,12 @@
-"""A large table of words on parameter servers: only the rows that are used travel.
+"""A large table of words on parameter servers: only the rows that are used are sent.
 
     kerasdist run -n 2 --ps 2 examples/embedding_ps.py
     python examples/embedding_ps.py            # the same script, one worker
 
-A text is a number of words of a large vocabulary, some of which are frequent and most
-are rare, as in a language; each word speaks for or against, and the label is what most
-words of the text say. The texts are generated. A worker trains on batches of its own
-and exchanges with the servers, after each step, the rows of the table that were used.
+The texts are generated. A text consists of words of a large vocabulary, most of which
+are rare, as in a language. Each word votes for or against, and the label is the vote of
+the majority. A worker trains on batches of its own, and after each step exchanges the
+rows of the table that were used with the servers.
 """
 
 import argparse
@@ -19,7 +19,7 @@ import kerasdist
 
 
 class Bytes(keras.callbacks.Callback):
-    """How many bytes cross the network in a step of this worker, in both directions."""
+    """Counts the bytes that this worker sends and receives in its steps."""
 
     def __init__(self, strategy: kerasdist.ParameterServerStrategy) -> None:
         super().__init__()
@@ -36,12 +36,12 @@ class Bytes(keras.callbacks.Callback):
 
 
 def texts(count: int, words: int, length: int) -> tuple[np.ndarray, np.ndarray]:
-    """Texts as numbers of words, of shape `(count, length)`, and their labels."""
+    """Return texts as word indices of shape `(count, length)`, and their labels."""
     rng = np.random.default_rng(0)
-    says = rng.choice([-1, 1], size=words)
-    # Half of all words that are written are among the most frequent few hundred.
+    votes = rng.choice([-1, 1], size=words)
+    # Half of the words of all texts are among the few hundred most frequent ones.
     x = (words ** rng.random((count, length))).astype("int32") % words
-    return x, (says[x].sum(axis=1) > 0).astype("int32")
+    return x, (votes[x].sum(axis=1) > 0).astype("int32")
 
 
 def build_model(words: int, length: int, width: int) -> keras.Model:
@@ -64,14 +64,14 @@ def main() -> None:
     options = parser.parse_args()
 
     keras.utils.set_random_seed(0)
-    # A server doesn't come back from here. Workers may be 8 steps apart.
+    # In a server this call doesn't return. Workers may be 8 steps apart.
     strategy = kerasdist.ParameterServerStrategy(mode="async", max_staleness=8)
     length = 15
     x, y = texts(24_000, options.words, length)
     with strategy.scope():
         model = build_model(options.words, length, options.width)
         model.compile(
-            # Moves only the rows that were used. Adam would go on moving others.
+            # Changes only the rows that were used. Adam would change others, too.
             optimizer=keras.optimizers.Adagrad(1.0),
             loss=keras.losses.BinaryCrossentropy(from_logits=True),
             metrics=[keras.metrics.BinaryAccuracy(threshold=0.0)],

@@ -1,12 +1,13 @@
-"""Both at once: data parallel over the workers, each worker's model over two devices.
+"""Data parallelism over the workers, with each worker's model on two devices.
 
     kerasdist run -n 2 examples/hybrid.py
     python examples/hybrid.py                  # the same numbers, one worker
 
 Each worker has two devices: its first two GPUs, or two halves of the CPU. The encoder
 is on one of them and the classifier on the other, with their gradients and the
-optimizer's state. Of every batch each worker takes its rows, in micro-batches, so that
-both devices work at the same time; the workers average their gradients.
+optimizer's state. Each worker takes its rows of every batch and divides them into
+micro-batches, so that both devices work at the same time. The workers average their
+gradients.
 """
 
 import argparse

@@ -15,8 +15,8 @@ port="${PORT:-12345}"
 command=("$python" examples/digits.py --epochs 5)
 
 # On a network that others reach, the workers prove to each other that they hold the
-# same secret. It is handed over in the environment and on standard input: command
-# lines can be read by everybody on a host.
+# same secret. It is passed in the environment and on standard input, because all users
+# of a host can read command lines.
 KERASDIST_SECRET="$(od -An -N32 -tx1 /dev/urandom | tr -d ' \n')"
 export KERASDIST_SECRET
 
@@ -86,8 +86,8 @@ for i in 0 1; do
   workers+=($!)
   exec {output}>&-
 done
-# When a worker fails, the other one ends by itself within seconds, and says which
-# one it has lost.
+# When a worker fails, the other one ends by itself within seconds, and reports which
+# worker was lost.
 code=0
 for worker in "${workers[@]}"; do
   wait "$worker" || code=$?

@@ -1,14 +1,14 @@
-"""A model that is too large for one device, on two.
+"""A model that is too large for one device, on two devices.
 
     python examples/two_stage.py
 
-Its weights alone are 44 MB, and a device may hold 40 MB. `kerasdist.plan` says so with
-the figures before anything is allocated, finds the cut that fits two devices, and
-`ModelParallelStrategy` trains it there. Without two GPUs the devices are two logical
-devices of the CPU. TensorFlow doesn't limit their memory: the limit is the plan's.
+Its weights alone have 44 MB, and a device may hold 40 MB. `kerasdist.plan` reports that
+with the figures before anything is allocated, and finds the cut that fits two devices.
+`ModelParallelStrategy` trains the model there. Without two GPUs the devices are two
+logical devices of the CPU. TensorFlow doesn't limit their memory: only the plan does.
 
-The first half is large and isn't trained: random features of scikit-learn's handwritten
-digits, as a pretrained network would give them. The second half learns from them.
+The first half is large and isn't trained: it computes random features of scikit-learn's
+handwritten digits, like a pretrained network. The second half learns from them.
 """
 
 import argparse
