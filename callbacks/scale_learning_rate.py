@@ -213,7 +213,7 @@ class ScaleLearningRate(keras.callbacks.Callback):
             last = (taken + scaling.shift, scaling.steps) if scaling.steps else None
             behind = taken
             if self.warmup_steps is None:
-                behind = _steps_behind(
+                behind = steps_behind(
                     taken, epoch, self._restored, self._per_epoch(), last, self.steps
                 )
             scaling.set(self.factor, self.steps, behind - taken)
@@ -311,7 +311,7 @@ class ScaleLearningRate(keras.callbacks.Callback):
         return line
 
 
-def _steps_behind(
+def steps_behind(
     taken: int,
     epoch: int,
     batches: int,

@@ -13,7 +13,7 @@ import tensorflow as tf
 
 import kerasdist
 from kerasdist.callbacks import ScaleLearningRate
-from kerasdist.callbacks.scale_learning_rate import _steps_behind
+from kerasdist.callbacks.scale_learning_rate import steps_behind
 from workers import Workers
 
 pytestmark = pytest.mark.timeout(150)
@@ -335,25 +335,25 @@ result([float(m.optimizer.learning_rate), int(m.optimizer.iterations),
 
 def test_where_a_warm_up_goes_on():
     # (steps taken, epoch, batches of it, steps per epoch, before, steps of the warm-up)
-    assert _steps_behind(0, 0, 0, 6, None, 30) == 0
-    assert _steps_behind(6, 0, 0, 6, None, 30) == 6
-    assert _steps_behind(4, 0, 4, 6, None, 30) == 4
+    assert steps_behind(0, 0, 0, 6, None, 30) == 0
+    assert steps_behind(6, 0, 0, 6, None, 30) == 6
+    assert steps_behind(4, 0, 4, 6, None, 30) == 4
     # Resumed by the same number of workers, in the midst of an epoch too.
-    assert _steps_behind(18, 3, 0, 6, None, 30) == 18
-    assert _steps_behind(20, 3, 2, 6, None, 30) == 20
+    assert steps_behind(18, 3, 0, 6, None, 30) == 18
+    assert steps_behind(20, 3, 2, 6, None, 30) == 20
     # By others: epochs count, which were of 12 steps. 12 may be 2 epochs of 6, too.
-    assert _steps_behind(36, 3, 0, 6, None, 30) == 18
-    assert _steps_behind(12, 1, 0, 6, None, 30) == 6
-    assert _steps_behind(12, 1, 0, 8, None, 40) == 8
-    assert _steps_behind(18, 3, 0, 12, None, 60) == 36
+    assert steps_behind(36, 3, 0, 6, None, 30) == 18
+    assert steps_behind(12, 1, 0, 6, None, 30) == 6
+    assert steps_behind(12, 1, 0, 8, None, 40) == 8
+    assert steps_behind(18, 3, 0, 12, None, 60) == 36
     # In the midst of an epoch: 1 1/3 epochs.
-    assert _steps_behind(16, 1, 4, 6, None, 30) == 8
+    assert steps_behind(16, 1, 4, 6, None, 30) == 8
     # An epoch was begun three times, or by an optimizer that's new.
-    assert _steps_behind(14, 1, 2, 6, None, 30) == 7
-    assert _steps_behind(0, 3, 2, 6, None, 30) == 18
+    assert steps_behind(14, 1, 2, 6, None, 30) == 7
+    assert steps_behind(0, 3, 2, 6, None, 30) == 18
     # After another fit of this process: as large a part of it.
-    assert _steps_behind(18, 0, 0, 3, (18, 24), 12) == 9
-    assert _steps_behind(40, 0, 0, 3, (40, 24), 12) == 12
+    assert steps_behind(18, 0, 0, 3, (18, 24), 12) == 9
+    assert steps_behind(40, 0, 0, 3, (40, 24), 12) == 12
 
 
 def test_what_is_wrong_is_said():

@@ -41,6 +41,18 @@ def fit(m, callbacks, **more):
     m.fit(x, x[:, :1], **{"batch_size": 8, "epochs": 3, "verbose": 0, **more},
           callbacks=callbacks)
 
+def listeners(communicator):
+    "Those that listen to it now."
+    def listen(recorder, before=communicator.listen):
+        found.append(recorder)
+        before(recorder)
+    def unlisten(recorder, before=communicator.unlisten):
+        found[:] = [each for each in found if each is not recorder]
+        before(recorder)
+    found = []
+    communicator.listen, communicator.unlisten = listen, unlisten
+    return found
+
 def result(value):
     print("RESULT", json.dumps(value), flush=True)
 """
@@ -195,6 +207,7 @@ def test_clocks_that_differ(kind, size):
 RING = """
 from kerasdist.strategies.measure import counters
 strategy = kerasdist.RingStrategy(timeout=60, bucket_size=100_000)
+listening = listeners(strategy.communicator)
 m = build()
 class Late(keras.callbacks.Callback):
     never_stops = True
@@ -203,14 +216,14 @@ class Late(keras.callbacks.Callback):
             time.sleep(0.2)
 line = Timeline(folder + "/deep/ring.json", steps=(7, 10))
 fit(m, [line, Late(), ScaleLearningRate(verbose=0)])
-listening = [strategy.communicator._recorder is None]
+silent = [not listening]
 fit(build(steps_per_execution=2), [Timeline(folder + "/two.json.gz", steps=(5, 8))])
 fit(m, [Timeline(folder + "/end.json", steps=(16, 100))])
 fit(m, [Timeline(folder + "/none.json", steps=(50, 100))])
-listening.append(strategy.communicator._recorder is None)
+silent.append(not listening)
 # Nor were steps measured: these have no stages.
-listening.append(not strategy.extended.timer._summed.read()[counters.MEASURED:].any())
-result(listening)
+silent.append(not strategy.extended.timer._summed.read()[counters.MEASURED:].any())
+result(silent)
 """
 
 
@@ -342,14 +355,14 @@ def test_nobody_listens_when_fit_has_failed(tmp_path):
     strategy = kerasdist.RingStrategy()
     class Fails(keras.callbacks.Callback):
         def on_train_batch_end(self, batch, logs=None):
-            seen.append(len(strategy.communicator._listeners))
+            seen.append(len(listening))
             if batch == 2:
                 raise KeyError("here")
-    seen = []
+    seen, listening = [], listeners(strategy.communicator)
     try:
         fit(build(), [Timeline(folder + "/t.json", (0, 10)), Fails()])
     except KeyError:
-        result([seen, len(strategy.communicator._listeners)])
+        result([seen, len(listening)])
     """
     env = {"FOLDER": str(tmp_path), "TF_CONFIG": None}
     with Workers(COMMON + textwrap.dedent(body), 1, env=env, handover=False) as job:

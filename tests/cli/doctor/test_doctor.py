@@ -292,13 +292,20 @@ def test_shared_memory():
     assert found.text.startswith("memory can't be shared: There is no memory for a buf")
 
 
-def test_cores(tmp_path):
+def test_cores(tmp_path, monkeypatch):
     (found,) = machine.check_cores()
     assert f"{len(os.sched_getaffinity(0))} of " in found.text
-    for text, quota in (("150000 100000", 1.5), ("max 100000", None), ("", None)):
-        (tmp_path / "cpu.max").write_text(text)
-        assert machine._quota(tmp_path / "cpu.max") == quota
-    assert machine._quota(tmp_path / "none") is None
+    limit = tmp_path / "cpu.max"
+    monkeypatch.setattr(machine, "Path", lambda _: limit)
+    assert machine.check_cores()[0].level == "ok"  # there's no such file
+    for text in ("max 100000", ""):
+        limit.write_text(text)
+        assert machine.check_cores()[0].level == "ok"
+    limit.write_text("50000 100000")
+    (found,) = machine.check_cores()
+    assert found.level == "warn"
+    assert found.text.endswith("but this container gets the time of 0.5")
+    assert "TF_NUM_INTRAOP_THREADS=1" in found.remedy
 
 
 def test_the_allocator():
