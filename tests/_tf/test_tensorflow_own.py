@@ -6,14 +6,11 @@ MirroredStrategy runs the same tests beside it: what it passes, we must pass.
 from __future__ import annotations
 
 import collections
-import json
-import subprocess
-import sys
 
 import pytest
 
 from places import SUPPORT
-from workers import python_env
+from workers import Workers
 
 _SCRIPT = SUPPORT / "peers_tensorflow.py"
 # Cases that MirroredStrategy passes and RingStrategy doesn't, with the reason.
@@ -27,19 +24,14 @@ AT_LEAST = {"TwoDevices": 34, "OneDevice": 22, "Contract": 35, "OneObject": 4}
 
 @pytest.fixture(scope="module", params=["TwoDevices OneDevice", "Contract OneObject"])
 def outcomes(request: pytest.FixtureRequest) -> dict[str, dict[str, str]]:
-    run = subprocess.run(
-        [sys.executable, str(_SCRIPT), *request.param.split()],
-        env=python_env(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=170,
-        check=False,
-    )
-    lines = [x for x in run.stdout.splitlines() if x.startswith("RESULT ")]
-    assert run.returncode == 0, run.stdout[-20_000:]
-    assert len(lines) == 1, run.stdout[-20_000:]
-    return json.loads(lines[0].removeprefix("RESULT "))
+    with Workers(
+        *(_SCRIPT, 1, request.param.split()),
+        env={"TF_CONFIG": None},
+        deadline=170,
+        handover=False,
+    ) as job:
+        (finished,) = job.succeed()
+    return finished.result
 
 
 def test_all_that_mirrored_strategy_passes(outcomes):

@@ -113,6 +113,7 @@ def test_overlap(tmp_path):
     assert kinds == {"forward pass", "backward pass", "all-reduce"}
 
 
+@pytest.mark.soak
 def test_server_throughput(tmp_path):
     rates = run("server_throughput", tmp_path)["bytes_per_second"]
     columns = ("memcpy", "shared_memory", "tcp")
@@ -176,6 +177,7 @@ def test_placement_memory(tmp_path):
     assert ratio == pytest.approx(1, abs=0.2)
 
 
+@pytest.mark.soak
 def test_planning_time(tmp_path):
     found = run("planning_time", tmp_path)["seconds"]
     assert {len(seconds) for seconds in found.values()} == {1}
@@ -189,6 +191,7 @@ def test_pipeline(tmp_path):
     assert staged == pytest.approx(alone, rel=1e-4)
 
 
+@pytest.mark.soak
 def test_chief_data(tmp_path):
     results = run("chief_data", tmp_path)
     assert {len(found) for found in results["rates"].values()} == {1}

@@ -18,7 +18,7 @@ from kerasdist import cli, errors
 from kerasdist.cluster import resolve
 from kerasdist.collectives.connect import TRANSPORTS
 from places import ROOT
-from workers import free_ports, python_env
+from workers import Workers, free_ports, python_env
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 STRATEGIES, LAUNCHING, FAILURES = (
@@ -124,14 +124,15 @@ def run(*command: str, **extra: str) -> str:
     return done.stdout
 
 
-def launch(size: int, *command: str) -> str:
-    launcher = (sys.executable, "-m", "kerasdist", "run", "-n", str(size))
-    return run(*launcher, "--output", "all", *command)
+def trained(script: Path, size: int) -> list[str]:
+    """What each worker of a script prints."""
+    with Workers(script, size, deadline=150) as job:
+        return [finished.output for finished in job.succeed()]
 
 
 def test_the_change_to_a_script(tmp_path):
     """It trains before, and after with two workers to the same numbers."""
-    outputs = []
+    outputs: list[str] = []
     for size, script in zip((1, 2), change(), strict=True):
         path = tmp_path / f"{size}.py"
         path.write_text(
@@ -139,17 +140,11 @@ def test_the_change_to_a_script(tmp_path):
             + script.replace("epochs=5", "epochs=5, shuffle=False, verbose=0")
             + "print('\\nWEIGHTS', *model.get_weights()[0].reshape(-1).tolist())\n"
         )
-        outputs.append(
-            run(sys.executable, str(path)) if size == 1 else launch(2, str(path))
-        )
-    weights = [
-        [
-            [float(v) for v in found.split()]
-            for found in re.findall("WEIGHTS (.*)", text)
-        ]
+        outputs += trained(path, size)
+    plain, first, second = (
+        [float(v) for v in re.search("WEIGHTS (.*)", text).group(1).split()]
         for text in outputs
-    ]
-    ((plain,), (first, second)) = weights
+    )
     assert first == second
     assert first == pytest.approx(plain, rel=1e-4)
 
@@ -159,7 +154,7 @@ def test_the_custom_loop_gives_the_same_on_any_number_of_workers():
     for size in (1, 2):
         found = re.findall(
             rf"rank (\d) of {size}: loss (\S+)$",
-            launch(size, "examples/custom_loop.py"),
+            "".join(trained(ROOT / "examples" / "custom_loop.py", size)),
             re.MULTILINE,
         )
         assert sorted(rank for rank, _ in found) == [str(r) for r in range(size)]

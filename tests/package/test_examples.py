@@ -28,14 +28,23 @@ def run(*command: str) -> str:
     return done.stdout
 
 
+def trained(script: str, *args: str, size: int = 1, servers: int = 0) -> str:
+    """What the workers of an example print, one after the other."""
+    with Workers(
+        EXAMPLES / script, size, args=args, servers=servers, deadline=150
+    ) as job:
+        return "".join(finished.output for finished in job.succeed()[:size])
+
+
 def accuracy(output: str) -> float:
     (found,) = re.findall(r"^test loss \S+, test accuracy (\S+)$", output, re.M)
     return float(found)
 
 
 def test_the_demo_on_two_workers_is_as_good_as_one_process():
-    digits = [str(EXAMPLES / "digits.py"), "--epochs", "10"]
-    alone = run(*digits)
+    epochs = "--epochs", "10"
+    alone = trained("digits.py", *epochs)
+    digits = str(EXAMPLES / "digits.py"), *epochs
     two = run("-m", "kerasdist", "run", "-n", "2", "--output", "all", *digits)
     assert "weights bit-equal on all workers: True" in two
     hashes = re.findall(r"rank \d of 2: weights (\w{16})$", two, re.M)
@@ -108,7 +117,7 @@ def test_callbacks(tmp_path):
 
 
 def test_two_stages_of_a_model_that_is_too_large_for_one_device():
-    output = run(str(EXAMPLES / "two_stage.py"), "--epochs", "2")
+    output = trained("two_stage.py", "--epochs", "2")
 
     alone, _, two = output.partition("On two:")
     assert "doesn't fit into the memory of 1 device" in alone
@@ -122,12 +131,11 @@ def test_two_stages_of_a_model_that_is_too_large_for_one_device():
 
 
 def test_a_table_of_words_on_servers():
-    output = run(
-        *("-m", "kerasdist", "run", "-n", "2", "--ps", "2", "--output", "all"),
-        *(str(EXAMPLES / "embedding_ps.py"), "--epochs", "2"),
+    output = trained(
+        *("embedding_ps.py", "--epochs", "2", "--words", "50000"), size=2, servers=2
     )
     (table,) = re.findall(r"the table has (\d+) bytes$", output, re.M)
-    assert int(table) == 4 * 200_000 * 32
+    assert int(table) == 4 * 50_000 * 32
     pattern = r"rank (\d) of 2: (\d+) steps, (\d+) bytes sent and (\d+) bytes received"
     found = [list(map(int, each)) for each in re.findall(pattern, output)]
     assert sorted(rank for rank, *_ in found) == [0, 1]
@@ -141,12 +149,9 @@ def test_a_table_of_words_on_servers():
 
 
 def test_both_at_once():
-    hybrid = str(EXAMPLES / "hybrid.py")
-    out = run(
-        *("-m", "kerasdist", "run", "-n", "2", "--output", "all", hybrid),
-        *("--epochs", "3"),
-    )
-    assert len(set(re.findall(r"rank \d of 2: weights (\w{16})$", out, re.M))) == 1
+    out = trained("hybrid.py", "--epochs", "3", size=2)
+    first, second = re.findall(r"rank \d of 2: weights (\w{16})$", out, re.M)
+    assert first == second
     assert re.search(r"^encoder_2 is on \S*/device:CPU:0$", out, re.M)
     assert re.search(r"^classifier_1 is on \S*/device:CPU:1$", out, re.M)
     assert accuracy(out) > 0.8

@@ -125,6 +125,8 @@ FEW = (
     "embedding",
     "accumulation_of_slices",
 )
+# And what two replicas in each of two workers add to both: sums of sums.
+LEVELS = ("fewer_rows_than_replicas", "all_of_it", "accumulation_of_slices")
 REST = tuple(case for case in CORE if case not in FEW)
 # A job of all cases would take minutes: they are dealt out to three.
 THIRDS = [tuple(list(CASES)[i::3]) for i in range(3)]
@@ -138,7 +140,7 @@ def layouts() -> list[object]:
         (1, 1, 0, FEW),
         (3, 1, 0, FEW),
         (4, 1, 0, FEW),
-        (2, 2, 0, FEW),
+        (2, 2, 0, LEVELS),
         (2, 1, 2, FEW + REST[1::2]),
         # One replica per worker, whose layers are on two devices; micro-batches.
         (2, 2, 0, FEW, 2),

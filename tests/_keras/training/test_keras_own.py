@@ -7,13 +7,10 @@ They ship in the keras package. Each file runs in a process of its own, because 
 from __future__ import annotations
 
 import importlib.util
-import json
-import subprocess
-import sys
 
 import pytest
 
-from workers import python_env
+from workers import Workers
 
 # Runs a file of tests with pytest, and prints {"<test>": "<outcome>"}.
 _RUN = """
@@ -58,20 +55,16 @@ def test_keras_own(file):
     spec = importlib.util.find_spec(name)
     if spec is None:
         pytest.skip(f"this Keras ships without {name}")
-    run = subprocess.run(
-        [sys.executable, "-c", _RUN, str(spec.origin)],
-        env=python_env(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=170,
-        check=False,
-    )
-    assert run.returncode == 0, run.stdout[-20_000:]
-    lines = [x for x in run.stdout.splitlines() if x.startswith("RESULT ")]
-    outcomes = json.loads(lines[0].removeprefix("RESULT "))
+    with Workers(
+        *(_RUN, 1, [str(spec.origin)]),
+        env={"TF_CONFIG": None},
+        deadline=170,
+        handover=False,
+    ) as job:
+        (finished,) = job.succeed()
+    outcomes = finished.result
     at_least, exceptions = FILES[file]
     expected = {test: outcome for test, (outcome, _) in exceptions.items()}
     others = {t: outcome for t, outcome in outcomes.items() if outcome != "passed"}
-    assert others == expected, run.stdout[-20_000:]
+    assert others == expected, finished.output[-20_000:]
     assert len(outcomes) >= at_least, outcomes

@@ -537,7 +537,6 @@ def outcome(batch, picky=False, callbacks=(), accumulate=None, **more):
 
 found = {}
 for name, board, more in (
-    ("plain", {}, {"batch": 12}),
     # Each window is shorter than what comes before the calibration.
     ("often", {"update_freq": 1}, {"batch": 24, "steps_per_execution": 2}),
     ("accumulated", {}, {"batch": 30, "accumulate": 3}),
@@ -562,7 +561,7 @@ def test_a_calibration_changes_nothing_else(tmp_path):
     The first epoch's metrics once had the steps on zeros in them.
     """
     (chief, other), _ = train("ring auto", tmp_path, CALIBRATED)
-    for name, rows in (("plain", 12), ("often", 24), ("accumulated", 30)):
+    for name, rows in (("often", 24), ("accumulated", 30)):
         same, speed = chief[name]
         assert same, name
         assert other[name] == [True, None]

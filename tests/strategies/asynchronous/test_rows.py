@@ -196,8 +196,8 @@ def test_no_change_of_any_worker_is_missing_or_there_twice(size, env):
 @pytest.mark.parametrize(
     "optimizer",
     [
-        "keras.optimizers.Adam(0.01)",
-        "keras.optimizers.RMSprop(0.01)",
+        pytest.param("keras.optimizers.Adam(0.01)", marks=pytest.mark.soak),
+        pytest.param("keras.optimizers.RMSprop(0.01)", marks=pytest.mark.soak),
         "keras.optimizers.SGD(0.02, momentum=0.9)",
         "keras.optimizers.Adam(0.01, gradient_accumulation_steps=3)",
         "keras.optimizers.LossScaleOptimizer(keras.optimizers.Adagrad(0.1))",
