@@ -23,7 +23,7 @@ VENV := .venv
 # For example: make test PYTEST_ARGS="tests/package/test_layers.py -x"
 PYTEST_ARGS ?=
 # How many processes run tests at the same time, each of them whole files; 0: this one
-# alone. Files in the order of their names, which begins with long ones.
+# alone. Files in the order of their names: no long one is among the last.
 TESTS_AT_ONCE ?= 2
 PYTEST := -m pytest -m "not soak" -n $(TESTS_AT_ONCE) --dist loadfile \
   --no-loadscope-reorder
