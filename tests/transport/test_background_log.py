@@ -23,10 +23,11 @@ class Slow(logging.Handler):
 
     def __init__(self):
         super().__init__()
-        self.may = threading.Event()
+        self.begun, self.may = threading.Event(), threading.Event()
         self.lines = []
 
     def emit(self, record):
+        self.begun.set()
         self.may.wait(30)
         self.lines.append(record.getMessage())
 
@@ -59,7 +60,7 @@ def test_nobody_waits_for_a_reader_that_has_stopped_and_order_is_kept(slow):
 def test_a_queue_that_is_full_counts_what_it_drops(slow, monkeypatch):
     monkeypatch.setattr(background_log, "_MOST_LINES", 3)
     background_log.log(logging.WARNING, "first")
-    wait_until(lambda: not background_log._QUEUE._waiting, "the thread's beginning")
+    assert slow.begun.wait(10)
     for number in range(8):
         background_log.log(logging.WARNING, "line %d", number)
     slow.may.set()
@@ -71,7 +72,7 @@ def test_a_queue_that_is_full_counts_what_it_drops(slow, monkeypatch):
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded")
 def test_a_forked_child_writes_its_own_lines_only(slow):
     background_log.log(logging.WARNING, "the parent's")
-    wait_until(lambda: not background_log._QUEUE._waiting, "the thread's beginning")
+    assert slow.begun.wait(10)
     background_log.log(logging.WARNING, "the parent's, too")
     reading, writing = os.pipe()
     pid = os.fork()

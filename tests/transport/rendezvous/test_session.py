@@ -22,6 +22,7 @@ from kerasdist import errors
 from kerasdist.transport import Timeouts
 from kerasdist.transport.base import Aborted
 from kerasdist.transport.deadline import Deadline
+from kerasdist.transport.rendezvous.listener import Listener
 from kerasdist.transport.rendezvous.member import host_key
 
 pytestmark = pytest.mark.timeout(90)
@@ -220,17 +221,19 @@ def test_interrupt_ends_a_handshake_with_a_frozen_rank():
     close_all(sessions)
 
 
-def test_threads_that_close_a_session_at_once_release_its_listener_once():
+def test_threads_that_close_a_session_at_once_release_its_listener_once(monkeypatch):
     """A failed job's closer and the script: another strategy lost its listener."""
     addresses = addresses_of(2)
     first = in_threads(2, lambda r: join(addresses, r))
     second = in_threads(2, lambda r: join(addresses, r))
     released = []
-    for session in first:
-        listener = session._listener
-        original = listener.release
-        listener.release = lambda release=original: released.append(release())
-    in_threads(16, lambda i: first[i % 2].close())
+
+    def release(listener, original=Listener.release):
+        released.append(original(listener))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Listener, "release", release)
+        in_threads(16, lambda i: first[i % 2].close())
     assert len(released) == 2
     in_threads(
         2,
@@ -240,8 +243,6 @@ def test_threads_that_close_a_session_at_once_release_its_listener_once():
             else second[1].dial("data", 0, Deadline(10)).close()
         ),
     )
-    for session in first:
-        del session._listener.release
     close_all(second)
 
 
