@@ -19,15 +19,15 @@ class Closable(Protocol):
     """A job, or a part in one, that can be left."""
 
     def close(self, error: BaseException | None = None) -> None:
-        """Leave the job; say to the others what ended this worker's script."""
+        """Leave the job; report to the others what ended this worker's script."""
 
 
 class StrategyJob(Closable, Protocol):
-    """What a strategy asks of the connected workers, whatever connects them."""
+    """The interface of the connected workers for a strategy, whatever connects them."""
 
     @property
     def communicator(self) -> Communicator:
-        """Between all workers."""
+        """The communicator of all workers."""
 
     @property
     def replicas(self) -> tuple[int, ...]:
@@ -39,24 +39,24 @@ class StrategyJob(Closable, Protocol):
 
     @property
     def announcements(self) -> Announcements | None:
-        """What the chief tells the others outside of collectives; None: it can't."""
+        """The chief's announcements outside of collectives; None if unsupported."""
 
 
 _open: weakref.WeakSet[Closable] = weakref.WeakSet()
 
 
 def leave_at_exit(job: Closable) -> None:
-    """Let the others know at the end of this process whether it ended well."""
+    """Inform the others at the end of this process whether it ended well."""
     _open.add(job)
     hand_over_final_error()
 
 
 def forget(job: Closable) -> None:
-    """The job has been left before. Can be called twice."""
+    """Unregister a job that has been left. Can be called twice."""
     _open.discard(job)
 
 
-# A forked child that ends isn't its parent: it mustn't say goodbye for it.
+# A forked child that ends isn't its parent, and must not say goodbye for it.
 os.register_at_fork(after_in_child=_open.clear)
 
 

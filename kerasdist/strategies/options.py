@@ -1,4 +1,4 @@
-"""What a data-parallel strategy is asked for."""
+"""The options of a data-parallel strategy."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ class Options:
     """The options of a strategy, except those of the connections.
 
     Attributes:
-        initial_state: What `fit` does when the workers hold different weights before
-            its first step: "check" or "broadcast".
-        shard: Whose the data are that Keras is given: "rows" of what is the same on all
-            workers, or "off": each worker's own.
-        data: What is done if they aren't the same: "auto", "same" or "chief".
+        initial_state: The action of `fit` when the workers hold different weights
+            before its first step: "check" or "broadcast".
+        shard: The kind of data that Keras is given: "rows": the same on all workers,
+            divided by rows; or "off": each worker's own.
+        data: The action if they aren't the same: "auto", "same" or "chief".
         bucket_size: Bytes of gradients that are sent at once.
-        compression: None, "bf16" or "fp16": how gradients cross the network.
+        compression: None, "bf16" or "fp16": the dtype in which gradients are sent.
 
     Raises:
         ValueError: One of them is wrong.

@@ -1,18 +1,18 @@
-"""What asynchronous workers do in Keras's place, see `kerasdist._keras`.
+"""The asynchronous implementation of `_keras.protocols.DynamicHooks`.
 
-Inside an epoch nothing here asks the other workers for anything but the next batch's
-number: each is at another place. They meet where an epoch begins and ends:
+Within an epoch the hooks request nothing of other workers but the number of the next
+batch: each worker is at another step. They meet where an epoch begins and ends:
 
     begin    weights that callbacks have changed are rank 0's
-    `DynamicDataset` end      1. all come, and say how many steps they took
-             2. all take the servers' weights, in which now is everything
-             3. all come again: so nobody goes on before everybody has them
+    end      1. all meet, and exchange how many steps they took
+             2. all take the servers' weights, which now include all steps
+             3. all meet again, so that none continues before all have the weights
              4. statistics (BatchNormalization's) are averaged over the workers, by
                 their numbers of steps; Keras sums the state of its metrics
-    gate     after the callbacks, if there's another epoch: a worker that has come later
-             may join; it gets the others' statistics, rate and place in the data
+    gate     after the callbacks, if there's another epoch: a late worker may join; it
+             gets the others' statistics, rate and place in the data
 
-Before it has joined such a worker is alone: it evaluates by itself, and can't train.
+Before it has joined, a late worker is alone: it can evaluate by itself, but not train.
 """
 
 from __future__ import annotations
@@ -56,13 +56,13 @@ class AsyncHooks(SynchronousHooks):
 
     Args:
         extended: The strategy's extended object.
-        options: What the strategy was asked for.
+        options: The strategy's options.
         workers: The workers, and this worker's replicas.
         shared: The weights that they train.
 
     Attributes:
-        present: What the present epoch's batches are dealt from.
-        steps_of_all: How many steps all workers took in the epoch that was ended last.
+        present: The dynamic batches of the current epoch.
+        steps_of_all: How many steps all workers took in the last epoch that has ended.
     """
 
     _workers: AsyncWorkers
@@ -82,7 +82,7 @@ class AsyncHooks(SynchronousHooks):
         self.steps_of_all = 0
         self._datasets = 0
         self._divided_over = workers.live.ranks
-        # Whether the workers haven't all the same behind them.
+        # Whether the workers' states may differ.
         self._mixed = workers.client.joining
         self._fits = 0
         self._resumed: int | None = None
@@ -146,9 +146,9 @@ class AsyncHooks(SynchronousHooks):
             replica.merge_call(merge, args=tuple(known))
 
     def _have_values(self, variables: Sequence[Any]) -> bool:
-        """Whether variables have values: not in the trace of what creates them.
+        """Return whether variables have values: not in the trace that creates them.
 
-        TensorFlow throws that trace away, gives them their values, and traces again.
+        TensorFlow discards that trace, initializes them, and traces again.
         """
         if _tf.executing_eagerly():
             return True
@@ -163,7 +163,7 @@ class AsyncHooks(SynchronousHooks):
     def flush_accumulators(self, variables: Sequence[Any]) -> None:
         """See `KerasHooks.flush_accumulators`; over this worker's replicas.
 
-        A window is each worker's own: another one may have none that is open.
+        A window is each worker's own: other workers may have no open one.
         """
         for variable in variables if len(self._workers.devices) > 1 else ():
             parts = self._workers.copies(variable)
@@ -181,11 +181,11 @@ class AsyncHooks(SynchronousHooks):
     def share_state(self, variables: Sequence[Any], root: int) -> Shared:
         """See `KerasHooks.share_state`; then the table takes what rank 0 holds.
 
-        A worker that comes later takes the others' state when it joins them.
+        A late worker takes the others' state when it joins them.
         """
         self.settle()
         if self.joining:
-            root = 0  # which is itself, until then
+            root = 0  # which is this worker itself, until then
         return super().share_state(variables, root)
 
     def begin_fit(
@@ -204,7 +204,7 @@ class AsyncHooks(SynchronousHooks):
 
     def resume_at(self, steps: int | None) -> None:
         """See `DealingHooks.resume_at`."""
-        # Perhaps only the chief can read the file.
+        # Only the chief may be able to read the file.
         known = int(self.of_chief(-1 if steps is None else steps))
         self._resumed = known if known >= 0 else None
 
@@ -215,7 +215,7 @@ class AsyncHooks(SynchronousHooks):
     def settle(self) -> None:
         """Meet; if a worker has taken steps since the last time, all take the weights.
 
-        All workers call it at the same place.
+        All workers call it at the same point.
         """
         communicator = self._workers.communicator
         dirty = [np.bool_(self._shared.dirty)]
@@ -281,7 +281,7 @@ class AsyncHooks(SynchronousHooks):
         steps = 0 if self.present is None else self.present.steps
         evidence = {} if self.present is None else self.present.source.evidence
         every = self._facts({"steps": steps, "evidence": evidence})
-        # In the next collective somebody may be missing.
+        # A worker may be missing in the next collective.
         ranks = self._workers.communicator.ranks
         self._shared.pull()
         self._workers.communicator.barrier()
@@ -300,7 +300,7 @@ class AsyncHooks(SynchronousHooks):
         if self.present is not None:
             self.present.end_for_all()
 
-    # Who comes later.
+    # Late workers.
 
     @property
     def joining(self) -> bool:
@@ -330,7 +330,7 @@ class AsyncHooks(SynchronousHooks):
         return int(facts["epoch"]), dict(facts["known"])
 
     def _give(self, statistics: Sequence[Any], weight: float) -> None:
-        """All take the mean of those who have been here."""
+        """Set all to the mean over the workers that have trained."""
         mine = [np.float64(weight)]
         total = float(self._workers.communicator.all_reduce(mine)[0])
         if total:
@@ -349,7 +349,7 @@ class AsyncHooks(SynchronousHooks):
         everybody = len(self._workers.client.peers)
         while True:
             if live.ranks != self._divided_over:
-                # What was traced has divided the rows over other workers.
+                # Traced functions have divided the rows over other workers.
                 forget()
                 self._divided_over = live.ranks
             try:

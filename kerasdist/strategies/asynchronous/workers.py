@@ -3,10 +3,11 @@
     local step          this worker's replicas only. A step consumes a whole batch,
                         reduces over local replicas, and ends with an exchange of the
                         weights (`strategies.asynchronous.weights`)
-    collective scope    in `evaluate` and `predict`, and wherever no step is: all live
-                        workers, in step, as with the synchronous strategies
+    collective scope    in `evaluate` and `predict`, and everywhere outside of a step:
+                        all live workers, synchronously, as with the synchronous
+                        strategies
 
-Code in `strategy.run`, or in a graph that is no evaluation, is a local step.
+Code in `strategy.run`, or in a graph that isn't an evaluation, is a local step.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class AsyncWorkers(Workers):
         job: The live workers of a job.
         devices: Canonical names of this worker's devices, one per replica.
         make_ops: Makes the workers' collectives on tensors.
-        options: What the strategy was asked for.
+        options: The strategy's options.
 
     Attributes:
         client: This worker's connection to the servers.
@@ -58,7 +59,7 @@ class AsyncWorkers(Workers):
 
     @property
     def is_local(self) -> bool:
-        """Whether what is run or traced now is this worker's own step."""
+        """Whether the code that is run or traced now is this worker's own step."""
         if self._evaluating:
             return False
         return self._stepping > 0 or not _tf.executing_eagerly()
@@ -74,7 +75,7 @@ class AsyncWorkers(Workers):
 
     @contextlib.contextmanager
     def collective_scope(self) -> Iterator[None]:
-        """Run the block on all workers in step."""
+        """Run the block on all workers, synchronously."""
         self._evaluating += 1
         try:
             yield
@@ -101,12 +102,11 @@ class AsyncWorkers(Workers):
         """Refuse to train before this worker has joined the others.
 
         Raises:
-            RuntimeError: It hasn't.
+            RuntimeError: It has not joined.
         """
         if self.client.joining:
             raise RuntimeError(
-                f"Rank {self.client.rank} has come to a job that runs, and can join it "
-                "in `fit` only. Received: a step of training before or outside of "
-                "`fit`. Let the script train with `fit` alone, or start the whole job "
-                "again."
+                f"Rank {self.client.rank} was started late, and can join the job in "
+                "`fit` only. Received: a step of training before or outside of `fit`. "
+                "Let the script train with `fit` alone, or start the whole job again."
             )

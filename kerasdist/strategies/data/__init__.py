@@ -1,5 +1,5 @@
-"""How samples are divided: over the workers, their replicas, and an epoch's steps.
+"""Division of samples among the workers, their replicas, and an epoch's steps.
 
-Whether the workers' data are the same, and what is done if not, is in
+Whether the workers' data are the same, and the choice if not, is in
 `strategies.chief_data`.
 """

@@ -1,4 +1,4 @@
-"""Epochs of arrays: a worker's rows of every batch, in an order that all agree on."""
+"""Epochs of arrays: a worker's rows of every batch, in an order common to all."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["ArrayEpochs"]
 
 
 class ArrayEpochs:
-    """Iterates over this worker's parts of arrays; each iteration is an epoch.
+    """The iterable over this worker's parts of arrays; each iteration is an epoch.
 
     The order of an epoch depends on the number of the iteration, which is counted
     here, where all workers count alike, and not where TensorFlow prefetches.
@@ -40,7 +40,7 @@ class ArrayEpochs:
         self._epoch = 0
         self._first, self._local, self._replicas = workers.layout
         batches = -(-data.samples // data.batch_size)
-        # Of this epoch: its samples, and the bounds between parts.
+        # For this epoch: its samples, and the bounds between parts.
         self._order = self._samples = self._bounds = np.zeros(0, np.int64)
 
         known = same_length(
@@ -51,7 +51,7 @@ class ArrayEpochs:
             chosen = tf.numpy_function(self._rows_of, [part], tf.int64)
             return tf.ensure_shape(chosen, [known])
 
-        # Inside a worker nobody has to be asked for the rows of the global batch.
+        # A single worker knows the rows of the global batch without communication.
         alone = workers.communicator.size == 1
         filled = has_empty_parts(data.samples, data.batch_size, self._replicas)
 
@@ -66,7 +66,7 @@ class ArrayEpochs:
             longer = tf.cast(replica < total % self._replicas, tf.int64)
             return with_facts(batch, total, total // self._replicas + longer)
 
-        # As few stages as can be: each epoch makes them all again.
+        # As few stages as possible, because each epoch creates all of them.
         parts = tf.data.Dataset.range(batches * self._local)
         self._dataset = distribute(data.take(parts, rows, finish))
 

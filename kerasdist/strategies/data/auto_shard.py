@@ -1,4 +1,4 @@
-"""The user's own choice of how a `tf.data.Dataset` is divided over the workers.
+"""The user's own choice of how a `tf.data.Dataset` is divided among the workers.
 
 It's TensorFlow's option `experimental_distribute.auto_shard_policy`:
 
@@ -8,8 +8,8 @@ It's TensorFlow's option `experimental_distribute.auto_shard_policy`:
     FILE               each worker reads every N-th file, N workers
     OFF                each worker's dataset is its own
 
-With FILE and OFF the batch size of the dataset is that of the global batch all the
-same: each worker divides its batches among as many steps as make its share of one.
+With FILE and OFF the batch size of the dataset is still that of the global batch: each
+worker divides its batches among as many steps as make its share of one.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _Policy = tf.data.experimental.AutoShardPolicy
 
 
 def is_by_file(dataset: Any) -> bool:
-    """Whether the user has asked that each worker reads its own files."""
+    """Return whether the user has chosen that each worker reads its own files."""
     return bool(_policy(dataset) == _Policy.FILE)
 
 
@@ -45,12 +45,12 @@ def own_part(
         layout: The replicas that divide a batch; by default `workers.layout`.
 
     Returns:
-        A dataset of batches for the worker's replicas in turn. Other workers' may be
-        of another length. None with another policy.
+        A dataset of batches for the worker's replicas in turn. Those of other workers
+        may have other lengths. None with another policy.
 
     Raises:
-        ValueError: The dataset's elements aren't batches, or it reads no files that
-            TensorFlow knows of. All workers raise it.
+        ValueError: The dataset's elements aren't batches, or TensorFlow finds no files
+            that it reads. All workers raise it.
     """
     if _policy(dataset) not in (_Policy.FILE, _Policy.OFF):
         return None
@@ -69,7 +69,8 @@ def own_part(
         )
     batch_size = _tf.static_batch_size(dataset)
     if batch_size is None:
-        # A function after `batch` may change the size: each batch is cut by itself.
+        # A function after `batch` may change the size, so each batch is divided by
+        # itself.
         dataset = _tf.rebatch_each(dataset, replicas)
     else:
         dataset = dataset.rebatch(own_sizes(batch_size, first, replicas))
@@ -90,16 +91,16 @@ def own_part(
 
 
 def own_sizes(batch_size: int, first: int, replicas: int) -> list[int]:
-    """Return the sizes of batches that a worker's replicas get in turn.
+    """Return the sizes of the batches that a worker's replicas get in turn.
 
     Args:
-        batch_size: Of the global batch.
+        batch_size: Rows of the global batch.
         first: Number of the worker's first replica over all workers.
         replicas: Number of replicas over all workers.
 
     Returns:
-        One size per replica; then they begin again. Workers begin at different
-        places, so that all replicas together get a global batch in each step.
+        One size per replica, repeated. Workers begin at different places, so that all
+        replicas together get a global batch in each step.
     """
     parts = [equal_part(batch_size, replicas, i) for i in range(replicas)]
     return [part.stop - part.start for part in parts[first:] + parts[:first]]

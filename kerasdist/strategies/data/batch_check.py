@@ -1,9 +1,9 @@
-"""Do all workers read the same global batches in the same order?
+"""The check that all workers read the same global batches in the same order.
 
-Every worker takes its rows of each global batch of a dataset. If the workers'
-datasets are shuffled differently, some samples are trained on twice and others
-never, and nothing would show it. So the first batches of each iteration carry a
-checksum, and the step that uses one compares it over the workers.
+Every worker takes its rows of each global batch of a dataset. If the workers' datasets
+are shuffled differently, some samples are used twice and others never, without any
+sign. So the first batches of each iteration carry a checksum, and the step that uses
+one compares it over the workers.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from kerasdist.strategies.reduce.workers import Workers
 __all__ = ["CHECKSUM", "SameBatches", "checksum_of", "different_batches"]
 
 CHECKSUM = "kerasdist_checksum"
-# A different order shows in the first batches, or hardly ever.
+# A different order shows in the first batches, or almost never.
 _CHECKED = 2
 
 
@@ -28,7 +28,7 @@ class SameBatches:
     """The check of one strategy.
 
     Attributes:
-        fault: What was found, as an error; TensorFlow passes on only its text.
+        fault: The error that was found; TensorFlow passes on only its text.
     """
 
     def __init__(self, workers: Workers) -> None:
@@ -36,7 +36,7 @@ class SameBatches:
         self.fault: ValueError | None = None
 
     def wrap(self, index: Any, batch: Any, part: Any) -> Any:
-        """Make a dataset's element: the part, and the batch's checksum or 0."""
+        """Return a dataset's element: the part, and the batch's checksum or 0."""
         flat = [
             tensor
             for tensor in tf.nest.flatten(batch, expand_composites=True)
@@ -75,7 +75,7 @@ class SameBatches:
 
 
 def different_batches(others: list[int], first: int) -> ValueError:
-    """Return the error that says that these ranks' batches aren't those of `first`."""
+    """Return the error that these ranks' batches differ from those of `first`."""
     return with_remedies(
         "The workers read different global batches: each takes its own rows of every "
         "batch, or its own batches, so all datasets must yield the same batches in the "
@@ -85,7 +85,7 @@ def different_batches(others: list[int], first: int) -> ValueError:
 
 
 def checksum_of(*arrays: Any) -> Any:
-    """A checksum of arrays, never 0."""
+    """Return a checksum of arrays, never 0."""
     crc = 0
     for array in arrays:
         data = np.ascontiguousarray(array)

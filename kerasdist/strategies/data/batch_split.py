@@ -1,13 +1,13 @@
-"""How the rows of a global batch are divided over the replicas.
+"""The division of a global batch's rows among the replicas.
 
 The division is a function of three numbers, so that every worker knows every
-replica's part without asking: of R replicas, the first `rows % R` get one row
+replica's part without communication: of R replicas, the first `rows % R` get one row
 more than the others. Replicas are numbered over all workers in rank order, so the
 parts in order are the global batch in order.
 
 A replica that gets none computes with a copy of another's row, which counts for
-nothing: a row that the script has never seen could be one that a layer refuses, as an
-empty string that isn't in a vocabulary.
+nothing: a layer might refuse a row that isn't from the data, such as an empty string
+that isn't in a vocabulary.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ _ROWS = "kerasdist_own_rows"
 
 
 def count_rows(batch: Any) -> Any:
-    """Number of rows of a batch, as a scalar int64 tensor.
+    """Return the number of rows of a batch, as a scalar int64 tensor.
 
     Args:
         batch: A nest of tensors or arrays whose first dimensions count rows; None is
             skipped.
 
     Raises:
-        ValueError: There's no tensor with a first dimension in it.
+        ValueError: It contains no tensor with a first dimension.
     """
     for tensor in tf.nest.flatten(batch, expand_composites=False):
         if tensor is None:
@@ -67,7 +67,7 @@ def count_rows(batch: Any) -> Any:
 
 
 def rows_of(part: Any) -> Any:
-    """Number of rows of a replica's part; 0 where it has no first dimension."""
+    """Return the number of rows of a replica's part; 0 without a first dimension."""
     batch, rows, _ = split_part(part)
     if rows is not None:
         return rows
@@ -78,9 +78,9 @@ def rows_of(part: Any) -> Any:
 
 
 def fill_if_empty(batch: Any, rows: Any) -> Any:
-    """Return the batch, or one row of zeros where it has none.
+    """Return the batch, or one row of zeros if it has none.
 
-    The last resort: see `part_of_batch`.
+    This is the last resort: see `part_of_batch`.
 
     Args:
         batch: A nest of tensors with a common first dimension.
@@ -100,7 +100,7 @@ def fill_if_empty(batch: Any, rows: Any) -> Any:
         shape = tf.concat([[1], tf.shape(tensor)[1:]], 0)
         return tf.zeros(shape, tensor.dtype)
 
-    # None stands for what there isn't, as sample weights.
+    # None stands for a missing value, such as sample weights.
     flat = [tensor for tensor in tf.nest.flatten(batch) if tensor is not None]
 
     def packed(filled: list[Any]) -> Any:
@@ -132,14 +132,14 @@ def take_rows(batch: Any, replica: int, replicas: int) -> Any:
 def part_of_batch(
     batch: Any, rows: Any, replica: int, replicas: int, *, whole: bool = True
 ) -> Any:
-    """Return what a step of one replica is given of a global batch.
+    """Return the part of a global batch for a step of one replica.
 
-    Its rows, and those facts that `split_part` returns. Where it has no rows it's a
-    copy of the batch's last one.
+    It consists of the replica's rows and the facts that `split_part` returns. Without
+    rows it's a copy of the batch's last one.
 
     Args:
         batch: See `take_rows`.
-        rows: Number of rows of the batch, a scalar int64 tensor: its first tensor's.
+        rows: Number of rows of the batch's first tensor, a scalar int64 tensor.
         replica: See `take_rows`.
         replicas: See `take_rows`.
         whole: Whether `rows` are those of all replicas of the job.
@@ -165,7 +165,7 @@ def part_of_batch(
 def _divided(
     batch: Any, replica: int, replicas: int, take: Callable[[Any, Any, Any], Any]
 ) -> Any:
-    """What is a replica's of each tensor: datasets of two batch sizes may be zipped."""
+    """Divide each tensor by its own rows: zipped datasets may differ in batch size."""
 
     def part(tensor: Any) -> Any:
         if tensor is None:
@@ -178,7 +178,7 @@ def _divided(
 
 
 def _bounds(rows: Any, replica: int, replicas: int) -> tuple[Any, Any]:
-    """A replica's first row, and the one after its last: numbers, or else tensors."""
+    """Return a replica's first row, and the one after its last: numbers or tensors."""
     known = tf.get_static_value(rows)
     if known is not None:
         own = equal_part(int(known), replicas, replica)
@@ -189,7 +189,7 @@ def _bounds(rows: Any, replica: int, replicas: int) -> tuple[Any, Any]:
 
 
 def slice_rows(batch: Any, start: Any, stop: Any) -> Any:
-    """Return the rows from `start` to `stop` of a nest of tensors; None stays."""
+    """Return the rows from `start` to `stop` of a nest of tensors; keep None."""
 
     def take(tensor: Any) -> Any:
         if isinstance(tensor, tf.SparseTensor):
@@ -209,21 +209,21 @@ def slice_rows(batch: Any, start: Any, stop: Any) -> Any:
 
 
 def with_facts(part: Any, total: Any, rows: Any = None) -> Any:
-    """Put beside a replica's part what a step must know, see `split_part`."""
+    """Add the facts for a step to a replica's part, see `split_part`."""
     facts = {"batch": part, _TOTAL: total, _ROWS: rows}
     return {name: fact for name, fact in facts.items() if fact is not None}
 
 
 def split_part(data: Any) -> tuple[Any, Any, Any]:
-    """Take apart what `with_facts` has put together.
+    """Split what `with_facts` has combined.
 
     Returns:
         The batch; the replica's number of rows; that of the global batch. Numbers are
-        scalar int64 tensors, or None: of the rows the batch tells, of the global
-        batch nobody does.
+        scalar int64 tensors. None for the replica's rows: see the batch; None for the
+        global batch's: not known.
     """
     if isinstance(data, tuple) and len(data) == 1:
-        # `predict_on_batch` does so.
+        # `predict_on_batch` passes it like this.
         batch, rows, total = split_part(data[0])
         return (batch,), rows, total
     if not isinstance(data, dict) or not {_TOTAL, _ROWS} & data.keys():
@@ -246,7 +246,7 @@ def slice_dataset(
         first: Number of this worker's first replica over all workers.
         local: Number of this worker's replicas.
         replicas: Number of replicas over all workers.
-        wrap: Makes the element from (index, global batch, what `part_of_batch` is).
+        wrap: Makes the element of index, global batch and result of `part_of_batch`.
 
     Returns:
         A dataset with `local` elements for each global batch: its replicas' parts
@@ -260,8 +260,8 @@ def slice_dataset(
         return wrap(index, batch, part_of_batch(batch, rows, replica, replicas))
 
     def ahead(result: Any) -> Any:
-        # Who turns autotuning off fetches ahead itself, as Keras does for a
-        # PyDataset: an iterator that isn't used any more would take its items.
+        # A dataset without autotuning is prefetched by its reader, as Keras does for
+        # a PyDataset: an iterator that isn't used any more would take its items.
         if dataset.options().autotune.enabled is False:
             return result
         return result.prefetch(tf.data.AUTOTUNE)

@@ -1,12 +1,12 @@
-"""What all items of a PyDataset have in common, and how an item becomes bytes.
+"""The common form of all items of a PyDataset, and the encoding of an item as bytes.
 
-An item travels between workers as one buffer:
+An item is sent between workers as one buffer:
 
     int64  index of the item
     int64  sizes of all dimensions of array 0, of array 1, ...
            array 0, array 1, ...: each begins at a multiple of 64 bytes
 
-Structure, dtypes and numbers of dimensions don't travel: they are those of item 0,
+Structure, dtypes and numbers of dimensions aren't sent: they are those of item 0,
 which all workers have compared.
 """
 
@@ -50,11 +50,11 @@ class ItemCodec:
             self._head = 8 * (1 + sum(self._dimensions))
 
     def pack(self, index: int, item: Any) -> Array:
-        """Return an item as bytes.
+        """Encode an item as bytes.
 
         Raises:
-            ValueError: The item doesn't have this form. Dtypes may differ: arrays
-                are converted, as TensorFlow converts what a generator yields.
+            ValueError: The item has another form. Dtypes may differ: arrays are
+                converted, as TensorFlow converts a generator's values.
         """
         other = ItemCodec(item)
         if not other.exchangeable or (
@@ -79,7 +79,7 @@ class ItemCodec:
         return packed
 
     def unpack(self, packed: Array) -> tuple[int, list[Array]]:
-        """Return an item's index and its arrays, which share the buffer's memory."""
+        """Decode an item's index and its arrays, which share the buffer's memory."""
         index, *sizes = (int(n) for n in packed[: self._head].view(np.int64))
         shapes = []
         for dimensions in self._dimensions:
@@ -98,13 +98,13 @@ class ItemCodec:
         ]
 
     def item(self, leaves: list[Any]) -> Any:
-        """Return a nest of this structure; `leaves` are in the place of its arrays."""
+        """Return a nest of this structure, with `leaves` in place of its arrays."""
         following = iter(leaves)
         flat = [next(following) if given else None for given in self._given]
         return tf.nest.pack_sequence_as(self._structure, flat)
 
     def example(self, item: Any) -> Any:
-        """An item of zeros with an item's shapes, which takes no memory."""
+        """Return an item of zeros with an item's shapes, which takes no memory."""
         return self.item(
             [
                 np.broadcast_to(np.zeros((), dtype), array.shape)
@@ -113,11 +113,11 @@ class ItemCodec:
         )
 
     def rows(self, item: Any) -> int:
-        """Number of rows of an item."""
+        """Return the number of rows of an item."""
         return int(_arrays(item)[0].shape[0])
 
     def checksums(self, item: Any) -> list[int]:
-        """One number for each array, of its shape and contents."""
+        """Return one number for each array, from its shape and contents."""
         return [
             zlib.crc32(
                 np.ascontiguousarray(a).tobytes(), zlib.crc32(str(a.shape).encode())
@@ -126,7 +126,7 @@ class ItemCodec:
         ]
 
     def _places(self, lengths: list[int]) -> tuple[list[int], int]:
-        """Where arrays of these lengths begin, and where the last one ends."""
+        """Return where arrays of these lengths begin, and where the last one ends."""
         starts, end = [], self._head
         for length in lengths:
             start = -(-end // _ALIGNMENT) * _ALIGNMENT

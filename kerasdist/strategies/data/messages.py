@@ -1,4 +1,4 @@
-"""What users are told of data that differ between the workers."""
+"""Messages for users about data that differ between the workers."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ def with_remedies(what: str, received: str) -> ValueError:
     """Return an error about data that differ.
 
     Args:
-        what: What is wrong, without a full stop.
-        received: What was found.
+        what: The fault, without a full stop.
+        received: The facts that were found.
     """
     return ValueError(f"{what}. Received: {received}. {REMEDIES}")
 
 
 def other_forms(name: str, forms: dict[int, str]) -> ValueError:
-    """Return the error about data that haven't the same structure, by rank."""
+    """Return the error about data of different structures, by rank."""
     every = "; ".join(f"rank {rank}: {form}" for rank, form in forms.items())
     return with_remedies(f"The workers were given {name} of different forms", every)
 
 
 def own_parts(name: str, how: str) -> ValueError:
-    """Return the error about data that each worker has its own part of."""
+    """Return the error about data that are each worker's own part."""
     return with_remedies(
         f"The workers were given different {name}, which look like each worker's own "
         "part of the data; without shard='off' all workers must be given all data, of "
@@ -39,7 +39,7 @@ def own_parts(name: str, how: str) -> ValueError:
 
 
 def strangers(name: str, found: str) -> ValueError:
-    """Return the error about data of which nothing tells what they are."""
+    """Return the error about data that can't be classified."""
     return with_remedies(
         f"The workers were given different {name}, and nothing tells whether they are "
         "each worker's own part, or should be the same",

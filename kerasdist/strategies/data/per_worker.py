@@ -1,10 +1,10 @@
 """Datasets that are each worker's own: iterate until the longest has ended.
 
-`distribute_datasets_from_function` lets every worker make its own dataset, and
-nothing makes them equally long. A worker whose dataset has ended goes on with empty
-batches, which weigh nothing, until all have ended: so no worker waits for one that
-has gone. Each batch costs one small collective. The same goes for datasets that are
-divided by file, see `auto_shard`; there a worker without any data is an error.
+`distribute_datasets_from_function` lets every worker make its own dataset, and their
+lengths may differ. A worker whose dataset has ended continues with empty batches, which
+weigh nothing, until all have ended: so no worker waits for one that has left. Each
+batch costs one small collective. The same holds for datasets that are divided by file,
+see `auto_shard`; there a worker without any data is an error.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from kerasdist.strategies.reduce.workers import Workers
 
 __all__ = ["PerWorkerDataset"]
 
-# What TensorFlow says on each rank that has a file; the last of them has seen all.
+# TensorFlow's message on each rank that has a file; the last of them has seen all.
 _TOO_FEW_FILES = re.compile(r"the dataset only has (\d+) file")
 
 
 class PerWorkerDataset:
-    """What Keras iterates over in place of a worker's own distributed dataset."""
+    """The iterable for Keras in place of a worker's own distributed dataset."""
 
     def __init__(self, workers: Workers, timer: StepTimer, dataset: Any) -> None:
         self._workers, self._timer = workers, timer
@@ -44,7 +44,7 @@ class PerWorkerIterator:
     """One pass over all workers' own datasets.
 
     Attributes:
-        kerasdist_together: Tells the Keras seam what this is.
+        kerasdist_together: Marks this kind of iterator for the Keras seam.
     """
 
     kerasdist_together = True
@@ -87,7 +87,7 @@ class PerWorkerIterator:
             return self._last
         if self._last is None:
             return tf.nest.map_structure(self._empty, self._spec)
-        # What this worker computes with counts for nothing, see `data.batch_split`.
+        # This worker's results count for nothing, see `data.batch_split`.
         local = len(self._workers.devices)
         none = tf.constant(0, tf.int64)
         idle = []
@@ -97,7 +97,7 @@ class PerWorkerIterator:
         return idle[0] if local == 1 else _tf.regroup(idle)
 
     def _first_by_file(self) -> Any:
-        """The first batch of a dataset that is divided by file.
+        """Return the first batch of a dataset that is divided by file.
 
         Raises:
             ValueError: Some workers have no data. All workers raise it.
@@ -135,7 +135,7 @@ class PerWorkerIterator:
         return optional
 
     def _empty(self, like: Any) -> Any:
-        """No rows of what a spec describes."""
+        """Return a batch without rows that matches a specification."""
         empty = []
         for part in getattr(like, "_value_specs", [like]):
             inner = [1 if size is None else size for size in part.shape[1:]]

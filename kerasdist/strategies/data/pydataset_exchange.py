@@ -1,8 +1,8 @@
-"""PyDatasets: each worker reads its share of the items; then rows are exchanged.
+"""PyDatasets: each worker reads its share of the items, and rows are exchanged.
 
-An item of a PyDataset is a global batch, and only its author knows how to read a
-part of one. So the workers share out whole items, and then give each other what each
-must train on. With 3 workers, items in the order of the epoch:
+An item of a PyDataset is a global batch, and only its author knows how to read a part
+of one. So the workers divide whole items among them, and then send each other the rows
+that each trains on. With 3 workers, items in the order of the epoch:
 
     1. group     0 1 2 | 3 4 5 | 6        as many items as there are workers
     2. read      rank r reads item r of each group, ahead, in the background
@@ -10,14 +10,14 @@ must train on. With 3 workers, items in the order of the epoch:
     4. steps     one for each item of the group, in their order
 
 So the global batches are those of one process, and each item is read once per epoch
-over all workers. The exchange runs between two steps, on the thread that calls
+over all workers. The exchange runs between two steps, on the thread that runs
 Keras's loop, where all workers' collectives are in one order.
 
-Nobody sees all items any more, so that all workers' datasets are the same can only be
-sampled: item 0 is read by all and compared when a dataset is given, and again before
-each epoch if the dataset changes between epochs. Arrays that differ from one reading
-to the next on the same worker (random augmentation) aren't compared. If the datasets
-differ the chief may read all items: see `strategies.chief_data.items`.
+No worker reads all items, so the check that all workers' datasets are the same is a
+sample: all read item 0 and compare it when a dataset is given, and again before each
+epoch if the dataset changes between epochs. Arrays that differ from one reading to the
+next on the same worker (random augmentation) aren't compared. If the datasets differ
+the chief may read all items: see `strategies.chief_data.items`.
 """
 
 from __future__ import annotations
@@ -55,22 +55,22 @@ def share_items(
     seed: Any,
     settle: Callable[[ValueError | None], Any],
 ) -> Any | None:
-    """Return what iterates over this worker's parts of all items.
+    """Return the iterable over this worker's parts of all items.
 
     Args:
         workers: The connected workers.
-        timer: Measures steps, and what they wait for.
+        timer: Measures steps, and the time of waiting.
         data: The PyDataset.
         seed: A function that returns a seed that all workers agree on.
-        settle: Returns what iterates over the chief's items, or None, given how the
-            workers' differ if that's known.
+        settle: Returns the feed of the chief's items, or None, given the error that
+            describes how the workers' items differ, if that's known.
 
     Returns:
         None, on all workers, if there are no items or they can't be exchanged (ragged
         or sparse tensors, strings).
 
     Raises:
-        ValueError: The workers were given different data. All raise it.
+        ValueError: The workers were given different data. All workers raise it.
     """
     items = SharedItems(workers, timer, data, settle)
     try:
@@ -85,15 +85,15 @@ def share_items(
 
 
 class SharedItems:
-    """What Keras iterates over in place of a PyDataset; each iteration is an epoch.
+    """The iterable for Keras in place of a PyDataset; each iteration is an epoch.
 
     Attributes:
-        seed: Of the orders of epochs; agreed by all workers.
+        seed: The seed of the orders of epochs; common to all workers.
         form: The items' form.
-        length: Number of items, None if there's no end of them.
+        length: Number of items, None if it is infinite.
         example: Zeros in the shapes of item 0.
         rows: Number of rows of item 0.
-        feed: What iterates over the chief's items; None while all have the same.
+        feed: The feed of the chief's items; None while all workers have the same.
     """
 
     def __init__(
@@ -118,9 +118,9 @@ class SharedItems:
         return SharedItemsIterator(self)
 
     def begin_epoch(self) -> Any:
-        """Return the order of the next epoch, or None for items as they are.
+        """Return the order of the next epoch, or None for ascending indices.
 
-        From the first epoch on in which the workers' items differ they are the chief's.
+        Items are the chief's from the first epoch on in which the workers' differ.
         """
         self._epoch += 1
         if self.data.varies and self.feed is None:
@@ -176,10 +176,10 @@ class SharedItems:
         return checksums
 
     def _read_again(self, form: ItemCodec, checksums: list[list[int]]) -> None:
-        """Item 0 isn't the same on all workers: is it on one of them?
+        """Check whether item 0, which differs between workers, varies on one, too.
 
         Raises:
-            ValueError: It is: the workers hold different datasets.
+            ValueError: It doesn't: the workers hold different datasets.
         """
         communicator = self.workers.communicator
         mine = checksums[communicator.rank]
@@ -209,10 +209,10 @@ class SharedItems:
 
 
 class SharedItemsIterator:
-    """One epoch.
+    """The iterator of one epoch.
 
     Attributes:
-        kerasdist_together: Tells the Keras seam what this is.
+        kerasdist_together: Marks this kind of iterator for the Keras seam.
     """
 
     kerasdist_together = True
@@ -225,7 +225,7 @@ class SharedItemsIterator:
 
     @property
     def kerasdist_example(self) -> Any:
-        """Stands for a batch where only shapes are asked for."""
+        """A batch for its shapes."""
         return self._items.example
 
     def __iter__(self) -> Iterator[Any]:
@@ -234,8 +234,8 @@ class SharedItemsIterator:
     def at_least_one(self) -> SharedItemsIterator:
         """Fetch the next batch now; raises StopIteration if there's none."""
         if not self._waiting:
-            # An epoch begins when its first batch is asked for: Keras makes more
-            # iterators than it uses.
+            # An epoch begins when its first batch is needed: Keras makes more iterators
+            # than it uses.
             if self._groups is None:
                 self._groups = self._read()
             timer = self._items.timer
@@ -255,7 +255,7 @@ class SharedItemsIterator:
         rank, size = communicator.rank, communicator.size
         order = items.begin_epoch()
         if items.feed is not None:
-            # Batches are asked for as they're needed.
+            # Batches are requested as they're needed.
             for batch in items.feed:
                 yield [batch]
             return
@@ -284,7 +284,7 @@ class SharedItemsIterator:
             reader.close()
 
     def _own_rows(self, form: ItemCodec, packed: Any, number: int, order: Any) -> Any:
-        """This worker's part of an item: per replica, if it has several."""
+        """Return this worker's part of an item: per replica, if it has several."""
         workers = self._items.workers
         index, arrays = form.unpack(packed)
         expected = number if order is None else int(order[number])
@@ -311,7 +311,7 @@ class SharedItemsIterator:
 
 
 def _own_part(array: Any, replica: int, replicas: int) -> Any:
-    """A replica's rows; a copy, so that the rest of the item doesn't stay in memory."""
+    """Return a copy of a replica's rows, so that the rest of the item can be freed."""
     rows = equal_part(array.shape[0], replicas, replica)
     if rows.start == rows.stop:  # see `strategies.data.batch_split`
         rows = slice(array.shape[0] - 1, array.shape[0])

@@ -1,6 +1,6 @@
-"""The order of samples in an epoch, the same on all workers, and who takes which.
+"""The order of samples in an epoch, the same on all workers, and their division.
 
-Pure functions of numbers: nothing is communicated but the seed.
+These are pure functions of numbers: nothing is communicated but the seed.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ __all__ = ["epoch_order", "has_empty_parts", "own_rows", "same_length"]
 def epoch_order(
     samples: int, batch_size: int, shuffle: bool | str, seed: int, epoch: int
 ) -> npt.NDArray[np.int64]:
-    """Return the order in which an epoch goes through the samples.
+    """Return the order of the samples in an epoch.
 
     Args:
         samples: Number of samples.
-        batch_size: Of the global batch.
-        shuffle: False, True, or "batch": only inside each batch.
-        seed: Agreed by all workers.
+        batch_size: Rows of the global batch.
+        shuffle: False, True, or "batch": only within each batch.
+        seed: The seed, common to all workers.
         epoch: Number of the epoch; each has its own order.
     """
     order = np.arange(samples, dtype=np.int64)
@@ -46,13 +46,13 @@ def own_rows(
     local: int,
     replicas: int,
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Return the samples of a worker's replicas, batch after batch.
+    """Return the samples of a worker's replicas, batch by batch.
 
     The division is that of `kerasdist.strategies.data.batch_split`.
 
     Args:
         order: All samples in the order of the epoch.
-        batch_size: Of the global batch.
+        batch_size: Rows of the global batch.
         first: Number of the worker's first replica over all workers.
         local: Number of its replicas.
         replicas: Number of replicas over all workers.
@@ -81,7 +81,7 @@ def has_empty_parts(samples: int, batch_size: int, replicas: int) -> bool:
 
     Args:
         samples: Number of samples of an epoch.
-        batch_size: Of the global batch.
+        batch_size: Rows of the global batch.
         replicas: Number of replicas over all workers.
     """
     return (
@@ -92,14 +92,14 @@ def has_empty_parts(samples: int, batch_size: int, replicas: int) -> bool:
 def same_length(
     samples: int, batch_size: int, first: int, local: int, replicas: int
 ) -> int | None:
-    """Return the number of rows that all parts of a worker have, or None.
+    """Return the number of rows of all parts of a worker, or None if it varies.
 
-    A step that TensorFlow makes for one number of rows costs less than one for any. A
-    replica without rows needs the latter: it computes with a row that isn't its own.
+    A step that is traced for one number of rows costs less than one for any. A replica
+    without rows needs the latter, because it computes with another's row.
 
     Args:
         samples: Number of samples of an epoch.
-        batch_size: Of the global batch.
+        batch_size: Rows of the global batch.
         first: Number of the worker's first replica over all workers.
         local: Number of its replicas.
         replicas: Number of replicas over all workers.

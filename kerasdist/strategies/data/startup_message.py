@@ -1,4 +1,4 @@
-"""What the start-up line says of the data, as far as it's known without reading."""
+"""The part of the start-up line about the data, as far as known without reading."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ __all__ = ["GivenData", "describe"]
 
 @dataclass(frozen=True, kw_only=True)
 class GivenData:
-    """What is known of the data that `fit` was given.
+    """The known facts about the data that `fit` was given.
 
     Attributes:
         batch_size: Rows of a global batch; None: unknown.
         batches: Number of global batches in an epoch; None: unknown or endless.
         endless: Whether the data never end.
         samples: Number of samples in an epoch, if it's known exactly.
-        division: How the data are divided, where it isn't by rows.
+        division: How the data are divided, unless by rows.
     """
 
     batch_size: int | None = None
@@ -30,12 +30,12 @@ class GivenData:
 
 
 def describe(given: GivenData | None, replicas: Sequence[int], rank: int) -> str:
-    """Say how a job and its data are divided.
+    """Describe how a job and its data are divided.
 
     Args:
-        given: The data; None: nothing is known of them.
+        given: The data; None: nothing is known about them.
         replicas: Number of replicas of each worker.
-        rank: The worker that says it.
+        rank: The worker that prints it.
     """
     total = sum(replicas)
     parts = [f"{len(replicas)} worker(s) with {total} replica(s) in all"]
@@ -69,7 +69,7 @@ def describe(given: GivenData | None, replicas: Sequence[int], rank: int) -> str
 
 
 def _amount(given: GivenData, replicas: Sequence[int], rank: int) -> list[str]:
-    """How many samples there are, and how many of them are this worker's."""
+    """Describe how many samples there are, and how many are this worker's."""
     batch = given.batch_size
     if given.endless:
         return ["batches without end"]
@@ -89,7 +89,7 @@ def _amount(given: GivenData, replicas: Sequence[int], rank: int) -> list[str]:
 
 
 def _rows_of(rows: int, replicas: Sequence[int], rank: int) -> int:
-    """How many rows of a global batch belong to a worker."""
+    """Return how many rows of a global batch belong to a worker."""
     first, total = sum(replicas[:rank]), sum(replicas)
     last = equal_part(rows, total, first + replicas[rank] - 1)
     return last.stop - equal_part(rows, total, first).start

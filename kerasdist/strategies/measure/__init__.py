@@ -1,4 +1,4 @@
-"""How long steps and their parts take, and what was sent.
+"""Measurement of the times of steps and their parts, and of the bytes sent.
 
-Only measured here; `kerasdist.callbacks.scaling` explains and draws it.
+`kerasdist.callbacks.scaling` explains and draws them.
 """

@@ -1,4 +1,4 @@
-"""What communication adds up to: sums of the spans of `transport.tracing`."""
+"""Totals of communication: sums of the spans of `transport.tracing`."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ class SpanSums:
             self._now.add(name, end - begin, size)
 
     def take(self) -> Work:
-        """What was done since this was called last."""
+        """Return the work since the last call."""
         with self._lock:
             taken, self._now = self._now, Work(self._size)
         return taken
 
     def give_back(self, work: Work) -> None:
-        """Go on from what was taken; what was done since then counts no longer."""
+        """Restore work that was taken; later work is dropped."""
         with self._lock:
             self._now = work
 
@@ -50,8 +50,8 @@ class Work:
         size: Number of workers.
 
     Attributes:
-        late: Seconds until the first byte came, over all collectives.
-        sent: Bytes sent to other processes, through memory too.
+        late: Seconds until the first byte arrived, over all collectives.
+        sent: Bytes sent to other processes, including those through memory.
         count: Number of collectives.
         reduced: Bytes of all buffers that were reduced.
     """
@@ -61,14 +61,14 @@ class Work:
         self.sent = 0
         self.count = 0
         self.reduced = 0
-        # What each rank sends of a buffer that goes round a ring.
+        # The bytes that each rank sends per byte of a buffer in a ring.
         self._ring = 2 * (size - 1) / size
         self._nanoseconds: dict[str, int] = {}
         self._packed = self._sending = 0
         self._begun = False
 
     def add(self, name: str, duration: int, size: int) -> None:
-        """Add a span of so many nanoseconds, about so many bytes."""
+        """Add a span with its nanoseconds and bytes."""
         total = self._nanoseconds
         total[name] = total.get(name, 0) + duration
         if name == "send":
@@ -82,7 +82,7 @@ class Work:
         elif name not in NAMES:
             self.count += 1
             self._begun = False
-            # Inside a host nothing is sent: the others read what was packed. And of
+            # Within a host nothing is sent: the others read the packed bytes. And of
             # TensorFlow's own collectives only the size is known.
             self.sent += self._sending or self._packed or int(self._ring * size)
             self._sending = self._packed = 0
@@ -90,13 +90,13 @@ class Work:
                 self.reduced += size
 
     def seconds(self, name: str) -> float:
-        """Seconds of all spans of this name."""
+        """Return the seconds of all spans of this name."""
         return self._nanoseconds.get(name, 0) * _NANO
 
     def share(self, name: str) -> float:
-        """Which part of the time of all collectives was of this name, 0 to 1.
+        """Return the part of all collectives' time that has this name, 0 to 1.
 
-        Sending goes on beside the others.
+        Sending runs in parallel to the others.
         """
         parts = {part: self.seconds(part) for part in NAMES if part != "send"}
         total = sum(parts.values())
@@ -104,7 +104,7 @@ class Work:
 
     @property
     def communicating(self) -> float:
-        """Seconds of all collectives and exchanges with servers."""
+        """Return the seconds of all collectives and exchanges with servers."""
         return sum(
             value * _NANO
             for name, value in self._nanoseconds.items()

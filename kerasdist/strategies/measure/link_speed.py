@@ -1,4 +1,4 @@
-"""What the link between the workers gives when nothing else runs."""
+"""The speed of the link between the workers when nothing else runs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from kerasdist.strategies.measure.communication import SpanSums
 
 __all__ = ["link_speed"]
 
-# Large enough for the bandwidth to count and not the round trip; on a network of
+# Large enough that the bandwidth matters, not the round trip; on a network of
 # 100 Mbit/s it takes a second.
 _BYTES = 4 << 20
 _TIMES = 3
@@ -18,20 +18,20 @@ _TIMES = 3
 def link_speed(communicator: Communicator) -> float | None:
     """Measure how many bytes per second a worker sends in an all-reduce.
 
-    All workers call it at the same place.
+    All workers call it at the same point.
 
     Args:
-        communicator: Between the workers.
+        communicator: The communicator of the workers.
 
     Returns:
-        That of the best of several; the same on all workers. None for one worker.
+        The best of several results; the same on all workers. None for one worker.
     """
     if communicator.size == 1:
         return None
     buffer = np.zeros(_BYTES // 4, np.float32)
     best = 0.0
     sums = SpanSums(communicator.size)
-    communicator.all_reduce([buffer])  # makes room
+    communicator.all_reduce([buffer])  # allocates buffers
     for _ in range(_TIMES):
         communicator.barrier()
         communicator.listen(sums)

@@ -1,13 +1,13 @@
-"""Which calls of the function that takes steps are measured: some, now and then.
+"""The choice of the calls that are measured: rows of some, at random times.
 
     counted   ● ● ● ● ●                 ● ● ● ● ● ●                 ● ● ●  ...
     warming             ●                           ●
     measured              ● ● ● ● ● ● ●               ● ● ● ● ● ● ●
 
-The first call of a row is slower than others, as the graph that measures hasn't run for
-a while: it warms up. When a row comes is left to chance, so that nothing that happens
-every so many steps (a slow batch, a message) is always met, or never; but it's the same
-chance on all workers, so that those who take each step together measure the same ones.
+The first call of a row is slower than others, because the graph that measures hasn't
+run for a while: it warms up. A row begins at random, so that periodic events (a slow
+batch, a message) aren't met always or never; but the random numbers are the same on all
+workers, so that workers that take each step together measure the same ones.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ import random
 
 __all__ = ["Sampling", "rows_for"]
 
-# Calls of a row, with the one that warms up, where calls are this long at most, in
-# seconds. Of longer ones all are measured: that costs little (benchmarks/board_cost),
-# and another graph of them may take long to trace.
+# For calls up to this many seconds, the length of a row, including the warm-up. Longer
+# calls are all measured: that costs little (benchmarks/board_cost), and a second graph
+# of them may take long to trace.
 _ROWS = ((0.02, 8), (0.1, 3))
-# From one row to the next. One costs up to a millisecond, most of it while caches are
-# filled for one graph and then for the other (benchmarks/board_cost).
+# Seconds from one row to the next. A row costs up to a millisecond, most of it while
+# caches are filled for one graph and then for the other (benchmarks/board_cost).
 _SECONDS = 0.5
-# At most one call in so many is a row's.
+# At most one call in this many is in a row.
 _SHARE = 5
 
 
 def rows_for(seconds: float) -> tuple[int, int]:
-    """How many calls are a row, and in how many there's one, if each takes so long.
+    """Return the calls of a row and of a period, for calls that take `seconds`.
 
-    (0, 0): all are measured.
+    (0, 0) means that all are measured.
     """
     for most, row in _ROWS:
         if 0 < seconds < most:
@@ -40,24 +40,24 @@ def rows_for(seconds: float) -> tuple[int, int]:
 
 
 class Sampling:
-    """Says of each call whether it's measured: all are until it's told otherwise.
+    """Decides for each call whether it's measured; initially all are.
 
     Attributes:
-        measured: Whether the present call is.
-        warming: Whether one that is measured is so in vain.
+        measured: Whether the current call is.
+        warming: Whether a measured call is a warm-up, and doesn't count.
     """
 
     def __init__(self) -> None:
         self.measured, self.warming = True, False
         self._chance = random.Random(0)
-        # Of a row, from one to the next, until the next one, left of this one.
+        # The lengths of a row and a period, calls until the next row, left of this one.
         self._calls = self._period = self._ahead = self._row = 0
 
     def set(self, row: int, period: int) -> None:
-        """From here on there's a row of so many calls in a period of so many.
+        """Set the number of calls in a row and in a period from here on.
 
-        All calls are measured if a period has no others. Else the next one isn't: what
-        comes before it, the end of a window, is no part of most steps.
+        All calls are measured if a period has no others. Otherwise the next one isn't:
+        it is preceded by the end of a window, which is no part of most steps.
         """
         others = period - row
         self._calls, self._period = (row, period) if others > 0 else (0, 0)
@@ -65,10 +65,10 @@ class Sampling:
         self._ahead = self._chance.randint(1, others) if self._period else 0
 
     def next(self, *, asked: bool = False) -> bool:
-        """The next call begins; it's measured in any case if that's asked for.
+        """Begin the next call; `asked` requests its measurement.
 
         Returns:
-            Whether it is.
+            Whether it is measured.
         """
         before = self.measured
         if self._ahead:
@@ -77,7 +77,7 @@ class Sampling:
         else:
             self._choose()
         if asked and not self.measured:
-            # Behind one that wasn't measured its graph warms up, too.
+            # After a call that wasn't measured its graph warms up, too.
             self.measured, self.warming = True, not before
         return self.measured
 

@@ -1,22 +1,22 @@
-"""How long the devices of one replica are busy, measured in the graph of a step.
+"""The busy times of one replica's devices, measured in the graph of a step.
 
 A stage works while it computes a micro-batch, forward or backward, the loss, or its
-update: its visits (`placement.visits`). The time between two of them it has nothing to
-do. Each visit has a clock at its begin and one at its end, which tell of each step:
+update: its visits (`placement.visits`). Between two of them it is idle. Each visit has
+a clock at its begin and one at its end, which show for each step:
 
     stage 0   |-F0-||-F1-|                |-B1-||-B0-||-update-|
     stage 1         |--F0--||--F1--||-loss-||-B1-||-B0-|       |-update-|
 
-Their times since the step's first one are summed up in one variable in host memory,
-which is read once in a window of many steps; or before and after a step, to know when
-it did what. What begins waits for its clock. What ends doesn't: where all threads have
-other things to do its clock is late, but not later than the begin of whatever waits for
-that end. Visits of one device that overlap (a loss and what else is ready) count
-once, by their mean times.
+Their times since the step's first one are summed in one variable in host memory, which
+is read once in a window of many steps; or before and after a step, for the times of
+that step. The beginning of a visit waits for its clock. The end doesn't: when all
+threads are busy its clock is late, but not later than the beginning of the visits that
+wait for that end. Visits of one device that overlap (a loss and other work) count once,
+by their mean times.
 
 Graphs get clocks when they are traced while steps are measured (`step_clock`). The
-first step of each is summed up apart: it's slower than others. Not on GPUs,
-where an operation is over for the host when it has only begun; and not with
+first step of each is summed separately, because it's slower. Not supported are GPUs,
+where an operation has ended for the host when it has only begun; and
 `run_eagerly=True`, where one device works at a time, and there's no graph.
 """
 
@@ -39,9 +39,9 @@ from kerasdist.placement.visits import union_length
 
 __all__ = ["COMPUTE", "StageClock", "StageSpan", "StageTimes"]
 
-# What a span is called that is of no micro-batch, or of all of the batch.
+# The name of a span that belongs to no micro-batch, or to all of the batch.
 COMPUTE = "compute"
-# Questions to another machine about its clock.
+# How often another machine is asked for its clock.
 _QUESTIONS = 16
 
 
@@ -51,24 +51,24 @@ class StageTimes:
 
     Attributes:
         steps: Number of steps.
-        busy: For each stage the seconds in which it had something to do.
+        busy: For each stage the seconds in which it was busy.
     """
 
     steps: float
     busy: tuple[float, ...]
 
     def plus(self, other: StageTimes) -> StageTimes:
-        """The sums over both."""
+        """Return the sums of both."""
         busy = zip(self.busy, other.busy, strict=True)
         return StageTimes(
             steps=self.steps + other.steps, busy=tuple(one + two for one, two in busy)
         )
 
     def idle(self, step_seconds: float) -> tuple[float, ...]:
-        """For each stage the share of a step in which it had nothing to do, 0 to 1.
+        """Return for each stage the share of a step in which it was idle, 0 to 1.
 
         Args:
-            step_seconds: Seconds of a step, whatever they were spent on.
+            step_seconds: Seconds of a step in all.
         """
         if not self.steps or not step_seconds:
             return ()
@@ -78,11 +78,12 @@ class StageTimes:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StageSpan:
-    """What one stage did without waiting, in one step.
+    """An uninterrupted piece of work of one stage, in one step.
 
     Attributes:
-        stage: Its number.
-        name: "forward 0" of micro-batch 0, "backward 0"; "compute" of all of the batch.
+        stage: The number of the stage.
+        name: "forward 0" for micro-batch 0, "backward 0"; "compute" for the whole
+            batch.
         begin: When it began, in seconds since 1970.
         end: When it ended.
     """
@@ -95,15 +96,15 @@ class StageSpan:
 
 @dataclasses.dataclass
 class _Graph:
-    """What one graph of a step tells.
+    """The visits in one graph of a step, and the sums of their times.
 
     Attributes:
-        spans: Of each visit its stage, and where in `totals` its begins and end are.
-        names: Of each visit what it is.
+        spans: For each visit its stage, and the places of its times in `totals`.
+        names: For each visit its name.
         totals: The number of steps, the sum of their begins, then sums of times: a row
             of the first step, and one of all others.
-        before: The latter when somebody asked last.
-        seen: Both rows' sum when somebody looked at a step last.
+        before: The latter row at the last `take`.
+        seen: The sum of both rows at the last `look`.
     """
 
     spans: list[tuple[int, list[int], int]]
@@ -118,7 +119,7 @@ class StageClock:
 
     Args:
         devices: Full names of the stages' devices.
-        host: The device whose memory the sums are in.
+        host: The device in whose memory the sums are.
     """
 
     def __init__(self, devices: Sequence[str], host: str) -> None:
@@ -126,7 +127,7 @@ class StageClock:
         self._host = host
         self._graphs: list[_Graph] = []
         self._ahead: dict[str, float] = {}
-        # Times are counted from here: sums of small numbers are exact.
+        # Times are relative to this: sums of small numbers are exact.
         self._base = time.time()
 
     def mark(self, graph: Any, first: int, parts: Iterable[tuple[Any, Part]]) -> None:
@@ -134,8 +135,8 @@ class StageClock:
 
         Args:
             graph: The graph, after the step was traced.
-            first: How many operations it had before.
-            parts: Operations at which micro-batches begin their ways.
+            first: How many operations it had before the step.
+            parts: Operations at which micro-batches begin.
         """
         if not graph_clocks.can_be_marked(self._devices):
             return
@@ -156,7 +157,7 @@ class StageClock:
                 begins = [count + len(times) + i for i in range(len(one.begins))]
                 times += [*one.begins, one.end]
                 limits += [(begin,) for begin in one.begins]
-                # Those of other machines' clocks tell nothing of this one.
+                # Times of other machines' clocks can't be compared with this one's.
                 here = [
                     begin
                     for begin in one.following
@@ -181,17 +182,17 @@ class StageClock:
 
     @property
     def can_look(self) -> bool:
-        """Whether it can be told when the stages do what."""
+        """Return whether the times of single visits can be determined."""
         return graph_clocks.can_be_marked(self._devices)
 
     def align(self) -> float:
-        """Find out by how much other machines' clocks are ahead of this one's.
+        """Determine by how much other machines' clocks are ahead of this one's.
 
-        Each answers some questions: its clock was read after the question, and before
-        the answer, see `collectives.clock_sync`.
+        Each answers some requests: its clock was read after the request, and before the
+        answer, see `collectives.clock_sync`.
 
         Returns:
-            How far that may be wrong, in seconds; 0.0 where all stages are here.
+            The possible error in seconds; 0.0 if all stages are on this machine.
         """
         error = 0.0
         for host in {_tf.host_of(device) for device in self._devices} - {self._host}:
@@ -207,10 +208,10 @@ class StageClock:
         return error
 
     def look(self) -> list[StageSpan]:
-        """What the stages have done since this was called last, if that's one step.
+        """Return the work of the stages since the last call, if that was one step.
 
-        Nothing if it's several, or if that can't be told. Where stages are on other
-        machines `align` must have been called.
+        Returns nothing for several steps, or if it can't be determined. With stages on
+        other machines `align` must have been called.
         """
         found: list[StageSpan] = []
         if not self.can_look:
@@ -238,7 +239,7 @@ class StageClock:
         return found
 
     def take(self) -> StageTimes:
-        """What the stages have done since this was called last; eagerly."""
+        """Return the times of the stages since the last call; eagerly."""
         total = StageTimes(steps=0.0, busy=(0.0,) * len(self._devices))
         for graph in self._graphs:
             now = np.asarray(graph.totals.numpy())[1]
@@ -256,11 +257,11 @@ class StageClock:
 
 
 def _earliest(times: Any, limits: Sequence[tuple[Any, ...]]) -> Any:
-    """Times that were read late, corrected by others that can't be earlier.
+    """Correct times that were read late by others that can't be earlier.
 
     Args:
         times: All of them: float64 of shape (n,).
-        limits: For each its tensor, and those of others.
+        limits: For each time its tensor, and those that it can't be later than.
     """
     places = {limit[0].ref(): i for i, limit in enumerate(limits)}
     most = max(len(limit) for limit in limits)

@@ -1,31 +1,30 @@
-"""How long the parts of a step of training take, measured where they happen.
+"""The times of the parts of a training step, measured where they run.
 
     outside │ input │ compute  │ exchange │ update │ outside
             │       │          │          │        │
           begin   ready    gradients   reduced    end
 
 `begin` is when Keras calls the step's graph; `ready` to `end` are read inside of it, by
-operations that wait for what the mark stands for, which cost some microseconds each.
-Their sums lie in one variable in host memory, which is read once in a window of many
-steps: sums of differences are differences of sums. So a step calls no Python for it,
-also where several steps are one execution of a graph.
+operations that wait for the event, and cost some microseconds each. Their sums are in
+one variable in host memory, which is read once in a window of many steps: sums of
+differences are differences of sums. So a step calls no Python for it, also if several
+steps are one execution of a graph.
 
-Where steps are short not all are measured (`strategies.measure.sampling`): marks and
-listening would be a part of them that can be seen (benchmarks/board_cost). So there's
-another graph (`_keras.training.instrumented_step`), with marks, which is called now and
-then; the usual one counts steps and rows, always. How many these were, and how long
-they took together, is of all steps; what a step consists of is that of the measured
-ones.
+Of short steps not all are measured (`strategies.measure.sampling`): marks and recording
+would take a noticeable part of them (benchmarks/board_cost). So there's another graph
+(`_keras.training.instrumented_step`), with marks, which is called now and then; the
+usual one always counts steps and rows. The number of steps and rows, and their total
+time, are those of all steps; the parts of a step are those of the measured ones.
 
-What an exchange consists of is told by the communicator (`transport.tracing`).
-Exchanges of weights with parameter servers are a part of the update, as far as the
-graph knows: they are taken out of it.
+The parts of an exchange are reported by the communicator (`transport.tracing`).
+Exchanges of weights with parameter servers are in the graph a part of the update, and
+are subtracted from it.
 
-Until somebody starts the clock the one with marks isn't traced. A call that has traced
+The graph with marks is traced only after the clock was started. A call that traces
 isn't counted while the clock runs.
 
-On GPUs the marks tell when the host has got on so far. It waits for the device at the
-latest where gradients are sent.
+On GPUs the marks show how far the host has got. It waits for the device at the latest
+when gradients are sent.
 """
 
 from __future__ import annotations
@@ -70,19 +69,18 @@ class StepClock:
 
     Args:
         devices: This worker's devices, one replica each.
-        communicator: Between the workers.
-        in_turn: Whether who waits waits for other workers, and not for servers at work.
+        communicator: The communicator of the workers.
+        in_turn: Whether waiting is for other workers, and not for servers at work.
 
     Attributes:
         rank: This worker's rank in the job.
-        communicator: Between the workers.
-        running: Whether steps are looked at, and some of them measured.
-        asked: Whether somebody wants the next call to be measured, whatever is right
-            for the others, and also if the clock doesn't run.
-        timed: Whether this call is one that is measured.
+        communicator: The communicator of the workers.
+        running: Whether steps are observed, and some of them measured.
+        asked: Whether the next call is to be measured in any case, even if the clock
+            is stopped.
+        timed: Whether the current call is measured.
         marks: See `StepTimer`.
-        batch: What a replica's batch is made of, as TensorFlow describes it; None
-            before a step was traced.
+        batch: The specification of a replica's batch; None before a step was traced.
     """
 
     def __init__(
@@ -91,7 +89,7 @@ class StepClock:
         self.rank = communicator.rank
         self.running = self.asked = self.timed = self.marks = False
         self._listening = self._in_call = False
-        # Whether this call, or what came before it, has to be looked at.
+        # Whether this call, or the time before it, needs work in `_look_back`.
         self._noted = False
         self.batch: Any = None
         self._replicas = len(devices)
@@ -100,28 +98,28 @@ class StepClock:
         self._in_turn = in_turn
         self._spans = SpanSums(communicator.size)
         self._summed = StepCounters(self._host)
-        # Sums as they were at the beginning of the window, and when the clock started.
+        # Sums at the beginning of the window, and when the clock started.
         self._before, self._started = np.zeros(SLOTS), np.zeros(SLOTS)
         self._is_eager = False
-        # What was there before the call that traces, and before one that warms up.
+        # The state before a call that traces, and before one that warms up.
         self._traced: tuple[Array, Work] | None = None
         self._kept: tuple[Array, Work] | None = None
         self._entered = self._left = self._since = 0.0
         # Seconds inside of measured calls, and whether they are several steps each.
         self._inside, self._several = 0.0, False
-        # Seconds of waiting for data, also as it was when the last step was over, and
-        # for others, where no graph's clock tells it.
+        # Seconds of waiting for data, the same at the end of the last step, and seconds
+        # of waiting for other workers that no graph's clock measures.
         self._waited = self._waited_before = self._met = 0.0
-        # The same of this call; and of all that are measured those for others.
+        # The same for this call; and for all measured calls the waiting for others.
         self._call_waited = self._call_met = self._met_measured = 0.0
         self._sampling = Sampling()
-        # Of one step, as it was measured last.
+        # Of one step, as last measured.
         self._usual: dict[str, float] | None = None
 
-    # For who wants to know.
+    # For readers of the times.
 
     def start(self) -> None:
-        """Measure from now on."""
+        """Start measuring."""
         if self.running:
             return
         self.running = True
@@ -131,31 +129,31 @@ class StepClock:
         self._started = self._before.copy()
 
     def stop(self) -> None:
-        """Measure no longer."""
+        """Stop measuring."""
         if self.running:
             self.running = self.timed = False
             self._listen(False)
 
     def begin_epoch(self) -> None:
-        """What lies between the last step and now is no part of the training."""
+        """Exclude the time between the last step and now from the training."""
         gap = time.time() - self._left
         self._since += gap
         self._left += gap
         self._waited = self._waited_before
 
     def measure(self, seconds: float) -> None:
-        """From here on measure as many calls as is right if each takes so long.
+        """Set how many calls are measured from here on, for calls of this duration.
 
-        Workers that take each step together call it at the same place, with the same
+        Workers that take each step together call it at the same point, with the same
         number.
         """
         self._sampling.set(*rows_for(seconds))
 
     @property
     def rows_per_step(self) -> float:
-        """Samples that this worker trains on per step; 0.0: no step was measured."""
+        """Return this worker's samples per step; 0.0 if no step was measured."""
         sums = self._summed.read()
-        # Those of the window may all have been left out.
+        # All of the window's steps may have been left out.
         for found in (sums - self._before, sums - self._started):
             if found[STEPS]:
                 return float(found[ROWS] / found[STEPS])
@@ -163,13 +161,13 @@ class StepClock:
 
     @property
     def seconds_per_step(self) -> float:
-        """Seconds of each step since `take` was called last; 0 if there was none."""
+        """Return the seconds of a step since the last `take`; 0 if there was none."""
         steps = float((self._summed.read() - self._before)[STEPS])
         return max(self._left - self._since, 0.0) / steps if steps else 0.0
 
     @contextlib.contextmanager
     def stopped(self) -> Iterator[None]:
-        """What stands inside is no part of the training."""
+        """Exclude the block from the training."""
         running, asked = self.running, self.asked
         self.running = self.asked = False
         self._listen(False)
@@ -177,14 +175,14 @@ class StepClock:
         try:
             yield
         finally:
-            # Graphs count whether it runs or not.
+            # Graphs count even if the clock is stopped.
             inside = self._summed.read() - sums
             self._before, self._started = self._before + inside, self._started + inside
             self.running, self.asked = running, asked
             self.begin_epoch()
 
     def take(self) -> StepTimes:
-        """What the steps have taken since this was called last; eagerly."""
+        """Return the times of the steps since the last call; eagerly."""
         now = self._summed.read()
         sums = now - self._before
         steps, seconds = float(sums[STEPS]), max(self._left - self._since, 0.0)
@@ -196,16 +194,16 @@ class StepClock:
                 met=self._met_measured,
                 in_turn=self._in_turn,
             )
-        # Without a measured one these steps are like those of the last window.
+        # Without a measured step these steps count like those of the last window.
         parts = {
             name: value * steps
             for name, value in (self._usual or dict.fromkeys(PARTS, 0.0)).items()
         }
-        # What is known of all calls isn't taken from some.
+        # Values that are known for all calls aren't extrapolated from some.
         parts["input"] += self._waited_before
         parts["exchange"] += self._met
         parts["late"] += self._met
-        # The measured ones may have been longer than the others.
+        # The measured steps may have been longer than the others.
         whole = sum(parts[name] for name in PHASES)
         if whole > seconds:
             for name in (*PHASES, "late"):
@@ -222,13 +220,13 @@ class StepClock:
         return times
 
     def _forget(self, now: Array | None = None) -> None:
-        """Begin a window with the step that comes next."""
+        """Begin a window with the next step."""
         self._before = self._summed.read() if now is None else now
         if now is None:
             self._left = time.time()
         self._spans.take()
         self._since = self._left
-        # Since the last step was over: that's a part of the next one.
+        # Waiting since the end of the last step is a part of the next one.
         self._waited = 0.0 if now is None else self._waited - self._waited_before
         self._inside = self._waited_before = 0.0
         self._met = self._met_measured = 0.0
@@ -242,13 +240,13 @@ class StepClock:
         else:
             self.communicator.unlisten(self._spans)
 
-    # For who takes steps.
+    # For the train function.
 
     def enter(self, *, always: bool = False) -> bool:
-        """Keras calls the function that takes steps.
+        """Begin a call of the train function.
 
         Args:
-            always: Measure it in any case.
+            always: Whether to measure it in any case.
 
         Returns:
             Whether this call is measured.
@@ -264,16 +262,16 @@ class StepClock:
         return self.timed
 
     def leave(self, executions: int) -> None:
-        """It has returned; it takes so many steps at a time, 0 if it has failed."""
+        """End a call, which has taken this many steps at a time, 0 if it has failed."""
         left = time.time()
         self._in_call = False
         if self.timed or self._noted:
             self._look_back(executions, left)
-        # Most calls do nothing else: this is done in each step, however short.
+        # Most calls do nothing else: this runs in each step, however short.
         self._left = left
 
     def _look_back(self, executions: int, left: float) -> None:
-        """What is known of a call that has something to tell."""
+        """Evaluate a call that needs more than counting."""
         waited, met, eager = self._call_waited, self._call_met, self._is_eager
         self._call_waited = self._call_met = 0.0
         self._noted = self._is_eager = False
@@ -297,7 +295,7 @@ class StepClock:
             self._kept = None
             return
         if not eager:
-            # The graph's clock takes it for input, as all before the step.
+            # The graph's clock counts it as input, like all before the step.
             self._met_measured += met
         self._several = executions > 1
         if self._several:
@@ -307,13 +305,13 @@ class StepClock:
             self._summed.add_eagerly({}, {BEGIN: self._entered})
 
     def _leave_out(self, before: tuple[Array, Work], first: int = 0) -> None:
-        """What this call has added doesn't count: sums from the first that is told."""
+        """Remove this call's contribution to the sums, from index `first` on."""
         sums, spans = before
         self._before[first:] += (self._summed.read() - sums)[first:]
         self._spans.give_back(spans)
 
     def _note_trace(self) -> None:
-        """A graph is being traced: keep what there was before it runs."""
+        """Keep the state before a graph that is being traced runs."""
         if self._in_call and self._traced is None:
             self._noted = True
             with tf.init_scope():
@@ -337,7 +335,7 @@ class StepClock:
         """See `StepTimer.step`."""
         parts = [_tf.select_replica(index, data) for index in range(self._replicas)]
         rows = sum(rows_of(part) for part in parts)
-        # Of whichever model is trained now.
+        # The batch of the model that was trained last.
         batch, _, _ = split_part(parts[0])
         self.batch = tf.nest.map_structure(
             tf.type_spec_from_value, batch, expand_composites=False
@@ -360,7 +358,7 @@ class StepClock:
             return outputs
         with tf.device(self._host):
             ready = time_after(parts)
-        # What has one thread would else read the clock after the step.
+        # A graph with one thread would otherwise read the clock after the step.
         with tf.control_dependencies([ready]):
             outputs = run(data)
         with tf.device(self._host):
@@ -376,9 +374,9 @@ class StepClock:
 
         Args:
             gradients: The gradients.
-            reduce: Reduces them. It's given tensors that its last bucket waits for.
+            reduce: Reduces them, given tensors that its last bucket waits for.
         """
-        # Nothing is sent before the slowest replica here is done.
+        # Nothing is sent before the slowest replica here has finished.
         ready = time_after_all(gradients) if self._replicas > 1 else None
         if _tf.local_replica_id() > 0:
             return reduce(())
@@ -391,9 +389,9 @@ class StepClock:
         self._note_trace()
         with tf.device(self._host):
             before = time_after(gradients if ready is None else ready)
-        # With several replicas here a merge call reduces, which is another thread's.
+        # With several replicas here a merge call reduces, in another thread.
         reduced = reduce([before] if self._replicas == 1 else ())
-        # Updates don't wait for that: each begins as soon as it can, as without clocks.
+        # Updates don't wait for that: each begins as early as without clocks.
         with tf.device(self._host):
             after = time_after(reduced)
             self._summed.add({UPDATES: 1.0}, {GRADIENTS: before, REDUCED: after})

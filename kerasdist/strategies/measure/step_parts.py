@@ -1,4 +1,4 @@
-"""What one step consists of, by what its clocks and the communicator have told."""
+"""The parts of one step, from its clocks and the communicator's spans."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ __all__ = ["parts_of_a_step"]
 def parts_of_a_step(
     sums: Array, spans: Work, *, inside: float | None, met: float, in_turn: bool
 ) -> dict[str, float]:
-    """What one step takes and sends, on average, by the names of `StepTimes`.
+    """Return the times and bytes of one step, on average, by the names of `StepTimes`.
 
     Args:
-        sums: Of the measured steps, see `measure.counters`; there's one at least.
-        spans: What was communicated in them.
+        sums: The sums of the measured steps, see `measure.counters`; at least one step.
+        spans: The communication in them.
         inside: Seconds inside of their calls, if those are several steps each.
-        met: Seconds in them in which others were waited for before a step began.
-        in_turn: Whether who waits waits for other workers, and not for servers at work.
+        met: Seconds in them of waiting for other workers before a step began.
+        in_turn: Whether waiting is for other workers, and not for servers at work.
 
     Returns:
         Seconds and bytes of a step, by the names in `step_times.PARTS`.
@@ -37,12 +37,12 @@ def parts_of_a_step(
         float(sums[slot]) for slot in (BEGIN, READY, END, GRADIENTS, REDUCED)
     )
     running, exchange = end - ready, max(reduced - gradients, 0.0)
-    # Where the next batch is fetched in the midst of an execution, its end counts.
+    # Where the next batch is fetched within an execution, the fetch's end counts.
     waiting = (ready - begin if inside is None else inside - running) - met
     if sums[UPDATES] == steps:
         compute, update = gradients - ready, end - reduced
     else:
-        # Several optimizers in one step, or none: the rest isn't told apart.
+        # With several optimizers in one step, or none, the rest can't be divided.
         compute, update = running - exchange, 0.0
     servers = min(spans.seconds("push_pull"), update or running)
     if update:

@@ -1,4 +1,4 @@
-"""What the steps of one worker have taken since somebody asked last."""
+"""The times of one worker's steps in a window."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from kerasdist.collectives.ops import Array
 
 __all__ = ["PARTS", "PHASES", "StepTimes", "gather"]
 
-# The parts of a step, but for what lies between steps.
+# The parts of a step, without the time between steps.
 PHASES = ("input", "compute", "pack", "exchange", "update")
-# All of a step's fields that are taken from the steps that are measured.
+# All fields of a step that are determined from the measured steps.
 PARTS = (*PHASES, "late", "sent", "collectives", "reduced", "communicating")
 
 
@@ -22,23 +22,23 @@ class StepTimes:
     """Sums over the steps of one worker.
 
     The phases follow each other: they add up to `seconds`. `steps`, `rows`, `seconds`
-    are of all steps; what is measured in some of them is multiplied to be that of all.
+    are of all steps; values measured in some of them are extrapolated to all.
 
     Attributes:
         rank: The worker's rank in the job.
         steps: Number of steps.
         rows: Number of samples that this worker has trained on.
         seconds: From the beginning of the first step to the end of the last one,
-            without what lies between epochs.
-        input: Seconds until the batch was there.
+            without the time between epochs.
+        input: Seconds until the batch was ready.
         compute: Seconds of the forward and backward pass.
-        pack: Seconds of copying what is sent to where it is sent from.
-        exchange: Seconds of communication, packing not included, that no computation
-            hides; waiting for others is a part of it.
+        pack: Seconds of copying data into the buffers that are sent.
+        exchange: Seconds of communication, without packing, that no computation
+            hides, including waiting for others.
         update: Seconds of the optimizer's update.
-        outside: Seconds between the steps: callbacks, the progress bar, calling.
-        late: Seconds, of `exchange`, in which the others hadn't come yet, as far as
-            this worker can tell by itself.
+        outside: Seconds between the steps: callbacks, the progress bar, calls.
+        late: Seconds of `exchange` in which the others hadn't arrived yet, as far as
+            this worker can tell.
         sent: Bytes that this worker has sent to other processes.
         collectives: Number of collectives, or exchanges with servers.
         reduced: Bytes of all buffers that were reduced.
@@ -62,18 +62,18 @@ class StepTimes:
     communicating: float = 0.0
 
     def to_array(self) -> Array:
-        """All numbers, float64."""
+        """Return all numbers, float64."""
         return np.array(dataclasses.astuple(self), np.float64)
 
     @classmethod
     def from_array(cls, array: Array) -> StepTimes:
-        """What `to_array` was made of."""
+        """Return the times from the result of `to_array`."""
         rank, *rest = (float(number) for number in array)
         names = [field.name for field in dataclasses.fields(cls)][1:]
         return cls(rank=int(rank), **dict(zip(names, rest, strict=True)))
 
     def plus(self, other: StepTimes) -> StepTimes:
-        """The sums over both; the rank is this one's."""
+        """Return the sums of both; the rank is this one's."""
         total = self.to_array() + other.to_array()
         return dataclasses.replace(self.from_array(total), rank=self.rank)
 
@@ -81,12 +81,12 @@ class StepTimes:
 def gather(
     communicator: Communicator, mine: StepTimes, more: Array
 ) -> tuple[list[StepTimes], list[Array]]:
-    """Give every worker's times to all workers, which call it at the same place.
+    """Give every worker's times to all workers, which call it at the same point.
 
     Args:
-        communicator: Between the workers.
+        communicator: The communicator of the workers.
         mine: This worker's times.
-        more: Numbers beside them, float64; workers may have different ones.
+        more: Further numbers, float64; their count may differ between workers.
 
     Returns:
         All workers' times, and their other numbers, in rank order.

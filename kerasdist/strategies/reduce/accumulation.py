@@ -1,18 +1,18 @@
-"""Gradient accumulation: the gradients of k steps cross the network once.
+"""Gradient accumulation: the gradients of k steps are sent once.
 
 Keras adds up the gradients of k steps, a window, in variables, its accumulators, and
 updates the weights in the last of them:
 
     a = 0;  steps 1..k-1:  a = a + g;  step k:  update with (g + a) / k, a = 0
 
-Here each replica adds up its own weighted gradients, and what is reduced is g + a of
-the last step: one collective of the gradients per window. Then `a` is set to 0, so
-that Keras goes on with the gradients of the global batches.
+Here each replica adds up its own weighted gradients, and g + a of the last step is
+reduced: one collective of the gradients per window. Then `a` is set to 0, so that Keras
+continues with the gradients of the global batches.
 
 A replica's gradients are weighted by n_r / N x R: of N rows and R replicas it had n_r.
-So accumulators are of one process's size, and their mean over the replicas is what
-one process has: at the end of an epoch, where they may be saved, all take that mean,
-which leaves the sum of the window as it is.
+So accumulators have the size of a single process's, and their mean over the replicas is
+the value of one process: at the end of an epoch, where they may be saved, all take that
+mean, which doesn't change the sum of the window.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ def end_window(
     last: Any,
     steps: int,
 ) -> list[Any]:
-    """In the last step of a window reduce it; in others return what is given.
+    """Reduce a window in its last step; in others return the gradients unchanged.
 
     In replica context. All ranks must be in the same step of the window.
 
     Args:
         workers: The workers that reduce together.
         gradients: Tensors or IndexedSlices: this replica's, weighted.
-        accumulators: The variable that each is added to, of the same shape.
+        accumulators: The variable to which each is added, of the same shape.
         last: Whether this is the window's last step, a scalar boolean tensor.
         steps: How many steps a window has.
 
@@ -80,7 +80,7 @@ def end_window(
     if len(devices) == 1:
         return [parts[0] for parts in end([[value] for value in dense], last)]
 
-    # In a merge call, which can't stand inside the `tf.cond` of Keras.
+    # In a merge call, which can't be inside the `tf.cond` of Keras.
     def merge(_: Any, last: Any, *values: Any) -> Any:
         local = [workers.local(value) for value in values]
         return [_tf.regroup(part) for part in end(local, workers.local(last)[0])]
@@ -92,7 +92,7 @@ def end_window(
 def _sums(
     workers: Workers, own: list[list[Any]], sparse: list[bool], steps: int
 ) -> list[list[Any]]:
-    """Sum over all replicas; of what was sparse only the rows that aren't 0."""
+    """Sum over all replicas; for sparse gradients only the rows that aren't 0."""
     devices = workers.devices
     tables = [values for values, there in zip(own, sparse, strict=True) if there]
     whole = [values for values, there in zip(own, sparse, strict=True) if not there]
@@ -109,7 +109,7 @@ def _sums(
 def _sums_in_buckets(
     workers: Workers, own: list[list[Any]], steps: int
 ) -> list[list[Any]]:
-    """Sum over all replicas; in 16 bits, if so asked for, as part of the update."""
+    """Sum over all replicas, in 16 bits if that is requested, as part of the update."""
     parts = workers.layout.total * steps
     sizes = [
         (values[0].shape.num_elements() or 0) * values[0].dtype.size for values in own
@@ -129,7 +129,7 @@ def _sums_in_buckets(
 def _sum_of_local(
     workers: Workers, values: list[list[Any]], *, step: bool
 ) -> list[list[Any]]:
-    """Sum over all replicas what each local one has: for each value, a tensor each."""
+    """Sum each value over all replicas; each has a tensor for each local replica."""
     sums = workers.ops.reduce_replicas(values, step=step)
     if sums is not None:
         return sums
@@ -143,5 +143,5 @@ def _sum_of_local(
 
 
 def _wide(tensor: Any) -> Any:
-    """Sums of 16 bits are made in 32."""
+    """Widen a tensor of 16 bits, because sums are computed in 32."""
     return tf.cast(tensor, tf.float32) if tensor.dtype.size < 4 else tensor

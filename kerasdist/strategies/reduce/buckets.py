@@ -1,8 +1,8 @@
-"""How gradients are divided into buckets, each sent by a collective of its own.
+"""The division of gradients into buckets, each sent by a collective of its own.
 
-The backward pass has the gradients of the last layers first, so those are in the
-first bucket, which leaves while the rest of the pass still runs: TensorFlow starts
-a collective as soon as its own inputs are there.
+The backward pass computes the gradients of the last layers first, so those are in the
+first bucket, which is sent while the rest of the pass still runs: TensorFlow starts a
+collective as soon as its own inputs are computed.
 
     computing    | grad D | grad C | grad B | grad A |            | update
     on the wire           |  bucket D, C    |   bucket B, A       |
@@ -18,13 +18,12 @@ __all__ = ["in_buckets"]
 def in_buckets(sizes: Sequence[int], limit: int) -> list[list[int]]:
     """Divide gradients into buckets, from the last one to the first.
 
-    A function of numbers that are the same on all workers: so are the buckets, and
-    their order.
+    The result depends only on numbers that are the same on all workers, and so do the
+    buckets' contents and order.
 
     Args:
         sizes: Bytes of each gradient.
-        limit: Bytes that a bucket should have at most; a larger gradient has a
-            bucket of its own.
+        limit: Maximum bytes of a bucket; a larger gradient has a bucket of its own.
 
     Returns:
         Indices of gradients, by bucket, in the order in which buckets are sent.

@@ -1,4 +1,4 @@
-"""What the workers agree on outside of graphs: small numbers, and the state."""
+"""Agreement of the workers outside of graphs: on small numbers, and on the state."""
 
 from __future__ import annotations
 
@@ -25,30 +25,30 @@ __all__ = [
 
 
 def any_of(workers: Workers, flag: bool) -> bool:
-    """Whether the flag is set on any worker."""
+    """Return whether the flag is set on any worker."""
     return bool(workers.communicator.all_reduce([np.bool_(flag)], "max")[0])
 
 
 def common_seed(workers: Workers) -> int:
-    """A random seed, so that unseeded `dataset.shuffle`s agree on all workers."""
+    """Return a random seed, with which all workers shuffle datasets alike."""
     mine = np.int64(secrets.randbits(31))
     return int(workers.communicator.broadcast([mine])[0])
 
 
 def longest(workers: Workers, length: int | None) -> int | None:
-    """The largest of the workers' lengths; None if one of them isn't known."""
+    """Return the largest of the workers' lengths; None if one of them isn't known."""
     mine = np.int64(-1 if length is None else length)
     every = [int(n[0]) for n in workers.communicator.all_gather(mine)]
     return None if min(every) < 0 else max(every)
 
 
 def of_chief(workers: Workers, number: float, root: int = 0) -> float:
-    """The chief's number, or that of another rank."""
+    """Return the chief's number, or that of another rank."""
     return float(workers.communicator.broadcast([np.float64(number)], root)[0])
 
 
 def texts(workers: Workers, rank: int, text: str) -> dict[int, str]:
-    """Each worker's text by its rank: those that are lost leave gaps."""
+    """Return each worker's text by its rank; lost workers are missing."""
     mine = np.frombuffer(f"{rank} {text}".encode(), np.uint8)
     every = workers.communicator.all_gather(mine)
     told = [one.tobytes().decode().partition(" ") for one in every]
@@ -65,8 +65,8 @@ def average(
     Args:
         workers: The workers that reduce together.
         variables: The variables.
-        share: What this worker's replicas weigh together, all workers' 1; None: every
-            replica weighs the same.
+        share: The total weight of this worker's replicas, out of 1 for all workers;
+            None: every replica has the same weight.
     """
     if not variables or workers.is_alone:
         return
@@ -97,13 +97,12 @@ def check_state(
     Args:
         workers: The workers that reduce together.
         variables: Names and variables, in the same order on all workers.
-        parts: The same for what each replica may have its part of, see
+        parts: The same for variables of which each replica may have its own part, see
             `strategies.reduce.accumulation`: if they differ, all take the mean.
         broadcast: Whether all take the chief's values if they differ.
 
     Raises:
-        ValueError: They differ, and the strategy wasn't asked to broadcast them.
-            All ranks raise it.
+        ValueError: They differ, and `broadcast` is false. All ranks raise it.
     """
     communicator = workers.communicator
     if communicator.size == 1:
@@ -154,7 +153,7 @@ def check_state(
 
 
 def digest_of(copy: Any) -> bytes:
-    """A hash of the value of a replica's variable, with its shape and dtype."""
+    """Return a hash of the value of a replica's variable, with its shape and dtype."""
     value = np.asarray(copy)
     digest = hashlib.sha256(f"{value.shape}{value.dtype}".encode())
     # Without a copy of the bytes: embeddings may be large.

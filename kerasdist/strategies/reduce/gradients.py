@@ -2,7 +2,7 @@
 
 A replica's loss is the mean over its own n_r rows, so its gradient is g_r, and the
 global batch's gradient is sum(n_r g_r) / sum(n_r): the same for every division of
-the rows, and right for the last batch of an epoch. The row counts travel in the
+the rows, and right for the last batch of an epoch. The row counts are sent in the
 bucket of the gradients: one round trip, not two.
 """
 
@@ -41,28 +41,28 @@ def reduce_gradients(
         gradients: One tensor or IndexedSlices per variable, or None.
         rows: Number of rows that this replica's gradients are the mean over, a
             scalar integer tensor: the result is the mean over all rows. Or None:
-            the result is the sum over the replicas, as `tf.distribute` has it in
-            custom loops.
-        total: Number of rows of all replicas, if it's known: else it's asked for,
-            or travels with the gradients.
+            the result is the sum over the replicas, as in custom loops of
+            `tf.distribute`.
+        total: Number of rows of all replicas, if it's known: otherwise it's reduced,
+            or sent with the gradients.
         linear: Whether slices of one index may be added up: see `Returns`.
-        after: What the last bucket waits for.
-        tell: Tells the user once, given a key and a line, what isn't exact.
+        after: Tensors that the last bucket waits for.
+        tell: Informs the user once of inexact results, given a key and a line.
 
     Returns:
         Tensors (or None), the same on all replicas. IndexedSlices are those that one
         process would have: Adam squares each slice by itself, and clipping takes the
-        norm of them all. So slices of tokens stay what they are, those of all replicas,
+        norm of them all. So slices of tokens stay unchanged, those of all replicas,
         in replica order; slices that one process has once are added up: see
-        `kerasdist.strategies.reduce.index_origin`. If what becomes of the slices is
-        `linear` in them they are added up anyway, before they are sent, and sent as a
+        `kerasdist.strategies.reduce.index_origin`. If the optimizer is `linear` in
+        the slices they are added up anyway, before they are sent, and sent as a
         whole table where that is less: see
         `kerasdist.strategies.reduce.indexed_slices`.
     """
     if workers.is_alone:
         return list(gradients)
     slices = [g for g in gradients if _is_slices(g)]
-    # Without the table's shape they can't become one.
+    # Without the table's shape they can't be sent as one.
     linear = linear and all(s.dense_shape is not None for s in slices)
     apart = TakenApart(gradients, linear=linear)
     pieces = apart.pieces
@@ -97,7 +97,7 @@ def _look_at(
     linear: bool,
     tell: Callable[[str, str], None] | None,
 ) -> None:
-    """Tell once that slices of eager steps may be added up otherwise."""
+    """Inform once that slices of eager steps may be added up differently."""
     if linear or tell is None or not _tf.executing_eagerly():
         return
     if apart.look_constant(reduced):
@@ -106,7 +106,7 @@ def _look_at(
             "kerasdist: all replicas have looked up the same rows of a table, in a "
             "step that runs eagerly. If they are constants (positions), an "
             "optimizer that isn't linear (Adam, clipping) gets them once for each "
-            "replica, and makes other numbers of them than in one process. In a "
+            "replica, and its results differ from those of one process. In a "
             "`tf.function`, and without `run_eagerly=True`, the numbers are the "
             "same.",
         )
@@ -123,7 +123,7 @@ def _mean_of_dense(
     total: Any,
     after: Sequence[Any],
 ) -> list[Any]:
-    """The mean of dense gradients, bucket by bucket."""
+    """Reduce dense gradients to their mean, bucket by bucket."""
     sizes = [(g.shape.num_elements() or 0) * g.dtype.size for g in gradients]
     share = None
     if workers.compression is not None:
@@ -147,7 +147,7 @@ def _mean_of_dense(
 
 
 def _share(workers: Workers, rows: Any, total: Any) -> Any:
-    """This replica's rows divided by those of all: float32, scalar."""
+    """Return this replica's rows divided by those of all: float32, scalar."""
     count = tf.cast(rows, tf.float32)
     if total is None:
         (total,) = sum_over_replicas(workers, [count])
@@ -155,9 +155,9 @@ def _share(workers: Workers, rows: Any, total: Any) -> Any:
 
 
 def narrow(workers: Workers, gradient: Any, share: Any) -> Any:
-    """A gradient's share of the mean, as it crosses the network.
+    """Return a gradient's share of the mean, in the dtype in which it is sent.
 
-    The share is taken before the cast: the sum of all shares isn't larger than the
+    The share is computed before the cast: the sum of all shares isn't larger than the
     largest gradient, so 16 bits hold it if they hold the gradients.
     """
     if not _is_narrowed(workers, gradient):
@@ -166,7 +166,7 @@ def narrow(workers: Workers, gradient: Any, share: Any) -> Any:
 
 
 def widen(workers: Workers, total: Any, gradient: Any, factor: int) -> Any:
-    """The sum of shares as what `gradient` was before `narrow`."""
+    """Convert the sum of shares back to the dtype of `gradient` before `narrow`."""
     if not _is_narrowed(workers, gradient):
         return total
     return tf.cast(total, gradient.dtype) * tf.cast(factor, gradient.dtype)
@@ -193,8 +193,9 @@ def _mean_of_bucket(
     host = _tf.host_of(devices[0])
     weighted = [_tf.weighted(gradient, rows) for gradient in gradients]
 
-    # Several local replicas are added before the workers are. From there on it's what
-    # a worker with one replica does: workers may have different numbers of them.
+    # Local replicas are added before the workers are. From there on the steps are those
+    # of a worker with one replica, because workers may have different numbers of
+    # replicas.
     def merge(_: Any, rows: Any, total: Any, *weighted: Any) -> Any:
         values = [workers.local(value) for value in weighted]
         counts = workers.local(rows)
@@ -230,7 +231,7 @@ def _mean_of_slices(
     share = _share(workers, rows, total)
     weighted = []
     for gradient in gradients:
-        # A replica without rows has none to give, whatever its slices hold.
+        # A replica without rows contributes none, whatever its slices hold.
         kept = tf.where(rows > 0, tf.shape(gradient.indices)[0], 0)
         values = gradient.values[:kept]
         weighted.append(
@@ -246,7 +247,7 @@ def _mean_of_slices(
 def _mean_of_added_slices(
     workers: Workers, gradients: list[Any], rows: Any
 ) -> list[Any]:
-    """The same, with slices of one index added up, or as whole tables."""
+    """Reduce slices likewise, with those of one index added up, or as whole tables."""
     dtypes = [gradient.dtype for gradient in gradients]
     host = _tf.host_of(workers.devices[0])
 
@@ -282,11 +283,11 @@ def _mean_of_added_slices(
 
 
 def _concat(parts: list[Any], counts: list[Any]) -> Any:
-    """The replicas' slices, each times its replica's rows, in at least 32 bits."""
+    """Concatenate the replicas' slices, each times its rows, in at least 32 bits."""
     values = []
     indices = []
     for part, count in zip(parts, counts, strict=True):
-        # A replica without rows has none to give, whatever its slices hold.
+        # A replica without rows contributes none, whatever its slices hold.
         kept = tf.where(count > 0, tf.shape(part.indices)[0], 0)
         wide = part.values[:kept]
         if wide.dtype.size < 4:

@@ -1,14 +1,14 @@
 """Collectives on tensors: from a TensorFlow graph to a communicator and back.
 
-In a graph a collective is one `tf.numpy_function`: TensorFlow hands the tensors
-over without copying and goes on with everything that doesn't depend on them. All
-ranks must run their collectives in the same order, which a graph doesn't promise.
-TensorFlow does run what touches a variable in the order of the program, in nested
-functions, branches and loops too. So each collective
+In a graph a collective is one `tf.numpy_function`: TensorFlow passes the tensors
+without copying and continues with all operations that don't depend on them. All
+ranks must run their collectives in the same order, which a graph doesn't guarantee.
+But TensorFlow runs operations on a variable in the order of the program, also in nested
+functions, branches and loops. So each collective
 
     1. adds one to a counter variable, and waits for the result,
     2. runs,
-    3. reads the counter: who adds to it next waits for that.
+    3. reads the counter: the next one to add to it waits for that.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class CollectiveOps:
     """Collectives between workers, on host tensors, in graphs and eagerly.
 
     Args:
-        communicator: Between the workers.
-        host: The device that holds host memory.
+        communicator: The communicator of the workers.
+        host: The CPU device of this process.
     """
 
     def __init__(self, communicator: Communicator, host: str) -> None:
@@ -54,7 +54,7 @@ class CollectiveOps:
             op: One of the communicator's operations.
             step: Whether an optimizer step begins with it.
         """
-        # Arrays that eager code holds are its own.
+        # Arrays of eager code belong to that code, so buffers aren't lent.
         lend = not _tf.executing_eagerly()
 
         def reduce(*arrays: Any) -> list[Any]:
@@ -76,9 +76,9 @@ class CollectiveOps:
         return self.call(gather, [tensor], [tensor.dtype], [tf.TensorShape(shape)])[0]
 
     def broadcast(self, tensor: Any) -> Any:
-        """Give every worker the chief's tensor; strings and the like stay as they are.
+        """Give every worker the chief's tensor; strings and the like stay unchanged.
 
-        A dtype that can't travel has to be the same on all workers already.
+        A tensor of a dtype that can't be sent must be the same on all workers already.
         """
         if not (
             tensor.dtype.is_floating
@@ -109,7 +109,7 @@ class CollectiveOps:
             step: Whether an optimizer step begins with it.
         """
         counts = [rows] if total is None else [rows, total]
-        # Arrays that eager code holds are its own.
+        # Arrays of eager code belong to that code, so buffers aren't lent.
         lend = not _tf.executing_eagerly()
 
         def reduce(*arrays: Any) -> list[Any]:
@@ -133,12 +133,12 @@ class CollectiveOps:
     def reduce_replicas(
         self, values: Sequence[Sequence[Any]], *, step: bool = False
     ) -> list[list[Any]] | None:
-        """Sum over all replicas at once where that can be done; here it can't."""
+        """Sum over all replicas at once where that is supported; here it isn't."""
         del values, step
         return None
 
     def failure(self, error: Exception) -> Exception | None:
-        """The job's failure that made TensorFlow raise `error`, or None."""
+        """Return the job's failure behind TensorFlow's `error`, or None."""
         del error
         return self._communicator.failure
 
@@ -154,11 +154,11 @@ class CollectiveOps:
         Args:
             function: Takes one array per tensor, returns a list of at least one.
             tensors: Its arguments.
-            dtypes: Of its results.
-            shapes: Of its results.
+            dtypes: The dtypes of its results.
+            shapes: The shapes of its results.
 
         Raises:
-            ValueError: XLA shall compile it.
+            ValueError: XLA would compile it.
         """
         if _tf.executing_eagerly():
             results = function(*[tensor.numpy() for tensor in tensors])
@@ -168,9 +168,9 @@ class CollectiveOps:
 
         if _tf.in_xla():
             raise ValueError(
-                "XLA can't compile what communicates with other workers. Received: "
+                "XLA can't compile communication with other workers. Received: "
                 "`strategy.run`, or a reduction, inside of "
-                "`tf.function(jit_compile=True)`. Leave out jit_compile=True there; a "
+                "`tf.function(jit_compile=True)`. Remove jit_compile=True there; a "
                 "function inside of the step that doesn't communicate may have it."
             )
 
@@ -189,7 +189,7 @@ class CollectiveOps:
         return list(results)
 
     def _hold_back(self, results: Sequence[Any]) -> None:
-        """Let the next collective wait for a collective's results."""
+        """Make the next collective wait for a collective's results."""
         with tf.control_dependencies(results):
             self._counter.read_value()
 

@@ -1,14 +1,14 @@
-"""Parts of IndexedSlices, by where their indices come from.
+"""Parts of IndexedSlices, by the origin of their indices.
 
-What becomes of slices that several replicas have follows from what one process would
-have had, which the graph of a step shows, and not from what the indices hold:
+How slices of several replicas are combined follows from the slices that one process
+would have, which the graph of a step shows, and not from the indices' values:
 
     FIXED    nothing of the batch (`arange(T)`, a table of distances): one process has
              this vector once, with the sum of all rows' values at each of its places
     KEYED    the same, but as long as a sequence of the batch, which isn't known when
-             the step is traced; or each index once, for slices were added up over the
-             batch (the kernel of a `Dense` on sparse input): one slice for each index
-    ROWS     all else, an embedding's tokens: one process has those of all rows
+             the step is traced; or each index once, because slices were added up over
+             the batch (the kernel of a `Dense` on sparse input): one slice per index
+    ROWS     all others, an embedding's tokens: one process has those of all rows
 
 A table that is looked up in several ways has a gradient of several parts.
 """
@@ -30,7 +30,7 @@ FIXED = "fixed"
 KEYED = "keyed"
 ROWS = "rows"
 
-# What leaves a vector's numbers and their order as they are.
+# Operations that keep a vector's numbers and their order.
 _SAME = (
     "Cast",
     "CheckNumerics",
@@ -43,7 +43,7 @@ _SAME = (
     "Squeeze",
     "StopGradient",
 )
-# Which result of which operation has each index once.
+# Results of operations that have each index once, by operation.
 _ONCE = {
     *((f"Unique{kind}", 0) for kind in ("", "V2", "WithCounts", "WithCountsV2")),
     *((f"SparseSegment{kind}GradV2", 1) for kind in ("Mean", "SqrtN", "Sum")),
@@ -52,7 +52,7 @@ _ONCE = {
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Part:
-    """Some of a gradient's slices.
+    """A part of a gradient's slices.
 
     Attributes:
         kind: `FIXED`, `KEYED` or `ROWS`.
@@ -66,11 +66,11 @@ class Part:
 
 
 def parts_of(slices: Any) -> list[Part]:
-    """Take slices apart, in their order.
+    """Split slices into their parts, in order.
 
     Args:
-        slices: IndexedSlices of the graph that is traced; eager ones are `ROWS`, for
-            nothing tells what they were made from.
+        slices: IndexedSlices of the graph that is traced; eager ones are `ROWS`,
+            because their origin isn't known.
     """
     if isinstance(slices.indices, tf.__internal__.EagerTensor):
         return [Part(ROWS, slices.values, slices.indices)]
@@ -84,20 +84,20 @@ def parts_of(slices: Any) -> list[Part]:
 
 
 def _before(operation: Any) -> Any | None:
-    """What an operation passes on, with its numbers in their order; else None."""
+    """Return the input that an operation passes on in order; or None."""
     kind = operation.type
     if kind in _SAME:
         return operation.inputs[0]
     if kind == "SelectV2" and operation.inputs[0].op.type == "Less":
-        # Indices that count from the end, as Keras makes them count from the start.
+        # Keras replaces indices that count from the end by those from the start.
         return operation.inputs[2]
     return None
 
 
 def _pieces(indices: Any) -> Iterator[Any]:
-    """What a vector was put together from, in its order.
+    """Yield the vectors that a vector was concatenated from, in order.
 
-    Each as it was: its shape tells something, see `_is_repeated`.
+    Each is yielded unchanged, because its shape is used in `_is_repeated`.
     """
     tensor = indices
     while not isinstance(tensor, tf.__internal__.EagerTensor):
@@ -117,7 +117,7 @@ def _pieces(indices: Any) -> Iterator[Any]:
 
 
 def _split(tensor: Any, pieces: list[Any]) -> list[Any]:
-    """Divide a tensor along its first dimension as its indices were put together."""
+    """Split a tensor along its first dimension as its indices were concatenated."""
     if len(pieces) == 1:
         return [tensor]
     operation = tensor.op
@@ -140,7 +140,7 @@ def _kind(piece: Any) -> str:
 
 
 def _is_unique(piece: Any) -> bool:
-    """Whether each index is in it once, for slices were added up."""
+    """Return whether each index occurs once, because slices were added up."""
     tensor = tensor_origins.behind(piece, _before)
     if isinstance(tensor, tf.__internal__.EagerTensor):
         return False
@@ -148,7 +148,7 @@ def _is_unique(piece: Any) -> bool:
 
 
 def _is_repeated(piece: Any) -> bool:
-    """Whether each row of a batch of known size looks up the same: `tile(.., rows)`."""
+    """Return whether each row of a batch of known size looks up the same indices."""
     return _repeats(tensor_origins.constant(piece), piece)
 
 
@@ -156,17 +156,18 @@ def _repeats(value: Any | None, piece: Any) -> bool:
     if value is None or value.ndim < 2 or not len(value):
         return False
     if len(value) == 1:
-        # Repeated once: nobody writes that but for a batch.
+        # Repeated once: scripts do that only for a batch.
         eager = isinstance(piece, tf.__internal__.EagerTensor)
         return not eager and piece.op.type in ("BroadcastTo", "Tile")
     return bool(np.all(value == value[:1]))
 
 
 def _is_as_long_as_a_row(piece: Any) -> bool:
-    """Whether a vector made from shapes doesn't depend on the number of rows.
+    """Return whether a vector made from shapes doesn't depend on the number of rows.
 
-    TensorFlow finds its values for a batch of 5 rows, and for one of 7. Where the
-    number of rows is known when the step is traced, they are as long, and repeated.
+    TensorFlow computes its values for a batch of 5 rows, and for one of 7. Where the
+    number of rows is known when the step is traced, they have the same length,
+    repeated.
     """
     few, more = (
         tensor_origins.constant(tensor_origins.RebuiltGraph(rows).tensor(piece))

@@ -1,16 +1,16 @@
 """Sums of IndexedSlices over the workers: sparse or dense, whichever is less to send.
 
-Slices are what the gradient of an embedding is: rows of a table, by their indices, of
-which some come more than once. They are added up here:
+Slices are the gradient of an embedding: rows of a table, by their indices, some of
+which occur more than once. They are added up here:
 
     1. each worker adds up its own slices of one index      nothing is sent
-    2. all say how many slices they have                    8 bytes for each table
+    2. all exchange their numbers of slices                 8 bytes for each table
     3. fewer bytes than the table has:  slices are gathered
        else:                            the whole table is summed
 
-That isn't what every optimizer may be given: Adam squares each slice by itself, and
-clipping takes the norm of the slices as they are. Such a one must get the slices that
-it gets in one process, see `kerasdist.strategies.reduce.gradients`.
+Not every optimizer may be given the result: Adam squares each slice by itself, and
+clipping takes the norm of the separate slices. Such an optimizer must get the slices
+of a single process, see `kerasdist.strategies.reduce.gradients`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def rows_of(table: Any, dtype: Any = tf.int64) -> Any:
 
     Args:
         table: A tensor of at least one dimension.
-        dtype: Of the indices.
+        dtype: The dtype of the indices.
     """
     there = tf.not_equal(table, 0)
     if table.shape.rank > 1:
@@ -56,11 +56,11 @@ def sum_over_workers(
     Args:
         workers: The workers that reduce together.
         slices: This worker's IndexedSlices, host tensors, one slice per index.
-        numbers: Scalar int64 tensors, which travel with the numbers of slices.
+        numbers: Scalar int64 tensors, which are sent with the numbers of slices.
 
     Returns:
         The sums of the slices, the same on all workers: one slice per index if they
-        were sent as a table, else also several; and those of the numbers.
+        were sent as a table, otherwise possibly several; and the sums of the numbers.
     """
     if workers.size == 1:
         return list(slices), list(numbers)

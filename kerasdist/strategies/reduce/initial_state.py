@@ -1,8 +1,8 @@
-"""One rank's state becomes everybody's, before the first step of `fit`.
+"""One rank's state given to all ranks, before the first step of `fit`.
 
-1. all ranks say what they hold: a hash of each variable
-2. of those that differ the root gives its values; nothing else travels
-3. all say again what they hold, and it must be the root's
+1. all ranks exchange a hash of each variable
+2. the root sends the values of those that differ; nothing else is sent
+3. all exchange the hashes again, which must be the root's
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from kerasdist.strategies.reduce.workers import Workers
 
 __all__ = ["Shared", "share_state"]
 
-# So many bytes are given at once, or one variable if it has more.
+# This many bytes are sent at once, or one variable if it has more.
 _MOST_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
 class Shared:
-    """What was done.
+    """The result of sharing the state.
 
     Attributes:
-        workers: Number of ranks that hold the same now.
+        workers: Number of ranks that hold the same state now.
         variables: Number of variables.
         differed: Number of those that differed, on any rank.
-        size: Bytes of those: what the root gave.
-        seconds: How long it took, with the hashes.
+        size: Bytes of those, which the root sent.
+        seconds: Duration, including the hashes.
     """
 
     workers: int
@@ -47,17 +47,17 @@ class Shared:
 
 
 def share_state(workers: Workers, variables: Sequence[Any], root: int) -> Shared:
-    """Give all ranks the root's values; all ranks call it at the same place.
+    """Give all ranks the root's values; all ranks call it at the same point.
 
     Args:
         workers: The workers that reduce together.
         variables: TensorFlow's variables, in the same order on all ranks.
-        root: Whose values count. Of several local replicas the first one's.
+        root: The rank whose values count; of several local replicas, the first one's.
 
     Raises:
         ValueError: There is no such rank, or the ranks' variables are different ones.
-            All ranks raise it, and hold what they held before.
-        CollectiveError: They hold different values all the same.
+            All ranks raise it, and their values haven't changed.
+        CollectiveError: They still hold different values.
     """
     begin = time.perf_counter()
     communicator = workers.communicator
@@ -84,7 +84,7 @@ def share_state(workers: Workers, variables: Sequence[Any], root: int) -> Shared
     total = 0
     for group in _groups(copies, differing):
         values = [np.asarray(copies[i][0]) for i in group]
-        # As bytes: a variable may be of a dtype that no collective knows.
+        # As bytes: a variable may have a dtype that no collective supports.
         octets = [value.reshape(-1).view(np.uint8) for value in values]
         total += sum(part.size for part in octets)
         given = communicator.broadcast(octets, root)
@@ -104,7 +104,7 @@ def share_state(workers: Workers, variables: Sequence[Any], root: int) -> Shared
         if wrong:
             raise CollectiveError(
                 f"Ranks {wrong} hold other values than rank {ranks[root]} after they "
-                "were given its. Does another thread of the script write to the "
+                "received its values. Does another thread of the script write to the "
                 "variables?"
             )
     return Shared(
@@ -134,7 +134,7 @@ def _check_form(communicator: Any, copies: Sequence[Sequence[Any]]) -> None:
 
 
 def _digests(copies: Sequence[Sequence[Any]]) -> Array:
-    """A hash of each variable, a row of 32 bytes; of all copies if they differ."""
+    """Return a hash of each variable, 32 bytes; of all copies if they differ."""
     rows = []
     for parts in copies:
         found = [digest_of(part) for part in parts]
@@ -147,7 +147,7 @@ def _digests(copies: Sequence[Sequence[Any]]) -> Array:
 def _groups(
     copies: Sequence[Sequence[Any]], indices: Sequence[int]
 ) -> Iterator[list[int]]:
-    """Cut indices into groups that are given at once."""
+    """Divide indices into groups that are sent at once."""
     group: list[int] = []
     size = 0
     for i in indices:

@@ -1,4 +1,4 @@
-"""Reductions over the replicas of all workers, as `tf.distribute` asks for them."""
+"""Reductions over the replicas of all workers, as `tf.distribute` defines them."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def sum_over_replicas(workers: Workers, value: Any) -> Any:
 def sum_once_per_worker(workers: Workers, gradients: list[Any]) -> list[Any]:
     """Sum over all replicas, in replica context, as Keras's optimizers do.
 
-    What is one object on all replicas of a worker counts once: Keras's tests
-    say so. `sum_over_replicas` counts it for each replica.
+    Keras's tests require that a value that is one object on all replicas of a worker
+    counts once. `sum_over_replicas` counts it for each replica.
     """
 
     def once(value: Any) -> list[Any]:
@@ -49,17 +49,17 @@ def reduce_in_replicas(
     flat: list[Any],
     spread: Callable[[Any], list[Any]] | None = None,
 ) -> list[Any]:
-    """Reduce what each replica has, in replica context.
+    """Reduce each replica's values, in replica context.
 
     Args:
         workers: The workers that reduce together.
         reduce_op: TensorFlow's `ReduceOp`.
         flat: One tensor or IndexedSlices for each result.
-        spread: Makes one per replica of a value; by default `Workers.local`.
+        spread: Makes one value per replica; by default `Workers.local`.
     """
     if len(workers.devices) == 1:
-        # No other replica to wait for, hence no merge call, which couldn't
-        # stand inside `tf.cond`.
+        # With no other replica to wait for there's no merge call, which couldn't
+        # be inside `tf.cond`.
         sums = over_workers(workers, [_tf.tensor_or_slices(value) for value in flat])
         return [finish(workers, reduce_op, total) for total in sums]
 
@@ -82,7 +82,7 @@ def reduce_in_replicas(
 
 
 def _mirror(workers: Workers, reduce_op: Any, totals: list[Any]) -> Any:
-    """Finish what is on each device already."""
+    """Finish a reduction whose sums are on each device already."""
     finished = []
     for device, total in zip(workers.devices, totals, strict=True):
         with tf.device(device):
@@ -126,7 +126,7 @@ def _gather_slices(workers: Workers, slices: Any) -> Any:
 
 
 def finish(workers: Workers, reduce_op: Any, total: Any) -> Any:
-    """Divide a sum by the number of replicas, if the mean is asked for."""
+    """Divide a sum by the number of replicas, if the mean is requested."""
     if reduce_op != _tf.ReduceOp.MEAN:
         return total
     if isinstance(total, tf.IndexedSlices):

@@ -1,15 +1,15 @@
-"""Gradients taken apart before they are reduced, and put together afterwards.
+"""Gradients split into parts before they are reduced, and combined afterwards.
 
-IndexedSlices consist of parts, see `index_origin`. What is reduced of each:
+IndexedSlices consist of parts, see `index_origin`. Of each is reduced:
 
-    FIXED    its values, as a dense gradient among the others: nothing is added to what
-             is communicated, and all replicas have its indices already
-    KEYED    slices; those of one key are added up when all replicas' are gathered: the
-             key is an index, and how many of that are before it on its replica
-    ROWS     slices, which stay what they are
+    FIXED    the values, as a dense gradient among the others: nothing else is sent,
+             because all replicas have the indices already
+    KEYED    slices; those of one key are added up after all replicas' were gathered:
+             the key is an index, and how many equal ones precede it on its replica
+    ROWS     slices, which stay unchanged
 
-Where the constants of a script differ between workers (random numbers without a seed),
-values would be added up that don't belong together: a checksum travels along.
+If the constants of a script differ between workers (random numbers without a seed),
+values that don't belong together would be added up: so a checksum is sent with them.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ __all__ = ["TakenApart"]
 
 _DIFFERENT = (
     "Workers look up different rows of a table, by indices that don't depend on the "
-    "data. Received: on this worker other indices than on another. Make the same "
+    "data. Received: other indices on this worker than on another one. Make the same "
     "constants on all of them: call `keras.utils.set_random_seed(1)` before they are "
     "drawn."
 )
 
 
 class TakenApart:
-    """A list of gradients, as what is reduced of them.
+    """A list of gradients, split into the pieces that are reduced.
 
     Args:
         gradients: Tensors, IndexedSlices or None.
@@ -72,9 +72,9 @@ class TakenApart:
             self.pieces.append(self._checksum)
 
     def look_constant(self, reduced: Sequence[Any]) -> bool:
-        """Whether eager slices of all replicas have the same indices.
+        """Return whether eager slices of all replicas have the same indices.
 
-        Then they may be of constants, which nothing but a graph tells: see `parts_of`.
+        Then they may be constants, which only a graph can show: see `parts_of`.
         """
         for piece, whole in zip(self.pieces, reduced, strict=True):
             if isinstance(piece, tf.IndexedSlices) and _is_eager(piece.indices):
@@ -84,11 +84,11 @@ class TakenApart:
         return False
 
     def together(self, reduced: Sequence[Any], replicas: int = 1) -> list[Any]:
-        """Put the gradients together from their reduced pieces.
+        """Combine the gradients from their reduced pieces.
 
         Args:
             reduced: One for each of `pieces`.
-            replicas: What a sum over replicas of equal numbers is divided by.
+            replicas: The divisor of a sum over replicas of equal numbers.
         """
         pieces = list(reduced)
         if self._checksum is not None:
@@ -109,7 +109,7 @@ def _is_eager(tensor: Any) -> bool:
 
 
 def _for_linear(parts: list[Part], dense_shape: Any) -> list[Part]:
-    """At most one part beside those that are sent as they are."""
+    """Return at most one part beside those that are sent unchanged."""
     rows = tf.get_static_value(dense_shape[0]) if dense_shape is not None else None
 
     def is_small(part: Part) -> bool:
@@ -155,12 +155,12 @@ def _concat(slices: list[Any]) -> Any:
     )
 
 
-# Of one index in one vector.
+# The greatest count of one index in one vector.
 _MOST = 2**31
 
 
 def _keys(indices: Any) -> Any:
-    """A number for each slice: its index, and how many of that are before it."""
+    """Return a number for each slice: its index, and how many equal ones precede it."""
     order = tf.argsort(indices, stable=True)
     ordered = tf.gather(indices, order)
     places = tf.range(tf.size(ordered), dtype=tf.int64)
@@ -174,7 +174,7 @@ def _keys(indices: Any) -> Any:
 
 
 def _checksum(vectors: list[Any]) -> Any:
-    """A number between 1/4 and 1 that depends on each index and its place: float32."""
+    """Return a number from 1/4 to 1 that depends on all indices in order: float32."""
     total = tf.constant(0, tf.int64)
     for vector in vectors:
         wide = tf.cast(vector, tf.int64) + 1
@@ -185,8 +185,8 @@ def _checksum(vectors: list[Any]) -> Any:
 
 
 def _checked(pieces: list[Any], mean: Any, mine: Any) -> list[Any]:
-    """Let the pieces wait for the check that all workers have the same indices."""
-    # 16 bits may have been sent; and nobody may have had rows.
+    """Make the pieces wait for the check that all workers have the same indices."""
+    # With 16 bits it is rounded; and without any rows it is 0.
     same = (tf.abs(mean - mine) < 0.01) | tf.equal(mean, 0)
     check = tf.debugging.Assert(same, [_DIFFERENT])
     if _tf.executing_eagerly():

@@ -22,7 +22,7 @@ __all__ = ["ReplicaLayout", "Workers"]
 
 
 class ReplicaLayout(NamedTuple):
-    """Which replicas are a worker's.
+    """The numbers of a worker's replicas.
 
     Attributes:
         first: The number of the worker's first replica over all workers.
@@ -44,7 +44,7 @@ class Workers:
         job: The connected workers.
         devices: Canonical names of this worker's devices, one per replica.
         ops: Their collectives on tensors.
-        options: What the strategy was asked for.
+        options: The strategy's options.
 
     Attributes:
         job, ops: See above.
@@ -115,8 +115,8 @@ class Workers:
     def local(self, value: Any) -> list[Any]:
         """Return one tensor per replica of this worker.
 
-        TensorFlow hands over what is one object on all replicas (a constant from
-        outside the step) as that object: each replica has it all the same.
+        TensorFlow passes a value that is one object on all replicas (a constant from
+        outside the step) as that object, which then holds for each replica.
         """
         copies = self.copies(value)
         if not isinstance(value, _tf.DistributedValues):

@@ -55,9 +55,9 @@ class SharingExtended(_tf.MirroredExtended):
         """Distribute a dataset of parts: one element per local replica in turn.
 
         One replica in host memory needs no distribution. TensorFlow's distributed
-        iterator would cost it more than the time that it takes: it makes a
-        GeneratorDataset, which sets glibc's M_TRIM_THRESHOLD, and malloc then gives
-        the pages of each step back to the system and faults them in again.
+        iterator would cost more than its own time: it makes a GeneratorDataset, which
+        sets glibc's M_TRIM_THRESHOLD, and malloc then returns the pages of each step to
+        the system and faults them in again.
         """
         if self.worker_devices == (self.workers.host,):
             return dataset
@@ -66,7 +66,7 @@ class SharingExtended(_tf.MirroredExtended):
     def distribute_own(self, dataset: Any, options: Any = None) -> Any | None:
         """Distribute this worker's part of a dataset whose policy is FILE or OFF.
 
-        None with another policy, or if there's no other worker.
+        Returns None with another policy, or if there's no other worker.
         """
         own = (
             None
@@ -82,7 +82,7 @@ class SharingExtended(_tf.MirroredExtended):
 
     def _distribute_datasets_from_function(self, dataset_fn: Any, options: Any) -> Any:
         made = self._from_function(dataset_fn, options)
-        # What a function makes is the worker's own, see `own_data`.
+        # A function's dataset is the worker's own, see `data.per_worker`.
         made.kerasdist_own = True
         return made
 

@@ -1,12 +1,12 @@
-"""The data-parallel strategies' inside: `tf.distribute`'s extended object.
+"""The `tf.distribute` extended object of the data-parallel strategies.
 
 TensorFlow's `MirroredExtended` keeps one copy of each variable per local replica
-and runs the replicas. Here it learns that there are other workers: whatever it
-reduces or gathers over its replicas is then reduced or gathered over the workers.
+and runs the replicas. This class adds the other workers: reductions and gathers over
+the local replicas are continued over the workers.
 
-`_use_merge_call` is False: updates run straight in the replica, so that they can
-stand inside `tf.cond` (gradient accumulation, loss scaling). Only a reduction over
-several local replicas brings them together with a merge call.
+`_use_merge_call` is False: updates run directly in the replica, so that they can be
+inside `tf.cond` (gradient accumulation, loss scaling). Only a reduction over several
+local replicas synchronizes them with a merge call.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ __all__ = ["SynchronousExtended"]
 
 
 class SynchronousExtended(SharingExtended):
-    """Replicas of this worker, in step with those of all other workers.
+    """Replicas of this worker, synchronous with those of all other workers.
 
     Args:
         container: The strategy.
         devices: Canonical names of this worker's devices, one per replica.
         job: The connected workers.
-        options: What the strategy was asked for.
+        options: The strategy's options.
         make_ops: Makes the workers' collectives on tensors.
     """
 
@@ -79,12 +79,12 @@ class SynchronousExtended(SharingExtended):
 
     @property
     def should_checkpoint(self) -> bool:
-        """Only the chief writes."""
+        """Whether this worker writes checkpoints: only the chief does."""
         return self.workers.communicator.rank == 0
 
     @property
     def should_save_summary(self) -> bool:
-        """Only the chief writes."""
+        """Whether this worker writes summaries: only the chief does."""
         return self.workers.communicator.rank == 0
 
     def _use_merge_call(self) -> bool:
@@ -92,7 +92,7 @@ class SynchronousExtended(SharingExtended):
 
     @property
     def timer(self) -> StepTimer:
-        """Measures steps of training."""
+        """The clock that measures steps of training."""
         return self.keras_hooks.timer
 
     @property
@@ -117,7 +117,7 @@ class SynchronousExtended(SharingExtended):
     def _get_variable_creator_initial_value(
         self, replica_id: int, device: str, primary_var: Any, **kwargs: Any
     ) -> Any:
-        """All workers begin with the chief's values, whatever their seeds are."""
+        """Create a variable with the chief's value, whatever the workers' seeds."""
         value = super()._get_variable_creator_initial_value(
             replica_id, device, primary_var, **kwargs
         )
@@ -137,8 +137,8 @@ class SynchronousExtended(SharingExtended):
                 ) from error
 
         def now() -> Any:
-            # In a function that creates variables: else their initial values couldn't
-            # be taken out of its graph, and its first step would run before they exist.
+            # In a function that creates variables: otherwise initial values couldn't be
+            # lifted out of its graph, and its first step would run before they exist.
             inside = (AttributeError, NotImplementedError, TypeError, ValueError)
             found = None
             with contextlib.suppress(*inside), tf.init_scope():
@@ -146,18 +146,18 @@ class SynchronousExtended(SharingExtended):
                     found = from_chief()
             if found is not None:
                 return _tf.as_operation(found)
-            return from_chief()  # it's made of tensors inside of the function
+            return from_chief()  # it's computed from tensors inside of the function
 
         return from_chief if _tf.executing_eagerly() else now
 
     def adopt(self, keras_variable: Any, variable: Any) -> Any:
-        """Put a distributed variable around one of this process; return it.
+        """Wrap a variable of this process in a distributed one; return that.
 
-        All workers call it alike; the chief's value counts. What replicas add up is
-        the chief's value as well, and not one for each.
+        All workers call it alike; the chief's value counts, also for variables that are
+        summed over the replicas.
 
         Args:
-            keras_variable: Says how replicas' writes are combined.
+            keras_variable: Determines how replicas' writes are combined.
             variable: TensorFlow's variable, which becomes the first replica's copy if
                 it's on that device.
         """
@@ -250,7 +250,7 @@ class SynchronousExtended(SharingExtended):
     def _batch_gather_to(
         self, value_destination_pairs: Any, axis: int, options: Any = None
     ) -> Any:
-        """Replicas gather in a merge call, and may have the same tensor."""
+        """Gather in a merge call, because replicas may have the same tensor."""
         pairs = [
             (_tf.regroup(self.workers.local(v)), to)
             for v, to in value_destination_pairs

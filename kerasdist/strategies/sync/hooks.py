@@ -1,4 +1,4 @@
-"""What the synchronous strategies do in Keras's place, see `kerasdist._keras`."""
+"""The synchronous strategies' implementation of `_keras.protocols.KerasHooks`."""
 
 from __future__ import annotations
 
@@ -54,13 +54,13 @@ class Distributes(Protocol):
         """The connected workers, and this worker's replicas."""
 
     def adopt(self, keras_variable: Any, variable: Any) -> Any:
-        """Put a distributed variable around one of this process; return it."""
+        """Wrap a variable of this process in a distributed one; return that."""
 
     def distribute_parts(self, dataset: Any) -> Any:
         """Distribute a dataset of parts: one element per local replica in turn."""
 
     def distribute_own(self, dataset: Any, options: Any = None) -> Any | None:
-        """Distribute this worker's part of a dataset that is divided otherwise."""
+        """Distribute this worker's part of a dataset that isn't divided by rows."""
 
 
 class SynchronousHooks:
@@ -68,7 +68,7 @@ class SynchronousHooks:
 
     Args:
         extended: The strategy's extended object.
-        options: What the strategy was asked for.
+        options: The strategy's options.
     """
 
     dynamic = False
@@ -86,7 +86,7 @@ class SynchronousHooks:
         self._told: set[str] = set()
         self.rank = workers.communicator.rank
         self.shards = options.shards
-        # Of workers with servers it's the servers that are waited for first.
+        # With servers, waiting is first of all for the servers.
         self.timer = StepClock(
             workers.devices, workers.communicator, in_turn=not workers.job.has_servers
         )
@@ -157,7 +157,7 @@ class SynchronousHooks:
         if self.shards and self._workers.size > 1:
             batch = self.settle_batch(batch)
         if replicas == 1:
-            # Outside of graphs nobody else makes tensors of arrays.
+            # Outside of graphs nothing else converts arrays to tensors.
             return tf.nest.map_structure(
                 lambda x: tf.convert_to_tensor(x) if isinstance(x, np.ndarray) else x,
                 batch,
@@ -208,10 +208,10 @@ class SynchronousHooks:
                 batches=None,
                 division="divided by file" if by_file else "each worker's own dataset",
             )
-            # How much of the whole is this worker's isn't known before it's read.
+            # This worker's part of the whole isn't known before it's read.
             return self._in_step(own, None)
         workers = self._workers.communicator.size
-        # Items have been compared; their reader mustn't begin before the epoch does.
+        # Items have been compared; their reader must not begin before the epoch does.
         if workers == 1 or is_items or self._choice.mode == "same":
             return self._divide(dataset), length
         peeked, feed, length = settle_dataset(
@@ -226,13 +226,13 @@ class SynchronousHooks:
         return feed, length
 
     def _divide(self, dataset: Any) -> Any:
-        """What iterates over this worker's parts of global batches."""
+        """Return the iterable over this worker's parts of global batches."""
         layout = self._workers.layout
         parts = slice_dataset(dataset, *layout, wrap=self._same.wrap)
         return self._extended.distribute_parts(parts)
 
     def _in_step(self, dataset: Any, length: int | None) -> tuple[Any, int | None]:
-        """Let workers whose data end first go on with empty batches."""
+        """Let workers whose data end first continue with empty batches."""
         own = getattr(dataset, "kerasdist_own", False)
         if not own or self._workers.communicator.size == 1:
             return dataset, length
@@ -376,7 +376,7 @@ class SynchronousHooks:
         return items
 
     def _agree(self, data: ArrayData) -> int:
-        """Let all workers hold the same arrays; return a seed that they agree on."""
+        """Make all workers hold the same arrays; return a seed that they agree on."""
         communicator = self._workers.communicator
         settle_arrays(communicator, self._choice, data, self.tell)
         return self._seed()
@@ -388,9 +388,9 @@ class SynchronousHooks:
         self._told.add(kind)
 
     def _seed(self) -> int:
-        """A seed that all workers agree on, another one each time.
+        """Return a seed that all workers agree on, a different one each time.
 
-        After the script has set its seed again, the same ones as before: models that
+        After the script has set its seed again, the sequence starts again: models that
         are compared, or folds, begin alike.
         """
         chosen = random_seed()
@@ -411,17 +411,17 @@ class SynchronousHooks:
 
 
 def _own_part(index: Any, batch: Any, part: Any) -> Any:
-    """An element of a dataset that is this worker's own: it says nothing of others."""
+    """Return an element of a worker's own dataset, without facts about others."""
     del index, batch
     mine, rows, _ = split_part(part)
     return mine if rows is None else with_facts(mine, None, rows)
 
 
 def _known_of(dataset: Any, length: int | None) -> GivenData:
-    """What is known of a dataset of global batches without reading it."""
+    """Return the known facts about a dataset of global batches, without reading it."""
     try:
         batch_size = _tf.static_batch_size(dataset)
     except (IndexError, TypeError, ValueError, tf.errors.OpError):
-        batch_size = None  # its elements aren't batches: said when they are used
+        batch_size = None  # its elements aren't batches: an error when they are used
     endless = int(dataset.cardinality()) == tf.data.INFINITE_CARDINALITY
     return GivenData(batch_size=batch_size, batches=length, endless=endless)

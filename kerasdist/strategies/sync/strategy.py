@@ -1,4 +1,4 @@
-"""What the data-parallel strategies have in common: one job of several workers."""
+"""The base of the data-parallel strategies: one job of several workers."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ class DataParallelStrategy(tf.distribute.Strategy):
     """A strategy whose workers train copies of one model on parts of the data.
 
     Subclasses connect the workers, and call this constructor with the result. It owns
-    the job from then on, also if it raises.
+    the job from then on, even if it raises.
 
     Args:
-        place: This task's place among the others, as the settings have it.
+        place: This task's place in the cluster, by the settings.
         devices: Canonical names of this worker's devices, one replica each.
         job: The connected workers.
-        options: What was asked for.
-        extended: The class of the strategy's inside.
+        options: The strategy's options.
+        extended: The class of the strategy's extended object.
     """
 
-    # TensorFlow's MirroredExtended asks its strategy for it.
+    # TensorFlow's MirroredExtended reads it from its strategy.
     _collective_key_base = 0
 
     def __init__(
@@ -59,7 +59,7 @@ class DataParallelStrategy(tf.distribute.Strategy):
         except BaseException as error:
             job.close(error)
             raise
-        # Without a reference to the strategy: it may be collected.
+        # Without a reference to the strategy, so that it can be collected.
         self._finalizer = weakref.finalize(self, job.close)
         self._finalizer.atexit = False
         leave_at_exit(job)
@@ -71,30 +71,30 @@ class DataParallelStrategy(tf.distribute.Strategy):
 
     @property
     def size(self) -> int:
-        """Number of workers."""
+        """The number of workers."""
         return self._job.communicator.size
 
     @property
     def is_chief(self) -> bool:
-        """Whether this worker writes what is written once for all."""
+        """Whether this worker is the chief, which writes files for all."""
         return self.rank == 0
 
     @property
     def cluster_resolver(self) -> Any:
         """The tasks of the job: `task_type`, `task_id`, `cluster_spec()`.
 
-        A `tf.distribute.cluster_resolver.ClusterResolver`, as scripts ask it of
-        `MultiWorkerMirroredStrategy` to find out who they are.
+        A `tf.distribute.cluster_resolver.ClusterResolver`, from which scripts written
+        for `MultiWorkerMirroredStrategy` read their role.
         """
         return resolver_of(self._place, self.rank, self.size)
 
     @property
     def communicator(self) -> Communicator:
-        """Collectives between the workers, on numpy arrays."""
+        """The communicator of the workers, for numpy arrays."""
         return self._job.communicator
 
     def close(self) -> None:
-        """Leave the job: give back sockets, threads and memory. Can be called twice.
+        """Leave the job: release sockets, threads and memory. Can be called twice.
 
         The model keeps its weights and can be used without the strategy. Workers
         that still wait for this one get `WorkerLost`.
@@ -104,6 +104,6 @@ class DataParallelStrategy(tf.distribute.Strategy):
         forget(self._job)
 
     def __deepcopy__(self: _Self, memo: dict[int, Any]) -> _Self:
-        # Keras copies models' attributes; there is one strategy all the same.
+        # Keras copies models' attributes, but there must be only one strategy.
         del memo
         return self

@@ -362,5 +362,5 @@ result(digest(m))
         tasks = job.succeed()
     metrics, message = tasks[1].result
     assert metrics == 2
-    assert "can join it in `fit` only" in message
+    assert "can join the job in `fit` only" in message
     assert "rank 1" in tasks[0].output
