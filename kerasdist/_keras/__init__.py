@@ -1,13 +1,13 @@
 """The Keras seam: the only package that imports `keras.src`.
 
-    hooks       what a strategy does in Keras's place: the contract
-    step        what is being traced in this thread
-    patches     the table of what is wrapped in Keras, and by which hook
-    all others  those hooks, each module for one concern, and what is read of models
+    protocols   the interface of a strategy's hooks
+    context     the facts about the step that a thread traces
+    patches     the table of the functions of Keras that are wrapped
+    all others  those hooks, each module for one concern, and the inspection of models
 
 `install` puts the hooks of the table into Keras. Each does what Keras does, unless the
-strategy in use has `keras_hooks`, or a `layer_placer`. For others this package's names
-are those below.
+strategy in use has `keras_hooks`, or a `layer_placer`. Other packages use the names of
+`__all__`.
 """
 
 from __future__ import annotations

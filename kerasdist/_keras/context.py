@@ -1,4 +1,4 @@
-"""What is being traced in this thread: the facts of a step that hooks need."""
+"""The context of the step that this thread traces: the facts that hooks need."""
 
 from __future__ import annotations
 
@@ -17,38 +17,38 @@ __all__ = ["StepContext", "current", "gradients_are_reduced", "is_timed", "setti
 
 
 class StepContext(threading.local):
-    """The facts.
+    """The facts about the current step, per thread.
 
     Attributes:
-        hooks: Of the strategy that runs a Keras step here; None outside of one.
+        hooks: The hooks of the strategy that runs a Keras step here; None outside.
         rows: The replica's number of rows inside a Keras step, else None.
-        total: The global batch's number of rows, where it's known without asking.
-        kinds: Of the step's losses, where there are several replicas.
+        total: The global batch's number of rows, if known without communication.
+        kinds: The kinds of the step's losses, if there are several replicas.
         reduced: Whether gradients have been reduced already.
         window: Whether gradients will be reduced once for several steps.
-        scale: What gradients are multiplied by before they are clipped.
+        scale: The factor of gradients before they are clipped.
         in_compile_loss: Whether CompileLoss records its parts.
-        fitting: 1 inside `fit`, 2 if it shall print something.
-        dealing: Whether `fit` has still to be given the data that it trains on.
-        joined: Whether this worker has joined others in the midst of this `fit`.
+        fitting: 1 inside `fit`, 2 if it prints.
+        dealing: Whether `fit` has not been given its training data yet.
+        joined: Whether this worker has joined others during this `fit`.
         evaluating: Whether this is inside `evaluate` or `predict`.
-        local: Whether models are trained by each worker for itself, and that is meant.
-        training: Whether the function that is made takes steps of training.
-        base_rate: Whether rates are read and set as they are before they are scaled.
-        iterator: A weak reference to the newest epoch iterator but those of `evaluate`
-            and `predict`: at the beginning of `fit` that of its data; None: there was
-            none.
-        making: Whether the function that is made measures its steps, or but counts
+        local: Whether each worker is meant to train models of its own.
+        training: Whether the function being made takes steps of training.
+        base_rate: Whether rates are read and set before they are scaled.
+        iterator: A weak reference to the newest epoch iterator other than those of
+            `evaluate` and `predict`: at the beginning of `fit` that of its data; None
+            if there was none.
+        making: Whether the function being made measures its steps, or only counts
             them; None: they aren't steps of training.
-        timed: Whether a step that is measured runs, or is being traced.
-        compiled: Whether what is inside of that step is for XLA.
+        timed: Whether a measured step runs, or is being traced.
+        compiled: Whether that step is compiled by XLA.
         building: Whether steps are traced for the variables that they create, and
-            nothing is updated.
-        readers: What reads data ahead and must be closed; None outside of `fit`,
-            `evaluate` and `predict`.
+            update nothing.
+        readers: Readers that read data ahead and must be closed; None outside of
+            `fit`, `evaluate` and `predict`.
         writing: Whether the chief writes a file here, and has announced that.
-        following: Whether a checkpoint is noted here that the chief has written.
-        after_batch: Whether callbacks are called where a batch of `fit` has ended.
+        following: Whether a checkpoint that the chief has written is recorded here.
+        after_batch: Whether callbacks are called at the end of a batch of `fit`.
     """
 
     hooks: KerasHooks | None = None
@@ -92,8 +92,8 @@ class StepContext(threading.local):
     def total_rows(self) -> Any:
         """Number of rows of the global batch: float32, scalar.
 
-        Where the data don't tell it (each worker's own, `train_on_batch`), asking
-        for it costs a collective per step.
+        Where the data don't determine it (each worker's own, `train_on_batch`), it
+        costs a collective per step.
         """
         if self.total is not None:
             return tf.cast(self.total, tf.float32)
@@ -134,10 +134,10 @@ def setting(**values: Any) -> Iterator[None]:
 
 
 def gradients_are_reduced() -> bool:
-    """Whether an optimizer runs on gradients that are the same on all replicas."""
+    """Return whether an optimizer gets gradients that are the same on all replicas."""
     return current.reduced
 
 
 def is_timed() -> bool:
-    """Whether the inside of a step is measured that runs, or is being traced."""
+    """Return whether the inside of the running or traced step is measured."""
     return current.timed and not current.compiled

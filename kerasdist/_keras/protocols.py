@@ -1,4 +1,4 @@
-"""What a strategy does in Keras's place."""
+"""The hooks through which a strategy takes part in Keras's training."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class StepTimer(Protocol):
     """Measures steps of training; see `strategies.measure.step_clock`.
 
     Attributes:
-        running: Whether somebody wants to know.
-        asked: Whether somebody wants to know it of the next call, and then no longer.
+        running: Whether steps are measured.
+        asked: Whether the next call alone is to be measured.
         marks: Whether the inside of a step is measured that runs, or is being traced,
             in whichever thread.
     """
@@ -37,15 +37,15 @@ class StepTimer(Protocol):
     marks: bool
 
     def enter(self, *, always: bool = False) -> bool:
-        """Keras calls the function that takes steps; is this call measured?"""
+        """Begin a call of the train function; return whether it is measured."""
 
     def leave(self, executions: int) -> None:
-        """It has returned; it takes so many steps at a time, 0 if it has failed."""
+        """End a call, which has taken this many steps at a time, 0 if it has failed."""
 
     def step(self, run: Callable[[Any], Any], data: Any) -> Any:
         """Count one step on this worker's part of a batch, in cross-replica context.
 
-        Measure it too, if the call is measured.
+        It is measured, too, if the call is measured.
         """
 
     def exchange(
@@ -53,7 +53,7 @@ class StepTimer(Protocol):
     ) -> list[Any]:
         """Reduce gradients, in replica context; return what `reduce` does.
 
-        `reduce` is given tensors that the last thing it does must wait for.
+        `reduce` is given tensors that its last operation must wait for.
         """
 
     def waited(
@@ -71,8 +71,8 @@ class KerasHooks(Protocol):
     Attributes:
         rank: This worker's rank.
         shards: Whether data are the same on all workers, and each takes its part.
-        deals: Whether workers don't wait for each other inside an epoch, whose batches
-            are dealt out: then it's a `DynamicHooks`.
+        dynamic: Whether workers don't wait for each other within an epoch, whose
+            batches go to the first worker that is free: then it's a `DynamicHooks`.
         timer: Measures steps of training.
     """
 
@@ -83,15 +83,15 @@ class KerasHooks(Protocol):
 
     @property
     def replicas(self) -> int:
-        """Number of replicas that take a step together."""
+        """The number of replicas that take a step together."""
 
     @property
     def local_replicas(self) -> int:
-        """Number of this worker's replicas."""
+        """The number of this worker's replicas."""
 
     @property
     def workers(self) -> int:
-        """Number of workers."""
+        """The number of workers."""
 
     def fill_if_empty(self, batch: Any) -> Any:
         """Give a batch without rows one row of zeros, so that a step can run."""
@@ -112,28 +112,28 @@ class KerasHooks(Protocol):
         last: Any,
         steps: int,
     ) -> list[Any]:
-        """In the last step of gradient accumulation reduce what has come together."""
+        """Reduce accumulated gradients in the last step of gradient accumulation."""
 
     def sum_over_replicas(self, tensors: Sequence[Any]) -> list[Any]:
         """Sum each tensor over all replicas, in replica context."""
 
     def replica(self) -> int:
-        """Number of the replica that is being traced, over all workers."""
+        """Return the number of the replica that is being traced, over all workers."""
 
     def own_rows(self, batch: Any) -> Any:
-        """This worker's rows of a global batch: per replica, if it has several."""
+        """Return this worker's rows of a global batch: per replica if several."""
 
     def gather_outputs(self, output: Any) -> Any:
         """Concatenate all workers' outputs along the first dimension."""
 
     def order_of_epochs(self) -> Callable[[int, int], Any]:
-        """A function of (length, epoch): an order that all workers agree on."""
+        """Return a function of (length, epoch): an order that all workers agree on."""
 
     def distribute_arrays(self, data: Any) -> Any:
-        """Return what iterates over this worker's parts of an `ArrayData`."""
+        """Return the iterable over this worker's parts of an `ArrayData`."""
 
     def distribute_items(self, data: Any) -> Any | None:
-        """Return what iterates over this worker's parts of an `ItemData`'s items.
+        """Return the iterable over this worker's parts of an `ItemData`'s items.
 
         None if its items can't be exchanged: then all workers read all of them.
         """
@@ -146,84 +146,84 @@ class KerasHooks(Protocol):
         *,
         is_items: bool = False,
     ) -> tuple[Any, int | None]:
-        """Return what iterates over this worker's parts of a `tf.data.Dataset`.
+        """Return the iterable over this worker's parts of a `tf.data.Dataset`.
 
-        And its number of batches, the same on all workers; None if not known.
-        `generator` is the plain one that it reads, if it's one; `is_items` says that it
-        reads a PyDataset.
+        Also return its number of batches, the same on all workers; None if not known.
+        `generator` is the plain generator that it reads, if any; `is_items` is true if
+        it reads a PyDataset.
         """
 
     def adopt(self, variable: Any, value: Any) -> Any:
-        """Make TensorFlow's variable of a Keras variable the strategy's; return it.
+        """Let the strategy adopt TensorFlow's variable of a Keras variable; return it.
 
-        It was created outside of the scope. All workers call it alike.
+        It was created outside of the scope. All workers call this alike.
         """
 
     def unwrap(self, data: Any) -> Any:
-        """What a step is given of an element of a distributed dataset."""
+        """Return the batch for a step from an element of a distributed dataset."""
 
     def split(self, data: Any) -> tuple[Any, Any, Any]:
-        """A step's batch, its number of rows, and that of the global batch if known.
+        """Return a step's batch, its rows, and the global batch's rows if known.
 
-        A batch that counts as none may have a row all the same, to compute with.
+        A batch with 0 rows may contain a row for the computation.
         """
 
     def tell(self, kind: str, line: str) -> None:
-        """Tell the user a line, on the chief, once of each kind of thing."""
+        """Print a line for the user, on the chief, once for each kind."""
 
     @property
     def announcements(self) -> Announcements | None:
-        """What the chief tells the others outside of collectives; None: it can't."""
+        """The chief's announcements outside of collectives; None if unsupported."""
 
     def any_of(self, flag: bool) -> bool:
-        """Whether the flag is set on any worker."""
+        """Return whether the flag is set on any worker."""
 
     def of_chief(self, number: float, root: int = 0) -> float:
-        """The chief's number, or that of another rank."""
+        """Return the chief's number, or that of another rank."""
 
     def texts(self, text: str) -> dict[int, str]:
-        """Each worker's text by its rank: those that are lost leave gaps."""
+        """Return each worker's text by its rank; lost workers are missing."""
 
     def average(self, variables: Sequence[Any]) -> None:
         """Set each variable to its mean over all replicas."""
 
     def flush_accumulators(self, variables: Sequence[Any]) -> None:
-        """In the midst of gradient accumulation: `average`, where steps are in step."""
+        """Set open accumulators to their mean, if workers are synchronous."""
 
     def local_step(self) -> contextlib.AbstractContextManager[None]:
-        """A step of training stands inside."""
+        """Run a step of training in the block."""
 
     def collective_scope(self) -> contextlib.AbstractContextManager[None]:
-        """A step of an evaluation or prediction stands inside."""
+        """Run a step of an evaluation or prediction in the block."""
 
     def updating(self, variables: Sequence[Any], touched: Sequence[Any]) -> None:
-        """An optimizer is about to update variables, see `updated`."""
+        """Prepare for an optimizer's update of variables, see `updated`."""
 
     def updated(
         self, optimizer: Any, variables: Sequence[Any], touched: Sequence[Any]
     ) -> None:
-        """An optimizer has updated variables, in replica context.
+        """Complete an optimizer's update of variables, in replica context.
 
         `touched` has for each of them indices of all rows that may have changed, or
         None if they aren't known.
         """
 
     def has_own_state(self) -> bool:
-        """Whether all but weights may differ between workers; all workers ask."""
+        """Return whether all but weights may differ between workers; all call it."""
 
     def begin_fit(
         self, variables: Sequence[Any], optimizer: Any, sparse: Sequence[bool]
     ) -> None:
-        """All workers are about to train these variables with this optimizer.
+        """Prepare to train these variables with this optimizer, on all workers.
 
-        `sparse` says of each whether few of its rows change in a step.
+        `sparse` has for each variable whether few of its rows change in a step.
         """
 
     def evaluate(self, call: Callable[[bool], Any], forget: Callable[[], None]) -> Any:
         """Evaluate or predict on all workers.
 
-        `call` does it; it is told whether to divide the data anew, and may be called
-        again. `forget` drops what was traced for other workers.
+        `call` does it; its argument is whether the data must be divided again, and it
+        may be called several times. `forget` drops functions traced for other workers.
         """
 
     def check_state(
@@ -231,25 +231,25 @@ class KerasHooks(Protocol):
     ) -> None:
         """Check that all replicas hold the same values, or take the chief's.
 
-        `parts` are what replicas may have parts of: they take the mean.
+        `parts` are variables of which replicas may have parts: they take the mean.
         """
 
     def share_state(self, variables: Sequence[Any], root: int) -> Any:
         """Give all workers a rank's values; see `reduce.initial_state.Shared`."""
 
     def describe(self) -> str:
-        """The workers and their replicas, for the start-up line."""
+        """Describe the workers and their replicas, for the start-up line."""
 
     def failure(self, error: Exception) -> Exception | None:
-        """What ended the job and made TensorFlow raise `error`, or None."""
+        """Return the failure of the job behind TensorFlow's `error`, or None."""
 
 
 class DynamicHooks(KerasHooks, Protocol):
-    """The hooks of a strategy whose workers don't wait for each other in an epoch.
+    """The hooks of an asynchronous strategy.
 
     Attributes:
-        steps_of_all: How many steps all workers took in the epoch that was ended last.
-        joining: Whether this worker has come later, and hasn't joined the others.
+        steps_of_all: How many steps all workers took in the last epoch that has ended.
+        joining: Whether this worker has started late, and hasn't joined the others.
     """
 
     steps_of_all: int
@@ -258,19 +258,19 @@ class DynamicHooks(KerasHooks, Protocol):
     def joining(self) -> bool: ...
 
     def let_in(self, epoch: int, known: dict[str, Any], statistics: Any) -> None:
-        """Another epoch follows: let others join who have come meanwhile.
+        """Let late workers join before another epoch.
 
         Args:
             epoch: Its number.
-            known: What they are told of the trainer.
-            statistics: As in `end_epoch`: they get all workers'.
+            known: Facts about the trainer for late workers.
+            statistics: As in `end_epoch`; late workers get those of the others.
         """
 
     def join(self, statistics: Sequence[Any]) -> tuple[int, dict[str, Any]]:
-        """Join the others; return the epoch that begins, and what they know."""
+        """Join the others; return the epoch that begins, and their facts."""
 
     def deal_arrays(self, data: Any) -> Any:
-        """Return what deals out batches of arrays: see `DynamicDataset`."""
+        """Return dynamic batches of arrays: see `DynamicDataset`."""
 
     def deal_items(self, data: Any) -> Any:
         """The same for a PyDataset."""
@@ -279,39 +279,39 @@ class DynamicHooks(KerasHooks, Protocol):
         """The same for a `tf.data.Dataset`."""
 
     def steps_of(self, optimizer: Any) -> Any | None:
-        """Number of steps by all workers, int64; None: the optimizer's own count."""
+        """Return the steps by all workers, int64; None: the optimizer's own count."""
 
     def resume_at(self, steps: int | None) -> None:
-        """Before `begin_fit`, on all workers: the chief's is where the count goes on.
+        """Set the step count before `begin_fit`, on all workers; the chief's counts.
 
-        None: the count is what it was, or an optimizer's own if that is new.
+        None: the count stays, or is an optimizer's own if that is new.
         """
 
     def progress(self) -> tuple[int, int] | None:
-        """How many steps, in all and of this epoch, are in this worker's weights.
+        """Return how many steps, in all and of this epoch, are in the weights.
 
-        None: not known, there's no optimizer that `fit` trains with.
+        None if not known, because no `fit` has used an optimizer.
         """
 
     def end_batches(self) -> None:
-        """Let the epoch end for all workers: one of them wants to stop."""
+        """End the epoch for all workers, because one of them wants to stop."""
 
     def end_epoch(self, statistics: Sequence[Any]) -> None:
         """Meet at the end of an epoch of training.
 
-        Then all have the same weights, and the same `statistics`.
+        Afterwards all have the same weights, and the same `statistics`.
         """
 
 
 def hooks_of(strategy: Any) -> KerasHooks | None:
-    """The hooks of a strategy; None for one that isn't ours."""
+    """Return the hooks of a strategy; None for one that isn't kerasdist's."""
     extended = getattr(strategy, "extended", None)
     hooks: KerasHooks | None = getattr(extended, "keras_hooks", None)
     return hooks
 
 
 def timer_of(strategy: Any) -> StepTimer | None:
-    """What measures a strategy's steps of training; None for one that isn't ours."""
+    """Return the step timer of a strategy; None for one that isn't kerasdist's."""
     timer: StepTimer | None = getattr(
         getattr(strategy, "extended", None), "timer", None
     )
@@ -319,19 +319,19 @@ def timer_of(strategy: Any) -> StepTimer | None:
 
 
 def dealing_hooks(strategy: Any) -> DynamicHooks | None:
-    """The hooks of a strategy that deals out batches; None for any other."""
+    """Return the hooks of a strategy with dynamic batches; None for any other."""
     hooks: Any = hooks_of(strategy)
     return hooks if hooks is not None and hooks.dynamic else None
 
 
 def current_hooks() -> KerasHooks | None:
-    """The hooks of the strategy in scope."""
+    """Return the hooks of the strategy in scope."""
     return hooks_of(tf.distribute.get_strategy())
 
 
 @contextlib.contextmanager
 def translating(hooks: KerasHooks) -> Iterator[None]:
-    """TensorFlow reports an exception inside a graph as text: raise the real one."""
+    """Raise the job's failure in place of TensorFlow's error from inside a graph."""
     try:
         yield
     except tf.errors.OpError as error:
