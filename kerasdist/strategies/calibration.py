@@ -80,14 +80,14 @@ def measure_alone(model: Any) -> Alone | str:
     # Asynchronous workers have whole batches each.
     rows = round(every[0] if hooks is None or hooks.dynamic else sum(every))
 
-    def tell(value: float) -> float:
+    def send(value: float) -> float:
         """Send a value from the chief to all."""
-        (told,) = communicator.broadcast([np.float64(value)])
-        return float(told)
+        (seconds,) = communicator.broadcast([np.float64(value)])
+        return float(seconds)
 
     with clock.stopped():
         if clock.rank > 0:
-            while (told := tell(_FAILED)) == _GOES_ON:
+            while (seconds := send(_FAILED)) == _GOES_ON:
                 pass
             reason = "see the chief"
         else:
@@ -96,7 +96,7 @@ def measure_alone(model: Any) -> Alone | str:
                 if not rows or not _is_plain(clock.batch):
                     reason = "batches aren't made of plain tensors"
                 else:
-                    found = _measure(model, clock.batch, rows, lambda: tell(_GOES_ON))
+                    found = _measure(model, clock.batch, rows, lambda: send(_GOES_ON))
             except errors.KerasDistError:
                 raise
             except Exception as error:
@@ -104,10 +104,10 @@ def measure_alone(model: Any) -> Alone | str:
                 reason = f"a step on zeros fails: {type(error).__name__}: {error}"
             # Frees the graph, and copies of variables, which refer to each other.
             gc.collect()
-            told = tell(found)
-    if told <= 0:
+            seconds = send(found)
+    if seconds <= 0:
         return reason
-    return Alone(rows=rows, seconds=told, worker=_has_workers(model))
+    return Alone(rows=rows, seconds=seconds, worker=_has_workers(model))
 
 
 def _is_plain(batch: Any) -> bool:

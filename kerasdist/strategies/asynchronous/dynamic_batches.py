@@ -47,7 +47,7 @@ class EpochHooks(Protocol):
         """Measures steps, and what they wait for."""
 
     def any_of(self, flag: bool) -> bool:
-        """Whether the flag is set on any worker."""
+        """Return whether the flag is set on any worker."""
 
     def settle(self) -> None:
         """Let all workers take the weights if one has changed them."""

@@ -346,7 +346,7 @@ class AsyncHooks(SynchronousHooks):
         """See `KerasHooks.evaluate`."""
         live = self._workers.live
         self.settle()
-        everybody = len(self._workers.client.peers)
+        all_workers = len(self._workers.client.peers)
         while True:
             if live.ranks != self._divided_over:
                 # Traced functions have divided the rows over other workers.
@@ -354,7 +354,7 @@ class AsyncHooks(SynchronousHooks):
                 self._divided_over = live.ranks
             try:
                 with self._workers.collective_scope(), live.strict():
-                    return call(self._mixed or live.size < everybody)
+                    return call(self._mixed or live.size < all_workers)
             except (WorkersChanged, tf.errors.OpError):
                 if not live.changed:
                     raise

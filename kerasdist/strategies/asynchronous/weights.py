@@ -237,7 +237,7 @@ class SharedTables:
 
     @property
     def staleness(self) -> dict[int, int]:
-        """How often this worker has read at which staleness."""
+        """Return how often this worker has read at which staleness."""
         counts: collections.Counter[int] = collections.Counter()
         for weights in self._all:
             counts.update(weights.table.observed)

@@ -61,10 +61,10 @@ def settle_arrays(
     )
     if not why:
         return
-    told = chiefs_facts(communicator, {"batch_size": data.batch_size})
+    facts = chiefs_facts(communicator, {"batch_size": data.batch_size})
     leaves = [*x, *rest]
     megabytes = size_of(leaves) / 1e6
-    data.replace(chiefs_leaves(communicator, leaves), int(told["batch_size"]))
+    data.replace(chiefs_leaves(communicator, leaves), int(facts["batch_size"]))
     tell("arrays", used("arrays", why, f"{megabytes:.3g} MB are sent once"))
 
 

@@ -41,7 +41,7 @@ def chiefs_leaves(communicator: Communicator, leaves: Sequence[Encoded]) -> list
         communicator: The communicator of all workers, which call this together.
         leaves: The chief's tensors; those of other ranks are ignored.
     """
-    told = chiefs_facts(communicator, {"leaves": describe(leaves)})["leaves"]
+    chiefs = chiefs_facts(communicator, {"leaves": describe(leaves)})["leaves"]
     sent = iter([array for leaf in leaves for array in leaf.arrays])
     chief = communicator.rank == 0
 
@@ -60,6 +60,6 @@ def chiefs_leaves(communicator: Communicator, leaves: Sequence[Encoded]) -> list
 
     found = [
         Encoded(kind, tuple(receive(*form) for form in forms), inner)
-        for kind, inner, forms in told
+        for kind, inner, forms in chiefs
     ]
     return [decode(encoded) for encoded in found]

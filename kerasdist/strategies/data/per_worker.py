@@ -78,9 +78,9 @@ class PerWorkerIterator:
         here = bool(optional.has_value())
         fetched = time.time()
         self._timer.waited(fetched - begin)
-        anybody = any_of(self._workers, here)
+        any_left = any_of(self._workers, here)
         self._timer.waited(time.time() - fetched, others=True)
-        if not anybody:
+        if not any_left:
             raise StopIteration
         if here:
             self._last = optional.get_value()

@@ -196,13 +196,13 @@ class StageClock:
         """
         error = 0.0
         for host in {_tf.host_of(device) for device in self._devices} - {self._host}:
-            asked, theirs, told = np.zeros((3, _QUESTIONS), np.int64)
+            asked, theirs, answered = np.zeros((3, _QUESTIONS), np.int64)
             for number in range(_QUESTIONS):
                 asked[number] = time.time_ns()
                 with tf.device(host):
                     theirs[number] = int(1e9 * float(tf.timestamp().numpy()))
-                told[number] = time.time_ns()
-            found = compare(asked, theirs, told)
+                answered[number] = time.time_ns()
+            found = compare(asked, theirs, answered)
             self._ahead[host] = -found.ahead / 1e9
             error = max(error, found.error / 1e9)
         return error

@@ -297,9 +297,9 @@ def _dial_all(job: Job, servers: Sequence[str]) -> None:
         if rank != ring.rank
         and (reason := why_unreachable(address, _DIAL_SECONDS)) is not None
     }
-    told = ring.all_gather(np.frombuffer(json.dumps(found).encode(), np.uint8))
+    gathered = ring.all_gather(np.frombuffer(json.dumps(found).encode(), np.uint8))
     missing: dict[int, str] = {}
-    for rank, part in enumerate(told):
+    for rank, part in enumerate(gathered):
         for other, reason in json.loads(part.tobytes()).items():
             missing.setdefault(int(other), f"from rank {rank}: {reason}")
     if not missing:

@@ -51,8 +51,8 @@ def texts(workers: Workers, rank: int, text: str) -> dict[int, str]:
     """Return each worker's text by its rank; lost workers are missing."""
     mine = np.frombuffer(f"{rank} {text}".encode(), np.uint8)
     every = workers.communicator.all_gather(mine)
-    told = [one.tobytes().decode().partition(" ") for one in every]
-    return {int(rank): text for rank, _, text in told}
+    parts = [one.tobytes().decode().partition(" ") for one in every]
+    return {int(rank): text for rank, _, text in parts}
 
 
 def average(

@@ -17,7 +17,7 @@ from kerasdist import _tf
 from kerasdist.strategies.reduce.buckets import in_buckets
 from kerasdist.strategies.reduce.indexed_slices import add_up, sum_over_workers
 from kerasdist.strategies.reduce.replicas import sum_once_per_worker, sum_over_replicas
-from kerasdist.strategies.reduce.sparse_parts import TakenApart
+from kerasdist.strategies.reduce.sparse_parts import SplitGradients
 from kerasdist.strategies.reduce.workers import Workers
 
 __all__ = ["narrow", "reduce_gradients", "widen"]
@@ -64,8 +64,8 @@ def reduce_gradients(
     slices = [g for g in gradients if _is_slices(g)]
     # Without the table's shape they can't be sent as one.
     linear = linear and all(s.dense_shape is not None for s in slices)
-    apart = TakenApart(gradients, linear=linear)
-    pieces = apart.pieces
+    split = SplitGradients(gradients, linear=linear)
+    pieces = split.pieces
     if rows is None:
         replicas = workers.layout.total
         shares = [narrow(workers, piece, 1 / replicas) for piece in pieces]
@@ -74,8 +74,8 @@ def reduce_gradients(
             widen(workers, total, piece, replicas)
             for total, piece in zip(sums, pieces, strict=True)
         ]
-        _look_at(apart, wide, linear, tell)
-        return apart.together(wide, replicas)
+        _warn_of_constants(split, wide, linear, tell)
+        return split.combine(wide, replicas)
     slices = [piece for piece in pieces if _is_slices(piece)]
     dense = [piece for piece in pieces if not _is_slices(piece)]
     means: Iterator[Any] = iter(())
@@ -87,12 +87,12 @@ def reduce_gradients(
     elif slices:
         gathered = iter(_mean_of_slices(workers, slices, rows, total))
     reduced = [next(gathered if _is_slices(piece) else means) for piece in pieces]
-    _look_at(apart, reduced, linear, tell)
-    return apart.together(reduced)
+    _warn_of_constants(split, reduced, linear, tell)
+    return split.combine(reduced)
 
 
-def _look_at(
-    apart: TakenApart,
+def _warn_of_constants(
+    split: SplitGradients,
     reduced: list[Any],
     linear: bool,
     tell: Callable[[str, str], None] | None,
@@ -100,7 +100,7 @@ def _look_at(
     """Inform once that slices of eager steps may be added up differently."""
     if linear or tell is None or not _tf.executing_eagerly():
         return
-    if apart.look_constant(reduced):
+    if split.seem_constant(reduced):
         tell(
             "eager slices",
             "kerasdist: all replicas have looked up the same rows of a table, in a "

@@ -29,7 +29,7 @@ from kerasdist.strategies.reduce.index_origin import (
     parts_of,
 )
 
-__all__ = ["TakenApart"]
+__all__ = ["SplitGradients"]
 
 
 _DIFFERENT = (
@@ -40,7 +40,7 @@ _DIFFERENT = (
 )
 
 
-class TakenApart:
+class SplitGradients:
     """A list of gradients, split into the pieces that are reduced.
 
     Args:
@@ -71,7 +71,7 @@ class TakenApart:
         if self._checksum is not None:
             self.pieces.append(self._checksum)
 
-    def look_constant(self, reduced: Sequence[Any]) -> bool:
+    def seem_constant(self, reduced: Sequence[Any]) -> bool:
         """Return whether eager slices of all replicas have the same indices.
 
         Then they may be constants, which only a graph can show: see `parts_of`.
@@ -83,7 +83,7 @@ class TakenApart:
                     return bool(np.all(every.reshape(-1, mine.size) == mine))
         return False
 
-    def together(self, reduced: Sequence[Any], replicas: int = 1) -> list[Any]:
+    def combine(self, reduced: Sequence[Any], replicas: int = 1) -> list[Any]:
         """Combine the gradients from their reduced pieces.
 
         Args:
