@@ -248,6 +248,7 @@ def _segment(
     def segment(*given: Any) -> Any:
         def backward(*gradients: Any, variables: Any = None) -> Any:
             gradients = tuple(map(_dense, gradients))
+            # 2. Run the layers again, recorded, on copies of the inputs.
             # They depend on `gradients`, so that the second run begins after those; a
             # control dependency alone would be optimized away together with the copy.
             late = [_after(tensor, gradients) for tensor in given]
@@ -256,6 +257,7 @@ def _segment(
                 tape.watch([x for x in late if _can_be_learned(x)])
                 tape.watch(trained)
                 found = once(late, True)
+            # 3. Compute the gradients from that record.
             pairs = [
                 (x, gradient)
                 for x, gradient in zip(found, gradients, strict=True)
@@ -269,11 +271,13 @@ def _segment(
             of_inputs = results[: len(late)]
             return (of_inputs, results[len(late) :]) if variables else of_inputs
 
+        # 1. Run the layers unrecorded: only the inputs are kept.
         with _tf.stop_recording():
             return once(list(given), False), backward
 
     with tf.device(device):
         flat = segment(*[tf.identity(tensor) for tensor in tensors])
+    # Restore the structure of the outputs, their masks, and the layers' losses.
     flat = list(flat)
     leaves = []
     for leaf in known["leaves"]:

@@ -183,6 +183,7 @@ class StepClock:
 
     def take(self) -> StepTimes:
         """Return the times of the steps since the last call; eagerly."""
+        # 1. The window's sums, and from them the parts of one measured step.
         now = self._summed.read()
         sums = now - self._before
         steps, seconds = float(sums[STEPS]), max(self._left - self._since, 0.0)
@@ -194,7 +195,8 @@ class StepClock:
                 met=self._met_measured,
                 in_turn=self._in_turn,
             )
-        # Without a measured step these steps count like those of the last window.
+        # 2. Extrapolate to all steps of the window; without a measured step these steps
+        # count like those of the last window.
         parts = {
             name: value * steps
             for name, value in (self._usual or dict.fromkeys(PARTS, 0.0)).items()
@@ -203,7 +205,7 @@ class StepClock:
         parts["input"] += self._waited_before
         parts["exchange"] += self._met
         parts["late"] += self._met
-        # The measured steps may have been longer than the others.
+        # 3. Scale to the window's time: measured steps may have been the longer ones.
         whole = sum(parts[name] for name in PHASES)
         if whole > seconds:
             for name in (*PHASES, "late"):
