@@ -273,10 +273,10 @@ class DynamicHooks(KerasHooks, Protocol):
         """Return dynamic batches of arrays: see `DynamicDataset`."""
 
     def deal_items(self, data: Any) -> Any:
-        """The same for a PyDataset."""
+        """Return dynamic batches of a PyDataset."""
 
     def deal_dataset(self, dataset: Any, length: int | None) -> Any:
-        """The same for a `tf.data.Dataset`."""
+        """Return dynamic batches of a `tf.data.Dataset`."""
 
     def steps_of(self, optimizer: Any) -> Any | None:
         """Return the steps by all workers, int64; None: the optimizer's own count."""
