@@ -78,7 +78,7 @@ class Turns(keras.callbacks.Callback):
 
     def __init__(self, board, seconds):
         super().__init__()
-        self.board, self.clock = board, strategy.extended.timer
+        self.board, self.clock = board, strategy.extended.kerasdist.timer
         self.row, self.period = rows_for(seconds)
         self.around = self.row + BEHIND if self.row else 0
         self.ways = (WITHOUT, COUNTED, ROW) if self.row else (WITHOUT, MEASURED)
@@ -163,7 +163,7 @@ with tempfile.TemporaryDirectory() as folder:
     begin = time.perf_counter()
     model.fit(**first)
     mine = np.float64((time.perf_counter() - begin) / FIRST)
-    slowest = strategy.extended.timer.communicator.all_reduce([mine], "max")
+    slowest = strategy.extended.kerasdist.timer.communicator.all_reduce([mine], "max")
     seconds = float(slowest[0])
     turns = Turns(board, seconds)
     model.fit(**data(turns.block), epochs=len(turns.order), callbacks=[turns])

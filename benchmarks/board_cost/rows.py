@@ -24,7 +24,7 @@ from kerasdist.callbacks import ScalingTensorBoard
 PERIOD, ROW, BATCH, STEPS = 40, 5, 64, 400
 
 strategy = kerasdist.RingStrategy()
-clock = strategy.extended.timer
+clock = strategy.extended.kerasdist.timer
 rng = np.random.default_rng(0)
 x = rng.normal(size=(BATCH * STEPS, 784)).astype("float32")
 y = rng.integers(0, 10, size=len(x))

@@ -13,7 +13,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from kerasdist._keras.protocols import hooks_of, timer_of
+from kerasdist._keras.protocols import hooks_of, stage_clock_of, timer_of
 from kerasdist.callbacks.timeline.trace import Execution, Record, Span, trace
 from kerasdist.callbacks.timeline.xplane import xspace
 from kerasdist.collectives import Communicator
@@ -212,8 +212,7 @@ class Timeline(keras.callbacks.Callback):
     @property
     def _stage_clock(self) -> StageClock | None:
         """The clock of this worker's stages; None if there is none to read."""
-        extended = getattr(self.model.distribute_strategy, "extended", None)
-        clock: StageClock | None = getattr(extended, "stage_clock", None)
+        clock: StageClock | None = stage_clock_of(self.model.distribute_strategy)
         # Of an execution's several steps there are only sums.
         several = self._per_execution > 1
         return None if clock is None or several or not clock.can_look else clock

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import tensorflow as tf
 
+from kerasdist._tf.facets import facets_of
 from kerasdist.transport.liveness.announcements import Announcements
 
 __all__ = [
@@ -17,6 +18,7 @@ __all__ = [
     "current_hooks",
     "dealing_hooks",
     "hooks_of",
+    "stage_clock_of",
     "timer_of",
     "translating",
 ]
@@ -66,7 +68,7 @@ class StepTimer(Protocol):
 
 
 class KerasHooks(Protocol):
-    """The hooks of one strategy; found as `extended.keras_hooks`.
+    """The hooks of one strategy; found by `hooks_of`.
 
     Attributes:
         rank: This worker's rank.
@@ -305,17 +307,19 @@ class DynamicHooks(KerasHooks, Protocol):
 
 def hooks_of(strategy: Any) -> KerasHooks | None:
     """Return the hooks of a strategy; None for one that isn't kerasdist's."""
-    extended = getattr(strategy, "extended", None)
-    hooks: KerasHooks | None = getattr(extended, "keras_hooks", None)
+    hooks: KerasHooks | None = facets_of(strategy).hooks
     return hooks
 
 
 def timer_of(strategy: Any) -> StepTimer | None:
     """Return the step timer of a strategy; None for one that isn't kerasdist's."""
-    timer: StepTimer | None = getattr(
-        getattr(strategy, "extended", None), "timer", None
-    )
+    timer: StepTimer | None = facets_of(strategy).timer
     return timer
+
+
+def stage_clock_of(strategy: Any) -> Any | None:
+    """Return the clock of a strategy's stages; None without a placement."""
+    return facets_of(strategy).stage_clock
 
 
 def dealing_hooks(strategy: Any) -> DynamicHooks | None:

@@ -31,6 +31,8 @@ from tensorflow.python.distribute.one_device_strategy import (
 from tensorflow.python.eager import backprop, context
 from tensorflow.python.framework import ops
 
+from kerasdist._tf.facets import current_facets
+
 __all__ = [
     "OneDeviceExtended",
     "add_on_device",
@@ -138,13 +140,11 @@ def default_placement(choose: Callable[[Any], str]) -> Iterator[None]:
 
 
 def _is_placing() -> bool:
-    strategy = distribute_lib.get_strategy()
-    return bool(getattr(strategy.extended, "places_gradients", False))
+    return current_facets().places_gradients
 
 
 def _adds_in_turn() -> bool:
-    extended = distribute_lib.get_strategy().extended
-    return int(getattr(extended, "micro_batches", 1)) > 1
+    return current_facets().micro_batches > 1
 
 
 def device_of(tensors: Any) -> str:

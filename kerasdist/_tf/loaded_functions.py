@@ -7,6 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from kerasdist._tf.facets import is_ours
 from kerasdist._tf.variables import is_distributed
 
 __all__ = ["call"]
@@ -22,7 +23,7 @@ def call(
     copies hold the same value, so this reads and writes the first one and copies it to
     the others. Within a replica TensorFlow traces the function once more.
     """
-    ours = hasattr(tf.distribute.get_strategy().extended, "timer")
+    ours = is_ours(tf.distribute.get_strategy())
     if not ours or not tf.distribute.in_cross_replica_context():
         return original(function, args, captured)
     variables = [c for c in captured if is_distributed(c)]

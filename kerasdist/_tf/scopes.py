@@ -12,6 +12,8 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.python.distribute import distribute_lib
 
+from kerasdist._tf.facets import is_ours
+
 __all__ = ["keep_graph", "outside_of_scopes"]
 
 
@@ -51,6 +53,6 @@ def keep_graph(original: Callable[..., Any], graphs: Any) -> None:
     an IndexError. While no graph is built the old one holds nothing else that matters.
     """
     # All of kerasdist's strategies have a timer, and no others.
-    ours = hasattr(tf.distribute.get_strategy().extended, "timer")
+    ours = is_ours(tf.distribute.get_strategy())
     if not (ours and tf.executing_eagerly()):
         original(graphs)

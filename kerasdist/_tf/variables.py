@@ -11,6 +11,8 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.python.distribute import distribute_utils
 
+from kerasdist._tf.facets import current_facets
+
 __all__ = ["aggregate", "distribute_copies", "is_distributed", "to_float", "to_int"]
 
 
@@ -20,13 +22,12 @@ def aggregate(
     """Replace `apply_aggregation_replica_context`.
 
     For a variable of `ONLY_FIRST_REPLICA` TensorFlow merges the replicas to take the
-    first one's value, which it can't do inside `tf.cond`. While `in_lockstep` of the
-    extended object is set, all replicas have the same value by construction, and each
+    first one's value, which it can't do inside `tf.cond`. While `Facets.in_lockstep`
+    holds, all replicas have the same value by construction, and each
     writes its own copy.
     """
-    if aggregation == tf.VariableAggregation.ONLY_FIRST_REPLICA and getattr(
-        tf.distribute.get_strategy().extended, "in_lockstep", False
-    ):
+    first = tf.VariableAggregation.ONLY_FIRST_REPLICA
+    if aggregation == first and current_facets().in_lockstep():
         return value
     return original(value, aggregation, destinations)
 

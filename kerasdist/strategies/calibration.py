@@ -26,6 +26,7 @@ import numpy as np
 import tensorflow as tf
 
 from kerasdist import _keras, _tf, errors
+from kerasdist._tf.facets import facets_of
 from kerasdist.collectives import Communicator
 from kerasdist.strategies.data.batch_split import slice_dataset
 from kerasdist.strategies.placed.one_device import on_one_device
@@ -71,10 +72,10 @@ def measure_alone(model: Any) -> Alone | str:
     Raises:
         CollectiveError: See `kerasdist.errors`; the model is unchanged.
     """
-    extended = model.distribute_strategy.extended
-    clock = extended.timer
+    facets = facets_of(model.distribute_strategy)
+    clock = facets.timer
     communicator: Communicator = clock.communicator
-    hooks = getattr(extended, "keras_hooks", None)
+    hooks = facets.hooks
     mine = np.array([clock.rows_per_step], np.float64)
     every = [float(part[0]) for part in communicator.all_gather(mine)]
     # Asynchronous workers have whole batches each.

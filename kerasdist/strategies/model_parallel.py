@@ -182,19 +182,21 @@ class ModelParallelStrategy(tf.distribute.Strategy):
 
         With `placement="auto"` it's made when a model is first used.
         """
-        return getattr(self.extended.layer_placer, "plan", self._plan)
+        return getattr(self.extended.kerasdist.placer, "plan", self._plan)
 
     @property
     def devices(self) -> tuple[str, ...]:
         """All devices by full name; the first is for layers without a pattern."""
-        return self.extended.layer_placer.devices
+        return self.extended.kerasdist.placer.devices
 
     def pipeline(self) -> Pipeline:
         """Return the GPipe schedule of a step; `print(strategy.pipeline())` draws it.
 
         For stages that take equally long, in the order of `devices`.
         """
-        return Pipeline(stages=self.devices, micro_batches=self.extended.micro_batches)
+        return Pipeline(
+            stages=self.devices, micro_batches=self.extended.kerasdist.micro_batches
+        )
 
     def stage(self, device: str) -> contextlib.AbstractContextManager[None]:
         """Place layers that are created, and variables, in a `with` block on a device.
@@ -208,7 +210,7 @@ class ModelParallelStrategy(tf.distribute.Strategy):
         Raises:
             ValueError: There's no such device, or it isn't one of `devices`.
         """
-        return staging(self.extended.layer_placer, device)
+        return staging(self.extended.kerasdist.placer, device)
 
     def placement_report(self) -> PlacementReport:
         """Report which operations ran on which device in the first step of each kind.
@@ -220,7 +222,7 @@ class ModelParallelStrategy(tf.distribute.Strategy):
         order to be faster are counted where they ran. Steps are those of `fit`,
         `evaluate`, `predict` and `*_on_batch` of the model that ran last.
         """
-        return PlacementReport(steps=dict(self.extended.layer_placer.steps))
+        return PlacementReport(steps=dict(self.extended.kerasdist.placer.steps))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ModelParallelStrategy:
         # Keras copies models' attributes, but there must be only one strategy.

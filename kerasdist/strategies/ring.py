@@ -234,12 +234,12 @@ class RingStrategy(DataParallelStrategy):
                 f"device={device!r}. Create the strategy with `placement={{}}` and "
                 "`devices=[...]`."
             )
-        return staging(self.extended.layer_placer, device)
+        return staging(self.extended.kerasdist.placer, device)
 
     def placement_report(self) -> PlacementReport:
         """Report which operations ran on which device on this worker.
 
         See `ModelParallelStrategy.placement_report`; empty without a placement.
         """
-        placer = getattr(self.extended, "layer_placer", None)
+        placer = self.extended.kerasdist.placer
         return PlacementReport(steps={} if placer is None else dict(placer.steps))

@@ -11,6 +11,8 @@ from typing import Any, Protocol
 import tensorflow as tf
 from keras.src.backend.common.name_scope import current_path
 
+from kerasdist._tf.facets import facets_of
+
 __all__ = [
     "LayerFacts",
     "LayerPlacer",
@@ -54,7 +56,7 @@ class LayerFacts:
 
 
 class LayerPlacer(Protocol):
-    """The devices of layers; found as `extended.layer_placer`."""
+    """The devices of layers; found by `placer_of`."""
 
     @property
     def stage(self) -> str | None:
@@ -124,8 +126,7 @@ _WISH = "_kerasdist_device"
 
 def placer_of(strategy: Any) -> LayerPlacer | None:
     """Return the placer of a strategy; None if it has none."""
-    extended = getattr(strategy, "extended", None)
-    placer: LayerPlacer | None = getattr(extended, "layer_placer", None)
+    placer: LayerPlacer | None = facets_of(strategy).placer
     return placer
 
 

@@ -13,6 +13,7 @@ import tensorflow as tf
 from kerasdist._keras.placement.auto_placement import ensure_planned, is_unplanned
 from kerasdist._keras.placement.layers import LayerPlacer, placer_of, prepare
 from kerasdist._keras.protocols import hooks_of
+from kerasdist._tf.facets import facets_of
 
 __all__ = [
     "compile_model",
@@ -123,7 +124,7 @@ def _count(trainer: Any, function: Callable[..., Any]) -> Callable[..., Any]:
 
     In a call that takes several steps the first one counts until the call ends.
     """
-    counter = getattr(trainer.distribute_strategy.extended, "step_counter", None)
+    counter = facets_of(trainer.distribute_strategy).step_counter
     if counter is None:
         return function
 
@@ -159,9 +160,7 @@ def who_was_lost(trainer: Any, error: Exception) -> Exception | None:
     """Return the lost worker's error behind TensorFlow's error; or None."""
     if not isinstance(error, tf.errors.OpError):
         return None
-    extended = trainer.distribute_strategy.extended
-    failure: Exception | None = getattr(extended, "failure", lambda _: None)(error)
-    return failure
+    return facets_of(trainer.distribute_strategy).failure(error)
 
 
 def keep_gradients_unscaled(

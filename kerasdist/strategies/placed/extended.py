@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from kerasdist import _keras, _tf
 from kerasdist._tf import gradient_placement, patches
+from kerasdist._tf.facets import Facets
 from kerasdist.collectives.backends.single import SingleCommunicator
 from kerasdist.strategies.measure.stages import StageClock
 from kerasdist.strategies.measure.step_clock import StepClock
@@ -28,27 +29,22 @@ def install_hooks() -> None:
 
 
 @contextlib.contextmanager
-def placed_step(
-    placer: Placer,
-    micro_batches: int,
-    clock: StageClock,
-    *,
-    rematerialize: bool = False,
-) -> Iterator[None]:
+def placed_step(facets: Facets) -> Iterator[None]:
     """Run a step of a placed replica inside of the block.
 
     Args:
-        placer: The placement.
-        micro_batches: The number of parts into which the replica's batch is divided.
-        clock: Measures the stages, if the step is measured.
-        rematerialize: Whether activations are recomputed instead of kept.
+        facets: The strategy's: its placer, micro-batches and stage clock count.
     """
     with contextlib.ExitStack() as stack:
         if not _tf.executing_eagerly():
-            choose = placer.choose(tf.compat.v1.get_default_graph())
+            choose = facets.placer.choose(tf.compat.v1.get_default_graph())
             stack.enter_context(gradient_placement.default_placement(choose))
         stack.enter_context(
-            in_micro_batches(micro_batches, rematerialize=rematerialize, clock=clock)
+            in_micro_batches(
+                facets.micro_batches,
+                rematerialize=facets.rematerialize,
+                clock=facets.stage_clock,
+            )
         )
         yield
 
@@ -62,16 +58,10 @@ class PlacedExtended(gradient_placement.OneDeviceExtended):
         remote: The other workers, if some of the devices are theirs.
         micro_batches: The number of parts into which each batch is divided.
         rematerialize: Whether activations are recomputed instead of kept.
-
-    Attributes:
-        step_counter: An object with the chief's current `step`, for error messages.
-            None if no other worker can be lost.
     """
 
     # A function that two layers share is traced for the device of each.
     _retrace_functions_for_each_device = True
-    # See `_tf.gradient_placement`.
-    places_gradients = True
 
     def __init__(
         self,
@@ -84,17 +74,21 @@ class PlacedExtended(gradient_placement.OneDeviceExtended):
     ) -> None:
         super().__init__(container, placer.devices[0])
         self._retrace_functions_for_each_device = True
-        self.layer_placer = placer
-        self.micro_batches = micro_batches
-        self.rematerialize = rematerialize
         # This process reads the data, wherever the layers are.
         self._host = _tf.canonical_device("CPU:0")
         self._remote = remote
-        self.step_counter = None if remote is None else remote.communicator
-        self.timer = StepClock([self._host], SingleCommunicator(), in_turn=True)
-        self.stage_clock = StageClock(placer.devices, self._host)
+        self.kerasdist = Facets(
+            timer=StepClock([self._host], SingleCommunicator(), in_turn=True),
+            placer=placer,
+            stage_clock=StageClock(placer.devices, self._host),
+            step_counter=None if remote is None else remote.communicator,
+            failure=self._failure,
+            places_gradients=True,
+            micro_batches=micro_batches,
+            rematerialize=rematerialize,
+        )
 
-    def failure(self, error: Exception) -> Exception | None:
+    def _failure(self, error: Exception) -> Exception | None:
         """Return the failure of the job behind TensorFlow's `error`, or None."""
         return None if self._remote is None else self._remote.failure(error)
 
@@ -103,7 +97,7 @@ class PlacedExtended(gradient_placement.OneDeviceExtended):
         if beside is not None:
             device = beside.device
         else:
-            device = self.layer_placer.new_variable()
+            device = self.kerasdist.placer.new_variable()
         with gradient_placement.on_device(device):
             return next_creator(**kwargs)
 
@@ -115,12 +109,7 @@ class PlacedExtended(gradient_placement.OneDeviceExtended):
                 return fn(*args, **kwargs)
 
     def _step(self) -> contextlib.AbstractContextManager[None]:
-        return placed_step(
-            self.layer_placer,
-            self.micro_batches,
-            self.stage_clock,
-            rematerialize=self.rematerialize,
-        )
+        return placed_step(self.kerasdist)
 
     def _update(self, var: Any, fn: Any, args: Any, kwargs: Any, group: bool) -> Any:
         with gradient_placement.update_on(var.device):

@@ -41,9 +41,6 @@ class HybridExtended(SynchronousExtended):
         options: The options of `SynchronousExtended`.
     """
 
-    # See `_tf.gradient_placement`.
-    places_gradients = True
-
     def __init__(
         self,
         container: Any,
@@ -58,26 +55,24 @@ class HybridExtended(SynchronousExtended):
         super().__init__(container, devices[:1], job, options)
         # A function that two layers share is traced for the device of each.
         self._retrace_functions_for_each_device = True
-        self.layer_placer = placer
-        self.micro_batches = micro_batches
-        self.rematerialize = rematerialize
-        self.stage_clock = StageClock(placer.devices, _tf.host_of(devices[0]))
+        facets = self.kerasdist
+        facets.placer = placer
+        facets.micro_batches = micro_batches
+        facets.rematerialize = rematerialize
+        # See `_tf.gradient_placement`.
+        facets.places_gradients = True
+        facets.stage_clock = StageClock(placer.devices, _tf.host_of(devices[0]))
 
     def _make_hooks(self, options: Options) -> SynchronousHooks:
         return HybridHooks(self, options)
 
     def _create_variable(self, next_creator: Any, **kwargs: Any) -> Any:
         if kwargs.get("colocate_with") is None:
-            kwargs["colocate_with"] = _Beside(self.layer_placer.new_variable())
+            kwargs["colocate_with"] = _Beside(self.kerasdist.placer.new_variable())
         return super()._create_variable(next_creator, **kwargs)
 
     def _call_for_each_replica(self, fn: Any, args: Any, kwargs: Any) -> Any:
-        with placed_step(
-            self.layer_placer,
-            self.micro_batches,
-            self.stage_clock,
-            rematerialize=self.rematerialize,
-        ):
+        with placed_step(self.kerasdist):
             if _tf.executing_eagerly():
                 return super()._call_for_each_replica(fn, args, kwargs)
             return _tf.call_replica(

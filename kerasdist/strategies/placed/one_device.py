@@ -23,6 +23,7 @@ from typing import Any
 
 from kerasdist import _keras, _tf
 from kerasdist._keras import LayerFacts
+from kerasdist._tf.facets import facets_of
 from kerasdist.placement.patterns import Patterns
 from kerasdist.strategies.placed.placer import Placer
 
@@ -71,19 +72,19 @@ def on_one_device(model: Any) -> Iterator[None]:
         MemoryError: The first device is a CPU of this host, which has too little memory
             left even for the copies.
     """
-    extended = model.distribute_strategy.extended
-    first = extended.layer_placer.devices[0]
+    facets = facets_of(model.distribute_strategy)
+    first = facets.placer.devices[0]
     state = _keras.whole_state(model)
     _check_room(first, sum(_bytes(v) for v in state if v.device != first))
     kept = [(v, v.numpy()) for v in state if v.device == first]
-    before = extended.layer_placer, extended.micro_batches, extended.rematerialize
+    before = facets.placer, facets.micro_batches, facets.rematerialize
     try:
         with _keras.copied_to(model, first):
-            extended.layer_placer = _OneDevice(extended.layer_placer)
-            extended.micro_batches, extended.rematerialize = 1, False
+            facets.placer = _OneDevice(facets.placer)
+            facets.micro_batches, facets.rematerialize = 1, False
             yield
     finally:
-        extended.layer_placer, extended.micro_batches, extended.rematerialize = before
+        facets.placer, facets.micro_batches, facets.rematerialize = before
         for variable, value in kept:
             variable.assign(value)
 

@@ -18,7 +18,7 @@ from typing import Any
 import tensorflow as tf
 
 from kerasdist import _keras, _tf
-from kerasdist._keras import StepTimer
+from kerasdist._tf.facets import Facets
 from kerasdist._tf.variables import distribute_copies
 from kerasdist.errors import CollectiveMismatch
 from kerasdist.strategies.job import StrategyJob
@@ -60,6 +60,11 @@ class SynchronousExtended(SharingExtended):
         workers = self._make_workers(job, devices, make_ops, options)
         super().__init__(container, workers)
         self.keras_hooks = self._make_hooks(options)
+        self.kerasdist = Facets(
+            hooks=self.keras_hooks,
+            timer=self.keras_hooks.timer,
+            in_lockstep=_keras.gradients_are_reduced,
+        )
 
     def _make_workers(
         self,
@@ -89,16 +94,6 @@ class SynchronousExtended(SharingExtended):
 
     def _use_merge_call(self) -> bool:
         return False
-
-    @property
-    def timer(self) -> StepTimer:
-        """The clock that measures steps of training."""
-        return self.keras_hooks.timer
-
-    @property
-    def in_lockstep(self) -> bool:
-        """Whether all replicas are about to write the same values."""
-        return _keras.gradients_are_reduced()
 
     def _call_for_each_replica(self, fn: Any, args: Any, kwargs: Any) -> Any:
         if len(self._devices) > 1:

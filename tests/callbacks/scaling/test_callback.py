@@ -699,7 +699,7 @@ def test_a_fit_that_fails_is_told(strategy, tmp_path, placed):
     board = ScalingTensorBoard(tmp_path, update_freq=4, verbose=0)
     with pytest.raises(OverflowError):
         one_worker(strategy, [board, Fails(OverflowError("Too much."))])
-    assert not strategy.extended.timer.running
+    assert not strategy.extended.kerasdist.timer.running
     told = text(Board(tmp_path / "scaling"), "events")
     assert told == ["- `fit` ended with OverflowError: Too much."]
     assert board.verdict is not None
@@ -712,7 +712,7 @@ def test_two_of_them_would_measure_half_of_it_each(strategy, tmp_path):
         ValueError, match=r"^A .fit. must have only one ScalingTensorBoard.*/2'"
     ):
         one_worker(strategy, [first, second])
-    assert not strategy.extended.timer.running
+    assert not strategy.extended.kerasdist.timer.running
     one_worker(strategy, [second])
     assert second.figures.steps in (22, 23)
 
@@ -767,7 +767,7 @@ def test_without_a_strategy_of_ours_nothing_is_written(tmp_path):
     with pytest.warns(UserWarning, match=r"Received: a model with .*RingStrategy\(\)"):
         model.fit(x, x[:, :2], verbose=0, callbacks=[ScalingTensorBoard(tmp_path)])
     assert not list(Path(tmp_path).iterdir())
-    assert not kerasdist.RingStrategy().extended.timer.running
+    assert not kerasdist.RingStrategy().extended.kerasdist.timer.running
 
 
 @pytest.mark.alone

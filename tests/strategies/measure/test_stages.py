@@ -129,10 +129,10 @@ other = build(strategy, slow=False)
 class Rare(keras.callbacks.Callback):
     '''The clock is told that steps are short: it measures none of these few.'''
     def on_train_batch_begin(self, batch, logs=None):
-        strategy.extended.timer.measure(1e-5)
+        strategy.extended.kerasdist.timer.measure(1e-5)
 def clocked():
-    return sum(
-        g.totals.numpy()[:, 0].sum() for g in strategy.extended.stage_clock._graphs)
+    clock = strategy.extended.kerasdist.stage_clock
+    return sum(g.totals.numpy()[:, 0].sum() for g in clock._graphs)
 found["plain"] = fit(other, "plain", calibrate=True, callbacks=[
     Timeline(folder + "/rare.json", steps=(10, 14), verbose=0), Rare()])
 found["clocked"] = [clocked()]
@@ -149,10 +149,10 @@ given.fit(x, y, batch_size=ROWS, verbose=0, callbacks=[
     *callbacks])
 found["rates"] = rates.rates
 found["clocked"].append(clocked() - found["clocked"][0])
-graphs = len(strategy.extended.stage_clock._graphs)
+graphs = len(strategy.extended.kerasdist.stage_clock._graphs)
 model.fit(x, y, batch_size=ROWS, verbose=0)
 model.evaluate(x, y, verbose=0)
-found["graphs"] = [graphs, len(strategy.extended.stage_clock._graphs)]
+found["graphs"] = [graphs, len(strategy.extended.kerasdist.stage_clock._graphs)]
 
 # Data that come late.
 def read(x, y):
@@ -171,7 +171,7 @@ with warnings.catch_warnings():
     try:
         fit(build(strategy, slow=False, run_eagerly=True), "failed", callbacks=[Fail()])
     except KeyError:
-        found["failed"] = strategy.extended.timer.running
+        found["failed"] = strategy.extended.kerasdist.timer.running
 print("RESULT", json.dumps(found))
 """
 

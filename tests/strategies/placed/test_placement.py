@@ -28,7 +28,7 @@ def place(kind, count, gradients=True):
     strategy = kerasdist.ModelParallelStrategy(
         zoo.placement(kind, devices), devices=devices
     )
-    strategy.extended.places_gradients = gradients
+    strategy.extended.kerasdist.places_gradients = gradients
     def stage(index):
         return strategy.stage(devices[min(index, count - 1)])
     with zoo.run_metadata() as graphs:
