@@ -201,7 +201,7 @@ def test_saved_models_have_no_devices_and_the_report_prices_what_moves(tmp_path)
     assert found["loaded"] == [["CPU:0"] * 6, first]
     assert found["same"] == [True, True, True]
     assert found["exported"] == []
-    assert "With run_eagerly=True numb" in found["warned"]
+    assert "With run_eagerly=True the " in found["warned"]
     assert found["eager"] == ["CPU:1"] * 2 + ["CPU:2"] * 2
 
 
