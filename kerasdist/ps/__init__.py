@@ -1,7 +1,7 @@
 """Parameter servers: tables, clocks, servers and clients. No TensorFlow, no Keras.
 
-`settings` and `layout` (which server holds which part of a variable) are shared by both
-sides. Keras variables that live at servers are in `strategies.asynchronous`.
+`settings` and `layout` (the assignment of variables' parts to servers) are shared by
+both sides. Keras variables that are held by servers are in `strategies.asynchronous`.
 """
 
 from kerasdist.ps.client.client import ServerClient

@@ -1,8 +1,8 @@
-"""Which part of which variable is on which server: a function of numbers.
+"""The assignment of variables' parts to servers: a function of numbers.
 
 A variable that is larger than a fair share (all bytes divided by the number of
-servers) is cut by rows into nearly equal pieces that aren't. Then the pieces go to the
-servers, the largest first, each to the server that has least so far (Graham, "Bounds
+servers) is cut by rows into nearly equal pieces that aren't. Then the pieces are
+assigned, the largest first, each to the server that has least so far (Graham, "Bounds
 on multiprocessing timing anomalies", 1969):
 
     2 servers, fair share 600                      server 0      server 1
@@ -31,7 +31,7 @@ from kerasdist.transport.wire.framing import DTYPES
 
 __all__ = ["Layout", "Piece", "Variable", "dtype_of"]
 
-# What is smaller isn't worth a message's part of its own.
+# A smaller variable isn't worth cutting.
 _LEAST_CUT_BYTES = 4096
 # Updates of a table are small beside its values: 16 bits would lose them.
 _HELD = {"float16": "float32", "bfloat16": "float32"}
@@ -46,7 +46,7 @@ def dtype_of(name: str) -> np.dtype[Any]:
         TypeError: There is no such dtype here.
     """
     if name == "bfloat16":
-        # Comes with TensorFlow; without it nobody sends one.
+        # Installed with TensorFlow; without it no worker sends this dtype.
         import ml_dtypes
 
         found: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
@@ -61,11 +61,11 @@ class Variable:
     """One variable of a table.
 
     Attributes:
-        name: For messages; needn't be unique.
+        name: For messages; need not be unique.
         shape: Its shape. A row is an element of the first dimension; a scalar is one
             row.
         dtype: "float16", "bfloat16", "float32" or "float64".
-        sparse: Whether its changes are of few rows: then only these travel.
+        sparse: Whether its changes are of few rows: then only these are sent.
 
     Raises:
         ValueError: A value is wrong.
@@ -102,7 +102,7 @@ class Variable:
 
     @property
     def held(self) -> str:
-        """The dtype in which servers hold and send it: at least 32 bits."""
+        """The dtype in which servers hold and send it, of at least 32 bits."""
         return _HELD.get(self.dtype, self.dtype)
 
     @property
@@ -140,7 +140,7 @@ class Layout:
     """The variables of one table over the servers.
 
     Args:
-        variables: The variables, in the order that all workers give them in.
+        variables: The variables, in the order in which all workers give them.
         servers: Number of servers, >= 1.
 
     Attributes:
@@ -165,9 +165,9 @@ class Layout:
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def dense(self, server: int) -> dict[str, list[Piece]]:
-        """The server's pieces of dense variables, by the dtype they're held in.
+        """Return the server's pieces of dense variables, by the dtype they're held in.
 
-        In the order of their offsets; dtypes in alphabetical order.
+        They are in the order of their offsets; dtypes in alphabetical order.
         """
         found: dict[str, list[Piece]] = {}
         for piece in self.pieces:
@@ -177,7 +177,7 @@ class Layout:
         return dict(sorted(found.items()))
 
     def sparse(self, server: int) -> list[Piece]:
-        """The server's pieces of sparse variables, in order."""
+        """Return the server's pieces of sparse variables, in order."""
         return [
             piece
             for piece in self.pieces
@@ -185,11 +185,11 @@ class Layout:
         ]
 
     def elements(self, piece: Piece) -> int:
-        """Elements of a piece."""
+        """Return the number of a piece's elements."""
         return piece.rows * self.variables[piece.variable].row_elements
 
     def server_bytes(self) -> list[int]:
-        """Bytes on each server, as they are held."""
+        """Return the bytes on each server, as they are held."""
         total = [0] * self.servers
         for piece in self.pieces:
             row_bytes = self.variables[piece.variable].row_bytes
@@ -248,12 +248,12 @@ class Layout:
             )
 
     def to_json(self) -> list[list[Any]]:
-        """The variables as JSON values; see `from_json`."""
+        """Return the variables as JSON values; see `from_json`."""
         return [[v.name, list(v.shape), v.dtype, v.sparse] for v in self.variables]
 
     @classmethod
     def from_json(cls, value: Any, servers: int) -> Layout:
-        """Return the layout whose `to_json` this is.
+        """Return the layout that `to_json` was called on.
 
         Raises:
             ProtocolError: It isn't one.
@@ -275,7 +275,7 @@ class Layout:
         return cls(variables, servers)
 
     def difference(self, other: Layout) -> str:
-        """Say in words in what the other layout differs; empty if in nothing."""
+        """Describe the first difference to another layout; empty if there is none."""
         if self.servers != other.servers:
             return f"{self.servers} servers, the other {other.servers}"
         if len(self.variables) != len(other.variables):

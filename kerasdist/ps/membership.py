@@ -1,4 +1,4 @@
-"""The workers of a job as one server knows them.
+"""The membership of a job: the state of its workers at one server.
 
     expected ──> live ──> finished
                  │  ▲
@@ -6,8 +6,8 @@
                  ▼         │
                 lost <─────┘          lost ──> live   (a new process with the same rank)
 
-In "async" the others go on without a lost worker. In "sync" it is the job's failure,
-which ends every wait.
+In "async" the others continue without a lost worker. In "sync" its loss is the job's
+failure, which ends every wait.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ["Event", "Membership", "WorkerRecord"]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Event:
-    """Something that happened to a worker.
+    """An event of a worker.
 
     Attributes:
         kind: "joined" (a new process with a lost worker's rank), "lost", "finished" or
@@ -32,7 +32,7 @@ class Event:
         rank: The worker.
         address: Its address.
         clock: The last step that it had finished; 0 without a table.
-        reason: What was seen, without a full stop.
+        reason: The observed cause, without a full stop.
     """
 
     kind: str
@@ -42,7 +42,7 @@ class Event:
     reason: str = ""
 
     def to_json(self) -> dict[str, Any]:
-        """The event as a JSON object."""
+        """Return the event as a JSON object."""
         return dataclasses.asdict(self)
 
     @classmethod
@@ -73,13 +73,13 @@ class WorkerRecord:
     Attributes:
         rank: Its rank.
         address: Its address in the cluster.
-        incarnation: Which process it is: a random text.
+        incarnation: A random text that identifies its process.
         replicas: Number of its replicas.
-        state: See the drawing in the module's docstring.
+        state: See the diagram in the module's docstring.
         met: Number of the last collective that it took part in, or has to skip.
         clock: The last step that it has finished, for messages.
-        returned: Whether it has been here before a restart of the server.
-        joining: Whether it waits to join the others, who don't wait for it yet.
+        returned: Whether it was a member before a restart of the server.
+        joining: Whether it waits to join the others, which don't wait for it yet.
     """
 
     rank: int
@@ -93,7 +93,7 @@ class WorkerRecord:
     joining: bool = False
 
     def __str__(self) -> str:
-        """For instance `rank 2 (10.0.0.3:2222)`."""
+        """Return its name, for instance `rank 2 (10.0.0.3:2222)`."""
         return f"rank {self.rank} ({self.address})"
 
 
@@ -105,7 +105,7 @@ class Membership:
         mode: "sync" or "async".
 
     Attributes:
-        changed: Guards everything here, and what waits for it: notified at each change.
+        changed: Guards all of this; notified at each change.
         workers: All workers, by rank.
         failure: The job's first failure, or None.
         on_event: Called with each event, under `changed`.
@@ -121,30 +121,30 @@ class Membership:
         self._mode = mode
 
     def live(self) -> list[WorkerRecord]:
-        """Those who are waited for: live, away, and expected, by rank."""
+        """Return the workers that are waited for: live, away, and expected, by rank."""
         return [p for p in self.workers if p.state in ("live", "away", "expected")]
 
     def missing(self) -> list[int]:
-        """The ranks that have never come."""
+        """Return the ranks that have never connected."""
         return [p.rank for p in self.workers if p.state == "expected"]
 
     @property
     def over(self) -> bool:
-        """Whether there is nobody left to serve."""
+        """Whether there is no worker left to serve."""
         return not self.live()
 
     def current(self, rank: int, incarnation: str) -> WorkerRecord | None:
-        """The worker of this rank if it's live and this very process."""
+        """Return the worker of this rank if it's live and this very process."""
         worker = self.workers[rank]
         same = worker.incarnation == incarnation
         return worker if same and worker.state == "live" else None
 
     def enter(self, worker: WorkerRecord, kind: str | None) -> None:
-        """A process has come with a rank; it replaces who had it before.
+        """Add a worker; it replaces the one that had its rank before.
 
         Args:
             worker: The worker; live from now on.
-            kind: The event that it is; None at the start of the job.
+            kind: The kind of its event; None at the start of the job.
         """
         with self.changed:
             worker.state = "live"
@@ -154,7 +154,7 @@ class Membership:
             self.changed.notify_all()
 
     def lose(self, worker: WorkerRecord, reason: str) -> bool:
-        """A worker is lost; False if it was no longer here."""
+        """Mark a worker as lost; return False if it was no longer a member."""
         with self.changed:
             if self.workers[worker.rank] is not worker or worker.state not in (
                 "live",
@@ -171,7 +171,7 @@ class Membership:
             return True
 
     def finish(self, worker: WorkerRecord, reason: str) -> None:
-        """A worker has left in good order."""
+        """Mark a worker as finished."""
         with self.changed:
             if self.workers[worker.rank] is not worker or worker.state != "live":
                 return
@@ -182,7 +182,7 @@ class Membership:
             self.changed.notify_all()
 
     def fail(self, error: errors.CollectiveError) -> errors.CollectiveError:
-        """The job has failed; return its first failure."""
+        """Set the job's failure; return the first one."""
         with self.changed:
             if self.failure is None:
                 self.failure = error

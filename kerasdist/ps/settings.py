@@ -1,4 +1,4 @@
-"""What a job with parameter servers was asked for."""
+"""The settings of a job with parameter servers."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ MODES = ("sync", "async")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ServerSettings:
-    """Settings that all workers and servers of a job must have alike.
+    """Settings that must be the same on all workers and servers of a job.
 
     Attributes:
-        mode: "sync": all workers meet in each step, and a lost worker ends the job.
-            "async": nobody waits for another but as `max_staleness` says, and the
-            others go on without a lost worker.
-        max_staleness: How many steps a worker may be ahead of the slowest one; 0: in
-            step; None: any number. For "async" only.
+        mode: "sync": all workers take each step together, and a lost worker ends the
+            job. "async": workers wait for each other only because of `max_staleness`,
+            and the others continue without a lost worker.
+        max_staleness: The most steps that a worker may be ahead of the slowest one; 0:
+            in step; None: any number. For "async" only.
         snapshot_dir: Folder in which each server keeps a snapshot of its tables; None:
-            nowhere. For "async" only: in "sync" the workers hold everything.
+            no snapshots. For "async" only: in "sync" the workers hold all weights.
         snapshot_seconds: Seconds between two snapshots; None: not by time.
         snapshot_updates: Updates of a server between two snapshots; None: not by
             number.
-        restart_timeout: Seconds that workers wait for a lost server to come back, and
-            a server that has come back waits for its workers. Only with `snapshot_dir`.
+        restart_timeout: Seconds that workers wait for the restart of a lost server, and
+            that a restarted server waits for its workers. Only with `snapshot_dir`.
     """
 
     mode: str = "sync"
@@ -82,11 +82,11 @@ class ServerSettings:
 
     @property
     def restartable(self) -> bool:
-        """Whether a server that is lost may come back."""
+        """Whether a server that is lost may be restarted."""
         return self.mode == "async" and self.snapshot_dir is not None
 
     def agreed(self) -> dict[str, Any]:
-        """What workers and servers compare, as JSON values."""
+        """Return the settings that workers and servers compare, as JSON values."""
         return {
             "mode": self.mode,
             "max_staleness": self.max_staleness,

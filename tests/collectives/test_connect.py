@@ -113,7 +113,7 @@ def test_different_transports_are_an_error_on_all():
     )
     for error in results:
         assert type(error) is errors.StartupError
-        assert str(error).startswith("Workers were asked for different things.")
+        assert str(error).startswith("Workers were started with different arguments.")
 
 
 def test_several_jobs_in_one_process_do_not_disturb_each_other():

@@ -167,7 +167,7 @@ def test_a_job_that_is_started_again_goes_on_from_its_snapshots(tmp_path):
     assert [status for status, _ in firsts] == ["ok", "ok"]
     assert all(30 <= first <= 60 for _, first in firsts)
     # A folder that was used before mustn't go unnoticed.
-    said = f"the servers go on from their snapshots in {tmp_path}, not from the weights"
+    said = f"the servers continue from their snapshots in {tmp_path}, not from the"
     assert [said in each.output for each in ended] == [True, False]
 
 

@@ -7,9 +7,9 @@ A message is a frame (`kerasdist.transport.wire.framing`) whose payload is
     M bytes     the JSON object; under "arrays" the dtype and shape of each array
     B bytes     the arrays one after the other, each at a multiple of 64
 
-On one host the body is in memory that both share, and only the rest goes through the
-socket. One side asks and the other answers, in turn: what was received can be read
-until the next message is sent, and no longer, since its memory is used again.
+On one host the body is in memory that both share, and only the rest is sent through the
+socket. Requests and replies alternate: a received message can be read until the next
+one is sent, and no longer, since its memory is reused.
 
 Implementations: sockets with and without shared memory
 (`kerasdist.ps.channel.socket_channel`), and queues in one process, here. One contract
@@ -49,18 +49,18 @@ __all__ = [
     "spans",
 ]
 
-# What an array of a message is: its dtype's name and its shape.
+# The dtype's name and the shape of an array in a message.
 Spec = tuple[str, tuple[int, ...]]
 _ALIGNMENT = 64
 _MOST_ARRAYS = 1 << 16
 
 
 class ChannelEnded(Exception):
-    """The connection is closed or broken; the text says how."""
+    """The connection is closed or broken; the text has the reason."""
 
 
 class ChannelSilent(Exception):
-    """Nothing came, or nothing was taken, until the deadline."""
+    """Nothing was received, or nothing could be sent, until the deadline."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ class Message:
 
     Attributes:
         frame: REQUEST, REPLY or FAILURE.
-        call: What the message is part of; zeros if of no collective.
+        call: The collective that the message is part of; zeros if of none.
         meta: A small JSON object.
         arrays: Numbers.
     """
@@ -87,7 +87,7 @@ class Channel(abc.ABC):
         kind: "tcp", "shared_memory" or "memory".
         bytes_sent: Bytes of all messages sent, those in shared memory too.
         bytes_received: Bytes of all messages received.
-        answered: When what was received last has begun to come, see
+        answered: When the last message received began to arrive, see
             `transport.tracing`.
     """
 
@@ -100,19 +100,19 @@ class Channel(abc.ABC):
 
     @abc.abstractmethod
     def place(self, specs: Sequence[Spec]) -> list[Array]:
-        """Return arrays of any content that `send` needn't copy.
+        """Return uninitialized arrays that `send` doesn't copy.
 
         They are for the next message, of which they must be the first arrays, in this
-        order. Their memory is used again for the message after that.
+        order. Their memory is reused for the message after that.
         """
 
     @abc.abstractmethod
     def send(self, message: Message, deadline: Deadline) -> None:
-        """Send a message; its arrays may be used again when the answer is here.
+        """Send a message; its arrays may be reused when the reply is received.
 
         Raises:
             ChannelEnded: The connection is closed or broken.
-            ChannelSilent: The other side took nothing until the deadline.
+            ChannelSilent: The other side received nothing until the deadline.
             Aborted: `abort` or `close` was called.
         """
 
@@ -122,12 +122,12 @@ class Channel(abc.ABC):
 
         Args:
             deadline: When to give up.
-            bound: How many bytes it may have at most.
+            bound: The most bytes that it may have.
 
         Raises:
             ChannelEnded: The connection is closed or broken.
-            ChannelSilent: Nothing came by the deadline.
-            ProtocolError: What came isn't a message, or is too long.
+            ChannelSilent: Nothing was received by the deadline.
+            ProtocolError: The received bytes aren't a message, or are too many.
             Aborted: `abort` or `close` was called.
         """
 
@@ -137,7 +137,7 @@ class Channel(abc.ABC):
 
     @abc.abstractmethod
     def close(self) -> None:
-        """Give back what is held. Can be called twice."""
+        """Release sockets and memory. Can be called twice."""
 
 
 def spans(specs: Sequence[Spec]) -> tuple[list[tuple[int, int]], int]:
@@ -152,10 +152,10 @@ def spans(specs: Sequence[Spec]) -> tuple[list[tuple[int, int]], int]:
 
 
 def read_specs(value: Any) -> list[Spec]:
-    """Return what a message's "arrays" says.
+    """Return the dtypes and shapes in a message's "arrays".
 
     Raises:
-        ProtocolError: It says nothing of sense.
+        ProtocolError: They are damaged.
     """
     try:
         if len(value) > _MOST_ARRAYS:
@@ -180,7 +180,7 @@ def body_views(body: npt.NDArray[np.uint8], specs: Sequence[Spec]) -> list[Array
 
 
 class _Pipe:
-    """What both ends of a memory channel share."""
+    """The queues that both ends of a memory channel share."""
 
     def __init__(self) -> None:
         self.ended = threading.Event()

@@ -4,13 +4,14 @@
 
     1. c        writes the arrays of its message into C
     2. c -> s   DESCRIPTOR: C's file descriptor, if C is new; sizes grow
-    3. c -> s   the message without its body: where in C the arrays are
-    4. s        reads C: adds it to the table, say, without copying it first
-    5. s        writes its answer into S, and so on, the other way round
+    3. c -> s   the message without its body: the places of the arrays in C
+    4. s        reads C, for instance adds it to the table, without copying it first
+    5. s        writes its reply into S, and so on, the other way round
 
-c writes to C again only when it has the answer, s to S only when it is asked again. A
-message over a socket orders memory on every architecture, wakes up who waits for it,
-and ends when the other side dies. Small messages go through the socket whole.
+c writes to C again only when it has the reply, s to S only at the next request. A
+message over a socket orders memory on every architecture, wakes the thread that waits
+for it, and fails when the other side dies. Small messages are sent through the socket
+whole.
 
 Between the JSON object and the body is a tag (`kerasdist.transport.wire.frame_auth`):
 it authenticates all but the body.
@@ -61,9 +62,9 @@ from kerasdist.transport.wire.messages import to_json
 __all__ = ["SocketChannel"]
 
 _PREFIX = struct.Struct("!IQ")
-# A body that is smaller goes through the socket.
+# A smaller body is sent through the socket.
 _LEAST_SHARED_BYTES = 16 << 10
-# Nothing can be asked to wait longer; who waits longer waits again.
+# Sockets accept no longer time-outs; a longer wait takes several.
 _LONGEST_WAIT = 1e6
 _MOST_SEGMENT_BYTES = 1 << 40
 _ZEROS = bytes(64)
@@ -75,9 +76,9 @@ class SocketChannel(Channel):
     """A channel over a connection.
 
     Args:
-        connection: What it goes over; owned from now on.
-        shared: Whether bodies go through shared memory: only for Unix sockets. A
-            message in either form is understood in any case.
+        connection: The connection; owned from now on.
+        shared: Whether bodies are passed in shared memory: only for Unix sockets. A
+            message in either form is accepted in any case.
     """
 
     def __init__(self, connection: Connection, *, shared: bool = False) -> None:
@@ -89,8 +90,8 @@ class SocketChannel(Channel):
         self._unix = sock.family == socket.AF_UNIX
         self._shared = shared and self._unix
         self._aborted = False
-        self._room: npt.NDArray[np.uint8] = np.empty(0, np.uint8)  # what comes
-        self._arena: npt.NDArray[np.uint8] = np.empty(0, np.uint8)  # what goes
+        self._room: npt.NDArray[np.uint8] = np.empty(0, np.uint8)  # for receiving
+        self._arena: npt.NDArray[np.uint8] = np.empty(0, np.uint8)  # for sending
         self._fresh: int | None = None  # descriptor of an arena not yet sent
         self._placed: list[Array] = []
         self._theirs: npt.NDArray[np.uint8] | None = None
@@ -161,9 +162,7 @@ class SocketChannel(Channel):
                     self._take_segment(head, descriptors, length, deadline)
                     continue
                 if descriptors:
-                    raise ProtocolError(
-                        f"A {frame.name} frame came with a file descriptor."
-                    )
+                    raise ProtocolError(f"A {frame.name} frame has a file descriptor.")
             finally:
                 for descriptor in descriptors:
                     os.close(descriptor)
@@ -171,7 +170,7 @@ class SocketChannel(Channel):
         least = _PREFIX.size + TAG_BYTES
         if length < least or length > bound + MAX_CONTROL + least:
             raise ProtocolError(
-                f"A {frame.name} frame has a length that isn't due. Received: {length} "
+                f"A {frame.name} frame has an unexpected length. Received: {length} "
                 f"bytes, expected at most {bound + MAX_CONTROL}."
             )
         prefix = bytearray(_PREFIX.size)
@@ -233,7 +232,7 @@ class SocketChannel(Channel):
             except (SharedMemoryFull, OSError) as error:
                 background_log.log(
                     logging.WARNING,
-                    "kerasdist goes on without shared memory to a parameter server, "
+                    "kerasdist continues without shared memory to a parameter server, "
                     "more slowly: %s",
                     error,
                 )
@@ -247,9 +246,9 @@ class SocketChannel(Channel):
         self._arena = np.empty(size, np.uint8)
 
     def _share(self, arrays: list[Array], specs: Sequence[Spec], size: int) -> bool:
-        """Bring the arrays into the segment; False if there is none.
+        """Copy the arrays into the segment; return False if there is none.
 
-        Placed arrays come first in a message: those are where they belong.
+        Placed arrays are the first in a message: they are in their place already.
         """
         placed = self._placed
         before = self._arena

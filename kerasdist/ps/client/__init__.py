@@ -1,4 +1,4 @@
 """A worker's side of parameter servers: connections, remote tables, a communicator.
 
-It speaks to servers in this process (`in_process`) and to others (`network`) alike.
+It handles servers in this process (`in_process`) and remote ones (`network`) alike.
 """

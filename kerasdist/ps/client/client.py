@@ -1,4 +1,4 @@
-"""A worker's side: all servers of its job as if they were one.
+"""A worker's client: all servers of its job as if they were one.
 
 client = connect_servers(cluster, settings, timeouts=timeouts)   # ps/client/connect.py
 table = client.open_table(variables, values)      # the chief's values count
@@ -46,21 +46,21 @@ TRANSPORTS = ("auto", "tcp")
 class ServerClient(ControlRequests):
     """All servers of a job, as one worker sees them. Made by `connect_servers`.
 
-    Calls of several threads are done one after the other. After an exception of class
-    `CollectiveError` nothing works any more: close it.
+    Calls of several threads are executed one after the other. After an exception of
+    class `CollectiveError` it can only be closed.
 
     Attributes:
-        cluster: Who this worker is.
-        settings: What the job was asked for.
-        timeouts: How long each phase may take.
+        cluster: The cluster with this worker's rank.
+        settings: The job's settings.
+        timeouts: The time limit of each phase.
         replicas: Each worker's number of replicas, by rank.
         joined: Whether the job had begun without this worker: its tables then hold
-            what the others have learned.
+            the weights that the others have trained.
         joining: Whether the others don't wait for it yet, see
             `kerasdist.ps.server.join`.
         seed: Random; the same on all workers, also on one that joins later.
         communicator: Collectives between all live workers, through the servers.
-        events: What has happened to other workers, in order, as server 0 reports it.
+        events: The events of other workers, in order, as server 0 reports them.
         tables: The tables that were opened.
     """
 
@@ -123,7 +123,7 @@ class ServerClient(ControlRequests):
         self._connections.append(connection)
 
     def start(self, roster: Roster) -> None:
-        """All servers have let this worker in: `roster` is what the first one said."""
+        """Begin with the first server's roster, when all have admitted this worker."""
         self.replicas = roster.replicas
         self.joined = roster.joined
         self.joining = roster.joining
@@ -137,7 +137,7 @@ class ServerClient(ControlRequests):
 
     @property
     def announcements(self) -> Announcements | None:
-        """What the chief tells the others, through server 0; None for one worker."""
+        """The chief's announcements, through server 0; None for one worker."""
         return self._announcements if len(self.peers) > 1 else None
 
     @property
@@ -157,7 +157,7 @@ class ServerClient(ControlRequests):
 
     @property
     def bytes_received(self) -> int:
-        """Bytes of all answers of all servers."""
+        """Bytes of all replies of all servers."""
         return sum(connection.bytes_received for connection in self._connections)
 
     @property
@@ -170,12 +170,12 @@ class ServerClient(ControlRequests):
     ) -> RemoteTable:
         """Begin to use a table; all workers open the same tables in the same order.
 
-        Waits until the chief has come with its values, unless the table is there.
+        Waits until the chief has sent its values, unless the table exists.
 
         Args:
             variables: The variables, the same on all workers.
             values: Their values, one array of the variable's shape each; the chief's
-                count, and those of nobody if the job goes on from a snapshot.
+                count, and none of them if the job continues from a snapshot.
 
         Returns:
             The table, whose `initial` are the values that all begin with.
@@ -193,7 +193,7 @@ class ServerClient(ControlRequests):
         return table
 
     def entered(self, met: int, ranks: tuple[int, ...]) -> None:
-        """The others wait for this worker from now on; see `ps.server.join`."""
+        """Note that the others wait for this worker now; see `ps.server.join`."""
         self.joining = False
         self._met = met
         self.communicator.enter(met, ranks)
@@ -202,7 +202,7 @@ class ServerClient(ControlRequests):
 
     @contextlib.contextmanager
     def calling(self, what: str) -> Iterator[None]:
-        """One call at a time; one that is broken off ends this worker's part."""
+        """Allow one call at a time; an interrupted one ends this worker's part."""
         with self._calls:
             self.check()
             try:
@@ -210,74 +210,74 @@ class ServerClient(ControlRequests):
             except (errors.KerasDistError, ValueError, TypeError):
                 raise
             except BaseException as error:
-                # Ctrl-C in the midst of a message, or a bug.
+                # Ctrl-C during a message, or a bug.
                 here = self.peers[self.rank]
-                seen = f"it left {what} with {type(error).__name__}: {error}"
+                reason = f"it left {what} with {type(error).__name__}: {error}"
                 self.fail(
                     errors.WorkerLost(
-                        *(here.rank, here.address, self.step, seen.rstrip(". \n")),
+                        *(here.rank, here.address, self.step, reason.rstrip(". \n")),
                         others_go_on=self.settings.mode == "async",
                     )
                 )
                 raise
 
     def request_all(self, builds: Sequence[Build | None]) -> list[Message]:
-        """Ask all servers at once; return their answers, by server.
+        """Send requests to all servers at once; return their replies, by server.
 
         Args:
-            builds: A request for each server; None: nothing for this one, whose answer
+            builds: A request for each server; None: nothing for this one, whose reply
                 is then without arrays.
 
         Raises:
             CollectiveError: This worker's failure.
         """
         nothing = Message(FrameType.REPLY, Call(0), {}, ())
-        asked = [i for i, build in enumerate(builds) if build is not None]
-        answers = [nothing] * len(builds)
+        used = [i for i, build in enumerate(builds) if build is not None]
+        replies = [nothing] * len(builds)
 
-        def ask(index: int) -> Message:
+        def request(index: int) -> Message:
             build = builds[index]
             return nothing if build is None else self._connections[index].request(build)
 
-        if len(asked) == 1 or self._pool is None:
-            for index in asked:
-                answers[index] = ask(index)
-            return answers
+        if len(used) == 1 or self._pool is None:
+            for index in used:
+                replies[index] = request(index)
+            return replies
         try:
-            futures = {index: self._pool.submit(ask, index) for index in asked[1:]}
+            futures = {index: self._pool.submit(request, index) for index in used[1:]}
         except RuntimeError:  # closed by another thread just now
             self.check()
             raise
         first: BaseException | None = None
         try:
-            answers[asked[0]] = ask(asked[0])
+            replies[used[0]] = request(used[0])
         except Exception as error:
             first = error
         for index, future in futures.items():
             try:
-                answers[index] = future.result()
+                replies[index] = future.result()
             except Exception as error:
                 first = first or error
         if first is not None:
             raise first
-        return answers
+        return replies
 
     def check(self) -> None:
-        """Raise what has ended this worker's part, if something has."""
+        """Raise the error that ended this worker's part, if there is one."""
         if self._failure is not None:
             raise copy_to_raise(self._failure)
         if self._closed:
             raise errors.TransportClosed(
                 "The connection to the parameter servers is closed. Create a new "
-                "strategy to go on."
+                "strategy to continue."
             )
 
     def generation(self, server: int) -> int:
-        """How often a server has come back from a snapshot."""
+        """Return the number of a server's restarts from a snapshot."""
         return self._connections[server].generation
 
     def note_met(self, call: Call, answers: Sequence[Message]) -> None:
-        """A collective is over: clocks are equal again."""
+        """Set the clocks at the end of a collective: they are equal again."""
         self._met = max(self._met, call.sequence)
         for answer in answers:
             clocks = answer.meta.get("clocks")
@@ -301,7 +301,7 @@ class ServerClient(ControlRequests):
 
     @property
     def failure(self) -> errors.CollectiveError | None:
-        """What has ended this worker's part in the job, or None."""
+        """The error that ended this worker's part in the job, or None."""
         return self._failure
 
     @property
@@ -328,18 +328,18 @@ class ServerClient(ControlRequests):
             return self._failure
 
     def fail(self, error: errors.CollectiveError) -> errors.CollectiveError:
-        """End all waits of this worker, and tell the servers; return the first failure.
+        """End all waits of this worker, inform the servers; return the first failure.
 
         Safe from any thread.
         """
         if isinstance(error, errors.WorkerLost) and self.settings.mode == "sync":
-            # A server that has summed nothing doesn't know the step.
+            # A server that hasn't summed anything doesn't know the step.
             step = max(error.step, self.step)
             error = errors.WorkerLost(error.rank, error.host, step, error.reason)
         with self._changed:
             if self._failure is not None:
                 return self._failure
-            # First: once it is known another thread may end the process.
+            # First: once the failure is set another thread may end the process.
             if self._on_failure is not None:
                 self._on_failure(error)
             self._failure = error
@@ -361,12 +361,12 @@ class ServerClient(ControlRequests):
         error: BaseException | None = None,
         cause: errors.CollectiveError | None = None,
     ) -> None:
-        """Leave the job; give back sockets, threads and memory. Can be called twice.
+        """Leave the job; release sockets, threads and memory. Can be called twice.
 
         Args:
-            error: What ended this worker's script, if it ended badly: in "sync" the
-                others then fail at once, in "async" they go on.
-            cause: Whose fault that is, if it's known.
+            error: The error that ended this worker's script, if there was one: in
+                "sync" the others then fail at once, in "async" they continue.
+            cause: The cause of that error, if it's known.
         """
         with self._changed:
             if self._closed:
@@ -407,7 +407,7 @@ class ServerClient(ControlRequests):
 
     @property
     def _place(self) -> int:
-        # Others may ask before this worker has started.
+        # Requests of others may arrive before this worker has started.
         communicator = getattr(self, "communicator", None)
         return 0 if communicator is None else communicator.sequence
 
@@ -430,7 +430,7 @@ class ServerClient(ControlRequests):
             self.fail(decode(payload)[0])
         elif kind is FrameType.EVENT:
             event = Event.from_json(to_json(payload))
-            # All servers tell; the first one's word is enough.
+            # All servers report; the first one's event is enough.
             if key == 0:
                 self.events.append(event)
                 if self._on_event is not None:

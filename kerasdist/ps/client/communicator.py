@@ -1,13 +1,13 @@
 """Collectives between the workers of a job, through its servers.
 
-What goes through the communicators of `kerasdist.collectives` goes through this one:
-the mean of gradients with mode="sync", metrics at the end of an epoch, predictions.
-With "sync" a large buffer is spread over all servers, and each sums its chunk in rank
-order, piece by piece. With "async", where workers may be lost at any moment, one server
-sums all, so that all workers get the result of the same ranks; the others are told who
-waits.
+It has the same uses as the communicators of `kerasdist.collectives`: the mean of
+gradients with mode="sync", metrics at the end of an epoch, predictions. With "sync" a
+large buffer is spread over all servers, and each sums its chunk in rank order, piece by
+piece. With "async", where workers may be lost at any moment, one server sums all, so
+that all workers get the result of the same ranks; the other servers only get a request
+that marks the worker as waiting.
 
-With "async" a lost worker is left out: `ranks` says who took part.
+With "async" a lost worker is left out: `ranks` are those that took part.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from kerasdist.transport.wire.framing import Call, FrameType
 
 __all__ = ["ServerCommunicator"]
 
-# What is smaller is summed by one server.
+# Smaller buffers are summed by one server.
 _LEAST_SPREAD_BYTES = 64 << 10
-# What is larger goes in several rounds. A worker and a server don't send at once, so a
-# round should stay in the processor's caches and in the sockets' buffers.
+# Larger chunks are sent in several rounds. A worker and a server don't send at once, so
+# a round should stay in the processor's caches and in the sockets' buffers.
 _PIECE_BYTES = 2 << 20
 
 
@@ -44,7 +44,7 @@ class ServerCommunicator(Communicator):
 
     Args:
         client: This worker's connection to the servers.
-        met: Number of the last collective before this worker came.
+        met: Number of the last collective before this worker joined.
 
     Attributes:
         ranks: The ranks that took part in the last collective.
@@ -60,18 +60,18 @@ class ServerCommunicator(Communicator):
         self._facts: dict[str, Any] | None = None
         self._joined: tuple[int, ...] = ()
         self._buffers = BufferPool()
-        # The chief reports to the servers once what each of them gets in a step: bytes
-        # and pieces, by server.
+        # The chief reports to the servers once the share that each of them gets in a
+        # step: bytes and pieces, by server.
         self._first_step = 0
         self._loads: list[list[int]] | None = None
         if self.rank == 0 and client.cluster.servers and client.settings.mode == "sync":
             self._loads = [[0, 0] for _ in range(client.servers)]
 
     def gate(self, facts: dict[str, Any]) -> tuple[int, ...]:
-        """A barrier at which others may join; return who has.
+        """Wait in a barrier at which others may join; return the ranks that joined.
 
         Args:
-            facts: What those are told; the same on all ranks.
+            facts: The values that are sent to those; the same on all ranks.
 
         Raises:
             CollectiveError: See `kerasdist.errors`.
@@ -84,7 +84,7 @@ class ServerCommunicator(Communicator):
         return self._joined
 
     def enter(self, met: int, ranks: tuple[int, ...]) -> None:
-        """This worker has joined: the next collective is number `met` + 1."""
+        """Note that this worker has joined: the next collective is number `met` + 1."""
         self._sequence = met
         self.ranks = ranks
 
@@ -178,7 +178,7 @@ class ServerCommunicator(Communicator):
                 peer.rank,
                 peer.address,
                 self.step,
-                "it was to give its values to all others, and had gone before",
+                "it left before it sent its values to all others",
             )
         if self.rank != root:
             view[:] = arrays[0].data
@@ -187,13 +187,13 @@ class ServerCommunicator(Communicator):
         self._meet(call, lambda channel: [])
 
     def _meet(self, call: Call, parts: Any) -> list[Array]:
-        """Take part with what goes to server 0; return its result."""
-        asked = self._meta()
+        """Join a collective with arrays for server 0; return its result."""
+        request = self._meta()
         if self._facts is not None:
-            asked["gate"] = self._facts
+            request["gate"] = self._facts
 
         def make(channel: Channel) -> Message:
-            return Message(FrameType.REQUEST, call, asked, parts(channel))
+            return Message(FrameType.REQUEST, call, request, parts(channel))
 
         with self._client.calling(str(call)):
             answers = self._client.request_all([make, *self._rest(1, call)])
@@ -201,14 +201,14 @@ class ServerCommunicator(Communicator):
             return list(answers[0].arrays)
 
     def _rest(self, first: int, call: Call) -> list[Any]:
-        """What the servers from the `first` on get, whose results don't count."""
+        """Return requests for servers from `first` on; their results don't count."""
         count = self._client.servers - first
         if self._client.settings.mode == "sync":
             return [None] * count
-        # A call without buffers of its own: they only have to know who waits.
-        told = Call(call.sequence, "barrier", detail=zlib.crc32(str(call).encode()))
+        # A call without buffers: these servers only have to know the waiting workers.
+        short = Call(call.sequence, "barrier", detail=zlib.crc32(str(call).encode()))
         meta = self._meta()
-        return [lambda _: Message(FrameType.REQUEST, told, meta, ())] * count
+        return [lambda _: Message(FrameType.REQUEST, short, meta, ())] * count
 
     def _count(self, sizes: list[int]) -> None:
         """Count the bytes for each server; report those of the first step."""
@@ -221,9 +221,9 @@ class ServerCommunicator(Communicator):
                 load[1] += size > 0
             return
         meta, self._loads = {"do": "split", "loads": self._loads}, None
-        told = Message(FrameType.REQUEST, Call(0), meta, ())
-        with self._client.calling("telling the servers their shares"):
-            self._client.request_all([lambda _: told] * self._client.servers)
+        request = Message(FrameType.REQUEST, Call(0), meta, ())
+        with self._client.calling("reporting the servers' shares"):
+            self._client.request_all([lambda _: request] * self._client.servers)
 
     def _meta(self) -> dict[str, Any]:
         return {"do": "meet", "step": self.step}
@@ -248,7 +248,7 @@ class ServerCommunicator(Communicator):
 
 
 class _Supervisor:
-    """What a communicator asks about the others: the servers know."""
+    """The failure detector of a communicator: the servers detect failures."""
 
     def __init__(self, client: ServerCalls) -> None:
         self.call = Call(0)
@@ -280,7 +280,7 @@ class _Supervisor:
         return self._client.fail(lost)
 
     def absent(self, call: Call) -> list[Peer] | None:
-        """See `Supervisor.absent`: servers name those who are late themselves."""
+        """See `Supervisor.absent`: servers name late ranks themselves."""
         return None
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""From a cluster to a worker's connection to all servers."""
+"""The connection of a worker to all servers of its cluster."""
 
 from __future__ import annotations
 
@@ -40,21 +40,22 @@ def connect_servers(
     gate: bool = False,
     host: str | None = None,
 ) -> ServerClient:
-    """Connect a worker to all servers of its job; wait until all workers have come.
+    """Connect a worker to all servers of its job; wait until all workers are connected.
 
     Args:
-        cluster: Who this worker is, who the others and the servers are. Without
-            servers, and with one worker, the server lives in this process.
-        settings: What the job was asked for; all tasks' must be equal.
-        timeouts: How long each phase may take.
+        cluster: This worker's rank, the other workers and the servers. Without
+            servers, and with one worker, the server runs in this process.
+        settings: The job's settings; the same on all tasks.
+        timeouts: The time limit of each phase.
         replicas: Number of this worker's replicas.
         transport: "auto": shared memory with servers on the same host, else TCP; or
             "tcp".
         on_event: Called with each `Event` of another worker, from a thread.
-        on_failure: Called once with the first failure, from whichever thread sees it,
-            before anybody else hears of it: to tell a launcher. It mustn't wait.
+        on_failure: Called once with the first failure, from the thread that notices it,
+            before it is reported to any other process: to inform a launcher. It mustn't
+            wait.
         on_table: As for `ParameterServer`; for a server in this process.
-        gate: Whether a worker that comes later joins at a gate, see
+        gate: Whether a worker that starts later joins at an epoch's end, see
             `kerasdist.ps.server.join`; else the others wait for it at once.
         host: Overrides `host_key()`, for tests.
 
@@ -62,12 +63,12 @@ def connect_servers(
         ValueError: Unknown transport.
         ClusterError: There are several workers but no server; or no secret where one
             is needed.
-        StartupError: Servers or workers didn't come, or were asked for something else.
+        StartupError: Servers or workers are missing, or have other settings.
         AuthenticationError: A server doesn't hold the same secret.
-        ProtocolError: What answers at a server's address isn't kerasdist.
+        ProtocolError: The process at a server's address isn't kerasdist.
         SnapshotError: The server in this process can't use its snapshot.
 
-    Nothing is left behind after an exception.
+    After an exception nothing is left open.
     """
     if transport not in TRANSPORTS:
         raise ValueError(
@@ -133,7 +134,7 @@ def connect_servers(
         client.start(rosters[0])
         resumed = any(each.resumed for each in rosters)
         if resumed and client.rank == 0 and not client.joining:
-            _tell_resumed(settings)
+            _log_resumed(settings)
     except BaseException as error:
         failure = client.failure
         client.close(error, cause)
@@ -143,11 +144,11 @@ def connect_servers(
     return client
 
 
-def _tell_resumed(settings: ServerSettings) -> None:
-    """Where users look: a folder that was used before mustn't go unnoticed."""
+def _log_resumed(settings: ServerSettings) -> None:
+    """Log the restart on the chief: a folder that was used before must be noticed."""
     background_log.log(
         logging.WARNING,
-        "kerasdist: the servers go on from their snapshots in %s, not from the weights "
-        "that the script begins with. To begin anew, end the job and remove them.",
+        "kerasdist: the servers continue from their snapshots in %s, not from the "
+        "script's initial weights. To start from scratch, end the job and remove them.",
         settings.snapshot_dir,
     )

@@ -1,8 +1,8 @@
-"""A worker's connection to one server: the contract, and how a request is made.
+"""A worker's connection to one server: the contract, and its requests.
 
-A request goes out, its answer comes back; if the connection is lost in between and the
-server may come back from its snapshot, the worker connects and asks again, for
-`restart_timeout` seconds.
+A request is sent, its reply received; if the connection is lost in between and the
+server may be restarted from its snapshot, the worker connects and sends the request
+again, for `restart_timeout` seconds.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ __all__ = [
     "ServerConnection",
 ]
 
-# How much longer than a server its workers wait, to get the server's reasons.
+# Seconds that workers wait longer than a server, to get the server's reasons.
 GRACE_SECONDS = 8.0
-# How long a thread of a connection may take to end.
+# Seconds that a thread of a connection may take to end.
 JOIN_SECONDS = 10.0
 
 # Makes a request, with arrays placed in the channel.
@@ -44,15 +44,15 @@ Build = Callable[[Channel], Message]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Roster:
-    """What a server tells a worker that it lets in.
+    """The reply of a server to a worker that it admits.
 
     Attributes:
         replicas: Each worker's number of replicas, by rank.
-        met: Number of the last collective in which this worker needn't take part.
+        met: Number of the last collective in which this worker doesn't take part.
         joined: Whether the job had begun without it.
         joining: Whether the others don't wait for it yet, see
             `kerasdist.ps.server.join`.
-        resumed: Whether the server goes on from a snapshot.
+        resumed: Whether the server continues from a snapshot.
         seed: Random; the same for all workers, and after the server's restart.
     """
 
@@ -65,10 +65,10 @@ class Roster:
 
 
 class Job(abc.ABC):
-    """What a connection needs of its worker.
+    """A worker's part in a job, as its connections see it.
 
     Attributes:
-        recorder: Who is told of packing, sending and waiting, if anybody is.
+        recorder: Gets spans of packing, sending and waiting; or None.
     """
 
     recorder: Recorder | None = None
@@ -76,7 +76,7 @@ class Job(abc.ABC):
     @property
     @abc.abstractmethod
     def failure(self) -> errors.CollectiveError | None:
-        """What has ended this worker's part in the job, or None."""
+        """The error that ended this worker's part in the job, or None."""
 
     @property
     @abc.abstractmethod
@@ -85,7 +85,7 @@ class Job(abc.ABC):
 
     @abc.abstractmethod
     def check(self) -> None:
-        """Raise what has ended this worker's part, if something has."""
+        """Raise the error that ended this worker's part, if there is one."""
 
     @property
     @abc.abstractmethod
@@ -102,7 +102,7 @@ class Job(abc.ABC):
 
     @abc.abstractmethod
     def resume(self) -> dict[str, Any]:
-        """What this worker has done, for a server that comes back."""
+        """Return this worker's progress, for a restarted server."""
 
 
 class ServerConnection(abc.ABC):
@@ -110,8 +110,8 @@ class ServerConnection(abc.ABC):
 
     Attributes:
         index: Index of the server.
-        generation: How often the server has come back. What is known of the server's
-            versions is known of one generation only.
+        generation: Number of the server's restarts. Versions of its tables are only
+            valid in one generation.
     """
 
     def __init__(self, job: Job, timeouts: Timeouts) -> None:
@@ -124,11 +124,11 @@ class ServerConnection(abc.ABC):
 
     @abc.abstractmethod
     def _current(self) -> Channel:
-        """The channel; connected."""
+        """Return the connected channel."""
 
     @abc.abstractmethod
     def _again(self, error: Exception) -> None:
-        """Connect again after what was seen, or raise what it means."""
+        """Connect again after an error, or raise its consequence."""
 
     @property
     def kind(self) -> str:
@@ -142,14 +142,14 @@ class ServerConnection(abc.ABC):
 
     @property
     def bytes_received(self) -> int:
-        """Bytes of all answers."""
+        """Bytes of all replies."""
         return self._received + self._current().bytes_received
 
     def request(self, build: Build) -> Message:
-        """Ask, and return the answer; its arrays are valid until the next request.
+        """Send a request; return the reply, valid until the next request.
 
         Args:
-            build: Makes the request; called again if the server has come back.
+            build: Makes the request; called again if the server was restarted.
 
         Raises:
             CollectiveError: The worker's failure.
@@ -180,14 +180,14 @@ class ServerConnection(abc.ABC):
                 except ChannelSilent as error:
                     raise self._job.fail(
                         errors.CollectiveTimeout(
-                            f"{self} didn't answer within {deadline.seconds:g} s, "
+                            f"{self} didn't reply within {deadline.seconds:g} s, "
                             "although it is alive. Is it overloaded? Give it more time "
                             "with `timeout=`, or use more servers."
                         )
                     ) from error
                 except errors.ProtocolError as error:
                     raise self._job.fail(
-                        errors.CollectiveError(f"{self} broke the protocol: {error}")
+                        errors.CollectiveError(f"{self} violated the protocol: {error}")
                     ) from error
                 break
         if answer.frame is FrameType.FAILURE:
@@ -201,7 +201,7 @@ class ServerConnection(abc.ABC):
 
     @abc.abstractmethod
     def leave(self, goodbye: Goodbye) -> None:
-        """Say goodbye."""
+        """Send a goodbye."""
 
     @abc.abstractmethod
     def abort(self) -> None:
@@ -209,4 +209,4 @@ class ServerConnection(abc.ABC):
 
     @abc.abstractmethod
     def close(self) -> None:
-        """Give back what is held. Can be called twice."""
+        """Release sockets and threads. Can be called twice."""

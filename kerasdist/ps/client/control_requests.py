@@ -1,6 +1,6 @@
-"""What a worker asks its servers besides gradients and weights: short questions.
+"""Control requests: a worker's short requests besides gradients and weights.
 
-Server 0 deals out batches; of statistics all servers have their own.
+Server 0 assigns batches; each server has statistics of its own.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ __all__ = ["ControlRequests"]
 
 
 class ControlRequests(Job):
-    """The part of a worker's client that asks; see `kerasdist.ps.client.client`."""
+    """The control requests of a worker's client; see `kerasdist.ps.client.client`."""
 
     def __init__(self) -> None:
-        # By dataset: the epoch, and what this worker has claimed last in it.
+        # By dataset: the epoch, and this worker's last claims in it.
         self._claims: dict[int, tuple[int, tuple[int, ...]]] = {}
 
     @property
@@ -32,27 +32,27 @@ class ControlRequests(Job):
 
     @abc.abstractmethod
     def calling(self, what: str) -> contextlib.AbstractContextManager[None]:
-        """One call at a time; one that is broken off ends this worker's part."""
+        """Allow one call at a time; an interrupted one ends this worker's part."""
 
     @abc.abstractmethod
     def request_all(self, builds: Sequence[Build | None]) -> list[Message]:
-        """Ask all servers at once; return their answers, by server."""
+        """Send requests to all servers at once; return their replies, by server."""
 
     @property
     def claims(self) -> dict[str, Any]:
-        """What this worker has claimed last, for a server that comes back."""
+        """This worker's last claims, for a restarted server."""
         # Not the dictionary itself: another thread may claim from another server.
         return {str(d): [e, list(n)] for d, (e, n) in dict(self._claims).items()}
 
     def claim(
         self, dataset: int, epoch: int, *, limit: int | None = None, last: int = -1
     ) -> int | None:
-        """Get the next number of a queue: each goes to one worker only.
+        """Get the next number of a queue: each is assigned to one worker only.
 
         Args:
             dataset: Number of the dataset, the same on all workers.
             epoch: Number of its epoch: it only increases, and has a queue of its own.
-            limit: How many numbers the queue has; None: there's no end of them.
+            limit: Length of the queue; None: it's endless.
             last: The last one that this worker got of this queue, or -1; `END` ends the
                 queue for all.
 
@@ -79,7 +79,7 @@ class ControlRequests(Job):
         return number
 
     def ask(self, what: str, meta: dict[str, Any]) -> dict[str, Any]:
-        """Ask server 0 something without arrays.
+        """Send server 0 a request without arrays; return the reply's JSON object.
 
         Args:
             what: In words, for messages.
@@ -94,14 +94,14 @@ class ControlRequests(Job):
             return dict(self.request_all([lambda _: request, *others])[0].meta)
 
     def stats(self) -> list[dict[str, Any]]:
-        """What each server knows of its tables and workers.
+        """Return each server's statistics of its tables and workers.
 
         Returns:
             A dictionary per server: "tables" (each with "bytes", "version", "clocks" by
-            rank and "observed": by rank how often it has read at which staleness),
+            rank and "observed": by rank the number of its reads by staleness),
             "workers", "events", "requests", "updates", "snapshots". Keys are texts.
         """
         request = Message(FrameType.REQUEST, Call(0), {"do": "stats"}, ())
-        with self.calling("asking for statistics"):
-            answers = self.request_all([lambda _: request] * self.servers)
-            return [dict(answer.meta) for answer in answers]
+        with self.calling("a request for statistics"):
+            replies = self.request_all([lambda _: request] * self.servers)
+            return [dict(reply.meta) for reply in replies]

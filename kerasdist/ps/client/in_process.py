@@ -20,7 +20,7 @@ class InProcessConnection(ServerConnection):
     Args:
         handler: The server.
         worker: This worker.
-        timeouts: How long each phase may take.
+        timeouts: The time limit of each phase.
         job: This worker's part in the job.
     """
 
@@ -47,7 +47,7 @@ class InProcessConnection(ServerConnection):
         self._thread.start()
 
     def __str__(self) -> str:
-        """What messages call it."""
+        """Return its name in messages."""
         return "the server in this process"
 
     def _current(self) -> Channel:

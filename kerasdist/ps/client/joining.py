@@ -17,12 +17,12 @@ __all__ = ["Entry", "enter"]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Entry:
-    """Where a worker has joined.
+    """The point at which a worker joined.
 
     Attributes:
         met: Number of the last collective before.
         ranks: All live workers, this one among them.
-        facts: What the others say of themselves.
+        facts: The others' facts.
     """
 
     met: int
@@ -38,8 +38,8 @@ def enter(client: ServerClient, fit: int) -> Entry:
         fit: Number of the `fit` that it has come to, from 1.
 
     Raises:
-        CollectiveTimeout: The others have asked the servers for nothing for as long as
-            a collective may take.
+        CollectiveTimeout: The others have sent no requests for as long as a collective
+            may take.
         CollectiveError: It is too late; see `kerasdist.errors`.
     """
     seen = -1
@@ -58,7 +58,7 @@ def enter(client: ServerClient, fit: int) -> Entry:
                 errors.CollectiveTimeout(
                     f"Rank {client.rank} waited for the end of the others' epoch, and "
                     f"none of them took a step in {deadline.seconds:g} s. Are they "
-                    "busy with something else? Give them more time with `timeout=`."
+                    "busy with other work? Give them more time with `timeout=`."
                 )
             )
     return Entry(

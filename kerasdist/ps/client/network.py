@@ -1,7 +1,7 @@
 """A worker's connection to one server over the network.
 
-`kerasdist.ps.server.server` draws how it is made. When it is lost, and the server may
-come back from its snapshot, it is made again.
+The docstring of `kerasdist.ps.server.server` has a diagram of how it is made. When it
+is lost, and the server may be restarted from its snapshot, it is made again.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from kerasdist.transport.wire.framing import FrameType, unexpected
 
 __all__ = ["NetworkConnection"]
 
-# How long a broken connection waits for what the control connection says.
-_VERDICT_SECONDS = 1.0
+# Seconds that a broken connection waits for a report on the control connection.
+_REPORT_SECONDS = 1.0
 
 
 class NetworkConnection(ServerConnection):
@@ -48,11 +48,11 @@ class NetworkConnection(ServerConnection):
         index: Index of the server.
         address: Its address.
         worker: This worker.
-        host: What this worker shares with others on its host.
-        session: What the servers' session is called.
+        host: The identity of this worker's host, see `host_key`.
+        session: The name of the servers' session.
         secret: The job's secret.
-        settings: What the job was asked for.
-        timeouts: How long each phase may take.
+        settings: The job's settings.
+        timeouts: The time limit of each phase.
         heartbeat: Watches the control connections of this worker.
         job: This worker's part in the job.
         transport: "auto" or "tcp".
@@ -86,11 +86,11 @@ class NetworkConnection(ServerConnection):
         self._reason = ""
         self._stop = Cancellation()
         self._reviver: threading.Thread | None = None
-        # Why it couldn't be reached, if that was so.
+        # Why it couldn't be reached; empty if it could.
         self.unreachable = ""
 
     def __str__(self) -> str:
-        """For instance `server 1 (10.0.0.9:2222)`."""
+        """Return its name, for instance `server 1 (10.0.0.9:2222)`."""
         return f"server {self.index} ({self.address})"
 
     def _current(self) -> Channel:
@@ -105,18 +105,18 @@ class NetworkConnection(ServerConnection):
         gate: bool = False,
         joining: bool | None = None,
     ) -> Roster:
-        """Come to the start of the job, or join it.
+        """Connect at the start of the job, or join it later.
 
         Args:
-            met: What another server has said of collectives, see `Roster`.
-            gate: Whether to join at a gate, see `kerasdist.ps.server.join`.
-            joining: What another server has said of that.
+            met: `Roster.met` of another server, or None.
+            gate: Whether to join at an epoch's end, see `kerasdist.ps.server.join`.
+            joining: `Roster.joining` of another server, or None.
 
         Raises:
-            StartupError: The server didn't come, didn't let this worker in, or not all
-                workers came.
+            StartupError: The server is missing, refused this worker, or not all
+                workers connected.
             AuthenticationError: The server doesn't hold the same secret.
-            ProtocolError: What answers isn't kerasdist.
+            ProtocolError: The process at the address isn't kerasdist.
         """
         deadline = Deadline(self._timeouts.startup)
         more = {"met": met, "gate": gate, "joining": joining}
@@ -137,7 +137,7 @@ class NetworkConnection(ServerConnection):
 
         secret, stop = self._secret, self._stop
 
-        def come() -> tuple[Connection, dict[str, Any]]:
+        def register() -> tuple[Connection, dict[str, Any]]:
             found = dial_tcp(self.address, secret, hello, deadline, stop)
             try:
                 patience = Deadline(deadline.remaining() + GRACE_SECONDS)
@@ -152,7 +152,7 @@ class NetworkConnection(ServerConnection):
                 raise
             return found, answer
 
-        control, answer = self._retry(come, deadline)
+        control, answer = self._retry(register, deadline)
         try:
             shared = self._transport == "auto" and answer.get("host") == self._host
             hello = {**hello, "line": "data", "shared": shared}
@@ -191,7 +191,7 @@ class NetworkConnection(ServerConnection):
                 *(attempt, deadline, self.index, self.address, self._stop), "Server"
             )
         except errors.StartupError as error:
-            # A refusal is the server's own word, and names nobody.
+            # A refusal is the server's own message, and names no task as missing.
             self.unreachable = error.missing.get(self.index, "")
             error.missing = {}
             raise
@@ -235,11 +235,11 @@ class NetworkConnection(ServerConnection):
             try:
                 self._again(ChannelEnded(self._reason))
             except (errors.KerasDistError, Aborted):
-                return  # the next request says so
+                return  # the next request raises it
 
     def _again(self, error: Exception) -> None:
-        # Broken because the job has failed? Then that is on its way.
-        failure = self._job.await_failure(0.0 if self._reason else _VERDICT_SECONDS)
+        # If it broke because the job has failed, a report follows.
+        failure = self._job.await_failure(0.0 if self._reason else _REPORT_SECONDS)
         if failure is not None:
             raise copy_to_raise(failure) from error
         self._job.check()

@@ -1,4 +1,4 @@
-"""A table as a worker uses it: changes go to all servers, values come from all."""
+"""A worker's view of a table, whose parts are on all servers."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ class Rows:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Change:
-    """By how much a dense variable has changed, taken when it is sent: no copy before.
+    """The change of a dense variable, computed when it is sent, without a copy.
 
     Attributes:
-        value: What it is now.
-        base: What it was; of the same shape.
+        value: Its present value.
+        base: Its earlier value; of the same shape.
     """
 
     value: Array
@@ -54,18 +54,18 @@ class Change:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Pulled:
-    """What a worker reads.
+    """The values that a worker reads.
 
     Attributes:
         values: For each variable its present values, in its dtype and shape, not to be
             written to; None for a sparse one. Valid until the next call of any table
             or collective.
         rows: For each sparse variable, by its index, the rows that have changed since
-            this worker has read last, with increasing indices: their present values.
+            this worker's last read, with increasing indices: their present values.
         clock: This worker's clock.
-        least: The least clock of the live workers, as far as the slowest server knows.
-        staleness: How many steps the slowest worker was behind, at most over servers.
-        waited: Seconds that a server let this worker wait for slower ones.
+        least: The least clock of the live workers, the least over servers.
+        staleness: Steps that the slowest worker was behind, the most over servers.
+        waited: Seconds that a server made this worker wait for slower ones.
     """
 
     values: list[Array | None]
@@ -81,10 +81,10 @@ class RemoteTable:
 
     Attributes:
         number: Its number among the tables of the job.
-        layout: Which part is on which server.
+        layout: The assignment of parts to servers.
         clock: This worker's clock: the last step that it has finished.
         initial: The values that all begin with, in the variables' dtypes.
-        observed: How often this worker has read at which staleness.
+        observed: Number of this worker's reads by staleness.
     """
 
     def __init__(self, client: ServerCalls, number: int, layout: Layout) -> None:
@@ -97,18 +97,18 @@ class RemoteTable:
         servers = range(layout.servers)
         self._dense = [layout.dense(server) for server in servers]
         self._sparse = [layout.sparse(server) for server in servers]
-        # Generation of each server, and the version that was read there last.
+        # Generation of each server, and the version of the last read there.
         self._seen = [(0, -1)] * layout.servers
         self._whole: dict[int, Array] = {}
 
     @property
     def updates(self) -> int:
-        """Number of updates by all workers, as it was when this one read last."""
+        """Number of updates by all workers, at this one's last read."""
         # The first values count as one.
         return max(0, self._seen[0][1] - 1)
 
     def open(self, values: Sequence[Array] | None) -> None:
-        """See `ServerClient.open_table`, which calls it."""
+        """Open the table; see `ServerClient.open_table`, which calls it."""
         layout = self.layout
         meta = {
             "do": "open",
@@ -149,13 +149,12 @@ class RemoteTable:
     def push_pull(self, deltas: Sequence[Array | Change | Rows | None]) -> Pulled:
         """Push the changes of one step, and read the present values.
 
-        Returns when this worker may go on with its next step, by `max_staleness`.
+        Returns when `max_staleness` allows this worker's next step.
 
         Args:
-            deltas: For each variable, by how much it shall change: an array of its
-                shape, or a `Change`; None for not at all; for a sparse variable also
-                `Rows`. (Of an array for a sparse variable the rows that aren't 0 are
-                sent.)
+            deltas: The change of each variable: an array of its shape, or a `Change`;
+                None for no change; for a sparse variable also `Rows`. (Of an array for
+                a sparse variable the rows that aren't 0 are sent.)
 
         Raises:
             ValueError: They don't fit the variables; nothing was sent.
@@ -193,7 +192,7 @@ class RemoteTable:
         return pulled
 
     def pull(self) -> Pulled:
-        """Read the present values; waits for nobody, and no clock ticks.
+        """Read the present values; it doesn't wait, and no clock ticks.
 
         Raises:
             CollectiveError: See `kerasdist.errors`.
@@ -214,7 +213,7 @@ class RemoteTable:
             builds = [build(server) for server in range(self.layout.servers)]
             return self._unpack(self._client.request_all(builds))
 
-    # Out.
+    # Sending.
 
     def _check(self, deltas: Sequence[Array | Change | Rows | None]) -> dict[int, Rows]:
         """Return the changed rows of sparse variables, each once, in order."""
@@ -299,7 +298,7 @@ class RemoteTable:
                         layout.rows_of(piece, array).reshape(-1)
                         for array in (delta.value, delta.base)
                     )
-                    with np.errstate(all="ignore"):  # NaN is the model's matter
+                    with np.errstate(all="ignore"):  # NaN isn't an error here
                         np.subtract(value, base, out=part, dtype=part.dtype)
                 else:
                     part[:] = layout.rows_of(piece, delta).reshape(-1)  # type: ignore[arg-type]
@@ -316,11 +315,11 @@ class RemoteTable:
             place += 2
         return parts
 
-    # In.
+    # Receiving.
 
     def _since(self, server: int) -> int:
         generation, version = self._seen[server]
-        # What a server that has come back calls a version is another one's.
+        # A restarted server counts versions from a snapshot: they aren't comparable.
         return version if generation == self._client.generation(server) else -1
 
     def _note_version(self, server: int, answer: Message) -> None:
@@ -383,7 +382,7 @@ class RemoteTable:
             raise self._client.fail(
                 errors.CollectiveError(
                     f"The first values of table {self.number} aren't those that server "
-                    f"{server} has sent. Received: CRC-32 {crc:#010x}, expected "
+                    f"{server} sent. Received: CRC-32 {crc:#010x}, expected "
                     f"{answer.meta['crc']!r}. The network or a memory is faulty."
                 )
             )

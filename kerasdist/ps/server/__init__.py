@@ -1,4 +1,4 @@
-"""A parameter server: its workers, their requests, and what they do together.
+"""A parameter server: its workers, their requests, and their collectives.
 
 The arrays themselves are in `ps.tables`.
 """

@@ -1,15 +1,15 @@
-"""Deals out numbers: each one goes to the worker that asks for it first.
+"""Queues of batches: each number is assigned to the first worker that claims it.
 
 With mode="async" the batches of an epoch are a queue. A worker that is free claims the
-next number of it, and whoever is slow claims fewer:
+next number of it, and a slow one claims fewer:
 
     queue (0, 3)    0 1 2 3 4 5 6 7      of dataset 0, its third epoch, 8 batches
     worker 0        0   2 3   5 6
     worker 1          1     4     7 .    . the next claim gets none: the epoch is over
 
-A server that is restarted has forgotten how far it was. Each worker that comes back
-says which numbers it has claimed last: what nobody has, because the answer never came,
-is dealt out first, and then goes on behind the last one.
+A restarted server doesn't know how far its queues were. Each worker that reconnects
+reports its last claims: numbers that no worker has, because the reply was lost, are
+assigned first; then the queue continues after the last one.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from collections.abc import Sequence
 
 __all__ = ["END", "REMEMBERED", "BatchQueue"]
 
-# No queue has so many numbers.
+# No queue is this long.
 END = 1 << 60
-# How many of its last claims a worker tells a server that was restarted: in that range
-# nobody else's claim can be unknown.
+# Number of last claims that a worker reports to a restarted server: in that range no
+# claim of another worker can be unknown.
 REMEMBERED = 32
 
-# A job has one or two datasets at once; what is older isn't asked for any more.
+# A job has one or two datasets at once; older ones aren't claimed from any more.
 _MOST_QUEUES = 256
 
 
@@ -36,10 +36,10 @@ class BatchQueue:
         self._lock = threading.Lock()
         # By dataset: its epoch, and the next number of that.
         self._queues: dict[int, tuple[int, int]] = {}
-        # By dataset, after a restart: what the workers say they have claimed last, and
-        # the numbers among those that nobody has.
+        # By dataset, after a restart: the last claims that the workers report, and the
+        # numbers among those that no worker has.
         self._known: dict[int, set[int]] = {}
-        self._holes: dict[int, list[int]] = {}
+        self._unclaimed: dict[int, list[int]] = {}
 
     def claim(self, dataset: int, epoch: int, limit: int, last: int) -> int:
         """Return the next number of a queue.
@@ -47,9 +47,9 @@ class BatchQueue:
         Args:
             dataset: Number of the dataset.
             epoch: Number of its epoch; once one has begun, the one before is over.
-            limit: How many numbers the queue has; -1: there's no end of them.
-            last: The largest number of this queue that the asking worker knows of,
-                or -1: it gets a greater one. `END`: the queue shall end here, for all.
+            limit: Length of the queue; -1: it's endless.
+            last: The largest number of this queue that the claiming worker knows of,
+                or -1: it gets a greater one. `END`: the queue ends here, for all.
 
         Returns:
             The number, or -1: there are none left.
@@ -61,9 +61,9 @@ class BatchQueue:
             if epoch > present:
                 number = 0
                 self._forget(dataset)
-            hole = self._next_hole(dataset, last)
-            if hole is not None:
-                return hole
+            unclaimed = self._next_unclaimed(dataset, last)
+            if unclaimed is not None:
+                return unclaimed
             number = max(number, last + 1)
             if 0 <= limit <= number or number >= END:
                 self._queues[dataset] = epoch, number
@@ -74,14 +74,14 @@ class BatchQueue:
             return number
 
     def resume(self, dataset: int, epoch: int, numbers: Sequence[int]) -> None:
-        """A worker has come back after a restart of the server.
+        """Add the claims of a worker that reconnects after a restart of the server.
 
-        All of them come back before the next claim.
+        All of them reconnect before the next claim.
 
         Args:
             dataset: Number of the dataset.
-            epoch: Number of its epoch in which the worker has claimed last.
-            numbers: What it has claimed last in that, up to `REMEMBERED` numbers.
+            epoch: Number of its epoch of the worker's last claims.
+            numbers: The last claims in that, up to `REMEMBERED` numbers.
         """
         with self._lock:
             present, number = self._queues.get(dataset, (epoch, 0))
@@ -95,16 +95,16 @@ class BatchQueue:
 
     def _forget(self, dataset: int) -> None:
         self._known.pop(dataset, None)
-        self._holes.pop(dataset, None)
+        self._unclaimed.pop(dataset, None)
 
-    def _next_hole(self, dataset: int, last: int) -> int | None:
+    def _next_unclaimed(self, dataset: int, last: int) -> int | None:
         known = self._known.pop(dataset, None)
         if known is not None:
             top = max(known)
             first = max(0, top - REMEMBERED + 1)
-            self._holes[dataset] = [n for n in range(first, top) if n not in known]
-        holes = self._holes.get(dataset, [])
-        hole = next((n for n in holes if n > last), None)
-        if hole is not None:
-            holes.remove(hole)
-        return hole
+            self._unclaimed[dataset] = [n for n in range(first, top) if n not in known]
+        unclaimed = self._unclaimed.get(dataset, [])
+        found = next((n for n in unclaimed if n > last), None)
+        if found is not None:
+            unclaimed.remove(found)
+        return found

@@ -1,22 +1,22 @@
 """Collectives of the workers of a job, at one server.
 
-    1. r -> server   its arrays, and which collective it believes this to be
-    2. server        waits until every live worker has come; compares what they believe
+    1. r -> server   its arrays, and the fingerprint of its collective
+    2. server        waits until every live worker has joined; compares fingerprints
     3. server        reduces in rank order, once
     4. server -> r   the result, the same bytes for all
 
 A large all-reduce with "sync", the gradients of a step, is reduced by all threads at
-once, block by block, straight into the answers:
+once, block by block, straight into the replies:
 
-    3. r's thread    takes the next block that nobody has taken, reduces it into one
-                     answer, and copies it into all others while it is in the caches
+    3. r's thread    takes the next block that no thread has taken, reduces it into one
+                     reply, and copies it into all others while it is in the caches
 
-An answer in shared memory is one worker's; those who are answered through a socket are
-sent the same one.
+A reply in shared memory is for one worker; those that are sent through a socket share
+one.
 
-Who waits here is parked in the clocks of all tables: nobody waits for its next step. A
-worker that joins later needn't come to the collectives before; what a lost worker
-brought to one that isn't finished isn't counted.
+A worker that is waiting in a collective is excluded from every table's staleness bound.
+A worker that joins later doesn't take part in earlier collectives; the arrays of a lost
+worker aren't counted in a collective that isn't finished.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ from kerasdist.transport.wire.framing import OPS, Call
 
 __all__ = ["ServerCollectives"]
 
-# What is smaller is reduced by one thread.
+# Smaller buffers are reduced by one thread.
 _LEAST_TOGETHER_BYTES = 256 << 10
 _BLOCK_BYTES = 256 << 10
 
 
 class _Round:
-    """One collective: who has come with what, and its result."""
+    """One collective: the arrays of the workers that have joined, and its result."""
 
     def __init__(self, first: WorkerRecord, call: Call) -> None:
         self.first = first
@@ -65,13 +65,13 @@ class ServerCollectives:
 
     Args:
         membership: The workers.
-        tables: The tables, in whose clocks who waits is parked.
+        tables: The tables, in whose clocks waiting workers are parked.
         coordinates: Whether this server's results count: with "async" only those of
-            server 0, the others are told so that they know who waits.
+            server 0; the others only park waiting workers.
 
     Attributes:
-        number: Of the last collective that is over.
-        join_barrier: Lets workers join.
+        number: Number of the last finished collective.
+        join_barrier: Admits joining workers.
     """
 
     def __init__(
@@ -98,23 +98,23 @@ class ServerCollectives:
         """Take part in a collective.
 
         Args:
-            worker: Who has come.
-            call: What it believes the collective to be.
+            worker: The worker.
+            call: The fingerprint of its collective.
             arrays: One flat array, or none.
-            place: Makes arrays in this worker's answer; None if what others are
-                answered will do.
+            place: Makes arrays in this worker's reply; None if it may share another
+                worker's.
             deadline: When to give up.
-            facts: What this worker tells those who join here, if this is a gate.
+            facts: The values for workers that join here, if this is a join barrier.
 
         Returns:
-            The result, not to be changed, and the ranks that have taken part. Of
+            The result, not to be changed, and the ranks that took part. Of
             "all_gather" one array per rank of these; else one array, or none.
 
         Raises:
             CollectiveError: The job's failure.
         """
         members = self._membership
-        # What is never asked for again needn't be kept.
+        # A result that is never requested again isn't kept.
         together = (
             self._tables.mode == "sync"
             and call.kind == "all_reduce"
@@ -126,8 +126,8 @@ class ServerCollectives:
             room = place([(str(arrays[0].dtype.name), arrays[0].shape)])
         with members.changed:
             if not self._coordinates:
-                # Who has joined at server 0 is waited for here from now on. It may be
-                # here before the others' calls from before that are over.
+                # A worker that joined at server 0 is waited for here from now on. Its
+                # request may arrive before the others' earlier calls are finished.
                 if worker.joining:
                     members.changed.wait_for(
                         lambda: members.failure or self.number >= call.sequence - 1,
@@ -149,12 +149,12 @@ class ServerCollectives:
                 if members.failure is not None:
                     raise members.failure
                 if members.workers[worker.rank] is not worker or worker.state != "live":
-                    # The thread of a lost worker: nobody hears this.
+                    # The thread of a lost worker: this isn't sent to any process.
                     raise errors.TransportClosed(f"{worker} was lost.")
                 if round.busy and together:
                     break
                 if not round.busy and self._complete(round):
-                    # Now nobody can be lost from this round any more.
+                    # From now on no worker can be lost from this round.
                     round.ranks = sorted(round.brought)
                     round.busy = True
                     if together and len(round.rooms) < len(round.ranks):
@@ -195,8 +195,8 @@ class ServerCollectives:
             if round.facts is not None and self._coordinates:
                 self.join_barrier.admit(call.sequence, round.ranks, round.facts)
             if self._tables.mode == "async":
-                # With "sync" all come to all, and to each piece of a large buffer,
-                # which is a round of its own with the number of all others.
+                # With "sync" all workers join all rounds; each piece of a large buffer
+                # is a round of its own with the same number.
                 for rank in round.ranks:
                     worker = members.workers[rank]
                     worker.met = max(worker.met, call.sequence)
@@ -204,13 +204,13 @@ class ServerCollectives:
             self.number = max(self.number, call.sequence)
             round.brought = {}
             round.rooms = {}
-            # Only with "async" can an answer be asked for again.
+            # Only with "async" can a request be repeated.
             self._last = None if self._tables.mode == "sync" else round
             self._round = None
             members.changed.notify_all()
 
     def forget(self, rank: int) -> None:
-        """A worker is lost: what it has brought isn't counted. Under `changed`."""
+        """Drop the arrays of a lost worker. Under `changed`."""
         if self._round is not None and not self._round.busy:
             self._round.brought.pop(rank, None)
             if not self._round.brought:
@@ -222,7 +222,7 @@ class ServerCollectives:
             raise members.failure
         last = self._last
         if last is not None and call == last.call and worker.rank in last.ranks:
-            # Asked again: the answer was lost on its way.
+            # A repeated request: the reply was lost.
             return last
         if self._round is None:
             self._round = _Round(worker, call)
@@ -269,16 +269,16 @@ class ServerCollectives:
         names = " and ".join(str(p) for p in late if p.met < round.call.sequence)
         if not names:
             return errors.CollectiveTimeout(
-                f"All workers came to {round.call}, but this server didn't finish it "
-                f"within {deadline.seconds:g} s; {round.first} came first. Is its "
+                f"All workers joined {round.call}, but this server didn't finish it "
+                f"within {deadline.seconds:g} s; {round.first} joined first. Is its "
                 "machine overloaded? Give it more time with `timeout=`, or use more "
                 "servers."
             )
         return errors.CollectiveTimeout(
-            f"{names} didn't come to {round.call} within "
+            f"{names} didn't join {round.call} within "
             f"{deadline.seconds:g} s; {round.first} waited. The process is alive: is "
-            "it still busy with something that only it does (saving, evaluating)? Give "
-            "it more time with `timeout=`, or let all ranks do the same."
+            "it still busy with work of its own (saving, evaluating)? Give it more "
+            "time with `timeout=`, or let all ranks do the same."
         )
 
     def _combine(self, round: _Round) -> list[Array]:
@@ -299,7 +299,7 @@ class ServerCollectives:
             np.copyto(out, inputs[0])
             return [out]
         combine = reducer(call.op if call.op in OPS[1:] else "sum")
-        # What overflows is infinite, for all: no matter for a server to warn of.
+        # An overflow is infinite, for all: a server doesn't warn of it.
         with np.errstate(all="ignore"):
             combine(inputs[0], inputs[1], out=out)
             for values in inputs[2:]:
@@ -308,7 +308,7 @@ class ServerCollectives:
 
 
 def _reduce_blocks(round: _Round) -> None:
-    """Reduce the blocks that no other thread has taken into all answers."""
+    """Reduce the blocks that no other thread has taken into all replies."""
     inputs = [round.brought[r][0] for r in round.ranks]
     outs = [round.rooms[r] for r in round.ranks if r in round.rooms]
     if round.common is not None:

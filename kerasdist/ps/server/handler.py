@@ -1,8 +1,7 @@
-"""What one server does for its workers, whatever connects them.
+"""The request handler of one server, over any kind of connection.
 
-A thread per worker brings its requests here (`serve`), one after the other; each is
-answered before the next one is read. A request's JSON object says under "do" what is
-asked for:
+A thread per worker reads its requests (`serve`), one after the other; each is replied
+to before the next one is read. A request's JSON object has under "do" the operation:
 
     meet    a collective of all workers                (kerasdist.ps.server.collectives)
     open    begin to use a table                       (kerasdist.ps.tables.tables)
@@ -10,10 +9,10 @@ asked for:
     pull    read                                       (the same)
     claim   get the next number of a queue             (kerasdist.ps.server.batch_queue)
     enter   join the others                            (kerasdist.ps.server.join)
-    split   hear what each server gets in a step       (kerasdist.ps.server.loads)
-    stats   what is known of tables and workers
+    split   report each server's share of a step       (kerasdist.ps.server.loads)
+    stats   statistics of tables and workers
 
-The answer is a REPLY, or a FAILURE whose "failure" the worker raises.
+The reply is a REPLY, or a FAILURE whose "failure" the worker raises.
 """
 
 from __future__ import annotations
@@ -52,18 +51,18 @@ __all__ = ["MOST_BYTES", "Goodbye", "RequestHandler"]
 MOST_BYTES = min(1 << 38, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
 # No number in a request is larger.
 _MOST = 1 << 62
-# A worker asks when it has something to ask. Whether it lives is another's matter.
+# Requests may be arbitrarily far apart; liveness is checked on the control connection.
 _FOREVER = 1e9
 _NO_CALL = Call(0)
 
 
 class Goodbye:
-    """How a worker leaves: what its GOODBYE says.
+    """The content of a worker's GOODBYE frame, with which it leaves.
 
     Args:
         reason: In words, without a full stop.
-        failed: Whether its script ended badly.
-        cause: The job's failure as it has heard of it, if that is why.
+        failed: Whether its script ended with an error.
+        cause: The job's failure, if the worker leaves because of it.
     """
 
     def __init__(
@@ -80,7 +79,7 @@ class Goodbye:
 
     @classmethod
     def from_payload(cls, payload: bytes) -> Goodbye:
-        """Return what `to_json` wrote.
+        """Return the goodbye that `to_json` wrote.
 
         Raises:
             ProtocolError: It isn't a JSON object.
@@ -101,7 +100,7 @@ class RequestHandler:
         server: Its index.
         servers: Number of servers.
         size: Number of workers.
-        settings: What the job was asked for.
+        settings: The job's settings.
         timeouts: `collective` bounds every wait for other workers.
         on_table: Called with the layout of each new table.
 
@@ -110,14 +109,14 @@ class RequestHandler:
         servers: As given.
         settings: As given.
         membership: The workers.
-        batch_queue: The numbers that are dealt out.
+        batch_queue: The queues of batches.
         tables: The tables.
         collectives: The collectives.
         snapshotter: Keeps snapshots; None without.
-        resumed: Whether it goes on from a snapshot.
-        events: What has happened to workers, in order.
-        on_split: Called with what each server gets in a step of a "sync" job, when its
-            first step is over.
+        resumed: Whether it continues from a snapshot.
+        events: The events of workers, in order.
+        on_split: Called with each server's share of a step of a "sync" job, when its
+            first step is finished.
         server_lost: Another server without which a worker couldn't go on, or None.
 
     Raises:
@@ -160,7 +159,7 @@ class RequestHandler:
     def _note(self, event: Event) -> None:
         self.events.append(event)
         if event.kind == "joined" and self.snapshotter is not None:
-            # A server that is restarted lets nobody go on whom it doesn't know.
+            # A restarted server refuses workers that aren't in its snapshot.
             self.snapshotter.request(at_once=True)
         if event.kind in ("lost", "finished"):
             self.tables.drop(event.rank)
@@ -176,7 +175,7 @@ class RequestHandler:
             )
 
     def leave(self, worker: WorkerRecord, goodbye: Goodbye) -> None:
-        """A worker says goodbye."""
+        """Handle a worker's goodbye."""
         if goodbye.cause is not None and self.settings.mode == "sync":
             self.membership.fail(goodbye.cause)
         if isinstance(goodbye.cause, errors.ServerLost):
@@ -187,16 +186,16 @@ class RequestHandler:
             self.membership.finish(worker, goodbye.reason)
 
     def serve(self, worker: WorkerRecord, channel: Channel) -> str:
-        """Answer a worker's requests until its connection ends; say how that ended."""
+        """Serve a worker's requests until its connection ends; return the reason."""
         while True:
             try:
                 message = channel.receive(Deadline(_FOREVER), MOST_BYTES)
             except (ChannelEnded, ChannelSilent) as error:
                 return f"its data connection ended ({error})"
             except Aborted:
-                return "it was told to go"
+                return "the server dropped it"
             except errors.ProtocolError as error:
-                seen = f"it broke the protocol ({str(error).rstrip('.')})"
+                seen = f"it violated the protocol ({str(error).rstrip('.')})"
                 self._answer_failure(channel, _NO_CALL, errors.CollectiveError(seen))
                 return seen
             except MemoryError as error:
@@ -212,22 +211,22 @@ class RequestHandler:
                 self._answer_failure(channel, message.call, error)
             except errors.ProtocolError as error:
                 failure = errors.CollectiveError(
-                    f"Server {self.server} can't do what {worker} asks: {error}"
+                    f"Server {self.server} can't handle a request of {worker}: {error}"
                 )
                 if self.settings.mode == "sync":
                     self.membership.fail(failure)
                 self._answer_failure(channel, message.call, failure)
                 if self.settings.mode == "async":
-                    # Whose request makes no sense is lost; the others go on.
-                    return f"it asked for what can't be done ({str(error).rstrip('.')})"
+                    # The sender of an invalid request is lost; the others continue.
+                    return f"it sent an invalid request ({str(error).rstrip('.')})"
             except (ChannelEnded, ChannelSilent) as error:
                 return f"its data connection ended ({error})"
             except Aborted:
-                return "it was told to go"
+                return "the server dropped it"
             except Exception as error:
-                # A bug or a full memory: nobody may wait for an answer in vain.
+                # A bug or a full memory: no worker may wait for a reply in vain.
                 failure = errors.CollectiveError(
-                    f"Server {self.server} failed while it answered {worker}: "
+                    f"Server {self.server} failed during a request of {worker}: "
                     f"{type(error).__name__}: {error}. Its output has the traceback."
                 )
                 self.membership.fail(failure)
@@ -246,7 +245,7 @@ class RequestHandler:
                 Message(FrameType.FAILURE, call, meta, ()), Deadline(_LAST_SECONDS)
             )
         except (ChannelEnded, ChannelSilent, Aborted):
-            return  # it's gone: `receive` says so
+            return  # the connection ended: `receive` raises that
 
     def _answer(
         self, worker: WorkerRecord, message: Message, channel: Channel
@@ -254,13 +253,13 @@ class RequestHandler:
         deadline = Deadline(self._timeouts.collective)
         meta, call, arrays = message.meta, message.call, message.arrays
         do = meta.get("do")
-        # Who only waits for the others isn't counted: they may have stopped.
+        # The requests of a joiner that waits for the others don't count as progress.
         self._requests += do != "enter"
         if message.frame is not FrameType.REQUEST:
             raise unexpected(message.frame)
         if do == "meet":
             if self.settings.mode == "sync":
-                # There are no tables, whose clocks would say it.
+                # There are no tables whose clocks have it.
                 worker.clock = max(worker.clock, _whole(meta, "step"))
             place = channel.place if channel.kind == "shared_memory" else None
             facts = meta.get("gate") if isinstance(meta.get("gate"), dict) else None
@@ -316,9 +315,10 @@ class RequestHandler:
         return Message(FrameType.REPLY, call, answer, parts)
 
     def _await_claims(self, deadline: Deadline) -> None:
-        """After a restart all say what they have claimed before anybody gets more.
+        """Wait after a restart until all workers have reported their claims.
 
-        Who doesn't come in time may be training on a batch that another one gets too.
+        A worker that isn't back in time may be training on a batch that another one is
+        assigned, too.
         """
         if not self.resumed:
             return
@@ -333,7 +333,7 @@ class RequestHandler:
             )
 
     def stats(self) -> dict[str, Any]:
-        """What is known of this server, as a JSON object."""
+        """Return this server's statistics, as a JSON object."""
         with self.membership.changed:
             workers = [
                 {
@@ -368,9 +368,9 @@ class RequestHandler:
             return members.failure is None and members.over and "finished" in states
 
 
-# How long claims wait for workers to come back after a restart.
+# Seconds that claims wait for workers to reconnect after a restart.
 _RETURN_SECONDS = 10.0
-# How long a worker that is told of a failure may take to hear it.
+# Seconds for sending a failure to a worker.
 _LAST_SECONDS = 5.0
 
 

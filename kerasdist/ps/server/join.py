@@ -1,14 +1,14 @@
-"""Where a worker joins that comes later: between two epochs of the others.
+"""The admission of late-joining workers at epoch boundaries.
 
     j: a new process with a lost worker's rank    v: the others    s: server 0
 
-    1. j -> s   lets itself in; nobody waits for it yet (`WorkerRecord.joining`)
-    2. j -> s   which `fit` it has come to; waits
-    3. v -> s   a gate: a barrier between two epochs, with facts of what v do
-    4. s -> j   the facts, and the gate's number
-       s -> v   who has joined: from the next collective on it is waited for
+    1. j -> s   registers; the others don't wait for it yet (`WorkerRecord.joining`)
+    2. j -> s   the number of its `fit`; waits
+    3. v -> s   a barrier between two epochs, with facts of v's training
+    4. s -> j   the facts, and the barrier's number
+       s -> v   the ranks that joined: they are waited for from the next collective on
 
-The other servers wait for a joiner from the first collective on that it comes to.
+The other servers wait for a joiner from its first collective on.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from kerasdist.transport.deadline import Deadline
 
 __all__ = ["JoinBarrier"]
 
-# How long a server lets a joiner wait before it says that it still has to.
+# Seconds that a joiner's request waits at the server before it is sent again.
 _WAIT_SECONDS = 2.0
 
 
 class JoinBarrier:
-    """Lets workers join at one server. All under `Membership.changed`.
+    """Admits joining workers at one server. All under `Membership.changed`.
 
     Args:
         membership: The workers.
@@ -35,7 +35,8 @@ class JoinBarrier:
 
     def __init__(self, membership: Membership) -> None:
         self._membership = membership
-        # Who waits, and in which `fit`; what those who were let in are told.
+        # The waiting workers with the number of their `fit`; the replies to those that
+        # were admitted.
         self._waiting: dict[int, tuple[WorkerRecord, int]] = {}
         self._entered: dict[str, dict[str, Any]] = {}
         self._fit = 0
@@ -44,15 +45,15 @@ class JoinBarrier:
     def enter(
         self, worker: WorkerRecord, fit: int, deadline: Deadline
     ) -> dict[str, Any] | None:
-        """A joiner waits for the next gate.
+        """Wait for the next join barrier, in the request of a joiner.
 
         Args:
             worker: The joiner.
-            fit: Number of the `fit` that it has come to, from 1.
+            fit: Number of the `fit` that it is in, from 1.
             deadline: Of the request.
 
         Returns:
-            "met", "ranks" and "facts" of the gate; None: it has to wait longer.
+            "met", "ranks" and "facts" of the barrier; None: it has to wait longer.
 
         Raises:
             CollectiveError: It can't join any more; the job's failure.
@@ -80,12 +81,12 @@ class JoinBarrier:
         return None
 
     def admit(self, number: int, ranks: list[int], facts: Mapping[str, Any]) -> None:
-        """The others are at a gate: who waits for it joins.
+        """Admit the waiting workers, when the others have reached the barrier.
 
         Args:
-            number: Of this collective.
-            ranks: Who has come to it; those who join are added.
-            facts: What the others say of themselves; "fit" is the number of theirs.
+            number: Number of this collective.
+            ranks: The ranks that take part; those that join are added.
+            facts: The others' facts; "fit" is the number of their `fit`.
         """
         fit = facts.get("fit")
         self._fit = fit if isinstance(fit, int) else self._fit
@@ -107,7 +108,7 @@ class JoinBarrier:
             }
 
     def joined_at(self, number: int) -> list[int]:
-        """Who has joined at the gate with this number, if that was the last one."""
+        """Return the ranks that joined at this barrier, if it was the last one."""
         return self._last[1] if self._last[0] == number else []
 
     def _is_here(self, worker: WorkerRecord) -> bool:
@@ -124,11 +125,11 @@ class JoinBarrier:
             return f"{worker} was lost."
         if not any(not each.joining for each in members.live()):
             return (
-                f"{worker} came too late to join: all others have finished or are lost."
+                f"{worker} is too late to join: all others have finished or are lost."
             )
         if self._fit > fit:
             return (
-                f"{worker} came too late to join: it is in `fit` number {fit} of its "
+                f"{worker} is too late to join: it is in `fit` number {fit} of its "
                 f"script, the others are in number {self._fit}. A worker can join in "
                 "the same `fit` only."
             )

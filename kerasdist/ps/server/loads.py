@@ -1,8 +1,8 @@
-"""What each server has to carry, in bytes: counted, checked and put into words.
+"""The load of each server in bytes: counted, checked and put into words.
 
 With mode="async" that is its part of a table, known from the table's layout. With
-mode="sync" servers hold nothing: there it is what one worker sends to it in a step,
-known when the first step is over.
+mode="sync" servers hold nothing: there it is the bytes that one worker sends to it in a
+step, known when the first step is finished.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ __all__ = ["Load", "loads_from_json", "loads_of", "share_in_words"]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Load:
-    """What one server has to carry.
+    """The load of one server.
 
     Attributes:
         size: Bytes.
-        pieces: Of how many pieces: of variables, or of buffers.
+        pieces: Number of pieces: of variables, or of buffers.
     """
 
     size: int
@@ -31,10 +31,10 @@ class Load:
 
 
 def loads_from_json(value: Any, servers: int) -> list[Load]:
-    """Return what the chief counted: size and pieces for each server.
+    """Return the loads that the chief counted: size and pieces for each server.
 
     Raises:
-        ProtocolError: It isn't that.
+        ProtocolError: The value is damaged.
     """
     try:
         loads = [Load(int(size), int(pieces)) for size, pieces in value]
@@ -46,7 +46,7 @@ def loads_from_json(value: Any, servers: int) -> list[Load]:
 
 
 def loads_of(layout: Layout) -> list[Load]:
-    """Return what each server holds of a table."""
+    """Return each server's part of a table."""
     pieces = [0] * layout.servers
     for piece in layout.pieces:
         pieces[piece.server] += 1
@@ -57,7 +57,7 @@ def loads_of(layout: Layout) -> list[Load]:
 
 
 def share_in_words(loads: Sequence[Load], server: int) -> str:
-    """Say what one server carries beside all.
+    """Return one server's load and share as text.
 
     For instance `1,200 bytes in 2 pieces, 60.0 % of 2,000 bytes`.
     """

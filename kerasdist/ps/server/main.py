@@ -1,4 +1,4 @@
-"""A parameter server as a process: what it prints, and what it tells its launcher."""
+"""The process of a parameter server: its output, and its reports to the launcher."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ _FLUSH_SECONDS = 1.0
 def run_server(
     cluster: Cluster, settings: ServerSettings, timeouts: Timeouts | None = None
 ) -> None:
-    """Be a server of a job until the job is over.
+    """Run a server of a job until the job is over.
 
-    It prints whom it serves, its part of each table when that is opened (with "sync"
-    its part of a step, when the first one is over), and at the end what has gone
-    through it and how stale the weights were that were read.
+    It prints the number of its workers, its part of each table when that is opened
+    (with "sync" its part of a step, when the first one is finished), and at the end the
+    traffic and the staleness of the weights that were read.
 
     Args:
         cluster: The job; this process is one of its `servers`.
-        settings: What the job was asked for; the workers' must be equal.
-        timeouts: How long each phase may take.
+        settings: The job's settings; the workers' must be the same.
+        timeouts: The time limit of each phase.
 
     Raises:
         KerasDistError: As `ParameterServer` and its `serve`.
@@ -66,7 +66,7 @@ def run_server(
     server.handler.on_split = split
     if tolerant:
         members = server.handler.membership
-        # Before any worker hears of it, and ends.
+        # Before it is reported to any worker, which then ends.
         members.on_failure.insert(0, launcher.failed)
         members.on_event.insert(
             0, lambda event: launcher.happened(event.kind, event.rank, event.reason)
@@ -84,7 +84,7 @@ def run_server(
 
 
 def _staleness_in_words(tables: list[dict[str, Any]]) -> str:
-    """How far behind the slowest worker was when workers read; "" if nobody did."""
+    """Return the staleness of all reads as text; "" if there was none."""
     counts: collections.Counter[int] = collections.Counter()
     for table in tables:
         for observed in table["observed"].values():
@@ -100,5 +100,5 @@ def _staleness_in_words(tables: list[dict[str, Any]]) -> str:
 
 
 def _say(text: str) -> None:
-    # Some of it is said while a worker waits for its answer.
+    # Some of it is written while a worker waits for its reply.
     background_log.write_line(text)

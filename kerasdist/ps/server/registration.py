@@ -1,8 +1,8 @@
-"""Whom a server lets in: at the start, and later.
+"""The registration of workers at a server: at the start, and later.
 
-At the start it waits for all workers, each once; if some were asked for something else,
-it refuses all of them at once. Later somebody may come back after a restart of the
-server, or, with mode="async", a new process with a lost worker's rank.
+At the start it waits for all workers, each once; if some have other settings, it
+refuses all of them at once. Later a worker may reconnect after a restart of the server,
+or, with mode="async", a new process with a lost worker's rank may join.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from kerasdist.transport.wire.framing import FrameType
 __all__ = ["GOODBYE_SECONDS", "LOOK_SECONDS", "PURPOSE", "Registrar"]
 
 PURPOSE = "server"
-# How long those who are on their way are told that the job has failed.
+# Seconds during which arriving workers are refused because the job has failed.
 GOODBYE_SECONDS = 5.0
-# How long a server waits for somebody to come before it looks at other things.
+# Seconds that a server waits for connections before it looks at other things.
 LOOK_SECONDS = 0.25
 _SHORT_LOOK_SECONDS = 0.05
 _ANSWER_SECONDS = 5.0
-# Who lives tries again every second or so: after this nobody comes back any more.
+# Live workers retry about once per second; after this long the rest are presumed gone.
 _RETURN_SECONDS = 10.0
 
 # A worker's rank, its connection, and its hello.
@@ -37,15 +37,15 @@ Arrival = tuple[int, Connection, dict[str, Any]]
 
 
 class Registrar:
-    """Lets workers in, or says why not. For the thread that takes connections.
+    """Admits or refuses workers, in the thread that takes connections.
 
     Args:
         handler: The server.
         address: Its address, for messages.
         workers: The workers' addresses.
-        take: Waits so many seconds for connections, and returns those that came.
+        take: Waits this many seconds for connections, and returns the new ones.
         stop: Set when the server ends.
-        heard: Returns when a worker was last heard of (monotonic); None: it has no
+        heard: Returns the time of a worker's last frame (monotonic); None: it has no
             connection.
     """
 
@@ -67,12 +67,12 @@ class Registrar:
         self._pending: dict[int, tuple[WorkerRecord, Connection]] = {}
         self._arrived_ranks: set[int] = set()
         self._different = ""
-        # New processes of which isn't known whether they join, by rank; until when.
+        # New processes that may or may not join, by rank; until when.
         self._held: dict[int, Arrival] = {}
         self._patience: Deadline | None = None
-        # When a process came whose rank another one has, by its incarnation.
+        # The arrival of a process whose rank another one has, by its incarnation.
         self._arrived_at: dict[str, float] = {}
-        # Whether the job was begun anew, from its snapshots.
+        # Whether the whole job was started again, from its snapshots.
         self._anew = False
 
     # At the start.
@@ -81,8 +81,8 @@ class Registrar:
         """Wait for all workers; return them, live, and their control connections.
 
         Raises:
-            StartupError: Some didn't come, or were asked for something else; those who
-                came have been told.
+            StartupError: Some are missing, or have other settings; the others were
+                sent a refusal.
             TransportClosed: The server was closed.
         """
         while len(self._pending) < len(self._workers):
@@ -93,7 +93,7 @@ class Registrar:
             for arrival in self._take(min(deadline.remaining(), LOOK_SECONDS)):
                 self._accept_handshake(*arrival)
             if self._different:
-                # Waiting wouldn't help anybody.
+                # Waiting can't help.
                 error = self._dismiss(errors.StartupError(self._different))
                 self._turn_away(str(error))
                 raise error
@@ -117,19 +117,19 @@ class Registrar:
             return
         older = self._pending.pop(rank, None)
         if older is not None:
-            _refuse(older[1], f"Another process came as {worker}.")
+            _refuse(older[1], f"Another process connected as {worker}.")
         self._pending[rank] = worker, connection
 
     def _missing(self, deadline: Deadline) -> errors.StartupError:
         reasons = {
-            rank: "it never came to this server"
+            rank: "it never connected to this server"
             for rank in range(len(self._workers))
             if rank not in self._pending
         }
         names = ", ".join(f"rank {r} ({self._workers[r]})" for r in reasons)
         return self._dismiss(
             errors.StartupError(
-                f"{names} didn't come to server {self._handler.server} "
+                f"{names} didn't connect to server {self._handler.server} "
                 f"({self._address}) within {deadline.seconds:g} s. Are they running "
                 "(look at their output first), and can they reach this address?",
                 reasons,
@@ -137,16 +137,16 @@ class Registrar:
         )
 
     def _dismiss(self, error: errors.StartupError) -> errors.StartupError:
-        """Tell all who have come why the job doesn't begin."""
+        """Refuse all connected workers, with the reason why the job doesn't begin."""
         for _, connection in self._pending.values():
             _refuse(connection, str(error))
         self._pending.clear()
         return error
 
     def _turn_away(self, message: str) -> None:
-        """Tell it to those who are on their way, for a moment.
+        """Refuse workers that still arrive, for a moment.
 
-        Who finds nobody would try again for as long as the start may take.
+        Without a reply they would retry for as long as the start may take.
         """
         deadline = Deadline(GOODBYE_SECONDS)
         while len(self._arrived_ranks) < len(self._workers) and not (
@@ -161,10 +161,10 @@ class Registrar:
     def later(
         self, rank: int, connection: Connection, hello: dict[str, Any]
     ) -> tuple[WorkerRecord, bool] | None:
-        """Let somebody in who comes after the start.
+        """Admit or refuse a process that connects after the start.
 
         Returns:
-            Who it is, live, and whether it's a new process; None if it was refused.
+            The worker, live, and whether it's a new process; None if it was refused.
         """
         worker = self._examine(rank, connection, hello)
         if worker is None:
@@ -180,12 +180,12 @@ class Registrar:
             refusal = self._why_not(known, worker, hello, returns=returns)
             hold = refusal is None and not returns and self._waits(rank, hello)
             if returns and refusal is not None:
-                members.lose(known, "it came back too late")
+                members.lose(known, "it reconnected too late")
             if hold:
                 older = self._held.pop(rank, None)
                 self._held[rank] = rank, connection, hello
                 if older is not None:
-                    _refuse(older[1], f"Another process came as {worker}.")
+                    _refuse(older[1], f"Another process connected as {worker}.")
             elif refusal is None and returns:
                 self._return(known, worker, hello.get("resume"))
             elif refusal is None:
@@ -197,7 +197,7 @@ class Registrar:
         return None if hold or refusal is not None else (worker, not returns)
 
     def waiting(self) -> list[Arrival]:
-        """Those who had to wait in `later`, and needn't any more: it's their turn."""
+        """Return the processes that were held in `later` and can be admitted now."""
         members = self._handler.membership
         with members.changed:
             for rank, (_, connection, hello) in list(self._held.items()):
@@ -214,14 +214,14 @@ class Registrar:
         return ready
 
     def _waits(self, rank: int, hello: dict[str, Any]) -> bool:
-        """Whether a new process has to wait until more is known. Under `changed`."""
+        """Return whether a new process has to be held for now. Under `changed`."""
         return self._answers(rank, hello) is None or self._is_open(rank, hello)
 
     def _answers(self, rank: int, hello: dict[str, Any]) -> bool | None:
-        """Whether another process with this rank is alive; None: not known yet.
+        """Return whether another process with this rank is alive; None: unknown yet.
 
-        What is heard of it after the new one has come tells. Else it's lost after
-        `heartbeat` seconds, and its connection is gone at once if it was killed.
+        A frame from it after the new one's arrival proves it. Else it's lost after
+        `heartbeat` seconds, and its connection ends at once if it was killed.
         """
         here = self._handler.membership.workers[rank]
         if here.state != "live" or here.incarnation == hello.get("incarnation"):
@@ -235,7 +235,7 @@ class Registrar:
         return True if heard > arrival else None
 
     def _is_open(self, rank: int, hello: dict[str, Any]) -> bool:
-        """Whether it isn't known yet if a new process joins others. Under `changed`."""
+        """Return whether it is open if a new process joins others. Under `changed`."""
         workers = self._handler.membership.workers
         if (
             self._anew
@@ -266,23 +266,25 @@ class Registrar:
         if failure is not None:
             return f"The job has failed: {failure}"
         if returns and self._anew:
-            return f"{worker} came back too late: the others have begun the job anew"
+            return (
+                f"{worker} reconnected too late: the job was started again without it"
+            )
         if hello.get("resume") and not returns:
             if known.incarnation == worker.incarnation:
-                return f"{worker} was taken for lost, and came back too late"
+                return f"{worker} was taken for lost, and reconnected too late"
             return self._no_snapshot()
         answers = None if returns else self._answers(worker.rank, hello)
         if answers:
             return (
-                f"{worker} is here already, and answers. Do two processes have the "
+                f"{worker} is connected already, and alive. Do two processes have the "
                 "same task (TF_CONFIG), or does the script make a second "
                 "ParameterServerStrategy? End one of the processes, or use one "
                 "strategy for all models."
             )
         if answers is False and self._handler.settings.mode == "sync":
             return (
-                f"{worker} came after the start, and nobody can join a job with "
-                "mode='sync'. Start the whole job again, or use mode='async'."
+                f"{worker} connected after the start, and a job with mode='sync' "
+                "can't be joined. Start the whole job again, or use mode='async'."
             )
         return None
 
@@ -301,7 +303,7 @@ class Registrar:
         self, known: WorkerRecord, worker: WorkerRecord, hello: dict[str, Any]
     ) -> None:
         members, met = self._handler.membership, hello.get("met")
-        # As server 0 has said, or by its own judgement.
+        # As server 0 decided, or by this server's own decision.
         worker.joining = hello.get("gate") is True and (
             hello.get("joining") is True
             if isinstance(hello.get("joining"), bool)
@@ -311,16 +313,16 @@ class Registrar:
         self._anew = self._anew or (
             self._handler.resumed and hello.get("gate") is True and not worker.joining
         )
-        members.lose(known, "another process came with its rank")
-        # Server 0 says which collectives are over; the others hear it.
+        members.lose(known, "another process joined with its rank")
+        # Server 0 knows the last finished collective; the joiner reports it to others.
         worker.met = met if isinstance(met, int) else self._handler.collectives.number
         if self._handler.server == 0:
-            # What anybody has finished a joiner needn't come to.
+            # A joiner doesn't take part in collectives that any worker has finished.
             worker.met = max(worker.met, *(each.met for each in members.workers))
         members.enter(worker, "joined")
 
     def _others_train(self, known: WorkerRecord) -> bool:
-        """Whether there is a job to join; else all its tasks were started again."""
+        """Return whether there is a job to join; else all tasks were started again."""
         back = any(
             p.returned and p.state == "live" for p in self._handler.membership.workers
         )
@@ -331,7 +333,7 @@ class Registrar:
     def _examine(
         self, rank: int, connection: Connection, hello: dict[str, Any]
     ) -> WorkerRecord | None:
-        """Return who came; None if it was refused."""
+        """Return the worker of a connection; None if it was refused."""
         here = self._handler.server
         mine = self._handler.settings.agreed()
         theirs = hello.get("settings")
@@ -349,7 +351,7 @@ class Registrar:
             )
         elif theirs != mine:
             fault = (
-                f"Server {here} and rank {rank} were asked for different things. "
+                f"Server {here} and rank {rank} were started with different arguments. "
                 f"Received: {theirs!r}, here {mine!r}. Give all tasks the same "
                 "arguments."
             )
@@ -369,7 +371,7 @@ class Registrar:
         )
 
     def close(self) -> None:
-        """Close the connections of those who wait for others."""
+        """Close the connections of workers that wait for others."""
         for _, connection in self._pending.values():
             connection.close()
         for _, connection, _ in self._held.values():

@@ -2,11 +2,11 @@
 
     c: a worker     s: a server     one listening socket per server
 
-    1. c -> s   connect, handshake, hello for a control connection: who I am, what I
-                was asked for, which process I am; again and again until `startup`
-    2. s        waits for all workers, the first time; compares what they were asked for
-    3. s -> c   ROSTER: who I am, all workers' addresses     -> the worker is live
-           or   REFUSAL: why not
+    1. c -> s   connect, handshake, hello for a control connection: rank, settings and
+                identity of the process; repeated until `startup`
+    2. s        waits for all workers, the first time; compares their settings
+    3. s -> c   ROSTER: server and workers                   -> the worker is live
+           or   REFUSAL: the reason
     4. c -> s   connect, handshake, hello for a data connection; on the same host
                 through a Unix socket, so that memory can be shared
     5. both     heartbeats on the control connection     (kerasdist.ps.heartbeat)
@@ -14,12 +14,12 @@
        s -> c   its REPLY, or a FAILURE; then 6. again
     7. c -> s   GOODBYE on the control connection
 
-Later a new process may come with a lost worker's rank (1. and 3. without 2.) if the job
-is "async". After a restart of the server its workers come back the same way, and each
-says what it has done (`resume`); a server without a snapshot refuses them.
+Later a new process may join with a lost worker's rank (1. and 3. without 2.) if the job
+is "async". After a restart of the server its workers reconnect the same way, and each
+reports its progress (`resume`); a server without a snapshot refuses them.
 
-Threads: one that accepts (the listener's), one that lets in (`serve`), one that watches
-the control connections, one per worker that answers its requests.
+Threads: one that accepts (the listener's), one that registers workers (`serve`), one
+that watches the control connections, one per worker that serves its requests.
 """
 
 from __future__ import annotations
@@ -61,15 +61,15 @@ from kerasdist.transport.wire.secret import job_secret
 __all__ = ["ParameterServer", "session_name"]
 
 _ANSWER_SECONDS = 5.0
-# How long a broken data connection waits for what the control connection says.
-_VERDICT_SECONDS = 2.0
+# Seconds that a broken data connection waits for the control connection's end.
+_REPORT_SECONDS = 2.0
 _JOIN_SECONDS = 10.0
 _SHORT_LOOK_SECONDS = 0.05
 
 
 def session_name(cluster: Cluster) -> str:
-    """What the session of a cluster's servers is called, alike in all tasks."""
-    # In any order: that a server is taken for another one is found later, and said.
+    """Return the name of the session of a cluster's servers, the same in all tasks."""
+    # In any order: a server that is taken for another one is reported later.
     text = json.dumps([cluster.workers, sorted(cluster.servers)])
     return "servers-" + hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -79,12 +79,12 @@ class ParameterServer:
 
     Args:
         cluster: The job; this process is one of its `servers`.
-        settings: What the job was asked for; the workers' must be equal.
-        timeouts: How long each phase may take.
-        on_table: Called with the layout of each table when the chief has brought its
-            first values, for instance to say what this server holds.
-        on_start: Called when all workers have come, before any of them hears of it;
-            of a server that goes on from a snapshot at once.
+        settings: The job's settings; the workers' must be the same.
+        timeouts: The time limit of each phase.
+        on_table: Called with the layout of each table when the chief has sent its
+            first values, for instance to print this server's part.
+        on_start: Called when all workers are connected, before the job begins; at a
+            server that continues from a snapshot, at once.
         host: Overrides `host_key()`, for tests.
 
     Attributes:
@@ -97,7 +97,7 @@ class ParameterServer:
         AddressInUseError: The server's port is taken.
         SnapshotError: There is a snapshot that can't be used.
 
-    From the constructor on it listens; `serve` answers. `close` ends both.
+    From the constructor on it listens; `serve` handles requests. `close` ends both.
     """
 
     def __init__(
@@ -160,12 +160,12 @@ class ParameterServer:
 
         Returns:
             `RequestHandler.stats` at the end, "bytes_received" and "bytes_sent": of all
-            workers' requests and of the answers.
+            workers' requests and of the replies.
 
         Raises:
-            StartupError: Workers didn't come; the others have been told.
+            StartupError: Workers are missing; the others were sent a refusal.
             CollectiveError: The job's failure; if all workers are lost, the loss of
-                another server that they have told of, or else that of the last one.
+                another server that they reported, or else that of the last worker.
         """
         try:
             self._serve()
@@ -187,14 +187,14 @@ class ParameterServer:
             self._on_start()
         if self.handler.snapshotter is not None:
             self.handler.snapshotter.start()
-        # Those of a snapshot who don't come again aren't waited for for ever.
+        # Workers of a snapshot that don't reconnect aren't waited for for ever.
         patience = Deadline(self._settings.restart_timeout)
         while not self._stop.is_set():
             for arrival in (*self._take(LOOK_SECONDS), *self._registrar.waiting()):
                 self._let_in(*arrival)
             if self.handler.resumed and patience.expired:
                 self._give_up_on_absent(patience)
-        # Who comes to a job that has failed hears why.
+        # Workers that connect to a failed job are sent the reason.
         goodbye = Deadline(GOODBYE_SECONDS)
         while not (members.over or goodbye.expired or self._closed):
             new = self._listener.take_any(self._session, PURPOSE, _SHORT_LOOK_SECONDS)
@@ -208,14 +208,14 @@ class ParameterServer:
         if self._closed and not members.over:
             raise errors.TransportClosed("This server was closed.")
         if not finished and self.handler.server_lost is not None:
-            # Why the workers have left: none of them is to blame.
+            # The workers left because of it: none of them is the cause.
             raise self.handler.server_lost
         if not finished and lost:
             last = lost[-1]
             raise errors.WorkerLost(last.rank, last.address, last.clock, last.reason)
 
     def close(self) -> None:
-        """Close all connections and give back what is held. Can be called twice."""
+        """Close all connections, threads and tables. Can be called twice."""
         with self._lock:
             if self._closed:
                 return
@@ -261,9 +261,9 @@ class ParameterServer:
                 worker, joined = found
                 self._open_control(worker, connection, joined=joined)
         except Exception:
-            # Whatever one of them says, the others are served.
+            # A fault of one worker mustn't affect the others.
             background_log.log(
-                *(logging.ERROR, "kerasdist: letting rank %d in failed", rank),
+                *(logging.ERROR, "kerasdist: registering rank %d failed", rank),
                 exc_info=True,
             )
             connection.close()
@@ -287,7 +287,7 @@ class ParameterServer:
         try:
             deadline = Deadline(_ANSWER_SECONDS)
             connection.write_json(FrameType.ROSTER, roster, deadline)
-        except OSError:  # it has died since: the watch finds that out
+        except OSError:  # it died since: the heartbeat notices that
             pass
         self._heartbeat.add((worker.rank, worker.incarnation), connection)
 
@@ -325,9 +325,9 @@ class ParameterServer:
                 self._bytes_received += channel.bytes_received
                 self._bytes_sent += channel.bytes_sent
         with members.changed:
-            # Did it say goodbye, has it died? The control connection knows better.
+            # Whether it sent a goodbye or died shows on the control connection.
             members.changed.wait_for(
-                lambda: worker.state != "live" or self._closed, _VERDICT_SECONDS
+                lambda: worker.state != "live" or self._closed, _REPORT_SECONDS
             )
             if not self._closed:
                 members.lose(worker, seen)
@@ -342,11 +342,11 @@ class ParameterServer:
                 if worker.state == "away":
                     members.lose(
                         worker,
-                        f"it didn't come back within {patience.seconds:g} s after this "
+                        f"it didn't reconnect within {patience.seconds:g} s after this "
                         "server was restarted",
                     )
 
-    # What the watch hears, and what happens to workers.
+    # Frames on control connections, and workers' events.
 
     def _on_frame(self, key: Hashable, kind: FrameType, payload: bytes) -> None:
         worker = self._worker(key)
@@ -377,8 +377,8 @@ class ParameterServer:
         to = notice.get("to")
         value = {"from": sender.rank, "value": notice.get("value")}
         for worker in self.handler.membership.workers:
-            meant = worker.rank == to if to is not None else worker is not sender
-            if worker.state == "live" and meant:
+            receives = worker.rank == to if to is not None else worker is not sender
+            if worker.state == "live" and receives:
                 key = worker.rank, worker.incarnation
                 self._heartbeat.post(key, FrameType.NOTICE, json.dumps(value).encode())
 

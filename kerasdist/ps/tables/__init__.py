@@ -1,4 +1,4 @@
 """Tables of arrays that a server holds, their clocks, and their snapshots.
 
-Nothing here knows of connections: a table is called by `ps.server`.
+Nothing here depends on connections: a table is called by `ps.server`.
 """

@@ -1,15 +1,15 @@
-"""Who may go on: the clocks of the workers of one table.
+"""The clocks of the workers of one table, which bound staleness.
 
 A worker's clock is the number of the last step that it has finished. With
-`max_staleness = s` a worker that has finished step c goes on only when the slowest live
-one has finished at least step c - s (stale synchronous parallel: Ho et al., "More
+`max_staleness = s` a worker that has finished step c continues only when the slowest
+live one has finished at least step c - s (stale synchronous parallel: Ho et al., "More
 effective distributed ML via a stale synchronous parallel parameter server", NIPS 2013):
 
-    s = 2     worker 0  1 2 3 4 5 6 .        has finished 6: may go on
-              worker 1  1 2 3 4 .            the slowest: may always go on
+    s = 2     worker 0  1 2 3 4 5 6 .        has finished 6: may continue
+              worker 1  1 2 3 4 .            the slowest: may always continue
               worker 2  1 2 3 4 5 6 7 |      has finished 7: waits for worker 1's 5
 
-s = 0: in step. None: nobody waits for anybody.
+s = 0: in step. None: no worker waits for another.
 
 A worker that waits in a collective (the end of an epoch) is parked: it has nothing left
 to finish, and no worker waits for its clock. After the collective all clocks are equal
@@ -29,11 +29,11 @@ class Clocks:
 
     Args:
         ranks: The workers that begin.
-        max_staleness: How many steps a worker may be ahead of the slowest; None: any.
+        max_staleness: Steps that a worker may be ahead of the slowest; None: any.
 
     Attributes:
-        observed: For each rank that has ever been here, how often it has read at
-            which staleness: how many steps the slowest was behind it.
+        observed: For each rank that was ever a member, the number of its reads by
+            staleness: the steps that the slowest was behind it.
     """
 
     def __init__(self, ranks: Iterable[int], max_staleness: int | None) -> None:
@@ -54,30 +54,30 @@ class Clocks:
 
     @property
     def least(self) -> int:
-        """The least clock of those who aren't parked; if all are, the greatest."""
-        going = [c for r, c in self._clocks.items() if r not in self._parked]
-        return min(going) if going else max(self._clocks.values(), default=0)
+        """The least clock of workers that aren't parked; if all are, the greatest."""
+        active = [c for r, c in self._clocks.items() if r not in self._parked]
+        return min(active) if active else max(self._clocks.values(), default=0)
 
     def clock(self, rank: int) -> int | None:
-        """A worker's clock; None if it isn't here."""
+        """Return a worker's clock; None if it isn't a member."""
         return self._clocks.get(rank)
 
     def tick(self, rank: int, clock: int) -> None:
-        """The worker has finished step `clock`. Clocks never go back."""
+        """Note that the worker has finished step `clock`. Clocks never decrease."""
         if rank in self._clocks:
             self._clocks[rank] = max(self._clocks[rank], clock)
 
     def may_read(self, rank: int, clock: int) -> bool:
-        """Whether a worker that has finished `clock` may go on now.
+        """Return whether a worker that has finished `clock` may continue now.
 
-        True too for one that isn't here (any more): it has nobody to wait for.
+        True too for one that isn't a member (any more): no bound applies to it.
         """
         if self.max_staleness is None or rank not in self._clocks:
             return True
         return self._others(rank, clock) >= clock - self.max_staleness
 
     def staleness(self, rank: int, clock: int) -> int:
-        """How many steps the slowest is behind a worker that has finished `clock`."""
+        """Return the steps that the slowest is behind one that has finished `clock`."""
         return max(0, clock - self._others(rank, clock))
 
     def observe(self, rank: int, staleness: int) -> None:
@@ -85,7 +85,7 @@ class Clocks:
         self.observed.setdefault(rank, collections.Counter())[staleness] += 1
 
     def blocking(self, rank: int, clock: int) -> list[int]:
-        """The workers that keep this one from going on."""
+        """Return the workers that this one has to wait for."""
         bound = clock - (self.max_staleness or 0)
         return sorted(
             r
@@ -94,12 +94,12 @@ class Clocks:
         )
 
     def join(self, rank: int, clock: int | None = None) -> int:
-        """A worker joins, or joins again; return its clock.
+        """Add a worker, perhaps once more; return its clock.
 
         Args:
             rank: The worker.
-            clock: Its clock if it brings one along (it has been here before a
-                restart); None: the least live one.
+            clock: Its clock if it has one (from before a server's restart); None: the
+                least live one.
         """
         if clock is None:
             self.drop(rank)
@@ -109,7 +109,7 @@ class Clocks:
         return clock
 
     def drop(self, rank: int) -> int | None:
-        """A worker is lost, or has finished for good; return its clock, if any."""
+        """Remove a worker that is lost or has finished; return its clock, if any."""
         self._parked.discard(rank)
         return self._clocks.pop(rank, None)
 
@@ -119,7 +119,7 @@ class Clocks:
             self._parked.add(rank)
 
     def align(self, ranks: Iterable[int]) -> None:
-        """Let these workers, whose collective is over, go on from one clock."""
+        """Set workers to one clock, at the end of their collective."""
         met = [rank for rank in ranks if rank in self._clocks]
         top = max((self._clocks[rank] for rank in met), default=0)
         for rank in met:

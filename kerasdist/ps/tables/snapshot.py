@@ -9,7 +9,7 @@
     end - 4  4       CRC-32 of everything before
 
 All integers are big-endian. A snapshot is written to another file in the same folder,
-brought to the disk, and then renamed: whoever reads finds the old one or the new one.
+synced to the disk, and then renamed: a reader finds the old one or the new one.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ _BLOCK_BYTES = 8 << 20
 
 
 def path_of(folder: str, server: int) -> Path:
-    """Where server number `server` keeps its snapshot."""
+    """Return the path of the snapshot of server number `server`."""
     return Path(folder) / f"server-{server}.snapshot"
 
 
 def write_snapshot(
     path: Path, header: Mapping[str, Any], arrays: Sequence[Array]
 ) -> int:
-    """Write a snapshot in the place of the one before; return its bytes.
+    """Write a snapshot in the place of the last one; return its number of bytes.
 
     Args:
         path: The file; its folder is made if it isn't there.
@@ -63,12 +63,12 @@ def write_snapshot(
         arrays: Arrays of numbers, C-contiguous.
 
     Raises:
-        SnapshotError: It can't be written; the one before is as it was.
+        SnapshotError: It can't be written; the last one is unchanged.
     """
     specs = [[str(array.dtype.name), list(array.shape)] for array in arrays]
     text = json.dumps({**header, "arrays": specs}).encode()
-    # Not to be guessed, and nothing that is there is followed or written over: others
-    # may write to the folder. Weights are their owner's to read.
+    # The name can't be guessed, and no existing link or file is followed or written
+    # over: other users may write to the folder. Only the owner may read the weights.
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.part")
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
@@ -145,7 +145,7 @@ def _read(path: Path, file: BinaryIO) -> tuple[dict[str, Any], list[Array]]:
         raise _unusable(path, f"its format is {version}, expected {_VERSION}")
     left = os.fstat(file.fileno()).st_size - _HEAD.size - length - 4
     if length > _MOST_HEADER_BYTES or left < 0:
-        raise _unusable(path, "it is shorter than it says")
+        raise _unusable(path, "it is shorter than its header states")
     text = file.read(length)
     crc = zlib.crc32(text, zlib.crc32(head))
     try:
@@ -166,7 +166,7 @@ def _read(path: Path, file: BinaryIO) -> tuple[dict[str, Any], list[Array]]:
         if array.size:
             view = octets(array)
             if file.readinto(view) != len(view):  # type: ignore[attr-defined]
-                raise _unusable(path, "it is shorter than it says")
+                raise _unusable(path, "it is shorter than its header states")
             crc = zlib.crc32(view, crc)
         arrays.append(array)
     if file.read(4) != struct.pack("!I", crc):
@@ -175,14 +175,14 @@ def _read(path: Path, file: BinaryIO) -> tuple[dict[str, Any], list[Array]]:
 
 
 def remove_leftovers(path: Path) -> None:
-    """Remove what writers that were killed have left; the caller holds the lock."""
+    """Remove the files that killed writers left; the caller holds the lock."""
     for file in path.parent.glob(f".{glob.escape(path.name)}.*.part"):
         with contextlib.suppress(OSError):
             file.unlink()
 
 
 def remove_snapshot(path: Path) -> None:
-    """Remove a snapshot that nobody needs any more, if there is one.
+    """Remove a snapshot that isn't needed any more, if there is one.
 
     Raises:
         SnapshotError: It can't be removed.
@@ -197,6 +197,6 @@ def remove_snapshot(path: Path) -> None:
 
 def _unusable(path: Path, why: str) -> SnapshotError:
     return SnapshotError(
-        f"The snapshot {path} can't be used: {why}. Remove it to begin anew, or give "
-        "another `snapshot_dir`."
+        f"The snapshot {path} can't be used: {why}. Remove it to start from scratch, "
+        "or give another `snapshot_dir`."
     )

@@ -1,8 +1,8 @@
-"""One server at a time keeps its snapshots at a path.
+"""A lock that lets one server at a time keep its snapshots at a path.
 
-A file beside the snapshot is locked (`flock`) for as long as the server lives. The
-system gives the lock back when the process ends, however it ends; a file that is left
-over locks nothing.
+A file beside the snapshot is locked (`flock`) while the server runs. The system
+releases the lock when the process ends in any way; a file that is left over locks
+nothing.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from kerasdist.transport.log import background_log
 
 __all__ = ["SnapshotLock"]
 
-# A server that was killed may take a moment to end when the next one is there already.
+# A server that was killed may take a moment to end when the next one runs already.
 _SECONDS = 2.0
 _PAUSE_SECONDS = 0.05
-# What file systems answer that have no locks.
+# Errors of file systems without locks.
 _NO_LOCKS = (errno.ENOTSUP, errno.ENOSYS, errno.ENOLCK, errno.EINVAL)
 
 
@@ -50,7 +50,8 @@ class SnapshotLock:
             while not self._take():
                 if deadline.expired:
                     raise SnapshotError(
-                        f"Another server keeps its snapshots at {path}: {self._who()}. "
+                        f"Another server keeps its snapshots at {path}: "
+                        f"{self._owner()}. "
                         f"Received: snapshot_dir={str(path.parent)!r}. Give each job a "
                         "folder of its own; if it is the one that this server "
                         "replaces, end it first."
@@ -61,7 +62,7 @@ class SnapshotLock:
                 f"A snapshot can't be written to {path}: {error.strerror or error}. Is "
                 "there room, and may this process write there?"
             ) from error
-        # A child would hold the lock for as long as it lives.
+        # A forked child would hold the lock while it runs.
         close_in_children(self)
 
     def _take(self) -> bool:
@@ -82,34 +83,34 @@ class SnapshotLock:
                 if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
                     raise
                 return False
-        # Another server may have removed the file before it gave back the lock.
+        # Another server may have removed the file before it released the lock.
         with contextlib.suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(descriptor), os.lstat(self._path)):
-                who = {"process": os.getpid(), "host": socket.gethostname()}
+                owner = {"process": os.getpid(), "host": socket.gethostname()}
                 os.ftruncate(descriptor, 0)
-                os.pwrite(descriptor, json.dumps(who).encode(), 0)
+                os.pwrite(descriptor, json.dumps(owner).encode(), 0)
                 self._descriptor = descriptor
                 return True
         os.close(descriptor)
         return False
 
-    def _who(self) -> str:
+    def _owner(self) -> str:
         try:
-            who = json.loads(self._path.read_bytes()[:1000])
-            return f"process {who['process']} on {who['host']}"
+            owner = json.loads(self._path.read_bytes()[:1000])
+            return f"process {owner['process']} on {owner['host']}"
         except (OSError, ValueError, LookupError, TypeError):
             return "an unknown process"
 
     def release(self) -> None:
-        """Give it back, and remove the file. Can be called twice."""
+        """Release the lock, and remove the file. Can be called twice."""
         if self._descriptor >= 0:
-            # While it's still locked: nobody may have it in between.
+            # While it's still locked: no other server may take it in between.
             with contextlib.suppress(OSError):
                 self._path.unlink()
             self.close()
 
     def close(self) -> None:
-        """Give back the descriptor only."""
+        """Close the descriptor only."""
         descriptor, self._descriptor = self._descriptor, -1
         if descriptor >= 0:
             os.close(descriptor)

@@ -1,8 +1,8 @@
-"""Keeps a server's snapshots: when to write one, and how to go on from one.
+"""The writer of a server's snapshots, and the restart from one.
 
-A thread of its own writes every so many seconds or updates, from a copy of each table,
+A thread of its own writes at intervals of time or updates, from a copy of each table,
 so that the workers are served meanwhile. A job that ends well removes its snapshots:
-only one that was cut short goes on from them.
+only one that was interrupted is continued from them.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Snapshotter:
     Args:
         server: Index of the server.
         servers: Number of servers.
-        settings: `snapshot_dir` and how often.
+        settings: `snapshot_dir` and the intervals.
         membership: The workers.
         tables: The tables.
 
@@ -72,10 +72,10 @@ class Snapshotter:
         self._lock: SnapshotLock | None = None
 
     def resume(self) -> bool:
-        """Go on from the snapshot; False if there is none.
+        """Restore the tables from the snapshot; return False if there is none.
 
         From now on no other server can keep its snapshots there. The workers of the
-        snapshot are away until they come again.
+        snapshot are away until they reconnect.
 
         Raises:
             SnapshotError: It can't be used, or another server uses it.
@@ -98,7 +98,7 @@ class Snapshotter:
         if theirs != mine:
             raise SnapshotError(
                 f"The snapshot {self.path} is of another job. Received: {theirs}, "
-                f"expected {mine}. Remove it to begin anew, or give another "
+                f"expected {mine}. Remove it to start from scratch, or give another "
                 "`snapshot_dir`."
             )
         try:
@@ -106,12 +106,13 @@ class Snapshotter:
         except (KeyError, TypeError, ValueError, IndexError, ProtocolError) as error:
             raise SnapshotError(
                 f"The snapshot {self.path} can't be used: {type(error).__name__}: "
-                f"{error}. Remove it to begin anew, or give another `snapshot_dir`."
+                f"{error}. Remove it to start from scratch, or give another "
+                "`snapshot_dir`."
             ) from error
         background_log.log(
             logging.WARNING,
-            "kerasdist: server %d goes on from its snapshot %s (%d updates), not from "
-            "the weights that the script begins with. To begin anew, end the job and "
+            "kerasdist: server %d continues from its snapshot %s (%d updates), not "
+            "from the script's initial weights. To start from scratch, end the job and "
             "remove that file.",
             *(self._server, self.path, self._tables.updates),
         )
@@ -135,7 +136,7 @@ class Snapshotter:
             for mine in own:
                 array = left.pop(0)
                 if array.shape != mine.shape or array.dtype != mine.dtype:
-                    raise ValueError(f"an array of shape {array.shape} isn't due")
+                    raise ValueError(f"an unexpected array of shape {array.shape}")
                 mine[...] = array
             served.table.version = int(record["version"])
             for rank, clock in record["clocks"].items():
@@ -170,10 +171,10 @@ class Snapshotter:
         self._thread.start()
 
     def request(self, *, at_once: bool = False) -> None:
-        """Something has changed: is a snapshot due?
+        """Wake the thread after a change, to write a snapshot if one is due.
 
         Args:
-            at_once: It is: a table is new, or a worker.
+            at_once: Whether one is due at once: a table is new, or a worker.
         """
         if self._settings.snapshot_updates is None and not at_once:
             return
@@ -201,7 +202,7 @@ class Snapshotter:
             done = self._tables.updates
             late = seconds is not None and time.monotonic() - at >= seconds
             many = updates is not None and done - count >= updates
-            # A table's first values at once: from then on the server can come back.
+            # A table's first values at once: from then on the server can be restarted.
             new = due or len(self._tables.tables) != tables
             if new or many or (late and done != count):
                 tables = len(self._tables.tables)
@@ -215,10 +216,10 @@ class Snapshotter:
                 at = time.monotonic()
 
     def write(self) -> int:
-        """Write a snapshot now; return its bytes.
+        """Write a snapshot now; return its number of bytes.
 
         Raises:
-            SnapshotError: It can't be written; the one before is as it was.
+            SnapshotError: It can't be written; the last one is unchanged.
         """
         members = self._membership
         with members.changed:

@@ -1,11 +1,11 @@
 """One server's part of a table: an additive store of numbers.
 
-Dense pieces of one dtype lie in one flat buffer. A piece of a sparse variable is an
+Dense pieces of one dtype are in one flat buffer. A piece of a sparse variable is an
 array of rows, and each row has the version at which it was last changed: so the rows
-that somebody hasn't seen are found by one vectorized comparison.
+that are new to a reader are found by one vectorized comparison.
 
-Versions count the updates of this part, from 1. A reader remembers the version it has
-read at, and next time asks for the rows that have changed since.
+Versions count the updates of this part, from 1. A reader keeps the version of its last
+read, and next time requests the rows that have changed since.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from kerasdist.ps.layout import Layout
 __all__ = ["Table", "merge_rows"]
 
 Indices = npt.NDArray[np.integer]
-# So many bytes are added and read at once: they stay in the caches in between.
+# Bytes that are added and read at once: they stay in the caches in between.
 _BLOCK_BYTES = 256 << 10
 
 
@@ -53,7 +53,7 @@ class Table:
 
     Args:
         layout: The layout of the table.
-        server: Which server's part.
+        server: Index of the server.
 
     Attributes:
         version: Number of updates so far.
@@ -86,7 +86,7 @@ class Table:
         """Take over values as `Layout.cut` returns them; that counts as an update.
 
         Raises:
-            ProtocolError: They aren't of this part.
+            ProtocolError: They don't fit this part.
         """
         own = [*self.dense, *self.rows]
         _check_like(parts, own, "values")
@@ -100,8 +100,8 @@ class Table:
         """Check that `add` can take these parts.
 
         Raises:
-            ProtocolError: It can't. Whoever sends such has another model, or another
-                version of kerasdist.
+            ProtocolError: It can't. The sender has another model, or another version
+                of kerasdist.
         """
         count = len(self.dense)
         _check_like(parts[:count], self.dense, "changes")
@@ -120,7 +120,7 @@ class Table:
                 and values.shape == (indices.size, rows.shape[1])
             )
             if fits and indices.size:
-                # Increasing: so nothing is there twice, and the ends tell the bounds.
+                # Increasing: so no index is there twice, and the ends are the bounds.
                 fits = bool((indices[1:] > indices[:-1]).all())
                 fits = fits and indices[0] >= 0 and indices[-1] < len(rows)
             if not fits:
@@ -138,10 +138,10 @@ class Table:
         Args:
             parts: One flat array per dtype of `dense`, then increasing indices and
                 rows for each of `rows`.
-            out: Where to put the new values of `dense` in the same pass, or None.
+            out: Arrays for the new values of `dense` in the same pass, or None.
         """
         self.version += 1
-        # What overflows is infinite: that is the model's matter.
+        # An overflow is infinite: the model's script has to deal with it.
         with np.errstate(all="ignore"):
             for number, mine in enumerate(self.dense):
                 delta = parts[number]
@@ -166,7 +166,7 @@ class Table:
             np.copyto(copy, mine)
 
     def changed(self, since: int) -> list[Indices]:
-        """Return which rows have changed after version `since`, for each of `rows`."""
+        """Return the rows that changed after version `since`, for each of `rows`."""
         return [np.flatnonzero(versions > since) for versions in self.versions]
 
 

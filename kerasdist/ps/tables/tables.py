@@ -2,18 +2,18 @@
 
     r: a worker that has finished step c     T: this server's part of a table
 
-    1. r -> server   the changes of step c, and the version it has read last
-    2. server        adds them to T, once: a change that was added before (its answer
-                     was lost on its way) isn't added again
-    3. server        r's clock is c
-    4. server        waits until r may go on (`kerasdist.ps.tables.clocks`)
+    1. r -> server   the changes of step c, and the version of its last read
+    2. server        adds them to T, once: a change that was added before (its reply
+                     was lost) isn't added again
+    3. server        sets r's clock to c
+    4. server        waits until r may continue (`kerasdist.ps.tables.clocks`)
     5. server -> r   T's dense values, and the rows changed since that version
 
-Everything of a step that is finished is in T before its clock ticks: so who may go on
-reads it. If r may go on at once, 2. and 5. are done in one pass over the memory.
+All changes of a finished step are in T before its clock ticks: so a worker that may
+continue reads them. If r may continue at once, 2. and 5. are one pass over the memory.
 
-Locks: `Membership.changed` guards the clocks, `ServedTable.lock` the numbers. Nobody
-holds both, or one of them while a message is on its way.
+Locks: `Membership.changed` guards the clocks, `ServedTable.lock` the numbers. No thread
+holds both, or one of them while it sends or receives.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ from kerasdist.transport.deadline import Deadline
 
 __all__ = ["Place", "ServedTable", "ServedTables"]
 
-# Makes arrays in the next answer.
+# Makes arrays in the next reply.
 Place = Callable[[Sequence[Spec]], list[Array]]
-Answer = tuple[dict[str, Any], list[Array]]
+Reply = tuple[dict[str, Any], list[Array]]
 
 
 class ServedTable:
@@ -51,7 +51,7 @@ class ServedTable:
         layout: Its layout.
         table: This server's part of it; guarded by `lock`.
         clocks: Guarded by `Membership.changed`.
-        applied: By rank the process that has pushed last and its last step; guarded by
+        applied: By rank the process that pushed last and its last step; guarded by
             `lock`.
         lock: Held for as long as numpy needs, never across the network.
     """
@@ -70,7 +70,7 @@ class ServedTable:
         self.lock = threading.Lock()
 
     def dense_specs(self) -> list[Spec]:
-        """What `table.dense` is made of."""
+        """Return the dtypes and shapes of `table.dense`."""
         return [(str(a.dtype.name), a.shape) for a in self.table.dense]
 
     def whole(self) -> list[Array]:
@@ -78,7 +78,7 @@ class ServedTable:
         return [array.copy() for array in (*self.table.dense, *self.table.rows)]
 
     def changed_rows(self, since: int) -> list[Array]:
-        """Indices and rows, for each sparse piece; the caller holds `lock`."""
+        """Return indices and rows, for each sparse piece; the caller holds `lock`."""
         found: list[Array] = []
         changed = self.table.changed(since)
         for indices, rows in zip(changed, self.table.rows, strict=True):
@@ -93,7 +93,7 @@ class ServedTables:
     Args:
         server: Index of the server.
         servers: Number of servers.
-        settings: What the job was asked for.
+        settings: The job's settings.
         membership: The workers.
         on_table: Called with the layout of each new table.
 
@@ -130,12 +130,12 @@ class ServedTables:
         variables: Any,
         parts: Sequence[Array],
         deadline: Deadline,
-    ) -> Answer:
-        """A worker begins to use a table; the chief brings its first values.
+    ) -> Reply:
+        """Open a table for a worker; the chief sends its first values.
 
         Args:
             worker: The worker.
-            number: Which table: all workers open theirs in the same order, from 0.
+            number: The table's number: all workers open theirs in one order, from 0.
             variables: `Layout.to_json` of its layout.
             parts: The chief's first values (`Layout.cut`); of others nothing.
             deadline: When to give up waiting for the chief.
@@ -173,13 +173,13 @@ class ServedTables:
                             0,
                             chief.address,
                             0,
-                            "it has gone before it brought the first values of a table",
+                            "it left before it sent the first values of a table",
                         )
                     )
                 if deadline.expired:
                     raise members.fail(
                         errors.CollectiveTimeout(
-                            f"The chief, {members.workers[0]}, brought no first values "
+                            f"The chief, {members.workers[0]}, sent no first values "
                             f"of table {number} within {deadline.seconds:g} s; "
                             f"{worker} waited. Do all workers build the same models in "
                             "the same order? Give it more time with `timeout=`."
@@ -192,7 +192,7 @@ class ServedTables:
                     errors.CollectiveMismatch(
                         f"{worker} has another model than the server's table "
                         f"{number}. Received: {layout.difference(served.layout)}. All "
-                        "workers must build the same model; a server that has gone on "
+                        "workers must build the same model; a server that continues "
                         "from a snapshot of another model needs another "
                         "`snapshot_dir`, or an empty one."
                     )
@@ -219,16 +219,16 @@ class ServedTables:
         parts: Sequence[Array],
         place: Place,
         deadline: Deadline,
-    ) -> Answer:
-        """Add a step's changes, wait until the worker may go on, read.
+    ) -> Reply:
+        """Add a step's changes, wait until the worker may continue, read.
 
         Args:
             worker: The worker.
-            number: Which table.
+            number: The table's number.
             clock: The step that it has finished with these changes.
-            since: The version that it has read last; -1: none, it wants all rows.
+            since: The version of its last read; -1: none, it needs all rows.
             parts: The changes, see `Table.add`.
-            place: Makes arrays in the next answer.
+            place: Makes arrays in the next reply.
             deadline: When to give up waiting for slower workers.
 
         Raises:
@@ -285,8 +285,8 @@ class ServedTables:
 
     def pull(
         self, worker: WorkerRecord, number: int, since: int, place: Place
-    ) -> Answer:
-        """Read without pushing: waits for nobody, and no clock ticks.
+    ) -> Reply:
+        """Read without pushing: it doesn't wait, and no clock ticks.
 
         Args and raises as `push`.
         """
@@ -309,7 +309,7 @@ class ServedTables:
         return meta, answer
 
     def stats(self) -> list[dict[str, Any]]:
-        """What is known of each table, as JSON values."""
+        """Return statistics of each table, as JSON values."""
         with self._membership.changed:
             return [
                 {
@@ -338,17 +338,17 @@ class ServedTables:
             served.clocks.align(ranks)
 
     def drop(self, rank: int) -> None:
-        """A worker is gone."""
+        """Remove a worker from the clocks of all tables."""
         for served in self.tables.values():
             served.clocks.drop(rank)
 
     def clocks_of(self, rank: int) -> dict[str, int]:
-        """A worker's clock in each table that it uses."""
+        """Return a worker's clock in each table that it uses."""
         found = {str(n): served.clocks.clock(rank) for n, served in self.tables.items()}
         return {number: clock for number, clock in found.items() if clock is not None}
 
     def return_at(self, rank: int, clocks: dict[int, int]) -> None:
-        """A worker has come back after a restart with these clocks."""
+        """Restore a worker's clocks when it reconnects to a restarted server."""
         for number, clock in clocks.items():
             served = self.tables.get(number)
             if served is not None:
@@ -367,7 +367,11 @@ class ServedTables:
         return served
 
     def _check_joiner(self, worker: WorkerRecord, number: int, layout: Layout) -> None:
-        """Who doesn't fit can't join; the others go on."""
+        """Refuse a joining worker whose model differs; the others continue.
+
+        Raises:
+            CollectiveMismatch: It differs.
+        """
         if not worker.joining:
             return
         served = self.tables.get(number)
@@ -399,8 +403,8 @@ class ServedTables:
                         f"{worker} has finished step {clock} and waited for {names} "
                         f"for {deadline.seconds:g} s (max_staleness="
                         f"{served.clocks.max_staleness}). The process is alive: is it "
-                        "still busy with something that only it does? Give it more "
-                        "time with `timeout=`."
+                        "still busy with work of its own? Give it more time with "
+                        "`timeout=`."
                     )
                 )
             self._membership.changed.wait(deadline.remaining())

@@ -1,8 +1,8 @@
-"""The one place where a process listens: accept, check, hand over to a session.
+"""The listener of a process: accepts and checks connections for all sessions.
 
 A process listens at its address of the cluster once, however many strategies it
-holds: each strategy is a session, every connection says in its hello which
-session it is for, and waits in that session's mailbox until it is asked for.
+holds: each strategy is a session, every connection has its session in its hello,
+and waits in that session's mailbox until it is taken.
 The same accept thread serves a Unix socket (in Linux's abstract namespace: no
 file to leave behind) for connections inside the host.
 """
@@ -41,13 +41,13 @@ from kerasdist.transport.wire.secret import is_loopback
 __all__ = ["Listener"]
 
 _HANDSHAKE_SECONDS = 10.0
-# So many may be in their handshake at once: a whole job's workers come together.
-# When there are more, the oldest goes: a worker is done in milliseconds.
+# Handshakes at once: a whole job's workers connect together. When there are more, the
+# oldest is closed: a worker's handshake takes milliseconds.
 _MOST_HANDSHAKES = 256
 _MOST_WAITING = 4096
-# How often to look whether those who wait have hung up.
+# Seconds between two looks whether waiting connections have been closed.
 _LOOK_SECONDS = 5.0
-# How long to wait before accepting again when the process has no room for it.
+# Seconds before accepting again when the process has no descriptors or memory.
 _PAUSE_SECONDS = 0.1
 
 _Key = tuple[str, str, int]
@@ -55,7 +55,7 @@ _Key = tuple[str, str, int]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Waiting:
-    """A connection that waits until it's asked for, and since when."""
+    """A connection that waits until it's taken, and since when."""
 
     connection: Connection
     hello: dict[str, Any]
@@ -81,7 +81,7 @@ class Listener:
         self._secret = secret
         self._users = 0
         self._changed = threading.Condition()
-        # In the order in which they came; a rank may have come more than once.
+        # In the order of arrival; a rank may have connected more than once.
         self._waiting: dict[_Key, list[_Waiting]] = {}
         # In the order in which they began.
         self._shaking: dict[socket.socket, None] = {}
@@ -101,7 +101,7 @@ class Listener:
             self._wake, self._woken = socket.socketpair()
             undo.callback(self._wake.close)
             undo.callback(self._woken.close)
-            # Also what wakes the thread up by its end.
+            # Also the socket whose end wakes the thread.
             for sock in (*self._tcp, self._unix, self._wake, self._woken):
                 close_in_children(sock)
             self._thread = threading.Thread(
@@ -117,7 +117,7 @@ class Listener:
         Args:
             address: This task's, as the cluster's settings have it.
             secret: The job's secret.
-            patience: Seconds that a connection may wait until it's asked for.
+            patience: Seconds that a connection may wait until it's taken.
 
         Raises:
             AddressInUseError: Another process listens there, or the address
@@ -140,7 +140,7 @@ class Listener:
             return listener
 
     def release(self) -> None:
-        """Give the listener back; the last one closes it."""
+        """Release the listener; the last release closes it."""
         with self._lock:
             self._users -= 1
             if self._users:
@@ -163,7 +163,7 @@ class Listener:
             threads = list(self._threads)
             for sock in self._shaking:
                 _shut_down(sock)
-            waiting = [each for came in self._waiting.values() for each in came]
+            waiting = [each for key in self._waiting.values() for each in key]
             self._waiting.clear()
         for thread in threads:
             thread.join(_HANDSHAKE_SECONDS)
@@ -172,12 +172,12 @@ class Listener:
         self._log.flush()
 
     def refusals(self) -> list[str]:
-        """Whom this listener has sent away, and why, the last few, oldest first."""
+        """Return the last refused connections with reasons, oldest first."""
         with self._changed:
             return list(self._refused)
 
     def others(self, session: str, purpose: str) -> dict[int, str]:
-        """Who came for the same purpose, but for other sessions: by rank, where."""
+        """Return the other sessions of connections for the same purpose, by rank."""
         with self._changed:
             return {
                 rank: other
@@ -186,7 +186,7 @@ class Listener:
             }
 
     def interrupt(self) -> None:
-        """Let everybody who waits look again whether it still makes sense."""
+        """Wake all waits, which then check their `stop` events."""
         with self._changed:
             self._changed.notify_all()
 
@@ -200,11 +200,11 @@ class Listener:
     ) -> Connection | None:
         """Wait for a connection of `rank` for this session and purpose.
 
-        If it has come more than once, the newest counts.
+        If there is more than one, the newest counts.
 
         Returns:
-            The connection, now the caller's; None if it hadn't come by the
-            deadline, or before `stop` was set (and `interrupt` called).
+            The connection, now the caller's; None if there was none by the deadline,
+            or before `stop` was set (and `interrupt` called).
         """
         key = (session, purpose, rank)
         with self._changed:
@@ -227,13 +227,13 @@ class Listener:
         """Take all connections for this session and purpose; wait for the first.
 
         Args:
-            session: Which session.
-            purpose: Which purpose.
+            session: The session.
+            purpose: The purpose.
             seconds: How long to wait.
             stop: When this is set (and `interrupt` called), wait no longer.
 
         Returns:
-            Rank, connection and hello of each, in the order of a rank's.
+            Rank, connection and hello of each; those of one rank in order of arrival.
         """
         with self._changed:
 
@@ -268,8 +268,8 @@ class Listener:
                 except (BlockingIOError, ConnectionError):
                     continue
                 except Exception as error:
-                    # No file descriptor or memory for it now; it stays in line.
-                    # Whatever it is: without this thread nobody gets in any more.
+                    # No file descriptor or memory for it now; it stays in the queue.
+                    # Without this thread no process could connect any more.
                     self._log.warning("kerasdist can't accept a connection: %s", error)
                     pause.poll(_PAUSE_SECONDS * 1000)
             if time.monotonic() >= look:
@@ -300,7 +300,7 @@ class Listener:
         try:
             thread.start()
         except RuntimeError as error:  # the machine has no room for a thread
-            self._log.warning("kerasdist can't answer %s: %s", where, error)
+            self._log.warning("kerasdist can't accept %s: %s", where, error)
             with self._changed:
                 del self._shaking[sock]
                 self._threads.discard(thread)
@@ -317,13 +317,13 @@ class Listener:
             )
             kept = self._keep(Connection(sock, auth), hello)
         except EOFError:
-            # A look whether somebody listens (`kerasdist doctor`, start-up of
-            # other ranks) ends like this: nothing to report.
+            # A probe (`kerasdist doctor`, start-up of other ranks) ends like this:
+            # there is nothing to report.
             pass
         except (AuthenticationError, ProtocolError, OSError) as error:
             self._refuse(f"{where}: {type(error).__name__}: {error}")
         except Exception as error:
-            # Nothing that comes in may end a thread with a traceback.
+            # No received bytes may end a thread with a traceback.
             self._refuse(f"{where}: {type(error).__name__}: {error}")
         finally:
             with self._changed:
@@ -339,7 +339,7 @@ class Listener:
             self._refused.append(reason)
 
     def _check_user(self, sock: socket.socket, deadline: Deadline) -> None:
-        """Without a secret all that is known of a process is whose it is."""
+        """Check that a process belongs to this user, if there is no secret to prove."""
         if self._secret or not is_loopback(self.address):
             return
         why_not = why_not_same_user(sock)
@@ -364,26 +364,26 @@ class Listener:
             self._drop_stale()
             if self._closed:
                 return False
-            if sum(len(came) for came in self._waiting.values()) >= _MOST_WAITING:
+            if sum(len(each) for each in self._waiting.values()) >= _MOST_WAITING:
                 raise ProtocolError(
-                    f"{_MOST_WAITING} connections wait already until they are asked "
-                    "for; no more are kept."
+                    f"{_MOST_WAITING} connections are waiting already; no more are "
+                    "kept."
                 )
-            # A worker that was started again comes again.
-            came = self._waiting.setdefault((session, purpose, rank), [])
-            came.append(_Waiting(connection, hello, time.monotonic()))
+            # A worker that was started again connects again.
+            arrived = self._waiting.setdefault((session, purpose, rank), [])
+            arrived.append(_Waiting(connection, hello, time.monotonic()))
             self._changed.notify_all()
         return True
 
     def _drop_stale(self) -> None:
-        """Close those that nobody will ask for any more. Under `_changed`."""
+        """Close connections that won't be taken any more. Under `_changed`."""
         oldest = time.monotonic() - self._patience - _HANDSHAKE_SECONDS
-        for key, came in list(self._waiting.items()):
-            for each in list(came):
+        for key, arrived in list(self._waiting.items()):
+            for each in list(arrived):
                 if each.since < oldest or each.connection.ended:
                     each.connection.close()
-                    came.remove(each)
-            if not came:
+                    arrived.remove(each)
+            if not arrived:
                 del self._waiting[key]
 
 
@@ -402,5 +402,5 @@ def _listen(address: str) -> list[socket.socket]:
             f"This worker can't listen at its address {address}: {error.strerror}. "
             f"Received: {address!r} as this task's entry of the cluster. Is another "
             "job or an earlier process of this one still running there? End it "
-            f"(`ss -ltnp 'sport = :{port}'` shows who it is) or choose another port."
+            f"(`ss -ltnp 'sport = :{port}'` shows it) or choose another port."
         ) from error

@@ -1,4 +1,4 @@
-"""One worker as all others know it."""
+"""The record of one worker that all others have."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ __all__ = ["Member", "host_key"]
 
 
 def host_key() -> str:
-    """What two workers have in common if they can share memory.
+    """Return a text that is equal on two workers if they can share memory.
 
-    The running kernel, the mount of /dev/shm and the network namespace: so two
+    It has the running kernel, the mount of /dev/shm and the network namespace: so two
     containers count as two hosts unless they share both, and so do the test
     hosts that are namespaces of one machine.
     """
@@ -32,13 +32,13 @@ def host_key() -> str:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Member:
-    """One worker as all others know it.
+    """The record of one worker.
 
     Attributes:
         rank: Its rank.
         address: Its address in the cluster.
-        host: What it shares with workers on the same host, see `host_key`.
-        unix_name: Where it listens inside its host.
+        host: The identity of its host, see `host_key`.
+        unix_name: The name of its Unix socket.
         pid: Its process number on its host.
         replicas: Number of its replicas.
     """
@@ -52,7 +52,7 @@ class Member:
 
     @property
     def peer(self) -> Peer:
-        """How messages name it."""
+        """Its name in messages."""
         return Peer(self.rank, self.address)
 
     @classmethod

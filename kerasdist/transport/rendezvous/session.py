@@ -1,9 +1,9 @@
-"""A session: the workers of one strategy come together and find each other.
+"""A session: the connected workers of one strategy.
 
-They meet at the chief (`kerasdist.transport.rendezvous.startup`); these connections
-stay open, and the supervisor uses them. The connections for data are made afterwards,
-between the ranks that need them, through the same listeners (`Session.dial`,
-`Session.answer`).
+They first connect to the chief (`kerasdist.transport.rendezvous.startup`); these
+connections stay open, and the failure detector uses them. The connections for data are
+made afterwards, between the ranks that need them, through the same listeners
+(`Session.dial`, `Session.answer`).
 """
 
 from __future__ import annotations
@@ -32,29 +32,29 @@ __all__ = ["Member", "Session", "host_key"]
 
 
 class Session:
-    """All workers of one strategy, come together.
+    """All workers of one strategy, connected.
 
     Args:
-        cluster: Who this worker is and who its peers are; `size` >= 2.
-        settings: What all workers must have been asked for alike, e.g. the
+        cluster: This worker's rank and its peers; `size` >= 2.
+        settings: The settings that must be the same on all workers, e.g. the
             transport. Small JSON values.
-        timeouts: How long to wait.
+        timeouts: The time limit of each phase.
         host: Overrides `host_key()`, for tests.
         replicas: Number of this worker's replicas.
 
     Attributes:
         members: All workers by rank.
         controls: The chief's connection to each other rank, or, on another
-            rank, its connection to rank 0. The supervisor takes them over.
+            rank, its connection to rank 0. The failure detector takes them over.
 
     Raises:
         ClusterError: There is no secret where one is needed.
         AddressInUseError: This worker's port is taken.
-        StartupError: Ranks didn't come, or were asked for something else.
+        StartupError: Ranks are missing, or have other settings.
         AuthenticationError: The chief doesn't hold the same secret.
-        ProtocolError: What answers at the chief's address isn't kerasdist.
+        ProtocolError: The process at the chief's address isn't kerasdist.
 
-    After an exception nothing of the session is left.
+    After an exception nothing of the session is left open.
     """
 
     def __init__(
@@ -105,11 +105,11 @@ class Session:
             )
             deadline = Deadline(timeouts.startup)
             if self.rank == 0:
-                come = gather(arrival, deadline, self._listener)
+                found = gather(arrival, deadline, self._listener)
             else:
-                come = report(arrival, deadline)
-            self.members: tuple[Member, ...] = come[0]
-            self.controls = come[1]
+                found = report(arrival, deadline)
+            self.members: tuple[Member, ...] = found[0]
+            self.controls = found[1]
         except BaseException:
             self._number.release(used=False)
             self.close()
@@ -118,21 +118,21 @@ class Session:
 
     @property
     def name(self) -> str:
-        """What this session is called, alike on all ranks."""
+        """The name of this session, the same on all ranks."""
         return self._number.session
 
     @property
     def peers(self) -> tuple[Peer, ...]:
-        """All workers as messages name them, by rank."""
+        """All workers with their names in messages, by rank."""
         return tuple(member.peer for member in self.members)
 
     def local_ranks(self) -> list[int]:
-        """The ranks on this worker's host, this one among them, in order."""
+        """Return the ranks on this worker's host, this one among them, in order."""
         mine = self.members[self.rank].host
         return [member.rank for member in self.members if member.host == mine]
 
     def leaders(self) -> list[int]:
-        """The lowest rank of each host, in order."""
+        """Return the lowest rank of each host, in order."""
         first: dict[str, int] = {}
         for member in self.members:
             first.setdefault(member.host, member.rank)
@@ -171,7 +171,7 @@ class Session:
         """Wait until `rank` has connected for `purpose`.
 
         Raises:
-            StartupError: It didn't come by the deadline.
+            StartupError: It didn't connect by the deadline.
             Aborted: `interrupt` was called.
         """
         taken = self._listener.take(
@@ -184,7 +184,7 @@ class Session:
         peer = self.members[rank].peer
         raise errors.StartupError(
             f"{peer} didn't connect to this worker within "
-            f"{deadline.seconds:g} s, although it had come to the start. "
+            f"{deadline.seconds:g} s, although it was there at the start. "
             f"Can {peer.address} reach {self._me.address}?",
             {rank: "it didn't connect for data"},
         )
@@ -195,9 +195,9 @@ class Session:
         self._listener.interrupt()
 
     def close(self) -> None:
-        """Give back the listener and the control connections. Can be called twice."""
-        # Once, also if threads come together here (the lock stays held): the listener
-        # may be another strategy's, too.
+        """Release the listener and the control connections. Can be called twice."""
+        # Once, also if several threads call it (the lock stays held): the listener may
+        # be another strategy's, too.
         if not self._release.acquire(blocking=False):
             return
         for connection in self.controls.values():
@@ -206,10 +206,10 @@ class Session:
 
 
 class _Number:
-    """Names the n-th session of this process on this cluster: alike on all ranks.
+    """Names the n-th session of this process on this cluster, the same on all ranks.
 
-    A start that fails doesn't count: when it's tried again, the other ranks,
-    which may come for the first time, must find it under the same name.
+    A start that fails doesn't count: when it's tried again, the other ranks, for which
+    it may be the first try, must use the same name.
     """
 
     _lock = threading.Lock()

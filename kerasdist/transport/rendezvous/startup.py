@@ -1,14 +1,14 @@
-"""How the workers of a session come together.
+"""The start of a session: its workers connect to the chief.
 
 C: rank 0, the chief      W: every other rank
 
-1. W -> C   connect to the chief's address, handshake, hello with who I am
-            (`Member`), what I was asked for (`settings`) and how long I wait;
-            again and again until the deadline
+1. W -> C   connect to the chief's address, handshake, hello with W's record
+            (`Member`), its settings and how long it waits; repeated until the
+            deadline
 2. C        waits for all ranks, no longer than any of them; checks that all
-            were asked for the same
+            have the same settings
 3. C -> W   ROSTER: every rank's member record     -> the session is open
-       or   REFUSAL: why it isn't, with the reasons for each missing rank
+       or   REFUSAL: the reason, and the reasons for each missing rank
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ from kerasdist.transport.wire.framing import FrameType, unexpected
 
 __all__ = ["Arrival", "gather", "report"]
 
-# How much longer than the chief the others wait, to get the chief's reasons.
+# Seconds that the others wait longer than the chief, to get the chief's reasons.
 _GRACE_SECONDS = 8.0
 _MOST_PROBES = 256
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Arrival:
-    """What a worker comes to the start with.
+    """A worker's data for the start of a session.
 
     Attributes:
-        session: Which session it wants to be part of.
-        me: Who it is.
-        settings: What it was asked for; JSON values.
+        session: The name of the session.
+        me: Its own record.
+        settings: Its settings; JSON values.
         addresses: All workers' addresses, by rank.
         secret: The job's secret.
     """
@@ -57,7 +57,7 @@ class Arrival:
 def report(
     arrival: Arrival, deadline: Deadline
 ) -> tuple[tuple[Member, ...], dict[int, Connection]]:
-    """Steps 1 and 3 of a worker that isn't the chief.
+    """Connect to the chief: steps 1 and 3 of a worker that isn't the chief.
 
     Returns:
         All workers by rank, and the connection to the chief, now the caller's.
@@ -67,7 +67,7 @@ def report(
     """
     chief = arrival.addresses[0]
 
-    def come() -> tuple[tuple[Member, ...], dict[int, Connection]]:
+    def attempt() -> tuple[tuple[Member, ...], dict[int, Connection]]:
         hello = {
             "session": arrival.session,
             "purpose": "control",
@@ -95,10 +95,10 @@ def report(
             raise
         return members, {0: connection}
 
-    come_in = retry(come, deadline, 0, chief, threading.Event())
-    if come_in is None:  # only a `stop` that is set makes it so
+    found = retry(attempt, deadline, 0, chief, threading.Event())
+    if found is None:  # only if `stop` is set
         raise RuntimeError("unreachable")
-    return come_in
+    return found
 
 
 def _refused(answer: dict[str, Any]) -> errors.StartupError:
@@ -113,7 +113,7 @@ def _refused(answer: dict[str, Any]) -> errors.StartupError:
 
 @dataclasses.dataclass
 class _PendingPeer:
-    """A worker that has come to the chief and waits for the others."""
+    """A worker that is connected to the chief and waits for the others."""
 
     connection: Connection
     member: Member
@@ -124,76 +124,76 @@ class _PendingPeer:
 def gather(
     arrival: Arrival, deadline: Deadline, listener: Listener
 ) -> tuple[tuple[Member, ...], dict[int, Connection]]:
-    """Steps 2 and 3: the chief.
+    """Wait for all workers: steps 2 and 3, on the chief.
 
     Returns:
         All workers by rank, and the connection to each of them but this one, now
         the caller's.
 
     Raises:
-        StartupError: See `Session`. All who came have been told.
+        StartupError: See `Session`. All connected workers were sent a refusal.
     """
-    guests: dict[int, _PendingPeer] = {}
+    pending: dict[int, _PendingPeer] = {}
     try:
-        _wait_for_all(arrival, deadline, listener, guests)
-        _check_settings(arrival, guests)
+        _wait_for_all(arrival, deadline, listener, pending)
+        _check_settings(arrival, pending)
     except errors.StartupError as error:
-        for guest in guests.values():
-            _refuse(guest.connection, str(error), error.missing)
+        for peer in pending.values():
+            _refuse(peer.connection, str(error), error.missing)
         raise
     except BaseException:
-        for guest in guests.values():
-            guest.connection.close()
+        for peer in pending.values():
+            peer.connection.close()
         raise
-    roster = [arrival.me, *(guests[rank].member for rank in sorted(guests))]
+    roster = [arrival.me, *(pending[rank].member for rank in sorted(pending))]
     answer = {"members": [dataclasses.asdict(member) for member in roster]}
-    for guest in guests.values():
+    for peer in pending.values():
         try:
             deadline = Deadline(_GRACE_SECONDS)
-            guest.connection.write_json(FrameType.ROSTER, answer, deadline)
-        except OSError:  # it has died since: the supervisor finds that out
+            peer.connection.write_json(FrameType.ROSTER, answer, deadline)
+        except OSError:  # it died since: the failure detector notices that
             continue
-    return tuple(roster), {rank: guest.connection for rank, guest in guests.items()}
+    return tuple(roster), {rank: peer.connection for rank, peer in pending.items()}
 
 
 def _wait_for_all(
     arrival: Arrival,
     deadline: Deadline,
     listener: Listener,
-    guests: dict[int, _PendingPeer],
+    pending: dict[int, _PendingPeer],
 ) -> None:
     size = len(arrival.addresses)
     notice = WaitingNotice("rank 0")
     while True:
-        for rank, guest in list(guests.items()):
-            if guest.connection.ended:
-                guests.pop(rank).connection.close()
-        if len(guests) == size - 1:
+        for rank, peer in list(pending.items()):
+            if peer.connection.ended:
+                pending.pop(rank).connection.close()
+        if len(pending) == size - 1:
             return
-        # Whoever waits shortest gets the reasons too.
-        first = min([deadline, *(g.patience for g in guests.values())], key=_left)
+        # The worker with the shortest wait gets the reasons too.
+        first = min([deadline, *(g.patience for g in pending.values())], key=_left)
         if first.expired:
-            raise _missing(arrival, first, listener, guests)
+            raise _missing(arrival, first, listener, pending)
         notice.say(
             [
                 f"rank {rank} ({arrival.addresses[rank]})"
                 for rank in range(1, size)
-                if rank not in guests
+                if rank not in pending
             ],
             first,
         )
         seconds = min(first.remaining(), 0.5)
-        came = listener.take_any(arrival.session, "control", seconds)
-        for rank, connection, hello in came:
+        arrived = listener.take_any(arrival.session, "control", seconds)
+        for rank, connection, hello in arrived:
             try:
-                guest = _receive(rank, connection, hello, arrival.addresses)
+                peer = _receive(rank, connection, hello, arrival.addresses)
             except errors.ProtocolError as error:
                 _refuse(connection, str(error), {})
                 continue
-            older = guests.pop(rank, None)
-            guests[rank] = guest
+            older = pending.pop(rank, None)
+            pending[rank] = peer
             if older is not None and not older.connection.ended:
-                _refuse(older.connection, _twice(older.member, guest.member), {})
+                _refuse(older.connection, _twice(older.member, peer.member), {})
             elif older is not None:
                 older.connection.close()
 
@@ -224,27 +224,27 @@ def _receive(
 
 def _twice(older: Member, newer: Member) -> str:
     return (
-        f"Two processes came as rank {older.rank}. Received: process {older.pid} "
-        f"(this one) and process {newer.pid}, which came later and takes part. Each "
-        "worker needs a task index of its own: look at TF_CONFIG (or what sets it) "
-        "where both run, and end the one that is too many."
+        f"Two processes connected as rank {older.rank}. Received: process {older.pid} "
+        f"(this one) and process {newer.pid}, which connected later and takes part. "
+        "Each worker needs a task index of its own: look at TF_CONFIG (or what sets "
+        "it) where both run, and end the one that is too many."
     )
 
 
-def _check_settings(arrival: Arrival, guests: dict[int, _PendingPeer]) -> None:
+def _check_settings(arrival: Arrival, pending: dict[int, _PendingPeer]) -> None:
     differing = {
-        rank: guest.settings
-        for rank, guest in sorted(guests.items())
-        if guest.settings != arrival.settings
+        rank: peer.settings
+        for rank, peer in sorted(pending.items())
+        if peer.settings != arrival.settings
     }
     if not differing:
         return
     shown = "".join(f"\n  rank {rank}: {theirs}" for rank, theirs in differing.items())
     raise errors.StartupError(
-        f"Workers were asked for different things. Received:\n  rank 0: "
+        f"Workers were started with different arguments. Received:\n  rank 0: "
         f"{arrival.settings}{shown}\nAll workers must run the same script with the "
         "same arguments of the strategy.",
-        dict.fromkeys(differing, "it was asked for something else"),
+        dict.fromkeys(differing, "its arguments differ"),
     )
 
 
@@ -252,21 +252,21 @@ def _missing(
     arrival: Arrival,
     deadline: Deadline,
     listener: Listener,
-    guests: dict[int, _PendingPeer],
+    pending: dict[int, _PendingPeer],
 ) -> errors.StartupError:
-    """Say which ranks didn't come, and as far as can be seen from here, why."""
+    """Return the error that names the missing ranks, with reasons found from here."""
     addresses = arrival.addresses
-    ranks = [rank for rank in range(1, len(addresses)) if rank not in guests]
+    ranks = [rank for rank in range(1, len(addresses)) if rank not in pending]
     elsewhere = listener.others(arrival.session, "control")
 
     def reason(rank: int) -> str:
         if rank in elsewhere:
             return (
-                "it came, but for another session than rank 0's: does it have the "
+                "it connected, but for another session than rank 0's: does it have the "
                 "same list of workers, and create its strategies in the same order?"
             )
         return why_unreachable(addresses[rank], PROBE_SECONDS) or (
-            "it listens there but hasn't come to rank 0; can it reach "
+            "it listens there but hasn't connected to rank 0; can it reach "
             f"{addresses[0]}, and does it hold the same KERASDIST_SECRET?"
         )
 
@@ -279,7 +279,7 @@ def _missing(
     if refused:
         lines.append("\nConnections that were refused: " + "; ".join(refused))
     return errors.StartupError(
-        f"{len(missing)} of {len(addresses)} workers didn't come within "
+        f"{len(missing)} of {len(addresses)} workers didn't connect within "
         f"{deadline.seconds:.3g} s:" + "".join(lines) + "\nStart the missing workers "
         "(look at their output first), run `kerasdist doctor` where they run, or "
         "give them more time with `startup_timeout=`.",

@@ -268,6 +268,6 @@ def test_without_room_for_shared_memory_it_goes_on_through_the_socket(
 
     received = in_threads(2, lambda i: (ask, answer)[i](i))[1]
     np.testing.assert_array_equal(received, array)
-    assert "goes on without shared memory" in caplog.text
+    assert "continues without shared memory" in caplog.text
     for end in (first, second):
         end.close()

@@ -131,7 +131,7 @@ def test_who_is_late_is_named():
     server = Server(3)
     with pytest.raises(
         errors.CollectiveTimeout,
-        match=r"^rank 1 \(host1:1\) and rank 2 \(host2:1\) didn't come to #1 .* 0\.1 s",
+        match=r"^rank 1 \(host1:1\) and rank 2 \(host2:1\) didn't join #1 .* 0\.1 s",
     ):
         server.sum(0, 1, seconds=0.1)
 
@@ -180,7 +180,7 @@ def test_a_collective_to_which_all_have_come_is_late_by_nobodys_fault():
     round = collectives._Round(first, call)
     round.brought = {0: [], 1: []}
     text = str(server.collectives._late(round, Deadline(5)))
-    assert text.startswith(f"All workers came to {call}, but this server didn't")
+    assert text.startswith(f"All workers joined {call}, but this server didn't")
     del round.brought[1]
     assert str(server.collectives._late(round, Deadline(5))).startswith(
         f"{second} didn't"

@@ -148,7 +148,7 @@ def test_the_chief_brings_the_values_or_nobody():
         error = job.outcomes(work)[1]
         assert isinstance(error, errors.WorkerLost)
         assert error.rank == 0
-        assert "before it brought the first values of a table" in str(error)
+        assert "before it sent the first values of a table" in str(error)
 
 
 def test_nobody_reads_while_numbers_are_being_added():

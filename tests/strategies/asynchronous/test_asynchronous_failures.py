@@ -143,7 +143,7 @@ def test_a_server_that_is_started_again_goes_on_from_its_snapshot(servers, tmp_p
     names = {"loss", "accuracy", "val_loss", "val_accuracy"}
     assert set(first[2]) == names
     assert all(len(first[2][name]) == 5 for name in names)
-    assert "goes on from its snapshot" in tasks[2].output
+    assert "continues from its snapshot" in tasks[2].output
     # The job has ended well: nobody will need them.
     assert list(snapshots.iterdir()) == []
 

@@ -129,7 +129,7 @@ def test_a_port_in_use_is_an_error_with_address_and_remedy():
             errors.AddressInUseError,
             match=rf"^This worker can't listen at its address 127\.0\.0\.1:{port}: "
             rf"Address already in use\. Received: '127\.0\.0\.1:{port}' as .*"
-            rf"`ss -ltnp 'sport = :{port}'` shows who it is\) or choose ano",
+            rf"`ss -ltnp 'sport = :{port}'` shows it\) or choose ano",
         ):
             Listener.acquire(f"127.0.0.1:{port}", SECRET)
         assert open_sockets() == before
@@ -399,7 +399,7 @@ def test_when_too_many_wait_the_next_one_is_told_so(listening, monkeypatch):
                 authenticate_as_client(listening, dial(listening), rank=rank)
             )
         (text,) = refused(listening)
-        assert "2 connections wait already until they are asked for" in text
+        assert "2 connections are waiting already" in text
 
 
 def test_many_strangers_fill_no_log(listening, caplog):

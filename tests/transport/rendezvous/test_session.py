@@ -121,7 +121,8 @@ def test_all_who_came_say_who_did_not_and_why(reason):
     expected = {
         "nothing listens": r"connection refused: nothing listens there",
         "no such name": r"its host name doesn't resolve.*",
-        "doesn't come": r"it listens there but hasn't come to rank 0; can it reach "
+        "doesn't come": r"it listens there but hasn't connected to rank 0; can it "
+        r"reach "
         r"127\.0\.0\.1:\d+, and does it hold the same KERASDIST_SECRET\?",
     }[reason]
     with contextlib.ExitStack() as stack:
@@ -142,7 +143,7 @@ def test_all_who_came_say_who_did_not_and_why(reason):
         assert list(error.missing) == [2]
         assert re.fullmatch(expected, error.missing[2]), error.missing
         assert re.match(
-            rf"1 of 4 workers didn't come within [012](\.\d+)? s:\n  rank 2 "
+            rf"1 of 4 workers didn't connect within [012](\.\d+)? s:\n  rank 2 "
             rf"\({re.escape(addresses[2])}\): {expected}\nStart the missing workers",
             str(error),
         ), str(error)

@@ -53,9 +53,9 @@ def test_different_settings_are_an_error_on_all_ranks_that_names_them():
     )
     for error in results:
         assert type(error) is errors.StartupError
-        assert error.missing == {2: "it was asked for something else"}
+        assert error.missing == {2: "its arguments differ"}
         assert str(error).startswith(
-            "Workers were asked for different things. Received:\n  rank 0: "
+            "Workers were started with different arguments. Received:\n  rank 0: "
             "{'transport': 'auto', 'n': [1, 2]}\n  rank 2: {'transport': 'tcp', "
         )
 
@@ -74,7 +74,7 @@ def test_another_list_of_workers_is_told_from_not_coming():
         results[0]
         .missing[1]
         .startswith(
-            "it came, but for another session than rank 0's: does it have the same list"
+            "it connected, but for another session than rank 0's: does it have the "
         )
     )
 
@@ -245,9 +245,9 @@ def test_the_older_of_two_processes_with_one_rank_is_told():
         kind, answer = told[0].read_json(Deadline(20))
         assert kind is FrameType.REFUSAL
         assert answer["message"].startswith(
-            f"Two processes came as rank 1. Received: process {first} (this one) and p"
-            f"rocess {second}, which came later and takes part. Each worker needs a "
-            "task "
+            f"Two processes connected as rank 1. Received: process {first} (this one) "
+            f"and process {second}, which connected later and takes part. Each worker "
+            "needs a task "
         )
         kept.pop(1 - older).close()
 
