@@ -440,7 +440,7 @@ class ServerClient(ControlRequests):
             sender, value = notice.get("from"), notice.get("value")
             if not isinstance(sender, int) or not isinstance(value, dict):
                 raise errors.ProtocolError(f"A notice is damaged: {notice!r:.500}.")
-            self._announcements.hear(sender, value)
+            self._announcements.receive(sender, value)
         else:
             raise unexpected(kind)
 

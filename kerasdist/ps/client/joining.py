@@ -1,6 +1,6 @@
-"""Joins a job that runs: this worker waits for the end of the others' epoch.
+"""Joining a running job: this worker waits for the end of the others' epoch.
 
-The protocol is drawn in `kerasdist.ps.server.join`.
+The protocol is in `kerasdist.ps.server.join`.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ def enter(client: ServerClient, fit: int) -> Entry:
     """Wait until the others are between two epochs, and join them.
 
     Args:
-        client: This worker's connection; it has come later (`client.joining`).
-        fit: Number of the `fit` that it has come to, from 1.
+        client: This worker's client; it joins later (`client.joining`).
+        fit: Number of the `fit` that it is in, from 1.
 
     Raises:
         CollectiveTimeout: The others have sent no requests for as long as a collective

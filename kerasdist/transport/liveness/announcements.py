@@ -1,17 +1,16 @@
-"""Announcements: what the chief has done, told to the others outside of collectives.
+"""Announcements of the chief's actions to the other ranks, outside of collectives.
 
-    C: rank 0          W: another rank, which waits for something that C does
+    C: rank 0          W: another rank, which waits for an action of C
 
-    1. C -> all  STATE  in my n-th collective, or after it, I began, finished or failed
-                        to do this for the k-th time
-    2. W -> C    ASK    how far are you?
-    3. C -> W    PLACE  the number of the collective that I'm in, or was in last
+    1. C -> all  STATE  in its n-th collective, or after it, C began, finished or failed
+                        this action for the k-th time
+    2. W -> C    ASK    a request for C's place
+    3. C -> W    PLACE  the number of the collective that C is in, or was in last
 
-The chief waits for nobody, and whether another rank waits makes no difference to it.
-Between two collectives all ranks run the same part of the script. So what C does
-there it announces before its next collective, or not at all: 3. ends the wait for
-something that C doesn't do. The messages of one connection keep their order, and no
-answer overtakes an announcement.
+The chief doesn't wait, and isn't affected by other ranks' waits. Between two
+collectives all ranks run the same part of the script. So C announces an action there
+before its next collective, or never: 3. ends the wait for an action that C doesn't do.
+The messages of one connection keep their order, and no reply overtakes an announcement.
 """
 
 from __future__ import annotations
@@ -29,21 +28,21 @@ __all__ = ["Announcement", "Announcements", "Outcome"]
 
 # Topics that are remembered.
 _MOST_TOPICS = 1000
-# Seconds until the chief is asked again; doubled each time.
+# Seconds until the request is sent to the chief again; doubled each time.
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.005, 0.5
 _STATES = ("begun", "done", "failed")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Announcement:
-    """What the chief has told of a topic last.
+    """The chief's last announcement of a topic.
 
     Attributes:
-        topic: What it is about.
+        topic: The action.
         place: Number of the chief's last collective when it began.
-        count: How often it has begun that since this collective.
+        count: Number of its begins since this collective.
         state: "begun", "done" or "failed".
-        facts: More about it: a JSON object.
+        facts: Details: a JSON object.
     """
 
     topic: str
@@ -55,10 +54,10 @@ class Announcement:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """How a wait has ended.
+    """The end of a wait.
 
     Attributes:
-        kind: "done", "failed"; "past": the chief has gone on without it; "gone": the
+        kind: "done", "failed"; "past": the chief continued without it; "gone": the
             chief can't do it any more; "late": it hasn't begun by the deadline; "busy":
             it has begun, but not finished.
         facts: Those of the announcement.
@@ -79,7 +78,7 @@ class Announcements:
         place: Returns the number of the collective that this rank is in, or was in
             last.
         gone: Returns why the chief can't do anything more, or None. It may raise the
-            failure that has ended this worker's part in the job.
+            failure that ended this worker's part in the job.
         seconds: How long the others wait for the chief to begin, and then to finish.
 
     Attributes:
@@ -101,53 +100,53 @@ class Announcements:
         self._gone = gone
         self._changed = threading.Condition()
         # The chief's own, or what was received from it.
-        self._told: OrderedDict[str, Announcement] = OrderedDict()
+        self._last: OrderedDict[str, Announcement] = OrderedDict()
         self._chiefs_place = 0
-        # How often this rank has waited for a topic since a collective.
+        # Number of this rank's waits for a topic since a collective.
         self._waited: OrderedDict[str, tuple[int, int]] = OrderedDict()
 
     # On the chief.
 
     def begin(self, topic: str) -> None:
-        """Announce that the chief begins to do something."""
+        """Announce that the chief begins an action."""
         place = self._place()
         with self._changed:
-            last = self._told.get(topic)
+            last = self._last.get(topic)
             count = last.count + 1 if last is not None and last.place == place else 1
-            self._tell(topic, place, count, "begun", {})
+            self._announce(topic, place, count, "begun", {})
 
     def end(self, topic: str, facts: dict[str, Any], *, failed: bool = False) -> None:
-        """Announce that the chief has done, or failed to do, what it has begun.
+        """Announce that the chief finished, or failed, the action that it began.
 
         Args:
             topic: As in `begin`.
-            facts: What others are told.
-            failed: Whether it has failed.
+            facts: Details for the others.
+            failed: Whether it failed.
         """
         with self._changed:
-            last = self._told[topic]
+            last = self._last[topic]
             state = "failed" if failed else "done"
-            self._tell(topic, last.place, last.count, state, facts)
+            self._announce(topic, last.place, last.count, state, facts)
 
-    def _tell(
+    def _announce(
         self, topic: str, place: int, count: int, state: str, facts: dict[str, Any]
     ) -> None:
-        told = Announcement(
+        found = Announcement(
             topic=topic, place=place, count=count, state=state, facts=facts
         )
-        self._keep(told)
-        self._send({"do": "state", **dataclasses.asdict(told)}, None)
+        self._keep(found)
+        self._send({"do": "state", **dataclasses.asdict(found)}, None)
 
     # On the others.
 
     def wait(self, topic: str) -> Outcome:
-        """Wait until the chief has done what this rank's script is about to do, too.
+        """Wait until the chief has done the action that is next in this rank's script.
 
         Args:
-            topic: What it is.
+            topic: The action.
 
         Raises:
-            CollectiveError: The failure that has ended the job.
+            CollectiveError: The failure that ended the job.
         """
         place = self._place()
         with self._changed:
@@ -165,7 +164,7 @@ class Announcements:
                 began, begun = time.monotonic(), True
             reason = self._gone()
             if reason is not None:
-                # Between the two looks its last words may have arrived.
+                # Between the two looks its last announcements may have arrived.
                 outcome = self._look(topic, place, count)
                 if outcome is not None and outcome.kind != "busy":
                     return outcome
@@ -180,29 +179,29 @@ class Announcements:
 
     def _look(self, topic: str, place: int, count: int) -> Outcome | None:
         with self._changed:
-            told = self._told.get(topic)
-            if told is not None and (told.place, told.count) >= (place, count):
-                if told.state == "begun":
-                    # Or left off in the midst of it, by Ctrl-C for instance.
-                    gone_on = self._chiefs_place > told.place
+            found = self._last.get(topic)
+            if found is not None and (found.place, found.count) >= (place, count):
+                if found.state == "begun":
+                    # Or interrupted it, by Ctrl-C for instance.
+                    gone_on = self._chiefs_place > found.place
                     return Outcome(kind="past" if gone_on else "busy")
-                mine = (told.place, told.count) == (place, count)
-                # A later attempt doesn't say how this one ended.
-                failed = mine and told.state == "failed"
-                return Outcome(kind="failed" if failed else "done", facts=told.facts)
+                mine = (found.place, found.count) == (place, count)
+                # A later attempt doesn't show how this one ended.
+                failed = mine and found.state == "failed"
+                return Outcome(kind="failed" if failed else "done", facts=found.facts)
             return Outcome(kind="past") if self._chiefs_place > place else None
 
-    # What is received, from any thread.
+    # Received messages, from any thread.
 
-    def hear(self, sender: int, value: dict[str, Any]) -> None:
-        """Take a message.
+    def receive(self, sender: int, value: dict[str, Any]) -> None:
+        """Handle a message.
 
         Args:
-            sender: The rank that has sent it.
-            value: What it has sent.
+            sender: The rank that sent it.
+            value: The message.
 
         Raises:
-            ProtocolError: It's damaged, or isn't due.
+            ProtocolError: It's damaged, or unexpected.
         """
         do = value.get("do")
         if self._rank == 0 and do == "ask":
@@ -220,7 +219,7 @@ class Announcements:
                 or not isinstance(facts, dict)
             ):
                 raise ProtocolError(f"An announcement is damaged: {value!r:.500}.")
-            told = Announcement(
+            found = Announcement(
                 topic=topic,
                 place=_whole(value, "place"),
                 count=_whole(value, "count"),
@@ -228,16 +227,16 @@ class Announcements:
                 facts=facts,
             )
             with self._changed:
-                self._keep(told)
+                self._keep(found)
                 self._changed.notify_all()
         else:
-            raise ProtocolError(f"An announcement isn't due: {value!r:.500}.")
+            raise ProtocolError(f"An unexpected announcement: {value!r:.500}.")
 
-    def _keep(self, told: Announcement) -> None:
-        self._told.pop(told.topic, None)
-        self._told[told.topic] = told
-        while len(self._told) > _MOST_TOPICS:
-            self._told.popitem(last=False)
+    def _keep(self, found: Announcement) -> None:
+        self._last.pop(found.topic, None)
+        self._last[found.topic] = found
+        while len(self._last) > _MOST_TOPICS:
+            self._last.popitem(last=False)
 
 
 def _whole(value: dict[str, Any], name: str) -> int:

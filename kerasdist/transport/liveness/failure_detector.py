@@ -397,7 +397,7 @@ class SessionSupervisor:
         elif kind is FrameType.GOODBYE:
             self._note_goodbye(rank, payload)
         elif kind is FrameType.NOTICE:
-            self.announcements.hear(rank, to_json(payload))
+            self.announcements.receive(rank, to_json(payload))
         else:
             raise unexpected(kind)
 

@@ -41,7 +41,7 @@ class Ranks:
         self.asked += value["do"] == "ask"
         for rank, each in enumerate(self.ranks):
             if rank != sender and to in (None, rank):
-                each.hear(sender, value)
+                each.receive(sender, value)
 
 
 class Waiting:
@@ -175,7 +175,7 @@ def test_only_so_many_topics_are_remembered():
     job = Ranks()
     for number in range(1200):
         write(job, str(number))
-    assert len(job.ranks[1]._told) == 1000
+    assert len(job.ranks[1]._last) == 1000
     assert job.ranks[1].wait("1199").kind == "done"
 
 
@@ -196,4 +196,4 @@ def test_only_so_many_topics_are_remembered():
 def test_nonsense_is_refused(sender, value):
     job = Ranks(size=3)
     with pytest.raises(ProtocolError, match=r"^An announcement "):
-        job.ranks[1].hear(sender, value)
+        job.ranks[1].receive(sender, value)
