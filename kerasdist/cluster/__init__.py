@@ -58,7 +58,7 @@ class Cluster:
         if self.size < 1:
             faults.append("There is no worker. Expected size >= 1.")
         if self.workers and len(self.workers) != self.size:
-            faults.append("Expected as many addresses in `workers` as `size` says.")
+            faults.append("Expected as many addresses in `workers` as `size`.")
         if self.size > 1 and not self.workers:
             faults.append("Expected the workers' addresses, since there are several.")
         if self.task_type not in TASK_TYPES:

@@ -20,11 +20,11 @@ __all__ = ["ServerCalls"]
 
 
 class ServerCalls(Protocol):
-    """Implemented by `ServerClient`, which says what each member is.
+    """A worker's calls to its servers, implemented by `ServerClient`.
 
     Attributes:
         step: The last step, for messages.
-        recorder: Is told of packing, sending and waiting; None: nothing is.
+        recorder: Gets spans of packing, sending and waiting; or None.
     """
 
     cluster: Cluster
@@ -47,19 +47,19 @@ class ServerCalls(Protocol):
 
     @property
     def failure(self) -> errors.CollectiveError | None:
-        """What has ended this worker's part in the job, or None."""
+        """The error that ended this worker's part in the job, or None."""
 
     def calling(self, what: str) -> contextlib.AbstractContextManager[None]:
-        """Do the block's requests, one thread at a time."""
+        """Allow one thread at a time to send the block's requests."""
 
     def request_all(self, builds: Sequence[Build | None]) -> list[Message]:
-        """Send a request to each server; return the answers."""
+        """Send a request to each server; return the replies."""
 
     def generation(self, server: int) -> int:
-        """How often the server was started again."""
+        """Return the number of the server's restarts."""
 
     def note_met(self, call: Call, answers: Sequence[Message]) -> None:
-        """Take note of what the servers' answers to a collective say of the workers."""
+        """Note the clocks in the servers' replies to a collective."""
 
     def fail(self, error: errors.CollectiveError) -> errors.CollectiveError:
         """End all waits of this worker; return its first failure."""

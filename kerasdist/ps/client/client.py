@@ -147,7 +147,7 @@ class ServerClient(ControlRequests):
 
     @property
     def transports(self) -> list[str]:
-        """How each server is reached: "tcp", "shared_memory" or "memory"."""
+        """The transport of each server: "tcp", "shared_memory" or "memory"."""
         return [connection.kind for connection in self._connections]
 
     @property

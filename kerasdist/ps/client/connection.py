@@ -132,7 +132,7 @@ class ServerConnection(abc.ABC):
 
     @property
     def kind(self) -> str:
-        """How the server is reached: "tcp", "shared_memory" or "memory"."""
+        """The transport of the server: "tcp", "shared_memory" or "memory"."""
         return self._current().kind
 
     @property

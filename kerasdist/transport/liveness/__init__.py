@@ -1,4 +1,4 @@
-"""How the end of a process is noticed, named and passed on to all others.
+"""The detection of failures: a lost process is noticed, named and reported to all.
 
 Control connections, heartbeats, the failure detector, and the last message to the
 launcher. The exit code of a job is the launcher's matter (`kerasdist.cli.run`).
