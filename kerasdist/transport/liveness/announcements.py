@@ -230,7 +230,7 @@ class Announcements:
                 self._keep(found)
                 self._changed.notify_all()
         else:
-            raise ProtocolError(f"An unexpected announcement: {value!r:.500}.")
+            raise ProtocolError(f"An announcement is unexpected: {value!r:.500}.")
 
     def _keep(self, found: Announcement) -> None:
         self._last.pop(found.topic, None)
