@@ -1,11 +1,13 @@
 # Every target sets up what it needs. On the machine: Python >= 3.10 and make.
 #
 #   make demo     train on handwritten digits with two workers
-#   make test     lint, types and the whole test suite but the soak tests
+#   make test     lint, types, the documentation site and the whole test suite but the
+#                 soak tests
 #   make lint     ruff
 #   make types    mypy
 #   make viewers  what tests/callbacks/timeline/test_timeline_page.py looks at a timeline with: an
 #                 environment of its own, made by `make test`
+#   make docs     the documentation site, in site/; a warning is an error
 #   make soak     the tests that run for minutes
 #   make test-versions  the suite with the oldest and the newest TensorFlow and
 #                 Keras: two more environments, not a part of `make test`
@@ -43,7 +45,7 @@ START_UP := ^(I0000 |W0000 |E0000 .* cuInit|WARNING: All log|To enable the follo
 # What decides which packages are installed: a change installs again.
 PACKAGING := setup.py pyproject.toml kerasdist/_version.py Makefile
 
-.PHONY: demo test pytest lint types viewers soak wheel clean
+.PHONY: demo test pytest lint types viewers docs soak wheel clean
 .PHONY: bench-all-reduce bench-fit bench-overlap bench-wire bench-growth
 .PHONY: bench-memory-startup bench-server-throughput bench-server-steps
 .PHONY: bench-straggler bench-staleness bench-embedding-rows
@@ -63,7 +65,7 @@ demo: $(VENV)/.demo
 	@echo "How it scales, in charts: $(BIN)/tensorboard --logdir demo-board," \
 	  "then open http://localhost:6006/#custom_scalars"
 
-test: lint types viewers
+test: lint types viewers docs
 	$(BIN)/python $(PYTEST) $(PYTEST_ARGS)
 
 test-versions: test-oldest test-newest
@@ -76,7 +78,7 @@ test-newest:
 	rm -f .venv-newest/.test
 	$(MAKE) VENV=.venv-newest PINS="--upgrade tensorflow keras" pytest
 
-pytest: $(VENV)/.test viewers
+pytest: $(VENV)/.test viewers .venv-docs/.created
 	@$(BIN)/python -m pip list 2>/dev/null | grep -E '^(tensorflow|keras|numpy) '
 	$(BIN)/python $(PYTEST) $(PYTEST_ARGS)
 
@@ -94,6 +96,10 @@ test-next: $(VENV)/.test
 	  tests/_keras/test_tracebacks.py $(PYTEST_ARGS)
 
 viewers: .venv-viewers/.created
+
+# The variable: no advertisement of the theme's authors.
+docs: .venv-docs/.created
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict
 
 soak: $(VENV)/.test
 	$(BIN)/python -m pytest -m soak $(PYTEST_ARGS)
@@ -163,7 +169,7 @@ wheel: $(VENV)/.test
 	$(BIN)/python -m build
 
 clean:
-	rm -rf demo-board $(VENV) .venv-oldest .venv-newest .venv-torch .venv-legacy .venv-viewers build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
+	rm -rf demo-board $(VENV) .venv-oldest .venv-newest .venv-torch .venv-legacy .venv-viewers .venv-docs build dist site *.egg-info .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/.created:
@@ -201,4 +207,13 @@ $(VENV)/.demo $(VENV)/.test $(VENV)/.bench: $(VENV)/.%: $(VENV)/.created $(PACKA
 	rm -rf .venv-viewers
 	$(PYTHON) -m venv .venv-viewers
 	.venv-viewers/bin/python -m pip install --quiet $(VIEWERS)
+	touch $@
+
+# What the extra `docs` of setup.py pins. Without the package itself, which would install
+# TensorFlow: the site is made from sources that are read, not imported.
+.venv-docs/.created: setup.py
+	rm -rf .venv-docs
+	$(PYTHON) -m venv .venv-docs
+	sed -n '/"docs": \[/,/\]/s/^ *"\(.*==.*\)",$$/\1/p' setup.py \
+	  | .venv-docs/bin/python -m pip install --quiet --requirement /dev/stdin
 	touch $@

@@ -78,6 +78,17 @@ setup(
             'scikit-learn==1.9.1; python_version >= "3.11"',
         ],
         "demo": ["scikit-learn"],
+        # Of `make docs`, which installs these alone, without kerasdist. The last two
+        # are versions that fit the others; ruff formats signatures.
+        "docs": [
+            "mkdocs==1.6.1",
+            "mkdocs-material==9.7.7",
+            "mkdocstrings==1.0.6",
+            "mkdocstrings-python==2.0.9",
+            "ruff==0.17.5",
+            "Markdown==3.11",
+            "pymdown-extensions==11.0",
+        ],
         # Pinned, so that a new release of a tool can't break an old commit.
         # setuptools is here because a test builds the wheel without isolation.
         "test": [

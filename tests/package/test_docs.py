@@ -10,6 +10,7 @@ import shlex
 import subprocess
 import sys
 import textwrap
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -110,10 +111,10 @@ def change() -> tuple[str, str]:
     return before, after
 
 
-def run(*command: str, **extra: str) -> str:
+def run(*command: str, cwd: Path = ROOT, **extra: str) -> str:
     done = subprocess.run(
         command,
-        cwd=ROOT,
+        cwd=cwd,
         env=python_env(extra),
         capture_output=True,
         text=True,
@@ -128,6 +129,11 @@ def trained(script: Path, size: int) -> list[str]:
     """What each worker of a script prints."""
     with Workers(script, size, deadline=150) as job:
         return [finished.output for finished in job.succeed()]
+
+
+def launch(size: int, *command: str, cwd: Path = ROOT) -> str:
+    launcher = (sys.executable, "-m", "kerasdist", "run", "-n", str(size))
+    return run(*launcher, "--output", "all", *command, cwd=cwd)
 
 
 def test_the_change_to_a_script(tmp_path):
@@ -147,6 +153,20 @@ def test_the_change_to_a_script(tmp_path):
     )
     assert first == second
     assert first == pytest.approx(plain, rel=1e-4)
+
+
+def test_the_start_page_has_the_same_change():
+    assert blocks(read("docs/index.md"), "diff") == blocks(README, "diff")
+
+
+@pytest.mark.parametrize("page", sorted((ROOT / "docs").glob("migrate_*.md")))
+def test_the_script_of_a_migration_trains_and_saves(page, tmp_path):
+    """The one after the change; the one before needs the other system."""
+    _, after = blocks(page.read_text(encoding="utf-8"), "python")
+    (tmp_path / "train.py").write_text(after)
+    servers = ("--ps", "1") if "ParameterServerStrategy" in after else ()
+    launch(2, *servers, "train.py", cwd=tmp_path)
+    assert zipfile.is_zipfile(tmp_path / "model.keras")
 
 
 def test_the_custom_loop_gives_the_same_on_any_number_of_workers():
@@ -221,6 +241,32 @@ def test_exceptions_are_those_that_exist():
     named = set(re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE))
     assert named >= {"ClusterError", "WorkerLost"}
     assert named <= set(errors.__all__)
+
+
+# Names.
+
+
+def test_the_api_page_has_the_public_names():
+    """`::: name` and its members, and `public_api.txt`."""
+    names, text = [], read("tests/package/public_api.txt").partition("\n\n")[0]
+    for line in text.splitlines()[2:]:
+        match = re.match(r"(?:class )?( *)([\w.]+)", line)
+        assert match is not None
+        names.append(f"{names[-1].split(':')[0]}:{match[2]}" if match[1] else match[2])
+    modules = {"kerasdist.__version__", "kerasdist.errors", "kerasdist.layers"}
+    twice = {"kerasdist.KerasDistError", "kerasdist.WorkerLost"}
+    found = []
+    page = re.sub(r"\n +options:\n +members: \[(.*)\]", r" \1", read("docs/api.md"))
+    for name, members in re.findall(r"^::: ([\w.]+)(.*)$", page, re.MULTILINE):
+        found += [name, *(f"{name}:{each}" for each in re.findall(r"\w+", members))]
+    assert sorted(found) == sorted(set(names) - modules - twice)
+
+
+def test_the_glossary_has_the_words_of_contributing():
+    text = read("CONTRIBUTING.md").partition("\n## Words\n")[2].partition("\n## ")[0]
+    words = set(re.findall(r"\*(\w[\w ]*)\*", text))
+    assert "rank" in words
+    assert words <= set(re.findall(r"^\| ([^|]+) \|", read("docs/glossary.md"), re.M))
 
 
 # Messages: as they are today.

@@ -1,0 +1,125 @@
+"""The documentation site: it is built, and its start page is looked at in a browser."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import http.server
+import os
+import subprocess
+import threading
+from collections.abc import Iterator
+from http import HTTPStatus
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from browser import chromium, need, need_browser, wait_for
+from places import ROOT
+
+MKDOCS = ROOT / ".venv-docs" / "bin" / "mkdocs"
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a site that was just built."""
+    missing = None if MKDOCS.is_file() else "there is no mkdocs in .venv-docs"
+    need(missing, "make docs")
+    folder = tmp_path_factory.mktemp("site") / "site"
+    done = subprocess.run(
+        [str(MKDOCS), "build", "--strict", "--site-dir", str(folder)],
+        cwd=ROOT,
+        env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder
+
+
+@contextlib.contextmanager
+def served(folder: Path) -> Iterator[tuple[str, list[tuple[str, int]]]]:
+    """Serve a folder; yields its address, and what was asked for with the answers."""
+    asked: list[tuple[str, int]] = []
+
+    class Handler(http.server.SimpleHTTPRequestHandler):
+        def log_request(self, code: Any = "-", size: Any = "-") -> None:
+            asked.append((self.path, int(code)))
+
+        def log_message(self, format: str, *args: Any) -> None:
+            pass
+
+    handler = functools.partial(Handler, directory=str(folder))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        server.daemon_threads = False  # closing waits for them
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}", asked
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def test_links_that_leave_the_folder_of_pages_lead_to_pages(site):
+    page = (site / "strategies.html").read_text(encoding="utf-8")
+    assert 'href="repository/examples/custom_loop.py.html"' in page
+    assert (site / "repository/examples/custom_loop.py.html").is_file()
+    assert (site / "repository/benchmarks/fit/index.html").is_file()
+    for page in site.rglob("*.html"):
+        assert 'href="../kerasdist' not in page.read_text(encoding="utf-8")
+
+
+def test_the_api_page_shows_arguments_and_their_descriptions(site):
+    page = (site / "api.html").read_text(encoding="utf-8")
+    for name in (
+        "kerasdist.RingStrategy",
+        "kerasdist.callbacks.ScaleLearningRate",
+        "kerasdist.callbacks.ScaleLearningRate.base_learning_rate",
+    ):
+        assert f'id="{name}"' in page
+    assert "This worker's devices, one replica each" in page
+    assert "Epochs until the rate has its target" in page
+
+
+@pytest.mark.timeout(170)
+def test_the_start_page_in_a_browser(site, tmp_path):
+    """Wide and narrow it fits, shows its picture, and needs nothing from outside."""
+    need_browser()
+    with served(site) as (address, asked), chromium(tmp_path) as driver:
+        for width in (1280, 380):
+            driver.execute_cdp_cmd(
+                "Emulation.setDeviceMetricsOverride",
+                {
+                    "width": width,
+                    "height": 900,
+                    "deviceScaleFactor": 1,
+                    "mobile": width < 600,
+                },
+            )
+            driver.get(f"{address}/index.html")
+            wait_for(
+                "its picture",
+                lambda: driver.execute_script(
+                    "const image = document.querySelector('article img');"
+                    "return image && image.complete && image.naturalWidth > 0;"
+                ),
+            )
+            shown, whole = driver.execute_script(
+                "const page = document.scrollingElement;"
+                "return [page.clientWidth, page.scrollWidth];"
+            )
+            assert width - 20 <= shown <= width  # but for a scroll bar
+            assert whole <= shown
+            loaded = driver.execute_script(
+                "return performance.getEntriesByType('resource').map(e => e.name);"
+            )
+            assert loaded
+            assert [url for url in loaded if not url.startswith(address)] == []
+        refused = driver.get_log("browser")
+    assert [each for each in refused if each["level"] == "SEVERE"] == []
+    assert asked
+    assert {code for _, code in asked} <= {HTTPStatus.OK, HTTPStatus.NOT_MODIFIED}
