@@ -246,6 +246,12 @@ def test_exceptions_are_those_that_exist():
 # Names.
 
 
+def test_every_target_is_explained():
+    phony = re.findall(r"^\.PHONY: (.*)$", read("Makefile"), re.MULTILINE)
+    explained = re.findall(r"(?:`(?:make )?|make )([\w-]+)", read("CONTRIBUTING.md"))
+    assert {*" ".join(phony).split()} - {*explained} == set()
+
+
 def test_the_api_page_has_the_public_names():
     """`::: name` and its members, and `public_api.txt`."""
     names, text = [], read("tests/package/public_api.txt").partition("\n\n")[0]
