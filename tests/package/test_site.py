@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import html
 import http.server
 import os
+import re
 import subprocess
 import threading
 from collections.abc import Iterator
@@ -74,15 +76,21 @@ def test_links_that_leave_the_folder_of_pages_lead_to_pages(site):
 
 
 def test_the_api_page_shows_arguments_and_their_descriptions(site):
-    page = (site / "api.html").read_text(encoding="utf-8")
+    page = html.unescape((site / "api.html").read_text(encoding="utf-8"))
     for name in (
         "kerasdist.RingStrategy",
         "kerasdist.callbacks.ScaleLearningRate",
         "kerasdist.callbacks.ScaleLearningRate.base_learning_rate",
     ):
         assert f'id="{name}"' in page
-    assert "This worker's devices, one replica each" in page
-    assert "Epochs until the rate has its target" in page
+    for source, argument in (
+        ("kerasdist/strategies/ring.py", "devices"),
+        ("callbacks/scale_learning_rate.py", "warmup_epochs"),
+    ):
+        text = (ROOT / source).read_text(encoding="utf-8")
+        described = re.search(rf"^ {{8}}{argument}: ([\w' ]+)", text, re.MULTILINE)
+        assert described is not None
+        assert described[1] in page
 
 
 @pytest.mark.timeout(170)
