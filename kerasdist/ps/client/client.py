@@ -26,7 +26,6 @@ from kerasdist.ps.client.communicator import ServerCommunicator
 from kerasdist.ps.client.connection import Build, Roster, ServerConnection
 from kerasdist.ps.client.control_requests import ControlRequests
 from kerasdist.ps.client.remote_table import RemoteTable
-from kerasdist.ps.heartbeat import Heartbeat
 from kerasdist.ps.layout import Layout, Variable
 from kerasdist.ps.membership import Event
 from kerasdist.ps.server.handler import Goodbye
@@ -34,6 +33,7 @@ from kerasdist.ps.settings import ServerSettings
 from kerasdist.transport.base import Peer
 from kerasdist.transport.liveness.announcements import Announcements
 from kerasdist.transport.liveness.failure_protocol import decode
+from kerasdist.transport.liveness.heartbeat import Frame, Heartbeat
 from kerasdist.transport.timeouts import Timeouts
 from kerasdist.transport.wire.framing import Call, FrameType, unexpected
 from kerasdist.transport.wire.messages import to_json
@@ -114,7 +114,10 @@ class ServerClient(ControlRequests):
     def heartbeat(self) -> Heartbeat:
         """Begin to watch the control connections of this worker."""
         self._heartbeat = Heartbeat(
-            f"rank {self.rank}", self.timeouts, self._on_frame, self._ended
+            f"kerasdist-watch rank {self.rank}",
+            self.timeouts,
+            self._on_frame,
+            self._ended,
         )
         return self._heartbeat
 
@@ -423,9 +426,12 @@ class ServerClient(ControlRequests):
                 return event.reason if event.kind in ("lost", "finished") else None
         return None
 
-    # What the watch hears.
+    # Frames on control connections.
 
-    def _on_frame(self, key: Hashable, kind: FrameType, payload: bytes) -> None:
+    def _on_frame(self, key: Hashable, frame: Frame) -> None:
+        kind, _, payload = frame
+        if kind is FrameType.HEARTBEAT:
+            return
         if kind is FrameType.FAILURE:
             self.fail(decode(payload)[0])
         elif kind is FrameType.EVENT:

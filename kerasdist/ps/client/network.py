@@ -22,7 +22,6 @@ from kerasdist.ps.client.connection import (
     Roster,
     ServerConnection,
 )
-from kerasdist.ps.heartbeat import Heartbeat
 from kerasdist.ps.membership import WorkerRecord
 from kerasdist.ps.server.handler import Goodbye
 from kerasdist.ps.server.registration import PURPOSE
@@ -31,6 +30,7 @@ from kerasdist.transport.base import Aborted
 from kerasdist.transport.cancellation import Cancellation
 from kerasdist.transport.connection import Connection
 from kerasdist.transport.deadline import Deadline
+from kerasdist.transport.liveness.heartbeat import Heartbeat
 from kerasdist.transport.rendezvous.dial import dial_tcp, dial_unix, retry
 from kerasdist.transport.timeouts import Timeouts
 from kerasdist.transport.wire.framing import FrameType, unexpected

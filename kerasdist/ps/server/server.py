@@ -9,10 +9,12 @@
            or   REFUSAL: the reason
     4. c -> s   connect, handshake, hello for a data connection; on the same host
                 through a Unix socket, so that memory can be shared
-    5. both     heartbeats on the control connection     (kerasdist.ps.heartbeat)
-    6. c -> s   a REQUEST on the data connection         (kerasdist.ps.server.handler)
+    5. both     heartbeats on the control connection (transport.liveness.heartbeat)
+    6. c -> s   a REQUEST on the data connection     (ps.server.handler)
        s -> c   its REPLY, or a FAILURE; then 6. again
-    7. c -> s   GOODBYE on the control connection
+    7. c -> s   on the control connection GOODBYE: whether the script ended well;
+                NOTICE: an announcement, passed on to other workers
+       s -> c   EVENT: a worker was lost, has joined, has finished; FAILURE: the job's
 
 Later a new process may join with a lost worker's rank (1. and 3. without 2.) if the job
 is "async". After a restart of the server its workers reconnect the same way, and each
@@ -36,7 +38,6 @@ from typing import Any
 from kerasdist import errors
 from kerasdist.cluster import Cluster
 from kerasdist.ps.channel.socket_channel import SocketChannel
-from kerasdist.ps.heartbeat import Heartbeat
 from kerasdist.ps.layout import Layout
 from kerasdist.ps.membership import Event, WorkerRecord
 from kerasdist.ps.server.handler import Goodbye, RequestHandler
@@ -50,6 +51,7 @@ from kerasdist.ps.settings import ServerSettings
 from kerasdist.transport.connection import Connection
 from kerasdist.transport.deadline import Deadline
 from kerasdist.transport.liveness.failure_protocol import encode
+from kerasdist.transport.liveness.heartbeat import Frame, Heartbeat
 from kerasdist.transport.log import background_log
 from kerasdist.transport.rendezvous.listener import Listener
 from kerasdist.transport.rendezvous.member import host_key
@@ -147,7 +149,10 @@ class ParameterServer:
             self.handler.close()
             raise
         self._heartbeat = Heartbeat(
-            f"server {self.index}", self._timeouts, self._on_frame, self._ended
+            f"kerasdist-watch server {self.index}",
+            self._timeouts,
+            self._on_frame,
+            self._ended,
         )
         members = self.handler.membership
         members.on_event.append(self._note)
@@ -348,7 +353,10 @@ class ParameterServer:
 
     # Frames on control connections, and workers' events.
 
-    def _on_frame(self, key: Hashable, kind: FrameType, payload: bytes) -> None:
+    def _on_frame(self, key: Hashable, frame: Frame) -> None:
+        kind, _, payload = frame
+        if kind is FrameType.HEARTBEAT:
+            return
         worker = self._worker(key)
         if kind is FrameType.NOTICE:
             if worker is not None:
@@ -359,17 +367,17 @@ class ParameterServer:
         if worker is not None:
             self.handler.leave(worker, Goodbye.from_payload(payload))
 
-    def _ended(self, key: Hashable, reason: str) -> tuple[FrameType, bytes] | None:
+    def _ended(self, key: Hashable, reason: str) -> None:
         worker = self._worker(key)
         if worker is None or not self.handler.membership.lose(worker, reason):
-            return None
+            return
         # It may have been frozen, and wake up later.
         lost = errors.WorkerLost(
             *(worker.rank, worker.address, worker.clock, reason),
             others_go_on=self._settings.mode == "async"
             and not self.handler.membership.over,
         )
-        return FrameType.FAILURE, encode(lost)
+        self._heartbeat.post(key, FrameType.FAILURE, encode(lost))
 
     def _pass_on(self, sender: WorkerRecord, payload: bytes) -> None:
         """Send a worker's notice to another one, or to all others."""

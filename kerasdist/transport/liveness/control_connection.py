@@ -29,7 +29,6 @@ class ControlConnection:
     Attributes:
         sock: The socket.
         heard: When something was last heard on it.
-        open: Whether more may be heard on it; set by its user.
     """
 
     def __init__(self, connection: Connection, now: float) -> None:
@@ -37,7 +36,6 @@ class ControlConnection:
         self.sock = connection.sock
         self._auth = connection.auth
         self.heard = now
-        self.open = True
         self._inbox = bytearray()
         self._outbox = bytearray()
 

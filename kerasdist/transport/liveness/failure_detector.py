@@ -31,6 +31,7 @@ from __future__ import annotations
 import copy
 import json
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -40,8 +41,8 @@ from kerasdist import errors
 from kerasdist.transport.base import Peer
 from kerasdist.transport.connection import Connection
 from kerasdist.transport.liveness.announcements import Announcements
-from kerasdist.transport.liveness.control_connections import ControlConnections
 from kerasdist.transport.liveness.failure_protocol import decode, encode
+from kerasdist.transport.liveness.heartbeat import Frame, Heartbeat
 from kerasdist.transport.liveness.launcher_pipe import Reporter
 from kerasdist.transport.log import background_log
 from kerasdist.transport.timeouts import Timeouts
@@ -50,7 +51,6 @@ from kerasdist.transport.wire.messages import from_places, to_json, to_places
 
 __all__ = ["SessionSupervisor"]
 
-_FLUSH_SECONDS = 1.0
 # How long the chief waits for something better than a suspicion.
 _VERDICT_SECONDS = 2.0
 
@@ -97,7 +97,8 @@ class SessionSupervisor:
         # The number of the collective that each rank was last heard to be in.
         self._places: dict[int, int] = {}
         self._ending = False
-        self._lines = ControlConnections(controls, self._changed)
+        # Of whom more may be heard.
+        self._open = set(controls)
         self.announcements = Announcements(
             rank,
             self._send_notice,
@@ -105,10 +106,17 @@ class SessionSupervisor:
             self._chief_is_gone,
             timeouts.collective,
         )
-        self._thread = threading.Thread(
-            target=self._run, name=f"kerasdist-supervisor rank {rank}", daemon=True
+        self._heartbeat = Heartbeat(
+            f"kerasdist-supervisor rank {rank}",
+            timeouts,
+            self._on_frame,
+            self._ended,
+            beat=self._beat,
+            tick=self._judge,
+            on_crash=self._crashed,
         )
-        self._thread.start()
+        for other, connection in controls.items():
+            self._heartbeat.add(other, connection)
 
     # For communicators, from any thread.
 
@@ -175,7 +183,10 @@ class SessionSupervisor:
 
     def _send_notice(self, value: dict[str, Any], rank: int | None) -> None:
         payload = json.dumps(value).encode()
-        self._lines.post(FrameType.NOTICE, payload, self.call, only=rank)
+        if rank is None:
+            self._post(FrameType.NOTICE, payload)
+        else:
+            self._heartbeat.post(rank, FrameType.NOTICE, payload, self.call)
 
     def _chief_is_gone(self) -> str | None:
         """Why the chief announces nothing any more; None: it may."""
@@ -207,15 +218,10 @@ class SessionSupervisor:
             # A script that ends because the job has failed isn't the cause.
             failed = error is not None and self._failure is None
             farewell = {"rank": self._rank, "failed": failed, "reason": reason}
-            for _, line in self._lines:
-                line.post(FrameType.GOODBYE, json.dumps(farewell).encode(), self.call)
+            self._post(FrameType.GOODBYE, json.dumps(farewell).encode())
             self._ending = True
             self._changed.notify_all()
-        self._nudge()
-        if threading.current_thread() is not self._thread:
-            self._thread.join(2 * _FLUSH_SECONDS)
-        self._lines.close()
-        background_log.flush(_FLUSH_SECONDS)
+        self._heartbeat.close()
 
     # Deciding.
 
@@ -232,7 +238,6 @@ class SessionSupervisor:
                 # Before anybody here knows of it, and says goodbye because of it, or
                 # ends the process: the others must hear the cause first.
                 self._post(FrameType.FAILURE, encode(error))
-                self._lines.send()
             if self._reporter is not None:
                 self._reporter.failed(error)
             self._changed.notify_all()
@@ -245,10 +250,10 @@ class SessionSupervisor:
         """The chief's: decide on this when nothing better has come in a moment."""
         with self._changed:
             self._suspicions.append((time.monotonic() + _VERDICT_SECONDS, lost))
-        self._nudge()
+        self._heartbeat.wake()
 
-    def _judge(self, now: float) -> None:
-        """The chief's: decide on suspicions that are due."""
+    def _judge(self, now: float) -> float:
+        """The chief's: decide on suspicions that are due; return when the next is."""
         with self._changed:
             due = [
                 lost
@@ -262,6 +267,8 @@ class SessionSupervisor:
             self._fail(errors.WorkerLost(lost.rank, lost.host, lost.step, why))
             with self._changed:
                 self._suspicions.clear()
+        with self._changed:
+            return min((at for at, _ in self._suspicions), default=math.inf)
 
     def _await_verdict(self) -> None:
         """Wait for the job's first failure, or until nobody is left to name it.
@@ -271,11 +278,7 @@ class SessionSupervisor:
         seconds = self._timeouts.heartbeat + 2 * _VERDICT_SECONDS
         with self._changed:
             self._changed.wait_for(
-                lambda: (
-                    self._failure is not None
-                    or self._ending
-                    or not self._lines.any_open
-                ),
+                lambda: self._failure is not None or self._ending or not self._open,
                 seconds,
             )
 
@@ -291,101 +294,34 @@ class SessionSupervisor:
     # The thread.
 
     def _post(self, kind: FrameType, payload: bytes, skip: int | None = None) -> None:
-        self._lines.post(kind, payload, self.call, skip)
+        self._heartbeat.broadcast(kind, payload, self.call, skip)
 
-    def _nudge(self) -> None:
-        self._lines.nudge()
-
-    def _run(self) -> None:
-        try:
-            self._supervise()
-        except Exception as error:
-            # Without a supervisor a lost rank would go unnoticed: end the job.
-            background_log.log(
-                logging.ERROR, "kerasdist: the supervisor failed", exc_info=True
+    def _crashed(self, error: Exception) -> None:
+        self._fail(
+            errors.CollectiveError(
+                f"Supervising the workers failed: {type(error).__name__}: {error}"
             )
-            self._fail(
-                errors.CollectiveError(
-                    f"Supervising the workers failed: {type(error).__name__}: {error}"
-                )
-            )
+        )
 
-    def _supervise(self) -> None:
-        interval = self._timeouts.heartbeat_interval
-        now = due = ticked = time.monotonic()
-        while True:
-            if now >= due:
-                self._post(FrameType.HEARTBEAT, self._heartbeat())
-                due = now + interval
-            if not self._wait(self._next_event(due) - now):
-                return
-            now = time.monotonic()
-            # A process that was frozen itself must not blame the others for it:
-            # it first reads what they have sent in the meantime.
-            if now - ticked > 2 * interval:
-                self._lines.heard(now)
-            ticked = now
-            self._listen(now)
-            self._judge(now)
-
-    def _heartbeat(self) -> bytes:
+    def _beat(self) -> tuple[bytes, Call]:
         with self._changed:
             self._places[self._rank] = self.call.sequence
             if self._rank != 0:
-                return b""
+                return b"", self.call
             places = [self._places.get(rank, 0) for rank in range(len(self._peers))]
-        return from_places(places)
+        return from_places(places), self.call
 
-    def _next_event(self, heartbeat_due: float) -> float:
-        """When there is something to do even if nothing is heard."""
+    def _ended(self, rank: Any, reason: str) -> None:
         with self._changed:
-            moments = [at for at, _ in self._suspicions]
-        for _, line in self._lines:
-            if line.open:
-                moments.append(line.heard + self._timeouts.heartbeat)
-        return min([heartbeat_due, *moments])
-
-    def _wait(self, seconds: float) -> bool:
-        """Wait for something to do; False when the thread shall end."""
-        if not self._lines.send():
-            return False  # `close` didn't wait any longer for this thread
+            left = rank in self._departed or self._ending
+        if not left:
+            self._lost(rank, reason)
         with self._changed:
-            ending = self._ending
-        if ending:
-            self._lines.flush(time.monotonic() + _FLUSH_SECONDS)
-            return False
-        self._lines.wait(seconds)
-        return True
+            self._open.discard(rank)
+            self._changed.notify_all()
 
-    def _listen(self, now: float) -> None:
-        for rank, line in self._lines:
-            if not line.open:
-                continue
-            reason = None
-            try:
-                with self._changed:
-                    frames = line.frames()
-                for kind, call, payload in frames:
-                    line.heard = now
-                    self._on_frame(rank, kind, call, payload)
-            except (EOFError, errors.ProtocolError) as error:
-                seen = str(error) or "as when a process is killed"
-                reason = f"its connection ended ({seen.rstrip('.')})"
-                with self._changed:
-                    if rank in self._departed or self._ending:
-                        reason = None
-                    line.open = reason is not None
-                    self._changed.notify_all()
-            if line.open and now - line.heard > self._timeouts.heartbeat:
-                reason = (
-                    f"nothing was heard of it for {now - line.heard:.1f} s (is it "
-                    "stopped, or its machine or network gone?)"
-                )
-            if reason is not None:
-                self._lost(rank, reason)
-                line.open = False
-
-    def _on_frame(self, rank: int, kind: FrameType, call: Call, payload: bytes) -> None:
+    def _on_frame(self, rank: Any, frame: Frame) -> None:
+        kind, call, payload = frame
         if kind is FrameType.HEARTBEAT:
             self._note_places(rank, call, payload)
         elif kind is FrameType.FAILURE:

@@ -206,8 +206,8 @@ def test_silence_is_noticed_in_time_by_all(victim):
     with Crew(size, heartbeat=2.0, silent=[victim] if victim else []) as crew:
         if victim == 0:
             # The chief's thread goes, without a goodbye: as if it were frozen.
-            crew.ranks[0]._wait = lambda seconds: False
-            crew.ranks[0]._nudge()
+            crew.ranks[0]._heartbeat._wait = lambda seconds: False
+            crew.ranks[0]._heartbeat.wake()
             frozen = crew.ranks.pop(0)
         texts = crew.failures()
         assert time.monotonic() - started > 1.4  # a heartbeat every 0.4 s
@@ -224,23 +224,24 @@ def test_one_who_was_frozen_itself_blames_nobody():
     """A whole machine that was suspended: all are silent for that time."""
     with Crew(2, heartbeat=0.8, silent=[1]) as crew:
         chief = crew.ranks[0]
-        original = chief._wait
+        watch = chief._heartbeat
+        original = watch._wait
         never, awake = threading.Event(), threading.Event()
         blamed = []
 
         def freeze(seconds):
-            chief._wait = wake_up
+            watch._wait = wake_up
             never.wait(1.2)
             return original(seconds)
 
         def wake_up(seconds):
             # It has looked at everything after it was frozen, and waits again.
-            chief._wait = original
+            watch._wait = original
             blamed.append(chief.failure)
             awake.set()
             return original(seconds)
 
-        chief._wait = freeze
+        watch._wait = freeze
         assert awake.wait(30)
         assert blamed == [None]
         # It isn't blind for that: the silence counts from when it woke up.
@@ -354,8 +355,8 @@ def test_a_supervisor_that_breaks_ends_its_rank():
         def broken(now):
             raise ZeroDivisionError("a bug")
 
-        crew.ranks[1]._judge = broken
-        crew.ranks[1]._nudge()
+        crew.ranks[1]._heartbeat._tick = broken
+        crew.ranks[1]._heartbeat.wake()
         text = crew.failures()[1]
     assert text == "Supervising the workers failed: ZeroDivisionError: a bug"
 

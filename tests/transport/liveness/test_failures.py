@@ -290,7 +290,7 @@ def test_garbage_in_a_control_connection_ends_all_ranks(victim):
     fault = f"""
 def fault(step):
     if rank == {victim} and step == 7:
-        for _, line in job._supervisor._lines:
+        for line in job._supervisor._heartbeat._connections.values():
             line.sock.send(b"x" * 100)
 """
     with job_of("tcp", 3, fault) as job:

@@ -20,7 +20,6 @@ from groups import connections, nothing_stays_open
 from kerasdist import errors
 from kerasdist.ps.channel.channel import ChannelEnded, ChannelSilent
 from kerasdist.ps.channel.socket_channel import SocketChannel
-from kerasdist.ps.heartbeat import Heartbeat
 from kerasdist.ps.membership import Event
 from kerasdist.ps.server.handler import Goodbye
 from kerasdist.transport import Timeouts
@@ -28,6 +27,7 @@ from kerasdist.transport.base import Peer
 from kerasdist.transport.deadline import Deadline
 from kerasdist.transport.liveness.failure_detector import SessionSupervisor
 from kerasdist.transport.liveness.failure_protocol import decode
+from kerasdist.transport.liveness.heartbeat import Heartbeat
 from kerasdist.transport.log import background_log
 from kerasdist.transport.rendezvous.listener import Listener
 from kerasdist.transport.wire import handshake
@@ -177,7 +177,8 @@ def control_frames(count, seed):
             )
         else:
 
-            def hear(key, kind, payload):
+            def hear(key, frame):
+                kind, _, payload = frame
                 if kind is FrameType.GOODBYE:
                     Goodbye.from_payload(payload)
                 elif kind is FrameType.EVENT:

@@ -7,9 +7,9 @@ import queue
 import pytest
 
 from groups import connections, nothing_stays_open
-from kerasdist.ps.heartbeat import Heartbeat
 from kerasdist.transport import Timeouts
 from kerasdist.transport.deadline import Deadline
+from kerasdist.transport.liveness.heartbeat import Heartbeat
 from kerasdist.transport.wire.framing import FrameType, pack_header
 
 pytestmark = pytest.mark.timeout(60)
@@ -24,14 +24,20 @@ class Ear:
 
         def end(key, reason):
             self.ends.put((key, reason))
-            return last
+            if last is not None:
+                self.watch.post(key, *last)
 
         self.watch = Heartbeat(
             "test",
             Timeouts(heartbeat=heartbeat),
-            lambda *frame: self.frames.put(frame),
+            self.hear,
             end,
         )
+
+    def hear(self, key, frame):
+        kind, _, payload = frame
+        if kind is not FrameType.HEARTBEAT:
+            self.frames.put((key, kind, payload))
 
 
 @pytest.fixture
@@ -114,8 +120,9 @@ def test_a_frame_that_its_reader_breaks_on_ends_its_connection_only(pair):
     """The thread died of it, heartbeats stopped, and all were taken for lost."""
     ear = Ear()
 
-    def broken(key, kind, payload):
-        raise UnicodeEncodeError("utf-8", payload.decode(), 0, 1, "surrogates")
+    def broken(key, frame):
+        if frame[0] is not FrameType.HEARTBEAT:
+            raise UnicodeEncodeError("utf-8", frame[2].decode(), 0, 1, "surrogates")
 
     others = connections()
     ear.watch._on_frame = broken
@@ -139,7 +146,7 @@ def test_what_can_not_be_watched_any_more_has_ended(pair):
         raise ZeroDivisionError("a bug")
 
     ear.watch._wait = broken
-    ear.watch._nudge()
+    ear.watch.wake()
     key, reason = ear.ends.get(timeout=10)
     assert (key, reason) == (1, "watching it failed (ZeroDivisionError)")
     ear.watch.close()
