@@ -117,7 +117,7 @@ class DataChoice:
         if why:
             return why
         if strange:
-            return "nothing says that they are the same on all workers"
+            return "they aren't known to be the same on all workers"
         raise strangers(name, found)
 
     def _by_content(

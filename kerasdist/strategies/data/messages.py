@@ -41,14 +41,14 @@ def own_parts(name: str, how: str) -> ValueError:
 def strangers(name: str, found: str) -> ValueError:
     """Return the error about data that can't be classified."""
     return with_remedies(
-        f"The workers were given different {name}, and nothing tells whether they are "
+        f"The workers were given different {name}, and it isn't known whether they are "
         "each worker's own part, or should be the same",
         found,
     )
 
 
 def used(name: str, why: str, cost: str) -> str:
-    """Return the line that says that the chief's data are used."""
+    """Return the line for the user about the use of the chief's data."""
     return (
         f"kerasdist: the chief's {name} are used on all workers ({why}); {cost}. With "
         "the same seed on all workers (keras.utils.set_random_seed) each reads its own."

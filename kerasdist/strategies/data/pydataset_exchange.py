@@ -290,7 +290,7 @@ class SharedItemsIterator:
         expected = number if order is None else int(order[number])
         if index != expected:
             raise RuntimeError(
-                "A worker has read another item than the order of the epoch says. "
+                "A worker has read another item than that of the epoch's order. "
                 f"Received: item {index}; expected item {expected}. Please report it."
             )
         first, local, replicas = workers.layout
