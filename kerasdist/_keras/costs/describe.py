@@ -47,7 +47,7 @@ def describe(
             batch (tuples), or `keras.Input`s, in a structure.
 
     Raises:
-        ValueError: The model can't be built like this; the message says how.
+        ValueError: The model can't be built like this; the message names the fault.
     """
     with without_weights():
         model = _built(model_fn)

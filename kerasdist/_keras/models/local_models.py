@@ -56,7 +56,7 @@ def local_training() -> Iterator[None]:
             model.fit(x, y)
 
     Such a model was created outside of the strategy's scope. Each worker then trains a
-    model of its own on all the data that it gets, and saves it where it is told to:
+    model of its own on all the data that it gets, and saves it where the script does:
     give each rank a file of its own. With a single worker nothing is different.
     """
     with setting(local=True):

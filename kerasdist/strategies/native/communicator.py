@@ -202,7 +202,7 @@ class NativeCommunicator(Communicator):
             return errors.CollectiveMismatch(
                 "Ranks called different collectives, or the same one on different "
                 f"shapes, at step {self.step}. Received: {self.peers[self.rank]}: "
-                f"{self._supervisor.call}; TensorFlow says: {said}. All ranks must "
+                f"{self._supervisor.call}; TensorFlow reports: {said}. All ranks must "
                 "call the same collectives in the same order on the same shapes: does "
                 "the script branch on the rank, or does a model differ?"
             )
