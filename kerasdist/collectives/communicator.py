@@ -61,6 +61,8 @@ class Communicator(abc.ABC):
         size: Number of ranks.
         ranks: The job's ranks of the group's members, for messages: where a job
             continues without a lost worker the others are renumbered in the group.
+        sequence: Number of the last collective; between two the same on all ranks.
+        supervisor: As given.
     """
 
     def __init__(
@@ -71,9 +73,9 @@ class Communicator(abc.ABC):
         self.ranks: tuple[int, ...] = tuple(range(self.size))
         self.peers = tuple(peers)
         self.timeout = timeout
-        self._supervisor = supervisor
+        self.supervisor = supervisor
         self._lock = threading.Lock()
-        self._sequence = 0
+        self.sequence = 0
         self._closed = False
         self._shapes = ""
         self._failure: errors.CollectiveError | None = None
@@ -290,13 +292,14 @@ class Communicator(abc.ABC):
     @property
     def step(self) -> int:
         """The optimizer step that messages name; the strategy counts it."""
-        return self._supervisor.step
+        return self.supervisor.step
 
     @step.setter
     def step(self, value: int) -> None:
-        self._supervisor.step = value
+        self.supervisor.step = value
 
-    # For subclasses. All arrays are flat and C-contiguous.
+    # The inner contract: for subclasses, and for communicators that are made of others,
+    # which call it on these. All arrays are flat and C-contiguous.
 
     def _record(self, recorder: Recorder | None) -> None:
         """Begin or end recording; subclasses pass it on to their parts."""
@@ -368,9 +371,9 @@ class Communicator(abc.ABC):
                 f"This communicator is closed. Received: a call of {kind}. Create a "
                 "new strategy to continue."
             )
-        self._sequence += 1
-        call = Call(self._sequence, kind, op, dtype, elements, detail, root)
-        self._supervisor.call = call
+        self.sequence += 1
+        call = Call(self.sequence, kind, op, dtype, elements, detail, root)
+        self.supervisor.call = call
         recorder = self._recorder
         begin = 0 if recorder is None else now()
         try:
@@ -383,7 +386,7 @@ class Communicator(abc.ABC):
 
     def _give_up(self, error: BaseException, call: Call) -> None:
         """Raise the job's failure for an error; return if it isn't one of the group."""
-        here, supervisor = self.peers[self.rank], self._supervisor
+        here, supervisor = self.peers[self.rank], self.supervisor
         shapes = self._shapes[:_MOST_SHOWN]
         failure = explain(error, call, here, shapes, supervisor, self._failure)
         if failure is None:

@@ -203,7 +203,7 @@ def test_a_wait_ends_when_another_thread_aborts_or_closes(kind, ending):
 
         thread = threading.Thread(target=wait, daemon=True)
         thread.start()
-        wait_until(lambda: waiting._supervisor.call.kind == "all_reduce", "the call")
+        wait_until(lambda: waiting.supervisor.call.kind == "all_reduce", "the call")
         getattr(waiting, ending)()
         thread.join(15)
         assert not thread.is_alive()

@@ -56,7 +56,7 @@ class ServerCommunicator(Communicator):
         )
         self.ranks: tuple[int, ...] = tuple(range(self.size))
         self._client = client
-        self._sequence = met
+        self.sequence = met
         self._facts: dict[str, Any] | None = None
         self._joined: tuple[int, ...] = ()
         self._buffers = BufferPool()
@@ -85,13 +85,8 @@ class ServerCommunicator(Communicator):
 
     def enter(self, met: int, ranks: tuple[int, ...]) -> None:
         """Note that this worker has joined: the next collective is number `met` + 1."""
-        self._sequence = met
+        self.sequence = met
         self.ranks = ranks
-
-    @property
-    def sequence(self) -> int:
-        """Number of the last collective; the same on all ranks between two of them."""
-        return self._sequence
 
     def all_gather(self, array: npt.ArrayLike) -> list[Array]:
         """See `Communicator.all_gather`; of a rank that is lost there are no rows."""

@@ -57,7 +57,7 @@ class LiveCommunicator(Communicator):
 
     def __init__(self, client: ServerClient) -> None:
         inner = client.communicator
-        super().__init__(client.rank, inner.peers, inner._supervisor, inner.timeout)
+        super().__init__(client.rank, inner.peers, inner.supervisor, inner.timeout)
         self.ranks = inner.ranks
         self.changed = False
         self._strict = False

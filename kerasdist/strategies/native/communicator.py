@@ -110,7 +110,7 @@ class NativeCommunicator(Communicator):
         self.group, self.replica_group = group, group + 1
         self._ring = ring
         # Ranks compare their positions by this number: it goes on from the ring's.
-        self._sequence = ring._sequence
+        self.sequence = ring.sequence
         self._watch = CollectiveDeadlines(
             f"kerasdist-native rank {self.rank}", self._late
         )
@@ -137,9 +137,9 @@ class NativeCommunicator(Communicator):
                     f"This communicator is closed. Received: a call of {kind}. Create "
                     "a new strategy to go on."
                 )
-            self._sequence += 1
-            call = Call(self._sequence, kind, op, dtype, elements, detail)
-            self._supervisor.call = call
+            self.sequence += 1
+            call = Call(self.sequence, kind, op, dtype, elements, detail)
+            self.supervisor.call = call
             self._watch.begin(call, Deadline(self.timeout))
             if self._recorder is not None:
                 self._began[call.sequence] = now(), call
@@ -162,9 +162,9 @@ class NativeCommunicator(Communicator):
         """
         if self._failure is None and not _COLLECTIVE.search(str(error)):
             return None
-        call, here = self._supervisor.call, self.peers[self.rank]
+        call, here = self.supervisor.call, self.peers[self.rank]
         seen = self._seen(error)
-        failure = explain(seen, call, here, "", self._supervisor, self._failure)
+        failure = explain(seen, call, here, "", self.supervisor, self._failure)
         if failure is not None and self._failure is None:
             self.abort(failure)
         return self._failure
@@ -202,19 +202,19 @@ class NativeCommunicator(Communicator):
             return errors.CollectiveMismatch(
                 "Ranks called different collectives, or the same one on different "
                 f"shapes, at step {self.step}. Received: {self.peers[self.rank]}: "
-                f"{self._supervisor.call}; TensorFlow reports: {said}. All ranks must "
+                f"{self.supervisor.call}; TensorFlow reports: {said}. All ranks must "
                 "call the same collectives in the same order on the same shapes: does "
                 "the script branch on the rank, or does a model differ?"
             )
         return errors.CollectiveError(
-            f"TensorFlow's collective {self._supervisor.call} failed at step "
+            f"TensorFlow's collective {self.supervisor.call} failed at step "
             f"{self.step}: {said}"
         )
 
     def _late(self, call: Call) -> None:
         here = self.peers[self.rank]
         silent = PeerSilent(self.peers[self.rank - 1], "its time is over")
-        self.abort(explain(silent, call, here, "", self._supervisor, self._failure))
+        self.abort(explain(silent, call, here, "", self.supervisor, self._failure))
 
     def _record(self, recorder: Recorder | None) -> None:
         super()._record(recorder)
