@@ -182,7 +182,7 @@ class ModelParallelStrategy(tf.distribute.Strategy):
 
         With `placement="auto"` it's made when a model is first used.
         """
-        return getattr(self.extended.kerasdist.placer, "plan", self._plan)
+        return self.extended.kerasdist.placer.plan or self._plan
 
     @property
     def devices(self) -> tuple[str, ...]:

@@ -11,7 +11,7 @@ from keras.src import backend, tree
 from kerasdist._keras.models.step_build import can_be_called
 from kerasdist._keras.placement.layers import placer_of, prepare
 
-__all__ = ["ensure_planned", "is_unplanned", "plan_placement"]
+__all__ = ["ensure_planned", "plan_placement"]
 
 # Keras's own default, where the batch size isn't known.
 _ROWS = 32
@@ -28,7 +28,7 @@ def plan_placement(
     It builds the optimizer, and the variables must be on their devices by then.
     """
     placer = placer_of(trainer.distribute_strategy)
-    if placer is not None and is_unplanned(placer):
+    if placer is not None and placer.needs_plan:
         example = data_batch
         if iterator is not None:
             example = iterator.data_adapter.get_tf_dataset().element_spec
@@ -50,7 +50,7 @@ def ensure_planned(trainer: Any, placer: Any, example: Any = None) -> None:
         ValueError: The model isn't built, and its inputs aren't known.
         PlanError: The model doesn't fit.
     """
-    if not is_unplanned(placer):
+    if not placer.needs_plan:
         return
     if not can_be_called(trainer):
         raise ValueError(
@@ -109,11 +109,6 @@ def _check_sizes(trainer: Any, inputs: Any) -> None:
             "(`padded_batch(padded_shapes=...)`), or give the layers' devices: "
             "placement={'encoder/.*': 'GPU:0', ...}."
         )
-
-
-def is_unplanned(placer: Any) -> bool:
-    """Return whether a placement is automatic and hasn't been planned yet."""
-    return hasattr(placer, "make_plan") and placer.plan is None
 
 
 def _spec(value: Any) -> Any:

@@ -62,6 +62,10 @@ class LayerPlacer(Protocol):
     def stage(self) -> str | None:
         """The device of the `strategy.stage` that this thread is in, or None."""
 
+    @property
+    def needs_plan(self) -> bool:
+        """Whether the placement must be planned before a model is used."""
+
     def wish(self, layer: LayerFacts) -> str | None:
         """Return a layer's device in the placement; None if that doesn't define it."""
 

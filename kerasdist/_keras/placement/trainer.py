@@ -10,7 +10,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from kerasdist._keras.placement.auto_placement import ensure_planned, is_unplanned
+from kerasdist._keras.placement.auto_placement import ensure_planned
 from kerasdist._keras.placement.layers import LayerPlacer, placer_of, prepare
 from kerasdist._keras.protocols import hooks_of
 from kerasdist._tf.facets import facets_of
@@ -73,7 +73,7 @@ def init_epoch_iterator(
     if placer is not None:
         _next.rows = iterator.data_adapter.batch_size
         _next.example = None
-        if is_unplanned(placer):
+        if placer.needs_plan:
             _next.example = iterator.data_adapter.get_tf_dataset().element_spec
 
 

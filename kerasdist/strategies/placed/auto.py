@@ -19,7 +19,7 @@ from kerasdist._keras import LayerFacts
 from kerasdist._keras.costs.describe import describe_built
 from kerasdist.placement.costs import Run
 from kerasdist.placement.patterns import Patterns
-from kerasdist.placement.plan import Device, Plan, make_plan
+from kerasdist.placement.plan import Device, make_plan
 from kerasdist.strategies.devices import resolve_devices
 from kerasdist.strategies.placed.placer import Placer
 
@@ -44,7 +44,11 @@ class AutoPlacer(Placer):
         self._micro_batches = micro_batches
         self._rematerialize = rematerialize
         self._host = _tf.host_of(names[0])
-        self.plan: Plan | None = None
+
+    @property
+    def needs_plan(self) -> bool:
+        """See `LayerPlacer`."""
+        return self.plan is None
 
     def variable_device(
         self, path: str, called: tuple[str, ...], device: str | None

@@ -15,6 +15,7 @@ from kerasdist._keras import LayerFacts, called_layer
 from kerasdist._tf import gradient_placement
 from kerasdist._tf.graph.partition_graphs import ran_graphs
 from kerasdist.placement.patterns import Patterns
+from kerasdist.placement.plan import Plan
 from kerasdist.strategies.placed.report import Names, StepPlaces, places_of
 
 __all__ = ["Placer"]
@@ -43,8 +44,11 @@ class Placer:
             no pattern matches.
 
     Attributes:
+        plan: The plan of the placement, if it is planned when it is used; else None.
         steps: The operations that ran on each device, by kind of step.
     """
+
+    plan: Plan | None = None
 
     def __init__(self, patterns: Patterns, devices: Sequence[str]) -> None:
         self.patterns = patterns
@@ -60,6 +64,11 @@ class Placer:
     def stage(self) -> str | None:
         """See `LayerPlacer`."""
         return self._stages.stack[-1] if self._stages.stack else None
+
+    @property
+    def needs_plan(self) -> bool:
+        """See `LayerPlacer`."""
+        return False
 
     @contextlib.contextmanager
     def staging(self, device: str) -> Iterator[None]:
