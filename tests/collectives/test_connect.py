@@ -374,4 +374,4 @@ def test_a_host_that_is_cut_off_is_noticed_by_all(layout, cut):
         gone = int(layout[worker.rank]) == cut
         assert rank == 0 if gone else int(layout[rank]) == cut
         assert host == job.addresses[rank]
-        assert reason.startswith("nothing was heard of it for ")
+        assert reason.startswith("nothing was received from it for ")

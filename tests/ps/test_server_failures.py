@@ -58,7 +58,7 @@ def test_async_workers_go_on_without_a_lost_one(signum):
             kind, rank, address, lost_at, reason = event
             assert (kind, rank, address) == ("lost", 1, job.addresses[1])
             assert clock >= lost_at + 18
-            seen = "connection" if signum == signal.SIGKILL else "nothing was heard"
+            seen = "connection" if signum == signal.SIGKILL else "nothing was received"
             assert seen in reason
             assert ranks == [0, 2]
         for task in (3, 4):
@@ -92,7 +92,7 @@ def test_a_worker_that_was_frozen_hears_that_it_was_dropped():
         assert kind in ("WorkerLost", "ServerLost")
         if kind == "WorkerLost":
             assert fields["rank"] == 1
-            assert "nothing was heard of it" in message
+            assert "nothing was received from it" in message
             assert "The other workers go on without it." in message
 
 

@@ -197,7 +197,7 @@ class ServerConnection(abc.ABC):
 
     @abc.abstractmethod
     def ended(self, reason: str) -> None:
-        """The control connection has ended; from the heartbeat's thread."""
+        """Handle the end of the control connection, in the heartbeat's thread."""
 
     @abc.abstractmethod
     def leave(self, goodbye: Goodbye) -> None:

@@ -1,4 +1,4 @@
-"""One control connection of a supervisor: what came in part, what must still go."""
+"""A non-blocking control connection, with its partly received and queued frames."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ class ControlConnection:
     """A control connection that never blocks. Not safe for several threads.
 
     Args:
-        connection: What it goes over; owned from now on.
+        connection: The connection; owned from now on.
         now: The time, on the monotonic clock.
 
     Attributes:
         sock: The socket.
-        heard: When something was last heard on it.
+        heard: When the last frame was received.
     """
 
     def __init__(self, connection: Connection, now: float) -> None:
@@ -41,32 +41,32 @@ class ControlConnection:
 
     @property
     def waiting(self) -> bool:
-        """Whether something must still go out."""
+        """Whether there are queued bytes."""
         return bool(self._outbox)
 
     def post(self, kind: FrameType, payload: bytes, call: Call) -> None:
-        """Put a frame behind what must still go out; `flush` sends it."""
+        """Queue a frame; `flush` sends it."""
         frame = pack_header(kind, len(payload), call) + payload
         self._outbox += frame + self._auth.sign(frame)
 
     def flush(self) -> None:
-        """Send what the kernel takes now. A broken connection takes all."""
+        """Send as much as the kernel takes now. A broken connection takes all."""
         while self._outbox:
             try:
                 sent = self.sock.send(self._outbox)
             except BlockingIOError:
                 return
-            except OSError:  # `frames` finds out and says so
+            except OSError:  # `frames` raises it
                 self._outbox.clear()
                 return
             del self._outbox[:sent]
 
     def frames(self) -> list[tuple[FrameType, Call, bytes]]:
-        """Take the frames that have come.
+        """Return the frames that were received completely.
 
         Raises:
-            EOFError: The connection is closed; the text says how, if known.
-            ProtocolError: What came isn't a frame, or isn't authentic.
+            EOFError: The connection is closed; the text has the reason, if known.
+            ProtocolError: The bytes aren't a frame, or it isn't authentic.
         """
         try:
             data = self.sock.recv(1 << 16)
@@ -95,11 +95,11 @@ class ControlConnection:
         return frames
 
     def close(self) -> None:
-        """Close the connection; what has been sent still arrives."""
+        """Close the connection; sent frames still arrive."""
         try:
             self.sock.shutdown(socket.SHUT_WR)
             # Closing a socket that holds unread bytes resets the connection, and
-            # that could overtake what was sent last.
+            # that could overtake the last frame sent.
             while self.sock.recv(1 << 16):
                 pass
         except OSError:  # nothing more to read now, or it is broken

@@ -1,27 +1,27 @@
-"""Who is alive, and what every rank hears when one isn't.
+"""The failure detector of a ring: agreement of all ranks on a job's first failure.
 
     C: rank 0          W: every other rank          one connection between C and W
 
     1. both ways, every `heartbeat_interval`: HEARTBEAT, in whose header is the
        sender's collective; C adds the numbers of all ranks' collectives
-    2. W -> C  GOODBYE  I close; my script ended well, or with this error
-       C -> W  GOODBYE  the same, passed on for another rank
-    3. W -> C  FAILURE  I saw this error; or: I suspect that this rank is lost
-    4. C       decides what the job's first failure was: the first error that it
-               saw or was told of. A suspicion counts only if nothing better has
-               come `_VERDICT_SECONDS` later.
-    5. C -> W  FAILURE  the job's first failure, for everybody, the reporter too
+    2. W -> C  GOODBYE  W closes; its script ended well, or with this error
+       C -> W  GOODBYE  the same, forwarded for another rank
+    3. W -> C  FAILURE  an error of W; or W's suspicion that a rank is lost
+    4. C       decides on the job's first failure: the first error of its own or
+               reported to it. A suspicion counts only if no error was reported
+               `_DECISION_SECONDS` later.
+    5. C -> W  FAILURE  the job's first failure, to all, the reporter too
     6. both ways  NOTICE   an announcement, see `announcements`
     7. a connection that ends without GOODBYE, or is silent for `heartbeat`
-       seconds: C (or, of C itself, every W) holds that the other side is lost, and
-       tells it so (5. or 3.), since it may be frozen and wake up later
+       seconds: C (or, of C itself, every W) takes the other side for lost, and
+       sends it that (5. or 3.), since it may be frozen and wake up later
 
 So the chief decides, and all ranks that it can reach raise the same error: without
-this a dead worker would be blamed on its neighbours, whose connections close as they
-give up. A rank that the chief can't reach (a network that lets packets through in one
-direction only) names the chief, and is named by the others.
-A suspicion is a broken data connection: the other side has died (7. is on its
-way), or has given up over a third rank (3. is on its way), or has left (2.).
+this the neighbours of a dead worker would be named as lost, because their connections
+close when they fail. A rank that the chief can't reach (a network that lets packets
+through in one direction only) names the chief, and is named by the others.
+A suspicion is a broken data connection: the other side has died (7. follows), or has
+failed because of a third rank (3. follows), or has left (2.).
 One thread per session does all of it; other threads only leave messages. It never
 calls into TensorFlow, so a long step can't stop it.
 """
@@ -51,12 +51,12 @@ from kerasdist.transport.wire.messages import from_places, to_json, to_places
 
 __all__ = ["SessionSupervisor"]
 
-# How long the chief waits for something better than a suspicion.
-_VERDICT_SECONDS = 2.0
+# Seconds that the chief waits for a report that is better than a suspicion.
+_DECISION_SECONDS = 2.0
 
 
 class SessionSupervisor:
-    """The supervisor of a session's control connections, see `failures.Supervisor`.
+    """The failure detector of a session, see `failure_protocol.Supervisor`.
 
     Args:
         rank: This worker's rank.
@@ -66,10 +66,10 @@ class SessionSupervisor:
         timeouts: `heartbeat` is used.
         on_failure: Called once, from the supervisor's thread or a reporter's,
             with the job's first failure: ends the waits of this rank.
-        reporter: Tells the launcher of the failure, before this rank can end of it.
+        reporter: Reports the failure to the launcher, before this rank ends of it.
 
     Attributes:
-        announcements: What the chief tells the others outside of collectives.
+        announcements: The chief's announcements to the others.
     """
 
     def __init__(
@@ -94,10 +94,10 @@ class SessionSupervisor:
         # Those of them whose scripts ended well.
         self._finished: set[int] = set()
         self._suspicions: list[tuple[float, errors.WorkerLost]] = []
-        # The number of the collective that each rank was last heard to be in.
+        # The number of each rank's collective, by its last heartbeat.
         self._places: dict[int, int] = {}
         self._ending = False
-        # Of whom more may be heard.
+        # The ranks whose connections are open.
         self._open = set(controls)
         self.announcements = Announcements(
             rank,
@@ -112,7 +112,7 @@ class SessionSupervisor:
             self._on_frame,
             self._ended,
             beat=self._beat,
-            tick=self._judge,
+            tick=self._decide,
             on_crash=self._crashed,
         )
         for other, connection in controls.items():
@@ -122,12 +122,12 @@ class SessionSupervisor:
 
     @property
     def failure(self) -> errors.CollectiveError | None:
-        """The first failure of the job, as far as this rank knows."""
+        """The first failure of the job that this rank knows of, or None."""
         with self._changed:
             return self._failure
 
     def absent(self, call: Call) -> list[Peer] | None:
-        """Return the ranks that haven't come to `call`, as last heard."""
+        """Return the ranks that haven't joined `call`, by their last heartbeats."""
         with self._changed:
             return [
                 self._peers[rank]
@@ -138,25 +138,25 @@ class SessionSupervisor:
     def report(
         self, error: errors.CollectiveError, *, wait: bool = True
     ) -> errors.CollectiveError:
-        """See `Supervisor.report`: the chief says which was the first."""
+        """See `Supervisor.report`: the chief decides which was the first."""
         if self._rank != 0:
             self._post(FrameType.FAILURE, encode(error))
             if wait:
-                self._await_verdict()
+                self._await_decision()
         return self._fail(error)
 
     def explain(self, peer: Peer, seen: str) -> errors.CollectiveError:
-        """Find out why `peer` can't be heard any more, and tell everybody."""
+        """Find out why `peer` can't be reached any more, and report it to all."""
         lost = errors.WorkerLost(peer.rank, peer.address, self.step, seen)
         if self._rank == 0:
             self._suspect(lost)
         else:
             self._post(FrameType.FAILURE, encode(lost, suspected=True))
-        self._await_verdict()
+        self._await_decision()
         with self._changed:
             if self._failure is None and self._departed:
-                # Nobody left to decide. Who left is the cause; the peer may have
-                # given up because of that.
+                # No chief is left to decide. A rank that left is the cause; the peer
+                # may have failed because of it.
                 gone = peer.rank if peer.rank in self._departed else min(self._departed)
                 host, why = self._peers[gone].address, self._departed[gone]
                 lost = errors.WorkerLost(gone, host, self.step, why)
@@ -165,7 +165,7 @@ class SessionSupervisor:
     def await_end(self, rank: int | None = None) -> errors.CollectiveError | None:
         """Wait until the job has ended here.
 
-        That takes as long as it takes, but a rank that is lost ends it in time.
+        There is no deadline, but the loss of a rank ends it in time.
 
         Args:
             rank: It also ends when this rank has left, after a script that ended well.
@@ -189,7 +189,7 @@ class SessionSupervisor:
             self._heartbeat.post(rank, FrameType.NOTICE, payload, self.call)
 
     def _chief_is_gone(self) -> str | None:
-        """Why the chief announces nothing any more; None: it may."""
+        """Return why the chief announces nothing any more; None if it may."""
         with self._changed:
             if self._failure is not None:
                 raise copy.copy(
@@ -202,10 +202,10 @@ class SessionSupervisor:
             )
 
     def close(self, error: BaseException | None = None) -> None:
-        """Say goodbye and end the thread and the connections. Can be called twice.
+        """Send a goodbye; end the thread and the connections. Can be called twice.
 
         Args:
-            error: What ended this rank's script, if it ended badly: the others
+            error: The error that ended this rank's script, if there was one: the others
                 then fail at once instead of at their next collective.
         """
         reason = "it closed its strategy while others still needed it"
@@ -217,8 +217,8 @@ class SessionSupervisor:
                 return
             # A script that ends because the job has failed isn't the cause.
             failed = error is not None and self._failure is None
-            farewell = {"rank": self._rank, "failed": failed, "reason": reason}
-            self._post(FrameType.GOODBYE, json.dumps(farewell).encode())
+            goodbye = {"rank": self._rank, "failed": failed, "reason": reason}
+            self._post(FrameType.GOODBYE, json.dumps(goodbye).encode())
             self._ending = True
             self._changed.notify_all()
         self._heartbeat.close()
@@ -228,15 +228,15 @@ class SessionSupervisor:
     def _fail(self, error: errors.CollectiveError) -> errors.CollectiveError:
         """Record the first failure and end this rank's waits; return the first.
 
-        If this is the chief, tell everybody.
+        The chief also sends it to all ranks.
         """
         with self._changed:
             if self._failure is not None:
                 return self._failure
             self._failure = error
             if self._rank == 0:
-                # Before anybody here knows of it, and says goodbye because of it, or
-                # ends the process: the others must hear the cause first.
+                # Before another thread of this process knows of it, and sends a
+                # goodbye or ends the process: the others must get the cause first.
                 self._post(FrameType.FAILURE, encode(error))
             if self._reporter is not None:
                 self._reporter.failed(error)
@@ -247,13 +247,13 @@ class SessionSupervisor:
         return error
 
     def _suspect(self, lost: errors.WorkerLost) -> None:
-        """The chief's: decide on this when nothing better has come in a moment."""
+        """Note a suspicion, on the chief: it counts if no error is reported soon."""
         with self._changed:
-            self._suspicions.append((time.monotonic() + _VERDICT_SECONDS, lost))
+            self._suspicions.append((time.monotonic() + _DECISION_SECONDS, lost))
         self._heartbeat.wake()
 
-    def _judge(self, now: float) -> float:
-        """The chief's: decide on suspicions that are due; return when the next is."""
+    def _decide(self, now: float) -> float:
+        """Decide on suspicions that are due, on the chief; return when the next is."""
         with self._changed:
             due = [
                 lost
@@ -270,12 +270,12 @@ class SessionSupervisor:
         with self._changed:
             return min((at for at, _ in self._suspicions), default=math.inf)
 
-    def _await_verdict(self) -> None:
-        """Wait for the job's first failure, or until nobody is left to name it.
+    def _await_decision(self) -> None:
+        """Wait for the job's first failure, or until no rank is left to decide it.
 
-        It comes in any case: the chief answers, or is found to be lost.
+        The wait ends in any case: the chief replies, or is found to be lost.
         """
-        seconds = self._timeouts.heartbeat + 2 * _VERDICT_SECONDS
+        seconds = self._timeouts.heartbeat + 2 * _DECISION_SECONDS
         with self._changed:
             self._changed.wait_for(
                 lambda: self._failure is not None or self._ending or not self._open,
@@ -287,7 +287,7 @@ class SessionSupervisor:
         lost = errors.WorkerLost(rank, host, self.step, reason)
         if self._rank != 0:
             # The chief may be frozen and wake up later: by then the others' connections
-            # have ended, and it would blame one of them.
+            # have ended, and it would take one of them for the cause.
             self._post(FrameType.FAILURE, encode(lost))
         self._fail(lost)
 
@@ -346,19 +346,20 @@ class SessionSupervisor:
             self._places |= places
 
     def _note_goodbye(self, rank: int, payload: bytes) -> None:
-        said = to_json(payload)
-        gone, reason, failed = said.get("rank"), said.get("reason"), said.get("failed")
-        if not (isinstance(gone, int) and 0 <= gone < len(self._peers)) or (
-            self._rank == 0 and gone != rank
+        value = to_json(payload)
+        left, reason = value.get("rank"), value.get("reason")
+        failed = value.get("failed")
+        if not (isinstance(left, int) and 0 <= left < len(self._peers)) or (
+            self._rank == 0 and left != rank
         ):
-            raise errors.ProtocolError(f"A goodbye is damaged. Received: {said!r}.")
+            raise errors.ProtocolError(f"A goodbye is damaged. Received: {value!r}.")
         with self._changed:
-            self._departed[gone] = str(reason)
+            self._departed[left] = str(reason)
             if not failed:
-                self._finished.add(gone)
+                self._finished.add(left)
             self._changed.notify_all()
         if self._rank == 0:
             self._post(FrameType.GOODBYE, payload, skip=rank)
-        # Of another rank's bad end the chief's word is on its way.
-        if failed and gone == rank:
-            self._lost(gone, str(reason))
+        # The chief reports another rank's failure itself.
+        if failed and left == rank:
+            self._lost(left, str(reason))

@@ -2,10 +2,10 @@
 
     1. both ways, every `heartbeat_interval`: HEARTBEAT
     2. a connection that ends, or is silent for `heartbeat` seconds: the other side is
-       lost, and is told so by what `on_end` posts, since it may be frozen and wake up
+       lost; `on_end` may post a last frame to it, since it may be frozen and wake up
 
-The failure detector of a ring, the servers and their workers are the users. Data goes
-through other connections, so neither a long transfer nor a busy process is taken for a
+The failure detector of a ring, the servers and their workers are the users. Data are
+sent on other connections, so neither a long transfer nor a busy process is taken for a
 lost one. The thread never calls into TensorFlow, so a long step can't stop it.
 """
 
@@ -43,8 +43,8 @@ class Heartbeat:
         name: The thread's.
         timeouts: `heartbeat` is used.
         on_frame: Called with a key and a frame: its type, header and payload.
-        on_end: Called once with a key and what was seen when a connection has ended.
-            What it posts to that key is the last that is sent there.
+        on_end: Called once with a key and the reason when a connection has ended. A
+            frame that it posts to that key is the last that is sent there.
         beat: Returns payload and header of a heartbeat; by default they are empty.
         tick: Called after each look at the connections, with the time; returns when
             it must be called again at the latest (monotonic).
@@ -120,7 +120,7 @@ class Heartbeat:
             return None if control is None else control.heard
 
     def drop(self, key: Hashable) -> None:
-        """Watch a connection no longer: send what must still go, and close it."""
+        """Stop watching a connection: send what is still queued, and close it."""
         with self._lock:
             control = self._connections.pop(key, None)
             if control is not None:
@@ -129,7 +129,7 @@ class Heartbeat:
         self.wake()
 
     def wake(self) -> None:
-        """Let the thread look at everything now."""
+        """Wake the thread, which then handles all connections."""
         # Full: it wakes up anyhow. Closed: it has ended.
         with contextlib.suppress(OSError):
             self._wake.send(b"x")
@@ -179,8 +179,8 @@ class Heartbeat:
             now = time.monotonic()
             with self._lock:
                 controls = list(self._connections.items())
-            # A process that was frozen itself must not blame the others for it: it
-            # first reads what they have sent in the meantime.
+            # A process that was frozen itself must not take the others for lost: it
+            # first reads their frames of the meantime.
             if now - ticked > 2 * interval:
                 for _, control in controls:
                     control.heard = now
@@ -190,7 +190,7 @@ class Heartbeat:
             following = self._tick(now)
 
     def _wait(self, seconds: float) -> bool:
-        """Wait for something to do; False when the thread shall end."""
+        """Wait for events; return False when the thread is to end."""
         poll = select.poll()
         with self._lock:
             if self._woken.fileno() < 0:
@@ -212,7 +212,7 @@ class Heartbeat:
         return True
 
     def _flush_all(self, until: float) -> None:
-        """Give what must still go out a last chance to go, until a moment."""
+        """Try to send all queued frames, until a moment."""
         while time.monotonic() < until:
             poll = select.poll()
             with self._lock:
@@ -239,8 +239,8 @@ class Heartbeat:
             reason = f"its connection ended ({seen.rstrip('.')})"
         if reason is None and now - control.heard > self._timeouts.heartbeat:
             reason = (
-                f"nothing was heard of it for {now - control.heard:.1f} s (is it "
-                "stopped, or its machine or network gone?)"
+                f"nothing was received from it for {now - control.heard:.1f} s (is it "
+                "stopped, or its machine or network down?)"
             )
         if reason is None:
             return
@@ -257,7 +257,7 @@ class Heartbeat:
         try:
             self._on_frame(key, frame)
         except ProtocolError as error:
-            raise EOFError(f"it broke the protocol: {error}") from error
+            raise EOFError(f"it violated the protocol: {error}") from error
         except Exception as error:
             # Without this thread there are no heartbeats: all would be taken for lost.
             _log_failure()

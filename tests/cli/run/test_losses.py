@@ -164,7 +164,9 @@ def test_a_frozen_worker_is_told_and_ended_with_the_job(launcher):
     (pid,) = launcher.pids("pid-worker-1")
     os.kill(pid, signal.SIGSTOP)
     line = wait_until_said(process, "lost")
-    assert line.startswith("kerasdist run: rank 1 was lost: nothing was heard of it")
+    assert line.startswith(
+        "kerasdist run: rank 1 was lost: nothing was received from it"
+    )
     code, _, err = finish(launcher, process)
     assert (code, err) == (0, "kerasdist run: the job has finished without rank 1\n")
 
@@ -173,7 +175,7 @@ def test_a_worker_that_wakes_up_too_late_was_no_mistake(launcher):
     process = begin(launcher, script_of(heartbeat=3.0), servers=1)
     (pid,) = launcher.pids("pid-worker-1")
     os.kill(pid, signal.SIGSTOP)
-    wait_until_said(process, "rank 1 was lost: nothing was heard of it")
+    wait_until_said(process, "rank 1 was lost: nothing was received from it")
     os.kill(pid, signal.SIGCONT)
     psutil.Process(pid).wait(20)
     code, _, err = finish(launcher, process)

@@ -110,7 +110,9 @@ def test_a_chief_that_wakes_up_hears_that_it_was_the_one():
     """Else it would see its neighbours' connections end, and name one of them."""
     with Crew(2, heartbeat=0.5, silent=(0,)) as crew:
         (text,) = crew.failures()
-        assert text.startswith("Rank 0 (host0:1) was lost at step 0: nothing was heard")
+        assert text.startswith(
+            "Rank 0 (host0:1) was lost at step 0: nothing was received"
+        )
         sent = b""
         while b'"WorkerLost", "args": [0, "host0:1"' not in sent:
             sent += crew.raw[0].sock.recv(1 << 16)
@@ -142,7 +144,7 @@ def test_a_suspicion_counts_when_nothing_better_comes():
 
 
 def test_a_suspect_that_has_said_goodbye_has_left(monkeypatch):
-    monkeypatch.setattr(f"{SUPERVISOR}._VERDICT_SECONDS", 40.0)
+    monkeypatch.setattr(f"{SUPERVISOR}._DECISION_SECONDS", 40.0)
     with Crew(3, heartbeat=40.0) as crew:
         crew.ranks[1].close()
         started = time.monotonic()
@@ -214,7 +216,8 @@ def test_silence_is_noticed_in_time_by_all(victim):
         for text in texts:
             assert text.startswith(f"Rank {victim} (host{victim}:1) was lost at step 0")
             assert (
-                float(re.search(r"nothing was heard of it for (\S+) s", text)[1]) >= 2
+                float(re.search(r"nothing was received from it for (\S+) s", text)[1])
+                >= 2
             )
         if victim == 0:
             frozen.close()
@@ -245,7 +248,7 @@ def test_one_who_was_frozen_itself_blames_nobody():
         assert awake.wait(30)
         assert blamed == [None]
         # It isn't blind for that: the silence counts from when it woke up.
-        assert "nothing was heard of it for " in crew.failures()[0]
+        assert "nothing was received from it for " in crew.failures()[0]
 
 
 def test_who_is_absent_is_known_to_all_ranks():

@@ -167,7 +167,9 @@ def test_a_frozen_rank_is_noticed_by_all_in_time_and_finds_out_itself(
         for survivor in survivors:
             after = survivor.result["seen"] - frozen
             assert HEARTBEAT / 2 < after < LONG
-            assert survivor.result["reason"].startswith("nothing was heard of it for")
+            assert survivor.result["reason"].startswith(
+                "nothing was received from it for"
+            )
         job.kill(victim, signal.SIGCONT)
         late = job.wait_one(victim, deadline=40)
     # Nobody else is to blame, also where it is the chief that was frozen.

@@ -72,7 +72,7 @@ def test_silence_is_a_loss_and_the_silent_one_is_told(pair):
     ear.watch.add(7, pair[0])
     key, reason = ear.ends.get(timeout=10)
     assert key == 7
-    assert reason.startswith("nothing was heard of it for 0.")
+    assert reason.startswith("nothing was received from it for 0.")
     kinds = []
     while not kinds or kinds[-1] is not FrameType.FAILURE:
         kind, payload = pair[1].read(Deadline(5))

@@ -209,7 +209,7 @@ def test_who_was_lost_before_is_no_witness(servers):
     for reporter in reporters:
         reporter.begun(0.0)
     # Whichever server sees it first.
-    reporters[1].happened("lost", 1, "nothing was heard of it")
+    reporters[1].happened("lost", 1, "nothing was received from it")
     Reporter("a.1", 1, verdict.environ).failed(SERVER_LOST)
     Reporter("a.1", 2, verdict.environ).failed(LOST)
     verdict.read()
