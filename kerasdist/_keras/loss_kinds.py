@@ -46,21 +46,7 @@ ROWS = "rows"
 OTHER = "other"
 CONSTANT = Kind(0, counted=True)
 
-_SAME = (
-    "Cast",
-    "CheckNumerics",
-    "EnsureShape",
-    "ExpandDims",
-    "Identity",
-    "IdentityN",
-    "Neg",
-    "PreventGradient",
-    "Reshape",
-    "Snapshot",
-    "Squeeze",
-    "StopGradient",
-    "Transpose",
-)
+_SAME = (*tensor_origins.SAME_NUMBERS, "IdentityN", "Neg", "Transpose")
 _SUMS = ("Add", "AddN", "AddV2", "ConcatV2", "Pack", "Sub")
 _PRODUCTS = ("Mul", "MulNoNan")
 _QUOTIENTS = ("Div", "DivNoNan", "RealDiv")

@@ -15,6 +15,7 @@ from tensorflow.python.client import pywrap_tf_session
 __all__ = [
     "DATA",
     "FIXED",
+    "SAME_NUMBERS",
     "SHAPES",
     "RebuiltGraph",
     "behind",
@@ -25,6 +26,20 @@ __all__ = [
     "function_graph",
     "origin_of",
 ]
+
+# Operations that keep a tensor's numbers and their order.
+SAME_NUMBERS = (
+    "Cast",
+    "CheckNumerics",
+    "EnsureShape",
+    "ExpandDims",
+    "Identity",
+    "PreventGradient",
+    "Reshape",
+    "Snapshot",
+    "Squeeze",
+    "StopGradient",
+)
 
 # From neither the batch's values nor its shape: the same on all replicas.
 FIXED = "fixed"

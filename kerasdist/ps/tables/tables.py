@@ -270,11 +270,7 @@ class ServedTables:
                 least = served.clocks.least
             served.clocks.observe(worker.rank, staleness)
         if not at_once:
-            with served.lock:
-                answer = place(served.dense_specs())
-                served.table.read(answer)
-                answer += served.changed_rows(since)
-                version = served.table.version
+            version, answer = _read(served, since, place)
         meta = {
             "version": version,
             "staleness": staleness,
@@ -295,11 +291,7 @@ class ServedTables:
             self._check(worker)
             least = served.clocks.least
             staleness = served.clocks.staleness(worker.rank, worker.clock)
-        with served.lock:
-            answer = place(served.dense_specs())
-            served.table.read(answer)
-            answer += served.changed_rows(since)
-            version = served.table.version
+        version, answer = _read(served, since, place)
         meta = {
             "version": version,
             "staleness": staleness,
@@ -409,3 +401,12 @@ class ServedTables:
                 )
             self._membership.changed.wait(deadline.remaining())
         self._check(worker)
+
+
+def _read(served: ServedTable, since: int, place: Place) -> tuple[int, list[Array]]:
+    """Copy a table into a reply; return its version and the arrays."""
+    with served.lock:
+        answer = place(served.dense_specs())
+        served.table.read(answer)
+        answer += served.changed_rows(since)
+        return served.table.version, answer

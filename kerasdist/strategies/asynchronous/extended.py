@@ -68,16 +68,6 @@ class AsyncExtended(SynchronousExtended):
             client.communicator.barrier()
         return client.seed
 
-    @property
-    def should_checkpoint(self) -> bool:
-        """Only the chief writes."""
-        return self.workers.client.rank == 0
-
-    @property
-    def should_save_summary(self) -> bool:
-        """Only the chief writes."""
-        return self.workers.client.rank == 0
-
     def _call_for_each_replica(self, fn: Any, args: Any, kwargs: Any) -> Any:
         if self.workers.is_evaluating:
             return super()._call_for_each_replica(fn, args, kwargs)

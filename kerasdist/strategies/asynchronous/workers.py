@@ -53,6 +53,11 @@ class AsyncWorkers(Workers):
         self._stepping = 0
 
     @property
+    def rank(self) -> int:
+        """See `Workers.rank`; the communicator numbers live workers without gaps."""
+        return self.client.rank
+
+    @property
     def is_evaluating(self) -> bool:
         """Whether a collective scope is open."""
         return self._evaluating > 0

@@ -30,19 +30,6 @@ FIXED = "fixed"
 KEYED = "keyed"
 ROWS = "rows"
 
-# Operations that keep a vector's numbers and their order.
-_SAME = (
-    "Cast",
-    "CheckNumerics",
-    "EnsureShape",
-    "ExpandDims",
-    "Identity",
-    "PreventGradient",
-    "Reshape",
-    "Snapshot",
-    "Squeeze",
-    "StopGradient",
-)
 # Results of operations that have each index once, by operation.
 _ONCE = {
     *((f"Unique{kind}", 0) for kind in ("", "V2", "WithCounts", "WithCountsV2")),
@@ -86,7 +73,7 @@ def parts_of(slices: Any) -> list[Part]:
 def _before(operation: Any) -> Any | None:
     """Return the input that an operation passes on in order; or None."""
     kind = operation.type
-    if kind in _SAME:
+    if kind in tensor_origins.SAME_NUMBERS:
         return operation.inputs[0]
     if kind == "SelectV2" and operation.inputs[0].op.type == "Less":
         # Keras replaces indices that count from the end by those from the start.

@@ -77,6 +77,11 @@ class Workers:
         return self.job.communicator
 
     @property
+    def rank(self) -> int:
+        """This worker's rank in the job."""
+        return self.communicator.rank
+
+    @property
     def layout(self) -> ReplicaLayout:
         """The replicas that reduce together."""
         local = len(self.devices)

@@ -85,12 +85,12 @@ class SynchronousExtended(SharingExtended):
     @property
     def should_checkpoint(self) -> bool:
         """Whether this worker writes checkpoints: only the chief does."""
-        return self.workers.communicator.rank == 0
+        return self.workers.rank == 0
 
     @property
     def should_save_summary(self) -> bool:
         """Whether this worker writes summaries: only the chief does."""
-        return self.workers.communicator.rank == 0
+        return self.workers.rank == 0
 
     def _use_merge_call(self) -> bool:
         return False
