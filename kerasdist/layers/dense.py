@@ -8,8 +8,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from kerasdist.layers.shards import Sharded, refuse_extras
-from kerasdist.layers.whole import FullTensor
+from kerasdist.layers.full_tensor import FullTensor
+from kerasdist.layers.sharded import Sharded, refuse_extras
 
 __all__ = ["ShardedDense"]
 

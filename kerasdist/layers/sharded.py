@@ -15,7 +15,7 @@ import numpy as np
 import tensorflow as tf
 
 from kerasdist.collectives.ops import equal_part
-from kerasdist.layers.whole import (
+from kerasdist.layers.full_tensor import (
     FullTensor,
     ShardSlice,
     WholeValue,
