@@ -322,6 +322,10 @@ class SessionSupervisor:
 
     def _on_frame(self, rank: Any, frame: Frame) -> None:
         kind, call, payload = frame
+        with self._changed:
+            if self._ending:
+                # The others' answers to this rank's goodbye: it has left the job.
+                return
         if kind is FrameType.HEARTBEAT:
             self._note_places(rank, call, payload)
         elif kind is FrameType.FAILURE:
