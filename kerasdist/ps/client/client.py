@@ -42,6 +42,9 @@ __all__ = ["TRANSPORTS", "ServerClient"]
 
 TRANSPORTS = ("auto", "tcp")
 
+# Seconds until a failure is reported and set, at most: it takes no wait.
+_SETTLES = 1.0
+
 
 class ServerClient(ControlRequests):
     """All servers of a job, as one worker sees them. Made by `connect_servers`.
@@ -88,6 +91,8 @@ class ServerClient(ControlRequests):
         self._on_failure = on_failure
         self._changed = threading.Condition()
         self._failure: errors.CollectiveError | None = None
+        # The same, from the moment on when it is reported.
+        self._failing: errors.CollectiveError | None = None
         self._closed = False
         self._met = 0
         self._step = 0
@@ -340,13 +345,18 @@ class ServerClient(ControlRequests):
             step = max(error.step, self.step)
             error = errors.WorkerLost(error.rank, error.host, step, error.reason)
         with self._changed:
+            if self._failing is not None and self._failure is None:
+                # Another thread is about to set it; this one may be told by a server
+                # in this process, in reply to its own goodbye.
+                self._changed.wait_for(lambda: self._failure is not None, _SETTLES)
+                return self._failure or self._failing
             if self._failure is not None:
                 return self._failure
-            # First: once the failure is set another thread may end the process.
-            if self._on_failure is not None:
-                self._on_failure(error)
-            self._failure = error
-            self._changed.notify_all()
+            self._failing = error
+        # First the launcher and the servers: once the failure is set another thread may
+        # end the process, and a server that doesn't know why would name this worker.
+        if self._on_failure is not None:
+            self._on_failure(error)
         here = self.peers[self.rank]
         why = f"{type(error).__name__}: {error}"[:300].rstrip(". ")
         goodbye = Goodbye(f"it gave up at step {self.step} ({why})", True, error)
@@ -354,6 +364,10 @@ class ServerClient(ControlRequests):
             goodbye.reason = error.reason
         for connection in self._connections:
             connection.leave(goodbye)
+        with self._changed:
+            self._failure = error
+            self._changed.notify_all()
+        for connection in self._connections:
             connection.abort()
         return error
 
