@@ -42,8 +42,8 @@ __all__ = ["TRANSPORTS", "ServerClient"]
 
 TRANSPORTS = ("auto", "tcp")
 
-# Seconds until a failure is reported and set, at most: it takes no wait.
-_SETTLES = 1.0
+# How long one thread waits, in seconds, for another that reports a failure.
+_REPORTING_SECONDS = 5.0
 
 
 class ServerClient(ControlRequests):
@@ -91,8 +91,9 @@ class ServerClient(ControlRequests):
         self._on_failure = on_failure
         self._changed = threading.Condition()
         self._failure: errors.CollectiveError | None = None
-        # The same, from the moment on when it is reported.
+        # The same while a thread reports it, and that thread.
         self._failing: errors.CollectiveError | None = None
+        self._reporting: int | None = None
         self._closed = False
         self._met = 0
         self._step = 0
@@ -345,30 +346,32 @@ class ServerClient(ControlRequests):
             step = max(error.step, self.step)
             error = errors.WorkerLost(error.rank, error.host, step, error.reason)
         with self._changed:
-            if self._failing is not None and self._failure is None:
-                # Another thread is about to set it; this one may be told by a server
-                # in this process, in reply to its own goodbye.
-                self._changed.wait_for(lambda: self._failure is not None, _SETTLES)
+            # A server in this process may reply to the goodbye in the same thread.
+            if self._failing is not None and self._reporting != threading.get_ident():
+                self._changed.wait_for(
+                    lambda: self._failure is not None, _REPORTING_SECONDS
+                )
+            if self._failing is not None:
                 return self._failure or self._failing
-            if self._failure is not None:
-                return self._failure
-            self._failing = error
+            self._failing, self._reporting = error, threading.get_ident()
         # First the launcher and the servers: once the failure is set another thread may
         # end the process, and a server that doesn't know why would name this worker.
-        if self._on_failure is not None:
-            self._on_failure(error)
-        here = self.peers[self.rank]
-        why = f"{type(error).__name__}: {error}"[:300].rstrip(". ")
-        goodbye = Goodbye(f"it gave up at step {self.step} ({why})", True, error)
-        if isinstance(error, errors.WorkerLost) and error.rank == here.rank:
-            goodbye.reason = error.reason
-        for connection in self._connections:
-            connection.leave(goodbye)
-        with self._changed:
-            self._failure = error
-            self._changed.notify_all()
-        for connection in self._connections:
-            connection.abort()
+        try:
+            if self._on_failure is not None:
+                self._on_failure(error)
+            here = self.peers[self.rank]
+            why = f"{type(error).__name__}: {error}"[:300].rstrip(". ")
+            goodbye = Goodbye(f"it gave up at step {self.step} ({why})", True, error)
+            if isinstance(error, errors.WorkerLost) and error.rank == here.rank:
+                goodbye.reason = error.reason
+            for connection in self._connections:
+                connection.leave(goodbye)
+        finally:
+            with self._changed:
+                self._failure = error
+                self._changed.notify_all()
+            for connection in self._connections:
+                connection.abort()
         return error
 
     # The end.
@@ -394,7 +397,7 @@ class ServerClient(ControlRequests):
         if error is not None:
             shown = f"its script ended with {type(error).__name__}: {error}"
             reason = shown[:1000].rstrip(". \n")
-        if self._failure is None:
+        if self._failing is None:
             for connection in self._connections:
                 connection.leave(Goodbye(reason, error is not None, cause))
         self._give_back()

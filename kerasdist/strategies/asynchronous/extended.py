@@ -5,7 +5,7 @@ It has two views of the same workers, see `strategies.asynchronous.workers`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from kerasdist.ps import ServerClient
@@ -15,7 +15,6 @@ from kerasdist.strategies.asynchronous.live_group import LiveJob
 from kerasdist.strategies.asynchronous.weights import SharedTables
 from kerasdist.strategies.asynchronous.workers import AsyncWorkers
 from kerasdist.strategies.options import Options
-from kerasdist.strategies.reduce.graph_ops import CollectiveOps
 from kerasdist.strategies.sync.extended import SynchronousExtended
 
 __all__ = ["AsyncExtended"]
@@ -34,6 +33,7 @@ class AsyncExtended(SynchronousExtended):
         shared: The weights that all workers train.
     """
 
+    workers_class = AsyncWorkers
     workers: AsyncWorkers
     keras_hooks: AsyncHooks
     shared: SharedTables
@@ -46,15 +46,6 @@ class AsyncExtended(SynchronousExtended):
         options: Options,
     ) -> None:
         super().__init__(container, devices, LiveJob(job), options)
-
-    def _make_workers(
-        self,
-        job: Any,
-        devices: Sequence[str],
-        make_ops: Callable[..., CollectiveOps],
-        options: Options,
-    ) -> AsyncWorkers:
-        return AsyncWorkers(job, devices, make_ops, options)
 
     def _make_hooks(self, options: Options) -> AsyncHooks:
         self.shared = SharedTables(self.workers)

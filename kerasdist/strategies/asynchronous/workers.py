@@ -13,7 +13,7 @@ Code in `strategy.run`, or in a graph that isn't an evaluation, is a local step.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from kerasdist import _tf
 from kerasdist.ps import ServerClient
@@ -31,7 +31,7 @@ class AsyncWorkers(Workers):
     Args:
         job: The live workers of a job.
         devices: Canonical names of this worker's devices, one per replica.
-        make_ops: Makes the workers' collectives on tensors.
+        ops: Their collectives on tensors.
         options: The strategy's options.
 
     Attributes:
@@ -43,10 +43,10 @@ class AsyncWorkers(Workers):
         self,
         job: LiveJob,
         devices: Sequence[str],
-        make_ops: Callable[..., CollectiveOps],
+        ops: CollectiveOps,
         options: Options,
     ) -> None:
-        super().__init__(job, devices, make_ops(job, devices), options)
+        super().__init__(job, devices, ops, options)
         self.client: ServerClient = job.client
         self.live: LiveCommunicator = job.live
         self._evaluating = 0

@@ -49,6 +49,9 @@ class SynchronousExtended(SharingExtended):
         make_ops: Makes the workers' collectives on tensors.
     """
 
+    # The class of `workers`.
+    workers_class: type[Workers] = Workers
+
     def __init__(
         self,
         container: Any,
@@ -57,23 +60,14 @@ class SynchronousExtended(SharingExtended):
         options: Options,
         make_ops: Callable[..., CollectiveOps] = make_ops,
     ) -> None:
-        workers = self._make_workers(job, devices, make_ops, options)
-        super().__init__(container, workers)
+        ops = make_ops(job, devices)
+        super().__init__(container, self.workers_class(job, devices, ops, options))
         self.keras_hooks = self._make_hooks(options)
         self.kerasdist = Facets(
             hooks=self.keras_hooks,
             timer=self.keras_hooks.timer,
             in_lockstep=_keras.gradients_are_reduced,
         )
-
-    def _make_workers(
-        self,
-        job: Any,
-        devices: Sequence[str],
-        make_ops: Callable[..., CollectiveOps],
-        options: Options,
-    ) -> Workers:
-        return Workers(job, devices, make_ops(job, devices), options)
 
     def _make_hooks(self, options: Options) -> SynchronousHooks:
         return SynchronousHooks(self, options)

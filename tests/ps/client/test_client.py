@@ -381,5 +381,25 @@ def test_the_first_failure_is_told_once():
         assert job.clients[0].failure is told[0][0]
 
 
+def test_the_launcher_is_told_before_other_threads_may_end_the_process():
+    known = []
+    with Servers(2, mode="sync", connected=False) as job:
+
+        def connect(rank):
+            def note(_error):
+                known.append(client.failure)
+
+            client = job.connect(rank, on_failure=note)
+            return client
+
+        job.clients = in_threads(2, connect)
+        job.clients[1].close(RuntimeError("out of paper"))
+        with pytest.raises(errors.WorkerLost, match="out of paper"):
+            job.clients[0].communicator.barrier()
+        assert job.clients[0].failure is not None
+    assert known
+    assert set(known) == {None}
+
+
 def test_all_kinds_are_tested():
     assert {kind for kind, _, _ in JOBS} == set(KINDS)
