@@ -193,12 +193,13 @@ class SocketTransport(Transport):
         self._in = dict(incoming)
         self._aborted = False
         self.bytes_sent = 0
-        for sock in self._sockets():
+        for sock in self.sockets():
             sock.setblocking(False)
             if sock.family != socket.AF_UNIX:
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
-    def _sockets(self) -> set[socket.socket]:
+    def sockets(self) -> set[socket.socket]:
+        """Return all sockets of this rank."""
         return {*self._out.values(), *self._in.values()}
 
     def exchange(
@@ -348,7 +349,7 @@ class SocketTransport(Transport):
     def abort(self) -> None:
         """See `Transport.abort`."""
         self._aborted = True
-        for sock in self._sockets():
+        for sock in self.sockets():
             try:
                 sock.shutdown(socket.SHUT_RDWR)
             except OSError:  # the peer was faster, or it is closed already
@@ -357,5 +358,5 @@ class SocketTransport(Transport):
     def close(self) -> None:
         """See `Transport.close`."""
         self.abort()
-        for sock in self._sockets():
+        for sock in self.sockets():
             sock.close()

@@ -58,7 +58,7 @@ def test_nobody_waits_for_a_reader_that_has_stopped_and_order_is_kept(slow):
 
 
 def test_a_queue_that_is_full_counts_what_it_drops(slow, monkeypatch):
-    monkeypatch.setattr(background_log, "_MOST_LINES", 3)
+    monkeypatch.setattr(background_log, "MOST_LINES", 3)
     background_log.log(logging.WARNING, "first")
     assert slow.begun.wait(10)
     for number in range(8):

@@ -214,7 +214,8 @@ def test_another_length_in_the_same_call_is_a_protocol_error(make, kind):
 @pytest.mark.parametrize("kind", SOCKETS)
 def test_garbage_is_a_protocol_error(make, kind, garbage, match):
     first, second = make(kind, 2)
-    first._out[1].send(garbage)
+    for sock in first.sockets():
+        sock.send(garbage)
     with pytest.raises(errors.ProtocolError, match=match):
         second.exchange(CALL, Deadline(5), source=0, incoming=memoryview(bytearray(4)))
 
@@ -299,7 +300,7 @@ def test_descriptors_are_closed_when_not_all_come(make, fault):
             if fault == "close":
                 transport.abort()
             elif fault == "garbage":
-                for sock in transport._out.values():
+                for sock in transport.sockets():
                     sock.send(b"x" * 40)
             elif fault == "mismatch":
                 for to in range(3):
@@ -321,7 +322,7 @@ def test_descriptors_are_closed_when_not_all_come(make, fault):
     for transport in group:
         transport.abort()
         # What was on its way goes with the connection that it was on.
-        for sock in transport._sockets():
+        for sock in transport.sockets():
             try:
                 while sock.recv(4096):
                     pass

@@ -9,7 +9,7 @@
     3. W -> C  FAILURE  an error of W; or W's suspicion that a rank is lost
     4. C       decides on the job's first failure: the first error of its own or
                reported to it. A suspicion counts only if no error was reported
-               `_DECISION_SECONDS` later.
+               `DECISION_SECONDS` later.
     5. C -> W  FAILURE  the job's first failure, to all, the reporter too
     6. both ways  NOTICE   an announcement, see `announcements`
     7. a connection that ends without GOODBYE, or is silent for `heartbeat`
@@ -49,10 +49,10 @@ from kerasdist.transport.timeouts import Timeouts
 from kerasdist.transport.wire.framing import Call, FrameType, unexpected
 from kerasdist.transport.wire.messages import from_places, to_json, to_places
 
-__all__ = ["SessionSupervisor"]
+__all__ = ["DECISION_SECONDS", "SessionSupervisor"]
 
 # Seconds that the chief waits for a report that is better than a suspicion.
-_DECISION_SECONDS = 2.0
+DECISION_SECONDS = 2.0
 
 
 class SessionSupervisor:
@@ -249,7 +249,7 @@ class SessionSupervisor:
     def _suspect(self, lost: errors.WorkerLost) -> None:
         """Note a suspicion, on the chief: it counts if no error is reported soon."""
         with self._changed:
-            self._suspicions.append((time.monotonic() + _DECISION_SECONDS, lost))
+            self._suspicions.append((time.monotonic() + DECISION_SECONDS, lost))
         self._heartbeat.wake()
 
     def _decide(self, now: float) -> float:
@@ -275,7 +275,7 @@ class SessionSupervisor:
 
         The wait ends in any case: the chief replies, or is found to be lost.
         """
-        seconds = self._timeouts.heartbeat + 2 * _DECISION_SECONDS
+        seconds = self._timeouts.heartbeat + 2 * DECISION_SECONDS
         with self._changed:
             self._changed.wait_for(
                 lambda: self._failure is not None or self._ending or not self._open,

@@ -17,10 +17,10 @@ import sys
 import threading
 from collections.abc import Callable
 
-__all__ = ["flush", "log", "write_line"]
+__all__ = ["MOST_LINES", "flush", "log", "write_line"]
 
 _LOG = logging.getLogger("kerasdist")
-_MOST_LINES = 1000
+MOST_LINES = 1000
 
 
 def log(level: int, message: str, *args: object, exc_info: bool = False) -> None:
@@ -75,7 +75,7 @@ class _Queue:
 
     def put(self, write: Callable[[], object]) -> None:
         with self._changed:
-            if len(self._waiting) >= _MOST_LINES:
+            if len(self._waiting) >= MOST_LINES:
                 self._dropped += 1
                 return
             self._waiting.append(write)

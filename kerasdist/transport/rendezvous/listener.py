@@ -38,15 +38,21 @@ from kerasdist.transport.wire.messages import write_frame
 from kerasdist.transport.wire.same_user import why_not_same_user
 from kerasdist.transport.wire.secret import is_loopback
 
-__all__ = ["Listener"]
+__all__ = [
+    "HANDSHAKE_SECONDS",
+    "LOOK_SECONDS",
+    "MOST_HANDSHAKES",
+    "MOST_WAITING",
+    "Listener",
+]
 
-_HANDSHAKE_SECONDS = 10.0
+HANDSHAKE_SECONDS = 10.0
 # Handshakes at once: a whole job's workers connect together. When there are more, the
 # oldest is closed: a worker's handshake takes milliseconds.
-_MOST_HANDSHAKES = 256
-_MOST_WAITING = 4096
+MOST_HANDSHAKES = 256
+MOST_WAITING = 4096
 # Seconds between two looks whether waiting connections have been closed.
-_LOOK_SECONDS = 5.0
+LOOK_SECONDS = 5.0
 # Seconds before accepting again when the process has no descriptors or memory.
 _PAUSE_SECONDS = 0.1
 
@@ -150,7 +156,7 @@ class Listener:
                 self._closed = True
                 self._changed.notify_all()
             self._wake.close()
-            self._thread.join(_HANDSHAKE_SECONDS)
+            self._thread.join(HANDSHAKE_SECONDS)
             # Before another listener may take the address: it must be free, also where
             # a forked child has a copy. The launcher's is for the next strategy.
             if not self._handed_down:
@@ -166,7 +172,7 @@ class Listener:
             waiting = [each for key in self._waiting.values() for each in key]
             self._waiting.clear()
         for thread in threads:
-            thread.join(_HANDSHAKE_SECONDS)
+            thread.join(HANDSHAKE_SECONDS)
         for each in waiting:
             each.connection.close()
         self._log.flush()
@@ -257,9 +263,9 @@ class Listener:
             sock.setblocking(False)
             poll.register(sock, select.POLLIN)
         pause.register(self._woken, select.POLLIN)
-        look = time.monotonic() + _LOOK_SECONDS
+        look = time.monotonic() + LOOK_SECONDS
         while not self._closed:
-            poll.poll(_LOOK_SECONDS * 1000)
+            poll.poll(LOOK_SECONDS * 1000)
             for server in servers:
                 if self._closed:
                     return
@@ -275,7 +281,7 @@ class Listener:
             if time.monotonic() >= look:
                 with self._changed:
                     self._drop_stale()
-                look = time.monotonic() + _LOOK_SECONDS
+                look = time.monotonic() + LOOK_SECONDS
 
     def _accept_one(self, server: socket.socket) -> None:
         sock, source = server.accept()
@@ -291,7 +297,7 @@ class Listener:
             daemon=True,
         )
         with self._changed:
-            if len(self._shaking) >= _MOST_HANDSHAKES:
+            if len(self._shaking) >= MOST_HANDSHAKES:
                 oldest = next(iter(self._shaking))
                 del self._shaking[oldest]
                 _shut_down(oldest)
@@ -310,7 +316,7 @@ class Listener:
         kept = False
         try:
             sock.setblocking(True)
-            deadline = Deadline(_HANDSHAKE_SECONDS)
+            deadline = Deadline(HANDSHAKE_SECONDS)
             self._check_user(sock, deadline)
             hello, auth = handshake.receive(
                 sock, self._secret, deadline, where, self.address
@@ -364,10 +370,9 @@ class Listener:
             self._drop_stale()
             if self._closed:
                 return False
-            if sum(len(each) for each in self._waiting.values()) >= _MOST_WAITING:
+            if sum(len(each) for each in self._waiting.values()) >= MOST_WAITING:
                 raise ProtocolError(
-                    f"{_MOST_WAITING} connections are waiting already; no more are "
-                    "kept."
+                    f"{MOST_WAITING} connections are waiting already; no more are kept."
                 )
             # A worker that was started again connects again.
             arrived = self._waiting.setdefault((session, purpose, rank), [])
@@ -377,7 +382,7 @@ class Listener:
 
     def _drop_stale(self) -> None:
         """Close connections that won't be taken any more. Under `_changed`."""
-        oldest = time.monotonic() - self._patience - _HANDSHAKE_SECONDS
+        oldest = time.monotonic() - self._patience - HANDSHAKE_SECONDS
         for key, arrived in list(self._waiting.items()):
             for each in list(arrived):
                 if each.since < oldest or each.connection.ended:

@@ -13,11 +13,11 @@ from collections.abc import Sequence
 from kerasdist.transport.deadline import Deadline
 from kerasdist.transport.log.background_log import log
 
-__all__ = ["WaitingNotice"]
+__all__ = ["FIRST_SECONDS", "WaitingNotice"]
 
-# Seconds. Workers of one job may take this long to import TensorFlow one after another.
-_FIRST = 15.0
-_AGAIN = 60.0
+# Workers of one job may take this long to import TensorFlow one after another.
+FIRST_SECONDS = 15.0
+_AGAIN_SECONDS = 60.0
 
 
 class WaitingNotice:
@@ -30,7 +30,7 @@ class WaitingNotice:
     def __init__(self, me: str) -> None:
         self._me = me
         self._began = time.monotonic()
-        self._next = self._began + _FIRST
+        self._next = self._began + FIRST_SECONDS
 
     def say(self, missing: Sequence[str], deadline: Deadline) -> None:
         """Log the tasks that are missing, if that is due. Never waits.
@@ -42,7 +42,7 @@ class WaitingNotice:
         now = time.monotonic()
         if not missing or now < self._next:
             return
-        self._next = now + _AGAIN
+        self._next = now + _AGAIN_SECONDS
         some = ", ".join(missing[:4])
         more = f" and {len(missing) - 4} more" if len(missing) > 4 else ""
         log(

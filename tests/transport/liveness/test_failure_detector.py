@@ -9,6 +9,7 @@ import time
 
 import pytest
 
+from closing import Closing
 from groups import connections, open_sockets, outcomes
 from kerasdist import errors
 from kerasdist.transport.base import Peer
@@ -24,10 +25,10 @@ pytestmark = pytest.mark.timeout(60)
 SUPERVISOR = "kerasdist.transport.liveness.failure_detector"
 
 
-class Crew:
-    """Supervisors of `size` ranks in one process."""
+class Crew(Closing):
+    """Supervisors of `size` ranks in one process; `react` is the chief's handler."""
 
-    def __init__(self, size, heartbeat=5.0, collective=20.0, silent=()):
+    def __init__(self, size, heartbeat=5.0, collective=20.0, silent=(), react=None):
         peers = [Peer(rank, f"host{rank}:1") for rank in range(size)]
         pairs = {rank: connections() for rank in range(1, size)}
         self.size = size
@@ -41,14 +42,12 @@ class Crew:
                 lines = {0: pairs[rank][1]} if rank else {}
                 if rank == 0:
                     lines = {r: pair[0] for r, pair in pairs.items()}
+                handle = self.seen[rank].append if rank or not react else react
                 self.ranks[rank] = SessionSupervisor(
-                    rank, peers, lines, timeouts, self.seen[rank].append
+                    rank, peers, lines, timeouts, handle
                 )
 
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
+    def close(self):
         for supervisor in self.ranks.values():
             supervisor.close()
         for connection in self.raw.values():
@@ -62,6 +61,18 @@ class Crew:
             30,
         )
         return [str(supervisor.failure) for supervisor in self.ranks.values()]
+
+
+class Surprise:
+    """A call of a supervisor at which its thread does something else, once."""
+
+    def __init__(self, supervisor, work):
+        self.supervisor, self.work = supervisor, work
+
+    @property
+    def sequence(self):
+        self.supervisor.call = Call(0)
+        return self.work() or 0
 
 
 def test_all_ranks_hold_the_first_report_for_the_failure():
@@ -92,14 +103,12 @@ def test_the_others_have_been_told_before_a_handler_may_end_the_chief():
     """A chief whose script calls `os._exit` at once is not to blame."""
     told = []
 
-    class Handler:
-        def append(self, error):
-            raw.sock.setblocking(False)
-            told.append(raw.sock.recv(1 << 16))
+    def react(error):
+        raw.sock.setblocking(False)
+        told.append(raw.sock.recv(1 << 16))
 
-    with Crew(3, silent=(2,)) as crew:
+    with Crew(3, silent=(2,), react=react) as crew:
         raw = crew.raw[2]
-        crew.ranks[0]._on_failure = Handler().append
         crew.ranks[1].report(errors.CollectiveError("the cause"))
         crew.failures()
         wait_until(lambda: told, "the chief's handler")
@@ -144,7 +153,7 @@ def test_a_suspicion_counts_when_nothing_better_comes():
 
 
 def test_a_suspect_that_has_said_goodbye_has_left(monkeypatch):
-    monkeypatch.setattr(f"{SUPERVISOR}._DECISION_SECONDS", 40.0)
+    monkeypatch.setattr(f"{SUPERVISOR}.DECISION_SECONDS", 40.0)
     with Crew(3, heartbeat=40.0) as crew:
         crew.ranks[1].close()
         started = time.monotonic()
@@ -184,10 +193,9 @@ def test_who_ends_with_an_error_is_named_by_all_at_once():
 def test_the_end_that_a_failure_causes_is_not_taken_for_the_cause():
     """The chief ends as soon as it knows; the others must hear the cause first."""
     for _ in range(20):
-        with Crew(4) as crew:
+        known = threading.Event()
+        with Crew(4, react=lambda error, known=known: known.set()) as crew:
             chief = crew.ranks[0]
-            known = threading.Event()
-            chief._on_failure = lambda error, known=known: known.set()
 
             def end(chief=chief, known=known):
                 known.wait(5)
@@ -204,13 +212,12 @@ def test_the_end_that_a_failure_causes_is_not_taken_for_the_cause():
 def test_silence_is_noticed_in_time_by_all(victim):
     """A connection that stays open, and on which nothing comes."""
     size = 4
-    started = time.monotonic()
+    started, thaw = time.monotonic(), threading.Event()
     with Crew(size, heartbeat=2.0, silent=[victim] if victim else []) as crew:
         if victim == 0:
-            # The chief's thread goes, without a goodbye: as if it were frozen.
-            crew.ranks[0]._heartbeat._wait = lambda seconds: False
-            crew.ranks[0]._heartbeat.wake()
+            # The chief's thread is frozen.
             frozen = crew.ranks.pop(0)
+            frozen.call = Surprise(frozen, lambda: thaw.wait(60) and 0)
         texts = crew.failures()
         assert time.monotonic() - started > 1.4  # a heartbeat every 0.4 s
         for text in texts:
@@ -220,35 +227,24 @@ def test_silence_is_noticed_in_time_by_all(victim):
                 >= 2
             )
         if victim == 0:
+            thaw.set()
             frozen.close()
 
 
 def test_one_who_was_frozen_itself_blames_nobody():
     """A whole machine that was suspended: all are silent for that time."""
     with Crew(2, heartbeat=0.8, silent=[1]) as crew:
-        chief = crew.ranks[0]
-        watch = chief._heartbeat
-        original = watch._wait
-        never, awake = threading.Event(), threading.Event()
-        blamed = []
+        woke_up = []
 
-        def freeze(seconds):
-            watch._wait = wake_up
-            never.wait(1.2)
-            return original(seconds)
+        def freeze():
+            threading.Event().wait(1.2)
+            woke_up.append(time.monotonic())
 
-        def wake_up(seconds):
-            # It has looked at everything after it was frozen, and waits again.
-            watch._wait = original
-            blamed.append(chief.failure)
-            awake.set()
-            return original(seconds)
-
-        watch._wait = freeze
-        assert awake.wait(30)
-        assert blamed == [None]
+        crew.ranks[0].call = Surprise(crew.ranks[0], freeze)
+        (text,) = crew.failures()
         # It isn't blind for that: the silence counts from when it woke up.
-        assert "nothing was received from it for " in crew.failures()[0]
+        assert time.monotonic() - woke_up[0] >= 0.8
+        assert "nothing was received from it for " in text
 
 
 def test_who_is_absent_is_known_to_all_ranks():
@@ -354,14 +350,10 @@ def test_frames_may_come_in_pieces():
 
 def test_a_supervisor_that_breaks_ends_its_rank():
     with Crew(2, heartbeat=0.6) as crew:
-
-        def broken(now):
-            raise ZeroDivisionError("a bug")
-
-        crew.ranks[1]._heartbeat._tick = broken
-        crew.ranks[1]._heartbeat.wake()
+        crew.ranks[1].call = Surprise(crew.ranks[1], lambda: 1 / 0)
         text = crew.failures()[1]
-    assert text == "Supervising the workers failed: ZeroDivisionError: a bug"
+    reason = "ZeroDivisionError: division by zero"
+    assert text == f"Supervising the workers failed: {reason}"
 
 
 def test_nothing_is_left():

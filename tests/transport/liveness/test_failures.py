@@ -254,7 +254,7 @@ def fault(step):
         from kerasdist.transport.sockets import SocketTransport
         for transport in gc.get_objects():
             if isinstance(transport, SocketTransport):
-                for sock in transport._sockets():
+                for sock in transport.sockets():
                     sock.shutdown(socket.SHUT_RDWR)
 """
     with job_of(transport, 4, fault) as job:
@@ -274,7 +274,7 @@ def fault(step):
         from kerasdist.transport.sockets import SocketTransport
         for transport in gc.get_objects():
             if isinstance(transport, SocketTransport):
-                for sock in transport._out.values():
+                for sock in transport.sockets():
                     # A rank that has read the first may have ended the job by now.
                     with contextlib.suppress(OSError):
                         sock.send(bytes(range(200)))
@@ -292,8 +292,11 @@ def test_garbage_in_a_control_connection_ends_all_ranks(victim):
     fault = f"""
 def fault(step):
     if rank == {victim} and step == 7:
-        for line in job._supervisor._heartbeat._connections.values():
-            line.sock.send(b"x" * 100)
+        import gc
+        from kerasdist.transport.liveness.control_connection import ControlConnection
+        for line in gc.get_objects():
+            if isinstance(line, ControlConnection):
+                line.sock.send(b"x" * 100)
 """
     with job_of("tcp", 3, fault) as job:
         results = [worker.result for worker in job.wait()]

@@ -314,8 +314,7 @@ def test_a_rank_that_dies_right_after_the_start_does_not_break_the_others():
 
 def test_the_chief_and_a_worker_say_whom_they_wait_for(monkeypatch, caplog):
     # It was silent for up to 300 s: nobody could tell it from a job that hangs.
-    monkeypatch.setattr(waiting_notice, "_FIRST", 0.1)
-    monkeypatch.setattr(waiting_notice, "_AGAIN", 60.0)
+    monkeypatch.setattr(waiting_notice, "FIRST_SECONDS", 0.1)
     addresses = addresses_of(3)
     errors_found = outcomes(
         2, lambda i: join(addresses, (0, 1)[i], Timeouts(startup=1.0))
