@@ -97,7 +97,7 @@ class BroadcastInitialState(keras.callbacks.Callback):
         if done.workers > 1:
             take_epoch(self.model, hooks, self.root)
         self.bytes, self.seconds = done.size, done.seconds
-        if not self.verbose or hooks.rank > 0 or done.workers == 1:
+        if not self.verbose or hooks.workers.rank > 0 or done.workers == 1:
             return
         if done.differed:
             what = (

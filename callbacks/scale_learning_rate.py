@@ -178,7 +178,7 @@ class ScaleLearningRate(keras.callbacks.Callback):
         self._restored = 0
         if hooks is None:
             return
-        texts = hooks.texts(
+        texts = hooks.consensus.texts(
             f"factor {self.factor:.12g} and {self.steps} steps of warm-up"
         )
         if len(set(texts.values())) > 1:
@@ -197,7 +197,9 @@ class ScaleLearningRate(keras.callbacks.Callback):
         """
         hooks = hooks_of(self.model.distribute_strategy)
         # Perhaps only the chief can read the file.
-        self._restored = batches if hooks is None else int(hooks.of_chief(batches))
+        self._restored = (
+            batches if hooks is None else int(hooks.consensus.of_chief(batches))
+        )
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Begin the warm-up: only now it's known where training is resumed."""
@@ -218,7 +220,7 @@ class ScaleLearningRate(keras.callbacks.Callback):
                 )
             scaling.set(self.factor, self.steps, behind - taken)
         hooks = hooks_of(self.model.distribute_strategy)
-        if self.verbose and (hooks is None or hooks.rank == 0):
+        if self.verbose and (hooks is None or hooks.workers.rank == 0):
             print(self._line(behind), flush=True)
 
     def _optimizers(self) -> list[Any]:

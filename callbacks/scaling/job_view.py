@@ -9,7 +9,7 @@ import keras
 
 from kerasdist._keras.optimizer.global_step import steps_of
 from kerasdist._keras.optimizer.learning_rate import leaves_of
-from kerasdist._keras.protocols import dealing_hooks, hooks_of, stage_clock_of, timer_of
+from kerasdist._keras.protocols import dynamic_hooks, hooks_of, stage_clock_of, timer_of
 from kerasdist.collectives import Communicator
 from kerasdist.strategies.measure.stages import StageTimes
 
@@ -37,7 +37,7 @@ class JobView:
         clock: Any = timer_of(self._strategy)
         self.clock = clock
         self.communicator: Communicator = clock.communicator
-        self.in_step = dealing_hooks(self._strategy) is None
+        self.in_step = dynamic_hooks(self._strategy) is None
         self._stage_clock = stage_clock_of(self._strategy)
         self._is_one_model = hooks_of(self._strategy) is None
         self._reads: dict[int, int] = {}

@@ -199,7 +199,7 @@ class Timeline(keras.callbacks.Callback):
     @property
     def _is_chief(self) -> bool:
         hooks = hooks_of(self.model.distribute_strategy)
-        return hooks is None or hooks.rank == 0
+        return hooks is None or hooks.workers.rank == 0
 
     @property
     def _per_execution(self) -> int:
@@ -207,7 +207,7 @@ class Timeline(keras.callbacks.Callback):
 
     def _all(self, flag: bool) -> bool:
         hooks = hooks_of(self.model.distribute_strategy)
-        return flag if hooks is None else not hooks.any_of(not flag)
+        return flag if hooks is None else not hooks.consensus.any_of(not flag)
 
     @property
     def _stage_clock(self) -> StageClock | None:

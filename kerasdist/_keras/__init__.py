@@ -48,7 +48,7 @@ with _explaining():
     from kerasdist._keras.data.pydataset import ItemData, close_at_end
     from kerasdist._keras.models.local_models import begin_use, end_use, local_training
     from kerasdist._keras.optimizer.global_step import own_steps
-    from kerasdist._keras.output import print_line
+    from kerasdist._keras.output import OncePrinter, print_line
     from kerasdist._keras.placement.layers import (
         LayerFacts,
         LayerPlacer,
@@ -68,6 +68,7 @@ __all__ = [
     "KerasHooks",
     "LayerFacts",
     "LayerPlacer",
+    "OncePrinter",
     "StepTimer",
     "begin_use",
     "called_layer",

@@ -29,7 +29,7 @@ class StepContext(threading.local):
         scale: The factor of gradients before they are clipped.
         in_compile_loss: Whether CompileLoss records its parts.
         fitting: 1 inside `fit`, 2 if it prints.
-        dealing: Whether `fit` has not been given its training data yet.
+        data_pending: Whether `fit` has not been given its training data yet.
         joined: Whether this worker has joined others during this `fit`.
         evaluating: Whether this is inside `evaluate` or `predict`.
         local: Whether each worker is meant to train models of its own.
@@ -60,7 +60,7 @@ class StepContext(threading.local):
     scale: int = 1
     in_compile_loss: bool = False
     fitting: int = 0
-    dealing: bool = False
+    data_pending: bool = False
     joined: bool = False
     evaluating: bool = False
     local: bool = False
@@ -100,7 +100,7 @@ class StepContext(threading.local):
         graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
         if self._summed is None or self._summed[0] is not graph:
             rows = tf.cast(self.rows, tf.float32)
-            if self.hooks is None or self.hooks.replicas == 1:
+            if self.hooks is None or self.hooks.workers.replicas == 1:
                 return rows
             self._summed = (graph, self.hooks.sum_over_replicas([rows])[0])
         return self._summed[1]
@@ -111,7 +111,7 @@ class StepContext(threading.local):
             hooks=hooks,
             rows=rows,
             total=total,
-            kinds=LossKinds(rows) if hooks.replicas > 1 else None,
+            kinds=LossKinds(rows) if hooks.workers.replicas > 1 else None,
             timed=self.timed or hooks.timer.marks,
             _summed=None,
         )

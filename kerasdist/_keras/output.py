@@ -4,9 +4,27 @@ from __future__ import annotations
 
 from keras.src.utils import io_utils
 
-__all__ = ["print_line"]
+__all__ = ["OncePrinter", "print_line"]
 
 
 def print_line(line: str) -> None:
     """Print a line as Keras prints its own: to standard output, or to the log."""
     io_utils.print_msg(line)
+
+
+class OncePrinter:
+    """Prints lines for the user on the chief, each kind of line once.
+
+    Args:
+        rank: This worker's rank.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._printed: set[str] = set()
+
+    def __call__(self, kind: str, line: str) -> None:
+        """Print a line, unless one of its kind was printed."""
+        if self._rank == 0 and kind not in self._printed:
+            print_line(line)
+        self._printed.add(kind)

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import tensorflow as tf
 
 from kerasdist._tf.facets import facets_of
+from kerasdist.collectives import Communicator
 from kerasdist.transport.liveness.announcements import Announcements
 
 __all__ = [
@@ -16,7 +17,7 @@ __all__ = [
     "KerasHooks",
     "StepTimer",
     "current_hooks",
-    "dealing_hooks",
+    "dynamic_hooks",
     "hooks_of",
     "stage_clock_of",
     "timer_of",
@@ -67,21 +68,27 @@ class StepTimer(Protocol):
         """
 
 
-class KerasHooks(Protocol):
-    """The hooks of one strategy; found by `hooks_of`.
+class Job(Protocol):
+    """The connection between the workers."""
 
-    Attributes:
-        rank: This worker's rank.
-        shards: Whether data are the same on all workers, and each takes its part.
-        dynamic: Whether workers don't wait for each other within an epoch, whose
-            batches go to the first worker that is free: then it's a `DynamicHooks`.
-        timer: Measures steps of training.
-    """
+    @property
+    def announcements(self) -> Announcements | None:
+        """The chief's announcements outside of collectives; None if unsupported."""
 
-    rank: int
-    shards: bool
-    dynamic: bool
-    timer: StepTimer
+
+class WorkerHooks(Protocol):
+    """The workers and their replicas; see `strategies.reduce.workers`."""
+
+    @property
+    def job(self) -> Job: ...
+
+    @property
+    def communicator(self) -> Communicator:
+        """The communicator between all workers."""
+
+    @property
+    def rank(self) -> int:
+        """This worker's rank."""
 
     @property
     def replicas(self) -> int:
@@ -91,9 +98,53 @@ class KerasHooks(Protocol):
     def local_replicas(self) -> int:
         """The number of this worker's replicas."""
 
+    def current_replica(self) -> int:
+        """Return the number of the replica that is being traced, over all workers."""
+
+    def local_step(self) -> contextlib.AbstractContextManager[None]:
+        """Run a step of training in the block."""
+
+    def collective_scope(self) -> contextlib.AbstractContextManager[None]:
+        """Run a step of an evaluation or prediction in the block."""
+
+
+class ConsensusHooks(Protocol):
+    """The agreement of all workers; see `strategies.reduce.consensus`."""
+
+    def any_of(self, flag: bool) -> bool:
+        """Return whether the flag is set on any worker."""
+
+    def of_chief(self, number: float, root: int = 0) -> float:
+        """Return the chief's number, or that of another rank."""
+
+    def texts(self, text: str) -> dict[int, str]:
+        """Return each worker's text by its rank; lost workers are missing."""
+
+    def average(self, variables: Sequence[Any]) -> None:
+        """Set each variable to its mean over all replicas."""
+
+
+class KerasHooks(Protocol):
+    """The hooks of one strategy; found by `hooks_of`.
+
+    Attributes:
+        print_once: Prints a line on the chief, once for each kind; is given both.
+        shards: Whether data are the same on all workers, and each takes its part.
+        dynamic: Whether workers don't wait for each other within an epoch, whose
+            batches go to the first worker that is free: then it's a `DynamicHooks`.
+        timer: Measures steps of training.
+    """
+
+    shards: bool
+    dynamic: bool
+    timer: StepTimer
+    print_once: Callable[[str, str], None]
+
     @property
-    def workers(self) -> int:
-        """The number of workers."""
+    def workers(self) -> WorkerHooks: ...
+
+    @property
+    def consensus(self) -> ConsensusHooks: ...
 
     def fill_if_empty(self, batch: Any) -> Any:
         """Give a batch without rows one row of zeros, so that a step can run."""
@@ -118,9 +169,6 @@ class KerasHooks(Protocol):
 
     def sum_over_replicas(self, tensors: Sequence[Any]) -> list[Any]:
         """Sum each tensor over all replicas, in replica context."""
-
-    def replica(self) -> int:
-        """Return the number of the replica that is being traced, over all workers."""
 
     def own_rows(self, batch: Any) -> Any:
         """Return this worker's rows of a global batch: per replica if several."""
@@ -170,33 +218,8 @@ class KerasHooks(Protocol):
         A batch with 0 rows may contain a row for the computation.
         """
 
-    def tell(self, kind: str, line: str) -> None:
-        """Print a line for the user, on the chief, once for each kind."""
-
-    @property
-    def announcements(self) -> Announcements | None:
-        """The chief's announcements outside of collectives; None if unsupported."""
-
-    def any_of(self, flag: bool) -> bool:
-        """Return whether the flag is set on any worker."""
-
-    def of_chief(self, number: float, root: int = 0) -> float:
-        """Return the chief's number, or that of another rank."""
-
-    def texts(self, text: str) -> dict[int, str]:
-        """Return each worker's text by its rank; lost workers are missing."""
-
-    def average(self, variables: Sequence[Any]) -> None:
-        """Set each variable to its mean over all replicas."""
-
     def flush_accumulators(self, variables: Sequence[Any]) -> None:
         """Set open accumulators to their mean, if workers are synchronous."""
-
-    def local_step(self) -> contextlib.AbstractContextManager[None]:
-        """Run a step of training in the block."""
-
-    def collective_scope(self) -> contextlib.AbstractContextManager[None]:
-        """Run a step of an evaluation or prediction in the block."""
 
     def updating(self, variables: Sequence[Any], touched: Sequence[Any]) -> None:
         """Prepare for an optimizer's update of variables, see `updated`."""
@@ -259,7 +282,7 @@ class DynamicHooks(KerasHooks, Protocol):
     @property
     def joining(self) -> bool: ...
 
-    def let_in(self, epoch: int, known: dict[str, Any], statistics: Any) -> None:
+    def admit(self, epoch: int, known: dict[str, Any], statistics: Any) -> None:
         """Let late workers join before another epoch.
 
         Args:
@@ -322,7 +345,7 @@ def stage_clock_of(strategy: Any) -> Any | None:
     return facets_of(strategy).stage_clock
 
 
-def dealing_hooks(strategy: Any) -> DynamicHooks | None:
+def dynamic_hooks(strategy: Any) -> DynamicHooks | None:
     """Return the hooks of a strategy with dynamic batches; None for any other."""
     hooks: Any = hooks_of(strategy)
     return hooks if hooks is not None and hooks.dynamic else None

@@ -23,7 +23,7 @@ from kerasdist import _tf
 from kerasdist._keras.context import current
 from kerasdist._keras.data.generators import GeneratorFacts
 from kerasdist._keras.data.pydataset import ItemData
-from kerasdist._keras.protocols import DynamicHooks, KerasHooks, dealing_hooks, hooks_of
+from kerasdist._keras.protocols import DynamicHooks, KerasHooks, dynamic_hooks, hooks_of
 
 __all__ = [
     "ArrayData",
@@ -217,11 +217,11 @@ def init_epoch_iterator(
     epoch_iterator.EpochIterator.__init__(self, *args, **kwargs)
     self._distribute_strategy = distribute_strategy
     adapter = self.data_adapter
-    if current.dealing:
-        current.dealing = False
-        dealing = dealing_hooks(distribute_strategy)
-        if dealing is not None:
-            deal_batches(self, dealing)
+    if current.data_pending:
+        current.data_pending = False
+        dynamic = dynamic_hooks(distribute_strategy)
+        if dynamic is not None:
+            deal_batches(self, dynamic)
             return
     if hooks.shards and isinstance(adapter, array_data_adapter.ArrayDataAdapter):
         self._distributed_dataset = hooks.distribute_arrays(ArrayData(adapter))
@@ -310,7 +310,7 @@ def deal_batches(iterator: Any, hooks: DynamicHooks) -> None:
         if hooks.shards and isinstance(
             adapter, generator_data_adapter.GeneratorDataAdapter
         ):
-            _refuse_generator(hooks.replicas)
+            _refuse_generator(hooks.workers.replicas)
         dealt = hooks.deal_dataset(adapter.get_tf_dataset(), adapter.num_batches)
     if dealt.length != adapter.num_batches:
         iterator.data_adapter = adapter = _WithLength(adapter, dealt.length)
@@ -383,7 +383,11 @@ class _InOrder(py_dataset_adapter.PyDataset):
 
 def _agree_on_order(adapter: Any, hooks: KerasHooks) -> None:
     """Shuffle items alike on all workers; Keras's order differs between workers."""
-    if hooks.replicas == 1 or not adapter.shuffle or adapter.num_batches is None:
+    if (
+        hooks.workers.replicas == 1
+        or not adapter.shuffle
+        or adapter.num_batches is None
+    ):
         return
     items = _InOrder(adapter.py_dataset, hooks.order_of_epochs())
     adapter.shuffle = False

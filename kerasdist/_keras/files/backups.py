@@ -22,7 +22,7 @@ from keras.src.callbacks import backup_and_restore
 from keras.src.utils import file_utils
 
 from kerasdist._keras.optimizer.global_step import steps_with_others
-from kerasdist._keras.protocols import dealing_hooks
+from kerasdist._keras.protocols import dynamic_hooks
 
 __all__ = ["Backup", "read", "write"]
 
@@ -89,7 +89,7 @@ def _progress(callback: Any) -> tuple[int, int] | None:
 
     None if the optimizer has counted all of them itself.
     """
-    hooks = dealing_hooks(callback.model.distribute_strategy)
+    hooks = dynamic_hooks(callback.model.distribute_strategy)
     if hooks is not None:
         return hooks.progress()
     steps = steps_with_others(callback.model)

@@ -74,7 +74,7 @@ def on_chief_only(
     # `set_model` is called before the callback has one.
     model = callback.model if callback.model is not None else (args or [None])[0]
     hooks = writer_hooks(model) if model is not None else None
-    if hooks is not None and hooks.rank > 0:
+    if hooks is not None and hooks.workers.rank > 0:
         if args and args[0] is model:
             callback._model = model
         return None
@@ -90,7 +90,7 @@ def save_state(
     Each worker's variables hold its part of them: all workers take part in their sum.
     """
     hooks = writer_hooks(callback.model)
-    if hooks is not None and hooks.rank > 0:
+    if hooks is not None and hooks.workers.rank > 0:
         for variable in callback.model.metrics_variables:
             variable.numpy()
         return None
@@ -109,7 +109,7 @@ def write(original: Callable[..., Any], saved: Any, *args: Any, **kwargs: Any) -
         with _leaving(hooks):
             return original(saved, *args, **kwargs)
     path = str(os.fspath(path))
-    if hooks.rank > 0:
+    if hooks.workers.rank > 0:
         if _wait(hooks, path, own=_look_at(path) is None):
             with setting(writing=True), _leaving(hooks):
                 return original(saved, *args, **kwargs)
@@ -132,7 +132,7 @@ def write_checkpoint(
         return str(original(saved, file_prefix, options))
     folder = os.path.dirname(file_prefix) or "."
     with setting(writing=True), _leaving(hooks):
-        if hooks.rank == 0:
+        if hooks.workers.rank == 0:
             with _announcing(hooks, folder):
                 return str(original(saved, file_prefix, options))
         summed = any(
@@ -177,7 +177,7 @@ def finish_background(
     if hooks is None:
         return original(callback, *args, **kwargs)
     path = str(callback.directory)
-    if hooks.rank == 0:
+    if hooks.workers.rank == 0:
         with _announcing(hooks, path):
             return original(callback, *args, **kwargs)
     original(callback, *args, **kwargs)
@@ -219,7 +219,7 @@ def _leaving(hooks: KerasHooks | None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _announcing(hooks: KerasHooks, path: str) -> Iterator[None]:
-    announcements = hooks.announcements
+    announcements = hooks.workers.job.announcements
     if announcements is None:
         yield
         return
@@ -278,7 +278,7 @@ def _wait(hooks: KerasHooks, path: str, own: bool = False) -> bool:
         CollectiveTimeout: Writing takes the chief too long.
         CollectiveError: The job has failed.
     """
-    announcements = hooks.announcements
+    announcements = hooks.workers.job.announcements
     if announcements is None or (hooks.dynamic and current.after_batch):
         return False
     _Process.missing.pop(_key(path), None)
@@ -307,9 +307,9 @@ def _wait(hooks: KerasHooks, path: str, own: bool = False) -> bool:
         f"{announcements.seconds:g} s",
     }[outcome.kind]
     text = (
-        f"Rank {hooks.rank} was asked to write a file, which only the chief does, and "
-        f"{why}. Received: filepath={path!r}. Save on all ranks, or on the chief "
-        "(`strategy.is_chief`), to the same path."
+        f"Rank {hooks.workers.rank} was asked to write a file, which only the chief "
+        f"does, and {why}. Received: filepath={path!r}. Save on all ranks, or on the "
+        "chief (`strategy.is_chief`), to the same path."
     )
     _note_missing(path, text)
     if not current.fitting:

@@ -89,15 +89,16 @@ def warn_if_outside(trainer: Any) -> None:
     if _LOCAL in marks or _WARNED in marks:
         return
     marks[_WARNED] = True
-    if hooks.rank == 0:
+    if hooks.workers.rank == 0:
         warnings.warn(
             f"Model {trainer.name!r} was created, cloned or loaded outside of "
             "`with strategy.scope():`. So each worker trains a model of its own, on "
             "all the data that it is given, and only the chief's is saved. Received: "
             "training of a model without a strategy, beside a strategy of "
-            f"{hooks.workers} workers. To train one model on all workers, create, "
-            "clone or load it inside `with strategy.scope():`. If this is meant, put "
-            "`with kerasdist.local_training():` around the training.",
+            f"{hooks.workers.communicator.size} workers. To train one model on all "
+            "workers, create, clone or load it inside `with strategy.scope():`. "
+            "If this is meant, put `with kerasdist.local_training():` around the "
+            "training.",
             stacklevel=2,
         )
 
@@ -142,5 +143,5 @@ def _hooks_in_use(trainer: Any) -> KerasHooks | None:
     own = getattr(trainer, "_distribute_strategy", None)
     if own is not None or tf.distribute.has_strategy():
         return None
-    found: Any = (hooks for hooks in _in_use if hooks.workers > 1)
+    found: Any = (hooks for hooks in _in_use if hooks.workers.communicator.size > 1)
     return next(found, None)

@@ -73,15 +73,16 @@ def apply_on_all(
             "an optimizer updates inside of `strategy.run`. Received: "
             f"{type(optimizer).__name__}.apply outside of it. {_REMEDY}"
         )
-    if hooks.local_replicas > 1:
+    if hooks.workers.local_replicas > 1:
         raise RuntimeError(
             "With several replicas in a worker an optimizer updates inside of "
             f"`strategy.run`. Received: {type(optimizer).__name__}.apply outside of "
-            f"it, with {hooks.local_replicas} replicas in this worker. {_REMEDY}"
+            f"it, with {hooks.workers.local_replicas} replicas in this worker. "
+            f"{_REMEDY}"
         )
-    if hooks.workers > 1:
+    if hooks.workers.communicator.size > 1:
         _inform(hooks)
-    parts = [_part(gradient, hooks.replicas) for gradient in gradients]
+    parts = [_part(gradient, hooks.workers.replicas) for gradient in gradients]
 
     def update(*parts: Any) -> None:
         optimizer.apply(list(parts), variables)
@@ -91,7 +92,7 @@ def apply_on_all(
 
 
 def _inform(hooks: KerasHooks) -> None:
-    hooks.tell(
+    hooks.print_once(
         "plain loop",
         "kerasdist: an optimizer updates outside of `strategy.run`. Each worker "
         "computes whole batches, and the workers' gradients are averaged: the same "

@@ -67,7 +67,7 @@ def build_by_step(trainer: Any, batch: Any) -> None:
         data = tf.nest.map_structure(_placeholder, batch)
         first, facts = 0, contextlib.nullcontext()
         if hooks is not None:
-            # Not `hooks.replica`, which gives asynchronous workers their own seeds.
+            # Not `current_replica`, which gives asynchronous workers their own seeds.
             first, rows = strategy.extended.workers.layout.first, hooks.split(data)[1]
             facts = current.of(hooks, rows, rows)
         # All replicas write alike: none must wait for others that aren't traced.
@@ -76,8 +76,8 @@ def build_by_step(trainer: Any, batch: Any) -> None:
             try:
                 _tf.call_replica(strategy, first, run, (data,), {}, None)
             except Exception as error:
-                if hooks is not None and hooks.replicas > 1:
-                    _add_note(error, hooks.replicas)
+                if hooks is not None and hooks.workers.replicas > 1:
+                    _add_note(error, hooks.workers.replicas)
                 raise
 
 

@@ -19,7 +19,7 @@ from typing import Any
 import tensorflow as tf
 
 from kerasdist import _tf
-from kerasdist._keras.protocols import dealing_hooks, hooks_of
+from kerasdist._keras.protocols import dynamic_hooks, hooks_of
 
 __all__ = [
     "device_beside",
@@ -70,7 +70,7 @@ def shared_steps(optimizer: Any) -> Any | None:
 
     None if the optimizer has counted all of them itself.
     """
-    hooks = dealing_hooks(getattr(optimizer, "_distribution_strategy", None))
+    hooks = dynamic_hooks(getattr(optimizer, "_distribution_strategy", None))
     if hooks is not None:
         return hooks.steps_of(optimizer)
     others: _Others | None = getattr(optimizer, _ATTRIBUTE, None)
@@ -109,7 +109,7 @@ def resume(trainer: Any, restored: bool, steps: int | None) -> None:
         before = 0 if steps is None else max(steps - own, 0)
     hooks = hooks_of(trainer.distribute_strategy)
     if hooks is not None:
-        before = int(hooks.of_chief(before))
+        before = int(hooks.consensus.of_chief(before))
     others: _Others | None = getattr(optimizer, _ATTRIBUTE, None)
     if before < 0 or (others is None and not before):
         return

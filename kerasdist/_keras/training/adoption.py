@@ -100,7 +100,7 @@ def adopt_in_step(hooks: KerasHooks, optimizer: Any, weights: Iterable[Any]) -> 
     """
     strategy = tf.distribute.get_strategy()
     if getattr(optimizer, "_distribution_strategy", strategy) is not strategy:
-        if hooks.local_replicas == 1:
+        if hooks.workers.local_replicas == 1:
             _adopt_optimizer(strategy, optimizer)
         else:
             tf.distribute.get_replica_context().merge_call(
@@ -160,13 +160,13 @@ def _adopt_in_replica(hooks: KerasHooks, variables: Iterable[Any]) -> None:
         for each in variables
         if getattr(each, "_value", None) is not None and not is_distributed(each._value)
     ]
-    if outside and hooks.local_replicas > 1:
+    if outside and hooks.workers.local_replicas > 1:
         names = [variable.path for variable in outside]
         raise ValueError(
             "Variables were created outside of the strategy's scope, and a replica has "
             f"read them already. Received: {names[:5]} in `strategy.run` with "
-            f"{hooks.local_replicas} replicas in this worker. Create the metric or the "
-            "model inside `with strategy.scope():`."
+            f"{hooks.workers.local_replicas} replicas in this worker. Create the "
+            "metric or the model inside `with strategy.scope():`."
         )
     _adopt(hooks, outside)
 

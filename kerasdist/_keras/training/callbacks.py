@@ -31,7 +31,7 @@ from kerasdist._keras.optimizer.learning_rate import (
     schedule_of,
     set_base_rate,
 )
-from kerasdist._keras.protocols import DynamicHooks, dealing_hooks, hooks_of
+from kerasdist._keras.protocols import DynamicHooks, dynamic_hooks, hooks_of
 from kerasdist._keras.training.fit_loop import before_first_step
 from kerasdist._keras.training.optimizers import open_window
 from kerasdist._keras.training.state import statistics_of
@@ -73,20 +73,20 @@ def on_epoch_end(
     If one rank wants to stop, all stop. If the ranks' learning rates differ, all
     take the chief's.
     """
-    dealing = _dynamic_hooks(self.model)
-    if dealing is not None:
-        _count_all(self.callbacks, dealing.steps_of_all)
+    dynamic = _dynamic_hooks(self.model)
+    if dynamic is not None:
+        _count_all(self.callbacks, dynamic.steps_of_all)
     result = original(self, *args, **kwargs)
     model = self.model
     hooks = None if model is None else hooks_of(model.distribute_strategy)
-    if hooks is not None and hooks.replicas > 1:
-        model.stop_training = hooks.any_of(bool(model.stop_training))
+    if hooks is not None and hooks.workers.replicas > 1:
+        model.stop_training = hooks.consensus.any_of(bool(model.stop_training))
         for optimizer in _settable(model):
             rate = base_rate(optimizer)
-            chief = hooks.of_chief(rate)
+            chief = hooks.consensus.of_chief(rate)
             if chief != rate:
                 set_base_rate(optimizer, chief)
-    if dealing is not None and not model.stop_training:
+    if dynamic is not None and not model.stop_training:
         epoch = (args or [kwargs.get("epoch")])[0]
         # Missing in custom loops.
         epochs = (self.params or {}).get("epochs")
@@ -97,7 +97,7 @@ def on_epoch_end(
                 "factors": [_factor(optimizer) for optimizer in leaves_of(model)],
                 "evaluated": evaluated,
             }
-            dealing.let_in(epoch + 1, known, statistics_of(model))
+            dynamic.admit(epoch + 1, known, statistics_of(model))
     return result
 
 
@@ -122,19 +122,19 @@ def on_train_begin(
         resumed = getattr(callback, "resumed_after", None)
         if resumed is not None:
             resumed(backup.batches)
-    dealing = _dynamic_hooks(model)
+    dynamic = _dynamic_hooks(model)
     # In a custom loop, callbacks may be used on one rank alone.
     if model is not None and (
         current.fitting or hooks_of(model.distribute_strategy) is None
     ):
-        if dealing is not None:
-            dealing.resume_at(backup.steps)
+        if dynamic is not None:
+            dynamic.resume_at(backup.steps)
         else:
             global_step.resume(model, backup.restored, backup.steps)
         before_first_step(model, self.callbacks)
-    if dealing is None or not dealing.joining:
+    if dynamic is None or not dynamic.joining:
         return result
-    model._initial_epoch, known = dealing.join(statistics_of(model))
+    model._initial_epoch, known = dynamic.join(statistics_of(model))
     current.joined = True
     for optimizer, rate in zip(_settable(model), known["rates"], strict=True):
         set_base_rate(optimizer, rate)
@@ -160,18 +160,18 @@ def on_train_batch_end(
     with setting(after_batch=True):
         result = original(self, *args, **kwargs)
     model = self.model
-    dealing = _dynamic_hooks(model)
-    if dealing is not None:
+    dynamic = _dynamic_hooks(model)
+    if dynamic is not None:
         if model.stop_training:
-            dealing.end_batches()
+            dynamic.end_batches()
         return result
     hooks = None if model is None else hooks_of(model.distribute_strategy)
-    if hooks is None or hooks.replicas == 1:
+    if hooks is None or hooks.workers.replicas == 1:
         return result
     if any(_may_stop(callback) for callback in self.callbacks):
         if self._async_train:
             self._flush_futures()
-        model.stop_training = hooks.any_of(bool(model.stop_training))
+        model.stop_training = hooks.consensus.any_of(bool(model.stop_training))
     return result
 
 
@@ -191,11 +191,11 @@ def _check_callbacks(model: Any, callbacks: Sequence[Any]) -> None:
         for callback in callbacks
         if getattr(callback, "on_all_ranks", False)
     ]
-    stops = not hooks.dynamic and hooks.replicas > 1
+    stops = not hooks.dynamic and hooks.workers.replicas > 1
     if stops and any(_may_stop(callback) for callback in callbacks):
         # Which callback it is doesn't matter: after each batch all ranks are asked.
         names.append("one with `on_train_batch_end`")
-    names_by_rank = hooks.texts(", ".join(names))
+    names_by_rank = hooks.consensus.texts(", ".join(names))
     if len(set(names_by_rank.values())) > 1:
         which = "; ".join(
             f"on rank {rank} [{names}]" for rank, names in names_by_rank.items()
@@ -211,7 +211,7 @@ def _check_callbacks(model: Any, callbacks: Sequence[Any]) -> None:
 
 
 def _dynamic_hooks(model: Any) -> DynamicHooks | None:
-    return None if model is None else dealing_hooks(model.distribute_strategy)
+    return None if model is None else dynamic_hooks(model.distribute_strategy)
 
 
 def _count_all(callbacks: Any, steps: int) -> None:

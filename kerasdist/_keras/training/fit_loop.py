@@ -23,7 +23,7 @@ from kerasdist._keras.optimizer.sparse_updates import embedding_tables, moves_al
 from kerasdist._keras.placement.trainer import who_was_lost
 from kerasdist._keras.protocols import (
     KerasHooks,
-    dealing_hooks,
+    dynamic_hooks,
     hooks_of,
     timer_of,
     translating,
@@ -54,17 +54,17 @@ def finish_epoch(original: Callable[..., Any], trainer: Any, logs: Any) -> Any:
     for itself.
     """
     hooks = hooks_of(trainer.distribute_strategy)
-    dealing = dealing_hooks(trainer.distribute_strategy)
+    dynamic = dynamic_hooks(trainer.distribute_strategy)
     statistics = statistics_of(trainer)
-    if dealing is not None and current.fitting and not current.evaluating:
-        dealing.end_epoch(statistics)
-        dealing.flush_accumulators(open_window(trainer.optimizer))
+    if dynamic is not None and current.fitting and not current.evaluating:
+        dynamic.end_epoch(statistics)
+        dynamic.flush_accumulators(open_window(trainer.optimizer))
         # A worker that took no step has no logs.
-        return original(trainer, whole_logs(trainer, dealing, logs))
+        return original(trainer, whole_logs(trainer, dynamic, logs))
     result = original(trainer, logs)
-    if hooks is None or hooks.replicas == 1:
+    if hooks is None or hooks.workers.replicas == 1:
         return result
-    hooks.average(statistics)
+    hooks.consensus.average(statistics)
     hooks.flush_accumulators(open_window(trainer.optimizer))
     return whole_logs(trainer, hooks, logs) if result is logs else result
 
@@ -74,17 +74,17 @@ def begin_training(
 ) -> Any:
     """Replace `make_train_function`, which `fit` calls before its first step."""
     hooks = hooks_of(trainer.distribute_strategy)
-    if hooks is not None and trainer.jit_compile is True and hooks.replicas > 1:
+    if hooks is not None and trainer.jit_compile is True and hooks.workers.replicas > 1:
         raise ValueError(
             "XLA can't compile a training step in which workers communicate. "
             "Received: jit_compile=True with "
-            f"{hooks.replicas} replicas. Compile the model with jit_compile=False "
-            "(or 'auto'); a layer's own functions may still use "
+            f"{hooks.workers.replicas} replicas. Compile the model with "
+            "jit_compile=False (or 'auto'); a layer's own functions may still use "
             "`tf.function(jit_compile=True)`."
         )
     warn_if_outside(trainer)
     if hooks is not None:
-        with setting(training=True), hooks.local_step():
+        with setting(training=True), hooks.workers.local_step():
             return original(trainer, *args, **kwargs)
     with setting(training=True):
         return original(trainer, *args, **kwargs)
@@ -109,7 +109,7 @@ def before_first_step(trainer: Any, callbacks: Sequence[Any]) -> None:
         getattr(optimizer, "inner_optimizer", optimizer),
         [id(v) in tables and not moves_all_rows(optimizer, v) for v in weights],
     )
-    if hooks.rank == 0 and current.fitting > 1:
+    if hooks.workers.rank == 0 and current.fitting > 1:
         io_utils.print_msg(_start_line(hooks, trainer))
 
 
@@ -123,7 +123,7 @@ def fit(original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -
             return original(trainer, *args, **kwargs)
     args, kwargs, verbose = _hide_progress_bar(original, hooks, trainer, args, kwargs)
     fitting = 1 if verbose == 0 else 2
-    facts = {"fitting": fitting, "dealing": hooks.dynamic, "joined": False}
+    facts = {"fitting": fitting, "data_pending": hooks.dynamic, "joined": False}
     with setting(**facts), closing_readers(), translating(hooks):
         initial = getattr(trainer, "_initial_epoch", None)
         try:
@@ -175,7 +175,7 @@ def on_chief_only(
     def forget() -> None:
         trainer.test_function = trainer.predict_function = None
 
-    facts = {"dealing": False, "evaluating": True}
+    facts = {"data_pending": False, "evaluating": True}
     with setting(**facts), closing_readers(), translating(hooks):
         return hooks.evaluate(call, forget)
 
@@ -190,7 +190,7 @@ def _hide_progress_bar(
     """Turn the progress bar off on all ranks but the chief."""
     signature = inspect.signature(original)
     bound = signature.bind(trainer, *args, **kwargs)
-    if hooks.rank > 0:
+    if hooks.workers.rank > 0:
         bound.arguments["verbose"] = 0
     verbose = bound.arguments.get("verbose", "auto")
     return bound.args[1:], bound.kwargs, verbose

@@ -27,7 +27,7 @@ def next_seed(original: Callable[..., Any], self: Any, *args: Any, **kw: Any) ->
     hooks = current_hooks()
     if hooks is None or tf.distribute.in_cross_replica_context():
         return seed
-    replica = hooks.replica()
+    replica = hooks.workers.current_replica()
     if replica == 0:
         return seed
     bits = 31 if seed.dtype in ("int32", tf.int32) else 32
@@ -45,7 +45,7 @@ def synchronized_moments(
     pass weights each replica's loss by its rows, as the gradients are weighted.
     """
     hooks = current.hooks
-    if hooks is None or hooks.replicas == 1:
+    if hooks is None or hooks.workers.replicas == 1:
         return original(x, axes, keepdims)
     rows = tf.cast(current.rows, x.dtype)
     there = tf.cast(current.rows > 0, x.dtype)

@@ -139,7 +139,7 @@ def whole_logs(trainer: Any, hooks: KerasHooks, logs: Any) -> dict[str, Any]:
             for path, value in mine.items()
         ],
     }
-    texts = hooks.texts(json.dumps(report))
+    texts = hooks.consensus.texts(json.dumps(report))
     every = [json.loads(texts[rank]) for rank in sorted(texts)]
     return _put_together(trainer, hooks, logs, every, last)
 
@@ -169,7 +169,7 @@ def _put_together(
         _put(whole, path, value)
     if guessed and last is not None and not last.reported:
         last.reported = True
-        if hooks.rank == 0:
+        if hooks.workers.rank == 0:
             _inform(guessed)
     return whole
 

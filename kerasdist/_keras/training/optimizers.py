@@ -30,7 +30,7 @@ from kerasdist._keras.models.step_build import build_only
 from kerasdist._keras.optimizer.global_step import own_steps, shared_steps
 from kerasdist._keras.optimizer.learning_rate import scaled
 from kerasdist._keras.optimizer.sparse_updates import touched_rows
-from kerasdist._keras.protocols import current_hooks, dealing_hooks, timer_of
+from kerasdist._keras.protocols import current_hooks, dynamic_hooks, timer_of
 from kerasdist._keras.training.adoption import adopt_in_step
 
 __all__ = [
@@ -80,13 +80,13 @@ def apply(
         # In custom loops gradients are summed. Keras accumulates each replica's own
         # and sums last: its accumulators hold values of the size of one replica's,
         # so here they hold the mean of the replicas.
-        rows, scale = tf.constant(1, tf.int64), hooks.replicas
-    window = hooks.replicas > 1 and _has_windows(optimizer, trainable_variables)
+        rows, scale = tf.constant(1, tf.int64), hooks.workers.replicas
+    window = hooks.workers.replicas > 1 and _has_windows(optimizer, trainable_variables)
     if not window:
         total = None if current.rows is None else current.total
         grads = hooks.reduce_gradients(grads, rows, total, _is_linear(inner))
     elif current.rows is not None:
-        weight = current.share * hooks.replicas
+        weight = current.share * hooks.workers.replicas
         grads = [None if g is None else _weighted(g, weight) for g in grads]
     updated: list[Any] = []
     if hooks.dynamic and grads:
@@ -159,9 +159,11 @@ def finalize(original: Callable[..., Any], optimizer: Any, var_list: Any) -> Any
     It overwrites the weights with their averages. Each asynchronous worker has its own
     averages, so their mean is taken.
     """
-    hooks = dealing_hooks(getattr(optimizer, "_distribution_strategy", None))
+    hooks = dynamic_hooks(getattr(optimizer, "_distribution_strategy", None))
     if hooks is not None and optimizer.use_ema:
-        hooks.average([v.value for v in optimizer._model_variables_moving_average])
+        hooks.consensus.average(
+            [v.value for v in optimizer._model_variables_moving_average]
+        )
     return original(optimizer, var_list)
 
 

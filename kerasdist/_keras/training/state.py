@@ -84,7 +84,9 @@ def state_of(
 
 def take_epoch(trainer: Any, hooks: KerasHooks, root: int) -> None:
     """Begin at a rank's epoch: perhaps only that rank has restored a backup."""
-    epoch = hooks.of_chief(getattr(trainer, "_initial_epoch", None) or 0, root)
+    epoch = hooks.consensus.of_chief(
+        getattr(trainer, "_initial_epoch", None) or 0, root
+    )
     # As Keras does: None or 0 leave the epoch to an argument of `fit`.
     trainer._initial_epoch = int(epoch) or None
 

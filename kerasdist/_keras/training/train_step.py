@@ -71,10 +71,10 @@ def make_function(
 
     def counted(data: Any) -> Any:
         data, rows, total = hooks.split(data)
-        if hooks.replicas == 1 or (tf.get_static_value(rows) or 0) > 0:
+        if hooks.workers.replicas == 1 or (tf.get_static_value(rows) or 0) > 0:
             with current.of(hooks, rows, total):
                 logs = step_function(data)
-                if last is not None and hooks.replicas > 1:
+                if last is not None and hooks.workers.replicas > 1:
                     last.keep(logs, rows)
             return logs
         # A replica without rows runs the step on another's row. Its gradients count for
@@ -112,7 +112,9 @@ def make_function(
 
         return take_steps
 
-    inside = hooks.local_step if current.training else hooks.collective_scope
+    inside = (
+        hooks.workers.local_step if current.training else hooks.workers.collective_scope
+    )
     calls = InstrumentedStep(trainer, make, timer)
 
     def call(iterator: Any) -> Any:
@@ -141,7 +143,7 @@ def receive_batch(
     facts = {"timed": kind is True, "compiled": trainer.jit_compile is True}
 
     def filled(data: Any) -> Any:
-        if hooks is not None and hooks.replicas > 1:
+        if hooks is not None and hooks.workers.replicas > 1:
             data = hooks.unwrap(data)
         if kind is not None:
             with setting(**facts):
@@ -153,7 +155,11 @@ def receive_batch(
                     timer.marks = False
         if hooks is None:
             return converted(data)
-        if hooks.replicas == 1 or current.rows is not None or not _in_replica(hooks):
+        if (
+            hooks.workers.replicas == 1
+            or current.rows is not None
+            or not _in_replica(hooks)
+        ):
             return converted(data)  # a train or test step, see `make_function`
         data, rows, _ = hooks.split(data)
         if (tf.get_static_value(rows) or 0) > 0:
@@ -176,7 +182,7 @@ def predict_on_batch(original: Callable[..., Any], trainer: Any, x: Any) -> Any:
     hooks = hooks_of(trainer.distribute_strategy)
     if hooks is None:
         return original(trainer, x)
-    with translating(hooks), hooks.collective_scope():
+    with translating(hooks), hooks.workers.collective_scope():
         return original(trainer, hooks.own_rows(x))
 
 
@@ -229,8 +235,8 @@ def symbolic_build(
     elif iterator is not None:
         data_batch = iterator.data_adapter.get_tf_dataset().element_spec
         iterator = None
-    if hooks is not None and hooks.replicas > 1:
-        _check_batch_size(trainer, data_batch, hooks.replicas)
+    if hooks is not None and hooks.workers.replicas > 1:
+        _check_batch_size(trainer, data_batch, hooks.workers.replicas)
     return _build(original, trainer, data_batch)
 
 

@@ -29,6 +29,7 @@ from kerasdist.strategies.asynchronous.sources import Source
 from kerasdist.strategies.asynchronous.weights import SharedTables
 from kerasdist.strategies.asynchronous.workers import AsyncWorkers
 from kerasdist.strategies.data.batch_split import count_rows, part_of_batch, split_part
+from kerasdist.strategies.reduce.consensus import Consensus
 
 __all__ = ["DynamicBatches", "DynamicDataset", "DynamicLoop"]
 
@@ -46,8 +47,9 @@ class EpochHooks(Protocol):
     def timer(self) -> StepTimer:
         """Measures steps, and what they wait for."""
 
-    def any_of(self, flag: bool) -> bool:
-        """Return whether the flag is set on any worker."""
+    @property
+    def consensus(self) -> Consensus:
+        """The agreement of the workers."""
 
     def settle(self) -> None:
         """Let all workers take the weights if one has changed them."""
@@ -112,7 +114,7 @@ class DynamicDataset:
         # A joining worker has no batches yet but still takes part in this collective.
         if self._epoch:
             exhausted = self._batches is not None and self._batches.exhausted
-            if hooks.any_of(exhausted):
+            if hooks.consensus.any_of(exhausted):
                 self._used = 0
         self._shared.rebase()
         self._shared.count.begin_epoch()

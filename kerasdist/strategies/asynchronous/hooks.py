@@ -17,7 +17,6 @@ Before it has joined, a late worker is alone: it can evaluate by itself, but not
 
 from __future__ import annotations
 
-import contextlib
 import json
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -43,7 +42,6 @@ from kerasdist.strategies.data.auto_shard import own_part
 from kerasdist.strategies.data.batch_check import different_batches
 from kerasdist.strategies.data.pydataset_exchange import SharedItems
 from kerasdist.strategies.options import Options
-from kerasdist.strategies.reduce import consensus
 from kerasdist.strategies.reduce.initial_state import Shared
 from kerasdist.strategies.reduce.workers import ReplicaLayout
 from kerasdist.strategies.sync.hooks import Distributes, SynchronousHooks
@@ -77,7 +75,7 @@ class AsyncHooks(SynchronousHooks):
     ) -> None:
         super().__init__(extended, options)
         self._shared = shared
-        self.rank = self.timer.rank = workers.client.rank
+        self.timer.rank = workers.rank
         self.present: DynamicDataset | None = None
         self.steps_of_all = 0
         self._datasets = 0
@@ -91,10 +89,6 @@ class AsyncHooks(SynchronousHooks):
         self._words = "no data"
 
     # A step.
-
-    def local_step(self) -> contextlib.AbstractContextManager[None]:
-        """See `KerasHooks.local_step`."""
-        return self._workers.local_step()
 
     def updating(self, variables: Sequence[Any], touched: Sequence[Any]) -> None:
         """See `KerasHooks.updating`: there must be a table before weights change."""
@@ -156,10 +150,6 @@ class AsyncHooks(SynchronousHooks):
         with tf.init_scope():
             return all(bool(copy.is_initialized()) for copy in copies)
 
-    def replica(self) -> int:
-        """See `KerasHooks.replica`: each worker has streams of its own."""
-        return self._workers.first_replica + _tf.local_replica_id()
-
     def flush_accumulators(self, variables: Sequence[Any]) -> None:
         """See `KerasHooks.flush_accumulators`; over this worker's replicas.
 
@@ -176,7 +166,7 @@ class AsyncHooks(SynchronousHooks):
     def has_own_state(self) -> bool:
         """See `KerasHooks.has_own_state`."""
         self.settle()
-        return self.any_of(self._datasets > 1 or self._shared.has_begun)
+        return self.consensus.any_of(self._datasets > 1 or self._shared.has_begun)
 
     def share_state(self, variables: Sequence[Any], root: int) -> Shared:
         """See `KerasHooks.share_state`; then the table takes what rank 0 holds.
@@ -199,17 +189,17 @@ class AsyncHooks(SynchronousHooks):
             self._shared.share(variables, optimizer, sparse, steps)
 
     def steps_of(self, optimizer: Any) -> Any | None:
-        """See `DealingHooks.steps_of`."""
+        """See `DynamicHooks.steps_of`."""
         return self._shared.steps_of(optimizer)
 
     def resume_at(self, steps: int | None) -> None:
-        """See `DealingHooks.resume_at`."""
+        """See `DynamicHooks.resume_at`."""
         # Only the chief may be able to read the file.
-        known = int(self.of_chief(-1 if steps is None else steps))
+        known = int(self.consensus.of_chief(-1 if steps is None else steps))
         self._resumed = known if known >= 0 else None
 
     def progress(self) -> tuple[int, int] | None:
-        """See `DealingHooks.progress`."""
+        """See `DynamicHooks.progress`."""
         return self._shared.count.progress()
 
     def settle(self) -> None:
@@ -288,7 +278,7 @@ class AsyncHooks(SynchronousHooks):
         _compare(ranks, [facts["evidence"] for facts in every])
         self.steps_of_all = sum(facts["steps"] for facts in every)
         if self.steps_of_all:
-            consensus.average(self._workers, statistics, steps / self.steps_of_all)
+            self.consensus.average(statistics, steps / self.steps_of_all)
 
     def _facts(self, mine: dict[str, Any]) -> list[dict[str, Any]]:
         text = np.frombuffer(json.dumps(mine).encode(), np.uint8)
@@ -304,11 +294,11 @@ class AsyncHooks(SynchronousHooks):
 
     @property
     def joining(self) -> bool:
-        """See `DealingHooks.joining`."""
+        """See `DynamicHooks.joining`."""
         return self._workers.client.joining
 
-    def let_in(self, epoch: int, known: dict[str, Any], statistics: Any) -> None:
-        """See `DealingHooks.let_in`."""
+    def admit(self, epoch: int, known: dict[str, Any], statistics: Any) -> None:
+        """See `DynamicHooks.admit`."""
         if self.present is None or len(self._workers.client.peers) == 1:
             return
         offset = self._shared.count.offset_of(self._trained[1])
@@ -319,7 +309,7 @@ class AsyncHooks(SynchronousHooks):
             self._give(statistics, 1.0)
 
     def join(self, statistics: Sequence[Any]) -> tuple[int, dict[str, Any]]:
-        """See `DealingHooks.join`."""
+        """See `DynamicHooks.join`."""
         entry = enter(self._workers.client, self._fits)
         self._workers.live.enter(entry.met, entry.ranks)
         facts = entry.facts
@@ -334,13 +324,9 @@ class AsyncHooks(SynchronousHooks):
         mine = [np.float64(weight)]
         total = float(self._workers.communicator.all_reduce(mine)[0])
         if total:
-            consensus.average(self._workers, statistics, weight / total)
+            self.consensus.average(statistics, weight / total)
 
     # Evaluation.
-
-    def collective_scope(self) -> contextlib.AbstractContextManager[None]:
-        """See `KerasHooks.collective_scope`."""
-        return self._workers.collective_scope()
 
     def evaluate(self, call: Callable[[bool], Any], forget: Callable[[], None]) -> Any:
         """See `KerasHooks.evaluate`."""

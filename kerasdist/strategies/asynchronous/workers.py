@@ -98,10 +98,9 @@ class AsyncWorkers(Workers):
         """See `Workers.size`."""
         return 1 if self.is_local else super().size
 
-    @property
-    def first_replica(self) -> int:
-        """The number of this worker's first replica over all workers of the job."""
-        return sum(self.client.replicas[: self.client.rank])
+    def current_replica(self) -> int:
+        """See `Workers.current_replica`; the same inside of a local step."""
+        return sum(self.client.replicas[: self.client.rank]) + _tf.local_replica_id()
 
     def check_joined(self) -> None:
         """Refuse to train before this worker has joined the others.

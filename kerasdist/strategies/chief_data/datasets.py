@@ -120,7 +120,7 @@ def settle_dataset(
     choice: DataChoice,
     dataset: Any,
     length: int | None,
-    tell: Callable[[str, str], None],
+    print_once: Callable[[str, str], None],
     generator: GeneratorFacts | None = None,
 ) -> tuple[PeekedDataset, ChiefFeed | None, int | None]:
     """Begin to read a dataset; let all workers use the chief's, if theirs differ.
@@ -131,7 +131,7 @@ def settle_dataset(
         choice: Decides whose data are used.
         dataset: This worker's dataset of global batches.
         length: Number of its batches; None: unknown.
-        tell: Informs the user, given the kind of data and a line.
+        print_once: Prints a line on the chief, given the kind of data and a line.
         generator: The facts of the plain generator that the dataset reads, if any.
 
     Returns:
@@ -170,5 +170,5 @@ def settle_dataset(
     sizes = [size_of(batch.leaves) for batch in content.batches[:1]]
     megabytes = sum(sizes) / 1e6
     cost = f"rank 0 reads all and sends {megabytes:.3g} MB in each step"
-    tell(name, used(name, why, cost))
+    print_once(name, used(name, why, cost))
     return peeked, feed, known

@@ -20,7 +20,7 @@ import tensorflow as tf
 from kerasdist import _tf
 from kerasdist._keras import StepTimer
 from kerasdist.strategies.data.batch_split import slice_rows, split_part, with_facts
-from kerasdist.strategies.reduce.consensus import any_of
+from kerasdist.strategies.reduce.consensus import Consensus
 from kerasdist.strategies.reduce.workers import Workers
 
 __all__ = ["PerWorkerDataset"]
@@ -78,7 +78,7 @@ class PerWorkerIterator:
         here = bool(optional.has_value())
         fetched = time.time()
         self._timer.waited(fetched - begin)
-        any_left = any_of(self._workers, here)
+        any_left = Consensus(self._workers).any_of(here)
         self._timer.waited(time.time() - fetched, others=True)
         if not any_left:
             raise StopIteration

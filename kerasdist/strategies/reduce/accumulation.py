@@ -69,7 +69,7 @@ def end_window(
                         variable.assign(tf.zeros_like(variable))
                 own.append(mine)
             totals = _sums(workers, own, sparse, steps)
-            replicas = workers.layout.total
+            replicas = workers.replicas
             return [
                 [tf.cast(total / replicas, parts[0].dtype) for total in local]
                 for local, parts in zip(totals, values, strict=True)
@@ -110,7 +110,7 @@ def _sums_in_buckets(
     workers: Workers, own: list[list[Any]], steps: int
 ) -> list[list[Any]]:
     """Sum over all replicas, in 16 bits if that is requested, as part of the update."""
-    parts = workers.layout.total * steps
+    parts = workers.replicas * steps
     sizes = [
         (values[0].shape.num_elements() or 0) * values[0].dtype.size for values in own
     ]

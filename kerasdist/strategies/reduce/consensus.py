@@ -12,77 +12,73 @@ import tensorflow as tf
 
 from kerasdist.strategies.reduce.workers import Workers
 
-__all__ = [
-    "any_of",
-    "average",
-    "check_state",
-    "common_seed",
-    "digest_of",
-    "longest",
-    "of_chief",
-    "texts",
-]
+__all__ = ["Consensus", "check_state", "digest_of"]
 
 
-def any_of(workers: Workers, flag: bool) -> bool:
-    """Return whether the flag is set on any worker."""
-    return bool(workers.communicator.all_reduce([np.bool_(flag)], "max")[0])
+class Consensus:
+    """The agreement of one strategy's workers on numbers, texts and variables.
 
-
-def common_seed(workers: Workers) -> int:
-    """Return a random seed, with which all workers shuffle datasets alike."""
-    mine = np.int64(secrets.randbits(31))
-    return int(workers.communicator.broadcast([mine])[0])
-
-
-def longest(workers: Workers, length: int | None) -> int | None:
-    """Return the largest of the workers' lengths; None if one of them isn't known."""
-    mine = np.int64(-1 if length is None else length)
-    every = [int(n[0]) for n in workers.communicator.all_gather(mine)]
-    return None if min(every) < 0 else max(every)
-
-
-def of_chief(workers: Workers, number: float, root: int = 0) -> float:
-    """Return the chief's number, or that of another rank."""
-    return float(workers.communicator.broadcast([np.float64(number)], root)[0])
-
-
-def texts(workers: Workers, rank: int, text: str) -> dict[int, str]:
-    """Return each worker's text by its rank; lost workers are missing."""
-    mine = np.frombuffer(f"{rank} {text}".encode(), np.uint8)
-    every = workers.communicator.all_gather(mine)
-    parts = [one.tobytes().decode().partition(" ") for one in every]
-    return {int(rank): text for rank, _, text in parts}
-
-
-def average(
-    workers: Workers,
-    variables: Sequence[Any],
-    share: float | None = None,
-) -> None:
-    """Set each variable to its mean over all replicas of all workers.
+    All workers call each method at the same point.
 
     Args:
-        workers: The workers that reduce together.
-        variables: The variables.
-        share: The total weight of this worker's replicas, out of 1 for all workers;
-            None: every replica has the same weight.
+        workers: The workers that agree.
     """
-    if not variables or workers.is_alone:
-        return
-    local = len(workers.devices)
-    weight = None if share is None else share / local
-    sums = []
-    for variable in variables:
-        wide = np.float64 if variable.dtype == tf.float64 else np.float32
-        parts = [np.asarray(part, wide) for part in workers.copies(variable)]
-        sums.append(np.sum(parts, axis=0) if local > 1 else parts[0])
-    totals = workers.communicator.all_reduce(sums, scale=weight)
-    replicas = 1 if share is not None else workers.layout.total
-    for variable, total in zip(variables, totals, strict=True):
-        mean = total / total.dtype.type(replicas)
-        for part in workers.copies(variable):
-            part.assign(tf.cast(mean, part.dtype))
+
+    def __init__(self, workers: Workers) -> None:
+        self._workers = workers
+
+    def any_of(self, flag: bool) -> bool:
+        """Return whether the flag is set on any worker."""
+        communicator = self._workers.communicator
+        return bool(communicator.all_reduce([np.bool_(flag)], "max")[0])
+
+    def common_seed(self) -> int:
+        """Return a random seed, with which all workers shuffle datasets alike."""
+        mine = np.int64(secrets.randbits(31))
+        return int(self._workers.communicator.broadcast([mine])[0])
+
+    def longest(self, length: int | None) -> int | None:
+        """Return the largest of the workers' lengths; None if one isn't known."""
+        mine = np.int64(-1 if length is None else length)
+        every = [int(n[0]) for n in self._workers.communicator.all_gather(mine)]
+        return None if min(every) < 0 else max(every)
+
+    def of_chief(self, number: float, root: int = 0) -> float:
+        """Return the chief's number, or that of another rank."""
+        given = self._workers.communicator.broadcast([np.float64(number)], root)
+        return float(given[0])
+
+    def texts(self, text: str) -> dict[int, str]:
+        """Return each worker's text by its rank; lost workers are missing."""
+        mine = np.frombuffer(f"{self._workers.rank} {text}".encode(), np.uint8)
+        every = self._workers.communicator.all_gather(mine)
+        parts = [one.tobytes().decode().partition(" ") for one in every]
+        return {int(rank): text for rank, _, text in parts}
+
+    def average(self, variables: Sequence[Any], share: float | None = None) -> None:
+        """Set each variable to its mean over all replicas of all workers.
+
+        Args:
+            variables: The variables.
+            share: The total weight of this worker's replicas, out of 1 for all
+                workers; None: every replica has the same weight.
+        """
+        workers = self._workers
+        if not variables or workers.is_alone:
+            return
+        local = workers.local_replicas
+        weight = None if share is None else share / local
+        sums = []
+        for variable in variables:
+            wide = np.float64 if variable.dtype == tf.float64 else np.float32
+            parts = [np.asarray(part, wide) for part in workers.copies(variable)]
+            sums.append(np.sum(parts, axis=0) if local > 1 else parts[0])
+        totals = workers.communicator.all_reduce(sums, scale=weight)
+        replicas = 1 if share is not None else workers.replicas
+        for variable, total in zip(variables, totals, strict=True):
+            mean = total / total.dtype.type(replicas)
+            for part in workers.copies(variable):
+                part.assign(tf.cast(mean, part.dtype))
 
 
 def check_state(
@@ -116,7 +112,7 @@ def check_state(
     every = communicator.all_gather(np.frombuffer(both, np.uint8))
     if all(np.array_equal(theirs[:32], every[0][:32]) for theirs in every):
         if not all(np.array_equal(theirs, every[0]) for theirs in every):
-            average(workers, [part for _, part in parts])
+            Consensus(workers).average([part for _, part in parts])
         return
     counts = [int(c[0]) for c in communicator.all_gather([np.int64(len(digests))])]
     if len(set(counts)) == 1 and broadcast:

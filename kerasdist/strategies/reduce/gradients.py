@@ -32,7 +32,7 @@ def reduce_gradients(
     total: Any = None,
     linear: bool = False,
     after: Sequence[Any] = (),
-    tell: Callable[[str, str], None] | None = None,
+    print_once: Callable[[str, str], None] | None = None,
 ) -> list[Any]:
     """Reduce gradients over all replicas of all workers, in replica context.
 
@@ -47,7 +47,7 @@ def reduce_gradients(
             or sent with the gradients.
         linear: Whether slices of one index may be added up: see `Returns`.
         after: Tensors that the last bucket waits for.
-        tell: Informs the user once of inexact results, given a key and a line.
+        print_once: Prints a line on the chief, given its kind: on inexact results.
 
     Returns:
         Tensors (or None), the same on all replicas. IndexedSlices are those that one
@@ -67,14 +67,14 @@ def reduce_gradients(
     split = SplitGradients(gradients, linear=linear)
     pieces = split.pieces
     if rows is None:
-        replicas = workers.layout.total
+        replicas = workers.replicas
         shares = [narrow(workers, piece, 1 / replicas) for piece in pieces]
         sums = sum_once_per_worker(workers, shares)
         wide = [
             widen(workers, total, piece, replicas)
             for total, piece in zip(sums, pieces, strict=True)
         ]
-        _warn_of_constants(split, wide, linear, tell)
+        _warn_of_constants(split, wide, linear, print_once)
         return split.combine(wide, replicas)
     slices = [piece for piece in pieces if _is_slices(piece)]
     dense = [piece for piece in pieces if not _is_slices(piece)]
@@ -87,7 +87,7 @@ def reduce_gradients(
     elif slices:
         gathered = iter(_mean_of_slices(workers, slices, rows, total))
     reduced = [next(gathered if _is_slices(piece) else means) for piece in pieces]
-    _warn_of_constants(split, reduced, linear, tell)
+    _warn_of_constants(split, reduced, linear, print_once)
     return split.combine(reduced)
 
 
@@ -95,13 +95,13 @@ def _warn_of_constants(
     split: SplitGradients,
     reduced: list[Any],
     linear: bool,
-    tell: Callable[[str, str], None] | None,
+    print_once: Callable[[str, str], None] | None,
 ) -> None:
     """Inform once that slices of eager steps may be added up differently."""
-    if linear or tell is None or not _tf.executing_eagerly():
+    if linear or print_once is None or not _tf.executing_eagerly():
         return
     if split.seem_constant(reduced):
-        tell(
+        print_once(
             "eager slices",
             "kerasdist: all replicas have looked up the same rows of a table, in a "
             "step that runs eagerly. If they are constants (positions), an "

@@ -132,4 +132,4 @@ def finish(workers: Workers, reduce_op: Any, total: Any) -> Any:
     if isinstance(total, tf.IndexedSlices):
         mean = finish(workers, reduce_op, total.values)
         return tf.IndexedSlices(mean, total.indices, total.dense_shape)
-    return total / tf.cast(workers.layout.total, total.dtype)
+    return total / tf.cast(workers.replicas, total.dtype)

@@ -82,6 +82,20 @@ class Workers:
         return self.communicator.rank
 
     @property
+    def replicas(self) -> int:
+        """The number of replicas that take a step together."""
+        return self.layout.total
+
+    @property
+    def local_replicas(self) -> int:
+        """The number of this worker's replicas."""
+        return len(self.devices)
+
+    def current_replica(self) -> int:
+        """Return the number of the replica that is being traced, over all workers."""
+        return self.layout.first + _tf.local_replica_id()
+
+    @property
     def layout(self) -> ReplicaLayout:
         """The replicas that reduce together."""
         local = len(self.devices)
@@ -104,7 +118,7 @@ class Workers:
     @property
     def is_alone(self) -> bool:
         """Whether there's only one replica in all."""
-        return self.layout.total == 1
+        return self.replicas == 1
 
     @contextlib.contextmanager
     def without_peers(self) -> Iterator[None]:
@@ -116,6 +130,14 @@ class Workers:
             yield
         finally:
             self.excluding, self.ops = before
+
+    def local_step(self) -> contextlib.AbstractContextManager[None]:
+        """Run a step of training in the block."""
+        return contextlib.nullcontext()
+
+    def collective_scope(self) -> contextlib.AbstractContextManager[None]:
+        """Run a step of an evaluation or prediction in the block."""
+        return contextlib.nullcontext()
 
     def local(self, value: Any) -> list[Any]:
         """Return one tensor per replica of this worker.

@@ -32,7 +32,7 @@ class SharingExtended(_tf.MirroredExtended):
 
     @property
     def _num_replicas_in_sync(self) -> int:
-        return self.workers.layout.total
+        return self.workers.replicas
 
     def _get_replica_id_in_sync_group(self, replica_id: int) -> int:
         return self.workers.layout.first + int(replica_id)
@@ -104,7 +104,7 @@ class SharingExtended(_tf.MirroredExtended):
     def _input_place(self) -> Any:
         communicator = self.workers.communicator
         return _tf.input_context(
-            communicator.size, communicator.rank, self.workers.layout.total
+            communicator.size, communicator.rank, self.workers.replicas
         )
 
     def _from_function(self, dataset_fn: Callable[[Any], Any], options: Any) -> Any:

@@ -23,7 +23,7 @@ from kerasdist._tf.variables import distribute_copies
 from kerasdist.errors import CollectiveMismatch
 from kerasdist.strategies.job import StrategyJob
 from kerasdist.strategies.options import Options
-from kerasdist.strategies.reduce import consensus
+from kerasdist.strategies.reduce.consensus import Consensus
 from kerasdist.strategies.reduce.graph_ops import CollectiveOps, make_ops
 from kerasdist.strategies.reduce.replicas import (
     finish,
@@ -74,7 +74,7 @@ class SynchronousExtended(SharingExtended):
 
     def common_seed(self) -> int:
         """Return a random seed that all workers agree on."""
-        return consensus.common_seed(self.workers)
+        return Consensus(self.workers).common_seed()
 
     @property
     def should_checkpoint(self) -> bool:
@@ -201,7 +201,7 @@ class SynchronousExtended(SharingExtended):
                 len(self._devices) > 1 or workers.size == 1
             ):
                 return _tf.reduce_undistributed(
-                    reduce_op, leaf, destinations, workers.layout.total
+                    reduce_op, leaf, destinations, workers.replicas
                 )
             total = over_workers(workers, [local_sum(workers, leaf)])[0]
             return _tf.broadcast_to_devices(

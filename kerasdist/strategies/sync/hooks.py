@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import itertools
 import secrets
@@ -13,7 +12,7 @@ import numpy as np
 import tensorflow as tf
 
 from kerasdist import _tf
-from kerasdist._keras import ArrayData, ItemData, is_timed, print_line, random_seed
+from kerasdist._keras import ArrayData, ItemData, OncePrinter, is_timed, random_seed
 from kerasdist.strategies.chief_data.arrays import settle_arrays
 from kerasdist.strategies.chief_data.batches import settle_batch
 from kerasdist.strategies.chief_data.choice import DataChoice
@@ -35,13 +34,12 @@ from kerasdist.strategies.data.shuffle import epoch_order
 from kerasdist.strategies.data.startup_message import GivenData, describe
 from kerasdist.strategies.measure.step_clock import StepClock
 from kerasdist.strategies.options import Options
-from kerasdist.strategies.reduce import consensus
 from kerasdist.strategies.reduce.accumulation import end_window
+from kerasdist.strategies.reduce.consensus import Consensus, check_state
 from kerasdist.strategies.reduce.gradients import reduce_gradients
 from kerasdist.strategies.reduce.initial_state import Shared, share_state
 from kerasdist.strategies.reduce.replicas import sum_over_replicas
 from kerasdist.strategies.reduce.workers import Workers
-from kerasdist.transport.liveness.announcements import Announcements
 
 __all__ = ["SynchronousHooks"]
 
@@ -83,28 +81,14 @@ class SynchronousHooks:
         self._same = SameBatches(workers)
         self._choice = DataChoice(options.data)
         self._broadcast = options.initial_state == "broadcast"
-        self._told: set[str] = set()
-        self.rank = workers.communicator.rank
+        self.workers = workers
+        self.consensus = Consensus(workers)
+        self.print_once = OncePrinter(workers.rank)
         self.shards = options.shards
         # With servers, waiting is first of all for the servers.
         self.timer = StepClock(
             workers.devices, workers.communicator, in_turn=not workers.job.has_servers
         )
-
-    @property
-    def replicas(self) -> int:
-        """See `KerasHooks`."""
-        return self._workers.layout.total
-
-    @property
-    def workers(self) -> int:
-        """See `KerasHooks`."""
-        return self._workers.communicator.size
-
-    @property
-    def local_replicas(self) -> int:
-        """See `KerasHooks`."""
-        return len(self._workers.devices)
 
     def adopt(self, variable: Any, value: Any) -> Any:
         """See `KerasHooks.adopt`."""
@@ -117,7 +101,7 @@ class SynchronousHooks:
 
         def reduce(after: Sequence[Any] = ()) -> list[Any]:
             return reduce_gradients(
-                self._workers, gradients, rows, total, linear, after, self.tell
+                self._workers, gradients, rows, total, linear, after, self.print_once
             )
 
         return self.timer.exchange(gradients, reduce) if is_timed() else reduce()
@@ -143,13 +127,9 @@ class SynchronousHooks:
 
     def sum_over_replicas(self, tensors: Sequence[Any]) -> list[Any]:
         """See `KerasHooks.sum_over_replicas`."""
-        if self.replicas == 1:
+        if self._workers.replicas == 1:
             return list(tensors)
         return sum_over_replicas(self._workers, list(tensors))
-
-    def replica(self) -> int:
-        """See `KerasHooks.replica`."""
-        return self._workers.layout.first + _tf.local_replica_id()
 
     def own_rows(self, batch: Any) -> Any:
         """See `KerasHooks.own_rows`."""
@@ -175,7 +155,7 @@ class SynchronousHooks:
     def settle_batch(self, batch: Any) -> Any:
         """Return a global batch that is the same on all workers."""
         communicator = self._workers.communicator
-        return settle_batch(communicator, self._choice, batch, self.tell)
+        return settle_batch(communicator, self._choice, batch, self.print_once)
 
     def distribute_dataset(
         self,
@@ -191,7 +171,7 @@ class SynchronousHooks:
             self._given = GivenData(division="distributed already")
             return self._in_step(dataset, length)
         self._given = _known_of(dataset, length)
-        if self.replicas == 1:
+        if self._workers.replicas == 1:
             return extended.distribute_parts(dataset), length
         if not self.shards:
             self._given = GivenData(division="each worker's own data")
@@ -216,7 +196,7 @@ class SynchronousHooks:
             return self._divide(dataset), length
         peeked, feed, length = settle_dataset(
             *(self._workers, self.timer, self._choice, dataset, length),
-            *(self.tell, generator),
+            *(self.print_once, generator),
         )
         if feed is None:
             return peeked.divided(self._divide), length
@@ -238,7 +218,7 @@ class SynchronousHooks:
             return dataset, length
         return (
             PerWorkerDataset(self._workers, self.timer, dataset),
-            consensus.longest(self._workers, length),
+            self.consensus.longest(length),
         )
 
     def unwrap(self, data: Any) -> Any:
@@ -261,38 +241,9 @@ class SynchronousHooks:
         seed = self._seed()
         return lambda length, epoch: epoch_order(length, 1, True, seed, epoch)
 
-    @property
-    def announcements(self) -> Announcements | None:
-        """See `KerasHooks.announcements`."""
-        return self._workers.job.announcements
-
-    def any_of(self, flag: bool) -> bool:
-        """See `KerasHooks.any_of`."""
-        return consensus.any_of(self._workers, flag)
-
-    def of_chief(self, number: float, root: int = 0) -> float:
-        """See `KerasHooks.of_chief`."""
-        return consensus.of_chief(self._workers, number, root)
-
-    def texts(self, text: str) -> dict[int, str]:
-        """See `KerasHooks.texts`."""
-        return consensus.texts(self._workers, self.rank, text)
-
-    def average(self, variables: Sequence[Any]) -> None:
-        """See `KerasHooks.average`."""
-        consensus.average(self._workers, variables)
-
     def flush_accumulators(self, variables: Sequence[Any]) -> None:
         """See `KerasHooks.flush_accumulators`."""
-        self.average(variables)
-
-    def local_step(self) -> contextlib.AbstractContextManager[None]:
-        """See `KerasHooks.local_step`."""
-        return contextlib.nullcontext()
-
-    def collective_scope(self) -> contextlib.AbstractContextManager[None]:
-        """See `KerasHooks.collective_scope`."""
-        return contextlib.nullcontext()
+        self.consensus.average(variables)
 
     def updating(self, variables: Sequence[Any], touched: Sequence[Any]) -> None:
         """See `KerasHooks.updating`."""
@@ -320,9 +271,7 @@ class SynchronousHooks:
         self, variables: Sequence[tuple[str, Any]], parts: Sequence[tuple[str, Any]]
     ) -> None:
         """See `KerasHooks.check_state`."""
-        consensus.check_state(
-            self._workers, variables, parts, broadcast=self._broadcast
-        )
+        check_state(self._workers, variables, parts, broadcast=self._broadcast)
 
     def share_state(self, variables: Sequence[Any], root: int) -> Shared:
         """See `KerasHooks.share_state`."""
@@ -330,7 +279,7 @@ class SynchronousHooks:
 
     def describe(self) -> str:
         """See `KerasHooks.describe`."""
-        return describe(self._given, self._workers.job.replicas, self.rank)
+        return describe(self._given, self._workers.job.replicas, self._workers.rank)
 
     def gather_outputs(self, output: Any) -> Any:
         """See `KerasHooks.gather_outputs`."""
@@ -362,7 +311,9 @@ class SynchronousHooks:
         if self._workers.communicator.size == 1:
             return None
         workers, timer = self._workers, self.timer
-        chiefs = ChiefItems(workers, timer, self._choice, data, self._seed, self.tell)
+        chiefs = ChiefItems(
+            workers, timer, self._choice, data, self._seed, self.print_once
+        )
         if self._choice.mode == "chief":
             items = chiefs.settle(None)
         else:
@@ -378,14 +329,8 @@ class SynchronousHooks:
     def _agree(self, data: ArrayData) -> int:
         """Make all workers hold the same arrays; return a seed that they agree on."""
         communicator = self._workers.communicator
-        settle_arrays(communicator, self._choice, data, self.tell)
+        settle_arrays(communicator, self._choice, data, self.print_once)
         return self._seed()
-
-    def tell(self, kind: str, line: str) -> None:
-        """See `KerasHooks.tell`."""
-        if self.rank == 0 and kind not in self._told:
-            print_line(line)
-        self._told.add(kind)
 
     def _seed(self) -> int:
         """Return a seed that all workers agree on, a different one each time.
