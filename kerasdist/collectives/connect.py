@@ -15,7 +15,7 @@ from kerasdist.collectives.backends.hierarchical import HierarchicalCommunicator
 from kerasdist.collectives.backends.ring import RingCommunicator
 from kerasdist.collectives.backends.shared_memory import SharedMemoryCommunicator
 from kerasdist.collectives.backends.single import SingleCommunicator
-from kerasdist.collectives.communicator import Communicator
+from kerasdist.collectives.checked import CheckedCommunicator
 from kerasdist.transport.base import Aborted
 from kerasdist.transport.deadline import Deadline
 from kerasdist.transport.liveness.announcements import Announcements
@@ -51,7 +51,7 @@ class Job:
     def __init__(
         self,
         cluster: Cluster,
-        communicator: Communicator,
+        communicator: CheckedCommunicator,
         transport: str,
         replicas: Sequence[int],
         timeouts: Timeouts,
@@ -132,7 +132,8 @@ def connect(
     replicas: int = 1,
     settings: dict[str, Any] | None = None,
     host: str | None = None,
-    native: Callable[[Communicator, Supervisor], Communicator] | None = None,
+    native: Callable[[CheckedCommunicator, Supervisor], CheckedCommunicator]
+    | None = None,
 ) -> Job:
     """Connect all workers of the cluster.
 
@@ -186,7 +187,7 @@ def connect(
         replicas=replicas,
     )
     supervisor: SessionSupervisor | None = None
-    parts: list[Communicator] = []
+    parts: list[CheckedCommunicator] = []
     made: list[Job] = []
 
     def on_failure(error: errors.CollectiveError) -> None:
@@ -259,28 +260,30 @@ def _choose(transport: str, session: Session) -> str:
     return transport
 
 
-def _shared(session: Session, supervisor: SessionSupervisor) -> Communicator:
+def _shared(session: Session, supervisor: SessionSupervisor) -> CheckedCommunicator:
     ranks = list(range(session.size))
     return SharedMemoryCommunicator(
         _mesh(session, ranks), supervisor, session.timeouts.collective
     )
 
 
-def _ring(session: Session, supervisor: SessionSupervisor) -> Communicator:
+def _ring(session: Session, supervisor: SessionSupervisor) -> CheckedCommunicator:
     ranks = list(range(session.size))
     return RingCommunicator(
         _circle(session, ranks), supervisor, session.timeouts.collective
     )
 
 
-def _hierarchical(session: Session, supervisor: SessionSupervisor) -> Communicator:
+def _hierarchical(
+    session: Session, supervisor: SessionSupervisor
+) -> CheckedCommunicator:
     timeout = session.timeouts.collective
     hosts = [
         [m.rank for m in session.members if m.host == session.members[leader].host]
         for leader in session.leaders()
     ]
     mine = session.local_ranks()
-    made: list[Communicator] = []
+    made: list[CheckedCommunicator] = []
     try:
         if len(mine) > 1:
             made.append(

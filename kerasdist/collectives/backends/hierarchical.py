@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kerasdist.collectives.communicator import Communicator
+from kerasdist.collectives.checked import CheckedCommunicator
 from kerasdist.collectives.fused_buffer import FusedBuffer
 from kerasdist.collectives.ops import Array, octets
 from kerasdist.transport.base import Peer
@@ -26,7 +26,7 @@ from kerasdist.transport.wire.framing import Call
 __all__ = ["HierarchicalCommunicator"]
 
 
-class HierarchicalCommunicator(Communicator):
+class HierarchicalCommunicator(CheckedCommunicator):
     """Composes a communicator inside each host with one between their leaders.
 
     Args:
@@ -46,8 +46,8 @@ class HierarchicalCommunicator(Communicator):
         rank: int,
         peers: Sequence[Peer],
         hosts: Sequence[Sequence[int]],
-        local: Communicator,
-        leaders: Communicator | None,
+        local: CheckedCommunicator,
+        leaders: CheckedCommunicator | None,
         supervisor: Supervisor,
         timeout: float,
     ) -> None:

@@ -20,7 +20,7 @@ import numpy as np
 
 from kerasdist import errors
 from kerasdist.cluster import Cluster
-from kerasdist.collectives.communicator import Communicator
+from kerasdist.collectives.checked import CheckedCommunicator
 from kerasdist.collectives.fused_buffer import FusedBuffer
 from kerasdist.collectives.ops import Array, octets
 from kerasdist.transport.base import Aborted, CallMismatch, Peer, PeerSilent
@@ -172,7 +172,7 @@ def _leave() -> None:
         _load().COMM_WORLD.Abort(1)
 
 
-class MpiCommunicator(Communicator):
+class MpiCommunicator(CheckedCommunicator):
     """Collectives by MPI.
 
     They are non-blocking, so that each has its deadline. Before each the ranks exchange

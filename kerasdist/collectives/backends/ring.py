@@ -18,7 +18,7 @@ from kerasdist.collectives.backends.schedule import (
     reduce_scatter_steps,
 )
 from kerasdist.collectives.buffer_pool import BufferPool
-from kerasdist.collectives.communicator import Communicator
+from kerasdist.collectives.checked import CheckedCommunicator
 from kerasdist.collectives.fused_buffer import FusedBuffer
 from kerasdist.collectives.ops import Array, equal_part, octets, reducer
 from kerasdist.transport.base import Transport
@@ -37,7 +37,7 @@ _SMALL_BYTES = 64 << 10
 _MORE_BYTES = 16 << 10
 
 
-class RingCommunicator(Communicator):
+class RingCommunicator(CheckedCommunicator):
     """Collectives around a ring.
 
     Args:

@@ -51,7 +51,7 @@ import numpy.typing as npt
 
 from kerasdist.collectives.backends.shared_results import SharedResultPool
 from kerasdist.collectives.buffer_pool import BufferPool
-from kerasdist.collectives.communicator import Communicator
+from kerasdist.collectives.checked import CheckedCommunicator
 from kerasdist.collectives.fused_buffer import FusedBuffer
 from kerasdist.collectives.ops import Array, equal_part, reducer
 from kerasdist.errors import SharedMemoryFull
@@ -81,7 +81,7 @@ _PIECE_BYTES = 256 << 10
 _LEAST_BYTES = _BLOCKS * (_SMALL_BYTES + 2 * _PAGE)
 
 
-class SharedMemoryCommunicator(Communicator):
+class SharedMemoryCommunicator(CheckedCommunicator):
     """Collectives through shared memory.
 
     Args:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from kerasdist.collectives.communicator import Communicator
+from kerasdist.collectives.checked import CheckedCommunicator
 from kerasdist.collectives.fused_buffer import FusedBuffer
 from kerasdist.collectives.ops import Array
 from kerasdist.transport.base import Peer
@@ -15,7 +15,7 @@ from kerasdist.transport.wire.framing import Call
 __all__ = ["SingleCommunicator"]
 
 
-class SingleCommunicator(Communicator):
+class SingleCommunicator(CheckedCommunicator):
     """Collectives of one rank: every result is a copy of the argument."""
 
     def __init__(self, address: str = "this worker") -> None:

@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from kerasdist import errors
 from kerasdist.collectives.buffer_pool import BufferPool
-from kerasdist.collectives.communicator import Communicator
+from kerasdist.collectives.checked import CheckedCommunicator
 from kerasdist.collectives.fused_buffer import FusedBuffer
 from kerasdist.collectives.ops import Array, check_dtype, equal_part
 from kerasdist.ps.channel.channel import Channel, Message
@@ -39,7 +39,7 @@ _LEAST_SPREAD_BYTES = 64 << 10
 _PIECE_BYTES = 2 << 20
 
 
-class ServerCommunicator(Communicator):
+class ServerCommunicator(CheckedCommunicator):
     """See `Communicator`. Made by `connect_servers`.
 
     Args:

@@ -25,14 +25,11 @@ import numpy.typing as npt
 
 from kerasdist.collectives import Communicator
 from kerasdist.collectives.backends.single import SingleCommunicator
-from kerasdist.collectives.fused_buffer import FusedBuffer
 from kerasdist.collectives.ops import Array
 from kerasdist.errors import CollectiveError
 from kerasdist.ps import ServerClient
-from kerasdist.transport.deadline import Deadline
 from kerasdist.transport.liveness.announcements import Announcements
 from kerasdist.transport.tracing import Recorder
-from kerasdist.transport.wire.framing import Call
 
 __all__ = ["LiveCommunicator", "LiveJob", "WorkersChanged"]
 
@@ -56,17 +53,15 @@ class LiveCommunicator(Communicator):
     """
 
     def __init__(self, client: ServerClient) -> None:
-        inner = client.communicator
-        super().__init__(client.rank, inner.peers, inner.supervisor, inner.timeout)
-        self.ranks = inner.ranks
         self.changed = False
         self._strict = False
         self._client = client
-        self._inner: Communicator = inner
+        self._inner: Communicator = client.communicator
         if client.joining:
-            here = inner.peers[client.rank]
-            self._inner = SingleCommunicator(here.address)
+            self._inner = SingleCommunicator(client.peers[client.rank].address)
             self._number((client.rank,))
+        else:
+            self._number(self._inner.ranks)
 
     @contextlib.contextmanager
     def strict(self) -> Iterator[None]:
@@ -154,36 +149,36 @@ class LiveCommunicator(Communicator):
         self.ranks = ranks
         self.rank = ranks.index(self._client.rank)
         self.size = len(ranks)
-        peers = self._client.communicator.peers
-        self.peers = tuple(peers[rank] for rank in ranks)
+        self.peers = tuple(self._client.peers[rank] for rank in ranks)
 
-    # The collectives above use the job's communicator, and so do these parts.
+    @property
+    def step(self) -> int:
+        """See `Communicator.step`."""
+        return self._client.step
 
-    def _reduce(
-        self, source: FusedBuffer, lend: bool, call: Call, deadline: Deadline
-    ) -> Array:
-        return self._inner._reduce(source, lend, call, deadline)
+    @step.setter
+    def step(self, value: int) -> None:
+        self._client.step = value
 
-    def _gather(self, views: list[memoryview], call: Call, deadline: Deadline) -> None:
-        self._inner._gather(views, call, deadline)
+    # Recording goes on when this worker, which may be alone so far, joins the others.
 
-    def _broadcast(
-        self, view: memoryview, root: int, call: Call, deadline: Deadline
-    ) -> None:
-        self._inner._broadcast(view, root, call, deadline)
+    def listen(self, recorder: Recorder) -> None:
+        """See `Communicator.listen`."""
+        for each in {self._inner, self._client.communicator}:
+            each.listen(recorder)
 
-    def _barrier(self, call: Call, deadline: Deadline) -> None:
-        self._inner._barrier(call, deadline)
+    def unlisten(self, recorder: Recorder) -> None:
+        """See `Communicator.unlisten`."""
+        for each in {self._inner, self._client.communicator}:
+            each.unlisten(recorder)
 
-    def _record(self, recorder: Recorder | None) -> None:
-        super()._record(recorder)
-        # Also while this worker is alone, since it joins the others later.
-        self._client.communicator._record(recorder)
+    def abort(self, error: CollectiveError | None = None) -> None:
+        """See `Communicator.abort`."""
+        self._inner.abort(error)
 
-    def _abort(self) -> None:
-        self._inner.abort(self._failure)
-
-    def _close(self) -> None:
+    def close(self) -> None:
+        """See `Communicator.close`."""
+        self._inner.abort()
         self._inner.close()
 
 

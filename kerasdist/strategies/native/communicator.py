@@ -17,7 +17,7 @@ from typing import Any
 import tensorflow as tf
 
 from kerasdist import _tf, errors
-from kerasdist.collectives import Communicator
+from kerasdist.collectives.checked import CheckedCommunicator
 from kerasdist.collectives.failures import copy_to_raise, explain
 from kerasdist.collectives.fused_buffer import FusedBuffer
 from kerasdist.collectives.ops import Array, itemsize
@@ -44,14 +44,16 @@ _GONE = (
 )
 
 
-def connector(in_use: bool) -> Callable[[Communicator, Supervisor], Communicator]:
+def connector(
+    in_use: bool,
+) -> Callable[[CheckedCommunicator, Supervisor], CheckedCommunicator]:
     """Return a function that makes a `NativeCommunicator` of a ring, for `connect`.
 
     Args:
         in_use: Whether the user's script has used TensorFlow already.
     """
 
-    def build(ring: Communicator, supervisor: Supervisor) -> Communicator:
+    def build(ring: CheckedCommunicator, supervisor: Supervisor) -> CheckedCommunicator:
         if in_use and not is_serving():
             _LOG.warning(
                 "kerasdist: TensorFlow was used before transport='native' was set up. "
@@ -80,7 +82,7 @@ def group_options(key: int, size: int, device: str) -> dict[str, Any]:
     }
 
 
-class NativeCommunicator(Communicator):
+class NativeCommunicator(CheckedCommunicator):
     """Numbers and watches TensorFlow's collectives; sends numpy arrays by a ring.
 
     On CPUs TensorFlow's collectives use a ring over gRPC. That is how they were tested:
@@ -105,7 +107,9 @@ class NativeCommunicator(Communicator):
         replica_group: Key of all replicas' devices.
     """
 
-    def __init__(self, ring: Communicator, supervisor: Supervisor, group: int) -> None:
+    def __init__(
+        self, ring: CheckedCommunicator, supervisor: Supervisor, group: int
+    ) -> None:
         super().__init__(ring.rank, ring.peers, supervisor, ring.timeout)
         self.group, self.replica_group = group, group + 1
         self._ring = ring

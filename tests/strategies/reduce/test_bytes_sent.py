@@ -17,17 +17,17 @@ import keras
 import numpy as np
 import tensorflow as tf
 import kerasdist
-from kerasdist.collectives.communicator import Communicator
+from kerasdist.collectives.checked import CheckedCommunicator
 
 sent = []  # dtype and elements of each all_reduce
-original = Communicator.all_reduce
+original = CheckedCommunicator.all_reduce
 
 def all_reduce(self, buffers, *args, **kwargs):
     arrays = [np.asarray(buffer) for buffer in buffers]
     sent.append([str(arrays[0].dtype), sum(array.size for array in arrays)])
     return original(self, buffers, *args, **kwargs)
 
-Communicator.all_reduce = all_reduce
+CheckedCommunicator.all_reduce = all_reduce
 rng = np.random.default_rng(0)
 x = rng.normal(size=(21, 4)).astype("float32")
 y = (x.sum(1) > 0).astype("int64")

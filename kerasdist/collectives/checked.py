@@ -1,0 +1,342 @@
+"""The parts that all communicators of one group share.
+
+`CheckedCommunicator` checks arguments, packs buffers, numbers the calls, puts a
+deadline on each and turns a transport's errors into the errors of the job;
+subclasses reduce and move the bytes.
+"""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import operator
+import threading
+import zlib
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from kerasdist import errors
+from kerasdist.collectives.communicator import Communicator
+from kerasdist.collectives.failures import copy_to_raise, explain
+from kerasdist.collectives.fused_buffer import FusedBuffer, aligned
+from kerasdist.collectives.ops import (
+    Array,
+    check_dtype,
+    check_op,
+    check_scale,
+    itemsize,
+    octets,
+)
+from kerasdist.transport.base import Peer
+from kerasdist.transport.deadline import Deadline
+from kerasdist.transport.liveness.failure_protocol import Supervisor
+from kerasdist.transport.tracing import Recorder, Several, now
+from kerasdist.transport.wire.framing import Call
+
+__all__ = ["CheckedCommunicator"]
+
+# Seconds that `close` waits for a collective of another thread that it ended.
+_CLOSE_SECONDS = 10.0
+_MOST_SHOWN = 500  # characters of shapes in a message
+
+
+class CheckedCommunicator(Communicator):
+    """The base class of communicators that move bytes themselves.
+
+    Args:
+        rank: This process's rank in the group.
+        peers: The ranks of the group, with their names in messages.
+        supervisor: Knows the state of other ranks.
+        timeout: Seconds that one collective may take.
+
+    Attributes:
+        sequence: Number of the last collective; between two the same on all ranks.
+        supervisor: As given.
+    """
+
+    def __init__(
+        self, rank: int, peers: Sequence[Peer], supervisor: Supervisor, timeout: float
+    ) -> None:
+        self.rank = rank
+        self.size = len(peers)
+        self.ranks = tuple(range(self.size))
+        self.peers = tuple(peers)
+        self.timeout = timeout
+        self.supervisor = supervisor
+        self._lock = threading.Lock()
+        self.sequence = 0
+        self._closed = False
+        self._shapes = ""
+        self._failure: errors.CollectiveError | None = None
+        self._listeners: list[Recorder] = []
+        self._recorder: Recorder | None = None
+
+    # The collectives.
+
+    def all_reduce(
+        self,
+        buffers: Sequence[npt.ArrayLike],
+        op: str = "sum",
+        *,
+        scale: float | None = None,
+        lend: bool = False,
+    ) -> list[Array]:
+        """See `Communicator.all_reduce`."""
+        arrays = _arrays(buffers)
+        groups: dict[str, list[int]] = {}
+        for index, array in enumerate(arrays):
+            check_op(op, array.dtype)
+            groups.setdefault(check_dtype(array.dtype), []).append(index)
+            if scale is not None:
+                check_scale(scale, op, array.dtype)
+        check_op(op, np.dtype("float32"))
+        results: list[Array] = [np.empty(0)] * len(arrays)
+        # Every group's fingerprint has the shapes of all: a difference is noticed at
+        # once and not a group later.
+        shapes = [(array.dtype.name, array.shape) for array in arrays]
+        if lend:
+            shapes.append(("lent", ()))
+        with self._user_call(shapes) as detail:
+            for name in sorted(groups) or ["none"]:
+                indices = groups.get(name, [])
+                parts, starts = aligned([arrays[i] for i in indices])
+                source = FusedBuffer(parts, scale)
+                elements = source.elements
+                with (
+                    self._calling("all_reduce", op, name, elements, detail) as call,
+                    # An overflow is infinite, on all ranks: one of them mustn't warn
+                    # of it or, if numpy is set to, raise an error.
+                    np.errstate(all="ignore"),
+                ):
+                    flat = self._reduce(source, lend, *call)
+                if lend:
+                    flat.flags.writeable = False
+                for i, start in zip(indices, starts, strict=True):
+                    end = start + arrays[i].size
+                    results[i] = flat[start:end].reshape(arrays[i].shape)
+        return results
+
+    def all_gather(self, array: npt.ArrayLike) -> list[Array]:
+        """See `Communicator.all_gather`."""
+        mine = np.asarray(array)
+        name = check_dtype(mine.dtype)
+        shape = mine.shape or (1,)
+        mine = np.ascontiguousarray(mine).reshape(shape)
+        with self._user_call([(name, shape[1:])]) as detail:
+            with self._calling("all_gather", "none", "int64", 1, detail) as call:
+                rows = np.zeros(self.size, np.int64)
+                rows[self.rank] = shape[0]
+                self._gather([octets(rows[r : r + 1]) for r in range(self.size)], *call)
+            out = [np.empty((int(count), *shape[1:]), mine.dtype) for count in rows]
+            out[self.rank][...] = mine
+            elements = sum(part.size for part in out)
+            with self._calling("all_gather", "none", name, elements, detail) as call:
+                self._gather([octets(part) for part in out], *call)
+        return out
+
+    def broadcast(self, buffers: Sequence[npt.ArrayLike], root: int = 0) -> list[Array]:
+        """See `Communicator.broadcast`."""
+        root = operator.index(root)
+        if not 0 <= root < self.size:
+            raise ValueError(
+                f"There is no such rank. Received: root={root}; expected 0 to "
+                f"{self.size - 1}."
+            )
+        arrays = _arrays(buffers)
+        shapes = [(check_dtype(array.dtype), array.shape) for array in arrays]
+        total = sum(array.nbytes for array in arrays)
+        flat = np.empty(total, np.uint8)
+        if self.rank == root:
+            start = 0
+            for array in arrays:
+                part = octets(np.ascontiguousarray(array))
+                flat[start : start + len(part)] = part
+                start += len(part)
+        with (
+            self._user_call(shapes) as detail,
+            self._calling("broadcast", "none", "uint8", total, detail, root) as call,
+        ):
+            self._broadcast(octets(flat), root, *call)
+        results, start = [], 0
+        for array in arrays:
+            copied = flat[start : start + array.nbytes].copy()
+            results.append(copied.view(array.dtype).reshape(array.shape))
+            start += array.nbytes
+        return results
+
+    def barrier(self) -> None:
+        """See `Communicator.barrier`."""
+        with (
+            self._user_call([]) as detail,
+            self._calling("barrier", "none", "none", 0, detail) as call,
+        ):
+            self._barrier(*call)
+
+    # The rest of the contract.
+
+    def abort(self, error: errors.CollectiveError | None = None) -> None:
+        """See `Communicator.abort`."""
+        if self._failure is None:
+            self._failure = error or errors.TransportClosed(
+                "This communicator was aborted. Create a new strategy to continue."
+            )
+        self._abort()
+
+    def close(self) -> None:
+        """See `Communicator.close`."""
+        self._closed = True
+        self._abort()
+        # Not while another thread uses them. If that takes too long (or this is a
+        # signal handler during a collective), that thread's call closes them.
+        if self._lock.acquire(timeout=_CLOSE_SECONDS):
+            try:
+                self._close()
+            finally:
+                self._lock.release()
+
+    def listen(self, recorder: Recorder) -> None:
+        """See `Communicator.listen`."""
+        self._listeners.append(recorder)
+        self._listen()
+
+    def unlisten(self, recorder: Recorder) -> None:
+        """See `Communicator.unlisten`."""
+        self._listeners = [each for each in self._listeners if each is not recorder]
+        self._listen()
+
+    def _listen(self) -> None:
+        several = self._listeners
+        if len(several) > 1:
+            self._record(Several(several))
+        else:
+            self._record(several[0] if several else None)
+
+    @property
+    def failure(self) -> errors.CollectiveError | None:
+        """See `Communicator.failure`."""
+        return self._failure
+
+    @property
+    def step(self) -> int:
+        """See `Communicator.step`."""
+        return self.supervisor.step
+
+    @step.setter
+    def step(self, value: int) -> None:
+        self.supervisor.step = value
+
+    # The inner contract: for subclasses, and for communicators that are made of others,
+    # which call it on these. All arrays are flat and C-contiguous.
+
+    def _record(self, recorder: Recorder | None) -> None:
+        """Begin or end recording; subclasses pass it on to their parts."""
+        self._recorder = recorder
+
+    @abc.abstractmethod
+    def _reduce(
+        self, source: FusedBuffer, lend: bool, call: Call, deadline: Deadline
+    ) -> Array:
+        """Return a new array: the source's elements, reduced over all ranks.
+
+        The operation is `call.op`. If `lend`, other ranks may read the array's memory,
+        too.
+        """
+
+    @abc.abstractmethod
+    def _gather(self, views: list[memoryview], call: Call, deadline: Deadline) -> None:
+        """Fill all views but this rank's own, which is sent to the others."""
+
+    @abc.abstractmethod
+    def _broadcast(
+        self, view: memoryview, root: int, call: Call, deadline: Deadline
+    ) -> None:
+        """Fill the view with the root's, except at the root."""
+
+    @abc.abstractmethod
+    def _barrier(self, call: Call, deadline: Deadline) -> None:
+        """Return when all ranks have called it."""
+
+    @abc.abstractmethod
+    def _abort(self) -> None:
+        """End every wait with `Aborted`."""
+
+    @abc.abstractmethod
+    def _close(self) -> None:
+        """Release sockets, memory and the like."""
+
+    # Numbering, deadlines and errors.
+
+    @contextlib.contextmanager
+    def _user_call(self, shapes: list[tuple[str, tuple[int, ...]]]) -> Iterator[int]:
+        """Hold the lock during one call of a user, which may be several collectives.
+
+        Yields:
+            A checksum of dtypes and shapes that is the same in every process.
+        """
+        with self._lock:
+            try:
+                self._shapes = ", ".join(f"{name}{shape}" for name, shape in shapes)
+                yield zlib.crc32(repr(shapes).encode())
+            finally:
+                if self._closed:
+                    self._close()
+
+    @contextlib.contextmanager
+    def _calling(
+        self,
+        kind: str,
+        op: str,
+        dtype: str,
+        elements: int,
+        detail: int,
+        root: int = 0,
+    ) -> Iterator[tuple[Call, Deadline]]:
+        if self._failure is not None:
+            raise copy_to_raise(self._failure)
+        if self._closed:
+            raise errors.TransportClosed(
+                f"This communicator is closed. Received: a call of {kind}. Create a "
+                "new strategy to continue."
+            )
+        self.sequence += 1
+        call = Call(self.sequence, kind, op, dtype, elements, detail, root)
+        self.supervisor.call = call
+        recorder = self._recorder
+        begin = 0 if recorder is None else now()
+        try:
+            yield call, Deadline(self.timeout)
+        except BaseException as error:
+            self._give_up(error, call)
+            raise
+        if recorder is not None:
+            recorder.add(kind, begin, now(), elements * itemsize(dtype), str(call))
+
+    def _give_up(self, error: BaseException, call: Call) -> None:
+        """Raise the job's failure for an error; return if it isn't one of the group."""
+        here, supervisor = self.peers[self.rank], self.supervisor
+        shapes = self._shapes[:_MOST_SHOWN]
+        failure = explain(error, call, here, shapes, supervisor, self._failure)
+        if failure is None:
+            # Not an error of the group (Ctrl-C, a bug): this rank is out of step all
+            # the same; the report spares the others the wait for it.
+            self.abort()
+            reason = f"it left {call} with {type(error).__name__}: {error}"
+            reason = reason.rstrip(". \n")
+            lost = errors.WorkerLost(here.rank, here.address, supervisor.step, reason)
+            supervisor.report(lost, wait=False)
+            return
+        if self._failure is None:
+            self._failure = failure
+        self._abort()
+        raise copy_to_raise(self._failure) from error
+
+
+def _arrays(buffers: Sequence[npt.ArrayLike]) -> list[Array]:
+    if isinstance(buffers, np.ndarray):
+        raise TypeError(
+            "A collective takes a list of arrays. Received: one array of shape "
+            f"{buffers.shape}. Put it into a list."
+        )
+    return [np.asarray(buffer) for buffer in buffers]
