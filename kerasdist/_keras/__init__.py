@@ -44,6 +44,7 @@ def _explaining() -> Iterator[None]:
 with _explaining():
     from kerasdist._keras.context import gradients_are_reduced, is_timed
     from kerasdist._keras.data.arrays import ArrayData, random_seed
+    from kerasdist._keras.data.batches import BatchIterable, BatchIterator, LoopData
     from kerasdist._keras.data.generators import GeneratorFacts
     from kerasdist._keras.data.pydataset import ItemData, close_at_end
     from kerasdist._keras.models.local_models import begin_use, end_use, local_training
@@ -54,6 +55,7 @@ with _explaining():
         LayerPlacer,
         called_layer,
         device_of_variable,
+        placer_of,
     )
     from kerasdist._keras.placement.micro_batches import dividing
     from kerasdist._keras.placement.rematerialize import rematerializing
@@ -63,11 +65,14 @@ with _explaining():
 
 __all__ = [
     "ArrayData",
+    "BatchIterable",
+    "BatchIterator",
     "GeneratorFacts",
     "ItemData",
     "KerasHooks",
     "LayerFacts",
     "LayerPlacer",
+    "LoopData",
     "OncePrinter",
     "StepTimer",
     "begin_use",
@@ -84,6 +89,7 @@ __all__ = [
     "local_training",
     "new_train_function",
     "own_steps",
+    "placer_of",
     "print_line",
     "random_seed",
     "rematerializing",

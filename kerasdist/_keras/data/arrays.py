@@ -21,6 +21,7 @@ from keras.src.utils import rng_utils
 
 from kerasdist import _tf
 from kerasdist._keras.context import current
+from kerasdist._keras.data.batches import LoopData
 from kerasdist._keras.data.generators import GeneratorFacts
 from kerasdist._keras.data.pydataset import ItemData
 from kerasdist._keras.protocols import DynamicHooks, KerasHooks, dynamic_hooks, hooks_of
@@ -206,9 +207,8 @@ def init_epoch_iterator(
     if hooks is None:
         original(self, distribute_strategy, *args, **kwargs)
         return
-    if "x" in kwargs:
-        # Dynamic batches that a strategy has distributed are claimed below.
-        kwargs["x"] = getattr(kwargs["x"], "kerasdist_dataset", kwargs["x"])
+    if isinstance(kwargs.get("x"), LoopData):
+        kwargs["x"] = kwargs["x"].dataset  # its batches are claimed below
     given = kwargs["x"] if "x" in kwargs else next(iter(args), None)
     # Keras reads two batches of it, which may be all there are.
     generator = (
@@ -255,8 +255,7 @@ def first_item(iterator: Any) -> Any:
     were prefetched for it would be the first of the epoch, and as many would be missing
     at the epoch's end.
     """
-    adapter = iterator.data_adapter
-    adapter = getattr(adapter, "kerasdist_adapter", adapter)
+    adapter = _adapter_of(iterator)
     if getattr(adapter, "enqueuer", None) is None:
         return None
     return adapter._standardize_batch(adapter.py_dataset[0])
@@ -270,8 +269,7 @@ def batch_size_of_fit() -> int | None:
     iterator = None if current.iterator is None else current.iterator()
     if iterator is None:
         return None
-    adapter = iterator.data_adapter
-    adapter = getattr(adapter, "kerasdist_adapter", adapter)
+    adapter = _adapter_of(iterator)
     if isinstance(adapter, array_data_adapter.ArrayDataAdapter):
         return int(adapter._batch_size)
     if isinstance(adapter, py_dataset_adapter.PyDatasetAdapter):
@@ -315,7 +313,7 @@ def deal_batches(iterator: Any, hooks: DynamicHooks) -> None:
     if dealt.length != adapter.num_batches:
         iterator.data_adapter = adapter = _WithLength(adapter, dealt.length)
         iterator._num_batches = dealt.length
-    iterator._distributed_dataset = iterator.kerasdist_dealt = dealt
+    iterator._distributed_dataset = dealt
 
     def enumerate_batches() -> Any:
         adapter.on_epoch_begin()
@@ -334,11 +332,17 @@ class _WithLength:
     """A data adapter with another number of batches."""
 
     def __init__(self, adapter: Any, num_batches: int | None) -> None:
-        self.kerasdist_adapter = adapter
+        self.adapter = adapter
         self.num_batches = num_batches
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.kerasdist_adapter, name)
+        return getattr(self.adapter, name)
+
+
+def _adapter_of(iterator: Any) -> Any:
+    """Return the adapter that Keras made for an epoch iterator."""
+    adapter = iterator.data_adapter
+    return adapter.adapter if isinstance(adapter, _WithLength) else adapter
 
 
 class _InOrder(py_dataset_adapter.PyDataset):

@@ -16,6 +16,7 @@ import tensorflow as tf
 
 from kerasdist._keras.context import current, setting
 from kerasdist._keras.protocols import KerasHooks, current_hooks, hooks_of
+from kerasdist._tf.marks import TRAINED_LOCALLY
 
 __all__ = [
     "begin_use",
@@ -27,8 +28,6 @@ __all__ = [
     "writer_hooks",
 ]
 
-_LOCAL = "_kerasdist_local"
-_WARNED = "_kerasdist_warned"
 # The hooks of strategies that are neither closed nor garbage.
 _in_use: weakref.WeakSet[Any] = weakref.WeakSet()
 
@@ -83,12 +82,11 @@ def warn_if_outside(trainer: Any) -> None:
     hooks = _hooks_in_use(trainer)
     if hooks is None:
         return
-    marks = vars(trainer)
-    if current.local:
-        marks[_LOCAL] = True
-    if _LOCAL in marks or _WARNED in marks:
+    known = TRAINED_LOCALLY.get(trainer)
+    if current.local or known is None:
+        TRAINED_LOCALLY.set(trainer, current.local)
+    if current.local or known is not None:
         return
-    marks[_WARNED] = True
     if hooks.workers.rank == 0:
         warnings.warn(
             f"Model {trainer.name!r} was created, cloned or loaded outside of "
@@ -109,7 +107,7 @@ def check_not_local(trainer: Any) -> None:
     Raises:
         ValueError: Each worker has trained it for itself.
     """
-    if _LOCAL in vars(trainer) or _WARNED in vars(trainer):
+    if TRAINED_LOCALLY.get(trainer) is not None:
         raise ValueError(
             "Each worker has trained this model for itself: the workers' weights "
             f"differ. Received: model {trainer.name!r}, used inside of the scope of "
@@ -129,7 +127,7 @@ def writer_hooks(saved: Any) -> KerasHooks | None:
             its variables, or none.
     """
     hooks = hooks_of(getattr(saved, "distribute_strategy", None))
-    if hooks is not None or _LOCAL in vars(saved):
+    if hooks is not None or TRAINED_LOCALLY.get(saved):
         return hooks
     with contextlib.suppress(AttributeError, IndexError, TypeError, ValueError):
         variable = saved.variables[0]

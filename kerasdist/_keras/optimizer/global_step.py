@@ -20,6 +20,7 @@ import tensorflow as tf
 
 from kerasdist import _tf
 from kerasdist._keras.protocols import dynamic_hooks, hooks_of
+from kerasdist._tf.marks import OTHERS_STEPS
 
 __all__ = [
     "device_beside",
@@ -29,21 +30,6 @@ __all__ = [
     "steps_of",
     "steps_with_others",
 ]
-
-_ATTRIBUTE = "_kerasdist_others"
-
-
-class _Others:
-    """The number of steps that others had taken; not a variable of the optimizer.
-
-    Args:
-        optimizer: The optimizer that it belongs to.
-    """
-
-    def __init__(self, optimizer: Any) -> None:
-        # A variable, so that a step isn't traced again after another backup is
-        # restored.
-        self.steps = _tf.own_variable(0, tf.int64, device_beside(optimizer))
 
 
 def own_steps(optimizer: Any) -> Any:
@@ -73,11 +59,11 @@ def shared_steps(optimizer: Any) -> Any | None:
     hooks = dynamic_hooks(getattr(optimizer, "_distribution_strategy", None))
     if hooks is not None:
         return hooks.steps_of(optimizer)
-    others: _Others | None = getattr(optimizer, _ATTRIBUTE, None)
+    others = OTHERS_STEPS.get(optimizer)
     if others is None:
         return None
     own = tf.convert_to_tensor(own_steps(optimizer))
-    return tf.cast(own, tf.int64) + others.steps.read_value()
+    return tf.cast(own, tf.int64) + others.read_value()
 
 
 def steps_of(optimizer: Any) -> Any:
@@ -110,18 +96,19 @@ def resume(trainer: Any, restored: bool, steps: int | None) -> None:
     hooks = hooks_of(trainer.distribute_strategy)
     if hooks is not None:
         before = int(hooks.consensus.of_chief(before))
-    others: _Others | None = getattr(optimizer, _ATTRIBUTE, None)
+    others = OTHERS_STEPS.get(optimizer)
     if before < 0 or (others is None and not before):
         return
     if others is None:
-        others = _Others(optimizer)
-        setattr(optimizer, _ATTRIBUTE, others)
+        # A variable: a step isn't traced again after another backup is restored.
+        others = _tf.own_variable(0, tf.int64, device_beside(optimizer))
+        OTHERS_STEPS.set(optimizer, others)
         if trainer.train_function is not None:
             # An earlier trace doesn't have the variable. Keras has made sure already
             # that there is a function.
             trainer.train_function = None
             trainer.make_train_function()
-    others.steps.assign(before)
+    others.assign(before)
 
 
 def steps_with_others(trainer: Any) -> int | None:
@@ -130,8 +117,8 @@ def steps_with_others(trainer: Any) -> int | None:
     None if the optimizer has counted all of them itself.
     """
     optimizer = _trained(trainer)
-    others: _Others | None = getattr(optimizer, _ATTRIBUTE, None)
-    if others is None or not int(others.steps.numpy()):
+    others = OTHERS_STEPS.get(optimizer)
+    if others is None or not int(others.numpy()):
         return None
     return int(steps_of(optimizer).numpy())
 

@@ -28,6 +28,7 @@ from keras.src.optimizers import base_optimizer
 from kerasdist import _tf
 from kerasdist._keras.context import current, setting
 from kerasdist._keras.optimizer.global_step import device_beside, steps_of
+from kerasdist._tf.marks import SCALING
 
 __all__ = [
     "Scaling",
@@ -43,8 +44,6 @@ __all__ = [
     "set_base_rate",
     "set_rate",
 ]
-
-_ATTRIBUTE = "_kerasdist_scaling"
 
 
 class Scaling:
@@ -141,10 +140,10 @@ def leaves_of(trainer: Any) -> list[Any]:
 
 def scaling_of(optimizer: Any, *, make: bool = False) -> Scaling | None:
     """Return an optimizer's factor; None if it has none and `make` is false."""
-    scaling: Scaling | None = getattr(optimizer, _ATTRIBUTE, None)
+    scaling: Scaling | None = SCALING.get(optimizer)
     if scaling is None and make:
         scaling = Scaling(optimizer)
-        setattr(optimizer, _ATTRIBUTE, scaling)
+        SCALING.set(optimizer, scaling)
     return scaling
 
 

@@ -12,6 +12,7 @@ import tensorflow as tf
 from keras.src.backend.common.name_scope import current_path
 
 from kerasdist._tf.facets import facets_of
+from kerasdist._tf.marks import STAGE, VARIABLE_DEVICE
 
 __all__ = [
     "LayerFacts",
@@ -57,6 +58,17 @@ class LayerFacts:
 
 class LayerPlacer(Protocol):
     """The devices of layers; found by `placer_of`."""
+
+    @property
+    def devices(self) -> Sequence[str]:
+        """All devices by full name; the first is for layers without a pattern."""
+
+    def staging(self, device: str) -> contextlib.AbstractContextManager[None]:
+        """Assign layers and variables created in the block to a device.
+
+        Raises:
+            ValueError: There's no such device, or it isn't one of `devices`.
+        """
 
     @property
     def stage(self) -> str | None:
@@ -121,12 +133,6 @@ class _Calls(threading.local):
 
 _calls = _Calls()
 
-# The attribute with the device of the stage that a layer was created in. Set without
-# Keras's `__setattr__`, which would track it.
-_STAGE = "_kerasdist_stage"
-# The attribute of a variable without a value. It can't be a key: it has no hash.
-_WISH = "_kerasdist_device"
-
 
 def placer_of(strategy: Any) -> LayerPlacer | None:
     """Return the placer of a strategy; None if it has none."""
@@ -151,9 +157,14 @@ def init_layer(original: Callable[..., Any], layer: Any) -> None:
     wrapped, because Keras inspects its arguments.
     """
     placer = placer_of(tf.distribute.get_strategy())
-    if placer is not None and placer.stage is not None:
-        layer.__dict__.setdefault(_STAGE, placer.stage)
+    if placer is not None:
+        _note_stage(layer, placer)
     original(layer)
+
+
+def _note_stage(layer: Any, placer: LayerPlacer) -> None:
+    if placer.stage is not None and STAGE.get(layer) is None:
+        STAGE.set(layer, placer.stage)
 
 
 def call_layer(
@@ -163,8 +174,8 @@ def call_layer(
     placer = placer_of(tf.distribute.get_strategy())
     if placer is None or _calls.exporting:
         return original(layer, *args, **kwargs)
-    if placer.stage is not None and not layer.built:
-        layer.__dict__.setdefault(_STAGE, placer.stage)
+    if not layer.built:
+        _note_stage(layer, placer)
     facts = _facts(layer)
     device = placer.device_of(facts)
     _calls.stack.append((facts.paths, device))
@@ -217,14 +228,14 @@ def init_variable(
     with _making(wish):
         original(variable, *args, **kwargs)
     if variable._value is None:
-        variable.__dict__[_WISH] = wish  # Keras gives it a value later
+        VARIABLE_DEVICE.set(variable, wish)  # Keras gives it a value later
 
 
 def initialize_variable(
     original: Callable[..., Any], variable: Any, *args: Any, **kwargs: Any
 ) -> None:
     """Replace `Variable._initialize`, which creates TensorFlow's variable."""
-    wish = variable.__dict__.pop(_WISH, None)
+    wish = VARIABLE_DEVICE.pop(variable)
     with _making(wish) if wish else contextlib.nullcontext():
         original(variable, *args, **kwargs)
 
@@ -315,7 +326,7 @@ def _facts(
                 for base in (built_in, above)
             )
         ),
-        stage=layer.__dict__.get(_STAGE),
+        stage=STAGE.get(layer),
         parent=parent,
         own=own,
         inner=frozenset(_devices(layer.weights) if inside else own),

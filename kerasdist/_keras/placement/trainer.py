@@ -56,10 +56,10 @@ def make_function(
     original(trainer, *args, **kwargs)
     for kind in ("train", "test", "predict"):
         function = getattr(trainer, f"{kind}_function")
-        if function is not None and not hasattr(function, "kerasdist_placed"):
+        if function is not None and not isinstance(function, _Recorded):
             if kind == "train":
                 function = _count(trainer, function)
-            recorded = _record_first(placer, trainer, kind, function)
+            recorded = _Recorded(placer, trainer, kind, function)
             setattr(trainer, f"{kind}_function", recorded)
     return getattr(trainer, f"{_KINDS[original.__name__]}_function")
 
@@ -99,24 +99,24 @@ class _Next(threading.local):
 _next = _Next()
 
 
-def _record_first(
-    placer: LayerPlacer, trainer: Any, kind: str, function: Callable[..., Any]
-) -> Callable[..., Any]:
-    """Return the same function, whose first call is recorded."""
-    first = not trainer.run_eagerly
-    name = getattr(getattr(trainer, "optimizer", None), "name", "")
+class _Recorded:
+    """A train, test or predict function, whose first call is recorded."""
 
-    @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        nonlocal first
-        if not first:
-            return function(*args, **kwargs)
-        first = False
-        with placer.recording(kind, _next.rows, name):
-            return function(*args, **kwargs)
+    def __init__(
+        self, placer: LayerPlacer, trainer: Any, kind: str, function: Callable[..., Any]
+    ) -> None:
+        functools.update_wrapper(self, function)
+        self._function = function
+        self._placer, self._kind = placer, kind
+        self._optimizer = getattr(getattr(trainer, "optimizer", None), "name", "")
+        self._first = not trainer.run_eagerly
 
-    call.kerasdist_placed = True  # type: ignore[attr-defined]
-    return call
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not self._first:
+            return self._function(*args, **kwargs)
+        self._first = False
+        with self._placer.recording(self._kind, _next.rows, self._optimizer):
+            return self._function(*args, **kwargs)
 
 
 def _count(trainer: Any, function: Callable[..., Any]) -> Callable[..., Any]:

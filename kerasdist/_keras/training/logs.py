@@ -14,6 +14,7 @@ on all workers that had rows, or has the same name.
 
 from __future__ import annotations
 
+import inspect
 import json
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -27,6 +28,7 @@ from kerasdist import _tf
 from kerasdist._keras.context import current
 from kerasdist._keras.protocols import KerasHooks
 from kerasdist._keras.training.losses import recorded
+from kerasdist._tf.marks import LAST_LOGS
 
 __all__ = ["LastLogs", "keeping", "whole_logs"]
 
@@ -114,7 +116,7 @@ def whole_logs(trainer: Any, hooks: KerasHooks, logs: Any) -> dict[str, Any]:
         The logs, the same on all workers.
     """
     function = trainer.test_function if current.evaluating else trainer.train_function
-    last: LastLogs | None = getattr(function, "last", None)
+    last: LastLogs | None = LAST_LOGS.get(inspect.unwrap(function))
     rows, complete, kept = (0.0, False, {}) if last is None else last.values()
     mine = {
         path: np.asarray(value, np.float64)

@@ -10,6 +10,7 @@ from keras.src import backend, tree
 
 from kerasdist._keras.context import current, is_timed, setting
 from kerasdist._keras.data.arrays import first_item
+from kerasdist._keras.data.batches import BatchIterable, BatchIterator
 from kerasdist._keras.models.step_build import (
     build_by_step,
     can_be_called,
@@ -28,6 +29,7 @@ from kerasdist._keras.training.adoption import adopt_model
 from kerasdist._keras.training.instrumented_step import InstrumentedStep
 from kerasdist._keras.training.logs import keeping
 from kerasdist._keras.training.state import statistics_of
+from kerasdist._tf.marks import LAST_LOGS
 
 __all__ = [
     "make_function",
@@ -103,7 +105,7 @@ def make_function(
                 iterator, (tf.data.Iterator, tf.distribute.DistributedIterator)
             ):
                 return function(iterator)
-            if getattr(iterator, "kerasdist_together", False):
+            if isinstance(iterator, BatchIterator):
                 # Keras's loop over such an iterator needs at least one step.
                 return function(iterator.at_least_one())
             # `train_on_batch` and `test_on_batch`: one global batch.
@@ -121,7 +123,8 @@ def make_function(
         with translating(hooks), inside():
             return calls(iterator)
 
-    call.last = last  # type: ignore[attr-defined]
+    if last is not None:
+        LAST_LOGS.set(call, last)
     return call
 
 
@@ -214,16 +217,14 @@ def symbolic_build(
         def local(value: Any) -> Any:
             return strategy.experimental_local_results(value)[0]
 
-        dealt = getattr(iterator, "kerasdist_dealt", None)
-        if dealt is not None:
-            data_batch, _, _ = hooks.split(dealt.example())
+        given = iterator._distributed_dataset
+        if isinstance(given, BatchIterable):
+            data_batch = given.example()
         else:
             data_batch = first_item(iterator)
-        if data_batch is None:
-            given = iterator._distributed_dataset
-            data_batch = getattr(given, "kerasdist_example", None)
         for _, _, batches in iterator if data_batch is None else ():
-            data_batch = getattr(batches, "kerasdist_example", None)
+            if isinstance(batches, BatchIterator):
+                data_batch = batches.example
             if data_batch is None:
                 item = next(batches, None)
                 if item is None:

@@ -23,7 +23,7 @@ from typing import Any, Protocol
 import tensorflow as tf
 
 from kerasdist import _tf
-from kerasdist._keras import StepTimer
+from kerasdist._keras import BatchIterable, BatchIterator, LoopData, StepTimer
 from kerasdist.ps import END
 from kerasdist.strategies.asynchronous.sources import Source
 from kerasdist.strategies.asynchronous.weights import SharedTables
@@ -55,7 +55,7 @@ class EpochHooks(Protocol):
         """Let all workers take the weights if one has changed them."""
 
 
-class DynamicDataset:
+class DynamicDataset(BatchIterable):
     """The data that `fit` trains on, over epochs; all workers create theirs alike.
 
     Args:
@@ -98,8 +98,8 @@ class DynamicDataset:
         return self.source.length
 
     def example(self) -> Any:
-        """Return a batch, to build a model from; it isn't claimed."""
-        return self.source.example()
+        """See `BatchIterable.example`; the batch isn't claimed."""
+        return split_part(self.source.example())[0]
 
     def begin_epoch(self, steps: int | None = None) -> DynamicBatches:
         """Begin the next epoch, at the same point on all workers.
@@ -198,7 +198,7 @@ class DynamicDataset:
         return number
 
 
-class DynamicBatches:
+class DynamicBatches(BatchIterator):
     """This worker's batches of one epoch; read ahead by a thread.
 
     Args:
@@ -207,12 +207,9 @@ class DynamicBatches:
         used: Number of batches of the pass that earlier epochs have used.
 
     Attributes:
-        kerasdist_together: Marks this kind of iterator for the Keras seam.
         number: Number of the next batch in the epoch.
         exhausted: Whether the data have ended before the claims.
     """
-
-    kerasdist_together = True
 
     def __init__(
         self, dealt: DynamicDataset, claim: Callable[[], int | None], used: int
@@ -245,12 +242,9 @@ class DynamicBatches:
         return self._next is not None
 
     def at_least_one(self) -> DynamicBatches:
-        """Return the iterator itself, which the Keras seam requires before a step."""
+        """See `BatchIterator.at_least_one`."""
         if not self.ready():
             raise StopIteration
-        return self
-
-    def __iter__(self) -> Iterator[Any]:
         return self
 
     def __next__(self) -> Any:
@@ -278,20 +272,17 @@ class DynamicBatches:
         return number, _for_replicas(self._dealt.workers.devices, found[0])
 
 
-class DynamicLoop:
+class DynamicLoop(LoopData):
     """The iterable of a custom loop; the workers meet at the end of each pass.
 
     Args:
         dealt: The dataset's dynamic batches.
         dataset: The dataset.
-
-    Attributes:
-        kerasdist_dataset: The dataset, from which the Keras seam makes data for `fit`.
     """
 
     def __init__(self, dealt: DynamicDataset, dataset: Any) -> None:
         self._dealt = dealt
-        self.kerasdist_dataset = dataset
+        self.dataset = dataset
 
     @property
     def element_spec(self) -> Any:

@@ -26,6 +26,7 @@ import tensorflow as tf
 
 from kerasdist import _tf
 from kerasdist._keras import ArrayData, ItemData, own_steps
+from kerasdist._tf.marks import OWN_DATA
 from kerasdist.ps import enter
 from kerasdist.strategies.asynchronous.dynamic_batches import DynamicDataset
 from kerasdist.strategies.asynchronous.live_group import WorkersChanged
@@ -227,7 +228,7 @@ class AsyncHooks(SynchronousHooks):
 
     def deal_dataset(self, dataset: Any, length: int | None) -> DynamicDataset:
         """See `KerasHooks.deal_dataset`."""
-        if getattr(dataset, "kerasdist_own", False):
+        if OWN_DATA.get(dataset) is not None:
             return self._deal(OwnSource(dataset, length), None)
         if length is None:
             known = int(dataset.cardinality())

@@ -12,7 +12,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from kerasdist._keras import GeneratorFacts, StepTimer
+from kerasdist._keras import BatchIterable, GeneratorFacts, StepTimer
 from kerasdist._tf.graph.dataset_pipelines import iterator_dataset
 from kerasdist.strategies.chief_data.choice import DataChoice
 from kerasdist.strategies.chief_data.comparison.content import Content, batch_of
@@ -84,7 +84,7 @@ class PeekedDataset:
         )
 
 
-class Passes:
+class Passes(BatchIterable):
     """This worker's parts of a dataset: of the first pass, which has begun, and others.
 
     Args:
@@ -102,7 +102,11 @@ class Passes:
         self._make_every = every
         self._every: Any = None
         self._iterator = iterator
-        self.kerasdist_example = example
+        self._example = example
+
+    def example(self) -> Any | None:
+        """See `BatchIterable.example`."""
+        return self._example
 
     def __iter__(self) -> Iterator[Any]:
         first, self._first = self._first, None

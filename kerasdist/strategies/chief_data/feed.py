@@ -24,7 +24,7 @@ import numpy as np
 import tensorflow as tf
 
 from kerasdist import _tf
-from kerasdist._keras import StepTimer, close_at_end
+from kerasdist._keras import BatchIterable, BatchIterator, StepTimer, close_at_end
 from kerasdist.collectives.ops import equal_part
 from kerasdist.strategies.chief_data.encoding import (
     Encoded,
@@ -47,7 +47,7 @@ _AT_ONCE = 8 << 20
 _POLL, _PATIENCE = 0.1, 5.0
 
 
-class ChiefFeed:
+class ChiefFeed(BatchIterable):
     """The iterable for Keras in place of the chief's data; each iteration is a pass.
 
     Args:
@@ -59,7 +59,6 @@ class ChiefFeed:
         example: A batch for its shapes; None if there is none.
 
     Attributes:
-        kerasdist_example: See `example`.
         length: Number of batches of a pass; None: unknown.
         rows: Number of rows of a batch; 0: unknown.
     """
@@ -78,11 +77,15 @@ class ChiefFeed:
         self.workers, self.timer = workers, timer
         self.passes = passes
         self.structure = structure
-        self.kerasdist_example = example
+        self._example = example
         self.reader: _Reader | None = None
 
     def __iter__(self) -> FeedIterator:
         return FeedIterator(self)
+
+    def example(self) -> Any | None:
+        """See `BatchIterable.example`."""
+        return self._example
 
     def close(self) -> None:
         """End the thread that reads ahead."""
@@ -91,15 +94,8 @@ class ChiefFeed:
             reader.close()
 
 
-class FeedIterator:
-    """One pass.
-
-    Attributes:
-        kerasdist_together: Marks this kind of iterator for the Keras seam.
-        kerasdist_example: A batch for its shapes.
-    """
-
-    kerasdist_together = True
+class FeedIterator(BatchIterator):
+    """One pass."""
 
     def __init__(self, feed: ChiefFeed) -> None:
         self._feed = feed
@@ -109,13 +105,9 @@ class FeedIterator:
         self._batches = feed.passes() if chief else ()
         self._waiting: deque[tuple[str, str, list[Encoded]]] = deque()
         self._ended: BaseException | None = None
-        self.kerasdist_example = feed.kerasdist_example
-
-    def __iter__(self) -> Iterator[Any]:
-        return self
 
     def at_least_one(self) -> FeedIterator:
-        """Fetch the next batch now.
+        """See `BatchIterator.at_least_one`.
 
         Raises:
             StopIteration: There is none.

@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 from kerasdist import _tf
-from kerasdist._keras import StepTimer
+from kerasdist._keras import BatchIterator, StepTimer
+from kerasdist._tf.marks import OWN_DATA
 from kerasdist.strategies.data.batch_split import slice_rows, split_part, with_facts
 from kerasdist.strategies.reduce.consensus import Consensus
 from kerasdist.strategies.reduce.workers import Workers
@@ -40,28 +40,19 @@ class PerWorkerDataset:
         return PerWorkerIterator(self._workers, self._timer, self._dataset)
 
 
-class PerWorkerIterator:
-    """One pass over all workers' own datasets.
-
-    Attributes:
-        kerasdist_together: Marks this kind of iterator for the Keras seam.
-    """
-
-    kerasdist_together = True
+class PerWorkerIterator(BatchIterator):
+    """One pass over all workers' own datasets."""
 
     def __init__(self, workers: Workers, timer: StepTimer, dataset: Any) -> None:
         self._workers, self._timer = workers, timer
         self._iterator = iter(dataset)
         self._spec = dataset.element_spec
-        self._by_file = getattr(dataset, "kerasdist_by_file", False)
+        self._by_file = OWN_DATA.get(dataset)
         self._waiting: list[Any] = []
         self._last: Any = None
 
-    def __iter__(self) -> Iterator[Any]:
-        return self
-
     def at_least_one(self) -> PerWorkerIterator:
-        """Fetch the next batch now; raises StopIteration if all have ended."""
+        """See `BatchIterator.at_least_one`."""
         if not self._waiting:
             self._waiting.append(self._fetch())
         return self

@@ -33,7 +33,7 @@ import numpy as np
 import tensorflow as tf
 
 from kerasdist import _tf
-from kerasdist._keras import ItemData, StepTimer
+from kerasdist._keras import BatchIterator, ItemData, StepTimer
 from kerasdist.collectives.ops import equal_part
 from kerasdist.strategies.data.batch_split import with_facts
 from kerasdist.strategies.data.item_codec import ItemCodec
@@ -208,31 +208,18 @@ class SharedItems:
             )
 
 
-class SharedItemsIterator:
-    """The iterator of one epoch.
-
-    Attributes:
-        kerasdist_together: Marks this kind of iterator for the Keras seam.
-    """
-
-    kerasdist_together = True
+class SharedItemsIterator(BatchIterator):
+    """The iterator of one epoch."""
 
     def __init__(self, items: SharedItems) -> None:
+        self.example = items.example
         self._items = items
         self._groups: Iterator[list[Any]] | None = None
         self._waiting: deque[Any] = deque()
         self._met = 0.0  # seconds of the last exchange
 
-    @property
-    def kerasdist_example(self) -> Any:
-        """A batch for its shapes."""
-        return self._items.example
-
-    def __iter__(self) -> Iterator[Any]:
-        return self
-
     def at_least_one(self) -> SharedItemsIterator:
-        """Fetch the next batch now; raises StopIteration if there's none."""
+        """See `BatchIterator.at_least_one`."""
         if not self._waiting:
             # An epoch begins when its first batch is needed: Keras makes more iterators
             # than it uses.

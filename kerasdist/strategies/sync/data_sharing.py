@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kerasdist import _tf
+from kerasdist._tf.marks import OWN_DATA
 from kerasdist.strategies.data.auto_shard import is_by_file, own_part
 from kerasdist.strategies.data.batch_split import slice_dataset
 from kerasdist.strategies.reduce.workers import Workers
@@ -76,14 +77,13 @@ class SharingExtended(_tf.MirroredExtended):
         if own is None:
             return None
         made = self._from_function(lambda _: own, options)
-        made.kerasdist_own = True
-        made.kerasdist_by_file = is_by_file(dataset)
+        OWN_DATA.set(made, is_by_file(dataset))
         return made
 
     def _distribute_datasets_from_function(self, dataset_fn: Any, options: Any) -> Any:
         made = self._from_function(dataset_fn, options)
         # A function's dataset is the worker's own, see `data.per_worker`.
-        made.kerasdist_own = True
+        OWN_DATA.set(made, False)
         return made
 
     def _make_dataset_iterator(self, dataset: Any) -> Any:

@@ -13,6 +13,7 @@ import tensorflow as tf
 
 from kerasdist import _tf
 from kerasdist._keras import ArrayData, ItemData, OncePrinter, is_timed, random_seed
+from kerasdist._tf.marks import OWN_DATA
 from kerasdist.strategies.chief_data.arrays import settle_arrays
 from kerasdist.strategies.chief_data.batches import settle_batch
 from kerasdist.strategies.chief_data.choice import DataChoice
@@ -178,11 +179,11 @@ class SynchronousHooks:
             own = extended.distribute_parts(
                 slice_dataset(dataset, *self._workers.data_layout, wrap=_own_part)
             )
-            own.kerasdist_own = True
+            OWN_DATA.set(own, False)
             return self._in_step(own, length)
         own = extended.distribute_own(dataset)
         if own is not None:
-            by_file = own.kerasdist_by_file
+            by_file = OWN_DATA.get(own)
             self._given = dataclasses.replace(
                 self._given,
                 batches=None,
@@ -213,8 +214,7 @@ class SynchronousHooks:
 
     def _in_step(self, dataset: Any, length: int | None) -> tuple[Any, int | None]:
         """Let workers whose data end first continue with empty batches."""
-        own = getattr(dataset, "kerasdist_own", False)
-        if not own or self._workers.communicator.size == 1:
+        if OWN_DATA.get(dataset) is None or self._workers.communicator.size == 1:
             return dataset, length
         return (
             PerWorkerDataset(self._workers, self.timer, dataset),

@@ -1,0 +1,65 @@
+"""Facts that are kept about objects of Keras and TensorFlow: all of them.
+
+The objects themselves stay unchanged: Keras and TensorFlow track attributes, save them
+and copy them. A fact isn't copied with its object, and ends with it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any, Generic, TypeVar
+
+__all__ = [
+    "LAST_LOGS",
+    "OTHERS_STEPS",
+    "OWN_DATA",
+    "SCALING",
+    "STAGE",
+    "TRAINED_LOCALLY",
+    "VARIABLE_DEVICE",
+    "Mark",
+]
+
+T = TypeVar("T")
+
+
+class Mark(Generic[T]):
+    """One fact about some objects, which are told apart by identity.
+
+    The value must not refer to its object, which would never end then.
+    """
+
+    def __init__(self) -> None:
+        # Not a `WeakKeyDictionary`: Keras's variables have no hash.
+        self._values: dict[int, tuple[weakref.ref[Any], T]] = {}
+
+    def set(self, owner: Any, value: T) -> None:
+        """Set the fact about an object."""
+        key, values = id(owner), self._values
+        values[key] = weakref.ref(owner, lambda _: values.pop(key, None)), value
+
+    def get(self, owner: Any) -> T | None:
+        """Return the fact about an object; None if none was set."""
+        found = self._values.get(id(owner))
+        return None if found is None else found[1]
+
+    def pop(self, owner: Any) -> T | None:
+        """Return the fact about an object, and forget it."""
+        found = self._values.pop(id(owner), None)
+        return None if found is None else found[1]
+
+
+# A distributed dataset: each worker has its own. True if it is divided by file.
+OWN_DATA = Mark[bool]()
+# A layer: the device of the stage that it was created in.
+STAGE = Mark[str]()
+# A variable without a value: the device that it gets its value on.
+VARIABLE_DEVICE = Mark[str]()
+# A model: each worker trains it for itself. True if the script has declared that.
+TRAINED_LOCALLY = Mark[bool]()
+# A train or test function: the `_keras.training.logs.LastLogs` of its steps.
+LAST_LOGS = Mark[Any]()
+# An optimizer: the variable with the number of steps that others had taken.
+OTHERS_STEPS = Mark[Any]()
+# An optimizer: the `_keras.optimizer.learning_rate.Scaling` of its learning rate.
+SCALING = Mark[Any]()
