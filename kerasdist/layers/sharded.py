@@ -14,6 +14,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from kerasdist._keras import placer_of
 from kerasdist.collectives.ops import equal_part
 from kerasdist.layers.full_tensor import (
     FullTensor,
@@ -111,9 +112,8 @@ class Sharded:
         Raises:
             ValueError: There are more shards than entries, or a device is missing.
         """
-        strategy = tf.distribute.get_strategy()
-        staged = hasattr(strategy, "stage")
-        theirs = list(strategy.devices) if staged else []
+        placer = placer_of(tf.distribute.get_strategy())
+        theirs = [] if placer is None else list(placer.devices)
         count = self._count or min(len(theirs) or 1, length)
         if count > length:
             raise ValueError(
@@ -122,7 +122,7 @@ class Sharded:
                 "Give it fewer devices, or use the plain layer."
             )
         if self._wanted is not None:
-            if not staged:
+            if placer is None:
                 _check(self._wanted)
             return list(self._wanted)
         # Saved with more shards than there are devices now: several shards per device.
@@ -148,7 +148,7 @@ class Sharded:
             compute: The computation of a shard, see `Shard`.
             **options: As of any layer.
         """
-        strategy = tf.distribute.get_strategy()
+        placer = placer_of(tf.distribute.get_strategy())
         matrix = next(iter(wholes.values()))
         devices = self._devices(matrix.shape[matrix.axis])
         values = {}
@@ -163,15 +163,14 @@ class Sharded:
         length, shards = matrix.shape[matrix.axis], len(devices)
         self._slices = [equal_part(length, shards, i) for i in range(shards)]
         for index, device in enumerate(devices):
-            staged = device is not None and hasattr(strategy, "stage")
             own = self._slices[index]
             place = ShardSlice(index=index, start=own.start, stop=own.stop)
             # Made in its stage, too: that precedes patterns that match the layer.
-            with strategy.stage(device) if staged else _on(device):
+            with placer.staging(device) if placer and device else _on(device):
                 shard = Shard(
                     [self._weight(name, values[name], place) for name in wholes],
                     compute,
-                    None if staged else device,
+                    None if placer else device,
                     name=f"shard_{index}",
                     dtype=self.dtype_policy,
                     **options,

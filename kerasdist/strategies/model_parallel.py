@@ -28,7 +28,6 @@ __all__ = [
     "ModelParallelStrategy",
     "check_mapping",
     "placer_for",
-    "staging",
     "unpacked",
 ]
 
@@ -210,7 +209,7 @@ class ModelParallelStrategy(tf.distribute.Strategy):
         Raises:
             ValueError: There's no such device, or it isn't one of `devices`.
         """
-        return staging(self.extended.kerasdist.placer, device)
+        return self.extended.kerasdist.placer.staging(device)
 
     def placement_report(self) -> PlacementReport:
         """Report which operations ran on which device in the first step of each kind.
@@ -251,18 +250,6 @@ def check_mapping(placement: Any) -> Mapping[str, str]:
             "{'encoder/.*': 'GPU:0', 'decoder/.*': 'GPU:1'}."
         )
     return placement
-
-
-def staging(placer: Placer, device: str) -> contextlib.AbstractContextManager[None]:
-    """Begin a stage on a device, see `ModelParallelStrategy.stage`."""
-    (name,) = resolve_devices([device], "device")
-    if name not in placer.devices:
-        raise ValueError(
-            "A stage must be on one of the strategy's devices. "
-            f"Received: device={device!r}; they are {list(placer.devices)}. Name "
-            "it in the strategy's `devices=`."
-        )
-    return placer.staging(name)
 
 
 def placer_for(placement: Mapping[str, str], devices: Sequence[str] | None) -> Placer:

@@ -16,7 +16,6 @@ from kerasdist.strategies.devices import check_devices
 from kerasdist.strategies.model_parallel import (
     check_mapping,
     placer_for,
-    staging,
     unpacked,
 )
 from kerasdist.strategies.native import communicator as native_communicator
@@ -234,7 +233,7 @@ class RingStrategy(DataParallelStrategy):
                 f"device={device!r}. Create the strategy with `placement={{}}` and "
                 "`devices=[...]`."
             )
-        return staging(self.extended.kerasdist.placer, device)
+        return self.extended.kerasdist.placer.staging(device)
 
     def placement_report(self) -> PlacementReport:
         """Report which operations ran on which device on this worker.

@@ -257,6 +257,32 @@ result(found)
     assert found == {"rows": own, "columns": own}
 
 
+def test_a_ring_with_a_placement_and_one_without():
+    """Once both were taken for a ModelParallelStrategy, whose `devices` they lack."""
+    body = """
+def shards(**placement):
+    with kerasdist.RingStrategy(timeout=60, **placement).scope():
+        layer = ShardedDense(6)
+        layer.build((None, 4))
+    return [str(v.value.device)[-5:] for v in layer.variables if "kernel" in v.path]
+
+def refused():
+    with kerasdist.RingStrategy(timeout=60).scope():
+        try:
+            ShardedDense(6, devices=THREE).build((None, 4))
+        except ValueError as error:
+            return str(error)
+
+result([shards(placement={}, devices=THREE), len(shards()), refused()])
+"""
+    with Workers(SETUP + body, 1, env={"TF_CONFIG": None}, deadline=90) as job:
+        placed, plain, message = job.succeed()[0].result
+    assert placed == ["CPU:0", "CPU:1", "CPU:2"]
+    assert plain == 1
+    assert "need a strategy that places layers" in message
+    assert "under RingStrategy" in message
+
+
 def test_what_they_refuse():
     messages = run("""
         norm = keras.constraints.MaxNorm

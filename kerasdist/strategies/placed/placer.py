@@ -16,6 +16,7 @@ from kerasdist._tf import gradient_placement
 from kerasdist._tf.graph.partition_graphs import ran_graphs
 from kerasdist.placement.patterns import Patterns
 from kerasdist.placement.plan import Plan
+from kerasdist.strategies.devices import resolve_devices
 from kerasdist.strategies.placed.report import Names, StepPlaces, places_of
 
 __all__ = ["Placer"]
@@ -70,9 +71,19 @@ class Placer:
         """See `LayerPlacer`."""
         return False
 
+    def staging(self, device: str) -> contextlib.AbstractContextManager[None]:
+        """See `LayerPlacer.staging`."""
+        (name,) = resolve_devices([device], "device")
+        if name not in self.devices:
+            raise ValueError(
+                "A stage must be on one of the strategy's devices. "
+                f"Received: device={device!r}; they are {list(self.devices)}. Name "
+                "it in the strategy's `devices=`."
+            )
+        return self._staging(name)
+
     @contextlib.contextmanager
-    def staging(self, device: str) -> Iterator[None]:
-        """Assign layers and variables created in the block to a device."""
+    def _staging(self, device: str) -> Iterator[None]:
         self._stages.stack.append(device)
         try:
             yield
