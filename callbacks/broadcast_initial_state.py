@@ -5,16 +5,15 @@ from __future__ import annotations
 import operator
 from typing import Any
 
-import keras
-
 from kerasdist._keras.protocols import KerasHooks, hooks_of
+from kerasdist._keras.training.job_callback import JobCallback
 from kerasdist._keras.training.state import take_epoch
 from kerasdist.placement.table import human_bytes
 
 __all__ = ["BroadcastInitialState"]
 
 
-class BroadcastInitialState(keras.callbacks.Callback):
+class BroadcastInitialState(JobCallback):
     """Gives all workers one rank's state before the first step of each `fit`.
 
     The state is weights, the optimizers' variables and counters, the state of metrics
@@ -50,8 +49,7 @@ class BroadcastInitialState(keras.callbacks.Callback):
     ```
     """
 
-    # It communicates: see `_keras.training.callbacks`.
-    on_all_ranks = True
+    shares_state = True
 
     def __init__(self, root: int = 0, *, verbose: int = 1) -> None:
         super().__init__()
@@ -83,11 +81,7 @@ class BroadcastInitialState(keras.callbacks.Callback):
             )
 
     def before_first_step(self, hooks: KerasHooks, variables: list[Any]) -> None:
-        """Share the state; the strategy calls this when all callbacks have begun.
-
-        Args:
-            hooks: The strategy's hooks.
-            variables: The TensorFlow variables of everything that training changes.
+        """Share the state, see `JobCallback.before_first_step`.
 
         Raises:
             ValueError: There is no such rank, or the ranks' models differ.

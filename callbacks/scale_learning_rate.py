@@ -6,13 +6,12 @@ import math
 from numbers import Real
 from typing import Any
 
-import keras
-
 from kerasdist import _keras
 from kerasdist._keras.data.arrays import batch_size_of_fit, batches_of_fit
 from kerasdist._keras.optimizer import learning_rate
 from kerasdist._keras.optimizer.global_step import steps_of
 from kerasdist._keras.protocols import KerasHooks, hooks_of
+from kerasdist._keras.training.job_callback import JobCallback
 
 __all__ = ["RULES", "ScaleLearningRate"]
 
@@ -20,7 +19,7 @@ RULES = ("linear", "sqrt", "none")
 _WARMUP_EPOCHS = 5
 
 
-class ScaleLearningRate(keras.callbacks.Callback):
+class ScaleLearningRate(JobCallback):
     """Scales the learning rate with the global batch, after a warm-up.
 
     A learning rate is tuned for a batch size. On several replicas the global batch is
@@ -82,9 +81,6 @@ class ScaleLearningRate(keras.callbacks.Callback):
     )
     ```
     """
-
-    # It communicates: see `_keras.training.callbacks`.
-    on_all_ranks = True
 
     def __init__(
         self,
@@ -190,11 +186,7 @@ class ScaleLearningRate(keras.callbacks.Callback):
             )
 
     def resumed_after(self, batches: int) -> None:
-        """Note how far a resumed epoch was; called when all callbacks have begun.
-
-        Args:
-            batches: Number of its batches that the optimizer has already taken.
-        """
+        """See `JobCallback.resumed_after`."""
         hooks = hooks_of(self.model.distribute_strategy)
         # Perhaps only the chief can read the file.
         self._restored = (

@@ -22,10 +22,10 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
-import keras
 import numpy as np
 import tensorflow as tf
 
+from kerasdist._keras.training.job_callback import JobCallback
 from kerasdist.callbacks.scaling import charts, report
 from kerasdist.callbacks.scaling.baseline import Baseline
 from kerasdist.callbacks.scaling.bottleneck import Verdict, judge
@@ -46,7 +46,7 @@ _CALIBRATE = 2
 _LOOK = 9
 
 
-class ScalingTensorBoard(keras.callbacks.Callback):
+class ScalingTensorBoard(JobCallback):
     """Writes the parts of a job's speed, over all workers, and its bottleneck.
 
         board = kerasdist.callbacks.ScalingTensorBoard("logs", baseline=5_200)
@@ -84,9 +84,6 @@ class ScalingTensorBoard(keras.callbacks.Callback):
         ValueError: An argument is wrong; or, when `fit` begins, on all workers:
             `log_dir` can't be written to, or there's another such callback.
     """
-
-    # It communicates: see `_keras.training.callbacks`.
-    on_all_ranks = True
 
     def __init__(
         self,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import keras
@@ -12,6 +11,7 @@ from kerasdist._keras.optimizer.learning_rate import leaves_of
 from kerasdist._keras.protocols import dynamic_hooks, hooks_of, stage_clock_of, timer_of
 from kerasdist.collectives import Communicator
 from kerasdist.strategies.measure.stages import StageTimes
+from kerasdist.strategies.parameter_server import ParameterServerStrategy
 
 __all__ = ["JobView"]
 
@@ -80,7 +80,8 @@ class JobView:
             64 counts of reads, by the number of steps that they lagged; the last one
             includes all that lagged more. Empty where reads aren't counted.
         """
-        now: Mapping[int, int] = getattr(self._strategy, "staleness", {})
+        has_servers = isinstance(self._strategy, ParameterServerStrategy)
+        now = self._strategy.staleness if has_servers else {}
         before, self._reads = self._reads, dict(now)
         counts = [0.0] * (_STALEST + 1)
         for lag, count in self._reads.items():
@@ -89,7 +90,9 @@ class JobView:
 
     def happened(self) -> list[Any]:
         """Return the strategy's events: workers lost, and the like."""
-        return list(getattr(self._strategy, "events", ()))
+        if not isinstance(self._strategy, ParameterServerStrategy):
+            return []
+        return list(self._strategy.events)
 
     def steps_taken(self) -> int:
         """Return the optimizer's steps, of all workers: the step of a figure."""

@@ -10,15 +10,16 @@ import time
 from pathlib import Path
 from typing import Any
 
-import keras
 import numpy as np
 
 from kerasdist._keras.protocols import hooks_of, stage_clock_of, timer_of
+from kerasdist._keras.training.job_callback import JobCallback
 from kerasdist.callbacks.timeline.trace import Execution, Record, Span, trace
 from kerasdist.callbacks.timeline.xplane import xspace
 from kerasdist.collectives import Communicator
 from kerasdist.collectives.clock_sync import clock_offset
 from kerasdist.strategies.measure.stages import StageClock
+from kerasdist.strategies.sync.strategy import DataParallelStrategy
 from kerasdist.transport.tracing import now
 
 __all__ = ["Timeline"]
@@ -29,7 +30,7 @@ _MOST_SPANS = 200_000
 _ENDINGS = (".json", ".json.gz", ".xplane.pb")
 
 
-class Timeline(keras.callbacks.Callback):
+class Timeline(JobCallback):
     """Writes a trace of some steps of `fit`, of all workers.
 
     For each rank: the step and in it computing, exchanging gradients and updating; each
@@ -68,10 +69,6 @@ class Timeline(keras.callbacks.Callback):
     ```
     """
 
-    # It communicates: see `_keras.training.callbacks`.
-    on_all_ranks = True
-
-    # So that the ranks don't need a collective after every step.
     never_stops = True
 
     def __init__(
@@ -119,7 +116,8 @@ class Timeline(keras.callbacks.Callback):
         self._done = False
         self._record = None
         strategy = self.model.distribute_strategy
-        self._log = _Log(getattr(strategy, "communicator", None))
+        is_job = isinstance(strategy, DataParallelStrategy)
+        self._log = _Log(strategy.communicator if is_job else None)
         if not self._in_step:
             # These workers have no collectives inside an epoch.
             self._open()

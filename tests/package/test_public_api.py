@@ -29,9 +29,9 @@ LIBRARY = [
 CALLED_BY_US = {
     "before_first_step",
     "never_stops",
-    "on_all_ranks",
     "on_failure",
     "resumed_after",
+    "shares_state",
 }
 
 

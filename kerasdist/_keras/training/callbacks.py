@@ -33,6 +33,7 @@ from kerasdist._keras.optimizer.learning_rate import (
 )
 from kerasdist._keras.protocols import DynamicHooks, dynamic_hooks, hooks_of
 from kerasdist._keras.training.fit_loop import before_first_step
+from kerasdist._keras.training.job_callback import JobCallback
 from kerasdist._keras.training.optimizers import open_window
 from kerasdist._keras.training.state import statistics_of
 
@@ -119,9 +120,8 @@ def on_train_begin(
     # Only now is the state restored, wherever in the list the callback is that does it.
     backup = backups.read(self.callbacks)
     for callback in self.callbacks:
-        resumed = getattr(callback, "resumed_after", None)
-        if resumed is not None:
-            resumed(backup.batches)
+        if isinstance(callback, JobCallback):
+            callback.resumed_after(backup.batches)
     dynamic = _dynamic_hooks(model)
     # In a custom loop, callbacks may be used on one rank alone.
     if model is not None and (
@@ -189,7 +189,7 @@ def _check_callbacks(model: Any, callbacks: Sequence[Any]) -> None:
     names = [
         type(callback).__name__
         for callback in callbacks
-        if getattr(callback, "on_all_ranks", False)
+        if isinstance(callback, JobCallback)
     ]
     stops = not hooks.dynamic and hooks.workers.replicas > 1
     if stops and any(_may_stop(callback) for callback in callbacks):
@@ -224,7 +224,9 @@ def _count_all(callbacks: Any, steps: int) -> None:
 
 
 def _may_stop(callback: Any) -> bool:
-    if isinstance(callback, _NEVER_STOP) or getattr(callback, "never_stops", False):
+    if isinstance(callback, _NEVER_STOP):
+        return False
+    if isinstance(callback, JobCallback) and callback.never_stops:
         return False
     # In a `LambdaCallback` they are attributes of the instance.
     plain = keras.callbacks.Callback

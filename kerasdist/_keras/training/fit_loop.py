@@ -28,6 +28,7 @@ from kerasdist._keras.protocols import (
     timer_of,
     translating,
 )
+from kerasdist._keras.training.job_callback import JobCallback
 from kerasdist._keras.training.logs import whole_logs
 from kerasdist._keras.training.optimizers import open_window
 from kerasdist._keras.training.state import (
@@ -141,7 +142,7 @@ def _reporting_failure(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Iterator[None]:
-    """Call `on_failure` of the callbacks that have it when `fit` raises."""
+    """Call `JobCallback.on_failure` when `fit` raises."""
     try:
         yield
     except Exception as error:
@@ -149,11 +150,10 @@ def _reporting_failure(
         given = bound.arguments.get("callbacks") or ()
         given = getattr(given, "callbacks", given)
         for callback in given if isinstance(given, (list, tuple)) else [given]:
-            on_failure = getattr(callback, "on_failure", None)
-            if callable(on_failure):
+            if isinstance(callback, JobCallback):
                 # An error in a callback must not hide the first one.
                 with contextlib.suppress(Exception):
-                    on_failure(who_was_lost(trainer, error) or error)
+                    callback.on_failure(who_was_lost(trainer, error) or error)
         raise
 
 

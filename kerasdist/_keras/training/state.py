@@ -11,6 +11,7 @@ from keras.src import tree
 from kerasdist._keras.optimizer.learning_rate import optimizers_of
 from kerasdist._keras.placement.layers import move
 from kerasdist._keras.protocols import KerasHooks
+from kerasdist._keras.training.job_callback import JobCallback
 from kerasdist._keras.training.optimizers import own_accumulators
 
 __all__ = [
@@ -92,17 +93,20 @@ def take_epoch(trainer: Any, hooks: KerasHooks, root: int) -> None:
 
 
 def share_state(trainer: Any, hooks: KerasHooks, callbacks: Sequence[Any]) -> None:
-    """Call `before_first_step` of the callbacks that have it, on the workers' state.
+    """Call `JobCallback.before_first_step`, on the workers' state.
 
     All ranks have the same callbacks, see `_keras.training.callbacks`.
     """
-    found = [getattr(callback, "before_first_step", None) for callback in callbacks]
-    wanted = [prepare for prepare in found if prepare is not None]
-    if wanted:
+    found = [
+        callback
+        for callback in callbacks
+        if isinstance(callback, JobCallback) and callback.shares_state
+    ]
+    if found:
         # Keras does that next; else they hold each worker's part of the last epoch.
         trainer.reset_metrics()
-    for prepare in wanted:
-        prepare(hooks, whole_state(trainer))
+    for callback in found:
+        callback.before_first_step(hooks, whole_state(trainer))
 
 
 def whole_state(trainer: Any) -> list[Any]:

@@ -28,6 +28,7 @@ tf.config.set_logical_device_configuration(
 tf.config.threading.set_inter_op_parallelism_threads(8)
 import keras
 import kerasdist
+from kerasdist._keras.training.job_callback import JobCallback
 from kerasdist.callbacks import ScalingTensorBoard
 
 folder = os.environ["FOLDER"]
@@ -59,7 +60,7 @@ class SlowSGD(keras.optimizers.SGD):
             gradient = sleep(UPDATE, gradient)
         super().update_step(gradient, variable, learning_rate)
 
-class Watch(keras.callbacks.Callback):
+class Watch(JobCallback):
     never_stops = True
 
     def __init__(self):

@@ -209,7 +209,8 @@ from kerasdist.strategies.measure import counters
 strategy = kerasdist.RingStrategy(timeout=60, bucket_size=100_000)
 listening = listeners(strategy.communicator)
 m = build()
-class Late(keras.callbacks.Callback):
+from kerasdist._keras.training.job_callback import JobCallback
+class Late(JobCallback):
     never_stops = True
     def on_train_batch_begin(self, batch, logs=None):
         if strategy.rank == 1 and self.params and batch == 2:
