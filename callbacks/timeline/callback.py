@@ -111,7 +111,7 @@ class Timeline(JobCallback):
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Begin to count steps."""
-        self._log.unlisten()  # an earlier `fit` may have failed
+        self._log.stop()  # an earlier `fit` may have failed
         self._taken = 0
         self._done = False
         self._record = None
@@ -134,8 +134,8 @@ class Timeline(JobCallback):
             return
         if self._record is None:
             self._open()
-        if not self._log.listening:
-            self._log.listen()
+        if not self._log.active:
+            self._log.start()
             self._align_stages()
         self._look()  # drop the spans before
         self._begun = now()
@@ -147,7 +147,7 @@ class Timeline(JobCallback):
         ended = now()
         first, count = self._taken, batch - self._batch + 1
         self._taken += count
-        if self._record is None or not self._log.listening:
+        if self._record is None or not self._log.active:
             return
         self._record.executions.append(
             Execution(first, count, self._begun, ended, self._log.before)
@@ -155,7 +155,7 @@ class Timeline(JobCallback):
         self._log.before = self._log.step
         self._record.stages += self._look()
         if self._taken >= self.steps[1]:
-            self._log.unlisten()
+            self._log.stop()
             if self._in_step:
                 self._write()
 
@@ -163,7 +163,7 @@ class Timeline(JobCallback):
         """Stop recording: the time between two epochs isn't part of the trace."""
         if self._done:
             return
-        self._log.unlisten()
+        self._log.stop()
         if not self._in_step and self._all(self._taken >= self.steps[1]):
             self._write()
 
@@ -171,7 +171,7 @@ class Timeline(JobCallback):
         """Write the file with the steps there were, if `fit` had fewer."""
         if self._done:
             return
-        self._log.unlisten()
+        self._log.stop()
         if self._record is not None:
             self._write()
         elif self.verbose and self._is_chief:
@@ -185,7 +185,7 @@ class Timeline(JobCallback):
         """Stop recording: `fit` ends with this error."""
         del error
         self._done = True
-        self._log.unlisten()
+        self._log.stop()
 
     # The record.
 
@@ -338,7 +338,7 @@ class _Log:
 
     Attributes:
         communicator: The communicator.
-        listening: Whether spans are kept.
+        active: Whether spans are kept.
         spans: The spans.
         dropped: Number of spans that weren't kept.
         before: The communicator's number of steps when the present execution began.
@@ -346,7 +346,7 @@ class _Log:
 
     def __init__(self, communicator: Communicator | None) -> None:
         self.communicator = communicator
-        self.listening = False
+        self.active = False
         self.spans: list[Span] = []
         self.dropped = 0
         self.before = 0
@@ -356,20 +356,20 @@ class _Log:
         """The communicator's number of steps."""
         return 0 if self.communicator is None else self.communicator.step
 
-    def listen(self) -> None:
+    def start(self) -> None:
         """Keep spans from now on."""
-        if self.listening:
+        if self.active:
             return
-        self.listening = True
+        self.active = True
         self.before = self.step
         if self.communicator is not None:
-            self.communicator.listen(self)
+            self.communicator.add_recorder(self)
 
-    def unlisten(self) -> None:
+    def stop(self) -> None:
         """Keep no more of them."""
-        if self.listening and self.communicator is not None:
-            self.communicator.unlisten(self)
-        self.listening = False
+        if self.active and self.communicator is not None:
+            self.communicator.remove_recorder(self)
+        self.active = False
 
     def add(
         self, name: str, begin: int, end: int, size: int = 0, what: str = ""

@@ -70,7 +70,7 @@ class CheckedCommunicator(Communicator):
         self._closed = False
         self._shapes = ""
         self._failure: errors.CollectiveError | None = None
-        self._listeners: list[Recorder] = []
+        self._recorders: list[Recorder] = []
         self._recorder: Recorder | None = None
 
     # The collectives.
@@ -196,18 +196,18 @@ class CheckedCommunicator(Communicator):
             finally:
                 self._lock.release()
 
-    def listen(self, recorder: Recorder) -> None:
-        """See `Communicator.listen`."""
-        self._listeners.append(recorder)
-        self._listen()
+    def add_recorder(self, recorder: Recorder) -> None:
+        """See `Communicator.add_recorder`."""
+        self._recorders.append(recorder)
+        self._update_recorder()
 
-    def unlisten(self, recorder: Recorder) -> None:
-        """See `Communicator.unlisten`."""
-        self._listeners = [each for each in self._listeners if each is not recorder]
-        self._listen()
+    def remove_recorder(self, recorder: Recorder) -> None:
+        """See `Communicator.remove_recorder`."""
+        self._recorders = [each for each in self._recorders if each is not recorder]
+        self._update_recorder()
 
-    def _listen(self) -> None:
-        several = self._listeners
+    def _update_recorder(self) -> None:
+        several = self._recorders
         if len(several) > 1:
             self._record(Several(several))
         else:

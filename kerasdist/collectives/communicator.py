@@ -132,7 +132,7 @@ class Communicator(abc.ABC):
         """
 
     @abc.abstractmethod
-    def listen(self, recorder: Recorder) -> None:
+    def add_recorder(self, recorder: Recorder) -> None:
         """Record spans of collectives, from the next one on.
 
         Args:
@@ -140,8 +140,8 @@ class Communicator(abc.ABC):
         """
 
     @abc.abstractmethod
-    def unlisten(self, recorder: Recorder) -> None:
-        """End the recording that `listen` began; no effect if it wasn't called."""
+    def remove_recorder(self, recorder: Recorder) -> None:
+        """End what `add_recorder` began; no effect if that wasn't called."""
 
     @property
     @abc.abstractmethod

@@ -150,7 +150,7 @@ class Membership:
             worker.state = "live"
             self.workers[worker.rank] = worker
             if kind is not None:
-                self._tell(Event(kind, worker.rank, worker.address, worker.clock))
+                self._publish(Event(kind, worker.rank, worker.address, worker.clock))
             self.changed.notify_all()
 
     def lose(self, worker: WorkerRecord, reason: str) -> bool:
@@ -162,7 +162,9 @@ class Membership:
             ):
                 return False
             worker.state = "lost"
-            self._tell(Event("lost", worker.rank, worker.address, worker.clock, reason))
+            self._publish(
+                Event("lost", worker.rank, worker.address, worker.clock, reason)
+            )
             if self._mode == "sync":
                 self.fail(
                     errors.WorkerLost(worker.rank, worker.address, worker.clock, reason)
@@ -176,7 +178,7 @@ class Membership:
             if self.workers[worker.rank] is not worker or worker.state != "live":
                 return
             worker.state = "finished"
-            self._tell(
+            self._publish(
                 Event("finished", worker.rank, worker.address, worker.clock, reason)
             )
             self.changed.notify_all()
@@ -191,6 +193,6 @@ class Membership:
                 self.changed.notify_all()
             return self.failure
 
-    def _tell(self, event: Event) -> None:
+    def _publish(self, event: Event) -> None:
         for call in self.on_event:
             call(event)

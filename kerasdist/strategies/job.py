@@ -12,7 +12,7 @@ from kerasdist.collectives import Communicator
 from kerasdist.transport.liveness.announcements import Announcements
 from kerasdist.transport.liveness.final_error import hand_over_final_error
 
-__all__ = ["StrategyJob", "forget", "leave_at_exit"]
+__all__ = ["StrategyJob", "close_at_exit", "forget"]
 
 
 class Closable(Protocol):
@@ -45,7 +45,7 @@ class StrategyJob(Closable, Protocol):
 _open: weakref.WeakSet[Closable] = weakref.WeakSet()
 
 
-def leave_at_exit(job: Closable) -> None:
+def close_at_exit(job: Closable) -> None:
     """Inform the others at the end of this process whether it ended well."""
     _open.add(job)
     hand_over_final_error()
@@ -61,7 +61,7 @@ os.register_at_fork(after_in_child=_open.clear)
 
 
 @atexit.register
-def _leave() -> None:
+def _close_open() -> None:
     error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
     for job in list(_open):
         job.close(error)

@@ -18,7 +18,7 @@ from kerasdist.strategies.placed.auto import AutoPlacer
 from kerasdist.strategies.placed.extended import PlacedExtended, install_hooks
 from kerasdist.strategies.placed.micro_batches import check_micro_batches
 from kerasdist.strategies.placed.placer import Placer
-from kerasdist.strategies.placed.remote import come_together
+from kerasdist.strategies.placed.remote import rendezvous
 from kerasdist.strategies.placed.report import PlacementReport
 from kerasdist.strategies.plan import Limits, find_devices
 from kerasdist.strategies.versions import check_installed
@@ -134,7 +134,7 @@ class ModelParallelStrategy(tf.distribute.Strategy):
         timeouts = Timeouts(startup=startup_timeout, heartbeat=heartbeat_timeout)
         place = resolve(cluster)
         self._place = place
-        self._remote = None if place.size == 1 else come_together(place, timeouts)
+        self._remote = None if place.size == 1 else rendezvous(place, timeouts)
         try:
             placer: Placer
             if auto:

@@ -323,10 +323,10 @@ class _Notes:
 
     def __call__(self, event: Event) -> None:
         self._events.append(event)
-        _say(event)
+        _print_event(event)
 
 
-def _say(event: Event) -> None:
+def _print_event(event: Event) -> None:
     if event.kind == "lost":
         background_log.log(
             logging.WARNING,

@@ -1,7 +1,7 @@
 """Tracing of communication: the names of spans, and the recorder protocol.
 
-A communicator has a recorder while one is registered, see `Communicator.listen`; else
-None, and the only cost is that test. A span has one of these names; the others are
+A communicator has a recorder while one is registered (`Communicator.add_recorder`);
+else None, and the only cost is that test. A span has one of these names; the others are
 within the collective's own:
 
     all_reduce, ...     one collective, see `framing.KINDS`, e.g. a bucket of gradients

@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from kerasdist.strategies.job import _leave, forget, leave_at_exit
+from kerasdist.strategies.job import _close_open, close_at_exit, forget
 from workers import Workers
 
 
@@ -63,10 +63,10 @@ def test_a_forked_child_that_ends_does_not_leave_its_parents_job():
             os._exit(1)
 
     job = Job()
-    leave_at_exit(job)
+    close_at_exit(job)
     pid = os.fork()
     if pid == 0:
-        _leave()
+        _close_open()
         os._exit(0)
     forget(job)
     assert os.waitpid(pid, 0)[1] == 0

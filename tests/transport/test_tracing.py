@@ -38,11 +38,11 @@ def test_an_all_reduce_is_recorded_with_what_it_is_made_of(kind, size, elements)
         buffer = np.ones(elements, np.float32)
         communicator.all_reduce([buffer])
         notes = Notes()
-        communicator.listen(notes)
+        communicator.add_recorder(notes)
         begin = now()
         communicator.all_reduce([buffer])
         end = now()
-        communicator.unlisten(notes)
+        communicator.remove_recorder(notes)
         communicator.all_reduce([buffer])
         return notes, begin, end
 
@@ -70,7 +70,7 @@ def test_waiting_for_a_late_rank_is_waiting():
         buffer = np.ones(300_000, np.float32)
         communicator.all_reduce([buffer])  # its segments are made
         notes = Notes()
-        communicator.listen(notes)
+        communicator.add_recorder(notes)
         if communicator.rank == 1:
             late.wait(0.2)
         communicator.all_reduce([buffer])
@@ -87,14 +87,14 @@ def test_several_may_listen():
     first, second = Notes(), Notes()
     with Group("single", 1) as group:
         (communicator,) = group.communicators
-        communicator.listen(first)
-        communicator.listen(second)
+        communicator.add_recorder(first)
+        communicator.add_recorder(second)
         communicator.barrier()
-        communicator.unlisten(first)
+        communicator.remove_recorder(first)
         communicator.barrier()
-        communicator.unlisten(second)
+        communicator.remove_recorder(second)
         communicator.barrier()
-        communicator.unlisten(second)
+        communicator.remove_recorder(second)
     assert len(first.spans) == 1
     assert len(second.spans) == 2
 
@@ -107,9 +107,9 @@ def test_an_exchange_with_a_table_is_recorded():
             [Variable(name="w", shape=(1000,), dtype="float32")],
             [np.zeros(1000, np.float32)],
         )
-        client.communicator.listen(notes)
+        client.communicator.add_recorder(notes)
         table.push_pull([np.ones(1000, np.float32)])
-        client.communicator.unlisten(notes)
+        client.communicator.remove_recorder(notes)
         table.push_pull([np.ones(1000, np.float32)])
     ((_, begin, end, _, _),) = notes.of("push_pull")
     assert len(notes.of("pack")) == len(notes.of("send")) == 2

@@ -17,12 +17,12 @@ from kerasdist._tf.facets import facets_of
 
 __all__ = [
     "compile_model",
+    "failure_behind",
     "init_epoch_iterator",
     "keep_gradients_unscaled",
     "make_function",
     "name_the_lost",
     "reset_accumulators",
-    "who_was_lost",
 ]
 
 
@@ -150,13 +150,13 @@ def name_the_lost(
     try:
         return original(trainer, *args, **kwargs)
     except tf.errors.OpError as error:
-        failure = who_was_lost(trainer, error)
+        failure = failure_behind(trainer, error)
         if failure is None:
             raise
         raise failure from error
 
 
-def who_was_lost(trainer: Any, error: Exception) -> Exception | None:
+def failure_behind(trainer: Any, error: Exception) -> Exception | None:
     """Return the lost worker's error behind TensorFlow's error; or None."""
     if not isinstance(error, tf.errors.OpError):
         return None

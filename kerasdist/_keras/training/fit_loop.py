@@ -20,7 +20,7 @@ from kerasdist._keras.context import current, setting
 from kerasdist._keras.data.pydataset import closing_readers
 from kerasdist._keras.models.local_models import warn_if_outside
 from kerasdist._keras.optimizer.sparse_updates import embedding_tables, moves_all_rows
-from kerasdist._keras.placement.trainer import who_was_lost
+from kerasdist._keras.placement.trainer import failure_behind
 from kerasdist._keras.protocols import (
     KerasHooks,
     dynamic_hooks,
@@ -153,7 +153,7 @@ def _reporting_failure(
             if isinstance(callback, JobCallback):
                 # An error in a callback must not hide the first one.
                 with contextlib.suppress(Exception):
-                    callback.on_failure(who_was_lost(trainer, error) or error)
+                    callback.on_failure(failure_behind(trainer, error) or error)
         raise
 
 

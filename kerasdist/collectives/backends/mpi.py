@@ -93,7 +93,7 @@ def join(cluster: Cluster, timeouts: Timeouts) -> tuple[Cluster, MpiCommunicator
         )
     if not _Process.joined:
         _Process.joined = True
-        atexit.register(_leave)
+        atexit.register(_abort_after_failure)
     deadline = Deadline(timeouts.startup)
     # A communicator of its own: the script's use of MPI doesn't interfere.
     own, request = world.Idup()
@@ -163,7 +163,7 @@ class _Process:
     failed = False
 
 
-def _leave() -> None:
+def _abort_after_failure() -> None:
     """End the job after a failure: MPI_Finalize would wait for ranks that failed."""
     error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
     if _Process.failed or error is not None:

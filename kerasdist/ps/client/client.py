@@ -365,7 +365,7 @@ class ServerClient(ControlRequests):
             if isinstance(error, errors.WorkerLost) and error.rank == here.rank:
                 goodbye.reason = error.reason
             for connection in self._connections:
-                connection.leave(goodbye)
+                connection.send_goodbye(goodbye)
         finally:
             with self._changed:
                 self._failure = error
@@ -399,7 +399,7 @@ class ServerClient(ControlRequests):
             reason = shown[:1000].rstrip(". \n")
         if self._failing is None:
             for connection in self._connections:
-                connection.leave(Goodbye(reason, error is not None, cause))
+                connection.send_goodbye(Goodbye(reason, error is not None, cause))
         self._give_back()
 
     def _give_back(self) -> None:

@@ -67,7 +67,7 @@ class ServerCommunicator(CheckedCommunicator):
         if self.rank == 0 and client.cluster.servers and client.settings.mode == "sync":
             self._loads = [[0, 0] for _ in range(client.servers)]
 
-    def gate(self, facts: dict[str, Any]) -> tuple[int, ...]:
+    def join_barrier(self, facts: dict[str, Any]) -> tuple[int, ...]:
         """Wait in a barrier at which others may join; return the ranks that joined.
 
         Args:
@@ -99,7 +99,7 @@ class ServerCommunicator(CheckedCommunicator):
             self._calling("all_gather", "none", name, 0, detail) as (call, _),
         ):
             self._count([mine.nbytes])
-            arrays = self._meet(call, lambda channel: [mine])
+            arrays = self._join_round(call, lambda channel: [mine])
             results = [np.empty((0, *shape[1:]), mine.dtype)] * self.size
             for rank, found in zip(self.ranks, arrays, strict=True):
                 results[rank] = found.copy()
@@ -157,7 +157,7 @@ class ServerCommunicator(CheckedCommunicator):
     def _gather(self, views: list[memoryview], call: Call, deadline: Deadline) -> None:
         mine = np.frombuffer(views[self.rank], np.uint8)
         for rank, found in zip(
-            self.ranks, self._meet(call, lambda channel: [mine]), strict=True
+            self.ranks, self._join_round(call, lambda channel: [mine]), strict=True
         ):
             if rank != self.rank:
                 views[rank][:] = found.data
@@ -166,7 +166,7 @@ class ServerCommunicator(CheckedCommunicator):
         self, view: memoryview, root: int, call: Call, deadline: Deadline
     ) -> None:
         mine = np.frombuffer(view, np.uint8)
-        arrays = self._meet(call, lambda c: [mine] if self.rank == root else [])
+        arrays = self._join_round(call, lambda c: [mine] if self.rank == root else [])
         if not arrays:
             peer = self.peers[root]
             raise errors.WorkerLost(
@@ -179,9 +179,9 @@ class ServerCommunicator(CheckedCommunicator):
             view[:] = arrays[0].data
 
     def _barrier(self, call: Call, deadline: Deadline) -> None:
-        self._meet(call, lambda channel: [])
+        self._join_round(call, lambda channel: [])
 
-    def _meet(self, call: Call, parts: Any) -> list[Array]:
+    def _join_round(self, call: Call, parts: Any) -> list[Array]:
         """Join a collective with arrays for server 0; return its result."""
         request = self._meta()
         if self._facts is not None:

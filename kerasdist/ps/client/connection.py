@@ -200,7 +200,7 @@ class ServerConnection(abc.ABC):
         """Handle the end of the control connection, in the heartbeat's thread."""
 
     @abc.abstractmethod
-    def leave(self, goodbye: Goodbye) -> None:
+    def send_goodbye(self, goodbye: Goodbye) -> None:
         """Send a goodbye."""
 
     @abc.abstractmethod

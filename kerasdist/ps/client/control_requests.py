@@ -70,7 +70,7 @@ class ControlRequests(Job):
             "last": last,
         }
         with self.calling("claiming a batch"):
-            number = int(self.ask("claiming a batch", meta)["number"])
+            number = int(self.request("claiming a batch", meta)["number"])
             if number < 0:
                 return None
             present, before = self._claims.get(dataset, (epoch, ()))
@@ -78,7 +78,7 @@ class ControlRequests(Job):
             self._claims[dataset] = epoch, (*kept, number)
         return number
 
-    def ask(self, what: str, meta: dict[str, Any]) -> dict[str, Any]:
+    def request(self, what: str, meta: dict[str, Any]) -> dict[str, Any]:
         """Send server 0 a request without arrays; return the reply's JSON object.
 
         Args:

@@ -60,9 +60,9 @@ class InProcessConnection(ServerConnection):
     def ended(self, reason: str) -> None:
         """See `ServerConnection.ended`: there is no such connection."""
 
-    def leave(self, goodbye: Goodbye) -> None:
-        """See `ServerConnection.leave`."""
-        self._handler.leave(self._worker, goodbye)
+    def send_goodbye(self, goodbye: Goodbye) -> None:
+        """See `ServerConnection.send_goodbye`."""
+        self._handler.on_goodbye(self._worker, goodbye)
 
     def abort(self) -> None:
         """See `ServerConnection.abort`."""

@@ -45,7 +45,7 @@ def enter(client: ServerClient, fit: int) -> Entry:
     seen = -1
     deadline = Deadline(client.timeouts.collective)
     while True:
-        found = client.ask("joining the others", {"do": "enter", "fit": fit})
+        found = client.request("joining the others", {"do": "enter", "fit": fit})
         entry = found.get("entered")
         if isinstance(entry, dict):
             break

@@ -268,8 +268,8 @@ class NetworkConnection(ServerConnection):
 
     # The end.
 
-    def leave(self, goodbye: Goodbye) -> None:
-        """See `ServerConnection.leave`."""
+    def send_goodbye(self, goodbye: Goodbye) -> None:
+        """See `ServerConnection.send_goodbye`."""
         payload = json.dumps(goodbye.to_json()).encode()
         self._heartbeat.post(self.index, FrameType.GOODBYE, payload)
 

@@ -174,7 +174,7 @@ class RequestHandler:
                 event.reason,
             )
 
-    def leave(self, worker: WorkerRecord, goodbye: Goodbye) -> None:
+    def on_goodbye(self, worker: WorkerRecord, goodbye: Goodbye) -> None:
         """Handle a worker's goodbye."""
         if goodbye.cause is not None and self.settings.mode == "sync":
             self.membership.fail(goodbye.cause)

@@ -43,11 +43,11 @@ def run_server(
 
     def opened(layout: Layout) -> None:
         share = share_in_words(loads_of(layout), cluster.task_index)
-        _say(f"{name} holds {share}; variables: {len(layout.variables):,}.")
+        _print_line(f"{name} holds {share}; variables: {len(layout.variables):,}.")
 
     def split(loads: list[Load]) -> None:
         share = share_in_words(loads, cluster.task_index)
-        _say(f"{name} gets of each worker and step: {share}.")
+        _print_line(f"{name} gets of each worker and step: {share}.")
 
     launcher = ServerReporter(cluster.task_index)
 
@@ -71,11 +71,11 @@ def run_server(
         members.on_event.insert(
             0, lambda event: launcher.happened(event.kind, event.rank, event.reason)
         )
-    _say(f"{name} serves {cluster.size} worker(s), mode={settings.mode!r}.")
+    _print_line(f"{name} serves {cluster.size} worker(s), mode={settings.mode!r}.")
     for served in server.handler.tables.tables.values():  # those of a snapshot
         opened(served.layout)
     stats = server.serve()
-    _say(
+    _print_line(
         f"{name} has finished: {stats['requests']:,} requests, "
         f"{stats['bytes_received']:,} bytes received, {stats['bytes_sent']:,} sent"
         f"{_staleness_in_words(stats['tables'])}."
@@ -99,6 +99,6 @@ def _staleness_in_words(tables: list[dict[str, Any]]) -> str:
     )
 
 
-def _say(text: str) -> None:
+def _print_line(text: str) -> None:
     # Some of it is written while a worker waits for its reply.
     background_log.write_line(text)

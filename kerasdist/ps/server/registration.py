@@ -45,8 +45,8 @@ class Registrar:
         workers: The workers' addresses.
         take: Waits this many seconds for connections, and returns the new ones.
         stop: Set when the server ends.
-        heard: Returns the time of a worker's last frame (monotonic); None: it has no
-            connection.
+        last_received: Returns the time of a worker's last frame (monotonic); None: it
+            has no connection.
     """
 
     def __init__(
@@ -56,14 +56,14 @@ class Registrar:
         workers: Sequence[str],
         take: Callable[[float], Sequence[Arrival]],
         stop: threading.Event,
-        heard: Callable[[WorkerRecord], float | None],
+        last_received: Callable[[WorkerRecord], float | None],
     ) -> None:
         self._handler = handler
         self._address = address
         self._workers = workers
         self._take = take
         self._stop = stop
-        self._heard = heard
+        self._last_received = last_received
         self._pending: dict[int, tuple[WorkerRecord, Connection]] = {}
         self._arrived_ranks: set[int] = set()
         self._different = ""
@@ -226,13 +226,13 @@ class Registrar:
         here = self._handler.membership.workers[rank]
         if here.state != "live" or here.incarnation == hello.get("incarnation"):
             return False
-        heard = self._heard(here)
-        if heard is None:
+        received = self._last_received(here)
+        if received is None:
             return False
         arrival = self._arrived_at.setdefault(
             str(hello["incarnation"]), time.monotonic()
         )
-        return True if heard > arrival else None
+        return True if received > arrival else None
 
     def _is_open(self, rank: int, hello: dict[str, Any]) -> bool:
         """Return whether it is open if a new process joins others. Under `changed`."""

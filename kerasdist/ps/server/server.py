@@ -138,7 +138,7 @@ class ParameterServer:
         self._on_start = on_start
         self._registrar = Registrar(
             *(self.handler, self.address, cluster.workers, self._take, self._stop),
-            heard=lambda worker: self._heartbeat.heard(
+            last_received=lambda worker: self._heartbeat.last_received(
                 (worker.rank, worker.incarnation)
             ),
         )
@@ -365,7 +365,7 @@ class ParameterServer:
         if kind is not FrameType.GOODBYE:
             raise unexpected(kind)
         if worker is not None:
-            self.handler.leave(worker, Goodbye.from_payload(payload))
+            self.handler.on_goodbye(worker, Goodbye.from_payload(payload))
 
     def _ended(self, key: Hashable, reason: str) -> None:
         worker = self._worker(key)

@@ -305,7 +305,7 @@ class AsyncHooks(SynchronousHooks):
         offset = self._shared.count.offset_of(self._trained[1])
         facts: dict[str, Any] = {"fit": self._fits, "epoch": epoch, "offset": offset}
         facts |= {"data": self.present.facts(), "known": known}
-        if self._workers.live.gate(facts):
+        if self._workers.live.join_barrier(facts):
             self._mixed = True
             self._give(statistics, 1.0)
 

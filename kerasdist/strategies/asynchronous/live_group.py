@@ -73,13 +73,13 @@ class LiveCommunicator(Communicator):
         finally:
             self._strict = before
 
-    def gate(self, facts: dict[str, Any]) -> bool:
+    def join_barrier(self, facts: dict[str, Any]) -> bool:
         """Run a barrier at which others may join; return whether one has.
 
         Args:
             facts: The state that they get.
         """
-        joined = self._client.communicator.gate(facts)
+        joined = self._client.communicator.join_barrier(facts)
         self._note()
         return bool(joined)
 
@@ -162,15 +162,15 @@ class LiveCommunicator(Communicator):
 
     # Recording goes on when this worker, which may be alone so far, joins the others.
 
-    def listen(self, recorder: Recorder) -> None:
-        """See `Communicator.listen`."""
+    def add_recorder(self, recorder: Recorder) -> None:
+        """See `Communicator.add_recorder`."""
         for each in {self._inner, self._client.communicator}:
-            each.listen(recorder)
+            each.add_recorder(recorder)
 
-    def unlisten(self, recorder: Recorder) -> None:
-        """See `Communicator.unlisten`."""
+    def remove_recorder(self, recorder: Recorder) -> None:
+        """See `Communicator.remove_recorder`."""
         for each in {self._inner, self._client.communicator}:
-            each.unlisten(recorder)
+            each.remove_recorder(recorder)
 
     def abort(self, error: CollectiveError | None = None) -> None:
         """See `Communicator.abort`."""

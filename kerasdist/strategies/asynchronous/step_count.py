@@ -66,7 +66,7 @@ class StepCount:
         if optimizer is not None:
             self._set(optimizer, offset)
 
-    def leave_out(self) -> None:
+    def exclude_update(self) -> None:
         """Subtract an update that wasn't a step; all workers call it alike."""
         _, offset = self._offsets.get(id(self._optimizer), (None, None))
         if offset is not None:

@@ -349,7 +349,7 @@ class SharedTables:
             return
         if communicator.rank == 0:
             weights.push()
-        self.count.leave_out()
+        self.count.exclude_update()
         communicator.barrier()
         weights.pull()
         communicator.barrier()

@@ -34,11 +34,11 @@ def link_speed(communicator: Communicator) -> float | None:
     communicator.all_reduce([buffer])  # allocates buffers
     for _ in range(_TIMES):
         communicator.barrier()
-        communicator.listen(sums)
+        communicator.add_recorder(sums)
         try:
             communicator.all_reduce([buffer])
         finally:
-            communicator.unlisten(sums)
+            communicator.remove_recorder(sums)
         work = sums.take()
         if work.communicating:
             best = max(best, work.sent / work.communicating)

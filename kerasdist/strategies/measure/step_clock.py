@@ -238,9 +238,9 @@ class StepClock:
             return
         self._listening = listening
         if listening:
-            self.communicator.listen(self._spans)
+            self.communicator.add_recorder(self._spans)
         else:
-            self.communicator.unlisten(self._spans)
+            self.communicator.remove_recorder(self._spans)
 
     # For the train function.
 

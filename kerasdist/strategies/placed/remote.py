@@ -42,7 +42,7 @@ from kerasdist.cluster.address import split_address
 from kerasdist.collectives import connect
 from kerasdist.collectives.connect import Job
 from kerasdist.collectives.failures import copy_to_raise
-from kerasdist.strategies.job import forget, leave_at_exit
+from kerasdist.strategies.job import close_at_exit, forget
 from kerasdist.transport import Timeouts
 from kerasdist.transport.deadline import Deadline
 from kerasdist.transport.liveness.disconnect import disconnect
@@ -50,7 +50,7 @@ from kerasdist.transport.rendezvous.open_servers import narrow, require_word
 from kerasdist.transport.rendezvous.ports import on_free_port
 from kerasdist.transport.rendezvous.probe import why_unreachable
 
-__all__ = ["RemoteDevices", "come_together"]
+__all__ = ["RemoteDevices", "rendezvous"]
 
 _LOG = logging.getLogger("kerasdist")
 # Seconds to open a connection to a server that is listening.
@@ -168,7 +168,7 @@ def named_in(text: str, names: Sequence[str], servers: Sequence[str]) -> int | N
     return None
 
 
-def come_together(place: Cluster, timeouts: Timeouts) -> RemoteDevices:
+def rendezvous(place: Cluster, timeouts: Timeouts) -> RemoteDevices:
     """Let the chief use all workers' devices. Doesn't return on other workers.
 
     They serve until the chief has left; then their processes end, with code 0, or
@@ -218,7 +218,7 @@ def come_together(place: Cluster, timeouts: Timeouts) -> RemoteDevices:
         if place.rank == 0:
             driven = RemoteDevices(job, names, servers)
             _Driving.devices = driven
-            leave_at_exit(driven)
+            close_at_exit(driven)
             return driven
     except BaseException as error:
         job.close(error)

@@ -13,7 +13,7 @@ from kerasdist._tf import patches
 from kerasdist.cluster import Cluster
 from kerasdist.collectives import Communicator
 from kerasdist.strategies.cluster_resolver import resolver_of
-from kerasdist.strategies.job import StrategyJob, forget, leave_at_exit
+from kerasdist.strategies.job import StrategyJob, close_at_exit, forget
 from kerasdist.strategies.options import Options
 from kerasdist.strategies.sync.extended import SynchronousExtended
 
@@ -62,7 +62,7 @@ class DataParallelStrategy(tf.distribute.Strategy):
         # Without a reference to the strategy, so that it can be collected.
         self._finalizer = weakref.finalize(self, job.close)
         self._finalizer.atexit = False
-        leave_at_exit(job)
+        close_at_exit(job)
 
     @property
     def rank(self) -> int:

@@ -28,14 +28,14 @@ class ControlConnection:
 
     Attributes:
         sock: The socket.
-        heard: When the last frame was received.
+        received: When the last frame was received.
     """
 
     def __init__(self, connection: Connection, now: float) -> None:
         connection.sock.setblocking(False)
         self.sock = connection.sock
         self._auth = connection.auth
-        self.heard = now
+        self.received = now
         self._inbox = bytearray()
         self._outbox = bytearray()
 

@@ -113,11 +113,11 @@ class Heartbeat:
                     control.flush()
         self.wake()
 
-    def heard(self, key: Hashable) -> float | None:
+    def last_received(self, key: Hashable) -> float | None:
         """Return when a connection's last frame arrived (monotonic); None: no such."""
         with self._lock:
             control = self._connections.get(key)
-            return None if control is None else control.heard
+            return None if control is None else control.received
 
     def drop(self, key: Hashable) -> None:
         """Stop watching a connection: send what is still queued, and close it."""
@@ -183,7 +183,7 @@ class Heartbeat:
             # first reads their frames of the meantime.
             if now - ticked > 2 * interval:
                 for _, control in controls:
-                    control.heard = now
+                    control.received = now
             ticked = now
             for key, control in controls:
                 self._read(key, control, now)
@@ -201,7 +201,7 @@ class Heartbeat:
                 control.flush()
                 mask = select.POLLIN | (select.POLLOUT if control.waiting else 0)
                 poll.register(control.sock, mask)
-                silent = control.heard + self._timeouts.heartbeat - time.monotonic()
+                silent = control.received + self._timeouts.heartbeat - time.monotonic()
                 seconds = min(seconds, silent)
         if ending:
             self._flush_all(time.monotonic() + _FLUSH_SECONDS)
@@ -232,14 +232,15 @@ class Heartbeat:
                     return
                 frames = control.frames()
             for frame in frames:
-                control.heard = now
+                control.received = now
                 self._handle(key, frame)
         except (EOFError, ProtocolError) as error:
             seen = str(error) or "as when a process is killed"
             reason = f"its connection ended ({seen.rstrip('.')})"
-        if reason is None and now - control.heard > self._timeouts.heartbeat:
+        silent = now - control.received
+        if reason is None and silent > self._timeouts.heartbeat:
             reason = (
-                f"nothing was received from it for {now - control.heard:.1f} s (is it "
+                f"nothing was received from it for {silent:.1f} s (is it "
                 "stopped, or its machine or network down?)"
             )
         if reason is None:

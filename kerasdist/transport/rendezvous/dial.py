@@ -186,7 +186,7 @@ def retry(
                     "tasks can be reached from here.",
                     {index: why},
                 ) from error
-        notice.say([f"{who.lower()} {index} ({address})"], deadline)
+        notice.report([f"{who.lower()} {index} ({address})"], deadline)
         stop.wait(min(0.05 * 1.5 ** min(number, 8), deadline.remaining()))
         number += 1
     return None

@@ -174,7 +174,7 @@ def _wait_for_all(
         first = min([deadline, *(g.patience for g in pending.values())], key=_left)
         if first.expired:
             raise _missing(arrival, first, listener, pending)
-        notice.say(
+        notice.report(
             [
                 f"rank {rank} ({arrival.addresses[rank]})"
                 for rank in range(1, size)

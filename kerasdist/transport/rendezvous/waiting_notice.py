@@ -32,7 +32,7 @@ class WaitingNotice:
         self._began = time.monotonic()
         self._next = self._began + FIRST_SECONDS
 
-    def say(self, missing: Sequence[str], deadline: Deadline) -> None:
+    def report(self, missing: Sequence[str], deadline: Deadline) -> None:
         """Log the tasks that are missing, if that is due. Never waits.
 
         Args:

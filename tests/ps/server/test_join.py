@@ -40,14 +40,14 @@ def test_a_joiner_goes_on_with_the_others_from_a_gate_on(kind, servers):
             while not joined:
                 # Nobody waits here for who only joins.
                 client.communicator.barrier()
-                joined = client.communicator.gate({"fit": 1, "epoch": 7})
+                joined = client.communicator.join_barrier({"fit": 1, "epoch": 7})
             assert joined == (1,)
         totals = [
             client.communicator.all_reduce([np.full(3, rank + 1.0)])[0].tolist()
             for _ in range(20)
         ]
         assert not client.joining
-        assert client.communicator.gate({"fit": 1}) == ()
+        assert client.communicator.join_barrier({"fit": 1}) == ()
         return totals, client.communicator.ranks, facts
 
     with Servers(workers=3, servers=servers, kind=kind) as job:
@@ -70,7 +70,7 @@ def test_who_comes_too_late_for_a_fit_hears_it():
             finally:
                 told.set()
         while not told.is_set():
-            job.clients[rank].communicator.gate({"fit": 2})
+            job.clients[rank].communicator.join_barrier({"fit": 2})
         return job.clients[rank].communicator.ranks
 
     with Servers(workers=2) as job:

@@ -112,7 +112,7 @@ def test_who_comes_before_those_who_only_come_back_joins_them(tmp_path, returnin
                 wait_until(lambda: server._registrar._held, "rank 1 to come")
                 returning.set()
                 client = job.clients[rank]
-                while not client.communicator.gate({"fit": 1}):
+                while not client.communicator.join_barrier({"fit": 1}):
                     pass
             (total,) = client.communicator.all_reduce([np.full(2, rank + 1.0)])
             return total.tolist(), client.communicator.ranks

@@ -284,7 +284,7 @@ def test_it_counts_from_where_an_optimizer_was():
     count.note(4)
     assert count.progress() == (19, 12)
     # What was pushed between two epochs is an update, but no step.
-    count.leave_out()
+    count.exclude_update()
     count.begin_epoch()
     assert count.progress() == (16, 0)
     # Another `fit` goes on, one that is resumed as it is told.
