@@ -28,6 +28,7 @@ from kerasdist.ps.client.control_requests import ControlRequests
 from kerasdist.ps.client.remote_table import RemoteTable
 from kerasdist.ps.layout import Layout, Variable
 from kerasdist.ps.membership import Event
+from kerasdist.ps.progress import Progress
 from kerasdist.ps.server.handler import Goodbye
 from kerasdist.ps.settings import ServerSettings
 from kerasdist.transport.base import Peer
@@ -318,15 +319,14 @@ class ServerClient(ControlRequests):
         """Whether `close` was called."""
         return self._closed
 
-    def resume(self) -> dict[str, Any]:
-        """See `Job.resume`."""
-        clocks = {str(table.number): table.clock for table in self.tables}
-        return {
-            "met": self._met,
-            "clocks": clocks,
-            "claims": self.claims,
-            "joining": self.joining,
-        }
+    def progress(self) -> Progress:
+        """See `Job.progress`."""
+        return Progress(
+            met=self._met,
+            clocks={table.number: table.clock for table in self.tables},
+            claims=self.claims,
+            joining=self.joining,
+        )
 
     def await_failure(self, seconds: float) -> errors.CollectiveError | None:
         """See `Job.await_failure`."""

@@ -11,11 +11,11 @@ import abc
 import dataclasses
 import threading
 from collections.abc import Callable
-from typing import Any
 
 from kerasdist import errors
 from kerasdist.collectives.failures import copy_to_raise
 from kerasdist.ps.channel.channel import Channel, ChannelEnded, ChannelSilent, Message
+from kerasdist.ps.progress import Progress
 from kerasdist.ps.server.handler import MOST_BYTES, Goodbye
 from kerasdist.transport.base import Aborted
 from kerasdist.transport.deadline import Deadline
@@ -101,7 +101,7 @@ class Job(abc.ABC):
         """Wait a moment for a failure."""
 
     @abc.abstractmethod
-    def resume(self) -> dict[str, Any]:
+    def progress(self) -> Progress:
         """Return this worker's progress, for a restarted server."""
 
 

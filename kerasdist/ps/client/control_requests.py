@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kerasdist.ps.channel.channel import Message
@@ -39,10 +39,10 @@ class ControlRequests(Job):
         """Send requests to all servers at once; return their replies, by server."""
 
     @property
-    def claims(self) -> dict[str, Any]:
+    def claims(self) -> Mapping[int, tuple[int, Sequence[int]]]:
         """This worker's last claims, for a restarted server."""
         # Not the dictionary itself: another thread may claim from another server.
-        return {str(d): [e, list(n)] for d, (e, n) in dict(self._claims).items()}
+        return dict(self._claims)
 
     def claim(
         self, dataset: int, epoch: int, *, limit: int | None = None, last: int = -1

@@ -250,7 +250,7 @@ class NetworkConnection(ServerConnection):
         deadline = Deadline(self._settings.restart_timeout)
         while True:
             try:
-                self._connect(deadline, {"resume": self._job.resume()})
+                self._connect(deadline, {"resume": self._job.progress().to_json()})
                 break
             except Aborted:
                 self._job.check()

@@ -32,7 +32,8 @@ from kerasdist.collectives.buffer_pool import BufferPool
 from kerasdist.collectives.ops import Array, reducer
 from kerasdist.ps.membership import Membership, WorkerRecord
 from kerasdist.ps.server.join import JoinBarrier
-from kerasdist.ps.tables.tables import Place, ServedTables
+from kerasdist.ps.tables.served_table import Place
+from kerasdist.ps.tables.tables import ServedTables
 from kerasdist.transport.deadline import Deadline
 from kerasdist.transport.wire.framing import OPS, Call
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from kerasdist import errors
 from kerasdist.ps.membership import WorkerRecord
+from kerasdist.ps.progress import Progress
 from kerasdist.ps.server.handler import RequestHandler
 from kerasdist.transport.connection import Connection
 from kerasdist.transport.deadline import Deadline
@@ -73,7 +74,7 @@ class Registrar:
         # The arrival of a process whose rank another one has, by its incarnation.
         self._arrived_at: dict[str, float] = {}
         # Whether the whole job was started again, from its snapshots.
-        self._anew = False
+        self._all_restarted = False
 
     # At the start.
 
@@ -187,7 +188,8 @@ class Registrar:
                 if older is not None:
                     _refuse(older[1], f"Another process connected as {worker}.")
             elif refusal is None and returns:
-                self._return(known, worker, hello.get("resume"))
+                progress = Progress.from_json(hello.get("resume"))
+                self._return(known, worker, progress)
             elif refusal is None:
                 self._join(known, worker, hello)
         if not hold:
@@ -238,7 +240,7 @@ class Registrar:
         """Return whether it is open if a new process joins others. Under `changed`."""
         workers = self._handler.membership.workers
         if (
-            self._anew
+            self._all_restarted
             or self._handler.server != 0
             or hello.get("gate") is not True
             or not (self._handler.resumed and workers[rank].returned)
@@ -265,7 +267,7 @@ class Registrar:
         failure = self._handler.membership.failure
         if failure is not None:
             return f"The job has failed: {failure}"
-        if returns and self._anew:
+        if returns and self._all_restarted:
             return (
                 f"{worker} reconnected too late: the job was started again without it"
             )
@@ -288,14 +290,15 @@ class Registrar:
             )
         return None
 
-    def _return(self, known: WorkerRecord, worker: WorkerRecord, resume: Any) -> None:
-        clocks = _clocks(resume)
-        worker.met = max(known.met, _number(resume, "met"))
-        worker.clock = max([known.clock, *clocks.values()])
+    def _return(
+        self, known: WorkerRecord, worker: WorkerRecord, progress: Progress
+    ) -> None:
+        worker.met = max(known.met, progress.met)
+        worker.clock = max([known.clock, *progress.clocks.values()])
         worker.returned = True
-        worker.joining = isinstance(resume, dict) and resume.get("joining") is True
-        self._handler.tables.return_at(worker.rank, clocks)
-        for dataset, (epoch, numbers) in _claims(resume).items():
+        worker.joining = progress.joining
+        self._handler.tables.return_at(worker.rank, progress.clocks)
+        for dataset, (epoch, numbers) in progress.claims.items():
             self._handler.batch_queue.resume(dataset, epoch, numbers)
         self._handler.membership.enter(worker, "returned")
 
@@ -310,7 +313,7 @@ class Registrar:
             else self._others_train(known)
         )
         # All others wait for it from the start, or none of them do.
-        self._anew = self._anew or (
+        self._all_restarted = self._all_restarted or (
             self._handler.resumed and hello.get("gate") is True and not worker.joining
         )
         members.lose(known, "another process joined with its rank")
@@ -383,27 +386,3 @@ def _refuse(connection: Connection, message: str) -> None:
         answer = {"message": message}
         connection.write_json(FrameType.REFUSAL, answer, Deadline(_ANSWER_SECONDS))
     connection.close()
-
-
-def _number(resume: Any, name: str) -> int:
-    value = resume.get(name) if isinstance(resume, dict) else None
-    return value if isinstance(value, int) else 0
-
-
-def _clocks(resume: Any) -> dict[int, int]:
-    value = resume.get("clocks") if isinstance(resume, dict) else None
-    try:
-        return {int(k): int(v) for k, v in dict(value or {}).items()}
-    except (TypeError, ValueError, OverflowError):
-        return {}
-
-
-def _claims(resume: Any) -> dict[int, tuple[int, list[int]]]:
-    value = resume.get("claims") if isinstance(resume, dict) else None
-    try:
-        return {
-            int(dataset): (int(epoch), [int(n) for n in numbers])
-            for dataset, (epoch, numbers) in dict(value or {}).items()
-        }
-    except (TypeError, ValueError, OverflowError):
-        return {}

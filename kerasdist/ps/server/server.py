@@ -32,15 +32,16 @@ import logging
 import os
 import secrets
 import threading
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from kerasdist import errors
 from kerasdist.cluster import Cluster
 from kerasdist.ps.channel.socket_channel import SocketChannel
 from kerasdist.ps.layout import Layout
-from kerasdist.ps.membership import Event, WorkerRecord
-from kerasdist.ps.server.handler import Goodbye, RequestHandler
+from kerasdist.ps.membership import WorkerRecord
+from kerasdist.ps.server.control import ControlConnections
+from kerasdist.ps.server.handler import RequestHandler
 from kerasdist.ps.server.registration import (
     GOODBYE_SECONDS,
     LOOK_SECONDS,
@@ -50,19 +51,14 @@ from kerasdist.ps.server.registration import (
 from kerasdist.ps.settings import ServerSettings
 from kerasdist.transport.connection import Connection
 from kerasdist.transport.deadline import Deadline
-from kerasdist.transport.liveness.failure_protocol import encode
-from kerasdist.transport.liveness.heartbeat import Frame, Heartbeat
 from kerasdist.transport.log import background_log
 from kerasdist.transport.rendezvous.listener import Listener
 from kerasdist.transport.rendezvous.member import host_key
 from kerasdist.transport.timeouts import Timeouts
-from kerasdist.transport.wire.framing import FrameType, unexpected
-from kerasdist.transport.wire.messages import to_json
 from kerasdist.transport.wire.secret import job_secret
 
 __all__ = ["ParameterServer", "session_name"]
 
-_ANSWER_SECONDS = 5.0
 # Seconds that a broken data connection waits for the control connection's end.
 _REPORT_SECONDS = 2.0
 _JOIN_SECONDS = 10.0
@@ -138,9 +134,7 @@ class ParameterServer:
         self._on_start = on_start
         self._registrar = Registrar(
             *(self.handler, self.address, cluster.workers, self._take, self._stop),
-            last_received=lambda worker: self._heartbeat.last_received(
-                (worker.rank, worker.incarnation)
-            ),
+            last_received=lambda worker: self._control.last_received(worker),
         )
         patience = self._timeouts.startup
         try:
@@ -148,15 +142,9 @@ class ParameterServer:
         except BaseException:
             self.handler.close()
             raise
-        self._heartbeat = Heartbeat(
-            f"kerasdist-watch server {self.index}",
-            self._timeouts,
-            self._on_frame,
-            self._ended,
+        self._control = ControlConnections(
+            self.handler, self._timeouts, self._lost, self._end
         )
-        members = self.handler.membership
-        members.on_event.append(self._note)
-        members.on_failure.append(self._failed)
 
     # The whole life of a server.
 
@@ -202,7 +190,9 @@ class ParameterServer:
         # Workers that connect to a failed job are sent the reason.
         goodbye = Deadline(GOODBYE_SECONDS)
         while not (members.over or goodbye.expired or self._closed):
-            new = self._listener.take_any(self._session, PURPOSE, _SHORT_LOOK_SECONDS)
+            new = self._listener.mailboxes.take_any(
+                self._session, PURPOSE, _SHORT_LOOK_SECONDS
+            )
             for arrival in (*new, *self._registrar.waiting()):
                 self._let_in(*arrival)
         with members.changed:
@@ -227,9 +217,9 @@ class ParameterServer:
             self._closed = True
             serving = list(self._serving.values())
         self._stop.set()
-        self._listener.interrupt()
+        self._listener.mailboxes.interrupt()
         self._registrar.close()
-        self._heartbeat.close()
+        self._control.close()
         for channel, _ in serving:
             channel.abort()
         for _, thread in serving:
@@ -254,7 +244,9 @@ class ParameterServer:
             self._open_control(worker, connection, joined=False)
 
     def _take(self, seconds: float) -> Sequence[tuple[int, Connection, Any]]:
-        return self._listener.take_any(self._session, PURPOSE, seconds, self._stop)
+        return self._listener.mailboxes.take_any(
+            self._session, PURPOSE, seconds, self._stop
+        )
 
     def _let_in(self, rank: int, connection: Connection, hello: dict[str, Any]) -> None:
         try:
@@ -289,12 +281,7 @@ class ParameterServer:
             "resumed": self.handler.resumed,
             "seed": self.handler.tables.seed,
         }
-        try:
-            deadline = Deadline(_ANSWER_SECONDS)
-            connection.write_json(FrameType.ROSTER, roster, deadline)
-        except OSError:  # it died since: the heartbeat notices that
-            pass
-        self._heartbeat.add((worker.rank, worker.incarnation), connection)
+        self._control.open(worker, connection, roster)
 
     def _serve_requests(
         self, rank: int, connection: Connection, hello: dict[str, Any]
@@ -351,73 +338,12 @@ class ParameterServer:
                         "server was restarted",
                     )
 
-    # Frames on control connections, and workers' events.
-
-    def _on_frame(self, key: Hashable, frame: Frame) -> None:
-        kind, _, payload = frame
-        if kind is FrameType.HEARTBEAT:
-            return
-        worker = self._worker(key)
-        if kind is FrameType.NOTICE:
-            if worker is not None:
-                self._pass_on(worker, payload)
-            return
-        if kind is not FrameType.GOODBYE:
-            raise unexpected(kind)
-        if worker is not None:
-            self.handler.on_goodbye(worker, Goodbye.from_payload(payload))
-
-    def _ended(self, key: Hashable, reason: str) -> None:
-        worker = self._worker(key)
-        if worker is None or not self.handler.membership.lose(worker, reason):
-            return
-        # It may have been frozen, and wake up later.
-        lost = errors.WorkerLost(
-            *(worker.rank, worker.address, worker.clock, reason),
-            others_go_on=self._settings.mode == "async"
-            and not self.handler.membership.over,
-        )
-        self._heartbeat.post(key, FrameType.FAILURE, encode(lost))
-
-    def _pass_on(self, sender: WorkerRecord, payload: bytes) -> None:
-        """Send a worker's notice to another one, or to all others."""
-        notice = to_json(payload)
-        to = notice.get("to")
-        value = {"from": sender.rank, "value": notice.get("value")}
-        for worker in self.handler.membership.workers:
-            receives = worker.rank == to if to is not None else worker is not sender
-            if worker.state == "live" and receives:
-                key = worker.rank, worker.incarnation
-                self._heartbeat.post(key, FrameType.NOTICE, json.dumps(value).encode())
-
-    def _worker(self, key: Hashable) -> WorkerRecord | None:
-        if not isinstance(key, tuple):
-            return None
-        return self.handler.membership.current(*key)
-
-    def _note(self, event: Event) -> None:
-        members = self.handler.membership
-        payload = json.dumps(event.to_json()).encode()
-        for worker in members.workers:
-            if worker.state == "live" and worker.rank != event.rank:
-                key = worker.rank, worker.incarnation
-                self._heartbeat.post(key, FrameType.EVENT, payload)
-        if event.kind == "lost":
-            worker = members.workers[event.rank]
-            with self._lock:
-                found = self._serving.get(worker.incarnation)
-            if found is not None:
-                found[0].abort()
-        if members.over:
-            self._end()
-
-    def _failed(self, error: errors.CollectiveError) -> None:
-        for worker in self.handler.membership.workers:
-            if worker.state in ("live", "lost"):
-                key = worker.rank, worker.incarnation
-                self._heartbeat.post(key, FrameType.FAILURE, encode(error))
-        self._end()
+    def _lost(self, worker: WorkerRecord) -> None:
+        with self._lock:
+            found = self._serving.get(worker.incarnation)
+        if found is not None:
+            found[0].abort()
 
     def _end(self) -> None:
         self._stop.set()
-        self._listener.interrupt()
+        self._listener.mailboxes.interrupt()

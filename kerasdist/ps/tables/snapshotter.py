@@ -17,6 +17,7 @@ from kerasdist.errors import ProtocolError, SnapshotError
 from kerasdist.ps.layout import Layout
 from kerasdist.ps.membership import Membership, WorkerRecord
 from kerasdist.ps.settings import ServerSettings
+from kerasdist.ps.tables.served_table import ServedTable
 from kerasdist.ps.tables.snapshot import (
     path_of,
     read_snapshot,
@@ -25,7 +26,7 @@ from kerasdist.ps.tables.snapshot import (
     write_snapshot,
 )
 from kerasdist.ps.tables.snapshot_lock import SnapshotLock
-from kerasdist.ps.tables.tables import ServedTable, ServedTables
+from kerasdist.ps.tables.tables import ServedTables
 from kerasdist.transport.log import background_log
 
 __all__ = ["Snapshotter"]

@@ -19,72 +19,22 @@ holds both, or one of them while it sends or receives.
 from __future__ import annotations
 
 import secrets
-import threading
 import time
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
-
-import numpy as np
 
 from kerasdist import errors
 from kerasdist.collectives.ops import Array, octets
-from kerasdist.ps.channel.channel import Spec
 from kerasdist.ps.layout import Layout
 from kerasdist.ps.membership import Membership, WorkerRecord
 from kerasdist.ps.settings import ServerSettings
-from kerasdist.ps.tables.clocks import Clocks
-from kerasdist.ps.tables.table import Table
+from kerasdist.ps.tables.served_table import Place, ServedTable
 from kerasdist.transport.deadline import Deadline
 
-__all__ = ["Place", "ServedTable", "ServedTables"]
+__all__ = ["ServedTables"]
 
-# Makes arrays in the next reply.
-Place = Callable[[Sequence[Spec]], list[Array]]
 Reply = tuple[dict[str, Any], list[Array]]
-
-
-class ServedTable:
-    """One table at one server.
-
-    Attributes:
-        layout: Its layout.
-        table: This server's part of it; guarded by `lock`.
-        clocks: Guarded by `Membership.changed`.
-        applied: By rank the process that pushed last and its last step; guarded by
-            `lock`.
-        lock: Held for as long as numpy needs, never across the network.
-    """
-
-    def __init__(
-        self,
-        layout: Layout,
-        server: int,
-        ranks: Iterable[int],
-        max_staleness: int | None,
-    ) -> None:
-        self.layout = layout
-        self.table = Table(layout, server)
-        self.clocks = Clocks(ranks, max_staleness)
-        self.applied: dict[int, tuple[str, int]] = {}
-        self.lock = threading.Lock()
-
-    def dense_specs(self) -> list[Spec]:
-        """Return the dtypes and shapes of `table.dense`."""
-        return [(str(a.dtype.name), a.shape) for a in self.table.dense]
-
-    def whole(self) -> list[Array]:
-        """Copy all values; the caller holds `lock`."""
-        return [array.copy() for array in (*self.table.dense, *self.table.rows)]
-
-    def changed_rows(self, since: int) -> list[Array]:
-        """Return indices and rows, for each sparse piece; the caller holds `lock`."""
-        found: list[Array] = []
-        changed = self.table.changed(since)
-        for indices, rows in zip(changed, self.table.rows, strict=True):
-            narrow = np.int32 if len(rows) < 2**31 else np.int64
-            found += [indices.astype(narrow), rows[indices]]
-        return found
 
 
 class ServedTables:
@@ -270,7 +220,7 @@ class ServedTables:
                 least = served.clocks.least
             served.clocks.observe(worker.rank, staleness)
         if not at_once:
-            version, answer = _read(served, since, place)
+            version, answer = served.read(since, place)
         meta = {
             "version": version,
             "staleness": staleness,
@@ -291,7 +241,7 @@ class ServedTables:
             self._check(worker)
             least = served.clocks.least
             staleness = served.clocks.staleness(worker.rank, worker.clock)
-        version, answer = _read(served, since, place)
+        version, answer = served.read(since, place)
         meta = {
             "version": version,
             "staleness": staleness,
@@ -339,7 +289,7 @@ class ServedTables:
         found = {str(n): served.clocks.clock(rank) for n, served in self.tables.items()}
         return {number: clock for number, clock in found.items() if clock is not None}
 
-    def return_at(self, rank: int, clocks: dict[int, int]) -> None:
+    def return_at(self, rank: int, clocks: Mapping[int, int]) -> None:
         """Restore a worker's clocks when it reconnects to a restarted server."""
         for number, clock in clocks.items():
             served = self.tables.get(number)
@@ -401,12 +351,3 @@ class ServedTables:
                 )
             self._membership.changed.wait(deadline.remaining())
         self._check(worker)
-
-
-def _read(served: ServedTable, since: int, place: Place) -> tuple[int, list[Array]]:
-    """Copy a table into a reply; return its version and the arrays."""
-    with served.lock:
-        answer = place(served.dense_specs())
-        served.table.read(answer)
-        answer += served.changed_rows(since)
-        return served.table.version, answer

@@ -2,7 +2,7 @@
 
 A process listens at its address of the cluster once, however many strategies it
 holds: each strategy is a session, every connection has its session in its hello,
-and waits in that session's mailbox until it is taken.
+and waits in that session's mailbox until it is taken, see `mailboxes`.
 The same accept thread serves a Unix socket (in Linux's abstract namespace: no
 file to leave behind) for connections inside the host.
 """
@@ -11,14 +11,12 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import dataclasses
 import os
 import secrets
 import select
 import socket
 import threading
 import time
-from typing import Any
 
 from kerasdist.cluster.address import split_address
 from kerasdist.errors import (
@@ -32,6 +30,7 @@ from kerasdist.transport.deadline import Deadline
 from kerasdist.transport.forks import close_in_children
 from kerasdist.transport.log.limited_log import LimitedLog
 from kerasdist.transport.rendezvous.bind import inherited_socket, listen_at
+from kerasdist.transport.rendezvous.mailboxes import Mailboxes
 from kerasdist.transport.wire import handshake
 from kerasdist.transport.wire.framing import FrameType
 from kerasdist.transport.wire.messages import write_frame
@@ -42,7 +41,6 @@ __all__ = [
     "HANDSHAKE_SECONDS",
     "LOOK_SECONDS",
     "MOST_HANDSHAKES",
-    "MOST_WAITING",
     "Listener",
 ]
 
@@ -50,22 +48,10 @@ HANDSHAKE_SECONDS = 10.0
 # Handshakes at once: a whole job's workers connect together. When there are more, the
 # oldest is closed: a worker's handshake takes milliseconds.
 MOST_HANDSHAKES = 256
-MOST_WAITING = 4096
 # Seconds between two looks whether waiting connections have been closed.
 LOOK_SECONDS = 5.0
 # Seconds before accepting again when the process has no descriptors or memory.
 _PAUSE_SECONDS = 0.1
-
-_Key = tuple[str, str, int]
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Waiting:
-    """A connection that waits until it's taken, and since when."""
-
-    connection: Connection
-    hello: dict[str, Any]
-    since: float
 
 
 class Listener:
@@ -75,9 +61,10 @@ class Listener:
 
     Attributes:
         unix_name: Name of the Unix socket, for workers on this host.
+        mailboxes: The connections that have been accepted.
     """
 
-    _lock = threading.Lock()
+    _open_lock = threading.Lock()
     _open: dict[str, Listener] = {}  # noqa: RUF012 - the process's, not the class's
 
     def __init__(self, address: str, secret: bytes, patience: float) -> None:
@@ -86,9 +73,8 @@ class Listener:
         self.unix_name = f"\0kerasdist-{os.getpid()}-{secrets.token_hex(8)}"
         self._secret = secret
         self._users = 0
-        self._changed = threading.Condition()
-        # In the order of arrival; a rank may have connected more than once.
-        self._waiting: dict[_Key, list[_Waiting]] = {}
+        self.mailboxes = Mailboxes()
+        self._lock = threading.Lock()
         # In the order in which they began.
         self._shaking: dict[socket.socket, None] = {}
         self._threads: set[threading.Thread] = set()
@@ -131,7 +117,7 @@ class Listener:
             ClusterError: A strategy of this process listens there with another
                 secret.
         """
-        with cls._lock:
+        with cls._open_lock:
             listener = cls._open.get(address)
             if listener is None:
                 listener = cls._open[address] = cls(address, secret, patience)
@@ -147,14 +133,13 @@ class Listener:
 
     def release(self) -> None:
         """Release the listener; the last release closes it."""
-        with self._lock:
+        with self._open_lock:
             self._users -= 1
             if self._users:
                 return
             self._open.pop(self.address, None)
-            with self._changed:
-                self._closed = True
-                self._changed.notify_all()
+            self._closed = True
+            self.mailboxes.close()
             self._wake.close()
             self._thread.join(HANDSHAKE_SECONDS)
             # Before another listener may take the address: it must be free, also where
@@ -165,96 +150,18 @@ class Listener:
             _shut_down(self._unix)
             for sock in (*self._tcp, self._unix, self._woken):
                 sock.close()
-        with self._changed:
+        with self._lock:
             threads = list(self._threads)
             for sock in self._shaking:
                 _shut_down(sock)
-            waiting = [each for key in self._waiting.values() for each in key]
-            self._waiting.clear()
         for thread in threads:
             thread.join(HANDSHAKE_SECONDS)
-        for each in waiting:
-            each.connection.close()
         self._log.flush()
 
     def refusals(self) -> list[str]:
         """Return the last refused connections with reasons, oldest first."""
-        with self._changed:
+        with self._lock:
             return list(self._refused)
-
-    def others(self, session: str, purpose: str) -> dict[int, str]:
-        """Return the other sessions of connections for the same purpose, by rank."""
-        with self._changed:
-            return {
-                rank: other
-                for other, why, rank in self._waiting
-                if why == purpose and other != session
-            }
-
-    def interrupt(self) -> None:
-        """Wake all waits, which then check their `stop` events."""
-        with self._changed:
-            self._changed.notify_all()
-
-    def take(
-        self,
-        session: str,
-        purpose: str,
-        rank: int,
-        deadline: Deadline,
-        stop: threading.Event,
-    ) -> Connection | None:
-        """Wait for a connection of `rank` for this session and purpose.
-
-        If there is more than one, the newest counts.
-
-        Returns:
-            The connection, now the caller's; None if there was none by the deadline,
-            or before `stop` was set (and `interrupt` called).
-        """
-        key = (session, purpose, rank)
-        with self._changed:
-            self._changed.wait_for(
-                lambda: key in self._waiting or self._closed or stop.is_set(),
-                deadline.remaining(),
-            )
-            found = self._waiting.pop(key, [])
-        for older in found[:-1]:
-            older.connection.close()
-        return found[-1].connection if found else None
-
-    def take_any(
-        self,
-        session: str,
-        purpose: str,
-        seconds: float,
-        stop: threading.Event | None = None,
-    ) -> list[tuple[int, Connection, dict[str, Any]]]:
-        """Take all connections for this session and purpose; wait for the first.
-
-        Args:
-            session: The session.
-            purpose: The purpose.
-            seconds: How long to wait.
-            stop: When this is set (and `interrupt` called), wait no longer.
-
-        Returns:
-            Rank, connection and hello of each; those of one rank in order of arrival.
-        """
-        with self._changed:
-
-            def here() -> list[_Key]:
-                return [key for key in self._waiting if key[:2] == (session, purpose)]
-
-            self._changed.wait_for(
-                lambda: self._closed or here() or (stop is not None and stop.is_set()),
-                seconds,
-            )
-            return [
-                (key[2], each.connection, each.hello)
-                for key in here()
-                for each in self._waiting.pop(key)
-            ]
 
     def _accept(self) -> None:
         servers = (*self._tcp, self._unix)
@@ -279,9 +186,11 @@ class Listener:
                     self._log.warning("kerasdist can't accept a connection: %s", error)
                     pause.poll(_PAUSE_SECONDS * 1000)
             if time.monotonic() >= look:
-                with self._changed:
-                    self._drop_stale()
+                self._drop_stale()
                 look = time.monotonic() + LOOK_SECONDS
+
+    def _drop_stale(self) -> None:
+        self.mailboxes.drop_stale(self._patience + HANDSHAKE_SECONDS)
 
     def _accept_one(self, server: socket.socket) -> None:
         sock, source = server.accept()
@@ -296,7 +205,7 @@ class Listener:
             name="kerasdist-handshake",
             daemon=True,
         )
-        with self._changed:
+        with self._lock:
             if len(self._shaking) >= MOST_HANDSHAKES:
                 oldest = next(iter(self._shaking))
                 del self._shaking[oldest]
@@ -307,7 +216,7 @@ class Listener:
             thread.start()
         except RuntimeError as error:  # the machine has no room for a thread
             self._log.warning("kerasdist can't accept %s: %s", where, error)
-            with self._changed:
+            with self._lock:
                 del self._shaking[sock]
                 self._threads.discard(thread)
             sock.close()
@@ -321,7 +230,8 @@ class Listener:
             hello, auth = handshake.receive(
                 sock, self._secret, deadline, where, self.address
             )
-            kept = self._keep(Connection(sock, auth), hello)
+            self._drop_stale()
+            kept = self.mailboxes.put(Connection(sock, auth), hello)
         except EOFError:
             # A probe (`kerasdist doctor`, start-up of other ranks) ends like this:
             # there is nothing to report.
@@ -332,7 +242,7 @@ class Listener:
             # No received bytes may end a thread with a traceback.
             self._refuse(f"{where}: {type(error).__name__}: {error}")
         finally:
-            with self._changed:
+            with self._lock:
                 self._shaking.pop(sock, None)
                 self._threads.discard(threading.current_thread())
                 if not kept:
@@ -341,7 +251,7 @@ class Listener:
     def _refuse(self, reason: str) -> None:
         if not self._closed:
             self._log.warning("kerasdist refused a connection from %s", reason)
-        with self._changed:
+        with self._lock:
             self._refused.append(reason)
 
     def _check_user(self, sock: socket.socket, deadline: Deadline) -> None:
@@ -356,40 +266,6 @@ class Listener:
                 f"but {why_not}. If it belongs to the job, set KERASDIST_SECRET to the "
                 "same value on all workers."
             )
-
-    def _keep(self, connection: Connection, hello: dict[str, Any]) -> bool:
-        session, purpose = hello.get("session"), hello.get("purpose")
-        rank = hello.get("rank")
-        if (
-            not isinstance(session, str)
-            or not isinstance(purpose, str)
-            or type(rank) is not int
-        ):
-            raise ProtocolError(f"A hello is incomplete. Received: {hello!r}.")
-        with self._changed:
-            self._drop_stale()
-            if self._closed:
-                return False
-            if sum(len(each) for each in self._waiting.values()) >= MOST_WAITING:
-                raise ProtocolError(
-                    f"{MOST_WAITING} connections are waiting already; no more are kept."
-                )
-            # A worker that was started again connects again.
-            arrived = self._waiting.setdefault((session, purpose, rank), [])
-            arrived.append(_Waiting(connection, hello, time.monotonic()))
-            self._changed.notify_all()
-        return True
-
-    def _drop_stale(self) -> None:
-        """Close connections that won't be taken any more. Under `_changed`."""
-        oldest = time.monotonic() - self._patience - HANDSHAKE_SECONDS
-        for key, arrived in list(self._waiting.items()):
-            for each in list(arrived):
-                if each.since < oldest or each.connection.ended:
-                    each.connection.close()
-                    arrived.remove(each)
-            if not arrived:
-                del self._waiting[key]
 
 
 def _shut_down(sock: socket.socket) -> None:

@@ -174,7 +174,7 @@ class Session:
             StartupError: It didn't connect by the deadline.
             Aborted: `interrupt` was called.
         """
-        taken = self._listener.take(
+        taken = self._listener.mailboxes.take(
             self._number.session, purpose, rank, deadline, self._stop
         )
         if taken is not None:
@@ -192,7 +192,7 @@ class Session:
     def interrupt(self) -> None:
         """End every wait of `dial` and `answer`, now and later. From any thread."""
         self._stop.set()
-        self._listener.interrupt()
+        self._listener.mailboxes.interrupt()
 
     def close(self) -> None:
         """Release the listener and the control connections. Can be called twice."""

@@ -183,7 +183,7 @@ def _wait_for_all(
             first,
         )
         seconds = min(first.remaining(), 0.5)
-        arrived = listener.take_any(arrival.session, "control", seconds)
+        arrived = listener.mailboxes.take_any(arrival.session, "control", seconds)
         for rank, connection, hello in arrived:
             try:
                 peer = _receive(rank, connection, hello, arrival.addresses)
@@ -257,7 +257,7 @@ def _missing(
     """Return the error that names the missing ranks, with reasons found from here."""
     addresses = arrival.addresses
     ranks = [rank for rank in range(1, len(addresses)) if rank not in pending]
-    elsewhere = listener.others(arrival.session, "control")
+    elsewhere = listener.mailboxes.others(arrival.session, "control")
 
     def reason(rank: int) -> str:
         if rank in elsewhere:

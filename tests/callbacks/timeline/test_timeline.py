@@ -41,16 +41,16 @@ def fit(m, callbacks, **more):
     m.fit(x, x[:, :1], **{"batch_size": 8, "epochs": 3, "verbose": 0, **more},
           callbacks=callbacks)
 
-def listeners(communicator):
-    "Those that listen to it now."
-    def listen(recorder, before=communicator.listen):
+def recorders(communicator):
+    "Its recorders now."
+    def add(recorder, before=communicator.add_recorder):
         found.append(recorder)
         before(recorder)
-    def unlisten(recorder, before=communicator.unlisten):
+    def remove(recorder, before=communicator.remove_recorder):
         found[:] = [each for each in found if each is not recorder]
         before(recorder)
     found = []
-    communicator.listen, communicator.unlisten = listen, unlisten
+    communicator.add_recorder, communicator.remove_recorder = add, remove
     return found
 
 def result(value):
@@ -207,7 +207,7 @@ def test_clocks_that_differ(kind, size):
 RING = """
 from kerasdist.strategies.measure import counters
 strategy = kerasdist.RingStrategy(timeout=60, bucket_size=100_000)
-listening = listeners(strategy.communicator)
+recording = recorders(strategy.communicator)
 m = build()
 from kerasdist._keras.training.job_callback import JobCallback
 class Late(JobCallback):
@@ -217,11 +217,11 @@ class Late(JobCallback):
             time.sleep(0.2)
 line = Timeline(folder + "/deep/ring.json", steps=(7, 10))
 fit(m, [line, Late(), ScaleLearningRate(verbose=0)])
-silent = [not listening]
+silent = [not recording]
 fit(build(steps_per_execution=2), [Timeline(folder + "/two.json.gz", steps=(5, 8))])
 fit(m, [Timeline(folder + "/end.json", steps=(16, 100))])
 fit(m, [Timeline(folder + "/none.json", steps=(50, 100))])
-silent.append(not listening)
+silent.append(not recording)
 # Nor were steps measured: these have no stages.
 timer = strategy.extended.kerasdist.timer
 silent.append(not timer._summed.read()[counters.MEASURED:].any())
@@ -357,14 +357,14 @@ def test_nobody_listens_when_fit_has_failed(tmp_path):
     strategy = kerasdist.RingStrategy()
     class Fails(keras.callbacks.Callback):
         def on_train_batch_end(self, batch, logs=None):
-            seen.append(len(listening))
+            seen.append(len(recording))
             if batch == 2:
                 raise KeyError("here")
-    seen, listening = [], listeners(strategy.communicator)
+    seen, recording = [], recorders(strategy.communicator)
     try:
         fit(build(), [Timeline(folder + "/t.json", (0, 10)), Fails()])
     except KeyError:
-        result([seen, len(listening)])
+        result([seen, len(recording)])
     """
     env = {"FOLDER": str(tmp_path), "TF_CONFIG": None}
     with Workers(COMMON + textwrap.dedent(body), 1, env=env, handover=False) as job:

@@ -17,7 +17,7 @@ from groups import open_sockets
 from kerasdist import errors
 from kerasdist.transport.deadline import Deadline
 from kerasdist.transport.log import background_log
-from kerasdist.transport.rendezvous import listener, probe
+from kerasdist.transport.rendezvous import listener, mailboxes, probe
 from kerasdist.transport.rendezvous.dial import dial_tcp
 from kerasdist.transport.rendezvous.listener import Listener
 from kerasdist.transport.wire import handshake
@@ -63,7 +63,7 @@ def authenticate_as_client(listening, sock, session="s", purpose="p", rank=1, **
 
 def take(listening, session="s", purpose="p", rank=1, seconds=10.0):
     stop = threading.Event()
-    return listening.take(session, purpose, rank, Deadline(seconds), stop)
+    return listening.mailboxes.take(session, purpose, rank, Deadline(seconds), stop)
 
 
 def handshakes():
@@ -110,7 +110,7 @@ def test_the_newer_connection_of_a_rank_counts(listening):
 def test_take_ends_when_it_is_told_to_stop(listening):
     stop = threading.Event()
     stop.set()
-    assert listening.take("s", "p", 1, Deadline(30), stop) is None
+    assert listening.mailboxes.take("s", "p", 1, Deadline(30), stop) is None
 
 
 def test_sessions_share_one_listener_and_the_last_one_closes_it(listening):
@@ -395,7 +395,7 @@ def test_who_waits_longer_than_a_start_may_take_is_sent_away(monkeypatch):
 
 
 def test_when_too_many_wait_the_next_one_is_told_so(listening, monkeypatch):
-    monkeypatch.setattr(listener, "MOST_WAITING", 2)
+    monkeypatch.setattr(mailboxes, "MOST_WAITING", 2)
     with contextlib.ExitStack() as stack:
         for rank in range(3):
             stack.enter_context(

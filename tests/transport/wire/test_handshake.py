@@ -251,7 +251,7 @@ def test_no_listener_of_the_job_helps_a_stranger_at_anothers_address(jobs, oracl
         dial_tcp(dialed, SECRET, HELLO, Deadline(10))
     thread.join(10)
     for listener in listeners:
-        assert listener.take_any("s", "p", 0.0) == []
+        assert listener.mailboxes.take_any("s", "p", 0.0) == []
     wait_until(listeners[oracle].refusals, "a refusal")
     (text,) = listeners[oracle].refusals()
     assert f"dialed another address. Received: '{dialed}', this is" in text
@@ -284,7 +284,7 @@ def test_a_hello_that_was_changed_on_its_way_is_refused(jobs, name):
         dial_tcp(dialed, SECRET, HELLO, Deadline(10))
     thread.join(10)
     for session, purpose in (("s", "p"), ("another", "p"), ("s", "another")):
-        assert listeners[0].take_any(session, purpose, 0.0) == []
+        assert listeners[0].mailboxes.take_any(session, purpose, 0.0) == []
 
 
 def test_a_proof_of_one_connection_is_none_in_a_parallel_one(jobs):
@@ -330,7 +330,7 @@ def test_who_relays_to_the_right_listener_can_not_speak_afterwards(jobs):
             ours, SECRET, HELLO, Deadline(10), address
         )
         thread.join(10)
-        ((_, taken, _),) = listeners[0].take_any("s", "p", 10.0)
+        ((_, taken, _),) = listeners[0].mailboxes.take_any("s", "p", 10.0)
         with taken:
             mine = Connection(ours, auth)
             write_frame(theirs, FrameType.REFUSAL, b"{}", Deadline(5))

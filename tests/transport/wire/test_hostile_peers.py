@@ -250,7 +250,7 @@ def test_a_listener_lives_through_strangers_of_all_kinds(caplog):
             hello = {"session": "s", "purpose": "p", "rank": 1}
             handshake.authenticate_as_client(sock, SECRET, hello, Deadline(10), address)
             stop = threading.Event()
-            taken = listening.take("s", "p", 1, Deadline(10), stop)
+            taken = listening.mailboxes.take("s", "p", 1, Deadline(10), stop)
             assert taken is not None
             taken.close()
     finally:
