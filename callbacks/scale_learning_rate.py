@@ -7,7 +7,7 @@ from numbers import Real
 from typing import Any
 
 from kerasdist import _keras
-from kerasdist._keras.data.arrays import batch_size_of_fit, batches_of_fit
+from kerasdist._keras.data.epoch_iterators import batch_size_of_fit, batches_of_fit
 from kerasdist._keras.optimizer import learning_rate
 from kerasdist._keras.optimizer.global_step import steps_of
 from kerasdist._keras.protocols import KerasHooks, hooks_of

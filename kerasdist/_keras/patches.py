@@ -175,7 +175,7 @@ TABLE = (
     ),
     # Data, and the loops of `fit`, `evaluate` and `predict`.
     _core(
-        "data.arrays.init_epoch_iterator",
+        "data.epoch_iterators.init_epoch_iterator",
         "arrays in an order that all workers agree on, each worker its rows; for a "
         "`PyDataset` its share of the items",
         f"{_TRAINER}.TFEpochIterator.__init__(self, distribute_strategy, ...)",

@@ -1,11 +1,11 @@
-"""A `PyDataset` that was given to `fit`, and the reader of its items."""
+"""A `PyDataset` that was given to `fit`, the reader and the order of its items."""
 
 from __future__ import annotations
 
 import contextlib
 import inspect
 import queue
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,11 +14,14 @@ from keras.src import tree
 from keras.src.trainers.data_adapters import py_dataset_adapter
 
 from kerasdist._keras.context import current, setting
+from kerasdist._keras.protocols import KerasHooks
 from kerasdist.transport.deadline import Deadline
 
 __all__ = [
     "ItemData",
     "ItemReader",
+    "ItemsInOrder",
+    "agree_on_order",
     "close_at_end",
     "closing_readers",
 ]
@@ -190,3 +193,67 @@ def _array(leaf: Any) -> Any:
     if leaf is None or isinstance(leaf, (tf.RaggedTensor, tf.SparseTensor)):
         return leaf
     return np.asarray(leaf)
+
+
+class ItemsInOrder(py_dataset_adapter.PyDataset):
+    """A PyDataset whose items are in an order that all workers agree on.
+
+    The order changes only at the end of an epoch, when nothing fetches items.
+    """
+
+    def __init__(self, dataset: Any, draw: Callable[[int, int], Any]) -> None:
+        super().__init__(
+            workers=dataset.workers,
+            use_multiprocessing=dataset.use_multiprocessing,
+            max_queue_size=dataset.max_queue_size,
+        )
+        self.dataset = dataset
+        self._draw = draw
+        self._epoch = 0
+        self.order = self._next_order()
+
+    def _next_order(self) -> Any:
+        self._epoch += 1
+        return self._draw(self.dataset.num_batches, self._epoch)
+
+    @property
+    def num_batches(self) -> int | None:
+        return self.dataset.num_batches
+
+    def __getitem__(self, index: int) -> Any:
+        return self.dataset[int(self.order[index])]
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Only what other processes need to read items.
+        return {**self.__dict__, "_draw": None}
+
+    def on_epoch_begin(self) -> None:
+        self.dataset.on_epoch_begin()
+
+    def on_epoch_end(self) -> None:
+        self.dataset.on_epoch_end()
+        self.order = self._next_order()
+
+
+def agree_on_order(adapter: Any, hooks: KerasHooks) -> None:
+    """Shuffle items alike on all workers; Keras's order differs between workers."""
+    if (
+        hooks.workers.replicas == 1
+        or not adapter.shuffle
+        or adapter.num_batches is None
+    ):
+        return
+    items = ItemsInOrder(adapter.py_dataset, hooks.order_of_epochs())
+    adapter.shuffle = False
+    adapter.py_dataset = items
+    if adapter.enqueuer is not None:
+        adapter.enqueuer.shuffle = False
+        adapter.enqueuer.py_dataset = items
+        return
+
+    def iterate() -> Any:
+        # An iterator keeps the order with which it began.
+        for index in list(items.order):
+            yield adapter._standardize_batch(items.dataset[int(index)])
+
+    adapter._get_iterator = iterate

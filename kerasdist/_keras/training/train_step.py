@@ -9,8 +9,8 @@ import tensorflow as tf
 from keras.src import backend, tree
 
 from kerasdist._keras.context import current, is_timed, setting
-from kerasdist._keras.data.arrays import first_item
 from kerasdist._keras.data.batches import BatchIterable, BatchIterator
+from kerasdist._keras.data.epoch_iterators import first_item
 from kerasdist._keras.models.step_build import (
     build_by_step,
     can_be_called,

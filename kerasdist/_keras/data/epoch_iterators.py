@@ -1,0 +1,200 @@
+"""Keras's epoch iterators over the data that a strategy distributes."""
+
+from __future__ import annotations
+
+import types
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+from keras.src import tree
+from keras.src.trainers import epoch_iterator
+from keras.src.trainers.data_adapters import (
+    array_data_adapter,
+    generator_data_adapter,
+    py_dataset_adapter,
+)
+
+from kerasdist import _tf
+from kerasdist._keras.context import current
+from kerasdist._keras.data.arrays import ArrayData
+from kerasdist._keras.data.batches import LoopData
+from kerasdist._keras.data.generators import GeneratorFacts
+from kerasdist._keras.data.pydataset import ItemData, ItemsInOrder, agree_on_order
+from kerasdist._keras.protocols import DynamicHooks, dynamic_hooks, hooks_of
+
+__all__ = [
+    "batch_size_of_fit",
+    "batches_of_fit",
+    "deal_batches",
+    "first_item",
+    "init_epoch_iterator",
+]
+
+
+def init_epoch_iterator(
+    original: Callable[..., Any],
+    self: Any,
+    distribute_strategy: Any = None,
+    *args: Any,
+    **kwargs: Any,
+) -> None:
+    """Replace `TFEpochIterator.__init__`.
+
+    Keras shuffles arrays with an unseeded operation, in another order on each worker.
+    """
+    if not current.evaluating:
+        current.iterator = weakref.ref(self)
+    hooks = hooks_of(distribute_strategy)
+    if hooks is None:
+        original(self, distribute_strategy, *args, **kwargs)
+        return
+    if isinstance(kwargs.get("x"), LoopData):
+        kwargs["x"] = kwargs["x"].dataset  # its batches are claimed below
+    given = kwargs["x"] if "x" in kwargs else next(iter(args), None)
+    # Keras reads two batches of it, which may be all there are.
+    generator = (
+        GeneratorFacts(given) if isinstance(given, types.GeneratorType) else None
+    )
+    epoch_iterator.EpochIterator.__init__(self, *args, **kwargs)
+    self._distribute_strategy = distribute_strategy
+    adapter = self.data_adapter
+    if current.data_pending:
+        current.data_pending = False
+        dynamic = dynamic_hooks(distribute_strategy)
+        if dynamic is not None:
+            deal_batches(self, dynamic)
+            return
+    if hooks.shards and isinstance(adapter, array_data_adapter.ArrayDataAdapter):
+        self._distributed_dataset = hooks.distribute_arrays(ArrayData(adapter))
+        return
+    if hooks.shards and isinstance(adapter, py_dataset_adapter.PyDatasetAdapter):
+        self._distributed_dataset = hooks.distribute_items(ItemData(adapter))
+        if self._distributed_dataset is not None:
+            adapter.enqueuer = None  # it would read all items
+            length = self._distributed_dataset.length
+            if length != adapter.num_batches:
+                self.data_adapter = _WithLength(adapter, length)
+                self._num_batches = length
+            return
+        agree_on_order(adapter, hooks)
+    self._distributed_dataset, length = hooks.distribute_dataset(
+        adapter.get_tf_dataset(),
+        adapter.num_batches,
+        generator,
+        is_items=isinstance(adapter, py_dataset_adapter.PyDatasetAdapter),
+    )
+    if length != adapter.num_batches:
+        # The largest number of any worker, because Keras's loop counts batches.
+        self.data_adapter = _WithLength(adapter, length)
+        self._num_batches = length
+
+
+def first_item(iterator: Any) -> Any:
+    """Return a batch of the PyDataset that Keras prefetches for an iterator, or None.
+
+    Keras reads a batch before it trains, and abandons that iterator. The items that
+    were prefetched for it would be the first of the epoch, and as many would be missing
+    at the epoch's end.
+    """
+    adapter = _adapter_of(iterator)
+    if getattr(adapter, "enqueuer", None) is None:
+        return None
+    return adapter._standardize_batch(adapter.py_dataset[0])
+
+
+def batch_size_of_fit() -> int | None:
+    """Return the rows of a batch of `fit`, at its beginning; None if not known.
+
+    The last one of an epoch may have fewer.
+    """
+    iterator = None if current.iterator is None else current.iterator()
+    if iterator is None:
+        return None
+    adapter = _adapter_of(iterator)
+    if isinstance(adapter, array_data_adapter.ArrayDataAdapter):
+        return int(adapter._batch_size)
+    if isinstance(adapter, py_dataset_adapter.PyDatasetAdapter):
+        items = adapter.py_dataset
+        if isinstance(items, ItemsInOrder):
+            items = items.dataset  # the first of a shuffled order may be the short one
+        first = tree.flatten(adapter._standardize_batch(items[0]))
+        return int(first[0].shape[0]) if first else None
+    try:
+        return _tf.static_batch_size(adapter.get_tf_dataset())
+    except (AttributeError, IndexError, TypeError, ValueError, tf.errors.OpError):
+        return None  # it was distributed already, or its elements aren't batches
+
+
+def batches_of_fit() -> int | None:
+    """Return the batches of an epoch of `fit`, at its start; None: not known."""
+    iterator = None if current.iterator is None else current.iterator()
+    count = None if iterator is None else iterator.num_batches
+    return None if count is None else int(count)
+
+
+def deal_batches(iterator: Any, hooks: DynamicHooks) -> None:
+    """Let an epoch iterator yield the batches that this worker claims.
+
+    Its step numbers are those of the batches in the whole epoch.
+    """
+    adapter = iterator.data_adapter
+    if hooks.shards and isinstance(adapter, array_data_adapter.ArrayDataAdapter):
+        dealt = hooks.deal_arrays(ArrayData(adapter))
+    elif hooks.shards and isinstance(adapter, py_dataset_adapter.PyDatasetAdapter):
+        dealt = hooks.deal_items(ItemData(adapter))
+        adapter.enqueuer = None  # it would read all items
+    else:
+        if hooks.shards and isinstance(
+            adapter, generator_data_adapter.GeneratorDataAdapter
+        ):
+            _refuse_generator(hooks.workers.replicas)
+        dealt = hooks.deal_dataset(adapter.get_tf_dataset(), adapter.num_batches)
+    if dealt.length != adapter.num_batches:
+        iterator.data_adapter = adapter = _WithLength(adapter, dealt.length)
+        iterator._num_batches = dealt.length
+    iterator._distributed_dataset = dealt
+
+    def enumerate_batches() -> Any:
+        adapter.on_epoch_begin()
+        batches = dealt.begin_epoch(iterator.steps_per_epoch)
+        if current.readers is not None:
+            current.readers.add(dealt)
+        while batches.ready():
+            first = batches.number
+            yield first, first + iterator.steps_per_execution - 1, batches
+        adapter.on_epoch_end()
+
+    iterator._enumerate_iterator = enumerate_batches
+
+
+class _WithLength:
+    """A data adapter with another number of batches."""
+
+    def __init__(self, adapter: Any, num_batches: int | None) -> None:
+        self.adapter = adapter
+        self.num_batches = num_batches
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.adapter, name)
+
+
+def _adapter_of(iterator: Any) -> Any:
+    """Return the adapter that Keras made for an epoch iterator."""
+    adapter = iterator.data_adapter
+    return adapter.adapter if isinstance(adapter, _WithLength) else adapter
+
+
+def _refuse_generator(replicas: int) -> None:
+    if replicas == 1:
+        return
+    raise ValueError(
+        "A plain Python generator can't be divided over several replicas: it isn't "
+        "known whether each worker's generator yields the same batches or its own part "
+        f"of them. Received: a generator, with {replicas} replicas. Use arrays, a "
+        "`keras.utils.PyDataset`, or a `tf.data.Dataset` "
+        "(`tf.data.Dataset.from_generator`) of global batches, the same on all "
+        "workers; or, if each worker's generator yields its own part, pass shard='off' "
+        "to the strategy."
+    )
