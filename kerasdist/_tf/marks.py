@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 
 class Mark(Generic[T]):
-    """One fact about some objects, which are told apart by identity.
+    """One fact about some objects, which are compared by identity.
 
     The value must not refer to its object, which would never end then.
     """

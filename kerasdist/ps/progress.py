@@ -11,7 +11,7 @@ __all__ = ["Progress"]
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:
-    """How far a worker is.
+    """The progress of one worker.
 
     Attributes:
         met: Number of the last collective that it has finished.
