@@ -14,7 +14,6 @@ import contextlib
 import json
 import threading
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from kerasdist import errors
@@ -24,6 +23,7 @@ from kerasdist.collectives.ops import Array
 from kerasdist.ps.channel.channel import Message
 from kerasdist.ps.client.communicator import ServerCommunicator
 from kerasdist.ps.client.connection import Build, Roster, ServerConnection
+from kerasdist.ps.client.connections import ServerConnections
 from kerasdist.ps.client.control_requests import ControlRequests
 from kerasdist.ps.client.remote_table import RemoteTable
 from kerasdist.ps.layout import Layout, Variable
@@ -96,12 +96,12 @@ class ServerClient(ControlRequests):
         self._failing: errors.CollectiveError | None = None
         self._reporting: int | None = None
         self._closed = False
+        self._started = False
         self._met = 0
         self._step = 0
         self._calls = threading.RLock()
         self._heartbeat: Heartbeat | None = None
-        self._pool: ThreadPoolExecutor | None = None
-        self._connections: list[ServerConnection] = []
+        self._connections = ServerConnections(self.check)
         self.communicator: ServerCommunicator
         self._announcements = Announcements(
             self.rank,
@@ -124,13 +124,13 @@ class ServerClient(ControlRequests):
             f"kerasdist-watch rank {self.rank}",
             self.timeouts,
             self._on_frame,
-            self._ended,
+            self._connections.ended,
         )
         return self._heartbeat
 
     def add(self, connection: ServerConnection) -> None:
         """Add the connection to the next server; it's owned from now on."""
-        self._connections.append(connection)
+        self._connections.add(connection)
 
     def start(self, roster: Roster) -> None:
         """Begin with the first server's roster, when all have admitted this worker."""
@@ -139,11 +139,9 @@ class ServerClient(ControlRequests):
         self.joining = roster.joining
         self.seed = roster.seed
         self._met = roster.met
-        if len(self._connections) > 1:
-            self._pool = ThreadPoolExecutor(
-                len(self._connections) - 1, thread_name_prefix="kerasdist-client"
-            )
+        self._connections.start()
         self.communicator = ServerCommunicator(self, roster.met)
+        self._started = True
 
     @property
     def announcements(self) -> Announcements | None:
@@ -158,22 +156,17 @@ class ServerClient(ControlRequests):
     @property
     def transports(self) -> list[str]:
         """The transport of each server: "tcp", "shared_memory" or "memory"."""
-        return [connection.kind for connection in self._connections]
+        return self._connections.transports
 
     @property
     def bytes_sent(self) -> int:
         """Bytes of all requests to all servers, those in shared memory too."""
-        return sum(connection.bytes_sent for connection in self._connections)
+        return self._connections.bytes_sent
 
     @property
     def bytes_received(self) -> int:
         """Bytes of all replies of all servers."""
-        return sum(connection.bytes_received for connection in self._connections)
-
-    @property
-    def lost(self) -> list[Event]:
-        """The workers that were lost, in order."""
-        return [event for event in self.events if event.kind == "lost"]
+        return self._connections.bytes_received
 
     def open_table(
         self, variables: Sequence[Variable], values: Sequence[Array]
@@ -232,45 +225,8 @@ class ServerClient(ControlRequests):
                 raise
 
     def request_all(self, builds: Sequence[Build | None]) -> list[Message]:
-        """Send requests to all servers at once; return their replies, by server.
-
-        Args:
-            builds: A request for each server; None: nothing for this one, whose reply
-                is then without arrays.
-
-        Raises:
-            CollectiveError: This worker's failure.
-        """
-        nothing = Message(FrameType.REPLY, Call(0), {}, ())
-        used = [i for i, build in enumerate(builds) if build is not None]
-        replies = [nothing] * len(builds)
-
-        def request(index: int) -> Message:
-            build = builds[index]
-            return nothing if build is None else self._connections[index].request(build)
-
-        if len(used) == 1 or self._pool is None:
-            for index in used:
-                replies[index] = request(index)
-            return replies
-        try:
-            futures = {index: self._pool.submit(request, index) for index in used[1:]}
-        except RuntimeError:  # closed by another thread just now
-            self.check()
-            raise
-        first: BaseException | None = None
-        try:
-            replies[used[0]] = request(used[0])
-        except Exception as error:
-            first = error
-        for index, future in futures.items():
-            try:
-                replies[index] = future.result()
-            except Exception as error:
-                first = first or error
-        if first is not None:
-            raise first
-        return replies
+        """See `ServerConnections.request_all`."""
+        return self._connections.request_all(builds)
 
     def check(self) -> None:
         """Raise the error that ended this worker's part, if there is one."""
@@ -364,14 +320,12 @@ class ServerClient(ControlRequests):
             goodbye = Goodbye(f"it gave up at step {self.step} ({why})", True, error)
             if isinstance(error, errors.WorkerLost) and error.rank == here.rank:
                 goodbye.reason = error.reason
-            for connection in self._connections:
-                connection.send_goodbye(goodbye)
+            self._connections.send_goodbye(goodbye)
         finally:
             with self._changed:
                 self._failure = error
                 self._changed.notify_all()
-            for connection in self._connections:
-                connection.abort()
+            self._connections.abort()
         return error
 
     # The end.
@@ -398,19 +352,12 @@ class ServerClient(ControlRequests):
             shown = f"its script ended with {type(error).__name__}: {error}"
             reason = shown[:1000].rstrip(". \n")
         if self._failing is None:
-            for connection in self._connections:
-                connection.send_goodbye(Goodbye(reason, error is not None, cause))
-        self._give_back()
-
-    def _give_back(self) -> None:
-        for connection in self._connections:
-            connection.abort()
+            goodbye = Goodbye(reason, error is not None, cause)
+            self._connections.send_goodbye(goodbye)
+        self._connections.abort()
         if self._heartbeat is not None:
             self._heartbeat.close()
-        for connection in self._connections:
-            connection.close()
-        if self._pool is not None:
-            self._pool.shutdown()
+        self._connections.close()
 
     def __enter__(self) -> ServerClient:
         return self
@@ -428,8 +375,7 @@ class ServerClient(ControlRequests):
     @property
     def _place(self) -> int:
         # Requests of others may arrive before this worker has started.
-        communicator = getattr(self, "communicator", None)
-        return 0 if communicator is None else communicator.sequence
+        return self.communicator.sequence if self._started else 0
 
     def _chief_is_gone(self) -> str | None:
         if self._failure is not None:
@@ -466,8 +412,3 @@ class ServerClient(ControlRequests):
             self._announcements.receive(sender, value)
         else:
             raise unexpected(kind)
-
-    def _ended(self, key: Hashable, reason: str) -> None:
-        for connection in self._connections:
-            if connection.index == key:
-                connection.ended(reason)
