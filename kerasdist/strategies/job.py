@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import atexit
 import os
-import sys
 import weakref
 from typing import Protocol
 
 from kerasdist.collectives import Communicator
 from kerasdist.transport.liveness.announcements import Announcements
-from kerasdist.transport.liveness.final_error import hand_over_final_error
+from kerasdist.transport.liveness.final_error import (
+    final_exception,
+    hand_over_final_error,
+)
 
 __all__ = ["StrategyJob", "close_at_exit", "forget"]
 
@@ -62,6 +64,6 @@ os.register_at_fork(after_in_child=_open.clear)
 
 @atexit.register
 def _close_open() -> None:
-    error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+    error = final_exception()
     for job in list(_open):
         job.close(error)

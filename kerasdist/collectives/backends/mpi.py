@@ -26,6 +26,7 @@ from kerasdist.collectives.ops import Array, octets
 from kerasdist.transport.base import Aborted, CallMismatch, Peer, PeerSilent
 from kerasdist.transport.deadline import Deadline
 from kerasdist.transport.liveness.failure_protocol import Unsupervised
+from kerasdist.transport.liveness.final_error import final_exception
 from kerasdist.transport.timeouts import Timeouts
 from kerasdist.transport.tracing import Laps
 from kerasdist.transport.wire.framing import (
@@ -165,8 +166,7 @@ class _Process:
 
 def _abort_after_failure() -> None:
     """End the job after a failure: MPI_Finalize would wait for ranks that failed."""
-    error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
-    if _Process.failed or error is not None:
+    if _Process.failed or final_exception() is not None:
         sys.stdout.flush()
         sys.stderr.flush()
         _load().COMM_WORLD.Abort(1)

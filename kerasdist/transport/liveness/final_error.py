@@ -25,7 +25,13 @@ from types import TracebackType
 
 from kerasdist import errors
 
-__all__ = ["ERROR_VARIABLE", "FinalError", "file_in_words", "hand_over_final_error"]
+__all__ = [
+    "ERROR_VARIABLE",
+    "FinalError",
+    "file_in_words",
+    "final_exception",
+    "hand_over_final_error",
+]
 
 ERROR_VARIABLE = "KERASDIST_ERROR_FD"
 # Of a longer traceback (for instance of a RecursionError) the end is kept.
@@ -71,6 +77,12 @@ def file_in_words(descriptor: int) -> str:
     under the same number.
     """
     return f"{descriptor}:{os.fstat(descriptor).st_ino}"
+
+
+def final_exception() -> BaseException | None:
+    """Return the uncaught exception that has ended this script, in an exit handler."""
+    # `last_exc` since Python 3.12.
+    return getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
 
 
 def hand_over_final_error() -> None:
