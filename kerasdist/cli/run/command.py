@@ -22,8 +22,13 @@ from kerasdist.cli.allocator import ALLOCATORS, find_allocator, preloading
 from kerasdist.cli.console import say
 from kerasdist.cli.run.cores import cores_in_order, shares
 from kerasdist.cli.run.job import JobSpec
-from kerasdist.cli.run.processes import adopt_orphans, descendants, kill_all
-from kerasdist.cli.run.supervisor import ENDING_SIGNALS, JobSupervisor
+from kerasdist.cli.run.processes import (
+    ENDING_SIGNALS,
+    adopt_orphans,
+    descendants,
+    kill_all,
+)
+from kerasdist.cli.run.supervisor import JobSupervisor
 from kerasdist.transport.log import background_log
 from kerasdist.transport.wire.secret import secret_fault
 

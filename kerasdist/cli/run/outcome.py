@@ -1,180 +1,378 @@
-"""The cause of a job's failure, from its processes' reports, outputs and exits.
+"""The outcome of a job: its losses, the cause of its failure, and the exit code.
 
-When one rank fails, the others fail because of it, and the processes don't always end
-in the order in which they failed: a rank with an exception closes its connections
-first; its peers notice that, fail and end at once, while it still tidies up. So the
-cause that the workers agreed on counts: they report it on one pipe (`JobOutcome`, see
-`kerasdist.transport.liveness.launcher_pipe`). Without a report, as when they weren't
-connected yet, their outputs may show it (`first_failure`). The order of exits is only
-used where nothing better is known, as with the chief, whose output the launcher
-doesn't see.
+It is decided from what processes report on the launcher's pipe (see
+`kerasdist.transport.liveness.launcher_pipe`), from their exits, and from their
+outputs.
+
+The first failure. When one rank fails, the others fail because of it, and the processes
+don't always end in the order in which they failed: a rank with an exception closes its
+connections first; its peers notice that, fail and end at once, while it still tidies
+up. So the first of all failures is, in this order,
+
+    1. that of the task which the others reported as the cause
+    2. that of a task which didn't report another one as the cause
+    3. the earliest, by its last traceback, or else by the end of its process
+
+The losses. A job with asynchronous parameter servers continues without a worker that
+was lost. Its servers report that it is such a job, and which workers they have lost;
+processes that have ended are noticed here. With snapshots the job also waits for a lost
+server until that is started again, by an administrator, not by `kerasdist run`.
+
+The exit code.
+
+    nothing went wrong                                       0
+    the job failed                                           code of the first failure
+    it finished without workers that were lost, all of them
+        killed from outside, dropped by the servers          0
+        one of them ended with an error of its own           that one's code
+        the chief is one of them                             the chief's code
+
+A killed worker was preempted: such jobs are made for that, and nothing has to be
+mended. An error of its own is the script's: otherwise a missing file on three workers
+of four would be a success with a quarter of the data, invisible in the exit code. And
+without the chief, the files that it alone writes are missing, the model above all.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import os
+import shlex
 import signal
-from collections.abc import Iterable
+import sys
+import time
+from collections.abc import Sequence
 
-from kerasdist.cli.run.output import is_consequence, last_traceback
-from kerasdist.transport.liveness.launcher_pipe import (
-    REPORT_VARIABLE,
-    Notice,
-    Report,
-    pipe_in_words,
-)
+from kerasdist.cli.console import say, say_soon
+from kerasdist.cli.run.job import JobSpec
+from kerasdist.cli.run.output import end_of, last_traceback
+from kerasdist.cli.run.processes import ENDING_SIGNALS
+from kerasdist.cli.run.spawn import Started
+from kerasdist.transport.liveness.launcher_pipe import LauncherPipe, Notice, Report
 
-__all__ = ["Failure", "JobOutcome", "exit_code", "first_failure", "in_words"]
+__all__ = ["JobOutcome", "exit_code", "in_words"]
+
+# Seconds that the process of a worker that the servers have lost may take to end, so
+# that its exit code is printed with the loss.
+_LET_IT_END = 1.0
+# Sent by a user, a batch system or an administrator. A signal that a process sends
+# itself when it crashes (SIGSEGV, SIGABRT) is an error of its own.
+_FROM_OUTSIDE = (signal.SIGKILL, *ENDING_SIGNALS)
 
 
 class JobOutcome:
-    """The pipe on which processes report, and what was read from it.
+    """The facts about a job's end, and the decisions that follow from them.
 
     Args:
-        servers: Number of parameter servers of the job.
+        job: The job's specification.
+        tasks: Its tasks; the list may be filled later.
 
     Attributes:
-        reading: Its end to read from, which doesn't block. It never reaches the end
-            of file, because the other end stays open here.
-        writing: Its end for the workers and servers.
-        patience: How many seconds the job waits for a lost server; 0: not at all.
-        gave_up: Ranks that failed because the servers had lost them before.
+        pipe: The pipe on which the tasks report.
+        failed_at: When a task failed without which the job can't continue (monotonic);
+            None: none has.
+        over: Whether the job is being ended: then nothing is a loss any more.
     """
 
-    def __init__(self, servers: int = 0) -> None:
-        self.reading, self.writing = os.pipe()
-        os.set_blocking(self.reading, False)
-        self.patience = 0.0
-        self.gave_up: set[int] = set()
-        self._servers = servers
+    def __init__(self, job: JobSpec, tasks: Sequence[Started]) -> None:
+        self.pipe = LauncherPipe()
+        self.failed_at: float | None = None
+        self.over = False
+        self._job = job
+        self._tasks = tasks
+        self._reports: list[Report] = []
+        # Servers whose job continues without lost workers, until one reports that it
+        # doesn't.
         self._begun: set[int] = set()
-        self._lost: set[tuple[int, int | None]] = set()
-        self._failed = False
-        self._notices: list[Notice] = []
-        self._pending = b""
-        self._by_job: dict[str, Report] = {}
-        self._job: str | None = None
+        self._can_lose = True
+        # Seconds that the workers wait for a lost server; 0: not at all.
+        self._patience = 0.0
 
-    @property
-    def environ(self) -> dict[str, str]:
-        """The variable that names `writing` to a worker that inherits it."""
-        return {REPORT_VARIABLE: pipe_in_words(self.writing)}
+    def _task(self, kind: str, index: int | None) -> Started | None:
+        for each in self._tasks:
+            if (each.task.kind, each.task.index) == (kind, index):
+                return each
+        return None
+
+    # What processes report.
 
     def read(self) -> None:
-        """Read the reports that have arrived, without waiting."""
-        while True:
-            try:
-                data = os.read(self.reading, 65536)
-            except BlockingIOError:
-                return
-            *lines, self._pending = (self._pending + data).split(b"\n")
-            for line in lines:
-                report, notice = Report.decode(line), Notice.decode(line)
-                if report is not None:
-                    self._take_report(report)
-                elif notice is not None:
-                    self._take_notice(notice)
+        """Read the reports that have arrived, without waiting, and print new losses."""
+        for each in self.pipe.read():
+            if isinstance(each, Report):
+                self._take_report(each)
+            else:
+                self._take_notice(each)
+        for seconds, worker in self._unprinted():
+            if not seconds:
+                self._lose(worker)
 
     def _take_report(self, report: Report) -> None:
-        if self.goes_on and any(rank == report.rank for _, rank in self._lost):
+        worker = self._task("worker", report.rank)
+        if self.goes_on and worker is not None and worker.missed_by:
             # For instance, it was frozen, the others continued, and it wakes up.
-            self.gave_up.add(report.rank)
-            return
-        if self.goes_on and report.rank == report.blames:
-            return
-        # Servers don't report that another server was lost for good; workers do.
-        self._failed = True
-        # The first report counts: later ones may name a rank that failed because of
-        # it.
-        self._by_job.setdefault(report.job, report)
-        self._job = report.job
+            worker.gave_up = True
+        elif not self.goes_on or report.rank != report.blames:
+            # Servers don't report that another server was lost for good; workers do.
+            self._can_lose = False
+            self._reports.append(report)
 
     def _take_notice(self, notice: Notice) -> None:
         if notice.kind == "begun":
             self._begun.add(notice.server)
-            self.patience = notice.patience
+            self._patience = notice.patience
         elif notice.kind == "failed":
-            self._failed = True
+            self._can_lose = False
+        elif notice.kind == "gave_up":
+            server = self._task("ps", notice.server)
+            if server is not None:
+                server.gave_up = True
         else:
-            key = notice.server, notice.rank
-            if notice.kind == "lost":
-                self._lost.add(key)
-            else:
-                self._lost.discard(key)
-            if notice.server == 0:  # the others report the same, sooner or later
-                self._notices.append(notice)
+            worker = self._task("worker", notice.rank)
+            if worker is not None:
+                self._take_event(worker, notice)
+
+    def _take_event(self, worker: Started, notice: Notice) -> None:
+        if notice.kind == "lost":
+            worker.missed_by[notice.server] = time.monotonic()
+        else:
+            worker.missed_by.pop(notice.server, None)
+        if notice.server != 0:  # the others report the same, sooner or later
+            return
+        worker.reason = notice.reason if notice.kind == "lost" else ""
+        if notice.kind == "lost":
+            worker.lost = worker.lost and not worker.replaced
+            worker.replaced = False
+        elif notice.kind in ("joined", "returned") and worker.lost:
+            worker.replaced = True
+            say_soon(f"{worker.task} joined again")
 
     @property
     def goes_on(self) -> bool:
         """Whether the job continues without lost workers: all servers reported that."""
-        return 0 < self._servers <= len(self._begun) and not self._failed
-
-    def notices(self) -> list[Notice]:
-        """Return server 0's notices about workers since the last call."""
-        found, self._notices = self._notices, []
-        return found
+        return 0 < self._job.servers <= len(self._begun) and self._can_lose
 
     @property
-    def blamed(self) -> int | None:
-        """The rank that was reported as the cause; None if there is no report.
+    def _of_last_job(self) -> list[Report]:
+        # Of several jobs the last to fail counts: the script has survived the others.
+        return [each for each in self._reports if each.job == self._reports[-1].job]
 
-        Of several jobs the last to fail counts: the script has survived the others.
+    @property
+    def cause(self) -> Started | None:
+        """The task that was reported as the cause of the failure; None if none was."""
+        if not self._reports:
+            return None
+        # Later reports may name a rank that failed because of this one.
+        first = self._of_last_job[0]
+        if first.blames is None:
+            return self._task("ps", first.server)
+        return self._task("worker", first.blames)
+
+    def _follows(self, task: Started) -> bool:
+        """Return whether a task reported that it failed because of another one."""
+        return task.gave_up or any(
+            report.names_another and self._task("worker", report.rank) is task
+            for report in self._of_last_job
+        )
+
+    # Losses, while the job continues.
+
+    def fails_with(self, task: Started) -> bool:
+        """Return whether the job fails now, because this task has ended."""
+        if task.code == 0 or task.ended_by_us or self.failed_at is not None:
+            return False
+        # Reports that it sent before it ended are in the pipe.
+        self.read()
+        if self._continues_without(task):
+            return False
+        self.failed_at = time.monotonic()
+        return True
+
+    def _continues_without(self, task: Started) -> bool:
+        if task.lost or self.over or not self.goes_on:
+            return task.lost
+        if not task.task.is_server:
+            self._lose(task)
+        elif self._patience and task.code is not None and task.code < 0:
+            task.lost = True
+            say_soon(
+                f"{task.task} was lost: it {in_words(task.code)}; the workers wait "
+                f"{self._patience:g} s for it to be started again"
+            )
+        # A server that exits with an error has failed; it is not "lost".
+        return task.lost
+
+    def _lose(self, worker: Started) -> None:
+        worker.lost = True
+        why = worker.reason
+        if worker.code:
+            detail = f" ({why})" if worker.code > 0 and why else ""
+            why = f"it {in_words(worker.code)}{detail}"
+        others = any(each.code is None and not each.lost for each in self._workers)
+        rest = "; the others go on" if others else ""
+        say_soon(f"{worker.task} was lost: {why}{rest}")
+
+    def _unprinted(self) -> list[tuple[float, Started]]:
+        """Return the workers whose loss is to be printed, and in how many seconds."""
+        if self.over or not self.goes_on:
+            return []
+        end = _LET_IT_END - time.monotonic()
+        return [
+            (max(0.0, each.missed_by[0] + end) if each.code is None else 0.0, each)
+            for each in self._tasks
+            if 0 in each.missed_by and not each.lost
+        ]
+
+    def next_in(self) -> float | None:
+        """Return the seconds until the next loss is to be printed; None if none is."""
+        return min((seconds for seconds, _ in self._unprinted()), default=None)
+
+    @property
+    def only_lost_workers_running(self) -> bool:
+        """Whether the servers have ended, and only lost workers still run."""
+        running = [each for each in self._tasks if each.code is None]
+        return any(each.task.is_server for each in self._tasks) and all(
+            each.lost and not each.task.is_server for each in running
+        )
+
+    # The end.
+
+    @property
+    def _workers(self) -> list[Started]:
+        return [each for each in self._tasks if not each.task.is_server]
+
+    def report(self) -> int:
+        """Print how the job ended, if it wasn't interrupted; return the exit code."""
+        lost = [each for each in self._workers if each.lost and not each.replaced]
+        if self.failed_at is None and lost and len(lost) < len(self._workers):
+            return self._finished_without(lost)
+        first = self.first_failure()
+        if first is None:
+            well = all(each.code == 0 or each.lost for each in self._tasks)
+            return 0 if well else 1
+        self._show_first(first)
+        for other in self.failures():
+            # Listed because the order of exits may deceive.
+            if other is not first:
+                self._say_message(other, f"afterwards {_how(other)}")
+        return exit_code(first.code or 0)
+
+    def _finished_without(self, lost: Sequence[Started]) -> int:
+        names = " and ".join(str(each.task) for each in lost)
+        say(f"the job has finished without {names}")
+        chief = next((each for each in lost if each.task.is_chief), None)
+        if chief is not None:
+            if not self._has_printed(chief):
+                self._say_message(chief, str(chief.task))
+            say(
+                "that was the chief: what it alone writes, the model for instance, "
+                "may be missing, so this is no success"
+            )
+        own = next((each for each in lost if _by_itself(each)), None)
+        if own is not None:
+            say(f"{_how(own)} by itself: this is no success")
+            if not own.task.is_chief:
+                _show_end(own)
+        counts = chief or own
+        return 0 if counts is None else exit_code(counts.code or 1)
+
+    def failures(self) -> list[Started]:
+        """Return the tasks that ended by themselves, with a failure."""
+        # Workers that were lost before aren't the cause, unless none was left.
+        all_lost = all(each.lost for each in self._workers)
+        return [
+            each
+            for each in self._tasks
+            if each.code
+            and not each.ended_by_us
+            and (all_lost or not each.lost or each.task.is_server)
+        ]
+
+    def first_failure(self) -> Started | None:
+        """Return the one of `failures` that caused the others; None: there is none."""
+        cause = self.cause
+        return min(
+            self.failures(),
+            key=lambda task: (task is not cause, self._follows(task), _failed_at(task)),
+            default=None,
+        )
+
+    def _show_first(self, first: Started) -> None:
+        alone = len(self._tasks) == 1
+        others = "" if alone else f"; the other {self._job.kinds} were ended"
+        say(f"{_how(first)}{others}")
+        shown, cause = first, self.cause
+        if cause is not None and cause is not first:
+            how = "was lost to the others, and had to be ended"
+            if not cause.ended_by_us:
+                how = f"ended with code {cause.code} while others still needed it"
+            say(f"before that, {cause.task} {how}")
+            if last_traceback(cause.evidence()[0]):
+                shown = cause
+        # An error that the task printed itself isn't printed again.
+        if not self._has_printed(shown):
+            _show_end(shown)
+        if first is not shown:
+            self._say_message(first, str(first.task))
+
+    def _has_printed(self, task: Started) -> bool:
+        """Return whether the error that ended a task was printed already.
+
+        The chief prints its own error, unless that only follows from another task's.
+        Where all ranks raise one error, the chief's is enough.
         """
-        return None if self._job is None else self._by_job[self._job].blames
+        chief = self._tasks[0].final_error
+        if task.task.is_chief:
+            return chief is None or not chief.consequence
+        if chief is None or chief.consequence:
+            return False
+        final = task.final_error
+        ends = task.evidence()[0].rstrip() if final is None else final.message
+        if not ends.endswith(chief.message):
+            return False
+        say(f"{task.task} ended with the error of rank 0, which stands above")
+        return True
 
-    @property
-    def blamed_server(self) -> int | None:
-        """The index of the server that was reported as the cause; None if none was."""
-        return None if self._job is None else self._by_job[self._job].server
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Failure:
-    """A rank that ended by itself, with a failure.
-
-    Attributes:
-        rank: The rank; servers are counted after the last one.
-        code: Its exit code; negative for a signal, as `subprocess` has it.
-        ended_at: When its process ended, in ns since the epoch.
-        output: The end of its output; empty if we don't see it (the chief's).
-        written_at: When it last wrote something, in ns since the epoch.
-    """
-
-    rank: int
-    code: int
-    ended_at: int
-    output: str = ""
-    written_at: int = 0
-
-    @property
-    def failed_at(self) -> int:
-        """The estimated time of the failure, in ns since the epoch."""
-        if last_traceback(self.output) is None:
-            return self.ended_at
-        return min(self.ended_at, self.written_at)
+    def _say_message(self, task: Started, begin: str) -> None:
+        """Print how a task ended, and its error if that wasn't printed."""
+        final = task.final_error
+        hidden = final is not None and final.consequence
+        message = "" if final is None or not hidden else final.message.splitlines()[0]
+        say(f"{begin}: {message}" if message else begin)
 
 
-def first_failure(
-    failures: Iterable[Failure], blamed: int | None = None
-) -> Failure | None:
-    """Return the failure that caused the others; None if there are none.
+def _how(task: Started) -> str:
+    """Return how a task ended, for instance `rank 1 failed with exit code 3`."""
+    return f"{task.task} {in_words(task.code or 0)}"
 
-    A rank that reports the loss of another one isn't it, unless all report one.
 
-    Args:
-        failures: All of them.
-        blamed: The rank that the workers report as the cause. It counts if it failed.
-    """
-    return min(
-        failures,
-        key=lambda failure: (
-            failure.rank != blamed,
-            is_consequence(failure.output),
-            failure.failed_at,
-        ),
-        default=None,
-    )
+def _by_itself(worker: Started) -> bool:
+    """Return whether a worker was ended by an error of its own."""
+    if not worker.code or worker.ended_by_us:
+        return False
+    if worker.code < 0:
+        return -worker.code not in _FROM_OUTSIDE
+    return not worker.gave_up
+
+
+def _failed_at(task: Started) -> int:
+    """Return the estimated time of a task's failure, in ns since the epoch."""
+    output, written_at = task.evidence()
+    if last_traceback(output) is None:
+        return task.ended_at
+    return min(task.ended_at, written_at)
+
+
+def _show_end(task: Started) -> None:
+    output = task.evidence()[0]
+    whose = f"the end of {task.task}'s output:"
+    if last_traceback(output) is None:
+        left = whose if output.strip() else "and no output"
+        whose = f"{task.task} left no traceback; {left}"
+    say(whose)
+    shown = end_of(output)
+    if shown:
+        print(shown, file=sys.stderr, flush=True)
+    if task.log is not None:
+        say(f"all of its output: {shlex.quote(str(task.log))}")
 
 
 def exit_code(code: int) -> int:

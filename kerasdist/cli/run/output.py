@@ -17,7 +17,6 @@ __all__ = [
     "Tail",
     "WholeLines",
     "end_of",
-    "is_consequence",
     "last_traceback",
 ]
 
@@ -34,8 +33,6 @@ _CHAINED = re.compile(
     r"(?:The above exception was the direct cause of the following exception:"
     r"|During handling of the above exception, another exception occurred:)\s*\Z"
 )
-# Errors that ranks raise because another one was lost: not the cause of the failure.
-_CONSEQUENCE = re.compile(r"\b(?:WorkerLost: Rank|ServerLost: Server) \d+ ")
 
 
 class LineTagger:
@@ -268,8 +265,3 @@ def end_of(text: str) -> str:
         left_out = len(lines) - 2 * half
         lines = [*lines[:half], f"  [... {left_out} lines]", *lines[-half:]]
     return "\n".join(lines)
-
-
-def is_consequence(text: str) -> bool:
-    """Return whether an output ends in an error about another task that was lost."""
-    return bool(_CONSEQUENCE.search(last_traceback(text) or ""))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -11,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 __all__ = [
+    "ENDING_SIGNALS",
     "adopt_orphans",
     "descendants",
     "in_foreground",
@@ -18,6 +20,9 @@ __all__ = [
     "kill_all",
     "signal_all",
 ]
+
+# The signals with which a job is ended from outside, beside SIGKILL.
+ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 _PR_SET_CHILD_SUBREAPER = 36
 _PR_GET_CHILD_SUBREAPER = 37

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
+from pathlib import Path
 from typing import IO
 
 from kerasdist.cli.run import bootstrap
@@ -20,8 +21,8 @@ from kerasdist.cli.run.output import LineTagger, OutputPump, Tail, WholeLines
 from kerasdist.transport.liveness.final_error import (
     ERROR_VARIABLE,
     FinalError,
-    file_in_words,
 )
+from kerasdist.transport.liveness.launcher_pipe import descriptor_in_words
 
 __all__ = ["Launch", "Started"]
 
@@ -34,27 +35,32 @@ class Started:
         task: The task.
         process: Its process.
         tail: The end of its output, if the pump copies that.
+        log: The file with its output, if it has one.
         error_file: Takes its last error, if its output is shown at once.
         code: Its exit code when it has ended; negative for a signal.
         ended_at: When it ended, in ns since the epoch.
         ended_by_us: Whether the launcher ended it.
-        reason: How it was lost, as the servers report; empty: they don't.
-        reported_at: When they reported the loss (monotonic), or None.
+        missed_by: The servers that report that they have lost it: by index, when they
+            did (monotonic).
+        reason: How it was lost, as server 0 reports.
         lost: Whether the job continues without it.
         replaced: Whether another process has joined with its rank since.
+        gave_up: Whether it reported that it ends because of other tasks.
     """
 
     task: Task
     process: subprocess.Popen[bytes]
     tail: Tail | None
+    log: Path | None = None
     error_file: IO[bytes] | None = None
     code: int | None = None
     ended_at: int = 0
     ended_by_us: bool = False
+    missed_by: dict[int, float] = dataclasses.field(default_factory=dict)
     reason: str = ""
-    reported_at: float | None = None
     lost: bool = False
     replaced: bool = False
+    gave_up: bool = False
 
     @property
     def final_error(self) -> FinalError | None:
@@ -64,7 +70,7 @@ class Started:
         self.error_file.seek(0)
         return FinalError.decode(self.error_file.read())
 
-    def evidence(self, job: JobSpec) -> tuple[str, int]:
+    def evidence(self) -> tuple[str, int]:
         """Return the end of its output, and the last write in ns since the epoch."""
         final = self.final_error
         if final is not None and self.error_file is not None:
@@ -72,8 +78,7 @@ class Started:
             return final.text, status.st_mtime_ns
         if self.tail is not None:
             return self.tail.read()
-        log = job.log(self.task)
-        return ("", 0) if log is None else Tail.of_file(log)
+        return ("", 0) if self.log is None else Tail.of_file(self.log)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -146,7 +151,7 @@ class Launch:
         errors = {}
         if error_file is not None:
             inherited.append(error_file.fileno())
-            errors[ERROR_VARIABLE] = file_in_words(error_file.fileno())
+            errors[ERROR_VARIABLE] = descriptor_in_words(error_file.fileno())
         environ = {
             **job.environ,
             **(thread_variables(len(cores)) if cores else {}),
@@ -184,4 +189,6 @@ class Launch:
                 tail = self.pump.add(tag, process.stdout, log)
         elif log is not None:
             log.close()
-        return Started(task=task, process=process, tail=tail, error_file=error_file)
+        return Started(
+            task=task, process=process, tail=tail, log=path, error_file=error_file
+        )

@@ -28,13 +28,12 @@ import signal
 import time
 
 from kerasdist.cli.console import say, say_soon
-from kerasdist.cli.run.ending import Ending, reported_cause
 from kerasdist.cli.run.frozen import FrozenTasks
 from kerasdist.cli.run.job import JobSpec
-from kerasdist.cli.run.losses import Losses
 from kerasdist.cli.run.outcome import JobOutcome
 from kerasdist.cli.run.output import OutputPump
 from kerasdist.cli.run.processes import (
+    ENDING_SIGNALS,
     adopt_orphans,
     descendants,
     in_foreground,
@@ -43,9 +42,7 @@ from kerasdist.cli.run.processes import (
 )
 from kerasdist.cli.run.spawn import Launch, Started
 
-__all__ = ["ENDING_SIGNALS", "JobSupervisor"]
-
-ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+__all__ = ["JobSupervisor"]
 
 # When one rank fails, in seconds from then. The others first get the time to fail
 # by themselves: they report which rank they have lost, and the real first failure may
@@ -79,19 +76,17 @@ class JobSupervisor:
         self._life = life
         self._group = group
         self._pump = OutputPump(1) if job.tagged else None
-        self._outcome = JobOutcome(job.servers)
+        self._tasks: list[Started] = []
+        self._outcome = JobOutcome(job, self._tasks)
+        self._frozen = FrozenTasks(self._tasks)
         self._launch = Launch(
             job=job,
             group=group,
             secret=secret,
-            environ=self._outcome.environ,
-            pass_fds=(self._outcome.writing,),
+            environ=self._outcome.pipe.environ,
+            pass_fds=(self._outcome.pipe.writing,),
             pump=self._pump,
         )
-        self._tasks: list[Started] = []
-        self._losses = Losses((), self._outcome)
-        self._frozen = FrozenTasks(())
-        self._failed_at: float | None = None
         self._signal: int | None = None
         self._signal_at = 0.0
         self._give_up_at: float | None = None
@@ -119,9 +114,7 @@ class JobSupervisor:
         with adopt_orphans():
             try:
                 signal.pthread_sigmask(signal.SIG_UNBLOCK, unblock)
-                self._tasks = self._launch.start()
-                self._losses = Losses(self._tasks, self._outcome)
-                self._frozen = FrozenTasks(self._tasks)
+                self._tasks.extend(self._launch.start())
                 self._watch(wake_read)
             except OSError as error:
                 say(f"the workers can't be run: {error}")
@@ -140,10 +133,10 @@ class JobSupervisor:
         with selectors.DefaultSelector() as selector:
             selector.register(wake, selectors.EVENT_READ)
             selector.register(self._life, selectors.EVENT_READ)
-            selector.register(self._outcome.reading, selectors.EVENT_READ)
+            selector.register(self._outcome.pipe.reading, selectors.EVENT_READ)
             while True:
                 self._reap()
-                self._losses.read_reports()
+                self._outcome.read()
                 running = [w for w in self._tasks if w.code is None]
                 if not running:
                     # Grandchildren, which may hold the terminal or a pipe of ours.
@@ -151,7 +144,7 @@ class JobSupervisor:
                         return
                     if not self._plan:
                         self._plan_to_end(0.0, _TERM_TO_KILL)
-                elif self._losses.only_lost_workers_running and not self._plan:
+                elif self._outcome.only_lost_workers_running and not self._plan:
                     # Frozen, or busy with results that no task needs any more.
                     self._plan_to_end(_LET_LOST_END, _LET_LOST_END + _TERM_TO_KILL)
                 elif not self._plan and (frozen := self._frozen.found()):
@@ -193,11 +186,7 @@ class JobSupervisor:
             worker.ended_at = time.time_ns()
             worker.code = os.waitstatus_to_exitcode(status)
             worker.process.returncode = worker.code  # it can't be waited for again
-            failed = worker.code != 0 and not worker.ended_by_us
-            if not failed or self._failed_at is not None:
-                continue
-            if not self._losses.takes(worker):
-                self._failed_at = time.monotonic()
+            if self._outcome.fails_with(worker):
                 self._plan_to_end(_LET_THEM_FAIL, _LET_THEM_FAIL + _TERM_TO_KILL)
 
     def _on_signal(self, number: int) -> None:
@@ -228,7 +217,7 @@ class JobSupervisor:
 
     def _plan_to_end(self, term: float, kill: float) -> None:
         """Schedule SIGTERM and SIGKILL, in seconds from now, if nothing earlier is."""
-        self._losses.over = True
+        self._outcome.over = True
         now = time.monotonic()
         if not self._plan or self._plan[0][0] > now + term:
             self._plan = [(now + term, signal.SIGTERM), (now + kill, signal.SIGKILL)]
@@ -238,17 +227,18 @@ class JobSupervisor:
 
         SIGKILL isn't delayed: the task may be frozen.
         """
+        failed_at = self._outcome.failed_at
         if (
-            self._failed_at is None
+            failed_at is None
             or self._signal is not None
             or self._launcher_lost
             or not (self._plan and self._plan[0][1] == signal.SIGTERM)
         ):
             return
-        cause = reported_cause(self._tasks, self._outcome)
+        cause = self._outcome.cause
         runs = cause is not None and cause.code is None
         seconds = _LET_CAUSE_END if runs else _LET_THEM_FAIL
-        self._plan[0] = (self._failed_at + seconds, signal.SIGTERM)
+        self._plan[0] = (failed_at + seconds, signal.SIGTERM)
 
     def _send_what_is_due(self) -> None:
         while self._plan and self._plan[0][0] <= time.monotonic():
@@ -266,7 +256,7 @@ class JobSupervisor:
     def _until_next(self, workers_run: bool) -> float | None:
         """Return the seconds to wait for an event; None: as long as it takes."""
         until = [] if workers_run else [0.05]  # grandchildren's ends raise no event
-        if (loss_in := self._losses.next_in()) is not None:
+        if (loss_in := self._outcome.next_in()) is not None:
             until.append(loss_in)
         if not self._plan and (look_in := self._frozen.next_in) is not None:
             until.append(look_in)
@@ -283,8 +273,7 @@ class JobSupervisor:
             return 128 + self._signal
         if self._launcher_lost:
             return 128 + signal.SIGKILL
-        ending = Ending(self._job, self._tasks, self._outcome)
-        return ending.report(failed=self._failed_at is not None)
+        return self._outcome.report()
 
 
 def _ignore(number: int, frame: object) -> None:

@@ -6,6 +6,7 @@ import collections
 from typing import Any
 
 from kerasdist.cluster import Cluster
+from kerasdist.errors import ServerLost, WorkerLost
 from kerasdist.ps.layout import Layout
 from kerasdist.ps.server.loads import Load, loads_of, share_in_words
 from kerasdist.ps.server.server import ParameterServer
@@ -74,7 +75,12 @@ def run_server(
     _print_line(f"{name} serves {cluster.size} worker(s), mode={settings.mode!r}.")
     for served in server.handler.tables.tables.values():  # those of a snapshot
         opened(served.layout)
-    stats = server.serve()
+    try:
+        stats = server.serve()
+    except (WorkerLost, ServerLost):
+        # It may end before the lost task does.
+        launcher.gave_up()
+        raise
     _print_line(
         f"{name} has finished: {stats['requests']:,} requests, "
         f"{stats['bytes_received']:,} bytes received, {stats['bytes_sent']:,} sent"

@@ -24,11 +24,11 @@ import traceback
 from types import TracebackType
 
 from kerasdist import errors
+from kerasdist.transport.liveness.launcher_pipe import descriptor_named
 
 __all__ = [
     "ERROR_VARIABLE",
     "FinalError",
-    "file_in_words",
     "final_exception",
     "hand_over_final_error",
 ]
@@ -70,15 +70,6 @@ class FinalError:
             return None
 
 
-def file_in_words(descriptor: int) -> str:
-    """Return a file's name for `KERASDIST_ERROR_FD`.
-
-    It has the inode: a process that hasn't inherited the file may have another one
-    under the same number.
-    """
-    return f"{descriptor}:{os.fstat(descriptor).st_ino}"
-
-
 def final_exception() -> BaseException | None:
     """Return the uncaught exception that has ended this script, in an exit handler."""
     # `last_exc` since Python 3.12.
@@ -92,7 +83,7 @@ def hand_over_final_error() -> None:
     its own. Can be called twice.
     """
     named = os.environ.get(ERROR_VARIABLE, "")
-    descriptor = _launchers_file(named)
+    descriptor = descriptor_named(named, stat.S_ISREG)
     if descriptor is None or sys.excepthook is not sys.__excepthook__:
         return
     with contextlib.suppress(OSError):
@@ -120,22 +111,10 @@ def hand_over_final_error() -> None:
 def _write(named: str, data: bytes) -> bool:
     """Write the file; return whether all of it was written."""
     # Checked again: the script may have closed it, and opened another file.
-    descriptor = _launchers_file(named)
+    descriptor = descriptor_named(named, stat.S_ISREG)
     if descriptor is None:
         return False
     try:
         return os.pwrite(descriptor, data, 0) == len(data)
     except OSError:
         return False
-
-
-def _launchers_file(named: str) -> int | None:
-    """Return the descriptor that `file_in_words` named, if it is still that file."""
-    number, _, inode = named.partition(":")
-    try:
-        found = os.fstat(int(number))
-    except (ValueError, OverflowError, OSError):
-        return None
-    if not stat.S_ISREG(found.st_mode) or str(found.st_ino) != inode:
-        return None
-    return int(number)

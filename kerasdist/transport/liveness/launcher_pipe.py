@@ -19,17 +19,21 @@ import dataclasses
 import json
 import os
 import stat
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from kerasdist import errors
 
 __all__ = [
     "REPORT_VARIABLE",
+    "LauncherPipe",
     "Notice",
     "Report",
     "Reporter",
     "ServerReporter",
-    "pipe_in_words",
+    "decode",
+    "descriptor_in_words",
+    "descriptor_named",
 ]
 
 REPORT_VARIABLE = "KERASDIST_REPORT_FD"
@@ -56,26 +60,14 @@ class Report:
     blames: int | None
     server: int | None = None
 
+    @property
+    def names_another(self) -> bool:
+        """Whether another task is the cause, not the rank that reports."""
+        return self.server is not None or self.blames not in (None, self.rank)
+
     def encode(self) -> bytes:
         """Return the line, with its end."""
         return json.dumps(dataclasses.asdict(self)).encode() + b"\n"
-
-    @staticmethod
-    def decode(line: bytes) -> Report | None:
-        """Return the report in a line; None if it isn't one."""
-        try:
-            value = json.loads(line)
-            job, rank, error = value["job"], value["rank"], value["error"]
-            blames, server = value["blames"], value.get("server")
-            return Report(
-                job=str(job),
-                rank=int(rank),
-                error=str(error),
-                blames=None if blames is None else int(blames),
-                server=None if server is None else int(server),
-            )
-        except (ValueError, LookupError, TypeError, OverflowError, RecursionError):
-            return None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -84,7 +76,7 @@ class Notice:
 
     Attributes:
         server: Index of the server.
-        kind: "begun", "failed", or an event of a worker: "lost", "joined",
+        kind: "begun", "failed", "gave_up", or an event of a worker: "lost", "joined",
             "returned" or "finished".
         rank: That worker, or None.
         reason: The observed cause, without a full stop.
@@ -108,21 +100,64 @@ class Notice:
                 return line
             reason = reason[: len(reason) * 3 // 4]
 
-    @staticmethod
-    def decode(line: bytes) -> Notice | None:
-        """Return the notice in a line; None if it isn't one."""
-        try:
-            value = json.loads(line)["notice"]
-            rank = value["rank"]
+
+def decode(line: bytes) -> Report | Notice | None:
+    """Return the report or notice in a line; None if it holds neither."""
+    try:
+        value = json.loads(line)
+        if "notice" in value:
+            value = value["notice"]
             return Notice(
                 server=int(value["server"]),
                 kind=str(value["kind"]),
-                rank=None if rank is None else int(rank),
+                rank=_number(value["rank"]),
                 reason=str(value["reason"]),
                 patience=float(value["patience"]),
             )
-        except (ValueError, LookupError, TypeError, OverflowError, RecursionError):
-            return None
+        return Report(
+            job=str(value["job"]),
+            rank=int(value["rank"]),
+            error=str(value["error"]),
+            blames=_number(value["blames"]),
+            server=_number(value.get("server")),
+        )
+    except (ValueError, LookupError, TypeError, OverflowError, RecursionError):
+        return None
+
+
+def _number(value: Any) -> int | None:
+    return None if value is None else int(value)
+
+
+class LauncherPipe:
+    """The pipe, as the launcher has it.
+
+    Attributes:
+        reading: The end to read from, which doesn't block. It never reaches the end of
+            file, because the other end stays open here.
+        writing: The end for the tasks.
+    """
+
+    def __init__(self) -> None:
+        self.reading, self.writing = os.pipe()
+        os.set_blocking(self.reading, False)
+        self._pending = b""
+
+    @property
+    def environ(self) -> dict[str, str]:
+        """The variable that names `writing` to a task that inherits it."""
+        return {REPORT_VARIABLE: descriptor_in_words(self.writing)}
+
+    def read(self) -> list[Report | Notice]:
+        """Return what has arrived, in order, without waiting."""
+        found: list[Report | Notice] = []
+        while True:
+            try:
+                data = os.read(self.reading, 65536)
+            except BlockingIOError:
+                return found
+            *lines, self._pending = (self._pending + data).split(b"\n")
+            found += [each for line in lines if (each := decode(line)) is not None]
 
 
 class _Pipe:
@@ -136,7 +171,7 @@ class _Pipe:
         self._named = (os.environ if environ is None else environ).get(
             REPORT_VARIABLE, ""
         )
-        descriptor = _launchers_pipe(self._named)
+        descriptor = descriptor_named(self._named, stat.S_ISFIFO)
         if descriptor is not None:
             # This process had to inherit it; processes of the script mustn't.
             with contextlib.suppress(OSError):
@@ -145,7 +180,7 @@ class _Pipe:
     def write(self, line: bytes) -> None:
         """Write a line. Never waits, and never raises `OSError`."""
         # Checked again: the script may have closed it, and opened another file.
-        descriptor = _launchers_pipe(self._named)
+        descriptor = descriptor_named(self._named, stat.S_ISFIFO)
         if descriptor is None:
             return
         # Full, or not read any more: then the launcher has to guess.
@@ -187,7 +222,7 @@ class Reporter:
 
 
 class ServerReporter:
-    """Reports the events of a job that can lose workers, if there is a launcher.
+    """Reports the events of a job and its end, if there is a launcher.
 
     No method waits, or raises `OSError`.
 
@@ -213,6 +248,10 @@ class ServerReporter:
         text = f"{type(error).__name__}: {error}"
         self._write(Notice(server=self._server, kind="failed", reason=text))
 
+    def gave_up(self) -> None:
+        """Report that this server ends because of another task that was lost."""
+        self._write(Notice(server=self._server, kind="gave_up"))
+
     def happened(self, kind: str, rank: int, reason: str) -> None:
         """Report an event of a worker, see `Notice`."""
         self._write(Notice(server=self._server, kind=kind, rank=rank, reason=reason))
@@ -221,22 +260,27 @@ class ServerReporter:
         self._pipe.write(notice.encode())
 
 
-def pipe_in_words(descriptor: int) -> str:
-    """Return the name of the writing end of a pipe, for `KERASDIST_REPORT_FD`.
+def descriptor_in_words(descriptor: int) -> str:
+    """Return the name of an inherited descriptor, for an environment variable.
 
     It has the inode: the variable may be inherited by a process that hasn't inherited
-    the pipe, and has another file under its number.
+    the descriptor, and has another file under its number.
     """
     return f"{descriptor}:{os.fstat(descriptor).st_ino}"
 
 
-def _launchers_pipe(named: str) -> int | None:
-    """Return the descriptor that `pipe_in_words` named, if it is still that pipe."""
+def descriptor_named(named: str, is_kind: Callable[[int], bool]) -> int | None:
+    """Return the descriptor that `descriptor_in_words` named, if it is still the same.
+
+    Args:
+        named: The name.
+        is_kind: Whether a file mode is of the expected kind, as `stat.S_ISFIFO`.
+    """
     number, _, inode = named.partition(":")
     try:
         found = os.fstat(int(number))
     except (ValueError, OverflowError, OSError):
         return None
-    if not stat.S_ISFIFO(found.st_mode) or str(found.st_ino) != inode:
+    if not is_kind(found.st_mode) or str(found.st_ino) != inode:
         return None
     return int(number)

@@ -237,6 +237,43 @@ def test_ctrl_c_is_no_loss(launcher):
     assert "was lost" not in err
 
 
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_a_server_that_has_lost_its_worker_isnt_the_first(launcher, mode):
+    # The worker fails, and takes its time to end. The server ends before it.
+    body = (
+        "client.close(ValueError('the real reason'))\n"
+        "wait_for_end(Path('pid-ps-0').read_text())\nos._exit(6)"
+    )
+    process = begin(launcher, script_of(body, mode=mode), workers=1, servers=1)
+    code, _, err = finish(launcher, process)
+    assert code == 6, err
+    assert "rank 0 failed with exit code 6; the other workers and servers" in err
+    assert "afterwards server 0 failed with exit code 1" in err
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_who_has_lost_a_server_isnt_the_first(launcher, mode):
+    # The server fails, and takes its time to end. The workers end before it.
+    script = script_of(mode=mode).replace(
+        "run_server(cluster, settings, timeouts)",
+        """import threading
+    from kerasdist.ps.server.server import ParameterServer
+    server = ParameterServer(cluster, settings, timeouts=timeouts)
+    threading.Thread(target=server.serve, daemon=True).start()
+    wait_for("going-0"), wait_for("going-1")
+    server.close()
+    for worker in range(2):
+        wait_for_end(Path(f"pid-worker-{worker}").read_text())
+    os._exit(6)""",
+    )
+    process = begin(launcher, script, workers=2, servers=1)
+    code, _, err = finish(launcher, process)
+    assert code == 6, err
+    assert "server 0 failed with exit code 6" in err
+    for worker in range(2):
+        assert f"afterwards rank {worker} failed with exit code 1" in err
+
+
 def by_hand(launcher, kind, index):
     """Starts a task as a user or a cluster manager would who has its settings."""
     (text,) = launcher.wait_for("environ-0")

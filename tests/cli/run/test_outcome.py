@@ -10,7 +10,11 @@ import time
 
 import pytest
 
-from kerasdist.cli.run.outcome import Failure, first_failure
+from kerasdist import errors
+from kerasdist.cli.run.job import JobSpec
+from kerasdist.cli.run.outcome import JobOutcome
+from kerasdist.cli.run.spawn import Started
+from kerasdist.transport.liveness.launcher_pipe import Reporter, ServerReporter
 from launching import launcher_in
 
 pytestmark = pytest.mark.timeout(90)
@@ -268,18 +272,142 @@ job.close()
     assert json.loads(out) is True
 
 
-def test_what_the_workers_say_counts_for_more_than_the_order():
-    lost = "Traceback (most recent call last):\nWorkerLost: Rank 1 (h:1) was lost"
-    own = "Traceback (most recent call last):\nValueError: 1"
-    chief = Failure(rank=0, code=1, ended_at=50)
-    quiet = Failure(rank=1, code=7, ended_at=90)
-    other = Failure(rank=2, code=1, ended_at=40, output=own, written_at=10)
-    follows = Failure(rank=3, code=1, ended_at=30, output=lost, written_at=20)
-    everyone = [chief, quiet, other, follows]
-    assert first_failure(everyone, 1) is quiet
-    assert first_failure(everyone, 3) is follows
-    assert first_failure(everyone, 4) is other
-    assert first_failure(everyone) is other
+# --- decisions, without processes ---
+
+LOST = errors.WorkerLost(1, "host1:1", 7, "its connection was closed")
+SERVER_LOST = errors.ServerLost(1, "host9:1", 7, "its connection was closed")
+MISMATCH = errors.CollectiveMismatch("Ranks differ.")
+
+
+@pytest.fixture
+def outcome_of():
+    """A job's outcome, its workers and its servers."""
+    pipes = []
+
+    def make(workers, servers=0):
+        job = JobSpec(
+            **{"size": workers, "servers": servers, "command": (), "environ": {}},
+            **{"log_dir": None, "tagged": False, "cores": ()},
+        )
+        tasks = [Started(task=task, process=None, tail=None) for task in job.tasks]
+        outcome = JobOutcome(job, tasks)
+        pipes.append(outcome.pipe)
+        return outcome, tasks[:workers], tasks[workers:]
+
+    yield make
+    for pipe in pipes:
+        os.close(pipe.reading)
+        os.close(pipe.writing)
+
+
+def end(task, at, code=1, traceback_at=None, folder=None):
+    """Let a task end at a time, maybe with a traceback in its log at another."""
+    task.code, task.ended_at = code, at
+    if traceback_at is not None:
+        task.log = folder / f"{task.task.tag}.log"
+        task.log.write_text("Traceback (most recent call last):\nValueError: 1")
+        os.utime(task.log, ns=(traceback_at, traceback_at))
+
+
+def report(outcome, rank, error, job="a.1"):
+    Reporter(job, rank, outcome.pipe.environ).failed(error)
+    outcome.read()
+
+
+def test_the_first_failure_is_the_reported_cause_or_else_the_earliest(
+    outcome_of, tmp_path
+):
+    outcome, tasks, _ = outcome_of(4)
+    assert outcome.first_failure() is None
+    chief, quiet, other, follows = tasks
+    end(chief, 50)
+    end(quiet, 90, code=7)
+    assert outcome.first_failure() is chief
+    end(other, 60, traceback_at=30, folder=tmp_path)
+    assert outcome.first_failure() is other
+    end(follows, 40, traceback_at=20, folder=tmp_path)
+    assert outcome.first_failure() is follows
+    report(outcome, 3, errors.WorkerLost(9, "h:1", 7, "it has ended well"))
+    assert outcome.first_failure() is other
+    report(outcome, 3, LOST, job="a.2")
+    assert outcome.first_failure() is quiet
+
+
+def test_a_time_after_the_end_is_no_time_of_a_traceback(outcome_of, tmp_path):
+    outcome, (first, second), _ = outcome_of(2)
+    end(first, 50)
+    # Another process may write to its log.
+    end(second, 40, traceback_at=80, folder=tmp_path)
+    assert outcome.first_failure() is second
+
+
+def test_a_server_that_gave_up_isnt_the_first(outcome_of):
+    outcome, (worker,), (server,) = outcome_of(1, 1)
+    end(server, 40)
+    end(worker, 50, code=6)
+    assert outcome.first_failure() is server
+    ServerReporter(0, outcome.pipe.environ).gave_up()
+    outcome.read()
+    assert outcome.first_failure() is worker
+
+
+def test_the_first_word_on_the_last_job_counts(outcome_of):
+    outcome, workers, servers = outcome_of(3, 2)
+    assert outcome.cause is None
+    report(outcome, 0, LOST)
+    assert outcome.cause is workers[1]
+    # Rank 2 has only seen that rank 0 was gone.
+    report(outcome, 2, errors.WorkerLost(0, "host0:1", 7, "gone"))
+    assert outcome.cause is workers[1]
+    report(outcome, 1, errors.WorkerLost(2, "host2:1", 9, "gone"), job="a.2")
+    assert outcome.cause is workers[2]
+    report(outcome, 1, MISMATCH, job="a.3")
+    assert outcome.cause is None
+    report(outcome, 0, SERVER_LOST, job="a.4")
+    assert outcome.cause is servers[1]
+
+
+def test_a_job_goes_on_when_all_servers_have_said_so_until_one_fails(outcome_of):
+    outcome, _, _ = outcome_of(2, 2)
+    first, second = (ServerReporter(i, outcome.pipe.environ) for i in range(2))
+    seen = []
+    for say in (
+        lambda: first.begun(0.0),
+        lambda: first.begun(0.0),
+        lambda: second.begun(5.0),
+        lambda: first.happened("lost", 1, "it was gone"),
+        lambda: second.failed(MISMATCH),
+    ):
+        say()
+        outcome.read()
+        seen.append(outcome.goes_on)
+    assert seen == [False, False, True, True, False]
+
+
+@pytest.mark.parametrize(("patience", "code"), [(0.0, -9), (5.0, 1), (5.0, -9)])
+def test_only_a_killed_server_may_be_started_again(outcome_of, patience, code):
+    outcome, _, (server,) = outcome_of(1, 1)
+    ServerReporter(0, outcome.pipe.environ).begun(patience)
+    end(server, 10, code=code)
+    goes_on = patience > 0 and code < 0
+    assert outcome.fails_with(server) is not goes_on
+    assert server.lost is goes_on
+
+
+def test_who_was_lost_before_is_no_witness(outcome_of):
+    outcome, workers, _ = outcome_of(3, 2)
+    reporters = [ServerReporter(i, outcome.pipe.environ) for i in range(2)]
+    for reporter in reporters:
+        reporter.begun(0.0)
+    # Whichever server sees it first.
+    reporters[1].happened("lost", 1, "nothing was received from it")
+    report(outcome, 1, SERVER_LOST)
+    assert workers[1].gave_up
+    assert outcome.cause is None
+    assert outcome.goes_on
+    report(outcome, 2, LOST)
+    assert outcome.cause is workers[1]
+    assert not outcome.goes_on  # rank 2 has lost what it needs
 
 
 # --- what a person reads first ---

@@ -19,7 +19,7 @@ import pytest
 
 from kerasdist.cli.allocator import find_allocator
 from kerasdist.cli.run.cores import cores_in_order, shares, thread_variables
-from kerasdist.cli.run.outcome import Failure, exit_code, first_failure, in_words
+from kerasdist.cli.run.outcome import exit_code, in_words
 from kerasdist.cli.run.output import LineTagger, WholeLines, end_of, last_traceback
 from kerasdist.cli.run.processes import descendants
 from launching import HANG, launcher_in
@@ -434,49 +434,6 @@ def test_a_server_that_fails_is_shown_and_the_rest_is_ended(launcher):
     (folder,) = launcher.temporary()
     assert f"all of its output: {folder / 'ps-1.log'}\n" in err
     launcher.nothing_runs(within=5.0)
-
-
-def test_who_has_lost_a_server_isnt_the_first(launcher):
-    # Server 0 fails, and takes its time to end. Rank 1 says so, and ends before it.
-    code, _, err = launcher.run(
-        *("-n", 2, "--ps", 1, "script.py"),
-        script="""
-        from kerasdist.errors import ServerLost
-        if config["task"]["type"] == "ps":
-            wait_for("pid-1")
-            mark("failed")
-            wait_for_end(Path("pid-1").read_text())
-            os._exit(6)
-        if rank == 0:
-            hang()
-        mark("pid-1", os.getpid())
-        wait_for("failed")
-        raise ServerLost(0, "127.0.0.1:1", 7, "its connection was closed")
-        """,
-    )
-    assert code == 6, err
-    assert "server 0 failed with exit code 6" in err
-    assert "afterwards rank 1 failed with exit code 1" in err
-
-
-def test_who_has_lost_another_rank_isnt_the_first(launcher):
-    # Rank 0 fails, and takes its time to end. Rank 1 says so, and ends before it.
-    code, _, err = launcher.run(
-        *("-n", 2, "script.py"),
-        script="""
-        from kerasdist.errors import WorkerLost
-        if rank == 1:
-            mark("pid-1", os.getpid())
-            wait_for("failed")
-            raise WorkerLost(0, "127.0.0.1:1", 7, "its connection was closed")
-        wait_for("pid-1")
-        mark("failed")
-        wait_for_end(Path("pid-1").read_text())
-        os._exit(6)
-        """,
-    )
-    assert code == 6, err
-    assert "rank 0 failed with exit code 6" in err
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
@@ -1059,22 +1016,6 @@ def test_the_end_of_an_output():
     assert lines[100] == "  [... 802 lines]"
     assert lines[-1] == "ValueError: 1"
     assert end_of("") == ""
-
-
-def test_blame():
-    lost = "Traceback (most recent call last):\nWorkerLost: Rank 1 (h:1) was lost"
-    own = "Traceback (most recent call last):\nValueError: 1"
-    chief = Failure(rank=0, code=1, ended_at=50)
-    follows = Failure(rank=2, code=1, ended_at=30, output=lost, written_at=20)
-    slow = Failure(rank=1, code=3, ended_at=90, output=own, written_at=10)
-    late = Failure(rank=1, code=3, ended_at=90, output=own, written_at=80)
-    quiet = Failure(rank=1, code=3, ended_at=40, output="hello", written_at=10)
-    assert first_failure([]) is None
-    assert first_failure([chief, slow]) is slow
-    assert first_failure([chief, late]) is chief
-    assert first_failure([chief, follows]) is chief
-    assert first_failure([chief, quiet]) is quiet
-    assert first_failure([follows]) is follows
 
 
 def test_exit_codes():
