@@ -8,7 +8,7 @@ from typing import Any
 from kerasdist._keras.protocols import KerasHooks, hooks_of
 from kerasdist._keras.training.job_callback import JobCallback
 from kerasdist._keras.training.state import take_epoch
-from kerasdist.placement.table import human_bytes
+from kerasdist.placement.sizes import human_bytes
 
 __all__ = ["BroadcastInitialState"]
 

@@ -18,7 +18,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from kerasdist.callbacks.scaling.metrics import Figures
-from kerasdist.placement.table import human_bytes
+from kerasdist.placement.sizes import human_bytes
 
 __all__ = ["LEAST", "Verdict", "in_seconds", "judge"]
 

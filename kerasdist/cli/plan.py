@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from kerasdist.errors import PlanError
-from kerasdist.placement.table import parse_bytes
+from kerasdist.placement.sizes import parse_bytes
 
 __all__ = ["add_parser"]
 

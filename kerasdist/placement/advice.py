@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 
 from kerasdist.placement.costs import ModelCost, Run
 from kerasdist.placement.partition import StageCosts
-from kerasdist.placement.table import human_bytes
+from kerasdist.placement.sizes import human_bytes
 
 __all__ = ["advise", "in_lines", "run_in_words"]
 

@@ -28,9 +28,9 @@ from typing import Any
 
 import numpy as np
 
-from kerasdist.placement.costs import ModelCost, Run
+from kerasdist.placement.costs import ModelCost, Run, TensorCost
 
-__all__ = ["FLOPS_PER_BYTE", "Cut", "StageCosts", "best_cut"]
+__all__ = ["FLOPS_PER_BYTE", "Cut", "StageCosts"]
 
 # A device that runs 1e12 operations a second, behind a bus of 1e10 bytes a second.
 FLOPS_PER_BYTE = 100.0
@@ -83,7 +83,7 @@ class StageCosts:
         shape = (size + 1, size + 1)
         self.entering, leaving = np.zeros(shape), np.zeros(shape)
         for tensor in model.tensors:
-            _count(tensor.source, tensor.consumers, self.entering, leaving, tensor)
+            _count(tensor, self.entering, leaving)
         np.cumsum(self.entering, axis=1, out=self.entering)
         np.cumsum(leaving, axis=1, out=leaving)
         # Sums of bytes per row, which may be fractions.
@@ -92,8 +92,10 @@ class StageCosts:
         work = _sums([layer.flops(run) for layer in model.layers])
         # Their gradients take the same way back.
         transfers = 2 * flops_per_byte * (self.entering + leaving)
-        self.time = np.where(_there(size), work[None] - work[:, None] + transfers, 0.0)
-        self.memory = np.where(_there(size), self._memory(model, run), 0.0)
+        # An empty stage costs nothing.
+        has_layers = np.triu(np.ones(shape, bool), 1)
+        self.time = np.where(has_layers, work[None] - work[:, None] + transfers, 0.0)
+        self.memory = np.where(has_layers, self._memory(model, run), 0.0)
 
     def _memory(self, model: ModelCost, run: Run) -> Any:
         layers = model.layers
@@ -129,8 +131,7 @@ class StageCosts:
         Returns:
             A cut with one stage, perhaps empty, for each limit; None if nothing fits.
         """
-        size = len(self.time) - 1
-        fits = [(self.memory <= limit) & _ordered(size) for limit in limits]
+        fits = [self._within(limit) for limit in limits]
         slowest = self._search(fits, np.maximum)
         if slowest is None:
             return None
@@ -140,19 +141,22 @@ class StageCosts:
 
     def smallest(self, limits: Sequence[float]) -> Cut:
         """Return the cut whose largest excess over the devices' memory is least."""
-        over = [self.memory - limit for limit in limits]
         low, high = 0.0, float(np.max(self.memory))
-        size = len(self.time) - 1
         for _ in range(40):
             middle = (low + high) / 2
-            fits = [(excess <= middle) & _ordered(size) for excess in over]
+            fits = [self._within(limit + middle) for limit in limits]
             if self._search(fits, np.maximum) is None:
                 low = middle
             else:
                 high = middle
         found = self.best([limit + high for limit in limits])
         # With the memory of the largest stage as excess all stages fit.
+        size = len(self.time) - 1
         return self.cut([0, *[size] * len(limits)]) if found is None else found
+
+    def _within(self, limit: float) -> Any:
+        """Return a mask of the stages, from i to j >= i, that a device can hold."""
+        return np.triu(self.memory <= limit)
 
     def _search(self, allowed: Sequence[Any], join: Any) -> list[int] | None:
         """Return the borders with the least `join` over the stages' times."""
@@ -174,22 +178,10 @@ class StageCosts:
         return borders[::-1]
 
 
-def best_cut(
-    model: ModelCost,
-    run: Run,
-    limits: Sequence[float],
-    flops_per_byte: float = FLOPS_PER_BYTE,
-) -> Cut | None:
-    """Return the best cut of a model; see `StageCosts.best`."""
-    return StageCosts(model, run, flops_per_byte).best(limits)
-
-
-def _count(
-    source: int, consumers: Sequence[int], entering: Any, leaving: Any, tensor: Any
-) -> None:
+def _count(tensor: TensorCost, entering: Any, leaving: Any) -> None:
     """Add a tensor to the differences of `entering` and `leaving` along a row."""
-    amount = tensor.row_bytes
-    readers = sorted({index for index in consumers if index != source})
+    source, amount = tensor.source, tensor.row_bytes
+    readers = sorted(set(tensor.consumers) - {source})
     if not readers:
         return
     # The first reader at or after i is the moment from which a stage reads it.
@@ -210,12 +202,3 @@ def _count(
 def _sums(values: Sequence[float]) -> Any:
     """Return the sums of the first 0, 1, ... values."""
     return np.concatenate([[0.0], np.cumsum(np.array(values, float))])
-
-
-def _ordered(size: int) -> Any:
-    return np.triu(np.ones((size + 1, size + 1), bool))
-
-
-def _there(size: int) -> Any:
-    """Return a mask of the stages that have layers."""
-    return np.triu(np.ones((size + 1, size + 1), bool), 1)

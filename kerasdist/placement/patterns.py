@@ -103,7 +103,7 @@ class Patterns:
             # "block/dense" rather than "dense".
             return max(literal, key=len)
         for pattern, matcher in self._matchers.items():
-            if matcher.fullmatch(path) or matcher.fullmatch(f"{path}/"):
+            if _matches(matcher, path):
                 return pattern
         return None
 
@@ -121,7 +121,9 @@ class Patterns:
         return [
             pattern
             for pattern, matcher in self._matchers.items()
-            if not any(
-                matcher.fullmatch(p) or matcher.fullmatch(f"{p}/") for p in paths
-            )
+            if not any(_matches(matcher, path) for path in paths)
         ]
+
+
+def _matches(matcher: re.Pattern[str], path: str) -> bool:
+    return bool(matcher.fullmatch(path) or matcher.fullmatch(f"{path}/"))

@@ -1,17 +1,27 @@
-"""A plan: the device of each layer, and the memory of each device."""
+"""A plan: the device of each layer, and the memory of each device, as tables."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from kerasdist.errors import PlanError
-from kerasdist.placement import advice, table
+from kerasdist.placement import advice
 from kerasdist.placement.costs import LayerCost, ModelCost, Run
 from kerasdist.placement.partition import FLOPS_PER_BYTE, Cut, StageCosts
+from kerasdist.placement.sizes import human_bytes, human_flops
 
 __all__ = ["Device", "Plan", "make_plan"]
+
+_LAYER_HEAD = (
+    *("layer", "class", "parameters", "gradients + slots", "activations", "FLOPs"),
+    "device",
+)
+_DEVICE_HEAD = (
+    *("device", "layers", "parameters", "gradients + slots", "activations", "inputs"),
+    *("at most", "memory", "used", "work"),
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -53,17 +63,20 @@ class Plan:
     @functools.cached_property
     def placement(self) -> dict[str, str]:
         """The device's name by the path of each layer, in order."""
-        found = {}
-        for number, device in enumerate(self.devices):
-            start, stop = self.cut.borders[number : number + 2]
-            for layer in self.layers[start:stop]:
-                found[layer.path] = device.name
-        return found
+        return {
+            layer.path: device.name
+            for number, device in enumerate(self.devices)
+            for layer in self._stage(number)
+        }
 
     @property
     def layers(self) -> tuple[LayerCost, ...]:
         """The layers, in the order in which they run."""
         return self.model.layers
+
+    def _stage(self, number: int) -> tuple[LayerCost, ...]:
+        start, stop = self.cut.borders[number : number + 2]
+        return self.layers[start:stop]
 
     @property
     def fits(self) -> bool:
@@ -88,19 +101,68 @@ class Plan:
         return tuple(a - b for a, b in zip(kept, again, strict=True))
 
     def __str__(self) -> str:
-        names = [device.name for device in self.devices]
-        return "\n".join(
-            [
-                table.layers(self.model, self.run, self.placement),
-                "",
-                table.devices(
-                    self.model,
-                    self.run,
-                    self.cut,
-                    [(d.name, d.memory_limit, d.found) for d in self.devices],
-                ),
-                *table.spared(self.run, names, self.spared),
-            ]
+        text = f"{self._layer_table()}\n\n{self.device_table()}"
+        if not self.run.rematerialize:
+            return text
+        each = ", ".join(
+            f"{human_bytes(size)} on {device.name}"
+            for size, device in zip(self.spared, self.devices, strict=True)
+        )
+        return f"{text}\n\nComputing activations again saves {each}."
+
+    def _layer_table(self) -> str:
+        run = self.run
+        rows = [
+            (
+                *(layer.path, layer.kind, *self._figures([layer])),
+                human_flops(layer.flops(run)),
+                self.placement[layer.path],
+            )
+            for layer in self.layers
+        ]
+        flops = human_flops(sum(layer.flops(run) for layer in self.layers))
+        rows.append(("all layers", "", *self._figures(self.layers), flops, ""))
+        count = run.micro_batches
+        parts = "" if count == 1 else f" in {count} micro-batches"
+        again = ", activations computed again" if run.rematerialize else ""
+        return (
+            f"Layers, for a batch of {run.batch_size} rows{parts}{again}:\n\n"
+            f"{_aligned(_LAYER_HEAD, rows, left=(0, 1, 6))}"
+        )
+
+    def device_table(self) -> str:
+        """Return the table of devices."""
+        work = sum(layer.flops(self.run) for layer in self.layers)
+        rows = []
+        for number, device in enumerate(self.devices):
+            mine, used = self._stage(number), self.cut.memory[number]
+            if device.memory_limit is None:
+                verdict = ""
+            elif used <= device.memory_limit:
+                verdict = f"{100 * used / device.memory_limit:.0f} %"
+            else:
+                verdict = f"{human_bytes(used - device.memory_limit)} too much"
+            share = sum(layer.flops(self.run) for layer in mine) / work if work else 0.0
+            rows.append(
+                (
+                    *(device.name, str(len(mine)), *self._figures(mine)),
+                    human_bytes(self.cut.entering[number]),
+                    human_bytes(used),
+                    human_bytes(device.limit),
+                    verdict,
+                    f"{100 * share:.0f} %",
+                )
+            )
+        text = f"Devices:\n\n{_aligned(_DEVICE_HEAD, rows, left=(0,))}"
+        sources = sorted({f"\n  {d.name}: {d.found}" for d in self.devices if d.found})
+        return f"{text}\n\nMemory is{''.join(sources)}" if sources else text
+
+    def _figures(self, layers: Sequence[LayerCost]) -> tuple[str, str, str]:
+        """Return the parameters, gradients with slots, and activations of layers."""
+        return (
+            human_bytes(sum(x.parameter_bytes for x in layers)),
+            human_bytes(sum(x.gradient_bytes + x.slot_bytes for x in layers)),
+            human_bytes(sum(x.activation_bytes(self.run) for x in layers)),
         )
 
 
@@ -127,15 +189,27 @@ def make_plan(
     cut = costs.smallest(limits)
     plan = Plan(model=model, run=run, devices=tuple(devices), cut=cut)
     found = advice.advise(model, run, limits)
-    shown = table.devices(
-        model, run, cut, [(d.name, d.memory_limit, d.found) for d in devices]
-    )
     raise PlanError(
         f"The model doesn't fit into the memory of {len(devices)} device"
         f"{'s' if len(devices) > 1 else ''}, however it is cut. Received: "
         f"devices={[device.name for device in devices]}, {advice.run_in_words(run)}. "
-        f"The cut that is nearest to fitting:\n\n{shown}\n\n"
+        f"The cut that is nearest to fitting:\n\n{plan.device_table()}\n\n"
         f"What would fit:\n{advice.in_lines(found)}",
         advice=found,
         plan=plan,
+    )
+
+
+def _aligned(
+    head: Sequence[str], rows: Iterable[Sequence[str]], left: Sequence[int]
+) -> str:
+    cells = [tuple(head), *rows]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    cells.insert(1, ["-" * width for width in widths])
+    return "\n".join(
+        "  ".join(
+            cell.ljust(width) if i in left else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in cells
     )

@@ -13,14 +13,18 @@ from kerasdist.placement.patterns import Patterns
 from kerasdist.placement.plan import Plan
 from kerasdist.placement.schedule import Pipeline
 from kerasdist.strategies.cluster_resolver import resolver_of
-from kerasdist.strategies.devices import known_devices, resolve_devices
+from kerasdist.strategies.devices import (
+    Limits,
+    find_devices,
+    known_devices,
+    resolve_devices,
+)
 from kerasdist.strategies.placed.auto import AutoPlacer
 from kerasdist.strategies.placed.extended import PlacedExtended, install_hooks
 from kerasdist.strategies.placed.micro_batches import check_micro_batches
 from kerasdist.strategies.placed.placer import Placer
 from kerasdist.strategies.placed.remote import rendezvous
 from kerasdist.strategies.placed.report import PlacementReport
-from kerasdist.strategies.plan import Limits, find_devices
 from kerasdist.strategies.versions import check_installed
 from kerasdist.transport import Timeouts
 

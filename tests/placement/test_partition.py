@@ -9,7 +9,7 @@ import time
 import pytest
 
 from kerasdist.placement.costs import LayerCost, ModelCost, Run, TensorCost
-from kerasdist.placement.partition import StageCosts, best_cut
+from kerasdist.placement.partition import StageCosts
 
 PRICE = 3.0
 
@@ -108,7 +108,7 @@ def test_it_is_the_best_of_all_cuts(seed):
     total = plain_stage(model, run, 0, count)[1]
     limits = [draw.uniform(0.3, 1.1) * total for _ in range(draw.randrange(1, 5))]
     expected = brute_force(model, run, limits)
-    cut = best_cut(model, run, limits, PRICE)
+    cut = StageCosts(model, run, PRICE).best(limits)
     if expected is None:
         assert cut is None
         return
@@ -146,7 +146,7 @@ def test_a_skip_is_priced_by_what_crosses():
         )
         tensors += (TensorCost(source=skip[0], consumers=(skip[1],), row_bytes=500.0),)
         model = ModelCost(layers=tuple(made), tensors=tensors)
-        cut = best_cut(model, Run(batch_size=1), [float("inf")] * 2, 0.1)
+        cut = StageCosts(model, Run(batch_size=1), 0.1).best([float("inf")] * 2)
         assert cut is not None
         assert cut.borders == (0, 2, 4)
 
@@ -169,15 +169,15 @@ def test_memory_moves_the_cut():
         ([200, 800], (0, 2, 8)),
         ([800, 100], (0, 7, 8)),
     ):
-        cut = best_cut(model, run, limits)
+        cut = StageCosts(model, run).best(limits)
         assert cut is not None
         assert cut.borders == borders
-    assert best_cut(model, run, [300, 400]) is None
+    assert StageCosts(model, run).best([300, 400]) is None
 
 
 def test_a_device_stays_empty_if_it_would_only_cost():
     made = [LayerCost(path=str(i), output_row_bytes=1000, row_flops=1) for i in "ab"]
-    cut = best_cut(ModelCost.chain(made), Run(batch_size=1), [1e9, 1e9])
+    cut = StageCosts(ModelCost.chain(made), Run(batch_size=1)).best([1e9, 1e9])
     assert cut is not None
     assert sorted(cut.times) == [0.0, 6.0]
 
@@ -185,6 +185,6 @@ def test_a_device_stays_empty_if_it_would_only_cost():
 def test_a_thousand_layers_take_little_time():
     made = layers(random.Random(0), 1000)
     began = time.process_time()
-    cut = best_cut(ModelCost.chain(made), Run(batch_size=8), [1e9] * 8)
+    cut = StageCosts(ModelCost.chain(made), Run(batch_size=8)).best([1e9] * 8)
     assert cut is not None
     assert time.process_time() - began < 5.0

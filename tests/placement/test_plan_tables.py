@@ -9,9 +9,9 @@ import pytest
 
 from kerasdist.errors import PlanError
 from kerasdist.placement.costs import LayerCost, ModelCost, Run
-from kerasdist.placement.partition import best_cut
+from kerasdist.placement.partition import StageCosts
 from kerasdist.placement.plan import Device, make_plan
-from kerasdist.placement.table import human_bytes, parse_bytes
+from kerasdist.placement.sizes import human_bytes, parse_bytes
 
 MB = 10**6
 
@@ -94,8 +94,8 @@ def test_more_devices_are_found_by_search():
         make_plan(model, run, devices(25 * MB, 25 * MB))
     assert caught.value.advice == ("2 more devices with 25 MB (4 in all)",)
     assert "  - 2 more devices with 25 MB (4 in all)" in str(caught.value)
-    assert best_cut(model, run, [25 * MB] * 4) is not None
-    assert best_cut(model, run, [25 * MB] * 3) is None
+    assert StageCosts(model, run).best([25 * MB] * 4) is not None
+    assert StageCosts(model, run).best([25 * MB] * 3) is None
     plan = caught.value.plan
     assert not plan.fits
     assert "too much" in str(caught.value)
@@ -114,7 +114,10 @@ def test_a_smaller_batch_more_micro_batches_and_rematerialization():
             found[name] = int(number)
 
     def fits(**changes: int) -> bool:
-        return best_cut(model, dataclasses.replace(run, **changes), limits) is not None
+        return (
+            StageCosts(model, dataclasses.replace(run, **changes)).best(limits)
+            is not None
+        )
 
     assert fits(batch_size=found["batch_size"])
     assert not fits(batch_size=found["batch_size"] + 1)

@@ -10,7 +10,7 @@ import pytest
 
 import kerasdist
 from kerasdist import cli
-from kerasdist.strategies.plan import find_devices
+from kerasdist.strategies.devices import find_devices
 
 MB = 10**6
 

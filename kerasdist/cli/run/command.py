@@ -334,7 +334,7 @@ def _supervised(job: JobSpec) -> int:
         code = os.waitstatus_to_exitcode(status)
         if code < 0:
             # It was killed; its adopted children are ours now.
-            kill_all(os.getpid(), signal.SIGKILL, 2.0, others)
+            kill_all(2.0, others)
             say(f"the supervisor of the workers was ended by signal {-code}")
             return 128 - code
     if code != 0 and received:

@@ -20,6 +20,7 @@ server until that is started again, by an administrator, not by `kerasdist run`.
 
 The exit code.
 
+    a signal to the launcher ended the job                   128 + its number
     nothing went wrong                                       0
     the job failed                                           code of the first failure
     it finished without workers that were lost, all of them
@@ -239,8 +240,19 @@ class JobOutcome:
     def _workers(self) -> list[Started]:
         return [each for each in self._tasks if not each.task.is_server]
 
-    def report(self) -> int:
-        """Print how the job ended, if it wasn't interrupted; return the exit code."""
+    def report(self, ended_by: int | None, *, launcher_lost: bool) -> int:
+        """Print how the job ended; return the exit code.
+
+        Args:
+            ended_by: The signal by which a user or a batch system ended it, if any.
+            launcher_lost: Whether it was ended because the launcher had ended.
+        """
+        if ended_by is not None:
+            name = signal.Signals(ended_by).name
+            say(f"ended by {name}; all {self._job.kinds} are ended")
+            return exit_code(-ended_by)
+        if launcher_lost:
+            return exit_code(-signal.SIGKILL)
         lost = [each for each in self._workers if each.lost and not each.replaced]
         if self.failed_at is None and lost and len(lost) < len(self._workers):
             return self._finished_without(lost)

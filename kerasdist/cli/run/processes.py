@@ -112,26 +112,22 @@ def is_stopped(pid: int) -> bool:
     return text.rpartition(b")")[2].split()[:1] == [b"T"]
 
 
-def signal_all(root: int, signum: int, spare: frozenset[int] = frozenset()) -> None:
-    """Send a signal to everything below `root`, except to `spare`."""
-    for pid in descendants(root):
+def signal_all(signum: int, spare: frozenset[int] = frozenset()) -> None:
+    """Send a signal to everything below this process, except to `spare`."""
+    for pid in descendants(os.getpid()):
         if pid not in spare:
             # It ended in between, or has become another user's (sudo).
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signum)
 
 
-def kill_all(
-    root: int, signum: int, seconds: float, spare: frozenset[int] = frozenset()
-) -> list[int]:
-    """Send a signal to everything below `root` until nothing is left.
+def kill_all(seconds: float, spare: frozenset[int] = frozenset()) -> list[int]:
+    """Send SIGKILL to everything below this process until nothing is left.
 
     The signal is repeated, because one may fork while the others are being killed.
     Children of this process are reaped.
 
     Args:
-        root: This process, or one above all that are to end.
-        signum: The signal, usually SIGKILL.
         seconds: How long to go on.
         spare: Processes that are left alone.
 
@@ -140,10 +136,10 @@ def kill_all(
     """
     until = time.monotonic() + seconds
     while True:
-        left = [pid for pid in descendants(root) if pid not in spare]
+        left = [pid for pid in descendants(os.getpid()) if pid not in spare]
         if not left or time.monotonic() > until:
             return left
-        signal_all(root, signum, spare)
+        signal_all(signal.SIGKILL, spare)
         for pid in left:
             # Only our own children can be reaped; the others have parents or are
             # given to us when those end.

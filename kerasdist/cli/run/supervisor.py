@@ -72,7 +72,6 @@ class JobSupervisor:
     """
 
     def __init__(self, job: JobSpec, life: int, group: int, secret: str) -> None:
-        self._job = job
         self._life = life
         self._group = group
         self._pump = OutputPump(1) if job.tagged else None
@@ -120,12 +119,12 @@ class JobSupervisor:
                 say(f"the workers can't be run: {error}")
                 return 1
             finally:
-                left = kill_all(os.getpid(), signal.SIGKILL, _GIVE_UP)
+                left = kill_all(_GIVE_UP)
                 if left:
                     say(f"processes {left} can't be killed")
         if self._pump is not None:
             self._pump.finish(_OUTPUT_SECONDS)
-        return self._report()
+        return self._outcome.report(self._signal, launcher_lost=self._launcher_lost)
 
     # The watch.
 
@@ -245,7 +244,7 @@ class JobSupervisor:
             number = self._plan[0][1]
             for worker in self._tasks:
                 worker.ended_by_us = worker.ended_by_us or worker.code is None
-            signal_all(os.getpid(), number)
+            signal_all(number)
             if number == signal.SIGKILL:
                 # Until nothing is left: one may have forked in between.
                 self._give_up_at = self._give_up_at or time.monotonic() + _GIVE_UP
@@ -263,17 +262,6 @@ class JobSupervisor:
         if self._plan:
             until.append(max(0.0, self._plan[0][0] - time.monotonic()))
         return min(until, default=None)
-
-    # The end.
-
-    def _report(self) -> int:
-        if self._signal is not None:
-            name = signal.Signals(self._signal).name
-            say(f"ended by {name}; all {self._job.kinds} are ended")
-            return 128 + self._signal
-        if self._launcher_lost:
-            return 128 + signal.SIGKILL
-        return self._outcome.report()
 
 
 def _ignore(number: int, frame: object) -> None:

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from kerasdist._tf.graph.graph_clocks import CLOCK
 from kerasdist._tf.graph.partition_graphs import RunNode
-from kerasdist.placement.table import human_bytes
+from kerasdist.placement.sizes import human_bytes
 
 __all__ = ["LayerPlace", "Move", "Names", "PlacementReport", "StepPlaces", "places_of"]
 
