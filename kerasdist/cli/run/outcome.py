@@ -346,9 +346,9 @@ class JobOutcome:
     def _say_message(self, task: Started, begin: str) -> None:
         """Print how a task ended, and its error if that wasn't printed."""
         final = task.final_error
-        hidden = final is not None and final.consequence
-        message = "" if final is None or not hidden else final.message.splitlines()[0]
-        say(f"{begin}: {message}" if message else begin)
+        if final is not None and final.consequence:
+            begin += f": {final.message.splitlines()[0]}"
+        say(begin)
 
 
 def _how(task: Started) -> str:

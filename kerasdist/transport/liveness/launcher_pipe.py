@@ -9,7 +9,8 @@ job.
 
 A job with asynchronous parameter servers continues without a lost worker. The launcher
 mustn't end it then: the servers report on the same pipe that it is such a job, before
-any worker learns that it has begun, and which workers are lost.
+any worker learns that it has begun, and which workers are lost. A server that ends
+because of another task, in any job, reports that before it ends.
 """
 
 from __future__ import annotations
