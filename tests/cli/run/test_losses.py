@@ -58,6 +58,11 @@ client.close()
 mark(f"done-{rank}")
 """
 GO_ON = "until('enough')"
+# A busy machine may need longer than the launcher waits for others' own ends.
+PATIENT = (
+    "from kerasdist.cli.run import supervisor; "
+    "supervisor._LET_THEM_FAIL = supervisor._LET_CAUSE_END = 40"
+)
 
 
 def script_of(body=GO_ON, heartbeat=10.0, **settings):
@@ -78,9 +83,9 @@ def launcher(tmp_path):
         yield launcher
 
 
-def begin(launcher, script, workers=3, servers=2):
+def begin(launcher, script, workers=3, servers=2, **more):
     process = launcher.start(
-        *("-n", workers, "--ps", servers, "script.py"), script=script
+        *("-n", workers, "--ps", servers, "script.py"), script=script, **more
     )
     launcher.wait_for(*(f"going-{rank}" for rank in range(workers)))
     return process
@@ -244,7 +249,8 @@ def test_a_server_that_has_lost_its_worker_isnt_the_first(launcher, mode):
         "client.close(ValueError('the real reason'))\n"
         "wait_for_end(Path('pid-ps-0').read_text())\nos._exit(6)"
     )
-    process = begin(launcher, script_of(body, mode=mode), workers=1, servers=1)
+    script = script_of(body, mode=mode)
+    process = begin(launcher, script, workers=1, servers=1, before=PATIENT)
     code, _, err = finish(launcher, process)
     assert code == 6, err
     assert "rank 0 failed with exit code 6; the other workers and servers" in err
@@ -254,7 +260,7 @@ def test_a_server_that_has_lost_its_worker_isnt_the_first(launcher, mode):
 @pytest.mark.parametrize("mode", ["sync", "async"])
 def test_who_has_lost_a_server_isnt_the_first(launcher, mode):
     # The server fails, and takes its time to end. The workers end before it.
-    script = script_of(mode=mode).replace(
+    script = script_of("while True: step()", mode=mode).replace(
         "run_server(cluster, settings, timeouts)",
         """import threading
     from kerasdist.ps.server.server import ParameterServer
@@ -266,7 +272,7 @@ def test_who_has_lost_a_server_isnt_the_first(launcher, mode):
         wait_for_end(Path(f"pid-worker-{worker}").read_text())
     os._exit(6)""",
     )
-    process = begin(launcher, script, workers=2, servers=1)
+    process = begin(launcher, script, workers=2, servers=1, before=PATIENT)
     code, _, err = finish(launcher, process)
     assert code == 6, err
     assert "server 0 failed with exit code 6" in err
