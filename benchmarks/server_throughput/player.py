@@ -55,8 +55,8 @@ def client(transport: str) -> tuple[int, Prepare, Callable[[], None]]:
         sys.exit()
     chosen = "tcp" if transport == "tcp" else "auto"
     job = connect_servers(place, settings, transport=chosen)
-    if job.transports != [transport]:
-        raise RuntimeError(f"Not {transport}, but {job.transports}.")
+    if job.connections.transports != [transport]:
+        raise RuntimeError(f"Not {transport}, but {job.connections.transports}.")
 
     def prepare(size: int) -> Callable[[], Any]:
         delta = np.full(size // 4, 1.0, np.float32)

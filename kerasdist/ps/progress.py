@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 __all__ = ["Progress"]
@@ -27,12 +27,7 @@ class Progress:
 
     def to_json(self) -> dict[str, Any]:
         """Return it as JSON values."""
-        return {
-            "met": self.met,
-            "clocks": {str(table): clock for table, clock in self.clocks.items()},
-            "claims": {str(number): claim for number, claim in self.claims.items()},
-            "joining": self.joining,
-        }
+        return asdict(self)
 
     @classmethod
     def from_json(cls, value: Any) -> Progress:

@@ -207,12 +207,12 @@ class ParameterServerStrategy(DataParallelStrategy):
 
         Those through shared memory count too.
         """
-        return self._client.bytes_sent
+        return self._client.connections.bytes_sent
 
     @property
     def bytes_received(self) -> int:
         """Bytes of all messages from servers to this worker so far."""
-        return self._client.bytes_received
+        return self._client.connections.bytes_received
 
     @property
     def events(self) -> tuple[Event, ...]:

@@ -219,9 +219,9 @@ def test_a_message_that_is_too_large_for_the_server_ends_only_its_sender():
             # As a table would be that has grown out of all proportion.
             steps(table, 5)
             huge = np.zeros(64 << 20, "float32")
-            client._connections[0]._current()._shared = False
+            client.connections[0]._current()._shared = False
             request = Message(FrameType.REQUEST, Call(0), {"do": "stats"}, (huge,))
-            client._connections[0].request(lambda channel: request)
+            client.connections[0].request(lambda channel: request)
         while not any(e.kind == "lost" for e in client.events):
             steps(table, 1)
         steps(table, 20)

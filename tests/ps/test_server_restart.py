@@ -25,7 +25,7 @@ def work(client, table):
     before = table.clock
     client.communicator.barrier()
     everything = table.pull()
-    say("BYTES", [client.bytes_sent, client.bytes_received])
+    say("BYTES", [client.connections.bytes_sent, client.connections.bytes_received])
     return [before, everything.values[0].tolist(), everything.staleness,
             max(table.observed)]
 """

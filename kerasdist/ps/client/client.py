@@ -22,9 +22,10 @@ from kerasdist.collectives.failures import copy_to_raise
 from kerasdist.collectives.ops import Array
 from kerasdist.ps.channel.channel import Message
 from kerasdist.ps.client.communicator import ServerCommunicator
-from kerasdist.ps.client.connection import Build, Roster, ServerConnection
+from kerasdist.ps.client.connection import Roster
 from kerasdist.ps.client.connections import ServerConnections
 from kerasdist.ps.client.control_requests import ControlRequests
+from kerasdist.ps.client.job import Build
 from kerasdist.ps.client.remote_table import RemoteTable
 from kerasdist.ps.layout import Layout, Variable
 from kerasdist.ps.membership import Event
@@ -63,6 +64,7 @@ class ServerClient(ControlRequests):
         joining: Whether the others don't wait for it yet, see
             `kerasdist.ps.server.join`.
         seed: Random; the same on all workers, also on one that joins later.
+        connections: The connections to the servers.
         communicator: Collectives between all live workers, through the servers.
         events: The events of other workers, in order, as server 0 reports them.
         tables: The tables that were opened.
@@ -101,7 +103,7 @@ class ServerClient(ControlRequests):
         self._step = 0
         self._calls = threading.RLock()
         self._heartbeat: Heartbeat | None = None
-        self._connections = ServerConnections(self.check)
+        self.connections = ServerConnections(self.check)
         self.communicator: ServerCommunicator
         self._announcements = Announcements(
             self.rank,
@@ -124,13 +126,9 @@ class ServerClient(ControlRequests):
             f"kerasdist-watch rank {self.rank}",
             self.timeouts,
             self._on_frame,
-            self._connections.ended,
+            self.connections.ended,
         )
         return self._heartbeat
-
-    def add(self, connection: ServerConnection) -> None:
-        """Add the connection to the next server; it's owned from now on."""
-        self._connections.add(connection)
 
     def start(self, roster: Roster) -> None:
         """Begin with the first server's roster, when all have admitted this worker."""
@@ -139,7 +137,7 @@ class ServerClient(ControlRequests):
         self.joining = roster.joining
         self.seed = roster.seed
         self._met = roster.met
-        self._connections.start()
+        self.connections.start()
         self.communicator = ServerCommunicator(self, roster.met)
         self._started = True
 
@@ -150,23 +148,8 @@ class ServerClient(ControlRequests):
 
     @property
     def servers(self) -> int:
-        """Number of servers."""
-        return len(self._connections)
-
-    @property
-    def transports(self) -> list[str]:
-        """The transport of each server: "tcp", "shared_memory" or "memory"."""
-        return self._connections.transports
-
-    @property
-    def bytes_sent(self) -> int:
-        """Bytes of all requests to all servers, those in shared memory too."""
-        return self._connections.bytes_sent
-
-    @property
-    def bytes_received(self) -> int:
-        """Bytes of all replies of all servers."""
-        return self._connections.bytes_received
+        """See `Job.servers`."""
+        return len(self.connections)
 
     def open_table(
         self, variables: Sequence[Variable], values: Sequence[Array]
@@ -205,7 +188,7 @@ class ServerClient(ControlRequests):
 
     @contextlib.contextmanager
     def calling(self, what: str) -> Iterator[None]:
-        """Allow one call at a time; an interrupted one ends this worker's part."""
+        """See `Job.calling`."""
         with self._calls:
             self.check()
             try:
@@ -225,11 +208,11 @@ class ServerClient(ControlRequests):
                 raise
 
     def request_all(self, builds: Sequence[Build | None]) -> list[Message]:
-        """See `ServerConnections.request_all`."""
-        return self._connections.request_all(builds)
+        """See `Job.request_all`."""
+        return self.connections.request_all(builds)
 
     def check(self) -> None:
-        """Raise the error that ended this worker's part, if there is one."""
+        """See `Job.check`."""
         if self._failure is not None:
             raise copy_to_raise(self._failure)
         if self._closed:
@@ -239,11 +222,11 @@ class ServerClient(ControlRequests):
             )
 
     def generation(self, server: int) -> int:
-        """Return the number of a server's restarts from a snapshot."""
-        return self._connections[server].generation
+        """See `Job.generation`."""
+        return self.connections[server].generation
 
     def note_met(self, call: Call, answers: Sequence[Message]) -> None:
-        """Set the clocks at the end of a collective: they are equal again."""
+        """See `Job.note_met`."""
         self._met = max(self._met, call.sequence)
         for answer in answers:
             clocks = answer.meta.get("clocks")
@@ -320,12 +303,12 @@ class ServerClient(ControlRequests):
             goodbye = Goodbye(f"it gave up at step {self.step} ({why})", True, error)
             if isinstance(error, errors.WorkerLost) and error.rank == here.rank:
                 goodbye.reason = error.reason
-            self._connections.send_goodbye(goodbye)
+            self.connections.send_goodbye(goodbye)
         finally:
             with self._changed:
                 self._failure = error
                 self._changed.notify_all()
-            self._connections.abort()
+            self.connections.abort()
         return error
 
     # The end.
@@ -353,11 +336,11 @@ class ServerClient(ControlRequests):
             reason = shown[:1000].rstrip(". \n")
         if self._failing is None:
             goodbye = Goodbye(reason, error is not None, cause)
-            self._connections.send_goodbye(goodbye)
-        self._connections.abort()
+            self.connections.send_goodbye(goodbye)
+        self.connections.abort()
         if self._heartbeat is not None:
             self._heartbeat.close()
-        self._connections.close()
+        self.connections.close()
 
     def __enter__(self) -> ServerClient:
         return self

@@ -24,7 +24,7 @@ from kerasdist.collectives.checked import CheckedCommunicator
 from kerasdist.collectives.fused_buffer import FusedBuffer
 from kerasdist.collectives.ops import Array, check_dtype, equal_part
 from kerasdist.ps.channel.channel import Channel, Message
-from kerasdist.ps.client.calls import ServerCalls
+from kerasdist.ps.client.job import Job
 from kerasdist.transport.base import Peer
 from kerasdist.transport.deadline import Deadline
 from kerasdist.transport.tracing import Laps, Recorder
@@ -50,7 +50,7 @@ class ServerCommunicator(CheckedCommunicator):
         ranks: The ranks that took part in the last collective.
     """
 
-    def __init__(self, client: ServerCalls, met: int) -> None:
+    def __init__(self, client: Job, met: int) -> None:
         super().__init__(
             client.rank, client.peers, _Supervisor(client), client.timeouts.collective
         )
@@ -245,7 +245,7 @@ class ServerCommunicator(CheckedCommunicator):
 class _Supervisor:
     """The failure detector of a communicator: the servers detect failures."""
 
-    def __init__(self, client: ServerCalls) -> None:
+    def __init__(self, client: Job) -> None:
         self.call = Call(0)
         self._client = client
 

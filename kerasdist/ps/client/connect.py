@@ -99,7 +99,7 @@ def connect_servers(
             seed=handler.tables.seed,
         )
         worker.met = roster.met
-        client.add(InProcessConnection(handler, worker, timeouts, client))
+        client.connections.add(InProcessConnection(handler, worker, timeouts, client))
         client.start(roster)
         return client
     secret = job_secret((*cluster.workers, *cluster.servers), os.environ)
@@ -129,7 +129,7 @@ def connect_servers(
             finally:
                 if connection.unreachable:
                     cause = errors.ServerLost(index, server, 0, connection.unreachable)
-            client.add(connection)
+            client.connections.add(connection)
             met = rosters[0].met
         client.start(rosters[0])
         resumed = any(each.resumed for each in rosters)

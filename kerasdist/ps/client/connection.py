@@ -10,25 +10,22 @@ from __future__ import annotations
 import abc
 import dataclasses
 import threading
-from collections.abc import Callable
 
 from kerasdist import errors
 from kerasdist.collectives.failures import copy_to_raise
 from kerasdist.ps.channel.channel import Channel, ChannelEnded, ChannelSilent, Message
-from kerasdist.ps.progress import Progress
+from kerasdist.ps.client.job import Build, Job
 from kerasdist.ps.server.handler import MOST_BYTES, Goodbye
 from kerasdist.transport.base import Aborted
 from kerasdist.transport.deadline import Deadline
 from kerasdist.transport.liveness.failure_protocol import decode
 from kerasdist.transport.timeouts import Timeouts
-from kerasdist.transport.tracing import Laps, Recorder
+from kerasdist.transport.tracing import Laps
 from kerasdist.transport.wire.framing import FrameType
 
 __all__ = [
     "GRACE_SECONDS",
     "JOIN_SECONDS",
-    "Build",
-    "Job",
     "Roster",
     "ServerConnection",
 ]
@@ -37,9 +34,6 @@ __all__ = [
 GRACE_SECONDS = 8.0
 # Seconds that a thread of a connection may take to end.
 JOIN_SECONDS = 10.0
-
-# Makes a request, with arrays placed in the channel.
-Build = Callable[[Channel], Message]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -62,47 +56,6 @@ class Roster:
     joining: bool = False
     resumed: bool = False
     seed: int = 0
-
-
-class Job(abc.ABC):
-    """A worker's part in a job, as its connections see it.
-
-    Attributes:
-        recorder: Gets spans of packing, sending and waiting; or None.
-    """
-
-    recorder: Recorder | None = None
-
-    @property
-    @abc.abstractmethod
-    def failure(self) -> errors.CollectiveError | None:
-        """The error that ended this worker's part in the job, or None."""
-
-    @property
-    @abc.abstractmethod
-    def closed(self) -> bool:
-        """Whether it was closed by its user."""
-
-    @abc.abstractmethod
-    def check(self) -> None:
-        """Raise the error that ended this worker's part, if there is one."""
-
-    @property
-    @abc.abstractmethod
-    def step(self) -> int:
-        """The last step, for messages."""
-
-    @abc.abstractmethod
-    def fail(self, error: errors.CollectiveError) -> errors.CollectiveError:
-        """End all waits of this worker; return its first failure."""
-
-    @abc.abstractmethod
-    def await_failure(self, seconds: float) -> errors.CollectiveError | None:
-        """Wait a moment for a failure."""
-
-    @abc.abstractmethod
-    def progress(self) -> Progress:
-        """Return this worker's progress, for a restarted server."""
 
 
 class ServerConnection(abc.ABC):

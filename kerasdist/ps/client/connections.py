@@ -6,7 +6,8 @@ from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from kerasdist.ps.channel.channel import Message
-from kerasdist.ps.client.connection import Build, ServerConnection
+from kerasdist.ps.client.connection import ServerConnection
+from kerasdist.ps.client.job import Build
 from kerasdist.ps.server.handler import Goodbye
 from kerasdist.transport.wire.framing import Call, FrameType
 
@@ -43,15 +44,7 @@ class ServerConnections:
             )
 
     def request_all(self, builds: Sequence[Build | None]) -> list[Message]:
-        """Send requests to all servers at once; return their replies, by server.
-
-        Args:
-            builds: A request for each server; None: nothing for this one, whose reply
-                is then without arrays.
-
-        Raises:
-            CollectiveError: This worker's failure.
-        """
+        """See `Job.request_all`."""
         nothing = Message(FrameType.REPLY, Call(0), {}, ())
         used = [i for i, build in enumerate(builds) if build is not None]
         replies = [nothing] * len(builds)

@@ -5,13 +5,11 @@ Server 0 assigns batches; each server has statistics of its own.
 
 from __future__ import annotations
 
-import abc
-import contextlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kerasdist.ps.channel.channel import Message
-from kerasdist.ps.client.connection import Build, Job
+from kerasdist.ps.client.job import Build, Job
 from kerasdist.ps.server.batch_queue import REMEMBERED
 from kerasdist.transport.wire.framing import Call, FrameType
 
@@ -24,19 +22,6 @@ class ControlRequests(Job):
     def __init__(self) -> None:
         # By dataset: the epoch, and this worker's last claims in it.
         self._claims: dict[int, tuple[int, tuple[int, ...]]] = {}
-
-    @property
-    @abc.abstractmethod
-    def servers(self) -> int:
-        """Number of servers."""
-
-    @abc.abstractmethod
-    def calling(self, what: str) -> contextlib.AbstractContextManager[None]:
-        """Allow one call at a time; an interrupted one ends this worker's part."""
-
-    @abc.abstractmethod
-    def request_all(self, builds: Sequence[Build | None]) -> list[Message]:
-        """Send requests to all servers at once; return their replies, by server."""
 
     @property
     def claims(self) -> Mapping[int, tuple[int, Sequence[int]]]:

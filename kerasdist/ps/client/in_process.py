@@ -6,7 +6,8 @@ import threading
 
 from kerasdist import errors
 from kerasdist.ps.channel.channel import Channel, memory_pair
-from kerasdist.ps.client.connection import JOIN_SECONDS, Job, ServerConnection
+from kerasdist.ps.client.connection import JOIN_SECONDS, ServerConnection
+from kerasdist.ps.client.job import Job
 from kerasdist.ps.membership import WorkerRecord
 from kerasdist.ps.server.handler import Goodbye, RequestHandler
 from kerasdist.transport.timeouts import Timeouts

@@ -18,10 +18,10 @@ from kerasdist.ps.channel.socket_channel import SocketChannel
 from kerasdist.ps.client.connection import (
     GRACE_SECONDS,
     JOIN_SECONDS,
-    Job,
     Roster,
     ServerConnection,
 )
+from kerasdist.ps.client.job import Job
 from kerasdist.ps.membership import WorkerRecord
 from kerasdist.ps.server.handler import Goodbye
 from kerasdist.ps.server.registration import PURPOSE

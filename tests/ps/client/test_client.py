@@ -55,7 +55,7 @@ def test_all_begin_with_the_chiefs_values(job):
         for mine, value in zip(table.initial, values_of(0), strict=True):
             assert (mine.dtype, mine.shape) == (value.dtype, value.shape)
             np.testing.assert_array_equal(mine, value)
-    assert [client.transports for client in job.clients] == [
+    assert [client.connections.transports for client in job.clients] == [
         [job.kind] * client.servers for client in job.clients
     ]
 
@@ -113,9 +113,9 @@ def test_a_dense_change_of_a_sparse_variable_sends_the_rows_that_are_not_0(job):
         change = np.zeros((500, 8), "float32")
         change[[3, 77]] = 1
         deltas = [None, change, None, None, None]
-        before = client.bytes_sent
+        before = client.connections.bytes_sent
         table.push_pull(deltas)
-        sent = client.bytes_sent - before
+        sent = client.connections.bytes_sent - before
         client.communicator.barrier()
         rows = table.pull().rows[1]
         return sent, rows
@@ -256,13 +256,15 @@ def test_bytes_grow_with_the_rows_touched_and_not_with_the_table():
         with Servers(1, kind="tcp") as job:
             (client,) = job.clients
             table = client.open_table([variable], [np.zeros((table_rows, 64), "f4")])
-            before = client.bytes_sent, client.bytes_received
+            before = client.connections.bytes_sent, client.connections.bytes_received
             for step in range(5):
                 indices = np.arange(touched) * 7 + step
                 rows = Rows(indices, np.ones((touched, 64), "float32"))
                 pulled = table.push_pull([rows])
                 assert pulled.rows[0].indices.tolist() == indices.tolist()
-            return client.bytes_sent - before[0], client.bytes_received - before[1]
+            return client.connections.bytes_sent - before[
+                0
+            ], client.connections.bytes_received - before[1]
 
     small, large = bytes_of(2_000, 100), bytes_of(50_000, 100)
     more = bytes_of(50_000, 1000)
