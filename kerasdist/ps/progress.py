@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -32,24 +33,20 @@ class Progress:
     @classmethod
     def from_json(cls, value: Any) -> Progress:
         """Return what `to_json` made; parts that are damaged count as missing."""
-        if not isinstance(value, dict):
-            return cls()
-        met, clocks, claims = value.get("met"), {}, {}
-        try:
-            given = dict(value.get("clocks") or {})
-            clocks = {int(table): int(clock) for table, clock in given.items()}
-        except (TypeError, ValueError, OverflowError):
-            pass
-        try:
+        given = value if isinstance(value, dict) else {}
+        met, clocks, claims = given.get("met"), {}, {}
+        with contextlib.suppress(TypeError, ValueError, OverflowError):
+            clocks = {
+                int(k): int(v) for k, v in dict(given.get("clocks") or {}).items()
+            }
+        with contextlib.suppress(TypeError, ValueError, OverflowError):
             claims = {
                 int(number): (int(epoch), [int(n) for n in numbers])
-                for number, (epoch, numbers) in dict(value.get("claims") or {}).items()
+                for number, (epoch, numbers) in dict(given.get("claims") or {}).items()
             }
-        except (TypeError, ValueError, OverflowError):
-            pass
         return cls(
             met=met if isinstance(met, int) else 0,
             clocks=clocks,
             claims=claims,
-            joining=value.get("joining") is True,
+            joining=given.get("joining") is True,
         )
