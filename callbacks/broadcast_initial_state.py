@@ -87,7 +87,9 @@ class BroadcastInitialState(JobCallback):
             ValueError: There is no such rank, or the ranks' models differ.
             CollectiveError: See `kerasdist.errors`.
         """
-        done = hooks.share_state(variables, self.root)
+        # A late worker is alone until it joins, and then gets the others' state.
+        joining = hooks.dynamic is not None and hooks.dynamic.joining
+        done = hooks.state.share(variables, 0 if joining else self.root)
         if done.workers > 1:
             take_epoch(self.model, hooks, self.root)
         self.bytes, self.seconds = done.size, done.seconds

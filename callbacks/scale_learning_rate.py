@@ -231,7 +231,7 @@ class ScaleLearningRate(JobCallback):
             return None
         strategy = self.model.distribute_strategy
         hooks = hooks_of(strategy)
-        if hooks is not None and hooks.dynamic and not hooks.shards:
+        if hooks is not None and hooks.dynamic and not hooks.data.shards:
             # Each worker has this many of its own, and the steps of all are counted.
             return int(steps) * int(strategy.size)
         return int(steps)
@@ -268,7 +268,7 @@ class ScaleLearningRate(JobCallback):
         size = self.batch_size
         if size is None:
             size = batch_size_of_fit()
-            if size is not None and hooks is not None and not hooks.shards:
+            if size is not None and hooks is not None and not hooks.data.shards:
                 # Each worker's own batches: together they are the global batch.
                 size *= 1 if hooks.dynamic else strategy.size
         if size is None:

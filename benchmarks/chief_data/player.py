@@ -72,13 +72,13 @@ def compare(order: dict[str, Any]) -> Any:
     data = ArrayData(ArrayDataAdapter(x, batch_size=BATCH))
     strategy.communicator.barrier()
     begin = time.perf_counter()
-    strategy.extended.keras_hooks._agree(data)
+    strategy.extended.data.agree(data)
     return time.perf_counter() - begin
 
 
 def batches(order: dict[str, Any]) -> Any:
     """Microseconds of one comparison of a batch, and of a `train_on_batch`."""
-    hooks = strategy.extended.keras_hooks
+    division = strategy.extended.data
     calls = order["calls"]
     batch = X[:BATCH], Y[:BATCH]
     model.train_on_batch(*batch)
@@ -91,12 +91,12 @@ def batches(order: dict[str, Any]) -> Any:
         return (time.perf_counter() - begin) / calls * 1e6
 
     whole = per_call(lambda: model.train_on_batch(*batch))
-    settle, hooks.settle_batch = hooks.settle_batch, lambda batch: batch
+    settle, division.settle_batch = division.settle_batch, lambda batch: batch
     try:
         without = per_call(lambda: model.train_on_batch(*batch))
     finally:
-        hooks.settle_batch = settle
-    return [without, whole, per_call(lambda: hooks.settle_batch(batch))]
+        division.settle_batch = settle
+    return [without, whole, per_call(lambda: division.settle_batch(batch))]
 
 
 def answer(order: dict[str, Any]) -> Any:

@@ -6,7 +6,7 @@
     all others  those hooks, each module for one concern, and the inspection of models
 
 `install` puts the hooks of the table into Keras. Each does what Keras does, unless the
-strategy in use has `keras_hooks`, or a `layer_placer`. Other packages use the names of
+strategy in use has `KerasHooks`, or a `LayerPlacer`. Other packages use the names of
 `__all__`.
 """
 
@@ -59,7 +59,12 @@ with _explaining():
     )
     from kerasdist._keras.placement.micro_batches import dividing
     from kerasdist._keras.placement.rematerialize import rematerializing
-    from kerasdist._keras.protocols import KerasHooks, StepTimer
+    from kerasdist._keras.protocols import (
+        GradientHooks,
+        KerasHooks,
+        StateHooks,
+        StepTimer,
+    )
     from kerasdist._keras.training.state import copied_to, whole_state
     from kerasdist._keras.training.train_step import new_train_function
 
@@ -68,12 +73,14 @@ __all__ = [
     "BatchIterable",
     "BatchIterator",
     "GeneratorFacts",
+    "GradientHooks",
     "ItemData",
     "KerasHooks",
     "LayerFacts",
     "LayerPlacer",
     "LoopData",
     "OncePrinter",
+    "StateHooks",
     "StepTimer",
     "begin_use",
     "called_layer",

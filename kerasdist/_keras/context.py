@@ -102,7 +102,7 @@ class StepContext(threading.local):
             rows = tf.cast(self.rows, tf.float32)
             if self.hooks is None or self.hooks.workers.replicas == 1:
                 return rows
-            self._summed = (graph, self.hooks.sum_over_replicas([rows])[0])
+            self._summed = (graph, self.hooks.gradients.sum_over_replicas([rows])[0])
         return self._summed[1]
 
     def of(self, hooks: KerasHooks, rows: Any, total: Any) -> Any:

@@ -1,8 +1,13 @@
-"""The hooks through which a strategy takes part in Keras's training."""
+"""The hooks through which a strategy takes part in Keras's training.
+
+`KerasHooks` has one object for each role. Methods are described where they are
+implemented: in `kerasdist.strategies`, in the module that the role's docstring names.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
@@ -10,11 +15,13 @@ import tensorflow as tf
 
 from kerasdist._tf.facets import facets_of
 from kerasdist.collectives import Communicator
-from kerasdist.transport.liveness.announcements import Announcements
 
 __all__ = [
+    "DynamicDataHooks",
     "DynamicHooks",
+    "GradientHooks",
     "KerasHooks",
+    "StateHooks",
     "StepTimer",
     "current_hooks",
     "dynamic_hooks",
@@ -68,126 +75,76 @@ class StepTimer(Protocol):
         """
 
 
-class Job(Protocol):
-    """The connection between the workers."""
-
-    @property
-    def announcements(self) -> Announcements | None:
-        """The chief's announcements outside of collectives; None if unsupported."""
-
-
 class WorkerHooks(Protocol):
-    """The workers and their replicas; see `strategies.reduce.workers`."""
+    """The workers and their replicas; see `strategies.reduce.workers.Workers`."""
 
     @property
-    def job(self) -> Job: ...
-
+    def job(self) -> Any: ...
     @property
-    def communicator(self) -> Communicator:
-        """The communicator between all workers."""
-
+    def communicator(self) -> Communicator: ...
     @property
-    def rank(self) -> int:
-        """This worker's rank."""
-
+    def rank(self) -> int: ...
     @property
-    def replicas(self) -> int:
-        """The number of replicas that take a step together."""
-
+    def replicas(self) -> int: ...
     @property
-    def local_replicas(self) -> int:
-        """The number of this worker's replicas."""
-
-    def current_replica(self) -> int:
-        """Return the number of the replica that is being traced, over all workers."""
-
-    def local_step(self) -> contextlib.AbstractContextManager[None]:
-        """Run a step of training in the block."""
-
-    def collective_scope(self) -> contextlib.AbstractContextManager[None]:
-        """Run a step of an evaluation or prediction in the block."""
+    def local_replicas(self) -> int: ...
+    def current_replica(self) -> int: ...
+    def local_step(self) -> contextlib.AbstractContextManager[None]: ...
+    def collective_scope(self) -> contextlib.AbstractContextManager[None]: ...
+    def failure(self, error: Exception) -> Exception | None: ...
 
 
 class ConsensusHooks(Protocol):
-    """The agreement of all workers; see `strategies.reduce.consensus`."""
+    """The agreement of all workers; see `strategies.reduce.consensus.Consensus`."""
 
-    def any_of(self, flag: bool) -> bool:
-        """Return whether the flag is set on any worker."""
-
-    def of_chief(self, number: float, root: int = 0) -> float:
-        """Return the chief's number, or that of another rank."""
-
-    def texts(self, text: str) -> dict[int, str]:
-        """Return each worker's text by its rank; lost workers are missing."""
-
-    def average(self, variables: Sequence[Any]) -> None:
-        """Set each variable to its mean over all replicas."""
+    def any_of(self, flag: bool) -> bool: ...
+    def of_chief(self, number: float, root: int = 0) -> float: ...
+    def texts(self, text: str) -> dict[int, str]: ...
+    def average(self, variables: Sequence[Any]) -> None: ...
 
 
-class KerasHooks(Protocol):
-    """The hooks of one strategy; found by `hooks_of`.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GradientHooks:
+    """Functions for gradients, in replica context.
 
     Attributes:
-        print_once: Prints a line on the chief, once for each kind; is given both.
+        reduce: See `strategies.reduce.gradients.reduce_gradients`.
+        end_window: See `strategies.reduce.accumulation.end_window`.
+        sum_over_replicas: Sums each of a list of tensors over all replicas.
+    """
+
+    reduce: Callable[..., list[Any]]
+    end_window: Callable[..., list[Any]]
+    sum_over_replicas: Callable[[Sequence[Any]], list[Any]]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StateHooks:
+    """Functions by which all workers get the same state; all call them alike.
+
+    Attributes:
+        adopt: Wraps TensorFlow's variable of a Keras variable, created outside of the
+            scope, in one of the strategy; is given both.
+        check: See `strategies.reduce.consensus.check_state`.
+        share: See `strategies.reduce.initial_state.share_state`.
+    """
+
+    adopt: Callable[[Any, Any], Any]
+    check: Callable[[Sequence[tuple[str, Any]], Sequence[tuple[str, Any]]], None]
+    share: Callable[[Sequence[Any], int], Any]
+
+
+class DataHooks(Protocol):
+    """The division of data among workers; see `strategies.sync.data`.
+
+    Attributes:
         shards: Whether data are the same on all workers, and each takes its part.
-        dynamic: Whether workers don't wait for each other within an epoch, whose
-            batches go to the first worker that is free: then it's a `DynamicHooks`.
-        timer: Measures steps of training.
     """
 
     shards: bool
-    dynamic: bool
-    timer: StepTimer
-    print_once: Callable[[str, str], None]
 
-    @property
-    def workers(self) -> WorkerHooks: ...
-
-    @property
-    def consensus(self) -> ConsensusHooks: ...
-
-    def fill_if_empty(self, batch: Any) -> Any:
-        """Give a batch without rows one row of zeros, so that a step can run."""
-
-    def reduce_gradients(
-        self, gradients: Sequence[Any], rows: Any, total: Any, linear: bool
-    ) -> list[Any]:
-        """Reduce over all replicas; a mean by rows, or a sum if `rows` is None.
-
-        `total` is the number of rows of all replicas, or None if it isn't known. If
-        `linear`, slices of one index may be added up.
-        """
-
-    def end_window(
-        self,
-        gradients: Sequence[Any],
-        accumulators: Sequence[Any],
-        last: Any,
-        steps: int,
-    ) -> list[Any]:
-        """Reduce accumulated gradients in the last step of gradient accumulation."""
-
-    def sum_over_replicas(self, tensors: Sequence[Any]) -> list[Any]:
-        """Sum each tensor over all replicas, in replica context."""
-
-    def own_rows(self, batch: Any) -> Any:
-        """Return this worker's rows of a global batch: per replica if several."""
-
-    def gather_outputs(self, output: Any) -> Any:
-        """Concatenate all workers' outputs along the first dimension."""
-
-    def order_of_epochs(self) -> Callable[[int, int], Any]:
-        """Return a function of (length, epoch): an order that all workers agree on."""
-
-    def distribute_arrays(self, data: Any) -> Any:
-        """Return the iterable over this worker's parts of an `ArrayData`."""
-
-    def distribute_items(self, data: Any) -> Any | None:
-        """Return the iterable over this worker's parts of an `ItemData`'s items.
-
-        None if its items can't be exchanged: then all workers read all of them.
-        """
-
+    def distribute_arrays(self, data: Any) -> Any: ...
+    def distribute_items(self, data: Any) -> Any | None: ...
     def distribute_dataset(
         self,
         dataset: Any,
@@ -195,137 +152,87 @@ class KerasHooks(Protocol):
         generator: Any = None,
         *,
         is_items: bool = False,
-    ) -> tuple[Any, int | None]:
-        """Return the iterable over this worker's parts of a `tf.data.Dataset`.
+    ) -> tuple[Any, int | None]: ...
+    def order_of_epochs(self) -> Callable[[int, int], Any]: ...
+    def describe(self) -> str: ...
+    def own_rows(self, batch: Any) -> Any: ...
+    def unwrap(self, data: Any) -> Any: ...
+    def split(self, data: Any) -> tuple[Any, Any, Any]: ...
+    def fill_if_empty(self, batch: Any) -> Any: ...
+    def gather_outputs(self, output: Any) -> Any: ...
 
-        Also return its number of batches, the same on all workers; None if not known.
-        `generator` is the plain generator that it reads, if any; `is_items` is true if
-        it reads a PyDataset.
-        """
 
-    def adopt(self, variable: Any, value: Any) -> Any:
-        """Let the strategy adopt TensorFlow's variable of a Keras variable; return it.
+class DynamicDataHooks(Protocol):
+    """Batches for the first worker that is free; see `strategies.asynchronous.data`."""
 
-        It was created outside of the scope. All workers call this alike.
-        """
+    def distribute_arrays(self, data: Any) -> Any: ...
+    def distribute_items(self, data: Any) -> Any: ...
+    def distribute_dataset(self, dataset: Any, length: int | None) -> Any: ...
+    def describe(self) -> str: ...
+    def end_batches(self) -> None: ...
 
-    def unwrap(self, data: Any) -> Any:
-        """Return the batch for a step from an element of a distributed dataset."""
 
-    def split(self, data: Any) -> tuple[Any, Any, Any]:
-        """Return a step's batch, its rows, and the global batch's rows if known.
-
-        A batch with 0 rows may contain a row for the computation.
-        """
-
-    def flush_accumulators(self, variables: Sequence[Any]) -> None:
-        """Set open accumulators to their mean, if workers are synchronous."""
-
-    def updating(self, variables: Sequence[Any], touched: Sequence[Any]) -> None:
-        """Prepare for an optimizer's update of variables, see `updated`."""
-
-    def updated(
-        self, optimizer: Any, variables: Sequence[Any], touched: Sequence[Any]
-    ) -> None:
-        """Complete an optimizer's update of variables, in replica context.
-
-        `touched` has for each of them indices of all rows that may have changed, or
-        None if they aren't known.
-        """
-
-    def has_own_state(self) -> bool:
-        """Return whether all but weights may differ between workers; all call it."""
+class DynamicWeightHooks(Protocol):
+    """The weights at the servers; see `strategies.asynchronous.tables`."""
 
     def begin_fit(
         self, variables: Sequence[Any], optimizer: Any, sparse: Sequence[bool]
-    ) -> None:
-        """Prepare to train these variables with this optimizer, on all workers.
-
-        `sparse` has for each variable whether few of its rows change in a step.
-        """
-
-    def evaluate(self, call: Callable[[bool], Any], forget: Callable[[], None]) -> Any:
-        """Evaluate or predict on all workers.
-
-        `call` does it; its argument is whether the data must be divided again, and it
-        may be called several times. `forget` drops functions traced for other workers.
-        """
-
-    def check_state(
-        self, variables: Sequence[tuple[str, Any]], parts: Sequence[tuple[str, Any]]
-    ) -> None:
-        """Check that all replicas hold the same values, or take the chief's.
-
-        `parts` are variables of which replicas may have parts: they take the mean.
-        """
-
-    def share_state(self, variables: Sequence[Any], root: int) -> Any:
-        """Give all workers a rank's values; see `reduce.initial_state.Shared`."""
-
-    def describe(self) -> str:
-        """Describe the workers and their replicas, for the start-up line."""
-
-    def failure(self, error: Exception) -> Exception | None:
-        """Return the failure of the job behind TensorFlow's `error`, or None."""
+    ) -> None: ...
+    def prepare_update(
+        self, variables: Sequence[Any], touched: Sequence[Any]
+    ) -> None: ...
+    def exchange_update(
+        self, optimizer: Any, variables: Sequence[Any], touched: Sequence[Any]
+    ) -> None: ...
+    def average_own(self, variables: Sequence[Any]) -> None: ...
+    def steps_of(self, optimizer: Any) -> Any | None: ...
+    def resume_at(self, steps: int | None) -> None: ...
+    def progress(self) -> tuple[int, int] | None: ...
 
 
-class DynamicHooks(KerasHooks, Protocol):
-    """The hooks of an asynchronous strategy.
-
-    Attributes:
-        steps_of_all: How many steps all workers took in the last epoch that has ended.
-        joining: Whether this worker has started late, and hasn't joined the others.
-    """
+class DynamicHooks(Protocol):
+    """The epochs of asynchronous workers; see `strategies.asynchronous.epochs`."""
 
     steps_of_all: int
 
     @property
+    def data(self) -> DynamicDataHooks: ...
+    @property
+    def weights(self) -> DynamicWeightHooks: ...
+    @property
     def joining(self) -> bool: ...
+    def has_own_state(self) -> bool: ...
+    def end_epoch(self, statistics: Sequence[Any]) -> None: ...
+    def admit(self, epoch: int, known: dict[str, Any], statistics: Any) -> None: ...
+    def join(self, statistics: Sequence[Any]) -> tuple[int, dict[str, Any]]: ...
+    def evaluate(
+        self, call: Callable[[bool], Any], retrace: Callable[[], None]
+    ) -> Any: ...
 
-    def admit(self, epoch: int, known: dict[str, Any], statistics: Any) -> None:
-        """Let late workers join before another epoch.
 
-        Args:
-            epoch: Its number.
-            known: Facts about the trainer for late workers.
-            statistics: As in `end_epoch`; late workers get those of the others.
-        """
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class KerasHooks:
+    """The hooks of one strategy, by their roles; found by `hooks_of`.
 
-    def join(self, statistics: Sequence[Any]) -> tuple[int, dict[str, Any]]:
-        """Join the others; return the epoch that begins, and their facts."""
+    Attributes:
+        workers: The workers and their replicas.
+        timer: Measures steps of training.
+        print_once: Prints a line on the chief, once for each kind; is given both.
+        consensus: The agreement of all workers.
+        state: The state that all have in common.
+        gradients: Their reduction.
+        data: The division of data.
+        dynamic: The epochs of asynchronous workers; None if they are synchronous.
+    """
 
-    def deal_arrays(self, data: Any) -> Any:
-        """Return dynamic batches of arrays: see `DynamicDataset`."""
-
-    def deal_items(self, data: Any) -> Any:
-        """Return dynamic batches of a PyDataset."""
-
-    def deal_dataset(self, dataset: Any, length: int | None) -> Any:
-        """Return dynamic batches of a `tf.data.Dataset`."""
-
-    def steps_of(self, optimizer: Any) -> Any | None:
-        """Return the steps by all workers, int64; None: the optimizer's own count."""
-
-    def resume_at(self, steps: int | None) -> None:
-        """Set the step count before `begin_fit`, on all workers; the chief's counts.
-
-        None: the count stays, or is an optimizer's own if that is new.
-        """
-
-    def progress(self) -> tuple[int, int] | None:
-        """Return how many steps, in all and of this epoch, are in the weights.
-
-        None if not known, because no `fit` has used an optimizer.
-        """
-
-    def end_batches(self) -> None:
-        """End the epoch for all workers, because one of them wants to stop."""
-
-    def end_epoch(self, statistics: Sequence[Any]) -> None:
-        """Meet at the end of an epoch of training.
-
-        Afterwards all have the same weights, and the same `statistics`.
-        """
+    workers: WorkerHooks
+    timer: StepTimer
+    print_once: Callable[[str, str], None]
+    consensus: ConsensusHooks
+    state: StateHooks
+    gradients: GradientHooks
+    data: DataHooks
+    dynamic: DynamicHooks | None = None
 
 
 def hooks_of(strategy: Any) -> KerasHooks | None:
@@ -347,8 +254,8 @@ def stage_clock_of(strategy: Any) -> Any | None:
 
 def dynamic_hooks(strategy: Any) -> DynamicHooks | None:
     """Return the hooks of a strategy with dynamic batches; None for any other."""
-    hooks: Any = hooks_of(strategy)
-    return hooks if hooks is not None and hooks.dynamic else None
+    hooks = hooks_of(strategy)
+    return None if hooks is None else hooks.dynamic
 
 
 def current_hooks() -> KerasHooks | None:
@@ -362,7 +269,7 @@ def translating(hooks: KerasHooks) -> Iterator[None]:
     try:
         yield
     except tf.errors.OpError as error:
-        failure = hooks.failure(error)
+        failure = hooks.workers.failure(error)
         if failure is None:
             raise
         raise failure from error

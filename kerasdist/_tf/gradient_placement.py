@@ -41,6 +41,7 @@ __all__ = [
     "default_placement",
     "device_of",
     "differentiate_on_device",
+    "move_beside",
     "on_device",
     "record_device",
     "register",
@@ -71,6 +72,14 @@ _CALLS = frozenset(
 def on_device(device: str | None) -> AbstractContextManager[Any]:
     """Make operations on a device; None leaves that to TensorFlow."""
     return ops.device(device) if device else ExitStack()
+
+
+def move_beside(value: Any, other: Any) -> Any:
+    """Return a value, or None, on the device of another one."""
+    if value is None:
+        return None
+    with on_device(device_of(other)):
+        return tf.identity(value)
 
 
 def update_on(device: str) -> AbstractContextManager[Any]:

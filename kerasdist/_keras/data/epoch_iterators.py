@@ -22,12 +22,12 @@ from kerasdist._keras.data.arrays import ArrayData
 from kerasdist._keras.data.batches import LoopData
 from kerasdist._keras.data.generators import GeneratorFacts
 from kerasdist._keras.data.pydataset import ItemData, ItemsInOrder, agree_on_order
-from kerasdist._keras.protocols import DynamicHooks, dynamic_hooks, hooks_of
+from kerasdist._keras.protocols import DynamicDataHooks, KerasHooks, hooks_of
 
 __all__ = [
     "batch_size_of_fit",
     "batches_of_fit",
-    "deal_batches",
+    "claim_batches",
     "first_item",
     "init_epoch_iterator",
 ]
@@ -62,15 +62,14 @@ def init_epoch_iterator(
     adapter = self.data_adapter
     if current.data_pending:
         current.data_pending = False
-        dynamic = dynamic_hooks(distribute_strategy)
-        if dynamic is not None:
-            deal_batches(self, dynamic)
+        if hooks.dynamic is not None:
+            claim_batches(self, hooks, hooks.dynamic.data)
             return
-    if hooks.shards and isinstance(adapter, array_data_adapter.ArrayDataAdapter):
-        self._distributed_dataset = hooks.distribute_arrays(ArrayData(adapter))
+    if hooks.data.shards and isinstance(adapter, array_data_adapter.ArrayDataAdapter):
+        self._distributed_dataset = hooks.data.distribute_arrays(ArrayData(adapter))
         return
-    if hooks.shards and isinstance(adapter, py_dataset_adapter.PyDatasetAdapter):
-        self._distributed_dataset = hooks.distribute_items(ItemData(adapter))
+    if hooks.data.shards and isinstance(adapter, py_dataset_adapter.PyDatasetAdapter):
+        self._distributed_dataset = hooks.data.distribute_items(ItemData(adapter))
         if self._distributed_dataset is not None:
             adapter.enqueuer = None  # it would read all items
             length = self._distributed_dataset.length
@@ -79,7 +78,7 @@ def init_epoch_iterator(
                 self._num_batches = length
             return
         agree_on_order(adapter, hooks)
-    self._distributed_dataset, length = hooks.distribute_dataset(
+    self._distributed_dataset, length = hooks.data.distribute_dataset(
         adapter.get_tf_dataset(),
         adapter.num_batches,
         generator,
@@ -134,33 +133,33 @@ def batches_of_fit() -> int | None:
     return None if count is None else int(count)
 
 
-def deal_batches(iterator: Any, hooks: DynamicHooks) -> None:
+def claim_batches(iterator: Any, hooks: KerasHooks, data: DynamicDataHooks) -> None:
     """Let an epoch iterator yield the batches that this worker claims.
 
     Its step numbers are those of the batches in the whole epoch.
     """
     adapter = iterator.data_adapter
-    if hooks.shards and isinstance(adapter, array_data_adapter.ArrayDataAdapter):
-        dealt = hooks.deal_arrays(ArrayData(adapter))
-    elif hooks.shards and isinstance(adapter, py_dataset_adapter.PyDatasetAdapter):
-        dealt = hooks.deal_items(ItemData(adapter))
+    if hooks.data.shards and isinstance(adapter, array_data_adapter.ArrayDataAdapter):
+        dynamic = data.distribute_arrays(ArrayData(adapter))
+    elif hooks.data.shards and isinstance(adapter, py_dataset_adapter.PyDatasetAdapter):
+        dynamic = data.distribute_items(ItemData(adapter))
         adapter.enqueuer = None  # it would read all items
     else:
-        if hooks.shards and isinstance(
+        if hooks.data.shards and isinstance(
             adapter, generator_data_adapter.GeneratorDataAdapter
         ):
             _refuse_generator(hooks.workers.replicas)
-        dealt = hooks.deal_dataset(adapter.get_tf_dataset(), adapter.num_batches)
-    if dealt.length != adapter.num_batches:
-        iterator.data_adapter = adapter = _WithLength(adapter, dealt.length)
-        iterator._num_batches = dealt.length
-    iterator._distributed_dataset = dealt
+        dynamic = data.distribute_dataset(adapter.get_tf_dataset(), adapter.num_batches)
+    if dynamic.length != adapter.num_batches:
+        iterator.data_adapter = adapter = _WithLength(adapter, dynamic.length)
+        iterator._num_batches = dynamic.length
+    iterator._distributed_dataset = dynamic
 
     def enumerate_batches() -> Any:
         adapter.on_epoch_begin()
-        batches = dealt.begin_epoch(iterator.steps_per_epoch)
+        batches = dynamic.begin_epoch(iterator.steps_per_epoch)
         if current.readers is not None:
-            current.readers.add(dealt)
+            current.readers.add(dynamic)
         while batches.ready():
             first = batches.number
             yield first, first + iterator.steps_per_execution - 1, batches

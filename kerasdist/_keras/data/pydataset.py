@@ -243,7 +243,7 @@ def agree_on_order(adapter: Any, hooks: KerasHooks) -> None:
         or adapter.num_batches is None
     ):
         return
-    items = ItemsInOrder(adapter.py_dataset, hooks.order_of_epochs())
+    items = ItemsInOrder(adapter.py_dataset, hooks.data.order_of_epochs())
     adapter.shuffle = False
     adapter.py_dataset = items
     if adapter.enqueuer is not None:

@@ -89,9 +89,9 @@ def _progress(callback: Any) -> tuple[int, int] | None:
 
     None if the optimizer has counted all of them itself.
     """
-    hooks = dynamic_hooks(callback.model.distribute_strategy)
-    if hooks is not None:
-        return hooks.progress()
+    dynamic = dynamic_hooks(callback.model.distribute_strategy)
+    if dynamic is not None:
+        return dynamic.weights.progress()
     steps = steps_with_others(callback.model)
     if steps is None:
         return None

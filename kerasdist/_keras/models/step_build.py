@@ -68,7 +68,8 @@ def build_by_step(trainer: Any, batch: Any) -> None:
         first, facts = 0, contextlib.nullcontext()
         if hooks is not None:
             # Not `current_replica`, which gives asynchronous workers their own seeds.
-            first, rows = strategy.extended.workers.layout.first, hooks.split(data)[1]
+            first = strategy.extended.workers.layout.first
+            rows = hooks.data.split(data)[1]
             facts = current.of(hooks, rows, rows)
         # All replicas write alike: none must wait for others that aren't traced.
         with facts, setting(reduced=True, building=True):

@@ -56,9 +56,9 @@ def shared_steps(optimizer: Any) -> Any | None:
 
     None if the optimizer has counted all of them itself.
     """
-    hooks = dynamic_hooks(getattr(optimizer, "_distribution_strategy", None))
-    if hooks is not None:
-        return hooks.steps_of(optimizer)
+    dynamic = dynamic_hooks(getattr(optimizer, "_distribution_strategy", None))
+    if dynamic is not None:
+        return dynamic.weights.steps_of(optimizer)
     others = OTHERS_STEPS.get(optimizer)
     if others is None:
         return None

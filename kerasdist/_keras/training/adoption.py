@@ -175,4 +175,4 @@ def _adopt(hooks: KerasHooks, variables: Iterable[Any]) -> None:
     for variable in variables:
         value = getattr(variable, "_value", None)
         if value is not None and not is_distributed(value):
-            variable._value = hooks.adopt(variable, value)
+            variable._value = hooks.state.adopt(variable, value)

@@ -32,9 +32,8 @@ from kerasdist._keras.optimizer.learning_rate import (
     set_base_rate,
 )
 from kerasdist._keras.protocols import DynamicHooks, dynamic_hooks, hooks_of
-from kerasdist._keras.training.fit_loop import before_first_step
+from kerasdist._keras.training import fit_loop
 from kerasdist._keras.training.job_callback import JobCallback
-from kerasdist._keras.training.optimizers import open_window
 from kerasdist._keras.training.state import statistics_of
 
 __all__ = [
@@ -62,7 +61,7 @@ def flush_accumulators(
     """Replace what saves: the chief's accumulators get the sum over all workers."""
     hooks = hooks_of(self.model.distribute_strategy)
     if hooks is not None:
-        hooks.flush_accumulators(open_window(self.model.optimizer))
+        fit_loop.flush_accumulators(hooks, self.model)
     return original(self, *args, **kwargs)
 
 
@@ -128,10 +127,10 @@ def on_train_begin(
         current.fitting or hooks_of(model.distribute_strategy) is None
     ):
         if dynamic is not None:
-            dynamic.resume_at(backup.steps)
+            dynamic.weights.resume_at(backup.steps)
         else:
             global_step.resume(model, backup.restored, backup.steps)
-        before_first_step(model, self.callbacks)
+        fit_loop.before_first_step(model, self.callbacks)
     if dynamic is None or not dynamic.joining:
         return result
     model._initial_epoch, known = dynamic.join(statistics_of(model))
@@ -163,7 +162,7 @@ def on_train_batch_end(
     dynamic = _dynamic_hooks(model)
     if dynamic is not None:
         if model.stop_training:
-            dynamic.end_batches()
+            dynamic.data.end_batches()
         return result
     hooks = None if model is None else hooks_of(model.distribute_strategy)
     if hooks is None or hooks.workers.replicas == 1:

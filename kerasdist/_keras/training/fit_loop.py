@@ -23,7 +23,6 @@ from kerasdist._keras.optimizer.sparse_updates import embedding_tables, moves_al
 from kerasdist._keras.placement.trainer import failure_behind
 from kerasdist._keras.protocols import (
     KerasHooks,
-    dynamic_hooks,
     hooks_of,
     timer_of,
     translating,
@@ -43,6 +42,7 @@ __all__ = [
     "begin_training",
     "finish_epoch",
     "fit",
+    "flush_accumulators",
     "on_chief_only",
 ]
 
@@ -55,19 +55,30 @@ def finish_epoch(original: Callable[..., Any], trainer: Any, logs: Any) -> Any:
     for itself.
     """
     hooks = hooks_of(trainer.distribute_strategy)
-    dynamic = dynamic_hooks(trainer.distribute_strategy)
+    if hooks is None:
+        return original(trainer, logs)
+    dynamic = hooks.dynamic
     statistics = statistics_of(trainer)
     if dynamic is not None and current.fitting and not current.evaluating:
         dynamic.end_epoch(statistics)
-        dynamic.flush_accumulators(open_window(trainer.optimizer))
+        dynamic.weights.average_own(open_window(trainer.optimizer))
         # A worker that took no step has no logs.
-        return original(trainer, whole_logs(trainer, dynamic, logs))
+        return original(trainer, whole_logs(trainer, hooks, logs))
     result = original(trainer, logs)
-    if hooks is None or hooks.workers.replicas == 1:
+    if hooks.workers.replicas == 1:
         return result
     hooks.consensus.average(statistics)
-    hooks.flush_accumulators(open_window(trainer.optimizer))
+    flush_accumulators(hooks, trainer)
     return whole_logs(trainer, hooks, logs) if result is logs else result
+
+
+def flush_accumulators(hooks: KerasHooks, trainer: Any) -> None:
+    """Set open accumulators to their mean over the replicas of one window."""
+    # Asynchronous workers' windows are their own: others may have no open one.
+    average = hooks.consensus.average
+    if hooks.dynamic is not None:
+        average = hooks.dynamic.weights.average_own
+    average(open_window(trainer.optimizer))
 
 
 def begin_training(
@@ -99,17 +110,20 @@ def before_first_step(trainer: Any, callbacks: Sequence[Any]) -> None:
     hooks = hooks_of(trainer.distribute_strategy)
     if hooks is None:
         return
+    dynamic = hooks.dynamic
+    has_own_state = dynamic is not None and dynamic.has_own_state()
     share_state(trainer, hooks, callbacks)
-    hooks.check_state(*state_of(trainer, only_weights=hooks.has_own_state()))
+    hooks.state.check(*state_of(trainer, only_weights=has_own_state))
     take_epoch(trainer, hooks, 0)
-    optimizer = trainer.optimizer
-    weights = trainer.trainable_weights
-    tables = embedding_tables(trainer)
-    hooks.begin_fit(
-        [v.value for v in weights],
-        getattr(optimizer, "inner_optimizer", optimizer),
-        [id(v) in tables and not moves_all_rows(optimizer, v) for v in weights],
-    )
+    if dynamic is not None:
+        optimizer = trainer.optimizer
+        weights = trainer.trainable_weights
+        tables = embedding_tables(trainer)
+        dynamic.weights.begin_fit(
+            [v.value for v in weights],
+            getattr(optimizer, "inner_optimizer", optimizer),
+            [id(v) in tables and not moves_all_rows(optimizer, v) for v in weights],
+        )
     if hooks.workers.rank == 0 and current.fitting > 1:
         io_utils.print_msg(_start_line(hooks, trainer))
 
@@ -124,7 +138,8 @@ def fit(original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -
             return original(trainer, *args, **kwargs)
     args, kwargs, verbose = _hide_progress_bar(original, hooks, trainer, args, kwargs)
     fitting = 1 if verbose == 0 else 2
-    facts = {"fitting": fitting, "data_pending": hooks.dynamic, "joined": False}
+    facts = {"fitting": fitting, "joined": False}
+    facts["data_pending"] = hooks.dynamic is not None
     with setting(**facts), closing_readers(), translating(hooks):
         initial = getattr(trainer, "_initial_epoch", None)
         try:
@@ -172,12 +187,14 @@ def on_chief_only(
             kwargs["_use_cached_eval_dataset"] = False
         return original(trainer, *args, **kwargs)
 
-    def forget() -> None:
+    def retrace() -> None:
         trainer.test_function = trainer.predict_function = None
 
     facts = {"data_pending": False, "evaluating": True}
     with setting(**facts), closing_readers(), translating(hooks):
-        return hooks.evaluate(call, forget)
+        if hooks.dynamic is None:
+            return call(False)
+        return hooks.dynamic.evaluate(call, retrace)
 
 
 def _hide_progress_bar(
@@ -197,7 +214,7 @@ def _hide_progress_bar(
 
 
 def _start_line(hooks: KerasHooks, trainer: Any) -> str:
-    parts = [hooks.describe()]
+    parts = [(hooks.dynamic or hooks).data.describe()]
     try:
         rate = float(convert_to_numpy(trainer.optimizer.learning_rate))
         parts.append(f"learning rate {rate:g}")

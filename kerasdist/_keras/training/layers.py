@@ -80,9 +80,9 @@ def _weighted_sum(tensor: Any, rows: Any) -> Any:
     @tf.custom_gradient
     def summed(x: Any) -> Any:
         def backward(dy: Any) -> Any:
-            total = hooks.sum_over_replicas([dy * rows])[0]  # type: ignore[union-attr]
+            total = hooks.gradients.sum_over_replicas([dy * rows])[0]  # type: ignore[union-attr]
             return tf.math.divide_no_nan(total, rows)
 
-        return hooks.sum_over_replicas([x])[0], backward  # type: ignore[union-attr]
+        return hooks.gradients.sum_over_replicas([x])[0], backward  # type: ignore[union-attr]
 
     return summed(tensor)

@@ -264,7 +264,9 @@ def _sums(values: list[Any], degrees: list[int]) -> list[Any]:
         part = value * tf.cast(share * _scale(degree), value.dtype)
         parts.append(tf.where(current.rows > 0, part, tf.zeros_like(part)))
     hooks = current.hooks
-    return parts if hooks is None or not parts else hooks.sum_over_replicas(parts)
+    if hooks is None or not parts:
+        return parts
+    return hooks.gradients.sum_over_replicas(parts)
 
 
 def _scale(degree: int) -> Any:
@@ -333,5 +335,5 @@ def _portion(mine: Any) -> Any:
     if hooks is None:
         return tf.ones([])
     mine = tf.where(current.rows > 0, mine, tf.zeros_like(mine))
-    total = hooks.sum_over_replicas([mine])[0]
+    total = hooks.gradients.sum_over_replicas([mine])[0]
     return tf.math.divide_no_nan(mine, total * current.share)

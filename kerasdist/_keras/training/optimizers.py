@@ -24,14 +24,16 @@ from keras.src.optimizers import base_optimizer, sgd
 from keras.src.optimizers.schedules import learning_rate_schedule
 
 from kerasdist import _tf
-from kerasdist._keras.context import current, setting
+from kerasdist._keras.context import current, is_timed, setting
 from kerasdist._keras.models.plain_loops import apply_on_all, strategy_outside
 from kerasdist._keras.models.step_build import build_only
 from kerasdist._keras.optimizer.global_step import own_steps, shared_steps
 from kerasdist._keras.optimizer.learning_rate import scaled
 from kerasdist._keras.optimizer.sparse_updates import touched_rows
-from kerasdist._keras.protocols import current_hooks, dynamic_hooks, timer_of
+from kerasdist._keras.protocols import KerasHooks, hooks_of
 from kerasdist._keras.training.adoption import adopt_in_step
+from kerasdist._tf.facets import Facets, current_facets
+from kerasdist._tf.gradient_placement import move_beside
 
 __all__ = [
     "accumulate",
@@ -62,9 +64,10 @@ def apply(
         outside = strategy_outside(trainable_variables or _variables_of(optimizer))
     if outside is not None:
         return apply_on_all(outside, optimizer, list(grads), trainable_variables)
-    hooks = current_hooks()
+    facets = current_facets()
+    hooks: KerasHooks | None = facets.hooks
     if hooks is None and current.timed and not current.reduced:
-        timer = timer_of(tf.distribute.get_strategy())
+        timer = facets.timer
         if timer is not None:
             # There is nothing to send, but the backward pass ends here.
             given = list(grads)
@@ -84,20 +87,22 @@ def apply(
     window = hooks.workers.replicas > 1 and _has_windows(optimizer, trainable_variables)
     if not window:
         total = None if current.rows is None else current.total
-        grads = hooks.reduce_gradients(grads, rows, total, _is_linear(inner))
+        linear = _is_linear(inner)
+        grads = _exchange(facets, hooks.gradients.reduce, grads, rows, total, linear)
     elif current.rows is not None:
         weight = current.share * hooks.workers.replicas
         grads = [None if g is None else _weighted(g, weight) for g in grads]
     updated: list[Any] = []
-    if hooks.dynamic and grads:
+    dynamic = hooks.dynamic
+    if dynamic is not None and grads:
         updated = trainable_variables or inner._trainable_variables
     touched = touched_rows(inner, grads, updated) if updated else []
-    if updated:
-        hooks.updating(updated, touched)
+    if dynamic is not None and updated:
+        dynamic.weights.prepare_update(updated, touched)
     with setting(reduced=True, window=window, scale=scale):
         result = original(optimizer, grads, trainable_variables)
-    if updated:
-        hooks.updated(inner, updated, touched)
+    if dynamic is not None and updated:
+        dynamic.weights.exchange_update(inner, updated, touched)
     return result
 
 
@@ -105,7 +110,8 @@ def accumulate(
     original: Callable[..., Any], optimizer: Any, grads: Any, trainable_variables: Any
 ) -> Any:
     """Replace `_backend_apply_gradients`: reduce in the step that updates."""
-    hooks = current_hooks()
+    facets = current_facets()
+    hooks: KerasHooks | None = facets.hooks
     if hooks is not None and current.window:
         steps = optimizer.gradient_accumulation_steps
         own = optimizer._accumulated_gradients
@@ -114,8 +120,24 @@ def accumulate(
             for variable in trainable_variables
         ]
         last = tf.equal((own_steps(optimizer) + 1) % steps, 0)
-        grads = hooks.end_window(grads, accumulators, last, steps)
+        end_window = hooks.gradients.end_window
+        grads = _exchange(facets, end_window, grads, accumulators, last, steps)
     return original(optimizer, grads, trainable_variables)
+
+
+def _exchange(
+    facets: Facets, reduce: Callable[..., list[Any]], gradients: list[Any], *args: Any
+) -> list[Any]:
+    """Reduce gradients; with a placement they return to the devices they are from."""
+    if is_timed():
+        reduced = facets.timer.exchange(
+            gradients, lambda after: reduce(gradients, *args, after)
+        )
+    else:
+        reduced = reduce(gradients, *args)
+    if facets.places_gradients:
+        reduced = [move_beside(*pair) for pair in zip(reduced, gradients, strict=True)]
+    return reduced
 
 
 def clip_gradients(
@@ -159,8 +181,8 @@ def finalize(original: Callable[..., Any], optimizer: Any, var_list: Any) -> Any
     It overwrites the weights with their averages. Each asynchronous worker has its own
     averages, so their mean is taken.
     """
-    hooks = dynamic_hooks(getattr(optimizer, "_distribution_strategy", None))
-    if hooks is not None and optimizer.use_ema:
+    hooks = hooks_of(getattr(optimizer, "_distribution_strategy", None))
+    if hooks is not None and hooks.dynamic is not None and optimizer.use_ema:
         hooks.consensus.average(
             [v.value for v in optimizer._model_variables_moving_average]
         )

@@ -49,7 +49,7 @@ def reduce_per_replica(
     hooks = hooks_of(strategy)
     if hooks is None or reduction != "concat":
         return result
-    return tree.map_structure(hooks.gather_outputs, result)
+    return tree.map_structure(hooks.data.gather_outputs, result)
 
 
 def make_function(
@@ -72,7 +72,7 @@ def make_function(
     last = keeping(step_function)
 
     def counted(data: Any) -> Any:
-        data, rows, total = hooks.split(data)
+        data, rows, total = hooks.data.split(data)
         if hooks.workers.replicas == 1 or (tf.get_static_value(rows) or 0) > 0:
             with current.of(hooks, rows, total):
                 logs = step_function(data)
@@ -85,7 +85,7 @@ def make_function(
         variables = [*metrics, *statistics_of(trainer)]
         before = [variable.read_value() for variable in variables]
         with current.of(hooks, rows, total):
-            logs = step_function(hooks.fill_if_empty(data))
+            logs = step_function(hooks.data.fill_if_empty(data))
             if last is not None:
                 last.keep(logs, rows)
 
@@ -109,7 +109,7 @@ def make_function(
                 # Keras's loop over such an iterator needs at least one step.
                 return function(iterator.at_least_one())
             # `train_on_batch` and `test_on_batch`: one global batch.
-            logs = function(hooks.own_rows(batch) for batch in iterator)
+            logs = function(hooks.data.own_rows(batch) for batch in iterator)
             return trainer._get_metrics_result_or_logs(logs)
 
         return take_steps
@@ -147,7 +147,7 @@ def receive_batch(
 
     def filled(data: Any) -> Any:
         if hooks is not None and hooks.workers.replicas > 1:
-            data = hooks.unwrap(data)
+            data = hooks.data.unwrap(data)
         if kind is not None:
             with setting(**facts):
                 # Each replica may run in a thread of its own.
@@ -164,10 +164,10 @@ def receive_batch(
             or not _in_replica(hooks)
         ):
             return converted(data)  # a train or test step, see `make_function`
-        data, rows, _ = hooks.split(data)
+        data, rows, _ = hooks.data.split(data)
         if (tf.get_static_value(rows) or 0) > 0:
             return converted(data)
-        outputs = converted(hooks.fill_if_empty(data))
+        outputs = converted(hooks.data.fill_if_empty(data))
         return tree.map_structure(
             lambda output: (
                 output[: tf.maximum(rows, 0)]
@@ -186,7 +186,7 @@ def predict_on_batch(original: Callable[..., Any], trainer: Any, x: Any) -> Any:
     if hooks is None:
         return original(trainer, x)
     with translating(hooks), hooks.workers.collective_scope():
-        return original(trainer, hooks.own_rows(x))
+        return original(trainer, hooks.data.own_rows(x))
 
 
 def symbolic_build(
@@ -229,8 +229,8 @@ def symbolic_build(
                 item = next(batches, None)
                 if item is None:
                     return None  # no batch, no step
-                batch = tree.map_structure(local, hooks.unwrap(item))
-                data_batch, _, _ = hooks.split(batch)
+                batch = tree.map_structure(local, hooks.data.unwrap(item))
+                data_batch, _, _ = hooks.data.split(batch)
             break
         iterator = None
     elif iterator is not None:

@@ -18,7 +18,7 @@ import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, Protocol
+from typing import Any
 
 import tensorflow as tf
 
@@ -26,7 +26,7 @@ from kerasdist import _tf
 from kerasdist._keras import BatchIterable, BatchIterator, LoopData, StepTimer
 from kerasdist.ps import END
 from kerasdist.strategies.asynchronous.sources import Source
-from kerasdist.strategies.asynchronous.weights import SharedTables
+from kerasdist.strategies.asynchronous.tables import SharedTables
 from kerasdist.strategies.asynchronous.workers import AsyncWorkers
 from kerasdist.strategies.data.batch_split import count_rows, part_of_batch, split_part
 from kerasdist.strategies.reduce.consensus import Consensus
@@ -34,36 +34,16 @@ from kerasdist.strategies.reduce.consensus import Consensus
 __all__ = ["DynamicBatches", "DynamicDataset", "DynamicLoop"]
 
 
-class EpochHooks(Protocol):
-    """The part of a strategy's hooks that epochs use.
-
-    Attributes:
-        present: The dataset that the present epoch takes its batches from.
-    """
-
-    present: DynamicDataset | None
-
-    @property
-    def timer(self) -> StepTimer:
-        """Measures steps, and what they wait for."""
-
-    @property
-    def consensus(self) -> Consensus:
-        """The agreement of the workers."""
-
-    def settle(self) -> None:
-        """Let all workers take the weights if one has changed them."""
-
-
 class DynamicDataset(BatchIterable):
     """The data that `fit` trains on, over epochs; all workers create theirs alike.
 
     Args:
         workers: The workers that the batches are for.
-        shared: The weights that they train.
-        hooks: The strategy's hooks.
+        weights: The weights that they train.
+        timer: Measures steps, and the time of waiting.
         source: Reads batches.
         number: The index of this dataset, the same on all workers.
+        on_epoch: Is called with this when it begins an epoch.
 
     Attributes:
         length: Number of batches in a pass over the data; None: not known.
@@ -73,14 +53,16 @@ class DynamicDataset(BatchIterable):
     def __init__(
         self,
         workers: AsyncWorkers,
-        shared: SharedTables,
-        hooks: EpochHooks,
+        weights: SharedTables,
+        timer: StepTimer,
         source: Source,
         number: int,
+        on_epoch: Callable[[DynamicDataset], None],
     ) -> None:
         self.workers = workers
-        self.hooks = hooks
-        self._shared = shared
+        self.weights = weights
+        self.timer = timer
+        self._on_epoch = on_epoch
         self.source = source
         self.steps = 0
         self._number = number
@@ -107,18 +89,17 @@ class DynamicDataset(BatchIterable):
         Args:
             steps: Number of batches over all workers; None: to the end of the data.
         """
-        hooks = self.hooks
         self.workers.check_joined()
         if self._batches is not None:
             self._batches.close()
         # A joining worker has no batches yet but still takes part in this collective.
         if self._epoch:
             exhausted = self._batches is not None and self._batches.exhausted
-            if hooks.consensus.any_of(exhausted):
+            if Consensus(self.workers).any_of(exhausted):
                 self._used = 0
-        self._shared.rebase()
-        self._shared.count.begin_epoch()
-        hooks.present = self
+        self.weights.rebase()
+        self.weights.count.begin_epoch()
+        self._on_epoch(self)
         self._epoch += 1
         self._last = -1
         self.steps = 0
@@ -202,7 +183,7 @@ class DynamicBatches(BatchIterator):
     """This worker's batches of one epoch; read ahead by a thread.
 
     Args:
-        dealt: The dataset.
+        dynamic: The dataset.
         claim: Returns the number of a batch in its pass, or None.
         used: Number of batches of the pass that earlier epochs have used.
 
@@ -212,11 +193,11 @@ class DynamicBatches(BatchIterator):
     """
 
     def __init__(
-        self, dealt: DynamicDataset, claim: Callable[[], int | None], used: int
+        self, dynamic: DynamicDataset, claim: Callable[[], int | None], used: int
     ) -> None:
         self.number = 0
         self.exhausted = False
-        self._dealt = dealt
+        self._dynamic = dynamic
         self._claim = claim
         self._used = used
         self._pool: ThreadPoolExecutor | None = ThreadPoolExecutor(
@@ -231,8 +212,7 @@ class DynamicBatches(BatchIterator):
             ahead = self._ahead or self._pool.submit(self._read)
             begin = time.time()
             self._next = ahead.result()
-            timer = self._dealt.hooks.timer
-            timer.waited(time.time() - begin, between=True)
+            self._dynamic.timer.waited(time.time() - begin, between=True)
             self._ahead = None
             if self._next is None:
                 self.close()
@@ -251,7 +231,7 @@ class DynamicBatches(BatchIterator):
         if not self.ready() or self._next is None:
             raise StopIteration
         batch, self._next = self._next[1], None
-        self._dealt.steps += 1
+        self._dynamic.steps += 1
         return batch
 
     def close(self) -> None:
@@ -264,40 +244,40 @@ class DynamicBatches(BatchIterator):
         number = self._claim()
         if number is None:
             return None
-        with tf.device(_tf.host_of(self._dealt.workers.devices[0])):
-            found = self._dealt.source.read(number)
+        with tf.device(_tf.host_of(self._dynamic.workers.devices[0])):
+            found = self._dynamic.source.read(number)
         if found is None:
             self.exhausted = True
             return None
-        return number, _for_replicas(self._dealt.workers.devices, found[0])
+        return number, _for_replicas(self._dynamic.workers.devices, found[0])
 
 
 class DynamicLoop(LoopData):
     """The iterable of a custom loop; the workers meet at the end of each pass.
 
     Args:
-        dealt: The dataset's dynamic batches.
+        dynamic: The dataset's dynamic batches.
         dataset: The dataset.
     """
 
-    def __init__(self, dealt: DynamicDataset, dataset: Any) -> None:
-        self._dealt = dealt
+    def __init__(self, dynamic: DynamicDataset, dataset: Any) -> None:
+        self._dynamic = dynamic
         self.dataset = dataset
 
     @property
     def element_spec(self) -> Any:
         """The specification of a batch."""
-        return tf.nest.map_structure(tf.type_spec_from_value, self._dealt.example())
+        return tf.nest.map_structure(tf.type_spec_from_value, self._dynamic.example())
 
     def __iter__(self) -> Iterator[Any]:
-        batches = self._dealt.begin_epoch()
+        batches = self._dynamic.begin_epoch()
         try:
             for batch in batches:
                 # Keras's steps get the number of rows, a user's steps don't.
                 yield split_part(batch)[0]
         finally:
             batches.close()
-        self._dealt.hooks.settle()
+        self._dynamic.weights.settle()
 
 
 def _for_replicas(devices: Sequence[str], batch: Any) -> Any:

@@ -5,15 +5,19 @@ It has two views of the same workers, see `strategies.asynchronous.workers`.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+from kerasdist._keras import KerasHooks
 from kerasdist.ps import ServerClient
+from kerasdist.strategies.asynchronous.data import DynamicData
 from kerasdist.strategies.asynchronous.dynamic_batches import DynamicLoop
-from kerasdist.strategies.asynchronous.hooks import AsyncHooks
+from kerasdist.strategies.asynchronous.epochs import AsyncEpochs
 from kerasdist.strategies.asynchronous.live_group import LiveJob
-from kerasdist.strategies.asynchronous.weights import SharedTables
+from kerasdist.strategies.asynchronous.tables import SharedTables
 from kerasdist.strategies.asynchronous.workers import AsyncWorkers
+from kerasdist.strategies.measure.step_clock import StepClock
 from kerasdist.strategies.options import Options
 from kerasdist.strategies.sync.extended import SynchronousExtended
 
@@ -31,11 +35,11 @@ class AsyncExtended(SynchronousExtended):
 
     Attributes:
         shared: The weights that all workers train.
+        dynamic_data: The batches that they train on.
     """
 
     workers_class = AsyncWorkers
     workers: AsyncWorkers
-    keras_hooks: AsyncHooks
     shared: SharedTables
 
     def __init__(
@@ -47,9 +51,12 @@ class AsyncExtended(SynchronousExtended):
     ) -> None:
         super().__init__(container, devices, LiveJob(job), options)
 
-    def _make_hooks(self, options: Options) -> AsyncHooks:
-        self.shared = SharedTables(self.workers)
-        return AsyncHooks(self, options, self.workers, self.shared)
+    def _make_hooks(self, options: Options, timer: StepClock) -> KerasHooks:
+        hooks = super()._make_hooks(options, timer)
+        workers, self.shared = self.workers, SharedTables(self.workers)
+        self.dynamic_data = DynamicData(workers, self.shared, timer, self.data)
+        epochs = AsyncEpochs(workers, self.shared, self.dynamic_data)
+        return dataclasses.replace(hooks, dynamic=epochs)
 
     def common_seed(self) -> int:
         """See `SynchronousExtended.common_seed`; server 0 keeps it for joiners."""
@@ -68,4 +75,4 @@ class AsyncExtended(SynchronousExtended):
     def _experimental_distribute_dataset(self, dataset: Any, options: Any) -> Any:
         if self.workers.is_evaluating:
             return super()._experimental_distribute_dataset(dataset, options)
-        return DynamicLoop(self.keras_hooks.deal_dataset(dataset, None), dataset)
+        return DynamicLoop(self.dynamic_data.distribute_dataset(dataset, None), dataset)

@@ -78,7 +78,10 @@ class StepCount:
         self._begin = 0 if steps is None else int(steps.numpy())
 
     def progress(self) -> tuple[int, int] | None:
-        """Return the numbers of steps, in all and in this epoch, in the weights."""
+        """Return the numbers of steps, in all and in this epoch, in the weights.
+
+        None if not known, because no `fit` has used an optimizer.
+        """
         steps = self.of(self._optimizer)
         if steps is None:
             return None

@@ -15,12 +15,11 @@ Of embeddings only rows are sent (`strategies.asynchronous.rows`).
 
 At ends of epochs all workers meet, when all changes are in T, and take T. A change of
 the weights between two epochs isn't a step, and N workers would push it N times: so
-all take rank 0's weights (`rebase`).
+all take rank 0's weights (`SharedTables.rebase`).
 """
 
 from __future__ import annotations
 
-import collections
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -31,10 +30,9 @@ from kerasdist.collectives.buffer_pool import BufferPool
 from kerasdist.collectives.ops import Array
 from kerasdist.ps import Change, Pulled, Rows, Variable
 from kerasdist.strategies.asynchronous.rows import SharedRows
-from kerasdist.strategies.asynchronous.step_count import StepCount
 from kerasdist.strategies.asynchronous.workers import AsyncWorkers
 
-__all__ = ["SharedTables", "SharedWeights"]
+__all__ = ["SharedWeights", "key_of"]
 
 # TensorFlow uses arrays that are aligned like this without copying them.
 _ALIGNMENT = 64
@@ -68,7 +66,7 @@ class SharedWeights:
         self._copies = [workers.copies(v) for v in variables]
         # They are identified by their ids, so they must stay alive.
         self._variables = list(variables)
-        self.keys = [_key(variable) for variable in variables]
+        self.keys = [key_of(variable) for variable in variables]
         own = [np.asarray(parts[0]) for parts in self._copies]
         held = [
             Variable(
@@ -216,171 +214,8 @@ class SharedWeights:
             part.assign(next(rest), next(rest))
 
 
-class SharedTables:
-    """All tables of one strategy.
-
-    Args:
-        workers: The workers that train them.
-    """
-
-    def __init__(self, workers: AsyncWorkers) -> None:
-        self._workers = workers
-        self._all: list[SharedWeights] = []
-        # The tables of this `fit`: opened by all workers together, and by each itself.
-        self._agreed: SharedWeights | None = None
-        self._own: list[SharedWeights] = []
-        self.count = StepCount(workers.devices[0])
-
-    @property
-    def _in_use(self) -> list[SharedWeights]:
-        return [*([] if self._agreed is None else [self._agreed]), *self._own]
-
-    @property
-    def staleness(self) -> dict[int, int]:
-        """Return how often this worker has read at which staleness."""
-        counts: collections.Counter[int] = collections.Counter()
-        for weights in self._all:
-            counts.update(weights.table.observed)
-        return dict(sorted(counts.items()))
-
-    def share(
-        self,
-        variables: Sequence[Any],
-        optimizer: Any,
-        sparse: Sequence[bool],
-        steps: int | None = None,
-    ) -> None:
-        """Train these variables together from now on; all workers call it alike.
-
-        Args:
-            variables: The variables.
-            optimizer: The optimizer, or None.
-            sparse: For each variable whether only some of its rows change in a step.
-            steps: How many steps all had taken where training is resumed, if it is.
-        """
-        self._own = []
-        self._agreed = self._table(variables, sparse) if variables else None
-        self.rebase()
-        if self._agreed is None:
-            self.count.begin(None, 0, None)
-            return
-        self._agreed.pull()
-        self._workers.communicator.barrier()
-        self.count.begin(optimizer, self._agreed.table.updates, steps)
-
-    def join(
-        self,
-        variables: Sequence[Any],
-        optimizer: Any,
-        sparse: Sequence[bool],
-        offset: int,
-    ) -> None:
-        """Train these variables with the others, whose table exists.
-
-        Args:
-            variables: See `share`.
-            optimizer: See `share`.
-            sparse: See `share`.
-            offset: The result of the others' `count.offset_of`.
-        """
-        self._agreed = self._table(variables, sparse) if variables else None
-        if self._agreed is not None:
-            self._agreed.pull()
-        self.count.join(optimizer, offset)
-
-    def note_updates(self, weights: SharedWeights, updates: Any) -> None:
-        """Record the number of a table's updates by all workers."""
-        if weights is self._agreed:
-            self.count.note(updates)
-
-    def steps_of(self, optimizer: Any) -> Any | None:
-        """See `StepCount.of`; None if no table is shared."""
-        return None if self._agreed is None else self.count.of(optimizer)
-
-    def exchange(self, variables: Sequence[Any], touched: Sequence[Any]) -> None:
-        """Exchange the weights at the end of a step that has updated these variables.
-
-        Args:
-            variables: The variables.
-            touched: For each of them indices of all rows that the step may have
-                changed, or None if they aren't known.
-        """
-        keys = [_key(variable) for variable in variables]
-        self.table_of(variables, touched).exchange(
-            {
-                key: indices
-                for key, indices in zip(keys, touched, strict=True)
-                if indices is not None
-            }
-        )
-
-    def table_of(
-        self, variables: Sequence[Any], touched: Sequence[Any]
-    ) -> SharedWeights:
-        """Return the table of these variables; open it if there is none.
-
-        Must be called before a step updates them: each worker's changes count from
-        there.
-
-        Args:
-            variables: See `exchange`.
-            touched: See `exchange`.
-        """
-        keys = [_key(variable) for variable in variables]
-        for weights in self._in_use:
-            if set(keys) <= set(weights.keys):
-                return weights
-        with tf.init_scope():
-            weights = self._table(variables, [few is not None for few in touched])
-        self._own.append(weights)
-        return weights
-
-    def rebase(self) -> None:
-        """Take rank 0's weights if some have changed since all workers had the same.
-
-        All workers call it, outside of any step.
-        """
-        weights = self._agreed
-        if weights is None:
-            return
-        communicator = self._workers.communicator
-        changed = [np.bool_(weights.changed())]
-        if not communicator.all_reduce(changed, "max")[0]:
-            return
-        if communicator.rank == 0:
-            weights.push()
-        self.count.exclude_update()
-        communicator.barrier()
-        weights.pull()
-        communicator.barrier()
-
-    def pull(self) -> None:
-        """Take the servers' values, between two meetings of all workers."""
-        for weights in self._in_use:
-            weights.pull()
-
-    @property
-    def has_begun(self) -> bool:
-        """Return whether there is a table."""
-        return bool(self._all)
-
-    @property
-    def dirty(self) -> bool:
-        """Whether this worker has taken a step since all had the same weights."""
-        return any(weights.dirty for weights in self._in_use)
-
-    def _table(self, variables: Sequence[Any], sparse: Sequence[bool]) -> SharedWeights:
-        keys = [_key(variable) for variable in variables]
-        for weights in self._all:
-            if weights.keys == keys:
-                return weights
-        self._workers.check_joined()
-        weights = SharedWeights(self._workers, variables, sparse, self.note_updates)
-        self._all.append(weights)
-        return weights
-
-
-def _key(variable: Any) -> int:
+def key_of(variable: Any) -> int:
+    """Return the key of a variable or of one of its copies."""
     if hasattr(variable, "_distributed_container"):
         variable = variable._distributed_container()
     return id(variable)

@@ -25,15 +25,10 @@ _CHECKED = 2
 
 
 class SameBatches:
-    """The check of one strategy.
-
-    Attributes:
-        fault: The error that was found; TensorFlow passes on only its text.
-    """
+    """The check of one strategy."""
 
     def __init__(self, workers: Workers) -> None:
         self._workers = workers
-        self.fault: ValueError | None = None
 
     def wrap(self, index: Any, batch: Any, part: Any) -> Any:
         """Return a dataset's element: the part, and the batch's checksum or 0."""
@@ -54,7 +49,7 @@ class SameBatches:
 
         Raises:
             ValueError: It differs. In a graph TensorFlow raises an error of its
-                own with this text, and `fault` is this one.
+                own with this text, and `Workers.fault` is this one.
         """
         ops = self._workers.ops
 
@@ -69,8 +64,8 @@ class SameBatches:
         if len(set(every)) > 1:
             ranks = communicator.ranks
             others = [r for r, c in zip(ranks, every, strict=True) if c != every[0]]
-            self.fault = different_batches(others, ranks[0])
-            raise self.fault
+            fault = self._workers.fault = different_batches(others, ranks[0])
+            raise fault
         return [np.int64(checksum)]
 
 

@@ -77,15 +77,15 @@ def rows_of(part: Any) -> Any:
         return tf.constant(0, tf.int64)
 
 
-def fill_if_empty(batch: Any, rows: Any) -> Any:
+def fill_if_empty(batch: Any) -> Any:
     """Return the batch, or one row of zeros if it has none.
 
     This is the last resort: see `part_of_batch`.
 
     Args:
         batch: A nest of tensors with a common first dimension.
-        rows: Its number of rows, a scalar integer tensor.
     """
+    rows = count_rows(batch)
 
     def one_row(tensor: Any) -> Any:
         if isinstance(tensor, tf.SparseTensor):

@@ -13,17 +13,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import tensorflow as tf
-
 from kerasdist import _tf
-from kerasdist._tf import gradient_placement
 from kerasdist.strategies.job import StrategyJob
 from kerasdist.strategies.measure.stages import StageClock
 from kerasdist.strategies.options import Options
 from kerasdist.strategies.placed.extended import placed_step
 from kerasdist.strategies.placed.placer import Placer
 from kerasdist.strategies.sync.extended import SynchronousExtended
-from kerasdist.strategies.sync.hooks import SynchronousHooks
 
 __all__ = ["HybridExtended"]
 
@@ -63,9 +59,6 @@ class HybridExtended(SynchronousExtended):
         facets.places_gradients = True
         facets.stage_clock = StageClock(placer.devices, _tf.host_of(devices[0]))
 
-    def _make_hooks(self, options: Options) -> SynchronousHooks:
-        return HybridHooks(self, options)
-
     def _create_variable(self, next_creator: Any, **kwargs: Any) -> Any:
         if kwargs.get("colocate_with") is None:
             kwargs["colocate_with"] = _Beside(self.kerasdist.placer.new_variable())
@@ -90,32 +83,3 @@ class _Beside:
 
     def __init__(self, device: str) -> None:
         self._devices = (device,)
-
-
-class HybridHooks(SynchronousHooks):
-    """Hooks that return gradients to the devices that computed them and use them."""
-
-    def reduce_gradients(
-        self, gradients: Sequence[Any], rows: Any, total: Any, linear: bool
-    ) -> list[Any]:
-        """See `KerasHooks.reduce_gradients`."""
-        reduced = super().reduce_gradients(gradients, rows, total, linear)
-        return [_bring(r, g) for r, g in zip(reduced, gradients, strict=True)]
-
-    def end_window(
-        self,
-        gradients: Sequence[Any],
-        accumulators: Sequence[Any],
-        last: Any,
-        steps: int,
-    ) -> list[Any]:
-        """See `KerasHooks.end_window`."""
-        reduced = super().end_window(gradients, accumulators, last, steps)
-        return [_bring(r, g) for r, g in zip(reduced, gradients, strict=True)]
-
-
-def _bring(value: Any, to: Any) -> Any:
-    if value is None:
-        return None
-    with gradient_placement.on_device(gradient_placement.device_of(to)):
-        return tf.identity(value)

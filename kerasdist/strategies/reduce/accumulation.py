@@ -37,6 +37,7 @@ def end_window(
     accumulators: Sequence[Any],
     last: Any,
     steps: int,
+    after: Sequence[Any] = (),
 ) -> list[Any]:
     """Reduce a window in its last step; in others return the gradients unchanged.
 
@@ -48,45 +49,47 @@ def end_window(
         accumulators: The variable to which each is added, of the same shape.
         last: Whether this is the window's last step, a scalar boolean tensor.
         steps: How many steps a window has.
+        after: Tensors that all of this waits for.
 
     Returns:
         Tensors. In the last step the mean over the replicas of their windows' sums,
         the same on all replicas, and the accumulators are 0.
     """
-    copies = [workers.copies(a) for a in accumulators]
-    devices = workers.devices
-    sparse = [isinstance(gradient, tf.IndexedSlices) for gradient in gradients]
-    dense = [tf.convert_to_tensor(gradient) for gradient in gradients]
+    with tf.control_dependencies(after):
+        copies = [workers.copies(a) for a in accumulators]
+        devices = workers.devices
+        sparse = [isinstance(gradient, tf.IndexedSlices) for gradient in gradients]
+        dense = [tf.convert_to_tensor(gradient) for gradient in gradients]
 
-    def end(values: list[list[Any]], last: Any) -> list[list[Any]]:
-        def reduce() -> list[list[Any]]:
-            own = []
-            for parts, variables in zip(values, copies, strict=True):
-                mine = []
-                for part, variable in zip(parts, variables, strict=True):
-                    with tf.device(variable.device):
-                        mine.append(_wide(part) + _wide(variable.read_value()))
-                        variable.assign(tf.zeros_like(variable))
-                own.append(mine)
-            totals = _sums(workers, own, sparse, steps)
-            replicas = workers.replicas
-            return [
-                [tf.cast(total / replicas, parts[0].dtype) for total in local]
-                for local, parts in zip(totals, values, strict=True)
-            ]
+        def end(values: list[list[Any]], last: Any) -> list[list[Any]]:
+            def reduce() -> list[list[Any]]:
+                own = []
+                for parts, variables in zip(values, copies, strict=True):
+                    mine = []
+                    for part, variable in zip(parts, variables, strict=True):
+                        with tf.device(variable.device):
+                            mine.append(_wide(part) + _wide(variable.read_value()))
+                            variable.assign(tf.zeros_like(variable))
+                    own.append(mine)
+                totals = _sums(workers, own, sparse, steps)
+                replicas = workers.replicas
+                return [
+                    [tf.cast(total / replicas, parts[0].dtype) for total in local]
+                    for local, parts in zip(totals, values, strict=True)
+                ]
 
-        return tf.cond(last, reduce, lambda: values)
+            return tf.cond(last, reduce, lambda: values)
 
-    if len(devices) == 1:
-        return [parts[0] for parts in end([[value] for value in dense], last)]
+        if len(devices) == 1:
+            return [parts[0] for parts in end([[value] for value in dense], last)]
 
-    # In a merge call, which can't be inside the `tf.cond` of Keras.
-    def merge(_: Any, last: Any, *values: Any) -> Any:
-        local = [workers.local(value) for value in values]
-        return [_tf.regroup(part) for part in end(local, workers.local(last)[0])]
+        # In a merge call, which can't be inside the `tf.cond` of Keras.
+        def merge(_: Any, last: Any, *values: Any) -> Any:
+            local = [workers.local(value) for value in values]
+            return [_tf.regroup(part) for part in end(local, workers.local(last)[0])]
 
-    replica = tf.distribute.get_replica_context()
-    return list(replica.merge_call(merge, args=(last, *dense)))
+        replica = tf.distribute.get_replica_context()
+        return list(replica.merge_call(merge, args=(last, *dense)))
 
 
 def _sums(

@@ -27,17 +27,18 @@ _WIRE = {"bf16": tf.bfloat16, "fp16": tf.float16}
 
 def reduce_gradients(
     workers: Workers,
+    print_once: Callable[[str, str], None],
     gradients: Sequence[Any],
     rows: Any,
     total: Any = None,
     linear: bool = False,
     after: Sequence[Any] = (),
-    print_once: Callable[[str, str], None] | None = None,
 ) -> list[Any]:
     """Reduce gradients over all replicas of all workers, in replica context.
 
     Args:
         workers: The workers that reduce together.
+        print_once: Prints a line on the chief, given its kind: on inexact results.
         gradients: One tensor or IndexedSlices per variable, or None.
         rows: Number of rows that this replica's gradients are the mean over, a
             scalar integer tensor: the result is the mean over all rows. Or None:
@@ -47,7 +48,6 @@ def reduce_gradients(
             or sent with the gradients.
         linear: Whether slices of one index may be added up: see `Returns`.
         after: Tensors that the last bucket waits for.
-        print_once: Prints a line on the chief, given its kind: on inexact results.
 
     Returns:
         Tensors (or None), the same on all replicas. IndexedSlices are those that one
@@ -95,10 +95,10 @@ def _warn_of_constants(
     split: SplitGradients,
     reduced: list[Any],
     linear: bool,
-    print_once: Callable[[str, str], None] | None,
+    print_once: Callable[[str, str], None],
 ) -> None:
     """Inform once that slices of eager steps may be added up differently."""
-    if linear or print_once is None or not _tf.executing_eagerly():
+    if linear or not _tf.executing_eagerly():
         return
     if split.seem_constant(reduced):
         print_once(

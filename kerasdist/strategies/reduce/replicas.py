@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -20,11 +20,11 @@ __all__ = [
 ]
 
 
-def sum_over_replicas(workers: Workers, value: Any) -> Any:
-    """Sum a nest of tensors over all replicas, in replica context."""
-    flat = tf.nest.flatten(value)
-    reduced = reduce_in_replicas(workers, _tf.ReduceOp.SUM, flat)
-    return tf.nest.pack_sequence_as(value, reduced)
+def sum_over_replicas(workers: Workers, tensors: Sequence[Any]) -> list[Any]:
+    """Sum each tensor over all replicas, in replica context."""
+    if workers.is_alone:
+        return list(tensors)
+    return reduce_in_replicas(workers, _tf.ReduceOp.SUM, list(tensors))
 
 
 def sum_once_per_worker(workers: Workers, gradients: list[Any]) -> list[Any]:

@@ -53,6 +53,7 @@ class Workers:
         devices: Canonical names of this worker's devices, as a tuple.
         host: The CPU that these devices belong to.
         excluding: Whether this worker acts without the others.
+        fault: An error raised inside of a graph; TensorFlow passes on only its text.
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class Workers:
         self.compression = options.compression
         self._shards = options.shards
         self.excluding = False
+        self.fault: Exception | None = None
 
     @property
     def communicator(self) -> Communicator:
@@ -130,6 +132,11 @@ class Workers:
             yield
         finally:
             self.excluding, self.ops = before
+
+    def failure(self, error: Exception) -> Exception | None:
+        """Return the failure behind TensorFlow's `error` in a graph, or None."""
+        fault, self.fault = self.fault, None
+        return fault or self.ops.failure(error)
 
     def local_step(self) -> contextlib.AbstractContextManager[None]:
         """Run a step of training in the block."""

@@ -1,5 +1,5 @@
 """Synchronous strategies: the base that users' strategies share.
 
-`hooks` implements `_keras.protocols`. Each of its methods is a
-few lines: the work is in `strategies.reduce`, `.data`, `.chief_data` and `.measure`.
+`extended` puts the hooks of `_keras.protocols` together, from what is in
+`strategies.reduce`, `.measure` and here in `data`.
 """

@@ -13,27 +13,34 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import tensorflow as tf
 
 from kerasdist import _keras, _tf
+from kerasdist._keras import GradientHooks, KerasHooks, OncePrinter, StateHooks
 from kerasdist._tf.facets import Facets
 from kerasdist._tf.variables import distribute_copies
 from kerasdist.errors import CollectiveMismatch
 from kerasdist.strategies.job import StrategyJob
+from kerasdist.strategies.measure.step_clock import StepClock
 from kerasdist.strategies.options import Options
-from kerasdist.strategies.reduce.consensus import Consensus
+from kerasdist.strategies.reduce.accumulation import end_window
+from kerasdist.strategies.reduce.consensus import Consensus, check_state
+from kerasdist.strategies.reduce.gradients import reduce_gradients
 from kerasdist.strategies.reduce.graph_ops import CollectiveOps, make_ops
+from kerasdist.strategies.reduce.initial_state import share_state
 from kerasdist.strategies.reduce.replicas import (
     finish,
     local_sum,
     over_workers,
     reduce_in_replicas,
+    sum_over_replicas,
 )
 from kerasdist.strategies.reduce.workers import Workers
+from kerasdist.strategies.sync.data import SynchronousData
 from kerasdist.strategies.sync.data_sharing import SharingExtended
-from kerasdist.strategies.sync.hooks import SynchronousHooks
 
 __all__ = ["SynchronousExtended"]
 
@@ -47,6 +54,9 @@ class SynchronousExtended(SharingExtended):
         job: The connected workers.
         options: The strategy's options.
         make_ops: Makes the workers' collectives on tensors.
+
+    Attributes:
+        data: The division of the data that models are given.
     """
 
     # The class of `workers`.
@@ -62,15 +72,40 @@ class SynchronousExtended(SharingExtended):
     ) -> None:
         ops = make_ops(job, devices)
         super().__init__(container, self.workers_class(job, devices, ops, options))
-        self.keras_hooks = self._make_hooks(options)
+        workers = self.workers
+        # With servers, waiting is first of all for the servers.
+        timer = StepClock(
+            workers.devices, workers.communicator, in_turn=not workers.job.has_servers
+        )
+        timer.rank = workers.rank
         self.kerasdist = Facets(
-            hooks=self.keras_hooks,
-            timer=self.keras_hooks.timer,
+            hooks=self._make_hooks(options, timer),
+            timer=timer,
             in_lockstep=_keras.gradients_are_reduced,
         )
 
-    def _make_hooks(self, options: Options) -> SynchronousHooks:
-        return SynchronousHooks(self, options)
+    def _make_hooks(self, options: Options, timer: StepClock) -> KerasHooks:
+        workers = self.workers
+        print_once = OncePrinter(workers.rank)
+        broadcast = options.initial_state == "broadcast"
+        self.data = SynchronousData(self, timer, options, print_once)
+        return KerasHooks(
+            workers=workers,
+            timer=timer,
+            print_once=print_once,
+            consensus=Consensus(workers),
+            state=StateHooks(
+                adopt=self.adopt,
+                check=partial(check_state, workers, broadcast=broadcast),
+                share=partial(share_state, workers),
+            ),
+            gradients=GradientHooks(
+                reduce=partial(reduce_gradients, workers, print_once),
+                end_window=partial(end_window, workers),
+                sum_over_replicas=partial(sum_over_replicas, workers),
+            ),
+            data=self.data,
+        )
 
     def common_seed(self) -> int:
         """Return a random seed that all workers agree on."""

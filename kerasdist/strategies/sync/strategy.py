@@ -53,7 +53,7 @@ class DataParallelStrategy(tf.distribute.Strategy):
             super().__init__(extended(self, devices, job, options))
             _keras.install()
             patches.install("core")
-            _keras.begin_use(self.extended.keras_hooks)
+            _keras.begin_use(self.extended.kerasdist.hooks)
             if job.communicator.size > 1:
                 _tf.set_global_seed_if_none(self.extended.common_seed)
         except BaseException as error:
@@ -99,7 +99,7 @@ class DataParallelStrategy(tf.distribute.Strategy):
         The model keeps its weights and can be used without the strategy. Workers
         that still wait for this one get `WorkerLost`.
         """
-        _keras.end_use(self.extended.keras_hooks)
+        _keras.end_use(self.extended.kerasdist.hooks)
         self._finalizer()
         forget(self._job)
 

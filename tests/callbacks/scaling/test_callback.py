@@ -648,7 +648,7 @@ def test_a_model_can_be_trained_again_with_or_without(strategy, tmp_path):
     board = ScalingTensorBoard(tmp_path, verbose=0)
     model = one_worker(strategy, [board])
     first = board.figures
-    timer = strategy.extended.keras_hooks.timer
+    timer = strategy.extended.kerasdist.timer
     assert not timer.running
     x = np.ones((64, 4), np.float32)
     model.fit(x, x[:, :2], batch_size=8, verbose=0)

@@ -227,15 +227,15 @@ def test_a_worker_is_lost_while_the_others_evaluate(do, tmp_path):
 
 def test_a_worker_is_lost_with_its_last_metrics():
     body = """
-hooks = strategy.extended.keras_hooks
-end_epoch = hooks.end_epoch
+epochs = strategy.extended.kerasdist.hooks.dynamic
+end_epoch = epochs.end_epoch
 def dies(*args):
     logs = end_epoch(*args)
     # The others have met it, and its weights; they sum metrics without it.
     if rank == 1:
         os.kill(os.getpid(), 9)
     return logs
-hooks.end_epoch = dies
+epochs.end_epoch = dies
 
 m = build()
 digests = Digests()

@@ -304,5 +304,5 @@ def test_a_reading_thread_that_claims_meanwhile_does_not_undo_the_end():
         told.append(last)
 
     workers = types.SimpleNamespace(client=types.SimpleNamespace(claim=claim))
-    Raced(workers, None, None, None, 1).end_for_all()
+    Raced(workers, None, None, None, 1, lambda dataset: None).end_for_all()
     assert told == [END]

@@ -7,7 +7,7 @@ import types
 import numpy as np
 import pytest
 
-from kerasdist.strategies.asynchronous.hooks import _compare
+from kerasdist.strategies.asynchronous.epochs import _compare
 from kerasdist.strategies.asynchronous.live_group import LiveJob
 from kerasdist.strategies.chief_data.arrays import settle_arrays
 from kerasdist.strategies.chief_data.choice import DataChoice
