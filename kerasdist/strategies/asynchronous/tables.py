@@ -124,7 +124,7 @@ class SharedTables:
         def prepare(_: Any) -> None:
             self.table_of(values, touched)
 
-        if len(self._workers.devices) == 1:
+        if self._workers.local_replicas == 1:
             prepare(None)
         else:
             tf.distribute.get_replica_context().merge_call(prepare)
@@ -165,7 +165,7 @@ class SharedTables:
             ended = tf.equal(count % tf.cast(window, count.dtype), 0)
             return tf.cond(ended, exchange, lambda: tf.constant(0))
 
-        if len(self._workers.devices) == 1:
+        if self._workers.local_replicas == 1:
             merge(None, *known)
         else:
             replica = tf.distribute.get_replica_context()
@@ -234,7 +234,7 @@ class SharedTables:
 
     def average_own(self, variables: Sequence[Any]) -> None:
         """Set each variable to its mean over this worker's replicas."""
-        for variable in variables if len(self._workers.devices) > 1 else ():
+        for variable in variables if self._workers.local_replicas > 1 else ():
             parts = self._workers.copies(variable)
             mean: Any = np.mean([np.asarray(p, np.float64) for p in parts], axis=0)
             for part in parts:

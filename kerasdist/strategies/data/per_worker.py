@@ -79,7 +79,7 @@ class PerWorkerIterator(BatchIterator):
         if self._last is None:
             return tf.nest.map_structure(self._empty, self._spec)
         # This worker's results count for nothing, see `data.batch_split`.
-        local = len(self._workers.devices)
+        local = self._workers.local_replicas
         none = tf.constant(0, tf.int64)
         idle = []
         for replica in range(local):

@@ -120,7 +120,7 @@ class Workers:
     @property
     def is_alone(self) -> bool:
         """Whether there's only one replica in all."""
-        return self.replicas == 1
+        return self.layout.total == 1
 
     @contextlib.contextmanager
     def without_peers(self) -> Iterator[None]:
