@@ -27,7 +27,7 @@ from kerasdist.transport.rendezvous.session import Session
 from kerasdist.transport.sockets import SocketTransport
 from kerasdist.transport.timeouts import Timeouts
 
-__all__ = ["TRANSPORTS", "Job", "connect"]
+__all__ = ["TRANSPORTS", "Job", "connect", "mesh"]
 
 TRANSPORTS = ("auto", "hierarchical", "mpi", "native", "shared_memory", "tcp")
 
@@ -263,7 +263,7 @@ def _choose(transport: str, session: Session) -> str:
 def _shared(session: Session, supervisor: SessionSupervisor) -> CheckedCommunicator:
     ranks = list(range(session.size))
     return SharedMemoryCommunicator(
-        _mesh(session, ranks), supervisor, session.timeouts.collective
+        mesh(session, ranks), supervisor, session.timeouts.collective
     )
 
 
@@ -287,7 +287,7 @@ def _hierarchical(
     try:
         if len(mine) > 1:
             made.append(
-                SharedMemoryCommunicator(_mesh(session, mine), supervisor, timeout)
+                SharedMemoryCommunicator(mesh(session, mine), supervisor, timeout)
             )
         else:
             made.append(SingleCommunicator())
@@ -309,7 +309,7 @@ def _hierarchical(
     )
 
 
-def _mesh(session: Session, ranks: list[int]) -> SocketTransport:
+def mesh(session: Session, ranks: list[int]) -> SocketTransport:
     """Connect every one of `ranks` with every other; the higher rank dials."""
     deadline = Deadline(session.timeouts.startup)
     mine = ranks.index(session.rank)

@@ -32,10 +32,10 @@ from kerasdist.strategies.data.batch_split import slice_dataset
 from kerasdist.strategies.placed.one_device import on_one_device
 from kerasdist.strategies.sync.data_sharing import SharingExtended
 
-__all__ = ["Alone", "measure_alone"]
+__all__ = ["SECONDS", "Alone", "measure_alone"]
 
 _WARM_UP = 2  # calls, the first of which traces
-_SECONDS = 1.0
+SECONDS = 1.0
 _MOST = 100  # calls
 # The chief's messages after each call; any other value is the seconds of a step.
 _GOES_ON, _FAILED = -1.0, 0.0
@@ -134,7 +134,7 @@ def _measure(model: Any, batch: Any, rows: int, after_call: Callable[[], Any]) -
         batches = iter(_distributed(model.distribute_strategy, data.repeat()))
         function = _keras.new_train_function(model)
         calls, seconds = -_WARM_UP, 0.0
-        while calls < _MOST and seconds < _SECONDS:
+        while calls < _MOST and seconds < SECONDS:
             begin = time.perf_counter()
             for value in tf.nest.flatten(function(batches)):
                 np.asarray(value)  # on a GPU it's over then, and not before

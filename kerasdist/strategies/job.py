@@ -14,7 +14,7 @@ from kerasdist.transport.liveness.final_error import (
     hand_over_final_error,
 )
 
-__all__ = ["StrategyJob", "close_at_exit", "forget"]
+__all__ = ["StrategyJob", "close_at_exit", "close_open_jobs", "forget"]
 
 
 class Closable(Protocol):
@@ -63,7 +63,8 @@ os.register_at_fork(after_in_child=_open.clear)
 
 
 @atexit.register
-def _close_open() -> None:
+def close_open_jobs() -> None:
+    """Close all jobs that this process has not closed yet."""
     error = final_exception()
     for job in list(_open):
         job.close(error)

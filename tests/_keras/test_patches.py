@@ -266,9 +266,7 @@ def row(hook, *targets, **more):
 
 
 def patcher(*rows):
-    found = Patcher("", rows, lambda faults: errors.KerasDistError(faults))
-    found._hook = lambda row: globals()[row.hook]
-    return found
+    return Patcher(__name__, rows, errors.KerasDistError)
 
 
 def test_hooks_are_put_around_each_other_in_order_and_taken_out_again():

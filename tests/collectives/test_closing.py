@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from kerasdist.strategies.job import _close_open, close_at_exit, forget
+from kerasdist.strategies.job import close_at_exit, close_open_jobs, forget
 from workers import Workers
 
 
@@ -66,7 +66,7 @@ def test_a_forked_child_that_ends_does_not_leave_its_parents_job():
     close_at_exit(job)
     pid = os.fork()
     if pid == 0:
-        _close_open()
+        close_open_jobs()
         os._exit(0)
     forget(job)
     assert os.waitpid(pid, 0)[1] == 0

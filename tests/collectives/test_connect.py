@@ -25,7 +25,7 @@ from hosts import Hosts
 from kerasdist import errors
 from kerasdist.cluster import Cluster
 from kerasdist.collectives import TRANSPORTS, connect
-from kerasdist.collectives.connect import _mesh
+from kerasdist.collectives.connect import mesh
 from kerasdist.transport import Timeouts
 from kerasdist.transport.rendezvous.session import Session
 from waiting import wait_until
@@ -176,7 +176,7 @@ def test_what_was_connected_is_closed_when_the_rest_does_not_come():
                     event.wait(20)
                 return
             try:
-                _mesh(session, [0, 1, 2])
+                mesh(session, [0, 1, 2])
             finally:
                 given_up[rank].set()
 

@@ -38,7 +38,7 @@ history = model.fit(x, y, batch_size=32, epochs=2, verbose=0).history
 loss, accuracy = model.evaluate(x, y, batch_size=32, verbose=0)
 outputs = model.predict(x, batch_size=48, verbose=0)
 weights = np.concatenate([w.ravel() for w in model.get_weights()])
-assert strategy.extended._devices[0].startswith(
+assert strategy.extended.worker_devices[0].startswith(
     "/job:worker" if transport == "native" else "/job:localhost"
 )
 same = strategy.communicator.all_gather(weights)

@@ -18,6 +18,7 @@ from kerasdist._keras.protocols import KerasHooks
 from kerasdist.transport.deadline import Deadline
 
 __all__ = [
+    "CLOSE_SECONDS",
     "ItemData",
     "ItemReader",
     "ItemsInOrder",
@@ -36,7 +37,7 @@ _AHEAD = 2
 # Polling interval, in seconds, while waiting for the reader thread to exit.
 _POLL = 0.02
 # How long it may take to exit; after that it is abandoned (it is a daemon).
-_CLOSE_SECONDS = 10.0
+CLOSE_SECONDS = 10.0
 
 
 class ItemData:
@@ -125,7 +126,7 @@ class ItemReader:
         with enqueuer.start_stop_lock:
             enqueuer.running = False
             thread, enqueuer.run_thread = enqueuer.run_thread, None
-        deadline = Deadline(_CLOSE_SECONDS)
+        deadline = Deadline(CLOSE_SECONDS)
         while thread is not None and thread.is_alive() and not deadline.expired:
             with contextlib.suppress(queue.Empty):
                 # The thread may be waiting for room in the queue.

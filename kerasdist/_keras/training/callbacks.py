@@ -38,6 +38,7 @@ from kerasdist._keras.training.state import statistics_of
 
 __all__ = [
     "flush_accumulators",
+    "may_stop",
     "on_epoch_end",
     "on_train_batch_end",
     "on_train_begin",
@@ -167,7 +168,7 @@ def on_train_batch_end(
     hooks = None if model is None else hooks_of(model.distribute_strategy)
     if hooks is None or hooks.workers.replicas == 1:
         return result
-    if any(_may_stop(callback) for callback in self.callbacks):
+    if any(may_stop(callback) for callback in self.callbacks):
         if self._async_train:
             self._flush_futures()
         model.stop_training = hooks.consensus.any_of(bool(model.stop_training))
@@ -191,7 +192,7 @@ def _check_callbacks(model: Any, callbacks: Sequence[Any]) -> None:
         if isinstance(callback, JobCallback)
     ]
     stops = not hooks.dynamic and hooks.workers.replicas > 1
-    if stops and any(_may_stop(callback) for callback in callbacks):
+    if stops and any(may_stop(callback) for callback in callbacks):
         # Which callback it is doesn't matter: after each batch all ranks are asked.
         names.append("one with `on_train_batch_end`")
     names_by_rank = hooks.consensus.texts(", ".join(names))
@@ -222,7 +223,8 @@ def _count_all(callbacks: Any, steps: int) -> None:
             callback.seen = max(callback.seen, steps, 1)
 
 
-def _may_stop(callback: Any) -> bool:
+def may_stop(callback: Any) -> bool:
+    """Return whether a callback may stop the training after a batch."""
     if isinstance(callback, _NEVER_STOP):
         return False
     if isinstance(callback, JobCallback) and callback.never_stops:

@@ -44,13 +44,16 @@ class RingCommunicator(CheckedCommunicator):
         transport: Connects this rank with (rank+1) % size and (rank-1) % size.
         supervisor: Knows the state of other ranks.
         timeout: Seconds that one collective may take.
+
+    Attributes:
+        transport: As given.
     """
 
     def __init__(
         self, transport: Transport, supervisor: Supervisor, timeout: float
     ) -> None:
         super().__init__(transport.rank, transport.peers, supervisor, timeout)
-        self._transport = transport
+        self.transport = transport
         self._right = (self.rank + 1) % self.size
         self._left = (self.rank - 1) % self.size
         self._results = BufferPool()
@@ -134,11 +137,11 @@ class RingCommunicator(CheckedCommunicator):
         for start in range(0, max(len(view), 1), _PIECE_BYTES):
             piece = view[start : start + _PIECE_BYTES]
             if not first:
-                self._transport.exchange(
+                self.transport.exchange(
                     call, deadline, source=self._left, incoming=piece
                 )
             if not last:
-                self._transport.exchange(call, deadline, to=self._right, outgoing=piece)
+                self.transport.exchange(call, deadline, to=self._right, outgoing=piece)
 
     def _barrier(self, call: Call, deadline: Deadline) -> None:
         # After size-1 rounds this rank has received, through its neighbours, from all.
@@ -152,7 +155,7 @@ class RingCommunicator(CheckedCommunicator):
         call: Call,
         deadline: Deadline,
     ) -> None:
-        self._transport.exchange(
+        self.transport.exchange(
             call,
             deadline,
             to=self._right,
@@ -163,13 +166,13 @@ class RingCommunicator(CheckedCommunicator):
 
     def _record(self, recorder: Recorder | None) -> None:
         super()._record(recorder)
-        self._transport.recorder = recorder
+        self.transport.recorder = recorder
 
     def _abort(self) -> None:
-        self._transport.abort()
+        self.transport.abort()
 
     def _close(self) -> None:
-        self._transport.close()
+        self.transport.close()
         self._results.clear()
 
 

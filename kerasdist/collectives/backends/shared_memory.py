@@ -88,6 +88,9 @@ class SharedMemoryCommunicator(CheckedCommunicator):
         transport: Unix sockets that connect every rank with every other.
         supervisor: Knows the state of other ranks.
         timeout: Seconds that one collective may take.
+
+    Attributes:
+        lent: The memories of lent results.
     """
 
     def __init__(
@@ -103,7 +106,7 @@ class SharedMemoryCommunicator(CheckedCommunicator):
         self._next = 0  # where the next block's place begins
         self._results = BufferPool()
         self._notes: list[npt.NDArray[np.uint64]] = []
-        self._lent = SharedResultPool(transport)
+        self.lent = SharedResultPool(transport)
 
     def _reduce(
         self, source: FusedBuffer, lend: bool, call: Call, deadline: Deadline
@@ -140,7 +143,7 @@ class SharedMemoryCommunicator(CheckedCommunicator):
         flat: Array = np.empty(0, dtype)
         lent = None
         if lend:
-            self._notes[self.rank][0] = self._lent.note(size)
+            self._notes[self.rank][0] = self.lent.note(size)
         laps = None if self._recorder is None else Laps(self._recorder)
         # Of each block the packed inputs, by rank.
         blocks: list[tuple[slice, list[Array]]] = []
@@ -148,7 +151,7 @@ class SharedMemoryCommunicator(CheckedCommunicator):
             if stage == 1:
                 if lend:
                     notes = [int(note[0]) for note in self._notes]
-                    lent = self._lent.take(size, notes, call, deadline)
+                    lent = self.lent.take(size, notes, call, deadline)
                 if lent is None:
                     flat = self._results.empty(elements, dtype)
                 else:
@@ -302,7 +305,7 @@ class SharedMemoryCommunicator(CheckedCommunicator):
         self._transport.close()
         self._segments, self._notes = [], []
         self._results.clear()
-        self._lent.clear()
+        self.lent.clear()
 
 
 def _chunk(block: slice, size: int, rank: int) -> slice:

@@ -32,10 +32,10 @@ from kerasdist.transport.shared_memory import create_memory, map_segment
 from kerasdist.transport.sockets import SocketTransport
 from kerasdist.transport.wire.framing import Call
 
-__all__ = ["SharedResultPool"]
+__all__ = ["MOST_MEMORIES", "SharedResultPool"]
 
 # A rank's note has a bit for each of them.
-_MOST_MEMORIES = 64
+MOST_MEMORIES = 64
 
 
 class SharedResultPool:
@@ -43,11 +43,14 @@ class SharedResultPool:
 
     Args:
         transport: Unix sockets that connect every rank with every other.
+
+    Attributes:
+        memories: Those that this rank has mapped, in use or not.
     """
 
     def __init__(self, transport: SocketTransport) -> None:
         self._transport = transport
-        self._memories: list[Memory] = []
+        self.memories: list[Memory] = []
         self._requests = 0
         self._refused = False
 
@@ -56,10 +59,10 @@ class SharedResultPool:
         self._requests += 1
         oldest = self._requests - MOST_REQUESTS
         # By a number that all ranks share; an array in use keeps its memory alive.
-        self._memories = [m for m in self._memories if m.used > oldest]
+        self.memories = [m for m in self.memories if m.used > oldest]
         return sum(
             1 << index
-            for index, memory in enumerate(self._memories)
+            for index, memory in enumerate(self.memories)
             if memory.buffer.size == size and not memory.in_use
         )
 
@@ -82,16 +85,16 @@ class SharedResultPool:
         for note in notes:
             common &= note
         if common:
-            memory = self._memories[(common & -common).bit_length() - 1]
+            memory = self.memories[(common & -common).bit_length() - 1]
             memory.used = self._requests
             return memory.buffer
-        if self._refused or len(self._memories) == _MOST_MEMORIES:
+        if self._refused or len(self.memories) == MOST_MEMORIES:
             return None
         made = self._make(size, call, deadline)
         if made is None:
             self._refused = True
             return None
-        self._memories.append(Memory(made, self._requests))
+        self.memories.append(Memory(made, self._requests))
         return made
 
     def _make(
@@ -117,4 +120,4 @@ class SharedResultPool:
 
     def clear(self) -> None:
         """Drop all memories; arrays in use stay valid."""
-        self._memories = []
+        self.memories = []

@@ -24,8 +24,6 @@ from kerasdist.transport.log import background_log
 
 __all__ = ["SnapshotLock"]
 
-# A server that was killed may take a moment to end when the next one runs already.
-_SECONDS = 2.0
 _PAUSE_SECONDS = 0.05
 # Errors of file systems without locks.
 _NO_LOCKS = (errno.ENOTSUP, errno.ENOSYS, errno.ENOLCK, errno.EINVAL)
@@ -36,15 +34,17 @@ class SnapshotLock:
 
     Args:
         path: The snapshot's; its folder is made if it isn't there.
+        seconds: How long to wait for it: a server that was killed may take a moment to
+            end when the next one runs already.
 
     Raises:
         SnapshotError: Another process holds it, or the folder can't be written to.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, seconds: float = 2.0) -> None:
         self._path = path.with_name(f".{path.name}.lock")
         self._descriptor = -1
-        deadline = Deadline(_SECONDS)
+        deadline = Deadline(seconds)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             while not self._take():

@@ -93,7 +93,7 @@ def _check_room(device: str, needed: int) -> None:
     """Refuse copies that would make the host kill this process."""
     if _tf.host_of(device) != _tf.canonical_device("CPU:0") or ":CPU:" not in device:
         return  # there TensorFlow raises an error, or it is another host
-    left = _available()
+    left = available_bytes()
     if needed > left:
         raise MemoryError(
             f"copies of other devices' variables take {needed:,} bytes, and "
@@ -101,7 +101,7 @@ def _check_room(device: str, needed: int) -> None:
         )
 
 
-def _available() -> float:
+def available_bytes() -> float:
     """Return the free memory of this host in bytes; infinite if it isn't known."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()

@@ -11,7 +11,7 @@ import types
 
 import keras
 
-from kerasdist._keras.training.callbacks import _may_stop
+from kerasdist._keras.training.callbacks import may_stop
 from places import ROOT
 
 PAGE = ROOT / "docs" / "files.md"
@@ -114,8 +114,8 @@ def test_everything_in_keras_that_takes_a_path_was_looked_at():
     assert unknown == []
 
 
-def test_a_lambda_may_stop_the_training_after_a_batch():
+def test_a_lambdamay_stop_the_training_after_a_batch():
     """It is an attribute of the callback: a stop on one rank wasn't agreed on."""
-    assert _may_stop(keras.callbacks.LambdaCallback(on_train_batch_end=print))
-    assert not _may_stop(keras.callbacks.LambdaCallback(on_epoch_end=print))
-    assert _may_stop(keras.callbacks.TerminateOnNaN())
+    assert may_stop(keras.callbacks.LambdaCallback(on_train_batch_end=print))
+    assert not may_stop(keras.callbacks.LambdaCallback(on_epoch_end=print))
+    assert may_stop(keras.callbacks.TerminateOnNaN())

@@ -156,7 +156,7 @@ if asynchronous:
 
 def counter():
     if kind == "ring tcp":
-        return strategy.communicator._transport.bytes_sent
+        return strategy.communicator.transport.bytes_sent
     return getattr(strategy, "bytes_sent", 0)
 
 def run(name, m, data, watch, epochs=4, callbacks=(), **more):
@@ -510,7 +510,7 @@ def test_a_worker_that_is_lost_or_joins_is_an_event(kind, tmp_path):
 CALIBRATED = """
 from kerasdist.strategies import calibration
 
-calibration._SECONDS = 0.05
+calibration.SECONDS = 0.05
 
 class Picky(keras.layers.Layer):
     def call(self, inputs):

@@ -24,7 +24,7 @@ def own(rank, size=LARGE):
 
 def memories(communicator):
     """Those that this rank has mapped, whether in use or not: no result shows them."""
-    return communicator._lent._memories
+    return communicator.lent.memories
 
 
 @pytest.fixture(params=[2, 3])
@@ -102,7 +102,7 @@ def test_memory_that_nobody_reads_is_used_again(group):
 
 
 def test_with_all_memories_in_use_results_are_each_ranks_own(group, monkeypatch):
-    monkeypatch.setattr(shared_results, "_MOST_MEMORIES", 3)
+    monkeypatch.setattr(shared_results, "MOST_MEMORIES", 3)
 
     def work(communicator):
         kept = [

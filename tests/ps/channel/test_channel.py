@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
 import struct
@@ -31,11 +32,15 @@ BOUND = 1 << 30
 CALL = Call(7, "all_reduce", "sum", "float32", 12, 99)
 
 
-def tcp_pair():
+def tcp_connections():
     with socket.create_server(("127.0.0.1", 0)) as server:
         first = socket.create_connection(server.getsockname())
         second, _ = server.accept()
-    one, other = connections((first, second))
+    return connections((first, second))
+
+
+def tcp_pair():
+    one, other = tcp_connections()
     return SocketChannel(one), SocketChannel(other)
 
 
@@ -216,30 +221,24 @@ def raw(meta, body=b"", *, size=None, length=None, frame=FrameType.REQUEST):
 )
 @pytest.mark.parametrize("family", ["tcp", "unix"])
 def test_nonsense_is_refused(data, family):
-    first, second = shared_pair() if family == "unix" else tcp_pair()
-    try:
+    first, second = connections() if family == "unix" else tcp_connections()
+    with first, contextlib.closing(SocketChannel(second)) as channel:
         head, body = data
-        first._sock.sendall(head + first._auth.sign(head) + body)
+        first.sock.sendall(head + first.auth.sign(head) + body)
         with pytest.raises(errors.ProtocolError, match=r"^(?!A frame isn't the)"):
-            second.receive(Deadline(5), 1 << 20)
-    finally:
-        first.close()
-        second.close()
+            channel.receive(Deadline(5), 1 << 20)
 
 
 @pytest.mark.parametrize("family", ["tcp", "unix"])
 def test_a_request_that_was_changed_on_its_way_is_refused(family):
     """Somebody on the path turns step 7 into step 9: the text isn't encrypted."""
-    first, second = shared_pair() if family == "unix" else tcp_pair()
-    try:
+    first, second = connections() if family == "unix" else tcp_connections()
+    with first, contextlib.closing(SocketChannel(second)) as channel:
         head, body = raw({"step": 7, "arrays": [["float32", [2]]]}, bytes(8))
-        sealed = head + first._auth.sign(head) + body
-        first._sock.sendall(sealed.replace(b'"step": 7', b'"step": 9'))
+        sealed = head + first.auth.sign(head) + body
+        first.sock.sendall(sealed.replace(b'"step": 7', b'"step": 9'))
         with pytest.raises(errors.ProtocolError, match=r"^A frame isn't the other "):
-            second.receive(Deadline(5), 1 << 20)
-    finally:
-        first.close()
-        second.close()
+            channel.receive(Deadline(5), 1 << 20)
 
 
 def test_arrays_of_a_body_are_aligned():

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from kerasdist import errors
-from kerasdist.ps.tables import snapshot, snapshot_lock
+from kerasdist.ps.tables import snapshot
 from kerasdist.ps.tables.snapshot import (
     path_of,
     read_snapshot,
@@ -120,15 +120,14 @@ def test_a_snapshot_is_its_owners_to_read_and_follows_nobodys_link(path, monkeyp
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
 
-def test_one_server_at_a_time_keeps_snapshots_at_a_path(path, monkeypatch):
-    monkeypatch.setattr(snapshot_lock, "_SECONDS", 0.1)
+def test_one_server_at_a_time_keeps_snapshots_at_a_path(path):
     first = SnapshotLock(path)
     other = SnapshotLock(path_of(str(path.parent), 4))
     with pytest.raises(
         errors.SnapshotError,
         match=rf"^Another server keeps its snapshots at .*: process {os.getpid()} on ",
     ):
-        SnapshotLock(path)
+        SnapshotLock(path, 0.1)
     first.release()
     second = SnapshotLock(path)
     for lock in (first, second, other):

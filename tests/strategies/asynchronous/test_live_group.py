@@ -6,13 +6,13 @@ import types
 
 import numpy as np
 import pytest
+import tensorflow as tf
 
 from kerasdist.strategies.asynchronous.epochs import _compare
 from kerasdist.strategies.asynchronous.live_group import LiveJob
 from kerasdist.strategies.chief_data.arrays import settle_arrays
 from kerasdist.strategies.chief_data.choice import DataChoice
 from kerasdist.strategies.data.batch_check import SameBatches
-from kerasdist.strategies.data.item_codec import ItemCodec
 from kerasdist.strategies.data.pydataset_exchange import SharedItems
 from kerasdist.strategies.options import Options
 from kerasdist.strategies.reduce import consensus
@@ -37,18 +37,17 @@ def arrays(workers, rank):
 
 
 def items(workers, rank):
-    return SharedItems(workers, None, None)._all_facts(
-        {"length": rank, "shuffle": False}
+    data = types.SimpleNamespace(
+        length=rank, shuffle=False, read=lambda index: np.ones((4, 2))
     )
+    SharedItems(workers, None, data).agree()
 
 
 def contents(workers, rank):
-    data = types.SimpleNamespace(read=lambda index: np.full((4, 2), float(rank)))
-    form = ItemCodec(data.read(0))
-    every = workers.communicator.all_gather(form.checksums(data.read(0)))
-    SharedItems(workers, None, data)._read_again(
-        form, [each.tolist() for each in every]
+    data = types.SimpleNamespace(
+        length=4, shuffle=False, read=lambda index: np.full((4, 2), float(rank))
     )
+    SharedItems(workers, None, data).agree()
 
 
 def weights(workers, rank):
@@ -57,7 +56,12 @@ def weights(workers, rank):
 
 
 def batches(workers, rank):
-    return SameBatches(workers)._compare(np.int64(rank))
+    def call(compare, tensors, *_):
+        return compare(*(tensor.numpy() for tensor in tensors))
+
+    ops = types.SimpleNamespace(call=call)
+    live = types.SimpleNamespace(communicator=workers.communicator, ops=ops)
+    SameBatches(live).compare(tf.constant(rank, tf.int64))
 
 
 @pytest.mark.parametrize(

@@ -291,26 +291,21 @@ def test_parts_in_rank_order_are_the_batch(rows):
 
 def test_a_reading_thread_that_does_not_end_is_left_to_itself(monkeypatch):
     """A pool of processes that hangs in its start, for instance."""
-    monkeypatch.setattr(pydataset, "_CLOSE_SECONDS", 0.2)
+    monkeypatch.setattr(pydataset, "CLOSE_SECONDS", 0.2)
+    end, before = threading.Event(), set(threading.enumerate())
 
-    class Data(pydataset.py_dataset_adapter.PyDataset):
-        num_batches = 3
+    def hang(*_):
+        end.wait(60)
+        return types.SimpleNamespace(close=end.set)
 
-        def __getitem__(self, index):
-            return np.zeros(2)
-
-    end = threading.Event()
-    dataset = Data(workers=1)
-    data = types.SimpleNamespace(_arrays=lambda item: item)
-    reader = pydataset.ItemReader(data, pydataset._Part(dataset, 0, 1, None))
-    assert reader.read()[0] == 0
-    theirs = reader._enqueuer.run_thread
-    reader._enqueuer.run_thread = stuck = threading.Thread(target=end.wait, daemon=True)
-    stuck.start()
+    keras_module = pydataset.py_dataset_adapter
+    monkeypatch.setattr(keras_module, "get_pool_class", lambda processes: hang)
+    kind = type("Data", (keras_module.PyDataset,), {"num_batches": 3})
+    adapter = types.SimpleNamespace(py_dataset=kind(workers=1), shuffle=False)
+    reader = pydataset.ItemData(adapter).reader(0, 1, None)
+    (stuck,) = set(threading.enumerate()) - before
     reader.close()
     assert stuck.is_alive()
     end.set()
     stuck.join(10)
-    reader._enqueuer.run_thread = theirs
-    reader.close()
-    assert not theirs.is_alive()
+    assert not stuck.is_alive()

@@ -113,7 +113,7 @@ CONSTANTS = (
 
 PLACED = """
 from kerasdist.strategies import calibration
-calibration._SECONDS = 0.3
+calibration.SECONDS = 0.3
 found = {}
 for parts, executions, epochs in RUNS:
     strategy = kerasdist.ModelParallelStrategy(PLACES, micro_batches=parts)
@@ -184,7 +184,7 @@ if strategy.rank == 1:
 rates, callbacks = others("hybrid")
 from kerasdist.strategies import calibration
 from kerasdist.strategies.measure import sampling
-calibration._SECONDS = 0.3
+calibration.SECONDS = 0.3
 sampling._ROWS = ()  # all steps are measured, as there are few
 board = ScalingTensorBoard(
     folder + "/hybrid", update_freq="epoch", verbose=0, calibrate=True)
@@ -196,7 +196,7 @@ class Sent(keras.callbacks.Callback):
         self.before = None
 
     def on_train_batch_begin(self, batch, logs=None):
-        now = strategy.communicator._transport.bytes_sent
+        now = strategy.communicator.transport.bytes_sent
         if self.before is not None:
             self.found.append(now - self.before)
         self.before = now

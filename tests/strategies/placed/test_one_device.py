@@ -38,7 +38,7 @@ from kerasdist.callbacks import ScalingTensorBoard
 from kerasdist.strategies import calibration
 from kerasdist.strategies.placed import one_device
 
-calibration._SECONDS = 0.3
+calibration.SECONDS = 0.3
 folder = os.environ["FOLDER"]
 PLACES = {"on0.*": "CPU:0", "on1.*": "CPU:1"}
 x = np.random.default_rng(0).normal(size=(STEPS * ROWS, 16)).astype("float32")
@@ -114,9 +114,9 @@ if os.environ.get("KIND") == "replicas":
 strategy = kerasdist.ModelParallelStrategy(PLACES, micro_batches=PARTS)
 model = slow_model(strategy)
 found = {"placed": fit(model, "placed")[1], "traced": list(traced)}
-one_device._available = lambda: 1000
+one_device.available_bytes = lambda: 1000
 found["room"] = calibration.measure_alone(model)
-one_device._available = lambda: 1e9
+one_device.available_bytes = lambda: 1e9
 clock = Clock()
 slow_model(kerasdist.RingStrategy()).fit(
     x, y, batch_size=ROWS, epochs=2, verbose=0, callbacks=[clock])
