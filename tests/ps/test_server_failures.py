@@ -203,9 +203,6 @@ def test_whose_place_a_frozen_worker_has_waits_until_that_is_lost():
 
 def test_a_message_that_is_too_large_for_the_server_ends_only_its_sender():
     work = """
-    from kerasdist.ps.channel.channel import Message
-    from kerasdist.transport.wire.framing import Call, FrameType
-
     if cluster.task_type == "ps":
         import resource
         with open("/proc/self/statm") as file:
@@ -219,15 +216,13 @@ def test_a_message_that_is_too_large_for_the_server_ends_only_its_sender():
             # As a table would be that has grown out of all proportion.
             steps(table, 5)
             huge = np.zeros(64 << 20, "float32")
-            client.connections[0]._current()._shared = False
-            request = Message(FrameType.REQUEST, Call(0), {"do": "stats"}, (huge,))
-            client.connections[0].request(lambda channel: request)
+            client.communicator.all_reduce([huge])
         while not any(e.kind == "lost" for e in client.events):
             steps(table, 1)
         steps(table, 20)
         return [[e.kind, e.rank, e.reason] for e in client.events]
     """
-    with ServerProcesses(work, 2) as job:
+    with ServerProcesses(work, 2, transport="tcp") as job:
         status, ((kind, rank, _),) = job.wait_one(0, 40).result
         assert (status, kind, rank) == ("ok", "lost", 1)
         assert job.wait_one(1, 20).result[0] != "ok"

@@ -25,7 +25,7 @@ from kerasdist.collectives.backends.ring import RingCommunicator
 from kerasdist.collectives.backends.shared_memory import SharedMemoryCommunicator
 from kerasdist.collectives.backends.single import SingleCommunicator
 from kerasdist.transport import Timeouts
-from kerasdist.transport.base import Peer, Transport
+from kerasdist.transport.base import Peer
 from kerasdist.transport.connection import Connection
 from kerasdist.transport.liveness.failure_protocol import Unsupervised
 from kerasdist.transport.log import background_log
@@ -210,9 +210,7 @@ def connect_all(size: int, timeouts: Timeouts | None = None, **options: Any) -> 
     jobs = outcomes(size, join)
     errors = [job for job in jobs if isinstance(job, BaseException)]
     if errors:
-        for job in jobs:
-            if isinstance(job, Job):
-                job.close()
+        close_all([job for job in jobs if isinstance(job, Job)])
         raise errors[0]
     return jobs
 
@@ -249,20 +247,21 @@ def open_sockets() -> int:
 
 
 class Ranks(Closing):
-    """The members of a group by rank, each in a thread of this process."""
+    """A group of ranks, each in a thread of this process.
 
-    def members(self) -> Sequence[Any]:
-        """What each rank's work is given."""
-        raise NotImplementedError
+    `members` is what each rank's work is given.
+    """
+
+    members: Sequence[Any]
 
     def run(self, work: Callable[[Any], Any], timeout: float = 60.0) -> list[Any]:
         """Calls `work` with each rank's member at once; see `in_threads`."""
-        members = self.members()
+        members = self.members
         return in_threads(len(members), lambda rank: work(members[rank]), timeout)
 
     def outcomes(self, work: Callable[[Any], Any], timeout: float = 60.0) -> list[Any]:
         """As `run`, but returns exceptions instead of raising them."""
-        members = self.members()
+        members = self.members
         return outcomes(len(members), lambda rank: work(members[rank]), timeout)
 
 
@@ -290,60 +289,39 @@ class Group(Ranks):
         self.jobs: list[Job] = []
         self.communicators: list[Communicator] = []
         self._servers: Any = None
+        timeouts = Timeouts(startup=20, collective=timeout, heartbeat=heartbeat)
+        alone = Unsupervised()
         if kind.startswith("server"):
-            self._servers = _servers(kind, size, timeout, heartbeat)
-            self.communicators = [c.communicator for c in self._servers.clients]
-            return
-        if kind == "single":
-            self.communicators = [SingleCommunicator()]
-            return
-        if kind in ("memory", "unix"):
-            transports: list[Transport] = (
-                memory_group(size, faults) if kind == "memory" else socket_ring(size)
+            from servers import Servers  # it's made of the functions here
+
+            link = "memory" if size == 1 else "shared_memory"
+            count, link = (2, "tcp") if kind == "servers_tcp" else (1, link)
+            self._servers = Servers(
+                size, count, kind=link, mode="sync", timeouts=timeouts
             )
-            shared = Unsupervised()
+            self.communicators = [c.communicator for c in self._servers.clients]
+        elif kind == "single":
+            self.communicators = [SingleCommunicator()]
+        elif kind == "shared":
             self.communicators = [
-                RingCommunicator(transport, shared, timeout) for transport in transports
-            ]
-            return
-        if kind == "shared":
-            shared = Unsupervised()
-            self.communicators = [
-                SharedMemoryCommunicator(transport, shared, timeout)
+                SharedMemoryCommunicator(transport, alone, timeout)
                 for transport in socket_mesh(size)
             ]
-            return
-        timeouts = Timeouts(startup=20, collective=timeout, heartbeat=heartbeat)
-        if kind == "tcp":
-            # Different hosts: so it is really TCP and not the host's own sockets.
-            hosts = [str(rank) for rank in range(size)]
-            self.jobs = connect_all(size, timeouts, transport="tcp", hosts=hosts)
-        elif kind == "connected_shared":
-            self.jobs = connect_all(size, timeouts, transport="shared_memory")
+        elif kind in ("memory", "unix"):
+            ring = memory_group(size, faults) if kind == "memory" else socket_ring(size)
+            self.communicators = [RingCommunicator(t, alone, timeout) for t in ring]
         else:
-            self.jobs = connect_all(
-                size, timeouts, transport="hierarchical", hosts=kind
-            )
-        self.communicators = [job.communicator for job in self.jobs]
-
-    def members(self) -> list[Communicator]:
-        """Each rank's communicator."""
-        return self.communicators
+            # Different hosts: so it is really TCP and not the host's own sockets.
+            transport, hosts = {
+                "tcp": ("tcp", "abcdef"),
+                "connected_shared": ("shared_memory", None),
+            }.get(kind, ("hierarchical", kind))
+            self.jobs = connect_all(size, timeouts, transport=transport, hosts=hosts)
+            self.communicators = [job.communicator for job in self.jobs]
+        self.members = self.communicators
 
     def close(self) -> None:
         """Closes all ranks at once."""
         close_all(self.jobs or self.communicators)
         if self._servers is not None:
             self._servers.close()
-
-
-def _servers(kind: str, size: int, timeout: float, heartbeat: float) -> Any:
-    """A job whose workers meet at parameter servers."""
-    from servers import Servers  # it's made of the functions here
-
-    timeouts = Timeouts(startup=20, collective=timeout, heartbeat=heartbeat)
-    if size == 1:
-        return Servers(1, kind="memory", mode="sync", timeouts=timeouts)
-    if kind == "servers_tcp":
-        return Servers(size, 2, kind="tcp", mode="sync", timeouts=timeouts)
-    return Servers(size, 1, mode="sync", timeouts=timeouts)

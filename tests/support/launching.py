@@ -56,7 +56,7 @@ def hang():
     wait_for("never")
 """
 HANG = "hang()\n"
-_QUICK = "from kerasdist.cli.run import frozen; frozen._SECONDS = 0.1"
+_QUICK = "from kerasdist.cli.run import frozen; frozen.SECONDS = 0.1"
 _MAIN = "import sys; from kerasdist.cli import main; sys.exit(main())"
 
 

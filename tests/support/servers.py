@@ -11,7 +11,7 @@ import textwrap
 import threading
 from typing import Any
 
-from groups import Ranks, in_threads
+from groups import Ranks, addresses_of, close_all, in_threads
 from kerasdist.cluster import Cluster
 from kerasdist.ps import (
     ParameterServer,
@@ -20,7 +20,7 @@ from kerasdist.ps import (
     connect_servers,
 )
 from kerasdist.transport import Timeouts
-from workers import Workers, free_ports
+from workers import Workers
 
 __all__ = ["KINDS", "ServerProcesses", "Servers", "server_place", "worker_place"]
 
@@ -64,6 +64,8 @@ class Servers(Ranks):
         settings: Arguments of `ServerSettings`.
     """
 
+    members = property(lambda self: self.clients)
+
     def __init__(
         self,
         workers: int = 2,
@@ -90,8 +92,7 @@ class Servers(Ranks):
             place = Cluster(rank=0, size=1)
             self.clients = [connect_servers(place, self.settings, timeouts=timeouts)]
             return
-        ports = free_ports(workers + servers)
-        addresses = [f"127.0.0.1:{port}" for port in ports]
+        addresses = addresses_of(workers + servers)
         self.workers, self.addresses = addresses[:workers], addresses[workers:]
         for index in range(servers):
             self.start_server(index)
@@ -127,10 +128,6 @@ class Servers(Ranks):
         settings = options.pop("settings", self.settings)
         return connect_servers(place, settings, timeouts=self.timeouts, **options)
 
-    def members(self) -> list[ServerClient]:
-        """Each worker's client."""
-        return self.clients
-
     def join(self, timeout: float = 20.0) -> None:
         """Waits until all servers have ended."""
         for thread in self.threads:
@@ -142,7 +139,7 @@ class Servers(Ranks):
     def close(self) -> None:
         """Closes all workers at once, and waits for the servers."""
         if self.clients:
-            in_threads(len(self.clients), lambda rank: self.clients[rank].close())
+            close_all(self.clients)
         else:
             for server in self.servers:
                 server.close()
@@ -192,7 +189,8 @@ try:
         say("LISTENING")
         say("RESULT", ["ok", server.serve()])
     else:
-        client = connect_servers(cluster, settings, timeouts=timeouts)
+        client = connect_servers(
+            cluster, settings, timeouts=timeouts, transport=options["transport"])
         table = None
         if settings.mode == "async":
             table = client.open_table(
@@ -214,6 +212,7 @@ class ServerProcesses(Workers):
         workers: Number of workers.
         servers: Number of servers.
         timeouts: Arguments of `Timeouts`.
+        transport: Of the workers.
         settings: Arguments of `ServerSettings`.
     """
 
@@ -224,6 +223,7 @@ class ServerProcesses(Workers):
         servers: int = 1,
         *,
         timeouts: dict[str, float] | None = None,
+        transport: str = "auto",
         deadline: float = 60.0,
         **settings: Any,
     ) -> None:
@@ -231,6 +231,7 @@ class ServerProcesses(Workers):
         options = {
             "settings": {"mode": "async", **settings},
             "timeouts": {**limits, **(timeouts or {})},
+            "transport": transport,
         }
         script = _SCRIPT % textwrap.dedent(work)
         super().__init__(

@@ -14,12 +14,12 @@ from collections.abc import Sequence
 from kerasdist.cli.run.processes import is_stopped
 from kerasdist.cli.run.spawn import Started
 
-__all__ = ["FrozenTasks"]
+__all__ = ["SECONDS", "FrozenTasks"]
 
 # Looks in a row, one per second. Counted, not timed: a batch system that suspends the
 # whole job for hours stops the launcher, too.
 _LOOKS = 10
-_SECONDS = 1.0
+SECONDS = 1.0
 
 
 class FrozenTasks:
@@ -51,7 +51,7 @@ class FrozenTasks:
         """Return all running tasks if each has been stopped for several seconds."""
         if not self._may_be or time.monotonic() < self._next:
             return []
-        self._next = time.monotonic() + _SECONDS
+        self._next = time.monotonic() + SECONDS
         running = [each for each in self._tasks if each.code is None]
         # After Ctrl-Z the launcher is stopped with the chief; both are resumed later.
         stopped = all(is_stopped(each.process.pid) for each in running)

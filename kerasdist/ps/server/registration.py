@@ -21,7 +21,7 @@ from kerasdist.transport.connection import Connection
 from kerasdist.transport.deadline import Deadline
 from kerasdist.transport.wire.framing import FrameType
 
-__all__ = ["GOODBYE_SECONDS", "LOOK_SECONDS", "PURPOSE", "Registrar"]
+__all__ = ["GOODBYE_SECONDS", "LOOK_SECONDS", "PURPOSE", "RETURN_SECONDS", "Registrar"]
 
 PURPOSE = "server"
 # Seconds during which arriving workers are refused because the job has failed.
@@ -31,7 +31,7 @@ LOOK_SECONDS = 0.25
 _SHORT_LOOK_SECONDS = 0.05
 _ANSWER_SECONDS = 5.0
 # Live workers retry about once per second; after this long the rest are presumed gone.
-_RETURN_SECONDS = 10.0
+RETURN_SECONDS = 10.0
 
 # A worker's rank, its connection, and its hello.
 Arrival = tuple[int, Connection, dict[str, Any]]
@@ -253,7 +253,7 @@ class Registrar:
         ):
             return False
         if self._patience is None:
-            self._patience = Deadline(_RETURN_SECONDS)
+            self._patience = Deadline(RETURN_SECONDS)
         return not self._patience.expired
 
     def _why_not(

@@ -19,7 +19,7 @@ from kerasdist.collectives import Communicator
 from kerasdist.transport.rendezvous.open_servers import narrow
 from kerasdist.transport.rendezvous.ports import on_free_port
 
-__all__ = ["is_serving", "serve"]
+__all__ = ["Server", "is_serving", "serve"]
 
 # Distinct from the keys that TensorFlow's own strategies count up from 1.
 _FIRST_GROUP = 0x4B44_0000
@@ -27,7 +27,7 @@ _FIRST_GROUP = 0x4B44_0000
 _GROUPS_PER_JOB = 2
 
 
-class _Server:
+class Server:
     """The state of the server, as class attributes: there is one per process."""
 
     rank: int | None = None
@@ -38,7 +38,7 @@ class _Server:
 
 def is_serving() -> bool:
     """Return whether this process has started its server."""
-    return _Server.rank is not None
+    return Server.rank is not None
 
 
 def serve(ring: Communicator) -> int:
@@ -57,9 +57,9 @@ def serve(ring: Communicator) -> int:
     """
     remote.reach_directly(split_address(peer.address)[0] for peer in ring.peers)
     host = ring.peers[ring.rank].address.rpartition(":")[0]
-    if _Server.rank is None:
+    if Server.rank is None:
         _start_server(ring.rank, host)
-    text = f"{_Server.rank} {_Server.address} {','.join(_Server.workers)}".encode()
+    text = f"{Server.rank} {Server.address} {','.join(Server.workers)}".encode()
     heard = ring.all_gather(np.frombuffer(text, np.uint8))
     said = [part.tobytes().decode().split(" ") for part in heard]
     workers = tuple(address for _, address, _ in said)
@@ -73,15 +73,15 @@ def serve(ring: Communicator) -> int:
         raise errors.ClusterError(
             "A process can be a worker of only one cluster with transport='native': "
             "TensorFlow's server can't be started twice. "
-            f"Received: workers={workers}; before: {_Server.workers}; ranks that had "
+            f"Received: workers={workers}; before: {Server.workers}; ranks that had "
             f"another rank before: {', '.join(moved) or 'none'}. Use another "
             "transport, or start new processes."
         )
-    if not _Server.workers:
+    if not Server.workers:
         _tf.serve_collectives(ring.rank, dict(enumerate(workers)))
-        _Server.workers = workers
-    (group,) = ring.all_reduce([np.int64(_Server.next_group)], "max")
-    _Server.next_group = int(group) + _GROUPS_PER_JOB
+        Server.workers = workers
+    (group,) = ring.all_reduce([np.int64(Server.next_group)], "max")
+    Server.next_group = int(group) + _GROUPS_PER_JOB
     return int(group)
 
 
@@ -92,5 +92,5 @@ def _start_server(rank: int, host: str) -> None:
         _tf.serve_collectives(rank, {rank: f"{host}:{port}"})
 
     port = on_free_port(listen, tf.errors.UnknownError)
-    _Server.rank, _Server.address = rank, f"{host}:{port}"
-    narrow(_Server.address)
+    Server.rank, Server.address = rank, f"{host}:{port}"
+    narrow(Server.address)

@@ -11,10 +11,11 @@ import pytest
 from groups import in_threads, nothing_stays_open, outcomes
 from kerasdist import errors
 from kerasdist.ps import ServerSettings, Variable, enter
-from kerasdist.ps.client.network import NetworkConnection
+from kerasdist.ps.client import network
 from kerasdist.ps.server import registration
 from kerasdist.ps.tables.snapshot import path_of
 from kerasdist.transport import Timeouts
+from kerasdist.transport.rendezvous.dial import dial_tcp
 from servers import Servers
 from waiting import wait_until
 
@@ -72,17 +73,27 @@ def test_servers_in_another_order_are_refused():
 
 @pytest.fixture
 def returning(monkeypatch):
-    """Nobody comes back to a restarted server before this event is set."""
+    """Nobody comes back to a restarted server before this event is set.
+
+    `returning.here` is set when a new process that may join has connected.
+    """
     event = threading.Event()
-    connect = NetworkConnection._connect
+    event.here = threading.Event()
 
-    def late(link, deadline, more):
-        if "resume" in more:
+    def handshakes():
+        return [t for t in threading.enumerate() if t.name == "kerasdist-handshake"]
+
+    def late(address, secret, hello, deadline, stop):
+        if "resume" in hello:
             # Whoever is closed meanwhile doesn't come back at all.
-            wait_until(lambda: event.is_set() or link._stop.is_set(), "the time", 20)
-        return connect(link, deadline, more)
+            wait_until(lambda: event.is_set() or stop.is_set(), "the time", 20)
+        found = dial_tcp(address, secret, hello, deadline, stop)
+        if hello.get("gate"):
+            wait_until(lambda: not handshakes(), "the server")
+            event.here.set()
+        return found
 
-    monkeypatch.setattr(NetworkConnection, "_connect", late)
+    monkeypatch.setattr(network, "dial_tcp", late)
     return event
 
 
@@ -94,13 +105,13 @@ def lose_server_and_worker(job, folder):
     job.servers[0].close()
     job.join()
     job.clients[1].close(RuntimeError("preempted"))
-    return job.start_server(0)
+    job.start_server(0)
 
 
 def test_who_comes_before_those_who_only_come_back_joins_them(tmp_path, returning):
     """A server and a worker are lost at once; the worker is back first."""
     with Servers(3, snapshot_dir=str(tmp_path)) as job:
-        server = lose_server_and_worker(job, tmp_path)
+        lose_server_and_worker(job, tmp_path)
 
         def work(rank):
             if rank == 1:
@@ -109,7 +120,7 @@ def test_who_comes_before_those_who_only_come_back_joins_them(tmp_path, returnin
                 entry = enter(client, 1)
                 client.entered(entry.met, entry.ranks)
             else:
-                wait_until(lambda: server._registrar._held, "rank 1 to come")
+                assert returning.here.wait(20)
                 returning.set()
                 client = job.clients[rank]
                 while not client.communicator.join_barrier({"fit": 1}):
@@ -123,7 +134,7 @@ def test_who_comes_before_those_who_only_come_back_joins_them(tmp_path, returnin
 def test_a_job_that_was_begun_anew_is_no_place_to_come_back_to(
     tmp_path, returning, monkeypatch
 ):
-    monkeypatch.setattr(registration, "_RETURN_SECONDS", 0.2)
+    monkeypatch.setattr(registration, "RETURN_SECONDS", 0.2)
     with Servers(3, snapshot_dir=str(tmp_path)) as job:
         lose_server_and_worker(job, tmp_path)
         job.clients[1] = job.connect(1, gate=True)

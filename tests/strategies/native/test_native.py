@@ -96,7 +96,7 @@ def test_it_needs_the_users_word_and_listens_at_the_tasks_address_only():
     script = """
 import json, os, socket
 from kerasdist import RingStrategy, errors
-from kerasdist.strategies.native.server import _Server
+from kerasdist.strategies.native.server import Server
 
 word = os.environ.pop("KERASDIST_ALLOW_OPEN_SERVERS")
 try:
@@ -105,7 +105,7 @@ except errors.ClusterError as error:
     found = [str(error)]
 os.environ["KERASDIST_ALLOW_OPEN_SERVERS"] = word
 strategy = RingStrategy(transport="native")
-port = int(_Server.address.rpartition(":")[2])
+port = int(Server.address.rpartition(":")[2])
 for ip in ("127.0.0.1", "127.0.0.2", "::1"):
     try:
         socket.create_connection((ip, port), timeout=1).close()

@@ -36,13 +36,23 @@ pytestmark = [
 SECRET = b"a secret of the tests"
 
 
+@contextlib.contextmanager
+def listener_at(address=None, secret=SECRET, **options):
+    """A listener, by default on a free port, released after the block."""
+    address = address or f"127.0.0.1:{free_ports(1)[0]}"
+    made = Listener.acquire(address, secret, **options)
+    try:
+        yield made
+    finally:
+        made.release()
+
+
 @pytest.fixture
 def listening():
     """A listener on a free port, closed after the test; nothing is left of it."""
     before = open_sockets()
-    made = Listener.acquire(f"127.0.0.1:{free_ports(1)[0]}", SECRET)
-    yield made
-    made.release()
+    with listener_at() as made:
+        yield made
     assert open_sockets() == before
     left = [t.name for t in threading.enumerate() if t.name.startswith("kerasdist")]
     assert left == []
@@ -144,13 +154,12 @@ def test_a_port_in_use_is_an_error_with_address_and_remedy():
 def test_a_name_that_is_not_this_machines_stands_for_its_port(host):
     """As that of a Kubernetes service, or an address that is translated."""
     port = free_ports(1)[0]
-    made = Listener.acquire(f"{host}:{port}", SECRET)
-    try:
-        with socket.create_connection(("127.0.0.1", port), timeout=10) as sock:
-            authenticate_as_client(made, sock)
-            take(made).close()
-    finally:
-        made.release()
+    with (
+        listener_at(f"{host}:{port}") as made,
+        socket.create_connection(("127.0.0.1", port), timeout=10) as sock,
+    ):
+        authenticate_as_client(made, sock)
+        take(made).close()
 
 
 @pytest.mark.parametrize("what", ["closed", "file", "other port", "not listening", "x"])
@@ -340,8 +349,7 @@ def test_a_high_descriptor_does_not_end_the_listener(listening):
         stack.callback(lambda: [os.close(fd) for fd in filler])
         while not filler or filler[-1] < 1100:
             filler.append(os.dup(0))
-        made = Listener.acquire(f"127.0.0.1:{free_ports(1)[0]}", SECRET)
-        stack.callback(made.release)
+        made = stack.enter_context(listener_at())
         late = stack.enter_context(socket.socket())
         late.settimeout(10)
         with contextlib.suppress(OSError):
@@ -385,13 +393,12 @@ def test_connections_that_nobody_asks_for_are_given_back(listening):
 def test_who_waits_longer_than_a_start_may_take_is_sent_away(monkeypatch):
     monkeypatch.setattr(listener, "LOOK_SECONDS", 0.05)
     monkeypatch.setattr(listener, "HANDSHAKE_SECONDS", 2.0)
-    made = Listener.acquire(f"127.0.0.1:{free_ports(1)[0]}", SECRET, patience=0.1)
-    try:
-        with authenticate_as_client(made, dial(made)) as sock:
-            sock.settimeout(30)
-            assert sock.recv(1) == b""
-    finally:
-        made.release()
+    with (
+        listener_at(patience=0.1) as made,
+        authenticate_as_client(made, dial(made)) as sock,
+    ):
+        sock.settimeout(30)
+        assert sock.recv(1) == b""
 
 
 def test_when_too_many_wait_the_next_one_is_told_so(listening, monkeypatch):
@@ -457,8 +464,7 @@ def test_a_host_is_reached_at_all_addresses_of_its_name(names, ips, reached):
     """A name with an IPv6 address only made it listen on IPv4, where nobody came."""
     names["worker-0"] = ips
     port = free_ports(1)[0]
-    made = Listener.acquire(f"worker-0:{port}", SECRET)
-    try:
+    with listener_at(f"worker-0:{port}") as made:
         for ip in ("::1", "127.0.0.1", "127.0.0.2"):
             if ip in reached:
                 with socket.create_connection((ip, port), timeout=10) as sock:
@@ -469,21 +475,16 @@ def test_a_host_is_reached_at_all_addresses_of_its_name(names, ips, reached):
             else:
                 with pytest.raises(ConnectionRefusedError):
                     socket.create_connection((ip, port), timeout=10)
-    finally:
-        made.release()
 
 
 def test_a_name_is_dialed_at_all_its_addresses(names):
     names["worker-0"] = ["::1"]
     port = free_ports(1)[0]
-    made = Listener.acquire(f"worker-0:{port}", SECRET)
-    try:
+    with listener_at(f"worker-0:{port}") as made:
         names["worker-0"] = ["127.0.0.1", "::1"]
         hello = {"session": "s", "purpose": "p", "rank": 1}
         with dial_tcp(f"worker-0:{port}", SECRET, hello, Deadline(10)):
             take(made).close()
-    finally:
-        made.release()
 
 
 def test_a_name_server_that_hangs_holds_nobody_up(names, monkeypatch):
@@ -532,7 +533,6 @@ OTHER = "the other end is a process of user 65534, this one is of user 0"
 def test_without_a_secret_other_users_are_refused(family, secret):
     """They reach loopback addresses, too, and see names of Unix sockets in /proc."""
     port = free_ports(1)[0]
-    made = Listener.acquire(f"127.0.0.1:{port}", secret)
     unix = family == socket.AF_UNIX
 
     def come():
@@ -541,11 +541,8 @@ def test_without_a_secret_other_users_are_refused(family, secret):
         sock.sendall(b"x" * 100)
         signal.pause()
 
-    try:
-        with another_user(come):
-            (text,) = refused(made)
-    finally:
-        made.release()
+    with listener_at(f"127.0.0.1:{port}", secret) as made, another_user(come):
+        (text,) = refused(made)
     assert (OTHER in text) is not bool(secret)
     assert ("The received bytes aren't a kerasdist frame" in text) is bool(secret)
 
@@ -557,7 +554,6 @@ def test_without_a_secret_a_look_whether_somebody_listens_is_not_noted(
     """The kernel says of a socket that was closed that it is root's."""
     port = free_ports(1)[0]
     monkeypatch.setattr(os, "geteuid", lambda: 12345)
-    made = Listener.acquire(f"127.0.0.1:{port}", b"")
     unix = family == socket.AF_UNIX
 
     def come():
@@ -565,7 +561,7 @@ def test_without_a_secret_a_look_whether_somebody_listens_is_not_noted(
         sock.connect(made.unix_name if unix else ("127.0.0.1", port))
         return sock
 
-    try:
+    with listener_at(f"127.0.0.1:{port}", b"") as made:
         for _ in range(20):
             come().close()
         wait_until(lambda: not handshakes(), "the looks to be over")
@@ -573,8 +569,6 @@ def test_without_a_secret_a_look_whether_somebody_listens_is_not_noted(
         with come():
             (text,) = refused(made)
         assert "this one is of user 12345" in text
-    finally:
-        made.release()
 
 
 def test_without_a_secret_a_listener_that_dies_is_dialed_again(monkeypatch):
