@@ -290,7 +290,7 @@ def test_an_interrupted_rank_is_named_by_the_others_at_once(kind):
         def interrupt(*_):
             raise KeyboardInterrupt
 
-        broken.listen(types.SimpleNamespace(add=interrupt))
+        broken.add_recorder(types.SimpleNamespace(add=interrupt))
 
         def work(communicator):
             try:

@@ -15,10 +15,7 @@ from places import ROOT
 # The looks that remain, by file.
 MOST = {
     "benchmarks/board_cost/player.py": 4,
-    "benchmarks/chief_data/player.py": 1,
     "tests/callbacks/timeline/test_timeline.py": 1,
-    "tests/package/test_ways.py": 1,
-    "tests/strategies/asynchronous/test_live_group.py": 1,
     "tests/strategies/measure/test_counters.py": 1,
     "tests/strategies/measure/test_stages.py": 4,
 }

@@ -42,15 +42,15 @@ from kerasdist.cli.run.processes import (
 )
 from kerasdist.cli.run.spawn import Launch, Started
 
-__all__ = ["JobSupervisor"]
+__all__ = ["LET_CAUSE_END", "LET_THEM_FAIL", "JobSupervisor"]
 
 # When one rank fails, in seconds from then. The others first get the time to fail
 # by themselves: they report which rank they have lost, and the real first failure may
 # be one whose process takes longer to end. In sum less than 5 s.
-_LET_THEM_FAIL = 1.5
+LET_THEM_FAIL = 1.5
 _TERM_TO_KILL = 2.0
 # The rank that the others report as the cause: TensorFlow may end a process slowly.
-_LET_CAUSE_END = 3.0
+LET_CAUSE_END = 3.0
 # A lost worker that still runs when the job without it has ended.
 _LET_LOST_END = 2.0
 # After Ctrl-C: scripts may catch KeyboardInterrupt and save.
@@ -186,7 +186,7 @@ class JobSupervisor:
             worker.code = os.waitstatus_to_exitcode(status)
             worker.process.returncode = worker.code  # it can't be waited for again
             if self._outcome.fails_with(worker):
-                self._plan_to_end(_LET_THEM_FAIL, _LET_THEM_FAIL + _TERM_TO_KILL)
+                self._plan_to_end(LET_THEM_FAIL, LET_THEM_FAIL + _TERM_TO_KILL)
 
     def _on_signal(self, number: int) -> None:
         if number not in ENDING_SIGNALS:
@@ -236,7 +236,7 @@ class JobSupervisor:
             return
         cause = self._outcome.cause
         runs = cause is not None and cause.code is None
-        seconds = _LET_CAUSE_END if runs else _LET_THEM_FAIL
+        seconds = LET_CAUSE_END if runs else LET_THEM_FAIL
         self._plan[0] = (failed_at + seconds, signal.SIGTERM)
 
     def _send_what_is_due(self) -> None:

@@ -32,7 +32,7 @@ from kerasdist.strategies.asynchronous.workers import AsyncWorkers
 from kerasdist.strategies.data.batch_check import different_batches
 from kerasdist.strategies.reduce.consensus import Consensus
 
-__all__ = ["AsyncEpochs"]
+__all__ = ["AsyncEpochs", "compare_evidence"]
 
 
 class AsyncEpochs:
@@ -82,7 +82,7 @@ class AsyncEpochs:
         ranks = self._workers.communicator.ranks
         self.weights.pull()
         self._workers.communicator.barrier()
-        _compare(ranks, [facts["evidence"] for facts in every])
+        compare_evidence(ranks, [facts["evidence"] for facts in every])
         self.steps_of_all = sum(facts["steps"] for facts in every)
         if self.steps_of_all:
             self._consensus.average(statistics, steps / self.steps_of_all)
@@ -156,7 +156,8 @@ class AsyncEpochs:
                     raise
 
 
-def _compare(ranks: tuple[int, ...], evidence: list[dict[str, int]]) -> None:
+def compare_evidence(ranks: tuple[int, ...], evidence: list[dict[str, int]]) -> None:
+    """Raise an error if two of these ranks have noted different batches at a place."""
     by_rank = dict(zip(ranks, evidence, strict=True))
     for place in sorted({place for one in evidence for place in one}):
         found = {rank: one[place] for rank, one in by_rank.items() if place in one}

@@ -289,9 +289,9 @@ def test_ring(tmp_path):
 
 SERVERS = """
 strategy = kerasdist.ParameterServerStrategy(MODE, timeout=60)
-listening = listeners(strategy.communicator)
+recording = recorders(strategy.communicator)
 fit(build(), [Timeline(folder + "/trace.json", steps=(2, 4))])
-result(not listening)
+result(not recording)
 """
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from kerasdist.strategies.asynchronous.epochs import _compare
+from kerasdist.strategies.asynchronous.epochs import compare_evidence
 from kerasdist.strategies.asynchronous.live_group import LiveJob
 from kerasdist.strategies.chief_data.arrays import settle_arrays
 from kerasdist.strategies.chief_data.choice import DataChoice
@@ -96,4 +96,4 @@ def test_a_lost_worker_shifts_nobodys_rank(differ, text):
 
 def test_batches_that_differ_are_compared_with_the_first_who_knows_them():
     with pytest.raises(ValueError, match=r"ranks \[4\] differ from rank 2\."):
-        _compare((1, 2, 4), [{}, {"0.1": 5}, {"0.1": 6}])
+        compare_evidence((1, 2, 4), [{}, {"0.1": 5}, {"0.1": 6}])
