@@ -125,21 +125,6 @@ def accumulate(
     return original(optimizer, grads, trainable_variables)
 
 
-def _exchange(
-    facets: Facets, reduce: Callable[..., list[Any]], gradients: list[Any], *args: Any
-) -> list[Any]:
-    """Reduce gradients; with a placement they return to the devices they are from."""
-    if is_timed():
-        reduced = facets.timer.exchange(
-            gradients, lambda after: reduce(gradients, *args, after)
-        )
-    else:
-        reduced = reduce(gradients, *args)
-    if facets.places_gradients:
-        reduced = [move_beside(*pair) for pair in zip(reduced, gradients, strict=True)]
-    return reduced
-
-
 def clip_gradients(
     original: Callable[..., Any], optimizer: Any, grads: Sequence[Any]
 ) -> Any:
@@ -205,6 +190,21 @@ def _unscaled(original: Callable[..., Any], optimizer: Any) -> Any:
         if steps is not None:
             return schedule(steps)
     return original(optimizer)
+
+
+def _exchange(
+    facets: Facets, reduce: Callable[..., list[Any]], gradients: list[Any], *args: Any
+) -> list[Any]:
+    """Reduce gradients; with a placement they return to the devices they are from."""
+    if is_timed():
+        reduced = facets.timer.exchange(
+            gradients, lambda after: reduce(gradients, *args, after)
+        )
+    else:
+        reduced = reduce(gradients, *args)
+    if facets.places_gradients:
+        reduced = [move_beside(*pair) for pair in zip(reduced, gradients, strict=True)]
+    return reduced
 
 
 def _variables_of(optimizer: Any) -> list[Any]:
