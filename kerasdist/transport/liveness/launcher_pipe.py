@@ -161,7 +161,7 @@ class LauncherPipe:
             found += [each for line in lines if (each := decode(line)) is not None]
 
 
-class _Pipe:
+class _WritingEnd:
     """The writing end of the launcher's pipe, if there is a launcher.
 
     Args:
@@ -204,7 +204,7 @@ class Reporter:
     ) -> None:
         self._job = job
         self._rank = rank
-        self._pipe = _Pipe(environ)
+        self._pipe = _WritingEnd(environ)
 
     def failed(self, error: errors.CollectiveError) -> None:
         """Report that the job has failed. Never waits, and never raises `OSError`.
@@ -234,7 +234,7 @@ class ServerReporter:
 
     def __init__(self, server: int, environ: Mapping[str, str] | None = None) -> None:
         self._server = server
-        self._pipe = _Pipe(environ)
+        self._pipe = _WritingEnd(environ)
 
     def begun(self, patience: float) -> None:
         """Report that the job begins, and continues without lost workers from now on.
