@@ -7,16 +7,16 @@ import sys
 
 from kerasdist.transport.log import background_log
 
-__all__ = ["say", "say_soon"]
+__all__ = ["print_line", "print_line_soon"]
 
 
-def say(text: str) -> None:
+def print_line(text: str) -> None:
     """Print a line to the user on standard error, even if it isn't read any more."""
     background_log.flush(None)
     with contextlib.suppress(OSError):
         print(f"kerasdist run: {text}", file=sys.stderr, flush=True)
 
 
-def say_soon(text: str) -> None:
+def print_line_soon(text: str) -> None:
     """Print a line while a job is watched: a reader that has stopped delays nothing."""
     background_log.write_line(f"kerasdist run: {text}", error=True)

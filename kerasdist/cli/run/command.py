@@ -19,7 +19,7 @@ from pathlib import Path
 from types import FrameType
 
 from kerasdist.cli.allocator import ALLOCATORS, find_allocator, preloading
-from kerasdist.cli.console import say
+from kerasdist.cli.console import print_line
 from kerasdist.cli.run.cores import cores_in_order, shares
 from kerasdist.cli.run.job import JobSpec
 from kerasdist.cli.run.processes import (
@@ -257,25 +257,25 @@ def _launch(
         available = cores_in_order()
         cores = tuple(shares(available, size))
         if len(available) < size:
-            say(
+            print_line(
                 f"{size} workers share {len(available)} cores: each has one core and "
                 "one thread, several have the same"
             )
     if os.environ.get("TF_CONFIG", "").strip() not in ("", "{}"):
-        say(
+        print_line(
             "TF_CONFIG is set, and is replaced: `kerasdist run` starts a job of its "
             "own on this machine"
         )
     environ = dict(os.environ)
     library = find_allocator() if arguments.malloc == "auto" else arguments.malloc
     if library is None:
-        say(
+        print_line(
             "--malloc auto: no allocator is installed, workers use the C library's. On "
             "Debian and Ubuntu: apt-get install libjemalloc2"
         )
     elif library != "none":
         environ.update(preloading(library, environ))
-        say(f"workers allocate with {environ['LD_PRELOAD'].partition(':')[0]}")
+        print_line(f"workers allocate with {environ['LD_PRELOAD'].partition(':')[0]}")
     job = JobSpec(
         size=size,
         servers=servers,
@@ -288,7 +288,7 @@ def _launch(
     logs = [log for task in job.tasks if (log := job.log(task)) is not None]
     if logs:
         rest = "" if len(logs) == 1 else f" ... {logs[-1].name}"
-        say(f"the others' output goes to {shlex.quote(str(logs[0]))}{rest}")
+        print_line(f"the others' output goes to {shlex.quote(str(logs[0]))}{rest}")
     code = _supervised(job)
     if temporary and log_dir is not None and code == 0:
         shutil.rmtree(log_dir, ignore_errors=True)
@@ -335,7 +335,7 @@ def _supervised(job: JobSpec) -> int:
         if code < 0:
             # It was killed; its adopted children are ours now.
             kill_all(2.0, others)
-            say(f"the supervisor of the workers was ended by signal {-code}")
+            print_line(f"the supervisor of the workers was ended by signal {-code}")
             return 128 - code
     if code != 0 and received:
         return 128 + received[0]

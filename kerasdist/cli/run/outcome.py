@@ -42,7 +42,7 @@ import sys
 import time
 from collections.abc import Sequence
 
-from kerasdist.cli.console import say, say_soon
+from kerasdist.cli.console import print_line, print_line_soon
 from kerasdist.cli.run.job import JobSpec
 from kerasdist.cli.run.output import end_of, last_traceback
 from kerasdist.cli.run.processes import ENDING_SIGNALS
@@ -108,10 +108,10 @@ class JobOutcome:
 
     def _take_report(self, report: Report) -> None:
         worker = self._task("worker", report.rank)
-        if self.goes_on and worker is not None and worker.missed_by:
+        if self.continues and worker is not None and worker.missed_by:
             # For instance, it was frozen, the others continued, and it wakes up.
             worker.gave_up = True
-        elif not self.goes_on or report.rank != report.blames:
+        elif not self.continues or report.rank != report.blames:
             # Servers don't report that another server was lost for good; workers do.
             self._can_lose = False
             self._reports.append(report)
@@ -144,10 +144,10 @@ class JobOutcome:
             worker.replaced = False
         elif notice.kind in ("joined", "returned") and worker.lost:
             worker.replaced = True
-            say_soon(f"{worker.task} joined again")
+            print_line_soon(f"{worker.task} joined again")
 
     @property
-    def goes_on(self) -> bool:
+    def continues(self) -> bool:
         """Whether the job continues without lost workers: all servers reported that."""
         return 0 < self._job.servers <= len(self._begun) and self._can_lose
 
@@ -188,13 +188,13 @@ class JobOutcome:
         return True
 
     def _continues_without(self, task: Started) -> bool:
-        if task.lost or self.over or not self.goes_on:
+        if task.lost or self.over or not self.continues:
             return task.lost
         if not task.task.is_server:
             self._lose(task)
         elif self._patience and task.code is not None and task.code < 0:
             task.lost = True
-            say_soon(
+            print_line_soon(
                 f"{task.task} was lost: it {in_words(task.code)}; the workers wait "
                 f"{self._patience:g} s for it to be started again"
             )
@@ -209,11 +209,11 @@ class JobOutcome:
             why = f"it {in_words(worker.code)}{detail}"
         others = any(each.code is None and not each.lost for each in self._workers)
         rest = "; the others go on" if others else ""
-        say_soon(f"{worker.task} was lost: {why}{rest}")
+        print_line_soon(f"{worker.task} was lost: {why}{rest}")
 
     def _unprinted(self) -> list[tuple[float, Started]]:
         """Return the workers whose loss is to be printed, and in how many seconds."""
-        if self.over or not self.goes_on:
+        if self.over or not self.continues:
             return []
         end = _LET_IT_END - time.monotonic()
         return [
@@ -249,7 +249,7 @@ class JobOutcome:
         """
         if ended_by is not None:
             name = signal.Signals(ended_by).name
-            say(f"ended by {name}; all {self._job.kinds} are ended")
+            print_line(f"ended by {name}; all {self._job.kinds} are ended")
             return exit_code(-ended_by)
         if launcher_lost:
             return exit_code(-signal.SIGKILL)
@@ -264,23 +264,23 @@ class JobOutcome:
         for other in self.failures():
             # Listed because the order of exits may deceive.
             if other is not first:
-                self._say_message(other, f"afterwards {_how(other)}")
+                self._print_message(other, f"afterwards {_how(other)}")
         return exit_code(first.code or 0)
 
     def _finished_without(self, lost: Sequence[Started]) -> int:
         names = " and ".join(str(each.task) for each in lost)
-        say(f"the job has finished without {names}")
+        print_line(f"the job has finished without {names}")
         chief = next((each for each in lost if each.task.is_chief), None)
         if chief is not None:
             if not self._has_printed(chief):
-                self._say_message(chief, str(chief.task))
-            say(
+                self._print_message(chief, str(chief.task))
+            print_line(
                 "that was the chief: what it alone writes, the model for instance, "
                 "may be missing, so this is no success"
             )
         own = next((each for each in lost if _by_itself(each)), None)
         if own is not None:
-            say(f"{_how(own)} by itself: this is no success")
+            print_line(f"{_how(own)} by itself: this is no success")
             if not own.task.is_chief:
                 _show_end(own)
         counts = chief or own
@@ -310,20 +310,20 @@ class JobOutcome:
     def _show_first(self, first: Started) -> None:
         alone = len(self._tasks) == 1
         others = "" if alone else f"; the other {self._job.kinds} were ended"
-        say(f"{_how(first)}{others}")
+        print_line(f"{_how(first)}{others}")
         shown, cause = first, self.cause
         if cause is not None and cause is not first:
             how = "was lost to the others, and had to be ended"
             if not cause.ended_by_us:
                 how = f"ended with code {cause.code} while others still needed it"
-            say(f"before that, {cause.task} {how}")
+            print_line(f"before that, {cause.task} {how}")
             if last_traceback(cause.evidence()[0]):
                 shown = cause
         # An error that the task printed itself isn't printed again.
         if not self._has_printed(shown):
             _show_end(shown)
         if first is not shown:
-            self._say_message(first, str(first.task))
+            self._print_message(first, str(first.task))
 
     def _has_printed(self, task: Started) -> bool:
         """Return whether the error that ended a task was printed already.
@@ -340,15 +340,15 @@ class JobOutcome:
         ends = task.evidence()[0].rstrip() if final is None else final.message
         if not ends.endswith(chief.message):
             return False
-        say(f"{task.task} ended with the error of rank 0, which stands above")
+        print_line(f"{task.task} ended with the error of rank 0, which stands above")
         return True
 
-    def _say_message(self, task: Started, begin: str) -> None:
+    def _print_message(self, task: Started, begin: str) -> None:
         """Print how a task ended, and its error if that wasn't printed."""
         final = task.final_error
         if final is not None and final.consequence:
             begin += f": {final.message.splitlines()[0]}"
-        say(begin)
+        print_line(begin)
 
 
 def _how(task: Started) -> str:
@@ -379,12 +379,12 @@ def _show_end(task: Started) -> None:
     if last_traceback(output) is None:
         left = whose if output.strip() else "and no output"
         whose = f"{task.task} left no traceback; {left}"
-    say(whose)
+    print_line(whose)
     shown = end_of(output)
     if shown:
         print(shown, file=sys.stderr, flush=True)
     if task.log is not None:
-        say(f"all of its output: {shlex.quote(str(task.log))}")
+        print_line(f"all of its output: {shlex.quote(str(task.log))}")
 
 
 def exit_code(code: int) -> int:

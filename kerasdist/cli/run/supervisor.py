@@ -27,7 +27,7 @@ import selectors
 import signal
 import time
 
-from kerasdist.cli.console import say, say_soon
+from kerasdist.cli.console import print_line, print_line_soon
 from kerasdist.cli.run.frozen import FrozenTasks
 from kerasdist.cli.run.job import JobSpec
 from kerasdist.cli.run.outcome import JobOutcome
@@ -116,12 +116,12 @@ class JobSupervisor:
                 self._tasks.extend(self._launch.start())
                 self._watch(wake_read)
             except OSError as error:
-                say(f"the workers can't be run: {error}")
+                print_line(f"the workers can't be run: {error}")
                 return 1
             finally:
                 left = kill_all(_GIVE_UP)
                 if left:
-                    say(f"processes {left} can't be killed")
+                    print_line(f"processes {left} can't be killed")
         if self._pump is not None:
             self._pump.finish(_OUTPUT_SECONDS)
         return self._outcome.report(self._signal, launcher_lost=self._launcher_lost)
@@ -164,7 +164,7 @@ class JobSupervisor:
     def _end_frozen(self, frozen: list[Started]) -> None:
         names = " and ".join(str(each.task) for each in frozen)
         were = "were" if len(frozen) > 1 else "was"
-        say_soon(
+        print_line_soon(
             f"{names} {were} stopped by a signal, and all others have ended: "
             "waiting no longer"
         )

@@ -380,7 +380,7 @@ def test_a_job_goes_on_when_all_servers_have_said_so_until_one_fails(outcome_of)
     ):
         say()
         outcome.read()
-        seen.append(outcome.goes_on)
+        seen.append(outcome.continues)
     assert seen == [False, False, True, True, False]
 
 
@@ -404,10 +404,10 @@ def test_who_was_lost_before_is_no_witness(outcome_of):
     report(outcome, 1, SERVER_LOST)
     assert workers[1].gave_up
     assert outcome.cause is None
-    assert outcome.goes_on
+    assert outcome.continues
     report(outcome, 2, LOST)
     assert outcome.cause is workers[1]
-    assert not outcome.goes_on  # rank 2 has lost what it needs
+    assert not outcome.continues  # rank 2 has lost what it needs
 
 
 # --- what a person reads first ---
