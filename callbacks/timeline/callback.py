@@ -372,11 +372,11 @@ class _Log:
         self.active = False
 
     def add(
-        self, name: str, begin: int, end: int, size: int = 0, what: str = ""
+        self, name: str, begin: int, end: int, size: int = 0, what: object = ""
     ) -> None:
         """See `Recorder.add`."""
         if len(self.spans) >= _MOST_SPANS:
             self.dropped += 1
             return
         thread = threading.get_ident()
-        self.spans.append(Span(name, begin, end, size, what, thread, self.step))
+        self.spans.append(Span(name, begin, end, size, str(what), thread, self.step))

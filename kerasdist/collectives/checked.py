@@ -311,7 +311,7 @@ class CheckedCommunicator(Communicator):
             self._give_up(error, call)
             raise
         if recorder is not None:
-            recorder.add(kind, begin, now(), elements * itemsize(dtype), str(call))
+            recorder.add(kind, begin, now(), elements * itemsize(dtype), call)
 
     def _give_up(self, error: BaseException, call: Call) -> None:
         """Raise the job's failure for an error; return if it isn't one of the group."""

@@ -25,7 +25,7 @@ class Notes:
         self.spans = []
 
     def add(self, name, begin, end, size=0, what=""):
-        self.spans.append((name, begin, end, size, what))
+        self.spans.append((name, begin, end, size, str(what)))
 
     def of(self, name):
         return [span for span in self.spans if span[0] == name]

@@ -124,7 +124,7 @@ class ServerConnection(abc.ABC):
                         laps.end("send", size, str(self))
                     answer = channel.receive(deadline, MOST_BYTES)
                     if laps is not None:
-                        laps.end("wait", what=str(self), until=channel.answered)
+                        laps.end("wait", what=self, until=channel.answered)
                         size = sum(array.nbytes for array in answer.arrays)
                         laps.end("receive", size, str(self))
                 except (ChannelEnded, Aborted) as error:

@@ -24,7 +24,7 @@ class SpanSums:
         self._now = Work(size)
 
     def add(
-        self, name: str, begin: int, end: int, size: int = 0, what: str = ""
+        self, name: str, begin: int, end: int, size: int = 0, what: object = ""
     ) -> None:
         """See `transport.tracing.Recorder.add`."""
         del what

@@ -71,12 +71,12 @@ class StepCounters:
 
     def add(self, counts: dict[int, Any], times: dict[int, Any] | None = None) -> None:
         """Add to the sums, in a graph, on the host; times are those of `time_after`."""
-        values = [tf.constant(0, tf.float64)] * SLOTS
+        values, bases = [tf.constant(0, tf.float64)] * SLOTS, np.zeros(SLOTS)
         for slot, count in counts.items():
             values[slot] = tf.cast(count, tf.float64)
         for slot, read in (times or {}).items():
-            values[slot] = read - self._base
-        self._totals.assign_add(tf.stack(values))
+            values[slot], bases[slot] = read, self._base
+        self._totals.assign_add(tf.stack(values) - bases, read_value=False)
 
     def add_eagerly(
         self, counts: dict[int, Any], times: dict[int, float] | None = None

@@ -157,7 +157,7 @@ class NativeCommunicator(CheckedCommunicator):
         if began is not None and recorder is not None:
             begin, call = began
             size = call.elements * itemsize(call.dtype)
-            recorder.add(call.kind, begin, now(), size, str(call))
+            recorder.add(call.kind, begin, now(), size, call)
 
     def translate(self, error: BaseException) -> errors.CollectiveError | None:
         """Return the job's failure behind TensorFlow's error; None for another cause.
