@@ -20,12 +20,15 @@ import tensorflow as tf
 
 import kerasdist
 from kerasdist.callbacks import ScalingTensorBoard
+from kerasdist.strategies.measure.sampling import rows_for
 
 # Ways to take a block of steps, and how long a block is.
-WAYS = WITHOUT, MEASURED = "without", "measured"
+WITHOUT, COUNTED, ROW, MEASURED = "without", "counted", "row", "measured"
 SECONDS, LEAST = 0.15, 20
 # The first steps of a block aren't looked at: the caches are another one's.
-SETTLE = 6
+SETTLE = 3
+# Behind a row its other graph isn't in the caches any more.
+BEHIND = 8
 # Whoever takes so many times as long as the median was held up by something else.
 OUTLIER = 2
 FIRST = 50  # steps, to know how long they are
@@ -66,22 +69,26 @@ class Turns(keras.callbacks.Callback):
     """Takes blocks of steps in turns, each an epoch, in one order on all workers.
 
     without     no clock runs, and the callback isn't called
-    measured    all steps are measured
+    counted     most steps with the callback: nothing is measured
+    row         the same, but for a row that is measured
+    measured    all are measured, as the longest steps are with the callback
 
-    `samples` are mean seconds of a step, `processor` the processor's seconds for it.
+    `samples` are mean seconds of a step; of `row` by how much a row takes longer.
     """
 
     def __init__(self, board, seconds):
         super().__init__()
         self.board, self.clock = board, strategy.extended.kerasdist.timer
-        self.block = max(round(SECONDS / seconds), LEAST)
-        self.samples = {way: [] for way in WAYS}
-        self.processor = {way: [] for way in WAYS}
+        self.row, self.period = rows_for(seconds)
+        self.around = self.row + BEHIND if self.row else 0
+        self.ways = (WITHOUT, COUNTED, ROW) if self.row else (WITHOUT, MEASURED)
+        self.block = max(round(SECONDS / seconds), LEAST + self.around)
+        self.samples = {way: [] for way in self.ways}
         self.chance = np.random.default_rng(5)
         # Of long steps there are fewer, or it takes too long.
         rounds = max(round(min(ROUNDS, TOTAL / (self.block * seconds))), LEAST_ROUNDS)
         self.order = [
-            way for _ in range(rounds) for way in self.chance.permutation(WAYS)
+            way for _ in range(rounds) for way in self.chance.permutation(self.ways)
         ]
         # What windows have taken: the steps aren't compared at their ends.
         self.windows, self.window_seconds = 0, 0.0
@@ -96,20 +103,28 @@ class Turns(keras.callbacks.Callback):
         end = self.board._end_window
 
         def timed():
-            begin, worked = time.perf_counter(), time.process_time()
+            begin = time.perf_counter()
             end()
+            self.sample()
             spent = time.perf_counter() - begin
             self.windows += 1
             self.window_seconds += spent
             self.begin += spent
-            self.worked += time.process_time() - worked
 
         self.board._end_window = timed
+
+    def sample(self):
+        """Which of the block's steps are measured."""
+        sampling = self.clock._sampling
+        sampling.set(self.row, 0 if self.way == MEASURED else 1 << 40)
+        if self.way == ROW:
+            sampling._ahead = self.block - self.around - 1 - self.steps
 
     def on_epoch_begin(self, epoch, logs=None):
         self.way = self.order[epoch]
         self.steps, self.spent = 0, []
         self.clock.running = self.way != WITHOUT
+        self.sample()
         self.clock.begin_epoch()
 
     def on_train_batch_begin(self, batch, logs=None):
@@ -117,13 +132,9 @@ class Turns(keras.callbacks.Callback):
         if self.steps:
             self.spent.append(now - self.begin)
         self.begin = now
-        if self.steps == SETTLE:
-            self.worked = time.process_time()
         if self.steps == self.block - 1:
             # The last one is left out: with it comes what ends an epoch.
             self.samples[self.way].append(self.look(np.array(self.spent)))
-            worked = time.process_time() - self.worked
-            self.processor[self.way].append(worked / (self.steps - SETTLE))
         self.steps += 1
         if self.way != WITHOUT:
             self.board.on_train_batch_begin(batch)
@@ -131,7 +142,10 @@ class Turns(keras.callbacks.Callback):
     def look(self, spent):
         spent = spent[SETTLE:]
         usual = np.median(spent)
-        return float(np.where(spent < OUTLIER * usual, spent, usual).mean())
+        spent = np.where(spent < OUTLIER * usual, spent, usual)
+        if self.way == ROW:
+            return float((spent[-self.around :] - usual).sum())
+        return float(spent.mean())
 
     def on_train_end(self, logs=None):
         self.passed = time.perf_counter() - self.began
@@ -141,7 +155,7 @@ class Turns(keras.callbacks.Callback):
 
 with tempfile.TemporaryDirectory() as folder:
     board = ScalingTensorBoard(folder, verbose=0)
-    # Both graphs are traced here: that without clocks, and the one that measures.
+    # Both graphs are traced here: the usual one, and the one that measures.
     model.fit(**data(FIRST))
     model.fit(**data(FIRST), callbacks=[board])
     # How long a step is without it: the same number on all workers.
@@ -156,9 +170,9 @@ with tempfile.TemporaryDirectory() as folder:
 found = {
     "rank": RANK,
     "samples": turns.samples,
-    "processor": turns.processor,
+    "row_seconds": turns.period * seconds,  # from one row to the next
     "windows": turns.windows,
     "window_seconds": turns.window_seconds,
-    "seconds": turns.passed / 2,  # with the callback
+    "seconds": turns.passed * (1 - 1 / len(turns.ways)),  # with the callback
 }
 print("RESULT", json.dumps(found), flush=True)

@@ -42,6 +42,8 @@ __all__ = ["ScalingTensorBoard"]
 
 # After this many calls one worker's speed is measured: the first call traces.
 _CALIBRATE = 2
+# After this many calls their duration is read, where no window ends soon.
+_LOOK = 9
 
 
 class ScalingTensorBoard(JobCallback):
@@ -217,7 +219,9 @@ class ScalingTensorBoard(JobCallback):
                 self._events.add(self._baseline.measure(self.model))
             if not self._windows.left:
                 self._end_window()
-        ahead = [_CALIBRATE] if self._calls < _CALIBRATE else []
+        if self._calls == _LOOK:
+            self._choose_sample()
+        ahead = [due for due in (_CALIBRATE, _LOOK) if due > self._calls]
         if self._job.in_step:
             ahead.append(self._calls + max(self._windows.left, 1))
         self._due = min(ahead, default=math.inf)
@@ -281,11 +285,21 @@ class ScalingTensorBoard(JobCallback):
                 f"log_dir={self.log_dir!r}: {faults}"
             )
 
+    def _choose_sample(self) -> None:
+        """Choose the calls to measure; workers in step measure the same ones."""
+        seconds = self._job.clock.seconds_per_step * self._job.steps_per_call
+        if self._job.in_step:
+            found = self._job.communicator.all_reduce([np.float64(seconds)], "max")
+            seconds = float(found[0])
+        if seconds:
+            self._job.clock.measure(seconds)
+
     # A window of steps.
 
     def _end_window(self) -> None:
         """End the window; all workers call it at the same step."""
         begin = time.monotonic()
+        self._choose_sample()
         mine = self._job.clock.take()
         state = self._windows.state()
         every, others = gather(
@@ -309,6 +323,8 @@ class ScalingTensorBoard(JobCallback):
         stages = self._job.take_stages()
         if stages is not None:
             self._stages = stages if self._stages is None else self._stages.plus(stages)
+            if not stages.steps:
+                stages = self._stages  # no step of this window was measured
         figures = self._figures(every, reads, stages)
         for one in every:
             before = self._sums.get(one.rank)

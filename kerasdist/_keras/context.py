@@ -38,7 +38,9 @@ class StepContext(threading.local):
         iterator: A weak reference to the newest epoch iterator other than those of
             `evaluate` and `predict`: at the beginning of `fit` that of its data; None
             if there was none.
-        timed: Whether a measured step runs, or is being made or traced.
+        making: Whether the function being made measures its steps, or only counts
+            them; None: they aren't steps of training.
+        timed: Whether a measured step runs, or is being traced.
         compiled: Whether that step is compiled by XLA.
         building: Whether steps are traced for the variables that they create, and
             update nothing.
@@ -65,6 +67,7 @@ class StepContext(threading.local):
     training: bool = False
     base_rate: bool = False
     iterator: weakref.ref[Any] | None = None
+    making: bool | None = None
     timed: bool = False
     compiled: bool = False
     building: bool = False

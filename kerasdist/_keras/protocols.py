@@ -36,8 +36,8 @@ class StepTimer(Protocol):
     """Measures steps of training; see `strategies.measure.step_clock`.
 
     Attributes:
-        running: Whether all steps are measured.
-        asked: Whether the next call is measured in any case.
+        running: Whether steps are measured.
+        asked: Whether the next call alone is to be measured.
         marks: Whether the inside of a step is measured that runs, or is being traced,
             in whichever thread.
     """
@@ -46,14 +46,17 @@ class StepTimer(Protocol):
     asked: bool
     marks: bool
 
-    def enter(self) -> None:
-        """Begin a call of the train function that is measured."""
+    def enter(self, *, always: bool = False) -> bool:
+        """Begin a call of the train function; return whether it is measured."""
 
     def leave(self, executions: int) -> None:
         """End a call, which has taken this many steps at a time, 0 if it has failed."""
 
     def step(self, run: Callable[[Any], Any], data: Any) -> Any:
-        """Measure a step on this worker's part of a batch, in cross-replica context."""
+        """Count one step on this worker's part of a batch, in cross-replica context.
+
+        It is measured, too, if the call is measured.
+        """
 
     def exchange(
         self, gradients: Sequence[Any], reduce: Callable[[Sequence[Any]], list[Any]]

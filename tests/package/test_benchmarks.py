@@ -205,5 +205,6 @@ def test_board_cost(tmp_path):
     for (worker,) in processes:
         assert {name: len(found) for name, found in worker["samples"].items()} == {
             "without": 4,
-            "measured": 4,
+            "counted": 4,
+            "row": 4,
         }

@@ -1,4 +1,4 @@
-"""A train function that is measured on request."""
+"""A train function that counts its steps, and measures them on request."""
 
 from __future__ import annotations
 
@@ -12,9 +12,11 @@ __all__ = ["InstrumentedStep"]
 
 
 class InstrumentedStep:
-    """A train function in up to two kinds: without clocks, and measuring.
+    """A train function in up to three kinds: without clocks, counting, and measuring.
 
-    Each is made, and its graph traced, when it's first called.
+    Graphs of training always count their steps, which costs one operation, so that most
+    steps run the same graph whether or not they are measured. Another graph also
+    measures its steps; it is traced on the first request.
 
     This is a hot path (a step can take 1 ms): it uses no context managers.
 
@@ -33,27 +35,30 @@ class InstrumentedStep:
         self._trainer = trainer
         self._make = make
         self._timer = timer
-        self._made: dict[bool, Callable[[Any], Any]] = {}
+        self._made: dict[bool | None, Callable[[Any], Any]] = {}
 
     def __call__(self, iterator: Any) -> Any:
         """Take steps on the batches of an iterator."""
         timer = self._timer
+        # XLA can't compile an operation that reads a clock, so such a step has none
+        # inside. It compiles for so long that there is only one graph.
+        compiled = self._trainer.jit_compile is True
         if timer is None or not (timer.running or timer.asked):
-            # What XLA has compiled has no clocks inside, and takes long to compile.
-            compiled = self._trainer.jit_compile is True
-            plain = self._made.get(False) or self._made.get(compiled)
-            return (plain or self._get(False))(iterator)
-        timer.enter()
+            kind = None if timer is None else False
+            # A function that measures does as well, and may have been compiled.
+            plain = self._made.get(kind) or self._made.get(compiled)
+            return (plain or self._get(kind))(iterator)
+        timed = timer.enter(always=compiled)
         try:
-            logs = (self._made.get(True) or self._get(True))(iterator)
+            logs = (self._made.get(timed) or self._get(timed))(iterator)
         except BaseException:
             timer.leave(0)  # above all where the data have ended
             raise
-        timer.leave(int(self._trainer.steps_per_execution))
+        timer.leave(int(self._trainer.steps_per_execution) if timed else 1)
         return logs
 
-    def _get(self, timed: bool) -> Callable[[Any], Any]:
-        if timed not in self._made:
-            with setting(timed=timed):
-                self._made[timed] = self._make()
-        return self._made[timed]
+    def _get(self, kind: bool | None) -> Callable[[Any], Any]:
+        if kind not in self._made:
+            with setting(making=kind):
+                self._made[kind] = self._make()
+        return self._made[kind]

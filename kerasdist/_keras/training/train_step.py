@@ -142,13 +142,14 @@ def receive_batch(
     if timer is None:
         return converted
     # The function being made is of one kind, see `InstrumentedStep`.
-    timed, compiled = current.timed, trainer.jit_compile is True
+    kind = current.making
+    facts = {"timed": kind is True, "compiled": trainer.jit_compile is True}
 
     def filled(data: Any) -> Any:
         if hooks is not None and hooks.workers.replicas > 1:
             data = hooks.data.unwrap(data)
-        if timed:
-            with setting(timed=True, compiled=compiled):
+        if kind is not None:
+            with setting(**facts):
                 # Each replica may run in a thread of its own.
                 timer.marks = is_timed()
                 try:

@@ -15,6 +15,7 @@ __all__ = [
     "BEGIN",
     "END",
     "GRADIENTS",
+    "MEASURED",
     "READY",
     "REDUCED",
     "ROWS",
@@ -26,10 +27,12 @@ __all__ = [
     "time_after_all",
 ]
 
-# Counts, then sums of times.
-STEPS, ROWS, UPDATES = range(3)
-BEGIN, READY, END, GRADIENTS, REDUCED = range(3, 8)
-SLOTS = 8
+# Counts of all steps, then counts and sums of times of the measured ones.
+STEPS, ROWS, MEASURED, UPDATES = range(4)
+BEGIN, READY, END, GRADIENTS, REDUCED = range(4, 9)
+SLOTS = 9
+# The number of a count's bits that are for samples.
+_BITS = 40
 
 
 class StepCounters:
@@ -41,13 +44,30 @@ class StepCounters:
 
     def __init__(self, host: str) -> None:
         self._totals = _tf.own_variable(np.zeros(SLOTS), tf.float64, host)
+        # For steps that are only counted: steps in the upper bits, samples in the lower
+        # ones. As one number they cost one small operation in each step.
+        self._counted = _tf.own_variable(0, tf.int64, host)
+        self._seen = 0
         # Times are relative to this: sums of small numbers are exact.
         self._base = time.time()
         self._eager = np.zeros(SLOTS)
 
     def read(self) -> Array:
-        """Return all sums, float64 of shape (8,), times in seconds; eagerly."""
+        """Return all sums, float64 of shape (9,), times in seconds; eagerly.
+
+        After more than 16 million steps or 10^12 samples between two calls the sums are
+        wrong; the differences of later ones are right again.
+        """
+        now = int(self._counted.numpy())
+        new = (now - self._seen) % (1 << 64)  # int64 wraps around
+        self._seen = now
+        self._eager[STEPS] += new >> _BITS
+        self._eager[ROWS] += new & ((1 << _BITS) - 1)
         return np.asarray(self._totals.numpy()) + self._eager
+
+    def count(self, rows: Any) -> None:
+        """Count one step with its number of samples, in a graph, on the host; int64."""
+        self._counted.assign_add(rows + (1 << _BITS), read_value=False)
 
     def add(self, counts: dict[int, Any], times: dict[int, Any] | None = None) -> None:
         """Add to the sums, in a graph, on the host; times are those of `time_after`."""

@@ -10,13 +10,18 @@ one variable in host memory, which is read once in a window of many steps: sums 
 differences are differences of sums. So a step calls no Python for it, also if several
 steps are one execution of a graph.
 
-While the clock runs all steps are measured, by a graph of their own
-(`_keras.training.instrumented_step`); the graph of a `fit` without a clock has no
-marks. benchmarks/board_cost measures the cost. A call that traces isn't counted.
+Of short steps not all are measured (`strategies.measure.sampling`): marks and recording
+would take a noticeable part of them (benchmarks/board_cost). So there's another graph
+(`_keras.training.instrumented_step`), with marks, which is called now and then; the
+usual one always counts steps and rows. The number of steps and rows, and their total
+time, are those of all steps; the parts of a step are those of the measured ones.
 
 The parts of an exchange are reported by the communicator (`transport.tracing`).
 Exchanges of weights with parameter servers are in the graph a part of the update, and
 are subtracted from it.
+
+The graph with marks is traced only after the clock was started. A call that traces
+isn't counted while the clock runs.
 
 On GPUs the marks show how far the host has got. It waits for the device at the latest
 when gradients are sent.
@@ -41,6 +46,7 @@ from kerasdist.strategies.measure.counters import (
     BEGIN,
     END,
     GRADIENTS,
+    MEASURED,
     READY,
     REDUCED,
     ROWS,
@@ -51,7 +57,9 @@ from kerasdist.strategies.measure.counters import (
     time_after,
     time_after_all,
 )
-from kerasdist.strategies.measure.step_times import StepTimes, times_of
+from kerasdist.strategies.measure.sampling import Sampling, rows_for
+from kerasdist.strategies.measure.step_parts import parts_of_a_step
+from kerasdist.strategies.measure.step_times import PARTS, PHASES, StepTimes
 
 __all__ = ["StepClock"]
 
@@ -67,9 +75,10 @@ class StepClock:
     Attributes:
         rank: This worker's rank in the job.
         communicator: The communicator of the workers.
-        running: Whether steps are measured.
-        asked: Whether the next call is measured in any case, even if the clock is
-            stopped.
+        running: Whether steps are observed, and some of them measured.
+        asked: Whether the next call is to be measured in any case, even if the clock
+            is stopped.
+        timed: Whether the current call is measured.
         marks: See `StepTimer`.
         batch: The specification of a replica's batch; None before a step was traced.
     """
@@ -78,28 +87,34 @@ class StepClock:
         self, devices: Sequence[str], communicator: Communicator, *, in_turn: bool
     ) -> None:
         self.rank = communicator.rank
-        self.communicator = communicator
-        self.running = self.asked = self.marks = False
+        self.running = self.asked = self.timed = self.marks = False
+        self._listening = self._in_call = False
+        # Whether this call, or the time before it, needs work in `_look_back`.
+        self._noted = False
         self.batch: Any = None
         self._replicas = len(devices)
         self._host = _tf.host_of(devices[0])
+        self.communicator = communicator
         self._in_turn = in_turn
         self._spans = SpanSums(communicator.size)
         self._summed = StepCounters(self._host)
         # Sums at the beginning of the window, and when the clock started.
         self._before, self._started = np.zeros(SLOTS), np.zeros(SLOTS)
-        self._in_call = self._is_eager = False
-        # The state before a call that traces.
+        self._is_eager = False
+        # The state before a call that traces, and before one that warms up.
         self._traced: tuple[Array, Work] | None = None
-        # When the call and the window began, and when the last call ended.
-        self._entered = self._since = self._left = 0.0
-        # Seconds inside of the window's calls, and whether they are several steps each.
+        self._kept: tuple[Array, Work] | None = None
+        self._entered = self._left = self._since = 0.0
+        # Seconds inside of measured calls, and whether they are several steps each.
         self._inside, self._several = 0.0, False
         # Seconds of waiting for data, the same at the end of the last step, and seconds
         # of waiting for other workers that no graph's clock measures.
         self._waited = self._waited_before = self._met = 0.0
-        # The same for this call.
-        self._call_waited = self._call_met = 0.0
+        # The same for this call; and for all measured calls the waiting for others.
+        self._call_waited = self._call_met = self._met_measured = 0.0
+        self._sampling = Sampling()
+        # Of one step, as last measured.
+        self._usual: dict[str, float] | None = None
 
     # For readers of the times.
 
@@ -108,15 +123,16 @@ class StepClock:
         if self.running:
             return
         self.running = True
-        self._left = time.time()
-        self._waited = self._waited_before = 0.0
-        self._spans.take()
-        self._started = self._summed.read()
-        self._begin_window(self._started)
+        self._sampling = Sampling()
+        self._usual = None
+        self._forget()
+        self._started = self._before.copy()
 
     def stop(self) -> None:
         """Stop measuring."""
-        self.running = False
+        if self.running:
+            self.running = self.timed = False
+            self._listen(False)
 
     def begin_epoch(self) -> None:
         """Exclude the time between the last step and now from the training."""
@@ -125,88 +141,181 @@ class StepClock:
         self._left += gap
         self._waited = self._waited_before
 
+    def measure(self, seconds: float) -> None:
+        """Set how many calls are measured from here on, for calls of this duration.
+
+        Workers that take each step together call it at the same point, with the same
+        number.
+        """
+        self._sampling.set(*rows_for(seconds))
+
     @property
     def rows_per_step(self) -> float:
         """Return this worker's samples per step; 0.0 if no step was measured."""
-        sums = self._summed.read() - self._started
-        return float(sums[ROWS] / sums[STEPS]) if sums[STEPS] else 0.0
+        sums = self._summed.read()
+        # All of the window's steps may have been left out.
+        for found in (sums - self._before, sums - self._started):
+            if found[STEPS]:
+                return float(found[ROWS] / found[STEPS])
+        return 0.0
+
+    @property
+    def seconds_per_step(self) -> float:
+        """Return the seconds of a step since the last `take`; 0 if there was none."""
+        steps = float((self._summed.read() - self._before)[STEPS])
+        return max(self._left - self._since, 0.0) / steps if steps else 0.0
 
     @contextlib.contextmanager
     def stopped(self) -> Iterator[None]:
         """Exclude the block from the training."""
         running, asked = self.running, self.asked
         self.running = self.asked = False
+        self._listen(False)
+        sums = self._summed.read()
         try:
             yield
         finally:
+            # Graphs count even if the clock is stopped.
+            inside = self._summed.read() - sums
+            self._before, self._started = self._before + inside, self._started + inside
             self.running, self.asked = running, asked
             self.begin_epoch()
 
     def take(self) -> StepTimes:
         """Return the times of the steps since the last call; eagerly."""
+        # 1. The window's sums, and from them the parts of one measured step.
         now = self._summed.read()
-        times = times_of(
-            now - self._before,
-            self._spans.take(),
+        sums = now - self._before
+        steps, seconds = float(sums[STEPS]), max(self._left - self._since, 0.0)
+        if sums[MEASURED]:
+            self._usual = parts_of_a_step(
+                sums,
+                self._spans.take(),
+                inside=self._inside if self._several else None,
+                met=self._met_measured,
+                in_turn=self._in_turn,
+            )
+        # 2. Extrapolate to all steps of the window; without a measured step these steps
+        # count like those of the last window.
+        parts = {
+            name: value * steps
+            for name, value in (self._usual or dict.fromkeys(PARTS, 0.0)).items()
+        }
+        # Values that are known for all calls aren't extrapolated from some.
+        parts["input"] += self._waited_before
+        parts["exchange"] += self._met
+        parts["late"] += self._met
+        # 3. Scale to the window's time: measured steps may have been the longer ones.
+        whole = sum(parts[name] for name in PHASES)
+        if whole > seconds:
+            for name in (*PHASES, "late"):
+                parts[name] *= seconds / whole
+        times = StepTimes(
             rank=self.rank,
-            seconds=max(self._left - self._since, 0.0),
-            inside=self._inside if self._several else None,
-            waited=self._waited_before,
-            met=self._met,
-            in_turn=self._in_turn,
+            steps=steps,
+            rows=float(sums[ROWS]),
+            seconds=seconds,
+            outside=max(seconds - whole, 0.0),
+            **parts,
         )
-        self._begin_window(now)
+        self._forget(now)
         return times
 
-    def _begin_window(self, now: Array) -> None:
+    def _forget(self, now: Array | None = None) -> None:
         """Begin a window with the next step."""
-        self._before = now
+        self._before = self._summed.read() if now is None else now
+        if now is None:
+            self._left = time.time()
+        self._spans.take()
         self._since = self._left
         # Waiting since the end of the last step is a part of the next one.
-        self._waited -= self._waited_before
-        self._inside = self._waited_before = self._met = 0.0
+        self._waited = 0.0 if now is None else self._waited - self._waited_before
+        self._inside = self._waited_before = 0.0
+        self._met = self._met_measured = 0.0
+
+    def _listen(self, listening: bool) -> None:
+        if listening == self._listening:
+            return
+        self._listening = listening
+        if listening:
+            self.communicator.add_recorder(self._spans)
+        else:
+            self.communicator.remove_recorder(self._spans)
 
     # For the train function.
 
-    def enter(self) -> None:
-        """Begin a call of the train function."""
-        self.asked = False
+    def enter(self, *, always: bool = False) -> bool:
+        """Begin a call of the train function.
+
+        Args:
+            always: Whether to measure it in any case.
+
+        Returns:
+            Whether this call is measured.
+        """
         self._in_call = True
-        self.communicator.add_recorder(self._spans)
-        self._entered = time.time()
+        self.timed = self._sampling.next(asked=self.asked) or always
+        self.asked = False
+        if self.timed:
+            if self._sampling.warming and not always:
+                self._kept = self._summed.read(), self._spans.take()
+            self._listen(True)
+            self._entered = time.time()
+        return self.timed
 
     def leave(self, executions: int) -> None:
         """End a call, which has taken this many steps at a time, 0 if it has failed."""
         left = time.time()
         self._in_call = False
-        self.communicator.remove_recorder(self._spans)
+        if self.timed or self._noted:
+            self._look_back(executions, left)
+        # Most calls do nothing else: this runs in each step, however short.
+        self._left = left
+
+    def _look_back(self, executions: int, left: float) -> None:
+        """Evaluate a call that needs more than counting."""
         waited, met, eager = self._call_waited, self._call_met, self._is_eager
         self._call_waited = self._call_met = 0.0
-        self._is_eager = False
+        self._noted = self._is_eager = False
+        if self.timed:
+            self._listen(False)
+        timed, self.timed = self.timed, False
         if self._traced is not None:
-            sums, spans = self._traced
-            self._traced = None
-            self._before = self._before + self._summed.read() - sums
-            self._spans.give_back(spans)
+            self._leave_out(self._kept or self._traced)
+            self._traced = self._kept = None
             self._since += left - self._left
             self._waited = self._waited_before
-        else:
-            self._met += met
-            if eager:
-                self._waited += waited  # before its step began
-            self._waited_before = self._waited
-            if executions > 1:
-                self._several = True
-                self._inside += left - self._entered
-            elif executions and not eager:
-                self._several = False
-                # A graph with one thread would read the clock too late.
-                self._summed.add_eagerly({}, {BEGIN: self._entered})
-        self._left = left
+            return
+        self._met += met
+        if eager:
+            self._waited += waited  # before its step began
+        self._waited_before = self._waited
+        if not timed:
+            return
+        if self._kept is not None:
+            self._leave_out(self._kept, MEASURED)
+            self._kept = None
+            return
+        if not eager:
+            # The graph's clock counts it as input, like all before the step.
+            self._met_measured += met
+        self._several = executions > 1
+        if self._several:
+            self._inside += left - self._entered
+        elif executions and not eager:
+            # A graph with one thread would read the clock too late.
+            self._summed.add_eagerly({}, {BEGIN: self._entered})
+
+    def _leave_out(self, before: tuple[Array, Work], first: int = 0) -> None:
+        """Remove this call's contribution to the sums, from index `first` on."""
+        sums, spans = before
+        self._before[first:] += (self._summed.read() - sums)[first:]
+        self._spans.give_back(spans)
 
     def _note_trace(self) -> None:
         """Keep the state before a graph that is being traced runs."""
         if self._in_call and self._traced is None:
+            self._noted = True
             with tf.init_scope():
                 self._traced = self._summed.read(), self._spans.take()
 
@@ -220,6 +329,9 @@ class StepClock:
             self._call_met += seconds
         elif self._in_call:
             self._call_waited += seconds
+        else:
+            return
+        self._noted = True
 
     def step(self, run: Callable[[Any], Any], data: Any) -> Any:
         """See `StepTimer.step`."""
@@ -232,20 +344,29 @@ class StepClock:
         )
         counts = {STEPS: 1.0, ROWS: rows}
         if _tf.executing_eagerly():
-            self._is_eager = True
+            self._is_eager = self._noted = self._in_call
             begin = time.time()
             outputs = run(data)
             times = {BEGIN: begin, READY: begin, END: time.time()}
-            self._summed.add_eagerly(counts, times)
+            self._summed.add_eagerly(counts)
+            if self.timed:
+                self._summed.add_eagerly({MEASURED: 1.0}, times)
             return outputs
         self._note_trace()
+        if not self.timed:
+            outputs = run(data)
+            with tf.device(self._host):
+                self._summed.count(tf.cast(rows, tf.int64))
+            return outputs
         with tf.device(self._host):
             ready = time_after(parts)
         # A graph with one thread would otherwise read the clock after the step.
         with tf.control_dependencies([ready]):
             outputs = run(data)
         with tf.device(self._host):
-            self._summed.add(counts, {READY: ready, END: time_after(outputs)})
+            self._summed.add(
+                {**counts, MEASURED: 1.0}, {READY: ready, END: time_after(outputs)}
+            )
         return outputs
 
     def exchange(

@@ -1,4 +1,4 @@
-"""The times of one worker's steps in a window, from its clock and communicator."""
+"""The times of one worker's steps in a window."""
 
 from __future__ import annotations
 
@@ -8,29 +8,21 @@ import numpy as np
 
 from kerasdist.collectives import Communicator
 from kerasdist.collectives.ops import Array
-from kerasdist.strategies.measure.communication import Work
-from kerasdist.strategies.measure.counters import (
-    BEGIN,
-    END,
-    GRADIENTS,
-    READY,
-    REDUCED,
-    ROWS,
-    STEPS,
-    UPDATES,
-)
 
-__all__ = ["PHASES", "StepTimes", "gather", "times_of"]
+__all__ = ["PARTS", "PHASES", "StepTimes", "gather"]
 
 # The parts of a step, without the time between steps.
 PHASES = ("input", "compute", "pack", "exchange", "update")
+# All fields of a step that are determined from the measured steps.
+PARTS = (*PHASES, "late", "sent", "collectives", "reduced", "communicating")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepTimes:
     """Sums over the steps of one worker.
 
-    The phases and `outside` follow each other: they add up to `seconds`.
+    The phases follow each other: they add up to `seconds`. `steps`, `rows`, `seconds`
+    are of all steps; values measured in some of them are extrapolated to all.
 
     Attributes:
         rank: The worker's rank in the job.
@@ -84,74 +76,6 @@ class StepTimes:
         """Return the sums of both; the rank is this one's."""
         total = self.to_array() + other.to_array()
         return dataclasses.replace(self.from_array(total), rank=self.rank)
-
-
-def times_of(
-    sums: Array,
-    spans: Work,
-    *,
-    rank: int,
-    seconds: float,
-    inside: float | None,
-    waited: float,
-    met: float,
-    in_turn: bool,
-) -> StepTimes:
-    """Return the times of a window's steps.
-
-    Args:
-        sums: The sums of the steps, see `measure.counters`.
-        spans: The communication in them.
-        rank: The worker's rank in the job.
-        seconds: Seconds of the window.
-        inside: Seconds inside of the calls, if those are several steps each.
-        waited: Seconds of waiting for data that no graph's clock measures.
-        met: Seconds of waiting for other workers before a step; in graphs the clock
-            measures it as waiting for data.
-        in_turn: Whether waiting is for other workers, and not for servers at work.
-    """
-    begin, ready, end, gradients, reduced = (
-        float(sums[slot]) for slot in (BEGIN, READY, END, GRADIENTS, REDUCED)
-    )
-    running, exchange = end - ready, max(reduced - gradients, 0.0)
-    # Where the next batch is fetched within an execution, the fetch's end counts.
-    waiting = (ready - begin if inside is None else inside - running) - met
-    if sums[UPDATES] == sums[STEPS]:
-        compute, update = gradients - ready, end - reduced
-    else:
-        # With several optimizers in one step, or none, the rest can't be divided.
-        compute, update = running - exchange, 0.0
-    servers = min(spans.seconds("push_pull"), update or running)
-    if update:
-        update -= servers
-    else:
-        compute -= servers
-    exchange += servers
-    packing = spans.share("pack") * exchange
-    late = min(spans.late, exchange - packing) if in_turn else 0.0
-    parts = {
-        "input": max(waiting, 0.0) + waited,
-        "compute": max(compute, 0.0),
-        "pack": packing,
-        "exchange": exchange - packing + met,
-        "update": max(update, 0.0),
-        "late": late + met,
-    }
-    whole = sum(parts[name] for name in PHASES)
-    if whole > seconds:
-        parts = {name: part * seconds / whole for name, part in parts.items()}
-    return StepTimes(
-        rank=rank,
-        steps=float(sums[STEPS]),
-        rows=float(sums[ROWS]),
-        seconds=seconds,
-        outside=max(seconds - whole, 0.0),
-        sent=float(spans.sent),
-        collectives=float(spans.count),
-        reduced=float(spans.reduced),
-        communicating=spans.communicating,
-        **parts,
-    )
 
 
 def gather(

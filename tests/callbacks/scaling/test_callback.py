@@ -609,12 +609,13 @@ def test_one_worker(strategy, tmp_path, executions, eager, capsys):
     board = ScalingTensorBoard(tmp_path, update_freq="epoch")
     one_worker(strategy, [board], steps_per_execution=executions, run_eagerly=eager)
     found = Board(tmp_path / "scaling")
-    # The first call of a graph traces, and isn't counted.
-    traced = 0 if eager else executions
+    # The first call of a graph traces, and isn't counted: neither the one that is
+    # measured, nor, if steps are short and only some are, the one that isn't.
+    traced = {0} if eager else {executions, 2 * executions}
     assert len(series(found, "examples_per_second/all")) == 3
     assert [s for s, _ in series(found, "job/workers")] == [8, 16, 24]
     figures = board.figures
-    assert figures.steps == 24 - traced
+    assert 24 - figures.steps in traced
     assert figures.global_batch == 8
     assert figures.phases["wait"] == 0
     assert figures.phases["compute"] > 0
@@ -658,6 +659,7 @@ def test_a_model_can_be_trained_again_with_or_without(strategy, tmp_path):
     assert board.figures.steps == 8
     other = ScalingTensorBoard(tmp_path / "other", verbose=0)
     model.fit(x, x[:, :2], batch_size=8, epochs=2, verbose=0, callbacks=[other])
+    # Those that aren't measured are what they are without it: traced already, too.
     assert other.figures.steps == 16
 
 
@@ -712,7 +714,7 @@ def test_two_of_them_would_measure_half_of_it_each(strategy, tmp_path):
         one_worker(strategy, [first, second])
     assert not strategy.extended.kerasdist.timer.running
     one_worker(strategy, [second])
-    assert second.figures.steps == 23
+    assert second.figures.steps in (22, 23)
 
 
 def test_after_a_fit_that_was_interrupted(strategy, tmp_path):
@@ -722,7 +724,7 @@ def test_after_a_fit_that_was_interrupted(strategy, tmp_path):
     with pytest.raises(KeyboardInterrupt):
         one_worker(strategy, [board, Fails(KeyboardInterrupt())])
     one_worker(strategy, [board])
-    assert board.figures.steps == 23
+    assert board.figures.steps in (22, 23)
 
 
 @pytest.mark.alone
@@ -783,7 +785,7 @@ def test_stages(tmp_path):
     board = ScalingTensorBoard(tmp_path, update_freq="epoch", verbose=0)
     model.fit(x, x[:, :3], batch_size=8, epochs=3, verbose=0, callbacks=[board])
     figures = board.figures
-    assert figures.steps == 23  # the call that has traced doesn't count
+    assert figures.steps in (22, 23)  # the calls that have traced don't count
     assert figures.global_batch == 8
     # The layer sleeps once for each micro-batch.
     assert figures.phases["compute"] > 2 * SLEEP

@@ -20,9 +20,9 @@ pytestmark = [pytest.mark.timeout(150), pytest.mark.alone]
 FORWARD, BACKWARD = (0.003, 0.012), (0.005, 0.020)
 READ = 0.12
 STEPS, ROWS = 8, 16
-# Micro-batches and steps per execution.
-RUNS = ((1, 1), (4, STEPS))
-EPOCHS = 3
+# Micro-batches, steps per execution, and epochs. Where steps are executed one by one,
+# rows of them are measured.
+RUNS = ((1, 1, 7), (4, STEPS, 3))
 
 SETUP = """
 import contextlib, json, os, time, warnings
@@ -85,7 +85,7 @@ def others(name, **rate):
         BroadcastInitialState(), ScaleLearningRate(warmup_steps=4, verbose=0, **rate),
         rates, Timeline(folder + f"/{name}.json", steps=(2, 6), verbose=0)]
 
-def fit(model, name, data=None, epochs=EPOCHS, callbacks=(), **more):
+def fit(model, name, data=None, epochs=3, callbacks=(), **more):
     board = ScalingTensorBoard(
         folder + "/" + name, update_freq="epoch", verbose=0, **more)
     clock = Clock()
@@ -108,29 +108,33 @@ def fit(model, name, data=None, epochs=EPOCHS, callbacks=(), **more):
 """
 CONSTANTS = (
     f"FORWARD, BACKWARD, READ = {FORWARD}, {BACKWARD}, {READ}\n"
-    f"STEPS, ROWS, RUNS, EPOCHS = {STEPS}, {ROWS}, {RUNS}, {EPOCHS}\n"
+    f"STEPS, ROWS, RUNS = {STEPS}, {ROWS}, {RUNS}\n"
 )
 
 PLACED = """
 from kerasdist.strategies import calibration
 calibration.SECONDS = 0.3
 found = {}
-for parts, executions in RUNS:
+for parts, executions, epochs in RUNS:
     strategy = kerasdist.ModelParallelStrategy(PLACES, micro_batches=parts)
     model = build(strategy, steps_per_execution=executions)
     found[f"{parts} {executions}"] = fit(
-        model, f"{parts} {executions}", baseline=100.0)
+        model, f"{parts} {executions}", baseline=100.0, epochs=epochs)
 
 # Without anything that sleeps: numbers are what they are without clocks.
 strategy = kerasdist.ModelParallelStrategy(PLACES, micro_batches=4)
 model = build(strategy, slow=False)
 model.fit(x, y, batch_size=ROWS, epochs=3, shuffle=False, verbose=0)
 other = build(strategy, slow=False)
+class Rare(keras.callbacks.Callback):
+    '''The clock is told that steps are short: it measures none of these few.'''
+    def on_train_batch_begin(self, batch, logs=None):
+        strategy.extended.kerasdist.timer.measure(1e-5)
 def clocked():
     clock = strategy.extended.kerasdist.stage_clock
     return sum(g.totals.numpy()[:, 0].sum() for g in clock._graphs)
 found["plain"] = fit(other, "plain", calibrate=True, callbacks=[
-    Timeline(folder + "/plain.json", steps=(10, 14), verbose=0)])
+    Timeline(folder + "/rare.json", steps=(10, 14), verbose=0), Rare()])
 found["clocked"] = [clocked()]
 found["same"] = [
     v.numpy().tolist() == w.numpy().tolist()
@@ -179,7 +183,9 @@ if strategy.rank == 1:
     model.set_weights([w + 1 for w in model.get_weights()])
 rates, callbacks = others("hybrid")
 from kerasdist.strategies import calibration
+from kerasdist.strategies.measure import sampling
 calibration.SECONDS = 0.3
+sampling._ROWS = ()  # all steps are measured, as there are few
 board = ScalingTensorBoard(
     folder + "/hybrid", update_freq="epoch", verbose=0, calibrate=True)
 class Sent(keras.callbacks.Callback):
@@ -220,7 +226,7 @@ def run(body, size, folder):
 
 def test_stages_of_one_worker(tmp_path):
     (found,) = run(PLACED, 1, tmp_path)
-    for parts, executions in RUNS:
+    for parts, executions, epochs in RUNS:
         name = f"{parts} {executions}"
         facts = found[name]
         assert near(facts["speed"], ROWS / facts["step"], 1e-6)
@@ -232,8 +238,11 @@ def test_stages_of_one_worker(tmp_path):
         # The same epochs by another clock.
         whole = sum(seconds for _, seconds in wholes[-2:]) / 2
         assert near(whole, facts["seconds"] / STEPS, 0.2), facts
-        # The first call traces, and isn't counted.
-        counts = [STEPS - executions, *[STEPS] * (EPOCHS - 1)]
+        # A call that traces isn't counted: the first one, and the first that isn't
+        # measured, which comes in the second epoch.
+        counts = [STEPS] * epochs
+        counts[0] -= executions
+        counts[1] -= executions == 1
         counts = [count for count in counts if count]
         for stage in (0, 1):
             slept = parts * (FORWARD[stage] + BACKWARD[stage])
@@ -275,13 +284,12 @@ def test_stages_of_one_worker(tmp_path):
     assert found["began"]
     rates = [0.1 * (1 + min(step / 4, 1)) for step in range(STEPS)]
     assert found["rates"] == pytest.approx(rates, rel=1e-6)
-    # With ScalingTensorBoard, and without: all have stages.
-    for name, first, stop in (("plain", 10, 14), ("placed", 2, 6)):
+    # With ScalingTensorBoard, which measured no step, and without: all have stages.
+    for name, first, stop in (("rare", 10, 14), ("placed", 2, 6)):
         check_timeline(tmp_path / f"{name}.json", 1, first, stop)
         check_stages(tmp_path / f"{name}.json", 4)
-    # With ScalingTensorBoard each step has clocks; else those of Timeline's window, and
-    # the step before, which traces them.
-    assert found["clocked"] == [EPOCHS * STEPS, 1 + 4]
+    # Outside of the window only the step before has clocks, which traces them.
+    assert found["clocked"] == [1 + 4, 1 + 4]
 
     late = found["input"]
     assert late["limit"] == "input"
