@@ -1,0 +1,222 @@
+"""Epochs of membership: who trains together, how a next epoch is decided, and by whom.
+
+An epoch is a numbered list of members. Its members decide the next one by consensus
+(`kerasdist.transport.membership.machine`). Two rules make that safe.
+
+**Quorum.** The members of an epoch that accept its successor must be more than half of
+all its members, or exactly half with the first one (the chief), or all that aren't
+proven dead. The dead count in the first two: "more than half of those that aren't
+proven dead" lets two groups go on. Example: of 1 2 3 4, cut into 1 2 | 3 4, the former
+continue (half, with the first one); then 1 is killed. 3 and 4 find 1 dead and 2 silent:
+two of three; but 2 finds 1 dead, too, and goes on alone.
+
+Why two disjoint quorums don't both decide: of the first two kinds, any two quorums share
+a member, which reports what it has accepted. One of the third kind, P, is all that live.
+A quorum disjoint from it is dead; it may have decided, but none in P has learned that,
+and none will: its members know who is dead before they promise anything, and ignore
+the messages of the dead from then on. Of two of the third kind, the earlier one would
+have been dead before the later one, and the later one before the earlier one.
+
+**Elders.** A member that was excluded while it was silent may wake up when all the members
+that it knows are dead, and then it is a quorum of the third kind in its old epoch. The
+others may live on as workers that have joined since. So each next epoch keeps an elder:
+a member that is known to all processes that may live in an earlier epoch. When the last
+elder dies, there is no next epoch, until those that are absent are proven dead or have
+given up. All members become elders as soon as none is absent, and all are known to be
+in the present epoch.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+__all__ = [
+    "Decision",
+    "Epoch",
+    "Member",
+    "Progress",
+    "Report",
+    "StopReason",
+    "Verdict",
+    "first_decision",
+    "is_quorum",
+    "next_decision",
+]
+
+
+class Member(NamedTuple):
+    """A process that is, was or wants to be a worker of the job.
+
+    Attributes:
+        id: The number of its task, the same after a restart.
+        incarnation: Larger after each restart of the task, and each time its process
+            comes back after an exclusion: it has given up the place it had.
+    """
+
+    id: int
+    incarnation: int = 0
+
+
+class Progress(NamedTuple):
+    """The last collective that a worker has finished; a later one is larger.
+
+    Attributes:
+        step: Number of finished steps, i.e. of those whose last bucket is reduced.
+        collective: Number of collectives finished since.
+    """
+
+    step: int
+    collective: int = 0
+
+
+class StopReason(enum.Enum):
+    """Why a worker stops."""
+
+    NO_QUORUM = "the workers that are in contact may not continue without the others"
+    TOO_FEW = "fewer workers than min_workers are left"
+    NO_STATE = "no worker is left that has the state of the training"
+    EXCLUDED = "the others have continued without this worker"
+    LEFT = "this worker has left as it announced"
+
+
+@dataclass(frozen=True, slots=True)
+class Epoch:
+    """Workers that train together.
+
+    Attributes:
+        number: One more than that of the epoch before.
+        members: By rank; the first one is the chief.
+        newcomers: Those that weren't in the epoch before, and have no state yet.
+        elders: Those known to each process that may live in an earlier epoch.
+        absent: Former members that may live, and not know that they were excluded.
+    """
+
+    number: int
+    members: tuple[Member, ...]
+    newcomers: tuple[Member, ...] = ()
+    elders: frozenset[Member] = frozenset()
+    absent: frozenset[Member] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What becomes of the step during which an epoch ended.
+
+    All steps up to `progress.step` are committed; the next one is aborted wherever it
+    has begun, and done again in the new epoch.
+
+    Attributes:
+        progress: The furthest of the members that stay.
+        holders: Those that have finished step `progress.step`. The other members get
+            the result of its last bucket from one of them; newcomers the whole state.
+        furthest: Those that have finished `progress.collective`, too: where it is a
+            broadcast, one of them becomes its root.
+        stop: Why there is no next epoch; None if there is one.
+    """
+
+    progress: Progress
+    holders: tuple[Member, ...]
+    furthest: tuple[Member, ...]
+    stop: StopReason | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """An epoch, and the verdict on the step before it: what consensus is about."""
+
+    epoch: Epoch
+    verdict: Verdict
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What a member knows when it suspends training.
+
+    Attributes:
+        progress: Its own; None if it has no state yet.
+        silent: Members that it isn't in contact with.
+        leaving: Whether it leaves, and won't train in any next epoch.
+        confirmed: Whether all members are known to be in this epoch.
+    """
+
+    progress: Progress | None
+    silent: frozenset[Member] = frozenset()
+    leaving: bool = False
+    confirmed: bool = False
+
+
+def first_decision(members: tuple[Member, ...]) -> Decision:
+    """Return the epoch in which a job starts."""
+    epoch = Epoch(0, members, elders=frozenset(members))
+    return Decision(epoch, Verdict(Progress(0), members, members))
+
+
+def is_quorum(
+    voters: Collection[Member], members: tuple[Member, ...], dead: Collection[Member]
+) -> bool:
+    """Return whether `voters` may decide for `members`, of which `dead` are dead."""
+    twice = 2 * sum(member in voters for member in members)
+    if twice > len(members) or (twice == len(members) and members[0] in voters):
+        return True
+    return all(member in voters or member in dead for member in members)
+
+
+def next_decision(
+    epoch: Epoch,
+    reports: Mapping[Member, Report],
+    joiners: tuple[Member, ...],
+    dead: frozenset[Member],
+    min_workers: int,
+) -> Decision | None:
+    """Return what to propose after `epoch`; None while there may be no next epoch.
+
+    Args:
+        epoch: The present epoch.
+        reports: Those of a quorum of its members, none of which goes on training.
+        joiners: Processes that want to join.
+        dead: Processes that are proven dead.
+        min_workers: The smallest number of workers that may continue.
+    """
+    staying = _in_contact(epoch, reports)
+    members = (*staying, *joiners)
+    pledged = {member for member in reports if reports[member].leaving}
+    absent = (epoch.absent | set(epoch.members)) - {*members, *dead, *pledged}
+    settled = any(report.confirmed for report in reports.values())
+    settled = settled and epoch.absent <= dead
+    elders = frozenset(epoch.members) if settled else epoch.elders
+    new = Epoch(epoch.number + 1, members, joiners, elders & set(staying), absent)
+    reached = {
+        member: progress
+        for member in staying
+        if (progress := reports[member].progress) is not None
+    }
+    last = max(reached.values(), default=Progress(0))
+    stop = None
+    if pledged and not staying:
+        stop = StopReason.LEFT
+    elif not reached:
+        stop = StopReason.NO_STATE
+    elif len(members) < min_workers:
+        stop = StopReason.TOO_FEW
+    elif not new.elders:
+        return None
+    holders = tuple(member for member in reached if reached[member].step == last.step)
+    furthest = tuple(member for member in reached if reached[member] == last)
+    return Decision(new, Verdict(last, holders, furthest, stop))
+
+
+def _in_contact(epoch: Epoch, reports: Mapping[Member, Report]) -> list[Member]:
+    """Return members, each in contact with each other one, by rank."""
+    chosen: list[Member] = []
+    for member in epoch.members:
+        if member not in reports or reports[member].leaving:
+            continue
+        if not any(
+            other in reports[member].silent or member in reports[other].silent
+            for other in chosen
+        ):
+            chosen.append(member)
+    return chosen

@@ -1,0 +1,459 @@
+"""The machine by which a worker agrees with the others on the next epoch.
+
+Each change of epoch is one instance of Paxos (Lamport, "Paxos Made Simple", 2001) among
+the members of the present epoch, which its outcome replaces, as in "Vertical Paxos"
+(Lamport, Malkhi, Zhou, 2009). P is the proposer: the first member that isn't lost.
+
+    1. M -> P    LOSS      M has lost a member (a worker that joins: JOIN, LEAVING)
+    2. P -> all  PREPARE   suspend training; the largest ballot is valid
+    3. all -> P  PROMISE   "suspended at this progress", and what was accepted before
+    4. P -> all  PROPOSE   members and verdict: what was accepted in the largest ballot,
+                           else a decision of P's own, from a quorum's promises
+    5. all -> P  ACCEPTED  by a quorum: decided
+    6. P -> all  DECIDED   the new epoch is installed
+
+The answer to a message of an earlier epoch is DECIDED if its sender is a member of the
+present one, else EXCLUDED. A loss during 2. to 5. starts a larger ballot. If P is lost,
+the next member proposes; what P has decided is found in 3. For a planned change (JOIN,
+LEAVING) PREPARE names a step that each member finishes before 3.: nothing is aborted.
+
+A worker that has joined proposes nothing, and answers no message of an earlier epoch,
+until it knows that all members are in the new epoch: the decision by which it joined may
+have died with all the others that knew it.
+"""
+
+from __future__ import annotations
+
+from kerasdist.transport.membership.epochs import (
+    Decision,
+    Member,
+    Progress,
+    Report,
+    StopReason,
+    is_quorum,
+    next_decision,
+)
+from kerasdist.transport.membership.messages import (
+    Accepted,
+    Apply,
+    Ballot,
+    Dead,
+    Decided,
+    Event,
+    Excluded,
+    Fetched,
+    Finished,
+    GiveUp,
+    Install,
+    Join,
+    Leave,
+    Leaving,
+    Loss,
+    Message,
+    Numbered,
+    Output,
+    Prepare,
+    Promise,
+    Propose,
+    Received,
+    Rejected,
+    Send,
+    Silent,
+    Stop,
+    Suspend,
+    Timeout,
+    TooLate,
+)
+
+__all__ = ["Machine"]
+
+# A planned change comes after this many steps, so that all members know of it in time.
+# The others may be in the step after the proposer's already.
+_STEPS_AHEAD = 2
+
+
+class Machine:
+    """One worker's part in the agreement. Deterministic; not safe for several threads.
+
+    The values of all attributes are immutable: `copy.copy` makes an independent machine.
+
+    Args:
+        me: This process.
+        decision: The epoch in which it starts; None if it wants to join.
+        min_workers: The smallest number of workers that may continue.
+
+    Attributes:
+        decision: The present epoch, and the verdict by which it began.
+        progress: This worker's progress; None until a newcomer has the state.
+        suspended: Whether training waits for the next epoch.
+        stopped: Why this worker takes no further part; None if it does.
+    """
+
+    def __init__(
+        self, me: Member, decision: Decision | None = None, *, min_workers: int = 1
+    ) -> None:
+        self.me = me
+        self.decision = decision
+        self.progress = Progress(0) if decision is not None else None
+        self.suspended = False
+        self.stopped: StopReason | None = None
+        self._min_workers = min_workers
+        self._outputs: tuple[Output, ...] = ()
+        self._dead: frozenset[Member] = frozenset()
+        self._silent: frozenset[Member] = frozenset()
+        self._joiners: tuple[Member, ...] = ()
+        self._leavers: frozenset[Member] = frozenset()
+        # Whether a promise said that this worker leaves.
+        self._pledged = False
+        # Whether all members are known to be in this epoch.
+        self._confirmed = False
+        # Of the acceptor. `_planned`: a request whose step isn't finished yet.
+        self._promised: Ballot | None = None
+        self._accepted: tuple[Ballot, Decision] | None = None
+        self._planned: tuple[Member, Prepare] | None = None
+        # Of the proposer.
+        self._round = 0
+        self._request: Prepare | None = None
+        self._promises: dict[Member, Promise] = {}
+        self._proposal: Decision | None = None
+        self._votes: frozenset[Member] = frozenset()
+
+    def handle(self, event: Event) -> tuple[Output, ...]:
+        """Take an event and return what is to be done."""
+        if self.stopped is not None:
+            return ()
+        match event:
+            case Received():
+                self._receive(event.sender, event.message)
+            case Finished() | Fetched():
+                self._finish(event)
+            case Dead():
+                self._bury(event.member)
+            case Silent():
+                self._miss(event.member)
+            case Apply():
+                if self.decision is None or self._is_guest():
+                    for member in event.members:
+                        self._send(member, Join())
+            case Leave():
+                self._leavers |= {self.me}
+                self._review()
+            case Timeout():
+                if self.suspended:
+                    self._change()
+                else:
+                    self._review()
+            case GiveUp():
+                if self.suspended:
+                    self._stop(StopReason.NO_QUORUM)
+        outputs, self._outputs = self._outputs, ()
+        return outputs
+
+    # This worker's own progress.
+
+    def _finish(self, event: Finished | Fetched) -> None:
+        if self.suspended:
+            # A promise has reported less.
+            self._outputs += (TooLate(),)
+            return
+        self.progress = event.progress
+        if isinstance(event, Finished):
+            self._confirmed = True
+        if self._planned is not None:
+            self._on_prepare(*self._planned)
+
+    # Losses, and plans.
+
+    def _bury(self, member: Member) -> None:
+        """Note that a process is proven dead."""
+        if member in self._dead:
+            return
+        self._dead |= {member}
+        self._joiners = tuple(each for each in self._joiners if each != member)
+        if self.decision is None:
+            return
+        epoch = self.decision.epoch
+        if member in epoch.members or (self.suspended and member in epoch.absent):
+            self._change()
+
+    def _miss(self, member: Member) -> None:
+        """Note that a process is out of contact."""
+        self._silent |= {member}
+        if self.decision is None or member not in self.decision.epoch.members:
+            return
+        if self._request is not None and self._request.after is None:
+            self._propose()
+        else:
+            self._change()
+
+    def _review(self) -> None:
+        """Start what the present epoch needs: a change, or a planned one."""
+        if self.decision is None or self.suspended:
+            return
+        members = self.decision.epoch.members
+        if any(each in self._dead or each in self._silent for each in members):
+            self._change()
+        elif self._first() != self.me:
+            if self.me in self._leavers:
+                self._send(self._first(), Leaving(self.decision.epoch.number))
+        elif (self._joiners or self._leavers) and self._request is None:
+            done = self.progress.step if self.progress is not None else 0
+            self._start(done + _STEPS_AHEAD)
+
+    def _change(self) -> None:
+        """Suspend training, and start a ballot or ask the proposer for one."""
+        if self.decision is None:
+            return
+        self._suspend()
+        first = self._first()
+        if first != self.me:
+            number, confirmed = self.decision.epoch.number, self._confirmed
+            self._send(first, Loss(number, self._dead_here(), confirmed))
+        elif not self._is_guest():
+            self._start(None)
+
+    def _suspend(self) -> None:
+        self._planned = None
+        if not self.suspended:
+            self.suspended = True
+            self._outputs += (Suspend(),)
+
+    # The proposer.
+
+    def _start(self, after: int | None) -> None:
+        decision = self._present()
+        self._round += 1
+        ballot = Ballot(self._round, self.me)
+        self._request = Prepare(
+            decision.epoch.number, ballot, decision, self._dead_here(), after
+        )
+        self._promises, self._proposal, self._votes = {}, None, frozenset()
+        self._send_all(decision.epoch.members, self._request)
+
+    def _on_promise(self, sender: Member, message: Promise) -> None:
+        if self._request is None or message.ballot != self._request.ballot:
+            return
+        self._promises = {**self._promises, sender: message}
+        self._propose()
+
+    def _propose(self) -> None:
+        """Propose a decision when all members in contact have promised."""
+        request = self._request
+        if request is None or self._proposal is not None:
+            return
+        epoch = self._present().epoch
+        awaited = set(epoch.members) - request.dead - self._silent - {*self._promises}
+        if awaited or not self._is_quorum(self._promises, request.dead):
+            return
+        self._proposal = self._chosen()
+        if self._proposal is not None:
+            message = Propose(epoch.number, request.ballot, self._proposal)
+            self._send_all(tuple(self._promises), message)
+
+    def _chosen(self) -> Decision | None:
+        """Return what was accepted in the largest ballot, else an own decision."""
+        promises = self._promises.values()
+        earlier = [each.accepted for each in promises if each.accepted is not None]
+        if earlier:
+            return max(earlier, key=lambda accepted: accepted[0])[1]
+        return next_decision(
+            self._present().epoch,
+            {member: each.report for member, each in self._promises.items()},
+            tuple(each for each in self._joiners if each not in self._silent),
+            self._dead,
+            self._min_workers,
+        )
+
+    def _on_accepted(self, sender: Member, message: Accepted) -> None:
+        request, proposal = self._request, self._proposal
+        if request is None or proposal is None or message.ballot != request.ballot:
+            return
+        self._votes |= {sender}
+        if self._is_quorum(self._votes, request.dead):
+            others = dict.fromkeys(self._present().epoch.members)
+            others |= dict.fromkeys(proposal.epoch.members)
+            others.pop(self.me, None)
+            self._send_all(tuple(others), Decided(proposal))
+            self._learn(proposal)
+
+    def _is_quorum(
+        self, voters: dict[Member, Promise] | frozenset[Member], dead: frozenset[Member]
+    ) -> bool:
+        return is_quorum(voters, self._present().epoch.members, dead)
+
+    # The acceptor.
+
+    def _on_prepare(self, sender: Member, message: Prepare) -> None:
+        # Before the promise: no later message of a dead process may change what this
+        # worker knows.
+        self._dead |= message.dead
+        if self._promised is not None and message.ballot < self._promised:
+            self._send(sender, Rejected(message.epoch, self._promised))
+            return
+        if message.after is not None and not self.suspended:
+            self._planned = sender, message
+            if self.progress is None or self.progress.step < message.after:
+                return
+        self._suspend()
+        self._promised = message.ballot
+        self._round = max(self._round, message.ballot.round)
+        self._pledged = self.me in self._leavers
+        report = Report(self.progress, self._silent, self._pledged, self._confirmed)
+        promise = Promise(message.epoch, message.ballot, report, self._accepted)
+        self._send(sender, promise)
+
+    def _on_propose(self, sender: Member, message: Propose) -> None:
+        if message.ballot == self._promised:
+            self._accepted = message.ballot, message.decision
+            self._send(sender, Accepted(message.epoch, message.ballot))
+
+    def _learn(self, decision: Decision) -> None:
+        """Install a later epoch, or stop."""
+        epoch = decision.epoch
+        if self.decision is not None and epoch.number <= self.decision.epoch.number:
+            return
+        if decision.verdict.stop is not None:
+            self._stop(decision.verdict.stop)
+        elif self.me not in epoch.members or self._pledged:
+            self._stop(StopReason.EXCLUDED)
+        else:
+            self._install(decision)
+
+    def _install(self, decision: Decision) -> None:
+        epoch = decision.epoch
+        self.decision = decision
+        if self.me in epoch.newcomers:
+            self.progress = None
+        elif self.progress is not None:
+            self.progress = Progress(self.progress.step)
+        self.suspended = False
+        self._confirmed = len(epoch.members) == 1
+        self._silent &= {*epoch.members, *self._joiners}
+        self._joiners = tuple(m for m in self._joiners if m not in epoch.members)
+        self._leavers &= set(epoch.members)
+        self._promised = self._accepted = self._planned = None
+        self._request = self._proposal = None
+        self._promises, self._votes = {}, frozenset()
+        self._outputs += (Install(decision),)
+        self._review()
+
+    # Messages.
+
+    def _receive(self, sender: Member, message: Message) -> None:
+        if sender in self._dead:
+            return
+        self._silent -= {sender}
+        match message:
+            case Join():
+                self._on_join(sender)
+            case Decided():
+                self._learn(message.decision)
+            case Excluded():
+                number = -1 if self.decision is None else self.decision.epoch.number
+                if message.epoch > number:
+                    self._stop(StopReason.EXCLUDED)
+            case _:
+                if isinstance(message, Prepare):
+                    self._learn(message.base)
+                if self.decision is None or self.stopped is not None:
+                    return
+                epoch = self.decision.epoch
+                if message.epoch < epoch.number:
+                    self._correct(sender)
+                elif message.epoch == epoch.number and sender in epoch.members:
+                    self._dispatch(sender, message)
+
+    def _dispatch(self, sender: Member, message: Numbered) -> None:
+        match message:
+            case Prepare():
+                self._on_prepare(sender, message)
+            case Promise():
+                self._on_promise(sender, message)
+            case Propose():
+                self._on_propose(sender, message)
+            case Accepted():
+                self._on_accepted(sender, message)
+            case Rejected():
+                self._round = max(self._round, message.promised.round)
+            case Leaving():
+                self._leavers |= {sender}
+                self._review()
+            case Loss():
+                self._on_loss(message)
+
+    def _on_loss(self, message: Loss) -> None:
+        self._confirmed |= message.confirmed
+        news = not message.dead <= self._dead
+        self._dead |= message.dead
+        if news or self._request is None or self._request.after is not None:
+            self._change()
+
+    def _on_join(self, joiner: Member) -> None:
+        if self.decision is None:
+            return
+        epoch = self.decision.epoch
+        for other in {*epoch.members, *epoch.absent, *self._joiners}:
+            if other.id == joiner.id and other.incarnation < joiner.incarnation:
+                self._bury(other)
+        if joiner in epoch.members or joiner in epoch.absent:
+            self._correct(joiner)
+        elif joiner not in self._joiners:
+            self._joiners += (joiner,)
+            self._review()
+
+    def _correct(self, sender: Member) -> None:
+        """Answer a process that is in an earlier epoch, or in none."""
+        decision = self._present()
+        if self._is_guest():
+            return
+        if sender in decision.epoch.members:
+            self._send(sender, Decided(decision))
+        else:
+            self._send(sender, Excluded(decision.epoch.number))
+
+    # Helpers.
+
+    def _present(self) -> Decision:
+        if self.decision is None:
+            raise RuntimeError("A worker that wants to join has no epoch yet.")
+        return self.decision
+
+    def _first(self) -> Member:
+        """Return the member that is to propose."""
+        for member in self._present().epoch.members:
+            if member not in self._dead and member not in self._silent:
+                return member
+        return self.me
+
+    def _is_guest(self) -> bool:
+        """Return whether the others may not know of the epoch in which this one is."""
+        newcomer = self.me in self._present().epoch.newcomers
+        return newcomer and not self._confirmed
+
+    def _dead_here(self) -> frozenset[Member]:
+        epoch = self._present().epoch
+        return self._dead & {*epoch.members, *epoch.absent}
+
+    def _send(self, to: Member, message: Message) -> None:
+        if to == self.me:
+            self._receive(to, message)
+        else:
+            self._outputs += (Send(to, message),)
+
+    def _send_all(self, members: tuple[Member, ...], message: Message) -> None:
+        """Send to all but the dead, to this worker last."""
+        for member in members:
+            if member not in self._dead and member != self.me:
+                self._send(member, message)
+        if self.me in members:
+            self._send(self.me, message)
+
+    def _stop(self, reason: StopReason) -> None:
+        if self._pledged and reason is StopReason.EXCLUDED:
+            reason = StopReason.LEFT
+        self.stopped = reason
+        missing: tuple[Member, ...] = ()
+        if self.decision is not None:
+            members = {*self.decision.epoch.members, *self.decision.epoch.absent}
+            missing = tuple(sorted(members & self._silent - self._dead))
+        self._outputs += (Stop(reason, missing),)

@@ -1,0 +1,679 @@
+"""Workers that agree on epochs, in one thread, with lines of memory.
+
+A `World` has processes with a membership machine each, lines between them, and a
+training job whose steps have two collectives. What happens is an operation, a tuple: a
+schedule is a list of them, drawn by `draw` from a seed, written by hand, or a part of
+another one (`shrink`). One that can't be done is left out.
+
+    deliver a b   the first message of the line from a to b
+    again a b     the last message that came from a to b comes once more, some time
+    break a b     the line from a to b: its messages are lost, or come some time
+    stray n       the n-th of those that come some time comes
+    cut a b       no message between a and b, until `heal`
+    work a        a fetches what it lacks, or finishes a collective that all have begun
+    kill, freeze, thaw a
+    dead a b      a learns that b is dead; only if it is
+    silent a b    a finds b silent; also if it isn't
+    timeout a, giveup a
+    join n        process n starts, or starts again
+    apply a       a asks to join
+    leave a       a wants to leave
+
+After each one: one verdict per epoch, no two groups that can train, nothing lost that a
+survivor has finished. `settle` shows progress: without further failures, each group that
+is a quorum trains.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable, Iterable, Iterator
+
+from kerasdist.transport.membership.epochs import (
+    Decision,
+    Member,
+    Progress,
+    StopReason,
+    first_decision,
+    is_quorum,
+)
+from kerasdist.transport.membership.machine import Machine
+from kerasdist.transport.membership.messages import (
+    Apply,
+    Dead,
+    Event,
+    Fetched,
+    Finished,
+    GiveUp,
+    Install,
+    Leave,
+    Message,
+    Received,
+    Send,
+    Silent,
+    Stop,
+    Suspend,
+    Timeout,
+    TooLate,
+)
+
+Operation = tuple[str, *tuple[int, ...]]
+
+COLLECTIVES = 2  # of a step
+ROUNDS = 40  # until progress, without failures; each is some time-outs long
+
+
+class Violation(AssertionError):
+    """Something happened that must not."""
+
+
+class Process:
+    """A process, its machine, and the results of its steps."""
+
+    def __init__(self, machine: Machine) -> None:
+        self.machine = machine
+        self.me = machine.me
+        self.alive = True
+        self.frozen = False
+        self.done = 0  # collectives of this epoch
+        # From a step to a number for its weights.
+        self.results: dict[int, int] = {0: 0} if machine.decision else {}
+
+    @property
+    def epoch(self) -> tuple[int, tuple[Member, ...]] | None:
+        decision = self.machine.decision
+        return (decision.epoch.number, decision.epoch.members) if decision else None
+
+
+class World:
+    """Processes 0 to `size` - 1 in their first epoch, and those that join."""
+
+    def __init__(
+        self, size: int, *, min_workers: int = 1, machine: type[Machine] = Machine
+    ) -> None:
+        self.new = machine
+        self.min_workers = min_workers
+        first = first_decision(tuple(Member(n) for n in range(size)))
+        self.processes = {
+            n: Process(machine(Member(n), first, min_workers=min_workers))
+            for n in range(size)
+        }
+        self.lines: dict[tuple[int, int], list[tuple[Member, Member, Message]]] = {}
+        self.last: dict[tuple[int, int], tuple[Member, Member, Message]] = {}
+        self.stray: list[tuple[Member, Member, Message]] = []
+        self.cuts: set[tuple[int, int]] = set()
+        self.gone: set[Member] = set()
+        # By epoch: how many collectives a member has begun.
+        self.begun: dict[object, dict[Member, int]] = {}
+        self.verdicts: dict[object, Decision] = {}
+        self.counts = {"epochs": 0, "stops": 0, "redone": 0, "committed": 0}
+
+    # Operations.
+
+    def do(self, operation: Operation) -> bool:
+        """Do it; return whether it could be done."""
+        name, *args = operation
+        return bool(getattr(self, f"_{name}")(*args))
+
+    def _living(self, n: int) -> Process | None:
+        process = self.processes.get(n)
+        return process if process and process.alive and not process.frozen else None
+
+    def reaches(self, a: int, b: int) -> bool:
+        return (min(a, b), max(a, b)) not in self.cuts
+
+    def _deliver(self, a: int, b: int) -> bool:
+        line = self.lines.get((a, b))
+        if not line or not self.reaches(a, b):
+            return False
+        to = self.processes[b]
+        if to.frozen:
+            return False
+        item = line.pop(0)
+        if not line:
+            del self.lines[a, b]
+        self.last[a, b] = item
+        self._hand(item)
+        return True
+
+    def _hand(self, item: tuple[Member, Member, Message]) -> None:
+        sender, to, message = item
+        process = self.processes[to.id]
+        if process.alive and process.me == to:
+            self.call(process, Received(sender, message))
+
+    def _again(self, a: int, b: int) -> bool:
+        item = self.last.get((a, b))
+        if item is None:
+            return False
+        self.stray.append(item)
+        return True
+
+    def _break(self, a: int, b: int) -> bool:
+        line = self.lines.pop((a, b), None)
+        if not line:
+            return False
+        self.stray += line
+        return True
+
+    def _stray(self, n: int) -> bool:
+        if not self.stray:
+            return False
+        item = self.stray[n % len(self.stray)]
+        if self.processes[item[1].id].frozen:
+            return False
+        self.stray.remove(item)
+        self._hand(item)
+        return True
+
+    def _cut(self, a: int, b: int) -> bool:
+        self.cuts.add((min(a, b), max(a, b)))
+        return True
+
+    def _heal(self, a: int, b: int) -> bool:
+        self.cuts.discard((min(a, b), max(a, b)))
+        return True
+
+    def _kill(self, a: int) -> bool:
+        process = self.processes.get(a)
+        if process is None or not process.alive:
+            return False
+        self._end(process)
+        return True
+
+    def _end(self, process: Process) -> None:
+        process.alive = process.frozen = False
+        self.gone.add(process.me)
+
+    def _freeze(self, a: int) -> bool:
+        process = self._living(a)
+        if process is None:
+            return False
+        process.frozen = True
+        return True
+
+    def _thaw(self, a: int) -> bool:
+        process = self.processes.get(a)
+        if process is None or not process.frozen:
+            return False
+        process.frozen = False
+        return True
+
+    def _dead(self, a: int, b: int) -> bool:
+        process, other = self._living(a), self.processes.get(b)
+        if process is None or other is None or a == b:
+            return False
+        # Also what it was before it started again.
+        for incarnation in range(other.me.incarnation + 1):
+            if (member := Member(b, incarnation)) in self.gone:
+                self.call(process, Dead(member))
+        return True
+
+    def _silent(self, a: int, b: int) -> bool:
+        process, other = self._living(a), self.processes.get(b)
+        if process is None or other is None or a == b:
+            return False
+        self.call(process, Silent(other.me))
+        return True
+
+    def _timeout(self, a: int) -> bool:
+        return self._simple(a, Timeout())
+
+    def _giveup(self, a: int) -> bool:
+        return self._simple(a, GiveUp())
+
+    def _leave(self, a: int) -> bool:
+        return self._simple(a, Leave())
+
+    def _simple(self, a: int, event: Event) -> bool:
+        process = self._living(a)
+        if process is None:
+            return False
+        self.call(process, event)
+        return True
+
+    def _join(self, n: int) -> bool:
+        process = self.processes.get(n)
+        if process is not None and process.alive:
+            return False
+        incarnation = process.me.incarnation + 1 if process else 0
+        machine = self.new(Member(n, incarnation), min_workers=self.min_workers)
+        self.processes[n] = Process(machine)
+        return True
+
+    def _apply(self, a: int) -> bool:
+        living = tuple(each.me for each in self.processes.values() if each.alive)
+        return self._simple(a, Apply(tuple(m for m in living if m.id != a)))
+
+    def _work(self, a: int) -> bool:
+        process = self._living(a)
+        if process is None or process.machine.suspended or not process.epoch:
+            return False
+        machine, epoch = process.machine, process.epoch
+        if self._lacks(process):
+            return self._fetch(process)
+        begun = self.begun.setdefault(epoch, {})
+        moved = process.me not in begun
+        if moved:
+            begun[process.me] = 1
+        number = process.done + 1
+        if all(begun.get(member, 0) >= number for member in epoch[1]):
+            self._finish(process, machine.progress or Progress(0))
+            if not machine.suspended and process.epoch == epoch:
+                begun[process.me] = process.done + 1
+            return True
+        return moved
+
+    def _lacks(self, process: Process) -> bool:
+        machine = process.machine
+        wanted = machine.decision.verdict.progress.step if machine.decision else 0
+        return machine.progress is None or machine.progress.step < wanted
+
+    def _fetch(self, process: Process) -> bool:
+        machine = process.machine
+        decision, old = machine.decision, machine.progress
+        if decision is None:
+            return False
+        wanted = decision.verdict.progress.step
+        for member in decision.verdict.holders:
+            holder = self._living(member.id)
+            if (
+                holder is not None
+                and holder.me == member
+                and holder.epoch == process.epoch
+                and not self._lacks(holder)
+                and self.reaches(member.id, process.me.id)
+            ):
+                outputs = self.call(process, Fetched(Progress(wanted)))
+                if TooLate() in outputs or not process.alive:
+                    return True
+                if old is None:
+                    process.results = {
+                        step: result
+                        for step, result in holder.results.items()
+                        if step <= wanted
+                    }
+                self.must(
+                    process.results[wanted - 1] == holder.results[wanted - 1]
+                    if wanted
+                    else True,
+                    f"{process.me} and {member} differ before step {wanted}",
+                )
+                process.results[wanted] = holder.results[wanted]
+                return True
+        return False
+
+    def _finish(self, process: Process, old: Progress) -> None:
+        last = old.collective + 1 == COLLECTIVES
+        step = old.step
+        new = Progress(step + 1) if last else Progress(step, old.collective + 1)
+        epoch = process.epoch
+        # Before a plan that it fulfils: that may end the epoch.
+        process.done += 1
+        before = dict(process.results)
+        if last:
+            process.results[step + 1] = hash((before[step], step + 1, epoch))
+        outputs = self.call(process, Finished(new))
+        if TooLate() in outputs:
+            process.done -= 1
+            process.results = before
+        elif last:
+            self.counts["committed"] += 1
+
+    # The machine, and what must hold.
+
+    def call(self, process: Process, event: Event) -> tuple[object, ...]:
+        outputs = process.machine.handle(event)
+        for output in outputs:
+            if type(output) is Send:
+                to = output.to
+                known = self.processes.get(to.id)
+                if known and known.me == to and known.alive:
+                    item = (process.me, to, output.message)
+                    self.lines.setdefault((process.me.id, to.id), []).append(item)
+            elif type(output) is Install:
+                self._installed(process, output.decision)
+            elif type(output) is Stop:
+                self.counts["stops"] += 1
+                self._end(process)
+            elif type(output) is not Suspend and type(output) is not TooLate:
+                raise Violation(f"unknown output {output}")
+        return outputs
+
+    def must(self, holds: bool, what: str) -> None:
+        if not holds:
+            raise Violation(what)
+
+    def _installed(self, process: Process, decision: Decision) -> None:
+        epoch, verdict = decision.epoch, decision.verdict
+        me, step = process.me, max(process.results, default=None)
+        self.counts["epochs"] += 1
+        self.must(me in epoch.members, f"{me} is in an epoch without it: {epoch}")
+        if me in epoch.newcomers:
+            process.results = {}
+        elif step is not None:
+            last = verdict.progress.step
+            self.must(
+                last - 1 <= step <= last,
+                f"{me} has finished step {step}, the verdict is {verdict}",
+            )
+        process.done = 0
+        for other in self.living():
+            theirs = other.machine.decision
+            if (
+                theirs is not None
+                and theirs is not decision
+                and theirs.epoch.number == epoch.number
+                and theirs != decision
+                and not self._doomed(theirs)
+                and not self._doomed(decision)
+            ):
+                raise Violation(
+                    f"two decisions of one number: {me} has {decision}, "
+                    f"{other.me} has {theirs}"
+                )
+        if self._operable(decision):
+            for other in self.living():
+                theirs = other.machine.decision
+                if theirs and theirs != decision and self._operable(theirs):
+                    raise Violation(f"two groups: {epoch}; {theirs.epoch}")
+
+    def living(self) -> list[Process]:
+        return [each for each in self.processes.values() if each.alive]
+
+    def _at(self, member: Member, decision: Decision) -> Process | None:
+        """The living process of the member if that is its present epoch."""
+        process = self.processes.get(member.id)
+        if process and process.alive and process.me == member:
+            theirs = process.machine.decision
+            if theirs is decision or theirs == decision:
+                return process
+        return None
+
+    def _operable(self, decision: Decision) -> bool:
+        """Whether all its members live, and are in it."""
+        return all(self._at(member, decision) for member in decision.epoch.members)
+
+    def _doomed(self, decision: Decision) -> bool:
+        """Whether it can't have a successor: no elder, and it isn't settled."""
+        epoch = decision.epoch
+        if any(self._at(member, decision) for member in epoch.elders):
+            return False
+        present = [self._at(member, decision) for member in epoch.members]
+        known = any(each and each.machine._confirmed for each in present)
+        return not (known and epoch.absent <= self.gone)
+
+    # Progress.
+
+    def settle(self, apart: Iterable[int] = ()) -> str:
+        """Without further failures: all but those `apart` reach each other.
+
+        Returns:
+            "trains", or "stops" if no group is a quorum.
+        """
+        apart = {n for n in apart if n in self.processes}
+        for process in self.processes.values():
+            process.frozen = process.alive and process.me.id in apart
+        self.cuts.clear()
+        self.stray.clear()
+        goal = 2 + max(
+            (max(each.results, default=0) for each in self.living()), default=0
+        )
+        for _ in range(ROUNDS):
+            if self._round(apart, goal):
+                return "trains"
+        self._explain(apart)
+        for _ in range(3):
+            for process in self.living():
+                if not process.frozen:
+                    self.call(process, GiveUp())
+            self._quiet()
+        return "stops"
+
+    def _round(self, apart: set[int], goal: int) -> bool:
+        """Everything that happens until a time-out; return whether all train."""
+        for n, process in list(self.processes.items()):
+            stopped = process.machine.stopped
+            if not process.alive and stopped is StopReason.EXCLUDED:
+                self._join(n)
+        for process in self.living():
+            if not process.frozen:
+                self._apply(process.me.id)
+                for n in list(self.processes):
+                    self._dead(process.me.id, n)
+                    if n in apart and self.processes[n].alive:
+                        self._silent(process.me.id, n)
+                    elif self._ended(process, self.processes[n]):
+                        self._silent(process.me.id, n)
+        for _ in range(4 * COLLECTIVES):
+            self._quiet()
+            for n in list(self.processes):
+                self._work(n)
+        self._quiet()
+        active = [each for each in self.living() if not each.frozen]
+        if (
+            active
+            and all(max(each.results, default=0) >= goal for each in active)
+            and all(each.epoch == active[0].epoch for each in active)
+        ):
+            return True
+        for process in active:
+            if process.machine.suspended:
+                self.call(process, Timeout())
+                self._quiet()
+            else:
+                self.call(process, Timeout())
+        return False
+
+    def _ended(self, process: Process, other: Process) -> bool:
+        """Whether the other has closed the lines of the epoch in which this one waits."""
+        return bool(
+            process.epoch
+            and other.epoch
+            and not process.machine.suspended
+            and other.alive
+            and other.me in process.epoch[1]
+            and process.epoch[0] < other.epoch[0]
+        )
+
+    def _quiet(self) -> None:
+        """Deliver until no message is on its way."""
+        for _ in range(2000):
+            for a, b in list(self.lines):
+                if self._deliver(a, b):
+                    break
+                if self.processes[b].frozen:
+                    del self.lines[a, b]
+            else:
+                return
+        raise Violation("messages without end")
+
+    def _explain(self, apart: set[int]) -> None:
+        """Raise if the processes in contact are a quorum of their newest epoch."""
+        active = [each for each in self.living() if not each.frozen]
+        newest = max(
+            (each.machine.decision for each in active if each.machine.decision),
+            key=lambda decision: decision.epoch.number,
+            default=None,
+        )
+        if newest is None or self._doomed(newest):
+            return
+        present = {each.me for each in active}
+        members = newest.epoch.members
+        here = [each for each in active if each.me in members]
+        # Those that have the state, and may have a successor.
+        useful = {each.me for each in here if each.results}
+        known = any(each.machine._confirmed for each in here)
+        settled = known and newest.epoch.absent <= self.gone
+        elders = set(members) if settled else newest.epoch.elders
+        if (
+            is_quorum(present, members, self.gone)
+            and useful & elders
+            and len(present) >= self.min_workers
+            and not self._committed_elsewhere(newest, apart)
+        ):
+            raise Violation(f"no progress: {present} are a quorum of {newest}")
+
+    def _committed_elsewhere(self, newest: Decision, apart: set[int]) -> bool:
+        """Whether what the epoch needs is held only by processes that are apart."""
+        return all(m.id in apart or m in self.gone for m in newest.verdict.holders)
+
+
+# Schedules.
+
+_WEIGHTS = {
+    "deliver": 46,
+    "work": 22,
+    "dead": 5,
+    "silent": 4,
+    "timeout": 4,
+    "kill": 2.5,
+    "freeze": 2,
+    "thaw": 2,
+    "cut": 2,
+    "heal": 1.5,
+    "break": 2,
+    "stray": 4,
+    "again": 1.5,
+    "join": 2,
+    "apply": 2.5,
+    "leave": 0.5,
+    "giveup": 0.2,
+}
+_NAMES = list(_WEIGHTS)
+_SUMS = [sum(list(_WEIGHTS.values())[: i + 1]) for i in range(len(_NAMES))]
+
+
+def draw(world: World, chance: random.Random, length: int) -> Iterator[Operation]:
+    """Yield operations that fit the world's state; do each before the next one."""
+    spares = len(world.processes) + 2
+    for _ in range(length):
+        (name,) = chance.choices(_NAMES, cum_weights=_SUMS)
+        if name == "deliver" and not world.lines:
+            name = "work"
+        if name in ("deliver", "break"):
+            if world.lines:
+                yield name, *chance.choice(list(world.lines))
+        elif name == "again":
+            if world.last:
+                yield name, *chance.choice(list(world.last))
+        elif name == "stray":
+            if world.stray:
+                yield name, chance.randrange(len(world.stray))
+        elif name == "join":
+            yield name, chance.randrange(spares)
+        else:
+            everyone = list(world.processes)
+            a = chance.choice(everyone)
+            if name == "silent":
+                # What is out of reach is found silent, what isn't seldom.
+                b = chance.choice(everyone)
+                other = world.processes[b]
+                if (
+                    other.alive
+                    and not other.frozen
+                    and world.reaches(a, b)
+                    and chance.random() > 0.1
+                ):
+                    continue
+                yield name, a, b
+            elif name == "cut" and chance.random() < 0.5:
+                side = {n for n in everyone if chance.random() < 0.5}
+                for x in everyone:
+                    for y in everyone:
+                        if x in side and y not in side:
+                            yield name, x, y
+            elif name in ("cut", "heal", "dead"):
+                yield name, a, chance.choice(everyone)
+            else:
+                yield name, a
+
+
+def run(
+    seed: int | str,
+    *,
+    sizes: tuple[int, ...] = (2, 3, 4, 5),
+    length: int = 60,
+    machine: type[Machine] = Machine,
+) -> tuple[World, str]:
+    """Run the schedule of a seed, then `settle`.
+
+    Raises:
+        Violation: With the seed and the shortest schedule found that shows it.
+    """
+    world, apart, done = _start(seed, sizes, machine)
+    chance = random.Random(f"{seed} schedule")
+    try:
+        for operation in draw(world, chance, length):
+            done.append(operation)
+            world.do(operation)
+        return world, world.settle(apart)
+    except Violation as violation:
+        shorter = shrink(done, lambda part: replay(seed, part, sizes, machine))
+        lines = "\n".join(" ".join(map(str, each)) for each in shorter)
+        size = len(_start(seed, sizes, machine)[0].processes)
+        raise Violation(
+            f"{violation}\nseed {seed!r}, {size} workers, apart at last {apart}, "
+            f"{len(done)} operations, of these suffice:\n{lines}"
+        ) from None
+
+
+def _start(
+    seed: int | str, sizes: tuple[int, ...], machine: type[Machine]
+) -> tuple[World, set[int], list[Operation]]:
+    chance = random.Random(f"{seed} start")
+    size = chance.choice(sizes)
+    min_workers = 2 if chance.random() < 0.1 else 1
+    apart: set[int] = set()
+    if chance.random() < 0.5:
+        apart = {n for n in range(size) if chance.random() < 0.35}
+    return World(size, min_workers=min_workers, machine=machine), apart, []
+
+
+def replay(
+    seed: int | str,
+    operations: list[Operation],
+    sizes: tuple[int, ...] = (2, 3, 4, 5),
+    machine: type[Machine] = Machine,
+) -> bool:
+    """Return whether the operations, instead of the seed's own, violate something."""
+    world, apart, _ = _start(seed, sizes, machine)
+    try:
+        for operation in operations:
+            world.do(operation)
+        world.settle(apart)
+    except Violation:
+        return True
+    return False
+
+
+def shrink(
+    operations: list[Operation], fails: Callable[[list[Operation]], bool]
+) -> list[Operation]:
+    """Leave out operations, one at a time, as long as the rest still fails."""
+    end = len(operations)
+    while end:
+        end -= 1
+        part = operations[:end] + operations[end + 1 :]
+        if fails(part):
+            operations = part
+            end = min(end, len(operations))
+    return operations
+
+
+def clone(world: World) -> World:
+    """Return an independent copy."""
+    other = copy.copy(world)
+    other.processes = {}
+    for n, process in world.processes.items():
+        twin = copy.copy(process)
+        twin.machine = copy.copy(process.machine)
+        twin.results = dict(process.results)
+        other.processes[n] = twin
+    other.lines = {key: list(line) for key, line in world.lines.items()}
+    other.last, other.stray = dict(world.last), list(world.stray)
+    other.cuts, other.gone = set(world.cuts), set(world.gone)
+    other.begun = {key: dict(value) for key, value in world.begun.items()}
+    other.counts = dict(world.counts)
+    return other
