@@ -1,9 +1,8 @@
 """Workers that agree on epochs, in one thread, with lines of memory.
 
 A `World` has processes with a membership machine each, lines between them, and a
-training job whose steps have two collectives. What happens is an operation, a tuple: a
-schedule is a list of them, drawn by `draw` from a seed, written by hand, or a part of
-another one (`shrink`). One that can't be done is left out.
+training job whose steps have two collectives. What happens is an operation, a tuple;
+`membership_schedules` has lists of them. One that can't be done is left out.
 
     deliver a b   the first message of the line from a to b
     again a b     the last message that came from a to b comes once more, some time
@@ -19,16 +18,16 @@ another one (`shrink`). One that can't be done is left out.
     apply a       a asks to join
     leave a       a wants to leave
 
-After each one: one verdict per epoch, no two groups that can train, nothing lost that a
-survivor has finished. `settle` shows progress: without further failures, each group that
-is a quorum trains.
+After each one: one verdict per epoch, no two groups that can train, nothing lost that
+a survivor has finished. `settle` shows progress: without further failures, each group
+that is a quorum trains.
 """
 
 from __future__ import annotations
 
 import copy
-import random
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable
+from typing import Any
 
 from kerasdist.transport.membership.epochs import (
     Decision,
@@ -58,7 +57,7 @@ from kerasdist.transport.membership.messages import (
     TooLate,
 )
 
-Operation = tuple[str, *tuple[int, ...]]
+Operation = tuple[Any, ...]  # a name, and numbers of processes
 
 COLLECTIVES = 2  # of a step
 ROUNDS = 40  # until progress, without failures; each is some time-outs long
@@ -86,6 +85,13 @@ class Process:
         return (decision.epoch.number, decision.epoch.members) if decision else None
 
 
+def _key(process: Process) -> tuple[object, ...]:
+    values = vars(process.machine).values()
+    return tuple(
+        tuple(value.items()) if isinstance(value, dict) else value for value in values
+    )
+
+
 class World:
     """Processes 0 to `size` - 1 in their first epoch, and those that join."""
 
@@ -107,6 +113,7 @@ class World:
         # By epoch: how many collectives a member has begun.
         self.begun: dict[object, dict[Member, int]] = {}
         self.verdicts: dict[object, Decision] = {}
+        self.latest = 0  # the process that was the last one to install an epoch
         self.counts = {"epochs": 0, "stops": 0, "redone": 0, "committed": 0}
 
     # Operations.
@@ -248,16 +255,17 @@ class World:
 
     def _work(self, a: int) -> bool:
         process = self._living(a)
-        if process is None or process.machine.suspended or not process.epoch:
+        if process is None or not process.epoch:
             return False
         machine, epoch = process.machine, process.epoch
         if self._lacks(process):
             return self._fetch(process)
         begun = self.begun.setdefault(epoch, {})
-        moved = process.me not in begun
+        moved = process.me not in begun and not machine.suspended
         if moved:
             begun[process.me] = 1
         number = process.done + 1
+        # Also while it is suspended: the result may be there already.
         if all(begun.get(member, 0) >= number for member in epoch[1]):
             self._finish(process, machine.progress or Progress(0))
             if not machine.suspended and process.epoch == epoch:
@@ -349,6 +357,7 @@ class World:
         epoch, verdict = decision.epoch, decision.verdict
         me, step = process.me, max(process.results, default=None)
         self.counts["epochs"] += 1
+        self.latest = me.id
         self.must(me in epoch.members, f"{me} is in an epoch without it: {epoch}")
         if me in epoch.newcomers:
             process.results = {}
@@ -379,6 +388,19 @@ class World:
                 if theirs and theirs != decision and self._operable(theirs):
                     raise Violation(f"two groups: {epoch}; {theirs.epoch}")
 
+    def key(self) -> object:
+        """A hashable value that is the same for worlds that can't be told apart."""
+        return (
+            tuple(
+                (n, each.alive, each.frozen, each.done, len(each.results), _key(each))
+                for n, each in self.processes.items()
+            ),
+            tuple(
+                sorted((key, tuple(line)) for key, line in self.lines.items() if line)
+            ),
+            tuple(tuple(sorted(each.items())) for each in self.begun.values()),
+        )
+
     def living(self) -> list[Process]:
         return [each for each in self.processes.values() if each.alive]
 
@@ -401,7 +423,7 @@ class World:
         if any(self._at(member, decision) for member in epoch.elders):
             return False
         present = [self._at(member, decision) for member in epoch.members]
-        known = any(each and each.machine._confirmed for each in present)
+        known = any(each and each.machine.confirmed for each in present)
         return not (known and epoch.absent <= self.gone)
 
     # Progress.
@@ -442,9 +464,8 @@ class World:
                 self._apply(process.me.id)
                 for n in list(self.processes):
                     self._dead(process.me.id, n)
-                    if n in apart and self.processes[n].alive:
-                        self._silent(process.me.id, n)
-                    elif self._ended(process, self.processes[n]):
+                    other = self.processes[n]
+                    if (n in apart and other.alive) or self._ended(process, other):
                         self._silent(process.me.id, n)
         for _ in range(4 * COLLECTIVES):
             self._quiet()
@@ -467,7 +488,7 @@ class World:
         return False
 
     def _ended(self, process: Process, other: Process) -> bool:
-        """Whether the other has closed the lines of the epoch in which this one waits."""
+        """Whether the other has closed the lines of this one's epoch."""
         return bool(
             process.epoch
             and other.epoch
@@ -504,162 +525,15 @@ class World:
         here = [each for each in active if each.me in members]
         # Those that have the state, and may have a successor.
         useful = {each.me for each in here if each.results}
-        known = any(each.machine._confirmed for each in here)
+        known = any(each.machine.confirmed for each in here)
         settled = known and newest.epoch.absent <= self.gone
         elders = set(members) if settled else newest.epoch.elders
         if (
             is_quorum(present, members, self.gone)
             and useful & elders
             and len(present) >= self.min_workers
-            and not self._committed_elsewhere(newest, apart)
         ):
             raise Violation(f"no progress: {present} are a quorum of {newest}")
-
-    def _committed_elsewhere(self, newest: Decision, apart: set[int]) -> bool:
-        """Whether what the epoch needs is held only by processes that are apart."""
-        return all(m.id in apart or m in self.gone for m in newest.verdict.holders)
-
-
-# Schedules.
-
-_WEIGHTS = {
-    "deliver": 46,
-    "work": 22,
-    "dead": 5,
-    "silent": 4,
-    "timeout": 4,
-    "kill": 2.5,
-    "freeze": 2,
-    "thaw": 2,
-    "cut": 2,
-    "heal": 1.5,
-    "break": 2,
-    "stray": 4,
-    "again": 1.5,
-    "join": 2,
-    "apply": 2.5,
-    "leave": 0.5,
-    "giveup": 0.2,
-}
-_NAMES = list(_WEIGHTS)
-_SUMS = [sum(list(_WEIGHTS.values())[: i + 1]) for i in range(len(_NAMES))]
-
-
-def draw(world: World, chance: random.Random, length: int) -> Iterator[Operation]:
-    """Yield operations that fit the world's state; do each before the next one."""
-    spares = len(world.processes) + 2
-    for _ in range(length):
-        (name,) = chance.choices(_NAMES, cum_weights=_SUMS)
-        if name == "deliver" and not world.lines:
-            name = "work"
-        if name in ("deliver", "break"):
-            if world.lines:
-                yield name, *chance.choice(list(world.lines))
-        elif name == "again":
-            if world.last:
-                yield name, *chance.choice(list(world.last))
-        elif name == "stray":
-            if world.stray:
-                yield name, chance.randrange(len(world.stray))
-        elif name == "join":
-            yield name, chance.randrange(spares)
-        else:
-            everyone = list(world.processes)
-            a = chance.choice(everyone)
-            if name == "silent":
-                # What is out of reach is found silent, what isn't seldom.
-                b = chance.choice(everyone)
-                other = world.processes[b]
-                if (
-                    other.alive
-                    and not other.frozen
-                    and world.reaches(a, b)
-                    and chance.random() > 0.1
-                ):
-                    continue
-                yield name, a, b
-            elif name == "cut" and chance.random() < 0.5:
-                side = {n for n in everyone if chance.random() < 0.5}
-                for x in everyone:
-                    for y in everyone:
-                        if x in side and y not in side:
-                            yield name, x, y
-            elif name in ("cut", "heal", "dead"):
-                yield name, a, chance.choice(everyone)
-            else:
-                yield name, a
-
-
-def run(
-    seed: int | str,
-    *,
-    sizes: tuple[int, ...] = (2, 3, 4, 5),
-    length: int = 60,
-    machine: type[Machine] = Machine,
-) -> tuple[World, str]:
-    """Run the schedule of a seed, then `settle`.
-
-    Raises:
-        Violation: With the seed and the shortest schedule found that shows it.
-    """
-    world, apart, done = _start(seed, sizes, machine)
-    chance = random.Random(f"{seed} schedule")
-    try:
-        for operation in draw(world, chance, length):
-            done.append(operation)
-            world.do(operation)
-        return world, world.settle(apart)
-    except Violation as violation:
-        shorter = shrink(done, lambda part: replay(seed, part, sizes, machine))
-        lines = "\n".join(" ".join(map(str, each)) for each in shorter)
-        size = len(_start(seed, sizes, machine)[0].processes)
-        raise Violation(
-            f"{violation}\nseed {seed!r}, {size} workers, apart at last {apart}, "
-            f"{len(done)} operations, of these suffice:\n{lines}"
-        ) from None
-
-
-def _start(
-    seed: int | str, sizes: tuple[int, ...], machine: type[Machine]
-) -> tuple[World, set[int], list[Operation]]:
-    chance = random.Random(f"{seed} start")
-    size = chance.choice(sizes)
-    min_workers = 2 if chance.random() < 0.1 else 1
-    apart: set[int] = set()
-    if chance.random() < 0.5:
-        apart = {n for n in range(size) if chance.random() < 0.35}
-    return World(size, min_workers=min_workers, machine=machine), apart, []
-
-
-def replay(
-    seed: int | str,
-    operations: list[Operation],
-    sizes: tuple[int, ...] = (2, 3, 4, 5),
-    machine: type[Machine] = Machine,
-) -> bool:
-    """Return whether the operations, instead of the seed's own, violate something."""
-    world, apart, _ = _start(seed, sizes, machine)
-    try:
-        for operation in operations:
-            world.do(operation)
-        world.settle(apart)
-    except Violation:
-        return True
-    return False
-
-
-def shrink(
-    operations: list[Operation], fails: Callable[[list[Operation]], bool]
-) -> list[Operation]:
-    """Leave out operations, one at a time, as long as the rest still fails."""
-    end = len(operations)
-    while end:
-        end -= 1
-        part = operations[:end] + operations[end + 1 :]
-        if fails(part):
-            operations = part
-            end = min(end, len(operations))
-    return operations
 
 
 def clone(world: World) -> World:

@@ -1,29 +1,28 @@
-"""Epochs of membership: who trains together, how a next epoch is decided, and by whom.
+"""Epochs of membership, and the rules by which the members of one decide the next.
 
-An epoch is a numbered list of members. Its members decide the next one by consensus
+An epoch is a numbered list of members. They decide the next epoch by consensus
 (`kerasdist.transport.membership.machine`). Two rules make that safe.
 
-**Quorum.** The members of an epoch that accept its successor must be more than half of
-all its members, or exactly half with the first one (the chief), or all that aren't
-proven dead. The dead count in the first two: "more than half of those that aren't
-proven dead" lets two groups go on. Example: of 1 2 3 4, cut into 1 2 | 3 4, the former
-continue (half, with the first one); then 1 is killed. 3 and 4 find 1 dead and 2 silent:
-two of three; but 2 finds 1 dead, too, and goes on alone.
+**Quorum.** The members that accept the next epoch must be (a) more than half of all
+members of the present one, or (b) exactly half with the first one, the chief, or (c) all
+that aren't proven dead. The dead count in (a) and (b). If they didn't, two groups could
+continue: of 1 2 3 4, cut into 1 2 and 3 4, the former continue by (b). Then 1 is killed.
+Now 2 is alone, and continues by (c); to 3 and 4, which find 1 dead and 2 silent, they
+would be two of three.
 
-Why two disjoint quorums don't both decide: of the first two kinds, any two quorums share
-a member, which reports what it has accepted. One of the third kind, P, is all that live.
-A quorum disjoint from it is dead; it may have decided, but none in P has learned that,
-and none will: its members know who is dead before they promise anything, and ignore
-the messages of the dead from then on. Of two of the third kind, the earlier one would
-have been dead before the later one, and the later one before the earlier one.
+Two disjoint quorums don't both decide. Any two of (a) and (b) share a member, which
+reports what it has accepted. A quorum of (c) is all that live, so one that is disjoint
+from it is dead. That one may have decided, but none of the living has learned it, or
+will: they are told which are dead before they promise anything, and ignore the messages
+of the dead from then on. Of two of (c), each would have been dead before the other one.
 
-**Elders.** A member that was excluded while it was silent may wake up when all the members
-that it knows are dead, and then it is a quorum of the third kind in its old epoch. The
-others may live on as workers that have joined since. So each next epoch keeps an elder:
-a member that is known to all processes that may live in an earlier epoch. When the last
-elder dies, there is no next epoch, until those that are absent are proven dead or have
-given up. All members become elders as soon as none is absent, and all are known to be
-in the present epoch.
+**Elders.** A member that was excluded while it was silent may wake up when all members
+that it knows are dead: it is a quorum by (c) of its old epoch. The others may live on
+as workers that have joined since. So each next epoch keeps an elder: a member that is
+known to all processes that may live in an earlier epoch. After the last elder's death
+there is no next epoch until the absent ones are proven dead or have given up their
+place. When none is absent and all are known to be in the present epoch, all its members
+become elders.
 """
 
 from __future__ import annotations

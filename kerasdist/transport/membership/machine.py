@@ -18,8 +18,8 @@ the next member proposes; what P has decided is found in 3. For a planned change
 LEAVING) PREPARE names a step that each member finishes before 3.: nothing is aborted.
 
 A worker that has joined proposes nothing, and answers no message of an earlier epoch,
-until it knows that all members are in the new epoch: the decision by which it joined may
-have died with all the others that knew it.
+until it knows that all members are in the new epoch: the decision by which it joined
+may have died with all the others that knew it.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ _STEPS_AHEAD = 2
 class Machine:
     """One worker's part in the agreement. Deterministic; not safe for several threads.
 
-    The values of all attributes are immutable: `copy.copy` makes an independent machine.
+    All attributes have immutable values: `copy.copy` makes an independent machine.
 
     Args:
         me: This process.
@@ -86,6 +86,7 @@ class Machine:
         decision: The present epoch, and the verdict by which it began.
         progress: This worker's progress; None until a newcomer has the state.
         suspended: Whether training waits for the next epoch.
+        confirmed: Whether all members are known to be in the present epoch.
         stopped: Why this worker takes no further part; None if it does.
     """
 
@@ -96,6 +97,7 @@ class Machine:
         self.decision = decision
         self.progress = Progress(0) if decision is not None else None
         self.suspended = False
+        self.confirmed = False
         self.stopped: StopReason | None = None
         self._min_workers = min_workers
         self._outputs: tuple[Output, ...] = ()
@@ -105,8 +107,6 @@ class Machine:
         self._leavers: frozenset[Member] = frozenset()
         # Whether a promise said that this worker leaves.
         self._pledged = False
-        # Whether all members are known to be in this epoch.
-        self._confirmed = False
         # Of the acceptor. `_planned`: a request whose step isn't finished yet.
         self._promised: Ballot | None = None
         self._accepted: tuple[Ballot, Decision] | None = None
@@ -158,7 +158,7 @@ class Machine:
             return
         self.progress = event.progress
         if isinstance(event, Finished):
-            self._confirmed = True
+            self.confirmed = True
         if self._planned is not None:
             self._on_prepare(*self._planned)
 
@@ -207,9 +207,12 @@ class Machine:
         self._suspend()
         first = self._first()
         if first != self.me:
-            number, confirmed = self.decision.epoch.number, self._confirmed
+            number, confirmed = self.decision.epoch.number, self.confirmed
             self._send(first, Loss(number, self._dead_here(), confirmed))
         elif not self._is_guest():
+            # They may be what the next epoch waits for.
+            for member in sorted(self._present().epoch.absent - self._dead):
+                self._send(member, Excluded(self._present().epoch.number))
             self._start(None)
 
     def _suspend(self) -> None:
@@ -298,7 +301,7 @@ class Machine:
         self._promised = message.ballot
         self._round = max(self._round, message.ballot.round)
         self._pledged = self.me in self._leavers
-        report = Report(self.progress, self._silent, self._pledged, self._confirmed)
+        report = Report(self.progress, self._silent, self._pledged, self.confirmed)
         promise = Promise(message.epoch, message.ballot, report, self._accepted)
         self._send(sender, promise)
 
@@ -327,7 +330,7 @@ class Machine:
         elif self.progress is not None:
             self.progress = Progress(self.progress.step)
         self.suspended = False
-        self._confirmed = len(epoch.members) == 1
+        self.confirmed = len(epoch.members) == 1
         self._silent &= {*epoch.members, *self._joiners}
         self._joiners = tuple(m for m in self._joiners if m not in epoch.members)
         self._leavers &= set(epoch.members)
@@ -382,7 +385,7 @@ class Machine:
                 self._on_loss(message)
 
     def _on_loss(self, message: Loss) -> None:
-        self._confirmed |= message.confirmed
+        self.confirmed |= message.confirmed
         news = not message.dead <= self._dead
         self._dead |= message.dead
         if news or self._request is None or self._request.after is not None:
@@ -428,7 +431,7 @@ class Machine:
     def _is_guest(self) -> bool:
         """Return whether the others may not know of the epoch in which this one is."""
         newcomer = self.me in self._present().epoch.newcomers
-        return newcomer and not self._confirmed
+        return newcomer and not self.confirmed
 
     def _dead_here(self) -> frozenset[Member]:
         epoch = self._present().epoch

@@ -120,7 +120,7 @@ class Promise:
 
 @dataclass(frozen=True, slots=True)
 class Rejected:
-    """The sender has promised `promised`, which is larger than the receiver's ballot."""
+    """The sender has promised a ballot that is larger than the receiver's."""
 
     epoch: int
     promised: Ballot
@@ -222,17 +222,7 @@ class GiveUp:
     """Training was suspended for too long."""
 
 
-Event = (
-    Received
-    | Dead
-    | Silent
-    | Finished
-    | Fetched
-    | Apply
-    | Leave
-    | Timeout
-    | GiveUp
-)
+Event = Received | Dead | Silent | Finished | Fetched | Apply | Leave | Timeout | GiveUp
 
 
 # Outputs: what the caller is to do, in this order.

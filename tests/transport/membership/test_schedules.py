@@ -1,0 +1,318 @@
+"""The agreement under schedules of loss, delay, duplicates, partitions and deaths.
+
+First that the schedules find what they are there for: machines with a broken rule.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import time
+
+import pytest
+
+from kerasdist.transport.membership.machine import Machine
+from kerasdist.transport.membership.messages import Finished
+from membership_schedules import explore, replay, run, shrink
+from membership_world import Violation, World
+
+# Seeds of the suite, and those of the soak test in this many parts.
+FEW, MANY, PARTS = 6000, 1_000_000, 20
+
+
+class AnyQuorum(Machine):
+    """Continues with whatever members it is in contact with."""
+
+    def _is_quorum(self, voters, dead):
+        return True
+
+
+class LivingMajority(Machine):
+    """Counts only the members that aren't proven dead."""
+
+    def _is_quorum(self, voters, dead):
+        members = [m for m in self.decision.epoch.members if m not in dead]
+        twice = 2 * sum(member in voters for member in members)
+        return twice > len(members) or (twice == len(members) and members[0] in voters)
+
+
+class SilentIsDead(Machine):
+    """Takes silence for a proof of death."""
+
+    def _miss(self, member):
+        self._bury(member)
+
+
+class AnyBallot(Machine):
+    """Forgets what it has promised."""
+
+    def _on_prepare(self, sender, message):
+        self._promised = None
+        super()._on_prepare(sender, message)
+
+    def _on_propose(self, sender, message):
+        self._promised = message.ballot
+        super()._on_propose(sender, message)
+
+
+class LateResults(Machine):
+    """Uses a result after it has reported that it hasn't got it."""
+
+    def _finish(self, event):
+        if self.suspended and isinstance(event, Finished):
+            self.progress = event.progress
+        else:
+            super()._finish(event)
+
+
+class OwnProposals(Machine):
+    """Proposes its own decision, whatever was accepted before: no phase 1."""
+
+    def _chosen(self):
+        self._promises = {
+            member: dataclasses.replace(promise, accepted=None)
+            for member, promise in self._promises.items()
+        }
+        return super()._chosen()
+
+
+class NoElders(Machine):
+    """Counts newcomers as elders."""
+
+    def _chosen(self):
+        decision = self.decision
+        epoch = decision.epoch
+        epoch = dataclasses.replace(
+            epoch, elders=frozenset(epoch.members), absent=frozenset()
+        )
+        self.decision = dataclasses.replace(decision, epoch=epoch)
+        try:
+            return super()._chosen()
+        finally:
+            self.decision = decision
+
+
+class ListensToTheDead(Machine):
+    """Takes messages of dead processes that arrive late."""
+
+    def _receive(self, sender, message):
+        dead = self._dead
+        self._dead = dead - {sender}
+        super()._receive(sender, message)
+        self._dead |= dead
+
+
+class GuestsAnswer(Machine):
+    """Passes on the decision by which it joined, before all have learned it."""
+
+    def _is_guest(self):
+        return False
+
+
+@pytest.mark.parametrize(
+    "broken", [AnyQuorum, LivingMajority, SilentIsDead, AnyBallot, LateResults]
+)
+def test_random_schedules_find_a_broken_rule(broken):
+    with pytest.raises(Violation, match=r"of these suffice:\n"):
+        for seed in range(10_000):
+            run(seed, machine=broken)
+
+
+def flow(world, *processes):
+    """Deliver all messages among some processes."""
+    while any(
+        world.do(("deliver", a, b))
+        for a in processes
+        for b in processes
+        if (a, b) in world.lines
+    ):
+        pass
+
+
+def script(world, text):
+    """Do operations, one per line; `flow a b` delivers all messages among a and b."""
+    for line in text.split("\n"):
+        name, *numbers = line.split() or [""]
+        if name == "flow":
+            flow(world, *map(int, numbers))
+        elif name:
+            assert world.do((name, *map(int, numbers))), line
+
+
+# 0 decides 0 1 2, and tells only 1. The others lose 0 and 1 before they learn it, and
+# are a majority. The rule "the highest epoch wins" lets both groups train.
+HALF_TOLD = """
+    silent 0 3
+    silent 0 4
+    deliver 0 1
+    deliver 1 0
+    deliver 0 2
+    deliver 2 0
+    deliver 0 1
+    deliver 1 0
+    deliver 0 2
+    deliver 2 0
+    deliver 0 1
+    silent 2 0
+    silent 2 1
+    silent 3 0
+    silent 3 1
+    silent 4 0
+    silent 4 1
+    flow 2 3 4
+    silent 0 2
+    silent 1 2
+    flow 0 1
+"""
+# 0 excludes 1, which is frozen; 2 joins, and trains with 0. Then 0 dies, 1 wakes up.
+AWAKE_AMONG_THE_DEAD = """
+    freeze 1
+    silent 0 1
+    join 2
+    apply 2
+    flow 0 2
+    work 0
+    work 0
+    work 0
+    work 0
+    flow 0 2
+    work 2
+    work 2
+    work 0
+    work 2
+    kill 0
+    dead 2 0
+    thaw 1
+    dead 1 0
+"""
+# 0, 1 and 2 decide 0 1 2 4, and die. 3 and 4, all that live, decide 3 4; but before 4
+# learns it, there is the message by which 0 told it the first decision.
+TOLD_BY_A_DEAD_ONE = """
+    silent 0 3
+    deliver 0 4
+    deliver 4 0
+    flow 0 1 2
+    kill 0
+    kill 1
+    kill 2
+    dead 3 0
+    dead 3 1
+    dead 3 2
+    deliver 3 4
+    deliver 4 3
+    deliver 3 4
+    deliver 4 3
+    flow 0 4
+"""
+# 0 and 1 decide 0 1 2 3 4, where 4 is new, tell only 4, and die. 2 and 3, all of the
+# others that live, decide 2 3; but before 3 learns it, it gets a message of 4.
+TOLD_BY_A_GUEST = """
+    join 4
+    apply 4
+    deliver 4 0
+    silent 0 1
+    flow 0 1
+    timeout 0
+    flow 0 1
+    deliver 0 2
+    deliver 0 2
+    deliver 0 2
+    deliver 2 0
+    deliver 2 0
+    deliver 0 3
+    deliver 0 3
+    deliver 0 3
+    deliver 3 0
+    deliver 3 0
+    flow 0 1
+    flow 0 4
+    kill 0
+    kill 1
+    dead 2 0
+    dead 2 1
+    deliver 2 3
+    deliver 3 2
+    deliver 2 3
+    deliver 3 2
+    dead 4 0
+    dead 4 1
+    silent 4 2
+    silent 4 3
+    flow 4 3
+"""
+
+
+@pytest.mark.parametrize(
+    ("size", "text", "broken", "what"),
+    [
+        (5, HALF_TOLD, OwnProposals, "two decisions of one number"),
+        (2, AWAKE_AMONG_THE_DEAD, NoElders, "two groups"),
+        (5, TOLD_BY_A_DEAD_ONE, ListensToTheDead, "two decisions of one number"),
+        (4, TOLD_BY_A_GUEST, GuestsAnswer, "two decisions of one number"),
+    ],
+)
+def test_rare_schedules_find_a_broken_rule(size, text, broken, what):
+    script(World(size, machine=broken), "")
+    with pytest.raises(Violation, match=rf"^{what}"):
+        script(World(size, machine=broken), text)
+    world = World(size)
+    script(world, text)
+    assert world.settle() == "trains"
+
+
+def test_few_random_schedules():
+    ends = collections.Counter(run(seed)[1] for seed in range(FEW))
+    # Else most would show nothing.
+    assert ends["trains"] > FEW / 2
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("part", range(PARTS))
+def test_many_random_schedules(part):
+    begun = time.process_time()
+    counts = collections.Counter()
+    for seed in range(part * MANY // PARTS, (part + 1) * MANY // PARTS):
+        world, end = run(seed)
+        counts[end] += 1
+        counts.update(world.counts)
+    print(f"{dict(counts)} in {time.process_time() - begun:.0f} s of CPU")
+
+
+LOSSES = [("kill", 0), ("kill", 1), ("kill", 2)]
+
+
+def test_one_loss_at_any_moment_in_any_order():
+    states, ends = explore(World(3), losses=LOSSES, until=2)
+    assert states > 1000
+    assert ends > 10
+
+
+def test_a_death_and_false_alarms_of_two_in_any_order():
+    losses = [("kill", 0), ("silent", 1, 0), ("silent", 0, 1)]
+    states, _ = explore(World(2), losses=losses, most=2)
+    assert states > 1000
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(7200)
+def test_two_losses_at_any_moment_in_any_order():
+    states, _ = explore(World(3), losses=LOSSES, most=2)
+    assert states > 10_000
+
+
+def test_exploring_finds_a_broken_rule():
+    losses = [("silent", 1, 0), ("silent", 0, 1)]
+    with pytest.raises(Violation, match=r"^two "):
+        explore(World(2, machine=AnyQuorum), losses=losses, most=2)
+
+
+def test_a_schedule_that_fails_is_shrunk_and_replayed():
+    # Half of two with the second one only.
+    operations = [("work", 0), ("work", 1), ("silent", 1, 0), ("work", 1)]
+
+    def fails(part):
+        return replay("two", part, (2,), AnyQuorum)
+
+    assert fails(operations)
+    assert shrink(operations, fails) == [("silent", 1, 0)]
