@@ -37,8 +37,7 @@ from kerasdist.transport.membership.epochs import (
     first_decision,
     is_quorum,
 )
-from kerasdist.transport.membership.machine import Machine
-from kerasdist.transport.membership.messages import (
+from kerasdist.transport.membership.events import (
     Apply,
     Dead,
     Event,
@@ -47,7 +46,6 @@ from kerasdist.transport.membership.messages import (
     GiveUp,
     Install,
     Leave,
-    Message,
     Received,
     Send,
     Silent,
@@ -56,6 +54,8 @@ from kerasdist.transport.membership.messages import (
     Timeout,
     TooLate,
 )
+from kerasdist.transport.membership.machine import Machine
+from kerasdist.transport.membership.messages import Message
 
 Operation = tuple[Any, ...]  # a name, and numbers of processes
 

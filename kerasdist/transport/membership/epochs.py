@@ -4,10 +4,10 @@ An epoch is a numbered list of members. They decide the next epoch by consensus
 (`kerasdist.transport.membership.machine`). Two rules make that safe.
 
 **Quorum.** The members that accept the next epoch must be (a) more than half of all
-members of the present one, or (b) exactly half with the first one, the chief, or (c) all
-that aren't proven dead. The dead count in (a) and (b). If they didn't, two groups could
-continue: of 1 2 3 4, cut into 1 2 and 3 4, the former continue by (b). Then 1 is killed.
-Now 2 is alone, and continues by (c); to 3 and 4, which find 1 dead and 2 silent, they
+members of the present one, or (b) exactly half with the first one, the chief, or (c)
+all that aren't proven dead. The dead count in (a) and (b). If they didn't, two groups
+could continue: of 1 2 3 4, cut into 1 2 and 3 4, the former continue by (b). Then 1 is
+killed. Now 2 is alone, and continues by (c); 3 and 4, which find 1 dead and 2 silent,
 would be two of three.
 
 Two disjoint quorums don't both decide. Any two of (a) and (b) share a member, which

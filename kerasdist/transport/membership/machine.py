@@ -24,45 +24,47 @@ may have died with all the others that knew it.
 
 from __future__ import annotations
 
+from kerasdist.transport.membership.attempt import Attempt
 from kerasdist.transport.membership.epochs import (
     Decision,
     Member,
     Progress,
     Report,
     StopReason,
-    is_quorum,
     next_decision,
 )
-from kerasdist.transport.membership.messages import (
-    Accepted,
+from kerasdist.transport.membership.events import (
     Apply,
-    Ballot,
     Dead,
-    Decided,
     Event,
-    Excluded,
     Fetched,
     Finished,
     GiveUp,
     Install,
-    Join,
     Leave,
-    Leaving,
-    Loss,
-    Message,
-    Numbered,
     Output,
-    Prepare,
-    Promise,
-    Propose,
     Received,
-    Rejected,
     Send,
     Silent,
     Stop,
     Suspend,
     Timeout,
     TooLate,
+)
+from kerasdist.transport.membership.messages import (
+    Accepted,
+    Ballot,
+    Decided,
+    Excluded,
+    Join,
+    Leaving,
+    Loss,
+    Message,
+    Numbered,
+    Prepare,
+    Promise,
+    Propose,
+    Rejected,
 )
 
 __all__ = ["Machine"]
@@ -90,6 +92,8 @@ class Machine:
         stopped: Why this worker takes no further part; None if it does.
     """
 
+    _attempts = Attempt
+
     def __init__(
         self, me: Member, decision: Decision | None = None, *, min_workers: int = 1
     ) -> None:
@@ -113,10 +117,7 @@ class Machine:
         self._planned: tuple[Member, Prepare] | None = None
         # Of the proposer.
         self._round = 0
-        self._request: Prepare | None = None
-        self._promises: dict[Member, Promise] = {}
-        self._proposal: Decision | None = None
-        self._votes: frozenset[Member] = frozenset()
+        self._attempt: Attempt | None = None
 
     def handle(self, event: Event) -> tuple[Output, ...]:
         """Take an event and return what is to be done."""
@@ -181,7 +182,7 @@ class Machine:
         self._silent |= {member}
         if self.decision is None or member not in self.decision.epoch.members:
             return
-        if self._request is not None and self._request.after is None:
+        if self._attempt is not None and self._attempt.request.after is None:
             self._propose()
         else:
             self._change()
@@ -196,7 +197,7 @@ class Machine:
         elif self._first() != self.me:
             if self.me in self._leavers:
                 self._send(self._first(), Leaving(self.decision.epoch.number))
-        elif (self._joiners or self._leavers) and self._request is None:
+        elif (self._joiners or self._leavers) and self._attempt is None:
             done = self.progress.step if self.progress is not None else 0
             self._start(done + _STEPS_AHEAD)
 
@@ -225,64 +226,55 @@ class Machine:
 
     def _start(self, after: int | None) -> None:
         decision = self._present()
+        number, members = decision.epoch.number, decision.epoch.members
         self._round += 1
         ballot = Ballot(self._round, self.me)
-        self._request = Prepare(
-            decision.epoch.number, ballot, decision, self._dead_here(), after
-        )
-        self._promises, self._proposal, self._votes = {}, None, frozenset()
-        self._send_all(decision.epoch.members, self._request)
+        request = Prepare(number, ballot, decision, self._dead_here(), after)
+        self._attempt = self._attempts(request)
+        self._send_all(members, request)
 
     def _on_promise(self, sender: Member, message: Promise) -> None:
-        if self._request is None or message.ballot != self._request.ballot:
-            return
-        self._promises = {**self._promises, sender: message}
-        self._propose()
+        attempt = self._attempt
+        if attempt is not None and message.ballot == attempt.request.ballot:
+            self._attempt = attempt.with_promise(sender, message)
+            self._propose()
 
     def _propose(self) -> None:
         """Propose a decision when all members in contact have promised."""
-        request = self._request
-        if request is None or self._proposal is not None:
+        attempt = self._attempt
+        if attempt is None or attempt.proposal is not None:
             return
-        epoch = self._present().epoch
-        awaited = set(epoch.members) - request.dead - self._silent - {*self._promises}
-        if awaited or not self._is_quorum(self._promises, request.dead):
+        if attempt.awaits(self._silent):
             return
-        self._proposal = self._chosen()
-        if self._proposal is not None:
-            message = Propose(epoch.number, request.ballot, self._proposal)
-            self._send_all(tuple(self._promises), message)
+        proposal = attempt.earlier() or self._choice(attempt)
+        if proposal is not None:
+            self._attempt = attempt.with_proposal(proposal)
+            request = attempt.request
+            message = Propose(request.epoch, request.ballot, proposal)
+            self._send_all(tuple(dict(attempt.promises)), message)
 
-    def _chosen(self) -> Decision | None:
-        """Return what was accepted in the largest ballot, else an own decision."""
-        promises = self._promises.values()
-        earlier = [each.accepted for each in promises if each.accepted is not None]
-        if earlier:
-            return max(earlier, key=lambda accepted: accepted[0])[1]
+    def _choice(self, attempt: Attempt) -> Decision | None:
+        joiners = tuple(each for each in self._joiners if each not in self._silent)
         return next_decision(
             self._present().epoch,
-            {member: each.report for member, each in self._promises.items()},
-            tuple(each for each in self._joiners if each not in self._silent),
+            attempt.reports(),
+            joiners,
             self._dead,
             self._min_workers,
         )
 
     def _on_accepted(self, sender: Member, message: Accepted) -> None:
-        request, proposal = self._request, self._proposal
-        if request is None or proposal is None or message.ballot != request.ballot:
+        attempt = self._attempt
+        if attempt is None or message.ballot != attempt.request.ballot:
             return
-        self._votes |= {sender}
-        if self._is_quorum(self._votes, request.dead):
+        self._attempt = attempt = attempt.with_vote(sender)
+        proposal = attempt.proposal
+        if proposal is not None and attempt.is_quorum(attempt.votes):
             others = dict.fromkeys(self._present().epoch.members)
             others |= dict.fromkeys(proposal.epoch.members)
             others.pop(self.me, None)
             self._send_all(tuple(others), Decided(proposal))
             self._learn(proposal)
-
-    def _is_quorum(
-        self, voters: dict[Member, Promise] | frozenset[Member], dead: frozenset[Member]
-    ) -> bool:
-        return is_quorum(voters, self._present().epoch.members, dead)
 
     # The acceptor.
 
@@ -312,8 +304,12 @@ class Machine:
 
     def _learn(self, decision: Decision) -> None:
         """Install a later epoch, or stop."""
-        epoch = decision.epoch
-        if self.decision is not None and epoch.number <= self.decision.epoch.number:
+        epoch, present = decision.epoch, self.decision
+        if present is not None and epoch.number <= present.epoch.number:
+            if self._is_guest() and epoch.number == present.epoch.number:
+                if decision != present:
+                    # All that knew the decision by which this one joined are dead.
+                    self._stop(StopReason.EXCLUDED)
             return
         if decision.verdict.stop is not None:
             self._stop(decision.verdict.stop)
@@ -334,9 +330,7 @@ class Machine:
         self._silent &= {*epoch.members, *self._joiners}
         self._joiners = tuple(m for m in self._joiners if m not in epoch.members)
         self._leavers &= set(epoch.members)
-        self._promised = self._accepted = self._planned = None
-        self._request = self._proposal = None
-        self._promises, self._votes = {}, frozenset()
+        self._promised = self._accepted = self._planned = self._attempt = None
         self._outputs += (Install(decision),)
         self._review()
 
@@ -388,7 +382,8 @@ class Machine:
         self.confirmed |= message.confirmed
         news = not message.dead <= self._dead
         self._dead |= message.dead
-        if news or self._request is None or self._request.after is not None:
+        attempt = self._attempt
+        if news or attempt is None or attempt.request.after is not None:
             self._change()
 
     def _on_join(self, joiner: Member) -> None:

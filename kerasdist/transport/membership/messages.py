@@ -1,7 +1,7 @@
-"""What goes into and out of a worker's membership machine.
+"""The messages between the membership machines of workers.
 
-Messages go to other machines. Those with an `epoch` concern the decision about its
-successor. The words are those of Lamport, "Paxos Made Simple" (2001).
+Those with an `epoch` are about the choice of the one after it. Prepare, promise,
+propose and accept have the meanings of Lamport, "Paxos Made Simple" (2001).
 """
 
 from __future__ import annotations
@@ -9,43 +9,21 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from kerasdist.transport.membership.epochs import (
-    Decision,
-    Member,
-    Progress,
-    Report,
-    StopReason,
-)
+from kerasdist.transport.membership.epochs import Decision, Member, Report
 
 __all__ = [
     "Accepted",
-    "Apply",
     "Ballot",
-    "Dead",
     "Decided",
-    "Event",
     "Excluded",
-    "Fetched",
-    "Finished",
-    "GiveUp",
-    "Install",
     "Join",
-    "Leave",
     "Leaving",
     "Loss",
     "Message",
-    "Output",
     "Prepare",
     "Promise",
     "Propose",
-    "Received",
     "Rejected",
-    "Send",
-    "Silent",
-    "Stop",
-    "Suspend",
-    "Timeout",
-    "TooLate",
 ]
 
 
@@ -54,9 +32,6 @@ class Ballot(NamedTuple):
 
     round: int
     proposer: Member
-
-
-# Messages.
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,111 +134,3 @@ class Excluded:
 
 Numbered = Leaving | Loss | Prepare | Promise | Rejected | Propose | Accepted
 Message = Join | Decided | Excluded | Numbered
-
-
-# Events: what a machine is called with.
-
-
-@dataclass(frozen=True, slots=True)
-class Received:
-    """A message came from `sender`."""
-
-    sender: Member
-    message: Message
-
-
-@dataclass(frozen=True, slots=True)
-class Dead:
-    """The process of `member` is proven dead: its host refuses a connection to it."""
-
-    member: Member
-
-
-@dataclass(frozen=True, slots=True)
-class Silent:
-    """`member` is out of contact; whether it lives is unknown."""
-
-    member: Member
-
-
-@dataclass(frozen=True, slots=True)
-class Finished:
-    """This worker wants to use the result of a collective in which all take part."""
-
-    progress: Progress
-
-
-@dataclass(frozen=True, slots=True)
-class Fetched:
-    """This worker has got what it lacked from another one."""
-
-    progress: Progress
-
-
-@dataclass(frozen=True, slots=True)
-class Apply:
-    """This worker wants to join: send the request to `members`, now and then again."""
-
-    members: tuple[Member, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Leave:
-    """This worker wants to leave after its step."""
-
-
-@dataclass(frozen=True, slots=True)
-class Timeout:
-    """Time for another attempt."""
-
-
-@dataclass(frozen=True, slots=True)
-class GiveUp:
-    """Training was suspended for too long."""
-
-
-Event = Received | Dead | Silent | Finished | Fetched | Apply | Leave | Timeout | GiveUp
-
-
-# Outputs: what the caller is to do, in this order.
-
-
-@dataclass(frozen=True, slots=True)
-class Send:
-    """Send `message` to `to`; it may get lost, late, or there twice."""
-
-    to: Member
-    message: Message
-
-
-@dataclass(frozen=True, slots=True)
-class Suspend:
-    """End the collective that is running; begin none until `Install`."""
-
-
-@dataclass(frozen=True, slots=True)
-class TooLate:
-    """Discard the result which `Finished` or `Fetched` was about."""
-
-
-@dataclass(frozen=True, slots=True)
-class Install:
-    """Train in this epoch."""
-
-    decision: Decision
-
-
-@dataclass(frozen=True, slots=True)
-class Stop:
-    """Take no further part, and don't call the machine again.
-
-    Attributes:
-        reason: If it is EXCLUDED, the process may join as its next incarnation.
-        missing: Members that are out of contact, and not proven dead.
-    """
-
-    reason: StopReason
-    missing: tuple[Member, ...] = ()
-
-
-Output = Send | Suspend | TooLate | Install | Stop

@@ -11,8 +11,9 @@ import time
 
 import pytest
 
+from kerasdist.transport.membership.attempt import Attempt
+from kerasdist.transport.membership.events import Finished
 from kerasdist.transport.membership.machine import Machine
-from kerasdist.transport.membership.messages import Finished
 from membership_schedules import explore, replay, run, shrink
 from membership_world import Violation, World
 
@@ -20,20 +21,40 @@ from membership_world import Violation, World
 FEW, MANY, PARTS = 6000, 1_000_000, 20
 
 
-class AnyQuorum(Machine):
-    """Continues with whatever members it is in contact with."""
+class Lenient(Attempt):
+    """Decides with whatever members it is in contact with."""
 
-    def _is_quorum(self, voters, dead):
+    def is_quorum(self, voters):
         return True
 
 
-class LivingMajority(Machine):
+class Living(Attempt):
     """Counts only the members that aren't proven dead."""
 
-    def _is_quorum(self, voters, dead):
-        members = [m for m in self.decision.epoch.members if m not in dead]
+    def is_quorum(self, voters):
+        dead = self.request.dead
+        members = [m for m in self.request.base.epoch.members if m not in dead]
         twice = 2 * sum(member in voters for member in members)
         return twice > len(members) or (twice == len(members) and members[0] in voters)
+
+
+class Forgetful(Attempt):
+    """Proposes its own decision, whatever was accepted before."""
+
+    def earlier(self):
+        return None
+
+
+class AnyQuorum(Machine):
+    _attempts = Lenient
+
+
+class LivingMajority(Machine):
+    _attempts = Living
+
+
+class OwnProposals(Machine):
+    _attempts = Forgetful
 
 
 class SilentIsDead(Machine):
@@ -65,21 +86,10 @@ class LateResults(Machine):
             super()._finish(event)
 
 
-class OwnProposals(Machine):
-    """Proposes its own decision, whatever was accepted before: no phase 1."""
-
-    def _chosen(self):
-        self._promises = {
-            member: dataclasses.replace(promise, accepted=None)
-            for member, promise in self._promises.items()
-        }
-        return super()._chosen()
-
-
 class NoElders(Machine):
     """Counts newcomers as elders."""
 
-    def _chosen(self):
+    def _choice(self, attempt):
         decision = self.decision
         epoch = decision.epoch
         epoch = dataclasses.replace(
@@ -87,7 +97,7 @@ class NoElders(Machine):
         )
         self.decision = dataclasses.replace(decision, epoch=epoch)
         try:
-            return super()._chosen()
+            return super()._choice(attempt)
         finally:
             self.decision = decision
 
@@ -242,6 +252,27 @@ TOLD_BY_A_GUEST = """
 """
 
 
+# 0 decides 0 2, tells 2, which is new, and dies. 1 decides 1 2: of the same number.
+TWICE_NEW = """
+    join 2
+    apply 2
+    deliver 2 1
+    deliver 2 0
+    silent 0 1
+    kill 0
+    deliver 0 2
+    dead 1 0
+"""
+
+
+def test_a_newcomer_of_an_epoch_that_has_died_out_joins_again():
+    world = World(2)
+    script(world, TWICE_NEW)
+    assert [world.processes[n].epoch[0] for n in (1, 2)] == [1, 1]
+    assert world.settle() == "trains"
+    assert world.processes[2].me.incarnation == 1
+
+
 @pytest.mark.parametrize(
     ("size", "text", "broken", "what"),
     [
@@ -308,11 +339,11 @@ def test_exploring_finds_a_broken_rule():
 
 
 def test_a_schedule_that_fails_is_shrunk_and_replayed():
-    # Half of two with the second one only.
-    operations = [("work", 0), ("work", 1), ("silent", 1, 0), ("work", 1)]
+    false_alarms = [("silent", 1, 0), ("silent", 0, 1)]
+    operations = [("work", 0), *false_alarms, ("work", 1), ("work", 0)]
 
     def fails(part):
         return replay("two", part, (2,), AnyQuorum)
 
     assert fails(operations)
-    assert shrink(operations, fails) == [("silent", 1, 0)]
+    assert shrink(operations, fails) == false_alarms
