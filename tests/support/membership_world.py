@@ -60,7 +60,7 @@ from kerasdist.transport.membership.messages import Message
 Operation = tuple[Any, ...]  # a name, and numbers of processes
 
 COLLECTIVES = 2  # of a step
-ROUNDS = 40  # until progress, without failures; each is some time-outs long
+ROUNDS = 8  # of time-outs, until progress without failures
 
 
 class Violation(AssertionError):
@@ -442,8 +442,9 @@ class World:
         goal = 2 + max(
             (max(each.results, default=0) for each in self.living()), default=0
         )
-        for _ in range(ROUNDS):
+        for number in range(ROUNDS):
             if self._round(apart, goal):
+                self.counts["rounds"] = number + 1
                 return "trains"
         self._explain(apart)
         for _ in range(3):

@@ -306,10 +306,10 @@ class Machine:
         """Install a later epoch, or stop."""
         epoch, present = decision.epoch, self.decision
         if present is not None and epoch.number <= present.epoch.number:
-            if self._is_guest() and epoch.number == present.epoch.number:
-                if decision != present:
-                    # All that knew the decision by which this one joined are dead.
-                    self._stop(StopReason.EXCLUDED)
+            same = epoch.number == present.epoch.number
+            if same and self._is_guest() and decision != present:
+                # All that knew the decision by which this one joined are dead.
+                self._stop(StopReason.EXCLUDED)
             return
         if decision.verdict.stop is not None:
             self._stop(decision.verdict.stop)
@@ -390,13 +390,14 @@ class Machine:
         if self.decision is None:
             return
         epoch = self.decision.epoch
-        for other in {*epoch.members, *epoch.absent, *self._joiners}:
-            if other.id == joiner.id and other.incarnation < joiner.incarnation:
-                self._bury(other)
+        known = {*epoch.members, *epoch.absent, *self._joiners}
+        same = sorted(other for other in known if other.id == joiner.id)
         if joiner in epoch.members or joiner in epoch.absent:
             self._correct(joiner)
-        elif joiner not in self._joiners:
+        elif not same or same[-1] < joiner:
             self._joiners += (joiner,)
+            for other in same:
+                self._bury(other)
             self._review()
 
     def _correct(self, sender: Member) -> None:

@@ -1,0 +1,140 @@
+import itertools
+
+import pytest
+
+from kerasdist.transport.membership.epochs import (
+    Epoch,
+    Member,
+    Progress,
+    Report,
+    StopReason,
+    first_decision,
+    is_quorum,
+    next_decision,
+)
+
+A, B, C, D, E = (Member(n) for n in range(5))
+ALL = (A, B, C, D, E)
+
+
+def subsets(members):
+    for count in range(len(members) + 1):
+        yield from map(frozenset, itertools.combinations(members, count))
+
+
+@pytest.mark.parametrize(
+    ("voters", "members", "dead", "enough"),
+    [
+        ((B, C), (A, B, C), (), True),
+        ((C,), (A, B, C), (), False),
+        # Half, with and without the first one.
+        ((A, D), (A, B, C, D), (), True),
+        ((B, C, D), (A, B, C, D), (), True),
+        ((C, D), (A, B, C, D), (), False),
+        ((B,), (A, B), (), False),
+        # All others are dead.
+        ((B,), (A, B), (A,), True),
+        ((E,), ALL, (A, B, C, D), True),
+        # Two of the three that aren't dead: the third one may be in another group.
+        ((C, D), (A, B, C, D), (A,), False),
+    ],
+)
+def test_a_quorum(voters, members, dead, enough):
+    assert is_quorum(voters, members, dead) is enough
+
+
+@pytest.mark.parametrize("size", range(1, 6))
+def test_two_quorums_share_a_member_unless_one_of_them_is_dead(size):
+    members = ALL[:size]
+    for dead in subsets(members):
+        known = [one for one in subsets(members) if is_quorum(one, members, dead)]
+        # What another one decided that didn't know of these deaths, or was before them.
+        earlier = [one for one in subsets(members) if is_quorum(one, members, ())]
+        for one, other in itertools.product(known, earlier):
+            assert one & other or other <= dead
+
+
+@pytest.mark.parametrize("size", range(1, 6))
+def test_those_that_live_are_a_quorum_together(size):
+    members = ALL[:size]
+    for dead in subsets(members):
+        assert is_quorum(set(members) - dead, members, dead)
+
+
+def decide(reports, *, epoch=None, joiners=(), dead=(), min_workers=1):
+    epoch = epoch or first_decision(ALL[:3]).epoch
+    return next_decision(epoch, reports, joiners, frozenset(dead), min_workers)
+
+
+def test_a_step_that_one_has_finished_is_committed():
+    reports = {A: Report(Progress(7)), B: Report(Progress(6, 3))}
+    verdict = decide(reports, dead=[C]).verdict
+    assert verdict.progress == Progress(7)
+    assert verdict.holders == verdict.furthest == (A,)
+
+
+def test_a_step_that_none_has_finished_is_done_again():
+    reports = {A: Report(Progress(6, 2)), B: Report(Progress(6, 3))}
+    verdict = decide(reports, dead=[C]).verdict
+    assert verdict.progress.step == 6
+    assert verdict.holders == (A, B)
+    assert verdict.furthest == (B,)
+    assert verdict.stop is None
+
+
+def test_members_keep_their_order_and_those_that_join_are_last():
+    reports = {B: Report(Progress(1)), C: Report(Progress(1))}
+    epoch = decide(reports, dead=[A], joiners=(E, D)).epoch
+    assert epoch.number == 1
+    assert epoch.members == (B, C, E, D)
+    assert epoch.newcomers == (E, D)
+    assert epoch.elders == {B, C}
+
+
+def test_who_is_silent_is_absent_and_who_leaves_or_is_dead_is_not():
+    epoch = first_decision(ALL).epoch
+    reports = {
+        A: Report(Progress(1)),
+        B: Report(Progress(1), leaving=True),
+        C: Report(Progress(1)),
+    }
+    assert decide(reports, epoch=epoch, dead=[D]).epoch.absent == {E}
+
+
+def test_of_two_without_contact_the_later_one_is_left_out():
+    reports = {
+        A: Report(Progress(1)),
+        B: Report(Progress(1), silent=frozenset([C])),
+        C: Report(Progress(1)),
+    }
+    epoch = decide(reports).epoch
+    assert epoch.members == (A, B)
+    assert epoch.absent == {C}
+
+
+def test_all_become_elders_when_none_can_be_in_an_earlier_epoch():
+    joined = Epoch(4, (A, D), newcomers=(D,), elders=frozenset([A]))
+    reports = {D: Report(Progress(9), confirmed=True)}
+    assert decide(reports, epoch=joined, dead=[A]).epoch.elders == {D}
+
+
+@pytest.mark.parametrize("absent", [False, True])
+def test_there_is_no_next_epoch_without_an_elder(absent):
+    joined = Epoch(*(4, (A, D), (D,), frozenset([A])), frozenset([B] if absent else ()))
+    reports = {D: Report(Progress(9), confirmed=absent)}
+    assert decide(reports, epoch=joined, dead=[A]) is None
+    if absent:
+        assert decide(reports, epoch=joined, dead=[A, B]) is not None
+
+
+@pytest.mark.parametrize(
+    ("reports", "reason"),
+    [
+        ({B: Report(Progress(3))}, StopReason.TOO_FEW),
+        ({B: Report(Progress(3), leaving=True)}, StopReason.LEFT),
+        ({B: Report(None)}, StopReason.NO_STATE),
+    ],
+)
+def test_why_all_stop(reports, reason):
+    verdict = decide(reports, dead=[A, C], min_workers=2).verdict
+    assert verdict.stop is reason

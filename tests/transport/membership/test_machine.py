@@ -1,0 +1,308 @@
+"""What happens in a change; see `test_schedules.py` for what must never happen."""
+
+import pytest
+
+from kerasdist.transport.membership.epochs import Member, Progress, StopReason
+from kerasdist.transport.membership.events import (
+    Apply,
+    Finished,
+    GiveUp,
+    Install,
+    Leave,
+    Stop,
+    Suspend,
+    TooLate,
+)
+from kerasdist.transport.membership.machine import Machine
+from membership_world import COLLECTIVES, World
+
+
+class Recorded(World):
+    """Also keeps the outputs, and counts the messages."""
+
+    def __init__(self, size, **kwargs):
+        self.outputs = {}
+        self.delivered = []
+        super().__init__(size, **kwargs)
+
+    def call(self, process, event):
+        outputs = super().call(process, event)
+        self.outputs.setdefault(process.me.id, []).extend(outputs)
+        return outputs
+
+    def _hand(self, item):
+        self.delivered.append(type(item[2]).__name__)
+        super()._hand(item)
+
+    def quiet(self):
+        """Deliver all there is, a round at a time; return the number of rounds."""
+        rounds = 0
+        while self.lines:
+            for (a, b), line in list(self.lines.items()):
+                for _ in list(line):
+                    self.do(("deliver", a, b))
+            rounds += 1
+        return rounds
+
+    def train(self, steps, *, of=None):
+        """Train, in lockstep, with the messages that come."""
+        for _ in range(steps * (COLLECTIVES + 1)):
+            for n in of or list(self.processes):
+                self.do(("work", n))
+            self.quiet()
+
+    def kinds(self, n, *kinds):
+        return [each for each in self.outputs.get(n, []) if isinstance(each, kinds)]
+
+    def lose(self, n, *, to=None):
+        self.do(("kill", n))
+        for other in to if to is not None else self.processes:
+            self.do(("dead", other, n))
+
+    def groups(self):
+        return {
+            each.me.id: [member.id for member in each.epoch[1]]
+            for each in self.living()
+            if each.epoch
+        }
+
+
+def finished(world):
+    return {each.me.id: each.machine.progress.step for each in world.living()}
+
+
+def finish_one_step(world, *, by):
+    """One process finishes the last bucket of the first step, which all have begun."""
+    while min(each.done for each in world.living()) < COLLECTIVES - 1:
+        for each in world.living():
+            if each.done < COLLECTIVES - 1:
+                world.do(("work", each.me.id))
+    world.do(("work", by))
+    assert [n for n, step in finished(world).items() if step] == [by]
+
+
+@pytest.mark.parametrize("lost", [0, 1, 2])
+def test_a_loss_takes_two_round_trips_and_the_news(lost):
+    world = Recorded(3)
+    world.train(1)
+    world.lose(lost)
+    # LOSS and PREPARE cross; PROMISE, PROPOSE, ACCEPTED, DECIDED.
+    assert world.quiet() <= 6
+    others = [n for n in range(3) if n != lost]
+    assert world.groups() == {n: others for n in others}
+    for n in others:
+        assert world.kinds(n, Suspend, Install, Stop)[0] == Suspend()
+        (installed,) = world.kinds(n, Install)
+        assert installed.decision.epoch.number == 1
+        assert not installed.decision.epoch.absent
+
+
+def test_a_step_that_a_survivor_has_finished_is_committed():
+    world = Recorded(3)
+    finish_one_step(world, by=0)
+    world.lose(2)
+    world.quiet()
+    verdict = world.kinds(1, Install)[0].decision.verdict
+    assert verdict.progress.step == 1
+    assert verdict.holders == (Member(0),)
+    # Rank 1 gets what it lacks, nothing is done again.
+    world.do(("work", 1))
+    assert finished(world) == {0: 1, 1: 1}
+
+
+def test_a_step_that_only_the_lost_worker_has_finished_is_done_again():
+    world = Recorded(3)
+    finish_one_step(world, by=2)
+    world.lose(2)
+    world.quiet()
+    verdict = world.kinds(1, Install)[0].decision.verdict
+    assert verdict.progress.step == 0
+    assert verdict.holders == (Member(0), Member(1))
+
+
+def test_a_result_that_comes_after_the_promise_is_discarded():
+    world = Recorded(2)
+    world.do(("silent", 1, 0))
+    machine = world.processes[1].machine
+    assert machine.suspended
+    assert machine.handle(Finished(Progress(1))) == (TooLate(),)
+    assert machine.progress == Progress(0)
+
+
+def test_a_second_loss_during_the_agreement():
+    world = Recorded(4)
+    world.lose(3)
+    world.do(("deliver", 0, 1))
+    world.lose(2)
+    world.quiet()
+    assert world.groups() == {0: [0, 1], 1: [0, 1]}
+
+
+def test_a_proposer_that_dies_after_it_told_one():
+    world = Recorded(4)
+    world.lose(3)
+    while world.processes[0].machine.suspended:
+        for line in [(1, 0), (2, 0), (0, 1), (0, 2)]:
+            if world.processes[0].machine.suspended:
+                world.do(("deliver", *line))
+    world.do(("deliver", 0, 1))
+    while world.processes[1].epoch[0] == 0:
+        world.do(("deliver", 0, 1))
+    world.lines.pop((0, 2))
+    world.lose(0)
+    world.quiet()
+    # 2 hears of epoch 1 from 1, which proposes epoch 2.
+    assert world.groups() == {1: [1, 2], 2: [1, 2]}
+    assert [each.decision.epoch.number for each in world.kinds(2, Install)] == [1, 2]
+
+
+def test_a_worker_joins_and_nothing_is_aborted():
+    world = Recorded(2)
+    world.train(1)
+    world.do(("join", 5))
+    world.do(("apply", 5))
+    world.quiet()
+    # Announced, training goes on.
+    assert world.groups() == {0: [0, 1], 1: [0, 1]}
+    world.train(4)
+    assert world.groups() == {0: [0, 1, 5], 1: [0, 1, 5], 5: [0, 1, 5]}
+    verdict = world.kinds(5, Install)[0].decision.verdict
+    assert verdict.progress == Progress(3)
+    assert verdict.holders == verdict.furthest == (Member(0), Member(1))
+    assert len(set(finished(world).values())) == 1
+    assert not world.kinds(0, TooLate)
+    assert not world.kinds(1, TooLate)
+
+
+def test_the_chief_dies_while_a_worker_joins():
+    world = Recorded(3)
+    world.do(("join", 5))
+    world.do(("apply", 5))
+    world.quiet()
+    world.lose(0)
+    world.quiet()
+    assert set(map(tuple, world.groups().values())) == {(1, 2, 5)}
+
+
+def test_a_worker_that_dies_while_it_joins():
+    world = Recorded(2)
+    world.do(("join", 5))
+    world.do(("apply", 5))
+    world.quiet()
+    world.lose(5)
+    world.train(4)
+    assert world.groups() == {0: [0, 1], 1: [0, 1]}
+    assert not world.processes[0].machine.suspended
+
+
+def test_a_task_that_starts_again_proves_its_earlier_process_dead():
+    world = Recorded(2)
+    world.train(1)
+    world.do(("kill", 1))
+    world.do(("join", 1))
+    world.do(("apply", 1))
+    world.quiet()
+    assert world.processes[0].epoch[1] == (Member(0), Member(1, 1))
+
+
+@pytest.mark.parametrize("leaver", [0, 2])
+def test_a_worker_leaves_after_a_step_and_nothing_is_done_again(leaver):
+    world = Recorded(3)
+    world.train(1)
+    world.do(("leave", leaver))
+    world.train(4)
+    others = [n for n in range(3) if n != leaver]
+    assert world.groups() == {n: others for n in others}
+    assert world.kinds(leaver, Stop) == [Stop(StopReason.LEFT)]
+    (installed,) = world.kinds(1, Install)
+    assert installed.decision.verdict.furthest == tuple(map(Member, others))
+    assert installed.decision.verdict.progress == Progress(3)
+    assert not installed.decision.epoch.absent
+    assert not any(world.kinds(n, TooLate) for n in range(3))
+
+
+def test_the_last_worker_leaves():
+    world = Recorded(1)
+    world.train(1)
+    world.do(("leave", 0))
+    world.train(3)
+    assert world.kinds(0, Stop) == [Stop(StopReason.LEFT)]
+    assert world.processes[0].machine.progress == Progress(3)
+
+
+def test_the_smaller_side_of_a_partition_stops():
+    world = Recorded(5)
+    for a in (0, 1):
+        for b in (2, 3, 4):
+            world.do(("cut", a, b))
+            world.do(("silent", a, b))
+            world.do(("silent", b, a))
+    for _ in range(3):
+        for line in list(world.lines):
+            while world.do(("deliver", *line)):
+                pass
+    assert world.groups()[2] == [2, 3, 4]
+    assert world.processes[0].machine.suspended
+    for n in (0, 1):
+        world.do(("giveup", n))
+        (stop,) = world.kinds(n, Stop)
+        assert stop.reason is StopReason.NO_QUORUM
+        assert stop.missing == (Member(2), Member(3), Member(4))
+
+
+def test_a_frozen_worker_is_excluded_and_joins_again():
+    world = Recorded(3)
+    world.train(2)
+    world.do(("freeze", 1))
+    world.do(("silent", 0, 1))
+    world.do(("silent", 2, 1))
+    for _ in range(4):
+        for line in list(world.lines):
+            while world.do(("deliver", *line)):
+                pass
+    assert world.groups()[0] == [0, 2]
+    world.do(("thaw", 1))
+    world.quiet()
+    assert world.kinds(1, Stop)[0].reason is StopReason.EXCLUDED
+    world.do(("join", 1))
+    world.do(("apply", 1))
+    world.train(5)
+    assert world.processes[0].epoch[1] == (Member(0), Member(2), Member(1, 1))
+    assert len(set(finished(world).values())) == 1
+
+
+def test_too_few_are_left():
+    world = Recorded(3, min_workers=3)
+    world.lose(2)
+    world.quiet()
+    assert [world.kinds(n, Stop)[0].reason for n in (0, 1)] == [StopReason.TOO_FEW] * 2
+
+
+def test_a_line_that_is_lost_costs_an_epoch_but_no_member():
+    world = Recorded(3)
+    world.train(1)
+    world.do(("silent", 0, 2))
+    world.quiet()
+    assert world.settle() == "trains"
+    assert {len(each.epoch[1]) for each in world.living()} == {3}
+
+
+def test_training_that_goes_on_does_not_end_by_a_time_out():
+    machine = World(2).processes[0].machine
+    assert machine.handle(GiveUp()) == ()
+    assert machine.stopped is None
+
+
+def test_a_machine_that_has_stopped_does_nothing():
+    world = World(2)
+    world.do(("silent", 1, 0))
+    machine = world.processes[1].machine
+    machine.handle(GiveUp())
+    assert machine.stopped is StopReason.NO_QUORUM
+    assert machine.handle(Leave()) == ()
+
+
+def test_one_that_has_not_joined_yet_only_applies():
+    machine = Machine(Member(4))
+    assert len(machine.handle(Apply((Member(0), Member(1))))) == 2
+    assert machine.handle(Finished(Progress(1))) == ()
