@@ -114,7 +114,7 @@ class World:
         self.begun: dict[object, dict[Member, int]] = {}
         self.verdicts: dict[object, Decision] = {}
         self.latest = 0  # the process that was the last one to install an epoch
-        self.counts = {"epochs": 0, "stops": 0, "redone": 0, "committed": 0}
+        self.counts = {"epochs": 0, "stops": 0, "committed": 0}
 
     # Operations.
 
@@ -293,7 +293,9 @@ class World:
                 and not self._lacks(holder)
                 and self.reaches(member.id, process.me.id)
             ):
-                outputs = self.call(process, Fetched(Progress(wanted)))
+                outputs = self.call(
+                    process, Fetched(decision.epoch.number, Progress(wanted))
+                )
                 if TooLate() in outputs or not process.alive:
                     return True
                 if old is None:
@@ -322,7 +324,7 @@ class World:
         before = dict(process.results)
         if last:
             process.results[step + 1] = hash((before[step], step + 1, epoch))
-        outputs = self.call(process, Finished(new))
+        outputs = self.call(process, Finished(epoch[0] if epoch else 0, new))
         if TooLate() in outputs:
             process.done -= 1
             process.results = before

@@ -1,7 +1,8 @@
-"""The calls of a membership machine: events that go in, and what is to be done.
+"""The interface of a membership machine to its caller: events, and outputs.
 
-The caller owns the connections, the timers and the collectives. It handles one event at
-a time, and carries out the outputs, in their order, before it uses a result.
+The caller owns connections, timers and collectives. It passes one event at a time, and
+carries out the outputs in their order. It asks by `Finished` before it uses the result
+of a collective, and uses it unless the answer is `TooLate`.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    """A message came from `sender`."""
+    """A message has arrived from `sender`, which isn't this process."""
 
     sender: Member
     message: Message
@@ -49,35 +50,47 @@ class Received:
 
 @dataclass(frozen=True, slots=True)
 class Dead:
-    """The process of `member` is proven dead: its host refuses a connection to it."""
+    """The process of `member` is proven dead: its host refuses a connection to it.
+
+    An ended connection is no proof. Neither is one that can't be made.
+    """
 
     member: Member
 
 
 @dataclass(frozen=True, slots=True)
 class Silent:
-    """`member` is out of contact; whether it lives is unknown."""
+    """`member` is out of contact; whether it lives is unknown.
+
+    Also if its connection has ended, and can't be continued without a gap.
+    """
 
     member: Member
 
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """This worker wants to use the result of a collective in which all take part."""
+    """A collective of epoch `epoch` is finished, which each member must have begun.
 
+    Of an all-reduce or a barrier, not of a broadcast: it proves that all members are in
+    the epoch.
+    """
+
+    epoch: int
     progress: Progress
 
 
 @dataclass(frozen=True, slots=True)
 class Fetched:
-    """This worker has got what it lacked from another one."""
+    """This worker has received what it lacked in epoch `epoch` from another one."""
 
+    epoch: int
     progress: Progress
 
 
 @dataclass(frozen=True, slots=True)
 class Apply:
-    """This worker wants to join: send the request to `members`, now and then again."""
+    """This process wants to join; repeated until the first collective is finished."""
 
     members: tuple[Member, ...]
 
@@ -89,12 +102,12 @@ class Leave:
 
 @dataclass(frozen=True, slots=True)
 class Timeout:
-    """Time for another attempt."""
+    """A regular occasion to try again, about once per second."""
 
 
 @dataclass(frozen=True, slots=True)
 class GiveUp:
-    """Training was suspended for too long."""
+    """Training has been suspended for longer than the job is to wait."""
 
 
 Event = Received | Dead | Silent | Finished | Fetched | Apply | Leave | Timeout | GiveUp
@@ -105,7 +118,7 @@ Event = Received | Dead | Silent | Finished | Fetched | Apply | Leave | Timeout 
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Send `message` to `to`; it may get lost, late, or there twice."""
+    """Send `message` to `to`. It may be lost, late, or delivered twice."""
 
     to: Member
     message: Message
@@ -113,27 +126,27 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class Suspend:
-    """End the collective that is running; begin none until `Install`."""
+    """End the running collective, and begin none until `Install`."""
 
 
 @dataclass(frozen=True, slots=True)
 class TooLate:
-    """Discard the result which `Finished` or `Fetched` was about."""
+    """Discard what `Finished` or `Fetched` was about."""
 
 
 @dataclass(frozen=True, slots=True)
 class Install:
-    """Train in this epoch."""
+    """Fetch what is lacking according to the verdict, then train in this epoch."""
 
     decision: Decision
 
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """Take no further part, and don't call the machine again.
+    """End this worker's part in the job.
 
     Attributes:
-        reason: If it is EXCLUDED, the process may join as its next incarnation.
+        reason: After EXCLUDED the process may join as its next incarnation.
         missing: Members that are out of contact, and not proven dead.
     """
 

@@ -1,25 +1,30 @@
 """The machine by which a worker agrees with the others on the next epoch.
 
 Each change of epoch is one instance of Paxos (Lamport, "Paxos Made Simple", 2001) among
-the members of the present epoch, which its outcome replaces, as in "Vertical Paxos"
-(Lamport, Malkhi, Zhou, 2009). P is the proposer: the first member that isn't lost.
+the members of the present epoch, which its outcome replaces, as in "Vertical Paxos and
+Primary-Backup Replication" (Lamport, Malkhi, Zhou, 2009).
 
-    1. M -> P    LOSS      M has lost a member (a worker that joins: JOIN, LEAVING)
-    2. P -> all  PREPARE   suspend training; the largest ballot is valid
-    3. all -> P  PROMISE   "suspended at this progress", and what was accepted before
-    4. P -> all  PROPOSE   members and verdict: what was accepted in the largest ballot,
-                           else a decision of P's own, from a quorum's promises
-    5. all -> P  ACCEPTED  by a quorum: decided
-    6. P -> all  DECIDED   the new epoch is installed
+    P: the proposer, the first member that isn't lost     M: each member, also P
 
-The answer to a message of an earlier epoch is DECIDED if its sender is a member of the
-present one, else EXCLUDED. A loss during 2. to 5. starts a larger ballot. If P is lost,
-the next member proposes; what P has decided is found in 3. For a planned change (JOIN,
-LEAVING) PREPARE names a step that each member finishes before 3.: nothing is aborted.
+    1. M -> P  LOSS      M has lost a member
+    2. P -> M  PREPARE   P asks all members to suspend training, with a new ballot
+    3. M -> P  PROMISE   M's progress, and the decision that it accepted last, if any
+    4. P -> M  PROPOSE   the decision accepted in the largest ballot; if there is none,
+                         one of P's own, made from the promises of a quorum
+    5. M -> P  ACCEPTED  when P has a quorum of these, the decision is made
+    6. P -> M  DECIDED   M installs the new epoch
 
-A worker that has joined proposes nothing, and answers no message of an earlier epoch,
-until it knows that all members are in the new epoch: the decision by which it joined
-may have died with all the others that knew it.
+Another loss during 2. to 5. starts a larger ballot. If P is lost, the next member
+proposes, and finds in 3. what P may have decided. A message of an earlier epoch is
+answered by DECIDED if its sender is a member of the present one, else by EXCLUDED.
+
+A change may also be planned. By JOIN a process asks all members to become one of them,
+by LEAVING a member asks P to leave. Then PREPARE names a step that each member finishes
+before 3., so that nothing is aborted.
+
+A newcomer proposes nothing, and answers no message of an earlier epoch, until it knows
+that all members are in its epoch: the decision by which it joined may have died with
+the other processes that knew it.
 """
 
 from __future__ import annotations
@@ -153,7 +158,9 @@ class Machine:
     # This worker's own progress.
 
     def _finish(self, event: Finished | Fetched) -> None:
-        if self.suspended:
+        if self.decision is None:
+            return
+        if self.suspended or event.epoch != self.decision.epoch.number:
             # A promise has reported less.
             self._outputs += (TooLate(),)
             return

@@ -48,7 +48,7 @@ class Leaving:
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """A member was lost: the receiver is to propose a next epoch.
+    """The sender has lost a member; the receiver is to propose the next epoch.
 
     Attributes:
         dead: Processes that are proven dead.
@@ -66,10 +66,10 @@ class Prepare:
 
     Attributes:
         base: The decision that made this epoch, for a receiver that missed it.
-        dead: Processes that are proven dead. A quorum of this ballot counts no others
-            as such.
-        after: The step which the receiver finishes before, unless a member is lost.
-            None: it suspends at once.
+        dead: Processes that are proven dead. A quorum of this ballot counts no other
+            ones as dead.
+        after: The step that the receiver finishes first, unless a member is lost. None:
+            it suspends training at once.
     """
 
     epoch: int
@@ -81,10 +81,10 @@ class Prepare:
 
 @dataclass(frozen=True, slots=True)
 class Promise:
-    """The sender takes part in no smaller ballot, and trains no more in this epoch.
+    """The sender takes part in no smaller ballot, and finishes nothing in this epoch.
 
     Attributes:
-        accepted: What it has accepted last, with the ballot.
+        accepted: The decision that it accepted last, and its ballot.
     """
 
     epoch: int

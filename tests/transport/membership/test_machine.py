@@ -125,8 +125,18 @@ def test_a_result_that_comes_after_the_promise_is_discarded():
     world.do(("silent", 1, 0))
     machine = world.processes[1].machine
     assert machine.suspended
-    assert machine.handle(Finished(Progress(1))) == (TooLate(),)
+    assert machine.handle(Finished(0, Progress(1))) == (TooLate(),)
     assert machine.progress == Progress(0)
+
+
+def test_a_result_of_an_earlier_epoch_is_discarded():
+    world = Recorded(2)
+    world.lose(1)
+    machine = world.processes[0].machine
+    assert not machine.suspended
+    assert machine.handle(Finished(0, Progress(1))) == (TooLate(),)
+    assert machine.handle(Finished(1, Progress(1))) == ()
+    assert machine.progress == Progress(1)
 
 
 def test_a_second_loss_during_the_agreement():
@@ -305,4 +315,4 @@ def test_a_machine_that_has_stopped_does_nothing():
 def test_one_that_has_not_joined_yet_only_applies():
     machine = Machine(Member(4))
     assert len(machine.handle(Apply((Member(0), Member(1))))) == 2
-    assert machine.handle(Finished(Progress(1))) == ()
+    assert machine.handle(Finished(0, Progress(1))) == ()
