@@ -56,16 +56,15 @@ def draw(world: World, chance: random.Random, length: int) -> Iterator[Operation
     slowness = chance.choice((0, 0.2, 0.5))
     strike = chance.choice((0, 0.2, 0.6))
     epochs = 0
-    for _ in range(length):
+    for name in chance.choices(names, cum_weights=sums, k=length):
         if epochs < world.counts["epochs"]:
             # One is in a new epoch, the others may not have heard of it.
             epochs = world.counts["epochs"]
             if chance.random() < strike:
                 yield from _strike(world, chance, world.latest)
-        (name,) = chance.choices(names, cum_weights=sums)
         if name == "deliver" and not world.lines:
-            name = "work"
-        if name == "deliver":
+            yield "work", chance.choice(list(world.processes))
+        elif name == "deliver":
             line = chance.choice(list(world.lines))
             if line not in slow:
                 slow[line] = chance.random() < slowness

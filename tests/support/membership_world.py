@@ -445,6 +445,8 @@ class World:
             (max(each.results, default=0) for each in self.living()), default=0
         )
         for number in range(ROUNDS):
+            if not any(each.epoch for each in self.living() if not each.frozen):
+                return "stops"
             if self._round(apart, goal):
                 self.counts["rounds"] = number + 1
                 return "trains"
@@ -465,9 +467,9 @@ class World:
         for process in self.living():
             if not process.frozen:
                 self._apply(process.me.id)
-                for n in list(self.processes):
-                    self._dead(process.me.id, n)
-                    other = self.processes[n]
+                for n, other in list(self.processes.items()):
+                    if other.me.incarnation or not other.alive:
+                        self._dead(process.me.id, n)
                     if (n in apart and other.alive) or self._ended(process, other):
                         self._silent(process.me.id, n)
         for _ in range(4 * COLLECTIVES):
@@ -481,6 +483,8 @@ class World:
             and all(max(each.results, default=0) >= goal for each in active)
             and all(each.epoch == active[0].epoch for each in active)
         ):
+            results = [each.results[goal] for each in active]
+            self.must(len(set(results)) == 1, f"different results: {results}")
             return True
         for process in active:
             if process.machine.suspended:
