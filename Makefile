@@ -9,6 +9,7 @@
 #                 environment of its own, made by `make test`
 #   make docs     the documentation site, in site/; a warning is an error
 #   make soak     the tests that run for minutes
+#   make soak-membership  of these, a million schedules of losses and joins
 #   make test-versions  the suite with the oldest and the newest TensorFlow and
 #                 Keras: two more environments, not a part of `make test`
 #   make bench-all-reduce, bench-fit, bench-overlap, bench-wire, bench-growth,
@@ -45,7 +46,7 @@ START_UP := ^(I0000 |W0000 |E0000 .* cuInit|WARNING: All log|To enable the follo
 # What decides which packages are installed: a change installs again.
 PACKAGING := setup.py pyproject.toml kerasdist/_version.py Makefile
 
-.PHONY: demo test pytest lint types viewers docs soak wheel clean
+.PHONY: demo test pytest lint types viewers docs soak soak-membership wheel clean
 .PHONY: bench-all-reduce bench-fit bench-overlap bench-wire bench-growth
 .PHONY: bench-memory-startup bench-server-throughput bench-server-steps
 .PHONY: bench-straggler bench-staleness bench-embedding-rows
@@ -103,6 +104,11 @@ docs: .venv-docs/.created
 
 soak: $(VENV)/.test
 	$(BIN)/python -m pytest -m soak $(PYTEST_ARGS)
+
+# With the counts of each part.
+soak-membership: $(VENV)/.test
+	$(BIN)/python -m pytest -m soak -n $(TESTS_AT_ONCE) -rP tests/transport/membership \
+	  $(PYTEST_ARGS)
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .
