@@ -137,7 +137,7 @@ class Report:
     Attributes:
         progress: Its own; None if it has no state yet.
         silent: Members that it isn't in contact with.
-        leaving: Whether it leaves, and won't train in any next epoch.
+        leaving: Whether it wants to leave.
         confirmed: Whether all members are known to be in this epoch.
     """
 
@@ -179,39 +179,50 @@ def next_decision(
         dead: Processes that are proven dead.
         min_workers: The smallest number of workers that may continue.
     """
-    staying = _in_contact(epoch, reports)
-    members = (*staying, *joiners)
-    pledged = {member for member in reports if reports[member].leaving}
-    absent = (epoch.absent | set(epoch.members)) - {*members, *dead, *pledged}
-    settled = any(report.confirmed for report in reports.values())
-    settled = settled and epoch.absent <= dead
+    confirmed = any(report.confirmed for report in reports.values())
+    settled = confirmed and epoch.absent <= dead
     elders = frozenset(epoch.members) if settled else epoch.elders
-    new = Epoch(epoch.number + 1, members, joiners, elders & set(staying), absent)
-    reached = {
-        member: progress
-        for member in staying
-        if (progress := reports[member].progress) is not None
-    }
-    last = max(reached.values(), default=Progress(0))
     stop = None
-    if pledged and not staying:
+    for leaving in (True, False):
+        # If those that stay can't continue, those that want to leave have to stay, too.
+        staying = _in_contact(epoch, reports, leaving=leaving)
+        members = (*staying, *joiners)
+        reached = {
+            member: progress
+            for member in staying
+            if (progress := reports[member].progress) is not None
+        }
+        if not members or (reached and elders & set(staying)):
+            break
+    if not members:
         stop = StopReason.LEFT
     elif not reached:
         stop = StopReason.NO_STATE
     elif len(members) < min_workers:
         stop = StopReason.TOO_FEW
-    elif not new.elders:
+    elif not elders & set(staying):
         return None
+    absent = (epoch.absent | set(epoch.members)) - {*members, *dead}
+    new = Epoch(epoch.number + 1, members, joiners, elders & set(staying), absent)
+    last = max(reached.values(), default=Progress(0))
     holders = tuple(member for member in reached if reached[member].step == last.step)
     furthest = tuple(member for member in reached if reached[member] == last)
     return Decision(new, Verdict(last, holders, furthest, stop))
 
 
-def _in_contact(epoch: Epoch, reports: Mapping[Member, Report]) -> list[Member]:
-    """Return members, each in contact with each other one, by rank."""
+def _in_contact(
+    epoch: Epoch, reports: Mapping[Member, Report], *, leaving: bool
+) -> list[Member]:
+    """Return members, each in contact with each other one, by rank.
+
+    Args:
+        epoch: The present epoch.
+        reports: The members to choose from.
+        leaving: Whether those that want to leave are left out.
+    """
     chosen: list[Member] = []
     for member in epoch.members:
-        if member not in reports or reports[member].leaving:
+        if member not in reports or (leaving and reports[member].leaving):
             continue
         if not any(
             other in reports[member].silent or member in reports[other].silent

@@ -19,8 +19,8 @@ proposes, and finds in 3. what P may have decided. A message of an earlier epoch
 answered by DECIDED if its sender is a member of the present one, else by EXCLUDED.
 
 A change may also be planned. By JOIN a process asks all members to become one of them,
-by LEAVING a member asks P to leave. Then PREPARE names a step that each member finishes
-before 3., so that nothing is aborted.
+by LEAVING a member asks P to be left out. Then PREPARE names a step that each member
+finishes before 3., so that nothing is aborted. GONE is the last message of a process.
 
 A newcomer proposes nothing, and answers no message of an earlier epoch, until it knows
 that all members are in its epoch: the decision by which it joined may have died with
@@ -61,6 +61,7 @@ from kerasdist.transport.membership.messages import (
     Ballot,
     Decided,
     Excluded,
+    Gone,
     Join,
     Leaving,
     Loss,
@@ -114,8 +115,6 @@ class Machine:
         self._silent: frozenset[Member] = frozenset()
         self._joiners: tuple[Member, ...] = ()
         self._leavers: frozenset[Member] = frozenset()
-        # Whether a promise said that this worker leaves.
-        self._pledged = False
         # Of the acceptor. `_planned`: a request whose step isn't finished yet.
         self._promised: Ballot | None = None
         self._accepted: tuple[Ballot, Decision] | None = None
@@ -299,8 +298,8 @@ class Machine:
         self._suspend()
         self._promised = message.ballot
         self._round = max(self._round, message.ballot.round)
-        self._pledged = self.me in self._leavers
-        report = Report(self.progress, self._silent, self._pledged, self.confirmed)
+        leaving = self.me in self._leavers
+        report = Report(self.progress, self._silent, leaving, self.confirmed)
         promise = Promise(message.epoch, message.ballot, report, self._accepted)
         self._send(sender, promise)
 
@@ -320,8 +319,8 @@ class Machine:
             return
         if decision.verdict.stop is not None:
             self._stop(decision.verdict.stop)
-        elif self.me not in epoch.members or self._pledged:
-            self._stop(StopReason.EXCLUDED)
+        elif self.me not in epoch.members:
+            self._stop(StopReason.EXCLUDED, epoch.members)
         else:
             self._install(decision)
 
@@ -355,7 +354,9 @@ class Machine:
             case Excluded():
                 number = -1 if self.decision is None else self.decision.epoch.number
                 if message.epoch > number:
-                    self._stop(StopReason.EXCLUDED)
+                    self._stop(StopReason.EXCLUDED, (sender,))
+            case Gone():
+                self._bury(sender)
             case _:
                 if isinstance(message, Prepare):
                     self._learn(message.base)
@@ -454,12 +455,15 @@ class Machine:
         if self.me in members:
             self._send(self.me, message)
 
-    def _stop(self, reason: StopReason) -> None:
-        if self._pledged and reason is StopReason.EXCLUDED:
+    def _stop(self, reason: StopReason, others: tuple[Member, ...] = ()) -> None:
+        """Stop, and inform this epoch's members and `others`."""
+        if self.me in self._leavers and reason is StopReason.EXCLUDED:
             reason = StopReason.LEFT
         self.stopped = reason
-        missing: tuple[Member, ...] = ()
+        members: set[Member] = set()
         if self.decision is not None:
             members = {*self.decision.epoch.members, *self.decision.epoch.absent}
-            missing = tuple(sorted(members & self._silent - self._dead))
+        for member in sorted({*members, *others} - self._dead - {self.me}):
+            self._send(member, Gone())
+        missing = tuple(sorted(members & self._silent - self._dead))
         self._outputs += (Stop(reason, missing),)

@@ -16,6 +16,7 @@ __all__ = [
     "Ballot",
     "Decided",
     "Excluded",
+    "Gone",
     "Join",
     "Leaving",
     "Loss",
@@ -132,5 +133,10 @@ class Excluded:
     epoch: int
 
 
+@dataclass(frozen=True, slots=True)
+class Gone:
+    """The sender has stopped: it is as good as dead."""
+
+
 Numbered = Leaving | Loss | Prepare | Promise | Rejected | Propose | Accepted
-Message = Join | Decided | Excluded | Numbered
+Message = Join | Decided | Excluded | Gone | Numbered

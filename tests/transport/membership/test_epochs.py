@@ -91,14 +91,29 @@ def test_members_keep_their_order_and_those_that_join_are_last():
     assert epoch.elders == {B, C}
 
 
-def test_who_is_silent_is_absent_and_who_leaves_or_is_dead_is_not():
+def test_those_left_out_are_absent_unless_they_are_dead():
     epoch = first_decision(ALL).epoch
     reports = {
         A: Report(Progress(1)),
         B: Report(Progress(1), leaving=True),
         C: Report(Progress(1)),
     }
-    assert decide(reports, epoch=epoch, dead=[D]).epoch.absent == {E}
+    assert decide(reports, epoch=epoch, dead=[D]).epoch.absent == {B, E}
+
+
+def test_one_that_leaves_has_to_stay_while_the_others_need_it():
+    joined = Epoch(4, (A, D), newcomers=(D,), elders=frozenset([A]))
+    reports = {A: Report(Progress(5), leaving=True), D: Report(None)}
+    assert decide(reports, epoch=joined).epoch.members == (A, D)
+    reports[D] = Report(Progress(5))
+    assert decide(reports, epoch=joined).epoch.members == (A, D)
+    reports[D] = Report(Progress(6), confirmed=True)
+    assert decide(reports, epoch=joined).epoch.members == (D,)
+    # One that wants to join gets the state first.
+    reports = {A: Report(Progress(5), leaving=True)}
+    alone = first_decision((A,)).epoch
+    assert decide(reports, epoch=alone, joiners=(D,)).epoch.members == (A, D)
+    assert decide(reports, epoch=alone).verdict.stop is StopReason.LEFT
 
 
 def test_of_two_without_contact_the_later_one_is_left_out():

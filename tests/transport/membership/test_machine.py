@@ -227,8 +227,22 @@ def test_a_worker_leaves_after_a_step_and_nothing_is_done_again(leaver):
     (installed,) = world.kinds(1, Install)
     assert installed.decision.verdict.furthest == tuple(map(Member, others))
     assert installed.decision.verdict.progress == Progress(3)
-    assert not installed.decision.epoch.absent
     assert not any(world.kinds(n, TooLate) for n in range(3))
+    # It has sent that it stopped, so none waits for a proof of that.
+    assert installed.decision.epoch.absent == {Member(leaver)}
+    world.lose(others[0])
+    assert not world.processes[others[1]].machine.decision.epoch.absent
+
+
+def test_a_worker_takes_the_place_of_one_that_leaves():
+    world = Recorded(1)
+    world.do(("leave", 0))
+    world.do(("join", 1))
+    world.do(("apply", 1))
+    world.train(8)
+    assert world.groups() == {1: [1]}
+    assert world.kinds(0, Stop) == [Stop(StopReason.LEFT)]
+    assert not world.kinds(0, TooLate)
 
 
 def test_the_last_worker_leaves():

@@ -12,6 +12,7 @@ import time
 import pytest
 
 from kerasdist.transport.membership.attempt import Attempt
+from kerasdist.transport.membership.epochs import StopReason
 from kerasdist.transport.membership.events import Finished
 from kerasdist.transport.membership.machine import Machine
 from membership_schedules import explore, replay, run, shrink
@@ -265,12 +266,12 @@ TWICE_NEW = """
 """
 
 
-def test_a_newcomer_of_an_epoch_that_has_died_out_joins_again():
+def test_a_newcomer_of_an_epoch_that_has_died_out_gives_it_up():
     world = World(2)
     script(world, TWICE_NEW)
     assert [world.processes[n].epoch[0] for n in (1, 2)] == [1, 1]
     assert world.settle() == "trains"
-    assert world.processes[2].me.incarnation == 1
+    assert world.processes[2].machine.stopped is StopReason.EXCLUDED
 
 
 @pytest.mark.parametrize(
