@@ -13,8 +13,8 @@ would be two of three.
 Two disjoint quorums don't both decide. Any two of (a) and (b) share a member, which
 reports what it has accepted. A quorum of (c) is all that live, so one that is disjoint
 from it is dead. That one may have decided, but none of the living has learned it, or
-will: they are told which are dead before they promise anything, and ignore the messages
-of the dead from then on. Of two of (c), each would have been dead before the other one.
+will: they learn which are dead before they promise anything, and ignore messages of
+the dead from then on. Of two of (c), each would have been dead before the other one.
 
 **Elders.** A member that was excluded while it was silent may wake up when all members
 that it knows are dead: it is a quorum by (c) of its old epoch. The others may live on
@@ -51,8 +51,8 @@ class Member(NamedTuple):
 
     Attributes:
         id: The number of its task, the same after a restart.
-        incarnation: Larger after each restart of the task, and each time its process
-            comes back after an exclusion: it has given up the place it had.
+        incarnation: Larger after each restart of the task, and after each exclusion: the
+            process has given up its earlier place.
     """
 
     id: int
@@ -76,7 +76,6 @@ class StopReason(enum.Enum):
 
     NO_QUORUM = "the workers that are in contact may not continue without the others"
     TOO_FEW = "fewer workers than min_workers are left"
-    NO_STATE = "no worker is left that has the state of the training"
     EXCLUDED = "the others have continued without this worker"
     LEFT = "this worker has left as it announced"
 
@@ -102,7 +101,7 @@ class Epoch:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What becomes of the step during which an epoch ended.
+    """The fate of the step during which an epoch ended.
 
     All steps up to `progress.step` are committed; the next one is aborted wherever it
     has begun, and done again in the new epoch.
@@ -132,7 +131,7 @@ class Decision:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What a member knows when it suspends training.
+    """The knowledge of a member that has suspended training.
 
     Attributes:
         progress: Its own; None if it has no state yet.
@@ -174,7 +173,7 @@ def next_decision(
 
     Args:
         epoch: The present epoch.
-        reports: Those of a quorum of its members, none of which goes on training.
+        reports: Those of a quorum of its members, all of which have suspended training.
         joiners: Processes that want to join.
         dead: Processes that are proven dead.
         min_workers: The smallest number of workers that may continue.
@@ -182,7 +181,6 @@ def next_decision(
     confirmed = any(report.confirmed for report in reports.values())
     settled = confirmed and epoch.absent <= dead
     elders = frozenset(epoch.members) if settled else epoch.elders
-    stop = None
     for leaving in (True, False):
         # If those that stay can't continue, those that want to leave have to stay, too.
         staying = _in_contact(epoch, reports, leaving=leaving)
@@ -194,14 +192,11 @@ def next_decision(
         }
         if not members or (reached and elders & set(staying)):
             break
+    else:
+        return None
+    stop = StopReason.TOO_FEW if len(members) < min_workers else None
     if not members:
         stop = StopReason.LEFT
-    elif not reached:
-        stop = StopReason.NO_STATE
-    elif len(members) < min_workers:
-        stop = StopReason.TOO_FEW
-    elif not elders & set(staying):
-        return None
     absent = (epoch.absent | set(epoch.members)) - {*members, *dead}
     new = Epoch(epoch.number + 1, members, joiners, elders & set(staying), absent)
     last = max(reached.values(), default=Progress(0))

@@ -91,6 +91,11 @@ def test_members_keep_their_order_and_those_that_join_are_last():
     assert epoch.elders == {B, C}
 
 
+def test_those_without_the_state_wait_for_one_that_has_it():
+    joined = Epoch(4, (A, D, E), newcomers=(D, E), elders=frozenset([A]))
+    assert decide({D: Report(None), E: Report(None)}, epoch=joined) is None
+
+
 def test_those_left_out_are_absent_unless_they_are_dead():
     epoch = first_decision(ALL).epoch
     reports = {
@@ -147,7 +152,6 @@ def test_there_is_no_next_epoch_without_an_elder(absent):
     [
         ({B: Report(Progress(3))}, StopReason.TOO_FEW),
         ({B: Report(Progress(3), leaving=True)}, StopReason.LEFT),
-        ({B: Report(None)}, StopReason.NO_STATE),
     ],
 )
 def test_why_all_stop(reports, reason):
