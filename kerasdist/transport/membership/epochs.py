@@ -51,8 +51,8 @@ class Member(NamedTuple):
 
     Attributes:
         id: The number of its task, the same after a restart.
-        incarnation: Larger after each restart of the task, and after each exclusion: the
-            process has given up its earlier place.
+        incarnation: Larger after each restart of the task, and after each exclusion of
+            the process, which has given up its earlier place then.
     """
 
     id: int
