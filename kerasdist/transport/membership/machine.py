@@ -24,7 +24,8 @@ finishes before 3., so that nothing is aborted. GONE is the last message of a pr
 
 A newcomer proposes nothing, and answers no message of an earlier epoch, until it knows
 that all members are in its epoch: the decision by which it joined may have died with
-the other processes that knew it.
+the other processes that knew it. It sends the decision with JOIN. A member learns it
+from there, unless it has promised a ballot that those that live may decide alone.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from kerasdist.transport.membership.epochs import (
     Progress,
     Report,
     StopReason,
+    is_quorum,
     next_decision,
 )
 from kerasdist.transport.membership.events import (
@@ -119,6 +121,8 @@ class Machine:
         self._promised: Ballot | None = None
         self._accepted: tuple[Ballot, Decision] | None = None
         self._planned: tuple[Member, Prepare] | None = None
+        # Whether it has promised a ballot that the rest of the living may decide alone.
+        self._cornered = False
         # Of the proposer.
         self._round = 0
         self._attempt: Attempt | None = None
@@ -139,7 +143,7 @@ class Machine:
             case Apply():
                 if self.decision is None or self._is_guest():
                     for member in event.members:
-                        self._send(member, Join())
+                        self._send(member, Join(self.decision))
             case Leave():
                 self._leavers |= {self.me}
                 self._review()
@@ -296,6 +300,8 @@ class Machine:
             if self.progress is None or self.progress.step < message.after:
                 return
         self._suspend()
+        members = message.base.epoch.members
+        self._cornered |= not is_quorum(set(members) - message.dead, members, ())
         self._promised = message.ballot
         self._round = max(self._round, message.ballot.round)
         leaving = self.me in self._leavers
@@ -331,7 +337,7 @@ class Machine:
             self.progress = None
         elif self.progress is not None:
             self.progress = Progress(self.progress.step)
-        self.suspended = False
+        self.suspended = self._cornered = False
         self.confirmed = len(epoch.members) == 1
         self._silent &= {*epoch.members, *self._joiners}
         self._joiners = tuple(m for m in self._joiners if m not in epoch.members)
@@ -348,7 +354,7 @@ class Machine:
         self._silent -= {sender}
         match message:
             case Join():
-                self._on_join(sender)
+                self._on_join(sender, message.base)
             case Decided():
                 self._learn(message.decision)
             case Excluded():
@@ -394,10 +400,12 @@ class Machine:
         if news or attempt is None or attempt.request.after is not None:
             self._change()
 
-    def _on_join(self, joiner: Member) -> None:
+    def _on_join(self, joiner: Member, base: Decision | None) -> None:
         if self.decision is None:
             return
-        epoch = self.decision.epoch
+        if base is not None and self.me in base.epoch.members and not self._cornered:
+            self._learn(base)
+        epoch = self._present().epoch
         known = {*epoch.members, *epoch.absent, *self._joiners}
         same = sorted(other for other in known if other.id == joiner.id)
         if joiner in epoch.members or joiner in epoch.absent:

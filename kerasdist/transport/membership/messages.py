@@ -37,7 +37,13 @@ class Ballot(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Join:
-    """The sender wants to become a member. It proves its earlier incarnations dead."""
+    """The sender wants to become a member. It proves its earlier incarnations dead.
+
+    Attributes:
+        base: The decision by which it has become one; None if it isn't one yet.
+    """
+
+    base: Decision | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -279,6 +279,29 @@ TWICE_NEW = """
 """
 
 
+# 0 and 1 decide 0 1 2, where 2 has started again; only 2 learns it, before 0 is frozen.
+KNOWN_TO_A_GUEST = """
+    kill 2
+    join 2
+    apply 2
+    deliver 2 0
+    silent 0 3
+    deliver 0 1
+    deliver 1 0
+    deliver 0 1
+    deliver 1 0
+    break 0 1
+    deliver 0 2
+    freeze 0
+"""
+
+
+def test_a_member_learns_from_a_newcomer_in_which_epoch_it_is():
+    world = World(4)
+    script(world, KNOWN_TO_A_GUEST)
+    assert world.settle(apart=[0, 3]) == "trains"
+
+
 def test_a_newcomer_of_an_epoch_that_has_died_out_gives_it_up():
     world = World(2)
     script(world, TWICE_NEW)
