@@ -142,6 +142,12 @@ def test_random_schedules_find_a_broken_rule(broken, what):
     pytest.fail("no schedule shows it")
 
 
+class GuestsAreBelieved(Machine):
+    """Learns a newcomer's decision, whatever it has promised."""
+
+    _cornered = property(lambda self: False, lambda self, value: None)
+
+
 def flow(world, *processes):
     """Deliver all messages among some processes."""
     while any(
@@ -266,6 +272,8 @@ TOLD_BY_A_GUEST = """
 """
 
 
+# The same, but 4 asks 3 to let it join.
+BELIEVED = TOLD_BY_A_GUEST.replace("silent 4 2", "apply 4").replace("silent 4 3", "")
 # 0 decides 0 2, tells 2, which is new, and dies. 1 decides 1 2: of the same number.
 TWICE_NEW = """
     join 2
@@ -317,6 +325,7 @@ def test_a_newcomer_of_an_epoch_that_has_died_out_gives_it_up():
         (2, AWAKE_AMONG_THE_DEAD, NoElders, "two groups"),
         (5, TOLD_BY_A_DEAD_ONE, ListensToTheDead, "two decisions of one number"),
         (4, TOLD_BY_A_GUEST, GuestsAnswer, "two decisions of one number"),
+        (4, BELIEVED, GuestsAreBelieved, "two decisions of one number"),
     ],
 )
 def test_rare_schedules_find_a_broken_rule(size, text, broken, what):
