@@ -337,7 +337,7 @@ def test_rare_schedules_find_a_broken_rule(size, text, broken, what):
     assert world.settle() == "trains"
 
 
-@pytest.mark.timeout(600)  # 8 s on an idle machine
+@pytest.mark.timeout(600)  # of these some 10 s of CPU
 def test_few_random_schedules():
     ends = collections.Counter(run(seed)[1] for seed in range(FEW))
     # Else most would show nothing.
