@@ -54,8 +54,12 @@ def listening():
     with listener_at() as made:
         yield made
     assert open_sockets() == before
-    left = [t.name for t in threading.enumerate() if t.name.startswith("kerasdist")]
-    assert left == []
+
+    def left():
+        return [t for t in threading.enumerate() if t.name.startswith("kerasdist")]
+
+    # The thread that writes lines has written the last one before it ends.
+    wait_until(lambda: not left(), "the end of all threads")
 
 
 def dial(listening):
