@@ -19,6 +19,7 @@ from kerasdist.collectives import Communicator
 __all__ = [
     "DynamicDataHooks",
     "DynamicHooks",
+    "ElasticHooks",
     "GradientHooks",
     "KerasHooks",
     "StateHooks",
@@ -210,6 +211,34 @@ class DynamicHooks(Protocol):
     ) -> Any: ...
 
 
+class ElasticHooks(Protocol):
+    """Changes of membership: workers that are lost, or join, during a call of Keras.
+
+    `WorkerHooks` has the present workers' ranks and replicas at any time. Collectives
+    outside of sections are repeated by themselves after a change.
+    """
+
+    @property
+    def epoch(self) -> int:
+        """The number of the present membership, which grows with each change."""
+
+    def section(self) -> contextlib.AbstractContextManager[None]:
+        """Let a change of membership end the block's collectives with an error.
+
+        The collectives that all have finished keep their results; from the next one on,
+        all members are in the same block, and each collective in it raises.
+        """
+
+    def has_changed(self, error: BaseException) -> bool:
+        """Return whether a change of membership caused the error of a section.
+
+        Then the new membership holds on return, and the section is to be repeated.
+
+        Raises:
+            WorkerLost: The job can't continue.
+        """
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class KerasHooks:
     """The hooks of one strategy, by their roles; found by `hooks_of`.
@@ -223,6 +252,7 @@ class KerasHooks:
         gradients: Their reduction.
         data: The division of data.
         dynamic: The epochs of asynchronous workers; None if they are synchronous.
+        elastic: Changes of membership; None if the workers stay the same.
     """
 
     workers: WorkerHooks
@@ -233,6 +263,7 @@ class KerasHooks:
     gradients: GradientHooks
     data: DataHooks
     dynamic: DynamicHooks | None = None
+    elastic: ElasticHooks | None = None
 
 
 def hooks_of(strategy: Any) -> KerasHooks | None:
