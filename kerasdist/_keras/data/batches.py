@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 from typing import Any
 
-__all__ = ["BatchIterable", "BatchIterator", "LoopData"]
+__all__ = ["BatchIterable", "BatchIterator", "LoopData", "RepeatableIterator"]
 
 
 class BatchIterable(abc.ABC):
@@ -48,3 +48,36 @@ class LoopData:
     """
 
     dataset: Any
+
+
+class RepeatableIterator(abc.ABC):
+    """An iterator of global batches that goes on after a change of the workers.
+
+    A batch is used up when the step on it is committed, and not when it's read.
+    """
+
+    @property
+    @abc.abstractmethod
+    def inner(self) -> Any:
+        """The iterator from which a step takes this worker's part of the next batch.
+
+        It's made for the present layout of the replicas: another object after a change
+        of the layout, and after `renew`.
+        """
+
+    @abc.abstractmethod
+    def commit(self) -> None:
+        """Count the batch of a step that has just been finished as used up."""
+
+    @abc.abstractmethod
+    def renew(self) -> None:
+        """Let `inner` yield the batch again that was taken and not committed, if any.
+
+        The batches after it follow.
+        """
+
+    def __iter__(self) -> RepeatableIterator:
+        return self
+
+    def __next__(self) -> Any:
+        return next(self.inner)
