@@ -100,7 +100,7 @@ class JobOutcome:
         for each in self.pipe.read():
             if isinstance(each, Report):
                 self._take_report(each)
-            else:
+            elif isinstance(each, Notice):
                 self._take_notice(each)
         for seconds, worker in self._unprinted():
             if not seconds:

@@ -11,6 +11,9 @@ A job with asynchronous parameter servers continues without a lost worker. The l
 mustn't end it then: the servers report on the same pipe that it is such a job, before
 any worker learns that it has begun, and which workers are lost. A server that ends
 because of another task, in any job, reports that before it ends.
+
+An elastic job continues without lost workers, too. There the members of each epoch
+report its list of members: the launcher shows the output of the first, the chief.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ import dataclasses
 import json
 import os
 import stat
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from kerasdist import errors
@@ -28,6 +31,7 @@ from kerasdist import errors
 __all__ = [
     "REPORT_VARIABLE",
     "LauncherPipe",
+    "Members",
     "Notice",
     "Report",
     "Reporter",
@@ -102,10 +106,62 @@ class Notice:
             reason = reason[: len(reason) * 3 // 4]
 
 
-def decode(line: bytes) -> Report | Notice | None:
-    """Return the report or notice in a line; None if it holds neither."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Members:
+    """The members of one epoch of an elastic job; all of them report the same.
+
+    Attributes:
+        job: Name of the job, the same in all of its epochs.
+        epoch: Number of the epoch, larger than that of the one before.
+        ranks: The ranks with which the members were started, in their present order:
+            the first is the chief. A list that is too long for a line is cut.
+        size: Number of members.
+        step: The first step that the members do in this epoch.
+        pause: Seconds for which training was interrupted before that step.
+    """
+
+    job: str
+    epoch: int
+    ranks: tuple[int, ...]
+    size: int
+    step: int
+    pause: float
+
+    @property
+    def complete(self) -> bool:
+        """Whether `ranks` has all members."""
+        return len(self.ranks) == self.size
+
+    def encode(self) -> bytes:
+        """Return the line, with its end; a long list is cut, but for the chief."""
+        ranks = self.ranks
+        while True:
+            short = dataclasses.replace(self, ranks=ranks)
+            line = json.dumps({"members": dataclasses.asdict(short)}).encode() + b"\n"
+            if len(line) <= _MOST_BYTES or len(ranks) == 1:
+                return line
+            ranks = ranks[: len(ranks) * 3 // 4]
+
+    @staticmethod
+    def decode(value: Any) -> Members | None:
+        """Return the record that JSON holds; None if it has no chief."""
+        members = Members(
+            job=str(value["job"]),
+            epoch=int(value["epoch"]),
+            ranks=tuple(map(int, value["ranks"])),
+            size=int(value["size"]),
+            step=int(value["step"]),
+            pause=float(value["pause"]),
+        )
+        return members if members.ranks else None
+
+
+def decode(line: bytes) -> Report | Notice | Members | None:
+    """Return the record in a line; None if it holds none."""
     try:
         value = json.loads(line)
+        if "members" in value:
+            return Members.decode(value["members"])
         if "notice" in value:
             value = value["notice"]
             return Notice(
@@ -149,9 +205,9 @@ class LauncherPipe:
         """The variable that names `writing` to a task that inherits it."""
         return {REPORT_VARIABLE: descriptor_in_words(self.writing)}
 
-    def read(self) -> list[Report | Notice]:
+    def read(self) -> list[Report | Notice | Members]:
         """Return what has arrived, in order, without waiting."""
-        found: list[Report | Notice] = []
+        found: list[Report | Notice | Members] = []
         while True:
             try:
                 data = os.read(self.reading, 65536)
@@ -191,11 +247,13 @@ class _WritingEnd:
 
 
 class Reporter:
-    """Reports the failure of one job of this worker, if there is a launcher.
+    """Reports on one job of this worker, if there is a launcher.
+
+    No method waits, or raises `OSError`.
 
     Args:
-        job: Name of the job, the same on all of its ranks.
-        rank: This worker's rank.
+        job: Name of the job, the same on all of its ranks and in all of its epochs.
+        rank: The rank with which this worker was started.
         environ: The environment with `KERASDIST_REPORT_FD`; the process's by default.
     """
 
@@ -207,7 +265,7 @@ class Reporter:
         self._pipe = _WritingEnd(environ)
 
     def failed(self, error: errors.CollectiveError) -> None:
-        """Report that the job has failed. Never waits, and never raises `OSError`.
+        """Report that the job has failed, and doesn't continue without lost workers.
 
         Args:
             error: The job's first failure, on which all ranks agree.
@@ -220,6 +278,30 @@ class Reporter:
             server=error.index if isinstance(error, errors.ServerLost) else None,
         )
         self._pipe.write(report.encode())
+
+    def members(
+        self, epoch: int, ranks: Sequence[int], step: int, pause: float = 0.0
+    ) -> None:
+        """Report the members of an epoch of an elastic job, when it begins.
+
+        Each member reports the same; the launcher acts on the first of these reports.
+
+        Args:
+            epoch: Number of the epoch, larger than that of the one before.
+            ranks: The ranks with which the members were started, the chief's first;
+                at least one.
+            step: The first step that the members do in this epoch.
+            pause: Seconds for which training was interrupted before that step.
+        """
+        members = Members(
+            job=self._job,
+            epoch=epoch,
+            ranks=tuple(ranks),
+            size=len(ranks),
+            step=step,
+            pause=pause,
+        )
+        self._pipe.write(members.encode())
 
 
 class ServerReporter:

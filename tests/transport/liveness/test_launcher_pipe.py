@@ -12,6 +12,7 @@ from kerasdist import errors
 from kerasdist.transport.liveness.launcher_pipe import (
     REPORT_VARIABLE,
     LauncherPipe,
+    Members,
     Notice,
     Report,
     Reporter,
@@ -121,6 +122,10 @@ def test_the_scripts_processes_dont_inherit_the_pipe(pipe):
         b'{"job": "a", "rank": 0, "error": "E"}',
         b'{"job": "a", "rank": "x", "error": "E", "blames": 1}',
         b'{"job": "a", "rank": 0, "error": "E", "blames": 1e999}',
+        b'{"members": 1}',
+        b'{"members": {"job": "a", "epoch": 1, "ranks": [0], "size": 1, "step": 1}}',
+        b'{"members": {"job": "a", "epoch": 1, "ranks": [], "size": 0, "step": 1, '
+        b'"pause": 0}}',
         b"\xff\xfe",
     ],
 )
@@ -156,3 +161,31 @@ def test_what_servers_say_is_one_short_line(pipe):
     assert lost.reason.strip("\N{SNOWMAN}") == "" != lost.reason
     assert failed.reason == "CollectiveMismatch: Ranks differ."
     assert gave_up == Notice(server=3, kind="gave_up")
+
+
+# Members of elastic jobs.
+
+
+def test_all_members_report_the_same_line(pipe):
+    for rank in (1, 3):
+        Reporter("a.1", rank, pipe.environ).members(2, [3, 1], step=120, pause=0.5)
+    first, second = sent(pipe)
+    assert first == second
+    members = decode(first)
+    assert members == Members(
+        job="a.1", epoch=2, ranks=(3, 1), size=2, step=120, pause=0.5
+    )
+    assert members.complete
+
+
+@pytest.mark.parametrize(("size", "complete"), [(100, False), (10, True)])
+def test_a_long_list_of_members_is_cut_after_the_chief(pipe, size, complete):
+    ranks = [10_000, *range(1000, 1000 + size - 1)]
+    reporter = Reporter("0" * 100, 1, pipe.environ)
+    reporter.members(10**6, ranks, step=10**12, pause=1 / 3)
+    (line,) = sent(pipe)
+    assert len(line) < 512
+    members = decode(line)
+    assert members.size == size
+    assert members.complete is complete
+    assert list(members.ranks) == ranks[: len(members.ranks)] != []
