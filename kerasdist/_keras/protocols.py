@@ -128,11 +128,14 @@ class StateHooks:
             scope, in one of the strategy; is given both.
         check: See `strategies.reduce.consensus.check_state`.
         share: See `strategies.reduce.initial_state.share_state`.
+        sum_over_workers: Sums each of a list of host tensors over the workers, in
+            graphs, too.
     """
 
     adopt: Callable[[Any, Any], Any]
     check: Callable[[Sequence[tuple[str, Any]], Sequence[tuple[str, Any]]], None]
     share: Callable[[Sequence[Any], int], Any]
+    sum_over_workers: Callable[[Sequence[Any]], list[Any]]
 
 
 class DataHooks(Protocol):

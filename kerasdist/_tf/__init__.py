@@ -44,6 +44,7 @@ from kerasdist._tf.eager_context import (
     serve_collectives,
     set_global_seed_if_none,
     stop_recording,
+    variable_of_any_shape,
     variable_without_value,
     weighted,
 )
@@ -86,6 +87,7 @@ __all__ = [
     "static_batch_size",
     "stop_recording",
     "tensor_or_slices",
+    "variable_of_any_shape",
     "variable_without_value",
     "weighted",
 ]

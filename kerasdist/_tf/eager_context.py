@@ -29,6 +29,7 @@ __all__ = [
     "serve_collectives",
     "set_global_seed_if_none",
     "stop_recording",
+    "variable_of_any_shape",
     "variable_without_value",
     "weighted",
 ]
@@ -106,6 +107,23 @@ def own_variable(
     with tf.init_scope(), tf.device(device or host_of("/device:CPU:0")):
         return resource_variable_ops.ResourceVariable(
             value, dtype=dtype, trainable=trainable
+        )
+
+
+def variable_of_any_shape(dtype: Any, device: str) -> Any:
+    """Create an empty variable of this process alone, for tensors of any shape.
+
+    Args:
+        dtype: Its dtype.
+        device: Where it is.
+    """
+    with tf.init_scope(), tf.device(device):
+        return resource_variable_ops.ResourceVariable(
+            tf.zeros([0], dtype),
+            dtype=dtype,
+            trainable=False,
+            shape=tf.TensorShape(None),
+            validate_shape=False,
         )
 
 

@@ -18,6 +18,7 @@ from keras.src.utils import io_utils
 
 from kerasdist._keras.context import current, setting
 from kerasdist._keras.data.pydataset import closing_readers
+from kerasdist._keras.elastic.step import ElasticStep
 from kerasdist._keras.models.local_models import warn_if_outside
 from kerasdist._keras.optimizer.sparse_updates import embedding_tables, moves_all_rows
 from kerasdist._keras.placement.trainer import failure_behind
@@ -64,7 +65,11 @@ def finish_epoch(original: Callable[..., Any], trainer: Any, logs: Any) -> Any:
         dynamic.weights.average_own(open_window(trainer.optimizer))
         # A worker that took no step has no logs.
         return original(trainer, whole_logs(trainer, hooks, logs))
-    result = original(trainer, logs)
+    step = None if current.evaluating else _elastic_step_of(trainer)
+    if step is None:
+        result = original(trainer, logs)
+    else:
+        result = step.read_metrics(lambda: original(trainer, logs))
     if hooks.workers.replicas == 1:
         return result
     hooks.consensus.average(statistics)
@@ -97,7 +102,11 @@ def begin_training(
     warn_if_outside(trainer)
     if hooks is not None:
         with setting(training=True), hooks.workers.local_step():
-            return original(trainer, *args, **kwargs)
+            made = original(trainer, *args, **kwargs)
+        step = _elastic_step_of(trainer)
+        if step is not None:
+            step.begin()
+        return made
     with setting(training=True):
         return original(trainer, *args, **kwargs)
 
@@ -211,6 +220,12 @@ def _hide_progress_bar(
         bound.arguments["verbose"] = 0
     verbose = bound.arguments.get("verbose", "auto")
     return bound.args[1:], bound.kwargs, verbose
+
+
+def _elastic_step_of(trainer: Any) -> ElasticStep | None:
+    function = trainer.train_function
+    found = None if function is None else inspect.unwrap(function)
+    return found if isinstance(found, ElasticStep) else None
 
 
 def _start_line(hooks: KerasHooks, trainer: Any) -> str:

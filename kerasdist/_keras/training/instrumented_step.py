@@ -24,6 +24,7 @@ class InstrumentedStep:
         trainer: The model.
         make: Makes the function.
         timer: Measures steps of training; None for any other steps.
+        single: Whether a call is one step, whatever `steps_per_execution`.
     """
 
     def __init__(
@@ -31,10 +32,13 @@ class InstrumentedStep:
         trainer: Any,
         make: Callable[[], Callable[[Any], Any]],
         timer: StepTimer | None,
+        *,
+        single: bool = False,
     ) -> None:
         self._trainer = trainer
         self._make = make
         self._timer = timer
+        self._single = single
         self._made: dict[bool | None, Callable[[Any], Any]] = {}
 
     def __call__(self, iterator: Any) -> Any:
@@ -54,7 +58,8 @@ class InstrumentedStep:
         except BaseException:
             timer.leave(0)  # above all where the data have ended
             raise
-        timer.leave(int(self._trainer.steps_per_execution) if timed else 1)
+        several = timed and not self._single
+        timer.leave(int(self._trainer.steps_per_execution) if several else 1)
         return logs
 
     def _get(self, kind: bool | None) -> Callable[[Any], Any]:

@@ -11,6 +11,7 @@ from keras.src import backend, tree
 from kerasdist._keras.context import current, is_timed, setting
 from kerasdist._keras.data.batches import BatchIterable, BatchIterator
 from kerasdist._keras.data.epoch_iterators import first_item
+from kerasdist._keras.elastic.step import ElasticStep
 from kerasdist._keras.models.step_build import (
     build_by_step,
     can_be_called,
@@ -28,7 +29,7 @@ from kerasdist._keras.protocols import (
 from kerasdist._keras.training.adoption import adopt_model
 from kerasdist._keras.training.instrumented_step import InstrumentedStep
 from kerasdist._keras.training.logs import keeping
-from kerasdist._keras.training.state import statistics_of
+from kerasdist._keras.training.state import statistics_of, whole_state
 from kerasdist._tf.marks import LAST_LOGS
 
 __all__ = [
@@ -117,6 +118,18 @@ def make_function(
     inside = (
         hooks.workers.local_step if current.training else hooks.workers.collective_scope
     )
+    if hooks.elastic is not None and current.training:
+        step = ElasticStep(
+            trainer,
+            hooks,
+            hooks.elastic,
+            lambda: original(trainer, counted),
+            lambda make: InstrumentedStep(trainer, make, timer, single=True),
+            lambda: whole_state(trainer),
+        )
+        if last is not None:
+            LAST_LOGS.set(step, last)
+        return step
     calls = InstrumentedStep(trainer, make, timer)
 
     def call(iterator: Any) -> Any:

@@ -98,6 +98,8 @@ class SynchronousExtended(SharingExtended):
                 adopt=self.adopt,
                 check=partial(check_state, workers, broadcast=broadcast),
                 share=partial(share_state, workers),
+                # `ops` is another object while this worker acts alone.
+                sum_over_workers=lambda tensors: workers.ops.all_reduce(tensors),
             ),
             gradients=GradientHooks(
                 reduce=partial(reduce_gradients, workers, print_once),

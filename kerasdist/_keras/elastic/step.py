@@ -1,0 +1,207 @@
+"""The train function of a job whose workers may change: it repeats unfinished steps.
+
+    take a batch ── section ───────────────────────────── commit the batch
+                    keep the state, step, metric totals
+                        │
+                        └ a change of the workers: restore the state, renew the batch,
+                          the step again, traced for the new layout of the replicas
+
+Keras's loop doesn't notice it. A graph is one step, whatever `steps_per_execution`: it
+is called as often, and the data may end in between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from kerasdist import _tf
+from kerasdist._keras.elastic.batches import Batches, Taken, batches_of, is_of_fit
+from kerasdist._keras.elastic.metric_totals import MetricTotals
+from kerasdist._keras.elastic.shadow import Shadow
+from kerasdist._keras.protocols import ElasticHooks, KerasHooks, translating
+
+__all__ = ["ElasticStep"]
+
+_Calls = Callable[[Any], Any]
+
+
+class _OutdatedError(Exception):
+    """The workers have changed since the step was prepared; nothing has run."""
+
+
+class ElasticStep:
+    """Takes steps of training on an iterator's batches.
+
+    Args:
+        trainer: The model.
+        hooks: The hooks of its strategy.
+        elastic: Their changes of membership.
+        make_function: Makes a function that takes one step on a list of one batch.
+        instrument: Returns a function that calls the one that its argument makes.
+        state: Returns the variables of all that a step may change.
+    """
+
+    def __init__(
+        self,
+        trainer: Any,
+        hooks: KerasHooks,
+        elastic: ElasticHooks,
+        make_function: Callable[[], _Calls],
+        instrument: Callable[[Callable[[], _Calls]], _Calls],
+        state: Callable[[], Sequence[Any]],
+    ) -> None:
+        self._trainer = trainer
+        self._hooks = hooks
+        self._elastic = elastic
+        self._make_function = make_function
+        self._instrument = instrument
+        self._state = state
+        self._epoch = elastic.epoch
+        # One for each layout of the replicas.
+        self._calls: dict[Any, _Calls] = {}
+        self._shadow = Shadow()
+        # The variables that the running step has kept.
+        self._saved: list[Any] = []
+        self._totals = MetricTotals(hooks.state.sum_over_workers)
+
+    def begin(self) -> None:
+        """Begin with metrics that were reset."""
+        self._totals.valid = False
+
+    def __call__(self, iterator: Any) -> Any:
+        """Take the steps of one execution; return the last one's logs.
+
+        Raises:
+            StopIteration, tf.errors.OutOfRangeError: There's no batch.
+        """
+        with translating(self._hooks):
+            return self._take_steps(iterator)
+
+    def _take_steps(self, iterator: Any) -> Any:
+        batches = batches_of(iterator, self._hooks)
+        logs = None
+        for number in range(int(self._trainer.steps_per_execution)):
+            try:
+                logs = self._take_step(batches)
+            except (StopIteration, tf.errors.OutOfRangeError):
+                if number == 0:
+                    raise
+                break
+        if is_of_fit(iterator):
+            return logs
+        return self._trainer._get_metrics_result_or_logs(logs)
+
+    def read_metrics(self, read: Callable[[], Any]) -> Any:
+        """Return what `read` does, of metrics over all workers; it may be repeated.
+
+        The metrics are reset next.
+        """
+        while True:
+            self._settle()
+            try:
+                with self._elastic.section():
+                    self._check()
+                    result = read()
+            except _OutdatedError:
+                continue
+            except Exception as error:
+                if not self._elastic.has_changed(error):
+                    raise
+                continue
+            self._totals.valid = False
+            return result
+
+    def _take_step(self, batches: Batches) -> Any:
+        """Take a step on the next batch, as often as the workers change in it."""
+        workers = self._hooks.workers
+        while True:
+            self._settle()
+            layout = workers.rank, tuple(workers.job.replicas)
+            if layout not in self._calls:
+                self._calls[layout] = self._instrument(self._make)
+            before = workers.communicator.step
+            self._saved = []
+            try:
+                taken = batches.take()
+                self._check()
+                logs = self._calls[layout](taken)
+            except _OutdatedError:
+                batches.renew()
+                continue
+            except Exception as error:
+                if not self._elastic.has_changed(error):
+                    raise
+                self._shadow.restore(self._saved)
+                workers.communicator.step = before
+                batches.renew()
+                continue
+            self._totals.valid = True
+            batches.commit()
+            return logs
+
+    def _settle(self) -> None:
+        """Adapt to a change of the workers, if there was one."""
+        if self._epoch == self._elastic.epoch:
+            return
+        self._epoch = self._elastic.epoch
+        if self._totals.valid:
+            chief = self._hooks.workers.rank == 0
+            self._totals.give_back(self._metrics(), chief=chief)
+
+    def _check(self) -> None:
+        if self._epoch != self._elastic.epoch:
+            raise _OutdatedError
+
+    def _make(self) -> _Calls:
+        """Return a function that takes one step, for the present layout."""
+        function = self._make_function()
+        saved: list[Any] = []
+
+        def step(batch: Any) -> Any:
+            saved[:] = [copy for v in self._state() for copy in self._copies(v)]
+            with tf.control_dependencies(self._shadow.save(saved)):
+                logs = function([batch])
+            self._totals.commit(self._metrics())
+            return logs
+
+        graph = None
+        if not self._trainer.run_eagerly:
+            graph = tf.function(step, autograph=False, reduce_retracing=True)
+        # The last specification, and its graph: a comparison of two is slow.
+        last: list[Any] = [None, None]
+
+        def run(taken: Taken) -> Any:
+            batch, spec = taken
+            if graph is None:
+                call: Any = step
+            elif spec is None:
+                call = graph.get_concrete_function(batch)
+            else:
+                if spec is not last[0]:
+                    last[:] = spec, graph.get_concrete_function(spec)
+                call = last[1]
+            # Tracing isn't in the section: collectives in it, of variables that are
+            # created, are repeated by themselves.
+            with self._elastic.section():
+                self._check()
+                self._saved = saved
+                return call(batch)
+
+        return run
+
+    def _copies(self, variable: Any) -> Sequence[Any]:
+        """Return the variables that a strategy's variable consists of here."""
+        copies: Sequence[Any] = _tf.local_results(variable)
+        return copies
+
+    def _metrics(self) -> list[Sequence[Any]]:
+        """Return the copies of all metric variables that reading sums."""
+        variables = [variable.value for variable in self._trainer.metrics_variables]
+        return [
+            self._copies(variable)
+            for variable in variables
+            if variable.aggregation == tf.VariableAggregation.SUM
+        ]

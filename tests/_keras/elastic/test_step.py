@@ -1,0 +1,259 @@
+"""Steps that are repeated after a change of the workers: the numbers stay the same."""
+
+from __future__ import annotations
+
+import pytest
+
+from places import SUPPORT
+from workers import Workers
+
+pytestmark = pytest.mark.timeout(400)
+
+SCRIPT = f"""
+import sys
+sys.path.insert(0, {str(SUPPORT)!r})
+"""
+SCRIPT += """
+import hashlib
+import json
+import keras
+import numpy as np
+import tensorflow as tf
+import kerasdist
+from elastic_double import ElasticDouble
+from keras import layers
+
+strategy = kerasdist.RingStrategy(timeout=60)
+double = ElasticDouble(strategy)
+rng = np.random.default_rng(0)
+x = rng.normal(size=(70, 6)).astype("float32")
+y = (x.sum(1) > 0).astype("int64")
+entropy = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+
+def digest(variables):
+    values = [np.ascontiguousarray(v) for v in variables]
+    return hashlib.sha256(b"".join(v.tobytes() for v in values)).hexdigest()
+
+def outcome(model, optimizers, history):
+    return {
+        "weights": digest(v.numpy() for v in model.variables),
+        "optimizers": digest(v.numpy() for o in optimizers for v in o.variables),
+        "iterations": [int(o.iterations) for o in optimizers],
+        "history": history,
+        "step": strategy.communicator.step,
+    }
+
+def run(train, fail_at=()):
+    strategy.communicator.step = 0
+    keras.utils.set_random_seed(7)
+    double.begin(fail_at)
+    first = double.epoch
+    found = train()
+    found["changes"] = double.epoch - first
+    found["sections"] = double.sections
+    found["collectives"] = double.count
+    return found
+
+def compare(train):
+    '''Runs without a failure, and with some: at the first step's first collective,
+    in the middle of a step, at a step's last one, in the reading of the metrics.'''
+    calm = run(train)
+    firsts = [first for first, _ in calm["sections"]]
+    # The last section is the last epoch's reading.
+    in_step, reading = firsts[3] + (firsts[4] - firsts[3]) // 2, firsts[-1]
+    # Each failure repeats what its section had begun, which counts, too.
+    last_of_step = firsts[5] - 1
+    points = [0, in_step, last_of_step, reading]
+    shifted, repeated = [], 0
+    for point in points:
+        shifted.append(point + repeated)
+        section = max(first for first in firsts if first <= point)
+        repeated += point - section + 1
+    hit = run(train, shifted)
+    print("RESULT", json.dumps([calm, hit]), flush=True)
+
+"""
+
+
+def check(train):
+    with Workers(SCRIPT + train + "\ncompare(train)\n", 2, deadline=300) as job:
+        results = [finished.result for finished in job.succeed()]
+    for calm, hit in results:
+        assert calm["changes"] == 0
+        assert hit["changes"] == 4
+        assert [failed for _, failed in hit["sections"]].count(True) == 4
+        for same in ("weights", "optimizers", "iterations", "step"):
+            assert hit[same] == calm[same], same
+        assert hit["history"].keys() == calm["history"].keys()
+        for name, values in calm["history"].items():
+            # The workers' parts are added up in another order.
+            assert hit["history"][name] == pytest.approx(values, rel=1e-6), name
+    assert results[0][1]["history"] == results[1][1]["history"]
+    return results
+
+
+def test_a_model_with_statistics_masks_and_metrics():
+    check("""
+def train():
+    with strategy.scope():
+        m = keras.Sequential([
+            keras.Input((6,)), layers.Dense(8), layers.BatchNormalization(),
+            layers.Dropout(0.3), layers.Dense(2),
+        ])
+        m.compile("adam", entropy, metrics=["accuracy"], jit_compile=False)
+    history = m.fit(x, y, batch_size=16, epochs=2, verbose=0).history
+    return outcome(m, [m.optimizer], history)
+""")
+
+
+def test_a_step_with_two_optimizers():
+    check("""
+class Gan(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.generator = layers.Dense(6)
+        self.critic = layers.Dense(1)
+        self.loss_of_critic = keras.metrics.Mean(name="critic")
+
+    def compile(self, one, two, **more):
+        super().compile(**more)
+        self.one, self.two = one, two
+
+    def call(self, x):
+        return self.critic(self.generator(x))
+
+    def train_step(self, data):
+        x = data[0]
+        with tf.GradientTape() as tape:
+            fake = self.generator(x)
+            loss = tf.reduce_mean(self.critic(x)) - tf.reduce_mean(self.critic(fake))
+            loss += sum(tf.reduce_sum(w ** 2) for w in self.critic.trainable_weights)
+        weights = self.critic.trainable_weights
+        self.two.apply_gradients(zip(tape.gradient(loss, weights), weights))
+        with tf.GradientTape() as tape:
+            score = tf.reduce_mean(self.critic(self.generator(x)))
+        weights = self.generator.trainable_weights
+        self.one.apply_gradients(zip(tape.gradient(score, weights), weights))
+        self.loss_of_critic.update_state(loss)
+        return {"critic": self.loss_of_critic.result(), "score": score}
+
+def train():
+    with strategy.scope():
+        m = Gan()
+        m.build((None, 6))
+        one, two = keras.optimizers.Adam(0.01), keras.optimizers.RMSprop(0.02)
+        m.compile(one, two, jit_compile=False)
+    history = m.fit(x, y, batch_size=16, epochs=2, verbose=0).history
+    return outcome(m, [one, two], history)
+""")
+
+
+def test_accumulated_gradients():
+    check("""
+def train():
+    with strategy.scope():
+        m = keras.Sequential([keras.Input((6,)), layers.Dense(2)])
+        m.compile(
+            keras.optimizers.Adam(0.01, gradient_accumulation_steps=2, use_ema=True),
+            entropy, metrics=["accuracy"], jit_compile=False,
+        )
+    history = m.fit(x, y, batch_size=16, epochs=2, verbose=0).history
+    return outcome(m, [m.optimizer], history)
+""")
+
+
+def test_several_steps_in_one_execution():
+    # Of 5 batches: the data end in the second execution.
+    results = check("""
+def train():
+    ends = []
+    class Ends(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            ends.append(batch)
+    with strategy.scope():
+        m = keras.Sequential([keras.Input((6,)), layers.Dense(2)])
+        m.compile(
+            "sgd", entropy, metrics=["accuracy"], jit_compile=False,
+            steps_per_execution=4,
+        )
+    history = m.fit(
+        x, y, batch_size=16, epochs=2, verbose=0, callbacks=[Ends()]
+    ).history
+    return {**outcome(m, [m.optimizer], history), "ends": ends}
+""")
+    assert results[0][0]["ends"] == results[0][1]["ends"] == [3, 7, 3, 7]
+
+
+def test_eager_steps():
+    check("""
+def train():
+    with strategy.scope():
+        m = keras.Sequential(
+            [keras.Input((6,)), layers.Dense(4), layers.Dropout(0.2), layers.Dense(2)]
+        )
+        m.compile("adam", entropy, metrics=["accuracy"], run_eagerly=True)
+    history = m.fit(x, y, batch_size=16, epochs=2, verbose=0).history
+    return outcome(m, [m.optimizer], history)
+""")
+
+
+def test_a_scaled_loss():
+    check("""
+def train():
+    with strategy.scope():
+        m = keras.Sequential([
+            keras.Input((6,)), layers.Dense(8, dtype="mixed_float16"), layers.Dense(2)
+        ])
+        m.compile(
+            keras.optimizers.LossScaleOptimizer(
+                keras.optimizers.SGD(0.1, momentum=0.9), dynamic_growth_steps=3
+            ),
+            entropy, metrics=["accuracy"], jit_compile=False,
+        )
+    history = m.fit(x, y, batch_size=16, epochs=2, verbose=0).history
+    return outcome(m, [m.optimizer], history)
+""")
+
+
+def test_a_dataset_whose_last_batch_is_smaller():
+    check("""
+def train():
+    data = tf.data.Dataset.from_tensor_slices(({"one": x, "two": x[:, :2]}, y))
+    data = data.shuffle(70, seed=3).batch(16)
+    with strategy.scope():
+        one, two = keras.Input((6,), name="one"), keras.Input((2,), name="two")
+        out = layers.Dense(2)(layers.Concatenate()([one, two]))
+        m = keras.Model({"one": one, "two": two}, out)
+        m.compile("adam", entropy, metrics=["accuracy"], jit_compile=False)
+    history = m.fit(data, epochs=2, verbose=0).history
+    return outcome(m, [m.optimizer], history)
+""")
+
+
+def test_items():
+    check("""
+class Items(keras.utils.PyDataset):
+    def __len__(self):
+        return 4
+    def __getitem__(self, i):
+        return x[16 * i : 16 * i + 16], y[16 * i : 16 * i + 16]
+
+def train():
+    with strategy.scope():
+        m = keras.Sequential([keras.Input((6,)), layers.Dense(2)])
+        m.compile("adam", entropy, metrics=["accuracy"], jit_compile=False)
+    history = m.fit(Items(), epochs=2, verbose=0).history
+    return outcome(m, [m.optimizer], history)
+""")
+
+
+def test_single_batches():
+    check("""
+def train():
+    with strategy.scope():
+        m = keras.Sequential([keras.Input((6,)), layers.Dense(2)])
+        m.compile("adam", entropy, metrics=["accuracy"], jit_compile=False)
+    logs = [m.train_on_batch(x[:16], y[:16], return_dict=True) for _ in range(6)]
+    history = {name: [each[name] for each in logs] for name in logs[0]}
+    return outcome(m, [m.optimizer], history)
+""")

@@ -1,0 +1,82 @@
+"""Changes of membership after which the members are the same, at prescribed points.
+
+For tests of what Keras's side repeats: the job is a real one, whose collectives in
+sections end with an error, on all ranks alike.
+
+    double = ElasticDouble(strategy)
+    double.begin(fail_at={5})
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Collection, Iterator
+from typing import Any
+
+from kerasdist.collectives.checked import CheckedCommunicator
+
+__all__ = ["ElasticDouble"]
+
+
+class ElasticDouble:
+    """The changes of membership of one strategy.
+
+    Args:
+        strategy: The strategy, before its first model.
+
+    Attributes:
+        epoch: The number of the present membership.
+        fail_at: The numbers of the collectives that fail instead of being run, counted
+            from 0 over all sections; a repeated one has another number.
+        count: How many collectives have begun in sections.
+        sections: Of each section, the number of its first collective, and whether it
+            was left with an error.
+    """
+
+    def __init__(self, strategy: Any) -> None:
+        self.epoch = 0
+        self.begin()
+        self._inside = self._failed = False
+        facets = strategy.extended.kerasdist
+        facets.hooks = dataclasses.replace(facets.hooks, elastic=self)
+        for name in ("all_reduce", "all_gather", "broadcast", "barrier"):
+            self._count_calls(name)
+
+    def begin(self, fail_at: Collection[int] = ()) -> None:
+        """Count from 0 again, with other failures."""
+        self.fail_at = frozenset(fail_at)
+        self.count = 0
+        self.sections: list[tuple[int, bool]] = []
+
+    @contextlib.contextmanager
+    def section(self) -> Iterator[None]:
+        if self._inside:
+            raise RuntimeError("a section in another one")
+        first, failed = self.count, True
+        self._inside = True
+        try:
+            yield
+            failed = False
+        finally:
+            self._inside = False
+            self.sections.append((first, failed))
+
+    def has_changed(self, error: BaseException) -> bool:
+        del error
+        changed, self._failed = self._failed, False
+        self.epoch += changed
+        return changed
+
+    def _count_calls(self, name: str) -> None:
+        original = getattr(CheckedCommunicator, name)
+
+        def call(communicator: Any, *args: Any, **kwargs: Any) -> Any:
+            if self._inside:
+                self.count += 1
+                if self._failed or self.count - 1 in self.fail_at:
+                    self._failed = True
+                    raise RuntimeError("the members have changed")
+            return original(communicator, *args, **kwargs)
+
+        setattr(CheckedCommunicator, name, call)
