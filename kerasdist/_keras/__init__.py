@@ -44,7 +44,12 @@ def _explaining() -> Iterator[None]:
 with _explaining():
     from kerasdist._keras.context import gradients_are_reduced, is_timed
     from kerasdist._keras.data.arrays import ArrayData, random_seed
-    from kerasdist._keras.data.batches import BatchIterable, BatchIterator, LoopData
+    from kerasdist._keras.data.batches import (
+        BatchIterable,
+        BatchIterator,
+        LoopData,
+        RepeatableIterator,
+    )
     from kerasdist._keras.data.generators import GeneratorFacts
     from kerasdist._keras.data.pydataset import ItemData, close_at_end
     from kerasdist._keras.models.local_models import begin_use, end_use, local_training
@@ -80,6 +85,7 @@ __all__ = [
     "LayerPlacer",
     "LoopData",
     "OncePrinter",
+    "RepeatableIterator",
     "StateHooks",
     "StepTimer",
     "begin_use",

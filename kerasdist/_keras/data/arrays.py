@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -105,30 +106,11 @@ class ArrayData:
                 neither this nor `finish`.
             finish: Makes the dataset's element from the batch and its number.
         """
-        inputs = self._taken()
+        return _pipeline(self._taken(), parts, rows, finish)
 
-        # No Python here depends on a tensor, and converting all called functions takes
-        # as long as a small model's first steps.
-        @tf.autograph.experimental.do_not_convert
-        def gather(part: Any, data: Any) -> Any:
-            return finish(_take_rows(data, rows(part)), part)
-
-        whole = tf.data.Dataset.from_tensors(inputs).repeat()
-        # TensorFlow's graph optimizations serialize the pipeline with all its data, and
-        # parse it again, in each epoch. Keras disables them, too.
-        options = tf.data.Options()
-        options.experimental_optimization.apply_default_optimizations = False
-        # Autotuning is off, too. Its thread may miss that an iterator was released and
-        # sleep on: 10 ms at first, then twice as long each time, at most a minute
-        # (`Model::OptimizeLoop` in tensorflow/core/framework/model.cc), while the next
-        # epoch waits.
-        options.autotune.enabled = False
-        return (
-            tf.data.Dataset.zip((parts, whole))
-            .map(gather, num_parallel_calls=_AT_ONCE, deterministic=True)
-            .prefetch(_AHEAD)
-            .with_options(options)
-        )
+    def pipelines(self) -> Callable[[Any, Any, Any], Any]:
+        """Return a function like `take` that can be called more than once."""
+        return partial(_pipeline, tree.map_structure(_as_tensor, self._taken()))
 
 
 def _leaves(parts: Any) -> list[Any]:
@@ -160,6 +142,36 @@ def _take_rows(inputs: Any, rows: Any) -> Any:
         return tf.gather(array, rows, axis=0)
 
     return tree.traverse(one, inputs)
+
+
+def _pipeline(
+    inputs: Any,
+    parts: Any,
+    rows: Callable[[Any], Any],
+    finish: Callable[[Any, Any], Any],
+) -> Any:
+    # No Python here depends on a tensor, and converting all called functions takes
+    # as long as a small model's first steps.
+    @tf.autograph.experimental.do_not_convert
+    def gather(part: Any, data: Any) -> Any:
+        return finish(_take_rows(data, rows(part)), part)
+
+    whole = tf.data.Dataset.from_tensors(inputs).repeat()
+    # TensorFlow's graph optimizations serialize the pipeline with all its data, and
+    # parse it again, in each epoch. Keras disables them, too.
+    options = tf.data.Options()
+    options.experimental_optimization.apply_default_optimizations = False
+    # Autotuning is off, too. Its thread may miss that an iterator was released and
+    # sleep on: 10 ms at first, then twice as long each time, at most a minute
+    # (`Model::OptimizeLoop` in tensorflow/core/framework/model.cc), while the next
+    # epoch waits.
+    options.autotune.enabled = False
+    return (
+        tf.data.Dataset.zip((parts, whole))
+        .map(gather, num_parallel_calls=_AT_ONCE, deterministic=True)
+        .prefetch(_AHEAD)
+        .with_options(options)
+    )
 
 
 def _as_tensor(array: Any) -> Any:

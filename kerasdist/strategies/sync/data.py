@@ -50,6 +50,8 @@ class SynchronousData:
         print_once: Prints a line on the chief, given its kind.
     """
 
+    # The class of the iterables over arrays.
+    array_epochs: Callable[..., Any] = ArrayEpochs
     fill_if_empty = staticmethod(fill_if_empty)
 
     def __init__(
@@ -206,7 +208,8 @@ class SynchronousData:
         """
         seed = self.agree(data)
         self._given = GivenData(batch_size=data.batch_size, samples=data.samples)
-        return ArrayEpochs(self._workers, data, seed, self._extended.distribute_parts)
+        distribute = self._extended.distribute_parts
+        return self.array_epochs(self._workers, data, seed, distribute)
 
     def distribute_items(self, data: ItemData) -> Any | None:
         """Return the iterable over this worker's parts of an `ItemData`'s items.

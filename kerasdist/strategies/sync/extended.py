@@ -59,8 +59,9 @@ class SynchronousExtended(SharingExtended):
         data: The division of the data that models are given.
     """
 
-    # The class of `workers`.
+    # The classes of `workers` and of `data`.
     workers_class: type[Workers] = Workers
+    data_class: type[SynchronousData] = SynchronousData
 
     def __init__(
         self,
@@ -88,7 +89,7 @@ class SynchronousExtended(SharingExtended):
         workers = self.workers
         print_once = OncePrinter(workers.rank)
         broadcast = options.initial_state == "broadcast"
-        self.data = SynchronousData(self, timer, options, print_once)
+        self.data = self.data_class(self, timer, options, print_once)
         return KerasHooks(
             workers=workers,
             timer=timer,

@@ -1,0 +1,114 @@
+"""Epochs of arrays that go on for another layout of the replicas.
+
+The order of an epoch is a function of numbers, so that any layout's parts of the
+remaining batches are known without communication:
+
+    batch       0      1      2      3      4
+    committed   x      x
+    layout A    A0     A1     A2*                     * taken, and not committed
+    layout B                  B2     B3     B4
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from kerasdist._keras import ArrayData, RepeatableIterator
+from kerasdist.strategies.data.array_epochs import ArrayParts
+from kerasdist.strategies.data.shuffle import epoch_order
+from kerasdist.strategies.reduce.workers import ReplicaLayout, Workers
+
+__all__ = ["ElasticArrays"]
+
+
+class ElasticArrays:
+    """The iterable over this worker's parts of arrays; each iteration is an epoch.
+
+    Args:
+        workers: The connected workers.
+        data: The arrays.
+        seed: The seed of the orders; common to all workers.
+        distribute: Distributes a dataset of parts among the worker's replicas.
+    """
+
+    def __init__(
+        self,
+        workers: Workers,
+        data: ArrayData,
+        seed: int,
+        distribute: Callable[[Any], Any],
+    ) -> None:
+        self.workers = workers
+        self._data = data
+        self._seed = seed
+        self._epoch = 0
+        self._distribute = distribute
+        self._take = data.pipelines()
+        self._layout: ReplicaLayout | None = None
+        self._parts: ArrayParts | None = None
+        self._whole: Any = None  # the parts of all batches, for that layout
+        self._order: tuple[int, Any] = (0, None)
+
+    def __iter__(self) -> ArrayEpoch:
+        self._epoch += 1
+        return ArrayEpoch(self, self._epoch)
+
+    def begin(self, layout: ReplicaLayout, epoch: int, first: int) -> Any:
+        """Return an iterator over the parts of an epoch's batches.
+
+        Args:
+            layout: The present layout of the replicas.
+            epoch: The number of the epoch.
+            first: The number of the first batch.
+        """
+        data = self._data
+        if self._parts is None or self._layout != layout:
+            # Also a new object, because threads may still read ahead for the old one.
+            self._parts = ArrayParts(
+                layout, data, alone=self.workers.communicator.size == 1
+            )
+            self._layout, self._whole = layout, None
+        if self._order[0] != epoch:
+            self._order = (
+                epoch,
+                epoch_order(
+                    data.samples, data.batch_size, data.shuffle, self._seed, epoch
+                ),
+            )
+        parts = self._parts
+        parts.begin(self._order[1])
+        if first:
+            return iter(self._distribute(parts.dataset(self._take, first)))
+        if self._whole is None:
+            self._whole = self._distribute(parts.dataset(self._take))
+        return iter(self._whole)
+
+
+class ArrayEpoch(RepeatableIterator):
+    """One epoch of arrays."""
+
+    def __init__(self, arrays: ElasticArrays, epoch: int) -> None:
+        self._arrays = arrays
+        self._epoch = epoch
+        self._committed = 0
+        self._layout: ReplicaLayout | None = None
+        self._inner: Any = None
+
+    @property
+    def inner(self) -> Any:
+        """See `RepeatableIterator.inner`."""
+        layout = self._arrays.workers.layout
+        if self._inner is None or layout != self._layout:
+            self._inner = None  # first, see `ArrayParts.begin`
+            self._layout = layout
+            self._inner = self._arrays.begin(layout, self._epoch, self._committed)
+        return self._inner
+
+    def commit(self) -> None:
+        """See `RepeatableIterator.commit`."""
+        self._committed += 1
+
+    def renew(self) -> None:
+        """See `RepeatableIterator.renew`."""
+        self._inner = None
