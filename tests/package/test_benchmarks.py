@@ -90,6 +90,13 @@ def test_growth(tmp_path):
     assert [len(found) for found in results["workers"].values()] == [2, 2]
 
 
+def test_heartbeats(tmp_path):
+    used = run("heartbeats", tmp_path)["samples"]["training"]["100"]
+    # Ranks that move on get nothing but the header and the tag.
+    assert used["bytes"] == 56 * used["frames"]
+    assert 0 < used["user"] + used["system"] < used["seconds"]
+
+
 @pytest.mark.soak
 def test_memory_startup(tmp_path):
     medians = run("memory_startup", tmp_path)["medians"]

@@ -3,7 +3,7 @@
     C: rank 0          W: every other rank          one connection between C and W
 
     1. both ways, every `heartbeat_interval`: HEARTBEAT, in whose header is the
-       sender's collective; C adds the numbers of all ranks' collectives
+       sender's collective; C reports those of all ranks to a W that waits, see `places`
     2. W -> C  GOODBYE  W closes; its script ended well, or with this error
        C -> W  GOODBYE  the same, forwarded for another rank
     3. W -> C  FAILURE  an error of W; or W's suspicion that a rank is lost
@@ -44,10 +44,11 @@ from kerasdist.transport.liveness.announcements import Announcements
 from kerasdist.transport.liveness.failure_protocol import decode, encode
 from kerasdist.transport.liveness.heartbeat import Frame, Heartbeat
 from kerasdist.transport.liveness.launcher_pipe import Reporter
+from kerasdist.transport.liveness.places import Places
 from kerasdist.transport.log import background_log
 from kerasdist.transport.timeouts import Timeouts
 from kerasdist.transport.wire.framing import Call, FrameType, unexpected
-from kerasdist.transport.wire.messages import from_places, to_json, to_places
+from kerasdist.transport.wire.messages import to_json
 
 __all__ = ["DECISION_SECONDS", "SessionSupervisor"]
 
@@ -94,8 +95,7 @@ class SessionSupervisor:
         # Those of them whose scripts ended well.
         self._finished: set[int] = set()
         self._suspicions: list[tuple[float, errors.WorkerLost]] = []
-        # The number of each rank's collective, by its last heartbeat.
-        self._places: dict[int, int] = {}
+        self._places = Places(len(self._peers))
         self._ending = False
         # The ranks whose connections are open.
         self._open = set(controls)
@@ -127,13 +127,13 @@ class SessionSupervisor:
             return self._failure
 
     def absent(self, call: Call) -> list[Peer] | None:
-        """Return the ranks that haven't joined `call`, by their last heartbeats."""
+        """Return the ranks that haven't joined `call`, by their last heartbeats.
+
+        Another rank than the chief knows it two intervals after it has joined `call`.
+        """
         with self._changed:
-            return [
-                self._peers[rank]
-                for rank, place in sorted(self._places.items())
-                if rank != self._rank and place < call.sequence
-            ]
+            behind = self._places.behind(call.sequence)
+        return [self._peers[rank] for rank in behind if rank != self._rank]
 
     def report(
         self, error: errors.CollectiveError, *, wait: bool = True
@@ -255,6 +255,8 @@ class SessionSupervisor:
     def _decide(self, now: float) -> float:
         """Decide on suspicions that are due, on the chief; return when the next is."""
         with self._changed:
+            if not self._suspicions:
+                return math.inf
             due = [
                 lost
                 for at, lost in self._suspicions
@@ -305,11 +307,8 @@ class SessionSupervisor:
 
     def _beat(self) -> tuple[bytes, Call]:
         with self._changed:
-            self._places[self._rank] = self.call.sequence
-            if self._rank != 0:
-                return b"", self.call
-            places = [self._places.get(rank, 0) for rank in range(len(self._peers))]
-        return from_places(places), self.call
+            self._places.note(self._rank, self.call.sequence)
+        return b"", self.call
 
     def _ended(self, rank: Any, reason: str) -> None:
         with self._changed:
@@ -342,12 +341,13 @@ class SessionSupervisor:
             raise unexpected(kind)
 
     def _note_places(self, rank: int, call: Call, payload: bytes) -> None:
-        if self._rank == 0:
-            places = {rank: call.sequence}
-        else:
-            places = dict(enumerate(to_places(payload, len(self._peers))))
         with self._changed:
-            self._places |= places
+            if self._rank != 0:
+                self._places.receive(payload)
+                return
+            changes = self._places.note(rank, call.sequence)
+        if changes:
+            self._heartbeat.post(rank, FrameType.HEARTBEAT, changes, self.call)
 
     def _note_goodbye(self, rank: int, payload: bytes) -> None:
         value = to_json(payload)

@@ -7,6 +7,8 @@
 The failure detector of a ring, the servers and their workers are the users. Data are
 sent on other connections, so neither a long transfer nor a busy process is taken for a
 lost one. The thread never calls into TensorFlow, so a long step can't stop it.
+It wakes up for each rank's heartbeats, so it looks only at connections that are ready,
+and at all of them only when one may have been silent for too long.
 """
 
 from __future__ import annotations
@@ -72,10 +74,17 @@ class Heartbeat:
         self._on_crash = on_crash or self._end_all
         self._lock = threading.Lock()
         self._connections: dict[Hashable, ControlConnection] = {}
+        # The same by descriptor; and the descriptors of those with queued bytes.
+        self._watched: dict[int, tuple[Hashable, ControlConnection]] = {}
+        self._blocked: set[int] = set()
+        # No connection is silent for too long before this time.
+        self._silent = math.inf
         self._ending = False
         self._wake, self._woken = socket.socketpair()
         self._wake.setblocking(False)
         self._woken.setblocking(False)
+        self._epoll = select.epoll()
+        self._epoll.register(self._woken, select.EPOLLIN)
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
@@ -85,10 +94,12 @@ class Heartbeat:
             if self._ending:
                 connection.close()
                 return
-            old = self._connections.get(key)
-            self._connections[key] = ControlConnection(connection, time.monotonic())
-            if old is not None:
-                old.close()
+            now = time.monotonic()
+            self._remove(key)
+            self._connections[key] = control = ControlConnection(connection, now)
+            self._watched[control.sock.fileno()] = key, control
+            self._epoll.register(control.sock, select.EPOLLIN)
+            self._silent = min(self._silent, now + self._timeouts.heartbeat)
         self.wake()
 
     def post(
@@ -99,8 +110,7 @@ class Heartbeat:
             control = self._connections.get(key)
             if control is not None:
                 control.post(kind, payload, call)
-                control.flush()
-        self.wake()
+                self._flush(control)
 
     def broadcast(
         self, kind: FrameType, payload: bytes, call: Call, skip: Hashable = None
@@ -110,8 +120,7 @@ class Heartbeat:
             for key, control in self._connections.items():
                 if key != skip:
                     control.post(kind, payload, call)
-                    control.flush()
-        self.wake()
+                    self._flush(control)
 
     def last_received(self, key: Hashable) -> float | None:
         """Return when a connection's last frame arrived (monotonic); None: no such."""
@@ -122,11 +131,7 @@ class Heartbeat:
     def drop(self, key: Hashable) -> None:
         """Stop watching a connection: send what is still queued, and close it."""
         with self._lock:
-            control = self._connections.pop(key, None)
-            if control is not None:
-                control.flush()
-                control.close()
-        self.wake()
+            self._remove(key)
 
     def wake(self) -> None:
         """Wake the thread, which then handles all connections."""
@@ -147,9 +152,35 @@ class Heartbeat:
             for control in self._connections.values():
                 control.close()
             self._connections.clear()
+            self._watched.clear()
             self._wake.close()
             self._woken.close()
+            self._epoll.close()
         background_log.flush(_FLUSH_SECONDS)
+
+    # With the lock.
+
+    def _flush(self, control: ControlConnection) -> None:
+        """Send what the kernel takes now; the thread sends the rest."""
+        control.flush()
+        fd = control.sock.fileno()
+        if control.waiting != (fd in self._blocked):
+            self._blocked ^= {fd}
+            mask = select.EPOLLIN | (select.EPOLLOUT if control.waiting else 0)
+            self._epoll.modify(fd, mask)
+
+    def _remove(self, key: Hashable) -> None:
+        control = self._connections.pop(key, None)
+        if control is not None:
+            control.flush()
+            fd = control.sock.fileno()
+            del self._watched[fd]
+            self._blocked.discard(fd)
+            # `close` alone isn't enough if a forked child has the socket, too.
+            self._epoll.unregister(fd)
+            control.close()
+
+    # The thread.
 
     def _run(self) -> None:
         try:
@@ -174,42 +205,46 @@ class Heartbeat:
             if now >= due:
                 self.broadcast(FrameType.HEARTBEAT, *self._beat())
                 due = now + interval
-            if not self._wait(min(due, following) - now):
+            controls = self._wait(min(due, following) - now)
+            if controls is None:
                 return
             now = time.monotonic()
-            with self._lock:
-                controls = list(self._connections.items())
             # A process that was frozen itself must not take the others for lost: it
             # first reads their frames of the meantime.
             if now - ticked > 2 * interval:
-                for _, control in controls:
-                    control.received = now
+                with self._lock:
+                    for control in self._connections.values():
+                        control.received = now
             ticked = now
             for key, control in controls:
                 self._read(key, control, now)
             following = self._tick(now)
 
-    def _wait(self, seconds: float) -> bool:
-        """Wait for events; return False when the thread is to end."""
-        poll = select.poll()
+    def _wait(self, seconds: float) -> list[tuple[Hashable, ControlConnection]] | None:
+        """Wait for events; return the connections to look at, None when it must end."""
         with self._lock:
-            if self._woken.fileno() < 0:
-                return False  # `close` didn't wait any longer for this thread
+            if self._epoll.closed:
+                return None  # `close` didn't wait any longer for this thread
             ending = self._ending
-            poll.register(self._woken, select.POLLIN)
-            for control in self._connections.values():
-                control.flush()
-                mask = select.POLLIN | (select.POLLOUT if control.waiting else 0)
-                poll.register(control.sock, mask)
-                silent = control.received + self._timeouts.heartbeat - time.monotonic()
-                seconds = min(seconds, silent)
+            seconds = min(seconds, self._silent - time.monotonic())
+            most = len(self._watched) + 1
         if ending:
             self._flush_all(time.monotonic() + _FLUSH_SECONDS)
-            return False
-        poll.poll(int(max(0.0, min(seconds, _LONGEST_POLL)) * 1000) + 1)
-        with contextlib.suppress(OSError):  # something else woke us
-            self._woken.recv(4096)
-        return True
+            return None
+        try:
+            events = self._epoll.poll(max(0.0, min(seconds, _LONGEST_POLL)), most)
+        except (OSError, ValueError):  # `close` has closed it since
+            return None
+        ready = dict(events)
+        if self._woken.fileno() in ready:
+            with contextlib.suppress(OSError):  # closed
+                self._woken.recv(4096)
+        with self._lock:
+            if time.monotonic() < self._silent:
+                return [self._watched[fd] for fd in ready if fd in self._watched]
+            received = (c.received for c in self._connections.values())
+            self._silent = min(received, default=math.inf) + self._timeouts.heartbeat
+            return list(self._connections.items())
 
     def _flush_all(self, until: float) -> None:
         """Try to send all queued frames, until a moment."""
@@ -230,6 +265,7 @@ class Heartbeat:
             with self._lock:
                 if self._connections.get(key) is not control:
                     return
+                self._flush(control)
                 frames = control.frames()
             for frame in frames:
                 control.received = now
@@ -250,9 +286,7 @@ class Heartbeat:
         finally:
             with self._lock:
                 if self._connections.get(key) is control:
-                    del self._connections[key]
-                control.flush()
-                control.close()
+                    self._remove(key)
 
     def _handle(self, key: Hashable, frame: Frame) -> None:
         try:

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import json
 import socket
-import struct
-from collections.abc import Sequence
 from typing import Any
 
 from kerasdist.errors import ProtocolError
@@ -24,12 +22,10 @@ from kerasdist.transport.wire.framing import (
 )
 
 __all__ = [
-    "from_places",
     "read_exactly",
     "read_frame",
     "read_header",
     "to_json",
-    "to_places",
     "write_frame",
 ]
 
@@ -111,22 +107,3 @@ def to_json(payload: bytes) -> dict[str, Any]:
             f"A control frame isn't a JSON object. Received: {type(value).__name__}."
         )
     return value
-
-
-def from_places(places: Sequence[int]) -> bytes:
-    """Return the chief's heartbeat: the number of each rank's collective."""
-    return struct.pack(f"!{len(places)}Q", *places)
-
-
-def to_places(payload: bytes, size: int) -> tuple[int, ...]:
-    """Return the argument of `from_places`, by rank.
-
-    Raises:
-        ProtocolError: It isn't of `size` ranks.
-    """
-    if len(payload) != 8 * size:
-        raise ProtocolError(
-            f"A heartbeat has the wrong length. Received: {len(payload)} bytes, "
-            f"expected {8 * size}."
-        )
-    return struct.unpack(f"!{size}Q", payload)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
 import queue
+import socket
 
 import pytest
 
@@ -11,7 +13,7 @@ from groups import connections, nothing_stays_open
 from kerasdist.transport import Timeouts
 from kerasdist.transport.deadline import Deadline
 from kerasdist.transport.liveness.heartbeat import Heartbeat
-from kerasdist.transport.wire.framing import FrameType, pack_header
+from kerasdist.transport.wire.framing import Call, FrameType, pack_header
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -64,6 +66,23 @@ def test_two_watches_hear_each_other(pair):
     ears[1].watch.close()
 
 
+def test_a_long_frame_arrives_before_the_next_heartbeat(pair):
+    looks = []
+    ear = Ear(500.0, tick=lambda now: looks.append(now) or math.inf)
+    ear.watch.add(1, pair[0])
+    ear.watch.post(1, FrameType.EVENT, b"a" * (1 << 20))
+    kinds = []
+    while not kinds or kinds[-1][0] is not FrameType.EVENT:
+        kinds.append(pair[1].read(Deadline(20)))
+    assert kinds[-1][1] == b"a" * (1 << 20)
+    # The thread sleeps again when all is sent.
+    before = len(looks)
+    with pytest.raises(queue.Empty):
+        ear.ends.get(timeout=0.5)
+    assert len(looks) - before < 10
+    ear.watch.close()
+
+
 def test_silence_is_a_loss_and_the_silent_one_is_told(pair):
     ear = Ear(0.3, (FrameType.FAILURE, b"you were silent"))
     ear.watch.add(7, pair[0])
@@ -104,6 +123,49 @@ def test_dropped_connections_are_not_reported(pair):
         while True:
             frames.append(pair[1].read(Deadline(5)))
     assert (FrameType.EVENT, b"last") in frames
+
+
+def test_a_worker_that_joins_late_or_again_gets_heartbeats_like_the_others(pair):
+    """As with a server of an asynchronous job: the same rank in a new process, too."""
+    ear = Ear(1.0, beat=lambda: (b"state", Call(4)))
+    ear.watch.add(1, pair[0])
+    assert pair[1].read(Deadline(5)) == (FrameType.HEARTBEAT, b"state")
+    for key in (2, 1):
+        ours, theirs = connections()
+        ear.watch.add(key, ours)
+        with theirs:
+            assert theirs.read(Deadline(5)) == (FrameType.HEARTBEAT, b"state")
+            theirs.write(FrameType.EVENT, b"joined", Deadline(5))
+            assert ear.frames.get(timeout=10) == (key, FrameType.EVENT, b"joined")
+            if key == 2:
+                # Between two heartbeats of others, whose connections stay.
+                pair[1].write(FrameType.EVENT, b"still here", Deadline(5))
+                frame = (1, FrameType.EVENT, b"still here")
+                assert ear.frames.get(timeout=10) == frame
+            else:
+                with pytest.raises(EOFError):
+                    while True:
+                        pair[1].read(Deadline(5))
+        # The end of the connection that was replaced isn't one of the worker.
+        assert ear.ends.get(timeout=10)[0] == key
+    assert ear.ends.empty()
+    ear.watch.close()
+
+
+def test_a_dropped_connection_of_which_a_child_has_a_copy_is_not_looked_at(pair):
+    """The thread would wake up again and again for bytes that it doesn't read."""
+    looks = []
+    ear = Ear(tick=lambda now: looks.append(now) or math.inf)
+    ear.watch.add(1, pair[0])
+    with socket.socket(fileno=os.dup(pair[0].fileno())):
+        ear.watch.drop(1)
+        pair[1].sock.sendall(b"x")
+        pair[1].sock.shutdown(socket.SHUT_WR)
+        before = len(looks)
+        with pytest.raises(queue.Empty):
+            ear.ends.get(timeout=0.5)
+        assert len(looks) - before < 10
+    ear.watch.close()
 
 
 def test_a_connection_that_comes_after_the_end_is_closed(pair):

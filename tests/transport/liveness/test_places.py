@@ -1,0 +1,132 @@
+"""The collectives of all ranks, as the chief sends them to a rank that waits."""
+
+from __future__ import annotations
+
+import random
+import struct
+
+import pytest
+
+from kerasdist.errors import ProtocolError
+from kerasdist.transport.liveness.places import Places
+
+
+def runs(payload):
+    return list(struct.iter_unpack("!IIQ", payload))
+
+
+def test_a_rank_that_moves_on_gets_nothing():
+    places = Places(3)
+    sent = [places.note(rank, step) for step in range(1, 50) for rank in range(3)]
+    assert set(sent) == {b""}
+
+
+def test_ranks_in_the_same_collective_are_one_run():
+    size = 1000
+    places = Places(size)
+    for rank in range(size):
+        places.note(rank, 6 if rank == 700 else 7)
+    sent = places.note(5, 7)
+    assert runs(sent) == [(0, 700, 7), (700, 1, 6), (701, 299, 7)]
+    worker = Places(size)
+    worker.receive(sent)
+    assert worker.behind(7) == [700]
+    assert worker.behind(6) == []
+
+
+def test_each_change_is_sent_once():
+    places = Places(4)
+    for rank in range(4):
+        places.note(rank, 3)
+    assert runs(places.note(1, 3)) == [(0, 4, 3)]
+    assert places.note(1, 3) == b""
+    places.note(2, 4)
+    assert runs(places.note(1, 3)) == [(2, 1, 4)]
+    # Another rank hasn't got any of it.
+    assert runs(places.note(0, 3)) == [(0, 2, 3), (2, 1, 4), (3, 1, 3)]
+
+
+def test_of_two_changes_between_two_heartbeats_the_last_one_is_sent():
+    places = Places(3)
+    for rank in range(3):
+        places.note(rank, 3)
+    places.note(1, 3)
+    places.note(2, 4)
+    places.note(2, 5)
+    assert runs(places.note(1, 3)) == [(2, 1, 5)]
+
+
+def test_a_place_that_changes_back_is_sent_again():
+    chief, worker = Places(3), Places(3)
+    for rank in range(3):
+        chief.note(rank, 3)
+    for place in (4, 3, 2, 3):
+        chief.note(2, place)
+        worker.receive(chief.note(1, 3))
+        assert worker.behind(4) == ([0, 1] if place == 4 else [0, 1, 2])
+        assert worker.behind(3) == ([2] if place == 2 else [])
+    # And between two heartbeats.
+    for place in (9, 3):
+        chief.note(2, place)
+    worker.receive(chief.note(1, 3))
+    assert (worker.behind(3), worker.behind(4)) == ([], [0, 1, 2])
+
+
+def test_before_the_first_heartbeat_of_the_chief_no_place_is_known():
+    worker = Places(3)
+    assert worker.behind(5) == []
+    worker.receive(b"")
+    assert worker.behind(5) == [0, 1, 2]
+    # The chief itself knows them by their own heartbeats.
+    chief = Places(3)
+    chief.note(2, 0)
+    assert chief.behind(5) == [2]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_rank_that_waits_knows_all_that_the_chief_knows(seed):
+    """As if each heartbeat had all numbers."""
+    chance = random.Random(seed)
+    size = chance.randint(2, 9)
+    chief, workers = Places(size), [Places(size) for _ in range(size)]
+    known = [0] * size
+    waited = 0
+    for _ in range(500):
+        rank = chance.randrange(size)
+        again = known[rank]
+        place = chance.choice([again, again, chance.randrange(1, 5)])
+        # The first heartbeat is noted, too, whatever it says.
+        waits = place == again and place > 0
+        known[rank] = place
+        sent = chief.note(rank, place)
+        workers[rank].receive(sent)
+        if waits:
+            waited += 1
+            for number in range(6):
+                behind = [other for other in range(size) if known[other] < number]
+                assert workers[rank].behind(number) == behind
+        elif place != again:
+            assert sent == b""
+    assert waited > 100
+
+
+@pytest.mark.parametrize(
+    ("payload", "match"),
+    [
+        (b"x", "^A heartbeat has the wrong length. Received: 1 bytes, expected a mult"),
+        (bytes(24), "^A heartbeat has the wrong length. Received: 24 bytes"),
+        (
+            struct.pack("!IIQ", 2, 2, 1),
+            "^A heartbeat is damaged. Received: 2 ranks from 2 on, expected ranks bel",
+        ),
+        (
+            b"\xff" * 16,
+            "^A heartbeat is damaged. Received: 4294967295 ranks from 42949",
+        ),
+    ],
+)
+def test_damaged_places_are_refused(payload, match):
+    places = Places(3)
+    with pytest.raises(ProtocolError, match=match):
+        places.receive(payload)
+    assert places.behind(5) in ([], [0, 1, 2])
