@@ -61,6 +61,8 @@ Operation = tuple[Any, ...]  # a name, and numbers of processes
 
 COLLECTIVES = 2  # of a step
 ROUNDS = 8  # of time-outs, until progress without failures
+# Why a process has stopped that starts again.
+REJOINING = (StopReason.EXCLUDED, StopReason.NO_ELDER)
 
 
 class Violation(AssertionError):
@@ -426,7 +428,7 @@ class World:
             return False
         present = [self._at(member, decision) for member in epoch.members]
         known = any(each and each.machine.confirmed for each in present)
-        return not (known and epoch.absent <= self.gone)
+        return not (known and not epoch.absent)
 
     # Progress.
 
@@ -462,7 +464,7 @@ class World:
         """Everything that happens until a time-out; return whether all train."""
         for n, process in list(self.processes.items()):
             stopped = process.machine.stopped
-            if not process.alive and stopped is StopReason.EXCLUDED:
+            if not process.alive and stopped in REJOINING:
                 self._join(n)
         for process in self.living():
             if not process.frozen:
@@ -518,29 +520,32 @@ class World:
         raise Violation("messages without end")
 
     def _explain(self, apart: set[int]) -> None:
-        """Raise if the processes in contact are a quorum of their newest epoch."""
+        """Raise if those in contact are a quorum, of the newest epoch or of theirs."""
         active = [each for each in self.living() if not each.frozen]
-        newest = max(
-            (each.machine.decision for each in active if each.machine.decision),
-            key=lambda decision: decision.epoch.number,
-            default=None,
-        )
-        if newest is None or self._doomed(newest):
-            return
-        present = {each.me for each in active}
-        members = newest.epoch.members
-        here = [each for each in active if each.me in members]
-        # Those that have the state, and may have a successor.
-        useful = {each.me for each in here if each.results}
-        known = any(each.machine.confirmed for each in here)
-        settled = known and newest.epoch.absent <= self.gone
-        elders = set(members) if settled else newest.epoch.elders
-        if (
-            is_quorum(present, members, self.gone)
-            and useful & elders
-            and len(present) >= self.min_workers
-        ):
-            raise Violation(f"no progress: {present} are a quorum of {newest}")
+        held = [each.machine.decision for each in active if each.machine.decision]
+        newest = max(held, key=lambda decision: decision.epoch.number, default=None)
+        for decision in dict.fromkeys(held):
+            if self._doomed(decision):
+                continue
+            members = decision.epoch.members
+            # Those in earlier epochs learn the newest one, and none else.
+            present = {
+                each.me
+                for each in active
+                if decision == newest or self._at(each.me, decision)
+            }
+            here = [each for each in active if each.me in members]
+            # Those that have the state, and may have a successor.
+            useful = {each.me for each in here if each.results} & present
+            known = any(each.machine.confirmed for each in here)
+            settled = known and not decision.epoch.absent
+            elders = set(members) if settled else decision.epoch.elders
+            if (
+                is_quorum(present, members, self.gone)
+                and useful & elders
+                and len(present) >= self.min_workers
+            ):
+                raise Violation(f"no progress: {present} are a quorum of {decision}")
 
 
 def clone(world: World) -> World:

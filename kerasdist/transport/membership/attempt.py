@@ -48,6 +48,14 @@ class Attempt:
             return True
         return not self.is_quorum(promised)
 
+    def has_no_elder(self) -> bool:
+        """Return whether all elders are dead, and all others have promised."""
+        epoch = self.request.base.epoch
+        others = set(epoch.members) - self.request.dead
+        return (
+            epoch.elders <= self.request.dead and others <= dict(self.promises).keys()
+        )
+
     def is_quorum(self, voters: Collection[Member]) -> bool:
         """Return whether `voters` may decide."""
         return is_quorum(voters, self.request.base.epoch.members, self.request.dead)

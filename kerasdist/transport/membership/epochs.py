@@ -19,10 +19,17 @@ the dead from then on. Of two of (c), each would have been dead before the other
 **Elders.** A member that was excluded while it was silent may wake up when all members
 that it knows are dead: it is a quorum by (c) of its old epoch. The others may live on
 as workers that have joined since. So each next epoch keeps an elder: a member that is
-known to all processes that may live in an earlier epoch. After the last elder's death
-there is no next epoch until the absent ones are proven dead or have given up their
-place. When none is absent and all are known to be in the present epoch, all its members
-become elders.
+known to all processes that may live in an earlier epoch, which don't continue while it
+lives. All members become elders when all are known to be in the present epoch, and the
+absent ones, which were excluded, are proven dead while an elder lives.
+
+After the last elder's death there is no next epoch: the others stop, and may join an
+absent one. Therefore a host that vanishes, and is never proven dead, ends a job that
+loses all members from before that, though workers that have joined since would be a
+majority. No rule without clocks is better. Where all members but the absent one die,
+that one has to continue if no worker has joined them, and can't know whether one has.
+Nor does a later proof of its death help: it may have continued before it died, with
+newcomers of its own, of which the others can't know.
 """
 
 from __future__ import annotations
@@ -76,6 +83,7 @@ class StopReason(enum.Enum):
 
     NO_QUORUM = "the workers that are in contact may not continue without the others"
     TOO_FEW = "fewer workers than min_workers are left"
+    NO_ELDER = "others may have continued without this worker"
     EXCLUDED = "the others have continued without this worker"
     LEFT = "this worker has left as it announced"
 
@@ -88,7 +96,8 @@ class Epoch:
         number: One more than that of the epoch before.
         members: By rank; the first one is the chief.
         newcomers: Those that weren't in the epoch before, and have no state yet.
-        elders: Those known to each process that may live in an earlier epoch.
+        elders: Those known to each process that may live in an earlier epoch; one of
+            them has to live at the next decision.
         absent: Former members that may live, and not know that they were excluded.
     """
 
@@ -175,12 +184,15 @@ def next_decision(
         epoch: The present epoch.
         reports: Those of a quorum of its members, all of which have suspended training.
         joiners: Processes that want to join.
-        dead: Processes that are proven dead.
+        dead: Processes that were proven dead before the members reported.
         min_workers: The smallest number of workers that may continue.
     """
-    confirmed = any(report.confirmed for report in reports.values())
-    settled = confirmed and epoch.absent <= dead
-    elders = frozenset(epoch.members) if settled else epoch.elders
+    elders = epoch.elders
+    # An elder that has reported, or has begun a collective with all others, was alive
+    # when the absent ones were dead.
+    proven = not epoch.absent or (epoch.absent <= dead and elders & reports.keys())
+    if proven and any(report.confirmed for report in reports.values()):
+        elders = frozenset(epoch.members)
     for leaving in (True, False):
         # If those that stay can't continue, those that want to leave have to stay, too.
         staying = _in_contact(epoch, reports, leaving=leaving)

@@ -52,7 +52,8 @@ class Received:
 class Dead:
     """The process of `member` is proven dead: its host refuses a connection to it.
 
-    An ended connection is no proof. Neither is one that can't be made.
+    An ended connection is no proof. Neither is one that can't be made. Also of absent
+    processes: the epoch's first member has use for the proof while an elder lives.
     """
 
     member: Member
@@ -146,7 +147,8 @@ class Stop:
     """End this worker's part in the job.
 
     Attributes:
-        reason: After EXCLUDED the process may join as its next incarnation.
+        reason: After EXCLUDED, and after NO_ELDER, the process may join as its next
+            incarnation.
         missing: Members that are out of contact, and not proven dead.
     """
 

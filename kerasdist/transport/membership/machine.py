@@ -16,16 +16,18 @@ Primary-Backup Replication" (Lamport, Malkhi, Zhou, 2009).
 
 Another loss during 2. to 5. starts a larger ballot. If P is lost, the next member
 proposes, and finds in 3. what P may have decided. A message of an earlier epoch is
-answered by DECIDED if its sender is a member of the present one, else by EXCLUDED.
+answered by DECIDED if its sender is a member of the present one, else by an elder with
+EXCLUDED: the others can't rule out that the sender is the one that may continue.
 
 A change may also be planned. By JOIN a process asks all members to become one of them,
 by LEAVING a member asks P to be left out. Then PREPARE names a step that each member
-finishes before 3., so that nothing is aborted. GONE is the last message of a process.
+finishes before 3., so that nothing is aborted. P plans one, too, when all members may
+become elders. GONE is the last message of a process.
 
 A newcomer proposes nothing, and answers no message of an earlier epoch, until it knows
 that all members are in its epoch: the decision by which it joined may have died with
 the other processes that knew it. It sends the decision with JOIN. A member learns it
-from there, unless it has promised a ballot that those that live may decide alone.
+from there, unless it has accepted another one that those that live may decide alone.
 """
 
 from __future__ import annotations
@@ -121,8 +123,8 @@ class Machine:
         self._promised: Ballot | None = None
         self._accepted: tuple[Ballot, Decision] | None = None
         self._planned: tuple[Member, Prepare] | None = None
-        # Whether it has promised a ballot that the rest of the living may decide alone.
-        self._cornered = False
+        # What it has accepted in a ballot that the rest of the living may decide alone.
+        self._bound: Decision | None = None
         # Of the proposer.
         self._round = 0
         self._attempt: Attempt | None = None
@@ -155,6 +157,8 @@ class Machine:
             case GiveUp():
                 if self.suspended:
                     self._stop(StopReason.NO_QUORUM)
+        if self.stopped is None and self._has_no_elder():
+            self._stop(StopReason.NO_ELDER)
         outputs, self._outputs = self._outputs, ()
         return outputs
 
@@ -168,8 +172,9 @@ class Machine:
             self._outputs += (TooLate(),)
             return
         self.progress = event.progress
-        if isinstance(event, Finished):
+        if isinstance(event, Finished) and not self.confirmed:
             self.confirmed = True
+            self._review()
         if self._planned is not None:
             self._on_prepare(*self._planned)
 
@@ -186,6 +191,8 @@ class Machine:
         epoch = self.decision.epoch
         if member in epoch.members or (self.suspended and member in epoch.absent):
             self._change()
+        elif member in epoch.absent:
+            self._review()
 
     def _miss(self, member: Member) -> None:
         """Note that a process is out of contact."""
@@ -207,9 +214,22 @@ class Machine:
         elif self._first() != self.me:
             if self.me in self._leavers:
                 self._send(self._first(), Leaving(self.decision.epoch.number))
-        elif (self._joiners or self._leavers) and self._attempt is None:
+        elif self._attempt is None and (
+            self._joiners or self._leavers or self._may_settle()
+        ):
             done = self.progress.step if self.progress is not None else 0
             self._start(done + _STEPS_AHEAD)
+
+    def _may_settle(self) -> bool:
+        """Return whether all members would be elders of a next epoch."""
+        epoch = self._present().epoch
+        more = epoch.elders < set(epoch.members)
+        return (
+            more
+            and self.confirmed
+            and bool(epoch.absent)
+            and epoch.absent <= self._dead
+        )
 
     def _change(self) -> None:
         """Suspend training, and start a ballot or ask the proposer for one."""
@@ -221,9 +241,8 @@ class Machine:
             number, confirmed = self.decision.epoch.number, self.confirmed
             self._send(first, Loss(number, self._dead_here(), confirmed))
         elif not self._is_guest():
-            # They may be what the next epoch waits for.
             for member in sorted(self._present().epoch.absent - self._dead):
-                self._send(member, Excluded(self._present().epoch.number))
+                self._correct(member)
             self._start(None)
 
     def _suspend(self) -> None:
@@ -262,6 +281,8 @@ class Machine:
             request = attempt.request
             message = Propose(request.epoch, request.ballot, proposal)
             self._send_all(tuple(dict(attempt.promises)), message)
+        elif attempt.has_no_elder():
+            self._stop(StopReason.NO_ELDER)
 
     def _choice(self, attempt: Attempt) -> Decision | None:
         joiners = tuple(each for each in self._joiners if each not in self._silent)
@@ -269,7 +290,7 @@ class Machine:
             self._present().epoch,
             attempt.reports(),
             joiners,
-            self._dead,
+            attempt.request.dead,
             self._min_workers,
         )
 
@@ -300,8 +321,6 @@ class Machine:
             if self.progress is None or self.progress.step < message.after:
                 return
         self._suspend()
-        members = message.base.epoch.members
-        self._cornered |= not is_quorum(set(members) - message.dead, members, ())
         self._promised = message.ballot
         self._round = max(self._round, message.ballot.round)
         leaving = self.me in self._leavers
@@ -312,6 +331,9 @@ class Machine:
     def _on_propose(self, sender: Member, message: Propose) -> None:
         if message.ballot == self._promised:
             self._accepted = message.ballot, message.decision
+            members = self._present().epoch.members
+            if not is_quorum(set(members) - self._dead, members, ()):
+                self._bound = message.decision
             self._send(sender, Accepted(message.epoch, message.ballot))
 
     def _learn(self, decision: Decision) -> None:
@@ -337,12 +359,13 @@ class Machine:
             self.progress = None
         elif self.progress is not None:
             self.progress = Progress(self.progress.step)
-        self.suspended = self._cornered = False
+        self.suspended = False
         self.confirmed = len(epoch.members) == 1
         self._silent &= {*epoch.members, *self._joiners}
         self._joiners = tuple(m for m in self._joiners if m not in epoch.members)
         self._leavers &= set(epoch.members)
         self._promised = self._accepted = self._planned = self._attempt = None
+        self._bound = None
         self._outputs += (Install(decision),)
         self._review()
 
@@ -403,7 +426,8 @@ class Machine:
     def _on_join(self, joiner: Member, base: Decision | None) -> None:
         if self.decision is None:
             return
-        if base is not None and self.me in base.epoch.members and not self._cornered:
+        free = self._bound is None or self._bound == base
+        if base is not None and self.me in base.epoch.members and free:
             self._learn(base)
         epoch = self._present().epoch
         known = {*epoch.members, *epoch.absent, *self._joiners}
@@ -419,12 +443,13 @@ class Machine:
     def _correct(self, sender: Member) -> None:
         """Answer a process that is in an earlier epoch, or in none."""
         decision = self._present()
+        epoch = decision.epoch
         if self._is_guest():
             return
-        if sender in decision.epoch.members:
+        if sender in epoch.members:
             self._send(sender, Decided(decision))
-        else:
-            self._send(sender, Excluded(decision.epoch.number))
+        elif self.me in epoch.elders or (self.confirmed and not epoch.absent):
+            self._send(sender, Excluded(epoch.number))
 
     # Helpers.
 
@@ -444,6 +469,13 @@ class Machine:
         """Return whether the others may not know of the epoch in which this one is."""
         newcomer = self.me in self._present().epoch.newcomers
         return newcomer and not self.confirmed
+
+    def _has_no_elder(self) -> bool:
+        """Return whether an absent process may continue, and no member."""
+        if self.decision is None:
+            return False
+        epoch = self.decision.epoch
+        return bool(epoch.absent) and epoch.elders <= self._dead
 
     def _dead_here(self) -> frozenset[Member]:
         epoch = self._present().epoch
@@ -469,9 +501,12 @@ class Machine:
             reason = StopReason.LEFT
         self.stopped = reason
         members: set[Member] = set()
+        silent: set[Member] = set()
         if self.decision is not None:
-            members = {*self.decision.epoch.members, *self.decision.epoch.absent}
+            epoch = self.decision.epoch
+            members = {*epoch.members, *epoch.absent}
+            silent = (members & self._silent) | epoch.absent
         for member in sorted({*members, *others} - self._dead - {self.me}):
             self._send(member, Gone())
-        missing = tuple(sorted(members & self._silent - self._dead))
+        missing = tuple(sorted(silent - self._dead))
         self._outputs += (Stop(reason, missing),)

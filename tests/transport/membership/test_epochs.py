@@ -143,8 +143,20 @@ def test_there_is_no_next_epoch_without_an_elder(absent):
     joined = Epoch(*(4, (A, D), (D,), frozenset([A])), frozenset([B] if absent else ()))
     reports = {D: Report(Progress(9), confirmed=absent)}
     assert decide(reports, epoch=joined, dead=[A]) is None
+    # B may have continued between the deaths of A and of B.
     if absent:
-        assert decide(reports, epoch=joined, dead=[A, B]) is not None
+        assert decide(reports, epoch=joined, dead=[A, B]) is None
+
+
+@pytest.mark.parametrize(
+    ("dead", "elders"), [((), {A}), ((B,), {A, D}), ((B, C), {A, D})]
+)
+def test_all_become_elders_when_the_absent_ones_die_before_the_last_elder(dead, elders):
+    joined = Epoch(4, (A, D), (D,), frozenset([A]), frozenset([B]))
+    reports = {A: Report(Progress(9)), D: Report(Progress(9), confirmed=True)}
+    epoch = decide(reports, epoch=joined, dead=dead).epoch
+    assert epoch.elders == elders
+    assert epoch.absent == {B} - set(dead)
 
 
 @pytest.mark.parametrize(

@@ -9,11 +9,13 @@ from kerasdist.transport.membership.events import (
     GiveUp,
     Install,
     Leave,
+    Send,
     Stop,
     Suspend,
     TooLate,
 )
 from kerasdist.transport.membership.machine import Machine
+from kerasdist.transport.membership.messages import Excluded
 from membership_world import COLLECTIVES, World
 
 
@@ -293,6 +295,62 @@ def test_a_frozen_worker_is_excluded_and_joins_again():
     world.train(5)
     assert world.processes[0].epoch[1] == (Member(0), Member(2), Member(1, 1))
     assert len(set(finished(world).values())) == 1
+
+
+def without_1_and_with_2():
+    """0 has excluded 1, which is silent, and trains with 2, which is new."""
+    world = Recorded(2)
+    for a, b in [(0, 1), (1, 0)]:
+        world.do(("cut", a, b))
+    world.do(("silent", 0, 1))
+    world.do(("join", 2))
+    world.do(("apply", 2))
+    for _ in range(20):
+        for n in (0, 2):
+            world.do(("work", n))
+        for line in [(2, 0), (0, 2)]:
+            while world.do(("deliver", *line)):
+                pass
+    world.lines.clear()
+    epoch = world.processes[2].machine.decision.epoch
+    assert epoch.members == (Member(0), Member(2))
+    assert (epoch.elders, epoch.absent) == ({Member(0)}, {Member(1)})
+    return world
+
+
+def test_without_an_elder_the_others_stop_since_an_absent_one_may_continue():
+    world = without_1_and_with_2()
+    world.lose(0, to=[2])
+    assert world.kinds(2, Stop) == [Stop(StopReason.NO_ELDER, (Member(1),))]
+    # It does, and the other one joins it.
+    assert world.settle() == "trains"
+    assert world.groups() == {n: [1, 2] for n in (1, 2)}
+
+
+def test_only_an_elder_excludes_an_absent_one():
+    world = without_1_and_with_2()
+    world.do(("silent", 2, 0))
+    world.do(("silent", 0, 2))
+    for n, excludes in [(2, False), (0, True)]:
+        assert (Send(Member(1), Excluded(2)) in world.kinds(n, Send)) is excludes
+
+
+def test_a_proof_that_an_absent_one_is_dead_makes_elders_of_all():
+    world = without_1_and_with_2()
+    world.lose(1, to=[0])
+    world.train(4, of=[0, 2])
+    epoch = world.processes[2].machine.decision.epoch
+    assert (epoch.elders, epoch.absent) == ({Member(0), Member(2)}, set())
+    assert not world.kinds(2, TooLate)
+    world.lose(0)
+    assert world.groups() == {2: [2]}
+
+
+def test_a_proof_comes_too_late_after_the_death_of_the_last_elder():
+    world = without_1_and_with_2()
+    world.lose(1, to=[])
+    world.lose(0, to=[2])
+    assert world.kinds(2, Stop) == [Stop(StopReason.NO_ELDER, (Member(1),))]
 
 
 def test_too_few_are_left():

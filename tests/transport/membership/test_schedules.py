@@ -145,7 +145,25 @@ def test_random_schedules_find_a_broken_rule(broken, what):
 class GuestsAreBelieved(Machine):
     """Learns a newcomer's decision, whatever it has promised."""
 
-    _cornered = property(lambda self: False, lambda self, value: None)
+    _bound = property(lambda self: None, lambda self, value: None)
+
+
+class LateProofs(Machine):
+    """Takes a proof of an absent one's death that comes after the last elder's."""
+
+    def _choice(self, attempt):
+        decision = self.decision
+        epoch = decision.epoch
+        epoch = dataclasses.replace(epoch, absent=epoch.absent - self._dead)
+        self.decision = dataclasses.replace(decision, epoch=epoch)
+        try:
+            return super()._choice(attempt)
+        finally:
+            self.decision = decision
+
+    def _stop(self, reason, others=()):
+        if reason is not StopReason.NO_ELDER:
+            super()._stop(reason, others)
 
 
 def flow(world, *processes):
@@ -302,6 +320,68 @@ KNOWN_TO_A_GUEST = """
     deliver 0 2
     freeze 0
 """
+# 0, 2 and 3 decide 2 3 1, where 1 has started again; 0 leaves, and 3, which has
+# accepted that, isn't told. Then it promises a ballot of its own, in which 0 and the
+# earlier 1 are dead, so that it and 2 may decide alone.
+ACCEPTED_BUT_NOT_TOLD = """
+    kill 1
+    join 1
+    leave 0
+    deliver 0 2
+    deliver 0 3
+    apply 1
+    deliver 1 0
+    deliver 0 2
+    deliver 2 0
+    deliver 0 3
+    deliver 3 0
+    deliver 0 2
+    deliver 2 0
+    deliver 0 3
+    break 0 3
+    deliver 0 1
+    apply 1
+    deliver 1 2
+    freeze 2
+    dead 3 0
+    dead 3 1
+    silent 3 2
+"""
+# 0 excludes 1, which is silent, decides 0 3, where 3 is new, and dies. 1 finds it dead,
+# and decides to continue alone: in an epoch of the same number.
+TWO_OF_ONE_NUMBER = """
+    join 3
+    apply 3
+    deliver 3 0
+    break 3 1
+    silent 0 1
+    break 0 1
+    deliver 0 3
+    work 3
+    work 0
+    work 3
+    kill 0
+    dead 1 0
+    dead 3 0
+"""
+# The same, but 5 joins 1, which then dies, too: 3 and 5 each know that it is dead.
+LATE_PROOF = TWO_OF_ONE_NUMBER.replace(
+    "dead 1 0\n    dead 3 0",
+    """join 5
+    apply 5
+    deliver 5 1
+    break 5 3
+    dead 1 0
+    deliver 1 5
+    work 5
+    work 1
+    work 5
+    kill 1
+    dead 5 1
+    dead 5 0
+    dead 3 1
+    dead 3 0""",
+)
 
 
 def test_a_member_learns_from_a_newcomer_in_which_epoch_it_is():
@@ -310,12 +390,29 @@ def test_a_member_learns_from_a_newcomer_in_which_epoch_it_is():
     assert world.settle(apart=[0, 3]) == "trains"
 
 
+def test_a_member_learns_from_a_newcomer_what_it_has_accepted():
+    world = World(4)
+    script(world, ACCEPTED_BUT_NOT_TOLD)
+    assert world.processes[3].machine.suspended
+    assert world.processes[3].epoch[0] == 0
+    assert world.settle(apart=[2]) == "trains"
+
+
+def test_those_without_an_elder_join_the_one_that_has_continued():
+    world = World(2)
+    script(world, TWO_OF_ONE_NUMBER)
+    assert world.processes[1].epoch[0] == 1
+    assert world.processes[3].machine.stopped is StopReason.NO_ELDER
+    assert world.settle() == "trains"
+
+
 def test_a_newcomer_of_an_epoch_that_has_died_out_gives_it_up():
     world = World(2)
     script(world, TWICE_NEW)
     assert [world.processes[n].epoch[0] for n in (1, 2)] == [1, 1]
-    assert world.settle() == "trains"
+    flow(world, 1, 2)
     assert world.processes[2].machine.stopped is StopReason.EXCLUDED
+    assert world.settle() == "trains"
 
 
 @pytest.mark.parametrize(
@@ -326,6 +423,7 @@ def test_a_newcomer_of_an_epoch_that_has_died_out_gives_it_up():
         (5, TOLD_BY_A_DEAD_ONE, ListensToTheDead, "two decisions of one number"),
         (4, TOLD_BY_A_GUEST, GuestsAnswer, "two decisions of one number"),
         (4, BELIEVED, GuestsAreBelieved, "two decisions of one number"),
+        (2, LATE_PROOF, LateProofs, "two decisions of one number"),
     ],
 )
 def test_rare_schedules_find_a_broken_rule(size, text, broken, what):
