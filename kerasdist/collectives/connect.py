@@ -100,6 +100,12 @@ class Job:
         """See `SessionSupervisor.await_end`; a worker alone doesn't wait."""
         return None if self._supervisor is None else self._supervisor.await_end(rank)
 
+    def abandon(self, error: errors.CollectiveError | None = None) -> None:
+        """End all waits of this rank at once; the others aren't informed."""
+        self.communicator.abort(error)
+        if self._supervisor is not None and self.communicator.failure is not None:
+            self._supervisor.abandon(self.communicator.failure)
+
     def explain(self, rank: int, seen: str) -> errors.CollectiveError | None:
         """Find out why a rank can't be reached any more; see `Supervisor.explain`.
 
@@ -134,6 +140,8 @@ def connect(
     host: str | None = None,
     native: Callable[[CheckedCommunicator, Supervisor], CheckedCommunicator]
     | None = None,
+    name: str | None = None,
+    watch: Callable[[errors.CollectiveError], None] | None = None,
 ) -> Job:
     """Connect all workers of the cluster.
 
@@ -149,6 +157,10 @@ def connect(
         host: Overrides the identity of this worker's host, for tests.
         native: For "native": makes the communicator from a TCP ring. An argument,
             because this module doesn't import TensorFlow.
+        name: A name for the session, the same on all workers and used once; by
+            default they count their sessions.
+        watch: Called with the job's first failure, from another thread, in place of
+            the report to the launcher and the log.
 
     Raises:
         ValueError: Unknown transport, or "native" without `native`.
@@ -185,6 +197,7 @@ def connect(
         timeouts=timeouts,
         host=host,
         replicas=replicas,
+        name=name,
     )
     supervisor: SessionSupervisor | None = None
     parts: list[CheckedCommunicator] = []
@@ -196,6 +209,8 @@ def connect(
             part.abort(error)
         for job in made:
             job.close_soon()
+        if watch is not None:
+            watch(error)
 
     try:
         chosen = _choose(transport, session)
@@ -205,7 +220,8 @@ def connect(
             session.controls,
             timeouts,
             on_failure,
-            Reporter(session.name, session.rank),
+            Reporter(session.name, session.rank) if watch is None else None,
+            log=watch is None,
         )
         build = {
             "shared_memory": _shared,

@@ -68,6 +68,7 @@ class SessionSupervisor:
         on_failure: Called once, from the supervisor's thread or a reporter's,
             with the job's first failure: ends the waits of this rank.
         reporter: Reports the failure to the launcher, before this rank ends of it.
+        log: Whether the chief logs the failure.
 
     Attributes:
         announcements: The chief's announcements to the others.
@@ -81,6 +82,8 @@ class SessionSupervisor:
         timeouts: Timeouts,
         on_failure: Callable[[errors.CollectiveError], None],
         reporter: Reporter | None = None,
+        *,
+        log: bool = True,
     ) -> None:
         self.step = 0
         self.call = Call(0)
@@ -89,6 +92,7 @@ class SessionSupervisor:
         self._timeouts = timeouts
         self._on_failure = on_failure
         self._reporter = reporter
+        self._log = log
         self._changed = threading.Condition()  # holds an RLock
         self._failure: errors.CollectiveError | None = None
         self._departed: dict[int, str] = {}
@@ -161,6 +165,12 @@ class SessionSupervisor:
                 host, why = self._peers[gone].address, self._departed[gone]
                 lost = errors.WorkerLost(gone, host, self.step, why)
         return self._fail(lost)
+
+    def abandon(self, error: errors.CollectiveError) -> None:
+        """End all waits of this rank with an error; the others aren't informed."""
+        with self._changed:
+            self._failure = self._failure or error
+            self._changed.notify_all()
 
     def await_end(self, rank: int | None = None) -> errors.CollectiveError | None:
         """Wait until the job has ended here.
@@ -242,7 +252,7 @@ class SessionSupervisor:
                 self._reporter.failed(error)
             self._changed.notify_all()
         self._on_failure(error)
-        if self._rank == 0:
+        if self._rank == 0 and self._log:
             background_log.log(logging.ERROR, "kerasdist: %s", error)
         return error
 

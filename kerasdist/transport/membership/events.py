@@ -19,6 +19,7 @@ from kerasdist.transport.membership.messages import Message
 
 __all__ = [
     "Apply",
+    "Broken",
     "Dead",
     "Event",
     "Fetched",
@@ -70,6 +71,11 @@ class Silent:
 
 
 @dataclass(frozen=True, slots=True)
+class Broken:
+    """A connection between members has ended, and both live, as far as is known."""
+
+
+@dataclass(frozen=True, slots=True)
 class Finished:
     """A collective of epoch `epoch` is finished, which each member must have begun.
 
@@ -111,7 +117,18 @@ class GiveUp:
     """Training has been suspended for longer than the job is to wait."""
 
 
-Event = Received | Dead | Silent | Finished | Fetched | Apply | Leave | Timeout | GiveUp
+Event = (
+    Received
+    | Dead
+    | Silent
+    | Broken
+    | Finished
+    | Fetched
+    | Apply
+    | Leave
+    | Timeout
+    | GiveUp
+)
 
 
 # Outputs.

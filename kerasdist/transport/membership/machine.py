@@ -44,6 +44,7 @@ from kerasdist.transport.membership.epochs import (
 )
 from kerasdist.transport.membership.events import (
     Apply,
+    Broken,
     Dead,
     Event,
     Fetched,
@@ -142,6 +143,8 @@ class Machine:
                 self._bury(event.member)
             case Silent():
                 self._miss(event.member)
+            case Broken():
+                self._change()
             case Apply():
                 if self.decision is None or self._is_guest():
                     for member in event.members:

@@ -41,6 +41,7 @@ class Session:
         timeouts: The time limit of each phase.
         host: Overrides `host_key()`, for tests.
         replicas: Number of this worker's replicas.
+        name: See `name` below; by default the n-th of this cluster's in this process.
 
     Attributes:
         members: All workers by rank.
@@ -65,6 +66,7 @@ class Session:
         timeouts: Timeouts,
         host: str | None = None,
         replicas: int = 1,
+        name: str | None = None,
     ) -> None:
         if cluster.rank is None or cluster.size < 2:
             raise ValueError(
@@ -80,7 +82,7 @@ class Session:
         self._stop = Cancellation()
         self._release = threading.Lock()
         self.controls: dict[int, Connection] = {}
-        self._number = _Number(cluster)
+        self._number = _Number(cluster, name)
         address = cluster.workers[self.rank]
         try:
             self._listener = Listener.acquire(address, self._secret, timeouts.startup)
@@ -216,7 +218,7 @@ class _Number:
     _last: dict[str, int] = {}  # noqa: RUF012 - the process's, not the class's
     _pending: set[str] = set()  # noqa: RUF012 - the process's, not the class's
 
-    def __init__(self, cluster: Cluster) -> None:
+    def __init__(self, cluster: Cluster, name: str | None) -> None:
         digest = hashlib.sha256(",".join(cluster.workers).encode()).hexdigest()[:16]
         # Threads may play several ranks in tests.
         self._key = f"{digest} {cluster.rank}"
@@ -225,10 +227,11 @@ class _Number:
             while f"{self._key} {self._value}" in self._pending:
                 self._value += 1
             self._pending.add(f"{self._key} {self._value}")
-        self.session = f"{digest}.{self._value}"
+        self._counts = name is None
+        self.session = name or f"{digest}.{self._value}"
 
     def release(self, *, used: bool) -> None:
         with self._lock:
             self._pending.discard(f"{self._key} {self._value}")
-            if used:
+            if used and self._counts:
                 self._last[self._key] = max(self._value, self._last.get(self._key, 0))

@@ -92,6 +92,7 @@ class FrameType(enum.IntEnum):
     REPLY = 12
     EVENT = 13
     NOTICE = 14
+    MEMBERSHIP = 15
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -1,0 +1,243 @@
+"""The agreement of this worker with the others on epochs, as a running machine.
+
+`kerasdist.transport.membership.machine` decides; this module gives it events in the
+order in which they happen, in any thread, and carries out its outputs.
+
+A process that was frozen may find all others dead when it wakes up. They may have
+continued without it, and finished the job; so it must not continue alone.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping
+from typing import Protocol
+
+from kerasdist.collectives.elastic.lines import Contact, Lines
+from kerasdist.transport.membership.epochs import (
+    Decision,
+    Member,
+    Progress,
+    StopReason,
+    first_decision,
+)
+from kerasdist.transport.membership.events import (
+    Broken,
+    Dead,
+    Event,
+    Fetched,
+    Finished,
+    GiveUp,
+    Install,
+    Received,
+    Send,
+    Silent,
+    Stop,
+    Suspend,
+    Timeout,
+    TooLate,
+)
+from kerasdist.transport.membership.machine import Machine
+from kerasdist.transport.membership.messages import Message
+from kerasdist.transport.rendezvous.listener import Listener
+
+__all__ = ["Agreement", "Follower"]
+
+_TICK_SECONDS = 1.0
+_CLOSE_SECONDS = 5.0
+
+
+class Follower(Protocol):
+    """What follows the decisions. Its methods don't wait, and may be called at once."""
+
+    def suspend(self) -> None:
+        """End the running collective; begin none until `install`."""
+
+    def install(self, decision: Decision) -> None:
+        """Form this epoch."""
+
+    def stop(self, reason: StopReason, missing: tuple[int, ...]) -> None:
+        """End this worker's part in the job.
+
+        Args:
+            reason: Why.
+            missing: The ids of members that are out of contact.
+        """
+
+
+class Agreement:
+    """The membership machine of this worker.
+
+    Args:
+        me: This worker.
+        members: The members of the first epoch.
+        addresses: Each task's address, by the member's id.
+        secret: The job's secret.
+        listener: This process's; not owned.
+        session: The name of the job, the same on all members.
+        min_workers: The smallest number of workers that may continue.
+        patience: Seconds after which a job that can't continue stops.
+        silence: Seconds of silence after which the others count this worker as lost.
+        follower: See `Follower`.
+    """
+
+    def __init__(
+        self,
+        me: Member,
+        members: tuple[Member, ...],
+        addresses: Mapping[int, str],
+        secret: bytes,
+        listener: Listener,
+        session: str,
+        min_workers: int,
+        patience: float,
+        silence: float,
+        follower: Follower,
+    ) -> None:
+        self._me = me
+        self._patience = patience
+        self._silence = silence
+        self._tick = time.monotonic()
+        self._woken = False
+        self._follower = follower
+        self._lock = threading.RLock()
+        self._machine = Machine(me, first_decision(members), min_workers=min_workers)
+        self._since: float | None = None
+        self._stop = threading.Event()
+        self._looking: set[Member] = set()
+        self._lines = Lines(me, addresses, secret, listener, session, self._received)
+        self._thread = threading.Thread(
+            target=self._run, name="kerasdist-agreement", daemon=True
+        )
+        self._thread.start()
+
+    # For the communicator and the groups.
+
+    def finished(self, epoch: int, number: int) -> bool:
+        """Report a finished collective; return whether its result may be used.
+
+        Args:
+            epoch: The epoch of the group that finished it.
+            number: Its number in the job, over all epochs.
+        """
+        return self._done(Finished(epoch, Progress(number)))
+
+    def fetched(self, epoch: int, number: int) -> bool:
+        """Report the result of a collective that another member has finished."""
+        return self._done(Fetched(epoch, Progress(number)))
+
+    def lost(self, epoch: int, member: Member | None) -> None:
+        """Report that the group of an epoch is broken, in a thread of its own.
+
+        Args:
+            epoch: The epoch.
+            member: The member that may be the cause, if one is known.
+        """
+        with self._lock:
+            if self._is_present(epoch) and member not in self._looking:
+                self._look_for(epoch, None if member == self._me else member)
+
+    def close(self) -> None:
+        """End threads and lines. Can be called twice."""
+        self._stop.set()
+        if self._thread is not threading.current_thread():
+            self._thread.join(_CLOSE_SECONDS)
+        self._lines.close()
+
+    # The machine.
+
+    def _done(self, event: Finished | Fetched) -> bool:
+        with self._lock:
+            outputs = self._handle(event)
+        return not any(isinstance(output, TooLate) for output in outputs)
+
+    def _received(self, sender: Member, message: Message) -> None:
+        with self._lock:
+            # A member that lives says whether this one has been excluded.
+            self._note_time()
+            self._woken = False
+            self._handle(Received(sender, message))
+
+    def _handle(self, event: Event) -> tuple[object, ...]:
+        """Pass an event to the machine, and carry out what it answers, in order."""
+        with self._lock:
+            outputs = self._machine.handle(event)
+            for output in outputs:
+                match output:
+                    case Send():
+                        self._lines.send(output.to, output.message)
+                    case Suspend():
+                        self._since = self._since or time.monotonic()
+                        self._follower.suspend()
+                    case Install():
+                        self._since = None
+                        self._follower.install(output.decision)
+                    case Stop():
+                        missing = tuple(member.id for member in output.missing)
+                        self._follower.stop(output.reason, missing)
+            return outputs
+
+    def _look_for(self, epoch: int, member: Member | None) -> None:
+        if member is not None:
+            self._looking.add(member)
+        threading.Thread(
+            target=self._look,
+            args=(epoch, member),
+            name="kerasdist-contact",
+            daemon=True,
+        ).start()
+
+    def _look(self, epoch: int, member: Member | None) -> None:
+        """Find out what has become of a member, and report it to the machine."""
+        contact = Contact.ALIVE if member is None else self._lines.contact(member)
+        with self._lock:
+            if member is not None:
+                self._looking.discard(member)
+            if self._stop.is_set() or not self._is_present(epoch):
+                return
+            if member is not None and contact is Contact.DEAD:
+                self._note_time()
+                if self._woken:
+                    self._follower.stop(StopReason.EXCLUDED, ())
+                else:
+                    self._handle(Dead(member))
+            elif member is not None and contact is Contact.SILENT:
+                self._handle(Silent(member))
+            elif not self._machine.suspended:
+                # All live: only a connection has broken.
+                self._handle(Broken())
+
+    def _is_present(self, epoch: int) -> bool:
+        present = self._machine.decision
+        return present is not None and present.epoch.number == epoch
+
+    def _note_time(self) -> None:
+        """Note whether this process was frozen for longer than the others waited."""
+        now = time.monotonic()
+        self._woken |= now - self._tick > self._silence
+        self._tick = now
+
+    def _run(self) -> None:
+        while not self._stop.wait(min(_TICK_SECONDS, self._silence / 4)):
+            with self._lock:
+                self._note_time()
+                late = (
+                    self._since is not None
+                    and time.monotonic() - self._since > self._patience
+                )
+                self._look_around()
+                self._handle(GiveUp() if late else Timeout())
+
+    def _look_around(self) -> None:
+        """Look for the other members while there's no agreement.
+
+        One that is silent, or doesn't answer messages, may have died since.
+        """
+        decision = self._machine.decision
+        if decision is None or not self._machine.suspended:
+            return
+        epoch = decision.epoch
+        for member in (*epoch.members, *sorted(epoch.absent)):
+            if member != self._me and member not in self._looking:
+                self._look_for(epoch.number, member)

@@ -1,0 +1,321 @@
+"""Collectives that are repeated, or end a section, when the membership changes.
+
+    inside of a section     a change ends the section's next collective, on all members:
+                            `MembershipChanged`
+    outside                 the collective is repeated by the new members
+
+A collective cannot finish anywhere before all members have begun it, so at a change
+some may have finished it, and the others not: these get its result
+(`groups.catch_up`). So all members have always finished the same collectives. For that,
+a broadcast is a reduction here, because it would finish at its root alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from kerasdist import errors
+from kerasdist.collectives.communicator import Communicator
+from kerasdist.collectives.elastic.groups import Group, Result
+from kerasdist.collectives.failures import copy_to_raise
+from kerasdist.collectives.ops import Array
+from kerasdist.transport.base import Peer
+from kerasdist.transport.membership.epochs import Member
+from kerasdist.transport.tracing import Recorder
+
+__all__ = ["ElasticCommunicator", "Membership", "MembershipChanged"]
+
+
+class MembershipChanged(Exception):
+    """The members have changed during a section."""
+
+
+class Membership(Protocol):
+    """The agreement, for a communicator; see `agreement.Agreement`."""
+
+    def finished(self, epoch: int, number: int) -> bool:
+        """Return whether the result of a finished collective may be used."""
+
+    def lost(self, epoch: int, member: Member | None) -> None:
+        """Report that the group of an epoch is broken, perhaps by a member."""
+
+
+class ElasticCommunicator(Communicator):
+    """The communicator of the present members of a job.
+
+    Rank, size and peers change in a collective, or when a section begins or is left by
+    `has_changed`, never in between.
+
+    Args:
+        group: The first group.
+        peers: The workers of the job by the ids of members, with their names.
+        patience: Seconds that a change of membership may take.
+
+    Attributes:
+        membership: The agreement; set before the first collective.
+        epoch: The number of the present membership.
+        replicas: Each member's number of replicas, by rank.
+    """
+
+    membership: Membership
+
+    def __init__(self, group: Group, peers: dict[int, Peer], patience: float) -> None:
+        self._names = peers
+        self._patience = patience
+        # One collective at a time.
+        self._calls = threading.Lock()
+        self._changed = threading.Condition()
+        # Of the thread that changes groups; None while there is no group.
+        self._next: Group | None = group
+        self._fetched: Result | None = None
+        self._stopped: errors.CollectiveError | None = None
+        self.last: Result | None = None
+        self._number = 0
+        self._section: int | None = None
+        self._ended = False
+        self._recorders: list[Recorder] = []
+        self._step = 0
+        self._inner: Communicator | None = None
+        self._adopt(group)
+
+    # For what follows the agreement, from any thread.
+
+    def suspend(self) -> None:
+        """End the running collective; begin none until `resume`."""
+        with self._changed:
+            group, self._next = self._next, None
+            self._changed.notify_all()
+        if group is not None:
+            group.job.abandon()
+
+    def resume(self, group: Group, fetched: Result | None) -> None:
+        """Continue with a new group.
+
+        Args:
+            group: The group.
+            fetched: The result of the collective that ended unfinished here, if others
+                have finished it.
+        """
+        with self._changed:
+            if self._stopped is None:
+                self._next = group
+                self._fetched = fetched or self._fetched
+            self._changed.notify_all()
+
+    def stop(self, error: errors.CollectiveError) -> None:
+        """End all collectives, now and later, with an error."""
+        with self._changed:
+            self._stopped = self._stopped or error
+            group, self._next = self._next, None
+            self._changed.notify_all()
+        if group is not None:
+            group.job.abandon(error)
+
+    # Sections.
+
+    @contextlib.contextmanager
+    def section(self) -> Iterator[None]:
+        """See `ElasticHooks.section`. Sections inside of others belong to those."""
+        if self._section is not None:
+            yield
+            return
+        self._ended = False
+        self._adopt(self._await_group())
+        self._section = self.epoch
+        try:
+            yield
+        finally:
+            self._section = None
+
+    def has_changed(self, error: BaseException) -> bool:
+        """See `ElasticHooks.has_changed`."""
+        ended, self._ended = self._ended, False
+        if not ended and not isinstance(error, MembershipChanged):
+            return False
+        self._adopt(self._await_group())
+        return True
+
+    # Collectives.
+
+    def all_reduce(
+        self,
+        buffers: Sequence[npt.ArrayLike],
+        op: str = "sum",
+        *,
+        scale: float | None = None,
+        lend: bool = False,
+    ) -> list[Array]:
+        """See `Communicator.all_reduce`."""
+        return self._call(
+            lambda inner: inner.all_reduce(buffers, op, scale=scale, lend=lend)
+        )
+
+    def all_gather(self, array: npt.ArrayLike) -> list[Array]:
+        """See `Communicator.all_gather`; one array per present rank."""
+        return self._call(lambda inner: inner.all_gather(array))
+
+    def broadcast(self, buffers: Sequence[npt.ArrayLike], root: int = 0) -> list[Array]:
+        """See `Communicator.broadcast`; `root` is a rank of the present members.
+
+        If the root is lost before any member has its buffers, the buffers are those of
+        the member that has its rank then, or of the last one.
+        """
+        arrays = [np.asarray(buffer) for buffer in buffers]
+
+        def give(inner: Communicator) -> list[Array]:
+            if inner.size == 1:
+                return inner.broadcast(arrays)
+            # As bytes: not every dtype can be added up, and -0.0 + 0.0 is 0.0.
+            flat = [np.ascontiguousarray(a).reshape(-1).view(np.uint8) for a in arrays]
+            if inner.rank != min(root, inner.size - 1):
+                flat = [np.zeros_like(each) for each in flat]
+            sums = inner.all_reduce(flat)
+            return [
+                each.view(array.dtype).reshape(array.shape)
+                for each, array in zip(sums, arrays, strict=True)
+            ]
+
+        return self._call(give)
+
+    def barrier(self) -> None:
+        """See `Communicator.barrier`."""
+
+        def wait(inner: Communicator) -> list[Array]:
+            inner.barrier()
+            return []
+
+        self._call(wait)
+
+    def _call(self, function: Callable[[Communicator], list[Array]]) -> list[Array]:
+        """Run a collective on the present group, until its result may be used."""
+        with self._calls:
+            number = self._number + 1
+            while True:
+                group = self._await_group()
+                if self._section is None:
+                    self._adopt(group)
+                elif self._section != group.epoch:
+                    self._ended = True
+                    raise MembershipChanged(
+                        "The members of the job have changed in this section."
+                    )
+                found = self._try(function, group, number)
+                if found is None:
+                    found = self._await_fetched(group, number)
+                if found is not None:
+                    self._number, self.last = number, Result(number, found)
+                    return found
+
+    def _try(
+        self,
+        function: Callable[[Communicator], list[Array]],
+        group: Group,
+        number: int,
+    ) -> list[Array] | None:
+        """Run a collective; return None if it has to be repeated."""
+        try:
+            result = function(group.communicator)
+        except (errors.WorkerLost, errors.TransportClosed) as error:
+            with self._changed:
+                suspended = self._next is not group
+            if not suspended:
+                self.membership.lost(group.epoch, group.member(error))
+            return None
+        return result if self.membership.finished(group.epoch, number) else None
+
+    def _await_fetched(self, group: Group, number: int) -> list[Array] | None:
+        """Wait for the next group; return the result if others have finished it."""
+        self._await_group(after=group.epoch)
+        with self._changed:
+            fetched, self._fetched = self._fetched, None
+        if fetched is None or fetched.number != number:
+            return None
+        return fetched.arrays
+
+    def _await_group(self, after: int = -1) -> Group:
+        """Wait until there is a group of an epoch after `after`; return it."""
+        deadline = time.monotonic() + self._patience
+        with self._changed:
+            while self._stopped is None:
+                if self._next is not None and self._next.epoch > after:
+                    return self._next
+                remaining = deadline - time.monotonic()
+                if remaining <= 0:
+                    self._stopped = errors.CollectiveTimeout(
+                        "The workers didn't agree in time on which of them continue. "
+                        f"Received: no agreement within {self._patience:g} s. Can all "
+                        "hosts reach each other? Start the job again."
+                    )
+                    break
+                self._changed.wait(remaining)
+            raise copy_to_raise(self._stopped)
+
+    def _adopt(self, group: Group) -> None:
+        """Take over rank, size and peers of a group."""
+        inner = group.communicator
+        if inner is self._inner:
+            return
+        inner.step = self._step
+        for recorder in self._recorders:
+            inner.add_recorder(recorder)
+        self._inner = inner
+        self.epoch = group.epoch
+        self.rank, self.size = inner.rank, inner.size
+        self.ranks = tuple(member.id for member in group.members)
+        self.peers = tuple(self._names[rank] for rank in self.ranks)
+        self.replicas = group.job.replicas
+
+    # The rest of the contract.
+
+    @property
+    def step(self) -> int:
+        """See `Communicator.step`."""
+        return self._step
+
+    @step.setter
+    def step(self, value: int) -> None:
+        self._step = value
+        if self._inner is not None:
+            self._inner.step = value
+
+    @property
+    def failure(self) -> errors.CollectiveError | None:
+        """The error that ended this worker's part in the job, or None."""
+        with self._changed:
+            return self._stopped
+
+    def abort(self, error: errors.CollectiveError | None = None) -> None:
+        """See `Communicator.abort`."""
+        self.stop(
+            error
+            or errors.TransportClosed(
+                "This communicator was aborted. Create a new strategy to continue."
+            )
+        )
+
+    def close(self) -> None:
+        """See `Communicator.close`."""
+        self.stop(
+            errors.TransportClosed(
+                "This communicator is closed. Create a new strategy to continue."
+            )
+        )
+
+    def add_recorder(self, recorder: Recorder) -> None:
+        """See `Communicator.add_recorder`; recording goes on in later groups."""
+        self._recorders.append(recorder)
+        if self._inner is not None:
+            self._inner.add_recorder(recorder)
+
+    def remove_recorder(self, recorder: Recorder) -> None:
+        """See `Communicator.remove_recorder`."""
+        self._recorders = [each for each in self._recorders if each is not recorder]
+        if self._inner is not None:
+            self._inner.remove_recorder(recorder)

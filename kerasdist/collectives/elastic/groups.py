@@ -1,0 +1,158 @@
+"""The group of an epoch: its members, connected, with what some of them still lack."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from kerasdist import errors
+from kerasdist.cluster import Cluster
+from kerasdist.collectives.communicator import Communicator
+from kerasdist.collectives.connect import Job, connect
+from kerasdist.collectives.ops import Array
+from kerasdist.transport.membership.epochs import Decision, Member
+from kerasdist.transport.timeouts import Timeouts
+
+__all__ = ["Connector", "Group", "Result", "catch_up"]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Result:
+    """The result of a collective.
+
+    Attributes:
+        number: The collective's number in the job, over all epochs.
+        arrays: What it returned.
+    """
+
+    number: int
+    arrays: list[Array]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Group:
+    """The connected members of an epoch.
+
+    Attributes:
+        epoch: Its number.
+        members: They, by rank in the group.
+        job: Their connections.
+    """
+
+    epoch: int
+    members: tuple[Member, ...]
+    job: Job
+
+    @property
+    def communicator(self) -> Communicator:
+        """Between the members."""
+        return self.job.communicator
+
+    def member(self, error: errors.CollectiveError) -> Member | None:
+        """Return the member that an error names; None if it names none."""
+        if isinstance(error, errors.WorkerLost) and error.rank < len(self.members):
+            return self.members[error.rank]
+        return None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Connector:
+    """Connects the members of an epoch.
+
+    Attributes:
+        me: This worker.
+        cluster: The cluster of the job.
+        addresses: Each task's address, by the member's id.
+        session: The name of the job, the same on all members.
+        transport: See `connect`.
+        timeouts: See `connect`.
+        replicas: Number of this worker's replicas.
+        settings: See `connect`.
+        host: See `connect`.
+    """
+
+    me: Member
+    cluster: Cluster
+    addresses: Mapping[int, str]
+    session: str
+    transport: str
+    timeouts: Timeouts
+    replicas: int
+    settings: dict[str, Any]
+    host: str | None
+
+    def group(
+        self,
+        decision: Decision,
+        timeouts: Timeouts,
+        watch: Callable[[errors.CollectiveError], None],
+    ) -> Group:
+        """Connect the members of a decision's epoch.
+
+        Args:
+            decision: The decision.
+            timeouts: The time limits.
+            watch: Called with the group's failure, from another thread.
+
+        Raises:
+            As `connect`.
+        """
+        members = decision.epoch.members
+        cluster = dataclasses.replace(
+            self.cluster,
+            rank=members.index(self.me),
+            size=len(members),
+            workers=tuple(self.addresses[member.id] for member in members),
+        )
+        job = connect(
+            cluster,
+            transport=self.transport,
+            timeouts=timeouts,
+            replicas=self.replicas,
+            settings=self.settings,
+            host=self.host,
+            name=f"{self.session}.{decision.epoch.number}",
+            watch=watch,
+        )
+        return Group(decision.epoch.number, members, job)
+
+
+def catch_up(group: Group, decision: Decision, kept: Result | None) -> Result | None:
+    """Give the result of the last collective to the members that lack it.
+
+    All members of the epoch call it, first of all. At most one collective was finished
+    by some, and not by all.
+
+    Args:
+        group: The group of the new epoch.
+        decision: The decision by which it began.
+        kept: The result of this member's last collective, if there was one.
+
+    Returns:
+        The result, if this member lacks it.
+    """
+    epoch, verdict = decision.epoch, decision.verdict
+    old = [member for member in epoch.members if member not in epoch.newcomers]
+    if all(member in verdict.furthest for member in old):
+        return None
+    root = group.members.index(verdict.furthest[0])
+    mine = group.communicator.rank == root
+    number = verdict.progress.step
+    arrays = kept.arrays if mine and kept is not None else []
+    facts = json.dumps([[a.dtype.name, list(a.shape)] for a in arrays]).encode()
+
+    def give(array: Array) -> Array:
+        return group.communicator.broadcast([array], root)[0]
+
+    size = int(give(np.array(len(facts), np.int64)))
+    described = give(np.frombuffer(facts if mine else bytes(size), np.uint8))
+    found = []
+    for index, (name, shape) in enumerate(json.loads(described.tobytes())):
+        found.append(give(arrays[index] if mine else np.empty(shape, np.dtype(name))))
+    if group.members[group.communicator.rank] in verdict.furthest:
+        return None
+    return Result(number, found)

@@ -1,0 +1,325 @@
+"""An elastic job: its present group, the agreement on the next one, and the change."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import itertools
+import logging
+import os
+import threading
+import time
+from typing import Any
+
+from kerasdist import errors
+from kerasdist.cluster import Cluster
+from kerasdist.collectives.elastic.agreement import Agreement
+from kerasdist.collectives.elastic.communicator import ElasticCommunicator
+from kerasdist.collectives.elastic.groups import Connector, Group, catch_up
+from kerasdist.transport.base import Peer
+from kerasdist.transport.liveness.announcements import Announcements
+from kerasdist.transport.liveness.launcher_pipe import Reporter
+from kerasdist.transport.log import background_log
+from kerasdist.transport.membership.epochs import (
+    Decision,
+    Member,
+    StopReason,
+    first_decision,
+)
+from kerasdist.transport.rendezvous.listener import Listener
+from kerasdist.transport.timeouts import Timeouts
+from kerasdist.transport.wire.secret import job_secret
+
+__all__ = ["ElasticJob", "connect_elastic"]
+
+# Seconds of silence after which a worker is lost, at most.
+_MOST_HEARTBEAT = 5.0
+# Seconds for connecting the members of a new epoch, which all live.
+_CONNECT_SECONDS = 15.0
+# Seconds without an agreement after which this worker stops.
+_AGREE_SECONDS = 30.0
+# Seconds that a change may take, with members that are lost meanwhile.
+_CHANGE_SECONDS = 180.0
+
+_counts: dict[str, itertools.count[int]] = {}
+_counts_lock = threading.Lock()
+
+
+class ElasticJob:
+    """The workers of a strategy, which continue without those that are lost.
+
+    Made by `connect_elastic`. It implements `agreement.Follower`.
+
+    Attributes:
+        cluster: The cluster with this worker's rank at the start.
+        communicator: Between the present members.
+        transport: The transport of the first group, see `connect`.
+        timeouts: The timeouts as given.
+    """
+
+    has_servers = False
+
+    def __init__(
+        self, connector: Connector, group: Group, listener: Listener, min_workers: int
+    ) -> None:
+        self.cluster = connector.cluster
+        self.transport = group.job.transport
+        self.timeouts = connector.timeouts
+        self._connector = connector
+        self._listener = listener
+        self._lock = threading.Lock()
+        self._group = group
+        self._decision: Decision | None = None
+        self._began = 0.0
+        self._lost: errors.WorkerLost | None = None
+        self._closed = False
+        peers = {
+            member_id: Peer(member_id, address)
+            for member_id, address in connector.addresses.items()
+        }
+        self.communicator = ElasticCommunicator(group, peers, _CHANGE_SECONDS)
+        secret = job_secret(self.cluster.workers, os.environ)
+        self._agreement = Agreement(
+            connector.me,
+            group.members,
+            connector.addresses,
+            secret,
+            listener,
+            connector.session,
+            min_workers,
+            _AGREE_SECONDS,
+            self.timeouts.heartbeat,
+            self,
+        )
+        self.communicator.membership = self._agreement
+        self._reporter = Reporter(connector.session, connector.me.id)
+        self._tell(group, 0.0)
+
+    @property
+    def replicas(self) -> tuple[int, ...]:
+        """Each present worker's number of replicas, by rank."""
+        return self.communicator.replicas
+
+    @property
+    def announcements(self) -> Announcements | None:
+        """None: workers that may change have no chief's announcements."""
+        return None
+
+    # What the agreement calls, see `agreement.Follower`.
+
+    def suspend(self) -> None:
+        """See `agreement.Follower.suspend`."""
+        self._began = self._began or time.monotonic()
+        self.communicator.suspend()
+
+    def install(self, decision: Decision) -> None:
+        """See `agreement.Follower.install`: connects in a thread of its own.
+
+        A member may be lost while it runs. Then the agreement decides the next epoch,
+        and this one's group, if there will be one, isn't used.
+        """
+        self._decision = decision
+        threading.Thread(
+            target=self._change,
+            args=(decision,),
+            name="kerasdist-change",
+            daemon=True,
+        ).start()
+
+    def stop(self, reason: StopReason, missing: tuple[int, ...]) -> None:
+        """See `agreement.Follower.stop`."""
+        lost = self._lost
+        absent = f" Out of contact: ranks {list(missing)}." if missing else ""
+        if lost is None:
+            lost = errors.WorkerLost(
+                self._connector.me.id,
+                self._connector.addresses[self._connector.me.id],
+                self.communicator.step,
+                f"{reason.value}.{absent}".rstrip("."),
+            )
+        else:
+            lost = errors.WorkerLost(
+                *(lost.rank, lost.host, lost.step),
+                f"{lost.reason}, and {reason.value}.{absent}".rstrip("."),
+            )
+        self.communicator.stop(lost)
+
+    # The change of groups.
+
+    def watch(self, epoch: int, error: errors.CollectiveError) -> None:
+        """Follow the failure of an epoch's group, from that group's threads."""
+        group = self._group
+        if group.epoch == epoch:
+            self._note(group, error)
+            self._agreement.lost(epoch, group.member(error))
+
+    def _note(self, group: Group, error: errors.CollectiveError) -> None:
+        member = group.member(error)
+        if isinstance(error, errors.WorkerLost) and member is not None:
+            # By the rank that the worker had at the start.
+            self._lost = errors.WorkerLost(
+                member.id, error.host, self.communicator.step, error.reason
+            )
+
+    def _change(self, decision: Decision) -> None:
+        number = decision.epoch.number
+        timeouts = dataclasses.replace(self.timeouts, startup=_CONNECT_SECONDS)
+        group: Group | None = None
+        try:
+            group = self._connector.group(
+                decision, timeouts, lambda error: self.watch(number, error)
+            )
+            fetched = catch_up(group, decision, self.communicator.last)
+        except Exception as error:
+            self._failed(decision, group, error)
+            return
+        with self._lock:
+            old = self._group
+            present = self._decision is decision and not self._closed
+            if present:
+                self._group = group
+        if present and fetched is not None:
+            present = self._agreement.fetched(number, fetched.number)
+        if not present:
+            group.job.close()
+            return
+        failure = group.job.failure
+        if failure is not None:
+            # It came before `watch` could know the group.
+            self.watch(number, failure)
+        pause, self._began = time.monotonic() - self._began, 0.0
+        self.communicator.resume(group, fetched)
+        self._tell(group, pause)
+        if group.communicator.rank == 0:
+            self._report(old, group, pause)
+        old.job.close()
+
+    def _failed(
+        self, decision: Decision, group: Group | None, error: Exception
+    ) -> None:
+        """Report why the group of an epoch couldn't be formed."""
+        if group is not None:
+            group.job.close()
+        member = None
+        members = decision.epoch.members
+        if isinstance(error, errors.WorkerLost) and error.rank < len(members):
+            member = members[error.rank]
+        elif isinstance(error, errors.StartupError) and error.missing:
+            member = members[min(error.missing)]
+        elif not isinstance(error, errors.KerasDistError):
+            background_log.log(
+                logging.ERROR,
+                "kerasdist: connecting the workers of epoch %d failed: %r",
+                *(decision.epoch.number, error),
+            )
+        self._agreement.lost(decision.epoch.number, member)
+
+    def _tell(self, group: Group, pause: float) -> None:
+        """Report the members to the launcher."""
+        ranks = [member.id for member in group.members]
+        step = self.communicator.step
+        self._reporter.members(group.epoch, ranks, step + 1, pause)
+
+    def _report(self, old: Group, group: Group, pause: float) -> None:
+        gone = [member for member in old.members if member not in group.members]
+        names = ", ".join(
+            f"rank {m.id} ({self._connector.addresses[m.id]})" for m in gone
+        )
+        lost = self._lost
+        reason = f": {lost.reason}" if lost is not None else ""
+        count = len(group.members)
+        background_log.log(
+            logging.WARNING,
+            "kerasdist: %s at step %d%s. %d worker%s (%.2f s).",
+            f"{names} {'were' if len(gone) > 1 else 'was'} lost"
+            if names
+            else "connections between the workers were lost",
+            self.communicator.step,
+            reason,
+            count,
+            "s continue" if count > 1 else " continues",
+            pause,
+        )
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Leave the job. Can be called twice."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            group = self._group
+        self.communicator.close()
+        self._agreement.close()
+        group.job.close(error)
+        self._listener.release()
+
+
+def connect_elastic(
+    cluster: Cluster,
+    *,
+    transport: str = "auto",
+    timeouts: Timeouts | None = None,
+    replicas: int = 1,
+    settings: dict[str, Any] | None = None,
+    host: str | None = None,
+    min_workers: int = 1,
+) -> ElasticJob:
+    """Connect all workers of the cluster, to continue without those that are lost.
+
+    Args:
+        cluster: See `connect`.
+        transport: "auto", "shared_memory", "tcp" or "hierarchical".
+        timeouts: See `connect`. A worker is lost after 5 s of silence, or less.
+        replicas: See `connect`.
+        settings: See `connect`.
+        host: See `connect`.
+        min_workers: The smallest number of workers that continue.
+
+    Raises:
+        As `connect`. After an exception nothing is left open.
+    """
+    timeouts = timeouts or Timeouts()
+    timeouts = dataclasses.replace(
+        timeouts, heartbeat=min(timeouts.heartbeat, _MOST_HEARTBEAT)
+    )
+    rank = cluster.rank or 0
+    secret = job_secret(cluster.workers, os.environ)
+    listener = Listener.acquire(cluster.workers[rank], secret, timeouts.startup)
+    with contextlib.ExitStack() as undo:
+        undo.callback(listener.release)
+        connector = Connector(
+            me=Member(rank),
+            cluster=cluster,
+            addresses=dict(enumerate(cluster.workers)),
+            session=_name(cluster),
+            transport=transport,
+            timeouts=timeouts,
+            replicas=replicas,
+            settings={"elastic": min_workers, **(settings or {})},
+            host=host,
+        )
+        made: list[ElasticJob] = []
+
+        def watch(error: errors.CollectiveError) -> None:
+            for job in made:
+                job.watch(0, error)
+
+        members = tuple(Member(number) for number in range(cluster.size))
+        group = connector.group(first_decision(members), timeouts, watch)
+        undo.callback(group.job.close)
+        job = ElasticJob(connector, group, listener, min_workers)
+        made.append(job)
+        if group.job.failure is not None:
+            job.watch(0, group.job.failure)
+        undo.pop_all()
+    return job
+
+
+def _name(cluster: Cluster) -> str:
+    """Name the n-th elastic job of this process on this cluster, alike on all ranks."""
+    digest = hashlib.sha256(",".join(cluster.workers).encode()).hexdigest()[:16]
+    with _counts_lock:
+        # Threads may play several ranks in tests.
+        count = _counts.setdefault(f"{digest} {cluster.rank}", itertools.count(1))
+        return f"{digest}.elastic{next(count)}"

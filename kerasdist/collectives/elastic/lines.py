@@ -1,0 +1,196 @@
+"""The lines between members, on which they agree while their group is broken.
+
+A line is a connection to a member's listener, made when the first message is sent on it
+and kept; each direction has its own. It carries one frame per message. Messages may be
+lost: one that can't be sent at once is dropped, and the agreement sends another later.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import queue
+import select
+import threading
+from collections.abc import Callable, Mapping
+
+from kerasdist.errors import AuthenticationError, ProtocolError
+from kerasdist.transport.cancellation import Cancellation
+from kerasdist.transport.connection import Connection
+from kerasdist.transport.deadline import Deadline
+from kerasdist.transport.membership.encoding import decode, encode
+from kerasdist.transport.membership.epochs import Member
+from kerasdist.transport.membership.messages import Message
+from kerasdist.transport.rendezvous.dial import dial_tcp
+from kerasdist.transport.rendezvous.listener import Listener
+from kerasdist.transport.wire.framing import FrameType, unexpected
+
+__all__ = ["Contact", "Lines"]
+
+_PURPOSE = "membership"
+_PING = "membership ping"
+# Seconds until a message counts as lost, and a member as out of contact. A handshake
+# takes milliseconds, and a busy machine may take a second for one.
+_SECONDS = 3.0
+_POLL_SECONDS = 0.5
+# Seconds that the last messages may take.
+_LAST_SECONDS = 1.0
+_SENDER = "kerasdist-line to"
+
+
+class Contact(enum.Enum):
+    """What a member's address answers."""
+
+    ALIVE = "its process answers"
+    DEAD = "nothing listens at its address any more"
+    SILENT = "it doesn't answer"
+
+
+class Lines:
+    """The lines of one member to and from all others.
+
+    Args:
+        me: This member.
+        addresses: Each task's address, by the member's id.
+        secret: The job's secret.
+        listener: This process's; not owned.
+        session: The name of the job, the same on all members.
+        receive: Called with each message that arrives, from threads of this object.
+    """
+
+    def __init__(
+        self,
+        me: Member,
+        addresses: Mapping[int, str],
+        secret: bytes,
+        listener: Listener,
+        session: str,
+        receive: Callable[[Member, Message], None],
+    ) -> None:
+        self._me = me
+        self._addresses = dict(addresses)
+        self._secret = secret
+        self._listener = listener
+        self._session = session
+        self._receive = receive
+        self._stop = Cancellation()
+        self._lock = threading.Lock()
+        self._outgoing: dict[Member, queue.SimpleQueue[bytes | None]] = {}
+        self._threads: set[threading.Thread] = set()
+        self._start(self._take, "kerasdist-lines")
+
+    def send(self, to: Member, message: Message) -> None:
+        """Send a message, which may be lost. Doesn't wait."""
+        with self._lock:
+            if self._stop.is_set():
+                return
+            waiting = self._outgoing.get(to)
+            if waiting is None:
+                waiting = self._outgoing[to] = queue.SimpleQueue()
+                self._start(lambda: self._deliver(to, waiting), f"{_SENDER} {to.id}")
+        waiting.put(encode(message))
+
+    def contact(self, member: Member) -> Contact:
+        """Find out whether a member's process lives; takes a few seconds at most."""
+        try:
+            self._dial(member, _PING).close()
+        except ConnectionRefusedError:
+            return Contact.DEAD
+        except (OSError, EOFError, AuthenticationError, ProtocolError):
+            return Contact.SILENT
+        return Contact.ALIVE
+
+    def close(self) -> None:
+        """Close all lines, when what waits has been sent. Can be called twice."""
+        with self._lock:
+            waiting = list(self._outgoing.values())
+            self._outgoing.clear()
+            threads = [t for t in self._threads if t is not threading.current_thread()]
+        for each in waiting:
+            each.put(None)
+        sending = Deadline(_LAST_SECONDS)
+        for thread in threads:
+            if thread.name.startswith(_SENDER):
+                thread.join(sending.remaining())
+        self._stop.set()
+        self._listener.mailboxes.interrupt()
+        for thread in threads:
+            thread.join(_SECONDS)
+
+    def _start(self, work: Callable[[], None], name: str) -> None:
+        def run() -> None:
+            try:
+                work()
+            finally:
+                self._threads.discard(threading.current_thread())
+
+        thread = threading.Thread(target=run, name=name, daemon=True)
+        self._threads.add(thread)
+        thread.start()
+
+    def _dial(self, to: Member, purpose: str) -> Connection:
+        hello = {
+            "session": self._session,
+            "purpose": purpose,
+            "rank": self._me.id,
+            "incarnation": self._me.incarnation,
+            "to": list(to),
+        }
+        address = self._addresses[to.id]
+        return dial_tcp(address, self._secret, hello, Deadline(_SECONDS), self._stop)
+
+    def _deliver(self, to: Member, waiting: queue.SimpleQueue[bytes | None]) -> None:
+        """Send the messages to one member, in order."""
+        connection: Connection | None = None
+        try:
+            while (message := waiting.get()) is not None:
+                # A line that has ended since the last message is made again, once.
+                if connection is not None and connection.ended:
+                    connection.close()
+                    connection = None
+                try:
+                    if connection is None:
+                        connection = self._dial(to, _PURPOSE)
+                    deadline = Deadline(_SECONDS)
+                    connection.write(FrameType.MEMBERSHIP, message, deadline)
+                except (OSError, EOFError, AuthenticationError, ProtocolError):
+                    if connection is not None:
+                        connection.close()
+                        connection = None
+        finally:
+            if connection is not None:
+                connection.close()
+
+    def _take(self) -> None:
+        """Take the lines of others from the listener, and read each in a thread."""
+        while not self._stop.is_set():
+            mailboxes = self._listener.mailboxes
+            for _, ping, _ in mailboxes.take_any(self._session, _PING, 0.0):
+                ping.close()
+            for rank, connection, hello in mailboxes.take_any(
+                self._session, _PURPOSE, _POLL_SECONDS, self._stop
+            ):
+                number = hello.get("incarnation")
+                if type(number) is not int or hello.get("to") != list(self._me):
+                    # It is for an earlier process with this task.
+                    connection.close()
+                    continue
+                sender = Member(rank, number)
+                self._start(
+                    lambda sender=sender, connection=connection: self._read(  # type: ignore[misc]
+                        sender, connection
+                    ),
+                    f"kerasdist-line from {rank}",
+                )
+
+    def _read(self, sender: Member, connection: Connection) -> None:
+        poll = select.poll()
+        poll.register(connection, select.POLLIN)
+        with connection, contextlib.suppress(OSError, EOFError, ProtocolError):
+            while not self._stop.is_set():
+                if not poll.poll(_POLL_SECONDS * 1000):
+                    continue
+                kind, payload = connection.read(Deadline(_SECONDS))
+                if kind is not FrameType.MEMBERSHIP:
+                    raise unexpected(kind)
+                self._receive(sender, decode(payload))
