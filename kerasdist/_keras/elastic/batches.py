@@ -118,7 +118,8 @@ def is_of_fit(iterator: Any) -> bool:
 
 def _next(iterator: Any, hooks: KerasHooks) -> Taken:
     if isinstance(iterator, BatchIterator):
-        return Taken(next(iterator), None)  # it reports its waiting itself
+        # It reports its waiting itself.
+        return Taken(next(iterator), getattr(iterator, "element_spec", None))
     begin = time.time()
     batch = next(iterator)
     hooks.timer.waited(time.time() - begin, between=True)

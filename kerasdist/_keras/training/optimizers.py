@@ -12,6 +12,7 @@ clipped. Every step reduces if the gradients of every step are needed:
     LossScaleOptimizer              all replicas must know whether they are finite
     variables that are overwritten  (float8) take the largest of the steps'
     an optimizer that has its own `_backend_apply_gradients`
+    workers that may be lost        with their part of a window
 """
 
 from __future__ import annotations
@@ -84,7 +85,11 @@ def apply(
         # and sums last: its accumulators hold values of the size of one replica's,
         # so here they hold the mean of the replicas.
         rows, scale = tf.constant(1, tf.int64), hooks.workers.replicas
-    window = hooks.workers.replicas > 1 and _has_windows(optimizer, trainable_variables)
+    window = (
+        hooks.workers.replicas > 1
+        and hooks.elastic is None
+        and _has_windows(optimizer, trainable_variables)
+    )
     if not window:
         total = None if current.rows is None else current.total
         linear = _is_linear(inner)
@@ -144,6 +149,9 @@ def skip_all_reduce(
 def own_accumulators(optimizer: Any) -> list[Any]:
     """Return the Keras variables in which each replica adds up its own gradients."""
     if not getattr(optimizer, "built", False) or not _has_windows(optimizer, None):
+        return []
+    hooks = hooks_of(getattr(optimizer, "_distribution_strategy", None))
+    if hooks is not None and hooks.elastic is not None:
         return []
     return list(optimizer._accumulated_gradients)
 

@@ -9,7 +9,7 @@ import tensorflow as tf
 from keras.src import backend, tree
 
 from kerasdist._keras.context import current, is_timed, setting
-from kerasdist._keras.data.batches import BatchIterable, BatchIterator
+from kerasdist._keras.data.batches import BatchIterable, BatchIterator, RepeatableIterator
 from kerasdist._keras.data.epoch_iterators import first_item
 from kerasdist._keras.elastic.step import ElasticStep
 from kerasdist._keras.models.step_build import (
@@ -102,6 +102,8 @@ def make_function(
         function = original(trainer, counted)
 
         def take_steps(iterator: Any) -> Any:
+            if isinstance(iterator, RepeatableIterator):
+                iterator = iterator.inner  # in an evaluation nothing is repeated here
             if isinstance(
                 iterator, (tf.data.Iterator, tf.distribute.DistributedIterator)
             ):

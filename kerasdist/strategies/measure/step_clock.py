@@ -71,9 +71,10 @@ class StepClock:
         devices: This worker's devices, one replica each.
         communicator: The communicator of the workers.
         in_turn: Whether waiting is for other workers, and not for servers at work.
+        rank: Returns this worker's rank in the job, which may change; by default that
+            of the communicator.
 
     Attributes:
-        rank: This worker's rank in the job.
         communicator: The communicator of the workers.
         running: Whether steps are observed, and some of them measured.
         asked: Whether the next call is to be measured in any case, even if the clock
@@ -84,9 +85,14 @@ class StepClock:
     """
 
     def __init__(
-        self, devices: Sequence[str], communicator: Communicator, *, in_turn: bool
+        self,
+        devices: Sequence[str],
+        communicator: Communicator,
+        *,
+        in_turn: bool,
+        rank: Callable[[], int] | None = None,
     ) -> None:
-        self.rank = communicator.rank
+        self._rank = rank
         self.running = self.asked = self.timed = self.marks = False
         self._listening = self._in_call = False
         # Whether this call, or the time before it, needs work in `_look_back`.
@@ -115,6 +121,11 @@ class StepClock:
         self._sampling = Sampling()
         # Of one step, as last measured.
         self._usual: dict[str, float] | None = None
+
+    @property
+    def rank(self) -> int:
+        """This worker's rank in the job."""
+        return self.communicator.rank if self._rank is None else self._rank()
 
     # For readers of the times.
 

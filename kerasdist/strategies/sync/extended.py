@@ -76,9 +76,11 @@ class SynchronousExtended(SharingExtended):
         workers = self.workers
         # With servers, waiting is first of all for the servers.
         timer = StepClock(
-            workers.devices, workers.communicator, in_turn=not workers.job.has_servers
+            workers.devices,
+            workers.communicator,
+            in_turn=not workers.job.has_servers,
+            rank=lambda: workers.rank,
         )
-        timer.rank = workers.rank
         self.kerasdist = Facets(
             hooks=self._make_hooks(options, timer),
             timer=timer,
@@ -87,7 +89,7 @@ class SynchronousExtended(SharingExtended):
 
     def _make_hooks(self, options: Options, timer: StepClock) -> KerasHooks:
         workers = self.workers
-        print_once = OncePrinter(workers.rank)
+        print_once = OncePrinter(lambda: workers.rank)
         broadcast = options.initial_state == "broadcast"
         self.data = self.data_class(self, timer, options, print_once)
         return KerasHooks(
