@@ -15,6 +15,8 @@ from collections.abc import Collection, Iterator
 from typing import Any
 
 from kerasdist.collectives.checked import CheckedCommunicator
+from kerasdist.strategies.options import Options
+from kerasdist.strategies.sync.elastic_data import ElasticData
 
 __all__ = ["ElasticDouble"]
 
@@ -39,7 +41,20 @@ class ElasticDouble:
         self.begin()
         self._inside = self._failed = False
         facets = strategy.extended.kerasdist
-        facets.hooks = dataclasses.replace(facets.hooks, elastic=self)
+        hooks = facets.hooks
+        data = ElasticData(
+            strategy.extended,
+            hooks.timer,
+            Options(
+                initial_state="check",
+                shard="rows",
+                data="same",
+                bucket_size=25_000_000,
+                compression=None,
+            ),
+            hooks.print_once,
+        )
+        facets.hooks = dataclasses.replace(hooks, elastic=self, data=data)
         for name in ("all_reduce", "all_gather", "broadcast", "barrier"):
             self._count_calls(name)
 
