@@ -9,7 +9,11 @@ import tensorflow as tf
 from keras.src import backend, tree
 
 from kerasdist._keras.context import current, is_timed, setting
-from kerasdist._keras.data.batches import BatchIterable, BatchIterator, RepeatableIterator
+from kerasdist._keras.data.batches import (
+    BatchIterable,
+    BatchIterator,
+    RepeatableIterator,
+)
 from kerasdist._keras.data.epoch_iterators import first_item
 from kerasdist._keras.elastic.step import ElasticStep
 from kerasdist._keras.models.step_build import (
