@@ -20,6 +20,7 @@ from kerasdist.ps.server.server import session_name
 from kerasdist.ps.settings import MODES
 from kerasdist.strategies.asynchronous.extended import AsyncExtended
 from kerasdist.strategies.devices import check_devices
+from kerasdist.strategies.elasticity import refuse_elastic
 from kerasdist.strategies.options import Options
 from kerasdist.strategies.sync.extended import SynchronousExtended
 from kerasdist.strategies.sync.strategy import DataParallelStrategy
@@ -174,6 +175,7 @@ class ParameterServerStrategy(DataParallelStrategy):
                 "mode='sync'."
             )
         place = resolve(cluster)
+        refuse_elastic("ParameterServerStrategy")
         if place.rank is None:
             # Before TensorFlow looks for devices, which a server leaves to workers.
             _serve(place, settings, timeouts)

@@ -10,9 +10,11 @@ from typing import Any
 from kerasdist import _tf
 from kerasdist.cluster import resolve
 from kerasdist.collectives import connect
+from kerasdist.collectives.elastic.job import connect_elastic
 from kerasdist.errors import ClusterError
 from kerasdist.placement.plan import Plan
 from kerasdist.strategies.devices import check_devices
+from kerasdist.strategies.elasticity import elasticity
 from kerasdist.strategies.model_parallel import (
     check_mapping,
     placer_for,
@@ -25,6 +27,7 @@ from kerasdist.strategies.placed.extended import install_hooks
 from kerasdist.strategies.placed.hybrid import HybridExtended
 from kerasdist.strategies.placed.micro_batches import check_micro_batches
 from kerasdist.strategies.placed.report import PlacementReport
+from kerasdist.strategies.sync.elastic_extended import ElasticExtended
 from kerasdist.strategies.sync.extended import SynchronousExtended
 from kerasdist.strategies.sync.strategy import DataParallelStrategy
 from kerasdist.strategies.versions import check_installed
@@ -97,6 +100,13 @@ class RingStrategy(DataParallelStrategy):
             divided, to keep the devices of a placement busy.
         rematerialize: Whether only the inputs of a stage are kept of its activations,
             see `ModelParallelStrategy`.
+        elastic: Whether the job continues when workers are lost: the others repeat the
+            step that was interrupted, with the whole global batch, and `fit` continues
+            with the numbers of one process. By default the value of
+            `KERASDIST_ELASTIC`, which `kerasdist run --elastic` sets. Not with
+            transport="native" or "mpi", data="chief" or a placement.
+        min_workers: With `elastic`: with fewer workers than these the job ends, as
+            without it. By default `KERASDIST_MIN_WORKERS`, else 1.
 
     Raises:
         ClusterError: The settings are wrong (`AddressInUseError`: this worker's
@@ -110,7 +120,8 @@ class RingStrategy(DataParallelStrategy):
             TensorFlow.
 
     After any of these errors nothing is left behind. While training, a worker that dies
-    raises `WorkerLost` on all others; a strategy can't be used after such an error.
+    raises `WorkerLost` on all others, unless the job is elastic; a strategy can't be
+    used after such an error.
     """
 
     def __init__(
@@ -130,6 +141,8 @@ class RingStrategy(DataParallelStrategy):
         placement: Mapping[str, str] | Plan | None = None,
         micro_batches: int = 1,
         rematerialize: bool = False,
+        elastic: bool | None = None,
+        min_workers: int | None = None,
     ) -> None:
         check_installed()
         options = Options(
@@ -182,6 +195,19 @@ class RingStrategy(DataParallelStrategy):
                 "Start only 'chief' and 'worker' tasks, or use "
                 "`ParameterServerStrategy`."
             )
+        bounds = elasticity(elastic, min_workers, place.size)
+        if bounds is not None:
+            _refuse_with_elastic(transport, data, placement)
+        if bounds is not None and place.size > 1:
+            elastic_job = connect_elastic(
+                place,
+                transport=transport,
+                timeouts=timeouts,
+                replicas=len(names),
+                min_workers=bounds.min_workers,
+            )
+            super().__init__(place, names, elastic_job, options, ElasticExtended)
+            return
         job = connect(
             place,
             transport=transport,
@@ -242,3 +268,24 @@ class RingStrategy(DataParallelStrategy):
         """
         placer = self.extended.kerasdist.placer
         return PlacementReport(steps={} if placer is None else dict(placer.steps))
+
+
+def _refuse_with_elastic(transport: str, data: str, placement: Any) -> None:
+    """Refuse what an elastic job can't continue with fewer workers.
+
+    Raises:
+        ValueError: One of the arguments is of that kind.
+    """
+    reason = None
+    if transport in ("native", "mpi"):
+        reason = f"transport={transport!r}, whose group of processes can't change"
+    elif data == "chief":
+        reason = "data='chief', because the chief that has the data may be lost"
+    elif placement is not None:
+        reason = "a placement"
+    if reason is not None:
+        raise ValueError(
+            "An elastic job continues without workers that are lost, which isn't "
+            f"possible with every option. Received: elastic=True with {reason}. Leave "
+            "that out, or pass elastic=False."
+        )

@@ -49,7 +49,7 @@ _CLOSE_SECONDS = 5.0
 
 
 class Follower(Protocol):
-    """What follows the decisions. Its methods don't wait, and may be called at once."""
+    """Follows the decisions, by methods that don't wait, called by several threads."""
 
     def suspend(self) -> None:
         """End the running collective; begin none until `install`."""

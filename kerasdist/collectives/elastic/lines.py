@@ -39,7 +39,7 @@ _SENDER = "kerasdist-line to"
 
 
 class Contact(enum.Enum):
-    """What a member's address answers."""
+    """The state of a member, by the answer of its address."""
 
     ALIVE = "its process answers"
     DEAD = "nothing listens at its address any more"

@@ -1,0 +1,74 @@
+"""The options of an elastic job, and what is refused with it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import kerasdist
+from kerasdist.errors import ClusterError
+from kerasdist.strategies.elasticity import Elasticity, elasticity
+
+
+@pytest.mark.parametrize(
+    ("elastic", "least", "environ", "expected"),
+    [
+        (None, None, {}, None),
+        (False, None, {"KERASDIST_ELASTIC": "1"}, None),
+        (None, None, {"KERASDIST_ELASTIC": "0"}, None),
+        (None, None, {"KERASDIST_ELASTIC": "1"}, 1),
+        (None, None, {"KERASDIST_ELASTIC": "1", "KERASDIST_MIN_WORKERS": "3"}, 3),
+        (None, 2, {"KERASDIST_ELASTIC": "1", "KERASDIST_MIN_WORKERS": "3"}, 2),
+        (True, None, {}, 1),
+        (True, 4, {}, 4),
+    ],
+)
+def test_arguments_and_environment(
+    elastic: bool | None, least: int | None, environ: dict[str, str], expected: Any
+) -> None:
+    found = elasticity(elastic, least, 4, environ)
+    assert found == (None if expected is None else Elasticity(expected))
+
+
+@pytest.mark.parametrize(
+    ("elastic", "least", "environ", "error", "text"),
+    [
+        ("yes", None, {}, TypeError, "elastic='yes'"),
+        (True, True, {}, TypeError, "min_workers=True"),
+        (True, 1.0, {}, TypeError, "min_workers=1.0"),
+        (True, 0, {}, ValueError, "min_workers=0"),
+        (True, 5, {}, ValueError, "min_workers=5, with 4 workers"),
+        (False, 2, {}, ValueError, "without elastic=True"),
+        (None, 2, {}, ValueError, "without elastic=True"),
+        (None, None, {"KERASDIST_ELASTIC": "yes"}, ClusterError, "'yes'"),
+        (True, None, {"KERASDIST_MIN_WORKERS": "-1"}, ClusterError, "'-1'"),
+    ],
+)
+def test_bad_options(
+    elastic: Any, least: Any, environ: dict[str, str], error: Any, text: str
+) -> None:
+    with pytest.raises(error, match=text):
+        elasticity(elastic, least, 4, environ)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"transport": "native"}, "transport='native'"),
+        ({"transport": "mpi"}, "transport='mpi'"),
+        ({"data": "chief"}, "data='chief'"),
+        ({"placement": {}, "devices": ["CPU:0"]}, "a placement"),
+    ],
+)
+def test_what_cannot_change_is_refused(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        kerasdist.RingStrategy(elastic=True, **options)
+
+
+def test_other_strategies_refuse_the_environment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("KERASDIST_ELASTIC", "1")
+    with pytest.raises(ClusterError, match="can't be elastic"):
+        kerasdist.ParameterServerStrategy(mode="sync")
