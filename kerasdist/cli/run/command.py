@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import importlib.machinery
 import importlib.util
 import os
@@ -21,6 +22,8 @@ from types import FrameType
 from kerasdist.cli.allocator import ALLOCATORS, find_allocator, preloading
 from kerasdist.cli.console import print_line
 from kerasdist.cli.run.cores import cores_in_order, shares
+from kerasdist.cli.run.elastic import options as elastic_options
+from kerasdist.cli.run.elastic.options import ElasticOptions
 from kerasdist.cli.run.job import JobSpec
 from kerasdist.cli.run.processes import (
     ENDING_SIGNALS,
@@ -49,7 +52,10 @@ examples:
 
 # An interpreter's name, which other launchers want before the script.
 _PYTHON = re.compile(r"python(\d(\.\d+)?)?")
-_WITH_VALUE = ("-n", "--ps", "--log-dir", "--output", "--bind", "--malloc")
+_WITH_VALUE = (
+    *("-n", "--ps", "--log-dir", "--output", "--bind", "--malloc"),
+    *elastic_options.WITH_VALUE,
+)
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -103,6 +109,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         f"takes the first installed one of {', '.join(ALLOCATORS)}; or the path of a "
         "shared library (default: none)",
     )
+    elastic_options.add_options(parser)
     parser.set_defaults(
         parser=parser, handler=lambda arguments: _run(parser, arguments)
     )
@@ -130,6 +137,9 @@ def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
     faults: list[str] = []
     size = _number("-n", arguments.size, 1, faults)
     servers = _number("--ps", arguments.servers, 0, faults)
+    elastic = elastic_options.read_options(
+        arguments, size, functools.partial(_number, faults=faults), faults
+    )
     command = _command(arguments, faults)
     log_dir = None if arguments.log_dir is None else Path(arguments.log_dir)
     if log_dir is not None:
@@ -160,7 +170,7 @@ def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
         faults.append("it is unknown where Python is (sys.executable is empty)")
     if faults:
         parser.error("\n  ".join(faults))
-    return _launch(arguments, size, servers, command, log_dir)
+    return _launch(arguments, size, servers, command, log_dir, elastic)
 
 
 def _number(option: str, text: str, least: int, faults: list[str]) -> int:
@@ -244,6 +254,7 @@ def _launch(
     servers: int,
     command: tuple[str, ...],
     log_dir: Path | None,
+    elastic: ElasticOptions | None,
 ) -> int:
     """Make the job's log folder and environment, run the job, and tidy up."""
     several = size + servers > 1
@@ -267,6 +278,8 @@ def _launch(
             "own on this machine"
         )
     environ = dict(os.environ)
+    if elastic is not None:
+        environ.update(elastic.environ)
     library = find_allocator() if arguments.malloc == "auto" else arguments.malloc
     if library is None:
         print_line(
@@ -284,6 +297,7 @@ def _launch(
         tagged=arguments.output == "all" and several,
         cores=cores,
         environ=environ,
+        elastic=elastic,
     )
     logs = [log for task in job.tasks if (log := job.log(task)) is not None]
     if logs:

@@ -6,6 +6,8 @@ import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 
+from kerasdist.cli.run.elastic.options import ElasticOptions
+
 __all__ = ["JobSpec", "Task"]
 
 
@@ -54,6 +56,7 @@ class JobSpec:
         tagged: Whether the output of all but the chief is copied to standard output.
         cores: Cores by rank; empty: not bound. Servers never are.
         environ: The user's environment.
+        elastic: The settings of an elastic job; None: it isn't one.
     """
 
     size: int
@@ -63,6 +66,7 @@ class JobSpec:
     tagged: bool
     cores: tuple[tuple[int, ...], ...]
     environ: Mapping[str, str]
+    elastic: ElasticOptions | None = None
 
     @property
     def tasks(self) -> tuple[Task, ...]:
@@ -77,9 +81,14 @@ class JobSpec:
         """The name of all of them together, in messages."""
         return "workers and servers" if self.servers else "workers"
 
-    def log(self, task: Task) -> Path | None:
-        """Return the path of a task's log; None if it has none."""
-        if self.log_dir is None or task.is_chief:
+    def log(self, task: Task, *, again: bool = False) -> Path | None:
+        """Return the path of a task's log; None if it has none.
+
+        Args:
+            task: The task.
+            again: Whether it is started again: then the chief has a log, too.
+        """
+        if self.log_dir is None or (task.is_chief and not again):
             return None
         kind = "ps" if task.is_server else "rank"
         return self.log_dir / f"{kind}-{task.index}.log"

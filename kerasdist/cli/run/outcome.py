@@ -36,27 +36,34 @@ without the chief, the files that it alone writes are missing, the model above a
 
 from __future__ import annotations
 
-import shlex
 import signal
-import sys
 import time
 from collections.abc import Sequence
 
 from kerasdist.cli.console import print_line, print_line_soon
+from kerasdist.cli.run.exits import (
+    exit_code,
+    failed_at,
+    how,
+    in_words,
+    is_own_error,
+    show_end,
+)
 from kerasdist.cli.run.job import JobSpec
-from kerasdist.cli.run.output import end_of, last_traceback
-from kerasdist.cli.run.processes import ENDING_SIGNALS
+from kerasdist.cli.run.output import last_traceback
 from kerasdist.cli.run.spawn import Started
-from kerasdist.transport.liveness.launcher_pipe import LauncherPipe, Notice, Report
+from kerasdist.transport.liveness.launcher_pipe import (
+    LauncherPipe,
+    Members,
+    Notice,
+    Report,
+)
 
-__all__ = ["JobOutcome", "exit_code", "in_words"]
+__all__ = ["JobOutcome"]
 
 # Seconds that the process of a worker that the servers have lost may take to end, so
 # that its exit code is printed with the loss.
 _LET_IT_END = 1.0
-# Sent by a user, a batch system or an administrator. A signal that a process sends
-# itself when it crashes (SIGSEGV, SIGABRT) is an error of its own.
-_FROM_OUTSIDE = (signal.SIGKILL, *ENDING_SIGNALS)
 
 
 class JobOutcome:
@@ -67,6 +74,7 @@ class JobOutcome:
         tasks: Its tasks; the list may be filled later.
 
     Attributes:
+        tasks: The tasks.
         pipe: The pipe on which the tasks report.
         failed_at: When a task failed without which the job can't continue (monotonic);
             None: none has.
@@ -78,7 +86,7 @@ class JobOutcome:
         self.failed_at: float | None = None
         self.over = False
         self._job = job
-        self._tasks = tasks
+        self.tasks = tasks
         self._reports: list[Report] = []
         # Servers whose job continues without lost workers, until one reports that it
         # doesn't.
@@ -87,8 +95,9 @@ class JobOutcome:
         # Seconds that the workers wait for a lost server; 0: not at all.
         self._patience = 0.0
 
-    def _task(self, kind: str, index: int | None) -> Started | None:
-        for each in self._tasks:
+    def task(self, kind: str, index: int | None) -> Started | None:
+        """Return a task by its kind and index; None if there is none."""
+        for each in self.tasks:
             if (each.task.kind, each.task.index) == (kind, index):
                 return each
         return None
@@ -98,16 +107,20 @@ class JobOutcome:
     def read(self) -> None:
         """Read the reports that have arrived, without waiting, and print new losses."""
         for each in self.pipe.read():
-            if isinstance(each, Report):
-                self._take_report(each)
-            elif isinstance(each, Notice):
-                self._take_notice(each)
+            self.take(each)
         for seconds, worker in self._unprinted():
             if not seconds:
                 self._lose(worker)
 
+    def take(self, record: Report | Notice | Members) -> None:
+        """Take a record that has arrived on the pipe; `Members` change nothing here."""
+        if isinstance(record, Report):
+            self._take_report(record)
+        elif isinstance(record, Notice):
+            self._take_notice(record)
+
     def _take_report(self, report: Report) -> None:
-        worker = self._task("worker", report.rank)
+        worker = self.task("worker", report.rank)
         if self.continues and worker is not None and worker.missed_by:
             # For instance, it was frozen, the others continued, and it wakes up.
             worker.gave_up = True
@@ -123,11 +136,11 @@ class JobOutcome:
         elif notice.kind == "failed":
             self._can_lose = False
         elif notice.kind == "gave_up":
-            server = self._task("ps", notice.server)
+            server = self.task("ps", notice.server)
             if server is not None:
                 server.gave_up = True
         else:
-            worker = self._task("worker", notice.rank)
+            worker = self.task("worker", notice.rank)
             if worker is not None:
                 self._take_event(worker, notice)
 
@@ -164,13 +177,13 @@ class JobOutcome:
         # Later reports may name a rank that failed because of this one.
         first = self._of_last_job[0]
         if first.blames is None:
-            return self._task("ps", first.server)
-        return self._task("worker", first.blames)
+            return self.task("ps", first.server)
+        return self.task("worker", first.blames)
 
     def _follows(self, task: Started) -> bool:
         """Return whether a task reported that it failed because of another one."""
         return task.gave_up or any(
-            report.names_another and self._task("worker", report.rank) is task
+            report.names_another and self.task("worker", report.rank) is task
             for report in self._of_last_job
         )
 
@@ -207,7 +220,7 @@ class JobOutcome:
         if worker.code:
             detail = f" ({why})" if worker.code > 0 and why else ""
             why = f"it {in_words(worker.code)}{detail}"
-        others = any(each.code is None and not each.lost for each in self._workers)
+        others = any(each.code is None and not each.lost for each in self.workers)
         rest = "; the others go on" if others else ""
         print_line_soon(f"{worker.task} was lost: {why}{rest}")
 
@@ -218,9 +231,18 @@ class JobOutcome:
         end = _LET_IT_END - time.monotonic()
         return [
             (max(0.0, each.missed_by[0] + end) if each.code is None else 0.0, each)
-            for each in self._tasks
+            for each in self.tasks
             if 0 in each.missed_by and not each.lost
         ]
+
+    @property
+    def restart_pending(self) -> bool:
+        """Whether a task is still to be started again: in elastic jobs only."""
+        return False
+
+    def take_restarts(self) -> list[Started]:
+        """Return the ended tasks that are to be started again now."""
+        return []
 
     def next_in(self) -> float | None:
         """Return the seconds until the next loss is to be printed; None if none is."""
@@ -229,16 +251,17 @@ class JobOutcome:
     @property
     def only_lost_workers_running(self) -> bool:
         """Whether the servers have ended, and only lost workers still run."""
-        running = [each for each in self._tasks if each.code is None]
-        return any(each.task.is_server for each in self._tasks) and all(
+        running = [each for each in self.tasks if each.code is None]
+        return any(each.task.is_server for each in self.tasks) and all(
             each.lost and not each.task.is_server for each in running
         )
 
     # The end.
 
     @property
-    def _workers(self) -> list[Started]:
-        return [each for each in self._tasks if not each.task.is_server]
+    def workers(self) -> list[Started]:
+        """The tasks that are workers, by rank."""
+        return [each for each in self.tasks if not each.task.is_server]
 
     def report(self, ended_by: int | None, *, launcher_lost: bool) -> int:
         """Print how the job ended; return the exit code.
@@ -253,18 +276,18 @@ class JobOutcome:
             return exit_code(-ended_by)
         if launcher_lost:
             return exit_code(-signal.SIGKILL)
-        lost = [each for each in self._workers if each.lost and not each.replaced]
-        if self.failed_at is None and lost and len(lost) < len(self._workers):
+        lost = [each for each in self.workers if each.lost and not each.replaced]
+        if self.failed_at is None and lost and len(lost) < len(self.workers):
             return self._finished_without(lost)
         first = self.first_failure()
         if first is None:
-            well = all(each.code == 0 or each.lost for each in self._tasks)
+            well = all(each.code == 0 or each.lost for each in self.tasks)
             return 0 if well else 1
         self._show_first(first)
         for other in self.failures():
             # Listed because the order of exits may deceive.
             if other is not first:
-                self._print_message(other, f"afterwards {_how(other)}")
+                self._print_message(other, f"afterwards {how(other)}")
         return exit_code(first.code or 0)
 
     def _finished_without(self, lost: Sequence[Started]) -> int:
@@ -278,21 +301,21 @@ class JobOutcome:
                 "that was the chief: what it alone writes, the model for instance, "
                 "may be missing, so this is no success"
             )
-        own = next((each for each in lost if _by_itself(each)), None)
+        own = next((each for each in lost if is_own_error(each)), None)
         if own is not None:
-            print_line(f"{_how(own)} by itself: this is no success")
+            print_line(f"{how(own)} by itself: this is no success")
             if not own.task.is_chief:
-                _show_end(own)
+                show_end(own)
         counts = chief or own
         return 0 if counts is None else exit_code(counts.code or 1)
 
     def failures(self) -> list[Started]:
         """Return the tasks that ended by themselves, with a failure."""
         # Workers that were lost before aren't the cause, unless none was left.
-        all_lost = all(each.lost for each in self._workers)
+        all_lost = all(each.lost for each in self.workers)
         return [
             each
-            for each in self._tasks
+            for each in self.tasks
             if each.code
             and not each.ended_by_us
             and (all_lost or not each.lost or each.task.is_server)
@@ -303,25 +326,25 @@ class JobOutcome:
         cause = self.cause
         return min(
             self.failures(),
-            key=lambda task: (task is not cause, self._follows(task), _failed_at(task)),
+            key=lambda task: (task is not cause, self._follows(task), failed_at(task)),
             default=None,
         )
 
     def _show_first(self, first: Started) -> None:
-        alone = len(self._tasks) == 1
+        alone = len(self.tasks) == 1
         others = "" if alone else f"; the other {self._job.kinds} were ended"
-        print_line(f"{_how(first)}{others}")
+        print_line(f"{how(first)}{others}")
         shown, cause = first, self.cause
         if cause is not None and cause is not first:
-            how = "was lost to the others, and had to be ended"
+            ended = "was lost to the others, and had to be ended"
             if not cause.ended_by_us:
-                how = f"ended with code {cause.code} while others still needed it"
-            print_line(f"before that, {cause.task} {how}")
+                ended = f"ended with code {cause.code} while others still needed it"
+            print_line(f"before that, {cause.task} {ended}")
             if last_traceback(cause.evidence()[0]):
                 shown = cause
         # An error that the task printed itself isn't printed again.
         if not self._has_printed(shown):
-            _show_end(shown)
+            show_end(shown)
         if first is not shown:
             self._print_message(first, str(first.task))
 
@@ -331,7 +354,7 @@ class JobOutcome:
         The chief prints its own error, unless that only follows from another task's.
         Where all ranks raise one error, the chief's is enough.
         """
-        chief = self._tasks[0].final_error
+        chief = self.tasks[0].final_error
         if task.task.is_chief:
             return chief is None or not chief.consequence
         if chief is None or chief.consequence:
@@ -349,58 +372,3 @@ class JobOutcome:
         if final is not None and final.consequence:
             begin += f": {final.message.splitlines()[0]}"
         print_line(begin)
-
-
-def _how(task: Started) -> str:
-    """Return how a task ended, for instance `rank 1 failed with exit code 3`."""
-    return f"{task.task} {in_words(task.code or 0)}"
-
-
-def _by_itself(worker: Started) -> bool:
-    """Return whether a worker was ended by an error of its own."""
-    if not worker.code or worker.ended_by_us:
-        return False
-    if worker.code < 0:
-        return -worker.code not in _FROM_OUTSIDE
-    return not worker.gave_up
-
-
-def _failed_at(task: Started) -> int:
-    """Return the estimated time of a task's failure, in ns since the epoch."""
-    output, written_at = task.evidence()
-    if last_traceback(output) is None:
-        return task.ended_at
-    return min(task.ended_at, written_at)
-
-
-def _show_end(task: Started) -> None:
-    output = task.evidence()[0]
-    whose = f"the end of {task.task}'s output:"
-    if last_traceback(output) is None:
-        left = whose if output.strip() else "and no output"
-        whose = f"{task.task} left no traceback; {left}"
-    print_line(whose)
-    shown = end_of(output)
-    if shown:
-        print(shown, file=sys.stderr, flush=True)
-    if task.log is not None:
-        print_line(f"all of its output: {shlex.quote(str(task.log))}")
-
-
-def exit_code(code: int) -> int:
-    """Return a code as a shell shows it: 128 + the number for a signal."""
-    return 128 - code if code < 0 else code
-
-
-def in_words(code: int) -> str:
-    """Describe how a process with this code (negative for a signal) ended."""
-    if code >= 0:
-        return f"failed with exit code {code}"
-    try:
-        name = f"{signal.Signals(-code).name} ({-code})"
-    except ValueError:
-        name = str(-code)
-    hint = ""
-    if -code == signal.SIGKILL:
-        hint = ", sent by another process, or by the system when memory ran out"
-    return f"was ended by signal {name}{hint}"

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import os
 import re
 import selectors
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import IO
+from typing import IO, Protocol
 
 __all__ = [
     "LineTagger",
+    "Lines",
     "OutputPump",
     "Tail",
     "WholeLines",
@@ -33,6 +36,23 @@ _CHAINED = re.compile(
     r"(?:The above exception was the direct cause of the following exception:"
     r"|During handling of the above exception, another exception occurred:)\s*\Z"
 )
+
+
+class Lines(Protocol):
+    """Cuts one rank's output into what is shown at once."""
+
+    def feed(self, data: bytes, now: float) -> bytes:
+        """Add output of the rank, and return what is to be shown, maybe nothing.
+
+        Args:
+            data: Any part of the output.
+            now: The monotonic time in seconds.
+        """
+        ...
+
+    def flush(self) -> bytes:
+        """Return what is still to be shown when the output ends."""
+        ...
 
 
 class LineTagger:
@@ -80,8 +100,13 @@ class LineTagger:
 
     def flush(self) -> bytes:
         """Return what has no line end yet, as a line."""
-        pending, self._pending = self._pending, b""
+        pending = self.take()
         return self._line(pending) if pending else b""
+
+    def take(self) -> bytes:
+        """Return what has no line end yet, as the rank wrote it."""
+        pending, self._pending = self._pending, b""
+        return pending
 
     def _line(self, line: bytes) -> bytes:
         states = line.rstrip(b"\r")
@@ -159,25 +184,40 @@ class OutputPump:
     def __init__(self, out: int) -> None:
         self._out: int | None = out
         self._selector = selectors.DefaultSelector()
+        self._calls: collections.deque[Callable[[float], bytes]] = collections.deque()
         self._wake, self._woken = os.pipe()
+        os.set_blocking(self._woken, False)
         self._selector.register(self._wake, selectors.EVENT_READ, None)
         self._thread = threading.Thread(
             target=self._run, name="kerasdist-output", daemon=True
         )
 
     def add(
-        self,
-        lines: LineTagger | WholeLines,
-        source: IO[bytes],
-        log: IO[bytes] | None = None,
+        self, lines: Lines, source: IO[bytes], log: IO[bytes] | None = None
     ) -> Tail:
-        """Add a rank before `start`; the pump owns `source` and `log` from now on."""
+        """Add a rank; the pump owns `source` and `log` from now on."""
         tail = Tail()
         os.set_blocking(source.fileno(), False)
-        self._selector.register(
-            source, selectors.EVENT_READ, (source, lines, tail, log)
-        )
+
+        def register(now: float) -> bytes:
+            del now
+            data = (source, lines, tail, log)
+            self._selector.register(source, selectors.EVENT_READ, data)
+            return b""
+
+        self.call(register)
         return tail
+
+    def call(self, function: Callable[[float], bytes]) -> None:
+        """Let the pump's thread call a function, and write what it returns.
+
+        Args:
+            function: Is called with the monotonic time; must not wait.
+        """
+        self._calls.append(function)
+        # If the pipe is full, the thread has to look already.
+        with contextlib.suppress(BlockingIOError):
+            os.write(self._woken, b"c")
 
     def start(self) -> None:
         """Begin to copy."""
@@ -197,8 +237,11 @@ class OutputPump:
                 break
             for key, _ in events:
                 if key.data is None:
-                    ending = True
-                    self._selector.unregister(self._wake)
+                    if not os.read(self._wake, 512):
+                        ending = True
+                        self._selector.unregister(self._wake)
+                    while self._calls:
+                        self._write(self._calls.popleft()(time.monotonic()))
                 else:
                     self._copy(*key.data)
         for key in list(self._selector.get_map().values()):
@@ -208,7 +251,7 @@ class OutputPump:
     def _copy(
         self,
         source: IO[bytes],
-        lines: LineTagger | WholeLines,
+        lines: Lines,
         tail: Tail,
         log: IO[bytes] | None,
     ) -> None:

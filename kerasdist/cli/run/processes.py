@@ -18,6 +18,7 @@ __all__ = [
     "in_foreground",
     "is_stopped",
     "kill_all",
+    "kill_left_behind",
     "signal_all",
 ]
 
@@ -146,6 +147,23 @@ def kill_all(seconds: float, spare: frozenset[int] = frozenset()) -> list[int]:
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(pid, os.WNOHANG)
         time.sleep(0.01)
+
+
+def kill_left_behind(pid: int, group: int | None = None) -> None:
+    """Send SIGKILL to what an ended process has left below this one.
+
+    Args:
+        pid: The ended process.
+        group: The process group that it shared with others above this process; None:
+            it had a session of its own.
+    """
+    for each in descendants(os.getpid()):
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            theirs = (
+                os.getsid(each) == pid if group is None else os.getpgid(each) == group
+            )
+            if theirs:
+                os.kill(each, signal.SIGKILL)
 
 
 def in_foreground(group: int) -> bool:

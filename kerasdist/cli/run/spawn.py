@@ -2,29 +2,28 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import os
-import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import IO
 
 from kerasdist.cli.run import bootstrap
 from kerasdist.cli.run.cores import thread_variables
 from kerasdist.cli.run.job import JobSpec, Task
-from kerasdist.cli.run.output import LineTagger, OutputPump, Tail, WholeLines
+from kerasdist.cli.run.output import Lines, LineTagger, OutputPump, Tail, WholeLines
+from kerasdist.cli.run.ports import JobPorts
 from kerasdist.transport.liveness.final_error import (
     ERROR_VARIABLE,
     FinalError,
 )
 from kerasdist.transport.liveness.launcher_pipe import descriptor_in_words
 
-__all__ = ["Launch", "Started"]
+__all__ = ["Launch", "Started", "lines_of"]
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
@@ -34,6 +33,7 @@ class Started:
     Attributes:
         task: The task.
         process: Its process.
+        incarnation: How many times the task was started before this process.
         tail: The end of its output, if the pump copies that.
         log: The file with its output, if it has one.
         error_file: Takes its last error, if its output is shown at once.
@@ -50,6 +50,7 @@ class Started:
 
     task: Task
     process: subprocess.Popen[bytes]
+    incarnation: int = 0
     tail: Tail | None
     log: Path | None = None
     error_file: IO[bytes] | None = None
@@ -61,6 +62,11 @@ class Started:
     lost: bool = False
     replaced: bool = False
     gave_up: bool = False
+
+    @property
+    def on_terminal(self) -> bool:
+        """Whether it is in the launcher's process group, and reads the terminal."""
+        return self.task.is_chief and not self.incarnation
 
     @property
     def final_error(self) -> FinalError | None:
@@ -81,25 +87,34 @@ class Started:
         return ("", 0) if self.log is None else Tail.of_file(self.log)
 
 
+def lines_of(task: Task) -> Lines:
+    """Return what cuts a task's output: only the chief's has no tag."""
+    return WholeLines() if task.is_chief else LineTagger(f"[{task.tag}] ".encode())
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Launch:
     """The settings with which tasks are started.
 
     Attributes:
         job: What to run.
+        ports: The ports of its tasks.
         group: The launcher's process group, which the chief joins.
         secret: The job's secret.
         environ: Further variables of all tasks.
         pass_fds: Descriptors that all inherit.
         pump: Copies the output of tasks; None: the tasks write to their logs.
+        lines_of: Returns what cuts the output of a task that the pump copies.
     """
 
     job: JobSpec
+    ports: JobPorts
     group: int
     secret: str
     environ: Mapping[str, str]
     pass_fds: tuple[int, ...]
     pump: OutputPump | None
+    lines_of: Callable[[Task], Lines] = lines_of
 
     def start(self) -> list[Started]:
         """Start all tasks.
@@ -108,39 +123,34 @@ class Launch:
             OSError: One can't be started; others may run.
         """
         # The sockets listen before any worker runs: no other process can take a port
-        # in between, and a worker that is early can connect to all others.
-        started = []
-        with contextlib.ExitStack() as listeners:
-            sockets = []
-            tasks = self.job.tasks
-            for _ in tasks:
-                server = listeners.enter_context(socket.socket())
-                server.bind(("127.0.0.1", 0))
-                # A server that was lost can be started again at this address, though
-                # its connections linger. Not before `bind`: ports would be shared.
-                server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                server.listen(1024)
-                sockets.append(server)
-            addresses = [f"127.0.0.1:{each.getsockname()[1]}" for each in sockets]
-            cluster = {"worker": addresses[: self.job.size]}
-            if self.job.servers:
-                cluster["ps"] = addresses[self.job.size :]
-            for task, server in zip(tasks, sockets, strict=True):
-                started.append(self._start_task(task, cluster, server.fileno()))
-        # Our copies are closed now, else a dead worker's port would stay open.
+        # in between, and a worker that is early can connect to all others. Our copies
+        # are closed then, else a dead worker's port would stay open.
+        with self.ports.listen() as sockets:
+            started = [
+                self._start_task(task, server.fileno(), 0)
+                for task, server in zip(self.job.tasks, sockets, strict=True)
+            ]
         if self.pump is not None:
             self.pump.start()
         return started
 
-    def _start_task(
-        self, task: Task, cluster: dict[str, list[str]], listen_fd: int
-    ) -> Started:
+    def start_again(self, ended: Started) -> Started:
+        """Start a task that has ended again, at its address, without the terminal.
+
+        Raises:
+            OSError: It can't be started.
+        """
+        with self.ports.listen_again(ended.task) as server:
+            return self._start_task(ended.task, server.fileno(), ended.incarnation + 1)
+
+    def _start_task(self, task: Task, listen_fd: int, incarnation: int) -> Started:
         job = self.job
-        chief = task.is_chief
+        # Only the first process of the chief has the terminal.
+        chief = task.is_chief and not incarnation
         # A server may run on any core: it waits for most of the time.
         cores = job.cores[task.index] if job.cores and not task.is_server else ()
         place = {"type": task.kind, "index": task.index}
-        path = job.log(task)
+        path = job.log(task, again=incarnation > 0)
         # The chief writes straight to the terminal, with its progress bars; to a file
         # or another program the pump writes for it, or lines would be mixed.
         piped = self.pump is not None and (not chief or not os.isatty(1))
@@ -160,8 +170,10 @@ class Launch:
             **self.environ,
             **errors,
             "PYTHONUNBUFFERED": "1",
-            "TF_CONFIG": json.dumps({"cluster": cluster, "task": place}),
+            "TF_CONFIG": json.dumps({"cluster": self.ports.cluster, "task": place}),
         }
+        if job.elastic is not None:
+            environ["KERASDIST_INCARNATION"] = str(incarnation)
         command = [
             *(sys.executable, "-I", "-S", str(bootstrap.__file__)),
             str(os.getpid()),
@@ -169,7 +181,9 @@ class Launch:
             ",".join(map(str, cores)) or "-",
             *("--", sys.executable, *job.command),
         ]
-        log: IO[bytes] | None = None if path is None else path.open("wb", buffering=0)
+        log: IO[bytes] | None = None
+        if path is not None:
+            log = path.open("ab" if incarnation else "wb", buffering=0)
         process = subprocess.Popen(
             command,
             stdin=None if chief else subprocess.DEVNULL,
@@ -182,13 +196,15 @@ class Launch:
         )
         tail = None
         if piped and self.pump is not None and process.stdout is not None:
-            if chief:
-                self.pump.add(WholeLines(), process.stdout)
-            else:
-                tag = LineTagger(f"[{task.tag}] ".encode())
-                tail = self.pump.add(tag, process.stdout, log)
+            copied = self.pump.add(self.lines_of(task), process.stdout, log)
+            tail = None if chief else copied
         elif log is not None:
             log.close()
         return Started(
-            task=task, process=process, tail=tail, log=path, error_file=error_file
+            task=task,
+            process=process,
+            incarnation=incarnation,
+            tail=tail,
+            log=path,
+            error_file=error_file,
         )

@@ -28,19 +28,23 @@ import signal
 import time
 
 from kerasdist.cli.console import print_line, print_line_soon
+from kerasdist.cli.run.elastic.chief_output import ChiefOutput
+from kerasdist.cli.run.elastic.outcome import ElasticOutcome
 from kerasdist.cli.run.frozen import FrozenTasks
 from kerasdist.cli.run.job import JobSpec
 from kerasdist.cli.run.outcome import JobOutcome
 from kerasdist.cli.run.output import OutputPump
+from kerasdist.cli.run.ports import JobPorts
 from kerasdist.cli.run.processes import (
     ENDING_SIGNALS,
     adopt_orphans,
     descendants,
     in_foreground,
     kill_all,
+    kill_left_behind,
     signal_all,
 )
-from kerasdist.cli.run.spawn import Launch, Started
+from kerasdist.cli.run.spawn import Launch, Started, lines_of
 
 __all__ = ["LET_CAUSE_END", "LET_THEM_FAIL", "JobSupervisor"]
 
@@ -74,17 +78,30 @@ class JobSupervisor:
     def __init__(self, job: JobSpec, life: int, group: int, secret: str) -> None:
         self._life = life
         self._group = group
-        self._pump = OutputPump(1) if job.tagged else None
         self._tasks: list[Started] = []
-        self._outcome = JobOutcome(job, self._tasks)
         self._frozen = FrozenTasks(self._tasks)
+        if job.elastic is None:
+            self._pump = OutputPump(1) if job.tagged else None
+            self._ports = JobPorts(job)
+            self._outcome = JobOutcome(job, self._tasks)
+            lines = lines_of
+        else:
+            self._pump = OutputPump(1)
+            self._ports = JobPorts(job, keep=job.elastic.restarts > 0)
+            output = ChiefOutput(job, self._pump)
+            self._outcome = ElasticOutcome(
+                job, self._tasks, job.elastic, self._ports, output
+            )
+            lines = output.lines_of
         self._launch = Launch(
             job=job,
+            ports=self._ports,
             group=group,
             secret=secret,
             environ=self._outcome.pipe.environ,
             pass_fds=(self._outcome.pipe.writing,),
             pump=self._pump,
+            lines_of=lines,
         )
         self._signal: int | None = None
         self._signal_at = 0.0
@@ -136,8 +153,9 @@ class JobSupervisor:
             while True:
                 self._reap()
                 self._outcome.read()
+                self._start_again()
                 running = [w for w in self._tasks if w.code is None]
-                if not running:
+                if not running and not self._outcome.restart_pending:
                     # Grandchildren, which may hold the terminal or a pipe of ours.
                     if not descendants(os.getpid()):
                         return
@@ -160,6 +178,15 @@ class JobSupervisor:
                         selector.unregister(self._life)
                         self._launcher_lost = True
                         self._plan_to_end(0.0, _TERM_TO_KILL)
+
+    def _start_again(self) -> None:
+        for ended in self._outcome.take_restarts():
+            try:
+                again = self._launch.start_again(ended)
+            except OSError as error:
+                print_line_soon(f"{ended.task} can't be started again: {error}")
+            else:
+                self._tasks[self._tasks.index(ended)] = again
 
     def _end_frozen(self, frozen: list[Started]) -> None:
         names = " and ".join(str(each.task) for each in frozen)
@@ -187,6 +214,9 @@ class JobSupervisor:
             worker.process.returncode = worker.code  # it can't be waited for again
             if self._outcome.fails_with(worker):
                 self._plan_to_end(LET_THEM_FAIL, LET_THEM_FAIL + _TERM_TO_KILL)
+            elif worker.code and self._outcome.restart_pending:
+                # A child could hold its port, or its memory.
+                kill_left_behind(pid, self._group if worker.on_terminal else None)
 
     def _on_signal(self, number: int) -> None:
         if number not in ENDING_SIGNALS:
@@ -210,7 +240,7 @@ class JobSupervisor:
                 # interrupt the chief's handling of the first.
                 if worker.task.is_server:
                     continue
-                if not worker.task.is_chief or not in_foreground(self._group):
+                if not worker.on_terminal or not in_foreground(self._group):
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(worker.process.pid, signal.SIGINT)
 

@@ -285,6 +285,7 @@ class Reporter:
         """Report the members of an epoch of an elastic job, when it begins.
 
         Each member reports the same; the launcher acts on the first of these reports.
+        Then it shows what the new chief prints, also since the former one has ended.
 
         Args:
             epoch: Number of the epoch, larger than that of the one before.

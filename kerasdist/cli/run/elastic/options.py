@@ -1,0 +1,89 @@
+"""The options of `kerasdist run` for elastic jobs."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections.abc import Callable
+
+__all__ = ["WITH_VALUE", "ElasticOptions", "add_options", "read_options"]
+
+WITH_VALUE = ("--min-workers", "--restarts")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ElasticOptions:
+    """The settings of an elastic job.
+
+    Attributes:
+        min_workers: The smallest number of workers that go on.
+        restarts: How many times workers are started again, all of them together.
+    """
+
+    min_workers: int
+    restarts: int
+
+    @property
+    def environ(self) -> dict[str, str]:
+        """The variables by which the strategy of a task knows the settings."""
+        return {
+            "KERASDIST_ELASTIC": "1",
+            "KERASDIST_MIN_WORKERS": str(self.min_workers),
+        }
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options to those of `run`."""
+    parser.add_argument(
+        "--elastic",
+        action="store_true",
+        help="a worker that is lost doesn't end the job: the others go on, and the "
+        "exit code is 0 if one of them finishes",
+    )
+    parser.add_argument(
+        "--min-workers",
+        metavar="M",
+        help="with --elastic: the smallest number of workers that go on (default: 1)",
+    )
+    parser.add_argument(
+        "--restarts",
+        metavar="R",
+        help="with --elastic: how many times lost workers are started again, all of "
+        "them together; the first time after 1 s, then 2 s, 4 s and so on (default: 0)",
+    )
+
+
+def read_options(
+    arguments: argparse.Namespace,
+    size: int,
+    number: Callable[[str, str, int], int],
+    faults: list[str],
+) -> ElasticOptions | None:
+    """Return the settings; None without `--elastic`.
+
+    Args:
+        arguments: The parsed arguments.
+        size: Number of workers.
+        number: Returns an option's number, from its name, its text and its minimum.
+        faults: Takes a message about each value that can't be used.
+    """
+    given = {
+        "--min-workers": arguments.min_workers,
+        "--restarts": arguments.restarts,
+    }
+    if not arguments.elastic:
+        faults += [
+            f"{name} is an option of elastic jobs. Received: {name} {text} without "
+            "--elastic. Expected both or neither"
+            for name, text in given.items()
+            if text is not None
+        ]
+        return None
+    least = number("--min-workers", given["--min-workers"] or "1", 1)
+    if least > size:
+        faults.append(
+            "--min-workers must be at most the number of workers. Received: "
+            f"--min-workers {least} and -n {size}"
+        )
+    restarts = number("--restarts", given["--restarts"] or "0", 0)
+    return ElasticOptions(min_workers=least, restarts=restarts)

@@ -1,0 +1,215 @@
+"""The outcome of an elastic job: its losses, its restarts, and the exit code.
+
+A worker that ends with a failure is lost, and the others go on. The job succeeds if at
+least one worker finishes. If none does, it ends as other jobs do, with the first cause.
+Which worker is the chief, the members of each epoch report on the launcher's pipe.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Sequence
+
+from kerasdist.cli.console import print_line, print_line_soon
+from kerasdist.cli.run.elastic.chief_output import ChiefOutput
+from kerasdist.cli.run.elastic.options import ElasticOptions
+from kerasdist.cli.run.elastic.restarts import Restarts
+from kerasdist.cli.run.exits import in_words, is_own_error, show_end
+from kerasdist.cli.run.job import JobSpec
+from kerasdist.cli.run.outcome import JobOutcome
+from kerasdist.cli.run.ports import JobPorts
+from kerasdist.cli.run.spawn import Started
+from kerasdist.transport.liveness.launcher_pipe import Members, Notice, Report
+
+__all__ = ["ElasticOutcome"]
+
+
+class ElasticOutcome(JobOutcome):
+    """The facts about an elastic job's end, and the decisions that follow from them.
+
+    Args:
+        job: The job's specification.
+        tasks: Its tasks; the list may be filled later, and a task that is started
+            again takes the place of the one that ended.
+        options: The settings of elastic jobs.
+        ports: The ports of its tasks.
+        output: Shows the chief's output.
+    """
+
+    def __init__(
+        self,
+        job: JobSpec,
+        tasks: Sequence[Started],
+        options: ElasticOptions,
+        ports: JobPorts,
+        output: ChiefOutput,
+    ) -> None:
+        super().__init__(job, tasks)
+        self._ports = ports
+        self._output = output
+        self._restarts = Restarts(options.restarts)
+        # The latest epoch that was reported, by job, and its members' ranks.
+        self._epochs: dict[str, int] = {}
+        self._members: tuple[int, ...] = ()
+        # Each process that was lost, in order.
+        self._losses: list[Started] = []
+        self._pauses: list[float] = []
+
+    # Reports.
+
+    def take(self, record: Report | Notice | Members) -> None:
+        """Take a record that has arrived on the pipe."""
+        if isinstance(record, Members):
+            self._take_members(record)
+        elif not isinstance(record, Notice) or record.kind == "gave_up":
+            super().take(record)
+
+    def _take_members(self, members: Members) -> None:
+        # All members report the same epoch, and late ones an earlier one.
+        if members.epoch <= self._epochs.get(members.job, -1):
+            return
+        self._epochs[members.job] = members.epoch
+        self._members = members.ranks if members.complete else ()
+        if members.pause > 0:
+            self._pauses.append(members.pause)
+        chief = members.ranks[0]
+        if chief != self._output.chief and self.task("worker", chief) is not None:
+            print_line_soon(
+                f"rank {chief} is the chief from step {members.step} on: its output is "
+                "shown from here"
+            )
+            self._output.show(chief)
+
+    # Losses and restarts.
+
+    def fails_with(self, task: Started) -> bool:
+        """Return whether the job fails now, because this task has ended."""
+        if task.ended_by_us or self.over or self.failed_at is not None:
+            return False
+        if task.code == 0:
+            if not task.task.is_server:
+                # The job is done: a new worker would find no other.
+                self._restarts.cancel()
+            return False
+        # Reports that it sent before it ended are in the pipe.
+        self.read()
+        if task.task.is_server:
+            return not self._finished and super().fails_with(task)
+        self._take_loss(task)
+        if self._finished or self._running:
+            return False
+        if self._restarts.pending:
+            # The workers that are started again begin a job of their own.
+            self._epochs.clear()
+            self._members = ()
+            self._output.show(0)
+            return False
+        self.failed_at = time.monotonic()
+        return True
+
+    @property
+    def _finished(self) -> list[Started]:
+        return [each for each in self.workers if each.code == 0]
+
+    @property
+    def _running(self) -> list[Started]:
+        return [each for each in self.workers if each.code is None]
+
+    def _take_loss(self, worker: Started) -> None:
+        self._losses.append(worker)
+        if worker.task.index == self._output.chief:
+            self._output.chief_ended()
+        line = f"{worker.task} ({self._ports.address(worker.task)}) "
+        line += in_words(worker.code or 0)
+        final = worker.final_error
+        if final is not None and final.consequence:
+            line += ", because another task was lost"
+        elif self._running:
+            line += "; the others go on"
+        pause = None
+        if not self._finished:
+            pause = self._restarts.schedule(worker, time.monotonic())
+        if pause is not None:
+            line += (
+                f"; it is started again in {pause:g} s (restart {self._restarts.used} "
+                f"of {self._restarts.most})"
+            )
+        print_line_soon(line)
+
+    @property
+    def restart_pending(self) -> bool:
+        """Whether a task is still to be started again."""
+        return self._restarts.pending and not self.over
+
+    def take_restarts(self) -> list[Started]:
+        """Return the ended tasks that are to be started again now."""
+        return [] if self.over else self._restarts.take_due(time.monotonic())
+
+    def next_in(self) -> float | None:
+        """Return the seconds until the next restart; None if there is none."""
+        return None if self.over else self._restarts.next_in(time.monotonic())
+
+    @property
+    def only_lost_workers_running(self) -> bool:
+        """Whether the last epoch's members have ended, and only others still run."""
+        running = [each.task for each in self.tasks if each.code is None]
+        return (
+            bool(running and self._members and self._finished)
+            and not any(task.is_server for task in running)
+            and not any(task.index in self._members for task in running)
+        )
+
+    # The end.
+
+    def report(self, ended_by: int | None, *, launcher_lost: bool) -> int:
+        """Print how the job ended; return the exit code. See `JobOutcome.report`."""
+        if ended_by is not None or launcher_lost:
+            return super().report(ended_by, launcher_lost=launcher_lost)
+        code = 0
+        if not self._finished or self.failed_at is not None:
+            code = super().report(ended_by, launcher_lost=launcher_lost)
+        else:
+            for worker in self.workers:
+                if is_own_error(worker):
+                    show_end(worker, with_log=False)
+        if self._losses or len(self._finished) < len(self.workers):
+            self._print_summary()
+        return code
+
+    def _print_summary(self) -> None:
+        # Also a worker that the launcher had to end, for instance a frozen one.
+        not_finished = [each for each in self.workers if each.code != 0]
+        ends: dict[int, list[str]] = {}
+        for each in dict.fromkeys([*self._losses, *not_finished]):
+            ends.setdefault(each.task.index, []).append(_how(each))
+        named = {
+            "finished": [str(each.task) for each in self._finished],
+            "lost": [f"rank {rank} ({', '.join(ends[rank])})" for rank in sorted(ends)],
+            "started again": [
+                f"{each.task} ({'once' if count == 1 else f'{count} times'})"
+                for each in self.workers
+                if (count := each.incarnation)
+            ],
+        }
+        text = "; ".join(
+            f"{name}: {', '.join(them) or 'none'}"
+            for name, them in named.items()
+            if them or name == "finished"
+        )
+        if self._pauses:
+            text += f"; pauses: {len(self._pauses)}, {sum(self._pauses):.2f} s in all"
+        print_line(text)
+
+
+def _how(worker: Started) -> str:
+    """Return how a lost worker ended, in a word or two."""
+    code = worker.code or 0
+    if worker.ended_by_us:
+        return "ended by the launcher"
+    if code >= 0:
+        return f"exit code {code}"
+    try:
+        return signal.Signals(-code).name
+    except ValueError:
+        return f"signal {-code}"

@@ -1,0 +1,98 @@
+"""The ports of a job's tasks, on which the launcher listens before the tasks do."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from collections.abc import Iterator, Sequence
+
+from kerasdist.cli.run.job import JobSpec, Task
+
+__all__ = ["JobPorts"]
+
+
+class JobPorts:
+    """One port of this machine for each task of a job.
+
+    Args:
+        job: The job.
+        keep: Whether ports remain the job's when their tasks have ended, so that
+            `listen_again` finds them free. Connections to such a port are refused.
+    """
+
+    def __init__(self, job: JobSpec, *, keep: bool = False) -> None:
+        self._job = job
+        self._keep = keep
+        self._addresses: dict[Task, tuple[str, int]] = {}
+        self._kept = contextlib.ExitStack()
+
+    @property
+    def cluster(self) -> dict[str, list[str]]:
+        """The addresses of all tasks, as `TF_CONFIG` has them."""
+        cluster: dict[str, list[str]] = {}
+        for task in self._job.tasks:
+            cluster.setdefault(task.kind, []).append(self.address(task))
+        return cluster
+
+    def address(self, task: Task) -> str:
+        """Return the address of a task, `"host:port"`."""
+        host, port = self._addresses[task]
+        return f"{host}:{port}"
+
+    @contextlib.contextmanager
+    def listen(self) -> Iterator[Sequence[socket.socket]]:
+        """Listen at a new port for each task; the sockets are closed with the block.
+
+        Raises:
+            OSError: There are too few ports or descriptors.
+        """
+        with contextlib.ExitStack() as listeners:
+            yield [
+                listeners.enter_context(self._new_port(task))
+                for task in self._job.tasks
+            ]
+
+    def _new_port(self, task: Task) -> socket.socket:
+        with contextlib.ExitStack() as undo:
+            sock = undo.enter_context(socket.socket())
+            sock.bind(("127.0.0.1", 0))
+            # A task that was lost can be started again at this address, though its
+            # connections linger. Not before `bind`: ports would be shared.
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            self._addresses[task] = sock.getsockname()
+            if self._keep:
+                # Bound, but it doesn't listen: the system gives the port to no other
+                # process, and no process connects to it in the task's place. Only
+                # before the other socket listens can it be bound.
+                self._kept.enter_context(self._bound(task))
+            sock.listen(1024)
+            undo.pop_all()
+        return sock
+
+    def _bound(self, task: Task) -> socket.socket:
+        sock = socket.socket()
+        try:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            sock.bind(self._addresses[task])
+        except OSError:
+            sock.close()
+            raise
+        return sock
+
+    def listen_again(self, task: Task) -> socket.socket:
+        """Listen at the port of a task that has ended; return the socket.
+
+        Raises:
+            OSError: The port is taken, for instance by a child of the task.
+        """
+        sock = self._bound(task)
+        try:
+            sock.listen(1024)
+        except OSError:
+            sock.close()
+            raise
+        return sock
+
+    def close(self) -> None:
+        """Give the ports back."""
+        self._kept.close()

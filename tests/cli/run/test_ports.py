@@ -1,0 +1,73 @@
+"""Ports that the launcher keeps for tasks that have ended."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+
+from kerasdist.cli.run.job import JobSpec
+from kerasdist.cli.run.ports import JobPorts
+
+
+@pytest.fixture
+def ports_of():
+    made = []
+
+    def make(*, keep):
+        job = JobSpec(
+            **{"size": 2, "servers": 1, "command": (), "environ": {}},
+            **{"log_dir": None, "tagged": False, "cores": ()},
+        )
+        ports = JobPorts(job, keep=keep)
+        made.append(ports)
+        return ports, job.tasks
+
+    yield make
+    for ports in made:
+        ports.close()
+
+
+def connects(address):
+    host, port = address.split(":")
+    with socket.socket() as client:
+        return client.connect_ex((host, int(port))) == 0
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_each_task_has_a_port_that_listens_inside_the_block(ports_of, keep):
+    ports, tasks = ports_of(keep=keep)
+    with ports.listen() as sockets:
+        addresses = [ports.address(task) for task in tasks]
+        assert ports.cluster == {"worker": addresses[:2], "ps": addresses[2:]}
+        named = [f"127.0.0.1:{each.getsockname()[1]}" for each in sockets]
+        assert named == addresses
+        assert all(map(connects, addresses))
+    assert not any(map(connects, addresses))
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_a_kept_port_is_given_to_no_other_process(ports_of, keep):
+    ports, (task, *_) = ports_of(keep=keep)
+    with ports.listen():
+        port = int(ports.address(task).split(":")[1])
+    with socket.socket() as other:
+        if not keep:
+            other.bind(("127.0.0.1", port))
+            return
+        with pytest.raises(OSError, match=r"Address already in use"):
+            other.bind(("127.0.0.1", port))
+
+
+def test_a_task_listens_again_at_its_port_though_connections_linger(ports_of):
+    ports, (task, *_) = ports_of(keep=True)
+    with ports.listen() as (server, *_):
+        with socket.create_connection(server.getsockname()):
+            accepted, _ = server.accept()
+            accepted.close()  # the side that closes first has the lingering one
+        with pytest.raises(OSError, match=r"Address already in use"):
+            ports.listen_again(task)
+    for _ in range(2):
+        with ports.listen_again(task):
+            assert connects(ports.address(task))
+        assert not connects(ports.address(task))
