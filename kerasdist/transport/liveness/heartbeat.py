@@ -134,7 +134,7 @@ class Heartbeat:
             self._remove(key)
 
     def wake(self) -> None:
-        """Wake the thread, which then handles all connections."""
+        """Wake the thread."""
         # Full: it wakes up anyhow. Closed: it has ended.
         with contextlib.suppress(OSError):
             self._wake.send(b"x")

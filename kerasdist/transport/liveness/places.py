@@ -22,6 +22,8 @@ __all__ = ["Places"]
 
 # First rank, number of ranks, number of their collective.
 _RUN = struct.Struct("!IIQ")
+# The place of a rank of which nothing is known: not behind any.
+_UNKNOWN = 1 << 64
 
 
 class Places:
@@ -32,8 +34,7 @@ class Places:
     """
 
     def __init__(self, size: int) -> None:
-        # None: nothing was received from this rank, or about it.
-        self._places: list[int | None] = [None] * size
+        self._places = [_UNKNOWN] * size
         # The number of all changes, at each rank's last one, and when it was sent them.
         self._changes = 0
         self._changed = [0] * size
@@ -41,11 +42,7 @@ class Places:
 
     def behind(self, place: int) -> list[int]:
         """Return the ranks that haven't reached a collective, in order."""
-        return [
-            rank
-            for rank, known in enumerate(self._places)
-            if known is not None and known < place
-        ]
+        return [rank for rank, known in enumerate(self._places) if known < place]
 
     def note(self, rank: int, place: int) -> bytes:
         """Note a rank's collective, on the chief; return what must be sent to it.
@@ -64,7 +61,7 @@ class Places:
         runs: list[list[int]] = []
         for other, changed in enumerate(self._changed):
             if changed > sent:
-                number = self._places[other] or 0
+                number = self._places[other]
                 if runs and runs[-1][2] == number and sum(runs[-1][:2]) == other:
                     runs[-1][1] += 1
                 else:
@@ -83,7 +80,8 @@ class Places:
                 f"expected a multiple of {_RUN.size}."
             )
         size = len(self._places)
-        self._places = [place or 0 for place in self._places]
+        # Unknown ones become 0.
+        self._places = [place % _UNKNOWN for place in self._places]
         for first, count, place in _RUN.iter_unpack(payload):
             if first + count > size:
                 raise ProtocolError(
