@@ -13,6 +13,7 @@ __all__ = [
     "LAST_LOGS",
     "OTHERS_STEPS",
     "OWN_DATA",
+    "PREDICTING_EPOCH",
     "SCALING",
     "STAGE",
     "TRAINED_LOCALLY",
@@ -59,6 +60,8 @@ VARIABLE_DEVICE = Mark[str]()
 TRAINED_LOCALLY = Mark[bool]()
 # A train or test function: the `_keras.training.logs.LastLogs` of its steps.
 LAST_LOGS = Mark[Any]()
+# A model: the number of the membership that its predict function was made for.
+PREDICTING_EPOCH = Mark[int]()
 # An optimizer: the variable with the number of steps that others had taken.
 OTHERS_STEPS = Mark[Any]()
 # An optimizer: the `_keras.optimizer.learning_rate.Scaling` of its learning rate.

@@ -20,6 +20,7 @@ import tensorflow as tf
 from kerasdist import _tf
 from kerasdist._keras.elastic.batches import Batches, Taken, batches_of, is_of_fit
 from kerasdist._keras.elastic.metric_totals import MetricTotals
+from kerasdist._keras.elastic.repetition import ByLayout
 from kerasdist._keras.elastic.shadow import Shadow
 from kerasdist._keras.protocols import ElasticHooks, KerasHooks, translating
 
@@ -57,11 +58,9 @@ class ElasticStep:
         self._hooks = hooks
         self._elastic = elastic
         self._make_function = make_function
-        self._instrument = instrument
         self._state = state
         self._epoch = elastic.epoch
-        # One for each layout of the replicas.
-        self._calls: dict[Any, _Calls] = {}
+        self._calls = ByLayout(hooks.workers, lambda: instrument(self._make))
         self._shadow = Shadow()
         # The variables that the running step has kept.
         self._saved: list[Any] = []
@@ -119,15 +118,12 @@ class ElasticStep:
         workers = self._hooks.workers
         while True:
             self._settle()
-            layout = workers.rank, tuple(workers.job.replicas)
-            if layout not in self._calls:
-                self._calls[layout] = self._instrument(self._make)
             before = workers.communicator.step
             self._saved = []
             try:
                 taken = batches.take()
                 self._check()
-                logs = self._calls[layout](taken)
+                logs = self._calls(taken)
             except _OutdatedError:
                 batches.renew()
                 continue

@@ -18,6 +18,7 @@ from keras.src.utils import io_utils
 
 from kerasdist._keras.context import current, setting
 from kerasdist._keras.data.pydataset import closing_readers
+from kerasdist._keras.elastic.repetition import repeated
 from kerasdist._keras.elastic.step import ElasticStep
 from kerasdist._keras.models.local_models import warn_if_outside
 from kerasdist._keras.optimizer.sparse_updates import embedding_tables, moves_all_rows
@@ -37,6 +38,7 @@ from kerasdist._keras.training.state import (
     statistics_of,
     take_epoch,
 )
+from kerasdist._keras.training.train_step import renew_prediction
 
 __all__ = [
     "before_first_step",
@@ -194,6 +196,7 @@ def on_chief_only(
     def call(rebuild: bool) -> Any:
         if rebuild and "_use_cached_eval_dataset" in kwargs:
             kwargs["_use_cached_eval_dataset"] = False
+        renew_prediction(trainer, hooks)
         return original(trainer, *args, **kwargs)
 
     def retrace() -> None:
@@ -201,9 +204,9 @@ def on_chief_only(
 
     facts = {"data_pending": False, "evaluating": True}
     with setting(**facts), closing_readers(), translating(hooks):
-        if hooks.dynamic is None:
-            return call(False)
-        return hooks.dynamic.evaluate(call, retrace)
+        if hooks.dynamic is not None:
+            return hooks.dynamic.evaluate(call, retrace)
+        return repeated(hooks.elastic, lambda: call(False))
 
 
 def _hide_progress_bar(

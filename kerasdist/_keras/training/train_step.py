@@ -15,6 +15,7 @@ from kerasdist._keras.data.batches import (
     RepeatableIterator,
 )
 from kerasdist._keras.data.epoch_iterators import first_item
+from kerasdist._keras.elastic.repetition import ByLayout, repeated
 from kerasdist._keras.elastic.step import ElasticStep
 from kerasdist._keras.models.step_build import (
     build_by_step,
@@ -34,7 +35,7 @@ from kerasdist._keras.training.adoption import adopt_model
 from kerasdist._keras.training.instrumented_step import InstrumentedStep
 from kerasdist._keras.training.logs import keeping
 from kerasdist._keras.training.state import statistics_of, whole_state
-from kerasdist._tf.marks import LAST_LOGS
+from kerasdist._tf.marks import LAST_LOGS, PREDICTING_EPOCH
 
 __all__ = [
     "make_function",
@@ -42,6 +43,7 @@ __all__ = [
     "predict_on_batch",
     "receive_batch",
     "reduce_per_replica",
+    "renew_prediction",
     "symbolic_build",
 ]
 
@@ -136,7 +138,9 @@ def make_function(
         if last is not None:
             LAST_LOGS.set(step, last)
         return step
-    calls = InstrumentedStep(trainer, make, timer)
+    calls: Callable[[Any], Any] = InstrumentedStep(trainer, make, timer)
+    if hooks.elastic is not None:
+        calls = ByLayout(hooks.workers, lambda: InstrumentedStep(trainer, make, timer))
 
     def call(iterator: Any) -> Any:
         with translating(hooks), inside():
@@ -204,8 +208,22 @@ def predict_on_batch(original: Callable[..., Any], trainer: Any, x: Any) -> Any:
     hooks = hooks_of(trainer.distribute_strategy)
     if hooks is None:
         return original(trainer, x)
-    with translating(hooks), hooks.workers.collective_scope():
+
+    def call() -> Any:
+        renew_prediction(trainer, hooks)
         return original(trainer, hooks.data.own_rows(x))
+
+    with translating(hooks), hooks.workers.collective_scope():
+        return repeated(hooks.elastic, call)
+
+
+def renew_prediction(trainer: Any, hooks: KerasHooks) -> None:
+    """Let the predict function be made again if it was for other workers."""
+    if hooks.elastic is None:
+        return
+    if PREDICTING_EPOCH.get(trainer) != hooks.elastic.epoch:
+        trainer.predict_function = None
+        PREDICTING_EPOCH.set(trainer, hooks.elastic.epoch)
 
 
 def symbolic_build(
