@@ -77,6 +77,8 @@ class Lines:
         self._lock = threading.Lock()
         self._outgoing: dict[Member, queue.SimpleQueue[bytes | None]] = {}
         self._threads: set[threading.Thread] = set()
+        # The last message: it may be for all members.
+        self._encoded: tuple[Message | None, bytes] = None, b""
         self._start(self._take, "kerasdist-lines")
 
     def send(self, to: Member, message: Message) -> None:
@@ -88,7 +90,9 @@ class Lines:
             if waiting is None:
                 waiting = self._outgoing[to] = queue.SimpleQueue()
                 self._start(lambda: self._deliver(to, waiting), f"{_SENDER} {to.id}")
-        waiting.put(encode(message))
+            if self._encoded[0] is not message:
+                self._encoded = message, encode(message)
+            waiting.put(self._encoded[1])
 
     def contact(self, member: Member) -> Contact:
         """Find out whether a member's process lives; takes a few seconds at most."""

@@ -396,7 +396,10 @@ class Machine:
                     return
                 epoch = self.decision.epoch
                 if message.epoch < epoch.number:
-                    self._correct(sender)
+                    # The decision is on its way to those that have answered, which
+                    # may be half of all members.
+                    if not isinstance(message, Promise | Accepted | Rejected):
+                        self._correct(sender)
                 elif message.epoch == epoch.number and sender in epoch.members:
                     self._dispatch(sender, message)
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import random
+import tracemalloc
 import typing
+import zlib
 from typing import Any
 
 import pytest
@@ -19,6 +21,7 @@ from kerasdist.transport.membership.epochs import (
     Report,
     StopReason,
     Verdict,
+    first_decision,
 )
 from kerasdist.transport.membership.messages import (
     Accepted,
@@ -125,7 +128,7 @@ def damaged(data: bytes, chance: random.Random) -> bytes:
         return bytes(changed)
     if chance.random() < 0.2:
         return data[: chance.randrange(len(data))]
-    value = json.loads(data)
+    value = json.loads(zlib.decompress(data))
     bad: list[Any] = [None, -2, 1.5, 1 << 80, "x", [], {}, True, [[]], float("nan")]
     place: Any = value
     key: Any = chance.choice(["kind", "fields", "fields", "fields"])
@@ -133,21 +136,52 @@ def damaged(data: bytes, chance: random.Random) -> bytes:
         place = place[key]
         key = chance.randrange(len(place))
     place[key] = chance.choice(bad)
-    return json.dumps(value).encode()
+    return zlib.compress(json.dumps(value).encode())
+
+
+def test_a_thousand_members_take_few_bytes() -> None:
+    members = tuple(Member(number, number % 3) for number in range(1000))
+    message = Prepare(0, Ballot(1, members[0]), first_decision(members), frozenset())
+    assert len(encode(message)) < 5000
+
+
+def test_little_memory_is_taken_for_what_is_too_long() -> None:
+    bomb = zlib.compress(b" " * (100 * MAX_CONTROL))
+    assert len(bomb) < MAX_CONTROL
+    tracemalloc.start()
+    try:
+        with pytest.raises(
+            ProtocolError, match=r"^A message about membership is damag"
+        ):
+            decode(bomb)
+        assert tracemalloc.get_traced_memory()[1] < 4 * MAX_CONTROL
+    finally:
+        tracemalloc.stop()
+
+
+TEXTS = [
+    b"",
+    b"[]",
+    b"{}",
+    b"\xff" * 40,
+    b'{"kind":"Gone"}',
+    b'{"kind":"Message","fields":[]}',
+    b'{"kind":"Excluded","fields":[true]}',
+    b'{"kind":"Join","fields":' + b"[" * 100_000,
+    b" " * (MAX_CONTROL + 1),
+]
 
 
 @pytest.mark.parametrize(
     "data",
     [
         b"",
-        b"[]",
-        b"{}",
         b"\xff" * 40,
-        b'{"kind":"Gone"}',
-        b'{"kind":"Message","fields":[]}',
-        b'{"kind":"Excluded","fields":[true]}',
-        b'{"kind":"Join","fields":' + b"[" * 100_000,
+        b'{"kind":"Gone","fields":[]}',
         b" " * (MAX_CONTROL + 1),
+        encode(Gone())[:-1],
+        encode(Gone()) + b"x",
+        *map(zlib.compress, TEXTS),
     ],
     ids=lambda data: repr(data[:30]),
 )
