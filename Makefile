@@ -16,7 +16,7 @@
 #   bench-memory-startup, bench-server-throughput, bench-server-steps,
 #   bench-straggler, bench-staleness, bench-embedding-rows,
 #   bench-placement-memory, bench-planning-time, bench-placed-overhead, bench-pipeline,
-#   bench-board-cost, bench-chief-data, bench-heartbeats
+#   bench-board-cost, bench-chief-data, bench-heartbeats, bench-membership
 #                 measure one claim: see the folder in benchmarks/
 #   make wheel    sdist and wheel in dist/
 #   make clean    remove everything that was made
@@ -51,7 +51,7 @@ PACKAGING := setup.py pyproject.toml kerasdist/_version.py Makefile
 .PHONY: bench-memory-startup bench-server-throughput bench-server-steps
 .PHONY: bench-straggler bench-staleness bench-embedding-rows
 .PHONY: bench-placement-memory bench-planning-time bench-placed-overhead bench-pipeline
-.PHONY: bench-board-cost bench-chief-data bench-heartbeats
+.PHONY: bench-board-cost bench-chief-data bench-heartbeats bench-membership
 .PHONY: test-versions test-oldest test-newest test-next
 .DEFAULT_GOAL := test
 
@@ -173,6 +173,9 @@ bench-chief-data: $(VENV)/.bench
 
 bench-heartbeats: $(VENV)/.bench
 	$(BIN)/python benchmarks/heartbeats/run.py
+
+bench-membership: $(VENV)/.bench
+	$(BIN)/python benchmarks/membership/run.py
 
 wheel: $(VENV)/.test
 	$(BIN)/python -m build

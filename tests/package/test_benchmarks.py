@@ -97,6 +97,16 @@ def test_heartbeats(tmp_path):
     assert 0 < used["user"] + used["system"] < used["seconds"]
 
 
+def test_membership(tmp_path):
+    changes = run("membership", tmp_path)["changes"]
+    assert len(changes) == 3
+    for found in changes.values():
+        ((proposer, other),) = found["10"]
+        assert 0 < other["sent"] < proposer["sent"]
+        # Requests, proposals, the decision; a newcomer also has its first steps.
+        assert 8 * 3 <= proposer["messages"] <= 8 * 3 + 5
+
+
 @pytest.mark.soak
 def test_memory_startup(tmp_path):
     medians = run("memory_startup", tmp_path)["medians"]
