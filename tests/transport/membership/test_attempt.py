@@ -1,3 +1,5 @@
+import dataclasses
+
 from kerasdist.transport.membership.attempt import Attempt
 from kerasdist.transport.membership.epochs import (
     Member,
@@ -41,6 +43,16 @@ def test_what_was_accepted_in_the_largest_ballot_is_proposed_again():
     two = one.with_promise(B, promise((Ballot(2, C), late)))
     three = two.with_promise(C, promise((Ballot(2, B), early)))
     assert three.earlier() is late
+
+
+def test_there_is_no_elder_when_all_are_dead_and_the_others_have_promised():
+    epoch = dataclasses.replace(FIRST.epoch, elders=frozenset([A]))
+    base = dataclasses.replace(FIRST, epoch=epoch)
+    for dead, expected in [((), False), ((A,), True), ((A, C), True)]:
+        one = Attempt(Prepare(0, Ballot(3, B), base, frozenset(dead)))
+        one = one.with_promise(B, promise())
+        assert one.has_no_elder() is (C in dead)
+        assert one.with_promise(C, promise()).has_no_elder() is expected
 
 
 def test_votes_are_counted_once():

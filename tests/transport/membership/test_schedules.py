@@ -398,6 +398,12 @@ def test_a_member_learns_from_a_newcomer_what_it_has_accepted():
     assert world.settle(apart=[2]) == "trains"
 
 
+def test_a_newcomer_stops_when_it_learns_that_the_last_elder_is_dead():
+    world = World(2)
+    script(world, TWICE_NEW + "dead 2 0")
+    assert world.processes[2].machine.stopped is StopReason.NO_ELDER
+
+
 def test_those_without_an_elder_join_the_one_that_has_continued():
     world = World(2)
     script(world, TWO_OF_ONE_NUMBER)
