@@ -5,13 +5,15 @@ order in which they happen, in any thread, and carries out its outputs.
 
 A process that was frozen may find all others dead when it wakes up. They may have
 continued without it, and finished the job; so it must not continue alone.
+
+Processes that want to join wait until the members admit them, at a point in the script
+where all members are outside of sections.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping
 from typing import Protocol
 
 from kerasdist.collectives.elastic.lines import Contact, Lines
@@ -20,9 +22,9 @@ from kerasdist.transport.membership.epochs import (
     Member,
     Progress,
     StopReason,
-    first_decision,
 )
 from kerasdist.transport.membership.events import (
+    Apply,
     Broken,
     Dead,
     Event,
@@ -39,8 +41,7 @@ from kerasdist.transport.membership.events import (
     TooLate,
 )
 from kerasdist.transport.membership.machine import Machine
-from kerasdist.transport.membership.messages import Message
-from kerasdist.transport.rendezvous.listener import Listener
+from kerasdist.transport.membership.messages import Join, Message
 
 __all__ = ["Agreement", "Follower"]
 
@@ -71,11 +72,8 @@ class Agreement:
 
     Args:
         me: This worker.
-        members: The members of the first epoch.
-        addresses: Each task's address, by the member's id.
-        secret: The job's secret.
-        listener: This process's; not owned.
-        session: The name of the job, the same on all members.
+        decision: The epoch in which it starts; None if it wants to join.
+        lines: Its lines; owned from now on.
         min_workers: The smallest number of workers that may continue.
         patience: Seconds after which a job that can't continue stops.
         silence: Seconds of silence after which the others count this worker as lost.
@@ -85,11 +83,8 @@ class Agreement:
     def __init__(
         self,
         me: Member,
-        members: tuple[Member, ...],
-        addresses: Mapping[int, str],
-        secret: bytes,
-        listener: Listener,
-        session: str,
+        decision: Decision | None,
+        lines: Lines,
         min_workers: int,
         patience: float,
         silence: float,
@@ -102,17 +97,51 @@ class Agreement:
         self._woken = False
         self._follower = follower
         self._lock = threading.RLock()
-        self._machine = Machine(me, first_decision(members), min_workers=min_workers)
+        self._machine = Machine(me, decision, min_workers=min_workers)
+        # Those that want to join, with their requests.
+        self._waiting: dict[Member, Join] = {}
+        self._admits = False
+        # The members that this worker asks to admit it.
+        self._hosts: tuple[Member, ...] = ()
         self._since: float | None = None
         self._stop = threading.Event()
         self._looking: set[Member] = set()
-        self._lines = Lines(me, addresses, secret, listener, session, self._received)
+        self._lines = lines
+        if decision is not None:
+            lines.members = decision.epoch.members
+        lines.receive = self._received
         self._thread = threading.Thread(
             target=self._run, name="kerasdist-agreement", daemon=True
         )
         self._thread.start()
 
     # For the communicator and the groups.
+
+    def apply(self, members: tuple[Member, ...]) -> None:
+        """Begin to ask members to admit this worker; goes on until they have."""
+        with self._lock:
+            self._hosts = members
+            self._handle(Apply(members))
+
+    @property
+    def waiting(self) -> bool:
+        """Whether processes want to join."""
+        with self._lock:
+            return bool(self._waiting)
+
+    def admit(self, admits: bool) -> bool:
+        """Admit processes that want to join, or not from now on.
+
+        Returns:
+            Whether some are being admitted.
+        """
+        with self._lock:
+            self._admits = admits
+            if admits:
+                waiting, self._waiting = self._waiting, {}
+                for member, message in waiting.items():
+                    self._handle(Received(member, message))
+            return self._machine.planning
 
     def finished(self, epoch: int, number: int) -> bool:
         """Report a finished collective; return whether its result may be used.
@@ -157,7 +186,26 @@ class Agreement:
             # A member that lives says whether this one has been excluded.
             self._note_time()
             self._woken = False
+            if isinstance(message, Join) and message.base is None:
+                self._note_joiner(sender, message)
+            else:
+                self._handle(Received(sender, message))
+
+    def _note_joiner(self, sender: Member, message: Join) -> None:
+        present = self._machine.decision
+        for member in () if present is None else present.epoch.members:
+            if member.id == sender.id and member < sender:
+                # Its task was started again.
+                self._handle(Dead(member))
+        if self._admits or (present is not None and sender in present.epoch.members):
             self._handle(Received(sender, message))
+        else:
+            self._waiting = {
+                other: each
+                for other, each in self._waiting.items()
+                if other.id != sender.id or other > sender
+            }
+            self._waiting[sender] = message
 
     def _handle(self, event: Event) -> tuple[object, ...]:
         """Pass an event to the machine, and carry out what it answers, in order."""
@@ -172,6 +220,7 @@ class Agreement:
                         self._follower.suspend()
                     case Install():
                         self._since = None
+                        self._lines.members = output.decision.epoch.members
                         self._follower.install(output.decision)
                     case Stop():
                         missing = tuple(member.id for member in output.missing)
@@ -226,6 +275,8 @@ class Agreement:
                     self._since is not None
                     and time.monotonic() - self._since > self._patience
                 )
+                if self._hosts:
+                    self._handle(Apply(self._hosts))
                 self._look_around()
                 self._handle(GiveUp() if late else Timeout())
 

@@ -33,6 +33,13 @@ from kerasdist.transport.tracing import Recorder
 __all__ = ["ElasticCommunicator", "Membership", "MembershipChanged"]
 
 
+# Seconds for which members wait for processes that wanted to join.
+_ADMIT_SECONDS = 10.0
+_POLL_SECONDS = 0.002
+# The epoch of a worker that isn't a member yet.
+_NONE = -1
+
+
 class MembershipChanged(Exception):
     """The members have changed during a section."""
 
@@ -46,6 +53,16 @@ class Membership(Protocol):
     def lost(self, epoch: int, member: Member | None) -> None:
         """Report that the group of an epoch is broken, perhaps by a member."""
 
+    @property
+    def waiting(self) -> bool:
+        """Whether processes want to join."""
+
+    def admit(self, admits: bool) -> bool:
+        """Admit processes, or don't; return whether some are being admitted."""
+
+    def apply(self, members: tuple[Member, ...]) -> None:
+        """Begin to ask members to admit this worker."""
+
 
 class ElasticCommunicator(Communicator):
     """The communicator of the present members of a job.
@@ -57,18 +74,29 @@ class ElasticCommunicator(Communicator):
         group: The first group.
         peers: The workers of the job by the ids of members, with their names.
         patience: Seconds that a change of membership may take.
+        hosts: The members that are to admit this worker; none if it is one already.
 
     Attributes:
         membership: The agreement; set before the first collective.
         epoch: The number of the present membership.
+        joining: Whether this worker is alone until it calls `join`.
+        newcomers: The first rank of those that have no state of the job yet.
         replicas: Each member's number of replicas, by rank.
     """
 
     membership: Membership
 
-    def __init__(self, group: Group, peers: dict[int, Peer], patience: float) -> None:
+    def __init__(
+        self,
+        group: Group,
+        peers: dict[int, Peer],
+        patience: float,
+        hosts: tuple[Member, ...] = (),
+    ) -> None:
         self._names = peers
         self._patience = patience
+        self._hosts = hosts
+        self.joining = bool(hosts)
         # One collective at a time.
         self._calls = threading.Lock()
         self._changed = threading.Condition()
@@ -95,17 +123,20 @@ class ElasticCommunicator(Communicator):
         if group is not None:
             group.job.abandon()
 
-    def resume(self, group: Group, fetched: Result | None) -> None:
+    def resume(self, group: Group, fetched: Result | None, number: int) -> None:
         """Continue with a new group.
 
         Args:
             group: The group.
             fetched: The result of the collective that ended unfinished here, if others
                 have finished it.
+            number: The number of the last collective that a member has finished.
         """
         with self._changed:
             if self._stopped is None:
                 self._next = group
+                if self.joining:
+                    self._number = number
                 self._fetched = fetched or self._fetched
             self._changed.notify_all()
 
@@ -141,6 +172,48 @@ class ElasticCommunicator(Communicator):
             return False
         self._adopt(self._await_group())
         return True
+
+    # Joining.
+
+    def admit(self) -> bool:
+        """Admit the processes that want to join; all members call it alike.
+
+        Returns:
+            Whether there are members now without the job's state: the last of the
+            ranks, from `newcomers` on.
+        """
+        waiting = np.array([self.membership.waiting], np.int64)
+        if not int(self.all_reduce([waiting], "max")[0][0]):
+            return False
+        self._settle(self.epoch, time.monotonic() + _ADMIT_SECONDS)
+        return self.newcomers < self.size
+
+    def join(self, seconds: float) -> None:
+        """Become a member; returns when `admit` does at the others.
+
+        Raises:
+            CollectiveError: The members haven't admitted this worker in time, or it
+                can't be a member.
+        """
+        self.membership.apply(self._hosts)
+        self._await_group(after=_NONE, seconds=seconds)
+        self.joining = False
+        self._settle(_NONE, 0.0)
+
+    def _settle(self, epoch: int, deadline: float) -> None:
+        """Wait for a change after `epoch`, and for all that are planned by then.
+
+        There are collectives meanwhile, as a change is planned for after one of them;
+        newcomers take part from the first one of their epoch on.
+        """
+        while True:
+            admits = self.epoch == epoch and time.monotonic() < deadline
+            pending = self.membership.admit(admits)
+            flags = np.array([admits, pending], np.int64)
+            admits, pending = self.all_reduce([flags], "max")[0]
+            if not pending and (self.epoch != epoch or not admits):
+                return
+            time.sleep(_POLL_SECONDS)
 
     # Collectives.
 
@@ -239,9 +312,12 @@ class ElasticCommunicator(Communicator):
             return None
         return fetched.arrays
 
-    def _await_group(self, after: int = -1) -> Group:
+    def _await_group(
+        self, after: int = _NONE - 1, seconds: float | None = None
+    ) -> Group:
         """Wait until there is a group of an epoch after `after`; return it."""
-        deadline = time.monotonic() + self._patience
+        seconds = self._patience if seconds is None else seconds
+        deadline = time.monotonic() + seconds
         with self._changed:
             while self._stopped is None:
                 if self._next is not None and self._next.epoch > after:
@@ -250,7 +326,7 @@ class ElasticCommunicator(Communicator):
                 if remaining <= 0:
                     self._stopped = errors.CollectiveTimeout(
                         "The workers didn't agree in time on which of them continue. "
-                        f"Received: no agreement within {self._patience:g} s. Can all "
+                        f"Received: no agreement within {seconds:g} s. Can all "
                         "hosts reach each other? Start the job again."
                     )
                     break
@@ -271,6 +347,7 @@ class ElasticCommunicator(Communicator):
         self.ranks = tuple(member.id for member in group.members)
         self.peers = tuple(self._names[rank] for rank in self.ranks)
         self.replicas = group.job.replicas
+        self.newcomers = self.size - group.newcomers
 
     # The rest of the contract.
 

@@ -41,11 +41,13 @@ class Group:
         epoch: Its number.
         members: They, by rank in the group.
         job: Their connections.
+        newcomers: The number of those, the last ones, that have no state of the job.
     """
 
     epoch: int
     members: tuple[Member, ...]
     job: Job
+    newcomers: int = 0
 
     @property
     def communicator(self) -> Communicator:
@@ -85,9 +87,17 @@ class Connector:
     settings: dict[str, Any]
     host: str | None
 
+    def alone(self) -> Group:
+        """Return the group of this worker alone, which isn't an epoch's."""
+        cluster = dataclasses.replace(
+            self.cluster, rank=0, size=1, workers=(self.addresses[self.me.id],)
+        )
+        return Group(-1, (self.me,), connect(cluster, replicas=self.replicas))
+
     def group(
         self,
         decision: Decision,
+        newcomers: int,
         timeouts: Timeouts,
         watch: Callable[[errors.CollectiveError], None],
     ) -> Group:
@@ -95,6 +105,7 @@ class Connector:
 
         Args:
             decision: The decision.
+            newcomers: See `Group`.
             timeouts: The time limits.
             watch: Called with the group's failure, from another thread.
 
@@ -118,7 +129,7 @@ class Connector:
             name=f"{self.session}.{decision.epoch.number}",
             watch=watch,
         )
-        return Group(decision.epoch.number, members, job)
+        return Group(decision.epoch.number, members, job, newcomers)
 
 
 def catch_up(group: Group, decision: Decision, kept: Result | None) -> Result | None:

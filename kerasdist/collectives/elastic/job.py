@@ -17,6 +17,7 @@ from kerasdist.cluster import Cluster
 from kerasdist.collectives.elastic.agreement import Agreement
 from kerasdist.collectives.elastic.communicator import ElasticCommunicator
 from kerasdist.collectives.elastic.groups import Connector, Group, catch_up
+from kerasdist.collectives.elastic.lines import Lines
 from kerasdist.transport.base import Peer
 from kerasdist.transport.liveness.announcements import Announcements
 from kerasdist.transport.liveness.launcher_pipe import Reporter
@@ -37,8 +38,8 @@ __all__ = ["ElasticJob", "connect_elastic"]
 _MOST_HEARTBEAT = 5.0
 # Seconds for connecting the members of a new epoch, which all live.
 _CONNECT_SECONDS = 15.0
-# Seconds without an agreement after which this worker stops.
-_AGREE_SECONDS = 30.0
+# Times the heartbeat's time-out: without an agreement for so long this worker stops.
+_AGREE_FACTOR = 6.0
 # Seconds that a change may take, with members that are lost meanwhile.
 _CHANGE_SECONDS = 180.0
 
@@ -61,7 +62,13 @@ class ElasticJob:
     has_servers = False
 
     def __init__(
-        self, connector: Connector, group: Group, listener: Listener, min_workers: int
+        self,
+        connector: Connector,
+        group: Group,
+        listener: Listener,
+        lines: Lines,
+        min_workers: int,
+        hosts: tuple[Member, ...] = (),
     ) -> None:
         self.cluster = connector.cluster
         self.transport = group.job.transport
@@ -72,29 +79,29 @@ class ElasticJob:
         self._group = group
         self._decision: Decision | None = None
         self._began = 0.0
+        # Members without the job's state, and the last collective that was finished.
+        self._newcomers: tuple[Member, ...] = ()
+        self._reached = 0
         self._lost: errors.WorkerLost | None = None
         self._closed = False
         peers = {
             member_id: Peer(member_id, address)
             for member_id, address in connector.addresses.items()
         }
-        self.communicator = ElasticCommunicator(group, peers, _CHANGE_SECONDS)
-        secret = job_secret(self.cluster.workers, os.environ)
+        self.communicator = ElasticCommunicator(group, peers, _CHANGE_SECONDS, hosts)
         self._agreement = Agreement(
             connector.me,
-            group.members,
-            connector.addresses,
-            secret,
-            listener,
-            connector.session,
+            None if hosts else first_decision(group.members),
+            lines,
             min_workers,
-            _AGREE_SECONDS,
+            _AGREE_FACTOR * self.timeouts.heartbeat,
             self.timeouts.heartbeat,
             self,
         )
         self.communicator.membership = self._agreement
         self._reporter = Reporter(connector.session, connector.me.id)
-        self._tell(group, 0.0)
+        if not hosts:
+            self._tell(group, 0.0)
 
     @property
     def replicas(self) -> tuple[int, ...]:
@@ -119,6 +126,15 @@ class ElasticJob:
         A member may be lost while it runs. Then the agreement decides the next epoch,
         and this one's group, if there will be one, isn't used.
         """
+        progress = decision.verdict.progress.step
+        if progress > self._reached:
+            # They have finished a collective with the others, and get the state next.
+            self._newcomers = ()
+        self._reached = progress
+        self._newcomers = (
+            *(each for each in self._newcomers if each in decision.epoch.members),
+            *decision.epoch.newcomers,
+        )
         self._decision = decision
         threading.Thread(
             target=self._change,
@@ -168,7 +184,10 @@ class ElasticJob:
         group: Group | None = None
         try:
             group = self._connector.group(
-                decision, timeouts, lambda error: self.watch(number, error)
+                decision,
+                len(self._newcomers),
+                timeouts,
+                lambda error: self.watch(number, error),
             )
             fetched = catch_up(group, decision, self.communicator.last)
         except Exception as error:
@@ -188,8 +207,9 @@ class ElasticJob:
         if failure is not None:
             # It came before `watch` could know the group.
             self.watch(number, failure)
-        pause, self._began = time.monotonic() - self._began, 0.0
-        self.communicator.resume(group, fetched)
+        pause = time.monotonic() - self._began if self._began else 0.0
+        self._began = 0.0
+        self.communicator.resume(group, fetched, decision.verdict.progress.step)
         self._tell(group, pause)
         if group.communicator.rank == 0:
             self._report(old, group, pause)
@@ -222,25 +242,30 @@ class ElasticJob:
         self._reporter.members(group.epoch, ranks, step + 1, pause)
 
     def _report(self, old: Group, group: Group, pause: float) -> None:
-        gone = [member for member in old.members if member not in group.members]
-        names = ", ".join(
-            f"rank {m.id} ({self._connector.addresses[m.id]})" for m in gone
-        )
-        lost = self._lost
-        reason = f": {lost.reason}" if lost is not None else ""
+        lost, self._lost = self._lost, None
+        events = [
+            (_left(old, group), "lost"),
+            (_left(group, old), "added"),
+        ]
+        parts = [
+            f"{', '.join(self._name_of(member) for member in members)} "
+            f"{'were' if len(members) > 1 else 'was'} {verb}"
+            for members, verb in events
+            if members
+        ]
+        what = " and ".join(parts) or "connections between the workers were lost"
+        reason = "" if lost is None else f": {lost.reason}"
         count = len(group.members)
         background_log.log(
             logging.WARNING,
             "kerasdist: %s at step %d%s. %d worker%s (%.2f s).",
-            f"{names} {'were' if len(gone) > 1 else 'was'} lost"
-            if names
-            else "connections between the workers were lost",
-            self.communicator.step,
-            reason,
-            count,
+            *(what, self.communicator.step, reason, count),
             "s continue" if count > 1 else " continues",
             pause,
         )
+
+    def _name_of(self, member: Member) -> str:
+        return f"rank {member.id} ({self._connector.addresses[member.id]})"
 
     def close(self, error: BaseException | None = None) -> None:
         """Leave the job. Can be called twice."""
@@ -285,14 +310,25 @@ def connect_elastic(
     )
     rank = cluster.rank or 0
     secret = job_secret(cluster.workers, os.environ)
-    listener = Listener.acquire(cluster.workers[rank], secret, timeouts.startup)
+    addresses = dict(enumerate(cluster.workers))
+    name = _name(cluster)
     with contextlib.ExitStack() as undo:
+        listener = Listener.acquire(cluster.workers[rank], secret, timeouts.startup)
         undo.callback(listener.release)
+        me = Member(rank)
+        lines = Lines(me, addresses, secret, listener, name)
+        undo.callback(lambda: lines.close())
+        hosts = lines.running() or ()
+        if hosts:
+            # Larger than that of any earlier process with this task.
+            me = Member(rank, int(time.time() * 1000))
+            lines.close()
+            lines = Lines(me, addresses, secret, listener, name)
         connector = Connector(
-            me=Member(rank),
+            me=me,
             cluster=cluster,
-            addresses=dict(enumerate(cluster.workers)),
-            session=_name(cluster),
+            addresses=addresses,
+            session=name,
             transport=transport,
             timeouts=timeouts,
             replicas=replicas,
@@ -305,15 +341,22 @@ def connect_elastic(
             for job in made:
                 job.watch(0, error)
 
-        members = tuple(Member(number) for number in range(cluster.size))
-        group = connector.group(first_decision(members), timeouts, watch)
+        if hosts:
+            group = connector.alone()
+        else:
+            members = tuple(Member(number) for number in range(cluster.size))
+            group = connector.group(first_decision(members), 0, timeouts, watch)
         undo.callback(group.job.close)
-        job = ElasticJob(connector, group, listener, min_workers)
+        job = ElasticJob(connector, group, listener, lines, min_workers, hosts)
         made.append(job)
         if group.job.failure is not None:
             job.watch(0, group.job.failure)
         undo.pop_all()
     return job
+
+
+def _left(before: Group, after: Group) -> list[Member]:
+    return [member for member in before.members if member not in after.members]
 
 
 def _name(cluster: Cluster) -> str:

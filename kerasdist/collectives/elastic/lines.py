@@ -3,16 +3,21 @@
 A line is a connection to a member's listener, made when the first message is sent on it
 and kept; each direction has its own. It carries one frame per message. Messages may be
 lost: one that can't be sent at once is dropped, and the agreement sends another later.
+
+A question is a connection of its own, answered at once by any process that has lines
+for the job: by it a process that starts finds out whether the job runs already.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import enum
 import queue
 import select
 import threading
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 
 from kerasdist.errors import AuthenticationError, ProtocolError
 from kerasdist.transport.cancellation import Cancellation
@@ -24,11 +29,13 @@ from kerasdist.transport.membership.messages import Message
 from kerasdist.transport.rendezvous.dial import dial_tcp
 from kerasdist.transport.rendezvous.listener import Listener
 from kerasdist.transport.wire.framing import FrameType, unexpected
+from kerasdist.transport.wire.messages import to_json
 
-__all__ = ["Contact", "Lines"]
+__all__ = ["Answer", "Contact", "Lines"]
 
 _PURPOSE = "membership"
-_PING = "membership ping"
+# At once; the others are asked only if none of these answers.
+_MOST_QUESTIONS = 16
 # Seconds until a message counts as lost, and a member as out of contact. A handshake
 # takes milliseconds, and a busy machine may take a second for one.
 _SECONDS = 3.0
@@ -46,6 +53,19 @@ class Contact(enum.Enum):
     SILENT = "it doesn't answer"
 
 
+@dataclasses.dataclass(frozen=True)
+class Answer:
+    """The answer of a process to a question.
+
+    Attributes:
+        member: The process.
+        members: Those of its epoch; none if the process is only starting.
+    """
+
+    member: Member
+    members: tuple[Member, ...]
+
+
 class Lines:
     """The lines of one member to and from all others.
 
@@ -55,7 +75,11 @@ class Lines:
         secret: The job's secret.
         listener: This process's; not owned.
         session: The name of the job, the same on all members.
-        receive: Called with each message that arrives, from threads of this object.
+
+    Attributes:
+        receive: Called with each message that arrives, from threads of this object;
+            None: it's lost.
+        members: The members of this process's epoch, for answers.
     """
 
     def __init__(
@@ -65,14 +89,14 @@ class Lines:
         secret: bytes,
         listener: Listener,
         session: str,
-        receive: Callable[[Member, Message], None],
     ) -> None:
         self._me = me
         self._addresses = dict(addresses)
         self._secret = secret
         self._listener = listener
         self._session = session
-        self._receive = receive
+        self.receive: Callable[[Member, Message], None] | None = None
+        self.members: tuple[Member, ...] = ()
         self._stop = Cancellation()
         self._lock = threading.Lock()
         self._outgoing: dict[Member, queue.SimpleQueue[bytes | None]] = {}
@@ -97,12 +121,50 @@ class Lines:
     def contact(self, member: Member) -> Contact:
         """Find out whether a member's process lives; takes a few seconds at most."""
         try:
-            self._dial(member, _PING).close()
+            answer = self._ask(member.id)
         except ConnectionRefusedError:
             return Contact.DEAD
         except (OSError, EOFError, AuthenticationError, ProtocolError):
             return Contact.SILENT
-        return Contact.ALIVE
+        # A process that was started again has the task.
+        return Contact.DEAD if answer.member > member else Contact.ALIVE
+
+    def running(self) -> tuple[Member, ...] | None:
+        """Return the members of the job if it runs already.
+
+        Asks all other tasks, until one answers that it runs, or starts, too.
+        """
+        others = [number for number in self._addresses if number != self._me.id]
+        with ThreadPoolExecutor(_MOST_QUESTIONS) as pool:
+            for begin in range(0, len(others), _MOST_QUESTIONS):
+                some = others[begin : begin + _MOST_QUESTIONS]
+                answers = [each for each in pool.map(self._try_asking, some) if each]
+                for answer in answers:
+                    if answer.members:
+                        return answer.members
+                if answers:
+                    return None
+        return None
+
+    def _try_asking(self, number: int) -> Answer | None:
+        with contextlib.suppress(OSError, EOFError, AuthenticationError, ProtocolError):
+            return self._ask(number)
+        return None
+
+    def _ask(self, number: int) -> Answer:
+        with self._dial(Member(number), question=True) as connection:
+            kind, payload = connection.read(Deadline(_SECONDS))
+            if kind is not FrameType.MEMBERSHIP:
+                raise unexpected(kind)
+            value = to_json(payload)
+            members = _members(value.get("members"))
+            return Answer(_members([value.get("member")])[0], members)
+
+    def _answer(self, connection: Connection) -> None:
+        members = [list(member) for member in self.members]
+        answer = {"member": list(self._me), "members": members}
+        with connection, contextlib.suppress(OSError):
+            connection.write_json(FrameType.MEMBERSHIP, answer, Deadline(_POLL_SECONDS))
 
     def close(self) -> None:
         """Close all lines, when what waits has been sent. Can be called twice."""
@@ -132,10 +194,11 @@ class Lines:
         self._threads.add(thread)
         thread.start()
 
-    def _dial(self, to: Member, purpose: str) -> Connection:
+    def _dial(self, to: Member, *, question: bool = False) -> Connection:
         hello = {
             "session": self._session,
-            "purpose": purpose,
+            "purpose": _PURPOSE,
+            "question": question,
             "rank": self._me.id,
             "incarnation": self._me.incarnation,
             "to": list(to),
@@ -154,7 +217,7 @@ class Lines:
                     connection = None
                 try:
                     if connection is None:
-                        connection = self._dial(to, _PURPOSE)
+                        connection = self._dial(to)
                     deadline = Deadline(_SECONDS)
                     connection.write(FrameType.MEMBERSHIP, message, deadline)
                 except (OSError, EOFError, AuthenticationError, ProtocolError):
@@ -169,11 +232,12 @@ class Lines:
         """Take the lines of others from the listener, and read each in a thread."""
         while not self._stop.is_set():
             mailboxes = self._listener.mailboxes
-            for _, ping, _ in mailboxes.take_any(self._session, _PING, 0.0):
-                ping.close()
             for rank, connection, hello in mailboxes.take_any(
                 self._session, _PURPOSE, _POLL_SECONDS, self._stop
             ):
+                if hello.get("question") is True:
+                    self._answer(connection)
+                    continue
                 number = hello.get("incarnation")
                 if type(number) is not int or hello.get("to") != list(self._me):
                     # It is for an earlier process with this task.
@@ -197,4 +261,22 @@ class Lines:
                 kind, payload = connection.read(Deadline(_SECONDS))
                 if kind is not FrameType.MEMBERSHIP:
                     raise unexpected(kind)
-                self._receive(sender, decode(payload))
+                message = decode(payload)
+                if self.receive is not None:
+                    self.receive(sender, message)
+
+
+def _members(value: object) -> tuple[Member, ...]:
+    """Return members from an answer.
+
+    Raises:
+        ProtocolError: They aren't some.
+    """
+    if isinstance(value, list) and all(
+        isinstance(each, list)
+        and len(each) == 2
+        and all(type(number) is int for number in each)
+        for each in value
+    ):
+        return tuple(Member(*each) for each in value)
+    raise ProtocolError("An answer about membership is damaged.")

@@ -130,6 +130,13 @@ class Machine:
         self._round = 0
         self._attempt: Attempt | None = None
 
+    @property
+    def planning(self) -> bool:
+        """Whether this worker knows of a change that is to come."""
+        return bool(
+            self._joiners or self._planned is not None or self._attempt is not None
+        )
+
     def handle(self, event: Event) -> tuple[Output, ...]:
         """Take an event and return what is to be done."""
         if self.stopped is not None:
