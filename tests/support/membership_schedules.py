@@ -8,7 +8,7 @@ may happen, in each order.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from kerasdist.transport.membership.machine import Machine
 from membership_world import Operation, Violation, World, clone
@@ -129,8 +129,16 @@ def run(
     sizes: tuple[int, ...] = SIZES,
     lengths: tuple[int, ...] = LENGTHS,
     machine: type[Machine] = Machine,
+    before: Sequence[Operation] = (),
 ) -> tuple[World, str]:
     """Run the schedule of a seed, then `settle`.
+
+    Args:
+        seed: The seed.
+        sizes: Numbers of workers.
+        lengths: Numbers of operations.
+        machine: The machine of each.
+        before: Operations that are done first: they lead to a rare state.
 
     Raises:
         Violation: With the seed and the shortest schedule found that shows it.
@@ -138,6 +146,9 @@ def run(
     world, apart, done = _start(seed, sizes, machine)
     chance = random.Random(f"{seed} schedule")
     try:
+        for operation in before:
+            done.append(operation)
+            world.do(operation)
         for operation in draw(world, chance, chance.choice(lengths)):
             done.append(operation)
             world.do(operation)

@@ -448,6 +448,37 @@ def test_few_random_schedules():
     assert ends["trains"] > FEW / 2
 
 
+# 0 has excluded 1, and trains with 3, which is new: 1 may continue when 0 is dead.
+EXCLUDED = TWO_OF_ONE_NUMBER.split("    kill", 1)[0]
+
+
+def after_an_exclusion(seed, machine=Machine):
+    before = [
+        (n, *map(int, of)) for n, *of in map(str.split, EXCLUDED.split("\n")[1:-1])
+    ]
+    return run(f"{seed} excluded", sizes=(2,), machine=machine, before=before)
+
+
+def test_random_schedules_after_an_exclusion_find_a_broken_rule():
+    with pytest.raises(Violation, match=r"^(no progress|two )"):
+        for seed in range(1000):
+            after_an_exclusion(seed, LateProofs)
+
+
+def test_random_schedules_after_an_exclusion():
+    ends = collections.Counter(after_an_exclusion(seed)[1] for seed in range(FEW // 5))
+    assert ends["trains"] > FEW / 10
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(7200)
+def test_many_random_schedules_after_an_exclusion():
+    ends = collections.Counter(
+        after_an_exclusion(seed)[1] for seed in range(MANY // 10)
+    )
+    print(dict(ends))
+
+
 @pytest.mark.soak
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("part", range(PARTS))
