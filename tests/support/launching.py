@@ -10,17 +10,20 @@ from __future__ import annotations
 
 import contextlib
 import os
+import pty
 import secrets
+import select
 import subprocess
 import sys
 import textwrap
+import time
 
 import psutil
 
 from waiting import wait_until
 from workers import TAG, kill_tagged, python_env
 
-__all__ = ["HANG", "PRELUDE", "Launcher", "launcher_in"]
+__all__ = ["HANG", "PRELUDE", "Launcher", "Terminal", "launcher_in", "terminals_of"]
 
 PRELUDE = """
 import json, os, signal, subprocess, sys, time
@@ -163,3 +166,49 @@ def launcher_in(folder):
             if child.status() == psutil.STATUS_ZOMBIE:
                 with contextlib.suppress(ChildProcessError):
                     os.waitpid(child.pid, os.WNOHANG)
+
+
+class Terminal:
+    """A real terminal with a launcher as its foreground job."""
+
+    def __init__(self, launcher, *args, script):
+        command = launcher.command(*args, script=script)
+        self.pid, self.fd = pty.fork()
+        if self.pid == 0:
+            os.chdir(launcher.folder)
+            os.execve(command[0], command, launcher.env)
+        self.output = b""
+
+    def read(self, within=60.0):
+        """Read until the other side is closed."""
+        end = time.monotonic() + within
+        while select.select([self.fd], [], [], max(0.0, end - time.monotonic()))[0]:
+            try:
+                data = os.read(self.fd, 65536)
+            except OSError:
+                data = b""
+            if not data:
+                return self.output.decode()
+            self.output += data
+        raise AssertionError(f"The terminal is still in use.\n{self.output.decode()}")
+
+    def wait(self):
+        _, status = os.waitpid(self.pid, 0)
+        return os.waitstatus_to_exitcode(status)
+
+
+@contextlib.contextmanager
+def terminals_of(launcher):
+    """A function that opens a `Terminal`; all are closed after the block."""
+    opened = []
+
+    def start(*args, script):
+        opened.append(Terminal(launcher, *args, script=script))
+        return opened[-1]
+
+    yield start
+    kill_tagged(launcher.tag)
+    for each in opened:
+        os.close(each.fd)
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(each.pid, 0)

@@ -137,9 +137,8 @@ def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
     faults: list[str] = []
     size = _number("-n", arguments.size, 1, faults)
     servers = _number("--ps", arguments.servers, 0, faults)
-    elastic = elastic_options.read_options(
-        arguments, size, functools.partial(_number, faults=faults), faults
-    )
+    number = functools.partial(_number, faults=faults)
+    elastic = elastic_options.read_options(arguments, size, servers, number, faults)
     command = _command(arguments, faults)
     log_dir = None if arguments.log_dir is None else Path(arguments.log_dir)
     if log_dir is not None:

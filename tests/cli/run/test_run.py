@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import pty
 import re
 import select
 import signal
@@ -22,9 +21,9 @@ from kerasdist.cli.run.cores import cores_in_order, shares, thread_variables
 from kerasdist.cli.run.exits import exit_code, in_words
 from kerasdist.cli.run.output import LineTagger, WholeLines, end_of, last_traceback
 from kerasdist.cli.run.processes import descendants
-from launching import HANG, launcher_in
+from launching import HANG, launcher_in, terminals_of
 from waiting import wait_until
-from workers import kill_tagged, python_env
+from workers import python_env
 
 pytestmark = pytest.mark.timeout(90)
 
@@ -658,49 +657,10 @@ def test_a_signal_that_is_ignored_stays_ignored(launcher):
     assert process.wait(60) == 0
 
 
-class Terminal:
-    """A real terminal with a launcher as its foreground job."""
-
-    def __init__(self, launcher, *args, script):
-        command = launcher.command(*args, script=script)
-        self.pid, self.fd = pty.fork()
-        if self.pid == 0:
-            os.chdir(launcher.folder)
-            os.execve(command[0], command, launcher.env)
-        self.output = b""
-
-    def read(self, within=60.0):
-        """Read until the other side is closed."""
-        end = time.monotonic() + within
-        while select.select([self.fd], [], [], max(0.0, end - time.monotonic()))[0]:
-            try:
-                data = os.read(self.fd, 65536)
-            except OSError:
-                data = b""
-            if not data:
-                return self.output.decode()
-            self.output += data
-        pytest.fail(f"The terminal is still in use.\n{self.output.decode()}")
-
-    def wait(self):
-        _, status = os.waitpid(self.pid, 0)
-        return os.waitstatus_to_exitcode(status)
-
-
 @pytest.fixture
 def terminal(launcher):
-    opened = []
-
-    def start(*args, script):
-        opened.append(Terminal(launcher, *args, script=script))
-        return opened[-1]
-
-    yield start
-    kill_tagged(launcher.tag)
-    for each in opened:
-        os.close(each.fd)
-        with contextlib.suppress(ChildProcessError):
-            os.waitpid(each.pid, 0)
+    with terminals_of(launcher) as start:
+        yield start
 
 
 def test_ctrl_c_on_a_terminal(launcher, terminal):

@@ -16,12 +16,12 @@ _MOST_KEPT = 64 * 1024
 
 
 class RoleLines:
-    """Cuts one task's output as its present role requires: see `LineTagger`.
+    """Cuts one worker's output as its present role requires: see `LineTagger`.
 
     Only the pump's thread calls its methods. They get the monotonic time in seconds.
 
     Args:
-        tag: The beginning of each line while the task isn't the chief; None: nothing
+        tag: The beginning of each line while the worker isn't the chief; None: nothing
             is shown then.
         is_chief: Whether it begins as the chief.
     """
@@ -37,7 +37,7 @@ class RoleLines:
         self._keeps_all = False
 
     def feed(self, data: bytes, now: float) -> bytes:
-        """Add output of the task, and return what is to be shown of it."""
+        """Add output of the worker, and return what is to be shown of it."""
         if self._is_chief:
             return self._shown(self._whole.feed(data, now))
         if self._tagger is not None:
@@ -91,7 +91,7 @@ class ChiefOutput:
 
     Args:
         job: The job.
-        pump: Copies the output of its tasks.
+        pump: Copies the output of its workers.
 
     Attributes:
         chief: Rank of the present chief.
@@ -101,17 +101,14 @@ class ChiefOutput:
         self.chief = 0
         self._tagged = job.tagged
         self._pump = pump
-        self._lines: dict[Task, RoleLines] = {}
+        self._lines: dict[int, RoleLines] = {}  # by rank
 
     def lines_of(self, task: Task) -> RoleLines:
-        """Return what cuts the output of a task that is being started."""
+        """Return what cuts the output of a worker that is being started."""
         tag = f"[{task.tag}] ".encode() if self._tagged else None
-        lines = RoleLines(tag, is_chief=self._has_role(task))
-        self._lines[task] = lines
+        lines = RoleLines(tag, is_chief=task.index == self.chief)
+        self._lines[task.index] = lines
         return lines
-
-    def _has_role(self, task: Task) -> bool:
-        return not task.is_server and task.index == self.chief
 
     def chief_ended(self) -> None:
         """Keep the others' output until one of them is the chief."""
@@ -121,10 +118,9 @@ class ChiefOutput:
     def show(self, rank: int) -> None:
         """Show the output of the new chief, instead of the former one's."""
         self.chief = rank
-        # The former one's first: it may have to end a line.
-        for task, lines in self._lines.items():
-            if not self._has_role(task):
+        # The others' first: the former chief's may have to end a line.
+        for other, lines in self._lines.items():
+            if other != rank:
                 self._pump.call(lines.end)
-        for task, lines in self._lines.items():
-            if self._has_role(task):
-                self._pump.call(lines.begin)
+        if rank in self._lines:
+            self._pump.call(self._lines[rank].begin)

@@ -56,6 +56,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def read_options(
     arguments: argparse.Namespace,
     size: int,
+    servers: int,
     number: Callable[[str, str, int], int],
     faults: list[str],
 ) -> ElasticOptions | None:
@@ -64,6 +65,7 @@ def read_options(
     Args:
         arguments: The parsed arguments.
         size: Number of workers.
+        servers: Number of parameter servers.
         number: Returns an option's number, from its name, its text and its minimum.
         faults: Takes a message about each value that can't be used.
     """
@@ -84,6 +86,11 @@ def read_options(
         faults.append(
             "--min-workers must be at most the number of workers. Received: "
             f"--min-workers {least} and -n {size}"
+        )
+    if servers:
+        faults.append(
+            "--elastic is for jobs without parameter servers. Received: --elastic and "
+            f"--ps {servers}. Expected --ps 0, and RingStrategy in the script"
         )
     restarts = number("--restarts", given["--restarts"] or "0", 0)
     return ElasticOptions(min_workers=least, restarts=restarts)

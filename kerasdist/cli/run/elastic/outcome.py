@@ -62,7 +62,7 @@ class ElasticOutcome(JobOutcome):
         """Take a record that has arrived on the pipe."""
         if isinstance(record, Members):
             self._take_members(record)
-        elif not isinstance(record, Notice) or record.kind == "gave_up":
+        else:
             super().take(record)
 
     def _take_members(self, members: Members) -> None:
@@ -88,14 +88,11 @@ class ElasticOutcome(JobOutcome):
         if task.ended_by_us or self.over or self.failed_at is not None:
             return False
         if task.code == 0:
-            if not task.task.is_server:
-                # The job is done: a new worker would find no other.
-                self._restarts.cancel()
+            # The job is done: a new worker would find no other.
+            self._restarts.cancel()
             return False
         # Reports that it sent before it ended are in the pipe.
         self.read()
-        if task.task.is_server:
-            return not self._finished and super().fails_with(task)
         self._take_loss(task)
         if self._finished or self._running:
             return False
@@ -153,11 +150,12 @@ class ElasticOutcome(JobOutcome):
     @property
     def only_lost_workers_running(self) -> bool:
         """Whether the last epoch's members have ended, and only others still run."""
-        running = [each.task for each in self.tasks if each.code is None]
-        return (
-            bool(running and self._members and self._finished)
-            and not any(task.is_server for task in running)
-            and not any(task.index in self._members for task in running)
+        running = {each.task.index for each in self._running}
+        return bool(
+            running
+            and self._members
+            and self._finished
+            and running.isdisjoint(self._members)
         )
 
     # The end.

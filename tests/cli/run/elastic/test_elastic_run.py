@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 
 import pytest
 
-from launching import launcher_in
+from launching import launcher_in, terminals_of
 
 pytestmark = pytest.mark.timeout(90)
 
@@ -213,14 +214,14 @@ def test_the_new_chiefs_output_takes_the_place_of_the_old_ones(launcher, output)
     kill(launcher, 0)
     wait_until_said(process, "rank 0 (")
     (launcher.folder / "killed").touch()
-    assert wait_until_said(process, "chief") == (
+    assert wait_until_said(process, "is the chief") == (
         "kerasdist run: rank 2 is the chief from step 1204 on: its output is shown "
         "from here\n"
     )
     (launcher.folder / "shown").touch()
     code, out, err = finish(launcher, process)
     assert code == 0
-    assert "chief" not in err  # once, though all members report it
+    assert "is the chief" not in err  # once, though all members report it
     assert err.endswith("pauses: 1, 0.25 s in all\n")
     shown = [line for line in out.splitlines() if not line.startswith("[1]")]
     if output == "chief":
@@ -230,6 +231,35 @@ def test_the_new_chiefs_output_takes_the_place_of_the_old_ones(launcher, output)
         assert shown[2] in ("second of 2", "[2] second of 2")
         assert shown[3:] == ["third of 2"]
         assert "[1] third of 1" in out
+
+
+def test_the_chief_of_a_real_job_is_lost(launcher):
+    script = """
+    import numpy as np
+    from kerasdist.cluster import resolve
+    from kerasdist.collectives.elastic.job import connect_elastic
+    from kerasdist.transport.timeouts import Timeouts
+
+    job = connect_elastic(resolve(None), timeouts=Timeouts(startup=30, heartbeat=5))
+    mark(f"up-{rank}-0", os.getpid())
+    while job.communicator.size == 3:
+        job.communicator.all_reduce([np.ones(10, np.float32)])
+        time.sleep(0.01)
+    print("size", job.communicator.size, "of", rank)
+    job.communicator.barrier()
+    job.close()
+    """
+    process = begin(launcher, script=script)
+    kill(launcher, 0)
+    assert "rank 1 is the chief from step" in wait_until_said(process, "is the chief")
+    code, out, err = finish(launcher, process)
+    assert code == 0
+    # A thread writes the warning.
+    size, warning = sorted(out.splitlines(), reverse=True)
+    assert size == "size 2 of 1"
+    assert warning.startswith("kerasdist: rank 0 (127.0.0.1:")
+    assert "was lost at step" in warning
+    assert "finished: rank 1, rank 2; lost: rank 0 (SIGKILL); pauses: 1, " in err
 
 
 # --- restarts ---
@@ -254,8 +284,6 @@ wait_for("enough")
 
 def ask(launcher):
     """Connect to rank 1, as other workers do; return its answer, or the error."""
-    import socket
-
     (text,) = launcher.wait_for("environ-1-0")
     with socket.socket() as client:
         client.settimeout(20)
@@ -365,6 +393,29 @@ if rank == {rank} and os.environ["KERASDIST_INCARNATION"] == "0":
     assert f"started again: rank {rank} (once)" in err
 
 
+def test_ctrl_c_on_a_terminal_reaches_a_restarted_chief_once(launcher):
+    script = """
+    mark(f"up-{rank}-" + os.environ["KERASDIST_INCARNATION"], os.getpid())
+    try:
+        wait_for("never")
+    except KeyboardInterrupt:
+        time.sleep(0.3)  # a second one would break this off
+        mark(f"tidied-{rank}")
+        raise
+    """
+    with terminals_of(launcher) as terminal:
+        opened = terminal(
+            *("-n", 2, "--elastic", "--restarts", 1, "script.py"), script=script
+        )
+        kill(launcher, 0)
+        launcher.wait_for("up-0-1", "up-1-0")
+        os.write(opened.fd, b"\x03")
+        opened.read()
+        assert opened.wait() == 130
+        launcher.wait_for("tidied-0", "tidied-1")
+        launcher.nothing_runs(within=5.0)
+
+
 # --- what can't be started ---
 
 
@@ -376,6 +427,7 @@ if rank == {rank} and os.environ["KERASDIST_INCARNATION"] == "0":
         (["--elastic", "--min-workers", 3], "Received: --min-workers 3 and -n 2"),
         (["--elastic", "--min-workers", 0], "--min-workers must be an integer >= 1"),
         (["--elastic", "--restarts", "x"], "Received: --restarts x"),
+        (["--elastic", "--ps", 1], "Received: --elastic and --ps 1. Expected --ps 0"),
     ],
 )
 def test_options_that_dont_fit_are_refused(launcher, options, said):
