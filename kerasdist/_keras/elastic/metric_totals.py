@@ -7,6 +7,8 @@ step ends with a collective of all parts, which is its commit:
     2. totals := sum over the workers   the last collective: finished on all or on none
 
 After a change of the workers the chief's metrics hold the totals, and the others' 0.
+Parts of more than 64 KB are summed in every k-th step alone; in the others the commit
+is a collective of one number. Then each worker adds what it has counted since.
 """
 
 from __future__ import annotations
@@ -20,71 +22,129 @@ from kerasdist import _tf
 
 __all__ = ["MetricTotals"]
 
+# Bytes of all parts that are summed in each step.
+_MOST = 65_536
+
 
 class MetricTotals:
-    """The sums of a model's metrics over all replicas, after the last step.
+    """The sums of a model's metrics over all replicas, after the last steps.
 
     Args:
         sum_over_workers: Sums host tensors over the workers.
 
     Attributes:
-        valid: Whether a step was finished since the metrics were reset.
+        steps: How many steps were finished since the metrics were reset.
     """
 
     def __init__(self, sum_over_workers: Callable[[Sequence[Any]], list[Any]]) -> None:
         self._sum = sum_over_workers
-        self._totals: dict[Any, Any] = {}  # by dtype
-        self.valid = False
+        self._host = _tf.host_of("/device:CPU:0")
+        # By dtype: the sums, and this worker's part of them.
+        self._totals: dict[Any, tuple[Any, Any]] = {}
+        # Steps before this one, in graphs.
+        self._count = _tf.own_variable(0, tf.int64)
+        self._interval = 1
+        self.reset()
 
-    def commit(self, metrics: Sequence[Sequence[Any]]) -> None:
+    def reset(self) -> None:
+        """Begin with metrics that are 0 on all workers."""
+        self.steps = 0
+        self._begin(0)
+
+    def _begin(self, missing: int) -> None:
+        """Sum in the next step, which all workers count as the first one."""
+        self._first, self._missing = self.steps, missing
+        self._count.assign(0)
+
+    @property
+    def missing(self) -> int:
+        """The number of the last steps that the totals don't include."""
+        steps = self.steps - self._first
+        return (steps - 1) % self._interval if steps else self._missing
+
+    def commit(self, metrics: Sequence[Sequence[Any]]) -> list[Any]:
         """Sum over the workers, at the end of a step: in its graph, or eagerly.
 
         Args:
             metrics: The copies of each variable that is summed over the replicas.
-        """
-        host = _tf.host_of("/device:CPU:0")
-        with tf.device(host):
-            flat = {
-                dtype: tf.concat([_local_sum(copies) for copies in some], 0)
-                for dtype, some in _by_dtype(metrics).items()
-            }
-            if not flat:
-                self._sum([tf.zeros([1])])
-                return
-            for dtype, total in zip(flat, self._sum(list(flat.values())), strict=True):
-                if dtype not in self._totals:
-                    self._totals[dtype] = _tf.variable_of_any_shape(dtype, host)
-                self._totals[dtype].assign(total, read_value=False)
 
-    def give_back(self, metrics: Sequence[Sequence[Any]], *, chief: bool) -> None:
-        """Set the metrics to the totals on the chief, and to 0 elsewhere; eagerly.
+        Returns:
+            Tensors that are there when the step is committed.
+        """
+        size = sum(
+            copies[0].shape.num_elements() * copies[0].dtype.size for copies in metrics
+        )
+        self._interval = max(-(-size // _MOST), 1)
+        for dtype in _by_dtype(metrics):
+            if dtype not in self._totals:
+                kept = [_tf.variable_of_any_shape(dtype, self._host) for _ in range(2)]
+                self._totals[dtype] = kept[0], kept[1]
+        with tf.device(self._host):
+            if not metrics:
+                return self._sum([tf.zeros([1])])
+            if self._interval == 1:
+                return self._sum_parts(metrics)
+            count = self._count.assign_add(1, read_value=True) - 1
+            return [
+                tf.cond(
+                    tf.equal(count % self._interval, 0),
+                    lambda: tf.size(self._sum_parts(metrics)[0]),
+                    lambda: tf.size(self._sum([tf.zeros([1])])[0]),
+                )
+            ]
+
+    def _sum_parts(self, metrics: Sequence[Sequence[Any]]) -> list[Any]:
+        flat = _flat(metrics)
+        sums = self._sum(list(flat.values()))
+        for (dtype, part), total in zip(flat.items(), sums, strict=True):
+            for kept, value in zip(self._totals[dtype], (total, part), strict=True):
+                kept.assign(value, read_value=False)
+        return sums
+
+    def divide(self, metrics: Sequence[Sequence[Any]], *, chief: bool) -> None:
+        """Divide the totals among other workers: they are the chief's; eagerly.
+
+        What a worker has counted since the totals were summed stays with it.
 
         Args:
             metrics: As for `commit`.
             chief: Whether this worker is the chief.
         """
-        for dtype, some in _by_dtype(metrics).items():
-            total, begin = self._totals[dtype].numpy(), 0
-            for copies in some:
-                for number, copy in enumerate(copies):
-                    size = copy.shape.num_elements()
-                    if chief and number == 0:
-                        value = total[begin : begin + size].reshape(copy.shape)
-                        copy.assign(tf.convert_to_tensor(value, dtype))
-                    else:
-                        copy.assign(tf.zeros_like(copy))
-                begin += size
+        if self.steps:
+            for dtype, present in _flat(metrics).items():
+                total, part = (kept.read_value() for kept in self._totals[dtype])
+                mine = total if chief else tf.zeros_like(total)
+                self._totals[dtype][1].assign(mine)
+                value = mine + present - part if self.missing else mine
+                _assign(_by_dtype(metrics)[dtype], value)
+        self._begin(self.missing)
 
 
-def _by_dtype(
-    metrics: Sequence[Sequence[Any]],
-) -> dict[Any, list[Sequence[Any]]]:
+def _by_dtype(metrics: Sequence[Sequence[Any]]) -> dict[Any, list[Sequence[Any]]]:
     found: dict[Any, list[Sequence[Any]]] = {}
     for copies in metrics:
         found.setdefault(copies[0].dtype, []).append(copies)
     return found
 
 
-def _local_sum(copies: Sequence[Any]) -> Any:
-    flat = [tf.reshape(copy.read_value(), [-1]) for copy in copies]
-    return flat[0] if len(flat) == 1 else tf.add_n(flat)
+def _flat(metrics: Sequence[Sequence[Any]]) -> dict[Any, Any]:
+    """Return this worker's part, one vector for each dtype."""
+    found = {}
+    for dtype, some in _by_dtype(metrics).items():
+        parts = []
+        for copies in some:
+            flat = [tf.reshape(copy.read_value(), [-1]) for copy in copies]
+            parts.append(flat[0] if len(flat) == 1 else tf.add_n(flat))
+        found[dtype] = tf.concat(parts, 0)
+    return found
+
+
+def _assign(metrics: Sequence[Sequence[Any]], flat: Any) -> None:
+    """Set variables to the parts of a vector, on the first local replica."""
+    begin = 0
+    for copies in metrics:
+        end = begin + copies[0].shape.num_elements()
+        copies[0].assign(tf.reshape(flat[begin:end], copies[0].shape))
+        for copy in copies[1:]:
+            copy.assign(tf.zeros_like(copy))
+        begin = end

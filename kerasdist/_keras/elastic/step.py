@@ -19,6 +19,7 @@ import tensorflow as tf
 
 from kerasdist import _tf
 from kerasdist._keras.elastic.batches import Batches, Taken, batches_of, is_of_fit
+from kerasdist._keras.elastic.late_updates import LateUpdates
 from kerasdist._keras.elastic.metric_totals import MetricTotals
 from kerasdist._keras.elastic.repetition import ByLayout
 from kerasdist._keras.elastic.shadow import Shadow
@@ -43,6 +44,7 @@ class ElasticStep:
         make_function: Makes a function that takes one step on a list of one batch.
         instrument: Returns a function that calls the one that its argument makes.
         state: Returns the variables of all that a step may change.
+        updated: Returns those of them that optimizers update.
     """
 
     def __init__(
@@ -53,13 +55,19 @@ class ElasticStep:
         make_function: Callable[[], _Calls],
         instrument: Callable[[Callable[[], _Calls]], _Calls],
         state: Callable[[], Sequence[Any]],
+        updated: Callable[[], Sequence[Any]],
     ) -> None:
         self._trainer = trainer
         self._hooks = hooks
         self._elastic = elastic
         self._make_function = make_function
         self._state = state
+        self._updated = updated
+        # Whether updates wait for the commit, and those of the step in the trace.
+        self._late = True
+        self._traced: list[LateUpdates] = []
         self._epoch = elastic.epoch
+        self._ranks = tuple(hooks.workers.communicator.ranks)
         self._calls = ByLayout(hooks.workers, lambda: instrument(self._make))
         self._shadow = Shadow()
         # The variables that the running step has kept.
@@ -67,8 +75,8 @@ class ElasticStep:
         self._totals = MetricTotals(hooks.state.sum_over_workers)
 
     def begin(self) -> None:
-        """Begin with metrics that were reset."""
-        self._totals.valid = False
+        """Begin with metrics that are reset."""
+        self._totals.reset()
 
     def __call__(self, iterator: Any) -> Any:
         """Take the steps of one execution; return the last one's logs.
@@ -110,7 +118,7 @@ class ElasticStep:
                 if not self._elastic.has_changed(error):
                     raise
                 continue
-            self._totals.valid = False
+            self._totals.reset()
             return result
 
     def _take_step(self, batches: Batches) -> Any:
@@ -134,7 +142,9 @@ class ElasticStep:
                 workers.communicator.step = before
                 batches.renew()
                 continue
-            self._totals.valid = True
+            self._totals.steps += 1
+            # A worker that is alone reduces nothing.
+            workers.communicator.step = max(before + 1, workers.communicator.step)
             batches.commit()
             return logs
 
@@ -143,50 +153,111 @@ class ElasticStep:
         if self._epoch == self._elastic.epoch:
             return
         self._epoch = self._elastic.epoch
-        if self._totals.valid:
-            chief = self._hooks.workers.rank == 0
-            self._totals.give_back(self._metrics(), chief=chief)
+        workers = self._hooks.workers
+        missing, before = self._totals.missing, self._ranks
+        self._ranks = tuple(workers.communicator.ranks)
+        if missing and not set(before) <= set(self._ranks):
+            self._hooks.print_once(
+                f"missing {self._epoch}",
+                "kerasdist: the metrics are so large that they are summed over the "
+                f"workers every few steps: what the lost worker counted in the last "
+                f"{missing} steps isn't in this epoch's metrics.",
+            )
+        self._totals.divide(self._metrics(), chief=workers.rank == 0)
 
     def _check(self) -> None:
         if self._epoch != self._elastic.epoch:
             raise _OutdatedError
 
+    def late_updates(self) -> LateUpdates | None:
+        """Return the late updates of the replica whose step is traced, if they are."""
+        if tf.executing_eagerly() or not self._late:
+            return None
+        replica = _tf.local_replica_id()
+        made = LateUpdates(
+            [self._copies(v)[replica] for v in self._updated()], self._commit
+        )
+        self._traced.append(made)
+        return made
+
     def _make(self) -> _Calls:
         """Return a function that takes one step, for the present layout."""
-        function = self._make_function()
-        saved: list[Any] = []
-
-        def step(batch: Any) -> Any:
-            saved[:] = [copy for v in self._state() for copy in self._copies(v)]
-            with tf.control_dependencies(self._shadow.save(saved)):
-                logs = function([batch])
-            self._totals.commit(self._metrics())
-            return logs
-
-        graph = None
-        if not self._trainer.run_eagerly:
-            graph = tf.function(step, autograph=False, reduce_retracing=True)
+        made = self._make_graph()
         # The last specification, and its graph: a comparison of two is slow.
         last: list[Any] = [None, None]
 
+        def trace(batch: Any) -> Any:
+            nonlocal made
+            self._traced.clear()
+            found = made[0].get_concrete_function(batch)
+            import sys
+
+            print(
+                "LATE",
+                self._late,
+                [u.noticed for u in self._traced],
+                [len(u._updates) for u in self._traced],
+                file=sys.stderr,
+                flush=True,
+            )
+            if any(updates.noticed for updates in self._traced):
+                self._late = False
+                made = self._make_graph()
+                found = made[0].get_concrete_function(batch)
+            self._traced.clear()
+            return found
+
         def run(taken: Taken) -> Any:
             batch, spec = taken
-            if graph is None:
-                call: Any = step
+            if self._trainer.run_eagerly:
+                call = made[0]
             elif spec is None:
-                call = graph.get_concrete_function(batch)
+                call = trace(batch)
             else:
                 if spec is not last[0]:
-                    last[:] = spec, graph.get_concrete_function(spec)
+                    last[:] = spec, trace(spec)
                 call = last[1]
             # Tracing isn't in the section: collectives in it, of variables that are
             # created, are repeated by themselves.
             with self._elastic.section():
                 self._check()
-                self._saved = saved
+                self._saved = made[1]
                 return call(batch)
 
         return run
+
+    def _make_graph(self) -> tuple[Any, list[Any]]:
+        """Return a function of one step, and the variables that it keeps."""
+        function = self._make_function()
+        saved: list[Any] = []
+        late = self._late and not self._trainer.run_eagerly
+
+        def step(batch: Any) -> Any:
+            state = self._state()
+            if late:
+                updated = {id(variable) for variable in self._updated()}
+                state = [each for each in state if id(each) not in updated]
+            saved[:] = [copy for each in state for copy in self._copies(each)]
+            with tf.control_dependencies(self._shadow.save(saved)):
+                logs = function([batch])
+            if not late:
+                self._totals.commit(self._metrics())
+            return logs
+
+        if self._trainer.run_eagerly:
+            return step, saved
+        return tf.function(step, autograph=False, reduce_retracing=True), saved
+
+    def _commit(self) -> Sequence[Any]:
+        """Commit a step in replica context; return what there is afterwards."""
+        if self._hooks.workers.local_replicas == 1:
+            return self._totals.commit(self._metrics())
+
+        def merge(_: Any) -> Any:
+            with tf.control_dependencies(self._totals.commit(self._metrics())):
+                return tf.constant(0)
+
+        return [tf.distribute.get_replica_context().merge_call(merge)]
 
     def _copies(self, variable: Any) -> Sequence[Any]:
         """Return the variables that a strategy's variable consists of here."""

@@ -104,8 +104,14 @@ def apply(
     touched = touched_rows(inner, grads, updated) if updated else []
     if dynamic is not None and updated:
         dynamic.weights.prepare_update(updated, touched)
-    with setting(reduced=True, window=window, scale=scale):
-        result = original(optimizer, grads, trainable_variables)
+
+    def update() -> Any:
+        with setting(reduced=True, window=window, scale=scale):
+            return original(optimizer, grads, trainable_variables)
+
+    if current.late is not None and current.late(update):
+        return None
+    result = update()
     if dynamic is not None and updated:
         dynamic.weights.exchange_update(inner, updated, touched)
     return result

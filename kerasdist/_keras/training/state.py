@@ -20,6 +20,7 @@ __all__ = [
     "state_of",
     "statistics_of",
     "take_epoch",
+    "updated_state",
     "whole_state",
 ]
 
@@ -112,6 +113,15 @@ def share_state(trainer: Any, hooks: KerasHooks, callbacks: Sequence[Any]) -> No
 def whole_state(trainer: Any) -> list[Any]:
     """Return TensorFlow's variables of everything that training changes, each once."""
     return [variable.value for variable in _all_variables(trainer)]
+
+
+def updated_state(trainer: Any) -> list[Any]:
+    """Return TensorFlow's variables of everything that optimizers update."""
+    variables = list(trainer.trainable_variables)
+    for optimizer in optimizers_of(trainer):
+        variables += optimizer.variables
+    unique = {id(variable): variable for variable in variables}
+    return [variable.value for variable in unique.values()]
 
 
 @contextlib.contextmanager

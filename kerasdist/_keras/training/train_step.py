@@ -34,7 +34,7 @@ from kerasdist._keras.protocols import (
 from kerasdist._keras.training.adoption import adopt_model
 from kerasdist._keras.training.instrumented_step import InstrumentedStep
 from kerasdist._keras.training.logs import keeping
-from kerasdist._keras.training.state import statistics_of, whole_state
+from kerasdist._keras.training.state import statistics_of, updated_state, whole_state
 from kerasdist._tf.marks import LAST_LOGS, PREDICTING_EPOCH
 
 __all__ = [
@@ -77,21 +77,26 @@ def make_function(
         )
 
     last = keeping(step_function)
+    elastic: ElasticStep | None = None
 
     def counted(data: Any) -> Any:
         data, rows, total = hooks.data.split(data)
+        updates = None if elastic is None else elastic.late_updates()
+        late = None if updates is None else updates.add
         if hooks.workers.replicas == 1 or (tf.get_static_value(rows) or 0) > 0:
-            with current.of(hooks, rows, total):
+            with current.of(hooks, rows, total), setting(late=late):
                 logs = step_function(data)
                 if last is not None and hooks.workers.replicas > 1:
                     last.keep(logs, rows)
+            if updates is not None:
+                updates.finish()
             return logs
         # A replica without rows runs the step on another's row. Its gradients count for
         # nothing, and the variables that it changed are restored.
         metrics = [variable.value for variable in trainer.metrics_variables]
         variables = [*metrics, *statistics_of(trainer)]
         before = [variable.read_value() for variable in variables]
-        with current.of(hooks, rows, total):
+        with current.of(hooks, rows, total), setting(late=late):
             logs = step_function(hooks.data.fill_if_empty(data))
             if last is not None:
                 last.keep(logs, rows)
@@ -102,6 +107,8 @@ def make_function(
             return tf.constant(0)
 
         tf.cond(rows > 0, lambda: tf.constant(0), put_back)
+        if updates is not None:
+            updates.finish()
         return logs
 
     def make() -> Callable[[Any], Any]:
@@ -127,17 +134,18 @@ def make_function(
         hooks.workers.local_step if current.training else hooks.workers.collective_scope
     )
     if hooks.elastic is not None and current.training:
-        step = ElasticStep(
+        elastic = ElasticStep(
             trainer,
             hooks,
             hooks.elastic,
             lambda: original(trainer, counted),
             lambda make: InstrumentedStep(trainer, make, timer, single=True),
             lambda: whole_state(trainer),
+            lambda: updated_state(trainer),
         )
         if last is not None:
-            LAST_LOGS.set(step, last)
-        return step
+            LAST_LOGS.set(elastic, last)
+        return elastic
     calls: Callable[[Any], Any] = InstrumentedStep(trainer, make, timer)
     if hooks.elastic is not None:
         calls = ByLayout(hooks.workers, lambda: InstrumentedStep(trainer, make, timer))

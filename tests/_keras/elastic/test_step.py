@@ -106,6 +106,22 @@ def train():
 """)
 
 
+def test_metrics_that_are_too_large_for_each_step():
+    # 4 x 5000 numbers: summed in every second step.
+    check("""
+def train():
+    with strategy.scope():
+        m = keras.Sequential([keras.Input((6,)), layers.Dense(1, "sigmoid")])
+        m.compile(
+            "adam", "mse", metrics=[keras.metrics.AUC(num_thresholds=5000)],
+            jit_compile=False,
+        )
+    history = m.fit(x, y, batch_size=8, epochs=2, verbose=0).history
+    history = {name.rstrip("_0123456789"): v for name, v in history.items()}
+    return outcome(m, [m.optimizer], history)
+""")
+
+
 def test_a_step_with_two_optimizers():
     check("""
 class Gan(keras.Model):

@@ -1,0 +1,70 @@
+"""Updates of the weights that wait for the commit of their step.
+
+A step that ends before its commit then hasn't changed what an optimizer updates: none
+of it is kept (`shadow`), which would cost a copy, because values that are kept aren't
+overwritten in place.
+
+    forward, gradients ── reduce ── metrics ── commit ── updates
+                          `apply` returns here ───────── and does its work here
+
+That a step mustn't notice: while it is traced, operations are looked for that read or
+write these variables after `apply`, or write them before. A step with one is traced
+again with all updates where they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from kerasdist._tf.graph.resources import reads_or_writes
+
+__all__ = ["LateUpdates"]
+
+
+class LateUpdates:
+    """The updates of one replica's step, which is being traced.
+
+    Args:
+        variables: TensorFlow's variables that optimizers update, as they are on this
+            replica.
+        commit: Returns what the updates wait for.
+
+    Attributes:
+        noticed: Whether the step would notice that updates are late.
+    """
+
+    def __init__(
+        self, variables: Sequence[Any], commit: Callable[[], Sequence[Any]]
+    ) -> None:
+        self._variables = variables
+        self._commit = commit
+        self._graph = tf.compat.v1.get_default_graph()
+        self._before = len(self._graph.get_operations())
+        self._first: int | None = None
+        self._updates: list[Callable[[], Any]] = []
+        self.noticed = False
+
+    def add(self, update: Callable[[], Any]) -> bool:
+        """Let an update run at the end of the step; return whether that's possible."""
+        graph = tf.compat.v1.get_default_graph()
+        if graph is not self._graph:
+            self.noticed = True  # in a branch, or a function of its own
+            return False
+        if self._first is None:
+            self._first = len(graph.get_operations())
+        self._updates.append(update)
+        return True
+
+    def finish(self) -> None:
+        """Commit the step, and run its updates."""
+        operations = self._graph.get_operations()[self._before :]
+        first = len(operations) if self._first is None else self._first - self._before
+        _, written = reads_or_writes(self._graph, operations[:first], self._variables)
+        after = reads_or_writes(self._graph, operations[first:], self._variables)
+        self.noticed |= written or any(after)
+        with tf.control_dependencies(self._commit()):
+            for update in self._updates:
+                update()

@@ -1,0 +1,118 @@
+"""`fit` whose workers are killed: the others end it with the numbers of one process."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from workers import Workers
+
+pytestmark = pytest.mark.timeout(600)
+
+SCRIPT = """
+import contextlib
+import hashlib
+import json
+import os
+import signal
+import sys
+import keras
+import numpy as np
+import kerasdist
+from keras import layers
+
+lost = json.loads(sys.argv[1])  # by rank: the event at which it is killed
+strategy = None
+if sys.argv[2:] != ["alone"]:
+    strategy = kerasdist.RingStrategy(elastic=True, timeout=60)
+rank = 0 if strategy is None else strategy.rank
+rng = np.random.default_rng(0)
+x = rng.normal(size=(70, 6)).astype("float32")
+y = (x.sum(1) > 0).astype("int64")
+keras.utils.set_random_seed(7)
+with contextlib.nullcontext() if strategy is None else strategy.scope():
+    m = keras.Sequential([
+        keras.Input((6,)), layers.Dense(16, activation="relu"), layers.Dense(2),
+    ])
+    m.compile(
+        "adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        metrics=["accuracy"], jit_compile=False,
+        steps_per_execution=int(os.environ.get("STEPS", "1")),
+    )
+
+class Killed(keras.callbacks.Callback):
+    count = 0
+
+    def begin(self, what):
+        Killed.count += 1
+        if lost.get(str(rank)) == [what, Killed.count]:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def on_train_batch_begin(self, batch, logs=None):
+        self.begin("train")
+
+    def on_test_batch_begin(self, batch, logs=None):
+        self.begin("test")
+
+    def on_predict_batch_begin(self, batch, logs=None):
+        self.begin("predict")
+
+    def on_epoch_end(self, epoch, logs=None):
+        self.begin("epoch")
+
+history = m.fit(
+    x, y, batch_size=16, epochs=2, shuffle=False, verbose=0, callbacks=[Killed()],
+    validation_data=(x[:50], y[:50]), validation_batch_size=20,
+).history
+Killed.count = 0
+predictions = m.predict(x, batch_size=16, verbose=0, callbacks=[Killed()])
+weights = m.get_weights()
+print("RESULT", json.dumps({
+    "digest": hashlib.sha256(b"".join(w.tobytes() for w in weights)).hexdigest(),
+    "weights": np.concatenate([w.ravel() for w in weights]).tolist(),
+    "iterations": int(m.optimizer.iterations),
+    "history": history,
+    "predictions": predictions.ravel().tolist(),
+    "size": 1 if strategy is None else strategy.size,
+}), flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def alone():
+    with Workers(SCRIPT, 1, ["{}", "alone"], deadline=120) as job:
+        (finished,) = job.succeed()
+    return finished.result
+
+
+@pytest.mark.parametrize(
+    ("size", "lost", "steps"),
+    [
+        # An epoch has 5 steps, 3 of the validation, and its end.
+        (3, {1: ["train", 3]}, 1),
+        (3, {0: ["train", 1]}, 1),
+        (3, {2: ["test", 7]}, 1),
+        (3, {0: ["epoch", 9], 1: ["train", 12]}, 1),
+        (2, {1: ["train", 14]}, 1),
+        (3, {1: ["predict", 2]}, 1),
+        (3, {2: ["train", 2]}, 4),
+    ],
+    ids=lambda value: str(value).replace(" ", ""),
+)
+def test_the_others_have_the_numbers_of_one_process(alone, size, lost, steps):
+    args = [json.dumps({str(rank): event for rank, event in lost.items()})]
+    env = {"STEPS": str(steps)}
+    with Workers(SCRIPT, size, args, env, deadline=200) as job:
+        ended = job.wait()
+    assert [f.rank for f in ended if f.returncode == -9] == sorted(lost)
+    left = [f for f in ended if f.rank not in lost]
+    assert [f.returncode for f in left] == [0] * len(left), [f.output for f in left]
+    assert len({f.result["digest"] for f in left}) == 1
+    for found in (f.result for f in left):
+        assert found["size"] == size - len(lost)
+        assert found["iterations"] == alone["iterations"]
+        for name in ("weights", "predictions"):
+            assert found[name] == pytest.approx(alone[name], rel=1e-4, abs=1e-5), name
+        for name, values in alone["history"].items():
+            assert found["history"][name] == pytest.approx(values, rel=1e-5), name
