@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import socket
+import textwrap
 
 import pytest
 
@@ -155,19 +156,18 @@ raise errors.WorkerLost(1, "host1:1", 7, "its connection was closed")
     assert f"rank 1 {KILLED}; the other workers were ended\n" in err
 
 
-def test_a_frozen_worker_is_ended_when_the_members_have_finished(launcher):
+def test_a_worker_that_is_no_member_any_more_is_ended_when_the_members_have(launcher):
     script = UNTIL_ENOUGH.replace(
         'wait_for("enough")',
         """
 from kerasdist.transport.liveness.launcher_pipe import Reporter
-wait_for("frozen")
+if rank == 1:
+    wait_for("never")
 Reporter("job", rank).members(1, [0, 2], step=5, pause=0.5)
 wait_for("enough")
 """,
     )
     process = begin(launcher, script=script)
-    kill(launcher, 1, number=signal.SIGSTOP)
-    (launcher.folder / "frozen").touch()
     code, _, err = finish(launcher, process)
     assert (code, err.splitlines()[-1]) == (
         0,
@@ -178,16 +178,23 @@ wait_for("enough")
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_to_the_launcher_ends_all_and_starts_nothing_again(launcher, number):
-    process = begin(launcher, "--restarts", 3)
+    # Rank 1 lives for longer than the pause before the restart.
+    script = """
+    if rank == 1:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    """
+    process = begin(
+        launcher, "--restarts", 3, script=textwrap.dedent(script) + UNTIL_ENOUGH
+    )
     kill(launcher, 0)
     wait_until_said(process, "started again in 1 s")
-    launcher.wait_for("up-0-1")
     process.send_signal(number)
     _, err = process.communicate(timeout=40)
     launcher.nothing_runs(within=5.0)
     assert process.returncode == 128 + number
-    assert err == (f"kerasdist run: ended by {number.name}; all workers are ended\n")
-    assert not (launcher.folder / "up-0-2").exists()
+    assert err == f"kerasdist run: ended by {number.name}; all workers are ended\n"
+    assert not (launcher.folder / "up-0-1").exists()
 
 
 # --- the chief's output ---
