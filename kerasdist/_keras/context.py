@@ -32,6 +32,12 @@ class StepContext(threading.local):
         in_compile_loss: Whether CompileLoss records its parts.
         fitting: 1 inside `fit`, 2 if it prints.
         data_pending: Whether `fit` has not been given its training data yet.
+        epoch: The number of the epoch of `fit`, as callbacks know it.
+        callbacks: The callbacks of `fit`.
+        first_step: The step with which the present epoch of `fit` began here.
+        admission: Of a worker that has joined, before its first step: the steps until
+            the members next ask for workers that want to join, and between two
+            questions; else None.
         joined: Whether this worker has joined others during this `fit`.
         evaluating: Whether this is inside `evaluate` or `predict`.
         local: Whether each worker is meant to train models of its own.
@@ -64,6 +70,10 @@ class StepContext(threading.local):
     in_compile_loss: bool = False
     fitting: int = 0
     data_pending: bool = False
+    epoch: int = 0
+    callbacks: Any = ()
+    first_step: int = 0
+    admission: Any = None
     joined: bool = False
     evaluating: bool = False
     local: bool = False

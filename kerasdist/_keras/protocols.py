@@ -128,6 +128,7 @@ class StateHooks:
             scope, in one of the strategy; is given both.
         check: See `strategies.reduce.consensus.check_state`.
         share: See `strategies.reduce.initial_state.share_state`.
+        give: See `strategies.reduce.initial_state.give_state`.
         sum_over_workers: Sums each of a list of host tensors over the workers, in
             graphs, too.
     """
@@ -135,6 +136,7 @@ class StateHooks:
     adopt: Callable[[Any, Any], Any]
     check: Callable[[Sequence[tuple[str, Any]], Sequence[tuple[str, Any]]], None]
     share: Callable[[Sequence[Any], int], Any]
+    give: Callable[[Sequence[Any], int], None]
     sum_over_workers: Callable[[Sequence[Any]], list[Any]]
 
 
@@ -224,6 +226,24 @@ class ElasticHooks(Protocol):
     @property
     def epoch(self) -> int:
         """The number of the present membership, which grows with each change."""
+
+    @property
+    def joining(self) -> bool:
+        """Whether this worker is alone until it calls `join`."""
+
+    @property
+    def newcomers(self) -> int:
+        """The first rank of the members without state: the last ones."""
+
+    def admit(self) -> bool:
+        """Admit workers that want to join; all members call it alike.
+
+        Returns:
+            Whether there are members without state now.
+        """
+
+    def join(self) -> None:
+        """Become a member without state; returns when `admit` does at the others."""
 
     def section(self) -> contextlib.AbstractContextManager[None]:
         """Let a change of membership end the block's collectives with an error.

@@ -76,6 +76,14 @@ class RepeatableIterator(abc.ABC):
         The batches after it follow.
         """
 
+    def position(self) -> dict[str, int] | None:
+        """Return the place among all batches; None: another worker can't continue."""
+        return None
+
+    def resume(self, position: dict[str, int]) -> None:
+        """Continue at another worker's `position`."""
+        raise NotImplementedError(f"{type(self).__name__} has no position.")
+
     def __iter__(self) -> RepeatableIterator:
         return self
 

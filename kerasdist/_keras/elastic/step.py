@@ -18,8 +18,10 @@ from typing import Any
 import tensorflow as tf
 
 from kerasdist import _tf
+from kerasdist._keras.context import current
 from kerasdist._keras.elastic.batches import Batches, Taken, batches_of, is_of_fit
 from kerasdist._keras.elastic.late_updates import LateUpdates
+from kerasdist._keras.elastic.joining import Admission
 from kerasdist._keras.elastic.metric_totals import MetricTotals
 from kerasdist._keras.elastic.repetition import ByLayout
 from kerasdist._keras.elastic.shadow import Shadow
@@ -45,6 +47,7 @@ class ElasticStep:
         instrument: Returns a function that calls the one that its argument makes.
         state: Returns the variables of all that a step may change.
         updated: Returns those of them that optimizers update.
+        given: Returns those that a worker gets which joins.
     """
 
     def __init__(
@@ -56,6 +59,7 @@ class ElasticStep:
         instrument: Callable[[Callable[[], _Calls]], _Calls],
         state: Callable[[], Sequence[Any]],
         updated: Callable[[], Sequence[Any]],
+        given: Callable[[], Sequence[Any]],
     ) -> None:
         self._trainer = trainer
         self._hooks = hooks
@@ -73,10 +77,14 @@ class ElasticStep:
         # The variables that the running step has kept.
         self._saved: list[Any] = []
         self._totals = MetricTotals(hooks.state.sum_over_workers)
+        self._admission = Admission(trainer, hooks, elastic, given)
+        # The steps of this epoch.
+        self._taken = 0
 
     def begin(self) -> None:
         """Begin with metrics that are reset."""
         self._totals.reset()
+        self._taken = 0
 
     def __call__(self, iterator: Any) -> Any:
         """Take the steps of one execution; return the last one's logs.
@@ -89,6 +97,8 @@ class ElasticStep:
 
     def _take_steps(self, iterator: Any) -> Any:
         batches = batches_of(iterator, self._hooks)
+        if is_of_fit(iterator):
+            self._admission.poll(iterator, self._taken + current.first_step)
         logs = None
         for number in range(int(self._trainer.steps_per_execution)):
             try:
@@ -119,6 +129,7 @@ class ElasticStep:
                     raise
                 continue
             self._totals.reset()
+            self._taken = current.first_step = 0
             return result
 
     def _take_step(self, batches: Batches) -> Any:
@@ -146,6 +157,7 @@ class ElasticStep:
             # A worker that is alone reduces nothing.
             workers.communicator.step = max(before + 1, workers.communicator.step)
             batches.commit()
+            self._taken += 1
             return logs
 
     def _settle(self) -> None:

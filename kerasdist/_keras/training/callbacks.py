@@ -78,6 +78,8 @@ def on_epoch_end(
     if dynamic is not None:
         _count_all(self.callbacks, dynamic.steps_of_all)
     result = original(self, *args, **kwargs)
+    if current.fitting:
+        current.epoch += 1
     model = self.model
     hooks = None if model is None else hooks_of(model.distribute_strategy)
     if hooks is not None and hooks.workers.replicas > 1:

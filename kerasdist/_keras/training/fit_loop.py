@@ -18,6 +18,7 @@ from keras.src.utils import io_utils
 
 from kerasdist._keras.context import current, setting
 from kerasdist._keras.data.pydataset import closing_readers
+from kerasdist._keras.elastic.joining import count_fit, join
 from kerasdist._keras.elastic.repetition import repeated
 from kerasdist._keras.elastic.step import ElasticStep
 from kerasdist._keras.models.local_models import warn_if_outside
@@ -35,6 +36,7 @@ from kerasdist._keras.training.optimizers import open_window
 from kerasdist._keras.training.state import (
     share_state,
     state_of,
+    state_to_give,
     statistics_of,
     take_epoch,
 )
@@ -121,11 +123,18 @@ def before_first_step(trainer: Any, callbacks: Sequence[Any]) -> None:
     hooks = hooks_of(trainer.distribute_strategy)
     if hooks is None:
         return
+    elastic = hooks.elastic
+    if elastic is not None:
+        current.callbacks = callbacks
+        if elastic.joining:
+            join(trainer, hooks, elastic, callbacks, state_to_give(trainer))
+            return
     dynamic = hooks.dynamic
     has_own_state = dynamic is not None and dynamic.has_own_state()
     share_state(trainer, hooks, callbacks)
     hooks.state.check(*state_of(trainer, only_weights=has_own_state))
     take_epoch(trainer, hooks, 0)
+    current.epoch = getattr(trainer, "_initial_epoch", None) or current.epoch
     if dynamic is not None:
         optimizer = trainer.optimizer
         weights = trainer.trainable_weights
@@ -149,8 +158,16 @@ def fit(original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -
             return original(trainer, *args, **kwargs)
     args, kwargs, verbose = _hide_progress_bar(original, hooks, trainer, args, kwargs)
     fitting = 1 if verbose == 0 else 2
-    facts = {"fitting": fitting, "joined": False}
+    bound = inspect.signature(original).bind(trainer, *args, **kwargs)
+    facts = {
+        "fitting": fitting,
+        "joined": False,
+        "epoch": bound.arguments.get("initial_epoch", 0),
+        "callbacks": (),
+    }
     facts["data_pending"] = hooks.dynamic is not None
+    if hooks.elastic is not None:
+        count_fit(hooks)
     with setting(**facts), closing_readers(), translating(hooks):
         initial = getattr(trainer, "_initial_epoch", None)
         try:

@@ -18,6 +18,7 @@ __all__ = [
     "copied_to",
     "share_state",
     "state_of",
+    "state_to_give",
     "statistics_of",
     "take_epoch",
     "updated_state",
@@ -122,6 +123,19 @@ def updated_state(trainer: Any) -> list[Any]:
         variables += optimizer.variables
     unique = {id(variable): variable for variable in variables}
     return [variable.value for variable in unique.values()]
+
+
+def state_to_give(trainer: Any) -> list[Any]:
+    """Return TensorFlow's variables that a worker gets which joins in an epoch.
+
+    Without the metrics and the gradients that each replica has added up by itself.
+    """
+    own = {id(variable) for variable in trainer.metrics_variables}
+    for optimizer in optimizers_of(trainer):
+        own.update(id(variable) for variable in own_accumulators(optimizer))
+    for layer in trainer._flatten_layers():
+        own.update(id(state) for state in _states_of_rows(layer))
+    return [v.value for v in _all_variables(trainer) if id(v) not in own]
 
 
 @contextlib.contextmanager

@@ -34,7 +34,12 @@ from kerasdist._keras.protocols import (
 from kerasdist._keras.training.adoption import adopt_model
 from kerasdist._keras.training.instrumented_step import InstrumentedStep
 from kerasdist._keras.training.logs import keeping
-from kerasdist._keras.training.state import statistics_of, updated_state, whole_state
+from kerasdist._keras.training.state import (
+    state_to_give,
+    statistics_of,
+    updated_state,
+    whole_state,
+)
 from kerasdist._tf.marks import LAST_LOGS, PREDICTING_EPOCH
 
 __all__ = [
@@ -142,6 +147,7 @@ def make_function(
             lambda make: InstrumentedStep(trainer, make, timer, single=True),
             lambda: whole_state(trainer),
             lambda: updated_state(trainer),
+            lambda: state_to_give(trainer),
         )
         if last is not None:
             LAST_LOGS.set(elastic, last)

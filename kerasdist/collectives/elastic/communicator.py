@@ -188,8 +188,11 @@ class ElasticCommunicator(Communicator):
         self._settle(self.epoch, time.monotonic() + _ADMIT_SECONDS)
         return self.newcomers < self.size
 
-    def join(self, seconds: float) -> None:
+    def join(self, seconds: float | None = None) -> None:
         """Become a member; returns when `admit` does at the others.
+
+        Args:
+            seconds: To wait for that; by default those of a change of membership.
 
         Raises:
             CollectiveError: The members haven't admitted this worker in time, or it
@@ -348,6 +351,9 @@ class ElasticCommunicator(Communicator):
         self.peers = tuple(self._names[rank] for rank in self.ranks)
         self.replicas = group.job.replicas
         self.newcomers = self.size - group.newcomers
+        if self.joining:
+            # It isn't the chief, and must not write files: as if another were.
+            self.rank, self.replicas = 1, self.replicas * 2
 
     # The rest of the contract.
 

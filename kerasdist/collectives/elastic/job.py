@@ -57,6 +57,7 @@ class ElasticJob:
         communicator: Between the present members.
         transport: The transport of the first group, see `connect`.
         timeouts: The timeouts as given.
+        facts: Numbers that all members know, and a process gets which joins.
     """
 
     has_servers = False
@@ -73,6 +74,7 @@ class ElasticJob:
         self.cluster = connector.cluster
         self.transport = group.job.transport
         self.timeouts = connector.timeouts
+        self.facts = lines.facts
         self._connector = connector
         self._listener = listener
         self._lock = threading.Lock()
@@ -318,12 +320,14 @@ def connect_elastic(
         me = Member(rank)
         lines = Lines(me, addresses, secret, listener, name)
         undo.callback(lambda: lines.close())
-        hosts = lines.running() or ()
-        if hosts:
+        answer = lines.running()
+        hosts = () if answer is None else answer.members
+        if answer is not None:
             # Larger than that of any earlier process with this task.
             me = Member(rank, int(time.time() * 1000))
             lines.close()
             lines = Lines(me, addresses, secret, listener, name)
+            lines.facts = answer.facts
         connector = Connector(
             me=me,
             cluster=cluster,

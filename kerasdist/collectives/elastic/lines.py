@@ -60,10 +60,12 @@ class Answer:
     Attributes:
         member: The process.
         members: Those of its epoch; none if the process is only starting.
+        facts: The facts that a process gets which joins.
     """
 
     member: Member
     members: tuple[Member, ...]
+    facts: dict[str, int]
 
 
 class Lines:
@@ -80,6 +82,7 @@ class Lines:
         receive: Called with each message that arrives, from threads of this object;
             None: it's lost.
         members: The members of this process's epoch, for answers.
+        facts: See `Answer`.
     """
 
     def __init__(
@@ -97,6 +100,7 @@ class Lines:
         self._session = session
         self.receive: Callable[[Member, Message], None] | None = None
         self.members: tuple[Member, ...] = ()
+        self.facts: dict[str, int] = {}
         self._stop = Cancellation()
         self._lock = threading.Lock()
         self._outgoing: dict[Member, queue.SimpleQueue[bytes | None]] = {}
@@ -129,8 +133,8 @@ class Lines:
         # A process that was started again has the task.
         return Contact.DEAD if answer.member > member else Contact.ALIVE
 
-    def running(self) -> tuple[Member, ...] | None:
-        """Return the members of the job if it runs already.
+    def running(self) -> Answer | None:
+        """Return the answer of a member of the job if it runs already.
 
         Asks all other tasks, until one answers that it runs, or starts, too.
         """
@@ -141,7 +145,7 @@ class Lines:
                 answers = [each for each in pool.map(self._try_asking, some) if each]
                 for answer in answers:
                     if answer.members:
-                        return answer.members
+                        return answer
                 if answers:
                     return None
         return None
@@ -158,11 +162,16 @@ class Lines:
                 raise unexpected(kind)
             value = to_json(payload)
             members = _members(value.get("members"))
-            return Answer(_members([value.get("member")])[0], members)
+            facts = value.get("facts")
+            return Answer(
+                _members([value.get("member")])[0],
+                members,
+                facts if isinstance(facts, dict) else {},
+            )
 
     def _answer(self, connection: Connection) -> None:
         members = [list(member) for member in self.members]
-        answer = {"member": list(self._me), "members": members}
+        answer = {"member": list(self._me), "members": members, "facts": self.facts}
         with connection, contextlib.suppress(OSError):
             connection.write_json(FrameType.MEMBERSHIP, answer, Deadline(_POLL_SECONDS))
 

@@ -45,7 +45,7 @@ class ElasticArrays:
         self._epoch = 0
         self._distribute = distribute
         self._take = data.pipelines()
-        self._layout: ReplicaLayout | None = None
+        self._made_for: tuple[ReplicaLayout, bool] | None = None
         self._parts: ArrayParts | None = None
         self._whole: Any = None  # the parts of all batches, for that layout
         self._order: tuple[int, Any] = (0, None)
@@ -53,6 +53,10 @@ class ElasticArrays:
     def __iter__(self) -> ArrayEpoch:
         self._epoch += 1
         return ArrayEpoch(self, self._epoch)
+
+    def count_from(self, epoch: int) -> None:
+        """Take this for the number of the last iteration."""
+        self._epoch = epoch
 
     def begin(self, layout: ReplicaLayout, epoch: int, first: int) -> Any:
         """Return an iterator over the parts of an epoch's batches.
@@ -63,12 +67,11 @@ class ElasticArrays:
             first: The number of the first batch.
         """
         data = self._data
-        if self._parts is None or self._layout != layout:
+        alone = self.workers.communicator.size == 1
+        if self._parts is None or self._made_for != (layout, alone):
             # Also a new object, because threads may still read ahead for the old one.
-            self._parts = ArrayParts(
-                layout, data, alone=self.workers.communicator.size == 1
-            )
-            self._layout, self._whole = layout, None
+            self._parts = ArrayParts(layout, data, alone=alone)
+            self._made_for, self._whole = (layout, alone), None
         if self._order[0] != epoch:
             self._order = (
                 epoch,
@@ -108,6 +111,16 @@ class ArrayEpoch(RepeatableIterator):
     def commit(self) -> None:
         """See `RepeatableIterator.commit`."""
         self._committed += 1
+
+    def position(self) -> dict[str, int]:
+        """See `RepeatableIterator.position`."""
+        return {"epoch": self._epoch, "batch": self._committed}
+
+    def resume(self, position: dict[str, int]) -> None:
+        """See `RepeatableIterator.resume`."""
+        self._epoch, self._committed = position["epoch"], position["batch"]
+        self._arrays.count_from(self._epoch)
+        self._inner = None
 
     def renew(self) -> None:
         """See `RepeatableIterator.renew`."""

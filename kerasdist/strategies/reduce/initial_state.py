@@ -21,7 +21,7 @@ from kerasdist.errors import CollectiveError
 from kerasdist.strategies.reduce.consensus import digest_of
 from kerasdist.strategies.reduce.workers import Workers
 
-__all__ = ["Shared", "share_state"]
+__all__ = ["Shared", "give_state", "share_state"]
 
 # This many bytes are sent at once, or one variable if it has more.
 _MOST_BYTES = 64 << 20
@@ -114,6 +114,37 @@ def share_state(workers: Workers, variables: Sequence[Any], root: int) -> Shared
         size=total,
         seconds=time.perf_counter() - begin,
     )
+
+
+def give_state(workers: Workers, variables: Sequence[Any], first: int) -> None:
+    """Give rank 0's values to newcomers; all ranks call it at the same point.
+
+    Args:
+        workers: The workers that reduce together.
+        variables: TensorFlow's variables, in the same order on all ranks.
+        first: The first newcomer's rank; the newcomers are the last ranks.
+
+    Raises:
+        CollectiveError: A newcomer holds other values after all.
+    """
+    communicator = workers.communicator
+    copies = [workers.copies(each) for each in variables]
+    for group in _groups(copies, range(len(copies))):
+        values = [np.asarray(copies[i][0]) for i in group]
+        given = communicator.broadcast(values, 0)
+        if communicator.rank >= first:
+            for i, value in zip(group, given, strict=True):
+                for part in copies[i]:
+                    part.assign(value)
+    every = communicator.all_gather(_digests([parts[:1] for parts in copies]))
+    wrong = [
+        rank for rank in range(first, len(every)) if (every[rank] != every[0]).any()
+    ]
+    if wrong:
+        raise CollectiveError(
+            "Workers that have joined hold other values than rank 0. Received: ranks "
+            f"{wrong}. Does a thread of the script change the model?"
+        )
 
 
 def _check_form(communicator: Any, copies: Sequence[Sequence[Any]]) -> None:

@@ -53,6 +53,8 @@ class SynchronousData:
     # The class of the iterables over arrays.
     array_epochs: Callable[..., Any] = ArrayEpochs
     fill_if_empty = staticmethod(fill_if_empty)
+    # The seed of a job that workers may join, for scripts that set none.
+    job_seed: int | None = None
 
     def __init__(
         self,
@@ -254,6 +256,8 @@ class SynchronousData:
         if seeding is not self._seeding:
             self._seeding, self._orders = seeding, itertools.count()
         number = next(self._orders)
+        if chosen is None:
+            chosen = self.job_seed
         if chosen is None:
             seed = secrets.randbits(63)
         else:

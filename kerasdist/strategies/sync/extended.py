@@ -30,7 +30,7 @@ from kerasdist.strategies.reduce.accumulation import end_window
 from kerasdist.strategies.reduce.consensus import Consensus, check_state
 from kerasdist.strategies.reduce.gradients import reduce_gradients
 from kerasdist.strategies.reduce.graph_ops import CollectiveOps, make_ops
-from kerasdist.strategies.reduce.initial_state import share_state
+from kerasdist.strategies.reduce.initial_state import give_state, share_state
 from kerasdist.strategies.reduce.replicas import (
     finish,
     local_sum,
@@ -101,6 +101,7 @@ class SynchronousExtended(SharingExtended):
                 adopt=self.adopt,
                 check=partial(check_state, workers, broadcast=broadcast),
                 share=partial(share_state, workers),
+                give=partial(give_state, workers),
                 # `ops` is another object while this worker acts alone.
                 sum_over_workers=lambda tensors: workers.ops.all_reduce(tensors),
             ),
