@@ -120,6 +120,9 @@ class Admission:
         if not any(answers[rank] for rank in range(first, len(texts))):
             self._hooks.state.give(self._state(), first)
             _share_arrays(self._hooks, current.callbacks)
+            # `fit` keeps the iterator of its evaluations. Making one is a collective,
+            # which the newcomers begin with.
+            self._trainer._eval_epoch_iterator = None
 
 
 def join(

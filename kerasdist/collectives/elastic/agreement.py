@@ -277,8 +277,26 @@ class Agreement:
                 )
                 if self._hosts:
                     self._handle(Apply(self._hosts))
+                if self._hosts and self._machine.decision is None:
+                    self._look_for_hosts()
                 self._look_around()
                 self._handle(GiveUp() if late else Timeout())
+
+    def _look_for_hosts(self) -> None:
+        """Stop if all members that could admit this worker have ended."""
+        if self._looking:
+            return
+        hosts = frozenset(self._hosts)
+        self._looking |= hosts
+
+        def look() -> None:
+            dead = all(self._lines.contact(host) is Contact.DEAD for host in hosts)
+            with self._lock:
+                self._looking -= hosts
+                if dead and self._machine.decision is None and not self._stop.is_set():
+                    self._follower.stop(StopReason.EXCLUDED, ())
+
+        threading.Thread(target=look, name="kerasdist-contact", daemon=True).start()
 
     def _look_around(self) -> None:
         """Look for the other members while there's no agreement.

@@ -149,7 +149,14 @@ class ElasticJob:
         """See `agreement.Follower.stop`."""
         lost = self._lost
         absent = f" Out of contact: ranks {list(missing)}." if missing else ""
-        if lost is None:
+        if self.communicator.joining:
+            lost = errors.WorkerLost(
+                self._connector.me.id,
+                self._connector.addresses[self._connector.me.id],
+                self.communicator.step,
+                "the job that it was to join has ended",
+            )
+        elif lost is None:
             lost = errors.WorkerLost(
                 self._connector.me.id,
                 self._connector.addresses[self._connector.me.id],
