@@ -20,8 +20,8 @@ import tensorflow as tf
 from kerasdist import _tf
 from kerasdist._keras.context import current
 from kerasdist._keras.elastic.batches import Batches, Taken, batches_of, is_of_fit
-from kerasdist._keras.elastic.late_updates import LateUpdates
 from kerasdist._keras.elastic.joining import Admission
+from kerasdist._keras.elastic.late_updates import LateUpdates
 from kerasdist._keras.elastic.metric_totals import MetricTotals
 from kerasdist._keras.elastic.repetition import ByLayout
 from kerasdist._keras.elastic.shadow import Shadow
@@ -202,16 +202,6 @@ class ElasticStep:
             nonlocal made
             self._traced.clear()
             found = made[0].get_concrete_function(batch)
-            import sys
-
-            print(
-                "LATE",
-                self._late,
-                [u.noticed for u in self._traced],
-                [len(u._updates) for u in self._traced],
-                file=sys.stderr,
-                flush=True,
-            )
             if any(updates.noticed for updates in self._traced):
                 self._late = False
                 made = self._make_graph()
