@@ -1,4 +1,4 @@
-"""What the operations of a graph do with variables."""
+"""The uses of variables by the operations of a graph."""
 
 from __future__ import annotations
 
