@@ -54,7 +54,9 @@ class ElasticDouble:
             ),
             hooks.print_once,
         )
-        facets.hooks = dataclasses.replace(hooks, elastic=self, data=data)
+        self._facets, self._plain = facets, hooks
+        self._hooks = dataclasses.replace(hooks, elastic=self, data=data)
+        facets.hooks = self._hooks
         for name in ("all_reduce", "all_gather", "broadcast", "barrier"):
             self._count_calls(name)
 
@@ -63,6 +65,15 @@ class ElasticDouble:
         self.fail_at = frozenset(fail_at)
         self.count = 0
         self.sections: list[tuple[int, bool]] = []
+
+    @contextlib.contextmanager
+    def absent(self) -> Iterator[None]:
+        """Let the job not be an elastic one in the block."""
+        self._facets.hooks = self._plain
+        try:
+            yield
+        finally:
+            self._facets.hooks = self._hooks
 
     @contextlib.contextmanager
     def section(self) -> Iterator[None]:

@@ -186,9 +186,10 @@ class ElasticStep:
         if tf.executing_eagerly() or not self._late:
             return None
         replica = _tf.local_replica_id()
-        made = LateUpdates(
-            [self._copies(v)[replica] for v in self._updated()], self._commit
-        )
+        copies = [self._copies(variable) for variable in self._updated()]
+        # What was created outside of the scope has no copies.
+        own = [each[replica if len(each) > 1 else 0] for each in copies]
+        made = LateUpdates(own, self._commit)
         self._traced.append(made)
         return made
 

@@ -18,6 +18,7 @@ from keras.src.utils import io_utils
 
 from kerasdist._keras.context import current, setting
 from kerasdist._keras.data.pydataset import closing_readers
+from kerasdist._keras.elastic.evaluation import renew_prediction
 from kerasdist._keras.elastic.joining import count_fit, join
 from kerasdist._keras.elastic.repetition import repeated
 from kerasdist._keras.elastic.step import ElasticStep
@@ -40,7 +41,6 @@ from kerasdist._keras.training.state import (
     statistics_of,
     take_epoch,
 )
-from kerasdist._keras.training.train_step import renew_prediction
 
 __all__ = [
     "before_first_step",

@@ -15,7 +15,8 @@ from kerasdist._keras.data.batches import (
     RepeatableIterator,
 )
 from kerasdist._keras.data.epoch_iterators import first_item
-from kerasdist._keras.elastic.repetition import ByLayout, repeated
+from kerasdist._keras.elastic.evaluation import renew_prediction, test_function
+from kerasdist._keras.elastic.repetition import repeated
 from kerasdist._keras.elastic.step import ElasticStep
 from kerasdist._keras.models.step_build import (
     build_by_step,
@@ -40,7 +41,7 @@ from kerasdist._keras.training.state import (
     updated_state,
     whole_state,
 )
-from kerasdist._tf.marks import LAST_LOGS, PREDICTING_EPOCH
+from kerasdist._tf.marks import LAST_LOGS
 
 __all__ = [
     "make_function",
@@ -48,7 +49,6 @@ __all__ = [
     "predict_on_batch",
     "receive_batch",
     "reduce_per_replica",
-    "renew_prediction",
     "symbolic_build",
 ]
 
@@ -154,7 +154,9 @@ def make_function(
         return elastic
     calls: Callable[[Any], Any] = InstrumentedStep(trainer, make, timer)
     if hooks.elastic is not None:
-        calls = ByLayout(hooks.workers, lambda: InstrumentedStep(trainer, make, timer))
+        calls = test_function(
+            trainer, hooks, lambda: InstrumentedStep(trainer, make, timer)
+        )
 
     def call(iterator: Any) -> Any:
         with translating(hooks), inside():
@@ -229,15 +231,6 @@ def predict_on_batch(original: Callable[..., Any], trainer: Any, x: Any) -> Any:
 
     with translating(hooks), hooks.workers.collective_scope():
         return repeated(hooks.elastic, call)
-
-
-def renew_prediction(trainer: Any, hooks: KerasHooks) -> None:
-    """Let the predict function be made again if it was for other workers."""
-    if hooks.elastic is None:
-        return
-    if PREDICTING_EPOCH.get(trainer) != hooks.elastic.epoch:
-        trainer.predict_function = None
-        PREDICTING_EPOCH.set(trainer, hooks.elastic.epoch)
 
 
 def symbolic_build(

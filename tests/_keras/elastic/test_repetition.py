@@ -48,6 +48,7 @@ found = {}
 for name, call in {
     "evaluate": lambda: m.evaluate(x, y, batch_size=16, verbose=0),
     "predict": lambda: m.predict(x, batch_size=16, verbose=0),
+    "test_on_batch": lambda: m.test_on_batch(x[:10], y[:10]),
     "predict_on_batch": lambda: m.predict_on_batch(x[:10]),
 }.items():
     call()  # the first time variables are created, by collectives

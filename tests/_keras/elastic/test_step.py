@@ -23,7 +23,13 @@ import kerasdist
 from elastic_double import ElasticDouble
 from keras import layers
 
-strategy = kerasdist.RingStrategy(timeout=60)
+replicas = int(sys.argv[1])
+if replicas > 1:
+    tf.config.set_logical_device_configuration(
+        tf.config.list_physical_devices("CPU")[0],
+        [tf.config.LogicalDeviceConfiguration()] * replicas,
+    )
+strategy = kerasdist.RingStrategy([f"CPU:{i}" for i in range(replicas)], timeout=60)
 double = ElasticDouble(strategy)
 rng = np.random.default_rng(0)
 x = rng.normal(size=(70, 6)).astype("float32")
@@ -37,6 +43,7 @@ def digest(variables):
 def outcome(model, optimizers, history):
     return {
         "weights": digest(v.numpy() for v in model.variables),
+        "sums": [float(abs(w).sum()) for w in model.get_weights()],
         "optimizers": digest(v.numpy() for o in optimizers for v in o.variables),
         "iterations": [int(o.iterations) for o in optimizers],
         "history": history,
@@ -57,6 +64,8 @@ def run(train, fail_at=()):
 def compare(train):
     '''Runs without a failure, and with some: at the first step's first collective,
     in the middle of a step, at a step's last one, in the reading of the metrics.'''
+    with double.absent():
+        plain = run(train)
     calm = run(train)
     firsts = [first for first, _ in calm["sections"]]
     # The last section is the last epoch's reading.
@@ -70,15 +79,21 @@ def compare(train):
         section = max(first for first in firsts if first <= point)
         repeated += point - section + 1
     hit = run(train, shifted)
-    print("RESULT", json.dumps([calm, hit]), flush=True)
+    print("RESULT", json.dumps([plain, calm, hit]), flush=True)
 
 """
 
 
-def check(train):
-    with Workers(SCRIPT + train + "\ncompare(train)\n", 2, deadline=300) as job:
+def check(train, replicas=1):
+    script = SCRIPT + train + "\ncompare(train)\n"
+    with Workers(script, 2, [str(replicas)], deadline=300) as job:
         results = [finished.result for finished in job.succeed()]
-    for calm, hit in results:
+    for plain, calm, hit in results:
+        # Gradients that are accumulated are reduced at other times.
+        assert calm["sums"] == pytest.approx(plain["sums"], rel=1e-5)
+        assert calm["iterations"] == plain["iterations"]
+        for name, values in plain["history"].items():
+            assert calm["history"][name] == pytest.approx(values, rel=1e-5), name
         assert calm["changes"] == 0
         assert hit["changes"] == 4
         assert [failed for _, failed in hit["sections"]].count(True) == 4
@@ -88,12 +103,13 @@ def check(train):
         for name, values in calm["history"].items():
             # The workers' parts are added up in another order.
             assert hit["history"][name] == pytest.approx(values, rel=1e-6), name
-    assert results[0][1]["history"] == results[1][1]["history"]
+    assert results[0][2]["history"] == results[1][2]["history"]
     return results
 
 
-def test_a_model_with_statistics_masks_and_metrics():
-    check("""
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_model_with_statistics_masks_and_metrics(replicas):
+    train = """
 def train():
     with strategy.scope():
         m = keras.Sequential([
@@ -103,7 +119,8 @@ def train():
         m.compile("adam", entropy, metrics=["accuracy"], jit_compile=False)
     history = m.fit(x, y, batch_size=16, epochs=2, verbose=0).history
     return outcome(m, [m.optimizer], history)
-""")
+"""
+    check(train, replicas)
 
 
 def test_metrics_that_are_too_large_for_each_step():
@@ -197,7 +214,7 @@ def train():
     ).history
     return {**outcome(m, [m.optimizer], history), "ends": ends}
 """)
-    assert results[0][0]["ends"] == results[0][1]["ends"] == [3, 7, 3, 7]
+    assert [each["ends"] for each in results[0]] == [[3, 7, 3, 7]] * 3
 
 
 def test_eager_steps():
@@ -235,7 +252,7 @@ def test_a_dataset_whose_last_batch_is_smaller():
     check("""
 def train():
     data = tf.data.Dataset.from_tensor_slices(({"one": x, "two": x[:, :2]}, y))
-    data = data.shuffle(70, seed=3).batch(16)
+    data = data.shuffle(70, seed=3, reshuffle_each_iteration=False).batch(16)
     with strategy.scope():
         one, two = keras.Input((6,), name="one"), keras.Input((2,), name="two")
         out = layers.Dense(2)(layers.Concatenate()([one, two]))

@@ -1,0 +1,53 @@
+"""The test and the predict function of a job whose workers may change."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from kerasdist._keras.context import setting
+from kerasdist._keras.elastic.batches import is_of_fit
+from kerasdist._keras.elastic.repetition import ByLayout, repeated
+from kerasdist._keras.protocols import KerasHooks
+from kerasdist._tf.marks import PREDICTING_EPOCH
+
+__all__ = ["renew_prediction", "test_function"]
+
+
+def test_function(
+    trainer: Any, hooks: KerasHooks, make: Callable[[], Callable[[Any], Any]]
+) -> Callable[[Any], Any]:
+    """Return a test function that is made for each layout of the replicas.
+
+    `evaluate` is begun again as a whole. `test_on_batch`, whose metrics are reset
+    before, is repeated here.
+
+    Args:
+        trainer: The model.
+        hooks: The hooks of its strategy.
+        make: Makes a function for the present layout.
+    """
+    calls = ByLayout(hooks.workers, make)
+
+    def call(iterator: Any) -> Any:
+        if is_of_fit(iterator):
+            return calls(iterator)
+        batches = list(iterator)
+
+        def test() -> Any:
+            trainer.reset_metrics()
+            return calls(iter(batches))
+
+        with setting(evaluating=True):
+            return repeated(hooks.elastic, test)
+
+    return call
+
+
+def renew_prediction(trainer: Any, hooks: KerasHooks) -> None:
+    """Let the predict function be made again if it was for other workers."""
+    if hooks.elastic is None:
+        return
+    if PREDICTING_EPOCH.get(trainer) != hooks.elastic.epoch:
+        trainer.predict_function = None
+        PREDICTING_EPOCH.set(trainer, hooks.elastic.epoch)
