@@ -29,6 +29,7 @@ class ElasticDouble:
 
     Attributes:
         epoch: The number of the present membership.
+        joining: False, because no worker joins.
         fail_at: The numbers of the collectives that fail instead of being run, counted
             from 0 over all sections; a repeated one has another number.
         count: How many collectives have begun in sections.
@@ -38,6 +39,7 @@ class ElasticDouble:
 
     def __init__(self, strategy: Any) -> None:
         self.epoch = 0
+        self.joining = False
         self.begin()
         self._inside = self._failed = False
         facets = strategy.extended.kerasdist
@@ -65,6 +67,16 @@ class ElasticDouble:
         self.fail_at = frozenset(fail_at)
         self.count = 0
         self.sections: list[tuple[int, bool]] = []
+
+    def admit(self) -> bool:
+        return False
+
+    @property
+    def newcomers(self) -> int:
+        return int(self._plain.workers.communicator.size)
+
+    def join(self) -> None:
+        raise RuntimeError("no worker joins")
 
     @contextlib.contextmanager
     def absent(self) -> Iterator[None]:
