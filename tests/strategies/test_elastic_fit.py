@@ -31,13 +31,26 @@ rng = np.random.default_rng(0)
 x = rng.normal(size=(70, 6)).astype("float32")
 y = (x.sum(1) > 0).astype("int64")
 keras.utils.set_random_seed(7)
+
+class Large(keras.metrics.Metric):
+    '''Counts rows in the first of 20,000 numbers.'''
+    def __init__(self):
+        super().__init__(name="rows")
+        self.counts = self.add_weight(shape=(20_000,), initializer="zeros", name="c")
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        rows = keras.ops.cast(keras.ops.shape(y_true)[0], "float32")
+        self.counts.assign_add(keras.ops.one_hot(0, 20_000) * rows)
+    def result(self):
+        return keras.ops.sum(self.counts)
+
 with contextlib.nullcontext() if strategy is None else strategy.scope():
     m = keras.Sequential([
         keras.Input((6,)), layers.Dense(16, activation="relu"), layers.Dense(2),
     ])
     m.compile(
         "adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True),
-        metrics=["accuracy"], jit_compile=False,
+        metrics=["accuracy", *([Large()] if "LARGE" in os.environ else [])],
+        jit_compile=False,
         steps_per_execution=int(os.environ.get("STEPS", "1")),
     )
 
@@ -116,3 +129,16 @@ def test_the_others_have_the_numbers_of_one_process(alone, size, lost, steps):
             assert found[name] == pytest.approx(alone[name], rel=1e-4, abs=1e-5), name
         for name, values in alone["history"].items():
             assert found["history"][name] == pytest.approx(values, rel=1e-5), name
+
+
+@pytest.mark.parametrize(("step", "missing"), [(12, 5), (13, 0)])
+def test_of_large_metrics_the_last_steps_may_be_missing(step, missing):
+    """The 5 rows of one of 3 workers, in the second of two steps."""
+    args = [json.dumps({"1": ["train", step]})]
+    with Workers(SCRIPT, 3, args, {"LARGE": "1"}, deadline=200) as job:
+        left = [finished for finished in job.wait() if finished.rank != 1]
+    assert [f.returncode for f in left] == [0, 0], [f.output for f in left]
+    for found in (f.result for f in left):
+        assert found["history"]["rows"] == [70, 70 - missing]
+    line = "what the lost worker counted in the last step isn't"
+    assert [line in f.output for f in left] == [missing > 0, False]

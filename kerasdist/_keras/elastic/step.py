@@ -169,11 +169,12 @@ class ElasticStep:
         missing, before = self._totals.missing, self._ranks
         self._ranks = tuple(workers.communicator.ranks)
         if missing and not set(before) <= set(self._ranks):
+            steps = "step" if missing == 1 else f"{missing} steps"
             self._hooks.print_once(
                 f"missing {self._epoch}",
                 "kerasdist: the metrics are so large that they are summed over the "
-                f"workers every few steps: what the lost worker counted in the last "
-                f"{missing} steps isn't in this epoch's metrics.",
+                "workers every few steps: what the lost worker counted in the last "
+                f"{steps} isn't in this epoch's metrics.",
             )
         self._totals.divide(self._metrics(), chief=workers.rank == 0)
 
