@@ -16,7 +16,8 @@
 #   bench-memory-startup, bench-server-throughput, bench-server-steps,
 #   bench-straggler, bench-staleness, bench-embedding-rows,
 #   bench-placement-memory, bench-planning-time, bench-placed-overhead, bench-pipeline,
-#   bench-board-cost, bench-chief-data, bench-heartbeats, bench-membership
+#   bench-board-cost, bench-chief-data, bench-elastic, bench-heartbeats,
+#   bench-membership
 #                 measure one claim: see the folder in benchmarks/
 #   make wheel    sdist and wheel in dist/
 #   make clean    remove everything that was made
@@ -52,6 +53,7 @@ PACKAGING := setup.py pyproject.toml kerasdist/_version.py Makefile
 .PHONY: bench-straggler bench-staleness bench-embedding-rows
 .PHONY: bench-placement-memory bench-planning-time bench-placed-overhead bench-pipeline
 .PHONY: bench-board-cost bench-chief-data bench-heartbeats bench-membership
+.PHONY: bench-elastic
 .PHONY: test-versions test-oldest test-newest test-next
 .DEFAULT_GOAL := test
 
@@ -170,6 +172,9 @@ bench-board-cost: $(VENV)/.bench
 
 bench-chief-data: $(VENV)/.bench
 	$(BIN)/python benchmarks/chief_data/run.py
+
+bench-elastic: $(VENV)/.bench
+	$(BIN)/python benchmarks/elastic/run.py
 
 bench-heartbeats: $(VENV)/.bench
 	$(BIN)/python benchmarks/heartbeats/run.py

@@ -39,6 +39,7 @@ COLUMNS = {
     "one worker": ("ring", 1),
     "two processes": ("plain", 2),
     "two workers": ("ring", 2),
+    "two workers, elastic": ("ring", 2),
     "two workers, jemalloc": ("ring", 2),
     "OneDeviceStrategy": ("one_device", 1),
     "MultiWorkerMirroredStrategy": ("multi_worker_mirrored", 2),
@@ -53,6 +54,8 @@ def start(driver: Driver, name: str, model: str, options: Any) -> Team:
         return [python, PLAYER, mode, model, driver.path, str(rank), str(size)]
 
     env = {"TF_USE_LEGACY_KERAS": "1"} if mode == "multi_worker_mirrored" else {}
+    if "elastic" in name:
+        env["KERASDIST_ELASTIC"] = "1"
     if "jemalloc" in name:
         env["LD_PRELOAD"] = options.jemalloc
     settings: list[dict[str, str]] = [{}] * size
