@@ -21,9 +21,11 @@ class BatchIterator(abc.ABC):
 
     Attributes:
         example: A batch for its shapes; None: not known before the first one is read.
+        element_spec: The specification of all batches; None: not known.
     """
 
     example: Any = None
+    element_spec: Any = None
 
     def __iter__(self) -> BatchIterator:
         return self
@@ -71,7 +73,7 @@ class RepeatableIterator(abc.ABC):
 
     @abc.abstractmethod
     def renew(self) -> None:
-        """Let `inner` yield the batch again that was taken and not committed, if any.
+        """Let `inner` yield the last batch again unless it was committed.
 
         The batches after it follow.
         """

@@ -117,9 +117,7 @@ def is_of_fit(iterator: Any) -> bool:
 
 
 def _next(iterator: Any, hooks: KerasHooks) -> Taken:
-    if isinstance(iterator, BatchIterator):
-        # It reports its waiting itself.
-        return Taken(next(iterator), getattr(iterator, "element_spec", None))
+    # What a `BatchIterator` reports of its waiting doesn't count outside of steps.
     begin = time.time()
     batch = next(iterator)
     hooks.timer.waited(time.time() - begin, between=True)

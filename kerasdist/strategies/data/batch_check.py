@@ -9,6 +9,7 @@ one compares it over the workers.
 from __future__ import annotations
 
 import zlib
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -25,17 +26,27 @@ _CHECKED = 2
 
 
 class SameBatches:
-    """The check of one strategy."""
+    """The check of one strategy.
 
-    def __init__(self, workers: Workers) -> None:
+    Args:
+        workers: The workers that compare.
+        explain: Returns the error that is raised in place of one.
+    """
+
+    def __init__(
+        self,
+        workers: Workers,
+        explain: Callable[[ValueError], ValueError] = lambda error: error,
+    ) -> None:
         self._workers = workers
+        self._explain = explain
 
     def wrap(self, index: Any, batch: Any, part: Any) -> Any:
         """Return a dataset's element: the part, and the batch's checksum or 0."""
         flat = [
             tensor
             for tensor in tf.nest.flatten(batch, expand_composites=True)
-            if tensor.dtype not in (tf.resource, tf.variant)
+            if tensor is not None and tensor.dtype not in (tf.resource, tf.variant)
         ]
         checksum = tf.cond(
             index < _CHECKED,
@@ -64,7 +75,8 @@ class SameBatches:
         if len(set(every)) > 1:
             ranks = communicator.ranks
             others = [r for r, c in zip(ranks, every, strict=True) if c != every[0]]
-            fault = self._workers.fault = different_batches(others, ranks[0])
+            fault = self._explain(different_batches(others, ranks[0]))
+            self._workers.fault = fault
             raise fault
         return [np.int64(checksum)]
 

@@ -24,6 +24,7 @@ __all__ = [
     "count_rows",
     "fill_if_empty",
     "part_of_batch",
+    "reads_ahead",
     "rows_of",
     "slice_dataset",
     "slice_rows",
@@ -260,11 +261,7 @@ def slice_dataset(
         return wrap(index, batch, part_of_batch(batch, rows, replica, replicas))
 
     def ahead(result: Any) -> Any:
-        # A dataset without autotuning is prefetched by its reader, as Keras does for
-        # a PyDataset: an iterator that isn't used any more would take its items.
-        if dataset.options().autotune.enabled is False:
-            return result
-        return result.prefetch(tf.data.AUTOTUNE)
+        return result.prefetch(tf.data.AUTOTUNE) if reads_ahead(dataset) else result
 
     numbered = dataset.enumerate()
     if local == 1:
@@ -279,3 +276,12 @@ def slice_dataset(
         return result
 
     return ahead(numbered.flat_map(parts))
+
+
+def reads_ahead(dataset: Any) -> bool:
+    """Return whether a dataset's parts are to be read ahead.
+
+    A dataset without autotuning is prefetched by its reader, as Keras does for a
+    PyDataset: an iterator that isn't used any more would take its items.
+    """
+    return dataset.options().autotune.enabled is not False

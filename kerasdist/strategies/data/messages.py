@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
-__all__ = ["REMEDIES", "other_forms", "own_parts", "strangers", "used", "with_remedies"]
+__all__ = [
+    "REMEDIES",
+    "in_elastic_job",
+    "other_forms",
+    "own_parts",
+    "strangers",
+    "used",
+    "with_remedies",
+]
 
-REMEDIES = (
+_SEED = (
     "If each worker's data are its own part, give the strategy shard='off'. If all "
     "workers should have the same data, seed what makes them "
     "(`keras.utils.set_random_seed` with the same number on all workers, before the "
-    "data are made), or give the strategy data='chief': then the chief's are used."
+    "data are made)"
+)
+REMEDIES = f"{_SEED}, or give the strategy data='chief': then the chief's are used."
+_ELASTIC_REMEDIES = (
+    f"{_SEED}. With elastic=True the chief's data can't be used on all workers: "
+    "the chief may be lost."
 )
 
 
@@ -53,3 +66,11 @@ def used(name: str, why: str, cost: str) -> str:
         f"kerasdist: the chief's {name} are used on all workers ({why}); {cost}. With "
         "the same seed on all workers (keras.utils.set_random_seed) each reads its own."
     )
+
+
+def in_elastic_job(error: ValueError) -> ValueError:
+    """Return an error about data that differ with the remedies of an elastic job."""
+    text = str(error)
+    if REMEDIES not in text:
+        return error
+    return type(error)(text.replace(REMEDIES, _ELASTIC_REMEDIES))

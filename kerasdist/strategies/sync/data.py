@@ -37,7 +37,7 @@ from kerasdist.strategies.options import Options
 from kerasdist.strategies.reduce.consensus import Consensus
 from kerasdist.strategies.sync.data_sharing import SharingExtended
 
-__all__ = ["SynchronousData", "static_batch_size"]
+__all__ = ["SynchronousData", "known_of", "static_batch_size"]
 
 
 class SynchronousData:
@@ -50,8 +50,9 @@ class SynchronousData:
         print_once: Prints a line on the chief, given its kind.
     """
 
-    # The class of the iterables over arrays.
+    # The classes of the iterables over arrays, and over each worker's own data.
     array_epochs: Callable[..., Any] = ArrayEpochs
+    per_worker: Callable[..., Any] = PerWorkerDataset
     fill_if_empty = staticmethod(fill_if_empty)
     # The seed of a job that workers may join, for scripts that set none.
     job_seed: int | None = None
@@ -119,7 +120,7 @@ class SynchronousData:
         if isinstance(dataset, tf.distribute.DistributedDataset):
             self._given = GivenData(division="distributed already")
             return self._in_step(dataset, length)
-        self._given = _known_of(dataset, length)
+        self._given = known_of(dataset, length)
         if self._workers.replicas == 1:
             return extended.distribute_parts(dataset), length
         if not self.shards:
@@ -165,7 +166,7 @@ class SynchronousData:
         if OWN_DATA.get(dataset) is None or self._workers.communicator.size == 1:
             return dataset, length
         return (
-            PerWorkerDataset(self._workers, self._timer, dataset),
+            self.per_worker(self._workers, self._timer, dataset),
             Consensus(self._workers).longest(length),
         )
 
@@ -277,7 +278,7 @@ def _own_part(index: Any, batch: Any, part: Any) -> Any:
     return mine if rows is None else with_facts(mine, None, rows)
 
 
-def _known_of(dataset: Any, length: int | None) -> GivenData:
+def known_of(dataset: Any, length: int | None) -> GivenData:
     """Return the known facts about a dataset of global batches, without reading it."""
     endless = int(dataset.cardinality()) == tf.data.INFINITE_CARDINALITY
     return GivenData(

@@ -2,8 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import tensorflow as tf
+
+from kerasdist._keras import ArrayData, ItemData, StepTimer
+from kerasdist._tf.marks import OWN_DATA
+from kerasdist.strategies.data.batch_check import SameBatches
+from kerasdist.strategies.data.messages import in_elastic_job
 from kerasdist.strategies.elastic_data.arrays import ElasticArrays
-from kerasdist.strategies.sync.data import SynchronousData
+from kerasdist.strategies.elastic_data.datasets import ElasticDataset
+from kerasdist.strategies.elastic_data.per_worker import ElasticOwnData
+from kerasdist.strategies.options import Options
+from kerasdist.strategies.sync.data import SynchronousData, known_of
+from kerasdist.strategies.sync.data_sharing import SharingExtended
 
 __all__ = ["ElasticData"]
 
@@ -11,7 +26,92 @@ __all__ = ["ElasticData"]
 class ElasticData(SynchronousData):
     """Iterables that go on, in the midst of an epoch, for other workers.
 
-    They yield `_keras.RepeatableIterator`s.
+    They yield `_keras.RepeatableIterator`s, except for each worker's own data. All
+    other data must be the same on all workers, also with data="auto": the chief's can't
+    be used in their place, because the chief may be lost.
+
+    Args: See `SynchronousData`.
     """
 
     array_epochs = ElasticArrays
+    per_worker = ElasticOwnData
+
+    def __init__(
+        self,
+        extended: SharingExtended,
+        timer: StepTimer,
+        options: Options,
+        print_once: Callable[[str, str], None],
+    ) -> None:
+        options = dataclasses.replace(options, data="same")
+        super().__init__(extended, timer, options, print_once)
+        self._same = SameBatches(self._workers, in_elastic_job)
+
+    def settle_batch(self, batch: Any) -> Any:
+        """See `SynchronousData.settle_batch`."""
+        with _explaining():
+            return super().settle_batch(batch)
+
+    def agree(self, data: ArrayData) -> int:
+        """See `SynchronousData.agree`."""
+        with _explaining():
+            return super().agree(data)
+
+    def distribute_items(self, data: ItemData) -> None:
+        """Compare the items of all workers; each reads all of them, see `DataHooks`.
+
+        Raises:
+            ValueError: The workers were given different data.
+        """
+        with _explaining():
+            super().distribute_items(data)
+
+    def distribute_dataset(
+        self,
+        dataset: Any,
+        length: int | None,
+        generator: Any = None,
+        *,
+        is_items: bool = False,
+    ) -> tuple[Any, int | None]:
+        """See `SynchronousData.distribute_dataset`.
+
+        Raises:
+            ValueError: The dataset has been divided for the present workers.
+        """
+        made = isinstance(dataset, tf.distribute.DistributedDataset)
+        if made and OWN_DATA.get(dataset) is None:
+            raise ValueError(
+                "A dataset that has been divided can't be divided again when the "
+                "workers change. Received: the result of "
+                "`strategy.experimental_distribute_dataset`, with elastic=True. Give "
+                "Keras the dataset itself, which it divides alike."
+            )
+        if self._workers.replicas == 1 and self.shards and not made:
+            self._given = known_of(dataset, length)
+            return self._divide(dataset), length
+        own, length = super().distribute_dataset(
+            dataset, length, generator, is_items=is_items
+        )
+        if isinstance(own, ElasticOwnData):
+            own.tell = self._print_once
+            if self.shards and not made:
+                own.divide = lambda: self._own_part(dataset)
+        return own, length
+
+    def _divide(self, dataset: Any) -> Any:
+        return ElasticDataset(self._workers, dataset, self._same.wrap)
+
+    def _own_part(self, dataset: Any) -> Any:
+        """Return this worker's part of a dataset that is divided by file."""
+        own = self._extended.distribute_own(dataset)
+        return self._extended.distribute_parts(dataset) if own is None else own
+
+
+@contextlib.contextmanager
+def _explaining() -> Iterator[None]:
+    """Raise errors about data that differ with the remedies of an elastic job."""
+    try:
+        yield
+    except ValueError as error:
+        raise in_elastic_job(error) from error.__cause__

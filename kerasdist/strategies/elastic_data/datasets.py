@@ -1,0 +1,205 @@
+"""Datasets of global batches that go on for another layout of the replicas.
+
+The elements of the pipeline hold a whole global batch besides this worker's part of it.
+A step is given the part. After a change, the part for the new layout is made of the
+whole ones, beginning with that of the unfinished step:
+
+    layout A    (0, A0)  (1, A1)  (2, A2)*            * taken, and not committed
+                                   |   (3, A3)  (4, A4)  ...      some are read ahead
+    layout B                      (2, B2)  (3, B3)  (4, B4)  ...
+
+So nothing that has been read is lost, and the dataset is read once per pass: by the
+pipeline for the layout at the beginning of the pass, of whose elements later layouts
+take the whole batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+from kerasdist import _tf
+from kerasdist._keras import BatchIterator, RepeatableIterator
+from kerasdist._tf.graph.dataset_pipelines import iterator_dataset
+from kerasdist.strategies.data.batch_split import (
+    count_rows,
+    part_of_batch,
+    reads_ahead,
+)
+from kerasdist.strategies.reduce.workers import ReplicaLayout, Workers
+
+__all__ = ["ElasticDataset"]
+
+
+class ElasticDataset:
+    """The iterable over this worker's parts of a dataset; each iteration is a pass.
+
+    Args:
+        workers: The connected workers.
+        dataset: Its elements are global batches, the same ones in the same order on
+            every worker.
+        wrap: See `strategies.data.batch_split.slice_dataset`.
+    """
+
+    def __init__(
+        self, workers: Workers, dataset: Any, wrap: Callable[[Any, Any, Any], Any]
+    ) -> None:
+        self.workers = workers
+        self._wrap = wrap
+        self._numbered = dataset.enumerate()
+        self._ahead = reads_ahead(dataset)
+        self._layout = workers.layout
+        self._divided = self._read_ahead()
+
+    def __iter__(self) -> DatasetPass:
+        layout = self.workers.layout
+        if layout != self._layout:
+            self._layout = layout
+            self._divided = self._read_ahead()
+        return DatasetPass(self, layout, self._divided)
+
+    def _read_ahead(self) -> Any:
+        divided = self.divide(self._numbered, self._layout)
+        return divided.prefetch(tf.data.AUTOTUNE) if self._ahead else divided
+
+    def divide(self, numbered: Any, layout: ReplicaLayout) -> Any:
+        """Return a dataset of numbers, global batches, and this worker's parts of them.
+
+        Args:
+            numbered: A dataset of numbers and global batches.
+            layout: The layout of the replicas.
+        """
+
+        # No Python here depends on a tensor, and converting it takes the longest.
+        @tf.autograph.experimental.do_not_convert
+        def divided(number: Any, batch: Any) -> Any:
+            if layout.total == 1:
+                parts = [batch]
+            else:
+                rows = count_rows(batch)
+                parts = [
+                    self._wrap(
+                        number, batch, part_of_batch(batch, rows, i, layout.total)
+                    )
+                    for i in range(layout.first, layout.first + layout.local)
+                ]
+            return {"numbered": (number, batch), "parts": tuple(parts)}
+
+        return numbered.map(divided)
+
+
+class DatasetPass(RepeatableIterator):
+    """One pass over a dataset.
+
+    Args:
+        data: The iterable.
+        layout: The present layout of the replicas.
+        divided: The result of `data.divide` for that layout.
+    """
+
+    def __init__(
+        self, data: ElasticDataset, layout: ReplicaLayout, divided: Any
+    ) -> None:
+        self._data = data
+        self._layout = layout
+        # What reads the dataset, for any layout.
+        self._divided = divided
+        self._source = iter(divided)
+        self._inner = _Parts(data.workers, self._source)
+
+    @property
+    def inner(self) -> Any:
+        """See `RepeatableIterator.inner`."""
+        layout = self._data.workers.layout
+        if layout != self._layout:
+            self._layout = layout
+            unfinished = self._inner.unfinished
+            divided = self._data.divide(self._rest(unfinished), layout)
+            self._inner = _Parts(self._data.workers, iter(divided), unfinished)
+        return self._inner
+
+    def commit(self) -> None:
+        """See `RepeatableIterator.commit`."""
+        self._inner.commit()
+
+    def renew(self) -> None:
+        """See `RepeatableIterator.renew`."""
+        self._inner.renew()
+
+    def _rest(self, unfinished: Any) -> Any:
+        """Return a dataset of the numbered global batches whose step isn't finished."""
+        numbered = iterator_dataset(self._source, self._divided).map(_numbered)
+        if unfinished is not None:
+            first = tf.data.Dataset.from_tensors(unfinished)
+            numbered = first.concatenate(numbered)
+        # Nothing is read ahead here, because it would be missing after the next change.
+        # Optimizing takes longer than it saves; see `ArrayData.take`.
+        options = tf.data.Options()
+        options.experimental_optimization.apply_default_optimizations = False
+        options.autotune.enabled = False
+        return numbered.with_options(options)
+
+
+class _Parts(BatchIterator):
+    """This worker's parts, for one layout: per replica, if it has several.
+
+    Args:
+        workers: The connected workers.
+        iterator: An iterator over a result of `ElasticDataset.divide`.
+        unfinished: See below.
+
+    Attributes:
+        unfinished: The last numbered global batch that was read, for whatever layout;
+            None: its step is finished.
+    """
+
+    def __init__(self, workers: Workers, iterator: Any, unfinished: Any = None) -> None:
+        self._workers = workers
+        self._iterator = iterator
+        self._on_host = workers.devices == (workers.host,)
+        if self._on_host:
+            self.element_spec = iterator.element_spec["parts"][0]
+        self.unfinished = unfinished
+        self._element: Any = None
+        self._again = False
+
+    def commit(self) -> None:
+        """Count the last batch as used up."""
+        self.unfinished = self._element = None
+
+    def renew(self) -> None:
+        """Yield the last batch again unless it's used up."""
+        self._again = self._element is not None
+
+    def at_least_one(self) -> BatchIterator:
+        """See `BatchIterator.at_least_one`."""
+        if not self._again:
+            self._element = next(self._iterator)
+            self.unfinished = self._element["numbered"]
+            self._again = True
+        return self
+
+    def __next__(self) -> Any:
+        self.at_least_one()
+        self._again = False
+        parts = self._element["parts"]
+        if self._on_host:
+            return parts[0]
+        placed = []
+        for device, part in zip(self._workers.devices, parts, strict=True):
+            with tf.device(device):
+                placed.append(
+                    tf.nest.map_structure(_copied, part, expand_composites=True)
+                )
+        return placed[0] if len(placed) == 1 else _tf.regroup(placed)
+
+
+def _copied(tensor: Any) -> Any:
+    return None if tensor is None else tf.identity(tensor)
+
+
+@tf.autograph.experimental.do_not_convert
+def _numbered(element: Any) -> Any:
+    return element["numbered"]

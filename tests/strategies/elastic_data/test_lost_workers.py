@@ -1,0 +1,147 @@
+"""Jobs whose worker is killed in the midst of an epoch, with data of all kinds."""
+
+from __future__ import annotations
+
+import pytest
+
+from workers import Workers
+
+SCRIPT = """
+import os, signal, sys
+import keras
+import numpy as np
+import tensorflow as tf
+import kerasdist
+
+kind, size = sys.argv[1], int(sys.argv[2])
+keras.utils.set_random_seed(1)
+x = np.random.default_rng(0).random((62, 4), "float32")
+y = x.sum(axis=1, keepdims=True) ** 2
+slices = tf.data.Dataset.from_tensor_slices
+
+class Items(keras.utils.PyDataset):
+    def __len__(self):
+        return 8
+    def __getitem__(self, index):
+        rows = slice(8 * index, 8 * index + 8)
+        return x[rows], y[rows]
+
+def data():
+    if kind == "arrays":
+        return {"x": x, "y": y, "batch_size": 8, "shuffle": False}
+    if kind == "dataset":
+        batches = slices(({"in": x}, y)).shuffle(62, seed=3).batch(8)
+        return {"x": batches.map(lambda a, b: (a, b, None))}
+    if kind == "items":
+        return {"x": Items(), "shuffle": False}
+
+strategy = kerasdist.RingStrategy(elastic=size > 1, timeout=60)
+rank = strategy.rank
+
+class Killed(keras.callbacks.Callback):
+    steps = 0
+    def on_train_batch_begin(self, batch, logs=None):
+        Killed.steps += 1
+        if (size, rank, Killed.steps) in [(3, 1, 11), (3, 0, 13)]:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+with strategy.scope():
+    given = keras.Input((4,), name="in")
+    model = keras.Model(given, keras.layers.Dense(1)(keras.layers.Dense(3)(given)))
+    model.compile(keras.optimizers.Adam(0.01), "mse", metrics=["mae"])
+history = model.fit(**data(), epochs=3, verbose=0, callbacks=[Killed()]).history
+values = [float(v) for name in sorted(history) for v in history[name]]
+values += [float(v) for w in model.get_weights() for v in w.ravel()]
+print("RESULT", values, flush=True)
+"""
+
+
+@pytest.mark.parametrize("kind", ["arrays", "dataset", "items"])
+def test_weights_and_metrics_are_those_of_one_process(kind):
+    """Ranks 1 and 0 of 3 are killed: every row counts exactly once all the same."""
+    with Workers(SCRIPT, 1, [kind, "1"], deadline=120) as job:
+        expected = job.succeed()[0].result
+    with Workers(SCRIPT, 3, [kind, "3"], deadline=180) as job:
+        found = job.wait_one(2).result
+    assert found == pytest.approx(expected, rel=1e-4, abs=1e-6)
+
+
+OWN = """
+import os, signal
+import keras
+import numpy as np
+import tensorflow as tf
+import kerasdist
+
+strategy = kerasdist.RingStrategy(elastic=True, shard="off", timeout=60)
+rank = strategy.rank
+x = np.full((40, 1), rank, "float32")
+
+class Killed(keras.callbacks.Callback):
+    def on_train_batch_begin(self, batch, logs=None):
+        if rank == 1 and batch == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+with strategy.scope():
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+data = tf.data.Dataset.from_tensor_slices((x, x)).batch(4)
+model.fit(data, epochs=2, verbose=0, callbacks=[Killed()])
+print("RESULT", int(model.optimizer.iterations.numpy()), flush=True)
+"""
+
+
+def test_the_rest_of_a_lost_workers_own_data_is_skipped():
+    with Workers(OWN, 3, deadline=120) as job:
+        found = [job.wait_one(rank) for rank in (0, 2)]
+    assert [each.result for each in found] == [20, 20]
+    line = "1 worker(s) with data of their own were lost"
+    assert [each.output.count(line) for each in found] == [1, 0]
+
+
+DIFFERENT = """
+import keras
+import numpy as np
+import tensorflow as tf
+import kerasdist
+
+strategy = kerasdist.RingStrategy(elastic=True, timeout=60)
+x = np.full((8, 1), strategy.rank, "float32")
+with strategy.scope():
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+
+class Items(keras.utils.PyDataset):
+    def __len__(self):
+        return 2
+    def __getitem__(self, index):
+        return x, x
+
+errors = []
+for data in ((x, x), (Items(),)):
+    try:
+        model.fit(*data, verbose=0)
+    except ValueError as error:
+        errors.append(str(error))
+distributed = tf.data.Dataset.from_tensor_slices((x, x)).batch(4)
+distributed = strategy.experimental_distribute_dataset(distributed)
+try:
+    model.fit(distributed, steps_per_epoch=2, verbose=0)
+except ValueError as error:
+    errors.append(str(error))
+try:
+    model.fit(tf.data.Dataset.from_tensor_slices((x, x)).batch(4), verbose=0)
+except ValueError as error:
+    errors.append(str(error))
+print("RESULT", __import__("json").dumps(errors), flush=True)
+"""
+
+
+def test_data_that_differ_are_refused_with_the_reason():
+    with Workers(DIFFERENT, 2, deadline=120) as job:
+        for finished in job.succeed():
+            arrays, items, distributed, dataset = finished.result
+            for error in (arrays, items, dataset):
+                assert "With elastic=True the chief's data can't be used" in error
+                assert "data='chief'" not in error
+            assert "Give Keras the dataset itself" in distributed
