@@ -67,6 +67,11 @@ class RepeatableIterator(abc.ABC):
         of the layout, and after `renew`.
         """
 
+    @property
+    def once(self) -> Any:
+        """The iterator for a pass that isn't continued after a change."""
+        return self.inner
+
     @abc.abstractmethod
     def commit(self) -> None:
         """Count the batch of a step that has just been finished as used up."""

@@ -121,7 +121,7 @@ def make_function(
 
         def take_steps(iterator: Any) -> Any:
             if isinstance(iterator, RepeatableIterator):
-                iterator = iterator.inner  # in an evaluation nothing is repeated here
+                iterator = iterator.once  # an evaluation begins again after a change
             if isinstance(
                 iterator, (tf.data.Iterator, tf.distribute.DistributedIterator)
             ):

@@ -108,6 +108,19 @@ class DatasetPass(RepeatableIterator):
         self._divided = divided
         self._source = iter(divided)
         self._inner = _Parts(data.workers, self._source)
+        self._once: Any = None
+
+    @property
+    def once(self) -> Any:
+        """See `RepeatableIterator.once`."""
+        workers = self._data.workers
+        if workers.devices != (workers.host,):
+            return self.inner
+        if self._once is None:
+            # In a graph the rows of a part aren't constants, as in the parts' facts.
+            whole = iterator_dataset(self._source, self._divided)
+            self._once = iter(whole.map(_first_part))
+        return self._once
 
     @property
     def inner(self) -> Any:
@@ -198,6 +211,11 @@ class _Parts(BatchIterator):
 
 def _copied(tensor: Any) -> Any:
     return None if tensor is None else tf.identity(tensor)
+
+
+@tf.autograph.experimental.do_not_convert
+def _first_part(element: Any) -> Any:
+    return element["parts"][0]
 
 
 @tf.autograph.experimental.do_not_convert
