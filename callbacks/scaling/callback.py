@@ -29,6 +29,7 @@ from kerasdist._keras.training.job_callback import JobCallback
 from kerasdist.callbacks.scaling import charts, report
 from kerasdist.callbacks.scaling.baseline import Baseline
 from kerasdist.callbacks.scaling.bottleneck import Verdict, judge
+from kerasdist.callbacks.scaling.elastic_view import ElasticView
 from kerasdist.callbacks.scaling.events import Events
 from kerasdist.callbacks.scaling.job_view import JobView
 from kerasdist.callbacks.scaling.metrics import Figures, combine
@@ -137,11 +138,16 @@ class ScalingTensorBoard(JobCallback):
         self._epoch_began: float | None = None
         self._windows = Windows(self._update_freq, steps_per_call)
         self._steps = 0
+        self._forget_sums()
+        self._events = Events()
+        self._changes: ElasticView | None = None
+
+    def _forget_sums(self) -> None:
+        """Discard the sums of the steps so far."""
         self._sums: dict[int, StepTimes] = {}
         self._seconds = 0.0
         self._staleness: dict[int, int] = {}
         self._stages: StageTimes | None = None
-        self._events = Events()
 
     # Called by Keras.
 
@@ -182,6 +188,7 @@ class ScalingTensorBoard(JobCallback):
         self._job.take_reads()
         self._events = Events(self._job.happened())
         self._link = link_speed(self._job.communicator)
+        self._changes = ElasticView.of(self.model, self._job.clock)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """See `keras.callbacks.Callback.on_epoch_begin`."""
@@ -202,12 +209,16 @@ class ScalingTensorBoard(JobCallback):
         callbacks may stop training.
         """
         # Hot path: a step may take only a millisecond.
-        if self._calls >= self._due:
+        if self._calls >= self._due or (
+            self._changes is not None and self._changes.has_changed
+        ):
             self._before_call()
         self._calls += 1
 
     def _before_call(self) -> None:
         """Run the work that is due before this call, and schedule the next."""
+        if self._changes is not None and self._changes.has_changed:
+            self._begin_again(self._changes)
         if self._epoch_began is not None:
             # The iterator was made, which may have read its first batches.
             made = time.monotonic() - self._epoch_began
@@ -231,6 +242,31 @@ class ScalingTensorBoard(JobCallback):
         self._windows.calls += self._calls - self._counted
         self._counted = self._calls
 
+    def _begin_again(self, changes: ElasticView) -> None:
+        """Begin to measure the present workers, after a change.
+
+        All of them call it at the same step, and a new one begins there, too.
+        """
+        self._job.clock.take()
+        self._windows = Windows(self._update_freq, self._job.steps_per_call)
+        self._calls = self._counted = 0
+        self._forget_sums()
+        new = changes.take()
+        if not self._job.is_chief:
+            return
+        steps = self._job.steps_taken()
+        for change in new:
+            self._steps = max(steps - 1, 0)
+            self._put({"job/workers": change.before})
+            self._steps = steps
+            self._events.add(change.text)
+            numbers = {
+                "job/workers": float(change.workers),
+                "job/pause_seconds": change.seconds,
+                "job/goodput_percent": changes.goodput_percent(),
+            }
+            self._put(numbers)
+
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """See `keras.callbacks.Callback.on_epoch_end`."""
         del epoch, logs
@@ -240,7 +276,9 @@ class ScalingTensorBoard(JobCallback):
             self._baseline.agree(self._job.communicator)
             if self._baseline.missing:
                 self._events.add(self._baseline.measure(self.model))
-        if not self._job.in_step or self._update_freq == "epoch":
+        if self._changes is not None and self._changes.has_changed:
+            self._begin_again(self._changes)
+        elif not self._job.in_step or self._update_freq == "epoch":
             self._count_calls()
             self._end_window()
 
@@ -249,6 +287,8 @@ class ScalingTensorBoard(JobCallback):
         del logs
         if not self._active:
             return
+        if self._changes is not None and self._changes.has_changed:
+            self._begin_again(self._changes)
         self._count_calls()
         if self._job.in_step and self._windows.calls:
             self._end_window()
@@ -284,6 +324,22 @@ class ScalingTensorBoard(JobCallback):
                 "`log_dir` must be a folder that the chief can write to. Received: "
                 f"log_dir={self.log_dir!r}: {faults}"
             )
+
+    def _has_file(self) -> bool:
+        """Return whether there's a file to write to; a new chief makes one."""
+        if self._summaries is None and self._changes and self._changes.writable:
+            try:
+                self._summaries = Summaries(os.path.join(self.log_dir, "scaling"))
+            except (OSError, tf.errors.OpError) as error:
+                # Training must not end because of it.
+                warnings.warn(
+                    "The new chief can't write the figures of ScalingTensorBoard. "
+                    f"Received: log_dir={self.log_dir!r}: {error}. Use a folder that "
+                    "all workers share.",
+                    stacklevel=2,
+                )
+                self._changes.writable = False
+        return self._summaries is not None
 
     def _choose_sample(self) -> None:
         """Choose the calls to measure; workers in step measure the same ones."""
@@ -335,6 +391,8 @@ class ScalingTensorBoard(JobCallback):
             self._staleness[lag] = self._staleness.get(lag, 0) + count
         self._steps = self._job.steps_taken()
         numbers = {} if figures is None else charts.scalars(figures, self._job.rate())
+        if self._changes is not None:
+            numbers["job/goodput_percent"] = self._changes.goodput_percent()
         self._put(numbers, {charts.STALENESS: reads} if reads else {})
 
     def _put(
@@ -343,12 +401,12 @@ class ScalingTensorBoard(JobCallback):
         histograms: Mapping[str, Mapping[int, int]] | None = None,
         texts: Mapping[str, str] | None = None,
     ) -> None:
-        if self._summaries is None:
+        if not self._has_file():
             return
         words = dict(texts or {})
         if events := self._events.take():
             words[charts.EVENTS] = events
-        if numbers or histograms or words:
+        if self._summaries is not None and (numbers or histograms or words):
             self._summaries.write(self._steps, numbers, words, histograms)
             self._summaries.flush()
 
@@ -376,7 +434,7 @@ class ScalingTensorBoard(JobCallback):
 
     def _conclude(self) -> None:
         """Write and print the verdict on the whole `fit`."""
-        if not self._job.is_chief or self._summaries is None:
+        if not self._job.is_chief or not self._has_file():
             return
         times = [self._sums[rank] for rank in sorted(self._sums)]
         self.figures = self._figures(
@@ -389,5 +447,7 @@ class ScalingTensorBoard(JobCallback):
             if self._verbose:
                 print(report.to_text(self.figures, self.verdict), flush=True)
         self._put({}, texts=words)
-        self._summaries.close()
+        self._changes = None
+        if self._summaries is not None:
+            self._summaries.close()
         self._summaries = None

@@ -62,6 +62,8 @@ CHARTS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("5. The job", "Learning rate", (r"job/learning_rate",)),
     ("5. The job", "Global batch", (r"job/global_batch",)),
     ("5. The job", "Workers", (r"job/workers",)),
+    ("5. The job", "Pauses in seconds", (r"job/pause_seconds",)),
+    ("5. The job", "Goodput: percent of the time", (r"job/goodput_percent",)),
 )
 
 

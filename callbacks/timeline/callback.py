@@ -106,6 +106,8 @@ class Timeline(JobCallback):
         self._done = True
         self._log = _Log(None)
         self._record: Record | None = None
+        # The worker, by its rank at the start, whose clock offsets are relative to.
+        self._reference = 0
 
     # Called by Keras.
 
@@ -262,6 +264,11 @@ class Timeline(JobCallback):
         if communicator is None or record is None:
             return
         found = clock_offset(communicator)
+        chief = communicator.ranks[0]
+        if chief != self._reference:
+            # Offsets from the clock of a chief that was lost.
+            record.offsets.clear()
+        self._reference = chief
         if communicator.size == 1 and not self._in_step:
             return  # it joined later, and is alone: its offset is known at the end
         record.offsets.append((found.at, found.ahead, found.error))

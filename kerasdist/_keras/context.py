@@ -57,6 +57,8 @@ class StepContext(threading.local):
         writing: Whether the chief writes a file here, and has announced that.
         following: Whether a checkpoint that the chief has written is recorded here.
         after_batch: Whether callbacks are called at the end of a batch of `fit`.
+        succession: The `files.succession.Succession` of a `fit` in which the chief may
+            be lost; else None.
     """
 
     hooks: KerasHooks | None = None
@@ -88,6 +90,7 @@ class StepContext(threading.local):
     writing: bool = False
     following: bool = False
     after_batch: bool = False
+    succession: Any = None
     _summed: tuple[Any, Any] | None = None
 
     @property

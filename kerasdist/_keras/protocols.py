@@ -15,6 +15,7 @@ import tensorflow as tf
 
 from kerasdist._tf.facets import facets_of
 from kerasdist.collectives import Communicator
+from kerasdist.collectives.elastic.changes import Change
 
 __all__ = [
     "DynamicDataHooks",
@@ -74,6 +75,9 @@ class StepTimer(Protocol):
 
         They count in a step, or if they are known to be `between` two steps.
         """
+
+    def repeated(self, seconds: float) -> None:
+        """Count seconds after which a step was begun again, without the pause."""
 
 
 class WorkerHooks(Protocol):
@@ -226,6 +230,18 @@ class ElasticHooks(Protocol):
     @property
     def epoch(self) -> int:
         """The number of the present membership, which grows with each change."""
+
+    @property
+    def changes(self) -> Sequence[Change]:
+        """The changes so far, as this worker has seen them; the last one may be new."""
+
+    @property
+    def finished(self) -> int:
+        """The number of collectives that have been finished, in all memberships."""
+
+    @property
+    def finished_before(self) -> int:
+        """The same when the present membership began."""
 
     @property
     def joining(self) -> bool:

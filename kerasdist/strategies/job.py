@@ -8,7 +8,7 @@ import weakref
 from typing import Protocol
 
 from kerasdist.collectives import Communicator
-from kerasdist.transport.liveness.announcements import Announcements
+from kerasdist.transport.liveness.announcements import ChiefActions
 from kerasdist.transport.liveness.final_error import (
     final_exception,
     hand_over_final_error,
@@ -40,7 +40,7 @@ class StrategyJob(Closable, Protocol):
         """Whether parameter servers connect the workers."""
 
     @property
-    def announcements(self) -> Announcements | None:
+    def announcements(self) -> ChiefActions | None:
         """The chief's announcements outside of collectives; None if unsupported."""
 
 

@@ -30,6 +30,8 @@ class ElasticDouble:
     Attributes:
         epoch: The number of the present membership.
         joining: False, because no worker joins.
+        changes: None of the members.
+        finished, finished_before: Numbers of collectives, which aren't counted.
         fail_at: The numbers of the collectives that fail instead of being run, counted
             from 0 over all sections; a repeated one has another number.
         count: How many collectives have begun in sections.
@@ -38,8 +40,9 @@ class ElasticDouble:
     """
 
     def __init__(self, strategy: Any) -> None:
-        self.epoch = 0
         self.joining = False
+        self.epoch = self.finished = self.finished_before = 0
+        self.changes: list[Any] = []
         self.begin()
         self._inside = self._failed = False
         facets = strategy.extended.kerasdist

@@ -12,6 +12,7 @@ is called as often, and the data may end in between.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -25,6 +26,7 @@ from kerasdist._keras.elastic.late_updates import LateUpdates
 from kerasdist._keras.elastic.metric_totals import MetricTotals
 from kerasdist._keras.elastic.repetition import ByLayout
 from kerasdist._keras.elastic.shadow import Shadow
+from kerasdist._keras.files.succession import take_over
 from kerasdist._keras.protocols import ElasticHooks, KerasHooks, translating
 
 __all__ = ["ElasticStep"]
@@ -137,6 +139,7 @@ class ElasticStep:
         workers = self._hooks.workers
         while True:
             self._settle()
+            began, changes = time.monotonic(), len(self._elastic.changes)
             before = workers.communicator.step
             self._saved = []
             try:
@@ -151,6 +154,9 @@ class ElasticStep:
                     raise
                 self._shadow.restore(self._saved)
                 workers.communicator.step = before
+                pauses = (each.seconds for each in self._elastic.changes[changes:])
+                taken_so_far = time.monotonic() - began - sum(pauses)
+                self._hooks.timer.repeated(max(taken_so_far, 0.0))
                 batches.renew()
                 continue
             self._totals.steps += 1
@@ -177,6 +183,7 @@ class ElasticStep:
                 f"{steps} isn't in this epoch's metrics.",
             )
         self._totals.divide(self._metrics(), chief=workers.rank == 0)
+        take_over()
 
     def _check(self) -> None:
         if self._epoch != self._elastic.epoch:

@@ -64,7 +64,7 @@ class _Process:
 def announcing(hooks: KerasHooks, path: str) -> Iterator[None]:
     """Announce, on the chief, that the block writes a file, and how it ended."""
     announcements = hooks.workers.job.announcements
-    if announcements is None:
+    if announcements is None or not announcements.announces:
         yield
         return
     topic = _topic(path)
@@ -116,6 +116,7 @@ def wait_for_chief(hooks: KerasHooks, path: str, own: bool = False) -> bool:
     Returns:
         Whether this rank must write `path`, a file of its `own` that doesn't exist yet:
         the chief has gone on without it, and no callback asks, whose logs may differ.
+        Or this rank has become the chief.
 
     Raises:
         Exception: The error of the chief's attempt.
@@ -127,6 +128,12 @@ def wait_for_chief(hooks: KerasHooks, path: str, own: bool = False) -> bool:
         return False
     _Process.missing.pop(_key(path), None)
     outcome = announcements.wait(_topic(path))
+    if outcome.kind == "mine":
+        if hooks.elastic is not None and not current.fitting:
+            # In `fit` all workers learn of the change at the same point.
+            with hooks.elastic.section():
+                pass
+        return True
     if outcome.kind == "failed":
         raise _error(outcome.facts, path)
     if outcome.kind == "busy":

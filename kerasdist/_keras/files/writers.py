@@ -24,6 +24,7 @@ from kerasdist._keras.files.chief_files import (
     wait_for_chief,
     why_missing,
 )
+from kerasdist._keras.files.succession import flush_board, take_over
 from kerasdist._keras.models.local_models import writer_hooks
 from kerasdist._keras.protocols import KerasHooks, current_hooks, hooks_of
 from kerasdist._tf.scopes import outside_of_scopes
@@ -48,12 +49,25 @@ def on_chief_only(
     # `set_model` is called before the callback has one.
     model = callback.model if callback.model is not None else (args or [None])[0]
     hooks = writer_hooks(model) if model is not None else None
-    if hooks is not None and hooks.workers.rank > 0:
+    if hooks is not None and not _is_chief(hooks):
+        if current.succession is not None:
+            with _leaving(hooks):
+                current.succession.keep(original, callback, args, kwargs)
         if args and args[0] is model:
             callback._model = model
         return None
     with _leaving(hooks):
-        return original(callback, *args, **kwargs)
+        take_over()
+        result = original(callback, *args, **kwargs)
+        if current.succession is not None and original.__name__ == "on_epoch_end":
+            flush_board(callback)
+        return result
+
+
+def _is_chief(hooks: KerasHooks) -> bool:
+    """Return whether this worker writes the job's files; one that joins doesn't."""
+    joining = hooks.elastic is not None and hooks.elastic.joining
+    return hooks.workers.rank == 0 and not joining
 
 
 def save_state(
@@ -85,7 +99,7 @@ def write(original: Callable[..., Any], saved: Any, *args: Any, **kwargs: Any) -
     path = str(os.fspath(path))
     if hooks.workers.rank > 0:
         if wait_for_chief(hooks, path, own=state_of_file(path) is None):
-            with setting(writing=True), _leaving(hooks):
+            with setting(writing=True), _leaving(hooks), announcing(hooks, path):
                 return original(saved, *args, **kwargs)
         return None
     with setting(writing=True), _leaving(hooks), announcing(hooks, path):
@@ -105,26 +119,43 @@ def write_checkpoint(
     if hooks is None:
         return str(original(saved, file_prefix, options))
     folder = os.path.dirname(file_prefix) or "."
-    with setting(writing=True), _leaving(hooks):
+    follows = True
+    with contextlib.ExitStack() as block:
+        block.enter_context(setting(writing=True))
+        block.enter_context(_leaving(hooks))
         if hooks.workers.rank == 0:
             with announcing(hooks, folder):
                 return str(original(saved, file_prefix, options))
         summed = any(
             v.synchronization == tf.VariableSynchronization.ON_READ for v in variables
         )
+        written = None
         if summed:
             # Reading metrics sums them over all workers, so all must take part.
-            with tempfile.TemporaryDirectory() as unused:
-                original(saved, os.path.join(unused, "checkpoint"), options)
+            unused = block.enter_context(tempfile.TemporaryDirectory())
+            written = os.path.join(unused, "checkpoint")
+            original(saved, written, options)
         # Metrics can't be read again, because the chief has gone on.
         own = not summed and state_of_file(f"{file_prefix}.index") is None
         if wait_for_chief(hooks, folder, own=own):
-            return str(original(saved, file_prefix, options))
+            with announcing(hooks, folder):
+                if written is None:
+                    return str(original(saved, file_prefix, options))
+                # The chief was lost.
+                _copy_checkpoint(written, file_prefix)
+            follows = False
     # Keep a checkpoint manager's list of checkpoints.
-    with setting(following=True):
+    with setting(following=follows):
         for call in getattr(options, "experimental_write_callbacks", None) or ():
             call(*[file_prefix][: len(inspect.signature(call).parameters)])
     return file_prefix
+
+
+def _copy_checkpoint(source: str, file_prefix: str) -> None:
+    tf.io.gfile.makedirs(os.path.dirname(file_prefix) or ".")
+    for path in sorted(tf.io.gfile.glob(f"{source}.*")):
+        target = f"{file_prefix}{path.removeprefix(source)}"
+        tf.io.gfile.copy(path, target, overwrite=True)
 
 
 def write_checkpoint_state(

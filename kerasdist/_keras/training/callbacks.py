@@ -23,6 +23,7 @@ from keras.src.callbacks import (
 
 from kerasdist._keras.context import current, setting
 from kerasdist._keras.files import backups
+from kerasdist._keras.files.succession import take_over
 from kerasdist._keras.optimizer import global_step
 from kerasdist._keras.optimizer.learning_rate import (
     base_rate,
@@ -89,6 +90,7 @@ def on_epoch_end(
             chief = hooks.consensus.of_chief(rate)
             if chief != rate:
                 set_base_rate(optimizer, chief)
+    take_over()
     if dynamic is not None and not model.stop_training:
         epoch = (args or [kwargs.get("epoch")])[0]
         # Missing in custom loops.
@@ -134,6 +136,7 @@ def on_train_begin(
         else:
             global_step.resume(model, backup.restored, backup.steps)
         fit_loop.before_first_step(model, self.callbacks)
+    take_over()
     if dynamic is None or not dynamic.joining:
         return result
     model._initial_epoch, known = dynamic.join(statistics_of(model))

@@ -22,6 +22,7 @@ from kerasdist._keras.elastic.evaluation import renew_prediction
 from kerasdist._keras.elastic.joining import count_fit, join
 from kerasdist._keras.elastic.repetition import repeated
 from kerasdist._keras.elastic.step import ElasticStep
+from kerasdist._keras.files.succession import Succession, take_over
 from kerasdist._keras.models.local_models import warn_if_outside
 from kerasdist._keras.optimizer.sparse_updates import embedding_tables, moves_all_rows
 from kerasdist._keras.placement.trainer import failure_behind
@@ -34,6 +35,7 @@ from kerasdist._keras.protocols import (
 from kerasdist._keras.training.job_callback import JobCallback
 from kerasdist._keras.training.logs import whole_logs
 from kerasdist._keras.training.optimizers import open_window
+from kerasdist._keras.training.progress_bar import show_on_chief
 from kerasdist._keras.training.state import (
     share_state,
     state_of,
@@ -159,7 +161,7 @@ def fit(original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -
     args, kwargs, verbose = _hide_progress_bar(original, hooks, trainer, args, kwargs)
     fitting = 1 if verbose == 0 else 2
     bound = inspect.signature(original).bind(trainer, *args, **kwargs)
-    facts = {
+    facts: dict[str, Any] = {
         "fitting": fitting,
         "joined": False,
         "epoch": bound.arguments.get("initial_epoch", 0),
@@ -168,11 +170,17 @@ def fit(original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -
     facts["data_pending"] = hooks.dynamic is not None
     if hooks.elastic is not None:
         count_fit(hooks)
+        facts["succession"] = Succession(hooks, hooks.elastic)
     with setting(**facts), closing_readers(), translating(hooks):
         initial = getattr(trainer, "_initial_epoch", None)
         try:
             with _reporting_failure(original, trainer, args, kwargs):
-                return original(trainer, *args, **kwargs)
+                result = original(trainer, *args, **kwargs)
+            if hooks.elastic is not None:
+                # After it the chief's files are complete, or it has been lost.
+                hooks.consensus.any_of(False)
+                take_over()
+            return result
         finally:
             if current.joined:
                 trainer._initial_epoch = initial
@@ -236,7 +244,10 @@ def _hide_progress_bar(
     """Turn the progress bar off on all ranks but the chief."""
     signature = inspect.signature(original)
     bound = signature.bind(trainer, *args, **kwargs)
-    if hooks.workers.rank > 0:
+    shown = hooks.elastic is not None and show_on_chief(
+        bound.arguments, lambda: hooks.workers.rank
+    )
+    if hooks.workers.rank > 0 and not shown:
         bound.arguments["verbose"] = 0
     verbose = bound.arguments.get("verbose", "auto")
     return bound.args[1:], bound.kwargs, verbose

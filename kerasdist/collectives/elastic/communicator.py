@@ -23,6 +23,7 @@ import numpy.typing as npt
 
 from kerasdist import errors
 from kerasdist.collectives.communicator import Communicator
+from kerasdist.collectives.elastic.changes import Change
 from kerasdist.collectives.elastic.groups import Group, Result
 from kerasdist.collectives.failures import copy_to_raise
 from kerasdist.collectives.ops import Array
@@ -79,6 +80,8 @@ class ElasticCommunicator(Communicator):
     Attributes:
         membership: The agreement; set before the first collective.
         epoch: The number of the present membership.
+        changes: The changes of the members; appended to by the thread that makes them.
+        finished_before: The number of collectives that had been finished when it began.
         joining: Whether this worker is alone until it calls `join`.
         newcomers: The first rank of those that have no state of the job yet.
         replicas: Each member's number of replicas, by rank.
@@ -105,7 +108,8 @@ class ElasticCommunicator(Communicator):
         self._fetched: Result | None = None
         self._stopped: errors.CollectiveError | None = None
         self.last: Result | None = None
-        self._number = 0
+        self._number = self.finished_before = 0
+        self.changes: list[Change] = []
         self._section: int | None = None
         self._ended = False
         self._recorders: list[Recorder] = []
@@ -158,7 +162,7 @@ class ElasticCommunicator(Communicator):
             yield
             return
         self._ended = False
-        self._adopt(self._await_group())
+        self._adopt(self.await_group())
         self._section = self.epoch
         try:
             yield
@@ -170,7 +174,7 @@ class ElasticCommunicator(Communicator):
         ended, self._ended = self._ended, False
         if not ended and not isinstance(error, MembershipChanged):
             return False
-        self._adopt(self._await_group())
+        self._adopt(self.await_group())
         return True
 
     # Joining.
@@ -199,7 +203,7 @@ class ElasticCommunicator(Communicator):
                 can't be a member.
         """
         self.membership.apply(self._hosts)
-        self._await_group(after=_NONE, seconds=seconds)
+        self.await_group(after=_NONE, seconds=seconds)
         self.joining = False
         self._settle(_NONE, 0.0)
 
@@ -274,7 +278,7 @@ class ElasticCommunicator(Communicator):
         with self._calls:
             number = self._number + 1
             while True:
-                group = self._await_group()
+                group = self.await_group()
                 if self._section is None:
                     self._adopt(group)
                 elif self._section != group.epoch:
@@ -308,17 +312,21 @@ class ElasticCommunicator(Communicator):
 
     def _await_fetched(self, group: Group, number: int) -> list[Array] | None:
         """Wait for the next group; return the result if others have finished it."""
-        self._await_group(after=group.epoch)
+        self.await_group(after=group.epoch)
         with self._changed:
             fetched, self._fetched = self._fetched, None
         if fetched is None or fetched.number != number:
             return None
         return fetched.arrays
 
-    def _await_group(
+    def await_group(
         self, after: int = _NONE - 1, seconds: float | None = None
     ) -> Group:
-        """Wait until there is a group of an epoch after `after`; return it."""
+        """Wait until there is a group of an epoch after `after`; return it.
+
+        Raises:
+            CollectiveError: There will be none.
+        """
         seconds = self._patience if seconds is None else seconds
         deadline = time.monotonic() + seconds
         with self._changed:
@@ -346,6 +354,7 @@ class ElasticCommunicator(Communicator):
             inner.add_recorder(recorder)
         self._inner = inner
         self.epoch = group.epoch
+        self.finished_before = self._number
         self.rank, self.size = inner.rank, inner.size
         self.ranks = tuple(member.id for member in group.members)
         self.peers = tuple(self._names[rank] for rank in self.ranks)
@@ -354,6 +363,11 @@ class ElasticCommunicator(Communicator):
         if self.joining:
             # It isn't the chief, and must not write files: as if another were.
             self.rank, self.replicas = 1, self.replicas * 2
+
+    @property
+    def finished(self) -> int:
+        """The number of collectives that have been finished, in all groups."""
+        return self._number
 
     # The rest of the contract.
 

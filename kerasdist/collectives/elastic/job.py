@@ -15,11 +15,12 @@ from typing import Any
 from kerasdist import errors
 from kerasdist.cluster import Cluster
 from kerasdist.collectives.elastic.agreement import Agreement
+from kerasdist.collectives.elastic.changes import Change
+from kerasdist.collectives.elastic.chief_actions import ElasticChiefActions
 from kerasdist.collectives.elastic.communicator import ElasticCommunicator
 from kerasdist.collectives.elastic.groups import Connector, Group, catch_up
 from kerasdist.collectives.elastic.lines import Lines
 from kerasdist.transport.base import Peer
-from kerasdist.transport.liveness.announcements import Announcements
 from kerasdist.transport.liveness.launcher_pipe import Reporter
 from kerasdist.transport.log import background_log
 from kerasdist.transport.membership.epochs import (
@@ -55,6 +56,7 @@ class ElasticJob:
     Attributes:
         cluster: The cluster with this worker's rank at the start.
         communicator: Between the present members.
+        announcements: The present chief's announcements.
         transport: The transport of the first group, see `connect`.
         timeouts: The timeouts as given.
         facts: Numbers that all members know, and a process gets which joins.
@@ -91,6 +93,9 @@ class ElasticJob:
             for member_id, address in connector.addresses.items()
         }
         self.communicator = ElasticCommunicator(group, peers, _CHANGE_SECONDS, hosts)
+        self.announcements = ElasticChiefActions(
+            self.communicator.await_group, self.timeouts.collective
+        )
         self._agreement = Agreement(
             connector.me,
             None if hosts else first_decision(group.members),
@@ -109,11 +114,6 @@ class ElasticJob:
     def replicas(self) -> tuple[int, ...]:
         """Each present worker's number of replicas, by rank."""
         return self.communicator.replicas
-
-    @property
-    def announcements(self) -> Announcements | None:
-        """None: workers that may change have no chief's announcements."""
-        return None
 
     # What the agreement calls, see `agreement.Follower`.
 
@@ -218,10 +218,12 @@ class ElasticJob:
             self.watch(number, failure)
         pause = time.monotonic() - self._began if self._began else 0.0
         self._began = 0.0
+        change = self._describe(old, group, pause)
+        self.communicator.changes.append(change)
         self.communicator.resume(group, fetched, decision.verdict.progress.step)
         self._tell(group, pause)
         if group.communicator.rank == 0:
-            self._report(old, group, pause)
+            background_log.log(logging.WARNING, "kerasdist: %s", change.text)
         old.job.close()
 
     def _failed(
@@ -250,7 +252,7 @@ class ElasticJob:
         step = self.communicator.step
         self._reporter.members(group.epoch, ranks, step + 1, pause)
 
-    def _report(self, old: Group, group: Group, pause: float) -> None:
+    def _describe(self, old: Group, group: Group, pause: float) -> Change:
         lost, self._lost = self._lost, None
         events = [
             (_left(old, group), "lost"),
@@ -265,12 +267,13 @@ class ElasticJob:
         what = " and ".join(parts) or "connections between the workers were lost"
         reason = "" if lost is None else f": {lost.reason}"
         count = len(group.members)
-        background_log.log(
-            logging.WARNING,
-            "kerasdist: %s at step %d%s. %d worker%s (%.2f s).",
-            *(what, self.communicator.step, reason, count),
-            "s continue" if count > 1 else " continues",
-            pause,
+        verb = "s continue" if count > 1 else " continues"
+        return Change(
+            text=f"{what} at step {self.communicator.step}{reason}. "
+            f"{count} worker{verb} ({pause:.2f} s).",
+            before=len(old.members),
+            workers=count,
+            seconds=pause,
         )
 
     def _name_of(self, member: Member) -> str:

@@ -81,6 +81,7 @@ class StepClock:
             is stopped.
         timed: Whether the current call is measured.
         marks: See `StepTimer`.
+        lost: Seconds of steps that were begun again, since the clock was made.
         batch: The specification of a replica's batch; None before a step was traced.
     """
 
@@ -95,6 +96,7 @@ class StepClock:
         self._rank = rank
         self.running = self.asked = self.timed = self.marks = False
         self._listening = self._in_call = False
+        self.lost = 0.0
         # Whether this call, or the time before it, needs work in `_look_back`.
         self._noted = False
         self.batch: Any = None
@@ -343,6 +345,10 @@ class StepClock:
         else:
             return
         self._noted = True
+
+    def repeated(self, seconds: float) -> None:
+        """See `StepTimer.repeated`."""
+        self.lost += seconds
 
     def step(self, run: Callable[[Any], Any], data: Any) -> Any:
         """See `StepTimer.step`."""

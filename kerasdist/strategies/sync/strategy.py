@@ -86,7 +86,9 @@ class DataParallelStrategy(tf.distribute.Strategy):
         A `tf.distribute.cluster_resolver.ClusterResolver`, from which scripts written
         for `MultiWorkerMirroredStrategy` read their role.
         """
-        return resolver_of(self._place, self.rank, self.size)
+        # By the rank at the start, if it's known: a task stays the same.
+        rank = self.rank if self._place.rank is None else self._place.rank
+        return resolver_of(self._place, rank, self.size)
 
     @property
     def communicator(self) -> Communicator:

@@ -20,11 +20,11 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 from kerasdist.errors import ProtocolError
 
-__all__ = ["Announcement", "Announcements", "Outcome"]
+__all__ = ["Announcement", "Announcements", "ChiefActions", "Outcome"]
 
 # Topics that are remembered.
 _MOST_TOPICS = 1000
@@ -59,7 +59,7 @@ class Outcome:
     Attributes:
         kind: "done", "failed"; "past": the chief continued without it; "gone": the
             chief can't do it any more; "late": it hasn't begun by the deadline; "busy":
-            it has begun, but not finished.
+            it has begun, but not finished; "mine": this worker is the chief now.
         facts: Those of the announcement.
         reason: Why the chief can't do it.
     """
@@ -67,6 +67,29 @@ class Outcome:
     kind: str
     facts: dict[str, Any] = dataclasses.field(default_factory=dict)
     reason: str = ""
+
+
+class ChiefActions(Protocol):
+    """The chief's actions, as `Announcements` makes them known.
+
+    Attributes:
+        seconds: How long the others wait for the chief to begin, and then to finish.
+    """
+
+    seconds: float
+
+    @property
+    def announces(self) -> bool:
+        """Whether this worker is the chief."""
+
+    def begin(self, topic: str) -> None:
+        """See `Announcements.begin`."""
+
+    def end(self, topic: str, facts: dict[str, Any], *, failed: bool = False) -> None:
+        """See `Announcements.end`."""
+
+    def wait(self, topic: str) -> Outcome:
+        """See `Announcements.wait`."""
 
 
 class Announcements:
@@ -104,6 +127,11 @@ class Announcements:
         self._chiefs_place = 0
         # Number of this rank's waits for a topic since a collective.
         self._waited: OrderedDict[str, tuple[int, int]] = OrderedDict()
+
+    @property
+    def announces(self) -> bool:
+        """Whether this worker is the chief."""
+        return self._rank == 0
 
     # On the chief.
 
