@@ -91,7 +91,9 @@ class Admission:
         now = time.monotonic()
         pace = (now - self._asked) / self._steps
         self._asked = now
-        wished = int(np.clip(_SECONDS / max(pace, 1e-6), 1, _MOST_STEPS))
+        # Step by step: the first one may have been much faster than the others.
+        most = min(2 * self._steps, _MOST_STEPS)
+        wished = int(np.clip(_SECONDS / max(pace, 1e-6), 1, most))
         self._steps = int(self._hooks.consensus.of_chief(wished))
         self._left = self._steps
         if self._elastic.admit():
