@@ -10,6 +10,7 @@
 #   make docs     the documentation site, in site/; a warning is an error
 #   make soak     the tests that run for minutes
 #   make soak-membership  of these, a million schedules of losses and joins
+#   make soak-elastic     of these, elastic jobs whose workers are killed at random moments
 #   make test-versions  the suite with the oldest and the newest TensorFlow and
 #                 Keras: two more environments, not a part of `make test`
 #   make bench-all-reduce, bench-fit, bench-overlap, bench-wire, bench-growth,
@@ -47,7 +48,8 @@ START_UP := ^(I0000 |W0000 |E0000 .* cuInit|WARNING: All log|To enable the follo
 # What decides which packages are installed: a change installs again.
 PACKAGING := setup.py pyproject.toml kerasdist/_version.py Makefile
 
-.PHONY: demo test pytest lint types viewers docs soak soak-membership wheel clean
+.PHONY: demo test pytest lint types viewers docs soak soak-membership soak-elastic
+.PHONY: wheel clean
 .PHONY: bench-all-reduce bench-fit bench-overlap bench-wire bench-growth
 .PHONY: bench-memory-startup bench-server-throughput bench-server-steps
 .PHONY: bench-straggler bench-staleness bench-embedding-rows
@@ -111,6 +113,11 @@ soak: $(VENV)/.test
 soak-membership: $(VENV)/.test
 	$(BIN)/python -m pytest -m soak -n $(TESTS_AT_ONCE) -rP tests/transport/membership \
 	  $(PYTEST_ARGS)
+
+# With the counts of each phase. SOAK_JOBS: the number of jobs in each, 20 without it.
+soak-elastic: $(VENV)/.test
+	$(BIN)/python -m pytest -m soak -rP tests/strategies/test_elastic_equivalence.py \
+	  tests/strategies/test_elastic_moments.py $(PYTEST_ARGS)
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .

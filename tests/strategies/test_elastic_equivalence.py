@@ -1,0 +1,154 @@
+"""Jobs that lose workers equal one process: the numeric contract of elastic jobs.
+
+The jobs are those of `cases`. A lost worker is killed by itself, at a collective of the
+case; nothing else is told about it.
+"""
+
+from __future__ import annotations
+
+import pickle
+import random
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from elastic_jobs import differences, fail_on, lossy_job
+from moments import Fault
+
+from cases import CASES
+from places import SCRIPTS_PATH
+from workers import Workers
+
+RUN = """
+import json, os, pickle, sys
+sys.path[:0] = os.environ["TESTS"].split(os.pathsep)
+import contextlib
+import numpy as np
+import tensorflow as tf
+import keras
+from cases import CASES
+path, *names = sys.argv[1:]
+if os.environ.get("PLAIN"):
+    rank, scope = 0, contextlib.nullcontext
+else:
+    import moments
+    import kerasdist
+    at = moments.install()
+    strategy = kerasdist.RingStrategy(timeout=100)
+    rank, scope = strategy.rank, strategy.scope
+collected = {}
+for name in names:
+    if not os.environ.get("PLAIN"):
+        moments.happen(name)
+        before = at.counts["collective"]
+    for key, value in CASES[name](scope).items():
+        collected[f"{name}: {key}"] = np.asarray(value)
+    keras.backend.clear_session()
+    if not os.environ.get("PLAIN"):
+        count = at.counts["collective"] - before
+        print("RESULT", json.dumps([name, count]), flush=True)
+if not os.environ.get("PLAIN"):
+    strategy.close()
+with open(f"{path}{rank}", "wb") as file:
+    pickle.dump(collected, file)
+"""
+pytestmark = pytest.mark.timeout(400)
+
+
+# The numbers of one process, by case.
+_plain: dict[str, dict[str, Any]] = {}
+
+
+def plain(names: Sequence[str], folder: Path) -> dict[str, Any]:
+    """Return the numbers of one process without kerasdist."""
+    missing = [name for name in names if name not in _plain]
+    if missing:
+        path = folder / "plain"
+        env = {"TESTS": SCRIPTS_PATH, "PLAIN": "1", "TF_CONFIG": None}
+        args = [str(path), *missing]
+        with Workers(RUN, 1, args=args, env=env, deadline=300, handover=False) as job:
+            job.succeed()
+        numbers = pickle.loads(Path(f"{path}0").read_bytes())
+        for name in missing:
+            _plain[name] = {
+                key: value
+                for key, value in numbers.items()
+                if key.startswith(f"{name}: ")
+            }
+    return {key: value for name in names for key, value in _plain[name].items()}
+
+
+@pytest.fixture(scope="module")
+def counts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, int]:
+    """The number of collectives of each case, of three workers of which none is lost.
+
+    Their numbers are compared, too.
+    """
+    folder = tmp_path_factory.mktemp("counts")
+    path = folder / "numbers"
+    env = {"TESTS": SCRIPTS_PATH, "KERASDIST_ELASTIC": "1"}
+    with Workers(RUN, 3, args=[str(path), *CASES], env=env, deadline=900) as job:
+        first, *_ = job.succeed()
+    ours = pickle.loads(Path(f"{path}0").read_bytes())
+    fail_on(differences(ours, plain(list(CASES), folder)))
+    return dict(first.results)
+
+
+# In the suite: what a step keeps, and how it is taken, in other ways. Of four workers
+# one is lost in each case.
+MECHANISMS = {
+    "slots": (
+        "accumulation_of_slices",
+        "overflow_on_one_replica",
+        "average_of_weights",
+    ),
+    "steps": ("two_optimizers_and_dictionaries", "run_eagerly", "steps_per_execution"),
+    "data": ("pydataset_of_sequences", "dataset_infinite", "dataset_with_weights"),
+    "sums": ("many_metrics", "synchronized_batch_normalization", "embedding"),
+    "calls": ("on_batch", "callbacks_that_compute", "kinds_of_evaluate_and_predict"),
+}
+# Each rank, and at which collective of its case.
+PLACES = ((3, 24), (0, 17), (2, 21))
+
+
+@pytest.mark.parametrize("mechanism", MECHANISMS)
+def test_cases_with_lost_workers(mechanism: str, tmp_path: Path) -> None:
+    names = MECHANISMS[mechanism]
+    faults = [
+        Fault(rank=rank, at=name, after=after)
+        for name, (rank, after) in zip(names, PLACES, strict=True)
+    ]
+    ours = lossy_job(RUN, 4, faults, tmp_path / "numbers", args=names)
+    fail_on(differences(ours, plain(names, tmp_path)))
+
+
+# What an elastic job doesn't continue: the rows of a state that each worker has its own
+# of, and a loop that is none of Keras's.
+NOT_CONTINUED = ("stateful_rows", "slices_in_a_loop")
+# What is lost: one worker, the chief, two, all but one.
+LOST = {"one": (3, [1]), "chief": (3, [0]), "two": (4, [3, 0]), "most": (3, [2, 0])}
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1000)
+@pytest.mark.parametrize("lost", LOST)
+@pytest.mark.parametrize("name", [name for name in CASES if name not in NOT_CONTINUED])
+def test_case_with_lost_workers(
+    name: str, lost: str, counts: dict[str, int], tmp_path: Path
+) -> None:
+    draw = random.Random(zlib.crc32(f"{name} {lost}".encode()))
+    size, ranks = LOST[lost]
+    faults = [
+        Fault(
+            rank=rank,
+            at=name,
+            after=draw.randint(1, counts[name] - 1),
+            delay=draw.choice([0.0, 0.0, 0.002, 0.02]),
+        )
+        for rank in ranks
+    ]
+    print(faults)
+    ours = lossy_job(RUN, size, faults, tmp_path / "numbers", args=[name])
+    fail_on(differences(ours, plain([name], tmp_path)))

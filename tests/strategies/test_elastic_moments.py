@@ -1,0 +1,433 @@
+"""Workers that are lost at any moment of `fit`: each sample is still used once.
+
+The model counts by itself: a sample's row of an embedding sinks by exactly 0.5 when an
+optimizer's step has used the sample. A metric counts them, too, over all workers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import pickle
+import random
+import signal
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from elastic_jobs import differences, fail_on, lossy_job
+from moments import Fault
+
+from places import SCRIPTS_PATH
+from workers import Workers
+
+RUN = """
+import contextlib, json, os, pickle, sys
+sys.path[:0] = os.environ["TESTS"].split(os.pathsep)
+import numpy as np
+import tensorflow as tf
+import keras
+path = sys.argv[1]
+options = json.loads(os.environ["OPTIONS"])
+SAMPLES, BATCH, EPOCHS = 70, 16, 3
+if os.environ.get("PLAIN"):
+    rank, scope = 0, contextlib.nullcontext
+    def happen(name):
+        pass
+else:
+    import moments
+    import kerasdist
+    from moments import happen
+    moments.install()
+    happen("start")
+    strategy = kerasdist.RingStrategy(timeout=100)
+    happen("strategy")
+    rank, scope = strategy.rank, strategy.scope
+
+class Sinking(keras.losses.Loss):
+    def call(self, y_true, y_pred):
+        return keras.ops.sum(y_pred, -1)
+
+class Seen(keras.metrics.Metric):
+    def __init__(self):
+        super().__init__(name="seen")
+        self.counts = self.add_weight(
+            shape=(SAMPLES,), initializer="zeros", name="counts"
+        )
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        hot = keras.ops.one_hot(keras.ops.reshape(y_true, (-1,)), SAMPLES)
+        self.counts.assign_add(keras.ops.sum(hot, 0))
+    def result(self):
+        return {"seen": self.counts + 0.0}
+
+class Part(keras.layers.Dense):
+    def build(self, shape):
+        happen("build")
+        super().build(shape)
+    def call(self, inputs, training=False):
+        if training and tf.inside_function():
+            happen("trace")
+        return super().call(inputs)
+    def save_own_variables(self, store):
+        happen("save")
+        super().save_own_variables(store)
+
+class Model(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.table = keras.layers.Embedding(
+            SAMPLES, 1, embeddings_initializer="zeros", name="table"
+        )
+        self.hidden = Part(8, activation="tanh")
+        self.normal = keras.layers.BatchNormalization(synchronized=True)
+        self.last = keras.layers.Dense(3)
+    def call(self, inputs, training=False):
+        ids, x = inputs
+        hidden = self.normal(self.hidden(x, training=training), training=training)
+        return {"used": self.table(ids), "class": self.last(hidden)}
+
+used, steps = [], 0
+class Watch(keras.callbacks.Callback):
+    def on_train_batch_begin(self, batch, logs=None):
+        global steps
+        steps += 1
+        if options.get("leave") == [rank, steps]:
+            strategy.close()
+            happen("left")
+        elif options.get("leave", [0, 0])[1] == steps:
+            # Outside of a step: the change ends here, and no step is repeated.
+            strategy.communicator.barrier()
+    def on_epoch_end(self, epoch, logs=None):
+        rows = self.model.table.embeddings
+        used.append(-2.0 * keras.ops.convert_to_numpy(rows)[:, 0])
+
+rng = np.random.default_rng(0)
+ids = np.arange(SAMPLES)
+x = rng.normal(size=(SAMPLES, 5)).astype("float32")
+y = x[:, :3].argmax(1)
+keras.utils.set_random_seed(1)
+with scope():
+    model = Model()
+    model.compile(
+        keras.optimizers.SGD(0.5),
+        loss={
+            "used": Sinking(reduction="sum"),
+            "class": keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        },
+        metrics={"used": [Seen()], "class": ["accuracy"]},
+        **options.get("compile", {}),
+    )
+callbacks = [Watch()]
+if options.get("save"):
+    callbacks.append(keras.callbacks.ModelCheckpoint(path + "-saved-{epoch}.keras"))
+targets = {"used": ids, "class": y}
+if options.get("data") == "dataset":
+    data = tf.data.Dataset.from_tensor_slices(((ids, x), targets)).batch(BATCH)
+    args = {"x": data}
+else:
+    args = {"x": (ids, x), "y": targets, "batch_size": BATCH}
+    args["shuffle"] = options.get("shuffle", False)
+few = (ids[:20], x[:20])
+history = model.fit(
+    **args, epochs=EPOCHS, verbose=0, callbacks=callbacks,
+    validation_data=(few, {"used": ids[:20], "class": y[:20]}, ),
+    validation_batch_size=8,
+)
+evaluated = model.evaluate(
+    (ids, x), targets, batch_size=BATCH, verbose=0, return_dict=True
+)
+predicted = model.predict((ids, x), batch_size=BATCH, verbose=0)
+numbers = {
+    "used": np.array(used),
+    "iterations": np.array(model.optimizer.iterations),
+    **{f"weight {i}": np.array(w) for i, w in enumerate(model.get_weights())},
+    **{f"log {k}": np.array(v) for k, v in history.history.items()},
+    **{f"evaluated {k}": np.array(v) for k, v in evaluated.items()},
+    **{f"predicted {k}": v for k, v in predicted.items()},
+}
+if not os.environ.get("PLAIN"):
+    print("RESULT", json.dumps(moments._installed[0].counts), flush=True)
+    strategy.close()
+with open(f"{path}{rank}", "wb") as file:
+    pickle.dump(numbers, file)
+"""
+pytestmark = pytest.mark.timeout(300)
+SAMPLES, EPOCHS = 70, 3
+# Of an epoch of five steps.
+LAST = 5
+Job = tuple[int, Sequence[Fault], dict[str, Any]]
+
+# Each name: (workers, faults, options).
+MOMENTS: dict[str, Job] = {
+    "trace": (3, [Fault(rank=1, at="trace")], {}),
+    "trace-chief": (3, [Fault(rank=0, at="trace")], {}),
+    "build": (3, [Fault(rank=1, at="build")], {}),
+    "build-chief": (2, [Fault(rank=0, at="build")], {}),
+    "train_begin": (3, [Fault(rank=0, at="on_train_begin")], {}),
+    **{
+        f"start-{after}": (3, [Fault(rank=after % 3, at="strategy", after=after)], {})
+        for after in range(9)
+    },
+    **{
+        f"step-{after}": (
+            3,
+            [Fault(rank=after % 3, at="on_train_batch_begin", number=7, after=after)],
+            {},
+        )
+        for after in range(7)
+    },
+    "last_step": (3, [Fault(rank=2, at="on_train_batch_begin", number=LAST)], {}),
+    "last_step_of_all": (
+        3,
+        [Fault(rank=0, at="on_train_batch_begin", number=EPOCHS * LAST, after=2)],
+        {},
+    ),
+    "after_last_step": (3, [Fault(rank=0, at="on_train_batch_end", number=LAST)], {}),
+    **{
+        f"epoch_end-{after}": (
+            3,
+            [Fault(rank=after % 3, at="on_train_batch_end", number=LAST, after=after)],
+            {},
+        )
+        for after in range(1, 6)
+    },
+    "on_epoch_end": (3, [Fault(rank=0, at="on_epoch_end")], {}),
+    "on_epoch_begin": (3, [Fault(rank=2, at="on_epoch_begin", number=2)], {}),
+    "test": (3, [Fault(rank=1, at="on_test_batch_begin", number=2)], {}),
+    "test-chief": (3, [Fault(rank=0, at="on_test_batch_end", number=5)], {}),
+    "evaluate": (3, [Fault(rank=0, at="on_test_batch_begin", number=11)], {}),
+    "predict": (3, [Fault(rank=0, at="on_predict_batch_begin", number=3)], {}),
+    "save": (3, [Fault(rank=0, at="save", number=2)], {"save": True}),
+    "two_at_once": (
+        4,
+        [Fault(rank=r, at="on_train_batch_begin", number=8, after=1) for r in (1, 3)],
+        {},
+    ),
+    "two_at_once-chief": (
+        3,
+        [Fault(rank=r, at="on_train_batch_begin", number=8) for r in (0, 1)],
+        {},
+    ),
+    "during_the_change": (
+        4,
+        [
+            Fault(rank=2, at="on_train_batch_begin", number=8),
+            Fault(rank=1, at="on_train_batch_begin", number=8, delay=0.05),
+        ],
+        {},
+    ),
+    "during_the_change-chief": (
+        3,
+        [
+            Fault(rank=2, at="on_train_batch_begin", number=8),
+            Fault(rank=0, at="on_train_batch_begin", number=8, delay=0.05),
+        ],
+        {},
+    ),
+    "all_but_one": (
+        4,
+        [
+            Fault(rank=0, at="on_train_batch_begin", number=3),
+            Fault(rank=2, at="on_train_batch_begin", number=7, after=1),
+            Fault(rank=1, at="on_train_batch_begin", number=12, after=2),
+        ],
+        {},
+    ),
+    "stop": (
+        3,
+        [Fault(rank=1, at="on_train_batch_begin", number=8, signum=signal.SIGSTOP)],
+        {},
+    ),
+    "stop-chief": (
+        3,
+        [Fault(rank=0, at="on_epoch_end", number=1, signum=signal.SIGSTOP)],
+        {},
+    ),
+    "dataset": (
+        3,
+        [
+            Fault(rank=0, at="on_train_batch_begin", number=4, after=1),
+            Fault(rank=1, at="on_train_batch_begin", number=9, after=0),
+        ],
+        {"data": "dataset"},
+    ),
+    "eager": (
+        3,
+        [Fault(rank=0, at="on_train_batch_begin", number=4, after=2)],
+        {"compile": {"run_eagerly": True}},
+    ),
+    "steps_per_execution": (
+        3,
+        [Fault(rank=0, at="on_train_batch_begin", number=2, after=5)],
+        {"compile": {"steps_per_execution": 3}},
+    ),
+    "two_workers": (2, [Fault(rank=0, at="on_train_batch_begin", number=4)], {}),
+    "two_workers-end": (
+        2,
+        [Fault(rank=1, at="on_train_batch_end", number=LAST, after=1)],
+        {},
+    ),
+}
+
+
+_plain: dict[str, Any] = {}
+
+
+def plain(options: dict[str, Any], folder: Path) -> Any:
+    """Return the numbers of one process without kerasdist."""
+    options = {name: value for name, value in options.items() if name != "leave"}
+    key = json.dumps(options)
+    if key not in _plain:
+        path = folder / "plain"
+        env = {
+            **{"TESTS": SCRIPTS_PATH, "OPTIONS": key, "PLAIN": "1", "TF_CONFIG": None},
+        }
+        with Workers(RUN, 1, args=[str(path)], env=env, handover=False) as job:
+            job.succeed()
+        _plain[key] = pickle.loads(Path(f"{path}0").read_bytes())
+    return _plain[key]
+
+
+def run(job: Job, folder: Path) -> dict[str, Any]:
+    """Run a job, and compare it with one process; return its numbers."""
+    size, faults, options = job
+    env = {"OPTIONS": json.dumps(options)}
+    ours = lossy_job(RUN, size, faults, folder / "numbers", env=env)
+    for epoch, used in enumerate(ours["used"]):
+        assert used.tolist() == [epoch + 1.0] * SAMPLES, f"epoch {epoch}"
+    for counts in ours["log seen"]:
+        assert counts.tolist() == [1.0] * SAMPLES
+    if not options.get("shuffle"):
+        expected = plain(options, folder)
+        compiled = options.get("compile", {})
+        # Keras's losses of single outputs, in eager steps alone, are weighted by rows.
+        left_out = ("class_loss", "used_loss") if "run_eagerly" in compiled else ()
+        fail_on(
+            differences(
+                *(
+                    {k: v for k, v in each.items() if not k.endswith(left_out)}
+                    for each in (ours, expected)
+                )
+            )
+        )
+    return ours
+
+
+# In the suite: one of each kind.
+SOME = (
+    "build-chief",
+    "start-3",
+    "trace",
+    "step-3",
+    "epoch_end-2",
+    "save",
+    "two_at_once-chief",
+    "during_the_change",
+    "stop-chief",
+    "all_but_one",
+)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[] if name in SOME else [pytest.mark.soak])
+        for name in MOMENTS
+    ],
+)
+def test_lost_at_a_moment(name: str, tmp_path: Path) -> None:
+    run(MOMENTS[name], tmp_path)
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_the_same_bits_as_of_a_prescribed_membership(rank: int, tmp_path: Path) -> None:
+    step = 7
+    fault = Fault(rank=rank, at="left")
+    expected = run((3, [fault], {"leave": [rank, step]}), tmp_path)
+    for after in (1, 3):
+        fault = Fault(rank=rank, at="on_train_batch_begin", number=step, after=after)
+        ours = run((3, [fault], {}), tmp_path)
+        fail_on(differences(ours, expected, exact=True))
+
+
+# Of the soak test. Each phase: the moments, and how often each happens at most in the
+# part of the job in which nothing else was lost.
+PHASES: dict[str, dict[str, int]] = {
+    "start": {"strategy": 1, "build": 1, "on_train_begin": 1},
+    "trace": {"trace": 1},
+    "step": {
+        "on_train_batch_begin": EPOCHS * LAST,
+        "on_train_batch_end": EPOCHS * LAST,
+    },
+    "epoch end": {"on_epoch_end": EPOCHS, "on_epoch_begin": EPOCHS},
+    "evaluate": {
+        "on_test_begin": 4,
+        "on_test_batch_begin": 14,
+        "on_test_batch_end": 14,
+    },
+    "save": {"save": EPOCHS},
+    "predict": {"on_predict_begin": 1, "on_predict_batch_begin": 5},
+}
+JOBS = int(os.environ.get("SOAK_JOBS", "20"))
+
+
+def drawn(phase: str, draw: random.Random) -> Job:
+    """Draw a job that loses workers, at least one of them in a phase."""
+    size = draw.choice([2, 3, 3, 4])
+    ranks = draw.sample(range(size), draw.randint(1, size - 1))
+    if phase == "save":
+        # The chief alone saves.
+        ranks = [0, *(rank for rank in ranks[1:] if rank)]
+    # The others of a frozen one must be most of the workers: it may live elsewhere.
+    stop = size > 2 and len(ranks) == 1 and draw.random() < 0.2
+    faults: list[Fault] = []
+    for number, rank in enumerate(ranks):
+        # Two at once, or soon after each other: during the change.
+        near = number > 0 and draw.random() < 0.3
+        name = phase if number == 0 else draw.choice(["step", "epoch end", "evaluate"])
+        moment, most = draw.choice(list(PHASES[name].items()))
+        fault = Fault(
+            rank=rank,
+            at=moment,
+            number=draw.randint(1, most),
+            after=draw.choice([0, 0, 1, 2, 3, 4]),
+            delay=draw.choice([0.0, 0.0, 0.001, 0.01, 0.05]),
+            signum=signal.SIGSTOP if stop else signal.SIGKILL,
+        )
+        if near and faults[0].at != "save":
+            delay = faults[0].delay + draw.choice([0.0, 0.05, 0.2])
+            fault = dataclasses.replace(faults[0], rank=rank, delay=delay)
+        if phase in ("predict", "save"):
+            # Nothing follows that would let it be lost later, or nothing is saved.
+            fault = dataclasses.replace(fault, after=0, delay=0.0)
+        faults.append(fault)
+    options: dict[str, Any] = {"save": True} if phase == "save" else {}
+    if draw.random() < 0.3:
+        options["data"] = "dataset"
+    elif draw.random() < 0.3:
+        options["shuffle"] = True
+    if draw.random() < 0.2:
+        options["compile"] = {"run_eagerly": True}
+    if phase == "trace":
+        options.pop("compile", None)
+    return size, faults, options
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(150 * JOBS)
+@pytest.mark.parametrize("phase", PHASES)
+def test_soak(phase: str, tmp_path: Path) -> None:
+    counts: Counter[str] = Counter()
+    for seed in range(JOBS):
+        job = drawn(phase, random.Random(f"{phase} {seed}"))
+        try:
+            run(job, tmp_path)
+        except BaseException:
+            print("failed:", phase, seed, job)
+            raise
+        counts["jobs"] += 1
+        counts.update(signal.Signals(fault.signum).name for fault in job[1])
+    print(phase, dict(counts))

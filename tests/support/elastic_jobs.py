@@ -1,0 +1,119 @@
+"""Elastic jobs that lose workers, and what must hold after each of them."""
+
+from __future__ import annotations
+
+import pickle
+import signal
+import socket
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from moments import Fault, dumps
+
+from places import SCRIPTS_PATH
+from workers import Workers
+
+__all__ = ["differences", "fail_on", "lossy_job"]
+
+# Of a process that was frozen: seconds until it ends, once it runs again.
+_END = 30.0
+
+
+def lossy_job(
+    script: str,
+    size: int,
+    faults: Sequence[Fault],
+    path: Path,
+    *,
+    args: Sequence[str] = (),
+    env: Mapping[str, str | None] | None = None,
+    deadline: float = 120.0,
+) -> dict[str, Any]:
+    """Run a job, of which some workers are lost; return the survivors' numbers.
+
+    The script writes a pickled dictionary of arrays to `f"{sys.argv[1]}{rank}"`, where
+    `rank` is the one at the start. All survivors' numbers must be the same bits, and
+    the lost ones must not have written any.
+
+    Args:
+        script: The script; it installs `moments`.
+        size: How many workers.
+        faults: The signals; each rank that is named must be lost.
+        path: Where the script writes.
+        args: More arguments of the script.
+        env: Environment variables on top.
+        deadline: Seconds until the job must have ended.
+    """
+    lost = {fault.rank: fault.signum for fault in faults}
+    survivors = [rank for rank in range(size) if rank not in lost]
+    for rank in range(size):
+        Path(f"{path}{rank}").unlink(missing_ok=True)
+    with Workers(
+        script,
+        size,
+        args=[str(path), *args],
+        env={
+            "TESTS": SCRIPTS_PATH,
+            "FAULTS": dumps(faults),
+            "KERASDIST_ELASTIC": "1",
+            **(env or {}),
+        },
+        deadline=deadline,
+    ) as job:
+        for rank in survivors:
+            assert job.wait_one(rank).returncode == 0, f"rank {rank}"
+        for rank, signum in lost.items():
+            if signum == signal.SIGSTOP:
+                # Others have gone on, so it must not finish the job by itself.
+                job.kill(rank, signal.SIGCONT)
+                assert job.wait_one(rank, _END).returncode != 0, f"rank {rank}"
+            else:
+                code = job.wait_one(rank, _END).returncode
+                assert code == -signum, f"rank {rank} wasn't lost"
+            assert not Path(f"{path}{rank}").exists(), f"rank {rank} has finished"
+        for address in job.addresses:
+            host, port = address.split(":")
+            with socket.socket() as probe:
+                assert probe.connect_ex((host, int(port))), f"{address} is open"
+        found = [pickle.loads(Path(f"{path}{rank}").read_bytes()) for rank in survivors]
+        first = found[0]
+        for rank, other in zip(survivors[1:], found[1:], strict=True):
+            assert first.keys() == other.keys()
+            for key, value in first.items():
+                same = np.asarray(value).tobytes() == np.asarray(other[key]).tobytes()
+                assert same, f"ranks {survivors[0]} and {rank} differ: {key}"
+    return first
+
+
+def differences(
+    ours: Mapping[str, Any], expected: Mapping[str, Any], *, exact: bool = False
+) -> list[str]:
+    """Return what differs between numbers by more than rounding, or at all."""
+    if ours.keys() != expected.keys():
+        return [f"{sorted(ours)} instead of {sorted(expected)}"]
+    faults = []
+    for key, value in expected.items():
+        if exact:
+            if np.asarray(ours[key]).tobytes() != np.asarray(value).tobytes():
+                faults.append(f"{key}: other bits")
+            continue
+        coarse = "coarse" in key
+        try:
+            np.testing.assert_allclose(
+                ours[key],
+                value,
+                rtol=3e-2 if coarse else 1e-5,
+                atol=3e-2 if coarse else 1e-6,
+            )
+        except AssertionError as error:
+            faults.append(f"{key}: {' '.join(str(error).split())[:300]}")
+    return faults
+
+
+def fail_on(faults: Sequence[str]) -> None:
+    """Fail the test if there are differences."""
+    if faults:
+        pytest.fail("\n".join(faults), pytrace=False)
