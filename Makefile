@@ -116,8 +116,9 @@ soak-membership: $(VENV)/.test
 
 # With the counts of each phase. SOAK_JOBS: the number of jobs in each, 20 without it.
 soak-elastic: $(VENV)/.test
-	$(BIN)/python -m pytest -m soak -rP tests/strategies/test_elastic_equivalence.py \
-	  tests/strategies/test_elastic_moments.py $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m soak -rP tests/strategies/test_elastic_*.py \
+	  tests/strategies/elastic_data tests/collectives/elastic tests/_keras/elastic \
+	  $(PYTEST_ARGS)
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .

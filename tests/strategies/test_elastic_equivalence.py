@@ -113,7 +113,17 @@ MECHANISMS = {
 PLACES = ((3, 24), (0, 17), (2, 21))
 
 
-@pytest.mark.parametrize("mechanism", MECHANISMS)
+# The others in the soak test.
+SOME = ("data", "steps")
+
+
+@pytest.mark.parametrize(
+    "mechanism",
+    [
+        pytest.param(name, marks=[] if name in SOME else [pytest.mark.soak])
+        for name in MECHANISMS
+    ],
+)
 def test_cases_with_lost_workers(mechanism: str, tmp_path: Path) -> None:
     names = MECHANISMS[mechanism]
     faults = [

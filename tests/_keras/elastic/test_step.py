@@ -107,7 +107,7 @@ def check(train, replicas=1):
     return results
 
 
-@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("replicas", [1, pytest.param(2, marks=pytest.mark.soak)])
 def test_a_model_with_statistics_masks_and_metrics(replicas):
     train = """
 def train():
@@ -195,6 +195,7 @@ def train():
 """)
 
 
+@pytest.mark.soak
 def test_several_steps_in_one_execution():
     # Of 5 batches: the data end in the second execution.
     results = check("""
@@ -230,6 +231,7 @@ def train():
 """)
 
 
+@pytest.mark.soak
 def test_a_scaled_loss():
     check("""
 def train():
@@ -281,6 +283,7 @@ def train():
 """)
 
 
+@pytest.mark.soak
 def test_single_batches():
     check("""
 def train():

@@ -77,7 +77,9 @@ def check(result: Finished) -> tuple[list[list[int]], list[int]]:
     return [ranks for _, _, ranks in found], last
 
 
-@pytest.mark.parametrize(("size", "victim"), [(2, 1), (3, 0)])
+@pytest.mark.parametrize(
+    ("size", "victim"), [pytest.param(2, 1, marks=pytest.mark.soak), (3, 0)]
+)
 def test_a_lost_one_joins_again(size: int, victim: int) -> None:
     with start(size, ends=[[victim, 7]], turns=60, waits=23) as job:
         assert job.wait_one(victim).returncode == -signal.SIGKILL
@@ -108,7 +110,7 @@ def test_several_join_one_that_is_alone() -> None:
         assert last[0] == 1
 
 
-@pytest.mark.parametrize("after", [0.0, 0.1])
+@pytest.mark.parametrize("after", [pytest.param(0.0, marks=pytest.mark.soak), 0.1])
 def test_one_that_dies_while_it_joins_is_left_out(after: float) -> None:
     with start(3, ends=[[2, 7]], turns=60, waits=23, dies=2, after=after) as job:
         job.wait_one(2)

@@ -74,12 +74,16 @@ def check(found: list[Any], size: int) -> list[list[int]]:
     return seen
 
 
-@pytest.mark.parametrize("transport", ["shared_memory", "tcp"])
-@pytest.mark.parametrize(
-    ("size", "victims"),
-    [(2, [0]), (2, [1]), (3, [0]), (3, [2]), (4, [1, 0]), (4, [3, 2, 1])],
-    ids=str,
-)
+MANY = [(2, [0]), (2, [1]), (3, [0]), (3, [2]), (4, [1, 0]), (4, [3, 2, 1])]
+CONTINUE = [
+    pytest.param(*case, transport, marks=[] if few else [pytest.mark.soak])
+    for case in MANY
+    for transport in ("shared_memory", "tcp")
+    for few in [(case, transport) in [(MANY[0], "tcp"), (MANY[5], "shared_memory")]]
+]
+
+
+@pytest.mark.parametrize(("size", "victims", "transport"), CONTINUE, ids=str)
 def test_the_others_continue(size: int, victims: list[int], transport: str) -> None:
     ends = [[v, 5 + 7 * i, signal.SIGKILL] for i, v in enumerate(victims)]
     results = run(size, ends, transport=transport)
@@ -116,7 +120,7 @@ def test_too_few_are_left() -> None:
         assert "min_workers" in text
 
 
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.soak)])
 def test_a_frozen_one_is_left_out(victim: int) -> None:
     text = json.dumps({"ends": [[victim, 5, signal.SIGSTOP]], "heartbeat": 1.0})
     with Workers(SCRIPT, 3, [text], deadline=90.0) as job:

@@ -56,7 +56,9 @@ print("RESULT", json.dumps([float(each) for each in found]))
 """
 
 
-@pytest.mark.parametrize("data", ["items", "dataset"])
+@pytest.mark.parametrize(
+    "data", [pytest.param("items", marks=pytest.mark.soak), "dataset"]
+)
 def test_a_loss_of_each_row_from_add_loss(data: str) -> None:
     with Workers(SCRIPT, 1, [data], env={"TF_CONFIG": None}) as job:
         expected = job.succeed()[0].result

@@ -56,7 +56,9 @@ print("RESULT", values, flush=True)
 """
 
 
-@pytest.mark.parametrize("kind", ["arrays", "dataset", "items"])
+@pytest.mark.parametrize(
+    "kind", [pytest.param("arrays", marks=pytest.mark.soak), "dataset", "items"]
+)
 def test_weights_and_metrics_are_those_of_one_process(kind):
     """Ranks 1 and 0 of 3 are killed: every row counts exactly once all the same."""
     with Workers(SCRIPT, 1, [kind, "1"], deadline=120) as job:
