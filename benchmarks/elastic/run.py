@@ -84,9 +84,11 @@ def parts_of(times: dict[str, list], killed: float) -> dict[str, float]:
 def main() -> None:
     """Measure, and write the tables."""
     parser = arguments(__doc__, HERE)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--millions", type=int, nargs="+", default=[4, 25])
     options = parser.parse_args()
-    repeats = 1 if options.quick else 5
-    sizes = (4_000_000,) if options.quick else (4_000_000, 25_000_000)
+    repeats = 1 if options.quick else options.repeats
+    sizes = [1_000_000 * n for n in ([4] if options.quick else options.millions)]
     teams = [(2, 1)] if options.quick else [(2, 1), (2, 0), (3, 1), (4, 1)]
     report = Report("The pause of an elastic job after a loss", options.output)
     rows = []

@@ -103,11 +103,11 @@ def alone():
     ("size", "lost", "steps"),
     [
         # An epoch has 5 steps, 3 of the validation, and its end.
-        (3, {1: ["train", 3]}, 1),
-        (3, {0: ["train", 1]}, 1),
+        pytest.param(3, {1: ["train", 3]}, 1, marks=pytest.mark.soak),
+        pytest.param(3, {0: ["train", 1]}, 1, marks=pytest.mark.soak),
         (3, {2: ["test", 7]}, 1),
         (3, {0: ["epoch", 9], 1: ["train", 12]}, 1),
-        (2, {1: ["train", 14]}, 1),
+        pytest.param(2, {1: ["train", 14]}, 1, marks=pytest.mark.soak),
         (3, {1: ["predict", 2]}, 1),
         (3, {2: ["train", 2]}, 4),
     ],

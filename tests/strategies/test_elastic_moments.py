@@ -317,7 +317,7 @@ def run(job: Job, folder: Path) -> dict[str, Any]:
 
 
 # In the suite: one of each kind.
-SOME = ("during_the_change", "save")
+SOME = ("during_the_change",)
 
 
 @pytest.mark.parametrize(

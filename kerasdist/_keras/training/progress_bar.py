@@ -32,7 +32,7 @@ class ChiefProgressBar(progbar_logger.ProgbarLogger):
 
     @property
     def verbose(self) -> Any:
-        """That of the script on the chief, else 0."""
+        """The script's on the chief, else 0."""
         return self._given if self._rank() == 0 else 0
 
     @verbose.setter

@@ -16,9 +16,18 @@ class Change:
         before: The number of workers before it.
         workers: The number of workers after it.
         seconds: The time without a group, on this worker.
+        agreed: When the members were decided, in seconds of the system's clock.
+        connected: When they were connected.
     """
 
     text: str
     before: int
     workers: int
     seconds: float
+    agreed: float
+    connected: float
+
+    @property
+    def began(self) -> float:
+        """The time at which training was suspended."""
+        return self.connected - self.seconds

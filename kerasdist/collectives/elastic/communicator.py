@@ -218,7 +218,9 @@ class ElasticCommunicator(Communicator):
             pending = self.membership.admit(admits)
             flags = np.array([admits, pending], np.int64)
             admits, pending = self.all_reduce([flags], "max")[0]
-            if not pending and (self.epoch != epoch or not admits):
+            # In the collective in which the change came, flags were those of before it:
+            # a member may still admit others, whose change would come later.
+            if not pending and not admits:
                 return
             time.sleep(_POLL_SECONDS)
 

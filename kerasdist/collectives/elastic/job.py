@@ -140,7 +140,7 @@ class ElasticJob:
         self._decision = decision
         threading.Thread(
             target=self._change,
-            args=(decision,),
+            args=(decision, time.time()),
             name="kerasdist-change",
             daemon=True,
         ).start()
@@ -187,7 +187,7 @@ class ElasticJob:
                 member.id, error.host, self.communicator.step, error.reason
             )
 
-    def _change(self, decision: Decision) -> None:
+    def _change(self, decision: Decision, agreed: float) -> None:
         number = decision.epoch.number
         timeouts = dataclasses.replace(self.timeouts, startup=_CONNECT_SECONDS)
         group: Group | None = None
@@ -218,7 +218,7 @@ class ElasticJob:
             self.watch(number, failure)
         pause = time.monotonic() - self._began if self._began else 0.0
         self._began = 0.0
-        change = self._describe(old, group, pause)
+        change = self._describe(old, group, pause, agreed)
         self.communicator.changes.append(change)
         self.communicator.resume(group, fetched, decision.verdict.progress.step)
         self._tell(group, pause)
@@ -252,7 +252,9 @@ class ElasticJob:
         step = self.communicator.step
         self._reporter.members(group.epoch, ranks, step + 1, pause)
 
-    def _describe(self, old: Group, group: Group, pause: float) -> Change:
+    def _describe(
+        self, old: Group, group: Group, pause: float, agreed: float
+    ) -> Change:
         lost, self._lost = self._lost, None
         events = [
             (_left(old, group), "lost"),
@@ -274,6 +276,8 @@ class ElasticJob:
             before=len(old.members),
             workers=count,
             seconds=pause,
+            agreed=agreed,
+            connected=time.time(),
         )
 
     def _name_of(self, member: Member) -> str:

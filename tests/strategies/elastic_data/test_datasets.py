@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from places import SUPPORT
 from workers import Workers
 
@@ -53,6 +55,7 @@ assert found[:7] != found[7:]
 """)
 
 
+@pytest.mark.soak
 def test_workers_change_several_times():
     """Also down to one worker, which needs no facts, and up again."""
     run("""
@@ -79,6 +82,7 @@ for make in (
 """)
 
 
+@pytest.mark.soak
 def test_elements_of_all_kinds_are_divided():
     """Dictionaries, None, text, ragged and sparse tensors, unknown shapes."""
     run("""
