@@ -86,6 +86,8 @@ class ScalingTensorBoard(JobCallback):
             `log_dir` can't be written to, or there's another such callback.
     """
 
+    takes_newcomers = False
+
     def __init__(
         self,
         log_dir: str | os.PathLike[str],

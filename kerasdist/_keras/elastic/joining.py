@@ -190,6 +190,13 @@ def _objection(
             "data whose place in an epoch can't be continued from: use arrays, without "
             "`steps_per_epoch`"
         )
+    closed = [
+        type(callback).__name__
+        for callback in callbacks
+        if not getattr(callback, "takes_newcomers", True)
+    ]
+    if closed:
+        return f"the callbacks {closed}, whose windows of steps have begun"
     if facts["variables"] != _form(state):
         return "a model with other variables than the others'"
     names = [numbers[0] for numbers in facts["callbacks"]]
