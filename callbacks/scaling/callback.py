@@ -86,7 +86,7 @@ class ScalingTensorBoard(JobCallback):
             `log_dir` can't be written to, or there's another such callback.
     """
 
-    takes_newcomers = False
+    _takes_newcomers = False
 
     def __init__(
         self,

@@ -70,7 +70,7 @@ class Timeline(JobCallback):
     """
 
     never_stops = True
-    takes_newcomers = False
+    _takes_newcomers = False
 
     def __init__(
         self,

@@ -193,7 +193,7 @@ def _objection(
     closed = [
         type(callback).__name__
         for callback in callbacks
-        if not getattr(callback, "takes_newcomers", True)
+        if not getattr(callback, "_takes_newcomers", True)
     ]
     if closed:
         return f"the callbacks {closed}, whose windows of steps have begun"

@@ -18,12 +18,12 @@ class JobCallback(keras.callbacks.Callback):
         shares_state: Whether it has a `before_first_step`.
         never_stops: Whether its `on_train_batch_end` never stops the training: then the
             ranks don't need a collective after every step.
-        takes_newcomers: Whether a worker may join an elastic job in the midst of `fit`.
+        _takes_newcomers: Whether a worker may join an elastic job inside `fit`.
     """
 
     shares_state = False
     never_stops = False
-    takes_newcomers = True
+    _takes_newcomers = True
 
     def resumed_after(self, batches: int) -> None:
         """Note how far a resumed epoch was; called when all callbacks have begun.
