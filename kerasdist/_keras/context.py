@@ -26,8 +26,9 @@ class StepContext(threading.local):
         kinds: The kinds of the step's losses, if there are several replicas.
         reduced: Whether gradients have been reduced already.
         window: Whether gradients will be reduced once for several steps.
-        late: Takes an update that is to run at the end of the replica's step; returns
-            whether that's possible. None: updates run where they are.
+        late: Takes a reduction of gradients, and the update with its result, that are
+            to run at the end of the replica's step; returns whether that's possible.
+            None: both run where they are.
         scale: The factor of gradients before they are clipped.
         in_compile_loss: Whether CompileLoss records its parts.
         fitting: 1 inside `fit`, 2 if it prints.
@@ -67,7 +68,7 @@ class StepContext(threading.local):
     kinds: LossKinds | None = None
     reduced: bool = False
     window: bool = False
-    late: Callable[[Callable[[], Any]], bool] | None = None
+    late: Callable[[Callable[..., Any], Callable[[Any], Any]], bool] | None = None
     scale: int = 1
     in_compile_loss: bool = False
     fitting: int = 0

@@ -81,6 +81,7 @@ class CheckedCommunicator(Communicator):
         op: str = "sum",
         *,
         scale: float | None = None,
+        unscaled: int = 0,
         lend: bool = False,
     ) -> list[Array]:
         """See `Communicator.all_reduce`."""
@@ -89,7 +90,7 @@ class CheckedCommunicator(Communicator):
         for index, array in enumerate(arrays):
             check_op(op, array.dtype)
             groups.setdefault(check_dtype(array.dtype), []).append(index)
-            if scale is not None:
+            if scale is not None and index < len(arrays) - unscaled:
                 check_scale(scale, op, array.dtype)
         check_op(op, np.dtype("float32"))
         results: list[Array] = [np.empty(0)] * len(arrays)
@@ -102,7 +103,9 @@ class CheckedCommunicator(Communicator):
             for name in sorted(groups) or ["none"]:
                 indices = groups.get(name, [])
                 parts, starts = aligned([arrays[i] for i in indices])
-                source = FusedBuffer(parts, scale)
+                first = len(arrays) - unscaled
+                plain = (s for i, s in zip(indices, starts, strict=True) if i >= first)
+                source = FusedBuffer(parts, scale, next(plain, None))
                 elements = source.elements
                 with (
                     self._calling("all_reduce", op, name, elements, detail) as call,

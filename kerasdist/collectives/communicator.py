@@ -49,6 +49,7 @@ class Communicator(abc.ABC):
         op: str = "sum",
         *,
         scale: float | None = None,
+        unscaled: int = 0,
         lend: bool = False,
     ) -> list[Array]:
         """Reduce each buffer over all ranks, element by element.
@@ -62,6 +63,7 @@ class Communicator(abc.ABC):
             scale: A factor by which this rank's buffers, which must be floats then,
                 are multiplied while they are packed; the ranks' may differ. With 0
                 this rank adds zeros, whatever its buffers hold.
+            unscaled: How many of the buffers, the last ones, stay as they are.
             lend: Whether results may be in memory that other ranks read, too, which
                 saves copying. They are then read-only. The same on all ranks.
 

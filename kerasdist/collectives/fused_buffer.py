@@ -24,13 +24,19 @@ class FusedBuffer:
         parts: The arrays, in order.
         scale: The number, for arrays of floats; None: the elements as they are. With
             0 all are 0, whatever the arrays hold (0 x NaN isn't).
+        scaled: How many elements, the first ones, are multiplied; None: all.
 
     Attributes:
         elements: Number of elements, over all arrays.
         dtype: Their dtype; uint8 if there's no array.
     """
 
-    def __init__(self, parts: Sequence[Array], scale: float | None = None) -> None:
+    def __init__(
+        self,
+        parts: Sequence[Array],
+        scale: float | None = None,
+        scaled: int | None = None,
+    ) -> None:
         self.dtype = parts[0].dtype if parts else np.dtype("uint8")
         self._parts = [part for part in parts if part.size]
         self._scale = scale
@@ -40,6 +46,7 @@ class FusedBuffer:
             self._starts.append(total)
             total += part.size
         self.elements = total
+        self._scaled = total if scaled is None else scaled
 
     def views(self, start: int, stop: int) -> list[Array]:
         """Return views of elements `start` to `stop`, unscaled, without empty ones."""
@@ -55,16 +62,21 @@ class FusedBuffer:
 
     def copy_to(self, out: Array, start: int, stop: int) -> None:
         """Copy elements `start` to `stop`."""
-        if self._scale == 0:
+        middle = min(max(start, self._scaled), stop)
+        self._copy(out[: middle - start], start, middle, self._scale)
+        self._copy(out[middle - start :], middle, stop, None)
+
+    def _copy(self, out: Array, start: int, stop: int, scale: float | None) -> None:
+        if scale == 0:
             out.fill(0)
             return
         begin = 0
         for view in self.views(start, stop):
             end = begin + view.size
-            if self._scale is None:
+            if scale is None:
                 np.copyto(out[begin:end], view)
             else:
-                np.multiply(view, self._scale, out=out[begin:end])
+                np.multiply(view, scale, out=out[begin:end])
             begin = end
 
 

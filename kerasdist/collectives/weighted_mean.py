@@ -19,9 +19,10 @@ def weighted_mean(
     gradients: Sequence[Array],
     total: int | None = None,
     *,
+    beside: Sequence[Array] = (),
     lend: bool = False,
 ) -> list[Array]:
-    """Return sum(rows x gradients) / sum(rows) over the workers.
+    """Return sum(rows x gradients) / sum(rows) over the workers, and sums beside them.
 
     Sums are computed in float32 for gradients of 16 bits. float32 counts rows exactly
     up to 16,777,216 per global batch. A worker without rows adds nothing, whatever
@@ -36,6 +37,8 @@ def weighted_mean(
         rows: Number of rows of this worker.
         gradients: Arrays of float dtypes, the same shapes on all workers.
         total: sum(rows) over the workers, if all know it.
+        beside: Arrays of any dtypes whose sums are wanted, too, from the same
+            collective: they are returned after the means.
         lend: See `Communicator.all_reduce`. Without the total nothing is lent.
     """
     wide = [
@@ -43,18 +46,25 @@ def weighted_mean(
     ]
     if total is not None:
         share = rows / total if total else 0.0
-        means = communicator.all_reduce(wide, scale=share, lend=lend)
+        sums = communicator.all_reduce(
+            [*wide, *beside], scale=share, unscaled=len(beside), lend=lend
+        )
+        means = sums[: len(wide)]
     else:
         dtypes: list[Any] = list(dict.fromkeys(array.dtype for array in wide))
         ones = [np.ones(1, dtype) for dtype in dtypes]
-        sums = communicator.all_reduce([*wide, *ones], scale=float(rows))
+        sums = communicator.all_reduce(
+            [*wide, *ones, *beside], scale=float(rows), unscaled=len(beside)
+        )
         means = sums[: len(wide)]
-        counts = dict(zip(dtypes, sums[len(wide) :], strict=True))
+        counts = dict(zip(dtypes, sums[len(wide) :], strict=False))
         for mean in means:
             count = counts[mean.dtype]
             if count[0]:
                 np.multiply(mean, 1 / count[0], out=mean)
-    return [
+    found = [
         mean.astype(gradient.dtype, copy=False)
         for mean, gradient in zip(means, gradients, strict=True)
     ]
+    # Copies: a lent memory is used again when nothing of it is held any more.
+    return [*found, *(np.array(each) for each in sums[len(sums) - len(beside) :])]

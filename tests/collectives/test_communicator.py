@@ -220,7 +220,7 @@ def test_large_buffers(group):
 
 
 def test_a_scale_multiplies_each_ranks_own(group):
-    """And with 0 a rank adds nothing, whatever it holds."""
+    """But the last ones; and with 0 a rank adds nothing, whatever it holds."""
 
     def work(communicator):
         rank = communicator.rank
@@ -231,7 +231,11 @@ def test_a_scale_multiplies_each_ranks_own(group):
             parts = [(whole[a:b]).astype(name) for a, b in ((0, 3), (3, 100_003))]
             if rank == 0:
                 parts[1][5] = np.nan
-            totals = communicator.all_reduce(parts, scale=share)
+            beside = [np.arange(5, dtype=name), np.arange(3)]
+            totals = communicator.all_reduce([*parts, *beside], scale=share, unscaled=2)
+            for total, each in zip(totals[2:], beside, strict=True):
+                assert total.tolist() == (each * communicator.size).tolist()
+            del totals[2:]
             results.append([total.dtype == name for total in totals])
             results.append(np.concatenate(totals).astype("float64"))
         return results

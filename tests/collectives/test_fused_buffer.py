@@ -39,6 +39,19 @@ def test_a_scale_multiplies_what_is_copied(sizes):
     assert whole.tolist() == list(range(len(whole)))
 
 
+@pytest.mark.parametrize("scale", [0, 0.5])
+def test_a_scale_leaves_the_last_elements_as_they_are(scale):
+    whole = np.arange(1, 8, dtype=np.float32)
+    for scaled in range(8):
+        parts = FusedBuffer([whole[:3], whole[3:]], scale, scaled)
+        expected = [*(whole[:scaled] * scale), *whole[scaled:]]
+        for start in range(7):
+            for stop in range(start, 8):
+                out = np.full(stop - start, -1, np.float32)
+                parts.copy_to(out, start, stop)
+                assert out.tolist() == expected[start:stop]
+
+
 def test_a_scale_of_0_takes_nothing_of_what_isnt_a_number():
     parts = FusedBuffer(
         [np.full(3, np.nan, np.float32), np.full(2, np.inf, np.float32)], 0

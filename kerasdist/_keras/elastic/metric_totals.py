@@ -3,8 +3,12 @@
 Each replica's metrics hold its own part, and reading them sums over all replicas. Each
 step ends with a collective of all parts, which is its commit:
 
-    1. forward, gradients, update       with collectives of their own
+    1. forward, gradients               perhaps with collectives of their own
     2. totals := sum over the workers   the last collective: finished on all or on none
+    3. update
+
+The parts are summed beside the last gradients where that's possible (`parts`, `keep`),
+and by a collective of their own elsewhere (`commit`).
 
 After a change of the workers the chief's metrics hold the totals, and the others' 0.
 Parts of more than 64 KB are summed in every k-th step alone; in the others the commit
@@ -71,14 +75,7 @@ class MetricTotals:
         Returns:
             Tensors that are there when the step is committed.
         """
-        size = sum(
-            copies[0].shape.num_elements() * copies[0].dtype.size for copies in metrics
-        )
-        self._interval = max(-(-size // _MOST), 1)
-        for dtype in _by_dtype(metrics):
-            if dtype not in self._totals:
-                kept = [_tf.variable_of_any_shape(dtype, self._host) for _ in range(2)]
-                self._totals[dtype] = kept[0], kept[1]
+        self._prepare(metrics)
         with tf.device(self._host):
             if not metrics:
                 return self._sum([tf.zeros([1])])
@@ -93,13 +90,47 @@ class MetricTotals:
                 )
             ]
 
+    def _prepare(self, metrics: Sequence[Sequence[Any]]) -> None:
+        size = sum(
+            copies[0].shape.num_elements() * copies[0].dtype.size for copies in metrics
+        )
+        self._interval = max(-(-size // _MOST), 1)
+        for dtype in _by_dtype(metrics):
+            if dtype not in self._totals:
+                kept = [_tf.variable_of_any_shape(dtype, self._host) for _ in range(2)]
+                self._totals[dtype] = kept[0], kept[1]
+
+    def parts(self, metrics: Sequence[Sequence[Any]]) -> dict[Any, Any]:
+        """Return this worker's part for another collective, whose sums `keep` takes.
+
+        Args:
+            metrics: As for `commit`.
+
+        Returns:
+            One vector for each dtype; none if this step's parts aren't summed, or
+            there are none.
+        """
+        self._prepare(metrics)
+        if self._interval > 1:
+            return {}
+        with tf.device(self._host):
+            return _flat(metrics)
+
+    def keep(self, parts: dict[Any, Any], sums: Sequence[Any]) -> None:
+        """Keep the sums of parts over the workers, in the step's graph."""
+        with tf.device(self._host):
+            self._keep(parts, sums)
+
     def _sum_parts(self, metrics: Sequence[Sequence[Any]]) -> list[Any]:
         flat = _flat(metrics)
         sums = self._sum(list(flat.values()))
+        self._keep(flat, sums)
+        return sums
+
+    def _keep(self, flat: dict[Any, Any], sums: Sequence[Any]) -> None:
         for (dtype, part), total in zip(flat.items(), sums, strict=True):
             for kept, value in zip(self._totals[dtype], (total, part), strict=True):
                 kept.assign(value, read_value=False)
-        return sums
 
     def divide(self, metrics: Sequence[Sequence[Any]], *, chief: bool) -> None:
         """Divide the totals among other workers: they are the chief's; eagerly.

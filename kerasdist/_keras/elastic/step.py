@@ -197,7 +197,20 @@ class ElasticStep:
         copies = [self._copies(variable) for variable in self._updated()]
         # What was created outside of the scope has no copies.
         own = [each[replica if len(each) > 1 else 0] for each in copies]
-        made = LateUpdates(own, self._commit)
+        flat: dict[Any, Any] = {}
+
+        def parts() -> list[Any]:
+            if self._hooks.workers.local_replicas == 1:
+                flat.update(self._totals.parts(self._metrics()))
+            return list(flat.values())
+
+        def commit(sums: Sequence[Any]) -> Sequence[Any]:
+            if not flat:
+                return self._commit()
+            self._totals.keep(flat, sums)
+            return sums
+
+        made = LateUpdates(own, parts, commit)
         self._traced.append(made)
         return made
 

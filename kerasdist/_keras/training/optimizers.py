@@ -90,10 +90,21 @@ def apply(
         and hooks.elastic is None
         and _has_windows(optimizer, trainable_variables)
     )
+
+    total = None if current.rows is None else current.total
+
+    def reduce(beside: Sequence[Any] = ()) -> list[Any]:
+        arguments = grads, rows, total, _is_linear(inner)
+        return _exchange(facets, hooks.gradients.reduce, *arguments, beside=beside)
+
+    def update(reduced: list[Any]) -> Any:
+        with setting(reduced=True, window=window, scale=scale):
+            return original(optimizer, reduced, trainable_variables)
+
+    if current.late is not None and current.late(reduce, update):
+        return None
     if not window:
-        total = None if current.rows is None else current.total
-        linear = _is_linear(inner)
-        grads = _exchange(facets, hooks.gradients.reduce, grads, rows, total, linear)
+        grads = reduce()
     elif current.rows is not None:
         weight = current.share * hooks.workers.replicas
         grads = [None if g is None else _weighted(g, weight) for g in grads]
@@ -104,14 +115,7 @@ def apply(
     touched = touched_rows(inner, grads, updated) if updated else []
     if dynamic is not None and updated:
         dynamic.weights.prepare_update(updated, touched)
-
-    def update() -> Any:
-        with setting(reduced=True, window=window, scale=scale):
-            return original(optimizer, grads, trainable_variables)
-
-    if current.late is not None and current.late(update):
-        return None
-    result = update()
+    result = update(grads)
     if dynamic is not None and updated:
         dynamic.weights.exchange_update(inner, updated, touched)
     return result
@@ -207,15 +211,19 @@ def _unscaled(original: Callable[..., Any], optimizer: Any) -> Any:
 
 
 def _exchange(
-    facets: Facets, reduce: Callable[..., list[Any]], gradients: list[Any], *args: Any
+    facets: Facets,
+    reduce: Callable[..., list[Any]],
+    gradients: list[Any],
+    *args: Any,
+    **options: Any,
 ) -> list[Any]:
     """Reduce gradients; with a placement they return to the devices they are from."""
     if is_timed():
         reduced = facets.timer.exchange(
-            gradients, lambda after: reduce(gradients, *args, after)
+            gradients, lambda after: reduce(gradients, *args, after, **options)
         )
     else:
-        reduced = reduce(gradients, *args)
+        reduced = reduce(gradients, *args, **options)
     if facets.places_gradients:
         reduced = [move_beside(*pair) for pair in zip(reduced, gradients, strict=True)]
     return reduced

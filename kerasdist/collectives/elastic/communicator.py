@@ -232,12 +232,17 @@ class ElasticCommunicator(Communicator):
         op: str = "sum",
         *,
         scale: float | None = None,
+        unscaled: int = 0,
         lend: bool = False,
     ) -> list[Array]:
         """See `Communicator.all_reduce`."""
-        return self._call(
-            lambda inner: inner.all_reduce(buffers, op, scale=scale, lend=lend)
-        )
+
+        def reduce(inner: Communicator) -> list[Array]:
+            return inner.all_reduce(
+                buffers, op, scale=scale, unscaled=unscaled, lend=lend
+            )
+
+        return self._call(reduce)
 
     def all_gather(self, array: npt.ArrayLike) -> list[Array]:
         """See `Communicator.all_gather`; one array per present rank."""

@@ -100,10 +100,13 @@ class LiveCommunicator(Communicator):
         op: str = "sum",
         *,
         scale: float | None = None,
+        unscaled: int = 0,
         lend: bool = False,
     ) -> list[Array]:
         """See `Communicator.all_reduce`."""
-        result = self._inner.all_reduce(buffers, op, scale=scale, lend=lend)
+        result = self._inner.all_reduce(
+            buffers, op, scale=scale, unscaled=unscaled, lend=lend
+        )
         self._note()
         return result
 

@@ -148,6 +148,7 @@ class NativeOps(CollectiveOps):
         rows: Any,
         total: Any = None,
         *,
+        beside: Sequence[Any] = (),
         step: bool = False,
     ) -> list[Any]:
         """See `CollectiveOps.weighted_mean`, `collectives.weighted_mean`."""
@@ -178,7 +179,7 @@ class NativeOps(CollectiveOps):
                     shaped = tf.reshape(part, tf.shape(gradients[i]))
                     shaped = tf.cast(shaped, gradients[i].dtype)
                     means[i] = tf.ensure_shape(shaped, gradients[i].shape)
-        return means
+        return [*means, *(self.all_reduce(beside) if beside else ())]
 
     def reduce_replicas(
         self, values: Sequence[Sequence[Any]], *, step: bool = False

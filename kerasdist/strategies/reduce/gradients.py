@@ -33,6 +33,7 @@ def reduce_gradients(
     total: Any = None,
     linear: bool = False,
     after: Sequence[Any] = (),
+    beside: Sequence[Any] = (),
 ) -> list[Any]:
     """Reduce gradients over all replicas of all workers, in replica context.
 
@@ -48,19 +49,22 @@ def reduce_gradients(
             or sent with the gradients.
         linear: Whether slices of one index may be added up: see `Returns`.
         after: Tensors that the last bucket waits for.
+        beside: Host tensors that are summed over the workers, by the last collective,
+            for workers of one replica.
 
     Returns:
-        Tensors (or None), the same on all replicas. IndexedSlices are those that one
-        process would have: Adam squares each slice by itself, and clipping takes the
-        norm of them all. So slices of tokens stay unchanged, those of all replicas,
-        in replica order; slices that one process has once are added up: see
+        Tensors (or None), the same on all replicas; then the sums. IndexedSlices are
+        those that one process would have: Adam squares each slice by itself, and
+        clipping takes the norm of them all. So slices of tokens stay unchanged, those
+        of all replicas, in replica order; slices that one process has once are added
+        up: see
         `kerasdist.strategies.reduce.index_origin`. If the optimizer is `linear` in
         the slices they are added up anyway, before they are sent, and sent as a
         whole table where that is less: see
         `kerasdist.strategies.reduce.indexed_slices`.
     """
     if workers.is_alone:
-        return list(gradients)
+        return [*gradients, *beside]
     slices = [g for g in gradients if _is_slices(g)]
     # Without the table's shape they can't be sent as one.
     linear = linear and all(s.dense_shape is not None for s in slices)
@@ -75,20 +79,33 @@ def reduce_gradients(
             for total, piece in zip(sums, pieces, strict=True)
         ]
         _warn_of_constants(split, wide, linear, print_once)
-        return split.combine(wide, replicas)
+        return [*split.combine(wide, replicas), *_sums(workers, beside)]
     slices = [piece for piece in pieces if _is_slices(piece)]
     dense = [piece for piece in pieces if not _is_slices(piece)]
+
+    def reduce_slices() -> list[Any]:
+        if not slices:
+            return []
+        if linear:
+            return _mean_of_added_slices(workers, slices, rows)
+        return _mean_of_slices(workers, slices, rows, total)
+
+    taken = beside if dense and workers.compression is None else ()
+    # The collective with the sums is the last one.
+    gathered = iter(reduce_slices()) if taken else None
     means: Iterator[Any] = iter(())
     if dense:
-        means = iter(_mean_of_dense(workers, dense, rows, total, after))
-    gathered: Iterator[Any] = iter(())
-    if slices and linear:
-        gathered = iter(_mean_of_added_slices(workers, slices, rows))
-    elif slices:
-        gathered = iter(_mean_of_slices(workers, slices, rows, total))
+        means = iter(_mean_of_dense(workers, dense, rows, total, after, taken))
+    if gathered is None:
+        gathered = iter(reduce_slices())
     reduced = [next(gathered if _is_slices(piece) else means) for piece in pieces]
+    sums = list(means) if taken else _sums(workers, beside)
     _warn_of_constants(split, reduced, linear, print_once)
-    return split.combine(reduced)
+    return [*split.combine(reduced), *sums]
+
+
+def _sums(workers: Workers, tensors: Sequence[Any]) -> list[Any]:
+    return workers.ops.all_reduce(tensors) if tensors else []
 
 
 def _warn_of_constants(
@@ -122,19 +139,25 @@ def _mean_of_dense(
     rows: Any,
     total: Any,
     after: Sequence[Any],
+    beside: Sequence[Any],
 ) -> list[Any]:
-    """Reduce dense gradients to their mean, bucket by bucket."""
+    """Reduce dense gradients to their mean, bucket by bucket; then what's beside."""
     sizes = [(g.shape.num_elements() or 0) * g.dtype.size for g in gradients]
     share = None
     if workers.compression is not None:
         share = _share(workers, rows, total)
     means: list[Any] = [None] * len(gradients)
+    sums: list[Any] = []
     buckets = list(in_buckets(sizes, workers.bucket_size))
     for number, bucket in enumerate(buckets):
         some = [gradients[i] for i in bucket]
-        with tf.control_dependencies(after if bucket is buckets[-1] else ()):
+        last = bucket is buckets[-1]
+        with tf.control_dependencies(after if last else ()):
             if share is None:
-                reduced = _mean_of_bucket(workers, some, rows, total, number == 0)
+                reduced = _mean_of_bucket(
+                    *(workers, some, rows, total, number == 0, beside if last else ())
+                )
+                reduced, sums = reduced[: len(some)], reduced[len(some) :]
             else:
                 shares = [narrow(workers, g, share) for g in some]
                 sums = sum_over_replicas(workers, shares)
@@ -143,7 +166,7 @@ def _mean_of_dense(
                 ]
         for i, mean in zip(bucket, reduced, strict=True):
             means[i] = mean
-    return means
+    return [*means, *sums]
 
 
 def _share(workers: Workers, rows: Any, total: Any) -> Any:
@@ -186,10 +209,13 @@ def _mean_of_bucket(
     rows: Any,
     total: Any,
     step: bool,
+    beside: Sequence[Any],
 ) -> list[Any]:
     devices = workers.devices
     if len(devices) == 1:
-        return workers.ops.weighted_mean(gradients, rows, total, step=step)
+        return workers.ops.weighted_mean(
+            gradients, rows, total, beside=beside, step=step
+        )
     host = _tf.host_of(devices[0])
     weighted = [_tf.weighted(gradient, rows) for gradient in gradients]
 

@@ -98,6 +98,7 @@ class CollectiveOps:
         rows: Any,
         total: Any = None,
         *,
+        beside: Sequence[Any] = (),
         step: bool = False,
     ) -> list[Any]:
         """Return sum(rows x gradients) / sum(rows) over the workers.
@@ -106,6 +107,7 @@ class CollectiveOps:
             gradients: Host tensors of float dtypes.
             rows: This worker's number of rows, a scalar integer tensor.
             total: sum(rows), if it's known, or None.
+            beside: Host tensors whose sums are returned after the means.
             step: Whether an optimizer step begins with it.
         """
         counts = [rows] if total is None else [rows, total]
@@ -115,19 +117,19 @@ class CollectiveOps:
         def reduce(*arrays: Any) -> list[Any]:
             self._communicator.step += step
             numbers = [int(count) for count in arrays[: len(counts)]]
+            end = len(counts) + len(gradients)
             return weighted_mean(
                 self._communicator,
                 numbers[0],
-                arrays[len(counts) :],
+                arrays[len(counts) : end],
                 None if total is None else numbers[1],
+                beside=arrays[end:],
                 lend=lend,
             )
 
+        sent = [*gradients, *beside]
         return self.call(
-            reduce,
-            [*counts, *gradients],
-            [g.dtype for g in gradients],
-            _shapes(gradients),
+            reduce, [*counts, *sent], [each.dtype for each in sent], _shapes(sent)
         )
 
     def reduce_replicas(

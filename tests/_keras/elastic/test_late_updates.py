@@ -33,10 +33,19 @@ def trace(before, after, *, in_branch=False):
             lambda: order.append(event) or 0, [], tf.int64, name="note"
         )
 
-    def commit():
-        return [note("commit")]
+    def parts():
+        return [other.read_value()]
 
-    def update():
+    def reduce(beside=()):
+        return [weight.read_value() * 0.0, *(2.0 * each for each in beside)]
+
+    def commit(sums):
+        # What is summed has been changed after `add`.
+        with tf.control_dependencies([tf.debugging.assert_equal(sums, [14.0])]):
+            return [note("commit")]
+
+    def update(gradients):
+        assert len(gradients) == 1
         with tf.control_dependencies([note("update")]):
             weight.assign_add(10.0)
         return 0
@@ -45,14 +54,14 @@ def trace(before, after, *, in_branch=False):
 
     @tf.function(autograph=False)
     def step():
-        updates = LateUpdates([weight], commit)
+        updates = LateUpdates([weight], parts, commit)
         made.append(updates)
         before(weight)
         other.assign_add(1.0)
         if in_branch:
-            tf.cond(other > 0.0, lambda: int(updates.add(update)), lambda: 0)
+            tf.cond(other > 0.0, lambda: int(updates.add(reduce, update)), lambda: 0)
         else:
-            assert updates.add(update)
+            assert updates.add(reduce, update)
         after(weight)
         note("end")
         other.assign_add(1.0)

@@ -289,10 +289,12 @@ def test_the_synchronous_mean_is_that_of_the_ring_bit_by_bit(servers, known):
         return found
 
     total = sum(rows) if known else None
+    beside = [np.arange(3.0, dtype="float32"), np.array(7)]
     with Servers(3, servers, mode="sync") as job:
         results = job.run(
             lambda c: weighted_mean(
-                c.communicator, rows[c.rank], gradients(c.rank), total
+                *(c.communicator, rows[c.rank], gradients(c.rank), total),
+                beside=beside,
             )
         )
     expected = [np.zeros(g.shape, np.float32) for g in gradients(0)]
@@ -303,6 +305,8 @@ def test_the_synchronous_mean_is_that_of_the_ring_bit_by_bit(servers, known):
     if not known:
         expected = [mine * np.float32(1 / np.float32(8)) for mine in expected]
     for result in results:
+        assert result.pop().tolist() == 21
+        assert result.pop().tolist() == [0, 3, 6]
         for mine, first in zip(result, results[0], strict=True):
             assert mine.tobytes() == first.tobytes()
         for mine, value, g in zip(result, expected, gradients(0), strict=True):
