@@ -251,6 +251,12 @@ class ElasticHooks(Protocol):
     def newcomers(self) -> int:
         """The first rank of the members without state: the last ones."""
 
+    def ask(self) -> tuple[bool, bool]:
+        """Return whether workers want to join, and whether members want to leave.
+
+        All members call it alike.
+        """
+
     def admit(self) -> bool:
         """Admit workers that want to join; all members call it alike.
 

@@ -6,6 +6,7 @@ import dataclasses
 import os
 from collections.abc import Mapping
 
+from kerasdist.cluster.grace import grace_seconds
 from kerasdist.errors import ClusterError
 
 __all__ = [
@@ -22,13 +23,15 @@ LEAST_VARIABLE = "KERASDIST_MIN_WORKERS"
 
 @dataclasses.dataclass(frozen=True)
 class Elasticity:
-    """The bounds within which the workers of a job may change.
+    """The bounds within which the workers of a job may change, and the time for it.
 
     Attributes:
         min_workers: The smallest number of workers that continue.
+        grace: Seconds from SIGTERM until the platform kills a process.
     """
 
     min_workers: int = 1
+    grace: float = 30.0
 
 
 def elasticity(
@@ -88,7 +91,7 @@ def elasticity(
             "`min_workers` must be at least 1, and at most the number of workers. "
             f"Received: min_workers={min_workers}, with {size} workers."
         )
-    return Elasticity(min_workers)
+    return Elasticity(min_workers, grace_seconds(environ))
 
 
 def refuse_elastic(strategy: str) -> None:

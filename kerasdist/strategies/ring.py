@@ -205,6 +205,7 @@ class RingStrategy(DataParallelStrategy):
                 timeouts=timeouts,
                 replicas=len(names),
                 min_workers=bounds.min_workers,
+                grace=bounds.grace,
             )
             super().__init__(place, names, elastic_job, options, ElasticExtended)
             return

@@ -31,6 +31,11 @@ def test_arguments_and_environment(
     assert found == (None if expected is None else Elasticity(expected))
 
 
+def test_the_platforms_time_is_that_of_the_environment() -> None:
+    found = elasticity(True, None, 4, {"KERASDIST_GRACE_SECONDS": "120"})
+    assert found == Elasticity(1, 120.0)
+
+
 @pytest.mark.parametrize(
     ("elastic", "least", "environ", "error", "text"),
     [
@@ -43,6 +48,9 @@ def test_arguments_and_environment(
         (None, 2, {}, ValueError, "without elastic=True"),
         (None, None, {"KERASDIST_ELASTIC": "yes"}, ClusterError, "'yes'"),
         (True, None, {"KERASDIST_MIN_WORKERS": "-1"}, ClusterError, "'-1'"),
+        (True, None, {"KERASDIST_GRACE_SECONDS": "0"}, ClusterError, "'0'"),
+        (True, None, {"KERASDIST_GRACE_SECONDS": "inf"}, ClusterError, "'inf'"),
+        (True, None, {"KERASDIST_GRACE_SECONDS": "1 s"}, ClusterError, "'1 s'"),
     ],
 )
 def test_bad_options(

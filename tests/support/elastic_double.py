@@ -71,6 +71,9 @@ class ElasticDouble:
         self.count = 0
         self.sections: list[tuple[int, bool]] = []
 
+    def ask(self) -> tuple[bool, bool]:
+        return False, False
+
     def admit(self) -> bool:
         return False
 

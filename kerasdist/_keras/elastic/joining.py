@@ -21,6 +21,7 @@ import numpy as np
 
 from kerasdist._keras.context import current
 from kerasdist._keras.data.batches import RepeatableIterator
+from kerasdist._keras.elastic.departure import Departure
 from kerasdist._keras.optimizer.learning_rate import (
     base_rate,
     leaves_of,
@@ -68,6 +69,7 @@ class Admission:
         self._hooks = hooks
         self._elastic = elastic
         self._state = state
+        self._departure = Departure(hooks)
         # Steps until the next question, the same on all members.
         self._left = 1
         self._steps = 1
@@ -96,7 +98,10 @@ class Admission:
         wished = int(np.clip(_SECONDS / max(pace, 1e-6), 1, most))
         self._steps = int(self._hooks.consensus.of_chief(wished))
         self._left = self._steps
-        if self._elastic.admit():
+        joining, leaving = self._elastic.ask()
+        if leaving:
+            self._departure.run()
+        elif joining and self._elastic.admit():
             self._give(iterator, step)
 
     def _give(self, iterator: Any, step: int) -> None:

@@ -18,6 +18,7 @@ from keras.src.utils import io_utils
 
 from kerasdist._keras.context import current, setting
 from kerasdist._keras.data.pydataset import closing_readers
+from kerasdist._keras.elastic.departure import in_fit
 from kerasdist._keras.elastic.evaluation import renew_prediction
 from kerasdist._keras.elastic.joining import count_fit, join
 from kerasdist._keras.elastic.repetition import repeated
@@ -171,7 +172,7 @@ def fit(original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -
     if hooks.elastic is not None:
         count_fit(hooks)
         facts["succession"] = Succession(hooks, hooks.elastic)
-    with setting(**facts), closing_readers(), translating(hooks):
+    with setting(**facts), closing_readers(), translating(hooks), in_fit(hooks):
         initial = getattr(trainer, "_initial_epoch", None)
         try:
             with _reporting_failure(original, trainer, args, kwargs):

@@ -80,6 +80,7 @@ class JobSupervisor:
         self._group = group
         self._tasks: list[Started] = []
         self._frozen = FrozenTasks(self._tasks)
+        self._grace = None if job.elastic is None else job.elastic.grace
         if job.elastic is None:
             self._pump = OutputPump(1) if job.tagged else None
             self._ports = JobPorts(job)
@@ -105,6 +106,8 @@ class JobSupervisor:
         )
         self._signal: int | None = None
         self._signal_at = 0.0
+        # Whether workers of an elastic job have been asked to leave it.
+        self._lets_leave = False
         self._give_up_at: float | None = None
         self._launcher_lost = False
         # (monotonic time, signal): the signals that are still to be sent to all.
@@ -159,7 +162,8 @@ class JobSupervisor:
                     # Grandchildren, which may hold the terminal or a pipe of ours.
                     if not descendants(os.getpid()):
                         return
-                    if not self._plan:
+                    if not self._plan or self._lets_leave:
+                        self._lets_leave = False
                         self._plan_to_end(0.0, _TERM_TO_KILL)
                 elif self._outcome.only_lost_workers_running and not self._plan:
                     # Frozen, or busy with results that no task needs any more.
@@ -228,6 +232,9 @@ class JobSupervisor:
                 self._plan = [(now, signal.SIGKILL)]
             return
         self._signal, self._signal_at = number, now
+        if number == signal.SIGTERM and self._grace is not None:
+            self._let_leave(self._grace)
+            return
         if number != signal.SIGINT:
             self._plan_to_end(0.0, _TERM_TO_KILL)
             return
@@ -243,6 +250,16 @@ class JobSupervisor:
                 if not worker.on_terminal or not in_foreground(self._group):
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(worker.process.pid, signal.SIGINT)
+
+    def _let_leave(self, grace: float) -> None:
+        """Ask the workers to leave after their step; they still need their children."""
+        self._lets_leave = True
+        self._plan_to_end(grace, grace + _TERM_TO_KILL)
+        for worker in self._tasks:
+            if worker.code is None:
+                worker.ended_by_us = True
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(worker.process.pid, signal.SIGTERM)
 
     def _plan_to_end(self, term: float, kill: float) -> None:
         """Schedule SIGTERM and SIGKILL, in seconds from now, if nothing earlier is."""

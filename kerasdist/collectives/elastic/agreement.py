@@ -32,6 +32,7 @@ from kerasdist.transport.membership.events import (
     Finished,
     GiveUp,
     Install,
+    Leave,
     Received,
     Send,
     Silent,
@@ -141,6 +142,16 @@ class Agreement:
                 waiting, self._waiting = self._waiting, {}
                 for member, message in waiting.items():
                     self._handle(Received(member, message))
+            return self._machine.planning
+
+    def leave(self) -> bool:
+        """Leave the job after one of the next collectives; can be repeated.
+
+        Returns:
+            Whether that, or another change, is still to come.
+        """
+        with self._lock:
+            self._handle(Leave())
             return self._machine.planning
 
     def finished(self, epoch: int, number: int) -> bool:

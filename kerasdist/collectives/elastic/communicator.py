@@ -59,7 +59,10 @@ class Membership(Protocol):
         """Whether processes want to join."""
 
     def admit(self, admits: bool) -> bool:
-        """Admit processes, or don't; return whether some are being admitted."""
+        """Admit processes, or don't; return whether a change is to come."""
+
+    def leave(self) -> bool:
+        """Leave after one of the next collectives; return whether that is to come."""
 
     def apply(self, members: tuple[Member, ...]) -> None:
         """Begin to ask members to admit this worker."""
@@ -84,6 +87,7 @@ class ElasticCommunicator(Communicator):
         finished_before: The number of collectives that had been finished when it began.
         joining: Whether this worker is alone until it calls `join`.
         newcomers: The first rank of those that have no state of the job yet.
+        wants_to_leave: Returns whether this worker wants to leave the job.
         replicas: Each member's number of replicas, by rank.
     """
 
@@ -100,6 +104,7 @@ class ElasticCommunicator(Communicator):
         self._patience = patience
         self._hosts = hosts
         self.joining = bool(hosts)
+        self.wants_to_leave: Callable[[], bool] = lambda: False
         # One collective at a time.
         self._calls = threading.Lock()
         self._changed = threading.Condition()
@@ -179,6 +184,15 @@ class ElasticCommunicator(Communicator):
 
     # Joining.
 
+    def ask(self) -> tuple[bool, bool]:
+        """Return whether processes want to join, and whether members want to leave.
+
+        All members call it alike.
+        """
+        flags = np.array([self.membership.waiting, self.wants_to_leave()], np.int64)
+        joining, leaving = self.all_reduce([flags], "max")[0]
+        return bool(joining), bool(leaving)
+
     def admit(self) -> bool:
         """Admit the processes that want to join; all members call it alike.
 
@@ -186,9 +200,6 @@ class ElasticCommunicator(Communicator):
             Whether there are members now without the job's state: the last of the
             ranks, from `newcomers` on.
         """
-        waiting = np.array([self.membership.waiting], np.int64)
-        if not int(self.all_reduce([waiting], "max")[0][0]):
-            return False
         self._settle(self.epoch, time.monotonic() + _ADMIT_SECONDS)
         return self.newcomers < self.size
 

@@ -19,7 +19,9 @@ from kerasdist.collectives.elastic.changes import Change
 from kerasdist.collectives.elastic.chief_actions import ElasticChiefActions
 from kerasdist.collectives.elastic.communicator import ElasticCommunicator
 from kerasdist.collectives.elastic.groups import Connector, Group, catch_up
+from kerasdist.collectives.elastic.leaving import Leaving
 from kerasdist.collectives.elastic.lines import Lines
+from kerasdist.collectives.elastic.termination import Termination
 from kerasdist.transport.base import Peer
 from kerasdist.transport.liveness.launcher_pipe import Reporter
 from kerasdist.transport.log import background_log
@@ -60,6 +62,7 @@ class ElasticJob:
         transport: The transport of the first group, see `connect`.
         timeouts: The timeouts as given.
         facts: Numbers that all members know, and a process gets which joins.
+        leaving: The members that leave the job.
     """
 
     has_servers = False
@@ -72,6 +75,7 @@ class ElasticJob:
         lines: Lines,
         min_workers: int,
         hosts: tuple[Member, ...] = (),
+        grace: float = 30.0,
     ) -> None:
         self.cluster = connector.cluster
         self.transport = group.job.transport
@@ -93,6 +97,9 @@ class ElasticJob:
             for member_id, address in connector.addresses.items()
         }
         self.communicator = ElasticCommunicator(group, peers, _CHANGE_SECONDS, hosts)
+        self.leaving = Leaving(
+            self.communicator, Termination.acquire(grace), min_workers
+        )
         self.announcements = ElasticChiefActions(
             self.communicator.await_group, self.timeouts.collective
         )
@@ -155,6 +162,14 @@ class ElasticJob:
                 self._connector.addresses[self._connector.me.id],
                 self.communicator.step,
                 "the job that it was to join has ended",
+            )
+        elif lost is None and reason is StopReason.TOO_FEW and self.leaving.ids:
+            first = min(self.leaving.ids)
+            lost = errors.WorkerLost(
+                first,
+                self._connector.addresses[first],
+                self.communicator.step,
+                f"it was preempted, and {reason.value}",
             )
         elif lost is None:
             lost = errors.WorkerLost(
@@ -255,9 +270,13 @@ class ElasticJob:
     def _describe(
         self, old: Group, group: Group, pause: float, agreed: float
     ) -> Change:
-        lost, self._lost = self._lost, None
+        error, self._lost = self._lost, None
+        missing = _left(old, group)
+        left = [member for member in missing if member.id in self.leaving.ids]
+        lost = [member for member in missing if member not in left]
         events = [
-            (_left(old, group), "lost"),
+            (lost, "lost"),
+            (left, "preempted, and left"),
             (_left(group, old), "added"),
         ]
         parts = [
@@ -267,7 +286,7 @@ class ElasticJob:
             if members
         ]
         what = " and ".join(parts) or "connections between the workers were lost"
-        reason = "" if lost is None else f": {lost.reason}"
+        reason = "" if error is None or (left and not lost) else f": {error.reason}"
         count = len(group.members)
         verb = "s continue" if count > 1 else " continues"
         return Change(
@@ -290,6 +309,8 @@ class ElasticJob:
                 return
             self._closed = True
             group = self._group
+        if self.leaving.termination is not None:
+            self.leaving.termination.release()
         self.communicator.close()
         self._agreement.close()
         group.job.close(error)
@@ -305,6 +326,7 @@ def connect_elastic(
     settings: dict[str, Any] | None = None,
     host: str | None = None,
     min_workers: int = 1,
+    grace: float = 30.0,
 ) -> ElasticJob:
     """Connect all workers of the cluster, to continue without those that are lost.
 
@@ -316,6 +338,7 @@ def connect_elastic(
         settings: See `connect`.
         host: See `connect`.
         min_workers: The smallest number of workers that continue.
+        grace: Seconds from SIGTERM until the platform kills a process.
 
     Raises:
         As `connect`. After an exception nothing is left open.
@@ -365,7 +388,7 @@ def connect_elastic(
             members = tuple(Member(number) for number in range(cluster.size))
             group = connector.group(first_decision(members), 0, timeouts, watch)
         undo.callback(group.job.close)
-        job = ElasticJob(connector, group, listener, lines, min_workers, hosts)
+        job = ElasticJob(connector, group, listener, lines, min_workers, hosts, grace)
         made.append(job)
         if group.job.failure is not None:
             job.watch(0, group.job.failure)

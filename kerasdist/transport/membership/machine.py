@@ -134,7 +134,10 @@ class Machine:
     def planning(self) -> bool:
         """Whether this worker knows of a change that is to come."""
         return bool(
-            self._joiners or self._planned is not None or self._attempt is not None
+            self._joiners
+            or self._leavers
+            or self._planned is not None
+            or self._attempt is not None
         )
 
     def handle(self, event: Event) -> tuple[Output, ...]:

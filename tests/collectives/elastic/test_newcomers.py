@@ -44,7 +44,7 @@ while turn < most or (full and group.size < cluster.size and turn < 5000):
         os.kill(os.getpid(), signal.SIGKILL)
     total = group.all_reduce([np.full(100, me + 1.0, np.float32)])[0]
     found.append([turn, float(total[0]), list(group.ranks)])
-    if turn % 5 == 0 and group.admit():
+    if turn % 5 == 0 and group.ask()[0] and group.admit():
         group.broadcast([np.array([turn])])
         seen.append(turn)
     if turn == options.get("waits", 0) and not again:

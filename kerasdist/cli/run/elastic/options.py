@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import os
 from collections.abc import Callable
+
+from kerasdist.cluster.grace import grace_seconds
+from kerasdist.errors import ClusterError
 
 __all__ = ["WITH_VALUE", "ElasticOptions", "add_options", "read_options"]
 
@@ -18,10 +22,12 @@ class ElasticOptions:
     Attributes:
         min_workers: The smallest number of workers that go on.
         restarts: How many times workers are started again, all of them together.
+        grace: Seconds from SIGTERM to SIGKILL.
     """
 
     min_workers: int
     restarts: int
+    grace: float
 
     @property
     def environ(self) -> dict[str, str]:
@@ -49,7 +55,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--restarts",
         metavar="R",
         help="with --elastic: how many times lost workers are started again, all of "
-        "them together; the first time after 1 s, then 2 s, 4 s and so on (default: 0)",
+        "them together; the first time after 1 s, then 2 s, 4 s and so on (default: "
+        "0). A worker that was sent SIGTERM isn't started again",
     )
 
 
@@ -93,4 +100,9 @@ def read_options(
             f"--ps {servers}. Expected --ps 0, and RingStrategy in the script"
         )
     restarts = number("--restarts", given["--restarts"] or "0", 0)
-    return ElasticOptions(min_workers=least, restarts=restarts)
+    grace = 0.0
+    try:
+        grace = grace_seconds(os.environ)
+    except ClusterError as error:
+        faults.append(str(error))
+    return ElasticOptions(min_workers=least, restarts=restarts, grace=grace)

@@ -2,6 +2,7 @@
 
 A worker that ends with a failure is lost, and the others go on. The job succeeds if at
 least one worker finishes. If none does, it ends as other jobs do, with the first cause.
+SIGTERM to a worker is a request to leave, so that one isn't started again.
 Which worker is the chief, the members of each epoch report on the launcher's pipe.
 """
 
@@ -15,7 +16,7 @@ from kerasdist.cli.console import print_line, print_line_soon
 from kerasdist.cli.run.elastic.chief_output import ChiefOutput
 from kerasdist.cli.run.elastic.options import ElasticOptions
 from kerasdist.cli.run.elastic.restarts import Restarts
-from kerasdist.cli.run.exits import in_words, is_own_error, show_end
+from kerasdist.cli.run.exits import exit_code, in_words, is_own_error, show_end
 from kerasdist.cli.run.job import JobSpec
 from kerasdist.cli.run.outcome import JobOutcome
 from kerasdist.cli.run.ports import JobPorts
@@ -125,7 +126,9 @@ class ElasticOutcome(JobOutcome):
         elif self._running:
             line += "; the others go on"
         pause = None
-        if not self._finished:
+        if _has_left(worker):
+            line += "; it isn't started again" if self._restarts.most else ""
+        elif not self._finished:
             pause = self._restarts.schedule(worker, time.monotonic())
         if pause is not None:
             line += (
@@ -164,8 +167,11 @@ class ElasticOutcome(JobOutcome):
         """Print how the job ended; return the exit code. See `JobOutcome.report`."""
         if ended_by is not None or launcher_lost:
             return super().report(ended_by, launcher_lost=launcher_lost)
-        code = 0
-        if not self._finished or self.failed_at is not None:
+        # The last workers were asked to leave: that is the cause of the end.
+        asked = bool(self._losses) and not self._finished
+        asked = asked and _has_left(self._losses[-1])
+        code = exit_code(-signal.SIGTERM) if asked else 0
+        if not asked and (not self._finished or self.failed_at is not None):
             code = super().report(ended_by, launcher_lost=launcher_lost)
         else:
             for worker in self.workers:
@@ -179,10 +185,15 @@ class ElasticOutcome(JobOutcome):
         # Also a worker that the launcher had to end, for instance a frozen one.
         not_finished = [each for each in self.workers if each.code != 0]
         ends: dict[int, list[str]] = {}
+        left = []
         for each in dict.fromkeys([*self._losses, *not_finished]):
-            ends.setdefault(each.task.index, []).append(_how(each))
+            if _has_left(each):
+                left.append(each.task.index)
+            else:
+                ends.setdefault(each.task.index, []).append(_how(each))
         named = {
             "finished": [str(each.task) for each in self._finished],
+            "left": [f"rank {rank}" for rank in sorted(left)],
             "lost": [f"rank {rank} ({', '.join(ends[rank])})" for rank in sorted(ends)],
             "started again": [
                 f"{each.task} ({'once' if count == 1 else f'{count} times'})"
@@ -198,6 +209,11 @@ class ElasticOutcome(JobOutcome):
         if self._pauses:
             text += f"; pauses: {len(self._pauses)}, {sum(self._pauses):.2f} s in all"
         print_line(text)
+
+
+def _has_left(worker: Started) -> bool:
+    """Return whether a worker has ended because it was sent SIGTERM."""
+    return worker.code == -signal.SIGTERM and not worker.ended_by_us
 
 
 def _how(worker: Started) -> str:

@@ -123,15 +123,68 @@ def test_when_no_worker_finishes_the_first_cause_counts(launcher):
     wait_until_said(process, "rank 1")
     kill(launcher, 0, number=signal.SIGTERM)
     wait_until_said(process, "rank 0")
-    kill(launcher, 2, number=signal.SIGTERM)
+    kill(launcher, 2)
     code, _, err = finish(launcher, process)
     assert code == 137
     assert f"rank 1 {KILLED}; the other workers were ended\n" in err
-    assert "afterwards rank 2 was ended by signal SIGTERM (15)\n" in err
+    assert f"afterwards rank 2 {KILLED}\n" in err
     assert err.splitlines()[-1] == (
-        "kerasdist run: finished: none; lost: rank 0 (SIGTERM), rank 1 (SIGKILL), "
-        "rank 2 (SIGTERM)"
+        "kerasdist run: finished: none; left: rank 0; lost: rank 1 (SIGKILL), rank 2 "
+        "(SIGKILL)"
     )
+
+
+def test_a_worker_that_is_asked_to_leave_isnt_started_again(launcher):
+    process = begin(launcher, "--restarts", 3)
+    kill(launcher, 1, number=signal.SIGTERM)
+    assert wait_until_said(process, "SIGTERM") == (
+        "kerasdist run: rank 1 (HOST) was ended by signal SIGTERM (15); the others go "
+        "on; it isn't started again\n"
+    )
+    code, _, err = finish(launcher, process)
+    assert (code, err) == (
+        0,
+        "kerasdist run: finished: rank 0, rank 2; left: rank 1\n",
+    )
+
+
+def test_when_the_last_worker_is_asked_to_leave_that_is_the_cause(launcher):
+    process = begin(launcher, size=2)
+    kill(launcher, 0)
+    wait_until_said(process, "rank 0")
+    kill(launcher, 1, number=signal.SIGTERM)
+    assert wait_until_said(process, "rank 1") == (
+        "kerasdist run: rank 1 (HOST) was ended by signal SIGTERM (15)\n"
+    )
+    code, _, err = finish(launcher, process)
+    assert (code, err) == (
+        143,
+        "kerasdist run: finished: none; left: rank 1; lost: rank 0 (SIGKILL)\n",
+    )
+
+
+def test_a_signal_to_the_launcher_lets_the_workers_leave(launcher):
+    """They have more time, and their children aren't signalled meanwhile."""
+    script = """
+    import subprocess
+    child = subprocess.Popen(["sleep", "60"])
+    asked = []
+    signal.signal(signal.SIGTERM, lambda *_: asked.append(1))
+    mark(f"up-{rank}-0", os.getpid())
+    while not asked:
+        time.sleep(0.01)
+    time.sleep(3)  # longer than in other jobs
+    mark(f"left-{rank}", child.poll())
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    os.kill(os.getpid(), signal.SIGTERM)
+    """
+    process = begin(launcher, script=script, size=2)
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=20)
+    launcher.nothing_runs(within=5.0)
+    assert process.returncode == 143
+    assert err.endswith("kerasdist run: ended by SIGTERM; all workers are ended\n")
+    assert launcher.wait_for("left-0", "left-1") == ["None", "None"]
 
 
 def test_an_error_that_follows_from_a_loss_is_no_loss_that_others_survive(launcher):
@@ -184,6 +237,7 @@ def test_a_signal_to_the_launcher_ends_all_and_starts_nothing_again(launcher, nu
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     """
+    launcher.env["KERASDIST_GRACE_SECONDS"] = "1"
     process = begin(
         launcher, "--restarts", 3, script=textwrap.dedent(script) + UNTIL_ENOUGH
     )

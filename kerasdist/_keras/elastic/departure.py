@@ -1,0 +1,58 @@
+"""The workers of an elastic job that leave it between two steps, on SIGTERM.
+
+    all        ask, about once per second (`joining.Admission`)
+    all        agree on which leave ── these leave ── the others take the next step
+    a leaver   ends its process as the signal would have
+
+So no step is repeated, unlike after a loss.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+from kerasdist._keras.context import current
+from kerasdist._keras.files.succession import flush_board
+from kerasdist._keras.protocols import KerasHooks
+from kerasdist.collectives.elastic.leaving import Leaving
+from kerasdist.collectives.elastic.termination import end_process, flush_output
+
+__all__ = ["Departure", "in_fit"]
+
+
+class Departure:
+    """The leaving of workers, this one perhaps among them.
+
+    Args:
+        hooks: The hooks of the model's strategy.
+    """
+
+    def __init__(self, hooks: KerasHooks) -> None:
+        self._hooks = hooks
+
+    def run(self) -> None:
+        """Let the workers leave that want to; all call it alike, between two steps."""
+        leaving = _leaving_of(self._hooks)
+        if leaving is None:
+            return
+        leaving.agree()
+        if leaving.ids and leaving.change():
+            for callback in current.callbacks:
+                flush_board(callback)
+            self._hooks.workers.job.close()
+            flush_output()
+            end_process()
+
+
+def in_fit(hooks: KerasHooks) -> contextlib.AbstractContextManager[None]:
+    """Let this worker have the time of a `fit` to leave, in the block."""
+    leaving = _leaving_of(hooks)
+    if leaving is None or leaving.termination is None:
+        return contextlib.nullcontext()
+    return leaving.termination.in_fit()
+
+
+def _leaving_of(hooks: KerasHooks) -> Leaving | None:
+    job: Any = hooks.workers.job
+    return getattr(job, "leaving", None)

@@ -1,0 +1,149 @@
+"""SIGTERM to a process with an elastic job: noticed at once, and the end by then."""
+
+from __future__ import annotations
+
+import signal
+import time
+
+import pytest
+
+from workers import Workers
+
+BEGIN = """
+import ctypes, os, signal, sys, time
+from kerasdist.collectives.elastic.termination import Termination, end_process
+
+def wait(condition, seconds=20.0):
+    end = time.monotonic() + seconds
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.01)
+    return condition()
+
+def send(pid=None):
+    os.kill(pid or os.getpid(), signal.SIGTERM)
+"""
+
+
+def run(script: str) -> tuple[int, str]:
+    with Workers(BEGIN + script, 1, deadline=40.0) as job:
+        finished = job.wait_one(0)
+    return finished.returncode, finished.output
+
+
+@pytest.mark.parametrize(
+    "busy",
+    [
+        "time.sleep(60)",
+        # Not interrupted by signals, as in functions of TensorFlow: no handler runs.
+        "mutex = ctypes.create_string_buffer(64)\n"
+        "for _ in range(2): ctypes.CDLL(None).pthread_mutex_lock(mutex)",
+    ],
+    ids=["python", "native"],
+)
+def test_the_process_ends_by_the_signal_at_the_deadline(busy: str) -> None:
+    begin = time.monotonic()
+    code, output = run(f"Termination.acquire(1.5)\nsend()\n{busy}")
+    assert code == -signal.SIGTERM
+    assert "this worker received SIGTERM" in output
+    assert time.monotonic() - begin < 30
+
+
+def test_in_fit_the_deadline_is_later() -> None:
+    code, output = run("""
+termination = Termination.acquire(1.2)
+with termination.in_fit():
+    send()
+    time.sleep(0.7)
+    print("IN FIT", flush=True)
+time.sleep(60)
+""")
+    assert code == -signal.SIGTERM
+    assert "IN FIT" in output
+
+
+def test_a_job_that_agrees_sets_the_deadline() -> None:
+    code, output = run("""
+termination = Termination.acquire(0.3)
+send()
+assert wait(lambda: termination.requested)
+termination.extend(60.0)
+time.sleep(0.5)
+print("LEFT", flush=True)
+end_process()
+""")
+    assert code == -signal.SIGTERM
+    assert "LEFT" in output
+    assert "received SIGTERM" not in output
+
+
+@pytest.mark.parametrize("own", ["lambda *_: print('OWN')", "signal.SIG_IGN"])
+def test_a_handler_of_the_script_stays(own: str) -> None:
+    code, output = run(f"""
+own = {own}
+signal.signal(signal.SIGTERM, own)
+assert Termination.acquire(0.1) is None
+send()
+time.sleep(0.5)
+assert signal.getsignal(signal.SIGTERM) is own
+""")
+    assert code == 0
+    assert ("OWN" in output) == ("OWN" in own)
+
+
+def test_a_later_handler_of_the_script_replaces_it() -> None:
+    code, _ = run("""
+termination = Termination.acquire(0.1)
+signal.signal(signal.SIGTERM, own := lambda *_: None)
+termination.release()
+assert signal.getsignal(signal.SIGTERM) is own
+""")
+    assert code == 0
+
+
+def test_the_last_job_restores_the_default_action() -> None:
+    code, output = run("""
+first, second = Termination.acquire(30.0), Termination.acquire(30.0)
+assert first is second
+first.release()
+assert signal.getsignal(signal.SIGTERM) is first
+second.release()
+assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+assert signal.set_wakeup_fd(-1) == -1
+assert [t.name for t in __import__("threading").enumerate()] == ["MainThread"]
+print("RELEASED", flush=True)
+send()
+time.sleep(60)
+""")
+    assert code == -signal.SIGTERM
+    assert "RELEASED" in output
+
+
+def test_a_forked_child_isnt_the_worker() -> None:
+    """A pool of processes ends its children by SIGTERM."""
+    code, output = run("""
+termination = Termination.acquire(30.0)
+child = os.fork()
+if child == 0:
+    time.sleep(60)
+send(child)
+assert os.waitpid(child, 0)[1] == signal.SIGTERM
+time.sleep(0.3)
+assert not termination.requested
+send()
+assert wait(lambda: termination.requested)
+""")
+    assert code == 0, output
+
+
+def test_the_scripts_wakeup_descriptor_is_left_alone() -> None:
+    code, output = run("""
+reading, writing = os.pipe()
+os.set_blocking(writing, False)
+signal.set_wakeup_fd(writing)
+termination = Termination.acquire(30.0)
+send()
+assert wait(lambda: termination.requested)
+assert os.read(reading, 9) == bytes([signal.SIGTERM])
+assert signal.set_wakeup_fd(-1) == writing
+""")
+    assert code == 0, output
