@@ -17,6 +17,7 @@ from kerasdist.collectives.backends.shared_memory import SharedMemoryCommunicato
 from kerasdist.collectives.backends.single import SingleCommunicator
 from kerasdist.collectives.checked import CheckedCommunicator
 from kerasdist.transport.base import Aborted
+from kerasdist.transport.cancellation import Cancellation
 from kerasdist.transport.deadline import Deadline
 from kerasdist.transport.liveness.announcements import Announcements
 from kerasdist.transport.liveness.failure_detector import SessionSupervisor
@@ -142,6 +143,7 @@ def connect(
     | None = None,
     name: str | None = None,
     watch: Callable[[errors.CollectiveError], None] | None = None,
+    stop: Cancellation | None = None,
 ) -> Job:
     """Connect all workers of the cluster.
 
@@ -161,6 +163,7 @@ def connect(
             default they count their sessions.
         watch: Called with the job's first failure, from another thread, in place of
             the report to the launcher and the log.
+        stop: When another thread sets it, the call ends with `Aborted`.
 
     Raises:
         ValueError: Unknown transport, or "native" without `native`.
@@ -198,6 +201,7 @@ def connect(
         host=host,
         replicas=replicas,
         name=name,
+        stop=stop,
     )
     supervisor: SessionSupervisor | None = None
     parts: list[CheckedCommunicator] = []

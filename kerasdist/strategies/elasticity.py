@@ -12,6 +12,7 @@ from kerasdist.errors import ClusterError
 __all__ = [
     "ELASTIC_VARIABLE",
     "LEAST_VARIABLE",
+    "START_VARIABLE",
     "Elasticity",
     "elasticity",
     "refuse_elastic",
@@ -19,6 +20,7 @@ __all__ = [
 
 ELASTIC_VARIABLE = "KERASDIST_ELASTIC"
 LEAST_VARIABLE = "KERASDIST_MIN_WORKERS"
+START_VARIABLE = "KERASDIST_START_WORKERS"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,10 +30,12 @@ class Elasticity:
     Attributes:
         min_workers: The smallest number of workers that continue.
         grace: Seconds from SIGTERM until the platform kills a process.
+        start_workers: The number of workers with which the job starts; None: all.
     """
 
     min_workers: int = 1
     grace: float = 30.0
+    start_workers: int | None = None
 
 
 def elasticity(
@@ -39,14 +43,17 @@ def elasticity(
     min_workers: int | None,
     size: int,
     environ: Mapping[str, str] | None = None,
+    *,
+    start_workers: int | None = None,
 ) -> Elasticity | None:
     """Return the bounds of an elastic job; None if the job isn't elastic.
 
     Args:
         elastic: Whether it is; None: by `KERASDIST_ELASTIC`, "1" or "0".
         min_workers: See `Elasticity`; None: `KERASDIST_MIN_WORKERS`, else 1.
-        size: The number of workers with which the job starts.
+        size: The number of workers of the cluster.
         environ: The environment; the process's by default.
+        start_workers: See `Elasticity`; None: `KERASDIST_START_WORKERS`, else all.
 
     Raises:
         ClusterError: A variable has another value.
@@ -72,26 +79,46 @@ def elasticity(
                 "Only an elastic job continues with fewer workers. Received: "
                 f"min_workers={min_workers!r} without elastic=True."
             )
-        return None
-    if min_workers is None:
-        given = environ.get(LEAST_VARIABLE, "") or "1"
-        if not given.isdecimal():
-            raise ClusterError(
-                f"The variable {LEAST_VARIABLE} must be a number of workers. "
-                f"Received: {given!r}."
+        if start_workers is not None:
+            raise ValueError(
+                "Only an elastic job starts with fewer workers. Received: "
+                f"start_workers={start_workers!r} without elastic=True."
             )
-        min_workers = int(given)
-    if isinstance(min_workers, bool) or not isinstance(min_workers, int):
-        raise TypeError(
-            "`min_workers` must be a number of workers. "
-            f"Received: min_workers={min_workers!r}."
-        )
-    if not 1 <= min_workers <= size:
+        return None
+    least = _number("min_workers", min_workers, LEAST_VARIABLE, environ)
+    start = _number("start_workers", start_workers, START_VARIABLE, environ)
+    least = 1 if least is None else least
+    if not 1 <= least <= size:
         raise ValueError(
             "`min_workers` must be at least 1, and at most the number of workers. "
-            f"Received: min_workers={min_workers}, with {size} workers."
+            f"Received: min_workers={least}, with {size} workers."
         )
-    return Elasticity(min_workers, grace_seconds(environ))
+    if start is not None and not least <= start <= size:
+        raise ValueError(
+            "`start_workers` must be at least `min_workers`, and at most the number of "
+            f"workers. Received: start_workers={start}, with min_workers={least} and "
+            f"{size} workers."
+        )
+    return Elasticity(least, grace_seconds(environ), start)
+
+
+def _number(
+    name: str, given: int | None, variable: str, environ: Mapping[str, str]
+) -> int | None:
+    """Return a number of workers, by an argument, or else by a variable."""
+    if given is None:
+        text = environ.get(variable, "")
+        if text and not text.isdecimal():
+            raise ClusterError(
+                f"The variable {variable} must be a number of workers. "
+                f"Received: {text!r}."
+            )
+        return int(text) if text else None
+    if isinstance(given, bool) or not isinstance(given, int):
+        raise TypeError(
+            f"`{name}` must be a number of workers. Received: {name}={given!r}."
+        )
+    return given
 
 
 def refuse_elastic(strategy: str) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 from kerasdist import _tf
 from kerasdist.cluster import resolve
 from kerasdist.collectives import connect
-from kerasdist.collectives.elastic.job import connect_elastic
+from kerasdist.collectives.elastic.connect import connect_elastic
 from kerasdist.errors import ClusterError
 from kerasdist.placement.plan import Plan
 from kerasdist.strategies.devices import check_devices
@@ -107,6 +107,9 @@ class RingStrategy(DataParallelStrategy):
             transport="native" or "mpi", data="chief" or a placement.
         min_workers: With `elastic`: with fewer workers than these the job ends, as
             without it. By default `KERASDIST_MIN_WORKERS`, else 1.
+        start_workers: With `elastic`: the number of workers with which the job starts,
+            the first ones of the cluster; the others join when they are started. By
+            default `KERASDIST_START_WORKERS`, else all.
 
     Raises:
         ClusterError: The settings are wrong (`AddressInUseError`: this worker's
@@ -143,6 +146,7 @@ class RingStrategy(DataParallelStrategy):
         rematerialize: bool = False,
         elastic: bool | None = None,
         min_workers: int | None = None,
+        start_workers: int | None = None,
     ) -> None:
         check_installed()
         options = Options(
@@ -195,7 +199,9 @@ class RingStrategy(DataParallelStrategy):
                 "Start only 'chief' and 'worker' tasks, or use "
                 "`ParameterServerStrategy`."
             )
-        bounds = elasticity(elastic, min_workers, place.size)
+        bounds = elasticity(
+            elastic, min_workers, place.size, start_workers=start_workers
+        )
         if bounds is not None:
             _refuse_with_elastic(transport, data, placement)
         if bounds is not None and place.size > 1:
@@ -206,6 +212,8 @@ class RingStrategy(DataParallelStrategy):
                 replicas=len(names),
                 min_workers=bounds.min_workers,
                 grace=bounds.grace,
+                start_workers=bounds.start_workers,
+                needs=("seed",),
             )
             super().__init__(place, names, elastic_job, options, ElasticExtended)
             return

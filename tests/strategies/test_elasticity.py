@@ -37,6 +37,40 @@ def test_the_platforms_time_is_that_of_the_environment() -> None:
 
 
 @pytest.mark.parametrize(
+    ("start", "environ", "expected"),
+    [
+        (None, {}, None),
+        (None, {"KERASDIST_START_WORKERS": "3"}, 3),
+        (2, {"KERASDIST_START_WORKERS": "3"}, 2),
+        (4, {}, 4),
+    ],
+)
+def test_workers_of_the_start(
+    start: int | None, environ: dict[str, str], expected: int | None
+) -> None:
+    found = elasticity(True, 2, 4, environ, start_workers=start)
+    assert found == Elasticity(2, start_workers=expected)
+
+
+@pytest.mark.parametrize(
+    ("elastic", "start", "environ", "error", "text"),
+    [
+        (True, "2", {}, TypeError, "start_workers='2'"),
+        (True, 1, {}, ValueError, "start_workers=1, with min_workers=2 and 4 workers"),
+        (True, 5, {}, ValueError, "start_workers=5"),
+        (False, 3, {}, ValueError, "start_workers=3 without elastic=True"),
+        (True, None, {"KERASDIST_START_WORKERS": "x"}, ClusterError, "'x'"),
+    ],
+)
+def test_bad_numbers_of_the_start(
+    elastic: bool, start: Any, environ: dict[str, str], error: Any, text: str
+) -> None:
+    least = 2 if elastic else None
+    with pytest.raises(error, match=text):
+        elasticity(elastic, least, 4, environ, start_workers=start)
+
+
+@pytest.mark.parametrize(
     ("elastic", "least", "environ", "error", "text"),
     [
         ("yes", None, {}, TypeError, "elastic='yes'"),

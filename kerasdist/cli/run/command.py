@@ -15,7 +15,7 @@ import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 
@@ -27,6 +27,7 @@ from kerasdist.cli.run.elastic.options import ElasticOptions
 from kerasdist.cli.run.job import JobSpec
 from kerasdist.cli.run.processes import (
     ENDING_SIGNALS,
+    GROW_SIGNAL,
     adopt_orphans,
     descendants,
     kill_all,
@@ -265,10 +266,11 @@ def _launch(
     cores: tuple[tuple[int, ...], ...] = ()
     if arguments.bind == "cores":
         available = cores_in_order()
-        cores = tuple(shares(available, size))
-        if len(available) < size:
+        most = size if elastic is None else elastic.max_workers
+        cores = tuple(shares(available, most))
+        if len(available) < most:
             print_line(
-                f"{size} workers share {len(available)} cores: each has one core and "
+                f"{most} workers share {len(available)} cores: each has one core and "
                 "one thread, several have the same"
             )
     if os.environ.get("TF_CONFIG", "").strip() not in ("", "{}"):
@@ -319,7 +321,10 @@ def _supervised(job: JobSpec) -> int:
     sys.stdout.flush()
     sys.stderr.flush()
     # Until both processes have their handlers no signal may be lost.
-    blocked = frozenset({*ENDING_SIGNALS, signal.SIGCHLD})
+    forwarded: tuple[signal.Signals, ...] = ENDING_SIGNALS
+    if job.elastic is not None and job.elastic.grows:
+        forwarded = (*forwarded, GROW_SIGNAL)
+    blocked = frozenset({*forwarded, signal.SIGCHLD})
     unblock = blocked - signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
     life_read, life_write = os.pipe()
     with adopt_orphans():
@@ -340,7 +345,7 @@ def _supervised(job: JobSpec) -> int:
                 os._exit(code)
         os.close(life_read)
         try:
-            with _forwarding_signals(supervisor, unblock) as received:
+            with _forwarding_signals(supervisor, forwarded, unblock) as received:
                 _, status = os.waitpid(supervisor, 0)
         finally:
             os.close(life_write)
@@ -357,22 +362,25 @@ def _supervised(job: JobSpec) -> int:
 
 @contextlib.contextmanager
 def _forwarding_signals(
-    supervisor: int, unblock: frozenset[signal.Signals]
+    supervisor: int,
+    forwarded: Sequence[signal.Signals],
+    unblock: frozenset[signal.Signals],
 ) -> Iterator[list[int]]:
-    """Forward the signals that end the job to the supervisor, inside the block.
+    """Forward signals to the supervisor, inside the block.
 
     Yields:
-        The signals received, in order.
+        The signals received that end the job, in order.
     """
     received: list[int] = []
 
     def forward(number: int, frame: FrameType | None) -> None:
-        received.append(number)
+        if number in ENDING_SIGNALS:
+            received.append(number)
         with contextlib.suppress(ProcessLookupError):
             os.kill(supervisor, number)
 
     before = {}
-    for number in ENDING_SIGNALS:
+    for number in forwarded:
         # A signal that `nohup` or a shell's `&` ignores stays ignored.
         if signal.getsignal(number) is not signal.SIG_IGN:
             before[number] = signal.signal(number, forward)

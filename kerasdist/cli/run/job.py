@@ -70,11 +70,18 @@ class JobSpec:
 
     @property
     def tasks(self) -> tuple[Task, ...]:
-        """All processes: the workers by rank, then the servers."""
+        """The processes of the start: the workers by rank, then the servers."""
         return (
             *(Task(kind="worker", index=rank) for rank in range(self.size)),
             *(Task(kind="ps", index=index) for index in range(self.servers)),
         )
+
+    @property
+    def all_tasks(self) -> tuple[Task, ...]:
+        """`tasks`, and the workers that may be added to an elastic job."""
+        most = self.size if self.elastic is None else self.elastic.max_workers
+        added = (Task(kind="worker", index=rank) for rank in range(self.size, most))
+        return (*self.tasks, *added)
 
     @property
     def kinds(self) -> str:

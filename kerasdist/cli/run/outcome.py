@@ -49,7 +49,7 @@ from kerasdist.cli.run.exits import (
     is_own_error,
     show_end,
 )
-from kerasdist.cli.run.job import JobSpec
+from kerasdist.cli.run.job import JobSpec, Task
 from kerasdist.cli.run.output import last_traceback
 from kerasdist.cli.run.spawn import Started
 from kerasdist.transport.liveness.launcher_pipe import (
@@ -94,6 +94,16 @@ class JobOutcome:
         self._can_lose = True
         # Seconds that the workers wait for a lost server; 0: not at all.
         self._patience = 0.0
+
+    @property
+    def environ(self) -> dict[str, str]:
+        """The variables that name what tasks inherit."""
+        return self.pipe.environ
+
+    @property
+    def inherited(self) -> tuple[int, ...]:
+        """The descriptors that tasks inherit."""
+        return (self.pipe.writing,)
 
     def task(self, kind: str, index: int | None) -> Started | None:
         """Return a task by its kind and index; None if there is none."""
@@ -243,6 +253,10 @@ class JobOutcome:
     def take_restarts(self) -> list[Started]:
         """Return the ended tasks that are to be started again now."""
         return []
+
+    def take_growth(self) -> Task | Started | None:
+        """Return the task that is to be added, or started again: in elastic jobs."""
+        return None
 
     def next_in(self) -> float | None:
         """Return the seconds until the next loss is to be printed; None if none is."""

@@ -12,7 +12,7 @@ __all__ = ["JobPorts"]
 
 
 class JobPorts:
-    """One port of this machine for each task of a job.
+    """One port of this machine for each task of a job, also for those added later.
 
     Args:
         job: The job.
@@ -30,7 +30,7 @@ class JobPorts:
     def cluster(self) -> dict[str, list[str]]:
         """The addresses of all tasks, as `TF_CONFIG` has them."""
         cluster: dict[str, list[str]] = {}
-        for task in self._job.tasks:
+        for task in self._job.all_tasks:
             cluster.setdefault(task.kind, []).append(self.address(task))
         return cluster
 
@@ -49,7 +49,7 @@ class JobPorts:
         with contextlib.ExitStack() as listeners:
             yield [
                 listeners.enter_context(self._new_port(task))
-                for task in self._job.tasks
+                for task in self._job.all_tasks
             ]
 
     def _new_port(self, task: Task) -> socket.socket:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 __all__ = [
     "ENDING_SIGNALS",
+    "GROW_SIGNAL",
     "adopt_orphans",
     "descendants",
     "in_foreground",
@@ -24,6 +25,8 @@ __all__ = [
 
 # The signals with which a job is ended from outside, beside SIGKILL.
 ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+# The signal with which a worker is added to an elastic job.
+GROW_SIGNAL = signal.SIGUSR1
 
 _PR_SET_CHILD_SUBREAPER = 36
 _PR_GET_CHILD_SUBREAPER = 37

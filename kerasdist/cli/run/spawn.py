@@ -128,11 +128,21 @@ class Launch:
         with self.ports.listen() as sockets:
             started = [
                 self._start_task(task, server.fileno(), 0)
-                for task, server in zip(self.job.tasks, sockets, strict=True)
+                # Those of workers that may be added close again.
+                for task, server in zip(self.job.tasks, sockets, strict=False)
             ]
         if self.pump is not None:
             self.pump.start()
         return started
+
+    def add(self, task: Task) -> Started:
+        """Start a task that isn't one of the start.
+
+        Raises:
+            OSError: It can't be started.
+        """
+        with self.ports.listen_again(task) as server:
+            return self._start_task(task, server.fileno(), 0)
 
     def start_again(self, ended: Started) -> Started:
         """Start a task that has ended again, at its address, without the terminal.

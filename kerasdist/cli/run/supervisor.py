@@ -37,6 +37,7 @@ from kerasdist.cli.run.output import OutputPump
 from kerasdist.cli.run.ports import JobPorts
 from kerasdist.cli.run.processes import (
     ENDING_SIGNALS,
+    GROW_SIGNAL,
     adopt_orphans,
     descendants,
     in_foreground,
@@ -88,7 +89,9 @@ class JobSupervisor:
             lines = lines_of
         else:
             self._pump = OutputPump(1)
-            self._ports = JobPorts(job, keep=job.elastic.restarts > 0)
+            self._ports = JobPorts(
+                job, keep=job.elastic.restarts > 0 or job.elastic.grows
+            )
             output = ChiefOutput(job, self._pump)
             self._outcome = ElasticOutcome(
                 job, self._tasks, job.elastic, self._ports, output
@@ -99,11 +102,12 @@ class JobSupervisor:
             ports=self._ports,
             group=group,
             secret=secret,
-            environ=self._outcome.pipe.environ,
-            pass_fds=(self._outcome.pipe.writing,),
+            environ=self._outcome.environ,
+            pass_fds=self._outcome.inherited,
             pump=self._pump,
             lines_of=lines,
         )
+        self._grows = job.elastic is not None and job.elastic.grows
         self._signal: int | None = None
         self._signal_at = 0.0
         # Whether workers of an elastic job have been asked to leave it.
@@ -130,6 +134,8 @@ class JobSupervisor:
             # A signal that `nohup` or a shell's `&` ignores stays ignored.
             if signal.getsignal(number) is not signal.SIG_IGN:
                 signal.signal(number, _ignore)
+        if self._grows:
+            signal.signal(GROW_SIGNAL, _ignore)
         with adopt_orphans():
             try:
                 signal.pthread_sigmask(signal.SIG_UNBLOCK, unblock)
@@ -222,7 +228,20 @@ class JobSupervisor:
                 # A child could hold its port, or its memory.
                 kill_left_behind(pid, self._group if worker.on_terminal else None)
 
+    def _grow(self) -> None:
+        """Start one more worker."""
+        found = self._outcome.take_growth()
+        try:
+            if isinstance(found, Started):
+                self._tasks[self._tasks.index(found)] = self._launch.start_again(found)
+            elif found is not None:
+                self._tasks.append(self._launch.add(found))
+        except OSError as error:
+            print_line_soon(f"the worker can't be started: {error}")
+
     def _on_signal(self, number: int) -> None:
+        if number == GROW_SIGNAL and self._grows:
+            self._grow()
         if number not in ENDING_SIGNALS:
             return
         now = time.monotonic()

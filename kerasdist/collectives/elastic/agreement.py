@@ -17,6 +17,7 @@ import time
 from typing import Protocol
 
 from kerasdist.collectives.elastic.lines import Contact, Lines
+from kerasdist.collectives.elastic.startup import Startup
 from kerasdist.transport.membership.epochs import (
     Decision,
     Member,
@@ -48,6 +49,8 @@ __all__ = ["Agreement", "Follower"]
 
 _TICK_SECONDS = 1.0
 _CLOSE_SECONDS = 5.0
+# Seconds between two looks for an absent process while the others train.
+_ABSENT_SECONDS = 5.0
 
 
 class Follower(Protocol):
@@ -79,6 +82,7 @@ class Agreement:
         patience: Seconds after which a job that can't continue stops.
         silence: Seconds of silence after which the others count this worker as lost.
         follower: See `Follower`.
+        startup: The start of the job, until `formed` is called; None if it runs.
     """
 
     def __init__(
@@ -90,8 +94,10 @@ class Agreement:
         patience: float,
         silence: float,
         follower: Follower,
+        startup: Startup | None = None,
     ) -> None:
         self._me = me
+        self._startup = startup
         self._patience = patience
         self._silence = silence
         self._tick = time.monotonic()
@@ -107,10 +113,12 @@ class Agreement:
         self._since: float | None = None
         self._stop = threading.Event()
         self._looking: set[Member] = set()
+        self._next_look = 0.0
         self._lines = lines
-        if decision is not None:
+        if decision is not None and startup is None:
             lines.members = decision.epoch.members
         lines.receive = self._received
+        lines.replaced = self._replaced
         self._thread = threading.Thread(
             target=self._run, name="kerasdist-agreement", daemon=True
         )
@@ -123,6 +131,19 @@ class Agreement:
         with self._lock:
             self._hosts = members
             self._handle(Apply(members))
+
+    def formed(self, epoch: int) -> None:
+        """Report that this worker is connected with the members of an epoch.
+
+        The start is over then: absent members count as later.
+        """
+        with self._lock:
+            present = self._machine.decision
+            if self._startup is not None and present is not None:
+                self._startup = None
+                self._lines.patience = None
+                if present.epoch.number == epoch:
+                    self._lines.members = present.epoch.members
 
     @property
     def waiting(self) -> bool:
@@ -202,13 +223,17 @@ class Agreement:
             else:
                 self._handle(Received(sender, message))
 
+    def _replaced(self, member: Member) -> None:
+        """Note that the task of a member has a new process."""
+        with self._lock:
+            self._handle(Dead(member))
+
     def _note_joiner(self, sender: Member, message: Join) -> None:
-        present = self._machine.decision
-        for member in () if present is None else present.epoch.members:
+        for member in self._members():
             if member.id == sender.id and member < sender:
                 # Its task was started again.
                 self._handle(Dead(member))
-        if self._admits or (present is not None and sender in present.epoch.members):
+        if self._admits or sender in self._members():
             self._handle(Received(sender, message))
         else:
             self._waiting = {
@@ -238,35 +263,54 @@ class Agreement:
                         self._follower.stop(output.reason, missing)
             return outputs
 
-    def _look_for(self, epoch: int, member: Member | None) -> None:
+    def _look_for(
+        self, epoch: int, member: Member | None, *, losses: bool = False
+    ) -> None:
         if member is not None:
             self._looking.add(member)
         threading.Thread(
             target=self._look,
-            args=(epoch, member),
+            args=(epoch, member, losses),
             name="kerasdist-contact",
             daemon=True,
         ).start()
 
-    def _look(self, epoch: int, member: Member | None) -> None:
-        """Find out what has become of a member, and report it to the machine."""
+    def _look(self, epoch: int, member: Member | None, losses: bool) -> None:
+        """Find out what has become of a member, and report it to the machine.
+
+        Args:
+            epoch: The epoch in which it is looked for.
+            member: The member; None: a connection broke, and no member is the cause.
+            losses: Whether only its loss matters: no connection has broken.
+        """
         contact = Contact.ALIVE if member is None else self._lines.contact(member)
         with self._lock:
             if member is not None:
                 self._looking.discard(member)
             if self._stop.is_set() or not self._is_present(epoch):
                 return
+            if self._startup is not None and member is not None:
+                found = self._startup.counted(member, contact)
+                if found is Contact.EXCLUDES:
+                    self._follower.stop(StopReason.EXCLUDED, ())
+                if found is None or found is Contact.EXCLUDES:
+                    return
+                contact = found
             if member is not None and contact is Contact.DEAD:
                 self._note_time()
-                if self._woken:
-                    self._follower.stop(StopReason.EXCLUDED, ())
-                else:
+                if not self._woken:
                     self._handle(Dead(member))
+                elif member in self._members():
+                    self._follower.stop(StopReason.EXCLUDED, ())
             elif member is not None and contact is Contact.SILENT:
                 self._handle(Silent(member))
-            elif not self._machine.suspended:
+            elif not self._machine.suspended and not losses:
                 # All live: only a connection has broken.
                 self._handle(Broken())
+
+    def _members(self) -> tuple[Member, ...]:
+        present = self._machine.decision
+        return () if present is None else present.epoch.members
 
     def _is_present(self, epoch: int) -> bool:
         present = self._machine.decision
@@ -282,16 +326,38 @@ class Agreement:
         while not self._stop.wait(min(_TICK_SECONDS, self._silence / 4)):
             with self._lock:
                 self._note_time()
-                late = (
-                    self._since is not None
-                    and time.monotonic() - self._since > self._patience
-                )
                 if self._hosts:
                     self._handle(Apply(self._hosts))
                 if self._hosts and self._machine.decision is None:
                     self._look_for_hosts()
+                if self._startup is not None:
+                    self._follow_start(self._startup)
                 self._look_around()
+                late = (
+                    self._since is not None
+                    and time.monotonic() - self._since > self._patience
+                )
                 self._handle(GiveUp() if late else Timeout())
+
+    def _follow_start(self, startup: Startup) -> None:
+        """Look for members that are lost before all are connected."""
+        decision = self._machine.decision
+        if decision is None or decision.epoch.number:
+            return
+        if self._since is not None and not startup.expired:
+            # Members that start late may still take part in the agreement.
+            self._since = time.monotonic()
+        for member in startup.dead():
+            self._handle(Dead(member))
+        if startup.expired and not startup.is_majority():
+            missing = tuple(member.id for member in startup.absent())
+            self._follower.stop(StopReason.NO_QUORUM, missing)
+        elif startup.expired:
+            for member in startup.absent():
+                self._handle(Silent(member))
+        for member in startup.to_look_for():
+            if member not in self._looking:
+                self._look_for(decision.epoch.number, member, losses=True)
 
     def _look_for_hosts(self) -> None:
         """Stop if all members that could admit this worker have ended."""
@@ -312,12 +378,21 @@ class Agreement:
     def _look_around(self) -> None:
         """Look for the other members while there's no agreement.
 
-        One that is silent, or doesn't answer messages, may have died since.
+        One that is silent, or doesn't answer messages, may have died since. While the
+        members train, the first one looks for absent processes, from time to time: if
+        all are dead, newcomers can do without the earlier members.
         """
         decision = self._machine.decision
-        if decision is None or not self._machine.suspended:
+        if decision is None:
             return
         epoch = decision.epoch
+        if not self._machine.suspended:
+            now = time.monotonic()
+            if epoch.members[0] == self._me and now >= self._next_look:
+                self._next_look = now + _ABSENT_SECONDS
+                for member in sorted(epoch.absent - self._looking):
+                    self._look_for(epoch.number, member, losses=True)
+            return
         for member in (*epoch.members, *sorted(epoch.absent)):
             if member != self._me and member not in self._looking:
                 self._look_for(epoch.number, member)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Sequence
 
-__all__ = ["Change"]
+from kerasdist.transport.membership.epochs import Member
+
+__all__ = ["Change", "differences"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -31,3 +34,31 @@ class Change:
     def began(self) -> float:
         """The time at which training was suspended."""
         return self.connected - self.seconds
+
+
+def differences(
+    before: Sequence[Member],
+    after: Sequence[Member],
+    name: Callable[[Member], str],
+    preempted: Sequence[Member] = (),
+) -> str:
+    """Return in words which members were lost, have left, and were added.
+
+    Args:
+        before: The members before the change.
+        after: Those after it.
+        name: Returns the name of a member.
+        preempted: Those that leave as they have announced.
+    """
+    missing = [each for each in before if each not in after]
+    parts = [
+        f"{', '.join(name(member) for member in members)} "
+        f"{'were' if len(members) > 1 else 'was'} {verb}"
+        for members, verb in (
+            ([each for each in missing if each not in preempted], "lost"),
+            ([each for each in missing if each in preempted], "preempted, and left"),
+            ([each for each in after if each not in before], "added"),
+        )
+        if members
+    ]
+    return " and ".join(parts) or "connections between the workers were lost"

@@ -75,7 +75,7 @@ class ElasticCommunicator(Communicator):
     `has_changed`, never in between.
 
     Args:
-        group: The first group.
+        group: The group of this worker alone, which it has until the first one.
         peers: The workers of the job by the ids of members, with their names.
         patience: Seconds that a change of membership may take.
         hosts: The members that are to admit this worker; none if it is one already.
@@ -157,6 +157,14 @@ class ElasticCommunicator(Communicator):
             self._changed.notify_all()
         if group is not None:
             group.job.abandon(error)
+
+    def begin(self, seconds: float) -> None:
+        """Wait for the first group of the job, in its start.
+
+        Raises:
+            CollectiveError: There is none within `seconds`, or there will be none.
+        """
+        self._adopt(self.await_group(after=_NONE, seconds=seconds))
 
     # Sections.
 

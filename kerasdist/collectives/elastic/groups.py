@@ -14,6 +14,7 @@ from kerasdist.cluster import Cluster
 from kerasdist.collectives.communicator import Communicator
 from kerasdist.collectives.connect import Job, connect
 from kerasdist.collectives.ops import Array
+from kerasdist.transport.cancellation import Cancellation
 from kerasdist.transport.membership.epochs import Decision, Member
 from kerasdist.transport.timeouts import Timeouts
 
@@ -100,6 +101,7 @@ class Connector:
         newcomers: int,
         timeouts: Timeouts,
         watch: Callable[[errors.CollectiveError], None],
+        stop: Cancellation,
     ) -> Group:
         """Connect the members of a decision's epoch.
 
@@ -108,6 +110,7 @@ class Connector:
             newcomers: See `Group`.
             timeouts: The time limits.
             watch: Called with the group's failure, from another thread.
+            stop: When another thread sets it, the call ends with `Aborted`.
 
         Raises:
             As `connect`.
@@ -128,6 +131,7 @@ class Connector:
             host=self.host,
             name=f"{self.session}.{decision.epoch.number}",
             watch=watch,
+            stop=stop,
         )
         return Group(decision.epoch.number, members, job, newcomers)
 

@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import hashlib
-import itertools
 import logging
-import os
 import threading
 import time
-from typing import Any
 
 from kerasdist import errors
-from kerasdist.cluster import Cluster
 from kerasdist.collectives.elastic.agreement import Agreement
-from kerasdist.collectives.elastic.changes import Change
+from kerasdist.collectives.elastic.changes import Change, differences
 from kerasdist.collectives.elastic.chief_actions import ElasticChiefActions
 from kerasdist.collectives.elastic.communicator import ElasticCommunicator
-from kerasdist.collectives.elastic.groups import Connector, Group, catch_up
+from kerasdist.collectives.elastic.groups import Connector, Group, Result, catch_up
 from kerasdist.collectives.elastic.leaving import Leaving
 from kerasdist.collectives.elastic.lines import Lines
+from kerasdist.collectives.elastic.startup import Startup
 from kerasdist.collectives.elastic.termination import Termination
 from kerasdist.transport.base import Peer
+from kerasdist.transport.cancellation import Cancellation
 from kerasdist.transport.liveness.launcher_pipe import Reporter
 from kerasdist.transport.log import background_log
 from kerasdist.transport.membership.epochs import (
@@ -32,13 +28,9 @@ from kerasdist.transport.membership.epochs import (
     first_decision,
 )
 from kerasdist.transport.rendezvous.listener import Listener
-from kerasdist.transport.timeouts import Timeouts
-from kerasdist.transport.wire.secret import job_secret
 
-__all__ = ["ElasticJob", "connect_elastic"]
+__all__ = ["ElasticJob"]
 
-# Seconds of silence after which a worker is lost, at most.
-_MOST_HEARTBEAT = 5.0
 # Seconds for connecting the members of a new epoch, which all live.
 _CONNECT_SECONDS = 15.0
 # Times the heartbeat's time-out: without an agreement for so long this worker stops.
@@ -46,20 +38,34 @@ _AGREE_FACTOR = 6.0
 # Seconds that a change may take, with members that are lost meanwhile.
 _CHANGE_SECONDS = 180.0
 
-_counts: dict[str, itertools.count[int]] = {}
-_counts_lock = threading.Lock()
+# Seconds until a thread that connects a group has noticed that it must end.
+_CLOSE_SECONDS = 2.0
+
+
+@dataclasses.dataclass(eq=False)
+class _Connecting:
+    """The connection of an epoch's members.
+
+    Attributes:
+        stop: Ends it at once.
+        ended: Whether the group isn't needed any more.
+    """
+
+    stop: Cancellation = dataclasses.field(default_factory=Cancellation)
+    ended: bool = False
 
 
 class ElasticJob:
     """The workers of a strategy, which continue without those that are lost.
 
-    Made by `connect_elastic`. It implements `agreement.Follower`.
+    Made by `connect.connect_elastic`. It implements `agreement.Follower`.
 
     Attributes:
         cluster: The cluster with this worker's rank at the start.
         communicator: Between the present members.
         announcements: The present chief's announcements.
         transport: The transport of the first group, see `connect`.
+        excluded: Whether the others have started without this worker.
         timeouts: The timeouts as given.
         facts: Numbers that all members know, and a process gets which joins.
         leaving: The members that leave the job.
@@ -70,13 +76,15 @@ class ElasticJob:
     def __init__(
         self,
         connector: Connector,
-        group: Group,
         listener: Listener,
         lines: Lines,
         min_workers: int,
-        hosts: tuple[Member, ...] = (),
-        grace: float = 30.0,
+        hosts: tuple[Member, ...],
+        startup: Startup | None,
+        grace: float,
     ) -> None:
+        group = connector.alone()
+        first = None if startup is None else first_decision(startup.members)
         self.cluster = connector.cluster
         self.transport = group.job.transport
         self.timeouts = connector.timeouts
@@ -85,7 +93,13 @@ class ElasticJob:
         self._listener = listener
         self._lock = threading.Lock()
         self._group = group
-        self._decision: Decision | None = None
+        self._startup = startup
+        self._decision: Decision | None = first
+        self._connecting = _Connecting()
+        self._thread: threading.Thread | None = None
+        self._fault: Exception | None = None
+        self._refusal: StopReason | None = None
+        self.excluded = False
         self._began = 0.0
         # Members without the job's state, and the last collective that was finished.
         self._newcomers: tuple[Member, ...] = ()
@@ -97,25 +111,52 @@ class ElasticJob:
             for member_id, address in connector.addresses.items()
         }
         self.communicator = ElasticCommunicator(group, peers, _CHANGE_SECONDS, hosts)
-        self.leaving = Leaving(
-            self.communicator, Termination.acquire(grace), min_workers
-        )
+        self._grace = grace
+        self.leaving = Leaving(self.communicator, None, min_workers)
         self.announcements = ElasticChiefActions(
             self.communicator.await_group, self.timeouts.collective
         )
         self._agreement = Agreement(
             connector.me,
-            None if hosts else first_decision(group.members),
+            first,
             lines,
             min_workers,
             _AGREE_FACTOR * self.timeouts.heartbeat,
             self.timeouts.heartbeat,
             self,
+            startup,
         )
         self.communicator.membership = self._agreement
         self._reporter = Reporter(connector.session, connector.me.id)
-        if not hosts:
-            self._tell(group, 0.0)
+
+    def begin(self) -> None:
+        """Connect the first group; a worker that is to join has none yet.
+
+        Raises:
+            StartupError, WorkerLost: Too few workers have connected.
+            KerasDistError: They can't work together, as `connect` raises it.
+        """
+        if self._startup is not None:
+            self._begin(self._startup)
+        # Before, SIGTERM ends this process at once.
+        self.leaving.termination = Termination.acquire(self._grace)
+
+    def _begin(self, startup: Startup) -> None:
+        with self._lock:
+            if self._decision is not None and not self._decision.epoch.number:
+                self._connect(self._decision, self._connecting)
+        seconds = self.timeouts.startup + _AGREE_FACTOR * self.timeouts.heartbeat
+        try:
+            self.communicator.begin(seconds + _CHANGE_SECONDS)
+        except errors.CollectiveError:
+            if self._refusal is not None:
+                addresses = self._connector.addresses
+                raise startup.error(addresses, self._refusal) from None
+            if self._fault is not None:
+                raise self._fault from None
+            raise
+        self._startup = None
+        self.transport = self._group.job.transport
 
     @property
     def replicas(self) -> tuple[int, ...]:
@@ -127,7 +168,14 @@ class ElasticJob:
     def suspend(self) -> None:
         """See `agreement.Follower.suspend`."""
         self._began = self._began or time.monotonic()
-        self.communicator.suspend()
+        with self._lock:
+            self._end_connecting()
+            self.communicator.suspend()
+
+    def _end_connecting(self) -> None:
+        self._connecting.ended = True
+        self._connecting.stop.set()
+        self._listener.mailboxes.interrupt()
 
     def install(self, decision: Decision) -> None:
         """See `agreement.Follower.install`: connects in a thread of its own.
@@ -144,16 +192,27 @@ class ElasticJob:
             *(each for each in self._newcomers if each in decision.epoch.members),
             *decision.epoch.newcomers,
         )
-        self._decision = decision
-        threading.Thread(
+        with self._lock:
+            self._end_connecting()
+            self._decision = decision
+            self._connecting = _Connecting()
+            self._connect(decision, self._connecting)
+
+    def _connect(self, decision: Decision, connecting: _Connecting) -> None:
+        self._thread = threading.Thread(
             target=self._change,
-            args=(decision, time.time()),
+            args=(decision, connecting, time.time()),
             name="kerasdist-change",
             daemon=True,
-        ).start()
+        )
+        self._thread.start()
 
     def stop(self, reason: StopReason, missing: tuple[int, ...]) -> None:
         """See `agreement.Follower.stop`."""
+        if self._startup is not None:
+            self.excluded = reason is StopReason.EXCLUDED
+            if reason in (StopReason.NO_QUORUM, StopReason.TOO_FEW):
+                self._refusal = reason
         lost = self._lost
         absent = f" Out of contact: ranks {list(missing)}." if missing else ""
         if self.communicator.joining:
@@ -202,9 +261,15 @@ class ElasticJob:
                 member.id, error.host, self.communicator.step, error.reason
             )
 
-    def _change(self, decision: Decision, agreed: float) -> None:
+    def _change(
+        self, decision: Decision, connecting: _Connecting, agreed: float
+    ) -> None:
         number = decision.epoch.number
-        timeouts = dataclasses.replace(self.timeouts, startup=_CONNECT_SECONDS)
+        seconds = _CONNECT_SECONDS
+        if not number:
+            # The agreement ends it, when the time-out of the start is over.
+            seconds = self.timeouts.startup + _AGREE_FACTOR * self.timeouts.heartbeat
+        timeouts = dataclasses.replace(self.timeouts, startup=seconds)
         group: Group | None = None
         try:
             group = self._connector.group(
@@ -212,14 +277,19 @@ class ElasticJob:
                 len(self._newcomers),
                 timeouts,
                 lambda error: self.watch(number, error),
+                connecting.stop,
             )
             fetched = catch_up(group, decision, self.communicator.last)
         except Exception as error:
-            self._failed(decision, group, error)
+            if group is not None:
+                group.job.close()
+            if not connecting.ended:
+                self._failed(decision, error)
             return
+        self._agreement.formed(number)
         with self._lock:
             old = self._group
-            present = self._decision is decision and not self._closed
+            present = not connecting.ended
             if present:
                 self._group = group
         if present and fetched is not None:
@@ -233,22 +303,40 @@ class ElasticJob:
             self.watch(number, failure)
         pause = time.monotonic() - self._began if self._began else 0.0
         self._began = 0.0
-        change = self._describe(old, group, pause, agreed)
-        self.communicator.changes.append(change)
-        self.communicator.resume(group, fetched, decision.verdict.progress.step)
+        startup = self._startup
+        if startup is None:
+            change = self._describe(old, group, pause, agreed)
+            self.communicator.changes.append(change)
+            text = change.text
+        else:
+            text = self._describe_start(startup.members, group) if number else ""
+            pause = 0.0
+        self._resume(connecting, group, fetched, decision.verdict.progress.step)
         self._tell(group, pause)
-        if group.communicator.rank == 0:
-            background_log.log(logging.WARNING, "kerasdist: %s", change.text)
+        if text and group.communicator.rank == 0:
+            background_log.log(logging.WARNING, "kerasdist: %s", text)
         old.job.close()
 
-    def _failed(
-        self, decision: Decision, group: Group | None, error: Exception
+    def _resume(
+        self,
+        connecting: _Connecting,
+        group: Group,
+        fetched: Result | None,
+        number: int,
     ) -> None:
+        """Continue with a group, unless the next change has begun."""
+        with self._lock:
+            if not connecting.ended:
+                self.communicator.resume(group, fetched, number)
+
+    def _failed(self, decision: Decision, error: Exception) -> None:
         """Report why the group of an epoch couldn't be formed."""
-        if group is not None:
-            group.job.close()
         member = None
         members = decision.epoch.members
+        if not decision.epoch.number and _is_final(error):
+            self._fault = error
+            self.communicator.stop(errors.TransportClosed("The start has failed."))
+            return
         if isinstance(error, errors.WorkerLost) and error.rank < len(members):
             member = members[error.rank]
         elif isinstance(error, errors.StartupError) and error.missing:
@@ -271,21 +359,9 @@ class ElasticJob:
         self, old: Group, group: Group, pause: float, agreed: float
     ) -> Change:
         error, self._lost = self._lost, None
-        missing = _left(old, group)
-        left = [member for member in missing if member.id in self.leaving.ids]
-        lost = [member for member in missing if member not in left]
-        events = [
-            (lost, "lost"),
-            (left, "preempted, and left"),
-            (_left(group, old), "added"),
-        ]
-        parts = [
-            f"{', '.join(self._name_of(member) for member in members)} "
-            f"{'were' if len(members) > 1 else 'was'} {verb}"
-            for members, verb in events
-            if members
-        ]
-        what = " and ".join(parts) or "connections between the workers were lost"
+        left = [each for each in old.members if each.id in self.leaving.ids]
+        what = differences(old.members, group.members, self._name_of, left)
+        lost = set(old.members) - {*group.members, *left}
         reason = "" if error is None or (left and not lost) else f": {error.reason}"
         count = len(group.members)
         verb = "s continue" if count > 1 else " continues"
@@ -299,6 +375,12 @@ class ElasticJob:
             connected=time.time(),
         )
 
+    def _describe_start(self, expected: tuple[Member, ...], group: Group) -> str:
+        what = differences(expected, group.members, self._name_of)
+        count = len(group.members)
+        verb = "s start" if count > 1 else " starts"
+        return f"{what} before all workers had connected. {count} worker{verb}."
+
     def _name_of(self, member: Member) -> str:
         return f"rank {member.id} ({self._connector.addresses[member.id]})"
 
@@ -308,102 +390,20 @@ class ElasticJob:
             if self._closed:
                 return
             self._closed = True
-            group = self._group
+            self._end_connecting()
+            group, thread = self._group, self._thread
         if self.leaving.termination is not None:
             self.leaving.termination.release()
         self.communicator.close()
         self._agreement.close()
         group.job.close(error)
+        if thread is not None:
+            thread.join(_CLOSE_SECONDS)
         self._listener.release()
 
 
-def connect_elastic(
-    cluster: Cluster,
-    *,
-    transport: str = "auto",
-    timeouts: Timeouts | None = None,
-    replicas: int = 1,
-    settings: dict[str, Any] | None = None,
-    host: str | None = None,
-    min_workers: int = 1,
-    grace: float = 30.0,
-) -> ElasticJob:
-    """Connect all workers of the cluster, to continue without those that are lost.
-
-    Args:
-        cluster: See `connect`.
-        transport: "auto", "shared_memory", "tcp" or "hierarchical".
-        timeouts: See `connect`. A worker is lost after 5 s of silence, or less.
-        replicas: See `connect`.
-        settings: See `connect`.
-        host: See `connect`.
-        min_workers: The smallest number of workers that continue.
-        grace: Seconds from SIGTERM until the platform kills a process.
-
-    Raises:
-        As `connect`. After an exception nothing is left open.
-    """
-    timeouts = timeouts or Timeouts()
-    timeouts = dataclasses.replace(
-        timeouts, heartbeat=min(timeouts.heartbeat, _MOST_HEARTBEAT)
-    )
-    rank = cluster.rank or 0
-    secret = job_secret(cluster.workers, os.environ)
-    addresses = dict(enumerate(cluster.workers))
-    name = _name(cluster)
-    with contextlib.ExitStack() as undo:
-        listener = Listener.acquire(cluster.workers[rank], secret, timeouts.startup)
-        undo.callback(listener.release)
-        me = Member(rank)
-        lines = Lines(me, addresses, secret, listener, name)
-        undo.callback(lambda: lines.close())
-        answer = lines.running()
-        hosts = () if answer is None else answer.members
-        if answer is not None:
-            # Larger than that of any earlier process with this task.
-            me = Member(rank, int(time.time() * 1000))
-            lines.close()
-            lines = Lines(me, addresses, secret, listener, name)
-            lines.facts = answer.facts
-        connector = Connector(
-            me=me,
-            cluster=cluster,
-            addresses=addresses,
-            session=name,
-            transport=transport,
-            timeouts=timeouts,
-            replicas=replicas,
-            settings={"elastic": min_workers, **(settings or {})},
-            host=host,
-        )
-        made: list[ElasticJob] = []
-
-        def watch(error: errors.CollectiveError) -> None:
-            for job in made:
-                job.watch(0, error)
-
-        if hosts:
-            group = connector.alone()
-        else:
-            members = tuple(Member(number) for number in range(cluster.size))
-            group = connector.group(first_decision(members), 0, timeouts, watch)
-        undo.callback(group.job.close)
-        job = ElasticJob(connector, group, listener, lines, min_workers, hosts, grace)
-        made.append(job)
-        if group.job.failure is not None:
-            job.watch(0, group.job.failure)
-        undo.pop_all()
-    return job
-
-
-def _left(before: Group, after: Group) -> list[Member]:
-    return [member for member in before.members if member not in after.members]
-
-
-def _name(cluster: Cluster) -> str:
-    """Name the n-th elastic job of this process on this cluster, alike on all ranks."""
-    digest = hashlib.sha256(",".join(cluster.workers).encode()).hexdigest()[:16]
-    with _counts_lock:
-        # Threads may play several ranks in tests.
-        count = _counts.setdefault(f"{digest} {cluster.rank}", itertools.count(1))
-        return f"{digest}.elastic{next(count)}"
+def _is_final(error: Exception) -> bool:
+    """Return whether the start can't succeed with other members either."""
+    lost = (errors.WorkerLost, errors.TransportClosed, errors.CollectiveTimeout)
+    final = (errors.KerasDistError, ValueError, TypeError)
+    return isinstance(error, final) and not isinstance(error, lost)

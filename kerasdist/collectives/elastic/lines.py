@@ -6,6 +6,10 @@ lost: one that can't be sent at once is dropped, and the agreement sends another
 
 A question is a connection of its own, answered at once by any process that has lines
 for the job: by it a process that starts finds out whether the job runs already.
+
+Each process has a name of its own, which its hellos and answers carry. By it another
+one notices that a task was started again with the same member's id and incarnation:
+the first process with these counts as that member, and is dead then.
 """
 
 from __future__ import annotations
@@ -14,6 +18,7 @@ import contextlib
 import dataclasses
 import enum
 import queue
+import secrets
 import select
 import threading
 from collections.abc import Callable, Mapping
@@ -49,8 +54,9 @@ class Contact(enum.Enum):
     """The state of a member, by the answer of its address."""
 
     ALIVE = "its process answers"
-    DEAD = "nothing listens at its address any more"
+    DEAD = "nothing listens at its address any more, or it has left the job"
     SILENT = "it doesn't answer"
+    EXCLUDES = "its process answers, and this one isn't a member of its epoch"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,11 +67,17 @@ class Answer:
         member: The process.
         members: Those of its epoch; none if the process is only starting.
         facts: The facts that a process gets which joins.
+        process: The process's own name.
+        replaces: Whether it knows another process as the member that has asked.
+        seconds: How long it waits for the start, see `Lines.patience`.
     """
 
     member: Member
     members: tuple[Member, ...]
     facts: dict[str, int]
+    process: str
+    replaces: bool
+    seconds: float | None
 
 
 class Lines:
@@ -81,8 +93,11 @@ class Lines:
     Attributes:
         receive: Called with each message that arrives, from threads of this object;
             None: it's lost.
+        replaced: Called with each member whose task has a new process; or None.
         members: The members of this process's epoch, for answers.
         facts: See `Answer`.
+        patience: Until when this process waits for the others of the start: the
+            earliest of those of all that it is in contact with. None: it doesn't wait.
     """
 
     def __init__(
@@ -99,7 +114,12 @@ class Lines:
         self._listener = listener
         self._session = session
         self.receive: Callable[[Member, Message], None] | None = None
+        self.replaced: Callable[[Member], None] | None = None
         self.members: tuple[Member, ...] = ()
+        self.patience: Deadline | None = None
+        self._process = secrets.token_hex(8)
+        # The processes of members, by their first contact.
+        self._known: dict[Member, str] = {}
         self.facts: dict[str, int] = {}
         self._stop = Cancellation()
         self._lock = threading.Lock()
@@ -107,6 +127,7 @@ class Lines:
         self._threads: set[threading.Thread] = set()
         # The last message: it may be for all members.
         self._encoded: tuple[Message | None, bytes] = None, b""
+        listener.enter(session)
         self._start(self._take, "kerasdist-lines")
 
     def send(self, to: Member, message: Message) -> None:
@@ -130,25 +151,41 @@ class Lines:
             return Contact.DEAD
         except (OSError, EOFError, AuthenticationError, ProtocolError):
             return Contact.SILENT
-        # A process that was started again has the task.
-        return Contact.DEAD if answer.member > member else Contact.ALIVE
+        if answer.member > member or not self._is_known(member, answer.process):
+            # A process that was started again has the task.
+            return Contact.DEAD
+        if answer.replaces or (answer.members and self._me not in answer.members):
+            return Contact.EXCLUDES
+        return Contact.ALIVE
 
-    def running(self) -> Answer | None:
-        """Return the answer of a member of the job if it runs already.
+    @property
+    def seen(self) -> frozenset[Member]:
+        """The members whose processes this one has been in contact with."""
+        return frozenset(self._known)
 
-        Asks all other tasks, until one answers that it runs, or starts, too.
-        """
+    def _is_known(self, member: Member, process: str) -> bool:
+        """Note the process of a member; return False if it had another one."""
+        return self._known.setdefault(member, process) == process
+
+    def _share_patience(self, seconds: object) -> None:
+        patience = self.patience
+        if (
+            patience is not None
+            and isinstance(seconds, (int, float))
+            and 0 <= seconds < patience.remaining()
+        ):
+            self.patience = Deadline(seconds)
+
+    def survey(self) -> list[Answer]:
+        """Ask all other tasks, a few at a time, until some answer; return these."""
         others = [number for number in self._addresses if number != self._me.id]
         with ThreadPoolExecutor(_MOST_QUESTIONS) as pool:
             for begin in range(0, len(others), _MOST_QUESTIONS):
                 some = others[begin : begin + _MOST_QUESTIONS]
                 answers = [each for each in pool.map(self._try_asking, some) if each]
-                for answer in answers:
-                    if answer.members:
-                        return answer
                 if answers:
-                    return None
-        return None
+                    return answers
+        return []
 
     def _try_asking(self, number: int) -> Answer | None:
         with contextlib.suppress(OSError, EOFError, AuthenticationError, ProtocolError):
@@ -158,20 +195,35 @@ class Lines:
     def _ask(self, number: int) -> Answer:
         with self._dial(Member(number), question=True) as connection:
             kind, payload = connection.read(Deadline(_SECONDS))
+            if kind is FrameType.REFUSAL:
+                # The process lives, and has left the job.
+                raise ConnectionRefusedError
             if kind is not FrameType.MEMBERSHIP:
                 raise unexpected(kind)
             value = to_json(payload)
-            members = _members(value.get("members"))
             facts = value.get("facts")
-            return Answer(
+            seconds = value.get("seconds")
+            answer = Answer(
                 _members([value.get("member")])[0],
-                members,
+                _members(value.get("members")),
                 facts if isinstance(facts, dict) else {},
+                str(value.get("process")),
+                value.get("replaces") is True,
+                seconds if isinstance(seconds, (int, float)) else None,
             )
+            self._is_known(answer.member, answer.process)
+            self._share_patience(seconds)
+            return answer
 
-    def _answer(self, connection: Connection) -> None:
-        members = [list(member) for member in self.members]
-        answer = {"member": list(self._me), "members": members, "facts": self.facts}
+    def _answer(self, connection: Connection, *, replaces: bool) -> None:
+        answer = {
+            "member": list(self._me),
+            "members": [list(member) for member in self.members],
+            "facts": dict(self.facts),
+            "process": self._process,
+            "replaces": replaces,
+            "seconds": None if self.patience is None else self.patience.remaining(),
+        }
         with connection, contextlib.suppress(OSError):
             connection.write_json(FrameType.MEMBERSHIP, answer, Deadline(_POLL_SECONDS))
 
@@ -188,6 +240,7 @@ class Lines:
             if thread.name.startswith(_SENDER):
                 thread.join(sending.remaining())
         self._stop.set()
+        self._listener.leave(self._session)
         self._listener.mailboxes.interrupt()
         for thread in threads:
             thread.join(_SECONDS)
@@ -211,6 +264,8 @@ class Lines:
             "rank": self._me.id,
             "incarnation": self._me.incarnation,
             "to": list(to),
+            "process": self._process,
+            "seconds": None if self.patience is None else self.patience.remaining(),
         }
         address = self._addresses[to.id]
         return dial_tcp(address, self._secret, hello, Deadline(_SECONDS), self._stop)
@@ -244,15 +299,24 @@ class Lines:
             for rank, connection, hello in mailboxes.take_any(
                 self._session, _PURPOSE, _POLL_SECONDS, self._stop
             ):
-                if hello.get("question") is True:
-                    self._answer(connection)
-                    continue
                 number = hello.get("incarnation")
-                if type(number) is not int or hello.get("to") != list(self._me):
-                    # It is for an earlier process with this task.
+                if type(number) is not int:
                     connection.close()
                     continue
                 sender = Member(rank, number)
+                replaces = not self._is_known(sender, str(hello.get("process")))
+                self._share_patience(hello.get("seconds"))
+                if hello.get("question") is True:
+                    self._answer(connection, replaces=replaces)
+                if replaces and self.replaced is not None:
+                    self.replaced(sender)
+                if hello.get("question") is True:
+                    continue
+                if replaces or hello.get("to") != list(self._me):
+                    # It is for an earlier process with this task, or from another one
+                    # than the member.
+                    connection.close()
+                    continue
                 self._start(
                     lambda sender=sender, connection=connection: self._read(  # type: ignore[misc]
                         sender, connection

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import numpy as np
+
 from kerasdist import _tf
 from kerasdist._keras import KerasHooks
 from kerasdist.strategies.measure.step_clock import StepClock
@@ -31,9 +33,32 @@ class ElasticExtended(SynchronousExtended):
         _tf.set_global_seed_if_none(self.common_seed)
         return dataclasses.replace(hooks, elastic=elastic)
 
+    @property
+    def workers_in_sync(self) -> int:
+        """See `SynchronousExtended.workers_in_sync`.
+
+        A script may choose its global batch by it. So a worker that is to join sees the
+        numbers with which the others started, until its `fit` has joined theirs.
+        """
+        return self._of_start("workers", super().workers_in_sync)
+
+    @property
+    def _num_replicas_in_sync(self) -> int:
+        return self._of_start("replicas", super()._num_replicas_in_sync)
+
+    def _of_start(self, name: str, present: int) -> int:
+        job: Any = self.workers.job
+        return int(job.facts[name]) if job.communicator.joining else present
+
     def common_seed(self) -> int:
         """See `SynchronousExtended.common_seed`; workers that join get it, too."""
         job: Any = self.workers.job
         if "seed" not in job.facts:
-            job.facts["seed"] = super().common_seed()
+            seed = super().common_seed()
+            communicator = job.communicator
+            mine = np.array([communicator.size, sum(job.replicas)])
+            workers, replicas = communicator.broadcast([mine])[0]
+            # The last one makes the job ready for workers that join.
+            job.facts.update(workers=int(workers), replicas=int(replicas))
+            job.facts["seed"] = seed
         return int(job.facts["seed"])

@@ -113,6 +113,11 @@ class SynchronousExtended(SharingExtended):
             data=self.data,
         )
 
+    @property
+    def workers_in_sync(self) -> int:
+        """The number of workers that the script sees."""
+        return self.workers.communicator.size
+
     def common_seed(self) -> int:
         """Return a random seed that all workers agree on."""
         return Consensus(self.workers).common_seed()

@@ -72,7 +72,7 @@ class DataParallelStrategy(tf.distribute.Strategy):
     @property
     def size(self) -> int:
         """The number of workers."""
-        return self._job.communicator.size
+        return self.extended.workers_in_sync
 
     @property
     def is_chief(self) -> bool:

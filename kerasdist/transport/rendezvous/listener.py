@@ -79,6 +79,8 @@ class Listener:
         self._shaking: dict[socket.socket, None] = {}
         self._threads: set[threading.Thread] = set()
         self._refused: collections.deque[str] = collections.deque(maxlen=20)
+        # Sessions that this process has left.
+        self._left: set[str] = set()
         self._log = LimitedLog()
         self._closed = False
         with contextlib.ExitStack() as undo:
@@ -158,6 +160,19 @@ class Listener:
             thread.join(HANDSHAKE_SECONDS)
         self._log.flush()
 
+    def leave(self, session: str) -> None:
+        """Answer connections for a session by a REFUSAL from now on.
+
+        While the process holds another strategy, it still listens.
+        """
+        with self._lock:
+            self._left.add(session)
+
+    def enter(self, session: str) -> None:
+        """Accept connections for a session again."""
+        with self._lock:
+            self._left.discard(session)
+
     def refusals(self) -> list[str]:
         """Return the last refused connections with reasons, oldest first."""
         with self._lock:
@@ -231,7 +246,13 @@ class Listener:
                 sock, self._secret, deadline, where, self.address
             )
             self._drop_stale()
-            kept = self.mailboxes.put(Connection(sock, auth), hello)
+            connection = Connection(sock, auth)
+            with self._lock:
+                left = hello.get("session") in self._left
+            if left:
+                connection.write_json(FrameType.REFUSAL, {}, deadline)
+            else:
+                kept = self.mailboxes.put(connection, hello)
         except EOFError:
             # A probe (`kerasdist doctor`, start-up of other ranks) ends like this:
             # there is nothing to report.

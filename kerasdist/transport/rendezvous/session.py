@@ -42,6 +42,7 @@ class Session:
         host: Overrides `host_key()`, for tests.
         replicas: Number of this worker's replicas.
         name: See `name` below; by default the n-th of this cluster's in this process.
+        stop: When another thread sets it, the start ends with `Aborted`.
 
     Attributes:
         members: All workers by rank.
@@ -54,6 +55,7 @@ class Session:
         StartupError: Ranks are missing, or have other settings.
         AuthenticationError: The chief doesn't hold the same secret.
         ProtocolError: The process at the chief's address isn't kerasdist.
+        Aborted: `stop` was set.
 
     After an exception nothing of the session is left open.
     """
@@ -67,6 +69,7 @@ class Session:
         host: str | None = None,
         replicas: int = 1,
         name: str | None = None,
+        stop: Cancellation | None = None,
     ) -> None:
         if cluster.rank is None or cluster.size < 2:
             raise ValueError(
@@ -79,7 +82,7 @@ class Session:
         self.size = cluster.size
         self.timeouts = timeouts
         self._secret = job_secret(cluster.workers, os.environ)
-        self._stop = Cancellation()
+        self._stop = stop or Cancellation()
         self._release = threading.Lock()
         self.controls: dict[int, Connection] = {}
         self._number = _Number(cluster, name)
@@ -104,6 +107,7 @@ class Session:
                 settings=settings,
                 addresses=cluster.workers,
                 secret=self._secret,
+                stop=self._stop,
             )
             deadline = Deadline(timeouts.startup)
             if self.rank == 0:

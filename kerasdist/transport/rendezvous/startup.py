@@ -14,11 +14,13 @@ C: rank 0, the chief      W: every other rank
 from __future__ import annotations
 
 import dataclasses
-import threading
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from kerasdist import errors
+from kerasdist.transport.base import Aborted
+from kerasdist.transport.cancellation import Cancellation
 from kerasdist.transport.connection import Connection
 from kerasdist.transport.deadline import Deadline
 from kerasdist.transport.rendezvous.dial import PROBE_SECONDS, dial_tcp, retry
@@ -28,7 +30,7 @@ from kerasdist.transport.rendezvous.probe import why_unreachable
 from kerasdist.transport.rendezvous.waiting_notice import WaitingNotice
 from kerasdist.transport.wire.framing import FrameType, unexpected
 
-__all__ = ["Arrival", "gather", "report"]
+__all__ = ["Arrival", "gather", "missing_error", "report"]
 
 # Seconds that the others wait longer than the chief, to get the chief's reasons.
 _GRACE_SECONDS = 8.0
@@ -45,6 +47,8 @@ class Arrival:
         settings: Its settings; JSON values.
         addresses: All workers' addresses, by rank.
         secret: The job's secret.
+        stop: When another thread sets it, the start ends with `Aborted`. The chief
+            notices it within half a second.
     """
 
     session: str
@@ -52,6 +56,7 @@ class Arrival:
     settings: dict[str, Any]
     addresses: tuple[str, ...]
     secret: bytes
+    stop: Cancellation = dataclasses.field(default_factory=Cancellation)
 
 
 def report(
@@ -63,7 +68,7 @@ def report(
         All workers by rank, and the connection to the chief, now the caller's.
 
     Raises:
-        StartupError, AuthenticationError, ProtocolError: See `Session`.
+        StartupError, AuthenticationError, ProtocolError, Aborted: See `Session`.
     """
     chief = arrival.addresses[0]
 
@@ -76,10 +81,11 @@ def report(
             "settings": arrival.settings,
             "seconds": deadline.remaining(),
         }
-        connection = dial_tcp(chief, arrival.secret, hello, deadline)
+        connection = dial_tcp(chief, arrival.secret, hello, deadline, arrival.stop)
         try:
             patience = Deadline(deadline.remaining() + _GRACE_SECONDS)
-            kind, answer = connection.read_json(patience)
+            with arrival.stop.bound(connection.sock):
+                kind, answer = connection.read_json(patience)
             if kind is FrameType.REFUSAL:
                 raise _refused(answer)
             records = answer.get("members")
@@ -95,9 +101,9 @@ def report(
             raise
         return members, {0: connection}
 
-    found = retry(attempt, deadline, 0, chief, threading.Event())
-    if found is None:  # only if `stop` is set
-        raise RuntimeError("unreachable")
+    found = retry(attempt, deadline, 0, chief, arrival.stop)
+    if found is None:
+        raise Aborted
     return found
 
 
@@ -132,6 +138,7 @@ def gather(
 
     Raises:
         StartupError: See `Session`. All connected workers were sent a refusal.
+        Aborted: `arrival.stop` was set.
     """
     pending: dict[int, _PendingPeer] = {}
     try:
@@ -168,6 +175,8 @@ def _wait_for_all(
         for rank, peer in list(pending.items()):
             if peer.connection.ended:
                 pending.pop(rank).connection.close()
+        if arrival.stop.is_set():
+            raise Aborted
         if len(pending) == size - 1:
             return
         # The worker with the shortest wait gets the reasons too.
@@ -183,7 +192,9 @@ def _wait_for_all(
             first,
         )
         seconds = min(first.remaining(), 0.5)
-        arrived = listener.mailboxes.take_any(arrival.session, "control", seconds)
+        arrived = listener.mailboxes.take_any(
+            arrival.session, "control", seconds, arrival.stop
+        )
         for rank, connection, hello in arrived:
             try:
                 peer = _receive(rank, connection, hello, arrival.addresses)
@@ -272,15 +283,31 @@ def _missing(
 
     with ThreadPoolExecutor(min(_MOST_PROBES, len(ranks)), "kerasdist-probe") as pool:
         missing = dict(zip(ranks, pool.map(reason, ranks), strict=True))
+    return missing_error(missing, addresses, deadline.seconds, listener.refusals())
+
+
+def missing_error(
+    missing: dict[int, str],
+    addresses: Sequence[str],
+    seconds: float,
+    refused: Sequence[str],
+) -> errors.StartupError:
+    """Return the error that names missing ranks.
+
+    Args:
+        missing: The reason why each of them is missing.
+        addresses: All workers' addresses, by rank.
+        seconds: How long they were waited for.
+        refused: Connections that this worker has refused, with the reasons.
+    """
     lines = [
         f"\n  rank {rank} ({addresses[rank]}): {why}" for rank, why in missing.items()
     ]
-    refused = listener.refusals()
     if refused:
         lines.append("\nConnections that were refused: " + "; ".join(refused))
     return errors.StartupError(
         f"{len(missing)} of {len(addresses)} workers didn't connect within "
-        f"{deadline.seconds:.3g} s:" + "".join(lines) + "\nStart the missing workers "
+        f"{seconds:.3g} s:" + "".join(lines) + "\nStart the missing workers "
         "(look at their output first), run `kerasdist doctor` where they run, or "
         "give them more time with `startup_timeout=`.",
         missing,

@@ -17,7 +17,7 @@ import json, os, signal, sys, time
 import numpy as np
 from kerasdist import errors
 from kerasdist.cluster import resolve
-from kerasdist.collectives.elastic.job import connect_elastic
+from kerasdist.collectives.elastic.connect import connect_elastic
 from kerasdist.collectives.elastic.termination import end_process
 from kerasdist.transport.timeouts import Timeouts
 

@@ -16,7 +16,7 @@ SCRIPT = """
 import json, os, signal, sys
 import numpy as np
 from kerasdist.cluster import resolve
-from kerasdist.collectives.elastic.job import connect_elastic
+from kerasdist.collectives.elastic.connect import connect_elastic
 from kerasdist.transport.timeouts import Timeouts
 
 options = json.loads(sys.argv[1])

@@ -12,7 +12,7 @@ from kerasdist.errors import ClusterError
 
 __all__ = ["WITH_VALUE", "ElasticOptions", "add_options", "read_options"]
 
-WITH_VALUE = ("--min-workers", "--restarts")
+WITH_VALUE = ("--min-workers", "--max-workers", "--restarts")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -23,19 +23,31 @@ class ElasticOptions:
         min_workers: The smallest number of workers that go on.
         restarts: How many times workers are started again, all of them together.
         grace: Seconds from SIGTERM to SIGKILL.
+        size: The number of workers with which the job starts.
+        max_workers: The number of workers to which it may grow.
     """
 
     min_workers: int
     restarts: int
     grace: float
+    size: int
+    max_workers: int
+
+    @property
+    def grows(self) -> bool:
+        """Whether workers may be added to the job."""
+        return self.max_workers > self.size
 
     @property
     def environ(self) -> dict[str, str]:
         """The variables by which the strategy of a task knows the settings."""
-        return {
+        environ = {
             "KERASDIST_ELASTIC": "1",
             "KERASDIST_MIN_WORKERS": str(self.min_workers),
         }
+        if self.grows:
+            environ["KERASDIST_START_WORKERS"] = str(self.size)
+        return environ
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -50,6 +62,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--min-workers",
         metavar="M",
         help="with --elastic: the smallest number of workers that go on (default: 1)",
+    )
+    parser.add_argument(
+        "--max-workers",
+        metavar="M",
+        help="with --elastic: the number of workers to which the job may grow; SIGUSR1 "
+        "to the launcher adds one (default: N)",
     )
     parser.add_argument(
         "--restarts",
@@ -78,6 +96,7 @@ def read_options(
     """
     given = {
         "--min-workers": arguments.min_workers,
+        "--max-workers": arguments.max_workers,
         "--restarts": arguments.restarts,
     }
     if not arguments.elastic:
@@ -94,6 +113,12 @@ def read_options(
             "--min-workers must be at most the number of workers. Received: "
             f"--min-workers {least} and -n {size}"
         )
+    most = number("--max-workers", given["--max-workers"] or str(size), 1)
+    if most < size:
+        faults.append(
+            "--max-workers must be at least the number of workers. Received: "
+            f"--max-workers {most} and -n {size}"
+        )
     if servers:
         faults.append(
             "--elastic is for jobs without parameter servers. Received: --elastic and "
@@ -105,4 +130,10 @@ def read_options(
         grace = grace_seconds(os.environ)
     except ClusterError as error:
         faults.append(str(error))
-    return ElasticOptions(min_workers=least, restarts=restarts, grace=grace)
+    return ElasticOptions(
+        min_workers=least,
+        restarts=restarts,
+        grace=grace,
+        size=size,
+        max_workers=max(most, size),
+    )

@@ -17,10 +17,11 @@ from kerasdist.cli.run.elastic.chief_output import ChiefOutput
 from kerasdist.cli.run.elastic.options import ElasticOptions
 from kerasdist.cli.run.elastic.restarts import Restarts
 from kerasdist.cli.run.exits import exit_code, in_words, is_own_error, show_end
-from kerasdist.cli.run.job import JobSpec
+from kerasdist.cli.run.job import JobSpec, Task
 from kerasdist.cli.run.outcome import JobOutcome
 from kerasdist.cli.run.ports import JobPorts
 from kerasdist.cli.run.spawn import Started
+from kerasdist.transport.liveness.ended_tasks import EndedTaskList
 from kerasdist.transport.liveness.launcher_pipe import Members, Notice, Report
 
 __all__ = ["ElasticOutcome"]
@@ -50,12 +51,25 @@ class ElasticOutcome(JobOutcome):
         self._ports = ports
         self._output = output
         self._restarts = Restarts(options.restarts)
+        self._most = options.max_workers
         # The latest epoch that was reported, by job, and its members' ranks.
         self._epochs: dict[str, int] = {}
         self._members: tuple[int, ...] = ()
         # Each process that was lost, in order.
         self._losses: list[Started] = []
         self._pauses: list[float] = []
+        # Workers look there for those that won't connect.
+        self._ended = EndedTaskList(options.max_workers)
+
+    @property
+    def environ(self) -> dict[str, str]:
+        """See `JobOutcome.environ`."""
+        return {**super().environ, **self._ended.environ}
+
+    @property
+    def inherited(self) -> tuple[int, ...]:
+        """See `JobOutcome.inherited`."""
+        return (*super().inherited, self._ended.fileno())
 
     # Reports.
 
@@ -90,7 +104,9 @@ class ElasticOutcome(JobOutcome):
             return False
         if task.code == 0:
             # The job is done: a new worker would find no other.
-            self._restarts.cancel()
+            for worker in self._restarts.cancel():
+                self._ended.mark(worker.task.index, ended=True)
+            self._ended.mark(task.task.index, ended=True)
             return False
         # Reports that it sent before it ended are in the pipe.
         self.read()
@@ -130,6 +146,7 @@ class ElasticOutcome(JobOutcome):
             line += "; it isn't started again" if self._restarts.most else ""
         elif not self._finished:
             pause = self._restarts.schedule(worker, time.monotonic())
+        self._ended.mark(worker.task.index, ended=pause is None)
         if pause is not None:
             line += (
                 f"; it is started again in {pause:g} s (restart {self._restarts.used} "
@@ -145,6 +162,30 @@ class ElasticOutcome(JobOutcome):
     def take_restarts(self) -> list[Started]:
         """Return the ended tasks that are to be started again now."""
         return [] if self.over else self._restarts.take_due(time.monotonic())
+
+    def take_growth(self) -> Task | Started | None:
+        """Return a task that hasn't been started, or else one that was lost.
+
+        Returns:
+            None if there is none, or the job is ending; then a line reports that.
+        """
+        started = {each.task.index: each for each in self.workers}
+        lost = [each for each in self._losses if each is started[each.task.index]]
+        found: Task | Started | None = None
+        if self.over or self._finished or self.failed_at is not None:
+            print_line_soon("no worker is added: the job is ending")
+        elif len(started) < self._most:
+            found = Task(kind="worker", index=len(started))
+            line = f"{found} ({self._ports.address(found)}) is added"
+            print_line_soon(f"{line}: {len(started) + 1} of {self._most} workers")
+        elif lost:
+            found = lost[0]
+            self._restarts.forget(found)
+            self._ended.mark(found.task.index, ended=False)
+            print_line_soon(f"{found.task} is started again")
+        else:
+            print_line_soon(f"no worker is added: all {self._most} run (--max-workers)")
+        return found
 
     def next_in(self) -> float | None:
         """Return the seconds until the next restart; None if there is none."""
@@ -195,6 +236,11 @@ class ElasticOutcome(JobOutcome):
             "finished": [str(each.task) for each in self._finished],
             "left": [f"rank {rank}" for rank in sorted(left)],
             "lost": [f"rank {rank} ({', '.join(ends[rank])})" for rank in sorted(ends)],
+            "added": [
+                str(each.task)
+                for each in self.workers
+                if each.task.index >= self._job.size
+            ],
             "started again": [
                 f"{each.task} ({'once' if count == 1 else f'{count} times'})"
                 for each in self.workers

@@ -56,6 +56,12 @@ class Restarts:
             del self._at[worker]
         return due
 
-    def cancel(self) -> None:
-        """Start nothing any more."""
+    def forget(self, worker: Started) -> None:
+        """Leave out a worker, which is started again for another reason."""
+        self._at.pop(worker, None)
+
+    def cancel(self) -> list[Started]:
+        """Start nothing any more; return the workers that were to be started."""
+        waiting = list(self._at)
         self._at.clear()
+        return waiting

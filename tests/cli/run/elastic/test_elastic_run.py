@@ -298,7 +298,7 @@ def test_the_chief_of_a_real_job_is_lost(launcher):
     script = """
     import numpy as np
     from kerasdist.cluster import resolve
-    from kerasdist.collectives.elastic.job import connect_elastic
+    from kerasdist.collectives.elastic.connect import connect_elastic
     from kerasdist.transport.timeouts import Timeouts
 
     job = connect_elastic(resolve(None), timeouts=Timeouts(startup=30, heartbeat=5))
@@ -486,6 +486,8 @@ def test_ctrl_c_on_a_terminal_reaches_a_restarted_chief_once(launcher):
         (["--restarts", 1], "Received: --restarts 1 without --elastic"),
         (["--min-workers", 1], "Received: --min-workers 1 without --elastic"),
         (["--elastic", "--min-workers", 3], "Received: --min-workers 3 and -n 2"),
+        (["--max-workers", 3], "Received: --max-workers 3 without --elastic"),
+        (["--elastic", "--max-workers", 1], "Received: --max-workers 1 and -n 2"),
         (["--elastic", "--min-workers", 0], "--min-workers must be an integer >= 1"),
         (["--elastic", "--restarts", "x"], "Received: --restarts x"),
         (["--elastic", "--ps", 1], "Received: --elastic and --ps 1. Expected --ps 0"),

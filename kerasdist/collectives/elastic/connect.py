@@ -1,0 +1,218 @@
+"""The start of this worker's part in an elastic job.
+
+    no other task answers that the job runs    this worker is one of those that start it
+    another one does                           this worker is to join, by `join`
+
+A worker that isn't among those with which the job starts joins later. So does one whose
+task had another process before, which others know.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import itertools
+import os
+import threading
+import time
+from typing import Any
+
+from kerasdist import errors
+from kerasdist.cluster import Cluster
+from kerasdist.collectives.elastic.groups import Connector
+from kerasdist.collectives.elastic.job import ElasticJob
+from kerasdist.collectives.elastic.lines import Lines
+from kerasdist.collectives.elastic.startup import Startup
+from kerasdist.transport.deadline import Deadline
+from kerasdist.transport.liveness.ended_tasks import EndedTasks
+from kerasdist.transport.membership.epochs import Member
+from kerasdist.transport.rendezvous.listener import Listener
+from kerasdist.transport.timeouts import Timeouts
+from kerasdist.transport.wire.secret import job_secret
+
+__all__ = ["connect_elastic"]
+
+# Seconds of silence after which a worker is lost, at most.
+_MOST_HEARTBEAT = 5.0
+# Seconds between two questions of a worker that waits for the job to run.
+_AGAIN_SECONDS = 0.3
+# Seconds for finding the others, if they have started without this worker.
+_JOIN_SECONDS = 60.0
+
+_counts: dict[str, itertools.count[int]] = {}
+_counts_lock = threading.Lock()
+
+
+def connect_elastic(
+    cluster: Cluster,
+    *,
+    transport: str = "auto",
+    timeouts: Timeouts | None = None,
+    replicas: int = 1,
+    settings: dict[str, Any] | None = None,
+    host: str | None = None,
+    min_workers: int = 1,
+    start_workers: int | None = None,
+    grace: float = 30.0,
+    needs: tuple[str, ...] = (),
+) -> ElasticJob:
+    """Connect the workers of the cluster, to continue without those that are lost.
+
+    A worker that the others start without, or have lost, is to join them later.
+
+    Args:
+        cluster: See `connect`.
+        transport: "auto", "shared_memory", "tcp" or "hierarchical".
+        timeouts: See `connect`. A worker is lost after 5 s of silence, or less.
+        replicas: See `connect`.
+        settings: See `connect`.
+        host: See `connect`.
+        min_workers: The smallest number of workers that continue.
+        start_workers: The number of workers with which the job starts, the first ones;
+            the others join later. None: all of them.
+        grace: Seconds from SIGTERM until the platform kills a process.
+        needs: The names of the facts that a worker needs which joins later.
+
+    Raises:
+        As `connect`. After an exception nothing is left open.
+    """
+    timeouts = timeouts or Timeouts()
+    timeouts = dataclasses.replace(
+        timeouts, heartbeat=min(timeouts.heartbeat, _MOST_HEARTBEAT)
+    )
+    rank = cluster.rank or 0
+    size = cluster.size if start_workers is None else start_workers
+    connector = Connector(
+        me=Member(rank),
+        cluster=cluster,
+        addresses=dict(enumerate(cluster.workers)),
+        session=_name(cluster),
+        transport=transport,
+        timeouts=timeouts,
+        replicas=replicas,
+        settings={"elastic": min_workers, "start": size, **(settings or {})},
+        host=host,
+    )
+    secret = job_secret(cluster.workers, os.environ)
+    members = tuple(Member(number) for number in range(size))
+    deadline = Deadline(timeouts.startup)
+    joins = rank >= size
+    while True:
+        with contextlib.ExitStack() as undo:
+            address = cluster.workers[rank]
+            listener = Listener.acquire(address, secret, timeouts.startup)
+            undo.callback(listener.release)
+            entry = _enter(connector, secret, listener, deadline, needs, joins=joins)
+            undo.callback(entry.lines.close)
+            startup = None
+            if not entry.hosts:
+                ended = EndedTasks().read
+                startup = Startup(entry.me, members, entry.lines, timeouts, ended)
+            job = ElasticJob(
+                dataclasses.replace(connector, me=entry.me),
+                listener,
+                entry.lines,
+                min_workers,
+                entry.hosts,
+                startup,
+                grace,
+            )
+            undo.pop_all()
+        try:
+            job.begin()
+        except BaseException:
+            job.close()
+            if not job.excluded:
+                raise
+            # The others have started without this process.
+            joins = True
+            deadline = Deadline(max(deadline.remaining(), _JOIN_SECONDS))
+        else:
+            return job
+
+
+@dataclasses.dataclass(frozen=True)
+class _Entry:
+    """A worker's way into the job.
+
+    Attributes:
+        me: The worker.
+        lines: Its lines.
+        hosts: The members that are to admit it; none if it starts with them.
+    """
+
+    me: Member
+    lines: Lines
+    hosts: tuple[Member, ...]
+
+
+def _enter(
+    connector: Connector,
+    secret: bytes,
+    listener: Listener,
+    deadline: Deadline,
+    needs: tuple[str, ...],
+    *,
+    joins: bool,
+) -> _Entry:
+    """Find out whether this worker starts with the others, or is to join them.
+
+    Args:
+        connector: The settings of this worker.
+        secret: The job's secret.
+        listener: This worker's listener.
+        deadline: Until when the others are waited for.
+        needs: See `connect_elastic`.
+        joins: Whether it is certain that it is to join.
+
+    Raises:
+        StartupError: The job that it is to join doesn't run by the deadline.
+    """
+    addresses, session = connector.addresses, connector.session
+    me = connector.me
+    if joins:
+        # Larger than that of any earlier process with this task.
+        me = Member(me.id, int(time.time() * 1000))
+    lines = Lines(me, addresses, secret, listener, session)
+    if not joins:
+        lines.patience = deadline
+    try:
+        while True:
+            answers = lines.survey()
+            if not joins and any(each.members or each.replaces for each in answers):
+                break
+            if not joins:
+                return _Entry(me, lines, ())
+            for answer in answers:
+                if answer.members and all(name in answer.facts for name in needs):
+                    lines.facts = answer.facts
+                    return _Entry(me, lines, answer.members)
+            if deadline.expired:
+                raise _no_job(me.id, addresses[me.id], deadline.seconds)
+            time.sleep(_AGAIN_SECONDS)
+    except BaseException:
+        lines.close()
+        raise
+    lines.close()
+    return _enter(connector, secret, listener, deadline, needs, joins=True)
+
+
+def _no_job(rank: int, address: str, seconds: float) -> errors.StartupError:
+    reason = "it is to join a job that runs, and found none"
+    return errors.StartupError(
+        f"This worker is to join a job that runs. Received: no answer of a running "
+        f"worker to rank {rank} ({address}) within {seconds:.3g} s. Look at the output "
+        "of the others, run `kerasdist doctor` where they run, or give them more time "
+        "with `startup_timeout=`.",
+        {rank: reason},
+    )
+
+
+def _name(cluster: Cluster) -> str:
+    """Name the n-th elastic job of this process on this cluster, alike on all ranks."""
+    digest = hashlib.sha256(",".join(cluster.workers).encode()).hexdigest()[:16]
+    with _counts_lock:
+        # Threads may play several ranks in tests.
+        count = _counts.setdefault(f"{digest} {cluster.rank}", itertools.count(1))
+        return f"{digest}.elastic{next(count)}"
