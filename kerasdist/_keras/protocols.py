@@ -140,7 +140,7 @@ class StateHooks:
     adopt: Callable[[Any, Any], Any]
     check: Callable[[Sequence[tuple[str, Any]], Sequence[tuple[str, Any]]], None]
     share: Callable[[Sequence[Any], int], Any]
-    give: Callable[[Sequence[Any], int], None]
+    give: Callable[[Sequence[Any], bool], None]
     sum_over_workers: Callable[[Sequence[Any]], list[Any]]
 
 
@@ -248,8 +248,8 @@ class ElasticHooks(Protocol):
         """Whether this worker is alone until it calls `join`."""
 
     @property
-    def newcomers(self) -> int:
-        """The first rank of the members without state: the last ones."""
+    def is_newcomer(self) -> bool:
+        """Whether this worker has no state yet: from `join` to `finish_joining`."""
 
     def ask(self) -> tuple[bool, bool]:
         """Return whether workers want to join, and whether members want to leave.
@@ -266,6 +266,13 @@ class ElasticHooks(Protocol):
 
     def join(self) -> None:
         """Become a member without state; returns when `admit` does at the others."""
+
+    def finish_joining(self) -> None:
+        """End the joining of newcomers; all members call it alike.
+
+        Raises:
+            CollectiveError: All members that had the state were lost before.
+        """
 
     def section(self) -> contextlib.AbstractContextManager[None]:
         """Let a change of membership end the block's collectives with an error.

@@ -49,12 +49,14 @@ with strategy.scope():
     )
 
 
-class Pace(keras.callbacks.Callback):
-    begun = False
+# Not of the callback, whose numbers a newcomer gets.
+begun = []
 
+
+class Pace(keras.callbacks.Callback):
     def on_train_batch_begin(self, batch, logs=None):
-        if not self.begun:
-            self.begun = True
+        if not begun:
+            begun.append(True)
             print("MEMBER", flush=True)
         if not alone:
             time.sleep(0.01)
@@ -100,7 +102,7 @@ class Losses:
                 continue
             code = self._job.wait_one(rank).returncode
             if rank not in self._killed:
-                pytest.fail(f"Rank {rank} has ended with {code}.\n{self._job.report()}")
+                self._fail(f"Rank {rank} has ended with {code}.")
             self._killed.discard(rank)
             self._job.start_again(rank)
 
@@ -127,12 +129,19 @@ class Losses:
         end = time.monotonic() + FROZEN
         while all(self._lines(each) == before[each] for each in range(SIZE)):
             if time.monotonic() > end:
-                pytest.fail(f"Rank {rank} is frozen.\n{self._job.report()}")
+                self._fail(f"Rank {rank} is frozen.")
             time.sleep(0.1)
         self._job.kill(rank, signal.SIGCONT)
         if self._job.wait_one(rank, FROZEN).returncode == 0:
-            pytest.fail(f"Rank {rank} has finished.\n{self._job.report()}")
+            self._fail(f"Rank {rank} has finished.")
         self._killed.add(rank)
+
+    def _fail(self, reason: str) -> None:
+        """Fail the test, with the stacks of all workers in their output."""
+        for rank in range(SIZE):
+            self._job.kill(rank, signal.SIGABRT)
+        time.sleep(2.0)
+        pytest.fail(f"{reason}\n{self._job.report()}")
 
     def _lines(self, rank: int) -> int:
         """Return how many changes a worker has reported, as the chief."""
@@ -144,7 +153,7 @@ class Losses:
         while len(self.members()) < SIZE:
             self.start_again()
             if time.monotonic() > end:
-                pytest.fail(f"Only {self.members()} train.\n{self._job.report()}")
+                self._fail(f"Only {self.members()} train.")
             time.sleep(0.05)
 
 
@@ -171,20 +180,23 @@ def test_a_long_fit(tmp_path: Path) -> None:
             time.sleep(draw.choice([0.0, 0.1, 0.5, 1.0, 2.0]) * draw.random())
         losses.await_members()
         Path(stop).touch()
-        found = [each.result for each in job.succeed()]
+        finished = job.succeed()
+        found = [each.result for each in finished]
+        logs = [f"{each.rank}: {each.output[-3000:]}" for each in finished]
     history, weights, steps = found[0]
     print(dict(counts), "steps:", steps, f"{time.monotonic() - began:.0f} s")
     assert all(each == found[0] for each in found)
     alone = [f"{tmp_path}/none", str(len(history["loss"]))]
     with Workers(SCRIPT, 1, alone, env={"TF_CONFIG": None}, deadline=600.0) as job:
         expected = job.succeed()[0].result
-    assert steps == expected[2]
-    faults = [
+    faults = [] if steps == expected[2] else [f"{steps} steps, not {expected[2]}"]
+    faults += [
         f"{name}: {error}"
         for name, values in expected[0].items()
         for error in _differences(history[name], values)
     ]
-    fail_on([*faults, *_differences(weights, expected[1])])
+    faults += _differences(weights, expected[1])
+    fail_on([*faults, *logs] if faults else [])
 
 
 def _differences(found: list[float], expected: list[float]) -> list[str]:

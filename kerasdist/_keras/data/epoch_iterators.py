@@ -44,7 +44,8 @@ def init_epoch_iterator(
 
     Keras shuffles arrays with an unseeded operation, in another order on each worker.
     """
-    if not current.evaluating:
+    # `fit` makes those of its evaluations later, and outside of `evaluate`.
+    if current.fitting and current.iterator is None:
         current.iterator = weakref.ref(self)
     hooks = hooks_of(distribute_strategy)
     if hooks is None:

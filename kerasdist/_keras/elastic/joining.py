@@ -75,21 +75,24 @@ class Admission:
         self._steps = 1
         self._asked = time.monotonic()
 
-    def poll(self, iterator: Any, step: int) -> None:
+    def poll(self, iterator: Any, step: int) -> bool:
         """Admit workers if it's time to; all members call it before each step.
 
         Args:
             iterator: The iterator of the step.
             step: The number of the step in the epoch.
+
+        Returns:
+            Whether workers have joined just now; also on those.
         """
         if current.admission is not None:
             # The members have counted this step already.
             self._left, self._steps = current.admission
             current.admission = None
-            return
+            return current.joined
         self._left -= 1
         if self._left:
-            return
+            return False
         now = time.monotonic()
         pace = (now - self._asked) / self._steps
         self._asked = now
@@ -101,10 +104,11 @@ class Admission:
         joining, leaving = self._elastic.ask()
         if leaving:
             self._departure.run()
-        elif joining and self._elastic.admit():
-            self._give(iterator, step)
+            return False
+        return joining and self._elastic.admit() and self._give(iterator, step)
 
-    def _give(self, iterator: Any, step: int) -> None:
+    def _give(self, iterator: Any, step: int) -> bool:
+        """Give newcomers the state; return whether they have taken it."""
         place = None
         if isinstance(iterator, RepeatableIterator) and _counts_epochs():
             place = iterator.position()
@@ -120,16 +124,17 @@ class Admission:
             "factors": [_factor(each) for each in leaves_of(self._trainer)],
             "callbacks": _numbers(current.callbacks),
         }
-        texts = self._hooks.consensus.texts(json.dumps(facts))
+        self._hooks.consensus.texts(json.dumps(facts))
         # The newcomers' objections; then they leave, and the others continue.
-        first = self._elastic.newcomers
         answers = self._hooks.consensus.texts("")
-        if not any(answers[rank] for rank in range(first, len(texts))):
-            self._hooks.state.give(self._state(), first)
-            _share_arrays(self._hooks, current.callbacks)
-            # `fit` keeps the iterator of its evaluations. Making one is a collective,
-            # which the newcomers begin with.
-            self._trainer._eval_epoch_iterator = None
+        if any(answers.values()):
+            return False
+        self._hooks.state.give(self._state(), False)
+        _share_arrays(self._hooks, current.callbacks)
+        # `fit` keeps the iterator of its evaluations. Making one is a collective,
+        # which the newcomers begin with.
+        self._trainer._eval_epoch_iterator = None
+        return True
 
 
 def join(
@@ -149,6 +154,11 @@ def join(
     trainer.reset_metrics()
     elastic.join()
     texts = hooks.consensus.texts("")
+    if not texts[0]:
+        raise ClusterError(
+            "All workers that had the state of the training were lost while this one "
+            "joined. Start the job again."
+        )
     facts = json.loads(texts[0])
     objection = _objection(facts, hooks, state, callbacks)
     answers = hooks.consensus.texts(objection)
@@ -158,7 +168,7 @@ def join(
             f"This worker can't join the job. Received: {refused}. Start it with the "
             "same script as the others, or without `--restarts`."
         )
-    hooks.state.give(state, elastic.newcomers)
+    hooks.state.give(state, True)
     _share_arrays(hooks, callbacks)
     for optimizer, rate in zip(_settable(trainer), facts["rates"], strict=True):
         set_base_rate(optimizer, rate)
@@ -266,7 +276,7 @@ def _share_arrays(hooks: KerasHooks, callbacks: Sequence[Any]) -> None:
     """Give the newcomers the callbacks' arrays, such as `EarlyStopping`'s weights."""
     elastic: Any = hooks.elastic
     communicator = hooks.workers.communicator
-    newcomer = communicator.rank >= elastic.newcomers
+    newcomer = elastic.is_newcomer
     mine = [
         [index, name, [[a.dtype.name, list(a.shape)] for a in value]]
         for index, callback in enumerate(callbacks)

@@ -20,9 +20,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from kerasdist import _tf
+from kerasdist.errors import ClusterError
 
 __all__ = ["MetricTotals"]
 
@@ -65,6 +67,47 @@ class MetricTotals:
         """The number of the last steps that the totals don't include."""
         steps = self.steps - self._first
         return (steps - 1) % self._interval if steps else self._missing
+
+    def share(
+        self,
+        metrics: Sequence[Sequence[Any]],
+        broadcast: Callable[[list[Any]], list[Any]],
+        *,
+        newcomer: bool,
+    ) -> None:
+        """Give the totals to workers that have joined; all workers call it.
+
+        Args:
+            metrics: As for `commit`.
+            broadcast: Returns the chief's arrays.
+            newcomer: Whether this worker has joined just now: its metrics are 0.
+
+        Raises:
+            ClusterError: All workers with totals were lost meanwhile.
+        """
+        self._prepare(metrics)
+        flat = _flat(metrics)
+        totals = [
+            np.zeros(part.shape, part.dtype.as_numpy_dtype) for part in flat.values()
+        ]
+        if self.steps and not newcomer:
+            totals = [self._totals[dtype][0].numpy() for dtype in flat]
+        numbers = [not newcomer, self.steps, self._first, self._missing]
+        numbers, *totals = broadcast([np.array(numbers, np.int64), *totals])
+        if not numbers[0]:
+            raise ClusterError(
+                "All workers that had the state of the training were lost while others "
+                "joined. Start the job again."
+            )
+        if not newcomer:
+            return
+        self.steps, self._first, self._missing = map(int, numbers[1:])
+        self._count.assign(self.steps - self._first)
+        for dtype, total in zip(flat, totals, strict=True):
+            for kept, value in zip(
+                self._totals[dtype], (total, flat[dtype]), strict=True
+            ):
+                kept.assign(value)
 
     def commit(self, metrics: Sequence[Sequence[Any]]) -> list[Any]:
         """Sum over the workers, at the end of a step: in its graph, or eagerly.

@@ -100,7 +100,16 @@ class ElasticStep:
     def _take_steps(self, iterator: Any) -> Any:
         batches = batches_of(iterator, self._hooks)
         if is_of_fit(iterator):
-            self._admission.poll(iterator, self._taken + current.first_step)
+            step = self._taken + current.first_step
+            if self._admission.poll(iterator, step):
+                self._settle()
+                # The others may be lost before the newcomers' first commit.
+                self._totals.share(
+                    self._metrics(),
+                    self._hooks.workers.communicator.broadcast,
+                    newcomer=self._elastic.is_newcomer,
+                )
+                self._elastic.finish_joining()
         logs = None
         for number in range(int(self._trainer.steps_per_execution)):
             try:

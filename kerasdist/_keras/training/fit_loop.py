@@ -167,6 +167,7 @@ def fit(original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -
         "joined": False,
         "epoch": bound.arguments.get("initial_epoch", 0),
         "callbacks": (),
+        "iterator": None,
     }
     facts["data_pending"] = hooks.dynamic is not None
     if hooks.elastic is not None:

@@ -86,7 +86,8 @@ class ElasticCommunicator(Communicator):
         changes: The changes of the members; appended to by the thread that makes them.
         finished_before: The number of collectives that had been finished when it began.
         joining: Whether this worker is alone until it calls `join`.
-        newcomers: The first rank of those that have no state of the job yet.
+        is_newcomer: Whether this worker has no state of the job yet: from `join` on,
+            until `finish_joining`.
         wants_to_leave: Returns whether this worker wants to leave the job.
         replicas: Each member's number of replicas, by rank.
     """
@@ -104,6 +105,9 @@ class ElasticCommunicator(Communicator):
         self._patience = patience
         self._hosts = hosts
         self.joining = bool(hosts)
+        self.is_newcomer = False
+        # The tasks of members without the job's state.
+        self._stateless: set[int] = set()
         self.wants_to_leave: Callable[[], bool] = lambda: False
         # One collective at a time.
         self._calls = threading.Lock()
@@ -205,11 +209,10 @@ class ElasticCommunicator(Communicator):
         """Admit the processes that want to join; all members call it alike.
 
         Returns:
-            Whether there are members now without the job's state: the last of the
-            ranks, from `newcomers` on.
+            Whether there are members now without the job's state: newcomers.
         """
         self._settle(self.epoch, time.monotonic() + _ADMIT_SECONDS)
-        return self.newcomers < self.size
+        return self._agree_on_newcomers()
 
     def join(self, seconds: float | None = None) -> None:
         """Become a member; returns when `admit` does at the others.
@@ -224,7 +227,33 @@ class ElasticCommunicator(Communicator):
         self.membership.apply(self._hosts)
         self.await_group(after=_NONE, seconds=seconds)
         self.joining = False
+        self.is_newcomer = True
         self._settle(_NONE, 0.0)
+        self._agree_on_newcomers()
+
+    def finish_joining(self) -> None:
+        """End the joining of newcomers; all members call it alike.
+
+        Raises:
+            WorkerLost: All members that had the job's state were lost before.
+        """
+        if self.is_newcomer and all(rank in self._stateless for rank in self.ranks):
+            raise errors.WorkerLost(
+                *(self.ranks[self.rank], self.peers[self.rank].address, self._step),
+                "all workers with the job's state were lost while it joined",
+            )
+        self.is_newcomer = False
+
+    def _agree_on_newcomers(self) -> bool:
+        """Find out which members have no state; return whether there are some.
+
+        By a collective: a change of members may have been made on some of them already,
+        and not on the others.
+        """
+        mine = np.array([self.ranks[self.rank], self.is_newcomer], np.int64)
+        found = self.all_gather(mine[np.newaxis])
+        self._stateless = {int(rank) for ((rank, flag),) in found if flag}
+        return bool(self._stateless)
 
     def _settle(self, epoch: int, deadline: float) -> None:
         """Wait for a change after `epoch`, and for all that are planned by then.
@@ -385,7 +414,6 @@ class ElasticCommunicator(Communicator):
         self.ranks = tuple(member.id for member in group.members)
         self.peers = tuple(self._names[rank] for rank in self.ranks)
         self.replicas = group.job.replicas
-        self.newcomers = self.size - group.newcomers
         if self.joining:
             # It isn't the chief, and must not write files: as if another were.
             self.rank, self.replicas = 1, self.replicas * 2

@@ -42,13 +42,11 @@ class Group:
         epoch: Its number.
         members: They, by rank in the group.
         job: Their connections.
-        newcomers: The number of those, the last ones, that have no state of the job.
     """
 
     epoch: int
     members: tuple[Member, ...]
     job: Job
-    newcomers: int = 0
 
     @property
     def communicator(self) -> Communicator:
@@ -98,7 +96,6 @@ class Connector:
     def group(
         self,
         decision: Decision,
-        newcomers: int,
         timeouts: Timeouts,
         watch: Callable[[errors.CollectiveError], None],
         stop: Cancellation,
@@ -107,7 +104,6 @@ class Connector:
 
         Args:
             decision: The decision.
-            newcomers: See `Group`.
             timeouts: The time limits.
             watch: Called with the group's failure, from another thread.
             stop: When another thread sets it, the call ends with `Aborted`.
@@ -133,7 +129,7 @@ class Connector:
             watch=watch,
             stop=stop,
         )
-        return Group(decision.epoch.number, members, job, newcomers)
+        return Group(decision.epoch.number, members, job)
 
 
 def catch_up(group: Group, decision: Decision, kept: Result | None) -> Result | None:

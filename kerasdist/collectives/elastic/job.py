@@ -101,9 +101,6 @@ class ElasticJob:
         self._refusal: StopReason | None = None
         self.excluded = False
         self._began = 0.0
-        # Members without the job's state, and the last collective that was finished.
-        self._newcomers: tuple[Member, ...] = ()
-        self._reached = 0
         self._lost: errors.WorkerLost | None = None
         self._closed = False
         peers = {
@@ -183,15 +180,6 @@ class ElasticJob:
         A member may be lost while it runs. Then the agreement decides the next epoch,
         and this one's group, if there will be one, isn't used.
         """
-        progress = decision.verdict.progress.step
-        if progress > self._reached:
-            # They have finished a collective with the others, and get the state next.
-            self._newcomers = ()
-        self._reached = progress
-        self._newcomers = (
-            *(each for each in self._newcomers if each in decision.epoch.members),
-            *decision.epoch.newcomers,
-        )
         with self._lock:
             self._end_connecting()
             self._decision = decision
@@ -274,7 +262,6 @@ class ElasticJob:
         try:
             group = self._connector.group(
                 decision,
-                len(self._newcomers),
                 timeouts,
                 lambda error: self.watch(number, error),
                 connecting.stop,

@@ -116,13 +116,15 @@ def share_state(workers: Workers, variables: Sequence[Any], root: int) -> Shared
     )
 
 
-def give_state(workers: Workers, variables: Sequence[Any], first: int) -> None:
+def give_state(workers: Workers, variables: Sequence[Any], newcomer: bool) -> None:
     """Give rank 0's values to newcomers; all ranks call it at the same point.
+
+    Ranks may change meanwhile, as members may be lost.
 
     Args:
         workers: The workers that reduce together.
         variables: TensorFlow's variables, in the same order on all ranks.
-        first: The first newcomer's rank; the newcomers are the last ranks.
+        newcomer: Whether this worker is one.
 
     Raises:
         CollectiveError: A newcomer holds other values after all.
@@ -132,14 +134,12 @@ def give_state(workers: Workers, variables: Sequence[Any], first: int) -> None:
     for group in _groups(copies, range(len(copies))):
         values = [np.asarray(copies[i][0]) for i in group]
         given = communicator.broadcast(values, 0)
-        if communicator.rank >= first:
+        if newcomer:
             for i, value in zip(group, given, strict=True):
                 for part in copies[i]:
                     part.assign(value)
     every = communicator.all_gather(_digests([parts[:1] for parts in copies]))
-    wrong = [
-        rank for rank in range(first, len(every)) if (every[rank] != every[0]).any()
-    ]
+    wrong = [rank for rank, digests in enumerate(every) if (digests != every[0]).any()]
     if wrong:
         raise CollectiveError(
             "Workers that have joined hold other values than rank 0. Received: ranks "
