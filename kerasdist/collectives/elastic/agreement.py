@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from typing import Protocol
 
 from kerasdist.collectives.elastic.lines import Contact, Lines
@@ -184,9 +185,22 @@ class Agreement:
         """
         return self._done(Finished(epoch, Progress(number)))
 
-    def fetched(self, epoch: int, number: int) -> bool:
-        """Report the result of a collective that another member has finished."""
-        return self._done(Fetched(epoch, Progress(number)))
+    def fetched(self, epoch: int, number: int, keep: Callable[[], None]) -> bool:
+        """Report the result of a collective that another member has finished.
+
+        Args:
+            epoch: The epoch of the group that gave it.
+            number: The collective's number.
+            keep: Called if the result is to be used, before any later change.
+
+        Returns:
+            Whether it is.
+        """
+        with self._lock:
+            used = self._done(Fetched(epoch, Progress(number)))
+            if used:
+                keep()
+        return used
 
     def lost(self, epoch: int, member: Member | None) -> None:
         """Report that the group of an epoch is broken, in a thread of its own.

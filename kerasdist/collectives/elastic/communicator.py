@@ -136,13 +136,19 @@ class ElasticCommunicator(Communicator):
         if group is not None:
             group.job.abandon()
 
-    def resume(self, group: Group, fetched: Result | None, number: int) -> None:
+    def keep(self, fetched: Result) -> None:
+        """Keep the result of the collective that ended unfinished here.
+
+        Others have finished it. The next group may change again before it is used.
+        """
+        with self._changed:
+            self._fetched = fetched
+
+    def resume(self, group: Group, number: int) -> None:
         """Continue with a new group.
 
         Args:
             group: The group.
-            fetched: The result of the collective that ended unfinished here, if others
-                have finished it.
             number: The number of the last collective that a member has finished.
         """
         with self._changed:
@@ -150,7 +156,6 @@ class ElasticCommunicator(Communicator):
                 self._next = group
                 if self.joining:
                     self._number = number
-                self._fetched = fetched or self._fetched
             self._changed.notify_all()
 
     def stop(self, error: errors.CollectiveError) -> None:

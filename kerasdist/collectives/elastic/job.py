@@ -12,7 +12,7 @@ from kerasdist.collectives.elastic.agreement import Agreement
 from kerasdist.collectives.elastic.changes import Change, differences
 from kerasdist.collectives.elastic.chief_actions import ElasticChiefActions
 from kerasdist.collectives.elastic.communicator import ElasticCommunicator
-from kerasdist.collectives.elastic.groups import Connector, Group, Result, catch_up
+from kerasdist.collectives.elastic.groups import Connector, Group, catch_up
 from kerasdist.collectives.elastic.leaving import Leaving
 from kerasdist.collectives.elastic.lines import Lines
 from kerasdist.collectives.elastic.startup import Startup
@@ -280,7 +280,9 @@ class ElasticJob:
             if present:
                 self._group = group
         if present and fetched is not None:
-            present = self._agreement.fetched(number, fetched.number)
+            present = self._agreement.fetched(
+                *(number, fetched.number), lambda: self.communicator.keep(fetched)
+            )
         if not present:
             group.job.close()
             return
@@ -298,23 +300,14 @@ class ElasticJob:
         else:
             text = self._describe_start(startup.members, group) if number else ""
             pause = 0.0
-        self._resume(connecting, group, fetched, decision.verdict.progress.step)
+        with self._lock:
+            # Else the next change has begun.
+            if not connecting.ended:
+                self.communicator.resume(group, decision.verdict.progress.step)
         self._tell(group, pause)
         if text and group.communicator.rank == 0:
             background_log.log(logging.WARNING, "kerasdist: %s", text)
         old.job.close()
-
-    def _resume(
-        self,
-        connecting: _Connecting,
-        group: Group,
-        fetched: Result | None,
-        number: int,
-    ) -> None:
-        """Continue with a group, unless the next change has begun."""
-        with self._lock:
-            if not connecting.ended:
-                self.communicator.resume(group, fetched, number)
 
     def _failed(self, decision: Decision, error: Exception) -> None:
         """Report why the group of an epoch couldn't be formed."""

@@ -161,13 +161,9 @@ def test_the_others_start_without_a_killed_one(
     )
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(
-    ("moment", "victim"),
-    [
-        pytest.param("reporting", 1, marks=pytest.mark.soak),
-        pytest.param("gathered", 0, marks=pytest.mark.soak),
-        ("dialing", 2),
-    ],
+    ("moment", "victim"), [("reporting", 1), ("gathered", 0), ("dialing", 2)]
 )
 def test_the_others_start_without_a_frozen_one(
     tmp_path: Any, moment: str, victim: int
@@ -182,6 +178,7 @@ def test_the_others_start_without_a_frozen_one(
         job.kill(victim, signal.SIGKILL)
 
 
+@pytest.mark.soak
 def test_two_of_four_are_lost_at_different_moments(tmp_path: Any) -> None:
     with start(tmp_path, 4, (0, "gathered"), (3, "dialing")) as job:
         for rank in (1, 2):
@@ -214,7 +211,7 @@ def test_one_that_was_in_contact_with_none_may_start_again_with_the_others(
 
 def test_after_the_time_out_most_of_the_workers_start(tmp_path: Any) -> None:
     """One that comes even later joins them."""
-    with start(tmp_path, 3, (2, "script"), startup=4, until=3) as job:
+    with start(tmp_path, 3, (2, "script"), startup=3, until=3) as job:
         job.wait_one(2)
         job.wait_for_line(0, "CONNECTED")
         job.start_again(2)
@@ -225,10 +222,10 @@ def test_after_the_time_out_most_of_the_workers_start(tmp_path: Any) -> None:
 
 
 def test_half_of_the_workers_dont_start_not_even_with_the_chief(tmp_path: Any) -> None:
-    with start(tmp_path, 2, (1, "script"), startup=3) as job:
+    with start(tmp_path, 2, (1, "script"), startup=2) as job:
         name, text, missing = job.wait_one(0).result
     assert name == "StartupError"
-    assert text.startswith("1 of 2 workers didn't connect within 3 s:\n  rank 1 (127")
+    assert text.startswith("1 of 2 workers didn't connect within 2 s:\n  rank 1 (127")
     assert "connection refused: nothing listens there" in text
     assert list(missing) == ["1"]
 
@@ -263,7 +260,7 @@ def test_a_job_grows(tmp_path: Any) -> None:
 
 
 def test_one_that_finds_no_job_to_join_ends(tmp_path: Any) -> None:
-    with start(tmp_path, 2, (0, "script"), start_workers=1, startup=2) as job:
+    with start(tmp_path, 2, (0, "script"), start_workers=1, startup=1) as job:
         name, text, missing = job.wait_one(1).result
     assert (name, list(missing)) == ("StartupError", ["1"])
     assert "no answer of a running worker to rank 1 (127.0.0.1:" in text

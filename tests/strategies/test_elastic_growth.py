@@ -1,0 +1,101 @@
+"""A job that begins with some of its workers, and grows in `fit`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from workers import Workers
+
+SCRIPT = """
+import json, os, sys, time
+import numpy as np
+import keras
+import kerasdist
+
+alone = "TF_CONFIG" not in os.environ
+me = 0 if alone else json.loads(os.environ["TF_CONFIG"])["task"]["index"]
+start, all_of_them, folder = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+if not alone and me >= start:
+    while not os.path.exists(f"{folder}/fit"):
+        time.sleep(0.05)
+options = {} if alone else {"elastic": True, "start_workers": start}
+strategy = kerasdist.RingStrategy(**options)
+batch = 32 if alone else 32 // start * strategy.num_replicas_in_sync
+sizes = [strategy.size]
+random = np.random.default_rng(0)
+x = random.normal(size=(250, 8)).astype("float32")
+y = x[:, :3].argmax(1)
+with strategy.scope():
+    keras.utils.set_random_seed(1)
+    model = keras.Sequential([
+        keras.Input((8,)),
+        keras.layers.Dense(16, activation="relu"),
+        keras.layers.Dense(3, activation="softmax"),
+    ])
+    model.compile("adam", "sparse_categorical_crossentropy", metrics=["accuracy"])
+
+
+class Grow(keras.callbacks.Callback):
+    def on_epoch_begin(self, epoch, logs=None):
+        sizes.append(strategy.size)
+        if alone or me >= start:
+            return
+        if epoch == 1:
+            open(f"{folder}/fit", "w").close()
+        if epoch >= 3:
+            # Until the next one is there, at most a minute.
+            for _ in range(6000):
+                size = strategy.size
+                if size == all_of_them or strategy.communicator.membership.waiting:
+                    break
+                time.sleep(0.01)
+
+    def on_train_batch_end(self, batch, logs=None):
+        if not alone:
+            time.sleep(0.01)
+
+
+history = model.fit(
+    x, y, batch_size=batch, epochs=8, verbose=0, validation_data=(x[:50], y[:50]),
+    callbacks=[
+        Grow(),
+        kerasdist.callbacks.ScaleLearningRate(warmup_epochs=0, base_batch_size=16),
+    ],
+)
+weights = np.concatenate([w.numpy().ravel() for w in model.weights])
+print("RESULT", json.dumps([
+    {name: [float(v) for v in values] for name, values in history.history.items()},
+    weights.tolist(),
+    sizes,
+    strategy.size,
+    float(model.optimizer.learning_rate),
+]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("start", "size"), [(2, 3), pytest.param(1, 3, marks=pytest.mark.soak)]
+)
+def test_the_numbers_are_those_of_one_process(
+    tmp_path: Any, start: int, size: int
+) -> None:
+    args = [str(start), str(size), str(tmp_path)]
+    with Workers(SCRIPT, 1, args, env={"TF_CONFIG": None}) as job:
+        expected, weights, _, _, rate = job.succeed()[0].result
+    with Workers(SCRIPT, size, args, handover=False, deadline=150.0) as job:
+        finished = job.succeed()
+    for each in finished:
+        history, found, sizes, last, found_rate = each.result
+        # Before it has joined, a worker sees the size with which the others started.
+        assert sizes[0] == start
+        assert last == size
+        assert found_rate == rate
+        assert history.keys() == expected.keys()
+        for name, values in expected.items():
+            np.testing.assert_allclose(history[name], values, rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(found, weights, rtol=1e-4, atol=1e-5)
+    # To the bit among the workers.
+    assert all(each.result[1] == finished[0].result[1] for each in finished)
