@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from numbers import Real
@@ -66,6 +67,16 @@ class Baseline:
         if self._calibrate:
             (missing,) = communicator.broadcast([np.int64(self.missing)])
             self.missing = bool(missing)
+
+    def state(self) -> list[Any]:
+        """Return, as JSON, whether it's missing, and what was measured."""
+        alone = self._alone
+        return [self.missing, None if alone is None else dataclasses.asdict(alone)]
+
+    def adopt(self, state: list[Any]) -> None:
+        """Take over another worker's state."""
+        self.missing, alone = state
+        self._alone = None if alone is None else Alone(**alone)
 
     def measure(self, model: Any) -> str:
         """Measure it; all workers call it, in a `fit` that has taken a measured step.

@@ -86,8 +86,6 @@ class ScalingTensorBoard(JobCallback):
             `log_dir` can't be written to, or there's another such callback.
     """
 
-    _takes_newcomers = False
-
     def __init__(
         self,
         log_dir: str | os.PathLike[str],
@@ -143,6 +141,8 @@ class ScalingTensorBoard(JobCallback):
         self._forget_sums()
         self._events = Events()
         self._changes: ElasticView | None = None
+        # The same, of a worker that has joined, until its first step is over.
+        self._joined: ElasticView | None = None
 
     def _forget_sums(self) -> None:
         """Discard the sums of the steps so far."""
@@ -197,6 +197,8 @@ class ScalingTensorBoard(JobCallback):
         del epoch, logs
         if not self._active:
             return
+        if self._joined is not None:
+            return  # the others are in the midst of it
         if self._job.in_step:
             # The chief may have written a file: no step may include the wait for that.
             self._job.communicator.barrier()
@@ -219,6 +221,7 @@ class ScalingTensorBoard(JobCallback):
 
     def _before_call(self) -> None:
         """Run the work that is due before this call, and schedule the next."""
+        self._watch_changes()
         if self._changes is not None and self._changes.has_changed:
             self._begin_again(self._changes)
         if self._epoch_began is not None:
@@ -274,6 +277,7 @@ class ScalingTensorBoard(JobCallback):
         del epoch, logs
         if not self._active:
             return
+        self._watch_changes()
         if not self._job.in_step:
             self._baseline.agree(self._job.communicator)
             if self._baseline.missing:
@@ -289,6 +293,7 @@ class ScalingTensorBoard(JobCallback):
         del logs
         if not self._active:
             return
+        self._watch_changes()
         if self._changes is not None and self._changes.has_changed:
             self._begin_again(self._changes)
         self._count_calls()
@@ -308,6 +313,36 @@ class ScalingTensorBoard(JobCallback):
         self._job.clock.stop()
         self._events.add(f"`fit` ended with {type(error).__name__}: {error}")
         self._conclude()
+
+    # A worker that joins.
+
+    def _state_for_newcomers(self) -> dict[str, Any]:
+        """See `JobCallback._state_for_newcomers`."""
+        return {
+            "baseline": self._baseline.state(),
+            "changes": None if self._changes is None else self._changes.state(),
+            "link": self._link,
+        }
+
+    def _adopt_state(self, state: dict[str, Any]) -> None:
+        """See `JobCallback._adopt_state`.
+
+        The others begin to measure again after the step in which this worker has
+        joined, see `_begin_again`, and so does it.
+        """
+        if not self._active:
+            return
+        self._baseline.adopt(state["baseline"])
+        self._link = state["link"]
+        if self._changes is not None and state["changes"] is not None:
+            self._changes.adopt(state["changes"])
+        self._joined, self._changes = self._changes, None
+        self._calls, self._due = 0, 1.0
+
+    def _watch_changes(self) -> None:
+        """Notice changes of the workers, also the one by which this worker joined."""
+        if self._joined is not None:
+            self._changes, self._joined = self._joined, None
 
     def _open(self) -> None:
         """Make the file, on the chief; all workers call it, and fail if that does."""

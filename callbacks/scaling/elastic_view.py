@@ -53,6 +53,16 @@ class ElasticView:
         self._pauses += sum(change.seconds for change in new)
         return new
 
+    def state(self) -> list[float]:
+        """Return the seconds so far, those of pauses, and those of repeated steps."""
+        lost = self._clock.lost - self._lost
+        return [time.monotonic() - self._began, self._pauses, lost]
+
+    def adopt(self, state: list[float]) -> None:
+        """Continue from another worker's state, before the first step here."""
+        seconds, self._pauses, lost = state
+        self._began, self._lost = time.monotonic() - seconds, self._clock.lost - lost
+
     def goodput_percent(self) -> float:
         """Return the useful part of the time so far.
 

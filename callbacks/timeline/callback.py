@@ -70,7 +70,6 @@ class Timeline(JobCallback):
     """
 
     never_stops = True
-    _takes_newcomers = False
 
     def __init__(
         self,
@@ -189,6 +188,24 @@ class Timeline(JobCallback):
         del error
         self._done = True
         self._log.stop()
+
+    def _state_for_newcomers(self) -> dict[str, Any]:
+        """See `JobCallback._state_for_newcomers`."""
+        return {
+            "taken": self._taken,
+            "done": self._done,
+            "recording": self._record is not None,
+            "reference": self._reference,
+        }
+
+    def _adopt_state(self, state: dict[str, Any]) -> None:
+        """See `JobCallback._adopt_state`: its record begins later than the others'."""
+        self._taken, self._done = state["taken"], state["done"]
+        self._reference = state["reference"]
+        communicator = self._log.communicator
+        if state["recording"] and communicator is not None:
+            here = communicator.peers[communicator.rank].address
+            self._record = Record(communicator.rank, here, [])
 
     # The record.
 

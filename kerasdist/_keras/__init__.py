@@ -47,6 +47,7 @@ with _explaining():
     from kerasdist._keras.data.batches import (
         BatchIterable,
         BatchIterator,
+        CountedData,
         LoopData,
         RepeatableIterator,
     )
@@ -77,6 +78,7 @@ __all__ = [
     "ArrayData",
     "BatchIterable",
     "BatchIterator",
+    "CountedData",
     "GeneratorFacts",
     "GradientHooks",
     "ItemData",

@@ -34,7 +34,9 @@ class StepContext(threading.local):
         fitting: 1 inside `fit`, 2 if it prints.
         data_pending: Whether `fit` has not been given its training data yet.
         epoch: The number of the epoch of `fit`, as callbacks know it.
+        epochs: The number of epochs that `fit` was called with.
         callbacks: The callbacks of `fit`.
+        begun: The numbers that they had at its first step, see `elastic.callbacks`.
         first_step: The step with which the present epoch of `fit` began here.
         admission: Of a worker that has joined, before its first step: the steps until
             the members next ask for workers that want to join, and between two
@@ -74,7 +76,9 @@ class StepContext(threading.local):
     fitting: int = 0
     data_pending: bool = False
     epoch: int = 0
+    epochs: int = 1
     callbacks: Any = ()
+    begun: Any = ()
     first_step: int = 0
     admission: Any = None
     joined: bool = False

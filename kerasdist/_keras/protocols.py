@@ -257,11 +257,25 @@ class ElasticHooks(Protocol):
         All members call it alike.
         """
 
+    def publish(self, name: str, value: Any) -> None:
+        """Give a fact, as JSON, to processes that ask; all members have the same."""
+
+    def facts_of_members(self) -> dict[str, Any] | None:
+        """Return a member's facts by their names; None if no member answers."""
+
     def admit(self) -> bool:
         """Admit workers that want to join; all members call it alike.
 
         Returns:
             Whether there are members without state now.
+        """
+
+    def expecting(
+        self, replicas: Sequence[int]
+    ) -> contextlib.AbstractContextManager[None]:
+        """Act in the block as the next member after some with so many replicas each.
+
+        For what depends on the layout of the replicas, and calls no collective.
         """
 
     def join(self) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import signal
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,11 +16,15 @@ SCRIPT = """
 import json, os, signal, sys, time
 import numpy as np
 import keras
+import tensorflow as tf
 import kerasdist
 
-victim, kind = int(sys.argv[1]), sys.argv[2]
+victim, kind, size, folder = sys.argv[1:5]
+victim, size = int(victim), int(size)
 alone = "TF_CONFIG" not in os.environ
-strategy = kerasdist.RingStrategy(elastic=True, startup_timeout=60)
+strategy = kerasdist.RingStrategy(
+    elastic=True, startup_timeout=60, shard="off" if kind == "own" else "rows"
+)
 me = int(json.loads(os.environ["TF_CONFIG"])["task"]["index"]) if not alone else 0
 again = not alone and strategy.communicator.joining
 random = np.random.default_rng(0)
@@ -34,89 +40,215 @@ with strategy.scope():
     model.compile("adam", "sparse_categorical_crossentropy", metrics=["accuracy"])
 
 
+class Items(keras.utils.PyDataset):
+    scale = 1.0
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, number):
+        rows = slice(32 * number, 32 * number + 32)
+        return x[rows] * self.scale, y[rows]
+
+    def on_epoch_end(self):
+        self.scale *= 0.9
+
+
 class Pace(keras.callbacks.Callback):
     taken = 0
+    rank = me
+    last = None
+
+    def __init__(self, dies, waits):
+        super().__init__()
+        self.dies, self.waits = dies, waits
+        self.mine = f"rank {me}"
 
     def on_train_batch_end(self, batch, logs=None):
         self.taken += 1
         if not alone:
             time.sleep(0.05)
-        if me == victim and not again and self.taken == 9:
+        if self.dies and me == victim and not again and self.taken == 9:
             print("GOING", flush=True)
             os.kill(os.getpid(), signal.SIGKILL)
 
+    def on_epoch_end(self, epoch, logs=None):
+        self.last = float(logs["loss"])
+
     def on_epoch_begin(self, epoch, logs=None):
-        if epoch == 3 and not alone:
+        if epoch == 3 and self.waits and not alone:
             # Until the one that was lost has been started again.
             for _ in range(4000):
                 membership = strategy.communicator.membership
-                if again or strategy.size == int(sys.argv[3]) or membership.waiting:
+                if again or strategy.size == size or membership.waiting:
                     break
                 time.sleep(0.01)
 
 
-data = dict(x=x, y=y, batch_size=32)
-if kind == "steps":
-    data["steps_per_epoch"] = 5
-history = model.fit(
-    **data,
-    epochs=10,
-    verbose=0,
-    validation_data=(x[:50], y[:50]),
-    callbacks=[
-        Pace(),
-        keras.callbacks.EarlyStopping(
-            "loss", patience=50, restore_best_weights=True
-        ),
-        keras.callbacks.ReduceLROnPlateau("loss", patience=1, min_delta=0.05),
-    ],
-)
+def drawn():
+    # The order depends on what has drawn from NumPy's generator before.
+    for number in np.random.permutation(8):
+        yield x[32 * number : 32 * number + 32], y[32 * number : 32 * number + 32]
+
+
+def pairs(seed):
+    rows = tf.data.Dataset.from_tensor_slices((x, y))
+    # Its thread may sleep for a minute when the process ends.
+    options = tf.data.Options()
+    options.autotune.enabled = False
+    return rows.shuffle(250, seed=seed).batch(32).with_options(options)
+
+
+checks = tf.data.Dataset.from_tensor_slices((x[:50], y[:50])).shuffle(50).batch(16)
+data = {
+    "arrays": lambda: dict(x=x, y=y, batch_size=32, validation_data=(x[:50], y[:50])),
+    "steps": lambda: dict(x=x, y=y, batch_size=32, steps_per_epoch=5),
+    "dataset": lambda: dict(x=pairs(3), validation_data=checks),
+    "cache": lambda: dict(x=pairs(3).cache(), validation_data=checks),
+    "endless": lambda: dict(
+        x=pairs(3).repeat(), steps_per_epoch=5, validation_data=checks
+    ),
+    "items": lambda: dict(x=Items(workers=0), validation_data=Items(workers=0)),
+    "threads": lambda: dict(x=Items(workers=2)),
+    "unknown": lambda: dict(x=pairs(3).filter(lambda a, b: tf.constant(True))),
+    "own": lambda: dict(x=x[me::2], y=y[me::2], batch_size=16),
+    "twice": lambda: dict(x=pairs(3), validation_data=checks),
+    "drawn": lambda: dict(x=tf.data.Dataset.from_generator(
+        drawn, output_signature=(
+            tf.TensorSpec([None, 8], tf.float32), tf.TensorSpec([None], tf.int64)
+        )
+    )),
+}[kind]()
+
+
+pace = Pace(dies=True, waits=kind != "twice")
+board = kerasdist.callbacks.ScalingTensorBoard(folder, verbose=0, update_freq=3)
+callbacks = [
+    pace,
+    keras.callbacks.EarlyStopping("loss", patience=50, restore_best_weights=True),
+    keras.callbacks.ReduceLROnPlateau("loss", patience=1, min_delta=0.05),
+]
+if kind == "endless" and not alone:
+    line = kerasdist.callbacks.Timeline(f"{folder}/line.json", (10, 45), verbose=0)
+    callbacks += [board, line]
+found = {}
+
+
+def note(name, history):
+    found[name] = history.epoch, {
+        each: [float(v) for v in values] for each, values in history.history.items()
+    }
+
+
+epochs = 3 if kind == "twice" else 10
+note("first", model.fit(**data, epochs=epochs, verbose=0, callbacks=callbacks))
+if kind == "twice":
+    found["last"] = pace.last
+    found["evaluated"] = model.evaluate(checks, verbose=0, return_dict=True)
+    model.layers[0].trainable = False
+    with strategy.scope():
+        model.compile("sgd", "sparse_categorical_crossentropy", metrics=["accuracy"])
+    print("SECOND", flush=True)
+    pace = Pace(dies=False, waits=True)
+    note("second", model.fit(**data, epochs=7, verbose=0, callbacks=[pace]))
 weights = np.concatenate([w.numpy().ravel() for w in model.weights])
+assert (pace.mine, pace.rank) == (f"rank {me}", me)
 print("RESULT", json.dumps([
-    history.epoch,
-    {name: [float(v) for v in values] for name, values in history.history.items()},
-    weights.tolist(),
-    strategy.size,
-    int(model.optimizer.iterations.numpy()),
+    found, weights.tolist(), strategy.size, int(model.optimizer.iterations.numpy()),
 ]))
 """
+SOAK = pytest.mark.soak
 
 
-def one_process() -> Any:
-    with Workers(SCRIPT, 1, ["-1", "arrays", "1"], env={"TF_CONFIG": None}) as job:
+def undisturbed(kind: str, folder: Path) -> Any:
+    """Return the result of one process; of two where plain Keras differs.
+
+    It draws the order of items by itself, and counts steps that find no data.
+    """
+    size = 2 if kind in ("items", "threads", "unknown") else 1
+    env = {} if size == 2 else {"TF_CONFIG": None}
+    arguments = ["-1", kind, str(size), str(folder)]
+    with Workers(SCRIPT, size, arguments, env=env, deadline=120.0) as job:
         return job.succeed()[0].result
 
 
-@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.soak)])
-def test_the_numbers_are_those_of_one_process(victim: int) -> None:
-    epochs, expected, weights, _, iterations = one_process()
-    arguments = [str(victim), "arrays", "2"]
+def joined(kind: str, victim: int, folder: Path) -> list[Any]:
+    """Return the results of two workers, of which one was lost and started again."""
+    arguments = [str(victim), kind, "2", str(folder)]
     with Workers(SCRIPT, 2, arguments, handover=False, deadline=120.0) as job:
         assert job.wait_one(victim).returncode == -signal.SIGKILL
+        if kind == "twice":
+            job.wait_for_line(1 - victim, "SECOND")
         job.start_again(victim)
-        finished = job.succeed()
-    for each in finished:
-        found = each.result
-        assert found[0] == epochs
-        assert found[3] == 2
-        assert found[4] == iterations
-        assert found[1].keys() == expected.keys()
-        for name, values in expected.items():
-            np.testing.assert_allclose(found[1][name], values, rtol=1e-4, atol=1e-5)
-        np.testing.assert_allclose(found[2], weights, rtol=1e-4, atol=1e-5)
+        return [each.result for each in job.succeed()]
+
+
+def assert_close(found: Any, expected: Any) -> None:
+    if isinstance(expected, dict):
+        assert found.keys() == expected.keys()
+        for name, value in expected.items():
+            assert_close(found[name], value)
+    elif isinstance(expected, list) and not all(
+        isinstance(each, (int, float)) for each in expected
+    ):
+        for one, other in zip(found, expected, strict=True):
+            assert_close(one, other)
+    else:
+        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("kind", "victim"),
+    [
+        pytest.param("arrays", 0, marks=SOAK),
+        pytest.param("arrays", 1, marks=SOAK),
+        pytest.param("steps", 1, marks=SOAK),
+        pytest.param("dataset", 1, marks=SOAK),
+        pytest.param("cache", 1, marks=SOAK),
+        pytest.param("unknown", 1, marks=SOAK),
+        pytest.param("threads", 1, marks=SOAK),
+        pytest.param("endless", 1, marks=SOAK),
+        ("endless", 0),
+        ("items", 1),
+        ("twice", 0),
+        pytest.param("twice", 1, marks=SOAK),
+    ],
+)
+def test_the_numbers_are_those_of_one_process(
+    kind: str, victim: int, tmp_path: Path
+) -> None:
+    expected = undisturbed(kind, tmp_path / "alone")
+    results = joined(kind, victim, tmp_path)
+    for found in results:
+        assert found[2] == 2
+        assert found[3] == expected[3]
+        assert_close(found[:2], expected[:2])
     # To the bit among the workers.
-    assert finished[0].result[2] == finished[1].result[2]
+    assert results[0] == results[1]
+    if kind == "endless":
+        events = json.loads((tmp_path / "line.json").read_text())["traceEvents"]
+        steps = {each["pid"] for each in events if each.get("cat") == "step"}
+        assert len(steps) == 2
+        assert list((tmp_path / "scaling").iterdir())
 
 
-def test_data_without_a_known_place_are_refused() -> None:
+def test_a_newcomer_begins_with_its_own_data_in_the_next_epoch(tmp_path: Path) -> None:
+    one, other = joined("own", 1, tmp_path)
+    assert one == other
+    assert one[2] == 2
+    assert one[3] == 80
+
+
+@pytest.mark.soak
+def test_an_order_that_cannot_be_repeated_is_refused(tmp_path: Path) -> None:
     """The newcomer ends with an error, and the others continue."""
-    arguments = ["1", "steps", "2"]
+    arguments = ["1", "drawn", "2", str(tmp_path)]
     with Workers(SCRIPT, 2, arguments, handover=False, deadline=120.0) as job:
         job.wait_one(1)
         job.start_again(1)
         newcomer = job.wait_one(1)
         assert newcomer.returncode == 1
-        assert "This worker can't join the job. Received: data" in newcomer.output
+        assert "This worker can't join the job. Received: other data" in newcomer.output
         left = job.wait_one(0)
         assert left.returncode == 0
-        assert left.result[3] == 1
+        assert left.result[2] == 1

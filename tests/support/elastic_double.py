@@ -82,6 +82,9 @@ class ElasticDouble:
     def finish_joining(self) -> None:
         raise RuntimeError("no worker joins")
 
+    def publish(self, name: str, value: Any) -> None:
+        pass
+
     def join(self) -> None:
         raise RuntimeError("no worker joins")
 

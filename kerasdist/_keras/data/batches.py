@@ -5,7 +5,15 @@ from __future__ import annotations
 import abc
 from typing import Any
 
-__all__ = ["BatchIterable", "BatchIterator", "LoopData", "RepeatableIterator"]
+from kerasdist._keras.data.uses import DataUse
+
+__all__ = [
+    "BatchIterable",
+    "BatchIterator",
+    "CountedData",
+    "LoopData",
+    "RepeatableIterator",
+]
 
 
 class BatchIterable(abc.ABC):
@@ -40,6 +48,42 @@ class BatchIterator(abc.ABC):
 
         Keras's loop over the iterator needs at least one step.
         """
+
+    def pause(self, paused: bool) -> bool:
+        """Yield batches without rows, or don't any more, while others have some.
+
+        Returns:
+            Whether it can.
+        """
+        del paused
+        return False
+
+    @property
+    def admits(self) -> bool:
+        """Whether workers may join before the next batch; alike on all workers."""
+        return True
+
+
+class CountedData:
+    """An iterable whose passes are counted, from 1.
+
+    Attributes:
+        use: The uses of the data that a script has given; None: they aren't known.
+    """
+
+    use: DataUse | None = None
+
+    def next_pass(self) -> int:
+        """Count a pass; return its number, or 0 if it isn't known."""
+        if self.use is None:
+            return 0
+        self.use.passes += 1
+        return self.use.passes
+
+    def turn_to(self, number: int) -> None:
+        """Let the next pass have this number, unless there were as many already."""
+        if self.use is not None:
+            self.use.catch_up([number - 1, 0, 0])
 
 
 class LoopData:
@@ -83,13 +127,23 @@ class RepeatableIterator(abc.ABC):
         The batches after it follow.
         """
 
-    def position(self) -> dict[str, int] | None:
-        """Return the place among all batches; None: another worker can't continue."""
-        return None
+    @property
+    @abc.abstractmethod
+    def number(self) -> int:
+        """The number of the pass over the data, from 1; 0: it isn't known."""
 
-    def resume(self, position: dict[str, int]) -> None:
-        """Continue at another worker's `position`."""
-        raise NotImplementedError(f"{type(self).__name__} has no position.")
+    @property
+    @abc.abstractmethod
+    def taken(self) -> int:
+        """The number of batches that are used up."""
+
+    @abc.abstractmethod
+    def skip(self, batches: int) -> None:
+        """Begin after this many batches of the pass, of which none was taken."""
+
+    @abc.abstractmethod
+    def next_checksum(self) -> int:
+        """Return a checksum of the next global batch; 0 if there's none."""
 
     def __iter__(self) -> RepeatableIterator:
         return self

@@ -19,12 +19,14 @@ from keras.src.trainers.data_adapters import (
 from kerasdist import _tf
 from kerasdist._keras.context import current
 from kerasdist._keras.data.arrays import ArrayData
-from kerasdist._keras.data.batches import LoopData
+from kerasdist._keras.data.batches import CountedData, LoopData
 from kerasdist._keras.data.generators import GeneratorFacts
 from kerasdist._keras.data.pydataset import ItemData, ItemsInOrder, agree_on_order
+from kerasdist._keras.data.uses import uses_of
 from kerasdist._keras.protocols import DynamicDataHooks, KerasHooks, hooks_of
 
 __all__ = [
+    "adapter_of",
     "batch_size_of_fit",
     "batches_of_fit",
     "claim_batches",
@@ -60,6 +62,13 @@ def init_epoch_iterator(
     )
     epoch_iterator.EpochIterator.__init__(self, *args, **kwargs)
     self._distribute_strategy = distribute_strategy
+    _distribute(self, hooks, generator)
+    if hooks.elastic is not None:
+        _count_uses(self, hooks, given)
+
+
+def _distribute(self: Any, hooks: KerasHooks, generator: GeneratorFacts | None) -> None:
+    """Give an epoch iterator its distributed data."""
     adapter = self.data_adapter
     if current.data_pending:
         current.data_pending = False
@@ -91,6 +100,18 @@ def init_epoch_iterator(
         self._num_batches = length
 
 
+def _count_uses(self: Any, hooks: KerasHooks, given: Any) -> None:
+    """Count the uses of the data that an epoch iterator was given."""
+    use = uses_of(hooks).of(given)
+    if use is None:
+        return
+    adapter = adapter_of(self)
+    if isinstance(adapter, py_dataset_adapter.PyDatasetAdapter):
+        use.count_epochs(adapter)
+    if isinstance(self._distributed_dataset, CountedData):
+        self._distributed_dataset.use = use
+
+
 def first_item(iterator: Any) -> Any:
     """Return a batch of the PyDataset that Keras prefetches for an iterator, or None.
 
@@ -98,7 +119,7 @@ def first_item(iterator: Any) -> Any:
     were prefetched for it would be the first of the epoch, and as many would be missing
     at the epoch's end.
     """
-    adapter = _adapter_of(iterator)
+    adapter = adapter_of(iterator)
     if getattr(adapter, "enqueuer", None) is None:
         return None
     return adapter._standardize_batch(adapter.py_dataset[0])
@@ -112,7 +133,7 @@ def batch_size_of_fit() -> int | None:
     iterator = None if current.iterator is None else current.iterator()
     if iterator is None:
         return None
-    adapter = _adapter_of(iterator)
+    adapter = adapter_of(iterator)
     if isinstance(adapter, array_data_adapter.ArrayDataAdapter):
         return int(adapter._batch_size)
     if isinstance(adapter, py_dataset_adapter.PyDatasetAdapter):
@@ -180,7 +201,7 @@ class _WithLength:
         return getattr(self.adapter, name)
 
 
-def _adapter_of(iterator: Any) -> Any:
+def adapter_of(iterator: Any) -> Any:
     """Return the adapter that Keras made for an epoch iterator."""
     adapter = iterator.data_adapter
     return adapter.adapter if isinstance(adapter, _WithLength) else adapter

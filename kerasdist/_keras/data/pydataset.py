@@ -25,6 +25,7 @@ __all__ = [
     "agree_on_order",
     "close_at_end",
     "closing_readers",
+    "discard_read",
 ]
 
 # Arguments of `OrderedEnqueuer.start`: from 3.16 on the epoch, with which it shuffles.
@@ -218,6 +219,16 @@ class ItemsInOrder(py_dataset_adapter.PyDataset):
         return self._draw(self.dataset.num_batches, self._epoch)
 
     @property
+    def number(self) -> int:
+        """The number of the present order, from 1."""
+        return self._epoch
+
+    def turn_to(self, number: int) -> None:
+        """Take the order of this number."""
+        self._epoch = number - 1
+        self.order = self._next_order()
+
+    @property
     def num_batches(self) -> int | None:
         return self.dataset.num_batches
 
@@ -236,10 +247,23 @@ class ItemsInOrder(py_dataset_adapter.PyDataset):
         self.order = self._next_order()
 
 
+def discard_read(adapter: Any) -> None:
+    """Discard what was read for an epoch that has ended early.
+
+    Keras would yield it first in the next epoch.
+    """
+    enqueuer = getattr(adapter, "enqueuer", None)
+    if enqueuer is not None:
+        enqueuer.ready_queue = queue.Queue()
+
+
 def agree_on_order(adapter: Any, hooks: KerasHooks) -> None:
-    """Shuffle items alike on all workers; Keras's order differs between workers."""
+    """Shuffle items alike on all workers; Keras's order differs between workers.
+
+    In an elastic job also if there is one, which others may join.
+    """
     if (
-        hooks.workers.replicas == 1
+        (hooks.workers.replicas == 1 and hooks.elastic is None)
         or not adapter.shuffle
         or adapter.num_batches is None
     ):

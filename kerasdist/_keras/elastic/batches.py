@@ -18,7 +18,7 @@ class Taken(NamedTuple):
     """A worker's part of a batch.
 
     Attributes:
-        batch: As the strategy's `run` takes it.
+        batch: As the strategy's `run` takes it; None: the step is only to be traced.
         spec: The specification of all of the iterator's batches; None: not known.
     """
 
@@ -28,6 +28,11 @@ class Taken(NamedTuple):
 
 class Batches(abc.ABC):
     """Batches that are taken one by one, and again unless committed."""
+
+    @property
+    def spec(self) -> Any:
+        """See `Taken.spec`."""
+        return None
 
     @abc.abstractmethod
     def take(self) -> Taken:
@@ -47,6 +52,10 @@ class _Repeatable(Batches):
 
     def __init__(self, iterator: RepeatableIterator, hooks: KerasHooks) -> None:
         self._iterator, self._hooks = iterator, hooks
+
+    @property
+    def spec(self) -> Any:
+        return self._iterator.inner.element_spec
 
     def take(self) -> Taken:
         return _next(self._iterator.inner, self._hooks)

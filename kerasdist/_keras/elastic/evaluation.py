@@ -8,6 +8,7 @@ from typing import Any
 from kerasdist._keras.context import setting
 from kerasdist._keras.elastic.batches import is_of_fit
 from kerasdist._keras.elastic.repetition import ByLayout, repeated
+from kerasdist._keras.elastic.state.finished_calls import refuse_newcomer
 from kerasdist._keras.protocols import KerasHooks
 from kerasdist._tf.marks import PREDICTING_EPOCH
 
@@ -32,6 +33,7 @@ def test_function(
     def call(iterator: Any) -> Any:
         if is_of_fit(iterator):
             return calls(iterator)
+        refuse_newcomer(hooks, "test_on_batch")
         batches = list(iterator)
 
         def test() -> Any:

@@ -5,47 +5,34 @@
     newcomer    imports, builds, `fit` ── join ── take ──── the same steps
 
 The newcomer runs the script from its beginning, and is alone until its `fit` takes its
-first step. There it gets the state of the members: all variables, the place in the
-epoch, and what the callbacks have counted.
+first step. There it gets the state of the members: all variables, and what
+`training_state` has of their `fit`.
 """
 
 from __future__ import annotations
 
 import json
 import time
-import weakref
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from kerasdist._keras.context import current
-from kerasdist._keras.data.batches import RepeatableIterator
+from kerasdist._keras.data.batches import BatchIterator, RepeatableIterator
 from kerasdist._keras.elastic.departure import Departure
-from kerasdist._keras.optimizer.learning_rate import (
-    base_rate,
-    leaves_of,
-    scaling_of,
-    schedule_of,
-    set_base_rate,
-)
+from kerasdist._keras.elastic.state import training_state
+from kerasdist._keras.elastic.state.data_place import DataPlace
 from kerasdist._keras.protocols import ElasticHooks, KerasHooks
 from kerasdist.errors import ClusterError
 
-__all__ = ["Admission", "count_fit", "join"]
+__all__ = ["Admission", "join"]
 
 # Seconds between two questions whether a worker wants to join.
 _SECONDS = 1.0
 _MOST_STEPS = 1000
-# Attributes of callbacks that aren't numbers of the training.
-_OWN = frozenset({"model", "params", "validation_data", "_model", "_params"})
-
-_fits: weakref.WeakKeyDictionary[KerasHooks, int] = weakref.WeakKeyDictionary()
-
-
-def count_fit(hooks: KerasHooks) -> None:
-    """Count a call of `fit` of the strategy's models in this process."""
-    _fits[hooks] = _fits.get(hooks, 0) + 1
+# How often a newcomer reads the data up to the members' place, before it joins them.
+_APPROACHES = 5
 
 
 class Admission:
@@ -91,6 +78,8 @@ class Admission:
             current.admission = None
             return current.joined
         self._left -= 1
+        if not self._left and isinstance(iterator, BatchIterator):
+            self._left = 0 if iterator.admits else 1
         if self._left:
             return False
         now = time.monotonic()
@@ -101,40 +90,74 @@ class Admission:
         wished = int(np.clip(_SECONDS / max(pace, 1e-6), 1, most))
         self._steps = int(self._hooks.consensus.of_chief(wished))
         self._left = self._steps
+        # None in a script's own loop over steps.
+        if current.iterator is not None:
+            place = DataPlace(self._hooks)
+            self._elastic.publish("place", place.facts(iterator, step))
+            self._elastic.publish("layout", list(self._hooks.workers.job.replicas))
         joining, leaving = self._elastic.ask()
         if leaving:
             self._departure.run()
             return False
-        return joining and self._elastic.admit() and self._give(iterator, step)
+        if not joining or current.iterator is None or not self._elastic.admit():
+            return False
+        return self._give(iterator, step)
 
     def _give(self, iterator: Any, step: int) -> bool:
         """Give newcomers the state; return whether they have taken it."""
-        place = None
-        if isinstance(iterator, RepeatableIterator) and _counts_epochs():
-            place = iterator.position()
-        facts = {
-            "fit": _fits.get(self._hooks),
-            "epoch": current.epoch,
-            "step": step,
-            "place": place,
-            "polls": [self._left, self._steps],
-            "communicator_step": self._hooks.workers.communicator.step,
-            "variables": _form(self._state()),
-            "rates": [base_rate(each) for each in _settable(self._trainer)],
-            "factors": [_factor(each) for each in leaves_of(self._trainer)],
-            "callbacks": _numbers(current.callbacks),
-        }
-        self._hooks.consensus.texts(json.dumps(facts))
-        # The newcomers' objections; then they leave, and the others continue.
-        answers = self._hooks.consensus.texts("")
-        if any(answers.values()):
-            return False
-        self._hooks.state.give(self._state(), False)
-        _share_arrays(self._hooks, current.callbacks)
+        hooks = self._hooks
+        facts = training_state.collect(
+            self._trainer, hooks, self._state(), iterator, step
+        )
+        facts["polls"] = [self._left, self._steps]
+        hooks.consensus.texts(json.dumps(facts))
+        answers = _exchange(hooks, _Answer("", _checksum(iterator)))
         # `fit` keeps the iterator of its evaluations. Making one is a collective,
         # which the newcomers begin with.
         self._trainer._eval_epoch_iterator = None
+        if _refusal(answers):
+            # The newcomers leave, and the others continue.
+            return False
+        hooks.state.give(self._state(), False)
+        _share_arrays(hooks, current.callbacks)
         return True
+
+
+class _Answer(NamedTuple):
+    """The answer of a worker to the facts about a `fit`.
+
+    Attributes:
+        objection: Why it can't join; empty if it can, or is a member.
+        checksum: Of the next global batch; 0: there's none.
+    """
+
+    objection: str
+    checksum: int
+
+
+def _exchange(hooks: KerasHooks, mine: _Answer) -> list[_Answer]:
+    """Return the answers of all."""
+    texts = hooks.consensus.texts(json.dumps(mine))
+    return [_Answer(*json.loads(text)) for text in texts.values()]
+
+
+def _refusal(answers: Sequence[_Answer]) -> str:
+    """Return why newcomers can't join; an empty text if they can."""
+    objections = [each.objection for each in answers if each.objection]
+    if objections:
+        return objections[0]
+    if len({each.checksum for each in answers}) == 1:
+        return ""
+    return (
+        "other data than the others' at the present step. An order that depends on "
+        "more than the seeds, and the number of passes over a dataset, can't be "
+        "continued"
+    )
+
+
+def _checksum(iterator: Any) -> int:
+    is_shared = isinstance(iterator, RepeatableIterator)
+    return iterator.next_checksum() if is_shared else 0
 
 
 def join(
@@ -143,8 +166,17 @@ def join(
     elastic: ElasticHooks,
     callbacks: Sequence[Any],
     state: Sequence[Any],
+    prepare: Callable[[Any], None],
 ) -> None:
     """Join the members in their present call of `fit`, before this one's first step.
+
+    Args:
+        trainer: The model.
+        hooks: The hooks of its strategy.
+        elastic: Their changes of membership.
+        callbacks: The callbacks of its `fit`, which have begun.
+        state: The variables that it gets.
+        prepare: Prepares a step on the batches of an iterator.
 
     Raises:
         ClusterError: The job's training can't be continued from its middle, or it isn't
@@ -152,6 +184,9 @@ def join(
         CollectiveError: The members didn't admit this worker in time.
     """
     trainer.reset_metrics()
+    place = DataPlace(hooks)
+    _approach(place, elastic)
+    _prepare(place, elastic, prepare)
     elastic.join()
     texts = hooks.consensus.texts("")
     if not texts[0]:
@@ -160,116 +195,41 @@ def join(
             "joined. Start the job again."
         )
     facts = json.loads(texts[0])
-    objection = _objection(facts, hooks, state, callbacks)
-    answers = hooks.consensus.texts(objection)
-    refused = next((text for text in answers.values() if text), "")
+    objection = training_state.objection(facts, hooks, state, callbacks)
+    objection = objection or place.move_to(facts["place"])
+    checksum = 0 if objection else _checksum(place.iterator)
+    refused = _refusal(_exchange(hooks, _Answer(objection, checksum)))
     if refused:
         raise ClusterError(
-            f"This worker can't join the job. Received: {refused}. Start it with the "
-            "same script as the others, or without `--restarts`."
+            f"This worker can't join the job. Received: {refused}. Start it with "
+            "the same script as the others, or without `--restarts`."
         )
     hooks.state.give(state, True)
     _share_arrays(hooks, callbacks)
-    for optimizer, rate in zip(_settable(trainer), facts["rates"], strict=True):
-        set_base_rate(optimizer, rate)
-    for optimizer, factor in zip(leaves_of(trainer), facts["factors"], strict=True):
-        scaling = scaling_of(optimizer)
-        if scaling is not None and factor is not None:
-            scaling.set(*factor)
-    for callback, numbers in zip(callbacks, facts["callbacks"], strict=True):
-        vars(callback).update(numbers[1])
-    hooks.workers.communicator.step = facts["communicator_step"]
-    trainer._initial_epoch = current.epoch = facts["epoch"]
-    current.joined = True
-    current.first_step = facts["step"]
     current.admission = facts["polls"]
-    _skip_reset(trainer)
-    _resume(facts["step"], facts["place"])
+    training_state.apply(trainer, hooks, callbacks, facts, place)
 
 
-def _objection(
-    facts: dict[str, Any],
-    hooks: KerasHooks,
-    state: Sequence[Any],
-    callbacks: Sequence[Any],
-) -> str:
-    """Return why this worker can't join; an empty text if it can."""
-    mine = _fits.get(hooks)
-    if facts["fit"] != mine:
-        return (
-            f"call {facts['fit']} of `fit` at the others, and call {mine} here: a "
-            "worker can join in the same call alone"
-        )
-    if facts["place"] is None or not _counts_epochs():
-        return (
-            "data whose place in an epoch can't be continued from: use arrays, without "
-            "`steps_per_epoch`"
-        )
-    closed = [
-        type(callback).__name__
-        for callback in callbacks
-        if not getattr(callback, "_takes_newcomers", True)
-    ]
-    if closed:
-        return f"the callbacks {closed}, whose windows of steps have begun"
-    if facts["variables"] != _form(state):
-        return "a model with other variables than the others'"
-    names = [numbers[0] for numbers in facts["callbacks"]]
-    if names != [type(callback).__name__ for callback in callbacks]:
-        return "other callbacks than the others'"
-    return ""
+def _approach(place: DataPlace, elastic: ElasticHooks) -> None:
+    """Read the data up to the members' place, while they don't wait for it."""
+    for _ in range(_APPROACHES):
+        began = time.monotonic()
+        facts = (elastic.facts_of_members() or {}).get("place")
+        # What can't be continued is refused when the present place is known.
+        if facts is None or place.move_to(facts):
+            return
+        if time.monotonic() - began < _SECONDS:
+            return
 
 
-def _counts_epochs() -> bool:
-    """Return whether each epoch of `fit` begins with its data's first batch."""
-    iterator = None if current.iterator is None else current.iterator()
-    return iterator is not None and iterator.steps_per_epoch is None
-
-
-def _form(variables: Sequence[Any]) -> list[Any]:
-    return [[list(v.shape), v.dtype.name] for v in variables]
-
-
-def _settable(trainer: Any) -> list[Any]:
-    return [each for each in leaves_of(trainer) if schedule_of(each) is None]
-
-
-def _factor(optimizer: Any) -> list[float] | None:
-    scaling = scaling_of(optimizer)
-    return None if scaling is None else [scaling.target, scaling.steps, scaling.shift]
-
-
-def _numbers(callbacks: Sequence[Any]) -> list[tuple[str, dict[str, Any]]]:
-    """Return the class and the numbers of each callback."""
-    found = []
-    for callback in callbacks:
-        numbers = {}
-        for name, value in vars(callback).items():
-            if name in _OWN:
-                continue
-            plain = _plain(value)
-            if plain is not _NOT_PLAIN:
-                numbers[name] = plain
-        found.append((type(callback).__name__, numbers))
-    return found
-
-
-_NOT_PLAIN = object()
-
-
-def _plain(value: Any) -> Any:
-    """Return a value as JSON has it, numpy's numbers as Python's."""
-    if isinstance(value, np.generic):
-        return value.item()
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return value
-    if isinstance(value, dict) and all(isinstance(key, str) for key in value):
-        items = {key: _plain(each) for key, each in value.items()}
-        return _NOT_PLAIN if _NOT_PLAIN in items.values() else items
-    if isinstance(value, list):
-        parts = [_plain(each) for each in value]
-        return _NOT_PLAIN if any(each is _NOT_PLAIN for each in parts) else parts
-    return _NOT_PLAIN
+def _prepare(
+    place: DataPlace, elastic: ElasticHooks, prepare: Callable[[Any], None]
+) -> None:
+    """Prepare a step for the layout of the members with this worker as the last one."""
+    replicas = (elastic.facts_of_members() or {}).get("layout")
+    if replicas and isinstance(place.iterator, RepeatableIterator):
+        with elastic.expecting(replicas):
+            prepare(place.iterator)
 
 
 def _share_arrays(hooks: KerasHooks, callbacks: Sequence[Any]) -> None:
@@ -278,12 +238,8 @@ def _share_arrays(hooks: KerasHooks, callbacks: Sequence[Any]) -> None:
     communicator = hooks.workers.communicator
     newcomer = elastic.is_newcomer
     mine = [
-        [index, name, [[a.dtype.name, list(a.shape)] for a in value]]
-        for index, callback in enumerate(callbacks)
-        for name, value in vars(callback).items()
-        if isinstance(value, list)
-        and value
-        and all(isinstance(each, np.ndarray) for each in value)
+        [index, name, [[a.dtype.name, list(a.shape)] for a in arrays]]
+        for index, name, arrays in training_state.arrays_of(callbacks)
     ]
     texts = hooks.consensus.texts("" if newcomer else json.dumps(mine))
     for index, name, forms in json.loads(texts[0]):
@@ -294,36 +250,3 @@ def _share_arrays(hooks: KerasHooks, callbacks: Sequence[Any]) -> None:
         given = communicator.broadcast(given, 0)
         if newcomer:
             setattr(callback, name, given)
-
-
-def _skip_reset(trainer: Any) -> None:
-    """Leave out the reset of metrics at the begin of the next epoch.
-
-    All members of a job communicate in it, and they are in the midst of that epoch.
-    """
-    own = vars(trainer)
-
-    def reset_metrics() -> None:
-        own.pop("reset_metrics", None)
-
-    own["reset_metrics"] = reset_metrics
-
-
-def _resume(step: int, place: dict[str, int]) -> None:
-    """Let the epoch iterator of `fit` begin at a step of its next epoch."""
-    found = None if current.iterator is None else current.iterator()
-    if found is None:
-        raise RuntimeError("`fit` has no data iterator.")
-    epoch: Any = found
-
-    def rest() -> Iterator[Any]:
-        del epoch._enumerate_iterator
-        resumed = False
-        for begin, end, batches in epoch._enumerate_iterator():
-            if not resumed:
-                batches.resume(place)
-                resumed = True
-            if begin >= step:
-                yield begin, end, batches
-
-    epoch._enumerate_iterator = rest

@@ -26,6 +26,7 @@ from kerasdist._keras.elastic.late_updates import LateUpdates
 from kerasdist._keras.elastic.metric_totals import MetricTotals
 from kerasdist._keras.elastic.repetition import ByLayout
 from kerasdist._keras.elastic.shadow import Shadow
+from kerasdist._keras.elastic.state.finished_calls import refuse_newcomer
 from kerasdist._keras.files.succession import take_over
 from kerasdist._keras.protocols import ElasticHooks, KerasHooks, translating
 
@@ -99,17 +100,17 @@ class ElasticStep:
 
     def _take_steps(self, iterator: Any) -> Any:
         batches = batches_of(iterator, self._hooks)
-        if is_of_fit(iterator):
-            step = self._taken + current.first_step
-            if self._admission.poll(iterator, step):
-                self._settle()
-                # The others may be lost before the newcomers' first commit.
-                self._totals.share(
-                    self._metrics(),
-                    self._hooks.workers.communicator.broadcast,
-                    newcomer=self._elastic.is_newcomer,
-                )
-                self._elastic.finish_joining()
+        if not is_of_fit(iterator):
+            refuse_newcomer(self._hooks, "train_on_batch")
+        elif self._admission.poll(iterator, self._taken + current.first_step):
+            self._settle()
+            # The others may be lost before the newcomers' first commit.
+            self._totals.share(
+                self._metrics(),
+                self._hooks.workers.communicator.broadcast,
+                newcomer=self._elastic.is_newcomer,
+            )
+            self._elastic.finish_joining()
         logs = None
         for number in range(int(self._trainer.steps_per_execution)):
             try:
@@ -121,6 +122,14 @@ class ElasticStep:
         if is_of_fit(iterator):
             return logs
         return self._trainer._get_metrics_result_or_logs(logs)
+
+    def prepare(self, iterator: Any) -> None:
+        """Trace a step on the batches of an iterator, for the present layout."""
+        spec = batches_of(iterator, self._hooks).spec
+        if spec is None or self._trainer.run_eagerly or self._hooks.timer.running:
+            return
+        with translating(self._hooks):
+            self._calls(Taken(None, spec))
 
     def read_metrics(self, read: Callable[[], Any]) -> Any:
         """Return what `read` does, of metrics over all workers; it may be repeated.
@@ -250,6 +259,8 @@ class ElasticStep:
                 if spec is not last[0]:
                     last[:] = spec, trace(spec)
                 call = last[1]
+            if batch is None:
+                return None
             # Tracing isn't in the section: collectives in it, of variables that are
             # created, are repeated by themselves.
             with self._elastic.section():

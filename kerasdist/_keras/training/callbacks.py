@@ -135,7 +135,10 @@ def on_train_begin(
             dynamic.weights.resume_at(backup.steps)
         else:
             global_step.resume(model, backup.restored, backup.steps)
-        fit_loop.before_first_step(model, self.callbacks)
+        finished = fit_loop.before_first_step(model, self.callbacks)
+        if finished is not None:
+            end = self.on_train_end
+            self.on_train_end = lambda logs=None: end(finished)
     take_over()
     if dynamic is None or not dynamic.joining:
         return result

@@ -18,10 +18,18 @@ from keras.src.utils import io_utils
 
 from kerasdist._keras.context import current, setting
 from kerasdist._keras.data.pydataset import closing_readers
+from kerasdist._keras.data.uses import uses_of
 from kerasdist._keras.elastic.departure import in_fit
 from kerasdist._keras.elastic.evaluation import renew_prediction
-from kerasdist._keras.elastic.joining import count_fit, join
+from kerasdist._keras.elastic.joining import join
 from kerasdist._keras.elastic.repetition import repeated
+from kerasdist._keras.elastic.state.callback_state import adopt, plain
+from kerasdist._keras.elastic.state.finished_calls import (
+    calls_of,
+    refuse_newcomer,
+    result_of_fit,
+)
+from kerasdist._keras.elastic.state.training_state import begin as begin_fit
 from kerasdist._keras.elastic.step import ElasticStep
 from kerasdist._keras.files.succession import Succession, take_over
 from kerasdist._keras.models.local_models import warn_if_outside
@@ -118,20 +126,34 @@ def begin_training(
         return original(trainer, *args, **kwargs)
 
 
-def before_first_step(trainer: Any, callbacks: Sequence[Any]) -> None:
+def before_first_step(trainer: Any, callbacks: Sequence[Any]) -> Any:
     """Make all workers hold the same state, after `fit`'s callbacks have begun.
 
     Callbacks that have a method of this name may provide the state.
+
+    Returns:
+        The logs at the end of this `fit`, if it trains nothing because the workers that
+        this one is to join have finished it; else None.
     """
     hooks = hooks_of(trainer.distribute_strategy)
     if hooks is None:
-        return
+        return None
     elastic = hooks.elastic
     if elastic is not None:
-        current.callbacks = callbacks
+        begin_fit(callbacks)
+        calls = calls_of(hooks, elastic)
         if elastic.joining:
-            join(trainer, hooks, elastic, callbacks, state_to_give(trainer))
-            return
+            finished = calls.find("fit", hooks)
+            if finished is not None:
+                return _leave_out(trainer, callbacks, finished)
+            step = _elastic_step_of(trainer)
+            join(
+                *(trainer, hooks, elastic, callbacks, state_to_give(trainer)),
+                prepare=(lambda _: None) if step is None else step.prepare,
+            )
+            calls.begin_fit()
+            return None
+        calls.begin_fit()
     dynamic = hooks.dynamic
     has_own_state = dynamic is not None and dynamic.has_own_state()
     share_state(trainer, hooks, callbacks)
@@ -149,6 +171,18 @@ def before_first_step(trainer: Any, callbacks: Sequence[Any]) -> None:
         )
     if hooks.workers.rank == 0 and current.fitting > 1:
         io_utils.print_msg(_start_line(hooks, trainer))
+    return None
+
+
+def _leave_out(trainer: Any, callbacks: Sequence[Any], finished: Any) -> Any:
+    """Take over what callbacks had at the end of a `fit`; return its last logs."""
+    adopt(callbacks, finished)
+    # As if a backup had been restored at its end.
+    trainer._initial_epoch = current.epochs
+    current.joined = True
+    return {
+        name: values[-1] for name, values in trainer.history.history.items() if values
+    }
 
 
 def fit(original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
@@ -167,11 +201,16 @@ def fit(original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -
         "joined": False,
         "epoch": bound.arguments.get("initial_epoch", 0),
         "callbacks": (),
+        "begun": (),
+        "epochs": bound.arguments.get("epochs", 1),
         "iterator": None,
     }
     facts["data_pending"] = hooks.dynamic is not None
+    is_outermost = not current.fitting
     if hooks.elastic is not None:
-        count_fit(hooks)
+        if is_outermost:
+            calls_of(hooks, hooks.elastic).fits += 1
+        _note_data(hooks, bound.arguments)
         facts["succession"] = Succession(hooks, hooks.elastic)
     with setting(**facts), closing_readers(), translating(hooks), in_fit(hooks):
         initial = getattr(trainer, "_initial_epoch", None)
@@ -182,10 +221,21 @@ def fit(original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -
                 # After it the chief's files are complete, or it has been lost.
                 hooks.consensus.any_of(False)
                 take_over()
+                if is_outermost and not hooks.elastic.joining:
+                    calls_of(hooks, hooks.elastic).finish("fit", hooks, result_of_fit())
             return result
         finally:
             if current.joined:
                 trainer._initial_epoch = initial
+
+
+def _note_data(hooks: KerasHooks, arguments: dict[str, Any]) -> None:
+    """Note the datasets that Keras is given, which all workers do alike."""
+    validation = arguments.get("validation_data")
+    if isinstance(validation, (list, tuple)):
+        validation = validation[0] if validation else None
+    for data in (arguments.get("x"), validation):
+        uses_of(hooks).of(data)
 
 
 @contextlib.contextmanager
@@ -218,6 +268,14 @@ def on_chief_only(
     if hooks is None:
         with setting(evaluating=True):
             return original(trainer, *args, **kwargs)
+    elastic = None if current.fitting else hooks.elastic
+    if elastic is not None and elastic.joining:
+        name = original.__name__
+        if name != "evaluate":
+            refuse_newcomer(hooks, name)
+        bound = inspect.signature(original).bind(trainer, *args, **kwargs)
+        _note_data(hooks, bound.arguments)
+        return calls_of(hooks, elastic).find(name, hooks)
     args, kwargs, _ = _hide_progress_bar(original, hooks, trainer, args, kwargs)
 
     def call(rebuild: bool) -> Any:
@@ -233,7 +291,10 @@ def on_chief_only(
     with setting(**facts), closing_readers(), translating(hooks):
         if hooks.dynamic is not None:
             return hooks.dynamic.evaluate(call, retrace)
-        return repeated(hooks.elastic, lambda: call(False))
+        result = repeated(hooks.elastic, lambda: call(False))
+        if elastic is not None and original.__name__ == "evaluate":
+            calls_of(hooks, elastic).finish("evaluate", hooks, plain(result))
+        return result
 
 
 def _hide_progress_bar(

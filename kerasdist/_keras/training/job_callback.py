@@ -6,6 +6,7 @@ from typing import Any
 
 import keras
 
+from kerasdist._keras.elastic.state.callback_state import numbers_of_one
 from kerasdist._keras.protocols import KerasHooks
 
 __all__ = ["JobCallback"]
@@ -18,12 +19,10 @@ class JobCallback(keras.callbacks.Callback):
         shares_state: Whether it has a `before_first_step`.
         never_stops: Whether its `on_train_batch_end` never stops the training: then the
             ranks don't need a collective after every step.
-        _takes_newcomers: Whether a worker may join an elastic job inside `fit`.
     """
 
     shares_state = False
     never_stops = False
-    _takes_newcomers = True
 
     def resumed_after(self, batches: int) -> None:
         """Note how far a resumed epoch was; called when all callbacks have begun.
@@ -42,3 +41,17 @@ class JobCallback(keras.callbacks.Callback):
 
     def on_failure(self, error: BaseException) -> None:
         """Note the error with which `fit` ends."""
+
+    def _state_for_newcomers(self) -> dict[str, Any]:
+        """Return what a worker needs that joins before the present step, as JSON.
+
+        By default all attributes that JSON has: they are the same on all workers.
+        """
+        return numbers_of_one(self)
+
+    def _adopt_state(self, state: dict[str, Any]) -> None:
+        """Continue from another worker's state, before the first step here.
+
+        The present epoch has begun at the other workers already.
+        """
+        self.__dict__.update(state)

@@ -17,6 +17,7 @@ from kerasdist._keras.data.batches import (
 from kerasdist._keras.data.epoch_iterators import first_item
 from kerasdist._keras.elastic.evaluation import renew_prediction, test_function
 from kerasdist._keras.elastic.repetition import repeated
+from kerasdist._keras.elastic.state.finished_calls import refuse_newcomer
 from kerasdist._keras.elastic.step import ElasticStep
 from kerasdist._keras.models.step_build import (
     build_by_step,
@@ -224,6 +225,8 @@ def predict_on_batch(original: Callable[..., Any], trainer: Any, x: Any) -> Any:
     hooks = hooks_of(trainer.distribute_strategy)
     if hooks is None:
         return original(trainer, x)
+
+    refuse_newcomer(hooks, "predict_on_batch")
 
     def call() -> Any:
         renew_prediction(trainer, hooks)

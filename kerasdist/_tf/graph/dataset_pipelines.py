@@ -9,8 +9,9 @@ from typing import Any
 
 import tensorflow as tf
 from tensorflow.python.data.ops import dataset_ops
+from tensorflow.python.data.ops.cache_op import CacheDataset
 
-__all__ = ["Pipeline", "inspect_pipeline", "iterator_dataset"]
+__all__ = ["Pipeline", "has_cache", "inspect_pipeline", "iterator_dataset"]
 
 # The attributes in which sources have their tensors.
 _TENSORS = ("_tensors", "_filenames", "_start", "_stop", "_step")
@@ -40,14 +41,24 @@ class Pipeline:
 def inspect_pipeline(dataset: Any) -> Pipeline:
     """Return the parts of a dataset's pipeline, as far as TensorFlow exposes them."""
     found = Pipeline()
-    stages, place = [dataset], 0
-    while stages and place < _MOST_STAGES:
-        stage = stages.pop()
+    for place, stage in enumerate(_stages(dataset)):
         kind = type(stage).__name__.strip("_").removesuffix("V2")
         _inspect(stage, f"{kind} {place}", found)
-        stages += reversed(stage._inputs())
-        place += 1
     return found
+
+
+def has_cache(dataset: Any) -> bool:
+    """Return whether a dataset keeps elements of a pass for the next ones."""
+    return any(isinstance(each, CacheDataset) for each in _stages(dataset))
+
+
+def _stages(dataset: Any) -> Iterator[Any]:
+    stages, count = [dataset], 0
+    while stages and count < _MOST_STAGES:
+        stage = stages.pop()
+        yield stage
+        stages += reversed(stage._inputs())
+        count += 1
 
 
 def iterator_dataset(iterator: Any, dataset: Any) -> Any:

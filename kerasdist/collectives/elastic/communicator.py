@@ -16,7 +16,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -37,6 +37,8 @@ __all__ = ["ElasticCommunicator", "Membership", "MembershipChanged"]
 # Seconds for which members wait for processes that wanted to join.
 _ADMIT_SECONDS = 10.0
 _POLL_SECONDS = 0.002
+# Seconds for which a worker waits until it's a member. It ends before if they do.
+_JOIN_SECONDS = 3600.0
 # The epoch of a worker that isn't a member yet.
 _NONE = -1
 
@@ -68,6 +70,15 @@ class Membership(Protocol):
         """Begin to ask members to admit this worker."""
 
 
+class Facts(Protocol):
+    """The facts that members answer questions with; see `lines.Lines`."""
+
+    facts: dict[str, Any]
+
+    def survey(self) -> Sequence[Any]:
+        """Return the answers of other processes."""
+
+
 class ElasticCommunicator(Communicator):
     """The communicator of the present members of a job.
 
@@ -82,6 +93,7 @@ class ElasticCommunicator(Communicator):
 
     Attributes:
         membership: The agreement; set before the first collective.
+        lines: The facts for processes that want to join; set likewise.
         epoch: The number of the present membership.
         changes: The changes of the members; appended to by the thread that makes them.
         finished_before: The number of collectives that had been finished when it began.
@@ -93,6 +105,7 @@ class ElasticCommunicator(Communicator):
     """
 
     membership: Membership
+    lines: Facts
 
     def __init__(
         self,
@@ -124,6 +137,7 @@ class ElasticCommunicator(Communicator):
         self._recorders: list[Recorder] = []
         self._step = 0
         self._inner: Communicator | None = None
+        self.replicas: tuple[int, ...] = ()
         self._adopt(group)
 
     # For what follows the agreement, from any thread.
@@ -210,6 +224,27 @@ class ElasticCommunicator(Communicator):
         joining, leaving = self.all_reduce([flags], "max")[0]
         return bool(joining), bool(leaving)
 
+    def publish(self, name: str, value: Any) -> None:
+        """See `ElasticHooks.publish`."""
+        # Another thread may be reading the facts.
+        self.lines.facts = {**self.lines.facts, name: value}
+
+    def facts_of_members(self) -> dict[str, Any] | None:
+        """See `ElasticHooks.facts_of_members`."""
+        answers = [each for each in self.lines.survey() if each.members]
+        return dict(answers[0].facts) if answers else None
+
+    @contextlib.contextmanager
+    def expecting(self, replicas: Sequence[int]) -> Iterator[None]:
+        """See `ElasticHooks.expecting`."""
+        rank, size, own = self.rank, self.size, self.replicas
+        self.rank, self.size = len(replicas), len(replicas) + 1
+        self.replicas = (*replicas, own[-1])
+        try:
+            yield
+        finally:
+            self.rank, self.size, self.replicas = rank, size, own
+
     def admit(self) -> bool:
         """Admit the processes that want to join; all members call it alike.
 
@@ -223,14 +258,15 @@ class ElasticCommunicator(Communicator):
         """Become a member; returns when `admit` does at the others.
 
         Args:
-            seconds: To wait for that; by default those of a change of membership.
+            seconds: To wait for that; by default an hour, because members admit no
+                worker during an evaluation.
 
         Raises:
             CollectiveError: The members haven't admitted this worker in time, or it
                 can't be a member.
         """
         self.membership.apply(self._hosts)
-        self.await_group(after=_NONE, seconds=seconds)
+        self.await_group(after=_NONE, seconds=seconds or _JOIN_SECONDS)
         self.joining = False
         self.is_newcomer = True
         self._settle(_NONE, 0.0)

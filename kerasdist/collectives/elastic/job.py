@@ -6,6 +6,7 @@ import dataclasses
 import logging
 import threading
 import time
+from typing import Any
 
 from kerasdist import errors
 from kerasdist.collectives.elastic.agreement import Agreement
@@ -67,7 +68,6 @@ class ElasticJob:
         transport: The transport of the first group, see `connect`.
         excluded: Whether the others have started without this worker.
         timeouts: The timeouts as given.
-        facts: Numbers that all members know, and a process gets which joins.
         leaving: The members that leave the job.
     """
 
@@ -88,7 +88,7 @@ class ElasticJob:
         self.cluster = connector.cluster
         self.transport = group.job.transport
         self.timeouts = connector.timeouts
-        self.facts = lines.facts
+        self._lines = lines
         self._connector = connector
         self._listener = listener
         self._lock = threading.Lock()
@@ -124,6 +124,7 @@ class ElasticJob:
             startup,
         )
         self.communicator.membership = self._agreement
+        self.communicator.lines = lines
         self._reporter = Reporter(connector.session, connector.me.id)
 
     def begin(self) -> None:
@@ -154,6 +155,11 @@ class ElasticJob:
             raise
         self._startup = None
         self.transport = self._group.job.transport
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What all members know, and a process gets which joins."""
+        return self._lines.facts
 
     @property
     def replicas(self) -> tuple[int, ...]:

@@ -23,6 +23,7 @@ import select
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 from kerasdist.errors import AuthenticationError, ProtocolError
 from kerasdist.transport.cancellation import Cancellation
@@ -74,7 +75,7 @@ class Answer:
 
     member: Member
     members: tuple[Member, ...]
-    facts: dict[str, int]
+    facts: dict[str, Any]
     process: str
     replaces: bool
     seconds: float | None
@@ -120,7 +121,7 @@ class Lines:
         self._process = secrets.token_hex(8)
         # The processes of members, by their first contact.
         self._known: dict[Member, str] = {}
-        self.facts: dict[str, int] = {}
+        self.facts: dict[str, Any] = {}
         self._stop = Cancellation()
         self._lock = threading.Lock()
         self._outgoing: dict[Member, queue.SimpleQueue[bytes | None]] = {}

@@ -22,7 +22,7 @@ from kerasdist import _tf
 from kerasdist.collectives.ops import equal_part
 from kerasdist.strategies.reduce.workers import ReplicaLayout, Workers
 
-__all__ = ["is_by_file", "own_part", "own_sizes"]
+__all__ = ["has_own_policy", "is_by_file", "own_part", "own_sizes"]
 
 _Policy = tf.data.experimental.AutoShardPolicy
 
@@ -30,6 +30,11 @@ _Policy = tf.data.experimental.AutoShardPolicy
 def is_by_file(dataset: Any) -> bool:
     """Return whether the user has chosen that each worker reads its own files."""
     return bool(_policy(dataset) == _Policy.FILE)
+
+
+def has_own_policy(dataset: Any) -> bool:
+    """Return whether the user has chosen FILE or OFF."""
+    return _policy(dataset) in (_Policy.FILE, _Policy.OFF)
 
 
 def own_part(
@@ -52,7 +57,7 @@ def own_part(
         ValueError: The dataset's elements aren't batches, or TensorFlow finds no files
             that it reads. All workers raise it.
     """
-    if _policy(dataset) not in (_Policy.FILE, _Policy.OFF):
+    if not has_own_policy(dataset):
         return None
     by_file = is_by_file(dataset)
     communicator = workers.communicator

@@ -18,7 +18,13 @@ import tensorflow as tf
 from kerasdist.strategies.data.messages import with_remedies
 from kerasdist.strategies.reduce.workers import Workers
 
-__all__ = ["CHECKSUM", "SameBatches", "checksum_of", "different_batches"]
+__all__ = [
+    "CHECKSUM",
+    "SameBatches",
+    "checksum_of",
+    "checksum_of_batch",
+    "different_batches",
+]
 
 CHECKSUM = "kerasdist_checksum"
 # A different order shows in the first batches, or almost never.
@@ -43,11 +49,7 @@ class SameBatches:
 
     def wrap(self, index: Any, batch: Any, part: Any) -> Any:
         """Return a dataset's element: the part, and the batch's checksum or 0."""
-        flat = [
-            tensor
-            for tensor in tf.nest.flatten(batch, expand_composites=True)
-            if tensor is not None and tensor.dtype not in (tf.resource, tf.variant)
-        ]
+        flat = _tensors_of(batch)
         checksum = tf.cond(
             index < _CHECKED,
             lambda: tf.ensure_shape(tf.numpy_function(checksum_of, flat, tf.int64), []),
@@ -89,6 +91,19 @@ def different_batches(others: list[int], first: int) -> ValueError:
         "same order",
         f"ranks {others} differ from rank {first}",
     )
+
+
+def checksum_of_batch(batch: Any) -> int:
+    """Return the checksum of a batch, eagerly."""
+    return int(checksum_of(*(tensor.numpy() for tensor in _tensors_of(batch))))
+
+
+def _tensors_of(batch: Any) -> list[Any]:
+    return [
+        tensor
+        for tensor in tf.nest.flatten(batch, expand_composites=True)
+        if tensor is not None and tensor.dtype not in (tf.resource, tf.variant)
+    ]
 
 
 def checksum_of(*arrays: Any) -> Any:

@@ -62,10 +62,7 @@ class PerWorkerIterator(BatchIterator):
 
     def _fetch(self) -> Any:
         begin = time.time()
-        if self._by_file and self._last is None:
-            optional = self._first_by_file()
-        else:
-            optional = self._iterator.get_next_as_optional()
+        optional = self._next_own()
         here = bool(optional.has_value())
         fetched = time.time()
         self._timer.waited(fetched - begin)
@@ -86,6 +83,12 @@ class PerWorkerIterator(BatchIterator):
             batch, _, _ = split_part(_tf.select_replica(replica, self._last))
             idle.append(with_facts(slice_rows(batch, 0, 1), None, none))
         return idle[0] if local == 1 else _tf.regroup(idle)
+
+    def _next_own(self) -> Any:
+        """Return this worker's next batch as an optional."""
+        if self._by_file and self._last is None:
+            return self._first_by_file()
+        return self._iterator.get_next_as_optional()
 
     def _first_by_file(self) -> Any:
         """Return the first batch of a dataset that is divided by file.

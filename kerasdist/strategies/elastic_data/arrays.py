@@ -14,15 +14,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from kerasdist._keras import ArrayData, RepeatableIterator
+import tensorflow as tf
+
+from kerasdist._keras import ArrayData, CountedData, RepeatableIterator
 from kerasdist.strategies.data.array_epochs import ArrayParts
+from kerasdist.strategies.data.batch_check import checksum_of_batch
 from kerasdist.strategies.data.shuffle import epoch_order
 from kerasdist.strategies.reduce.workers import ReplicaLayout, Workers
 
 __all__ = ["ElasticArrays"]
 
 
-class ElasticArrays:
+class ElasticArrays(CountedData):
     """The iterable over this worker's parts of arrays; each iteration is an epoch.
 
     Args:
@@ -51,12 +54,16 @@ class ElasticArrays:
         self._order: tuple[int, Any] = (0, None)
 
     def __iter__(self) -> ArrayEpoch:
-        self._epoch += 1
-        return ArrayEpoch(self, self._epoch)
+        return ArrayEpoch(self, self.next_pass())
 
-    def count_from(self, epoch: int) -> None:
-        """Take this for the number of the last iteration."""
-        self._epoch = epoch
+    def next_pass(self) -> int:
+        """See `CountedData.next_pass`."""
+        self._epoch += 1
+        return self._epoch
+
+    def turn_to(self, number: int) -> None:
+        """See `CountedData.turn_to`."""
+        self._epoch = number - 1
 
     def begin(self, layout: ReplicaLayout, epoch: int, first: int) -> Any:
         """Return an iterator over the parts of an epoch's batches.
@@ -72,20 +79,33 @@ class ElasticArrays:
             # Also a new object, because threads may still read ahead for the old one.
             self._parts = ArrayParts(layout, data, alone=alone)
             self._made_for, self._whole = (layout, alone), None
-        if self._order[0] != epoch:
-            self._order = (
-                epoch,
-                epoch_order(
-                    data.samples, data.batch_size, data.shuffle, self._seed, epoch
-                ),
-            )
         parts = self._parts
-        parts.begin(self._order[1])
+        parts.begin(self._order_of(epoch))
         if first:
             return iter(self._distribute(parts.dataset(self._take, first)))
         if self._whole is None:
             self._whole = self._distribute(parts.dataset(self._take))
         return iter(self._whole)
+
+    def checksum(self, epoch: int, batch: int) -> int:
+        """Return a checksum of a global batch; 0 if there is none of this number."""
+        data = self._data
+        rows = self._order_of(epoch)[batch * data.batch_size :][: data.batch_size]
+        if not len(rows):
+            return 0
+        one = tf.data.Dataset.range(1)
+        for found in self._take(one, lambda _: tf.constant(rows), lambda b, _: b):
+            return checksum_of_batch(found)
+        return 0
+
+    def _order_of(self, epoch: int) -> Any:
+        data = self._data
+        if self._order[0] != epoch:
+            order = epoch_order(
+                data.samples, data.batch_size, data.shuffle, self._seed, epoch
+            )
+            self._order = epoch, order
+        return self._order[1]
 
 
 class ArrayEpoch(RepeatableIterator):
@@ -112,15 +132,24 @@ class ArrayEpoch(RepeatableIterator):
         """See `RepeatableIterator.commit`."""
         self._committed += 1
 
-    def position(self) -> dict[str, int]:
-        """See `RepeatableIterator.position`."""
-        return {"epoch": self._epoch, "batch": self._committed}
+    @property
+    def number(self) -> int:
+        """See `RepeatableIterator.number`."""
+        return self._epoch
 
-    def resume(self, position: dict[str, int]) -> None:
-        """See `RepeatableIterator.resume`."""
-        self._epoch, self._committed = position["epoch"], position["batch"]
-        self._arrays.count_from(self._epoch)
+    @property
+    def taken(self) -> int:
+        """See `RepeatableIterator.taken`."""
+        return self._committed
+
+    def skip(self, batches: int) -> None:
+        """See `RepeatableIterator.skip`."""
+        self._committed = batches
         self._inner = None
+
+    def next_checksum(self) -> int:
+        """See `RepeatableIterator.next_checksum`."""
+        return self._arrays.checksum(self._epoch, self._committed)
 
     def renew(self) -> None:
         """See `RepeatableIterator.renew`."""

@@ -21,8 +21,9 @@ from typing import Any
 import tensorflow as tf
 
 from kerasdist import _tf
-from kerasdist._keras import BatchIterator, RepeatableIterator
+from kerasdist._keras import BatchIterator, CountedData, RepeatableIterator
 from kerasdist._tf.graph.dataset_pipelines import iterator_dataset
+from kerasdist.strategies.data.batch_check import checksum_of_batch
 from kerasdist.strategies.data.batch_split import (
     count_rows,
     part_of_batch,
@@ -33,7 +34,7 @@ from kerasdist.strategies.reduce.workers import ReplicaLayout, Workers
 __all__ = ["ElasticDataset"]
 
 
-class ElasticDataset:
+class ElasticDataset(CountedData):
     """The iterable over this worker's parts of a dataset; each iteration is a pass.
 
     Args:
@@ -58,7 +59,7 @@ class ElasticDataset:
         if layout != self._layout:
             self._layout = layout
             self._divided = self._read_ahead()
-        return DatasetPass(self, layout, self._divided)
+        return DatasetPass(self, layout, self._divided, self.next_pass())
 
     def _read_ahead(self) -> Any:
         divided = self.divide(self._numbered, self._layout)
@@ -97,12 +98,15 @@ class DatasetPass(RepeatableIterator):
         data: The iterable.
         layout: The present layout of the replicas.
         divided: The result of `data.divide` for that layout.
+        number: See `RepeatableIterator.number`.
     """
 
     def __init__(
-        self, data: ElasticDataset, layout: ReplicaLayout, divided: Any
+        self, data: ElasticDataset, layout: ReplicaLayout, divided: Any, number: int
     ) -> None:
         self._data = data
+        self._number = number
+        self._taken = 0
         self._layout = layout
         # What reads the dataset, for any layout.
         self._divided = divided
@@ -133,8 +137,33 @@ class DatasetPass(RepeatableIterator):
             self._inner = _Parts(self._data.workers, iter(divided), unfinished)
         return self._inner
 
+    @property
+    def number(self) -> int:
+        """See `RepeatableIterator.number`."""
+        return self._number
+
+    @property
+    def taken(self) -> int:
+        """See `RepeatableIterator.taken`."""
+        return self._taken
+
+    def skip(self, batches: int) -> None:
+        """See `RepeatableIterator.skip`: they are read."""
+        while self._taken < batches and next(self._source, None) is not None:
+            self._taken += 1
+
+    def next_checksum(self) -> int:
+        """See `RepeatableIterator.next_checksum`."""
+        try:
+            self.inner.at_least_one()
+        except StopIteration:
+            return 0
+        _, batch = self._inner.unfinished
+        return checksum_of_batch(batch)
+
     def commit(self) -> None:
         """See `RepeatableIterator.commit`."""
+        self._taken += 1
         self._inner.commit()
 
     def renew(self) -> None:

@@ -10,14 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from kerasdist._keras import StepTimer
+from kerasdist._keras import CountedData, StepTimer
 from kerasdist.strategies.data.per_worker import PerWorkerDataset, PerWorkerIterator
 from kerasdist.strategies.reduce.workers import Workers
 
 __all__ = ["ElasticOwnData"]
 
 
-class ElasticOwnData(PerWorkerDataset):
+class ElasticOwnData(PerWorkerDataset, CountedData):
     """The iterable for Keras in place of a worker's own distributed dataset.
 
     Args:
@@ -43,6 +43,7 @@ class ElasticOwnData(PerWorkerDataset):
         if self.divide is not None and self._layout != self._workers.layout:
             self._layout = self._workers.layout
             self._dataset = self.divide()
+        self.next_pass()
         return _Pass(self._workers, self._timer, self._dataset, self._report)
 
     def _report(self, lost: int) -> None:
@@ -54,6 +55,13 @@ class ElasticOwnData(PerWorkerDataset):
         if self.divide is not None:
             text += " The next epoch's data are divided among the others."
         self.tell(f"lost data {self._lost}", text)
+
+
+class _Nothing:
+    """An optional without a value, of any specification."""
+
+    def has_value(self) -> bool:
+        return False
 
 
 class _Pass(PerWorkerIterator):
@@ -69,6 +77,32 @@ class _Pass(PerWorkerIterator):
         super().__init__(workers, timer, dataset)
         self._size = workers.size
         self._report = report
+        self._paused = False
+        # A batch that was read for its form, and not yielded yet.
+        self._ahead: Any = None
+
+    def pause(self, paused: bool) -> bool:
+        """See `BatchIterator.pause`.
+
+        Data that are divided by file are divided again in the next pass.
+        """
+        if paused and self._last is None:
+            optional = self._iterator.get_next_as_optional()
+            if optional.has_value():
+                self._ahead, self._last = optional, optional.get_value()
+        self._paused = paused or self._by_file is True
+        return True
+
+    @property
+    def admits(self) -> bool:
+        """See `BatchIterator.admits`: the first batch by file is another collective."""
+        return self._paused or not self._by_file or self._last is not None
+
+    def _next_own(self) -> Any:
+        if self._paused:
+            return _Nothing()
+        ahead, self._ahead = self._ahead, None
+        return super()._next_own() if ahead is None else ahead
 
     def _fetch(self) -> Any:
         try:

@@ -121,6 +121,10 @@ def give_state(workers: Workers, variables: Sequence[Any], newcomer: bool) -> No
 
     Ranks may change meanwhile, as members may be lost.
 
+    A broadcast is a reduction in an elastic job, which moves the values over all links
+    at once. Parts from each old member, gathered, take as long: of 64 MB 0.07 s between
+    2 workers of one machine with 2 cores, 0.15 to 0.24 s between 4.
+
     Args:
         workers: The workers that reduce together.
         variables: TensorFlow's variables, in the same order on all ranks.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import secrets
 from collections.abc import Callable
 from typing import Any
@@ -69,7 +68,8 @@ class SynchronousData:
         self._workers = workers
         self._timer = timer
         self._print_once = print_once
-        self._orders = itertools.count()
+        # The number of orders that were drawn since the script has set its seed.
+        self._orders = 0
         self._seeding = _tf.seeding()
         self._given: GivenData | None = None
         self._same = SameBatches(workers)
@@ -124,12 +124,7 @@ class SynchronousData:
         if self._workers.replicas == 1:
             return extended.distribute_parts(dataset), length
         if not self.shards:
-            self._given = GivenData(division="each worker's own data")
-            own = extended.distribute_parts(
-                slice_dataset(dataset, *self._workers.data_layout, wrap=_own_part)
-            )
-            OWN_DATA.set(own, False)
-            return self._in_step(own, length)
+            return self._divide_own(dataset, length)
         own = extended.distribute_own(dataset)
         if own is not None:
             by_file = OWN_DATA.get(own)
@@ -154,6 +149,15 @@ class SynchronousData:
             self._given, batches=length, division="the chief's data"
         )
         return feed, length
+
+    def _divide_own(self, dataset: Any, length: int | None) -> tuple[Any, int | None]:
+        """Return the iterable over this worker's own dataset, and its length."""
+        self._given = GivenData(division="each worker's own data")
+        own = self._extended.distribute_parts(
+            slice_dataset(dataset, *self._workers.data_layout, wrap=_own_part)
+        )
+        OWN_DATA.set(own, False)
+        return self._in_step(own, length)
 
     def _divide(self, dataset: Any) -> Any:
         """Return the iterable over this worker's parts of global batches."""
@@ -255,8 +259,9 @@ class SynchronousData:
         chosen = random_seed()
         seeding = _tf.seeding()
         if seeding is not self._seeding:
-            self._seeding, self._orders = seeding, itertools.count()
-        number = next(self._orders)
+            self._seeding, self._orders = seeding, 0
+        number = self._orders
+        self._orders += 1
         if chosen is None:
             chosen = self.job_seed
         if chosen is None:

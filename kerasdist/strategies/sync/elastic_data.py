@@ -11,12 +11,14 @@ import tensorflow as tf
 
 from kerasdist._keras import ArrayData, ItemData, StepTimer
 from kerasdist._tf.marks import OWN_DATA
+from kerasdist.strategies.data.auto_shard import has_own_policy, is_by_file
 from kerasdist.strategies.data.batch_check import SameBatches
 from kerasdist.strategies.data.messages import in_elastic_job
 from kerasdist.strategies.elastic_data.arrays import ElasticArrays
 from kerasdist.strategies.elastic_data.datasets import ElasticDataset
 from kerasdist.strategies.elastic_data.per_worker import ElasticOwnData
 from kerasdist.strategies.options import Options
+from kerasdist.strategies.reduce.consensus import Consensus
 from kerasdist.strategies.sync.data import SynchronousData, known_of
 from kerasdist.strategies.sync.data_sharing import SharingExtended
 
@@ -63,8 +65,11 @@ class ElasticData(SynchronousData):
         Raises:
             ValueError: The workers were given different data.
         """
+        orders = self._orders
         with _explaining():
             super().distribute_items(data)
+        # The order is drawn next, also by a worker that is alone and compares nothing.
+        self._orders = orders
 
     def distribute_dataset(
         self,
@@ -87,17 +92,33 @@ class ElasticData(SynchronousData):
                 "`strategy.experimental_distribute_dataset`, with elastic=True. Give "
                 "Keras the dataset itself, which it divides alike."
             )
-        if self._workers.replicas == 1 and self.shards and not made:
+        if made or self._workers.communicator.size > 1:
+            own, length = super().distribute_dataset(
+                dataset, length, generator, is_items=is_items
+            )
+        elif not self.shards:
+            own, length = self._divide_own(dataset, length)
+        elif has_own_policy(dataset):
+            # As when there are others, which may join.
+            self._given = known_of(dataset, length)
+            part = self._extended.distribute_parts(dataset.prefetch(tf.data.AUTOTUNE))
+            OWN_DATA.set(part, is_by_file(dataset))
+            own, length = self._in_step(part, length)
+        else:
             self._given = known_of(dataset, length)
             return self._divide(dataset), length
-        own, length = super().distribute_dataset(
-            dataset, length, generator, is_items=is_items
-        )
         if isinstance(own, ElasticOwnData):
             own.tell = self._print_once
             if self.shards and not made:
                 own.divide = lambda: self._own_part(dataset)
         return own, length
+
+    def _in_step(self, dataset: Any, length: int | None) -> tuple[Any, int | None]:
+        """See `SynchronousData._in_step`; also of a worker that is alone."""
+        if OWN_DATA.get(dataset) is None:
+            return dataset, length
+        own = self.per_worker(self._workers, self._timer, dataset)
+        return own, Consensus(self._workers).longest(length)
 
     def _divide(self, dataset: Any) -> Any:
         return ElasticDataset(self._workers, dataset, self._same.wrap)

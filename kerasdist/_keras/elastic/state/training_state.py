@@ -1,0 +1,148 @@
+"""The state of a running `fit`, from which another process can continue it.
+
+    facts       numbers and texts, as JSON: the place in the data, learning rates, what
+                the callbacks have counted
+    arrays      numpy arrays that callbacks keep, such as `EarlyStopping`'s weights
+    variables   those of the model and its optimizers, which aren't handled here
+
+A process that continues calls `begin`, `objection` and `apply` before the first step of
+its `fit`, when the callbacks have begun.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from kerasdist._keras.context import current
+from kerasdist._keras.elastic.state import callback_state
+from kerasdist._keras.elastic.state.callback_state import arrays_of
+from kerasdist._keras.elastic.state.data_place import DataPlace
+from kerasdist._keras.elastic.state.finished_calls import fits_of
+from kerasdist._keras.optimizer.learning_rate import (
+    base_rate,
+    leaves_of,
+    scaling_of,
+    schedule_of,
+    set_base_rate,
+)
+from kerasdist._keras.protocols import KerasHooks
+
+__all__ = ["apply", "arrays_of", "begin", "collect", "objection"]
+
+
+def begin(callbacks: Sequence[Any]) -> None:
+    """Note what `fit` begins with, before its first step."""
+    current.callbacks = callbacks
+    current.begun = callback_state.numbers_of(callbacks)
+
+
+def collect(
+    trainer: Any,
+    hooks: KerasHooks,
+    variables: Sequence[Any],
+    iterator: Any,
+    step: int,
+) -> dict[str, Any]:
+    """Return the facts about the present call of `fit`, between two steps.
+
+    Args:
+        trainer: The model.
+        hooks: The hooks of its strategy.
+        variables: The variables that belong to the state.
+        iterator: The iterator of the step.
+        step: The number of the next step in the epoch.
+    """
+    return {
+        "fit": fits_of(hooks),
+        "epoch": current.epoch,
+        "place": DataPlace(hooks).facts(iterator, step),
+        "communicator_step": hooks.workers.communicator.step,
+        "variables": _form(variables),
+        "rates": [base_rate(each) for each in _settable(trainer)],
+        "factors": [_factor(each) for each in leaves_of(trainer)],
+        "callbacks": callback_state.changed(current.callbacks, current.begun),
+    }
+
+
+def objection(
+    facts: dict[str, Any],
+    hooks: KerasHooks,
+    variables: Sequence[Any],
+    callbacks: Sequence[Any],
+) -> str:
+    """Return why this worker can't continue; an empty text if it can.
+
+    Args:
+        facts: Those of `collect`.
+        hooks: The hooks of the strategy of this worker's model.
+        variables: The variables here.
+        callbacks: The callbacks of this worker's `fit`.
+    """
+    mine = fits_of(hooks)
+    if facts["fit"] != mine:
+        return (
+            f"call {facts['fit']} of `fit` at the others, which was call {mine} when "
+            "this worker asked: started again, it may join"
+        )
+    if facts["variables"] != _form(variables):
+        return "a model with other variables than the others'"
+    names = [state[0] for state in facts["callbacks"]]
+    if names != [type(callback).__name__ for callback in callbacks]:
+        return "other callbacks than the others'"
+    return ""
+
+
+def apply(
+    trainer: Any,
+    hooks: KerasHooks,
+    callbacks: Sequence[Any],
+    facts: dict[str, Any],
+    place: DataPlace,
+) -> None:
+    """Continue from facts to which there's no objection.
+
+    Args:
+        trainer: The model. The others are in the midst of an epoch, and all of them
+            communicate in its reset of metrics: `fit` skips that of the first epoch.
+        hooks: The hooks of its strategy.
+        callbacks: The callbacks of its `fit`, which have begun.
+        facts: Those of `collect`.
+        place: It has moved to the place of the facts.
+    """
+    for optimizer, rate in zip(_settable(trainer), facts["rates"], strict=True):
+        set_base_rate(optimizer, rate)
+    for optimizer, factor in zip(leaves_of(trainer), facts["factors"], strict=True):
+        scaling = scaling_of(optimizer)
+        if scaling is not None and factor is not None:
+            scaling.set(*factor)
+    callback_state.adopt(callbacks, facts["callbacks"])
+    hooks.workers.communicator.step = facts["communicator_step"]
+    trainer._initial_epoch = current.epoch = facts["epoch"]
+    current.joined = True
+    current.first_step = facts["place"]["step"]
+    _skip_reset(trainer)
+    place.resume()
+
+
+def _form(variables: Sequence[Any]) -> list[Any]:
+    return [[list(v.shape), v.dtype.name] for v in variables]
+
+
+def _settable(trainer: Any) -> list[Any]:
+    return [each for each in leaves_of(trainer) if schedule_of(each) is None]
+
+
+def _factor(optimizer: Any) -> list[float] | None:
+    scaling = scaling_of(optimizer)
+    return None if scaling is None else [scaling.target, scaling.steps, scaling.shift]
+
+
+def _skip_reset(trainer: Any) -> None:
+    """Leave out the reset of metrics at the begin of the next epoch."""
+    own = vars(trainer)
+
+    def reset_metrics() -> None:
+        own.pop("reset_metrics", None)
+
+    own["reset_metrics"] = reset_metrics
