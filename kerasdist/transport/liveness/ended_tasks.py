@@ -48,6 +48,10 @@ class EndedTaskList:
         """Note whether the process of a task has ended for good."""
         os.pwrite(self.fileno(), bytes([ended]), rank)
 
+    def close(self) -> None:
+        """Close the launcher's descriptor."""
+        self._file.close()
+
 
 class EndedTasks:
     """The list, as a worker reads it; empty if there is no launcher.

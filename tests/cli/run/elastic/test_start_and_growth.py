@@ -128,6 +128,7 @@ def test_a_signal_adds_a_worker(launcher):
     )
 
 
+@pytest.mark.soak
 def test_a_signal_that_adds_workers_needs_an_option(launcher):
     process = begin(launcher, "-n", 2)
     launcher.wait_for("connected-0-0", "connected-1-0")
