@@ -331,7 +331,8 @@ def test_lost_at_a_moment(name: str, tmp_path: Path) -> None:
     run(MOMENTS[name], tmp_path)
 
 
-@pytest.mark.parametrize("rank", [0, pytest.param(2, marks=pytest.mark.soak)])
+@pytest.mark.soak
+@pytest.mark.parametrize("rank", [0, 2])
 def test_the_same_bits_as_of_a_prescribed_membership(rank: int, tmp_path: Path) -> None:
     step = 7
     fault = Fault(rank=rank, at="left")

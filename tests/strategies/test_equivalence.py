@@ -135,13 +135,13 @@ THIRDS = [tuple(list(CASES)[i::3]) for i in range(3)]
 def layouts() -> list[object]:
     made: list[object] = []
     for workers, devices, servers, chosen, *micro_batches in [
-        (1, 2, 0, FEW + REST[::2]),
+        (1, 2, 0, FEW + REST[::4]),
         (2, 1, 0, None),  # all
         (1, 1, 0, FEW),
         (3, 1, 0, FEW),
         (4, 1, 0, FEW),
         (2, 2, 0, LEVELS),
-        (2, 1, 2, FEW + REST[1::2]),
+        (2, 1, 2, FEW + REST[2::4]),
         # One replica per worker, whose layers are on two devices; micro-batches.
         (2, 2, 0, FEW, 2),
     ]:

@@ -145,7 +145,10 @@ ENDS: dict[str, dict[int, list[Any]]] = {
 }
 
 
-@pytest.fixture(scope="module", params=list(ENDS))
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param("in the midst", marks=pytest.mark.soak), "in files"],
+)
 def job(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, Any]:

@@ -225,7 +225,10 @@ result(report)
 """
 
 
-@pytest.fixture(scope="module", params=["ring", "sync", "async"])
+@pytest.fixture(
+    scope="module",
+    params=["ring", pytest.param("sync", marks=pytest.mark.soak), "async"],
+)
 def job(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp(request.param)
     return run(

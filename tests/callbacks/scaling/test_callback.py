@@ -227,7 +227,7 @@ def train(kind, folder, body=BODY):
     [
         "ring shared_memory",
         pytest.param("ring tcp", marks=pytest.mark.soak),
-        "sync",
+        pytest.param("sync", marks=pytest.mark.soak),
         "async",
     ],
 )

@@ -169,8 +169,15 @@ def test_one_worker_needs_no_server():
         assert job.succeed()[0].result
 
 
-@pytest.mark.parametrize("rank", [0, 2])
-@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize(
+    ("signum", "rank"),
+    [
+        (signal.SIGKILL, 0),
+        (signal.SIGSTOP, 2),
+        pytest.param(signal.SIGKILL, 2, marks=pytest.mark.soak),
+        pytest.param(signal.SIGSTOP, 0, marks=pytest.mark.soak),
+    ],
+)
 def test_a_worker_that_is_gone_is_named_on_every_survivor(rank, signum):
     script = LOOP.replace("{sleeper}", "False")
     # A killed one is noticed by its connections, not by its silence.
