@@ -374,7 +374,11 @@ class Agreement:
                 self._look_for(decision.epoch.number, member, losses=True)
 
     def _look_for_hosts(self) -> None:
-        """Stop if all members that could admit this worker have ended."""
+        """Look for other members if all that could admit this worker have ended.
+
+        They may have been lost since it asked for them, and others have joined. Stop if
+        there are none.
+        """
         if self._looking:
             return
         hosts = frozenset(self._hosts)
@@ -382,9 +386,14 @@ class Agreement:
 
         def look() -> None:
             dead = all(self._lines.contact(host) is Contact.DEAD for host in hosts)
+            answers = self._lines.survey(members=True) if dead else []
             with self._lock:
                 self._looking -= hosts
-                if dead and self._machine.decision is None and not self._stop.is_set():
+                if self._machine.decision is not None or self._stop.is_set():
+                    return
+                if answers:
+                    self._hosts = answers[0].members
+                elif dead:
                     self._follower.stop(StopReason.EXCLUDED, ())
 
         threading.Thread(target=look, name="kerasdist-contact", daemon=True).start()

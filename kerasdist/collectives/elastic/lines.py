@@ -177,13 +177,18 @@ class Lines:
         ):
             self.patience = Deadline(seconds)
 
-    def survey(self) -> list[Answer]:
-        """Ask all other tasks, a few at a time, until some answer; return these."""
+    def survey(self, *, members: bool = False) -> list[Answer]:
+        """Ask all other tasks, a few at a time, until some answer; return these.
+
+        Args:
+            members: Whether only those count that are members of an epoch.
+        """
         others = [number for number in self._addresses if number != self._me.id]
         with ThreadPoolExecutor(_MOST_QUESTIONS) as pool:
             for begin in range(0, len(others), _MOST_QUESTIONS):
                 some = others[begin : begin + _MOST_QUESTIONS]
                 answers = [each for each in pool.map(self._try_asking, some) if each]
+                answers = [each for each in answers if each.members or not members]
                 if answers:
                     return answers
         return []
