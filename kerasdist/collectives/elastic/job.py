@@ -34,6 +34,8 @@ __all__ = ["ElasticJob"]
 
 # Seconds for connecting the members of a new epoch, which all live.
 _CONNECT_SECONDS = 15.0
+# Seconds after the start's time-out until the agreement has ended the connecting.
+_GRACE_SECONDS = 10.0
 # Times the heartbeat's time-out: without an agreement for so long this worker stops.
 _AGREE_FACTOR = 6.0
 # Seconds that a change may take, with members that are lost meanwhile.
@@ -261,8 +263,8 @@ class ElasticJob:
         number = decision.epoch.number
         seconds = _CONNECT_SECONDS
         if not number:
-            # The agreement ends it, when the time-out of the start is over.
-            seconds = self.timeouts.startup + _AGREE_FACTOR * self.timeouts.heartbeat
+            # The agreement ends it before, when the time-out of the start is over.
+            seconds = self.timeouts.startup + _GRACE_SECONDS
         timeouts = dataclasses.replace(self.timeouts, startup=seconds)
         group: Group | None = None
         try:
