@@ -149,9 +149,11 @@ class DataHooks(Protocol):
 
     Attributes:
         shards: Whether data are the same on all workers, and each takes its part.
+        orders: How many seeds of orders were drawn since the script has set its seed.
     """
 
     shards: bool
+    orders: int
 
     def distribute_arrays(self, data: Any) -> Any: ...
     def distribute_items(self, data: Any) -> Any | None: ...

@@ -30,6 +30,7 @@ __all__ = [
     "batch_size_of_fit",
     "batches_of_fit",
     "claim_batches",
+    "draws_order",
     "first_item",
     "init_epoch_iterator",
 ]
@@ -153,6 +154,12 @@ def batches_of_fit() -> int | None:
     iterator = None if current.iterator is None else current.iterator()
     count = None if iterator is None else iterator.num_batches
     return None if count is None else int(count)
+
+
+def draws_order(iterator: Any) -> bool:
+    """Return whether the seed of an order was drawn for an epoch iterator's arrays."""
+    adapter = adapter_of(iterator)
+    return isinstance(adapter, array_data_adapter.ArrayDataAdapter)
 
 
 def claim_batches(iterator: Any, hooks: KerasHooks, data: DynamicDataHooks) -> None:

@@ -101,6 +101,8 @@ class DataUses:
 
     def __init__(self) -> None:
         self._known: list[DataUse] = []
+        # By `id`, which another object may have later.
+        self._places: dict[int, int] = {}
 
     def of(self, data: Any) -> DataUse | None:
         """Return the uses of data, which are added if they aren't known.
@@ -109,9 +111,10 @@ class DataUses:
         """
         if not isinstance(data, (tf.data.Dataset, py_dataset_adapter.PyDataset)):
             return None
-        for use in self._known:
-            if use.is_of(data):
-                return use
+        place = self._places.get(id(data))
+        if place is not None and self._known[place].is_of(data):
+            return self._known[place]
+        self._places[id(data)] = len(self._known)
         self._known.append(DataUse(data))
         return self._known[-1]
 

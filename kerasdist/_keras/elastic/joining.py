@@ -20,6 +20,7 @@ import numpy as np
 
 from kerasdist._keras.context import current
 from kerasdist._keras.data.batches import BatchIterator, RepeatableIterator
+from kerasdist._keras.data.epoch_iterators import draws_order
 from kerasdist._keras.elastic.departure import Departure
 from kerasdist._keras.elastic.state import training_state
 from kerasdist._keras.elastic.state.data_place import DataPlace
@@ -106,21 +107,30 @@ class Admission:
     def _give(self, iterator: Any, step: int) -> bool:
         """Give newcomers the state; return whether they have taken it."""
         hooks = self._hooks
+        _forget_evaluations(self._trainer, hooks)
         facts = training_state.collect(
             self._trainer, hooks, self._state(), iterator, step
         )
         facts["polls"] = [self._left, self._steps]
         hooks.consensus.texts(json.dumps(facts))
         answers = _exchange(hooks, _Answer("", _checksum(iterator)))
-        # `fit` keeps the iterator of its evaluations. Making one is a collective,
-        # which the newcomers begin with.
-        self._trainer._eval_epoch_iterator = None
         if _refusal(answers):
             # The newcomers leave, and the others continue.
             return False
         hooks.state.give(self._state(), False)
         _share_arrays(hooks, current.callbacks)
         return True
+
+
+def _forget_evaluations(trainer: Any, hooks: KerasHooks) -> None:
+    """Forget the iterator of `fit`'s evaluations, which is kept for all of them.
+
+    Making one is a collective, which the newcomers begin with.
+    """
+    iterator = getattr(trainer, "_eval_epoch_iterator", None)
+    if iterator is not None and hooks.data.shards and draws_order(iterator):
+        hooks.data.orders -= 1  # it is drawn again
+    trainer._eval_epoch_iterator = None
 
 
 class _Answer(NamedTuple):

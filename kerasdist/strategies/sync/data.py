@@ -47,6 +47,9 @@ class SynchronousData:
         timer: Measures steps, and the time of waiting.
         options: The strategy's options.
         print_once: Prints a line on the chief, given its kind.
+
+    Attributes:
+        orders: See `DataHooks`.
     """
 
     # The classes of the iterables over arrays, and over each worker's own data.
@@ -68,8 +71,7 @@ class SynchronousData:
         self._workers = workers
         self._timer = timer
         self._print_once = print_once
-        # The number of orders that were drawn since the script has set its seed.
-        self._orders = 0
+        self.orders = 0
         self._seeding = _tf.seeding()
         self._given: GivenData | None = None
         self._same = SameBatches(workers)
@@ -259,9 +261,9 @@ class SynchronousData:
         chosen = random_seed()
         seeding = _tf.seeding()
         if seeding is not self._seeding:
-            self._seeding, self._orders = seeding, 0
-        number = self._orders
-        self._orders += 1
+            self._seeding, self.orders = seeding, 0
+        number = self.orders
+        self.orders += 1
         if chosen is None:
             chosen = self.job_seed
         if chosen is None:

@@ -65,11 +65,11 @@ class ElasticData(SynchronousData):
         Raises:
             ValueError: The workers were given different data.
         """
-        orders = self._orders
+        orders = self.orders
         with _explaining():
             super().distribute_items(data)
         # The order is drawn next, also by a worker that is alone and compares nothing.
-        self._orders = orders
+        self.orders = orders
 
     def distribute_dataset(
         self,

@@ -93,7 +93,12 @@ class FinishedCalls:
             hooks: The strategy's hooks.
             result: Numbers as JSON has them.
         """
-        found = {"kind": kind, "result": result, "uses": uses_of(hooks).counts()}
+        found = {
+            "kind": kind,
+            "result": result,
+            "orders": hooks.data.orders,
+            "uses": uses_of(hooks).counts(),
+        }
         size = len(json.dumps(found))
         if self._size + size > _MOST_BYTES:
             found["result"] = None
@@ -145,6 +150,7 @@ class FinishedCalls:
             )
         self._results = known[: number + 1]
         self._size += len(json.dumps(found))
+        hooks.data.orders = found["orders"]
         uses_of(hooks).catch_up(found["uses"])
         return found["result"]
 

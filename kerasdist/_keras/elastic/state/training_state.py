@@ -57,6 +57,7 @@ def collect(
         "fit": fits_of(hooks),
         "epoch": current.epoch,
         "place": DataPlace(hooks).facts(iterator, step),
+        "orders": hooks.data.orders,
         "communicator_step": hooks.workers.communicator.step,
         "variables": _form(variables),
         "rates": [base_rate(each) for each in _settable(trainer)],
@@ -117,6 +118,7 @@ def apply(
         if scaling is not None and factor is not None:
             scaling.set(*factor)
     callback_state.adopt(callbacks, facts["callbacks"])
+    hooks.data.orders = facts["orders"]
     hooks.workers.communicator.step = facts["communicator_step"]
     trainer._initial_epoch = current.epoch = facts["epoch"]
     current.joined = True
