@@ -16,7 +16,7 @@
     ├── IncompatibleVersionError    an installed package has an unsupported version
     │   ├── IncompatibleKerasError          that of Keras
     │   └── IncompatibleTensorFlowError     that of TensorFlow
-    ├── SnapshotError           a server's snapshot is damaged, or can't be written
+    ├── SnapshotError           a snapshot or checkpoint is damaged, or of another job
     └── PlanError       (ValueError) a model fits into no placement on these devices
 
 The class shows where the fault lies: `ClusterError` in the settings;
@@ -233,7 +233,11 @@ class IncompatibleTensorFlowError(IncompatibleVersionError):
 
 
 class SnapshotError(KerasDistError):
-    """A server's snapshot is damaged, belongs to another job, or can't be written."""
+    """A server's snapshot is damaged, belongs to another job, or can't be written.
+
+    Or the checkpoint of a preempted elastic job is damaged, or is one of another model,
+    other callbacks or other data.
+    """
 
 
 class PlanError(KerasDistError, ValueError):

@@ -41,6 +41,9 @@ class StepContext(threading.local):
         admission: Of a worker that has joined, before its first step: the steps until
             the members next ask for workers that want to join, and between two
             questions; else None.
+        resumed: Called once, before the first step of a `fit` that is continued.
+        resumption: The `preemption.resumption.Resumption` of a `fit`, if its job can be
+            preempted; else None.
         joined: Whether this worker has joined others during this `fit`.
         evaluating: Whether this is inside `evaluate` or `predict`.
         local: Whether each worker is meant to train models of its own.
@@ -81,6 +84,8 @@ class StepContext(threading.local):
     begun: Any = ()
     first_step: int = 0
     admission: Any = None
+    resumed: Callable[[], None] | None = None
+    resumption: Any = None
     joined: bool = False
     evaluating: bool = False
     local: bool = False

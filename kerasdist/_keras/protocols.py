@@ -321,6 +321,8 @@ class KerasHooks:
         data: The division of data.
         dynamic: The epochs of asynchronous workers; None if they are synchronous.
         elastic: Changes of membership; None if the workers stay the same.
+        checkpoint: The `preemption.checkpoint_file.CheckpointFile` of an elastic job;
+            else None.
     """
 
     workers: WorkerHooks
@@ -332,6 +334,7 @@ class KerasHooks:
     data: DataHooks
     dynamic: DynamicHooks | None = None
     elastic: ElasticHooks | None = None
+    checkpoint: Any = None
 
 
 def hooks_of(strategy: Any) -> KerasHooks | None:

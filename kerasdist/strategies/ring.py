@@ -27,7 +27,10 @@ from kerasdist.strategies.placed.extended import install_hooks
 from kerasdist.strategies.placed.hybrid import HybridExtended
 from kerasdist.strategies.placed.micro_batches import check_micro_batches
 from kerasdist.strategies.placed.report import PlacementReport
-from kerasdist.strategies.sync.elastic_extended import ElasticExtended
+from kerasdist.strategies.sync.elastic_extended import (
+    ElasticExtended,
+    refuse_preempted,
+)
 from kerasdist.strategies.sync.extended import SynchronousExtended
 from kerasdist.strategies.sync.strategy import DataParallelStrategy
 from kerasdist.strategies.versions import check_installed
@@ -204,6 +207,8 @@ class RingStrategy(DataParallelStrategy):
         )
         if bounds is not None:
             _refuse_with_elastic(transport, data, placement)
+            if place.size == 1:
+                refuse_preempted()
         if bounds is not None and place.size > 1:
             elastic_job = connect_elastic(
                 place,

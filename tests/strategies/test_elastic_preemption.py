@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import signal
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,16 +14,17 @@ from workers import Finished, Workers
 
 pytestmark = pytest.mark.timeout(300)
 
-# Workers get the signal in a step, or in an epoch's end; `taken` counts all steps that
-# have begun, those that are repeated, too.
+# Workers get the signal at the begin of a step; `taken` counts these begins, also of
+# steps that are repeated.
 SCRIPT = """
 import json, os, signal, sys, time
 import numpy as np
 import keras
-import tensorflow as tf
 import kerasdist
 
-options = json.loads(sys.argv[1])
+folder = sys.argv[1]
+ends = json.loads(os.environ.get("ENDS", "{}"))
+units = int(os.environ.get("UNITS", "16"))
 alone = "TF_CONFIG" not in os.environ
 strategy = kerasdist.RingStrategy(elastic=True, timeout=60, startup_timeout=60)
 me = 0 if alone else int(json.loads(os.environ["TF_CONFIG"])["task"]["index"])
@@ -32,7 +35,7 @@ keras.utils.set_random_seed(1)
 with strategy.scope():
     model = keras.Sequential([
         keras.Input((8,)),
-        keras.layers.Dense(16, activation="relu"),
+        keras.layers.Dense(units, activation="relu"),
         keras.layers.Dense(3, activation="softmax"),
     ])
     model.compile("adam", "sparse_categorical_crossentropy", metrics=["accuracy"])
@@ -46,12 +49,14 @@ def ask():
 
 
 class Asked(keras.callbacks.Callback):
-    taken = 0
-    sizes = []
+    def __init__(self):
+        super().__init__()
+        self.taken = 0
+        self.sizes = []
 
     def on_train_batch_begin(self, batch, logs=None):
         self.taken += 1
-        if options["ends"].get(str(me)) == self.taken:
+        if ends.get(str(me)) == self.taken:
             ask()
 
     def on_train_batch_end(self, batch, logs=None):
@@ -60,81 +65,159 @@ class Asked(keras.callbacks.Callback):
             time.sleep(0.03)
 
 
+class Slower(keras.callbacks.LearningRateScheduler):
+    def __init__(self):
+        super().__init__(lambda epoch, rate: rate * 0.9)
+
+
+earlier = model.fit(x, y, batch_size=64, epochs=1, verbose=0).history["loss"]
 asked = Asked()
 history = model.fit(
     x, y, batch_size=32, epochs=4, verbose=0, callbacks=[
         asked,
+        Slower(),
         keras.callbacks.EarlyStopping("loss", patience=9, restore_best_weights=True),
-        keras.callbacks.ReduceLROnPlateau("loss", patience=1, min_delta=0.05),
-        keras.callbacks.CSVLogger(options["log"]),
+        keras.callbacks.ReduceLROnPlateau("loss", 0.5, patience=1, min_delta=0.05),
+        keras.callbacks.CSVLogger(folder + "/log.csv"),
     ],
     validation_data=(x[:50], y[:50]),
 )
 weights = np.concatenate([w.numpy().ravel() for w in model.weights])
-print("RESULT", json.dumps([
+text = json.dumps([
     history.epoch,
     {name: [float(v) for v in values] for name, values in history.history.items()},
     weights.tolist(),
     asked.sizes,
-    int(model.optimizer.iterations.numpy()),
-]))
+    [int(model.optimizer.iterations.numpy()), asked.taken],
+    earlier,
+])
+os.write(1, f"RESULT {text}\\n".encode())
 """
 
 
-def arguments(folder: Any, ends: dict[int, int]) -> list[str]:
-    import json
+class Job:
+    """The script in a folder, whose next start is of the same one."""
 
-    return [json.dumps({"ends": ends, "log": str(folder / "log.csv")})]
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.script = folder / "train.py"
+        self.script.write_text(SCRIPT)
+
+    def run(
+        self, size: int, ends: dict[int, int] | None = None, **env: str | None
+    ) -> list[Finished]:
+        variables = {
+            "ENDS": json.dumps(ends or {}),
+            "KERASDIST_CHECKPOINT_DIR": str(self.folder / "checkpoints"),
+            **env,
+        }
+        arguments = [str(self.folder)]
+        with Workers(self.script, size, arguments, variables, 120.0) as job:
+            return job.wait()
+
+    @property
+    def rows(self) -> str:
+        return (self.folder / "log.csv").read_text()
+
+    @property
+    def checkpoints(self) -> list[Path]:
+        return list((self.folder / "checkpoints").glob("*"))
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    folder = tmp_path_factory.mktemp("alone")
-    script = arguments(folder, {})
-    with Workers(SCRIPT, 1, script, env={"TF_CONFIG": None}) as job:
-        return job.succeed()[0].result, (folder / "log.csv").read_text()
+def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, str]:
+    job = Job(tmp_path_factory.mktemp("alone"))
+    (finished,) = job.run(1, TF_CONFIG=None)
+    assert finished.returncode == 0, finished.output
+    return finished.result, job.rows
 
 
-def check(finished: Finished, expected: Any) -> None:
+def check(finished: Finished, alone: tuple[Any, str], job: Job) -> None:
+    """The numbers are those of one process."""
+    expected, rows = alone
+    assert finished.returncode == 0, finished.output
     found = finished.result
     assert found[0] == expected[0]
     assert found[4] == expected[4]
     assert found[1].keys() == expected[1].keys()
     for name, values in expected[1].items():
-        np.testing.assert_allclose(found[1][name], values, rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(
+            found[1][name], values, rtol=1e-4, atol=1e-5, err_msg=name
+        )
     np.testing.assert_allclose(found[2], expected[2], rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(found[5], expected[5], rtol=1e-4, atol=1e-5)
+    first = [row.split(",")[0] for row in rows.splitlines()]
+    assert [row.split(",")[0] for row in job.rows.splitlines()] == first
 
 
 @pytest.mark.parametrize(
-    "ends",
-    [
-        pytest.param({2: 5}, marks=pytest.mark.soak),
-        {0: 11, 2: 17},
-    ],
-    ids=str,
+    "ends", [pytest.param({2: 5}, marks=pytest.mark.soak), {0: 11, 2: 17}], ids=str
 )
 def test_workers_leave_and_nothing_is_repeated(
-    alone: Any, tmp_path: Any, ends: dict[int, int]
+    alone: tuple[Any, str], tmp_path: Path, ends: dict[int, int]
 ) -> None:
-    expected, rows = alone
-    with Workers(SCRIPT, 3, arguments(tmp_path, ends), deadline=120.0) as job:
-        finished = job.wait()
+    job = Job(tmp_path)
+    finished = job.run(3, ends)
     codes = [-signal.SIGTERM if rank in ends else 0 for rank in range(3)]
     assert [each.returncode for each in finished] == codes
     output = "".join(each.output for each in finished)
     assert output.count("was preempted, and left at step") == len(ends)
     assert "lost" not in output
-    for each in finished:
-        if each.rank not in ends:
-            check(each, expected)
-            sizes = each.result[3]
-            # Each step once, and most of them with fewer workers.
-            assert len(sizes) == expected[4]
-            assert sizes == sorted(sizes, reverse=True)
-            assert {3, 3 - len(ends)} <= set(sizes)
     left = [each for each in finished if each.rank not in ends]
-    assert all(each.result[2] == left[0].result[2] for each in left)
-    log = (tmp_path / "log.csv").read_text()
-    assert [row.split(",")[0] for row in log.splitlines()] == [
-        row.split(",")[0] for row in rows.splitlines()
-    ]
+    for each in left:
+        check(each, alone, job)
+        sizes = each.result[3]
+        # Each step once, and most of them with fewer workers.
+        assert len(sizes) == 32
+        assert sizes == sorted(sizes, reverse=True)
+        assert {3, 3 - len(ends)} <= set(sizes)
+        assert each.result[2] == left[0].result[2]
+    assert job.checkpoints == []
+
+
+@pytest.mark.parametrize(
+    ("before", "after"), [(3, 2), pytest.param(2, 3, marks=pytest.mark.soak)]
+)
+def test_the_next_start_continues_in_the_midst_of_the_epoch(
+    alone: tuple[Any, str], tmp_path: Path, before: int, after: int
+) -> None:
+    job = Job(tmp_path)
+    first = job.run(before, dict.fromkeys(range(before), 13))
+    assert [each.returncode for each in first] == before * [-signal.SIGTERM]
+    (path,) = job.checkpoints
+    assert "The next start of this script continues there, from" in first[0].output
+    # A second time, in a later epoch.
+    second = job.run(2, {0: 21, 1: 22})
+    assert [each.returncode for each in second] == 2 * [-signal.SIGTERM], second[
+        0
+    ].output
+    assert "`fit` continues after step" in second[0].output
+    assert job.checkpoints == [path]
+    third = job.run(after)
+    for each in third:
+        check(each, alone, job)
+        assert each.result[2] == third[0].result[2]
+    # With how many workers each step was taken.
+    sizes = third[0].result[3]
+    assert sizes[:12] == [before] * 12
+    assert sizes[-1] == after
+    assert len(sizes) == 32
+    assert job.checkpoints == []
+
+
+def test_a_checkpoint_that_doesnt_fit_is_refused(tmp_path: Path) -> None:
+    job = Job(tmp_path)
+    first = job.run(2, {0: 9, 1: 9})
+    assert [each.returncode for each in first] == 2 * [-signal.SIGTERM]
+    (path,) = job.checkpoints
+    other = job.run(2, UNITS="8")[0]
+    assert other.returncode == 1
+    assert (
+        "SnapshotError: The checkpoint of a preempted job can't be used. Received: "
+        f"{path}: it is of a model with other variables."
+    ) in other.output
+    assert "or remove the file to begin from scratch" in other.output
+    path.write_bytes(path.read_bytes()[:1000])
+    damaged = job.run(2)[0]
+    assert damaged.returncode == 1
+    assert f"{path}: it can't be read" in damaged.output

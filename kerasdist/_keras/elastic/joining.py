@@ -21,7 +21,6 @@ import numpy as np
 from kerasdist._keras.context import current
 from kerasdist._keras.data.batches import BatchIterator, RepeatableIterator
 from kerasdist._keras.data.epoch_iterators import draws_order
-from kerasdist._keras.elastic.departure import Departure
 from kerasdist._keras.elastic.state import training_state
 from kerasdist._keras.elastic.state.data_place import DataPlace
 from kerasdist._keras.protocols import ElasticHooks, KerasHooks
@@ -44,6 +43,7 @@ class Admission:
         hooks: The hooks of its strategy.
         elastic: Their changes of membership.
         state: Returns the variables that a newcomer gets.
+        leave: Lets members leave, given the arguments of `poll`.
     """
 
     def __init__(
@@ -52,12 +52,13 @@ class Admission:
         hooks: KerasHooks,
         elastic: ElasticHooks,
         state: Callable[[], Sequence[Any]],
+        leave: Callable[[Any, int], None],
     ) -> None:
         self._trainer = trainer
         self._hooks = hooks
         self._elastic = elastic
         self._state = state
-        self._departure = Departure(hooks)
+        self._leave = leave
         # Steps until the next question, the same on all members.
         self._left = 1
         self._steps = 1
@@ -98,7 +99,7 @@ class Admission:
             self._elastic.publish("layout", list(self._hooks.workers.job.replicas))
         joining, leaving = self._elastic.ask()
         if leaving:
-            self._departure.run()
+            self._leave(iterator, step)
             return False
         if not joining or current.iterator is None or not self._elastic.admit():
             return False

@@ -139,9 +139,12 @@ class MetricTotals:
         )
         self._interval = max(-(-size // _MOST), 1)
         for dtype in _by_dtype(metrics):
-            if dtype not in self._totals:
-                kept = [_tf.variable_of_any_shape(dtype, self._host) for _ in range(2)]
-                self._totals[dtype] = kept[0], kept[1]
+            self._make(dtype)
+
+    def _make(self, dtype: Any) -> None:
+        if dtype not in self._totals:
+            kept = [_tf.variable_of_any_shape(dtype, self._host) for _ in range(2)]
+            self._totals[dtype] = kept[0], kept[1]
 
     def parts(self, metrics: Sequence[Sequence[Any]]) -> dict[Any, Any]:
         """Return this worker's part for another collective, whose sums `keep` takes.
@@ -174,6 +177,37 @@ class MetricTotals:
         for (dtype, part), total in zip(flat.items(), sums, strict=True):
             for kept, value in zip(self._totals[dtype], (total, part), strict=True):
                 kept.assign(value, read_value=False)
+
+    def sums(self, metrics: Sequence[Sequence[Any]]) -> list[Any]:
+        """Return the sums over the workers of all parts, a vector by dtype; eagerly."""
+        with tf.device(self._host):
+            flat = _flat(metrics)
+            return self._sum(list(flat.values())) if flat else []
+
+    def set(
+        self,
+        metrics: Sequence[Sequence[Any]],
+        sums: Sequence[Any],
+        steps: int,
+        *,
+        chief: bool,
+    ) -> None:
+        """Continue from the `sums` of other workers, which are the chief's; eagerly.
+
+        Args:
+            metrics: As for `commit`.
+            sums: The sums.
+            steps: See the attribute.
+            chief: Whether this worker is the chief.
+        """
+        self.steps = steps
+        for (dtype, some), total in zip(_by_dtype(metrics).items(), sums, strict=True):
+            self._make(dtype)
+            mine = total if chief else tf.zeros_like(total)
+            for kept, value in zip(self._totals[dtype], (total, mine), strict=True):
+                kept.assign(value)
+            _assign(some, mine)
+        self._begin(0)
 
     def divide(self, metrics: Sequence[Sequence[Any]], *, chief: bool) -> None:
         """Divide the totals among other workers: they are the chief's; eagerly.

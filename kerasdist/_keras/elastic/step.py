@@ -51,6 +51,11 @@ class ElasticStep:
         state: Returns the variables of all that a step may change.
         updated: Returns those of them that optimizers update.
         given: Returns those that a worker gets which joins.
+        leave: Lets workers leave; called between two steps with this object, the
+            iterator, and the number of the next step in the epoch.
+
+    Attributes:
+        given: See above.
     """
 
     def __init__(
@@ -63,6 +68,7 @@ class ElasticStep:
         state: Callable[[], Sequence[Any]],
         updated: Callable[[], Sequence[Any]],
         given: Callable[[], Sequence[Any]],
+        leave: Callable[[ElasticStep, Any, int], None],
     ) -> None:
         self._trainer = trainer
         self._hooks = hooks
@@ -80,7 +86,11 @@ class ElasticStep:
         # The variables that the running step has kept.
         self._saved: list[Any] = []
         self._totals = MetricTotals(hooks.state.sum_over_workers)
-        self._admission = Admission(trainer, hooks, elastic, given)
+        self.given = given
+        self._admission = Admission(
+            *(trainer, hooks, elastic, given),
+            lambda iterator, number: leave(self, iterator, number),
+        )
         # The steps of this epoch.
         self._taken = 0
 
@@ -102,15 +112,8 @@ class ElasticStep:
         batches = batches_of(iterator, self._hooks)
         if not is_of_fit(iterator):
             refuse_newcomer(self._hooks, "train_on_batch")
-        elif self._admission.poll(iterator, self._taken + current.first_step):
-            self._settle()
-            # The others may be lost before the newcomers' first commit.
-            self._totals.share(
-                self._metrics(),
-                self._hooks.workers.communicator.broadcast,
-                newcomer=self._elastic.is_newcomer,
-            )
-            self._elastic.finish_joining()
+        else:
+            self._begin_step(iterator, self._taken + current.first_step)
         logs = None
         for number in range(int(self._trainer.steps_per_execution)):
             try:
@@ -122,6 +125,21 @@ class ElasticStep:
         if is_of_fit(iterator):
             return logs
         return self._trainer._get_metrics_result_or_logs(logs)
+
+    def _begin_step(self, iterator: Any, number: int) -> None:
+        """Let workers join or leave before a step of `fit`, if it's time to."""
+        if current.resumed is not None:
+            current.resumed()
+            current.resumed = None
+        if self._admission.poll(iterator, number):
+            self._settle()
+            # The others may be lost before the newcomers' first commit.
+            self._totals.share(
+                self._metrics(),
+                self._hooks.workers.communicator.broadcast,
+                newcomer=self._elastic.is_newcomer,
+            )
+            self._elastic.finish_joining()
 
     def prepare(self, iterator: Any) -> None:
         """Trace a step on the batches of an iterator, for the present layout."""
@@ -151,6 +169,28 @@ class ElasticStep:
             self._totals.reset()
             self._taken = current.first_step = 0
             return result
+
+    def sum_metrics(self) -> tuple[int, list[Any]]:
+        """Return the steps of this epoch's metrics, and their sums over all workers.
+
+        All call it alike, between two steps.
+        """
+        while True:
+            self._settle()
+            try:
+                with self._elastic.section():
+                    self._check()
+                    return self._totals.steps, self._totals.sums(self._metrics())
+            except _OutdatedError:
+                continue
+            except Exception as error:
+                if not self._elastic.has_changed(error):
+                    raise
+
+    def set_metrics(self, steps: int, sums: Sequence[Any]) -> None:
+        """Continue from what `sum_metrics` has returned in other workers."""
+        chief = self._hooks.workers.rank == 0
+        self._totals.set(self._metrics(), sums, steps, chief=chief)
 
     def _take_step(self, batches: Batches) -> Any:
         """Take a step on the next batch, as often as the workers change in it."""

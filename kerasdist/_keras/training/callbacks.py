@@ -120,6 +120,8 @@ def on_train_begin(
     model = self.model
     if model is not None and current.fitting:
         _check_callbacks(model, self.callbacks)
+    if current.resumption is not None:
+        current.resumption.begin(self.callbacks)
     result = original(self, *args, **kwargs)
     # Only now is the state restored, wherever in the list the callback is that does it.
     backup = backups.read(self.callbacks)

@@ -19,7 +19,6 @@ from keras.src.utils import io_utils
 from kerasdist._keras.context import current, setting
 from kerasdist._keras.data.pydataset import closing_readers
 from kerasdist._keras.data.uses import uses_of
-from kerasdist._keras.elastic.departure import in_fit
 from kerasdist._keras.elastic.evaluation import renew_prediction
 from kerasdist._keras.elastic.joining import join
 from kerasdist._keras.elastic.repetition import repeated
@@ -35,6 +34,8 @@ from kerasdist._keras.files.succession import Succession, take_over
 from kerasdist._keras.models.local_models import warn_if_outside
 from kerasdist._keras.optimizer.sparse_updates import embedding_tables, moves_all_rows
 from kerasdist._keras.placement.trainer import failure_behind
+from kerasdist._keras.preemption.departure import in_fit
+from kerasdist._keras.preemption.resumption import Resumption
 from kerasdist._keras.protocols import (
     KerasHooks,
     hooks_of,
@@ -154,6 +155,11 @@ def before_first_step(trainer: Any, callbacks: Sequence[Any]) -> Any:
             calls.begin_fit()
             return None
         calls.begin_fit()
+        resumption: Resumption | None = current.resumption
+        step = _elastic_step_of(trainer)
+        if resumption is not None and resumption.due and step is not None:
+            resumption.resume(trainer, callbacks, step)
+            return None
     dynamic = hooks.dynamic
     has_own_state = dynamic is not None and dynamic.has_own_state()
     share_state(trainer, hooks, callbacks)
@@ -212,6 +218,9 @@ def fit(original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -
             calls_of(hooks, hooks.elastic).fits += 1
         _note_data(hooks, bound.arguments)
         facts["succession"] = Succession(hooks, hooks.elastic)
+        facts["resumption"] = None
+        if is_outermost and hooks.checkpoint is not None:
+            facts["resumption"] = Resumption(hooks, hooks.elastic)
     with setting(**facts), closing_readers(), translating(hooks), in_fit(hooks):
         initial = getattr(trainer, "_initial_epoch", None)
         try:
@@ -223,6 +232,8 @@ def fit(original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -
                 take_over()
                 if is_outermost and not hooks.elastic.joining:
                     calls_of(hooks, hooks.elastic).finish("fit", hooks, result_of_fit())
+                if current.resumption is not None:
+                    current.resumption.end()
             return result
         finally:
             if current.joined:

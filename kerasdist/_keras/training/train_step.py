@@ -26,6 +26,7 @@ from kerasdist._keras.models.step_build import (
     is_unbuilt,
 )
 from kerasdist._keras.placement.layers import placer_of
+from kerasdist._keras.preemption.departure import Departure
 from kerasdist._keras.protocols import (
     KerasHooks,
     current_hooks,
@@ -149,6 +150,7 @@ def make_function(
             lambda: whole_state(trainer),
             lambda: updated_state(trainer),
             lambda: state_to_give(trainer),
+            Departure(trainer, hooks).run,
         )
         if last is not None:
             LAST_LOGS.set(elastic, last)

@@ -164,6 +164,11 @@ class ElasticJob:
         return self._lines.facts
 
     @property
+    def name(self) -> str:
+        """The name of the job in this script, whatever the workers."""
+        return self._connector.session.partition(".")[2]
+
+    @property
     def replicas(self) -> tuple[int, ...]:
         """Each present worker's number of replicas, by rank."""
         return self.communicator.replicas

@@ -9,12 +9,13 @@ import numpy as np
 
 from kerasdist import _tf
 from kerasdist._keras import KerasHooks
+from kerasdist._keras.preemption.checkpoint_file import CheckpointFile
 from kerasdist.strategies.measure.step_clock import StepClock
 from kerasdist.strategies.options import Options
 from kerasdist.strategies.sync.elastic_data import ElasticData
 from kerasdist.strategies.sync.extended import SynchronousExtended
 
-__all__ = ["ElasticExtended"]
+__all__ = ["ElasticExtended", "refuse_preempted"]
 
 
 class ElasticExtended(SynchronousExtended):
@@ -27,11 +28,13 @@ class ElasticExtended(SynchronousExtended):
 
     def _make_hooks(self, options: Options, timer: StepClock) -> KerasHooks:
         elastic: Any = self.workers.communicator
+        job: Any = self.workers.job
+        self._checkpoint = CheckpointFile(job.name)
         hooks = super()._make_hooks(options, timer)
         self.data.job_seed = self.common_seed()
         # Also of a worker that is alone until it joins the others.
         _tf.set_global_seed_if_none(self.common_seed)
-        return dataclasses.replace(hooks, elastic=elastic)
+        return dataclasses.replace(hooks, elastic=elastic, checkpoint=self._checkpoint)
 
     @property
     def workers_in_sync(self) -> int:
@@ -51,14 +54,44 @@ class ElasticExtended(SynchronousExtended):
         return int(job.facts[name]) if job.communicator.joining else present
 
     def common_seed(self) -> int:
-        """See `SynchronousExtended.common_seed`; workers that join get it, too."""
+        """See `SynchronousExtended.common_seed`; workers that join get it, too.
+
+        After a preemption it's that of the preempted job.
+        """
         job: Any = self.workers.job
         if "seed" not in job.facts:
-            seed = super().common_seed()
+            seed, fit = self._preempted() or (super().common_seed(), 0)
             communicator = job.communicator
             mine = np.array([communicator.size, sum(job.replicas)])
             workers, replicas = communicator.broadcast([mine])[0]
             # The last one makes the job ready for workers that join.
-            job.facts.update(workers=int(workers), replicas=int(replicas))
+            job.facts.update(resumes=fit, workers=int(workers), replicas=int(replicas))
             job.facts["seed"] = seed
         return int(job.facts["seed"])
+
+    def _preempted(self) -> tuple[int, int] | None:
+        """Return the seed of a preempted job, and the number of its `fit`, if any.
+
+        Raises:
+            SnapshotError: Its checkpoint is damaged.
+        """
+        known = self._checkpoint.facts()
+        mine = [0, 0, 0]
+        if known is not None:
+            # Of several files, in folders of several hosts, the newest one counts.
+            mine = [int(known["saved"] * 1e6), known["seed"], known["fit"]]
+        communicator = self.workers.communicator
+        every = communicator.all_gather(np.array(mine, np.int64))
+        saved, seed, fit = max(tuple(map(int, each)) for each in every)
+        return (seed, fit) if saved else None
+
+
+def refuse_preempted() -> None:
+    """Refuse to begin from scratch with one worker, whose job isn't elastic.
+
+    Raises:
+        SnapshotError: There is a checkpoint of a preempted job.
+    """
+    file = CheckpointFile("elastic1")
+    if file.path.exists():
+        raise file.unusable("one worker alone can't continue an elastic job")

@@ -28,6 +28,7 @@ job = connect_elastic(
     cluster,
     timeouts=Timeouts(startup=30),
     min_workers=options.get("min_workers", 1),
+    grace=options.get("grace", 30.0),
 )
 group, leaving = job.communicator, job.leaving
 found, ended = [], []
@@ -45,6 +46,8 @@ for turn in range(1, options["turns"] + 1):
         os.kill(os.getpid(), signal.SIGTERM)
         while not leaving.wanted:
             time.sleep(0.001)
+        if "grace" in options:
+            time.sleep(60)  # in code of the script's own
     total = group.all_reduce([np.full(100, me + 1.0, np.float32)])[0]
     found.append([float(total[0]), list(group.ranks)])
     if turn % 5 == 0 and group.ask()[1]:
@@ -125,3 +128,13 @@ def test_one_is_killed_while_another_leaves() -> None:
     assert codes == [-signal.SIGKILL, -signal.SIGTERM, 0, 0]
     for each in finished[2:]:
         assert [ranks for _, ranks in each.result[0]][5:] == [[2, 3]] * 15
+
+
+def test_one_that_cant_leave_in_time_is_lost() -> None:
+    finished = run(2, [[1, 3]], grace=0.6)
+    assert [each.returncode for each in finished] == [0, -signal.SIGTERM]
+    assert "this worker received SIGTERM" in finished[1].output
+    found, texts, _ = finished[0].result
+    assert [ranks for _, ranks in found] == 2 * [[0, 1]] + 18 * [[0]]
+    assert "rank 1" in texts[0]
+    assert "was lost at step" in texts[0]

@@ -28,7 +28,7 @@ from kerasdist._keras.optimizer.learning_rate import (
 )
 from kerasdist._keras.protocols import KerasHooks
 
-__all__ = ["apply", "arrays_of", "begin", "collect", "objection"]
+__all__ = ["apply", "apply_counts", "arrays_of", "begin", "collect", "objection"]
 
 
 def begin(callbacks: Sequence[Any]) -> None:
@@ -111,13 +111,7 @@ def apply(
         facts: Those of `collect`.
         place: It has moved to the place of the facts.
     """
-    for optimizer, rate in zip(_settable(trainer), facts["rates"], strict=True):
-        set_base_rate(optimizer, rate)
-    for optimizer, factor in zip(leaves_of(trainer), facts["factors"], strict=True):
-        scaling = scaling_of(optimizer)
-        if scaling is not None and factor is not None:
-            scaling.set(*factor)
-    callback_state.adopt(callbacks, facts["callbacks"])
+    apply_counts(trainer, callbacks, facts)
     hooks.data.orders = facts["orders"]
     hooks.workers.communicator.step = facts["communicator_step"]
     trainer._initial_epoch = current.epoch = facts["epoch"]
@@ -125,6 +119,17 @@ def apply(
     current.first_step = facts["place"]["step"]
     _skip_reset(trainer)
     place.resume()
+
+
+def apply_counts(trainer: Any, callbacks: Sequence[Any], facts: dict[str, Any]) -> None:
+    """Set the learning rates, and what the callbacks have counted."""
+    for optimizer, rate in zip(_settable(trainer), facts["rates"], strict=True):
+        set_base_rate(optimizer, rate)
+    for optimizer, factor in zip(leaves_of(trainer), facts["factors"], strict=True):
+        scaling = scaling_of(optimizer)
+        if scaling is not None and factor is not None:
+            scaling.set(*factor)
+    callback_state.adopt(callbacks, facts["callbacks"])
 
 
 def _form(variables: Sequence[Any]) -> list[Any]:

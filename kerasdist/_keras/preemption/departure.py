@@ -4,7 +4,8 @@
     all        agree on which leave ── these leave ── the others take the next step
     a leaver   ends its process as the signal would have
 
-So no step is repeated, unlike after a loss.
+So no step is repeated, unlike after a loss. If too few workers stay, they write a
+checkpoint first: see `resumption`.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import contextlib
 from typing import Any
 
 from kerasdist._keras.context import current
+from kerasdist._keras.elastic.step import ElasticStep
 from kerasdist._keras.files.succession import flush_board
 from kerasdist._keras.protocols import KerasHooks
 from kerasdist.collectives.elastic.leaving import Leaving
@@ -25,18 +27,28 @@ class Departure:
     """The leaving of workers, this one perhaps among them.
 
     Args:
-        hooks: The hooks of the model's strategy.
+        trainer: The model.
+        hooks: The hooks of its strategy.
     """
 
-    def __init__(self, hooks: KerasHooks) -> None:
+    def __init__(self, trainer: Any, hooks: KerasHooks) -> None:
+        self._trainer = trainer
         self._hooks = hooks
 
-    def run(self) -> None:
-        """Let the workers leave that want to; all call it alike, between two steps."""
+    def run(self, step: ElasticStep, iterator: Any, number: int) -> None:
+        """Let the workers leave that want to; all call it alike, between two steps.
+
+        Args:
+            step: Takes the steps of the model.
+            iterator: The iterator of the next step.
+            number: The number of that step in the epoch.
+        """
         leaving = _leaving_of(self._hooks)
         if leaving is None:
             return
         leaving.agree()
+        if leaving.ids and leaving.ends_job and current.resumption is not None:
+            current.resumption.keep(self._trainer, step, iterator, number)
         if leaving.ids and leaving.change():
             for callback in current.callbacks:
                 flush_board(callback)

@@ -1,0 +1,297 @@
+"""The continuation of a `fit` whose last workers were preempted, by the next start.
+
+    all leave    sum the metrics ── the first member writes the state to a file
+    next start   the same call of `fit` ── all take the state from the file ── the rest
+                 of the epoch ── ... ── the file is removed
+
+The state is the one that a worker gets which joins, with the metrics of the epoch so
+far. Earlier calls of `fit` are run again, with the seed of the preempted job.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+from keras.src.callbacks import csv_logger
+
+from kerasdist import _tf
+from kerasdist._keras.context import current
+from kerasdist._keras.data.batches import RepeatableIterator
+from kerasdist._keras.data.epoch_iterators import batch_size_of_fit, batches_of_fit
+from kerasdist._keras.elastic.state import training_state
+from kerasdist._keras.elastic.state.data_place import DataPlace
+from kerasdist._keras.elastic.state.finished_calls import fits_of
+from kerasdist._keras.elastic.step import ElasticStep
+from kerasdist._keras.preemption.checkpoint_file import CheckpointFile
+from kerasdist._keras.protocols import ElasticHooks, KerasHooks
+from kerasdist.collectives.ops import Array
+from kerasdist.errors import SnapshotError
+from kerasdist.transport.log import background_log
+
+__all__ = ["Resumption"]
+
+
+class Resumption:
+    """The checkpoint of one call of `fit`: written, and continued from.
+
+    Args:
+        hooks: The hooks of the model's strategy.
+        elastic: Their changes of membership.
+
+    Attributes:
+        due: Whether this call continues the one that was preempted, alike on all.
+    """
+
+    def __init__(self, hooks: KerasHooks, elastic: ElasticHooks) -> None:
+        self._hooks = hooks
+        self._elastic = elastic
+        self._file: CheckpointFile = hooks.checkpoint
+        resumes = hooks.workers.job.facts.get("resumes")
+        self.due = resumes == fits_of(hooks)
+        self._appending: list[Any] = []
+        self._place: Any = None
+
+    # The last workers leave.
+
+    def keep(self, trainer: Any, step: ElasticStep, iterator: Any, number: int) -> None:
+        """Write the state, on the first member; all call it alike, between two steps.
+
+        Args:
+            trainer: The model.
+            step: Takes its steps.
+            iterator: The iterator of the next step.
+            number: The number of that step in the epoch.
+        """
+        hooks = self._hooks
+        variables = step.given()
+        facts = training_state.collect(trainer, hooks, variables, iterator, number)
+        steps, sums = step.sum_metrics()
+        arrays = training_state.arrays_of(current.callbacks)
+        facts |= {
+            "seed": hooks.workers.job.facts["seed"],
+            "data": _data(),
+            "steps": steps,
+            "metrics": _metrics(trainer),
+            "monitors": [_knows_direction(each) for each in current.callbacks],
+            "callback_arrays": [
+                [index, name, len(some)] for index, name, some in arrays
+            ],
+        }
+        answer = _unknown(trainer, iterator)
+        facts["checksum"] = 0 if answer else iterator.next_checksum()
+        while not answer:
+            # Once more if the first member is lost before it has written the file.
+            mine = ""
+            if hooks.workers.rank == 0:
+                values = [_value(each) for each in _state(trainer, step)]
+                values += [array for _, _, some in arrays for array in some]
+                values += [np.asarray(part) for part in sums]
+                mine = self._write(facts, values)
+            answers = hooks.consensus.texts(mine)
+            answer = next((text for text in answers.values() if text), "")
+        text = (
+            f"kerasdist: the job is preempted after step {facts['communicator_step']}"
+        )
+        if answer == str(self._file.path):
+            text += f". The next start of this script continues there, from {answer}"
+        else:
+            text += f". The next start of this script begins from scratch: {answer}"
+        hooks.print_once("preempted", text)
+
+    def _write(self, facts: dict[str, Any], values: Sequence[Array]) -> str:
+        """Write the file; return its path, or why it can't be written."""
+        try:
+            self._file.write(facts, values)
+        except OSError as error:
+            return f"{self._file.path} can't be written ({error.strerror or error})"
+        return str(self._file.path)
+
+    # The next start.
+
+    def begin(self, callbacks: Sequence[Any]) -> None:
+        """Let the callbacks continue their files as they begin."""
+        for callback in callbacks if self.due else ():
+            if isinstance(callback, csv_logger.CSVLogger) and not callback.append:
+                callback.append = True
+                self._appending.append(callback)
+
+    def resume(self, trainer: Any, callbacks: Sequence[Any], step: ElasticStep) -> None:
+        """Take the state from the file, before the first step; all call it alike.
+
+        Args:
+            trainer: The model.
+            callbacks: Those of this `fit`, which have begun.
+            step: Takes its steps.
+
+        Raises:
+            SnapshotError: This call can't continue from the file.
+        """
+        hooks = self._hooks
+        every = _state(trainer, step)
+        epoch = None
+        while epoch != self._elastic.epoch:
+            # Again if the workers have changed meanwhile: then ranks are others.
+            epoch = self._elastic.epoch
+            root, facts, values = self._read(trainer, every, callbacks)
+            hooks.state.share(every, root)
+            rest = values[len(every) :]
+            given: list[Array] = []
+            for name, shape in facts["arrays"][len(every) :]:
+                array = rest[len(given)] if rest else np.empty(shape, np.dtype(name))
+                communicator = hooks.workers.communicator
+                given += communicator.broadcast([array], root)
+            hooks.consensus.any_of(False)
+        taken = iter(given)
+        for index, name, count in facts["callback_arrays"]:
+            setattr(callbacks[index], name, [next(taken) for _ in range(count)])
+        step.set_metrics(facts["steps"], list(taken))
+        for callback, monitors in zip(callbacks, facts["monitors"], strict=True):
+            if monitors and not _knows_direction(callback):
+                # Keras does it at the first end of an epoch, when it changes the sign
+                # of `min_delta`, which is one of the numbers.
+                callback._set_monitor_op()
+        kept = [
+            (callback, state)
+            for callback, state in zip(callbacks, facts["callbacks"], strict=True)
+            # Those begin their windows of steps, or their file, again.
+            if not hasattr(callback, "_adopt_state")
+            and not isinstance(callback, csv_logger.CSVLogger)
+        ]
+        others = [callback for callback, _ in kept]
+        facts["callbacks"] = [state for _, state in kept]
+        training_state.apply(trainer, hooks, others, facts, self._place)
+        # The beginnings of the epoch and of the step are counted a second time.
+        current.resumed = lambda: training_state.apply_counts(trainer, others, facts)
+        hooks.print_once(
+            "resumed",
+            f"kerasdist: `fit` continues after step {facts['communicator_step']}, in "
+            f"epoch {facts['epoch'] + 1}, from {self._file.path}",
+        )
+
+    def _read(
+        self, trainer: Any, variables: Sequence[Any], callbacks: Sequence[Any]
+    ) -> tuple[int, dict[str, Any], list[Array]]:
+        """Return the rank with the newest file, the facts, and that rank's arrays.
+
+        Of that rank, the variables are set.
+        """
+        hooks = self._hooks
+        communicator = hooks.workers.communicator
+        known = self._file.facts()
+        saved = np.array([0.0 if known is None else known["saved"]])
+        times = [float(each[0]) for each in communicator.all_gather(saved)]
+        root = times.index(max(times))
+        answer: list[Any] = []
+        values: list[Array] = []
+        if communicator.rank == root:
+            try:
+                facts, values = self._file.read() or (None, [])
+                answer = ["", facts]
+            except SnapshotError as error:
+                answer = [str(error), None]
+        texts = hooks.consensus.texts(json.dumps(answer) if answer else "")
+        given: list[Any] = next(
+            (json.loads(text) for text in texts.values() if text), ["", None]
+        )
+        fault, found = given
+        if fault:
+            raise SnapshotError(fault)
+        if found is None:
+            raise self._file.unusable("it isn't there any more")
+        objection = _objection(found, trainer, variables, callbacks)
+        objection = objection or self._find_place(found)
+        objections = hooks.consensus.texts(objection)
+        refused = next((text for text in objections.values() if text), "")
+        if refused:
+            raise self._file.unusable(refused)
+        for variable, value in zip(variables, values, strict=False):
+            for copy in _tf.local_results(variable):
+                copy.assign(tf.convert_to_tensor(value, copy.dtype))
+        return root, found, values
+
+    def _find_place(self, facts: dict[str, Any]) -> str:
+        """Move to the place in the data; return why that isn't possible, or ""."""
+        self._place = DataPlace(self._hooks)
+        reason = self._place.move_to(facts["place"])
+        if reason:
+            return f"here are {reason}"
+        if self._place.iterator.next_checksum() != facts["checksum"]:
+            return "it is of other data, or of data in another order"
+        return ""
+
+    def end(self) -> None:
+        """Remove the file, after `fit` has ended."""
+        for callback in self._appending:
+            callback.append, callback.append_header = False, True
+        if not self.due:
+            return
+        try:
+            self._file.remove()
+        except OSError as error:
+            background_log.log(
+                logging.WARNING,
+                "kerasdist: %s can't be removed (%s); remove it before the next start "
+                "of this script, which would continue from it",
+                *(self._file.path, error.strerror or error),
+            )
+
+
+def _state(trainer: Any, step: ElasticStep) -> list[Any]:
+    """Return the variables that are the same on all workers."""
+    metrics = [variable.value for variable in trainer.metrics_variables]
+    parts = tf.VariableAggregation.SUM
+    return [*step.given(), *(each for each in metrics if each.aggregation != parts)]
+
+
+def _knows_direction(callback: Any) -> bool:
+    """Return whether a callback has found out which values of its metric are good."""
+    return getattr(callback, "monitor_op", None) is not None
+
+
+def _value(variable: Any) -> Array:
+    value: Array = np.asarray(_tf.local_results(variable)[0])
+    return value
+
+
+def _unknown(trainer: Any, iterator: Any) -> str:
+    """Return why the next start can't continue; an empty text if it can."""
+    if not isinstance(iterator, RepeatableIterator):
+        return "each worker's own data can't be continued from their middle"
+    if any(getattr(layer, "stateful", False) for layer in trainer._flatten_layers()):
+        return "the states of stateful layers aren't kept"
+    return ""
+
+
+def _data() -> list[int | None]:
+    return [batches_of_fit(), batch_size_of_fit()]
+
+
+def _metrics(trainer: Any) -> list[Any]:
+    return [[v.dtype, list(v.shape)] for v in trainer.metrics_variables]
+
+
+def _objection(
+    facts: dict[str, Any],
+    trainer: Any,
+    variables: Sequence[Any],
+    callbacks: Sequence[Any],
+) -> str:
+    """Return why this `fit` can't continue; an empty text if it can."""
+    forms = [[v.dtype.name, list(v.shape)] for v in variables]
+    if facts["arrays"][: len(forms)] != forms or facts["metrics"] != _metrics(trainer):
+        return "it is of a model with other variables"
+    names = [name for name, _ in facts["callbacks"]]
+    present = [type(callback).__name__ for callback in callbacks]
+    if names != present:
+        return f"it is of a `fit` with the callbacks {names}, and here are {present}"
+    if facts["data"] != _data():
+        return (
+            f"it is of data with {facts['data'][0]} batches of {facts['data'][1]} "
+            f"rows, and here are {_data()[0]} of {_data()[1]}"
+        )
+    return ""
