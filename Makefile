@@ -107,16 +107,16 @@ docs: .venv-docs/.created
 	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict
 
 soak: $(VENV)/.test
-	$(BIN)/python -m pytest -m soak $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m soak -o faulthandler_timeout=0 $(PYTEST_ARGS)
 
 # With the counts of each part.
 soak-membership: $(VENV)/.test
-	$(BIN)/python -m pytest -m soak -n $(TESTS_AT_ONCE) -rP tests/transport/membership \
+	$(BIN)/python -m pytest -m soak -o faulthandler_timeout=0 -n $(TESTS_AT_ONCE) -rP tests/transport/membership \
 	  $(PYTEST_ARGS)
 
 # With the counts of each phase. SOAK_JOBS: the number of jobs in each, 20 without it.
 soak-elastic: $(VENV)/.test
-	$(BIN)/python -m pytest -m soak -rP tests/strategies/test_elastic_*.py \
+	$(BIN)/python -m pytest -m soak -o faulthandler_timeout=0 -rP tests/strategies/test_elastic_*.py \
 	  tests/strategies/elastic_data tests/collectives/elastic tests/_keras/elastic \
 	  $(PYTEST_ARGS)
 
