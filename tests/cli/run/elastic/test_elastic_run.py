@@ -501,3 +501,46 @@ def test_options_that_dont_fit_are_refused(launcher, options, said):
     assert said in err
     assert err.startswith("usage: kerasdist run")
     assert not (launcher.folder / "started").exists()
+
+
+# --- with `fit` ---
+
+FIT = """
+import keras
+import numpy as np
+import kerasdist
+
+strategy = kerasdist.RingStrategy()
+keras.utils.set_random_seed(1)
+x = np.random.default_rng(0).normal(size=(640, 8)).astype("float32")
+y = x[:, :3].argmax(1)
+with strategy.scope():
+    model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(3, "softmax")])
+    model.compile("adam", "sparse_categorical_crossentropy")
+
+
+class Slow(keras.callbacks.Callback):
+    def on_train_batch_end(self, batch, logs=None):
+        time.sleep(0.1)
+        mark(f"stepped-{rank}")
+
+
+history = model.fit(x, y, batch_size=64, epochs=4, verbose=0, callbacks=[Slow()])
+print("EPOCHS", history.epoch, strategy.size)
+"""
+
+
+@pytest.mark.soak
+def test_the_next_start_continues_after_a_signal_to_the_launcher(launcher):
+    options = ("--elastic", "script.py")
+    process = launcher.start("-n", 2, *options, script=FIT)
+    launcher.wait_for("stepped-0", "stepped-1")
+    process.send_signal(signal.SIGTERM)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 143
+    assert "The next start of this script continues there" in out + err
+    code, out, err = launcher.run("-n", 3, *options, script=FIT)
+    assert code == 0, err
+    assert "EPOCHS [0, 1, 2, 3] 3\n" in out
+    assert "`fit` continues after step" in out + err
+    assert list((launcher.folder / ".kerasdist").iterdir()) == []
