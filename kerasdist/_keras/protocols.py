@@ -275,7 +275,7 @@ class ElasticHooks(Protocol):
     def expecting(
         self, replicas: Sequence[int]
     ) -> contextlib.AbstractContextManager[None]:
-        """Act in the block as the next member after some with so many replicas each.
+        """Act in the block as the member after those with these numbers of replicas.
 
         For what depends on the layout of the replicas, and calls no collective.
         """

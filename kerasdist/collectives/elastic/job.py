@@ -160,7 +160,7 @@ class ElasticJob:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What all members know, and a process gets which joins."""
+        """The facts that all members know, and that a process gets which joins."""
         return self._lines.facts
 
     @property
