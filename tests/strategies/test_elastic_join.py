@@ -111,6 +111,14 @@ def drawn():
         yield x[32 * number : 32 * number + 32], y[32 * number : 32 * number + 32]
 
 
+def drawn_data():
+    return tf.data.Dataset.from_generator(
+        drawn, output_signature=(
+            tf.TensorSpec([None, 8], tf.float32), tf.TensorSpec([None], tf.int64)
+        )
+    )
+
+
 def pairs(seed):
     rows = tf.data.Dataset.from_tensor_slices((x, y))
     # Its thread may sleep for a minute when the process ends.
@@ -132,13 +140,10 @@ data = {
     "threads": lambda: dict(x=Items(workers=2)),
     "unknown": lambda: dict(x=pairs(3).filter(lambda a, b: tf.constant(True))),
     "own": lambda: dict(x=x[me::2], y=y[me::2], batch_size=16),
+    "drawn checks": lambda: dict(x=x, y=y, batch_size=32, validation_data=drawn_data()),
     "twice": lambda: dict(x=pairs(3), validation_data=checks),
     "twice arrays": lambda: dict(x=x, y=y, validation_data=(x[:50], y[:50])),
-    "drawn": lambda: dict(x=tf.data.Dataset.from_generator(
-        drawn, output_signature=(
-            tf.TensorSpec([None, 8], tf.float32), tf.TensorSpec([None], tf.int64)
-        )
-    )),
+    "drawn": lambda: dict(x=drawn_data()),
 }[kind]()
 
 
@@ -268,15 +273,24 @@ def test_a_newcomer_begins_with_its_own_data_in_the_next_epoch(tmp_path: Path) -
 
 
 @pytest.mark.soak
-def test_an_order_that_cannot_be_repeated_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("drawn", "This worker can't join the job. Received: other data"),
+        ("drawn checks", "The workers read different global batches"),
+    ],
+)
+def test_an_order_that_cannot_be_repeated_is_refused(
+    kind: str, message: str, tmp_path: Path
+) -> None:
     """The newcomer ends with an error, and the others continue."""
-    arguments = ["1", "drawn", "2", str(tmp_path)]
+    arguments = ["1", kind, "2", str(tmp_path)]
     with Workers(SCRIPT, 2, arguments, handover=False, deadline=120.0) as job:
         job.wait_one(1)
         job.start_again(1)
         newcomer = job.wait_one(1)
         assert newcomer.returncode == 1
-        assert "This worker can't join the job. Received: other data" in newcomer.output
+        assert message in newcomer.output
         left = job.wait_one(0)
         assert left.returncode == 0
         assert left.result[2] == 1

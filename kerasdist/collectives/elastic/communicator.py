@@ -460,6 +460,11 @@ class ElasticCommunicator(Communicator):
             self.rank, self.replicas = 1, self.replicas * 2
 
     @property
+    def has_joined(self) -> bool:
+        """Whether this process has joined the job after its start."""
+        return bool(self._hosts)
+
+    @property
     def finished(self) -> int:
         """The number of collectives that have been finished, in all groups."""
         return self._number

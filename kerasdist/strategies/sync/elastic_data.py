@@ -12,9 +12,9 @@ import tensorflow as tf
 from kerasdist._keras import ArrayData, ItemData, StepTimer
 from kerasdist._tf.marks import OWN_DATA
 from kerasdist.strategies.data.auto_shard import has_own_policy, is_by_file
-from kerasdist.strategies.data.batch_check import SameBatches
 from kerasdist.strategies.data.messages import in_elastic_job
 from kerasdist.strategies.elastic_data.arrays import ElasticArrays
+from kerasdist.strategies.elastic_data.batch_check import ElasticBatches
 from kerasdist.strategies.elastic_data.datasets import ElasticDataset
 from kerasdist.strategies.elastic_data.per_worker import ElasticOwnData
 from kerasdist.strategies.options import Options
@@ -47,7 +47,7 @@ class ElasticData(SynchronousData):
     ) -> None:
         options = dataclasses.replace(options, data="same")
         super().__init__(extended, timer, options, print_once)
-        self._same = SameBatches(self._workers, in_elastic_job)
+        self._same = ElasticBatches(self._workers, in_elastic_job)
 
     def settle_batch(self, batch: Any) -> Any:
         """See `SynchronousData.settle_batch`."""
