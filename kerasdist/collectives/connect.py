@@ -73,6 +73,11 @@ class Job:
         """Whether parameter servers connect the workers."""
         return False
 
+    @property
+    def servers(self) -> tuple[str, ...]:
+        """The names of these servers: none."""
+        return ()
+
     def close_soon(self) -> None:
         """Close from a thread of its own, when all ranks know of the failure.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Mapping
+from typing import NoReturn
 
 from kerasdist.cluster.grace import grace_seconds
 from kerasdist.errors import ClusterError
@@ -15,7 +16,8 @@ __all__ = [
     "START_VARIABLE",
     "Elasticity",
     "elasticity",
-    "refuse_elastic",
+    "refuse_asynchronous",
+    "refuse_option",
 ]
 
 ELASTIC_VARIABLE = "KERASDIST_ELASTIC"
@@ -121,14 +123,37 @@ def _number(
     return given
 
 
-def refuse_elastic(strategy: str) -> None:
-    """Refuse the environment of an elastic job, for a strategy that can't be elastic.
+def refuse_asynchronous(elastic: bool | None) -> None:
+    """Refuse elastic jobs, for asynchronous servers.
+
+    Args:
+        elastic: See `elasticity`.
 
     Raises:
-        ClusterError: `KERASDIST_ELASTIC` is "1".
+        ClusterError: The job is elastic, by the argument or by `KERASDIST_ELASTIC`.
     """
-    if os.environ.get(ELASTIC_VARIABLE) == "1":
-        raise ClusterError(
-            f"A {strategy} can't be elastic. Received: {ELASTIC_VARIABLE}='1'. Use "
-            "`RingStrategy`, or start the job without `--elastic`."
-        )
+    by_environment = elastic is None and os.environ.get(ELASTIC_VARIABLE) == "1"
+    if not (elastic is True or by_environment):
+        return
+    given = f"{ELASTIC_VARIABLE}='1'" if by_environment else "elastic=True"
+    raise ClusterError(
+        "An asynchronous ParameterServerStrategy can't be elastic: its workers "
+        f"continue without a lost one anyhow. Received: mode='async' with {given}. "
+        "Use mode='sync', or leave that out."
+    )
+
+
+def refuse_option(reason: str) -> NoReturn:
+    """Refuse an option with which an elastic job can't continue with fewer workers.
+
+    Args:
+        reason: The option and why.
+
+    Raises:
+        ValueError: Always.
+    """
+    raise ValueError(
+        "An elastic job continues without workers that are lost, which isn't possible "
+        f"with every option. Received: elastic=True with {reason}. Leave that out, or "
+        "pass elastic=False."
+    )

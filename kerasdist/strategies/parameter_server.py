@@ -9,19 +9,32 @@ import os
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 from kerasdist.cluster import Cluster, resolve
+from kerasdist.collectives.elastic.connect import connect_elastic
 from kerasdist.errors import ClusterError, ServerLost, StartupError
 from kerasdist.ps import Event, ServerClient, ServerSettings, connect_servers
 from kerasdist.ps.client.client import TRANSPORTS
+from kerasdist.ps.elastic.link import ServerLink
+from kerasdist.ps.elastic.main import run_elastic_server
 from kerasdist.ps.server.main import run_server
 from kerasdist.ps.server.server import session_name
 from kerasdist.ps.settings import MODES
 from kerasdist.strategies.asynchronous.extended import AsyncExtended
 from kerasdist.strategies.devices import check_devices
-from kerasdist.strategies.elasticity import refuse_elastic
+from kerasdist.strategies.elasticity import (
+    Elasticity,
+    elasticity,
+    refuse_asynchronous,
+    refuse_option,
+)
+from kerasdist.strategies.job import StrategyJob
 from kerasdist.strategies.options import Options
+from kerasdist.strategies.sync.elastic_extended import (
+    ElasticExtended,
+    refuse_preempted,
+)
 from kerasdist.strategies.sync.extended import SynchronousExtended
 from kerasdist.strategies.sync.strategy import DataParallelStrategy
 from kerasdist.strategies.versions import check_installed
@@ -101,6 +114,14 @@ class ParameterServerStrategy(DataParallelStrategy):
         snapshot_seconds: Seconds between two snapshots; None: not by time.
         snapshot_updates: Steps between two snapshots; None: not by number.
         restart_timeout: Seconds that workers wait for a lost server to be restarted.
+        elastic: With "sync": whether the job continues when workers or servers are
+            lost, see `RingStrategy`. One server must be left. By default the value of
+            `KERASDIST_ELASTIC`, which `kerasdist run --elastic` sets. Not with
+            data="chief".
+        min_workers: With `elastic`: with fewer workers than these the job ends, as
+            without it. By default `KERASDIST_MIN_WORKERS`, else 1.
+        start_workers: With `elastic`: the number of workers with which the job starts,
+            see `RingStrategy`.
 
     Raises:
         ClusterError: The settings are wrong, there are several workers and no
@@ -115,10 +136,11 @@ class ParameterServerStrategy(DataParallelStrategy):
         ValueError: An argument is wrong, or Keras's backend isn't TensorFlow.
 
     After any of these errors nothing is left behind. While training, a worker that dies
-    raises `WorkerLost` on all others with "sync"; with "async" the others log it and
-    continue, and a new process with its task may start at any time, waits until they
-    end an epoch of `fit`, and joins them there. A server that dies raises `ServerLost`
-    on all workers, unless it keeps snapshots and is restarted.
+    raises `WorkerLost` on all others with "sync", unless the job is elastic; with
+    "async" the others log it and continue, and a new process with its task may start at
+    any time, waits until they end an epoch of `fit`, and joins them there. A server
+    that dies raises `ServerLost` on all workers, unless it keeps snapshots and is
+    restarted, or the job is elastic and another server is left.
     """
 
     def __init__(
@@ -141,6 +163,9 @@ class ParameterServerStrategy(DataParallelStrategy):
         snapshot_seconds: float | None = 60.0,
         snapshot_updates: int | None = None,
         restart_timeout: float = 120.0,
+        elastic: bool | None = None,
+        min_workers: int | None = None,
+        start_workers: int | None = None,
     ) -> None:
         check_installed()
         if mode not in MODES:
@@ -175,33 +200,61 @@ class ParameterServerStrategy(DataParallelStrategy):
                 "mode='sync'."
             )
         place = resolve(cluster)
-        refuse_elastic("ParameterServerStrategy")
+        if mode == "async":
+            refuse_asynchronous(elastic)
+            elastic = False
+        bounds = elasticity(
+            elastic, min_workers, place.size, start_workers=start_workers
+        )
+        if bounds is not None and data == "chief":
+            refuse_option(
+                "data='chief', because the chief that has the data may be lost"
+            )
+        if bounds is not None and place.size == 1:
+            if place.rank is not None:
+                refuse_preempted()
+            bounds = None
         if place.rank is None:
             # Before TensorFlow looks for devices, which a server leaves to workers.
-            _serve(place, settings, timeouts)
+            _serve(place, settings, timeouts, bounds)
         names = check_devices(devices)
         self._events: list[Event] = []
         before = _Before(place)
+        job: StrategyJob
+        extended: Any = SynchronousExtended
         with before.explaining():
-            job = _connect(
-                place,
-                settings,
-                before.limited(timeouts),
-                transport,
-                len(names),
-                _Notes(self._events),
-            )
-        before.note(job)
+            if bounds is not None:
+                link = ServerLink(
+                    place, settings, bounds.min_workers, transport=transport
+                )
+                job = elastic_job = connect_elastic(
+                    place,
+                    timeouts=before.limited(timeouts),
+                    replicas=len(names),
+                    min_workers=bounds.min_workers,
+                    grace=bounds.grace,
+                    start_workers=bounds.start_workers,
+                    needs=("seed",),
+                    link=link,
+                )
+                before.note(elastic_job)
+                self._traffic: _Traffic = link
+                extended = ElasticExtended
+            else:
+                job = client = _connect(
+                    place,
+                    settings,
+                    before.limited(timeouts),
+                    transport,
+                    len(names),
+                    _Notes(self._events),
+                )
+                before.note(client)
+                self._traffic = client.connections
         # A worker that is alone trains as one process does.
-        shares = mode == "async" and (place.size > 1 or snapshot_dir is not None)
-        self._client = job
-        super().__init__(
-            place,
-            names,
-            job,
-            options,
-            AsyncExtended if shares else SynchronousExtended,
-        )
+        if mode == "async" and (place.size > 1 or snapshot_dir is not None):
+            extended = AsyncExtended
+        super().__init__(place, names, job, options, extended)
 
     @property
     def bytes_sent(self) -> int:
@@ -209,12 +262,12 @@ class ParameterServerStrategy(DataParallelStrategy):
 
         Those through shared memory count too.
         """
-        return self._client.connections.bytes_sent
+        return self._traffic.bytes_sent
 
     @property
     def bytes_received(self) -> int:
         """Bytes of all messages from servers to this worker so far."""
-        return self._client.connections.bytes_received
+        return self._traffic.bytes_received
 
     @property
     def events(self) -> tuple[Event, ...]:
@@ -239,6 +292,18 @@ class ParameterServerStrategy(DataParallelStrategy):
         return extended.shared.staleness
 
 
+class _Traffic(Protocol):
+    """Counts the bytes between a worker and its servers."""
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes of all requests."""
+
+    @property
+    def bytes_received(self) -> int:
+        """Bytes of all replies."""
+
+
 def _connect(
     place: Cluster,
     settings: ServerSettings,
@@ -260,8 +325,16 @@ def _connect(
     )
 
 
+class _Closable(Protocol):
+    """A worker's part in a job."""
+
+    @property
+    def closed(self) -> bool:
+        """Whether it has left the job."""
+
+
 # The newest worker's connection of this process to the servers at these addresses.
-_served: dict[tuple[str, ...], weakref.ref[ServerClient]] = {}
+_served: dict[tuple[str, ...], weakref.ref[_Closable]] = {}
 
 
 class _Before:
@@ -298,7 +371,7 @@ class _Before:
                 raise self._error("was closed, so they have ended") from error
             raise
 
-    def note(self, client: ServerClient) -> None:
+    def note(self, client: _Closable) -> None:
         """Record that a strategy has been connected."""
         if self._servers:
             _served[self._servers] = weakref.ref(client)
@@ -347,7 +420,15 @@ def _print_event(event: Event) -> None:
         )
 
 
-def _serve(place: Cluster, settings: ServerSettings, timeouts: Timeouts) -> NoReturn:
+def _serve(
+    place: Cluster,
+    settings: ServerSettings,
+    timeouts: Timeouts,
+    bounds: Elasticity | None,
+) -> NoReturn:
     """Run a server until the job is over; then end the process."""
-    run_server(place, settings, timeouts)
+    if bounds is None:
+        run_server(place, settings, timeouts)
+    else:
+        run_elastic_server(place, settings, bounds.min_workers, timeouts)
     sys.exit(0)

@@ -14,7 +14,7 @@ from kerasdist.collectives.elastic.connect import connect_elastic
 from kerasdist.errors import ClusterError
 from kerasdist.placement.plan import Plan
 from kerasdist.strategies.devices import check_devices
-from kerasdist.strategies.elasticity import elasticity
+from kerasdist.strategies.elasticity import elasticity, refuse_option
 from kerasdist.strategies.model_parallel import (
     check_mapping,
     placer_for,
@@ -298,8 +298,4 @@ def _refuse_with_elastic(transport: str, data: str, placement: Any) -> None:
     elif placement is not None:
         reason = "a placement"
     if reason is not None:
-        raise ValueError(
-            "An elastic job continues without workers that are lost, which isn't "
-            f"possible with every option. Received: elastic=True with {reason}. Leave "
-            "that out, or pass elastic=False."
-        )
+        refuse_option(reason)

@@ -36,7 +36,7 @@ else:
     import moments
     import kerasdist
     at = moments.install()
-    strategy = kerasdist.RingStrategy(timeout=100)
+    strategy = getattr(kerasdist, os.environ["STRATEGY"])(timeout=100)
     rank, scope = strategy.rank, strategy.scope
 collected = {}
 for name in names:
@@ -88,7 +88,7 @@ def counts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, int]:
     """
     folder = tmp_path_factory.mktemp("counts")
     path = folder / "numbers"
-    env = {"TESTS": SCRIPTS_PATH, "KERASDIST_ELASTIC": "1"}
+    env = {"TESTS": SCRIPTS_PATH, "KERASDIST_ELASTIC": "1", "STRATEGY": "RingStrategy"}
     with Workers(RUN, 3, args=[str(path), *CASES], env=env, deadline=900) as job:
         first, *_ = job.succeed()
     ours = pickle.loads(Path(f"{path}0").read_bytes())
@@ -131,6 +131,18 @@ def test_cases_with_lost_workers(mechanism: str, tmp_path: Path) -> None:
         for name, (rank, after) in zip(names, PLACES, strict=True)
     ]
     ours = lossy_job(RUN, 4, faults, tmp_path / "numbers", args=names)
+    fail_on(differences(ours, plain(names, tmp_path)))
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("mechanism", MECHANISMS)
+def test_cases_with_lost_workers_and_servers(mechanism: str, tmp_path: Path) -> None:
+    names = MECHANISMS[mechanism]
+    faults = [
+        Fault(rank=rank, at=name, after=after)
+        for name, (rank, after) in zip(names, PLACES, strict=True)
+    ]
+    ours = lossy_job(RUN, 4, faults, tmp_path / "numbers", args=names, servers=2)
     fail_on(differences(ours, plain(names, tmp_path)))
 
 

@@ -25,7 +25,8 @@ from keras import layers
 lost = json.loads(sys.argv[1])  # by rank: the event at which it is killed
 strategy = None
 if sys.argv[2:] != ["alone"]:
-    strategy = kerasdist.RingStrategy(elastic=True, timeout=60)
+    create = getattr(kerasdist, os.environ.get("STRATEGY", "RingStrategy"))
+    strategy = create(elastic=True, timeout=60)
 rank = 0 if strategy is None else strategy.rank
 rng = np.random.default_rng(0)
 x = rng.normal(size=(70, 6)).astype("float32")
@@ -99,25 +100,33 @@ def alone():
     return finished.result
 
 
+SERVERS = {"STRATEGY": "ParameterServerStrategy"}
+
+
 @pytest.mark.parametrize(
-    ("size", "lost", "steps"),
+    ("size", "lost", "steps", "servers"),
     [
         # An epoch has 5 steps, 3 of the validation, and its end.
-        pytest.param(3, {1: ["train", 3]}, 1, marks=pytest.mark.soak),
-        pytest.param(3, {0: ["train", 1]}, 1, marks=pytest.mark.soak),
-        (3, {2: ["test", 7]}, 1),
-        (3, {0: ["epoch", 9], 1: ["train", 12]}, 1),
-        pytest.param(2, {1: ["train", 14]}, 1, marks=pytest.mark.soak),
-        (3, {1: ["predict", 2]}, 1),
-        (3, {2: ["train", 2]}, 4),
+        pytest.param(3, {1: ["train", 3]}, 1, 0, marks=pytest.mark.soak),
+        pytest.param(3, {0: ["train", 1]}, 1, 0, marks=pytest.mark.soak),
+        (3, {2: ["test", 7]}, 1, 0),
+        (3, {0: ["epoch", 9], 1: ["train", 12]}, 1, 0),
+        pytest.param(2, {1: ["train", 14]}, 1, 0, marks=pytest.mark.soak),
+        (3, {1: ["predict", 2]}, 1, 0),
+        (3, {2: ["train", 2]}, 4, 0),
+        (3, {0: ["train", 3], 1: ["test", 16]}, 1, 2),
+        pytest.param(3, {2: ["test", 7]}, 1, 2, marks=pytest.mark.soak),
+        pytest.param(2, {0: ["epoch", 9]}, 1, 1, marks=pytest.mark.soak),
     ],
     ids=lambda value: str(value).replace(" ", ""),
 )
-def test_the_others_have_the_numbers_of_one_process(alone, size, lost, steps):
+def test_the_others_have_the_numbers_of_one_process(alone, size, lost, steps, servers):
     args = [json.dumps({str(rank): event for rank, event in lost.items()})]
-    env = {"STEPS": str(steps)}
-    with Workers(SCRIPT, size, args, env, deadline=200) as job:
-        ended = job.wait()
+    env = {"STEPS": str(steps), **(SERVERS if servers else {})}
+    with Workers(SCRIPT, size, args, env, deadline=200, servers=servers) as job:
+        finished = job.wait()
+    ended = finished[:size]
+    assert [f.returncode for f in finished[size:]] == [0] * servers
     assert [f.rank for f in ended if f.returncode == -9] == sorted(lost)
     left = [f for f in ended if f.rank not in lost]
     assert [f.returncode for f in left] == [0] * len(left), [f.output for f in left]
@@ -129,6 +138,34 @@ def test_the_others_have_the_numbers_of_one_process(alone, size, lost, steps):
             assert found[name] == pytest.approx(alone[name], rel=1e-4, abs=1e-5), name
         for name, values in alone["history"].items():
             assert found["history"][name] == pytest.approx(values, rel=1e-5), name
+
+
+def test_a_lost_server_changes_no_number(alone):
+    script = SCRIPT.replace(
+        "    def on_epoch_end(",
+        """    def on_train_batch_end(self, batch, logs=None):
+        import time
+        if Killed.count == 3:
+            print("GOING", flush=True)
+            for _ in range(3000):  # until the other server is used alone
+                if strategy.communicator.epoch:
+                    break
+                strategy.communicator.barrier()
+                time.sleep(0.01)
+
+    def on_epoch_end(""",
+    )
+    with Workers(script, 2, ["{}"], SERVERS, deadline=200, servers=2) as job:
+        for rank in (0, 1):
+            job.wait_for_line(rank, "GOING")
+        job.kill(3)
+        left = [job.wait_one(rank) for rank in (0, 1, 2)]
+    assert [f.returncode for f in left] == [0, 0, 0], [f.output for f in left]
+    for found in (f.result for f in left[:2]):
+        assert found["size"] == 2
+        assert found["weights"] == pytest.approx(alone["weights"], rel=1e-4, abs=1e-5)
+    assert "kerasdist: server 1 (" in left[0].output
+    assert left[0].result["digest"] == left[1].result["digest"]
 
 
 @pytest.mark.parametrize(("step", "missing"), [(12, 5), (13, 0)])

@@ -22,7 +22,8 @@ import kerasdist
 victim, kind, size, folder = sys.argv[1:5]
 victim, size = int(victim), int(size)
 alone = "TF_CONFIG" not in os.environ
-strategy = kerasdist.RingStrategy(
+create = getattr(kerasdist, os.environ.get("STRATEGY", "RingStrategy"))
+strategy = create(
     elastic=True, startup_timeout=60, shard="off" if kind == "own" else "rows"
 )
 me = int(json.loads(os.environ["TF_CONFIG"])["task"]["index"]) if not alone else 0
@@ -198,15 +199,21 @@ def undisturbed(kind: str, folder: Path) -> Any:
         return job.succeed()[0].result
 
 
-def joined(kind: str, victim: int, folder: Path) -> list[Any]:
+def joined(kind: str, victim: int, folder: Path, servers: int = 0) -> list[Any]:
     """Return the results of two workers, of which one was lost and started again."""
     arguments = [str(victim), kind, "2", str(folder)]
-    with Workers(SCRIPT, 2, arguments, handover=False, deadline=120.0) as job:
+    env = {"STRATEGY": "ParameterServerStrategy"} if servers else {}
+    with Workers(
+        *(SCRIPT, 2, arguments, env),
+        handover=False,
+        deadline=120.0,
+        servers=servers,
+    ) as job:
         assert job.wait_one(victim).returncode == -signal.SIGKILL
         if "twice" in kind:
             job.wait_for_line(1 - victim, "SECOND")
         job.start_again(victim)
-        return [each.result for each in job.succeed()]
+        return [each.result for each in job.succeed()[:2]]
 
 
 def assert_close(found: Any, expected: Any) -> None:
@@ -257,6 +264,19 @@ def test_the_numbers_are_those_of_one_process(
         steps = {each["pid"] for each in events if each.get("cat") == "step"}
         assert len(steps) == 2
         assert list((tmp_path / "scaling").iterdir())
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(("victim", "servers"), [(0, 2), (1, 1)])
+def test_a_worker_joins_through_servers(
+    victim: int, servers: int, tmp_path: Path
+) -> None:
+    expected = undisturbed("arrays", tmp_path / "alone")
+    results = joined("arrays", victim, tmp_path, servers)
+    for found in results:
+        assert found[2:4] == [2, expected[3]]
+        assert_close(found[:2], expected[:2])
+    assert results[0] == results[1]
 
 
 def test_a_newcomer_begins_with_its_own_data_in_the_next_epoch(tmp_path: Path) -> None:

@@ -43,7 +43,7 @@ else:
     from moments import happen
     moments.install()
     happen("start")
-    strategy = kerasdist.RingStrategy(timeout=100)
+    strategy = getattr(kerasdist, os.environ["STRATEGY"])(timeout=100)
     happen("strategy")
     rank, scope = strategy.rank, strategy.scope
 
@@ -291,11 +291,12 @@ def plain(options: dict[str, Any], folder: Path) -> Any:
     return _plain[key]
 
 
-def run(job: Job, folder: Path) -> dict[str, Any]:
+def run(job: Job, folder: Path, servers: int = 0) -> dict[str, Any]:
     """Run a job, and compare it with one process; return its numbers."""
     size, faults, options = job
     env = {"OPTIONS": json.dumps(options)}
-    ours = lossy_job(RUN, size, faults, folder / "numbers", env=env)
+    path = folder / "numbers"
+    ours = lossy_job(RUN, size, faults, path, env=env, servers=servers)
     for epoch, used in enumerate(ours["used"]):
         assert used.tolist() == [epoch + 1.0] * SAMPLES, f"epoch {epoch}"
     for counts in ours["log seen"]:
@@ -329,6 +330,12 @@ SOME = ("during_the_change",)
 )
 def test_lost_at_a_moment(name: str, tmp_path: Path) -> None:
     run(MOMENTS[name], tmp_path)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", MOMENTS)
+def test_lost_at_a_moment_with_servers(name: str, tmp_path: Path) -> None:
+    run(MOMENTS[name], tmp_path, servers=2)
 
 
 @pytest.mark.soak

@@ -108,9 +108,25 @@ def test_what_cannot_change_is_refused(options: dict[str, Any], text: str) -> No
         kerasdist.RingStrategy(elastic=True, **options)
 
 
-def test_other_strategies_refuse_the_environment(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_asynchronous_servers_refuse_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ClusterError, match=r"can't be elastic.*with elastic=True"):
+        kerasdist.ParameterServerStrategy(mode="async", elastic=True)
     monkeypatch.setenv("KERASDIST_ELASTIC", "1")
-    with pytest.raises(ClusterError, match="can't be elastic"):
-        kerasdist.ParameterServerStrategy(mode="sync")
+    with pytest.raises(ClusterError, match=r"can't be elastic.*KERASDIST_ELASTIC='1'"):
+        kerasdist.ParameterServerStrategy(mode="async")
+    with pytest.raises(ValueError, match="min_workers=2 without elastic=True"):
+        kerasdist.ParameterServerStrategy(mode="async", min_workers=2, elastic=False)
+
+
+def test_servers_refuse_the_data_of_a_chief_that_may_be_lost() -> None:
+    with pytest.raises(ValueError, match="elastic=True with data='chief'"):
+        kerasdist.ParameterServerStrategy(elastic=True, data="chief")
+
+
+def test_several_workers_need_a_server() -> None:
+    cluster = {
+        "cluster": {"worker": ["127.0.0.1:1", "127.0.0.1:2"]},
+        "task": {"type": "worker", "index": 0},
+    }
+    with pytest.raises(ClusterError, match="--elastic -n 2 --ps 1"):
+        kerasdist.ParameterServerStrategy(elastic=True, cluster=cluster)

@@ -31,6 +31,7 @@ def lossy_job(
     args: Sequence[str] = (),
     env: Mapping[str, str | None] | None = None,
     deadline: float = 120.0,
+    servers: int = 0,
 ) -> dict[str, Any]:
     """Run a job, of which some workers are lost; return the survivors' numbers.
 
@@ -46,6 +47,7 @@ def lossy_job(
         args: More arguments of the script.
         env: Environment variables on top.
         deadline: Seconds until the job must have ended.
+        servers: How many parameter servers; the script must use `STRATEGY` then.
     """
     lost = {fault.rank: fault.signum for fault in faults}
     survivors = [rank for rank in range(size) if rank not in lost]
@@ -59,9 +61,11 @@ def lossy_job(
             "TESTS": SCRIPTS_PATH,
             "FAULTS": dumps(faults),
             "KERASDIST_ELASTIC": "1",
+            "STRATEGY": "ParameterServerStrategy" if servers else "RingStrategy",
             **(env or {}),
         },
         deadline=deadline,
+        servers=servers,
     ) as job:
         for rank in survivors:
             assert job.wait_one(rank).returncode == 0, f"rank {rank}"
@@ -74,6 +78,8 @@ def lossy_job(
                 code = job.wait_one(rank, _END).returncode
                 assert code == -signum, f"rank {rank} wasn't lost"
             assert not Path(f"{path}{rank}").exists(), f"rank {rank} has finished"
+        for server in range(size, size + servers):
+            assert job.wait_one(server, _END).returncode == 0, f"server {server - size}"
         for address in job.addresses:
             host, port = address.split(":")
             with socket.socket() as probe:

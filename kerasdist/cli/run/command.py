@@ -139,7 +139,7 @@ def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
     size = _number("-n", arguments.size, 1, faults)
     servers = _number("--ps", arguments.servers, 0, faults)
     number = functools.partial(_number, faults=faults)
-    elastic = elastic_options.read_options(arguments, size, servers, number, faults)
+    elastic = elastic_options.read_options(arguments, size, number, faults)
     command = _command(arguments, faults)
     log_dir = None if arguments.log_dir is None else Path(arguments.log_dir)
     if log_dir is not None:

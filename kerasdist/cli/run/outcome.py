@@ -270,6 +270,11 @@ class JobOutcome:
             each.lost and not each.task.is_server for each in running
         )
 
+    @property
+    def only_servers_running(self) -> bool:
+        """Whether only servers run that wait for workers: in elastic jobs only."""
+        return False
+
     # The end.
 
     @property

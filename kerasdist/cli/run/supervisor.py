@@ -171,6 +171,12 @@ class JobSupervisor:
                     if not self._plan or self._lets_leave:
                         self._lets_leave = False
                         self._plan_to_end(0.0, _TERM_TO_KILL)
+                elif self._outcome.only_servers_running and (
+                    not self._plan or self._lets_leave
+                ):
+                    # They end by themselves, unless they wait for workers.
+                    self._lets_leave = False
+                    self._plan_to_end(_LET_LOST_END, _LET_LOST_END + _TERM_TO_KILL)
                 elif self._outcome.only_lost_workers_running and not self._plan:
                     # Frozen, or busy with results that no task needs any more.
                     self._plan_to_end(_LET_LOST_END, _LET_LOST_END + _TERM_TO_KILL)
@@ -277,6 +283,9 @@ class JobSupervisor:
         for worker in self._tasks:
             if worker.code is None:
                 worker.ended_by_us = True
+                # Servers end after their workers, which may still need them.
+                if worker.task.is_server:
+                    continue
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(worker.process.pid, signal.SIGTERM)
 

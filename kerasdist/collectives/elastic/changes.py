@@ -41,6 +41,7 @@ def differences(
     after: Sequence[Member],
     name: Callable[[Member], str],
     preempted: Sequence[Member] = (),
+    servers: tuple[Sequence[str], Sequence[str]] = ((), ()),
 ) -> str:
     """Return in words which members were lost, have left, and were added.
 
@@ -49,16 +50,22 @@ def differences(
         after: Those after it.
         name: Returns the name of a member.
         preempted: Those that leave as they have announced.
+        servers: The names of the servers before and after the change.
     """
     missing = [each for each in before if each not in after]
+    earlier, later = servers
+    lost = [name(each) for each in missing if each not in preempted]
+    lost += [server for server in earlier if server not in later]
+    added = [name(each) for each in after if each not in before]
+    if earlier:  # else this worker was alone, and didn't know the servers
+        added += [server for server in later if server not in earlier]
     parts = [
-        f"{', '.join(name(member) for member in members)} "
-        f"{'were' if len(members) > 1 else 'was'} {verb}"
-        for members, verb in (
-            ([each for each in missing if each not in preempted], "lost"),
-            ([each for each in missing if each in preempted], "preempted, and left"),
-            ([each for each in after if each not in before], "added"),
+        f"{', '.join(names)} {'were' if len(names) > 1 else 'was'} {verb}"
+        for names, verb in (
+            (lost, "lost"),
+            ([name(e) for e in missing if e in preempted], "preempted, and left"),
+            (added, "added"),
         )
-        if members
+        if names
     ]
     return " and ".join(parts) or "connections between the workers were lost"

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from kerasdist import errors
 from kerasdist.collectives.elastic.groups import Group
+from kerasdist.collectives.elastic.link import BROKEN
 from kerasdist.transport.liveness.announcements import Outcome
 
 __all__ = ["ElasticChiefActions"]
@@ -66,5 +66,5 @@ class ElasticChiefActions:
                 return Outcome(kind="mine")
             try:
                 return announcements.wait(topic)
-            except (errors.WorkerLost, errors.TransportClosed):
+            except BROKEN:
                 group = self._group(group.epoch)

@@ -25,6 +25,7 @@ from kerasdist import errors
 from kerasdist.collectives.communicator import Communicator
 from kerasdist.collectives.elastic.changes import Change
 from kerasdist.collectives.elastic.groups import Group, Result
+from kerasdist.collectives.elastic.link import BROKEN
 from kerasdist.collectives.failures import copy_to_raise
 from kerasdist.collectives.ops import Array
 from kerasdist.transport.base import Peer
@@ -398,7 +399,7 @@ class ElasticCommunicator(Communicator):
         """Run a collective; return None if it has to be repeated."""
         try:
             result = function(group.communicator)
-        except (errors.WorkerLost, errors.TransportClosed) as error:
+        except BROKEN as error:
             with self._changed:
                 suspended = self._next is not group
             if not suspended:

@@ -23,6 +23,7 @@ from kerasdist.cluster import Cluster
 from kerasdist.collectives.elastic.groups import Connector
 from kerasdist.collectives.elastic.job import ElasticJob
 from kerasdist.collectives.elastic.lines import Lines
+from kerasdist.collectives.elastic.link import Link, WorkerLink, elastic_timeouts
 from kerasdist.collectives.elastic.startup import Startup
 from kerasdist.transport.deadline import Deadline
 from kerasdist.transport.liveness.ended_tasks import EndedTasks
@@ -33,8 +34,6 @@ from kerasdist.transport.wire.secret import job_secret
 
 __all__ = ["connect_elastic"]
 
-# Seconds of silence after which a worker is lost, at most.
-_MOST_HEARTBEAT = 5.0
 # Seconds between two questions of a worker that waits for the job to run.
 _AGAIN_SECONDS = 0.3
 # Seconds for finding the others, if they have started without this worker.
@@ -56,6 +55,7 @@ def connect_elastic(
     start_workers: int | None = None,
     grace: float = 30.0,
     needs: tuple[str, ...] = (),
+    link: Link | None = None,
 ) -> ElasticJob:
     """Connect the workers of the cluster, to continue without those that are lost.
 
@@ -73,14 +73,13 @@ def connect_elastic(
             the others join later. None: all of them.
         grace: Seconds from SIGTERM until the platform kills a process.
         needs: The names of the facts that a worker needs which joins later.
+        link: Connects the members of each epoch; by default directly, with the
+            transport, settings and host that are given.
 
     Raises:
         As `connect`. After an exception nothing is left open.
     """
-    timeouts = timeouts or Timeouts()
-    timeouts = dataclasses.replace(
-        timeouts, heartbeat=min(timeouts.heartbeat, _MOST_HEARTBEAT)
-    )
+    timeouts = elastic_timeouts(timeouts or Timeouts())
     rank = cluster.rank or 0
     size = cluster.size if start_workers is None else start_workers
     connector = Connector(
@@ -88,11 +87,14 @@ def connect_elastic(
         cluster=cluster,
         addresses=dict(enumerate(cluster.workers)),
         session=_name(cluster),
-        transport=transport,
+        link=link
+        or WorkerLink(
+            transport=transport,
+            settings={"elastic": min_workers, "start": size, **(settings or {})},
+            host=host,
+        ),
         timeouts=timeouts,
         replicas=replicas,
-        settings={"elastic": min_workers, "start": size, **(settings or {})},
-        host=host,
     )
     secret = job_secret(cluster.workers, os.environ)
     members = tuple(Member(number) for number in range(size))

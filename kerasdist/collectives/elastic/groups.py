@@ -5,14 +5,14 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import numpy as np
 
 from kerasdist import errors
 from kerasdist.cluster import Cluster
 from kerasdist.collectives.communicator import Communicator
-from kerasdist.collectives.connect import Job, connect
+from kerasdist.collectives.connect import connect
+from kerasdist.collectives.elastic.link import Connected, Link
 from kerasdist.collectives.ops import Array
 from kerasdist.transport.cancellation import Cancellation
 from kerasdist.transport.membership.epochs import Decision, Member
@@ -46,7 +46,7 @@ class Group:
 
     epoch: int
     members: tuple[Member, ...]
-    job: Job
+    job: Connected
 
     @property
     def communicator(self) -> Communicator:
@@ -69,22 +69,18 @@ class Connector:
         cluster: The cluster of the job.
         addresses: Each task's address, by the member's id.
         session: The name of the job, the same on all members.
-        transport: See `connect`.
-        timeouts: See `connect`.
+        link: See `Link`.
+        timeouts: The time limits of the first epoch.
         replicas: Number of this worker's replicas.
-        settings: See `connect`.
-        host: See `connect`.
     """
 
     me: Member
     cluster: Cluster
     addresses: Mapping[int, str]
     session: str
-    transport: str
+    link: Link
     timeouts: Timeouts
     replicas: int
-    settings: dict[str, Any]
-    host: str | None
 
     def alone(self) -> Group:
         """Return the group of this worker alone, which isn't an epoch's."""
@@ -109,7 +105,7 @@ class Connector:
             stop: When another thread sets it, the call ends with `Aborted`.
 
         Raises:
-            As `connect`.
+            As `Link.connect`.
         """
         members = decision.epoch.members
         cluster = dataclasses.replace(
@@ -118,14 +114,12 @@ class Connector:
             size=len(members),
             workers=tuple(self.addresses[member.id] for member in members),
         )
-        job = connect(
+        job = self.link.connect(
             cluster,
-            transport=self.transport,
+            decision.epoch.number,
+            name=f"{self.session}.{decision.epoch.number}",
             timeouts=timeouts,
             replicas=self.replicas,
-            settings=self.settings,
-            host=self.host,
-            name=f"{self.session}.{decision.epoch.number}",
             watch=watch,
             stop=stop,
         )

@@ -16,6 +16,7 @@ from kerasdist.collectives.elastic.communicator import ElasticCommunicator
 from kerasdist.collectives.elastic.groups import Connector, Group, catch_up
 from kerasdist.collectives.elastic.leaving import Leaving
 from kerasdist.collectives.elastic.lines import Lines
+from kerasdist.collectives.elastic.link import CannotConnect
 from kerasdist.collectives.elastic.startup import Startup
 from kerasdist.collectives.elastic.termination import Termination
 from kerasdist.transport.base import Peer
@@ -71,9 +72,8 @@ class ElasticJob:
         excluded: Whether the others have started without this worker.
         timeouts: The timeouts as given.
         leaving: The members that leave the job.
+        has_servers: Whether parameter servers connect the workers.
     """
-
-    has_servers = False
 
     def __init__(
         self,
@@ -91,6 +91,7 @@ class ElasticJob:
         self.transport = group.job.transport
         self.timeouts = connector.timeouts
         self._lines = lines
+        self.has_servers = connector.link.has_servers
         self._connector = connector
         self._listener = listener
         self._lock = threading.Lock()
@@ -104,6 +105,7 @@ class ElasticJob:
         self.excluded = False
         self._began = 0.0
         self._lost: errors.WorkerLost | None = None
+        self._lost_server: errors.ServerLost | None = None
         self._closed = False
         peers = {
             member_id: Peer(member_id, address)
@@ -167,6 +169,11 @@ class ElasticJob:
     def name(self) -> str:
         """The name of the job in this script, whatever the workers."""
         return self._connector.session.partition(".")[2]
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._closed
 
     @property
     def replicas(self) -> tuple[int, ...]:
@@ -261,6 +268,8 @@ class ElasticJob:
             self._lost = errors.WorkerLost(
                 member.id, error.host, self.communicator.step, error.reason
             )
+        elif isinstance(error, errors.ServerLost):
+            self._lost_server = error
 
     def _change(
         self, decision: Decision, connecting: _Connecting, agreed: float
@@ -280,6 +289,10 @@ class ElasticJob:
                 connecting.stop,
             )
             fetched = catch_up(group, decision, self.communicator.last)
+        except CannotConnect as end:
+            if not connecting.ended:
+                self.communicator.stop(end.error)
+            return
         except Exception as error:
             if group is not None:
                 group.job.close()
@@ -351,9 +364,11 @@ class ElasticJob:
     def _describe(
         self, old: Group, group: Group, pause: float, agreed: float
     ) -> Change:
-        error, self._lost = self._lost, None
+        error = self._lost or self._lost_server
+        self._lost = self._lost_server = None
         left = [each for each in old.members if each.id in self.leaving.ids]
-        what = differences(old.members, group.members, self._name_of, left)
+        servers = old.job.servers, group.job.servers
+        what = differences(old.members, group.members, self._name_of, left, servers)
         lost = set(old.members) - {*group.members, *left}
         reason = "" if error is None or (left and not lost) else f": {error.reason}"
         count = len(group.members)
@@ -387,6 +402,7 @@ class ElasticJob:
             group, thread = self._group, self._thread
         if self.leaving.termination is not None:
             self.leaving.termination.release()
+        self._connector.link.leave(group.job, error)
         self.communicator.close()
         self._agreement.close()
         group.job.close(error)

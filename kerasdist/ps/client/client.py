@@ -311,6 +311,18 @@ class ServerClient(ControlRequests):
             self.connections.abort()
         return error
 
+    def abandon(self, error: errors.CollectiveError) -> None:
+        """End all waits of this worker at once; servers aren't informed. Doesn't wait.
+
+        Args:
+            error: The failure from now on, if there is none yet.
+        """
+        with self._changed:
+            self._failing = self._failing or error
+            self._failure = self._failure or self._failing
+            self._changed.notify_all()
+        self.connections.abort()
+
     # The end.
 
     def close(

@@ -19,6 +19,7 @@ from kerasdist.ps.membership import Event, WorkerRecord
 from kerasdist.ps.server.handler import RequestHandler
 from kerasdist.ps.server.server import session_name
 from kerasdist.ps.settings import ServerSettings
+from kerasdist.transport.cancellation import Cancellation
 from kerasdist.transport.log import background_log
 from kerasdist.transport.rendezvous.member import host_key
 from kerasdist.transport.timeouts import Timeouts
@@ -39,6 +40,8 @@ def connect_servers(
     on_table: Callable[[Layout], None] | None = None,
     gate: bool = False,
     host: str | None = None,
+    session: str | None = None,
+    stop: Cancellation | None = None,
 ) -> ServerClient:
     """Connect a worker to all servers of its job; wait until all workers are connected.
 
@@ -58,6 +61,8 @@ def connect_servers(
         gate: Whether a worker that starts later joins at an epoch's end, see
             `kerasdist.ps.server.join`; else the others wait for it at once.
         host: Overrides `host_key()`, for tests.
+        session: The session of an elastic job's epoch; by default `session_name`.
+        stop: When another thread sets it, the call ends with `Aborted`.
 
     Raises:
         ValueError: Unknown transport.
@@ -114,22 +119,27 @@ def connect_servers(
                 server,
                 worker,
                 host or host_key(),
-                session_name(cluster),
+                session or session_name(cluster),
                 secret,
                 settings,
                 timeouts,
                 heartbeat,
                 client,
                 transport,
+                stop,
             )
             first = rosters[0] if rosters else None
             joining = None if first is None else first.joining
+            if session is not None:
+                # A failure that an earlier server reports ends the wait for this one.
+                client.connections.add(connection)
             try:
                 rosters.append(connection.open(met, gate=gate, joining=joining))
             finally:
                 if connection.unreachable:
                     cause = errors.ServerLost(index, server, 0, connection.unreachable)
-            client.connections.add(connection)
+            if session is None:
+                client.connections.add(connection)
             met = rosters[0].met
         client.start(rosters[0])
         resumed = any(each.resumed for each in rosters)

@@ -24,7 +24,7 @@ from kerasdist.ps.client.connection import (
 from kerasdist.ps.client.job import Job
 from kerasdist.ps.membership import WorkerRecord
 from kerasdist.ps.server.handler import Goodbye
-from kerasdist.ps.server.registration import PURPOSE
+from kerasdist.ps.server.registration import PURPOSE, missing_from_json
 from kerasdist.ps.settings import ServerSettings
 from kerasdist.transport.base import Aborted
 from kerasdist.transport.cancellation import Cancellation
@@ -56,6 +56,7 @@ class NetworkConnection(ServerConnection):
         heartbeat: Watches the control connections of this worker.
         job: This worker's part in the job.
         transport: "auto" or "tcp".
+        stop: When it is set, by `abort` or another thread, waits for the server end.
     """
 
     def __init__(
@@ -71,6 +72,7 @@ class NetworkConnection(ServerConnection):
         heartbeat: Heartbeat,
         job: Job,
         transport: str,
+        stop: Cancellation | None = None,
     ) -> None:
         super().__init__(job, timeouts)
         self.index = index
@@ -84,10 +86,12 @@ class NetworkConnection(ServerConnection):
         self._transport = transport
         self._channel: SocketChannel | None = None
         self._reason = ""
-        self._stop = Cancellation()
+        self._stop = stop or Cancellation()
         self._reviver: threading.Thread | None = None
         # Why it couldn't be reached; empty if it could.
         self.unreachable = ""
+        # The workers for which it has refused this one, with the reasons.
+        self._missing: dict[int, str] = {}
 
     def __str__(self) -> str:
         """Return its name, for instance `server 1 (10.0.0.9:2222)`."""
@@ -144,6 +148,7 @@ class NetworkConnection(ServerConnection):
                 with stop.bound(found.sock):
                     kind, answer = found.read_json(patience)
                 if kind is FrameType.REFUSAL:
+                    self._missing = missing_from_json(answer.get("missing"))
                     raise errors.StartupError(str(answer.get("message")))
                 if kind is not FrameType.ROSTER:
                     raise unexpected(kind)
@@ -191,9 +196,10 @@ class NetworkConnection(ServerConnection):
                 *(attempt, deadline, self.index, self.address, self._stop), "Server"
             )
         except errors.StartupError as error:
-            # A refusal is the server's own message, and names no task as missing.
+            # A refusal is the server's own message. Unless that lists them, it names no
+            # task as missing.
             self.unreachable = error.missing.get(self.index, "")
-            error.missing = {}
+            error.missing = self._missing
             raise
         if found is None:
             raise Aborted

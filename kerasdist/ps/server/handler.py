@@ -118,6 +118,7 @@ class RequestHandler:
         on_split: Called with each server's share of a step of a "sync" job, when its
             first step is finished.
         server_lost: Another server without which a worker couldn't go on, or None.
+        logs: Whether it logs the losses of workers.
 
     Raises:
         SnapshotError: There is a snapshot that can't be used.
@@ -137,6 +138,7 @@ class RequestHandler:
         self.settings = settings
         self.events: list[Event] = []
         self.server_lost: errors.ServerLost | None = None
+        self.logs = True
         self._timeouts = timeouts
         self.on_split: Callable[[list[Load]], None] | None = None
         self._requests = 0
@@ -164,7 +166,7 @@ class RequestHandler:
         if event.kind in ("lost", "finished"):
             self.tables.drop(event.rank)
             self.collectives.forget(event.rank)
-        if event.kind == "lost":
+        if event.kind == "lost" and self.logs:
             background_log.log(
                 logging.WARNING,
                 "kerasdist: rank %d (%s) was lost at step %d: %s.",

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from kerasdist import errors
@@ -21,7 +21,14 @@ from kerasdist.transport.connection import Connection
 from kerasdist.transport.deadline import Deadline
 from kerasdist.transport.wire.framing import FrameType
 
-__all__ = ["GOODBYE_SECONDS", "LOOK_SECONDS", "PURPOSE", "RETURN_SECONDS", "Registrar"]
+__all__ = [
+    "GOODBYE_SECONDS",
+    "LOOK_SECONDS",
+    "PURPOSE",
+    "RETURN_SECONDS",
+    "Registrar",
+    "missing_from_json",
+]
 
 PURPOSE = "server"
 # Seconds during which arriving workers are refused because the job has failed.
@@ -48,6 +55,8 @@ class Registrar:
         stop: Set when the server ends.
         last_received: Returns the time of a worker's last frame (monotonic); None: it
             has no connection.
+        once: Whether each worker connects at most once: one whose connection ends at
+            the start isn't waited for, and refusals list the workers that are missing.
     """
 
     def __init__(
@@ -58,7 +67,10 @@ class Registrar:
         take: Callable[[float], Sequence[Arrival]],
         stop: threading.Event,
         last_received: Callable[[WorkerRecord], float | None],
+        *,
+        once: bool = False,
     ) -> None:
+        self._once = once
         self._handler = handler
         self._address = address
         self._workers = workers
@@ -98,9 +110,16 @@ class Registrar:
                 error = self._dismiss(errors.StartupError(self._different))
                 self._turn_away(str(error))
                 raise error
-            for rank, (_, connection) in list(self._pending.items()):
-                if connection.ended:
-                    self._pending.pop(rank)[1].close()
+            ended = [
+                (rank, connection)
+                for rank, (_, connection) in self._pending.items()
+                if connection.ended
+            ]
+            for rank, connection in ended:
+                del self._pending[rank]
+                connection.close()
+            if ended and self._once:
+                raise self._lost(ended[0][0])
         pending, self._pending = list(self._pending.values()), {}
         for worker, _ in pending:
             self._handler.membership.enter(worker, None)
@@ -137,10 +156,20 @@ class Registrar:
             )
         )
 
+    def _lost(self, rank: int) -> errors.StartupError:
+        reason = "its connection ended before all workers were connected"
+        return self._dismiss(
+            errors.StartupError(
+                f"Rank {rank} ({self._workers[rank]}) was lost: {reason}.",
+                {rank: reason},
+            )
+        )
+
     def _dismiss(self, error: errors.StartupError) -> errors.StartupError:
         """Refuse all connected workers, with the reason why the job doesn't begin."""
+        missing = error.missing if self._once else {}
         for _, connection in self._pending.values():
-            _refuse(connection, str(error))
+            _refuse(connection, str(error), missing)
         self._pending.clear()
         return error
 
@@ -381,8 +410,19 @@ class Registrar:
             connection.close()
 
 
-def _refuse(connection: Connection, message: str) -> None:
+def missing_from_json(value: object) -> dict[int, str]:
+    """Return the missing workers that a refusal lists, with the reasons."""
+    if not isinstance(value, dict):
+        return {}
+    return {int(rank): str(why) for rank, why in value.items() if str(rank).isdecimal()}
+
+
+def _refuse(
+    connection: Connection, message: str, missing: Mapping[int, str] | None = None
+) -> None:
     with contextlib.suppress(OSError):
-        answer = {"message": message}
+        answer: dict[str, Any] = {"message": message}
+        if missing:
+            answer["missing"] = dict(missing)
         connection.write_json(FrameType.REFUSAL, answer, Deadline(_ANSWER_SECONDS))
     connection.close()

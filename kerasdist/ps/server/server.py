@@ -84,6 +84,8 @@ class ParameterServer:
         on_start: Called when all workers are connected, before the job begins; at a
             server that continues from a snapshot, at once.
         host: Overrides `host_key()`, for tests.
+        session: Of an epoch of an elastic job: the name of its session. Its workers
+            live, and connect once.
 
     Attributes:
         index: Index among the servers.
@@ -107,6 +109,7 @@ class ParameterServer:
         on_table: Callable[[Layout], None] | None = None,
         on_start: Callable[[], None] | None = None,
         host: str | None = None,
+        session: str | None = None,
     ) -> None:
         if cluster.task_type != "ps":
             raise ValueError(
@@ -118,7 +121,7 @@ class ParameterServer:
         self._settings = settings
         self._timeouts = timeouts or Timeouts()
         self._host = host or host_key()
-        self._session = session_name(cluster)
+        self._session = session or session_name(cluster)
         self._incarnation = secrets.token_hex(8)
         self._stop = threading.Event()
         self._serving: dict[str, tuple[SocketChannel, threading.Thread]] = {}
@@ -135,6 +138,7 @@ class ParameterServer:
         self._registrar = Registrar(
             *(self.handler, self.address, cluster.workers, self._take, self._stop),
             last_received=lambda worker: self._control.last_received(worker),
+            once=session is not None,
         )
         patience = self._timeouts.startup
         try:
@@ -165,9 +169,12 @@ class ParameterServer:
             stats = self.handler.stats()
         finally:
             self.close()
+        return {**stats, **self.traffic()}
+
+    def traffic(self) -> dict[str, int]:
+        """Return "bytes_received" and "bytes_sent", as `serve`."""
         with self._lock:
             return {
-                **stats,
                 "bytes_received": self._bytes_received,
                 "bytes_sent": self._bytes_sent,
             }

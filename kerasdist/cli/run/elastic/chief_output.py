@@ -16,7 +16,7 @@ _MOST_KEPT = 64 * 1024
 
 
 class RoleLines:
-    """Cuts one worker's output as its present role requires: see `LineTagger`.
+    """Cuts one task's output as its present role requires: see `LineTagger`.
 
     Only the pump's thread calls its methods. They get the monotonic time in seconds.
 
@@ -104,8 +104,10 @@ class ChiefOutput:
         self._lines: dict[int, RoleLines] = {}  # by rank
 
     def lines_of(self, task: Task) -> RoleLines:
-        """Return what cuts the output of a worker that is being started."""
+        """Return what cuts the output of a task that is being started."""
         tag = f"[{task.tag}] ".encode() if self._tagged else None
+        if task.is_server:
+            return RoleLines(tag, is_chief=False)
         lines = RoleLines(tag, is_chief=task.index == self.chief)
         self._lines[task.index] = lines
         return lines

@@ -81,7 +81,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def read_options(
     arguments: argparse.Namespace,
     size: int,
-    servers: int,
     number: Callable[[str, str, int], int],
     faults: list[str],
 ) -> ElasticOptions | None:
@@ -90,7 +89,6 @@ def read_options(
     Args:
         arguments: The parsed arguments.
         size: Number of workers.
-        servers: Number of parameter servers.
         number: Returns an option's number, from its name, its text and its minimum.
         faults: Takes a message about each value that can't be used.
     """
@@ -118,11 +116,6 @@ def read_options(
         faults.append(
             "--max-workers must be at least the number of workers. Received: "
             f"--max-workers {most} and -n {size}"
-        )
-    if servers:
-        faults.append(
-            "--elastic is for jobs without parameter servers. Received: --elastic and "
-            f"--ps {servers}. Expected --ps 0, and RingStrategy in the script"
         )
     restarts = number("--restarts", given["--restarts"] or "0", 0)
     grace = 0.0

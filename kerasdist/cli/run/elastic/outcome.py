@@ -1,7 +1,8 @@
 """The outcome of an elastic job: its losses, its restarts, and the exit code.
 
-A worker that ends with a failure is lost, and the others go on. The job succeeds if at
-least one worker finishes. If none does, it ends as other jobs do, with the first cause.
+A worker that ends with a failure is lost, and the others go on. So is a server, if
+another one is left. The job succeeds if at least one worker finishes. If none does, it
+ends as other jobs do, with the first cause.
 SIGTERM to a worker is a request to leave, so that one isn't started again.
 Which worker is the chief, the members of each epoch report on the launcher's pipe.
 """
@@ -102,6 +103,8 @@ class ElasticOutcome(JobOutcome):
         """Return whether the job fails now, because this task has ended."""
         if task.ended_by_us or self.over or self.failed_at is not None:
             return False
+        if task.code == 0 and task.task.is_server:
+            return False
         if task.code == 0:
             # The job is done: a new worker would find no other.
             for worker in self._restarts.cancel():
@@ -110,6 +113,8 @@ class ElasticOutcome(JobOutcome):
             return False
         # Reports that it sent before it ended are in the pipe.
         self.read()
+        if task.task.is_server:
+            return self._fails_with_server(task)
         self._take_loss(task)
         if self._finished or self._running:
             return False
@@ -121,6 +126,21 @@ class ElasticOutcome(JobOutcome):
             return False
         self.failed_at = time.monotonic()
         return True
+
+    def _fails_with_server(self, server: Started) -> bool:
+        """Return whether the job fails now, because a server was lost."""
+        self._losses.append(server)
+        left = any(
+            each.task.is_server and each.code is None and not each.ended_by_us
+            for each in self.tasks
+        )
+        fails = not left and not self._finished
+        line = f"{server.task} ({self._ports.address(server.task)}) "
+        line += in_words(server.code or 0)
+        print_line_soon(line + ("; the others go on" if left and self._running else ""))
+        if fails:
+            self.failed_at = time.monotonic()
+        return fails
 
     @property
     def _finished(self) -> list[Started]:
@@ -170,7 +190,8 @@ class ElasticOutcome(JobOutcome):
             None if there is none, or the job is ending; then a line reports that.
         """
         started = {each.task.index: each for each in self.workers}
-        lost = [each for each in self._losses if each is started[each.task.index]]
+        losses = [each for each in self._losses if not each.task.is_server]
+        lost = [each for each in losses if each is started[each.task.index]]
         found: Task | Started | None = None
         if self.over or self._finished or self.failed_at is not None:
             print_line_soon("no worker is added: the job is ending")
@@ -202,6 +223,12 @@ class ElasticOutcome(JobOutcome):
             and running.isdisjoint(self._members)
         )
 
+    @property
+    def only_servers_running(self) -> bool:
+        """Whether all workers have ended for good, and servers still run."""
+        running = [each for each in self.tasks if each.code is None]
+        return bool(running) and not self._running and not self.restart_pending
+
     # The end.
 
     def report(self, ended_by: int | None, *, launcher_lost: bool) -> int:
@@ -225,17 +252,20 @@ class ElasticOutcome(JobOutcome):
     def _print_summary(self) -> None:
         # Also a worker that the launcher had to end, for instance a frozen one.
         not_finished = [each for each in self.workers if each.code != 0]
-        ends: dict[int, list[str]] = {}
+        ends: dict[Task, list[str]] = {}
         left = []
         for each in dict.fromkeys([*self._losses, *not_finished]):
             if _has_left(each):
                 left.append(each.task.index)
             else:
-                ends.setdefault(each.task.index, []).append(_how(each))
+                ends.setdefault(each.task, []).append(_how(each))
         named = {
             "finished": [str(each.task) for each in self._finished],
             "left": [f"rank {rank}" for rank in sorted(left)],
-            "lost": [f"rank {rank} ({', '.join(ends[rank])})" for rank in sorted(ends)],
+            "lost": [
+                f"{task} ({', '.join(ends[task])})"
+                for task in sorted(ends, key=lambda task: (task.is_server, task.index))
+            ],
             "added": [
                 str(each.task)
                 for each in self.workers

@@ -490,7 +490,6 @@ def test_ctrl_c_on_a_terminal_reaches_a_restarted_chief_once(launcher):
         (["--elastic", "--max-workers", 1], "Received: --max-workers 1 and -n 2"),
         (["--elastic", "--min-workers", 0], "--min-workers must be an integer >= 1"),
         (["--elastic", "--restarts", "x"], "Received: --restarts x"),
-        (["--elastic", "--ps", 1], "Received: --elastic and --ps 1. Expected --ps 0"),
     ],
 )
 def test_options_that_dont_fit_are_refused(launcher, options, said):

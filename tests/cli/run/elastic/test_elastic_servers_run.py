@@ -1,0 +1,172 @@
+"""`kerasdist run --elastic` with parameter servers: the ends of tasks, exit codes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+
+import pytest
+
+from launching import launcher_in
+
+pytestmark = pytest.mark.timeout(90)
+
+# Each task ends when the test wants it; a server says how it was ended.
+SCRIPT = """
+kind = config["task"]["type"]
+mark(f"{kind}-{rank}", os.getpid())
+wait_for(f"end-{kind}")
+"""
+
+
+@pytest.fixture
+def launcher(tmp_path):
+    with launcher_in(tmp_path) as launcher:
+        yield launcher
+
+
+def begin(launcher, *options, script=SCRIPT, size=2, servers=2):
+    process = launcher.start(
+        *("-n", size, "--ps", servers, "--elastic", *options, "script.py"),
+        script=script,
+    )
+    launcher.wait_for(*(f"worker-{rank}" for rank in range(size)))
+    launcher.wait_for(*(f"ps-{index}" for index in range(servers)))
+    return process
+
+
+def kill(launcher, task):
+    (pid,) = launcher.pids(task)
+    os.kill(pid, signal.SIGKILL)
+
+
+def finish(launcher, process, *kinds):
+    for kind in kinds:
+        (launcher.folder / f"end-{kind}").touch()
+    out, err = process.communicate(timeout=40)
+    launcher.nothing_runs(within=5.0)
+    return process.returncode, out, err
+
+
+def test_one_of_two_servers_is_lost(launcher):
+    process = begin(launcher)
+    kill(launcher, "ps-1")
+    line = next(line for line in process.stderr if "ended by signal" in line)
+    assert line.startswith("kerasdist run: server 1 (127.0.0.1:")
+    assert line.endswith("; the others go on\n")
+    code, _, err = finish(launcher, process, "worker", "ps")
+    assert code == 0
+    assert err.splitlines()[-1] == (
+        "kerasdist run: finished: rank 0, rank 1; lost: server 1 (SIGKILL)"
+    )
+
+
+def test_the_last_server_is_lost(launcher):
+    process = begin(launcher, servers=1)
+    kill(launcher, "ps-0")
+    code, _, err = finish(launcher, process)
+    assert code == 137
+    assert "server 0 was ended by signal SIGKILL" in err
+    assert "the other workers and servers were ended\n" in err
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_servers_are_ended_when_no_worker_is_left(launcher, lost):
+    process = begin(launcher)
+    if lost:
+        kill(launcher, "worker-1")
+    code, _, err = finish(launcher, process, "worker")
+    assert code == 0
+    assert ("lost: rank 1 (SIGKILL)" in err) is lost
+    assert "server" not in err.partition("finished")[2]
+
+
+def test_servers_wait_for_workers_that_are_started_again(launcher):
+    script = SCRIPT.replace(
+        'mark(f"{kind}-{rank}"',
+        'number = os.environ["KERASDIST_INCARNATION"]\n'
+        'mark(f"{kind}-{rank}" if number == "0" else f"again-{rank}"',
+    )
+    process = begin(launcher, "--restarts", 2, script=script, servers=1)
+    kill(launcher, "worker-0")
+    kill(launcher, "worker-1")
+    launcher.wait_for("again-0", "again-1")
+    code, _, err = finish(launcher, process, "worker", "ps")
+    assert code == 0
+    assert "started again: rank 0 (once), rank 1 (once)" in err
+
+
+def test_a_real_job_loses_a_worker_and_a_server(launcher):
+    script = """
+    import numpy as np
+    from kerasdist.cluster import resolve
+    from kerasdist.collectives.elastic.connect import connect_elastic
+    from kerasdist.ps import ServerSettings
+    from kerasdist.ps.elastic.link import ServerLink
+    from kerasdist.ps.elastic.main import run_elastic_server
+    from kerasdist.transport.timeouts import Timeouts
+
+    kind = config["task"]["type"]
+    timeouts = Timeouts(startup=30, heartbeat=5)
+    mark(f"{kind}-{rank}", os.getpid())
+    place = resolve(None)
+    if place.rank is None:
+        run_elastic_server(place, ServerSettings(), 1, timeouts)
+        sys.exit()
+    link = ServerLink(place, ServerSettings(), 1)
+    job = connect_elastic(place, timeouts=timeouts, link=link)
+    mark(f"connected-{rank}")
+    lost = 0
+    while lost < 2:
+        job.communicator.all_reduce([np.ones(50_000, np.float32)])
+        text = " ".join(each.text for each in job.communicator.changes)
+        done = ("rank 0 (" in text) + ("server 0 (" in text)
+        lost = job.communicator.all_reduce([np.array([done])], "min")[0][0]
+        time.sleep(0.01)
+    print("size", job.communicator.size, "of", rank)
+    job.communicator.barrier()
+    job.close()
+    """
+    process = begin(launcher, script=script, size=3)
+    launcher.wait_for("connected-0", "connected-1", "connected-2")
+    kill(launcher, "worker-0")
+    next(line for line in process.stderr if "is the chief" in line)
+    kill(launcher, "ps-0")
+    code, out, err = finish(launcher, process)
+    assert code == 0, err
+    assert "size 2 of 1" in out
+    assert "kerasdist: rank 0 (127.0.0.1:" in out
+    assert "server 0 (127.0.0.1:" in out
+    lost = "lost: rank 0 (SIGKILL), server 0 (SIGKILL); pauses: "
+    assert f"finished: rank 1, rank 2; {lost}" in err
+
+
+def test_sigterm_to_the_launcher_leaves_the_servers_to_the_workers(launcher):
+    script = SCRIPT.replace(
+        'wait_for(f"end-{kind}")',
+        """
+if kind == "worker":
+    def leave(*_):
+        wait_for("checked")
+        sys.exit()
+    signal.signal(signal.SIGTERM, leave)
+mark(f"ready-{kind}-{rank}")
+wait_for("never")
+""",
+    )
+    process = begin(launcher, script=script)
+    launcher.wait_for("ready-worker-0", "ready-worker-1")
+    process.send_signal(signal.SIGTERM)
+    # The workers need servers until they have left.
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(1.0)
+    for server in ("ps-0", "ps-1"):
+        (pid,) = launcher.pids(server)
+        os.kill(pid, 0)
+    (launcher.folder / "checked").touch()
+    code, _, err = finish(launcher, process)
+    assert (code, err.splitlines()[-1]) == (
+        143,
+        "kerasdist run: ended by SIGTERM; all workers and servers are ended",
+    )
