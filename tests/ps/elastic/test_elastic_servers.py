@@ -66,10 +66,10 @@ def work():
             if turn == options.get("waits"):
                 print("WAITS", flush=True)
                 while options.get("until") == "change":
-                    flag = np.array([bool(group.changes)], np.int64)
-                    if group.all_reduce([flag], "max")[0][0]:
+                    # Large, so that nearly all of the time it's in the collective.
+                    flags = np.full(500_000, bool(group.changes), np.int64)
+                    if group.all_reduce([flags], "max")[0][0]:
                         break
-                    time.sleep(0.01)
                 while options.get("until") != "change" and not again:
                     joined = any("added" in each.text for each in group.changes)
                     if joined or group.membership.waiting:
