@@ -12,13 +12,14 @@ from kerasdist import errors
 from kerasdist.cluster import Cluster
 from kerasdist.collectives.communicator import Communicator
 from kerasdist.collectives.connect import connect
+from kerasdist.collectives.elastic.lines import Lines
 from kerasdist.collectives.elastic.link import Connected, Link
 from kerasdist.collectives.ops import Array
 from kerasdist.transport.cancellation import Cancellation
 from kerasdist.transport.membership.epochs import Decision, Member
 from kerasdist.transport.timeouts import Timeouts
 
-__all__ = ["Connector", "Group", "Result", "catch_up"]
+__all__ = ["Connector", "Group", "Result", "catch_up", "introduce"]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -124,6 +125,24 @@ class Connector:
             stop=stop,
         )
         return Group(decision.epoch.number, members, job)
+
+
+def introduce(group: Group, decision: Decision, lines: Lines) -> None:
+    """Exchange the names of the members' processes, and of those of absent members.
+
+    A newcomer has never been in contact with an absent one. By its name it knows that
+    it is dead if another process has its address. All members of the epoch call it.
+
+    Args:
+        group: The group of the new epoch.
+        decision: The decision by which it began.
+        lines: This member's lines.
+    """
+    first = group.communicator.rank == 0
+    names = lines.names(decision.epoch.absent if first else ())
+    mine = np.frombuffer(json.dumps(names).encode(), np.uint8)
+    for theirs in group.communicator.all_gather(mine):
+        lines.learn(json.loads(theirs.tobytes()))
 
 
 def catch_up(group: Group, decision: Decision, kept: Result | None) -> Result | None:

@@ -13,7 +13,7 @@ from kerasdist.collectives.elastic.agreement import Agreement
 from kerasdist.collectives.elastic.changes import Change, differences
 from kerasdist.collectives.elastic.chief_actions import ElasticChiefActions
 from kerasdist.collectives.elastic.communicator import ElasticCommunicator
-from kerasdist.collectives.elastic.groups import Connector, Group, catch_up
+from kerasdist.collectives.elastic.groups import Connector, Group, catch_up, introduce
 from kerasdist.collectives.elastic.leaving import Leaving
 from kerasdist.collectives.elastic.lines import Lines
 from kerasdist.collectives.elastic.link import CannotConnect
@@ -288,6 +288,7 @@ class ElasticJob:
                 lambda error: self.watch(number, error),
                 connecting.stop,
             )
+            introduce(group, decision, self._lines)
             fetched = catch_up(group, decision, self.communicator.last)
         except CannotConnect as end:
             if not connecting.ended:

@@ -21,7 +21,7 @@ import queue
 import secrets
 import select
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -167,6 +167,17 @@ class Lines:
     def _is_known(self, member: Member, process: str) -> bool:
         """Note the process of a member; return False if it had another one."""
         return self._known.setdefault(member, process) == process
+
+    def names(self, members: Iterable[Member]) -> list[list[Any]]:
+        """Return the names of processes: this member's, and of those that are known."""
+        names = {each: self._known[each] for each in members if each in self._known}
+        names[self._me] = self._process
+        return [[*member, name] for member, name in names.items()]
+
+    def learn(self, names: Iterable[Sequence[Any]]) -> None:
+        """Take over what `names` returns at another member."""
+        for number, incarnation, name in names:
+            self._known.setdefault(Member(number, incarnation), name)
 
     def _share_patience(self, seconds: object) -> None:
         patience = self.patience

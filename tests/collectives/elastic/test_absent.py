@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from workers import Workers
+from kerasdist.collectives.elastic.groups import introduce
+from kerasdist.collectives.elastic.lines import Contact, Lines
+from kerasdist.transport.membership.epochs import Member
+from kerasdist.transport.rendezvous.listener import Listener
+from workers import Workers, free_ports
 
 # The members add up ones, and admit those that wait, until the test wants the end.
 SCRIPT = """
@@ -76,6 +82,51 @@ def test_newcomers_continue_alone_if_the_absent_one_is_dead(
             assert last.returncode == 1
             assert "others may have continued without this worker" in last.output
             job.kill(2)
+
+
+class _Gathering:
+    """Plays the communicator of a group of two, one after the other."""
+
+    def __init__(self) -> None:
+        self.rank = 0
+        self.given: list[Any] = []
+
+    def all_gather(self, array: Any) -> list[Any]:
+        self.given.append(array)
+        return self.given
+
+
+def test_a_newcomer_knows_that_another_process_has_an_absent_ones_address() -> None:
+    """It has never been in contact with the absent one; the chief has."""
+    addresses = {rank: f"127.0.0.1:{port}" for rank, port in enumerate(free_ports(3))}
+    absent, newcomer, secret = Member(2), Member(1, 7), b"s" * 16
+    with contextlib.ExitStack() as undo:
+
+        def lines(member: Member, listener: Listener) -> Lines:
+            made = Lines(member, addresses, secret, listener, "job")
+            undo.callback(made.close)
+            return made
+
+        def listener(rank: int) -> Listener:
+            made = Listener.acquire(addresses[rank], secret, 5.0)
+            undo.callback(made.release)
+            return made
+
+        chief, mine = lines(Member(0), listener(0)), lines(newcomer, listener(1))
+        theirs = listener(2)
+        first = lines(absent, theirs)
+        assert chief.contact(absent) is Contact.ALIVE
+        first.close()
+        # Its task is started again, and hasn't found the job yet.
+        lines(absent, theirs)
+        communicator = _Gathering()
+        group: Any = SimpleNamespace(communicator=communicator)
+        decision: Any = SimpleNamespace(epoch=SimpleNamespace(absent={absent}))
+        introduce(group, decision, chief)
+        communicator.rank = 1
+        introduce(group, decision, mine)
+        assert chief.contact(absent) is Contact.DEAD
+        assert mine.contact(absent) is Contact.DEAD
 
 
 # Each process has two jobs; the chief leaves the first one.
