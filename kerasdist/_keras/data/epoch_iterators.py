@@ -47,8 +47,8 @@ def init_epoch_iterator(
 
     Keras shuffles arrays with an unseeded operation, in another order on each worker.
     """
-    # `fit` makes those of its evaluations later, and outside of `evaluate`.
-    if current.fitting and current.iterator is None:
+    # The first one in `fit`: it makes those of its evaluations outside of `evaluate`.
+    if not current.evaluating and not (current.fitting and current.iterator):
         current.iterator = weakref.ref(self)
     hooks = hooks_of(distribute_strategy)
     if hooks is None:
