@@ -90,6 +90,7 @@ def test_growth(tmp_path):
     assert [len(found) for found in results["workers"].values()] == [2, 2]
 
 
+@pytest.mark.soak
 def test_heartbeats(tmp_path):
     used = run("heartbeats", tmp_path)["samples"]["training"]["100"]
     # Ranks that move on get nothing but the header and the tag.

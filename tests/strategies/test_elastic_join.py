@@ -242,8 +242,8 @@ def assert_close(found: Any, expected: Any) -> None:
         pytest.param("items", 1, marks=SOAK),
         pytest.param("endless", 1, marks=SOAK),
         ("endless", 0),
-        ("threads", 1),
-        ("twice", 0),
+        pytest.param("threads", 1, marks=SOAK),
+        pytest.param("twice", 0, marks=SOAK),
         pytest.param("twice", 1, marks=SOAK),
         pytest.param("twice arrays", 0, marks=SOAK),
     ],
@@ -267,7 +267,9 @@ def test_the_numbers_are_those_of_one_process(
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize(("victim", "servers"), [(0, 2), (1, 1)])
+@pytest.mark.parametrize(
+    ("victim", "servers"), [(0, 2), pytest.param(1, 1, marks=SOAK)]
+)
 def test_a_worker_joins_through_servers(
     victim: int, servers: int, tmp_path: Path
 ) -> None:

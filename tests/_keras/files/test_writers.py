@@ -227,7 +227,11 @@ result(report)
 
 @pytest.fixture(
     scope="module",
-    params=["ring", pytest.param("sync", marks=pytest.mark.soak), "async"],
+    params=[
+        "ring",
+        pytest.param("sync", marks=pytest.mark.soak),
+        pytest.param("async", marks=pytest.mark.soak),
+    ],
 )
 def job(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp(request.param)

@@ -110,7 +110,8 @@ def test_several_join_one_that_is_alone() -> None:
         assert last[0] == 1
 
 
-@pytest.mark.parametrize("after", [pytest.param(0.0, marks=pytest.mark.soak), 0.1])
+@pytest.mark.soak
+@pytest.mark.parametrize("after", [0.0, 0.1])
 def test_one_that_dies_while_it_joins_is_left_out(after: float) -> None:
     with start(3, ends=[[2, 7]], turns=60, waits=23, dies=2, after=after) as job:
         job.wait_one(2)

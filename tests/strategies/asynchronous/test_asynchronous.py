@@ -59,7 +59,14 @@ def products_in_order():
 
 
 @pytest.mark.usefixtures("products_in_order")
-@pytest.mark.parametrize("name", [*OPTIMIZERS, "normalized"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        # Every second one in the soak test.
+        pytest.param(name, marks=[pytest.mark.soak] if number % 2 else [])
+        for number, name in enumerate([*OPTIMIZERS, "normalized"])
+    ],
+)
 def test_one_worker_is_plain_keras(name, tmp_path):
     """Alone, and with a table of weights, which it has for the sake of snapshots."""
     rng = np.random.default_rng(0)

@@ -57,8 +57,11 @@ result([digest(m), evaluated])
 
 @pytest.mark.parametrize(
     ("lost", "fault"),
-    [(2, signal.SIGKILL), (0, signal.SIGKILL), (1, signal.SIGSTOP)],
-    ids=["killed", "chief_killed", "frozen"],
+    [
+        pytest.param(2, signal.SIGKILL, id="killed", marks=pytest.mark.soak),
+        pytest.param(0, signal.SIGKILL, id="chief_killed"),
+        pytest.param(1, signal.SIGSTOP, id="frozen"),
+    ],
 )
 def test_the_others_go_on_without_a_lost_worker(lost, fault, tmp_path):
     heartbeat = "3" if fault == signal.SIGSTOP else "30"
@@ -295,7 +298,9 @@ result([found, sorted(say.batches.items())])
     [
         pytest.param(2, 1, "arrays", "null", False, id="last", marks=pytest.mark.soak),
         pytest.param(0, 2, "dataset", "2", False, id="chief"),
-        pytest.param(1, 1, "parts", "null", False, id="within_a_pass"),
+        pytest.param(
+            *(1, 1, "parts", "null", False), id="within_a_pass", marks=pytest.mark.soak
+        ),
         pytest.param(1, 2, "arrays", "null", True, id="with_the_first_server"),
     ],
 )

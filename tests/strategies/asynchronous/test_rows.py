@@ -71,7 +71,14 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        # Every second one in the soak test.
+        pytest.param(name, marks=[pytest.mark.soak] if number % 2 else [])
+        for number, name in enumerate(OPTIMIZERS)
+    ],
+)
 def test_one_worker_is_plain_keras(name, tmp_path):
     rng = np.random.default_rng(0)
     x = list(rng.integers(0, ROWS, size=(2, 51)).astype("int32"))

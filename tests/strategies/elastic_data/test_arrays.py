@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from places import SUPPORT
 from workers import Workers
 
@@ -55,6 +57,7 @@ print("RESULT", 1, flush=True)
     run(body)
 
 
+@pytest.mark.soak
 def test_workers_change_several_times():
     """Also down to one worker, which needs no facts, and up again."""
     body = """
