@@ -140,7 +140,7 @@ def test_python_env_does_not_depend_on_what_was_imported_or_set(monkeypatch):
     assert python_env() == before
 
 
-def test_a_hanging_worker_is_killed_at_the_deadline_and_its_output_shown():
+def test_a_hanging_worker_is_killed_at_the_deadline_its_output_and_stacks_shown():
     script = """
         import os, signal
         print("I am", os.environ["TF_CONFIG"], flush=True)
@@ -151,7 +151,8 @@ def test_a_hanging_worker_is_killed_at_the_deadline_and_its_output_shown():
             pytest.fail.Exception,
             match=r"^Ranks \[0, 1\] were still running at the deadline\.\n"
             r"---- rank 0, 127\.0\.0\.1:\d+, running ----\nI am (.|\n)*"
-            r"---- rank 1, 127\.0\.0\.1:\d+, running ----\nI am ",
+            r"---- rank 1, 127\.0\.0\.1:\d+, running ----\nI am (.|\n)*"
+            r"script\.py\", line 4 in <module>",
         ),
         Workers(script, 2) as job,
     ):

@@ -90,6 +90,8 @@ _ONE_WRITE = (
 )
 # How much of one worker's output a failure shows, in characters from the end.
 _SHOWN = 20_000
+# For the workers of a failed test to write their stacks.
+_STACKS_SECONDS = 3.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -498,9 +500,11 @@ class Workers:
 
     def report(self) -> str:
         """Every worker's state and the end of its output."""
+        return self._report([process.poll() for process in self.processes])
+
+    def _report(self, codes: Sequence[int | None]) -> str:
         parts = []
-        for rank, process in enumerate(self.processes):
-            code = process.poll()
+        for rank, code in enumerate(codes):
             state = "running" if code is None else f"returned {code}"
             text = self.output(rank)
             if len(text) > _SHOWN:
@@ -530,9 +534,23 @@ class Workers:
 
     def _fail(self, reason: str) -> None:
         self._reported = True
-        report = self.report()
+        codes = [process.poll() for process in self.processes]
+        self._show_stacks()
+        report = self._report(codes)
         kill_tagged(self.tag)
         pytest.fail(f"{reason}\n{report}", pytrace=False)
+
+    def _show_stacks(self) -> None:
+        """Ends the workers that run; each writes the stacks of its threads before."""
+        for process in self.processes:
+            if process.poll() is None:
+                process.send_signal(signal.SIGABRT)
+        end = time.monotonic() + _STACKS_SECONDS
+        for process in self.processes:
+            try:
+                process.wait(max(0.0, end - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                continue  # stopped, or it has a handler of its own
 
     def _finished(self, rank: int) -> Finished:
         return Finished(

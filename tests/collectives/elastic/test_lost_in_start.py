@@ -241,7 +241,8 @@ def test_fewer_than_min_workers_dont_start(tmp_path: Any) -> None:
         job.wait_one(1)
         for rank in (0, 2):
             name, text, missing = job.wait_one(rank).result
-            assert (name, list(missing)) == ("StartupError", ["1"])
+            # The one of the two that reports it first has perhaps ended by then.
+            assert (name, set(missing) - {"0", "2"}) == ("StartupError", {"1"})
             assert "fewer workers than min_workers are left" in text
 
 
