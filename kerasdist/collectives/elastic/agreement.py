@@ -50,8 +50,9 @@ __all__ = ["Agreement", "Follower"]
 
 _TICK_SECONDS = 1.0
 _CLOSE_SECONDS = 5.0
-# Seconds between two looks for an absent process while the others train.
-_ABSENT_SECONDS = 5.0
+# Seconds between two looks for an absent process while the others train: the first two
+# of an epoch, and at most. As long as one is absent, too few of the members are elders.
+_ABSENT_SECONDS = 0.5, 5.0
 
 
 class Follower(Protocol):
@@ -115,6 +116,7 @@ class Agreement:
         self._stop = threading.Event()
         self._looking: set[Member] = set()
         self._next_look = 0.0
+        self._look_pause = 0.0
         self._lines = lines
         if decision is not None and startup is None:
             lines.members = decision.epoch.members
@@ -270,6 +272,8 @@ class Agreement:
                         self._follower.suspend()
                     case Install():
                         self._since = None
+                        self._next_look = 0.0
+                        self._look_pause = _ABSENT_SECONDS[0]
                         self._lines.members = output.decision.epoch.members
                         self._follower.install(output.decision)
                     case Stop():
@@ -412,7 +416,8 @@ class Agreement:
         if not self._machine.suspended:
             now = time.monotonic()
             if epoch.members[0] == self._me and now >= self._next_look:
-                self._next_look = now + _ABSENT_SECONDS
+                self._next_look = now + self._look_pause
+                self._look_pause = min(2 * self._look_pause, _ABSENT_SECONDS[1])
                 for member in sorted(epoch.absent - self._looking):
                     self._look_for(epoch.number, member, losses=True)
             return

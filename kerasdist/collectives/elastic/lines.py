@@ -46,6 +46,8 @@ _MOST_QUESTIONS = 16
 # takes milliseconds, and a busy machine may take a second for one.
 _SECONDS = 3.0
 _POLL_SECONDS = 0.5
+# Seconds between two questions to a process that ends.
+_ENDING_SECONDS = 0.05
 # Seconds that the last messages may take.
 _LAST_SECONDS = 1.0
 _SENDER = "kerasdist-line to"
@@ -146,12 +148,20 @@ class Lines:
 
     def contact(self, member: Member) -> Contact:
         """Find out whether a member's process lives; takes a few seconds at most."""
-        try:
-            answer = self._ask(member.id)
-        except ConnectionRefusedError:
-            return Contact.DEAD
-        except (OSError, EOFError, AuthenticationError, ProtocolError):
-            return Contact.SILENT
+        ending = Deadline(_SECONDS)
+        while True:
+            try:
+                answer = self._ask(member.id)
+            except ConnectionRefusedError:
+                return Contact.DEAD
+            except (ConnectionError, EOFError):
+                # A process that is killed listens until its memory has been freed.
+                if ending.expired or self._stop.wait(_ENDING_SECONDS):
+                    return Contact.SILENT
+            except (OSError, AuthenticationError, ProtocolError):
+                return Contact.SILENT
+            else:
+                break
         if answer.member > member or not self._is_known(member, answer.process):
             # A process that was started again has the task.
             return Contact.DEAD

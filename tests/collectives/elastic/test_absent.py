@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import signal
+import socket
+import threading
 import time
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from kerasdist.cluster.address import split_address
 from kerasdist.collectives.elastic.groups import introduce
 from kerasdist.collectives.elastic.lines import Contact, Lines
 from kerasdist.transport.membership.epochs import Member
@@ -127,6 +130,29 @@ def test_a_newcomer_knows_that_another_process_has_an_absent_ones_address() -> N
         introduce(group, decision, mine)
         assert chief.contact(absent) is Contact.DEAD
         assert mine.contact(absent) is Contact.DEAD
+
+
+def test_a_process_that_ends_is_dead_and_not_out_of_contact() -> None:
+    """While the system frees its memory, it still listens, and then it doesn't."""
+    addresses = {rank: f"127.0.0.1:{port}" for rank, port in enumerate(free_ports(2))}
+    secret = b"s" * 16
+    ending = socket.create_server(split_address(addresses[1]))
+
+    def end() -> None:
+        ending.accept()[0].close()
+        connection = ending.accept()[0]
+        ending.close()
+        connection.close()
+
+    with contextlib.ExitStack() as undo:
+        listener = Listener.acquire(addresses[0], secret, 5.0)
+        undo.callback(listener.release)
+        lines = Lines(Member(0), addresses, secret, listener, "job")
+        undo.callback(lines.close)
+        thread = threading.Thread(target=end)
+        thread.start()
+        undo.callback(thread.join)
+        assert lines.contact(Member(1)) is Contact.DEAD
 
 
 # Each process has two jobs; the chief leaves the first one.
