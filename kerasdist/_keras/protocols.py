@@ -374,4 +374,7 @@ def translating(hooks: KerasHooks) -> Iterator[None]:
         failure = hooks.workers.failure(error)
         if failure is None:
             raise
-        raise failure from error
+        try:
+            raise failure from error
+        finally:
+            del failure  # whose traceback holds this frame

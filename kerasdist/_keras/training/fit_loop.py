@@ -18,6 +18,7 @@ from keras.src.utils import io_utils
 
 from kerasdist._keras.context import current, setting
 from kerasdist._keras.data.pydataset import closing_readers
+from kerasdist._keras.data.reading_threads import ending_threads_after_error
 from kerasdist._keras.data.uses import uses_of
 from kerasdist._keras.elastic.evaluation import renew_prediction
 from kerasdist._keras.elastic.joining import join
@@ -221,7 +222,13 @@ def fit(original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -
         facts["resumption"] = None
         if is_outermost and hooks.checkpoint is not None:
             facts["resumption"] = Resumption(hooks, hooks.elastic)
-    with setting(**facts), closing_readers(), translating(hooks), in_fit(hooks):
+    with (
+        ending_threads_after_error(),
+        setting(**facts),
+        closing_readers(),
+        translating(hooks),
+        in_fit(hooks),
+    ):
         initial = getattr(trainer, "_initial_epoch", None)
         try:
             with _reporting_failure(original, trainer, args, kwargs):
@@ -299,7 +306,12 @@ def on_chief_only(
         trainer.test_function = trainer.predict_function = None
 
     facts = {"data_pending": False, "evaluating": True}
-    with setting(**facts), closing_readers(), translating(hooks):
+    with (
+        ending_threads_after_error(),
+        setting(**facts),
+        closing_readers(),
+        translating(hooks),
+    ):
         if hooks.dynamic is not None:
             return hooks.dynamic.evaluate(call, retrace)
         result = repeated(hooks.elastic, lambda: call(False))

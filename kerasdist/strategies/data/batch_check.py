@@ -77,9 +77,8 @@ class SameBatches:
         if len(set(every)) > 1:
             ranks = communicator.ranks
             others = [r for r, c in zip(ranks, every, strict=True) if c != every[0]]
-            fault = self._explain(different_batches(others, ranks[0]))
-            self._workers.fault = fault
-            raise fault
+            self._workers.fault = self._explain(different_batches(others, ranks[0]))
+            raise self._workers.fault
         return [np.int64(checksum)]
 
 

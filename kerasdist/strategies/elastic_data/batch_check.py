@@ -33,7 +33,6 @@ class ElasticBatches(SameBatches):
                 if number != right
             ]
             first = next(rank for rank in ranks if rank not in wrong)
-            fault = self._explain(different_batches(wrong, first))
-            self._workers.fault = fault
-            raise fault
+            self._workers.fault = self._explain(different_batches(wrong, first))
+            raise self._workers.fault
         return [np.int64(checksum)]

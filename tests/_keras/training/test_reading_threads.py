@@ -1,0 +1,50 @@
+"""A process whose `fit` has failed ends, also while its dataset reads."""
+
+from __future__ import annotations
+
+import pytest
+
+from workers import Workers
+
+# The thread that reads is always in the generator, and needs the lock to leave it.
+SCRIPT = """
+import sys, time
+import keras
+import tensorflow as tf
+import kerasdist
+
+def generate():
+    while True:
+        time.sleep(0.2)
+        yield [1.0], [1.0]
+
+class Fault(keras.callbacks.Callback):
+    def on_train_batch_end(self, batch, logs=None):
+        error = ValueError("made")
+        self.frame = sys._getframe()  # a cycle
+        raise error
+
+spec = tf.TensorSpec((1,))
+data = tf.data.Dataset.from_generator(generate, output_signature=(spec, spec))
+with kerasdist.RingStrategy().scope():
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+
+def train():
+    model.fit(data.batch(1).prefetch(1), steps_per_epoch=3, callbacks=[Fault()])
+
+if sys.argv[1] == "caught":
+    try:
+        train()
+    except ValueError:
+        sys.exit(3)
+train()
+"""
+
+
+@pytest.mark.parametrize(("way", "code"), [("caught", 3), ("uncaught", 1)])
+def test_a_process_ends_after_an_error(way: str, code: int) -> None:
+    with Workers(SCRIPT, 1, [way], deadline=60) as job:
+        (finished,) = job.wait()
+    assert finished.returncode == code, finished.output
+    assert ("ValueError: made" in finished.output) == (way == "uncaught")
