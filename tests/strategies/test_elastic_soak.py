@@ -55,11 +55,13 @@ begun = []
 
 class Pace(keras.callbacks.Callback):
     def on_train_batch_begin(self, batch, logs=None):
+        if not alone:
+            time.sleep(0.01)
+
+    def on_train_batch_end(self, batch, logs=None):
         if not begun:
             begun.append(True)
             print("MEMBER", flush=True)
-        if not alone:
-            time.sleep(0.01)
 
     def on_epoch_end(self, epoch, logs=None):
         if os.path.exists(stop):
