@@ -1,7 +1,7 @@
 """The end of the threads that read data, before the interpreter's own end.
 
-The destructor of a dataset's iterator waits for the iterator's threads, and one of these
-may be in a Python function (`from_generator`, `numpy_function`), which needs the
+The destructor of a dataset's iterator waits for the iterator's threads, and one of
+these may be in a Python function (`from_generator`, `numpy_function`), which needs the
 interpreter's lock to return. While the interpreter ends, no other thread gets the lock:
 the process waits for ever (plain Keras does, too). What keeps an iterator so long is an
 error that left `fit`: its traceback holds the frames of the call.
