@@ -26,6 +26,8 @@ from kerasdist.collectives.communicator import Communicator
 from kerasdist.collectives.elastic.changes import Change
 from kerasdist.collectives.elastic.groups import Group, Result
 from kerasdist.collectives.elastic.link import BROKEN
+from kerasdist.collectives.elastic.membership.lines import Lines
+from kerasdist.collectives.elastic.membership.survey import survey
 from kerasdist.collectives.failures import copy_to_raise
 from kerasdist.collectives.ops import Array
 from kerasdist.transport.base import Peer
@@ -71,15 +73,6 @@ class Membership(Protocol):
         """Begin to ask members to admit this worker."""
 
 
-class Facts(Protocol):
-    """The facts that members answer questions with; see `lines.Lines`."""
-
-    facts: dict[str, Any]
-
-    def survey(self) -> Sequence[Any]:
-        """Return the answers of other processes."""
-
-
 class ElasticCommunicator(Communicator):
     """The communicator of the present members of a job.
 
@@ -106,7 +99,7 @@ class ElasticCommunicator(Communicator):
     """
 
     membership: Membership
-    lines: Facts
+    lines: Lines
 
     def __init__(
         self,
@@ -232,7 +225,7 @@ class ElasticCommunicator(Communicator):
 
     def facts_of_members(self) -> dict[str, Any] | None:
         """See `ElasticHooks.facts_of_members`."""
-        answers = [each for each in self.lines.survey() if each.members]
+        answers = survey(self.lines, members=True)
         return dict(answers[0].facts) if answers else None
 
     @contextlib.contextmanager

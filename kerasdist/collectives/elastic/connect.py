@@ -22,9 +22,10 @@ from kerasdist import errors
 from kerasdist.cluster import Cluster
 from kerasdist.collectives.elastic.groups import Connector
 from kerasdist.collectives.elastic.job import ElasticJob
-from kerasdist.collectives.elastic.lines import Lines
 from kerasdist.collectives.elastic.link import Link, WorkerLink, elastic_timeouts
-from kerasdist.collectives.elastic.startup import Startup
+from kerasdist.collectives.elastic.membership.lines import Lines
+from kerasdist.collectives.elastic.membership.startup import Startup
+from kerasdist.collectives.elastic.membership.survey import survey
 from kerasdist.transport.deadline import Deadline
 from kerasdist.transport.liveness.ended_tasks import EndedTasks
 from kerasdist.transport.membership.epochs import Member
@@ -36,6 +37,8 @@ __all__ = ["connect_elastic"]
 
 # Seconds between two questions of a worker that waits for the job to run.
 _AGAIN_SECONDS = 0.3
+# Part of the start's time-out within which it is found out whether the job runs.
+_SURVEY_SHARE = 0.5
 # Seconds for finding the others, if they have started without this worker.
 _JOIN_SECONDS = 60.0
 
@@ -181,8 +184,10 @@ def _enter(
         lines.patience = deadline
     try:
         while True:
-            answers = lines.survey()
-            if not joins and any(each.members or each.replaces for each in answers):
+            share = 1.0 if joins else _SURVEY_SHARE
+            limit = Deadline(share * deadline.remaining())
+            answers = survey(lines, members=joins, deadline=limit)
+            if not joins and any(each.shows_a_job for each in answers):
                 break
             if not joins:
                 return _Entry(me, lines, ())

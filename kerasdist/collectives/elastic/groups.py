@@ -12,8 +12,8 @@ from kerasdist import errors
 from kerasdist.cluster import Cluster
 from kerasdist.collectives.communicator import Communicator
 from kerasdist.collectives.connect import connect
-from kerasdist.collectives.elastic.lines import Lines
 from kerasdist.collectives.elastic.link import Connected, Link
+from kerasdist.collectives.elastic.membership.lines import Lines
 from kerasdist.collectives.ops import Array
 from kerasdist.transport.cancellation import Cancellation
 from kerasdist.transport.membership.epochs import Decision, Member

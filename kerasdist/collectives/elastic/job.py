@@ -9,15 +9,15 @@ import time
 from typing import Any
 
 from kerasdist import errors
-from kerasdist.collectives.elastic.agreement import Agreement
 from kerasdist.collectives.elastic.changes import Change, differences
 from kerasdist.collectives.elastic.chief_actions import ElasticChiefActions
 from kerasdist.collectives.elastic.communicator import ElasticCommunicator
 from kerasdist.collectives.elastic.groups import Connector, Group, catch_up, introduce
 from kerasdist.collectives.elastic.leaving import Leaving
-from kerasdist.collectives.elastic.lines import Lines
 from kerasdist.collectives.elastic.link import CannotConnect
-from kerasdist.collectives.elastic.startup import Startup
+from kerasdist.collectives.elastic.membership.agreement import Agreement
+from kerasdist.collectives.elastic.membership.lines import Lines
+from kerasdist.collectives.elastic.membership.startup import Startup
 from kerasdist.collectives.elastic.termination import Termination
 from kerasdist.transport.base import Peer
 from kerasdist.transport.cancellation import Cancellation

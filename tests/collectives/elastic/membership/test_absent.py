@@ -14,7 +14,7 @@ import pytest
 
 from kerasdist.cluster.address import split_address
 from kerasdist.collectives.elastic.groups import introduce
-from kerasdist.collectives.elastic.lines import Contact, Lines
+from kerasdist.collectives.elastic.membership.lines import Contact, Lines
 from kerasdist.transport.membership.epochs import Member
 from kerasdist.transport.rendezvous.listener import Listener
 from workers import Workers, free_ports

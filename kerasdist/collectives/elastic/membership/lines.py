@@ -22,7 +22,6 @@ import secrets
 import select
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from kerasdist.errors import AuthenticationError, ProtocolError
@@ -40,8 +39,6 @@ from kerasdist.transport.wire.messages import to_json
 __all__ = ["Answer", "Contact", "Lines"]
 
 _PURPOSE = "membership"
-# At once; the others are asked only if none of these answers.
-_MOST_QUESTIONS = 16
 # Seconds until a message counts as lost, and a member as out of contact. A handshake
 # takes milliseconds, and a busy machine may take a second for one.
 _SECONDS = 3.0
@@ -81,6 +78,11 @@ class Answer:
     process: str
     replaces: bool
     seconds: float | None
+
+    @property
+    def shows_a_job(self) -> bool:
+        """Whether the job runs already."""
+        return bool(self.members) or self.replaces
 
 
 class Lines:
@@ -151,7 +153,7 @@ class Lines:
         ending = Deadline(_SECONDS)
         while True:
             try:
-                answer = self._ask(member.id)
+                answer = self.ask(member.id)
             except ConnectionRefusedError:
                 return Contact.DEAD
             except (ConnectionError, EOFError):
@@ -198,30 +200,25 @@ class Lines:
         ):
             self.patience = Deadline(seconds)
 
-    def survey(self, *, members: bool = False) -> list[Answer]:
-        """Ask all other tasks, a few at a time, until some answer; return these.
+    @property
+    def others(self) -> tuple[int, ...]:
+        """The other tasks."""
+        return tuple(each for each in self._addresses if each != self._me.id)
+
+    def ask(self, number: int, deadline: Deadline | None = None) -> Answer:
+        """Ask the process of a task; takes a few seconds at most.
 
         Args:
-            members: Whether only those count that are members of an epoch.
+            number: The task.
+            deadline: When to give up, if that is earlier.
+
+        Raises:
+            ConnectionRefusedError: It has no process, or one that has left the job.
+            OSError, EOFError: It doesn't answer.
+            AuthenticationError, ProtocolError: Another process is at its address.
         """
-        others = [number for number in self._addresses if number != self._me.id]
-        with ThreadPoolExecutor(_MOST_QUESTIONS) as pool:
-            for begin in range(0, len(others), _MOST_QUESTIONS):
-                some = others[begin : begin + _MOST_QUESTIONS]
-                answers = [each for each in pool.map(self._try_asking, some) if each]
-                answers = [each for each in answers if each.members or not members]
-                if answers:
-                    return answers
-        return []
-
-    def _try_asking(self, number: int) -> Answer | None:
-        with contextlib.suppress(OSError, EOFError, AuthenticationError, ProtocolError):
-            return self._ask(number)
-        return None
-
-    def _ask(self, number: int) -> Answer:
-        with self._dial(Member(number), question=True) as connection:
-            kind, payload = connection.read(Deadline(_SECONDS))
+        with self._dial(Member(number), deadline, question=True) as connection:
+            kind, payload = connection.read(_limit(deadline))
             if kind is FrameType.REFUSAL:
                 # The process lives, and has left the job.
                 raise ConnectionRefusedError
@@ -283,7 +280,9 @@ class Lines:
         self._threads.add(thread)
         thread.start()
 
-    def _dial(self, to: Member, *, question: bool = False) -> Connection:
+    def _dial(
+        self, to: Member, deadline: Deadline | None = None, *, question: bool = False
+    ) -> Connection:
         hello = {
             "session": self._session,
             "purpose": _PURPOSE,
@@ -295,7 +294,7 @@ class Lines:
             "seconds": None if self.patience is None else self.patience.remaining(),
         }
         address = self._addresses[to.id]
-        return dial_tcp(address, self._secret, hello, Deadline(_SECONDS), self._stop)
+        return dial_tcp(address, self._secret, hello, _limit(deadline), self._stop)
 
     def _deliver(self, to: Member, waiting: queue.SimpleQueue[bytes | None]) -> None:
         """Send the messages to one member, in order."""
@@ -364,6 +363,13 @@ class Lines:
                 message = decode(payload)
                 if self.receive is not None:
                     self.receive(sender, message)
+
+
+def _limit(deadline: Deadline | None) -> Deadline:
+    """Return the deadline of one step of a line."""
+    return Deadline(
+        _SECONDS if deadline is None else min(_SECONDS, deadline.remaining())
+    )
 
 
 def _members(value: object) -> tuple[Member, ...]:

@@ -15,6 +15,11 @@ A process that was started again after a loss doesn't know of the job. If its ne
 cut, it must not begin the job from the start while the others train. Therefore more
 than half of the members must have been in contact when the time-out counts: exactly
 half with the chief aren't enough, as they are later.
+
+More than half may have been started again, too: the rest continues if it has proof that
+they are dead. So absent members are looked for until the end, and a last look, which
+takes a few seconds, decides. By its answer a member of a job that runs excludes those
+that start. Only if it gives none from the survey until that look, there are two jobs.
 """
 
 from __future__ import annotations
@@ -24,7 +29,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 
 from kerasdist import errors
-from kerasdist.collectives.elastic.lines import Contact, Lines
+from kerasdist.collectives.elastic.membership.lines import Contact, Lines
 from kerasdist.transport.membership.epochs import Member, StopReason
 from kerasdist.transport.rendezvous.probe import why_unreachable
 from kerasdist.transport.rendezvous.startup import missing_error
@@ -89,21 +94,24 @@ class Startup:
     def to_look_for(self) -> list[Member]:
         """Return the members for which this worker is to look now.
 
-        The first of those in contact looks for the others, and they for it, and for the
-        first member, which may have started since.
+        The first of those in contact looks for the others, also for the absent ones.
+        The others look for it, and for the first member, which may have started since.
         """
         now = time.monotonic()
-        if now < self._next_look:
+        decides = self.expired and self.is_majority()
+        if now < self._next_look and not decides:
             return []
         self._next_look = now + len(self.members) / _LOOKS_PER_SECOND
         seen = self._lines.seen
-        others = [each for each in self.members if each in seen and each != self._me]
-        first = min([self._me, *others])
+        others = [each for each in self.members if each != self._me]
+        first = min([self._me, *(each for each in others if each in seen)])
         if first != self._me:
             return [each for each in dict.fromkeys((self.members[0], first))]
-        some = others[self._turn : self._turn + _MOST_LOOKS]
-        self._turn = self._turn + len(some) if some else 0
-        return some
+        if decides:
+            others = self.absent()
+        begin = self._turn if self._turn < len(others) else 0
+        self._turn = begin + _MOST_LOOKS
+        return others[begin : self._turn]
 
     def counted(self, member: Member, contact: Contact) -> Contact | None:
         """Return what a look for a member proves; None if it proves nothing yet."""

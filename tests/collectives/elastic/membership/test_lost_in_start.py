@@ -21,7 +21,7 @@ import functools, json, os, signal, sys, threading, time
 import numpy as np
 from kerasdist import errors
 from kerasdist.cluster import resolve
-from kerasdist.collectives.elastic import connect, job as elastic_job, lines
+from kerasdist.collectives.elastic import connect, job as elastic_job
 from kerasdist.collectives.elastic.communicator import ElasticCommunicator
 from kerasdist.transport.rendezvous import session
 from kerasdist.transport.timeouts import Timeouts
@@ -47,7 +47,7 @@ def report(owner, name, before=None, after=None):
         return result
     setattr(owner, name, call)
 
-report(lines.Lines, "survey", "listening", "asked")
+report(connect, "survey", "listening", "asked")
 report(session, "gather", "gathering", "gathered")
 report(session, "report", "reporting", "reported")
 report(session.Session, "dial", "dialing", "dialed")

@@ -17,8 +17,9 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
-from kerasdist.collectives.elastic.lines import Contact, Lines
-from kerasdist.collectives.elastic.startup import Startup
+from kerasdist.collectives.elastic.membership.lines import Contact, Lines
+from kerasdist.collectives.elastic.membership.startup import Startup
+from kerasdist.collectives.elastic.membership.survey import survey
 from kerasdist.transport.membership.epochs import (
     Decision,
     Member,
@@ -53,6 +54,10 @@ _CLOSE_SECONDS = 5.0
 # Seconds between two looks for an absent process while the others train: the first two
 # of an epoch, and at most. As long as one is absent, too few of the members are elders.
 _ABSENT_SECONDS = 0.5, 5.0
+# The answers that show a loss.
+_LOSSES = frozenset({Contact.DEAD, Contact.SILENT})
+# The answer that proves one.
+_PROOF = frozenset({Contact.DEAD})
 
 
 class Follower(Protocol):
@@ -114,9 +119,13 @@ class Agreement:
         self._hosts: tuple[Member, ...] = ()
         self._since: float | None = None
         self._stop = threading.Event()
-        self._looking: set[Member] = set()
+        # The looks that run, by epoch and member, with the answers that matter.
+        self._looks: dict[tuple[int, Member], frozenset[Contact]] = {}
+        self._asks_hosts = False
         self._next_look = 0.0
         self._look_pause = 0.0
+        # Whether the members of the present epoch are being connected.
+        self._forms = False
         self._lines = lines
         if decision is not None and startup is None:
             lines.members = decision.epoch.members
@@ -142,6 +151,8 @@ class Agreement:
         """
         with self._lock:
             present = self._machine.decision
+            if present is not None and present.epoch.number == epoch:
+                self._forms = False
             if self._startup is not None and present is not None:
                 self._startup = None
                 self._lines.patience = None
@@ -212,7 +223,7 @@ class Agreement:
             member: The member that may be the cause, if one is known.
         """
         with self._lock:
-            if self._is_present(epoch) and member not in self._looking:
+            if self._is_present(epoch):
                 self._look_for(epoch, None if member == self._me else member)
 
     def close(self) -> None:
@@ -274,6 +285,7 @@ class Agreement:
                         self._since = None
                         self._next_look = 0.0
                         self._look_pause = _ABSENT_SECONDS[0]
+                        self._forms = True
                         self._lines.members = output.decision.epoch.members
                         self._follower.install(output.decision)
                     case Stop():
@@ -282,29 +294,37 @@ class Agreement:
             return outputs
 
     def _look_for(
-        self, epoch: int, member: Member | None, *, losses: bool = False
+        self,
+        epoch: int,
+        member: Member | None,
+        counts: frozenset[Contact] = frozenset(Contact),
     ) -> None:
-        if member is not None:
-            self._looking.add(member)
-        threading.Thread(
-            target=self._look,
-            args=(epoch, member, losses),
-            name="kerasdist-contact",
-            daemon=True,
-        ).start()
-
-    def _look(self, epoch: int, member: Member | None, losses: bool) -> None:
-        """Find out what has become of a member, and report it to the machine.
+        """Find out what has become of a member, in a thread of its own.
 
         Args:
             epoch: The epoch in which it is looked for.
             member: The member; None: a connection broke, and no member is the cause.
-            losses: Whether only its loss matters: no connection has broken.
+            counts: The answers that matter; others change nothing.
         """
+        if member is not None:
+            known = self._looks.get((epoch, member))
+            self._looks[epoch, member] = counts | (known or frozenset())
+            if known is not None:
+                return
+        threading.Thread(
+            target=self._look,
+            args=(epoch, member),
+            name="kerasdist-contact",
+            daemon=True,
+        ).start()
+
+    def _look(self, epoch: int, member: Member | None) -> None:
+        """Look for a member, and report the answer to the machine."""
         contact = Contact.ALIVE if member is None else self._lines.contact(member)
+        counts = frozenset(Contact)
         with self._lock:
             if member is not None:
-                self._looking.discard(member)
+                counts = self._looks.pop((epoch, member), counts)
             if self._stop.is_set() or not self._is_present(epoch):
                 return
             if self._startup is not None and member is not None:
@@ -314,6 +334,8 @@ class Agreement:
                 if found is None or found is Contact.EXCLUDES:
                     return
                 contact = found
+            if contact not in counts:
+                return
             if member is not None and contact is Contact.DEAD:
                 self._note_time()
                 if not self._woken:
@@ -322,7 +344,7 @@ class Agreement:
                     self._follower.stop(StopReason.EXCLUDED, ())
             elif member is not None and contact is Contact.SILENT:
                 self._handle(Silent(member))
-            elif not self._machine.suspended and not losses:
+            elif not self._machine.suspended:
                 # All live: only a connection has broken.
                 self._handle(Broken())
 
@@ -370,12 +392,8 @@ class Agreement:
         if startup.expired and not startup.is_majority():
             missing = tuple(member.id for member in startup.absent())
             self._follower.stop(StopReason.NO_QUORUM, missing)
-        elif startup.expired:
-            for member in startup.absent():
-                self._handle(Silent(member))
         for member in startup.to_look_for():
-            if member not in self._looking:
-                self._look_for(decision.epoch.number, member, losses=True)
+            self._look_for(decision.epoch.number, member, _LOSSES)
 
     def _look_for_hosts(self) -> None:
         """Look for other members if all that could admit this worker have ended.
@@ -383,16 +401,16 @@ class Agreement:
         They may have been lost since it asked for them, and others have joined. Stop if
         there are none.
         """
-        if self._looking:
+        if self._asks_hosts:
             return
-        hosts = frozenset(self._hosts)
-        self._looking |= hosts
+        self._asks_hosts = True
+        hosts = self._hosts
 
         def look() -> None:
             dead = all(self._lines.contact(host) is Contact.DEAD for host in hosts)
-            answers = self._lines.survey(members=True) if dead else []
+            answers = survey(self._lines, members=True) if dead else []
             with self._lock:
-                self._looking -= hosts
+                self._asks_hosts = False
                 if self._machine.decision is not None or self._stop.is_set():
                     return
                 if answers:
@@ -405,9 +423,11 @@ class Agreement:
     def _look_around(self) -> None:
         """Look for the other members while there's no agreement.
 
-        One that is silent, or doesn't answer messages, may have died since. While the
-        members train, the first one looks for absent processes, from time to time: if
-        all are dead, newcomers can do without the earlier members.
+        One that is silent, or doesn't answer messages, may have died since. One that
+        dies while the epoch's members are being connected may have no connection yet
+        whose end would show it. While they train, the first one looks for absent
+        processes, from time to time: if all are dead, newcomers can do without the
+        earlier members.
         """
         decision = self._machine.decision
         if decision is None:
@@ -415,12 +435,17 @@ class Agreement:
         epoch = decision.epoch
         if not self._machine.suspended:
             now = time.monotonic()
-            if epoch.members[0] == self._me and now >= self._next_look:
+            first = epoch.members[0]
+            if self._forms and self._startup is None:
+                for member in epoch.members if first == self._me else (first,):
+                    if member != self._me:
+                        self._look_for(epoch.number, member, _PROOF)
+            if first == self._me and now >= self._next_look:
                 self._next_look = now + self._look_pause
                 self._look_pause = min(2 * self._look_pause, _ABSENT_SECONDS[1])
-                for member in sorted(epoch.absent - self._looking):
-                    self._look_for(epoch.number, member, losses=True)
+                for member in sorted(epoch.absent):
+                    self._look_for(epoch.number, member, _LOSSES)
             return
         for member in (*epoch.members, *sorted(epoch.absent)):
-            if member != self._me and member not in self._looking:
+            if member != self._me:
                 self._look_for(epoch.number, member)
