@@ -41,7 +41,8 @@ class StepContext(threading.local):
         admission: Of a worker that has joined, before its first step: the steps until
             the members next ask for workers that want to join, and between two
             questions; else None.
-        resumed: Called once, before the first step of a `fit` that is continued.
+        resumed: Called once, before the first step of a `fit` that is continued, also
+            by a worker that has joined.
         resumption: The `preemption.resumption.Resumption` of a `fit`, if its job can be
             preempted; else None.
         joined: Whether this worker has joined others during this `fit`.

@@ -230,6 +230,10 @@ class ElasticHooks(Protocol):
     """
 
     @property
+    def is_fixed(self) -> bool:
+        """Whether there is one worker, and never another."""
+
+    @property
     def epoch(self) -> int:
         """The number of the present membership, which grows with each change."""
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn, Protocol
 
 from kerasdist.cluster import Cluster, resolve
+from kerasdist.collectives.alone import JobAlone
 from kerasdist.collectives.elastic.connect import connect_elastic
 from kerasdist.errors import ClusterError, ServerLost, StartupError
 from kerasdist.ps import Event, ServerClient, ServerSettings, connect_servers
@@ -33,7 +34,7 @@ from kerasdist.strategies.job import StrategyJob
 from kerasdist.strategies.options import Options
 from kerasdist.strategies.sync.elastic_extended import (
     ElasticExtended,
-    refuse_preempted,
+    ExtendedAlone,
 )
 from kerasdist.strategies.sync.extended import SynchronousExtended
 from kerasdist.strategies.sync.strategy import DataParallelStrategy
@@ -210,10 +211,8 @@ class ParameterServerStrategy(DataParallelStrategy):
             refuse_option(
                 "data='chief', because the chief that has the data may be lost"
             )
-        if bounds is not None and place.size == 1:
-            if place.rank is not None:
-                refuse_preempted()
-            bounds = None
+        alone = None if bounds is None or place.size > 1 else bounds
+        bounds = None if alone is not None else bounds
         if place.rank is None:
             # Before TensorFlow looks for devices, which a server leaves to workers.
             _serve(place, settings, timeouts, bounds)
@@ -251,6 +250,9 @@ class ParameterServerStrategy(DataParallelStrategy):
                 )
                 before.note(client)
                 self._traffic = client.connections
+                if alone is not None:
+                    job = JobAlone(client, alone.grace)
+                    extended = ExtendedAlone
         # A worker that is alone trains as one process does.
         if mode == "async" and (place.size > 1 or snapshot_dir is not None):
             extended = AsyncExtended

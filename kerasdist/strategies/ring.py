@@ -10,6 +10,7 @@ from typing import Any
 from kerasdist import _tf
 from kerasdist.cluster import resolve
 from kerasdist.collectives import connect
+from kerasdist.collectives.alone import JobAlone
 from kerasdist.collectives.elastic.connect import connect_elastic
 from kerasdist.errors import ClusterError
 from kerasdist.placement.plan import Plan
@@ -29,7 +30,7 @@ from kerasdist.strategies.placed.micro_batches import check_micro_batches
 from kerasdist.strategies.placed.report import PlacementReport
 from kerasdist.strategies.sync.elastic_extended import (
     ElasticExtended,
-    refuse_preempted,
+    ExtendedAlone,
 )
 from kerasdist.strategies.sync.extended import SynchronousExtended
 from kerasdist.strategies.sync.strategy import DataParallelStrategy
@@ -207,9 +208,12 @@ class RingStrategy(DataParallelStrategy):
         )
         if bounds is not None:
             _refuse_with_elastic(transport, data, placement)
-            if place.size == 1:
-                refuse_preempted()
-        if bounds is not None and place.size > 1:
+        if bounds is not None and place.size == 1:
+            alone = connect(place, timeouts=timeouts, replicas=len(names))
+            job_alone = JobAlone(alone, bounds.grace)
+            super().__init__(place, names, job_alone, options, ExtendedAlone)
+            return
+        if bounds is not None:
             elastic_job = connect_elastic(
                 place,
                 transport=transport,

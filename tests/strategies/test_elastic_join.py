@@ -51,10 +51,21 @@ def compiled(optimizer):
     )
 
 
+class Scaled(keras.layers.Layer):
+    def build(self, shape):
+        self.scale = self.add_weight(
+            shape=(), initializer="ones", trainable=False, name="scale"
+        )
+
+    def call(self, inputs):
+        return inputs * self.scale
+
+
 with strategy.scope():
     keras.utils.set_random_seed(1)
     model = keras.Sequential([
         keras.Input((8,)),
+        Scaled(),
         keras.layers.Dense(16, activation="relu"),
         keras.layers.Dense(3, activation="softmax"),
     ])
@@ -84,6 +95,13 @@ class Pace(keras.callbacks.Callback):
         super().__init__()
         self.dies, self.waits = dies, waits
         self.mine = f"rank {me}"
+        self.epochs, self.begun = [], 0
+
+    def on_train_batch_begin(self, batch, logs=None):
+        self.begun += 1
+        # Not by its number: once more would change it once more.
+        scale = self.model.layers[0].scale
+        scale.assign(scale * 0.999)
 
     def on_train_batch_end(self, batch, logs=None):
         self.taken += 1
@@ -97,6 +115,7 @@ class Pace(keras.callbacks.Callback):
         self.last = float(logs["loss"])
 
     def on_epoch_begin(self, epoch, logs=None):
+        self.epochs.append(epoch)
         if epoch == 3 and self.waits and not alone:
             # Until the one that was lost has been started again.
             for _ in range(4000):
@@ -154,6 +173,7 @@ callbacks = [
     pace,
     keras.callbacks.EarlyStopping("loss", patience=50, restore_best_weights=True),
     keras.callbacks.ReduceLROnPlateau("loss", patience=1, min_delta=0.05),
+    keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate * 0.95),
 ]
 if kind == "endless" and not alone:
     line = kerasdist.callbacks.Timeline(f"{folder}/line.json", (10, 45), verbose=0)
@@ -171,13 +191,15 @@ epochs = 3 if "twice" in kind else 10
 note("first", model.fit(**data, epochs=epochs, verbose=0, callbacks=callbacks))
 if "twice" in kind:
     found["last"] = pace.last
+    found["counted"] = [pace.begun, pace.epochs]
     found["evaluated"] = model.evaluate(checks, verbose=0, return_dict=True)
-    model.layers[0].trainable = False
+    model.layers[1].trainable = False
     with strategy.scope():
         compiled("sgd")
     print("SECOND", flush=True)
     pace = Pace(dies=False, waits=True)
     note("second", model.fit(**data, epochs=7, verbose=0, callbacks=[pace]))
+found["counts"] = [pace.begun, pace.epochs]
 weights = np.concatenate([w.numpy().ravel() for w in model.weights])
 assert (pace.mine, pace.rank) == (f"rank {me}", me)
 print("RESULT", json.dumps([

@@ -27,7 +27,8 @@ folder = sys.argv[1]
 ends = json.loads(os.environ.get("ENDS", "{}"))
 units = int(os.environ.get("UNITS", "16"))
 alone = "TF_CONFIG" not in os.environ
-strategy = kerasdist.RingStrategy(elastic=True, timeout=60, startup_timeout=60)
+kind = getattr(kerasdist, os.environ.get("STRATEGY", "RingStrategy"))
+strategy = kind(elastic=True, timeout=60, startup_timeout=60)
 me = 0 if alone else int(json.loads(os.environ["TF_CONFIG"])["task"]["index"])
 random = np.random.default_rng(0)
 x = random.normal(size=(250, 8)).astype("float32")
@@ -45,7 +46,7 @@ with strategy.scope():
 def ask():
     os.kill(os.getpid(), signal.SIGTERM)
     end = time.monotonic() + 20
-    while not strategy.communicator.wants_to_leave() and time.monotonic() < end:
+    while not signal.getsignal(signal.SIGTERM).requested and time.monotonic() < end:
         time.sleep(0.001)
 
 
@@ -105,15 +106,22 @@ class Job:
         self.script.write_text(SCRIPT)
 
     def run(
-        self, size: int, ends: dict[int, int] | None = None, **env: str | None
+        self,
+        size: int,
+        ends: dict[int, int] | None = None,
+        servers: int = 0,
+        **env: str | None,
     ) -> list[Finished]:
         variables = {
+            "STRATEGY": "ParameterServerStrategy" if servers else "RingStrategy",
             "ENDS": json.dumps(ends or {}),
             "KERASDIST_CHECKPOINT_DIR": str(self.folder / "checkpoints"),
             **env,
         }
         arguments = [str(self.folder)]
-        with Workers(self.script, size, arguments, variables, 120.0) as job:
+        with Workers(
+            self.script, size, arguments, variables, 120.0, servers=servers
+        ) as job:
             return job.wait()
 
     @property
@@ -180,7 +188,13 @@ def test_workers_leave_and_nothing_is_repeated(
 
 
 @pytest.mark.parametrize(
-    ("before", "after"), [(3, 2), pytest.param(2, 3, marks=pytest.mark.soak)]
+    ("before", "after"),
+    [
+        (3, 2),
+        pytest.param(2, 3, marks=pytest.mark.soak),
+        pytest.param(1, 2, marks=pytest.mark.soak),
+        pytest.param(2, 1, marks=pytest.mark.soak),
+    ],
 )
 def test_the_next_start_continues_in_the_midst_of_the_epoch(
     alone: tuple[Any, str], tmp_path: Path, before: int, after: int
@@ -225,3 +239,18 @@ def test_a_checkpoint_that_doesnt_fit_is_refused(tmp_path: Path) -> None:
     damaged = job.run(2)[0]
     assert damaged.returncode == 1
     assert f"{path}: it can't be read" in damaged.output
+
+
+def test_a_process_alone_continues_itself(
+    alone: tuple[Any, str], tmp_path: Path
+) -> None:
+    job = Job(tmp_path)
+    (first,) = job.run(1, {0: 13}, TF_CONFIG=None)
+    assert first.returncode == -signal.SIGTERM, first.output
+    assert "The next start of this script continues there, from" in first.output
+    (second,) = job.run(1, TF_CONFIG=None)
+    assert "`fit` continues after step" in second.output
+    check(second, alone, job)
+    # To the bit.
+    assert second.result[2] == alone[0][2]
+    assert job.checkpoints == []

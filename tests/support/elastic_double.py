@@ -77,7 +77,7 @@ class ElasticDouble:
     def admit(self) -> bool:
         return False
 
-    is_newcomer = False
+    is_newcomer = is_fixed = False
 
     def finish_joining(self) -> None:
         raise RuntimeError("no worker joins")

@@ -128,6 +128,11 @@ class RepeatableIterator(abc.ABC):
         """
 
     @property
+    def kind(self) -> str:
+        """The kind of the data: two processes continue only with data of one kind."""
+        return type(self).__name__
+
+    @property
     @abc.abstractmethod
     def number(self) -> int:
         """The number of the pass over the data, from 1; 0: it isn't known."""

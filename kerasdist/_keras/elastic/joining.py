@@ -218,7 +218,7 @@ def join(
     hooks.state.give(state, True)
     _share_arrays(hooks, callbacks)
     current.admission = facts["polls"]
-    training_state.apply(trainer, hooks, callbacks, facts, place)
+    training_state.apply(trainer, hooks, callbacks, facts, place, state)
 
 
 def _approach(place: DataPlace, elastic: ElasticHooks) -> None:

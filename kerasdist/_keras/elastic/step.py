@@ -21,6 +21,7 @@ import tensorflow as tf
 from kerasdist import _tf
 from kerasdist._keras.context import current
 from kerasdist._keras.elastic.batches import Batches, Taken, batches_of, is_of_fit
+from kerasdist._keras.elastic.continuable import ContinuableStep, summed_metrics
 from kerasdist._keras.elastic.joining import Admission
 from kerasdist._keras.elastic.late_updates import LateUpdates
 from kerasdist._keras.elastic.metric_totals import MetricTotals
@@ -39,7 +40,7 @@ class _OutdatedError(Exception):
     """The workers have changed since the step was prepared; nothing has run."""
 
 
-class ElasticStep:
+class ElasticStep(ContinuableStep):
     """Takes steps of training on an iterator's batches.
 
     Args:
@@ -95,16 +96,12 @@ class ElasticStep:
         self._taken = 0
 
     def begin(self) -> None:
-        """Begin with metrics that are reset."""
+        """See `ContinuableStep.begin`."""
         self._totals.reset()
         self._taken = 0
 
     def __call__(self, iterator: Any) -> Any:
-        """Take the steps of one execution; return the last one's logs.
-
-        Raises:
-            StopIteration, tf.errors.OutOfRangeError: There's no batch.
-        """
+        """See `ContinuableStep.__call__`."""
         with translating(self._hooks):
             return self._take_steps(iterator)
 
@@ -142,7 +139,7 @@ class ElasticStep:
             self._elastic.finish_joining()
 
     def prepare(self, iterator: Any) -> None:
-        """Trace a step on the batches of an iterator, for the present layout."""
+        """See `ContinuableStep.prepare`."""
         spec = batches_of(iterator, self._hooks).spec
         if spec is None or self._trainer.run_eagerly or self._hooks.timer.running:
             return
@@ -150,10 +147,7 @@ class ElasticStep:
             self._calls(Taken(None, spec))
 
     def read_metrics(self, read: Callable[[], Any]) -> Any:
-        """Return what `read` does, of metrics over all workers; it may be repeated.
-
-        The metrics are reset next.
-        """
+        """See `ContinuableStep.read_metrics`."""
         while True:
             self._settle()
             try:
@@ -171,10 +165,7 @@ class ElasticStep:
             return result
 
     def sum_metrics(self) -> tuple[int, list[Any]]:
-        """Return the steps of this epoch's metrics, and their sums over all workers.
-
-        All call it alike, between two steps.
-        """
+        """See `ContinuableStep.sum_metrics`."""
         while True:
             self._settle()
             try:
@@ -188,7 +179,7 @@ class ElasticStep:
                     raise
 
     def set_metrics(self, steps: int, sums: Sequence[Any]) -> None:
-        """Continue from what `sum_metrics` has returned in other workers."""
+        """See `ContinuableStep.set_metrics`."""
         chief = self._hooks.workers.rank == 0
         self._totals.set(self._metrics(), sums, steps, chief=chief)
 
@@ -349,10 +340,4 @@ class ElasticStep:
         return copies
 
     def _metrics(self) -> list[Sequence[Any]]:
-        """Return the copies of all metric variables that reading sums."""
-        variables = [variable.value for variable in self._trainer.metrics_variables]
-        return [
-            self._copies(variable)
-            for variable in variables
-            if variable.aggregation == tf.VariableAggregation.SUM
-        ]
+        return summed_metrics(self._trainer)

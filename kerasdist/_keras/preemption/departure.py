@@ -14,7 +14,7 @@ import contextlib
 from typing import Any
 
 from kerasdist._keras.context import current
-from kerasdist._keras.elastic.step import ElasticStep
+from kerasdist._keras.elastic.continuable import ContinuableStep
 from kerasdist._keras.files.succession import flush_board
 from kerasdist._keras.protocols import KerasHooks
 from kerasdist.collectives.elastic.leaving import Leaving
@@ -35,7 +35,7 @@ class Departure:
         self._trainer = trainer
         self._hooks = hooks
 
-    def run(self, step: ElasticStep, iterator: Any, number: int) -> None:
+    def run(self, step: ContinuableStep, iterator: Any, number: int) -> None:
         """Let the workers leave that want to; all call it alike, between two steps.
 
         Args:

@@ -23,10 +23,10 @@ from kerasdist import _tf
 from kerasdist._keras.context import current
 from kerasdist._keras.data.batches import RepeatableIterator
 from kerasdist._keras.data.epoch_iterators import batch_size_of_fit, batches_of_fit
+from kerasdist._keras.elastic.continuable import ContinuableStep
 from kerasdist._keras.elastic.state import training_state
 from kerasdist._keras.elastic.state.data_place import DataPlace
 from kerasdist._keras.elastic.state.finished_calls import fits_of
-from kerasdist._keras.elastic.step import ElasticStep
 from kerasdist._keras.preemption.checkpoint_file import CheckpointFile
 from kerasdist._keras.protocols import ElasticHooks, KerasHooks
 from kerasdist.collectives.ops import Array
@@ -58,7 +58,9 @@ class Resumption:
 
     # The last workers leave.
 
-    def keep(self, trainer: Any, step: ElasticStep, iterator: Any, number: int) -> None:
+    def keep(
+        self, trainer: Any, step: ContinuableStep, iterator: Any, number: int
+    ) -> None:
         """Write the state, on the first member; all call it alike, between two steps.
 
         Args:
@@ -77,7 +79,6 @@ class Resumption:
             "data": _data(),
             "steps": steps,
             "metrics": _metrics(trainer),
-            "monitors": [_knows_direction(each) for each in current.callbacks],
             "callback_arrays": [
                 [index, name, len(some)] for index, name, some in arrays
             ],
@@ -120,7 +121,9 @@ class Resumption:
                 callback.append = True
                 self._appending.append(callback)
 
-    def resume(self, trainer: Any, callbacks: Sequence[Any], step: ElasticStep) -> None:
+    def resume(
+        self, trainer: Any, callbacks: Sequence[Any], step: ContinuableStep
+    ) -> None:
         """Take the state from the file, before the first step; all call it alike.
 
         Args:
@@ -150,11 +153,6 @@ class Resumption:
         for index, name, count in facts["callback_arrays"]:
             setattr(callbacks[index], name, [next(taken) for _ in range(count)])
         step.set_metrics(facts["steps"], list(taken))
-        for callback, monitors in zip(callbacks, facts["monitors"], strict=True):
-            if monitors and not _knows_direction(callback):
-                # Keras does it at the first end of an epoch, when it changes the sign
-                # of `min_delta`, which is one of the numbers.
-                callback._set_monitor_op()
         kept = [
             (callback, state)
             for callback, state in zip(callbacks, facts["callbacks"], strict=True)
@@ -164,9 +162,7 @@ class Resumption:
         ]
         others = [callback for callback, _ in kept]
         facts["callbacks"] = [state for _, state in kept]
-        training_state.apply(trainer, hooks, others, facts, self._place)
-        # The beginnings of the epoch and of the step are counted a second time.
-        current.resumed = lambda: training_state.apply_counts(trainer, others, facts)
+        training_state.apply(trainer, hooks, others, facts, self._place, every)
         hooks.print_once(
             "resumed",
             f"kerasdist: `fit` continues after step {facts['communicator_step']}, in "
@@ -241,16 +237,11 @@ class Resumption:
             )
 
 
-def _state(trainer: Any, step: ElasticStep) -> list[Any]:
+def _state(trainer: Any, step: ContinuableStep) -> list[Any]:
     """Return the variables that are the same on all workers."""
     metrics = [variable.value for variable in trainer.metrics_variables]
     parts = tf.VariableAggregation.SUM
     return [*step.given(), *(each for each in metrics if each.aggregation != parts)]
-
-
-def _knows_direction(callback: Any) -> bool:
-    """Return whether a callback has found out which values of its metric are good."""
-    return getattr(callback, "monitor_op", None) is not None
 
 
 def _value(variable: Any) -> Array:

@@ -20,6 +20,7 @@ from kerasdist._keras.context import current, setting
 from kerasdist._keras.data.pydataset import closing_readers
 from kerasdist._keras.data.reading_threads import ending_threads_after_error
 from kerasdist._keras.data.uses import uses_of
+from kerasdist._keras.elastic.continuable import ContinuableStep
 from kerasdist._keras.elastic.evaluation import renew_prediction
 from kerasdist._keras.elastic.joining import join
 from kerasdist._keras.elastic.repetition import repeated
@@ -30,7 +31,6 @@ from kerasdist._keras.elastic.state.finished_calls import (
     result_of_fit,
 )
 from kerasdist._keras.elastic.state.training_state import begin as begin_fit
-from kerasdist._keras.elastic.step import ElasticStep
 from kerasdist._keras.files.succession import Succession, take_over
 from kerasdist._keras.models.local_models import warn_if_outside
 from kerasdist._keras.optimizer.sparse_updates import embedding_tables, moves_all_rows
@@ -82,7 +82,7 @@ def finish_epoch(original: Callable[..., Any], trainer: Any, logs: Any) -> Any:
         dynamic.weights.average_own(open_window(trainer.optimizer))
         # A worker that took no step has no logs.
         return original(trainer, whole_logs(trainer, hooks, logs))
-    step = None if current.evaluating else _elastic_step_of(trainer)
+    step = None if current.evaluating else _continuable_step_of(trainer)
     if step is None:
         result = original(trainer, logs)
     else:
@@ -120,7 +120,7 @@ def begin_training(
     if hooks is not None:
         with setting(training=True), hooks.workers.local_step():
             made = original(trainer, *args, **kwargs)
-        step = _elastic_step_of(trainer)
+        step = _continuable_step_of(trainer)
         if step is not None:
             step.begin()
         return made
@@ -148,7 +148,7 @@ def before_first_step(trainer: Any, callbacks: Sequence[Any]) -> Any:
             finished = calls.find("fit", hooks)
             if finished is not None:
                 return _leave_out(trainer, callbacks, finished)
-            step = _elastic_step_of(trainer)
+            step = _continuable_step_of(trainer)
             join(
                 *(trainer, hooks, elastic, callbacks, state_to_give(trainer)),
                 prepare=(lambda _: None) if step is None else step.prepare,
@@ -157,7 +157,7 @@ def before_first_step(trainer: Any, callbacks: Sequence[Any]) -> Any:
             return None
         calls.begin_fit()
         resumption: Resumption | None = current.resumption
-        step = _elastic_step_of(trainer)
+        step = _continuable_step_of(trainer)
         if resumption is not None and resumption.due and step is not None:
             resumption.resume(trainer, callbacks, step)
             return None
@@ -206,6 +206,7 @@ def fit(original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -
     facts: dict[str, Any] = {
         "fitting": fitting,
         "joined": False,
+        "resumed": None,
         "epoch": bound.arguments.get("initial_epoch", 0),
         "callbacks": (),
         "begun": (),
@@ -339,10 +340,10 @@ def _hide_progress_bar(
     return bound.args[1:], bound.kwargs, verbose
 
 
-def _elastic_step_of(trainer: Any) -> ElasticStep | None:
+def _continuable_step_of(trainer: Any) -> ContinuableStep | None:
     function = trainer.train_function
     found = None if function is None else inspect.unwrap(function)
-    return found if isinstance(found, ElasticStep) else None
+    return found if isinstance(found, ContinuableStep) else None
 
 
 def _start_line(hooks: KerasHooks, trainer: Any) -> str:

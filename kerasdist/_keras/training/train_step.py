@@ -27,6 +27,7 @@ from kerasdist._keras.models.step_build import (
 )
 from kerasdist._keras.placement.layers import placer_of
 from kerasdist._keras.preemption.departure import Departure
+from kerasdist._keras.preemption.step_alone import StepAlone
 from kerasdist._keras.protocols import (
     KerasHooks,
     current_hooks,
@@ -140,6 +141,20 @@ def make_function(
     inside = (
         hooks.workers.local_step if current.training else hooks.workers.collective_scope
     )
+    if hooks.elastic is not None and hooks.elastic.is_fixed and current.training:
+        instrumented = InstrumentedStep(trainer, make, timer)
+
+        def take(iterator: Any) -> Any:
+            with translating(hooks), inside():
+                return instrumented(iterator)
+
+        alone = StepAlone(
+            *(trainer, hooks, take, lambda: state_to_give(trainer)),
+            Departure(trainer, hooks).run,
+        )
+        if last is not None:
+            LAST_LOGS.set(alone, last)
+        return alone
     if hooks.elastic is not None and current.training:
         elastic = ElasticStep(
             trainer,

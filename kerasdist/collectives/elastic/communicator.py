@@ -88,6 +88,7 @@ class ElasticCommunicator(Communicator):
     Attributes:
         membership: The agreement; set before the first collective.
         lines: The facts for processes that want to join; set likewise.
+        is_fixed: See `ElasticHooks.is_fixed`.
         epoch: The number of the present membership.
         changes: The changes of the members; appended to by the thread that makes them.
         finished_before: The number of collectives that had been finished when it began.
@@ -98,6 +99,7 @@ class ElasticCommunicator(Communicator):
         replicas: Each member's number of replicas, by rank.
     """
 
+    is_fixed = False
     membership: Membership
     lines: Lines
 

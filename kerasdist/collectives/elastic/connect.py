@@ -33,7 +33,7 @@ from kerasdist.transport.rendezvous.listener import Listener
 from kerasdist.transport.timeouts import Timeouts
 from kerasdist.transport.wire.secret import job_secret
 
-__all__ = ["connect_elastic"]
+__all__ = ["connect_elastic", "name_job"]
 
 # Seconds between two questions of a worker that waits for the job to run.
 _AGAIN_SECONDS = 0.3
@@ -89,7 +89,7 @@ def connect_elastic(
         me=Member(rank),
         cluster=cluster,
         addresses=dict(enumerate(cluster.workers)),
-        session=_name(cluster),
+        session=name_job(cluster),
         link=link
         or WorkerLink(
             transport=transport,
@@ -216,7 +216,7 @@ def _no_job(rank: int, address: str, seconds: float) -> errors.StartupError:
     )
 
 
-def _name(cluster: Cluster) -> str:
+def name_job(cluster: Cluster) -> str:
     """Name the n-th elastic job of this process on this cluster, alike on all ranks."""
     digest = hashlib.sha256(",".join(cluster.workers).encode()).hexdigest()[:16]
     with _counts_lock:

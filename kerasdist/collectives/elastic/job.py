@@ -176,6 +176,11 @@ class ElasticJob:
         return self._closed
 
     @property
+    def membership(self) -> ElasticCommunicator:
+        """The changes of the workers, see `_keras.protocols.ElasticHooks`."""
+        return self.communicator
+
+    @property
     def replicas(self) -> tuple[int, ...]:
         """Each present worker's number of replicas, by rank."""
         return self.communicator.replicas

@@ -17,12 +17,14 @@ from kerasdist import errors
 from kerasdist.collectives.elastic.communicator import ElasticCommunicator
 from kerasdist.collectives.elastic.termination import Termination
 
-__all__ = ["Leaving"]
+__all__ = ["LEAVE_SECONDS", "SAVE_SECONDS", "Leaving"]
 
 # Seconds for what precedes the change: the platform ends the process before.
-_MOST_SECONDS = 600.0
+SAVE_SECONDS = 600.0
 # Seconds until a leaver ends in any case. The change takes a fraction of a second.
 _SECONDS = 10.0
+# Seconds for the change, and the end of the process.
+LEAVE_SECONDS = 2 * _SECONDS
 _POLL_SECONDS = 0.002
 
 
@@ -74,7 +76,7 @@ class Leaving:
         found = self._communicator.all_gather(mine)
         self.ids = frozenset(int(number) for number, leaves in found if leaves)
         if self.termination is not None and self.includes_this_worker:
-            self.termination.extend(_MOST_SECONDS)
+            self.termination.extend(SAVE_SECONDS)
 
     def change(self) -> bool:
         """Let the members leave that have agreed to; all call it alike.
@@ -87,7 +89,7 @@ class Leaving:
         """
         leaves = self.includes_this_worker
         if self.termination is not None and leaves:
-            self.termination.extend(2 * _SECONDS)
+            self.termination.extend(LEAVE_SECONDS)
         try:
             self._await_change(leaves)
         except errors.CollectiveError:

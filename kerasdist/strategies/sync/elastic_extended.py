@@ -12,29 +12,32 @@ from kerasdist._keras import KerasHooks
 from kerasdist._keras.preemption.checkpoint_file import CheckpointFile
 from kerasdist.strategies.measure.step_clock import StepClock
 from kerasdist.strategies.options import Options
+from kerasdist.strategies.sync.data import SynchronousData
+from kerasdist.strategies.sync.data_alone import DataAlone
 from kerasdist.strategies.sync.elastic_data import ElasticData
 from kerasdist.strategies.sync.extended import SynchronousExtended
 
-__all__ = ["ElasticExtended", "refuse_preempted"]
+__all__ = ["ElasticExtended", "ExtendedAlone"]
 
 
 class ElasticExtended(SynchronousExtended):
     """Replicas of this worker, synchronous with those of the present workers.
 
-    The job is an `ElasticJob`: its communicator knows when the workers change.
+    The job is an `ElasticJob`: its membership knows when the workers change.
     """
 
-    data_class = ElasticData
+    data_class: type[SynchronousData] = ElasticData
 
     def _make_hooks(self, options: Options, timer: StepClock) -> KerasHooks:
-        elastic: Any = self.workers.communicator
         job: Any = self.workers.job
         self._checkpoint = CheckpointFile(job.name)
         hooks = super()._make_hooks(options, timer)
         self.data.job_seed = self.common_seed()
         # Also of a worker that is alone until it joins the others.
         _tf.set_global_seed_if_none(self.common_seed)
-        return dataclasses.replace(hooks, elastic=elastic, checkpoint=self._checkpoint)
+        return dataclasses.replace(
+            hooks, elastic=job.membership, checkpoint=self._checkpoint
+        )
 
     @property
     def workers_in_sync(self) -> int:
@@ -51,7 +54,7 @@ class ElasticExtended(SynchronousExtended):
 
     def _of_start(self, name: str, present: int) -> int:
         job: Any = self.workers.job
-        return int(job.facts[name]) if job.communicator.joining else present
+        return int(job.facts[name]) if job.membership.joining else present
 
     def common_seed(self) -> int:
         """See `SynchronousExtended.common_seed`; workers that join get it, too.
@@ -86,12 +89,7 @@ class ElasticExtended(SynchronousExtended):
         return (seed, fit) if saved else None
 
 
-def refuse_preempted() -> None:
-    """Refuse to begin from scratch with one worker, whose job isn't elastic.
+class ExtendedAlone(ElasticExtended):
+    """Replicas of one worker, whose job is a `JobAlone`."""
 
-    Raises:
-        SnapshotError: There is a checkpoint of a preempted job.
-    """
-    file = CheckpointFile("elastic1")
-    if file.path.exists():
-        raise file.unusable("one worker alone can't continue an elastic job")
+    data_class = DataAlone

@@ -6,6 +6,7 @@ settings, which may differ between workers, stay those of each worker.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -41,17 +42,33 @@ def changed(callbacks: Sequence[Any], begun: Sequence[Any]) -> list[list[Any]]:
                 for name, value in numbers_of_one(callback).items()
                 if name not in before or not _same(value, before[name])
             }
+            if hasattr(callback, "_set_monitor_op"):
+                # A setting, whose sign Keras changes at the first end of an epoch in
+                # each process, when it finds out which values are good.
+                state.pop("min_delta", None)
         found.append([type(callback).__name__, state])
     return found
 
 
-def adopt(callbacks: Sequence[Any], states: Sequence[Sequence[Any]]) -> None:
-    """Give callbacks what `changed` has returned for the same ones elsewhere."""
+def adopt(
+    callbacks: Sequence[Any],
+    states: Sequence[Sequence[Any]],
+    *,
+    again: bool = False,
+) -> None:
+    """Give callbacks what `changed` has returned for the same ones elsewhere.
+
+    Args:
+        callbacks: The callbacks.
+        states: Their states.
+        again: Whether they have adopted them before, and were called since.
+    """
     for callback, (_, state) in zip(callbacks, states, strict=True):
-        if hasattr(callback, "_adopt_state"):
+        if not hasattr(callback, "_adopt_state"):
+            # A copy: the callback may change lists, and adopts its state again.
+            vars(callback).update(copy.deepcopy(state))
+        elif not again:
             callback._adopt_state(state)
-        else:
-            vars(callback).update(state)
 
 
 def arrays_of(callbacks: Sequence[Any]) -> list[tuple[int, str, list[Any]]]:
@@ -60,10 +77,15 @@ def arrays_of(callbacks: Sequence[Any]) -> list[tuple[int, str, list[Any]]]:
         (index, name, value)
         for index, callback in enumerate(callbacks)
         for name, value in vars(callback).items()
-        if isinstance(value, list)
-        and value
-        and all(isinstance(each, np.ndarray) for each in value)
+        if isinstance(value, list) and _are_arrays(value)
     ]
+
+
+def _are_arrays(values: list[Any]) -> bool:
+    # Of a variable without dimensions Keras returns one of numpy's numbers.
+    return any(isinstance(each, np.ndarray) for each in values) and all(
+        isinstance(each, (np.ndarray, np.generic)) for each in values
+    )
 
 
 def numbers_of_one(callback: Any) -> dict[str, Any]:

@@ -61,7 +61,7 @@ class DataPlace:
         use = data.use if isinstance(data, CountedData) else None
         items = self._items()
         return {
-            "kind": type(iterator).__name__,
+            "kind": _kind(iterator),
             "pass": iterator.number if known else 0,
             "batch": iterator.taken if known else 0,
             "step": step,
@@ -91,7 +91,7 @@ class DataPlace:
         if self._reached is None or number != getattr(self.iterator, "number", number):
             self._begin_epoch()
         batches = self.iterator
-        if facts["kind"] != type(batches).__name__:
+        if facts["kind"] != _kind(batches):
             return "data that are divided in another way than the others'"
         if isinstance(batches, RepeatableIterator):
             if batches.number != number:
@@ -151,3 +151,8 @@ class DataPlace:
         yield from self._steps
         if isinstance(batches, BatchIterator):
             batches.pause(False)
+
+
+def _kind(batches: Any) -> str:
+    known = isinstance(batches, RepeatableIterator)
+    return batches.kind if known else type(batches).__name__

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from kerasdist import _tf
 from kerasdist._keras.context import current
 from kerasdist._keras.elastic.state import callback_state
 from kerasdist._keras.elastic.state.callback_state import arrays_of
@@ -28,7 +29,7 @@ from kerasdist._keras.optimizer.learning_rate import (
 )
 from kerasdist._keras.protocols import KerasHooks
 
-__all__ = ["apply", "apply_counts", "arrays_of", "begin", "collect", "objection"]
+__all__ = ["apply", "arrays_of", "begin", "collect", "objection"]
 
 
 def begin(callbacks: Sequence[Any]) -> None:
@@ -100,8 +101,13 @@ def apply(
     callbacks: Sequence[Any],
     facts: dict[str, Any],
     place: DataPlace,
+    variables: Sequence[Any],
 ) -> None:
     """Continue from facts to which there's no objection.
+
+    They are from within a step. So the beginnings of the epoch and of the step, of
+    which `fit` calls the callbacks next, have been counted in them: before the step,
+    their effects are undone.
 
     Args:
         trainer: The model. The others are in the midst of an epoch, and all of them
@@ -110,8 +116,21 @@ def apply(
         callbacks: The callbacks of its `fit`, which have begun.
         facts: Those of `collect`.
         place: It has moved to the place of the facts.
+        variables: The variables that belong to the state, and have its values.
     """
-    apply_counts(trainer, callbacks, facts)
+    _apply_counts(trainer, callbacks, facts)
+    values = [
+        (copy, copy.read_value())
+        for variable in variables
+        for copy in _tf.local_results(variable)
+    ]
+
+    def undo_begins() -> None:
+        for variable, value in values:
+            variable.assign(value)
+        _apply_counts(trainer, callbacks, facts, again=True)
+
+    current.resumed = undo_begins
     hooks.data.orders = facts["orders"]
     hooks.workers.communicator.step = facts["communicator_step"]
     trainer._initial_epoch = current.epoch = facts["epoch"]
@@ -121,7 +140,13 @@ def apply(
     place.resume()
 
 
-def apply_counts(trainer: Any, callbacks: Sequence[Any], facts: dict[str, Any]) -> None:
+def _apply_counts(
+    trainer: Any,
+    callbacks: Sequence[Any],
+    facts: dict[str, Any],
+    *,
+    again: bool = False,
+) -> None:
     """Set the learning rates, and what the callbacks have counted."""
     for optimizer, rate in zip(_settable(trainer), facts["rates"], strict=True):
         set_base_rate(optimizer, rate)
@@ -129,7 +154,7 @@ def apply_counts(trainer: Any, callbacks: Sequence[Any], facts: dict[str, Any]) 
         scaling = scaling_of(optimizer)
         if scaling is not None and factor is not None:
             scaling.set(*factor)
-    callback_state.adopt(callbacks, facts["callbacks"])
+    callback_state.adopt(callbacks, facts["callbacks"], again=again)
 
 
 def _form(variables: Sequence[Any]) -> list[Any]:
