@@ -188,31 +188,35 @@ def test_workers_leave_and_nothing_is_repeated(
 
 
 @pytest.mark.parametrize(
-    ("before", "after"),
+    ("before", "after", "servers"),
     [
-        (3, 2),
-        pytest.param(2, 3, marks=pytest.mark.soak),
-        pytest.param(1, 2, marks=pytest.mark.soak),
-        pytest.param(2, 1, marks=pytest.mark.soak),
+        (3, 2, 0),
+        pytest.param(2, 3, 0, marks=pytest.mark.soak),
+        pytest.param(1, 2, 0, marks=pytest.mark.soak),
+        pytest.param(2, 1, 0, marks=pytest.mark.soak),
+        pytest.param(3, 2, 2, marks=pytest.mark.soak),
+        pytest.param(1, 2, 1, marks=pytest.mark.soak),
+        pytest.param(2, 1, 1, marks=pytest.mark.soak),
     ],
 )
 def test_the_next_start_continues_in_the_midst_of_the_epoch(
-    alone: tuple[Any, str], tmp_path: Path, before: int, after: int
+    alone: tuple[Any, str], tmp_path: Path, before: int, after: int, servers: int
 ) -> None:
     job = Job(tmp_path)
-    first = job.run(before, dict.fromkeys(range(before), 13))
-    assert [each.returncode for each in first] == before * [-signal.SIGTERM]
+    first = job.run(before, dict.fromkeys(range(before), 13), servers)
+    codes = before * [-signal.SIGTERM] + servers * [0]
+    assert [each.returncode for each in first] == codes, first[-1].output
     (path,) = job.checkpoints
     assert "The next start of this script continues there, from" in first[0].output
     # A second time, in a later epoch.
-    second = job.run(2, {0: 21, 1: 22})
-    assert [each.returncode for each in second] == 2 * [-signal.SIGTERM], second[
-        0
-    ].output
+    second = job.run(2, {0: 21, 1: 22}, servers)
+    codes = 2 * [-signal.SIGTERM] + servers * [0]
+    assert [each.returncode for each in second] == codes, second[0].output
     assert "`fit` continues after step" in second[0].output
     assert job.checkpoints == [path]
-    third = job.run(after)
-    for each in third:
+    third = job.run(after, servers=servers)
+    assert [each.returncode for each in third[after:]] == servers * [0]
+    for each in third[:after]:
         check(each, alone, job)
         assert each.result[2] == third[0].result[2]
     # With how many workers each step was taken.

@@ -43,6 +43,9 @@ class StepAlone(ContinuableStep):
         job: Any = hooks.workers.job
         self._leaving = job.leaving
         self._totals = MetricTotals(list)
+        # By the type of an iterator: whether it's one of `fit`, and whether it counts
+        # its batches. Asking costs as much as the rest of this module in a step.
+        self._kinds: dict[type, tuple[bool, bool]] = {}
         # The steps of this epoch.
         self._taken = 0
 
@@ -52,7 +55,11 @@ class StepAlone(ContinuableStep):
 
     def __call__(self, iterator: Any) -> Any:
         """See `ContinuableStep.__call__`."""
-        if not is_of_fit(iterator):
+        kind = self._kinds.get(type(iterator))
+        if kind is None:
+            kind = is_of_fit(iterator), isinstance(iterator, RepeatableIterator)
+            self._kinds[type(iterator)] = kind
+        if not kind[0]:
             return self._calls(iterator)
         if current.resumed is not None:
             current.resumed()
@@ -62,7 +69,7 @@ class StepAlone(ContinuableStep):
         logs = self._calls(iterator)
         # The last execution of a pass may have had fewer; then none follows.
         steps = int(self._trainer.steps_per_execution)
-        if isinstance(iterator, RepeatableIterator):
+        if kind[1]:
             for _ in range(steps):
                 iterator.commit()
         self._taken += steps

@@ -72,6 +72,9 @@ class Membership(Protocol):
     def apply(self, members: tuple[Member, ...]) -> None:
         """Begin to ask members to admit this worker."""
 
+    def close(self) -> None:
+        """End it: changes of the others don't matter any more."""
+
 
 class ElasticCommunicator(Communicator):
     """The communicator of the present members of a job.

@@ -4,6 +4,8 @@
     a leaver   announces it to the machine, see `transport.membership.machine`
     all        finish collectives until the change is made; then a leaver stops
 
+If all members leave, there's no change: they stop together.
+
 These collectives are between two steps, so the others continue with the next step.
 """
 
@@ -90,11 +92,20 @@ class Leaving:
         leaves = self.includes_this_worker
         if self.termination is not None and leaves:
             self.termination.extend(LEAVE_SECONDS)
+        everyone = self.ids >= set(self._communicator.ranks)
         try:
-            self._await_change(leaves)
+            if everyone:
+                self._communicator.barrier()
+            else:
+                self._await_change(leaves)
         except errors.CollectiveError:
             if not leaves:
                 raise
+        if everyone:
+            # No member is left to agree with. The end of the others, which is next,
+            # must not break the group: parameter servers wait for a goodbye through it.
+            self._communicator.membership.close()
+            return True
         # A later process with the task of one of them may be lost.
         self.ids = frozenset()
         return leaves
