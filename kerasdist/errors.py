@@ -156,22 +156,43 @@ class ServerLost(CollectiveError):
         address: Its address, `"host:port"`.
         step: The last step that this worker had finished.
         reason: What was observed, e.g. `"its connection was closed"`.
+        held_weights: Whether it held a part of the weights, as with `mode="async"`.
     """
 
-    def __init__(self, index: int, address: str, step: int, reason: str) -> None:
+    def __init__(
+        self,
+        index: int,
+        address: str,
+        step: int,
+        reason: str,
+        held_weights: bool = True,
+    ) -> None:
+        then = (
+            "The workers can't take a step without it, but they hold all weights. Look "
+            f"at the output of server {index} for the first error, then start the job "
+            "again."
+        )
+        if held_weights:
+            then = (
+                "It held a part of the weights. Look at the output of server "
+                f"{index} for the first error, then start the job again; with "
+                "`snapshot_dir=` a server that is started again goes on from its "
+                "snapshot."
+            )
         super().__init__(
-            f"Server {index} ({address}) was lost at step {step}: {reason}. It held a "
-            f"part of the weights. Look at the output of server {index} for the first "
-            "error, then start the job again; with `snapshot_dir=` a server that is "
-            "started again goes on from its snapshot."
+            f"Server {index} ({address}) was lost at step {step}: {reason}. {then}"
         )
         self.index = index
         self.address = address
         self.step = step
         self.reason = reason
+        self.held_weights = held_weights
 
     def __reduce__(self) -> tuple[object, ...]:
-        return type(self), (self.index, self.address, self.step, self.reason)
+        return type(self), (
+            *(self.index, self.address, self.step, self.reason),
+            self.held_weights,
+        )
 
 
 class CollectiveMismatch(CollectiveError):

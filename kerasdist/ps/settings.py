@@ -81,6 +81,11 @@ class ServerSettings:
             )
 
     @property
+    def hold_weights(self) -> bool:
+        """Whether the servers hold the weights."""
+        return self.mode == "async"
+
+    @property
     def restartable(self) -> bool:
         """Whether a server that is lost may be restarted."""
         return self.mode == "async" and self.snapshot_dir is not None

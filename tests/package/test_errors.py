@@ -21,7 +21,7 @@ MADE = [
     errors.WorkerLost(3, "host3:2222", 17, "it was killed", others_go_on=True),
     errors.CollectiveMismatch("a"),
     errors.CollectiveTimeout("a"),
-    errors.ServerLost(1, "host9:2222", 17, "it was killed"),
+    errors.ServerLost(1, "host9:2222", 17, "it was killed", held_weights=False),
     errors.IncompatibleKerasError("4.0.0", ["a is missing"], "3.14 to 3.15"),
     errors.IncompatibleTensorFlowError("3.0.0", ["a is missing"], "2.18 to 2.21"),
     errors.IncompatibleVersionError("1.0", ["a is missing"], "2.0"),

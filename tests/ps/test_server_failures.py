@@ -124,6 +124,10 @@ def test_workers_raise_the_lost_server(mode, signum):
             assert (kind, fields["index"]) == ("ServerLost", 1), message
             assert fields["address"] == job.addresses[3]
             assert f"Server 1 ({job.addresses[3]}) was lost at step" in message
+            # With "sync" the servers hold nothing.
+            held = "It held a part of the weights." in message
+            assert held == (mode == "async")
+            assert ("they hold all weights" in message) == (mode == "sync")
         assert time.monotonic() - began < BOUND
         # The other server has nobody left to serve.
         assert job.wait_one(2, 20).returncode == 0

@@ -137,7 +137,10 @@ def connect_servers(
                 rosters.append(connection.open(met, gate=gate, joining=joining))
             finally:
                 if connection.unreachable:
-                    cause = errors.ServerLost(index, server, 0, connection.unreachable)
+                    cause = errors.ServerLost(
+                        *(index, server, 0, connection.unreachable),
+                        settings.hold_weights,
+                    )
             if session is None:
                 client.connections.add(connection)
             met = rosters[0].met

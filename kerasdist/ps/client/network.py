@@ -268,7 +268,10 @@ class NetworkConnection(ServerConnection):
     def _lost(self, reason: str) -> errors.CollectiveError:
         return copy_to_raise(
             self._job.fail(
-                errors.ServerLost(self.index, self.address, self._job.step, reason)
+                errors.ServerLost(
+                    *(self.index, self.address, self._job.step, reason),
+                    self._settings.hold_weights,
+                )
             )
         )
 

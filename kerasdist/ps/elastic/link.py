@@ -193,7 +193,8 @@ class ServerLink:
             if isinstance(error, errors.ServerLost):
                 index = layout.servers[error.index]
                 error = errors.ServerLost(
-                    index, error.address, error.step, error.reason
+                    *(index, error.address, error.step, error.reason),
+                    error.held_weights,
                 )
             watch(error)
 

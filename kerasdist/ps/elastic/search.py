@@ -207,7 +207,7 @@ class Search:
         reason = str(error or "it doesn't answer").rstrip(".")
         if len(found) > 1:
             reason = f"no server is left; {reason}"
-        lost = errors.ServerLost(server, self.servers[server], 0, reason)
+        lost = errors.ServerLost(server, self.servers[server], 0, reason, False)
         # At the start the servers may be started later.
         return lost if self.first else CannotConnect(lost)
 

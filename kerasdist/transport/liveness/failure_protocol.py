@@ -99,7 +99,7 @@ def encode(error: errors.CollectiveError, *, suspected: bool = False) -> bytes:
         args = (error.rank, error.host, error.step, reason, error.others_go_on)
     elif isinstance(error, errors.ServerLost):
         reason = error.reason[:_MOST_CHARACTERS]
-        args = (error.index, error.address, error.step, reason)
+        args = (error.index, error.address, error.step, reason, error.held_weights)
     else:
         args = (str(error)[:_MOST_CHARACTERS],)
     value = {"error": type(error).__name__, "args": args, "suspected": suspected}

@@ -235,3 +235,4 @@ def test_without_a_server_the_job_ends() -> None:
             _, (name, text), _ = job.wait_one(rank, 20).result
             assert name == "ServerLost"
             assert f"Server 0 ({job.addresses[2]}) was lost" in text
+            assert "they hold all weights" in text
