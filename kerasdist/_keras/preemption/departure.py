@@ -20,7 +20,7 @@ from kerasdist._keras.protocols import KerasHooks
 from kerasdist.collectives.elastic.leaving import Leaving
 from kerasdist.collectives.elastic.termination import end_process, flush_output
 
-__all__ = ["Departure", "in_fit"]
+__all__ = ["Departure", "in_fit", "leave_after_training"]
 
 
 class Departure:
@@ -40,7 +40,7 @@ class Departure:
 
         Args:
             step: Takes the steps of the model.
-            iterator: The iterator of the next step.
+            iterator: The iterator of the next step; None: the last epoch has ended.
             number: The number of that step in the epoch.
         """
         leaving = _leaving_of(self._hooks)
@@ -55,6 +55,17 @@ class Departure:
             self._hooks.workers.job.close()
             flush_output()
             end_process()
+
+
+def leave_after_training(
+    trainer: Any, hooks: KerasHooks, step: ContinuableStep
+) -> None:
+    """Let the workers leave that want to, at the end of the last epoch of `fit`.
+
+    No step follows that would do it. All workers call it alike.
+    """
+    if hooks.elastic is not None and hooks.elastic.ask()[1]:
+        Departure(trainer, hooks).run(step, None, 0)
 
 
 def in_fit(hooks: KerasHooks) -> contextlib.AbstractContextManager[None]:

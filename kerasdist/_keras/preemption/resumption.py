@@ -66,7 +66,7 @@ class Resumption:
         Args:
             trainer: The model.
             step: Takes its steps.
-            iterator: The iterator of the next step.
+            iterator: The iterator of the next step; None: the last epoch has ended.
             number: The number of that step in the epoch.
         """
         hooks = self._hooks
@@ -84,7 +84,8 @@ class Resumption:
             ],
         }
         answer = _unknown(trainer, iterator)
-        facts["checksum"] = 0 if answer else iterator.next_checksum()
+        if iterator is not None:
+            facts["checksum"] = 0 if answer else iterator.next_checksum()
         while not answer:
             # Once more if the first member is lost before it has written the file.
             mine = ""
@@ -123,13 +124,16 @@ class Resumption:
 
     def resume(
         self, trainer: Any, callbacks: Sequence[Any], step: ContinuableStep
-    ) -> None:
+    ) -> bool:
         """Take the state from the file, before the first step; all call it alike.
 
         Args:
             trainer: The model.
             callbacks: Those of this `fit`, which have begun.
             step: Takes its steps.
+
+        Returns:
+            Whether the `fit` was preempted after its last epoch: nothing is trained.
 
         Raises:
             SnapshotError: This call can't continue from the file.
@@ -162,12 +166,19 @@ class Resumption:
         ]
         others = [callback for callback, _ in kept]
         facts["callbacks"] = [state for _, state in kept]
-        training_state.apply(trainer, hooks, others, facts, self._place, every)
+        finished = facts["place"] is None
+        where = "at its end"
+        if finished:
+            training_state.apply_finished(trainer, hooks, others, facts)
+        else:
+            training_state.apply(trainer, hooks, others, facts, self._place, every)
+            where = f"in epoch {facts['epoch'] + 1}"
         hooks.print_once(
             "resumed",
-            f"kerasdist: `fit` continues after step {facts['communicator_step']}, in "
-            f"epoch {facts['epoch'] + 1}, from {self._file.path}",
+            f"kerasdist: `fit` continues after step {facts['communicator_step']}, "
+            f"{where}, from {self._file.path}",
         )
+        return finished
 
     def _read(
         self, trainer: Any, variables: Sequence[Any], callbacks: Sequence[Any]
@@ -212,6 +223,8 @@ class Resumption:
 
     def _find_place(self, facts: dict[str, Any]) -> str:
         """Move to the place in the data; return why that isn't possible, or ""."""
+        if facts["place"] is None:
+            return ""
         self._place = DataPlace(self._hooks)
         reason = self._place.move_to(facts["place"])
         if reason:
@@ -251,7 +264,7 @@ def _value(variable: Any) -> Array:
 
 def _unknown(trainer: Any, iterator: Any) -> str:
     """Return why the next start can't continue; an empty text if it can."""
-    if not isinstance(iterator, RepeatableIterator):
+    if iterator is not None and not isinstance(iterator, RepeatableIterator):
         return "each worker's own data can't be continued from their middle"
     if any(getattr(layer, "stateful", False) for layer in trainer._flatten_layers()):
         return "the states of stateful layers aren't kept"

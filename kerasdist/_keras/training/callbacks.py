@@ -91,6 +91,8 @@ def on_epoch_end(
             if chief != rate:
                 set_base_rate(optimizer, chief)
     take_over()
+    if current.fitting and model is not None:
+        fit_loop.after_epoch(model)
     if dynamic is not None and not model.stop_training:
         epoch = (args or [kwargs.get("epoch")])[0]
         # Missing in custom loops.

@@ -31,11 +31,12 @@ from kerasdist._keras.elastic.state.finished_calls import (
     result_of_fit,
 )
 from kerasdist._keras.elastic.state.training_state import begin as begin_fit
+from kerasdist._keras.elastic.state.training_state import leave_out_epochs
 from kerasdist._keras.files.succession import Succession, take_over
 from kerasdist._keras.models.local_models import warn_if_outside
 from kerasdist._keras.optimizer.sparse_updates import embedding_tables, moves_all_rows
 from kerasdist._keras.placement.trainer import failure_behind
-from kerasdist._keras.preemption.departure import in_fit
+from kerasdist._keras.preemption.departure import in_fit, leave_after_training
 from kerasdist._keras.preemption.resumption import Resumption
 from kerasdist._keras.protocols import (
     KerasHooks,
@@ -56,6 +57,7 @@ from kerasdist._keras.training.state import (
 )
 
 __all__ = [
+    "after_epoch",
     "before_first_step",
     "begin_training",
     "finish_epoch",
@@ -135,7 +137,7 @@ def before_first_step(trainer: Any, callbacks: Sequence[Any]) -> Any:
 
     Returns:
         The logs at the end of this `fit`, if it trains nothing because the workers that
-        this one is to join have finished it; else None.
+        this one is to join have finished it, or those before a preemption; else None.
     """
     hooks = hooks_of(trainer.distribute_strategy)
     if hooks is None:
@@ -159,8 +161,8 @@ def before_first_step(trainer: Any, callbacks: Sequence[Any]) -> Any:
         resumption: Resumption | None = current.resumption
         step = _continuable_step_of(trainer)
         if resumption is not None and resumption.due and step is not None:
-            resumption.resume(trainer, callbacks, step)
-            return None
+            ended = resumption.resume(trainer, callbacks, step)
+            return _last_logs(trainer) if ended else None
     dynamic = hooks.dynamic
     has_own_state = dynamic is not None and dynamic.has_own_state()
     share_state(trainer, hooks, callbacks)
@@ -184,9 +186,12 @@ def before_first_step(trainer: Any, callbacks: Sequence[Any]) -> Any:
 def _leave_out(trainer: Any, callbacks: Sequence[Any], finished: Any) -> Any:
     """Take over what callbacks had at the end of a `fit`; return its last logs."""
     adopt(callbacks, finished)
-    # As if a backup had been restored at its end.
-    trainer._initial_epoch = current.epochs
-    current.joined = True
+    leave_out_epochs(trainer)
+    return _last_logs(trainer)
+
+
+def _last_logs(trainer: Any) -> dict[str, Any]:
+    """Return the logs at the end of a `fit` that trains nothing here."""
     return {
         name: values[-1] for name, values in trainer.history.history.items() if values
     }
@@ -338,6 +343,16 @@ def _hide_progress_bar(
         bound.arguments["verbose"] = 0
     verbose = bound.arguments.get("verbose", "auto")
     return bound.args[1:], bound.kwargs, verbose
+
+
+def after_epoch(trainer: Any) -> None:
+    """Let workers leave after the last epoch, in a job that can be continued."""
+    hooks = hooks_of(trainer.distribute_strategy)
+    step = _continuable_step_of(trainer)
+    if hooks is None or step is None or current.resumption is None:
+        return
+    if trainer.stop_training or current.epoch >= current.epochs:
+        leave_after_training(trainer, hooks, step)
 
 
 def _continuable_step_of(trainer: Any) -> ContinuableStep | None:

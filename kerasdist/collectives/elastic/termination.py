@@ -165,11 +165,17 @@ class Termination:
         with self._changed:
             while (rest := self._remaining()) > 0:
                 self._changed.wait(rest)
+        reason = "it couldn't leave the job in time"
+        if self._until is None:
+            reason = (
+                "it took no further step of `fit`, after which it could have left the "
+                "job, and wrote no checkpoint"
+            )
         background_log.log(
             logging.WARNING,
-            "kerasdist: this worker received SIGTERM %.0f s ago, and ends now: it took "
-            "no further step of `fit`, after which it could have left the job",
+            "kerasdist: this worker received SIGTERM %.0f s ago, and ends now: %s",
             time.monotonic() - (self._at or 0.0),
+            reason,
         )
         background_log.flush(_LAST_SECONDS)
         end_process()

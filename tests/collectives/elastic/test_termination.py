@@ -45,6 +45,7 @@ def test_the_process_ends_by_the_signal_at_the_deadline(busy: str) -> None:
     code, output = run(f"Termination.acquire(1.5)\nsend()\n{busy}")
     assert code == -signal.SIGTERM
     assert "this worker received SIGTERM" in output
+    assert "and wrote no checkpoint" in output
     assert time.monotonic() - begin < 30
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 from kerasdist import _tf
 from kerasdist._keras.context import current
+from kerasdist._keras.data.uses import uses_of
 from kerasdist._keras.elastic.state import callback_state
 from kerasdist._keras.elastic.state.callback_state import arrays_of
 from kerasdist._keras.elastic.state.data_place import DataPlace
@@ -29,7 +30,15 @@ from kerasdist._keras.optimizer.learning_rate import (
 )
 from kerasdist._keras.protocols import KerasHooks
 
-__all__ = ["apply", "arrays_of", "begin", "collect", "objection"]
+__all__ = [
+    "apply",
+    "apply_finished",
+    "arrays_of",
+    "begin",
+    "collect",
+    "leave_out_epochs",
+    "objection",
+]
 
 
 def begin(callbacks: Sequence[Any]) -> None:
@@ -51,13 +60,15 @@ def collect(
         trainer: The model.
         hooks: The hooks of its strategy.
         variables: The variables that belong to the state.
-        iterator: The iterator of the step.
+        iterator: The iterator of the step; None: the last epoch has ended.
         step: The number of the next step in the epoch.
     """
+    place = None if iterator is None else DataPlace(hooks).facts(iterator, step)
     return {
         "fit": fits_of(hooks),
         "epoch": current.epoch,
-        "place": DataPlace(hooks).facts(iterator, step),
+        "place": place,
+        "uses": uses_of(hooks).counts(),
         "orders": hooks.data.orders,
         "communicator_step": hooks.workers.communicator.step,
         "variables": _form(variables),
@@ -119,6 +130,7 @@ def apply(
         variables: The variables that belong to the state, and have its values.
     """
     _apply_counts(trainer, callbacks, facts)
+    _apply_numbers(hooks, facts)
     values = [
         (copy, copy.read_value())
         for variable in variables
@@ -131,13 +143,35 @@ def apply(
         _apply_counts(trainer, callbacks, facts, again=True)
 
     current.resumed = undo_begins
-    hooks.data.orders = facts["orders"]
-    hooks.workers.communicator.step = facts["communicator_step"]
     trainer._initial_epoch = current.epoch = facts["epoch"]
     current.joined = True
     current.first_step = facts["place"]["step"]
     _skip_reset(trainer)
     place.resume()
+
+
+def apply_finished(
+    trainer: Any, hooks: KerasHooks, callbacks: Sequence[Any], facts: dict[str, Any]
+) -> None:
+    """Continue from facts of the end of the last epoch, as `apply`; nothing is trained.
+
+    Args: See `apply`.
+    """
+    _apply_counts(trainer, callbacks, facts)
+    _apply_numbers(hooks, facts)
+    uses_of(hooks).catch_up(facts["uses"])
+    leave_out_epochs(trainer)
+
+
+def leave_out_epochs(trainer: Any) -> None:
+    """Let `fit` train nothing, as if a backup had been restored at its end."""
+    trainer._initial_epoch = current.epochs
+    current.joined = True
+
+
+def _apply_numbers(hooks: KerasHooks, facts: dict[str, Any]) -> None:
+    hooks.data.orders = facts["orders"]
+    hooks.workers.communicator.step = facts["communicator_step"]
 
 
 def _apply_counts(
