@@ -24,6 +24,9 @@ from kerasdist.cli.console import print_line
 from kerasdist.cli.run.cores import cores_in_order, shares
 from kerasdist.cli.run.elastic import options as elastic_options
 from kerasdist.cli.run.elastic.options import ElasticOptions
+from kerasdist.cli.run.hosts import options as host_options
+from kerasdist.cli.run.hosts.check import HostsError, on_hosts
+from kerasdist.cli.run.hosts.tasks import TasksOnHosts
 from kerasdist.cli.run.job import JobSpec
 from kerasdist.cli.run.processes import (
     ENDING_SIGNALS,
@@ -54,8 +57,9 @@ examples:
 # An interpreter's name, which other launchers want before the script.
 _PYTHON = re.compile(r"python(\d(\.\d+)?)?")
 _WITH_VALUE = (
-    *("-n", "--ps", "--log-dir", "--output", "--bind", "--malloc"),
+    *("-n", "-np", "--ps", "--log-dir", "--output", "--bind", "--malloc"),
     *elastic_options.WITH_VALUE,
+    *host_options.WITH_VALUE,
 )
 
 
@@ -71,7 +75,11 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         usage="kerasdist run -n N [options] [--] (script.py | -m module) [args ...]",
     )
     parser.add_argument(
-        "-n", dest="size", metavar="N", required=True, help="number of workers"
+        "-n",
+        "-np",
+        dest="size",
+        metavar="N",
+        help="number of workers (default with hosts: as many as they have room for)",
     )
     parser.add_argument(
         "--ps",
@@ -111,6 +119,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "shared library (default: none)",
     )
     elastic_options.add_options(parser)
+    host_options.add_options(parser)
     parser.set_defaults(
         parser=parser, handler=lambda arguments: _run(parser, arguments)
     )
@@ -136,10 +145,20 @@ def split(arguments: list[str]) -> tuple[list[str], list[str]]:
 def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
     """Check everything, then start."""
     faults: list[str] = []
-    size = _number("-n", arguments.size, 1, faults)
+    hosts = host_options.read_options(arguments, faults)
+    if arguments.size is None and hosts is None:
+        faults.append("-n, the number of workers, is missing")
+    default = "1" if hosts is None else str(max(hosts.slots, 1))
+    size = _number("-n", arguments.size or default, 1, faults)
     servers = _number("--ps", arguments.servers, 0, faults)
     number = functools.partial(_number, faults=faults)
     elastic = elastic_options.read_options(arguments, size, number, faults)
+    most = size if elastic is None else elastic.max_workers
+    if hosts is not None and hosts.hosts and most > hosts.slots:
+        faults.append(
+            f"the hosts have room for {hosts.slots} workers. Received: {most} workers. "
+            "Expected at most as many as the hosts' SLOTS in all"
+        )
     command = _command(arguments, faults)
     log_dir = None if arguments.log_dir is None else Path(arguments.log_dir)
     if log_dir is not None:
@@ -170,7 +189,18 @@ def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
         faults.append("it is unknown where Python is (sys.executable is empty)")
     if faults:
         parser.error("\n  ".join(faults))
-    return _launch(arguments, size, servers, command, log_dir, elastic)
+    with contextlib.ExitStack() as undo:
+        try:
+            placed = None
+            if hosts is not None:
+                placed = undo.enter_context(on_hosts(hosts, most, servers, command))
+        except HostsError as error:
+            for fault in error.faults:
+                print_line(fault)
+            return 2
+        except KeyboardInterrupt:
+            return 128 + signal.SIGINT
+        return _launch(arguments, size, servers, command, log_dir, elastic, placed)
 
 
 def _number(option: str, text: str, least: int, faults: list[str]) -> int:
@@ -255,6 +285,7 @@ def _launch(
     command: tuple[str, ...],
     log_dir: Path | None,
     elastic: ElasticOptions | None,
+    placed: TasksOnHosts | None,
 ) -> int:
     """Make the job's log folder and environment, run the job, and tidy up."""
     several = size + servers > 1
@@ -299,6 +330,7 @@ def _launch(
         cores=cores,
         environ=environ,
         elastic=elastic,
+        hosts=placed,
     )
     logs = [log for task in job.tasks if (log := job.log(task)) is not None]
     if logs:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from kerasdist.cli.run.elastic.options import ElasticOptions
+from kerasdist.cli.run.hosts.tasks import TasksOnHosts
 
 __all__ = ["JobSpec", "Task"]
 
@@ -57,6 +58,7 @@ class JobSpec:
         cores: Cores by rank; empty: not bound. Servers never are.
         environ: The user's environment.
         elastic: The settings of an elastic job; None: it isn't one.
+        hosts: The tasks' hosts; None: all are on this one.
     """
 
     size: int
@@ -67,6 +69,7 @@ class JobSpec:
     cores: tuple[tuple[int, ...], ...]
     environ: Mapping[str, str]
     elastic: ElasticOptions | None = None
+    hosts: TasksOnHosts | None = None
 
     @property
     def tasks(self) -> tuple[Task, ...]:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
+from kerasdist.cli.run.hosts.places import Place
 from kerasdist.cli.run.job import JobSpec, Task
 
-__all__ = ["JobPorts"]
+__all__ = ["HostPorts", "JobPorts"]
 
 
 class JobPorts:
@@ -40,7 +41,7 @@ class JobPorts:
         return f"{host}:{port}"
 
     @contextlib.contextmanager
-    def listen(self) -> Iterator[Sequence[socket.socket]]:
+    def listen(self) -> Iterator[Sequence[socket.socket | None]]:
         """Listen at a new port for each task; the sockets are closed with the block.
 
         Raises:
@@ -79,12 +80,17 @@ class JobPorts:
             raise
         return sock
 
-    def listen_again(self, task: Task) -> socket.socket:
-        """Listen at the port of a task that has ended; return the socket.
+    @contextlib.contextmanager
+    def listen_again(self, task: Task) -> Iterator[socket.socket | None]:
+        """Listen at the port of a task that has ended; closed with the block.
 
         Raises:
             OSError: The port is taken, for instance by a child of the task.
         """
+        with self._listening(task) as sock:
+            yield sock
+
+    def _listening(self, task: Task) -> socket.socket:
         sock = self._bound(task)
         try:
             sock.listen(1024)
@@ -96,3 +102,30 @@ class JobPorts:
     def close(self) -> None:
         """Give the ports back."""
         self._kept.close()
+
+
+class HostPorts(JobPorts):
+    """The ports of tasks on several hosts, each of which listens for its own tasks.
+
+    Args:
+        job: The job.
+        places: The place of each task, by kind and index.
+    """
+
+    def __init__(self, job: JobSpec, places: Mapping[tuple[str, int], Place]) -> None:
+        super().__init__(job)
+        self._places = places
+
+    def address(self, task: Task) -> str:
+        """Return the address of a task, `"host:port"`."""
+        return self._places[task.kind, task.index].text
+
+    @contextlib.contextmanager
+    def listen(self) -> Iterator[Sequence[None]]:
+        """Yield no socket for each task."""
+        yield [None for _ in self._job.all_tasks]
+
+    @contextlib.contextmanager
+    def listen_again(self, task: Task) -> Iterator[None]:
+        """Yield no socket."""
+        yield None

@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
@@ -127,7 +128,7 @@ class Launch:
         # are closed then, else a dead worker's port would stay open.
         with self.ports.listen() as sockets:
             started = [
-                self._start_task(task, server.fileno(), 0)
+                self._start_task(task, server, 0)
                 # Those of workers that may be added close again.
                 for task, server in zip(self.job.tasks, sockets, strict=False)
             ]
@@ -142,7 +143,7 @@ class Launch:
             OSError: It can't be started.
         """
         with self.ports.listen_again(task) as server:
-            return self._start_task(task, server.fileno(), 0)
+            return self._start_task(task, server, 0)
 
     def start_again(self, ended: Started) -> Started:
         """Start a task that has ended again, at its address, without the terminal.
@@ -151,9 +152,11 @@ class Launch:
             OSError: It can't be started.
         """
         with self.ports.listen_again(ended.task) as server:
-            return self._start_task(ended.task, server.fileno(), ended.incarnation + 1)
+            return self._start_task(ended.task, server, ended.incarnation + 1)
 
-    def _start_task(self, task: Task, listen_fd: int, incarnation: int) -> Started:
+    def _start_task(
+        self, task: Task, listener: socket.socket | None, incarnation: int
+    ) -> Started:
         job = self.job
         # Only the first process of the chief has the terminal.
         chief = task.is_chief and not incarnation
@@ -167,15 +170,17 @@ class Launch:
         # The errors of all others are read from their logs.
         shown = chief or self.pump is not None
         error_file = tempfile.TemporaryFile() if shown else None  # noqa: SIM115
-        inherited = [listen_fd, *self.pass_fds]
+        inherited = [*self.pass_fds]
         errors = {}
+        if listener is not None:
+            inherited.append(listener.fileno())
+            errors["KERASDIST_LISTEN_FD"] = str(listener.fileno())
         if error_file is not None:
             inherited.append(error_file.fileno())
             errors[ERROR_VARIABLE] = descriptor_in_words(error_file.fileno())
         environ = {
             **job.environ,
             **(thread_variables(len(cores)) if cores else {}),
-            "KERASDIST_LISTEN_FD": str(listen_fd),
             "KERASDIST_SECRET": self.secret,
             **self.environ,
             **errors,
@@ -184,12 +189,23 @@ class Launch:
         }
         if job.elastic is not None:
             environ["KERASDIST_INCARNATION"] = str(incarnation)
+        arguments: Sequence[str] = job.command
+        if job.hosts is not None:
+            terminal = None
+            if chief and not piped and os.isatty(1):
+                terminal = os.get_terminal_size(1)
+            arguments, environ = job.hosts.command(
+                (task.kind, task.index),
+                job.command,
+                environ,
+                None if terminal is None else (terminal.columns, terminal.lines),
+            )
         command = [
             *(sys.executable, "-I", "-S", str(bootstrap.__file__)),
             str(os.getpid()),
             str(self.group) if chief else "-",
             ",".join(map(str, cores)) or "-",
-            *("--", sys.executable, *job.command),
+            *("--", sys.executable, *arguments),
         ]
         log: IO[bytes] | None = None
         if path is not None:

@@ -34,7 +34,7 @@ from kerasdist.cli.run.frozen import FrozenTasks
 from kerasdist.cli.run.job import JobSpec
 from kerasdist.cli.run.outcome import JobOutcome
 from kerasdist.cli.run.output import OutputPump
-from kerasdist.cli.run.ports import JobPorts
+from kerasdist.cli.run.ports import HostPorts, JobPorts
 from kerasdist.cli.run.processes import (
     ENDING_SIGNALS,
     GROW_SIGNAL,
@@ -83,15 +83,19 @@ class JobSupervisor:
         self._frozen = FrozenTasks(self._tasks)
         self._grace = None if job.elastic is None else job.elastic.grace
         if job.elastic is None:
+            keep = False
+        else:
+            keep = job.elastic.restarts > 0 or job.elastic.grows
+        if job.hosts is None:
+            self._ports = JobPorts(job, keep=keep)
+        else:
+            self._ports = HostPorts(job, job.hosts.places)
+        if job.elastic is None:
             self._pump = OutputPump(1) if job.tagged else None
-            self._ports = JobPorts(job)
             self._outcome = JobOutcome(job, self._tasks)
             lines = lines_of
         else:
             self._pump = OutputPump(1)
-            self._ports = JobPorts(
-                job, keep=job.elastic.restarts > 0 or job.elastic.grows
-            )
             output = ChiefOutput(job, self._pump)
             self._outcome = ElasticOutcome(
                 job, self._tasks, job.elastic, self._ports, output

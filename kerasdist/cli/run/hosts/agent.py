@@ -1,0 +1,270 @@
+"""The process on a task's host: runs the task, and relays what it writes.
+
+Its text is sent through ssh, so it uses the standard library alone, and the host's
+version of kerasdist doesn't matter. On standard input it gets lines of JSON: the task,
+then signals for it. On standard output it writes frames: one letter, the length in four
+bytes, the data.
+
+    O, E   output and error output of the task
+    P      a line of the launcher's pipe
+    X      JSON: how the task ended
+    F      why it can't be started
+
+When standard input ends, or is silent for too long, the launcher or the network is
+gone: then everything below this process is ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import json
+import os
+import pty
+import select
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+import termios
+import time
+import tty
+from typing import Any
+
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+# Seconds: without a line from the launcher, from SIGTERM to SIGKILL, and for the last
+# output.
+_SILENCE = 30.0
+_TERM_TO_KILL = 2.0
+_OUTPUT = 2.0
+_MOST = 65536
+
+
+def _prctl(option: int, value: int) -> None:
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
+
+
+def _name(descriptor: int) -> str:
+    return f"{descriptor}:{os.fstat(descriptor).st_ino}"
+
+
+def _below(root: int) -> list[int]:
+    """Return the living processes below a process."""
+    children: dict[int, list[tuple[int, bool]]] = {}
+    for entry in os.listdir("/proc"):
+        if entry.isdigit():
+            with contextlib.suppress(OSError):
+                with open(f"/proc/{entry}/stat", "rb") as file:
+                    state, parent = file.read().rpartition(b")")[2].split()[:2]
+                alive = state not in (b"Z", b"X")
+                children.setdefault(int(parent), []).append((int(entry), alive))
+    found, todo = [], [root]
+    while todo:
+        for pid, alive in children.pop(todo.pop(), []):
+            todo.append(pid)
+            if alive:
+                found.append(pid)
+    return found
+
+
+class Agent:
+    """Runs one task. Its attributes are descriptors; `_out` takes the frames."""
+
+    def __init__(self) -> None:
+        self._out = os.dup(1)
+        # Whatever else this process writes isn't a frame.
+        os.dup2(2, 1)
+        os.set_inheritable(self._out, False)
+        self._lines = b""
+        self._kinds: dict[int, bytes] = {}
+        self._process: subprocess.Popen[bytes] | None = None
+        self._code: int | None = None
+        self._heard = time.monotonic()
+
+    def _frame(self, kind: bytes, data: bytes) -> None:
+        view = memoryview(kind + struct.pack(">I", len(data)) + data)
+        while view:
+            view = view[os.write(self._out, view) :]
+
+    def run(self) -> None:
+        """Run the task to its end."""
+        _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+        task = self._read_task()
+        if task is None:
+            return
+        try:
+            os.chdir(task["folder"])
+            self._start(task)
+        except OSError as error:
+            self._frame(b"F", str(error).encode())
+            return
+        try:
+            self._relay()
+        except BrokenPipeError:
+            pass
+        finally:
+            self._end()
+        with contextlib.suppress(OSError):
+            self._frame(b"X", json.dumps(self._ending()).encode())
+
+    def _read_task(self) -> dict[str, Any] | None:
+        while b"\n" not in self._lines:
+            data = os.read(0, _MOST)
+            if not data:
+                return None
+            self._lines += data
+        line, _, self._lines = self._lines.partition(b"\n")
+        return json.loads(line)
+
+    def _start(self, task: dict[str, Any]) -> None:
+        family, address = task["family"], tuple(task["address"])
+        listener = socket.socket(socket.AddressFamily(family))
+        # The port is kept for the job by a socket that is bound to it.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(1024)
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115
+        reading, writing = os.pipe()
+        self._kinds[reading] = b"P"
+        passed = [listener.fileno(), writing, self._errors.fileno()]
+        environ = {
+            **os.environ,
+            **task["environ"],
+            "KERASDIST_LISTEN_FD": str(listener.fileno()),
+            "KERASDIST_REPORT_FD": _name(writing),
+            "KERASDIST_ERROR_FD": _name(self._errors.fileno()),
+        }
+        window = task["window"]
+        if window is None:
+            output, inner = os.pipe()
+        else:
+            output, inner = pty.openpty()
+            tty.setraw(inner)
+            size = struct.pack("HHHH", *window, 0, 0)
+            fcntl.ioctl(inner, termios.TIOCSWINSZ, size)
+        self._kinds[output] = b"O"
+        error, inner_error = inner, inner
+        if task["errors"] and window is None:
+            error, inner_error = os.pipe()
+            self._kinds[error] = b"E"
+        self._process = subprocess.Popen(
+            [sys.executable, *task["command"]],
+            stdin=subprocess.DEVNULL,
+            stdout=inner,
+            stderr=inner_error,
+            env=environ,
+            pass_fds=passed,
+            start_new_session=True,
+            preexec_fn=lambda: _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL),
+        )
+        listener.close()
+        for descriptor in {writing, inner, inner_error}:
+            os.close(descriptor)
+
+    def _relay(self) -> None:
+        """Relay until the task has ended, and its output has."""
+        wake, wake_write = os.pipe()
+        for descriptor in (wake, wake_write):
+            os.set_blocking(descriptor, False)
+        signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda number, frame: None)
+        until: float | None = None
+        while True:
+            self._reap()
+            now = time.monotonic()
+            if self._code is not None and not self._kinds:
+                return
+            if self._code is not None and until is None:
+                # Children of the task may hold its output, and its port.
+                self._signal_all(signal.SIGTERM)
+                until = now + _TERM_TO_KILL
+            if until is not None and (now > until or not _below(os.getpid())):
+                self._drain()
+                return
+            if now - self._heard > _SILENCE:
+                return
+            ready = select.select(
+                [0, wake, *self._kinds], [], [], 0.2 if until else 1.0
+            )
+            for descriptor in ready[0]:
+                if descriptor == wake:
+                    with contextlib.suppress(BlockingIOError):
+                        os.read(wake, _MOST)
+                elif descriptor:
+                    self._copy(descriptor)
+                elif not self._take():
+                    return
+
+    def _take(self) -> bool:
+        """Take lines of the launcher; return False at their end."""
+        data = os.read(0, _MOST)
+        self._heard = time.monotonic()
+        *lines, self._lines = (self._lines + data).split(b"\n")
+        for line in lines:
+            number = json.loads(line).get("signal")
+            if number is not None and self._process is not None and self._code is None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(self._process.pid, number)
+        return bool(data)
+
+    def _copy(self, descriptor: int) -> bool:
+        try:
+            data = os.read(descriptor, _MOST)
+        except OSError:  # a terminal without processes
+            data = b""
+        if data:
+            self._frame(self._kinds[descriptor], data)
+        else:
+            del self._kinds[descriptor]
+            os.close(descriptor)
+        return bool(data)
+
+    def _drain(self) -> None:
+        """Relay what has been written, though processes may hold the other end."""
+        end = time.monotonic() + _OUTPUT
+        while self._kinds and time.monotonic() < end:
+            ready = select.select(list(self._kinds), [], [], 0.0)[0]
+            if not ready:
+                return
+            for descriptor in ready:
+                self._copy(descriptor)
+
+    def _reap(self) -> None:
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if not pid:
+                return
+            if self._process is not None and pid == self._process.pid:
+                self._code = os.waitstatus_to_exitcode(status)
+                self._process.returncode = self._code
+
+    def _signal_all(self, number: int) -> None:
+        for pid in _below(os.getpid()):
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, number)
+
+    def _end(self) -> None:
+        """End everything below this process: first SIGTERM, then SIGKILL."""
+        until = time.monotonic() + _TERM_TO_KILL
+        self._signal_all(signal.SIGTERM)
+        while _below(os.getpid()) and time.monotonic() < 2 * _TERM_TO_KILL + until:
+            self._reap()
+            if time.monotonic() > until:
+                self._signal_all(signal.SIGKILL)
+            time.sleep(0.02)
+        self._reap()
+
+    def _ending(self) -> dict[str, Any]:
+        self._errors.seek(0)
+        return {"code": self._code, "error": self._errors.read().decode()}
+
+
+if __name__ == "__main__":
+    Agent().run()

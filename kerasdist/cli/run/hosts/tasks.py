@@ -1,0 +1,87 @@
+"""The start of a task that runs on one of several hosts."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from kerasdist.cli.run.hosts import agent, client
+from kerasdist.cli.run.hosts.places import Place
+from kerasdist.cli.run.hosts.reach import Reach, program_text
+
+__all__ = ["TasksOnHosts"]
+
+# Of the launcher's environment, what tasks on other hosts get, besides `-x`.
+_PREFIXES = (
+    *("KERASDIST_", "KERAS_", "TF_", "XLA_", "OMP_", "NCCL_", "MKL_", "OPENBLAS_"),
+    "PYTHON",
+)
+# Of this host alone.
+_LOCAL = ("KERASDIST_REMOTE", "KERASDIST_ERROR_FD", "KERASDIST_REPORT_FD")
+
+
+class TasksOnHosts:
+    """The commands of tasks on their hosts.
+
+    Args:
+        places: The place of each task.
+        reach: How hosts are reached.
+        exported: Variables that tasks get beside those of kerasdist, TensorFlow, Keras
+            and Python.
+    """
+
+    def __init__(
+        self,
+        places: Mapping[tuple[str, int], Place],
+        reach: Reach,
+        exported: Sequence[str],
+    ) -> None:
+        self.places = places
+        self._reach = reach
+        self._exported = exported
+        self._client = str(Path(client.__file__))
+        self._program = program_text(str(agent.__file__)).decode()
+
+    def command(
+        self,
+        task: tuple[str, int],
+        command: Sequence[str],
+        environ: Mapping[str, str],
+        window: tuple[int, int] | None,
+    ) -> tuple[list[str], dict[str, str]]:
+        """Return the arguments and the environment of the process on this host.
+
+        Args:
+            task: Its kind and index, as `TF_CONFIG` has them.
+            command: The arguments of its interpreter.
+            environ: Its environment, as if it were on this host.
+            window: The terminal's lines and columns, if its output is shown there.
+        """
+        place = self.places[task]
+        exported = {
+            name: value
+            for name, value in environ.items()
+            if name not in _LOCAL
+            and (
+                name.startswith(_PREFIXES)
+                or name == "LD_PRELOAD"
+                or name in self._exported
+            )
+        }
+        facts = {
+            "host": place.host.target,
+            "reach": self._reach.command(place.host, "-I", "-S"),
+            "program": self._program,
+            "task": {
+                "folder": os.getcwd(),
+                "command": list(command),
+                "environ": exported,
+                "family": place.family,
+                "address": place.address,
+                "window": window,
+                "errors": task == ("worker", 0),
+            },
+        }
+        return [self._client], {**environ, "KERASDIST_REMOTE": json.dumps(facts)}
