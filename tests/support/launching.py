@@ -74,6 +74,8 @@ class Launcher:
             self.env.pop(name, None)
         (folder / "tmp").mkdir()
         self.processes = []
+        # The command by which it runs, e.g. on a host of `hosts.py`.
+        self.prefix = []
 
     def command(self, *args, script, quick=False, before=""):
         if script is not None:
@@ -81,7 +83,7 @@ class Launcher:
             (self.folder / "script.py").write_text(text)
         before = before or (_QUICK if quick else "")
         begin = ["-c", f"{before}; {_MAIN}"] if before else ["-m", "kerasdist"]
-        return [sys.executable, *begin, "run", *map(str, args)]
+        return [*self.prefix, sys.executable, *begin, "run", *map(str, args)]
 
     def start(self, *args, script=None, quick=False, before="", **more):
         """Start it.

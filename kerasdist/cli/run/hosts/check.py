@@ -60,6 +60,7 @@ class _Probe:
             "command": list(command),
             "host": host.name,
             "ports": count,
+            "path": os.environ.get("PYTHONPATH", ""),
         }
         text = program_text(str(probe.__file__)) + json.dumps(question).encode() + b"\n"
         with contextlib.suppress(BrokenPipeError):

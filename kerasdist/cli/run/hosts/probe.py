@@ -105,6 +105,7 @@ def main() -> None:
             return
         text += data
     question = json.loads(text)
+    sys.path[1:1] = filter(None, question["path"].split(os.pathsep))
     answer: dict[str, Any] = {"facts": facts(question["folder"], question["command"])}
     kept: list[socket.socket] = []
     try:

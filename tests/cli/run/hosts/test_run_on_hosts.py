@@ -1,0 +1,289 @@
+"""`kerasdist run -H`: real `sshd`s on hosts with addresses of their own."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from ssh import SshHosts
+
+from launching import HANG, Launcher, launcher_in
+from waiting import wait_until
+
+_WHY_NOT = SshHosts.available()
+pytestmark = [
+    pytest.mark.timeout(120),
+    pytest.mark.skipif(_WHY_NOT is not None, reason=str(_WHY_NOT)),
+]
+
+
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[SshHosts]:
+    with SshHosts(3) as made:
+        for host, name in enumerate(made.names):
+            subprocess.run(
+                [
+                    *("ip", "-n", name, "address", "add", f"fd77::{host + 1}/64"),
+                    *("dev", "eth0", "nodad"),
+                ],
+                check=True,
+                timeout=30,
+            )
+        yield made
+
+
+@pytest.fixture
+def launcher(hosts: SshHosts, tmp_path: Path) -> Iterator[Launcher]:
+    with launcher_in(tmp_path) as made:
+        made.prefix = hosts.prefix(0)
+        yield made
+
+
+def arguments(hosts: SshHosts, *slots: int, first: int = 1) -> list[str]:
+    """Return the options for hosts from `first` on, which have so many slots."""
+    named = [f"{hosts.address(first + i)}:{each}" for i, each in enumerate(slots)]
+    return ["-H", ",".join(named), "--ssh", hosts.ssh]
+
+
+def test_workers_run_on_their_hosts(hosts: SshHosts, launcher: Launcher) -> None:
+    """In the same folder; the secret is on no command line; the output is as usual."""
+    script = """
+    address = config["cluster"]["worker"][rank].rpartition(":")[0]
+    names = subprocess.run(["hostname", "-I"], capture_output=True, text=True).stdout
+    secret = os.environ["KERASDIST_SECRET"]
+    shown = [p for p in Path("/proc").glob("[0-9]*/cmdline") if secret in p.read_text()]
+    mark(f"rank-{rank}", json.dumps([address in names, os.getcwd(), len(shown)]))
+    print(f"I am {rank}", os.environ.get("MINE"), flush=True)
+    print("to stderr", file=sys.stderr, flush=True)
+    """
+    code, out, err = launcher.run(
+        *arguments(hosts, 2, 1, first=0),
+        "--ps",
+        1,
+        "-x",
+        "MINE=yes",
+        "--output",
+        *("all", "script.py"),
+        script=script,
+    )
+    assert code == 0, err
+    assert sorted(out.splitlines()) == sorted(
+        ["I am 0 yes"]
+        + [f"[{each}] I am {each[-1]} yes" for each in ("1", "2", "ps 0")]
+        + [f"[{each}] to stderr" for each in ("1", "2", "ps 0")]
+    )
+    assert "to stderr" in err
+    for rank in range(3):
+        text = (launcher.folder / f"rank-{rank}").read_text()
+        assert text == f'[true, "{launcher.folder}", 0]'
+
+
+def test_the_first_failure_is_shown(hosts: SshHosts, launcher: Launcher) -> None:
+    script = """
+    if rank == 1:
+        raise ValueError("made")
+    hang()
+    """
+    code, _, err = launcher.run(*arguments(hosts, 1, 1), "script.py", script=script)
+    assert code == 1
+    assert "rank 1 failed with exit code 1" in err
+    assert "ValueError: made" in err
+
+
+def test_the_chiefs_failure_and_exit_code(hosts: SshHosts, launcher: Launcher) -> None:
+    script = "if rank == 0:\n    sys.exit(7)\nhang()\n"
+    code, _, err = launcher.run(*arguments(hosts, 1, 1), "script.py", script=script)
+    assert code == 7, err
+
+
+@pytest.mark.parametrize("victim", ["task", "ssh"])
+def test_a_lost_worker(hosts: SshHosts, launcher: Launcher, victim: str) -> None:
+    job = launcher.start(*arguments(hosts, 1, 1), "script.py", script=HANG)
+    _, pid = launcher.pids("up-0", "up-1")
+    if victim == "task":
+        os.kill(pid, signal.SIGKILL)
+    else:
+        _session_of(hosts.address(2), job.pid).kill()
+    _, err = job.communicate(timeout=60)
+    words = "signal SIGKILL" if victim == "task" else "signal SIGHUP"
+    assert f"rank 1 was ended by {words}" in err
+    if victim == "ssh":
+        assert f"the connection to {hosts.address(2)} has ended" in err
+    assert job.returncode == 128 + (9 if victim == "task" else 1)
+    launcher.nothing_runs()
+
+
+def _session_of(address: str, launcher: int) -> psutil.Process:
+    """Return the `ssh` through which a task runs, not the one that holds its ports."""
+    found = [
+        process
+        for process in psutil.Process(launcher).children(recursive=True)
+        if process.name() == "ssh"
+        and address in process.cmdline()
+        and "ControlMaster=no" in process.cmdline()
+    ]
+    (process,) = found
+    return process
+
+
+def test_ctrl_c_reaches_the_scripts(hosts: SshHosts, launcher: Launcher) -> None:
+    script = """
+    try:
+        hang()
+    except KeyboardInterrupt:
+        mark(f"saved-{rank}")
+        raise
+    """
+    job = launcher.start(*arguments(hosts, 1, 1), "script.py", script=script)
+    launcher.wait_for("up-0", "up-1")
+    job.send_signal(signal.SIGINT)
+    job.communicate(timeout=60)
+    assert job.returncode == 130
+    launcher.wait_for("saved-0", "saved-1")
+    launcher.nothing_runs()
+
+
+def test_ctrl_c_twice_ends_at_once(hosts: SshHosts, launcher: Launcher) -> None:
+    script = "signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
+    script += "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + HANG
+    job = launcher.start(*arguments(hosts, 1, 1), "script.py", script=script)
+    launcher.wait_for("up-0", "up-1")
+    job.send_signal(signal.SIGINT)
+    time.sleep(0.7)
+    job.send_signal(signal.SIGINT)
+    job.communicate(timeout=60)
+    assert job.returncode == 130
+    launcher.nothing_runs()
+
+
+def test_a_killed_launcher_leaves_nothing(hosts: SshHosts, launcher: Launcher) -> None:
+    script = 'subprocess.Popen(["sleep", "1000"], start_new_session=True)\n' + HANG
+    job = launcher.start(*arguments(hosts, 1, 1), "script.py", script=script)
+    launcher.wait_for("up-0", "up-1")
+    job.kill()
+    job.communicate(timeout=60)
+    launcher.nothing_runs()
+
+
+def test_hosts_that_differ_are_named(hosts: SshHosts, launcher: Launcher) -> None:
+    """All differences at once, and nothing is started."""
+    code, out, err = launcher.run(
+        *arguments(hosts, 1, 1),
+        "--python",
+        _other_python(launcher),
+        "script.py",
+        script='mark("started")',
+    )
+    assert (code, out) == (2, "")
+    for host in (1, 2):
+        assert f"{hosts.address(host)} differs in its kerasdist: not installed." in err
+    assert not (launcher.folder / "started").exists()
+
+
+def _other_python(launcher: Launcher) -> str:
+    """Return an interpreter without packages."""
+    path = launcher.folder / "python"
+    path.write_text(f'#!/bin/sh\nexec {sys.executable} -I -S "$@"\n')
+    path.chmod(0o755)
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("ssh", "host", "words"),
+    [
+        ("{ssh} -o ConnectTimeout=1", "10.77.0.200", ["10.77.0.200 can't be used: "]),
+        (
+            "ssh -F none -o StrictHostKeyChecking=no -o UserKnownHostsFile=/dev/null "
+            "-i /dev/null",
+            None,
+            ["can't be used: ", "Permission denied"],
+        ),
+        (
+            "ssh -F none -o UserKnownHostsFile=/dev/null",
+            None,
+            ["can't be used: Host key verification failed"],
+        ),
+        (
+            "{ssh}",
+            "no-such-host.invalid",
+            ["no-such-host.invalid can't be "],
+        ),
+    ],
+)
+def test_hosts_that_cannot_be_reached(
+    hosts: SshHosts, launcher: Launcher, ssh: str, host: str | None, words: list[str]
+) -> None:
+    names = f"{hosts.address(1)},{host or hosts.address(2)}"
+    code, out, err = launcher.run(
+        "-H",
+        names,
+        "--ssh",
+        ssh.format(ssh=hosts.ssh),
+        "script.py",
+        script='mark("started")',
+    )
+    assert (code, out) == (2, "")
+    assert all(each in err for each in words), err
+    assert not (launcher.folder / "started").exists()
+
+
+def test_addresses_of_ipv6(hosts: SshHosts, launcher: Launcher) -> None:
+    (launcher.folder / "hosts.txt").write_text(
+        "# name slots\nfd77::2 slots=1\n[fd77::3]\n".replace("fd77::2 ", "[fd77::2] ")
+    )
+    code, out, err = launcher.run(
+        "--hostfile",
+        "hosts.txt",
+        "--ssh",
+        hosts.ssh,
+        "script.py",
+        script='print(config["cluster"]["worker"])',
+    )
+    assert code == 0, err
+    assert "'[fd77::2]:" in out
+    assert "'[fd77::3]:" in out
+
+
+@pytest.mark.soak
+def test_a_cut_network(hosts: SshHosts, launcher: Launcher) -> None:
+    """Both sides notice it: nothing goes on on the host that is cut off."""
+    job = launcher.start(*arguments(hosts, 1, 1), "script.py", script=HANG)
+    _, pid = launcher.pids("up-0", "up-1")
+    hosts.cut(2)
+    try:
+        _, err = job.communicate(timeout=60)
+        assert "rank 1 was ended by signal SIGHUP" in err
+        wait_until(lambda: not psutil.pid_exists(pid), "the end there", 60.0)
+    finally:
+        hosts.join(2)
+
+
+TRAIN = """
+import keras, numpy as np
+import kerasdist
+
+x = np.random.default_rng(0).normal(size=(64, 4)).astype("float32")
+with kerasdist.RingStrategy().scope():
+    keras.utils.set_random_seed(1)
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+history = model.fit(x, x[:, :1], epochs=2, verbose=2).history["loss"]
+mark(f"loss-{rank}", json.dumps(history))
+"""
+
+
+def test_a_model_trains_on_two_hosts(hosts: SshHosts, launcher: Launcher) -> None:
+    code, out, err = launcher.run(
+        *arguments(hosts, 1, 1), "-x", "CUDA_VISIBLE_DEVICES", "script.py", script=TRAIN
+    )
+    assert code == 0, err
+    assert "Epoch 2/2" in out
+    first, second = launcher.wait_for("loss-0", "loss-1")
+    assert first == second
