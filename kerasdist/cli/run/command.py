@@ -42,15 +42,16 @@ from kerasdist.transport.wire.secret import secret_fault
 __all__ = ["add_parser", "split"]
 
 _DESCRIPTION = """\
-Start N workers on this machine, each with a TF_CONFIG and a port of its own, and one
-secret for all. When one fails the others are ended, and the exit code is that of the
-first that failed. A job with asynchronous parameter servers continues without a worker
-that was lost: the exit code is 0 if it finishes, unless that worker was the chief, or
-was ended by an error of its own."""
+Start N workers on this machine, or on hosts that ssh reaches, each with a TF_CONFIG and
+a port of its own, and one secret for all. When one fails the others are ended, and the
+exit code is that of the first that failed. A job with asynchronous parameter servers
+continues without a worker that was lost: the exit code is 0 if it finishes, unless that
+worker was the chief, or was ended by an error of its own."""
 _EPILOG = """\
 examples:
   kerasdist run -n 4 train.py --epochs 5
   kerasdist run -n 3 --ps 2 train.py
+  kerasdist run -H a:2,b:2 train.py
   kerasdist run -n 4 --bind cores --log-dir logs -m mypackage.train"""
 
 
@@ -67,12 +68,13 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     """Add `run` to the command line."""
     parser = commands.add_parser(
         "run",
-        help="start workers on this machine",
+        help="start workers on this machine or others",
         description=_DESCRIPTION,
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
-        usage="kerasdist run -n N [options] [--] (script.py | -m module) [args ...]",
+        usage="kerasdist run (-n N | -H HOSTS) [options] [--] "
+        "(script.py | -m module) [args ...]",
     )
     parser.add_argument(
         "-n",

@@ -287,3 +287,45 @@ def test_a_model_trains_on_two_hosts(hosts: SshHosts, launcher: Launcher) -> Non
     assert "Epoch 2/2" in out
     first, second = launcher.wait_for("loss-0", "loss-1")
     assert first == second
+
+
+ELASTIC = """
+import keras, numpy as np
+import kerasdist
+
+x = np.random.default_rng(0).normal(size=(640, 4)).astype("float32")
+with kerasdist.RingStrategy().scope():
+    keras.utils.set_random_seed(1)
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+
+class Pace(keras.callbacks.Callback):
+    def on_train_batch_end(self, batch, logs=None):
+        again = os.environ["KERASDIST_INCARNATION"]
+        mark(f"up-{rank}-{again}", os.getpid())
+        time.sleep(0.01)
+
+    def on_epoch_end(self, epoch, logs=None):
+        if Path("up-1-1").exists():
+            self.model.stop_training = True
+
+model.fit(x, x[:, :1], epochs=1000, verbose=0, callbacks=[Pace()])
+mark(f"done-{rank}")
+"""
+
+
+@pytest.mark.soak
+def test_a_lost_worker_of_an_elastic_job(hosts: SshHosts, launcher: Launcher) -> None:
+    """It is started again on its host, at its address, and joins."""
+    job = launcher.start(
+        *arguments(hosts, 1, 1),
+        *("--elastic", "--restarts", 1, "-x", "CUDA_VISIBLE_DEVICES", "script.py"),
+        script=ELASTIC,
+    )
+    _, pid = launcher.pids("up-0-0", "up-1-0")
+    os.kill(pid, signal.SIGKILL)
+    _, err = job.communicate(timeout=100)
+    assert job.returncode == 0, err
+    assert f"rank 1 ({hosts.address(2)}:" in err
+    assert (launcher.folder / "done-0").exists(), err
+    assert (launcher.folder / "done-1").exists(), err
