@@ -56,7 +56,7 @@ setup(
         "kerasdist.callbacks.timeline",
     ],
     package_dir={"kerasdist.callbacks": "callbacks"},
-    package_data={"kerasdist": ["py.typed"]},
+    package_data={"kerasdist": ["py.typed", "*.pyi"]},
     entry_points={"console_scripts": ["kerasdist = kerasdist.cli:main"]},
     # `make test-oldest` runs the suite at these floors.
     # tensorboard: Keras's TensorBoard callback writes through it.

@@ -27,21 +27,31 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kerasdist import errors
+from kerasdist._tested import TESTED_VERSIONS
 from kerasdist._version import __version__
 from kerasdist.errors import KerasDistError, WorkerLost
 
+# For readers of the source; type checkers read `__init__.pyi`, because a module with
+# `__getattr__` has any name for them.
 if TYPE_CHECKING:
     from kerasdist import layers
     from kerasdist._keras.models.local_models import local_training
+    from kerasdist.collectives.communicator import Communicator
+    from kerasdist.placement.plan import Plan
     from kerasdist.strategies.model_parallel import ModelParallelStrategy
     from kerasdist.strategies.parameter_server import ParameterServerStrategy
+    from kerasdist.strategies.placed.report import PlacementReport
     from kerasdist.strategies.plan import plan
     from kerasdist.strategies.ring import RingStrategy
 
 __all__ = [
+    "TESTED_VERSIONS",
+    "Communicator",
     "KerasDistError",
     "ModelParallelStrategy",
     "ParameterServerStrategy",
+    "PlacementReport",
+    "Plan",
     "RingStrategy",
     "WorkerLost",
     "__version__",
@@ -52,8 +62,11 @@ __all__ = [
 ]
 
 _LAZY = {
+    "Communicator": "kerasdist.collectives.communicator",
     "ModelParallelStrategy": "kerasdist.strategies.model_parallel",
     "ParameterServerStrategy": "kerasdist.strategies.parameter_server",
+    "PlacementReport": "kerasdist.strategies.placed.report",
+    "Plan": "kerasdist.placement.plan",
     "RingStrategy": "kerasdist.strategies.ring",
     "local_training": "kerasdist._keras.models.local_models",
     "plan": "kerasdist.strategies.plan",

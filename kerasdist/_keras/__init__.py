@@ -18,12 +18,13 @@ from collections.abc import Iterator
 import keras
 
 from kerasdist._keras import patches
+from kerasdist._tested import range_in_words
 from kerasdist._tf.patching import Patcher
 from kerasdist.errors import IncompatibleKerasError
 
 
 def _refuse(faults: list[str]) -> IncompatibleKerasError:
-    return IncompatibleKerasError(keras.__version__, faults, patches.FITS)
+    return IncompatibleKerasError(keras.__version__, faults, range_in_words("keras"))
 
 
 _PATCHER = Patcher("kerasdist._keras", patches.TABLE, _refuse)

@@ -16,10 +16,7 @@ from __future__ import annotations
 
 from kerasdist._tf.patching import Patch
 
-__all__ = ["FITS", "TABLE"]
-
-# The versions with which the tests pass.
-FITS = "3.14 to 3.15"
+__all__ = ["TABLE"]
 
 # In Keras 3.16 some have other names: see the braces.
 _LOSS = "keras.src.losses.loss"

@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import tensorflow as tf
 
+from kerasdist._tested import range_in_words
 from kerasdist._tf import gradient_placement
 from kerasdist._tf.patching import Patch, Patcher
 from kerasdist.errors import IncompatibleTensorFlowError
 
-__all__ = ["FITS", "TABLE", "check", "install", "uninstall"]
-
-# The versions with which the tests pass.
-FITS = "2.18 to 2.21"
+__all__ = ["TABLE", "check", "install", "uninstall"]
 
 _VALUES = "tensorflow.python.distribute.values"
 _EAGER = "tensorflow.python.eager"
@@ -102,7 +100,9 @@ TABLE = (
 _PATCHER = Patcher(
     "kerasdist._tf",
     TABLE,
-    lambda faults: IncompatibleTensorFlowError(tf.__version__, faults, FITS),
+    lambda faults: IncompatibleTensorFlowError(
+        tf.__version__, faults, range_in_words("tensorflow")
+    ),
 )
 
 

@@ -6,13 +6,10 @@ import contextlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import tensorflow as tf
-
 from kerasdist.cluster import resolve
 from kerasdist.placement.patterns import Patterns
 from kerasdist.placement.plan import Plan
 from kerasdist.placement.schedule import Pipeline
-from kerasdist.strategies.cluster_resolver import resolver_of
 from kerasdist.strategies.devices import (
     Limits,
     find_devices,
@@ -25,6 +22,9 @@ from kerasdist.strategies.placed.micro_batches import check_micro_batches
 from kerasdist.strategies.placed.placer import Placer
 from kerasdist.strategies.placed.remote import rendezvous
 from kerasdist.strategies.placed.report import PlacementReport
+from kerasdist.strategies.role.block import BlockStrategy
+from kerasdist.strategies.role.cluster_resolver import given_cluster, resolver_of
+from kerasdist.strategies.role.local_workers import local_ranks
 from kerasdist.strategies.versions import check_installed
 from kerasdist.transport import Timeouts
 
@@ -36,7 +36,7 @@ __all__ = [
 ]
 
 
-class ModelParallelStrategy(tf.distribute.Strategy):
+class ModelParallelStrategy(BlockStrategy):
     """Trains one model whose layers are on several devices.
 
     They are devices of this process, or of other machines: see `cluster`.
@@ -87,6 +87,7 @@ class ModelParallelStrategy(tf.distribute.Strategy):
             chief has finished; then their processes end. TensorFlow carries the data,
             and isn't protected by the job's secret: keep untrusted hosts off the
             network.
+        cluster_resolver: Another name of `cluster`, as TensorFlow's strategies have it.
         startup_timeout: Seconds until all workers have joined and are connected.
         heartbeat_timeout: Seconds of silence after which a worker is lost.
 
@@ -120,6 +121,7 @@ class ModelParallelStrategy(tf.distribute.Strategy):
         rematerialize: bool = False,
         memory_limits: Limits = None,
         cluster: Any = None,
+        cluster_resolver: Any = None,
         startup_timeout: float = 300.0,
         heartbeat_timeout: float = 30.0,
     ) -> None:
@@ -136,7 +138,7 @@ class ModelParallelStrategy(tf.distribute.Strategy):
                 "out, or write placement='auto'."
             )
         timeouts = Timeouts(startup=startup_timeout, heartbeat=heartbeat_timeout)
-        place = resolve(cluster)
+        place = resolve(given_cluster(cluster, cluster_resolver))
         self._place = place
         self._remote = None if place.size == 1 else rendezvous(place, timeouts)
         try:
@@ -165,10 +167,44 @@ class ModelParallelStrategy(tf.distribute.Strategy):
         """Let the other workers end. Can be called twice.
 
         The variables on their devices are gone then: save the model before. Without
-        other workers it does nothing. It's called at the end of the script.
+        other workers it does nothing. It's called at the end of the script, and of a
+        `with` block of the strategy; after an exception in the block the others end
+        with it. The block isn't the scope, in which models are created, see
+        `RingStrategy.close`.
         """
+        self._leave(None)
+
+    def _leave(self, error: BaseException | None) -> None:
         if self._remote is not None:
-            self._remote.close()
+            self._remote.close(error)
+
+    @property
+    def rank(self) -> int:
+        """0: only the chief, which drives the devices of all workers, gets here."""
+        return 0
+
+    @property
+    def size(self) -> int:
+        """The number of workers whose devices the chief drives, itself included.
+
+        It isn't the number of stages: a worker may have several devices.
+        """
+        return self._place.size
+
+    @property
+    def is_chief(self) -> bool:
+        """True: the others serve in the constructor."""
+        return True
+
+    @property
+    def local_rank(self) -> int:
+        """0: the chief is the first worker on its host."""
+        return 0
+
+    @property
+    def local_size(self) -> int:
+        """The number of the workers on the chief's host, by their addresses."""
+        return len(local_ranks(self._place.workers, 0)) if self._place.workers else 1
 
     @property
     def cluster_resolver(self) -> Any:

@@ -32,6 +32,7 @@ from kerasdist.strategies.elasticity import (
 )
 from kerasdist.strategies.job import StrategyJob
 from kerasdist.strategies.options import Options
+from kerasdist.strategies.role.cluster_resolver import given_cluster
 from kerasdist.strategies.sync.elastic_extended import (
     ElasticExtended,
     ExtendedAlone,
@@ -90,6 +91,7 @@ class ParameterServerStrategy(DataParallelStrategy):
             `tf.distribute.cluster_resolver.ClusterResolver`, or a dictionary of
             `TF_CONFIG`'s shape. By default `TF_CONFIG`, else Slurm's environment,
             else one worker.
+        cluster_resolver: Another name of `cluster`, as TensorFlow's strategies have it.
         transport: "auto" (shared memory with servers on the same host, TCP with
             others), or "tcp".
         timeout: Seconds that one collective may take, which is how far workers may
@@ -151,6 +153,7 @@ class ParameterServerStrategy(DataParallelStrategy):
         max_staleness: int | None = None,
         devices: Sequence[str] | None = None,
         cluster: Any = None,
+        cluster_resolver: Any = None,
         transport: str = "auto",
         timeout: float = 600.0,
         startup_timeout: float = 300.0,
@@ -200,7 +203,7 @@ class ParameterServerStrategy(DataParallelStrategy):
                 f"Received: compression={compression!r}. Leave it out, or use "
                 "mode='sync'."
             )
-        place = resolve(cluster)
+        place = resolve(given_cluster(cluster, cluster_resolver))
         if mode == "async":
             refuse_asynchronous(elastic)
             elastic = False

@@ -28,6 +28,7 @@ from kerasdist.strategies.placed.extended import install_hooks
 from kerasdist.strategies.placed.hybrid import HybridExtended
 from kerasdist.strategies.placed.micro_batches import check_micro_batches
 from kerasdist.strategies.placed.report import PlacementReport
+from kerasdist.strategies.role.cluster_resolver import given_cluster
 from kerasdist.strategies.sync.elastic_extended import (
     ElasticExtended,
     ExtendedAlone,
@@ -64,6 +65,7 @@ class RingStrategy(DataParallelStrategy):
             `tf.distribute.cluster_resolver.ClusterResolver`, or a dictionary of
             `TF_CONFIG`'s shape. By default `TF_CONFIG`, else Slurm's environment,
             else one worker.
+        cluster_resolver: Another name of `cluster`, as TensorFlow's strategies have it.
         transport: "auto" (shared memory inside a host, TCP between hosts), or
             "tcp", "shared_memory", "hierarchical", or "native": TensorFlow's own
             collectives, NCCL on GPUs and gRPC on CPUs. With "native" create the
@@ -136,6 +138,7 @@ class RingStrategy(DataParallelStrategy):
         devices: Sequence[str] | None = None,
         *,
         cluster: Any = None,
+        cluster_resolver: Any = None,
         transport: str = "auto",
         timeout: float = 600.0,
         startup_timeout: float = 300.0,
@@ -195,7 +198,7 @@ class RingStrategy(DataParallelStrategy):
                 "`placement={}` the whole model is one stage."
             )
         names = check_devices(devices) if placer is None else list(placer.devices)
-        place = resolve(cluster)
+        place = resolve(given_cluster(cluster, cluster_resolver))
         if place.rank is None:
             raise ClusterError(
                 "RingStrategy has no parameter servers. "

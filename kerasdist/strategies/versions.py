@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import functools
+import logging
+
 import keras
+import tensorflow as tf
 
 from kerasdist import _keras
+from kerasdist._tested import TESTED_VERSIONS, range_in_words, was_tested
 from kerasdist._tf import patches
 
-__all__ = ["check_installed"]
+__all__ = ["check_installed", "warn_of_untested"]
+
+_LOG = logging.getLogger("kerasdist")
 
 
 def check_installed() -> None:
     """Check what is installed, before anything is acquired or changed.
+
+    Versions that fit, but weren't tested, are logged once per process.
 
     Raises:
         IncompatibleKerasError: Functions of Keras are missing or have changed.
@@ -29,3 +38,25 @@ def check_installed() -> None:
         )
     patches.check()
     _keras.check()
+    warn_of_untested("tensorflow", tf.__version__)
+    warn_of_untested("keras", keras.__version__)
+
+
+@functools.cache
+def warn_of_untested(package: str, version: str) -> None:
+    """Log a warning, once, if this version of a package wasn't tested.
+
+    Args:
+        package: "keras" or "tensorflow".
+        version: The installed version.
+    """
+    if was_tested(package, version):
+        return
+    newest = TESTED_VERSIONS[package][1]
+    _LOG.warning(
+        "kerasdist: an installed package has a version with which kerasdist wasn't "
+        "tested. Received: %s %s. Tested were %s. All functions that kerasdist wraps "
+        "are as expected, so training may work; compare a short one with that of a "
+        "single process, or `pip install '%s~=%s.0'`.",
+        *(package, version, range_in_words(package), package, newest),
+    )

@@ -16,8 +16,8 @@ The layers, upper first; a module may import its own layer and those below:
 
 Inside a layer no module and no room (folder) imports one that imports it, type-checking
 imports included. From `mechanism` down nothing imports TensorFlow or Keras.
-`kerasdist._version` is below everything. `check` finds what breaks this in a folder;
-the tests show first that it can.
+`kerasdist._version` and `._tested` are below everything. `check` finds what breaks this
+in a folder; the tests show first that it can.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from workers import python_env
 
 # Lowest first.
 LAYERS = [
-    ("version", {"kerasdist._version"}),
+    ("version", {"kerasdist._version", "kerasdist._tested"}),
     ("errors", {"kerasdist.errors"}),
     ("cluster", {"kerasdist.cluster"}),
     ("transport", {"kerasdist.transport"}),

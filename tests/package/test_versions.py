@@ -6,7 +6,19 @@ import os
 import re
 import subprocess
 
+import pytest
+
+import kerasdist
+from kerasdist._tested import range_in_words, was_tested
+from kerasdist.strategies.versions import warn_of_untested
 from places import ROOT
+
+
+@pytest.fixture
+def forgetful():
+    warn_of_untested.cache_clear()
+    yield
+    warn_of_untested.cache_clear()
 
 
 def test_the_oldest_pair_is_that_of_setup():
@@ -18,6 +30,46 @@ def test_the_oldest_pair_is_that_of_setup():
     pins = dict(re.findall(r"(tensorflow|keras)[~=]=(\d+\.\d+)\.", oldest[1]))
     assert pins == floors
     assert set(floors) == {"tensorflow", "keras"}
+    assert floors == {name: each[0] for name, each in kerasdist.TESTED_VERSIONS.items()}
+
+
+def test_which_versions_were_tested():
+    assert range_in_words("keras") == "3.14 to 3.15"
+    for version, expected in {
+        "2.17.1": False,
+        "2.18.0": True,
+        "2.20.0-rc1": True,
+        "2.21.9": True,
+        "2.22.0": False,
+        "2.100.0": False,
+        "3.0.0": False,
+        "": False,
+        "nightly": False,
+    }.items():
+        assert was_tested("tensorflow", version) is expected, version
+
+
+def test_an_untested_version_is_warned_of_once(forgetful, caplog):
+    for _ in range(2):
+        warn_of_untested("keras", "3.15.9")
+        warn_of_untested("keras", "3.99.0.dev1")
+    (line,) = caplog.messages
+    assert "Received: keras 3.99.0.dev1. Tested were 3.14 to 3.15. " in line
+    assert line.endswith("`pip install 'keras~=3.15.0'`.")
+
+
+def test_every_strategy_looks_at_the_versions(forgetful, caplog, monkeypatch):
+    monkeypatch.setattr("keras.__version__", "3.99.0")
+    monkeypatch.setattr("tensorflow.__version__", "2.99.0")
+    for _ in range(2):
+        kerasdist.RingStrategy(cluster={}).close()
+    kerasdist.ModelParallelStrategy({}, cluster={})
+    assert [
+        re.findall(r"Received: (\w+ [\d.]+)\.", each) for each in caplog.messages
+    ] == [
+        ["tensorflow 2.99.0"],
+        ["keras 3.99.0"],
+    ]
 
 
 def test_each_pair_has_an_environment_of_its_own():

@@ -123,9 +123,9 @@ def test_the_wheel_holds_the_packages_and_nothing_else(wheel, tracked):
         f"kerasdist/{path}" for path in tracked if path.startswith("callbacks/")
     }
     assert {name for name in names if not name.startswith(info)} == {
-        path for path in expected if path.endswith((".py", "/py.typed"))
+        path for path in expected if path.endswith((".py", ".pyi", "/py.typed"))
     }
-    assert "kerasdist/py.typed" in names
+    assert {"kerasdist/py.typed", "kerasdist/__init__.pyi"} <= names
     assert "kerasdist/callbacks/__init__.py" in names
 
 

@@ -6,15 +6,15 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-import tensorflow as tf
-
 from kerasdist import _keras, _tf
 from kerasdist._tf import patches
 from kerasdist.cluster import Cluster
 from kerasdist.collectives import Communicator
-from kerasdist.strategies.cluster_resolver import resolver_of
 from kerasdist.strategies.job import StrategyJob, close_at_exit, forget
 from kerasdist.strategies.options import Options
+from kerasdist.strategies.role.block import BlockStrategy
+from kerasdist.strategies.role.cluster_resolver import resolver_of
+from kerasdist.strategies.role.local_workers import local_ranks
 from kerasdist.strategies.sync.extended import SynchronousExtended
 
 __all__ = ["DataParallelStrategy"]
@@ -22,7 +22,7 @@ __all__ = ["DataParallelStrategy"]
 _Self = TypeVar("_Self", bound="DataParallelStrategy")
 
 
-class DataParallelStrategy(tf.distribute.Strategy):
+class DataParallelStrategy(BlockStrategy):
     """A strategy whose workers train copies of one model on parts of the data.
 
     Subclasses connect the workers, and call this constructor with the result. It owns
@@ -66,12 +66,20 @@ class DataParallelStrategy(tf.distribute.Strategy):
 
     @property
     def rank(self) -> int:
-        """This worker's index, 0..size-1; the chief is 0."""
+        """This worker's index, 0..size-1; the chief is 0.
+
+        Servers have none. In an elastic job it changes when workers are lost.
+        """
         return self._job.communicator.rank
 
     @property
     def size(self) -> int:
-        """The number of workers."""
+        """The number of workers, without servers.
+
+        In an elastic job that of the present ones, which changes with them. A worker
+        has one replica on each of its devices: `num_replicas_in_sync` is the number of
+        all replicas.
+        """
         return self.extended.workers_in_sync
 
     @property
@@ -80,14 +88,39 @@ class DataParallelStrategy(tf.distribute.Strategy):
         return self.rank == 0
 
     @property
+    def local_rank(self) -> int:
+        """This worker's index among those on its host, 0..local_size-1.
+
+        In the order of ranks. Known from the workers' addresses in the cluster; servers
+        and other jobs don't count. In an elastic job it changes with the present
+        workers, to which one that is to join doesn't belong yet: it's alone.
+        """
+        local = self._local_ranks()
+        return local.index(self.rank) if len(local) > 1 else 0
+
+    @property
+    def local_size(self) -> int:
+        """The number of this job's workers on this worker's host, see `local_rank`."""
+        return len(self._local_ranks())
+
+    def _local_ranks(self) -> list[int]:
+        communicator = self._job.communicator
+        addresses = [peer.address for peer in communicator.peers]
+        rank = communicator.rank
+        # A worker that is to join has a rank for the script, but no peers yet.
+        return local_ranks(addresses, rank) if rank < len(addresses) else [rank]
+
+    @property
     def cluster_resolver(self) -> Any:
         """The tasks of the job: `task_type`, `task_id`, `cluster_spec()`.
 
         A `tf.distribute.cluster_resolver.ClusterResolver`, from which scripts written
-        for `MultiWorkerMirroredStrategy` read their role.
+        for `MultiWorkerMirroredStrategy` read their role. In an elastic job it has the
+        tasks of the start, while `is_chief` follows the present workers.
         """
-        # By the rank at the start, if it's known: a task stays the same.
-        rank = self.rank if self._place.rank is None else self._place.rank
+        # By the rank at the start, unless only MPI knows it: a task stays the same.
+        known = self._place.rank is not None and self._place.size > 1
+        rank = (self._place.rank or 0) if known else self.rank
         return resolver_of(self._place, rank, self.size)
 
     @property
@@ -99,10 +132,23 @@ class DataParallelStrategy(tf.distribute.Strategy):
         """Leave the job: release sockets, threads and memory. Can be called twice.
 
         The model keeps its weights and can be used without the strategy. Workers
-        that still wait for this one get `WorkerLost`.
+        that still wait for this one get `WorkerLost`. The end of a `with` block of the
+        strategy calls it, too; after an exception in the block the others get the
+        exception's text, as at the end of a script that raises. The block isn't the
+        scope, in which models are created:
+
+            with kerasdist.RingStrategy() as strategy:
+                with strategy.scope():
+                    model = build_model()
+                    model.compile("adam", "mse")
+                model.fit(x, y, batch_size=256)
         """
+        self._leave(None)
+
+    def _leave(self, error: BaseException | None) -> None:
         _keras.end_use(self.extended.kerasdist.hooks)
-        self._finalizer()
+        if self._finalizer.detach() is not None:
+            self._job.close(error)
         forget(self._job)
 
     def __deepcopy__(self: _Self, memo: dict[int, Any]) -> _Self:

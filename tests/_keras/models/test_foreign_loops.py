@@ -7,7 +7,7 @@ import json
 import pytest
 
 from kerasdist.cluster import Cluster, resolve
-from kerasdist.strategies.cluster_resolver import resolver_of
+from kerasdist.strategies.role.cluster_resolver import resolver_of
 from workers import Workers
 
 WORKERS = ("h:1", "h:2")

@@ -2,13 +2,43 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import tensorflow as tf
 
 from kerasdist.cluster import Cluster
+from kerasdist.errors import ClusterError
 
-__all__ = ["resolver_of"]
+__all__ = ["given_cluster", "resolver_of"]
+
+
+def given_cluster(cluster: Any, cluster_resolver: Any) -> Any:
+    """Return the one of a strategy's two arguments that was given; None if neither.
+
+    Args:
+        cluster: A resolver, a dictionary of `TF_CONFIG`'s shape, or None.
+        cluster_resolver: A resolver or None, as TensorFlow's strategies have it.
+
+    Raises:
+        ClusterError: Both were given, or `cluster_resolver` isn't a resolver.
+    """
+    if cluster_resolver is None:
+        return cluster
+    if cluster is not None:
+        raise ClusterError(
+            "`cluster` and `cluster_resolver` are two names of one argument. Received: "
+            f"cluster={cluster!r}, cluster_resolver={cluster_resolver!r}. Expected one "
+            "of them. Leave out the other."
+        )
+    if isinstance(cluster_resolver, (Mapping, str, Cluster)):
+        raise ClusterError(
+            "`cluster_resolver` isn't a resolver. Received: cluster_resolver="
+            f"{cluster_resolver!r}. Expected a "
+            "tf.distribute.cluster_resolver.ClusterResolver. Pass a dictionary of "
+            "TF_CONFIG's shape as `cluster=`."
+        )
+    return cluster_resolver
 
 
 def resolver_of(place: Cluster, rank: int, size: int) -> Any:

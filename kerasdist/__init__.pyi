@@ -1,0 +1,20 @@
+# In a checkout type checkers find callbacks/ only beside this package.
+from kerasdist import callbacks as callbacks  # type: ignore[attr-defined]
+from kerasdist import errors as errors
+from kerasdist import layers as layers
+from kerasdist._keras.models.local_models import local_training as local_training
+from kerasdist._tested import TESTED_VERSIONS as TESTED_VERSIONS
+from kerasdist._version import __version__ as __version__
+from kerasdist.collectives.communicator import Communicator as Communicator
+from kerasdist.errors import KerasDistError as KerasDistError
+from kerasdist.errors import WorkerLost as WorkerLost
+from kerasdist.placement.plan import Plan as Plan
+from kerasdist.strategies.model_parallel import (
+    ModelParallelStrategy as ModelParallelStrategy,
+)
+from kerasdist.strategies.parameter_server import (
+    ParameterServerStrategy as ParameterServerStrategy,
+)
+from kerasdist.strategies.placed.report import PlacementReport as PlacementReport
+from kerasdist.strategies.plan import plan as plan
+from kerasdist.strategies.ring import RingStrategy as RingStrategy
