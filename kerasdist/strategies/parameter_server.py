@@ -2,52 +2,33 @@
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
-import logging
-import os
 import sys
-import weakref
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NoReturn, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
-from kerasdist.cluster import Cluster, resolve
+from kerasdist.cluster import Cluster
 from kerasdist.collectives.alone import JobAlone
 from kerasdist.collectives.elastic.connect import connect_elastic
-from kerasdist.errors import ClusterError, ServerLost, StartupError
 from kerasdist.ps import Event, ServerClient, ServerSettings, connect_servers
-from kerasdist.ps.client.client import TRANSPORTS
 from kerasdist.ps.elastic.link import ServerLink
-from kerasdist.ps.elastic.main import run_elastic_server
-from kerasdist.ps.server.main import run_server
 from kerasdist.ps.server.server import session_name
-from kerasdist.ps.settings import MODES
 from kerasdist.strategies.asynchronous.extended import AsyncExtended
 from kerasdist.strategies.devices import check_devices
-from kerasdist.strategies.elasticity import (
-    Elasticity,
-    elasticity,
-    refuse_asynchronous,
-    refuse_option,
-)
 from kerasdist.strategies.job import StrategyJob
-from kerasdist.strategies.options import Options
-from kerasdist.strategies.role.cluster_resolver import given_cluster
+from kerasdist.strategies.servers.arguments import check_arguments
+from kerasdist.strategies.servers.earlier import EarlierStrategy
+from kerasdist.strategies.servers.events import EventLog
+from kerasdist.strategies.servers.serving import serve_job
 from kerasdist.strategies.sync.elastic_extended import (
     ElasticExtended,
     ExtendedAlone,
 )
 from kerasdist.strategies.sync.extended import SynchronousExtended
 from kerasdist.strategies.sync.strategy import DataParallelStrategy
-from kerasdist.strategies.versions import check_installed
 from kerasdist.transport import Timeouts
 from kerasdist.transport.liveness.launcher_pipe import Reporter
-from kerasdist.transport.log import background_log
 
 __all__ = ["ParameterServerStrategy"]
-
-# Seconds to wait for servers that have served another strategy of this process.
-_AGAIN_SECONDS = 20.0
 
 
 class ParameterServerStrategy(DataParallelStrategy):
@@ -66,8 +47,8 @@ class ParameterServerStrategy(DataParallelStrategy):
 
     In a worker the constructor waits for all servers and workers. In a server it serves
     until every worker has finished, and then ends the process: with code 0, or with the
-    exception that ended the job. Without cluster settings the server runs in the
-    worker's process.
+    exception that ended the job; `serve` does the same without ending the process.
+    Without cluster settings the server runs in the worker's process.
 
     A job's servers serve one strategy, and end with it: create one per script.
 
@@ -171,57 +152,36 @@ class ParameterServerStrategy(DataParallelStrategy):
         min_workers: int | None = None,
         start_workers: int | None = None,
     ) -> None:
-        check_installed()
-        if mode not in MODES:
-            raise ValueError(f"`mode` must be one of {MODES}. Received: mode={mode!r}.")
-        if transport not in TRANSPORTS:
-            raise ValueError(
-                f"`transport` must be one of {TRANSPORTS}. "
-                f"Received: transport={transport!r}."
-            )
-        options = Options(
+        arguments = check_arguments(
+            mode,
+            max_staleness=max_staleness,
+            cluster=cluster,
+            cluster_resolver=cluster_resolver,
+            transport=transport,
+            timeout=timeout,
+            startup_timeout=startup_timeout,
+            heartbeat_timeout=heartbeat_timeout,
             initial_state=initial_state,
             shard=shard,
             data=data,
             bucket_size=bucket_size,
             compression=compression,
-        )
-        timeouts = Timeouts(
-            collective=timeout, startup=startup_timeout, heartbeat=heartbeat_timeout
-        )
-        settings = ServerSettings(
-            mode=mode,
-            max_staleness=max_staleness,
-            snapshot_dir=None if snapshot_dir is None else os.fspath(snapshot_dir),
+            snapshot_dir=snapshot_dir,
             snapshot_seconds=snapshot_seconds,
             snapshot_updates=snapshot_updates,
             restart_timeout=restart_timeout,
+            elastic=elastic,
+            min_workers=min_workers,
+            start_workers=start_workers,
         )
-        if mode == "async" and compression is not None:
-            raise ValueError(
-                "With mode='async' weights cross the network: 16 bits are too few. "
-                f"Received: compression={compression!r}. Leave it out, or use "
-                "mode='sync'."
-            )
-        place = resolve(given_cluster(cluster, cluster_resolver))
-        if mode == "async":
-            refuse_asynchronous(elastic)
-            elastic = False
-        bounds = elasticity(
-            elastic, min_workers, place.size, start_workers=start_workers
-        )
-        if bounds is not None and data == "chief":
-            refuse_option(
-                "data='chief', because the chief that has the data may be lost"
-            )
-        alone = None if bounds is None or place.size > 1 else bounds
-        bounds = None if alone is not None else bounds
+        place, settings, bounds = arguments.place, arguments.settings, arguments.bounds
         if place.rank is None:
             # Before TensorFlow looks for devices, which a server leaves to workers.
-            _serve(place, settings, timeouts, bounds)
+            serve_job(arguments)
+            sys.exit(0)
         names = check_devices(devices)
         self._events: list[Event] = []
-        before = _Before(place)
+        before = EarlierStrategy(place)
         job: StrategyJob
         extended: Any = SynchronousExtended
         with before.explaining():
@@ -231,7 +191,7 @@ class ParameterServerStrategy(DataParallelStrategy):
                 )
                 job = elastic_job = connect_elastic(
                     place,
-                    timeouts=before.limited(timeouts),
+                    timeouts=before.limited(arguments.timeouts),
                     replicas=len(names),
                     min_workers=bounds.min_workers,
                     grace=bounds.grace,
@@ -246,20 +206,53 @@ class ParameterServerStrategy(DataParallelStrategy):
                 job = client = _connect(
                     place,
                     settings,
-                    before.limited(timeouts),
+                    before.limited(arguments.timeouts),
                     transport,
                     len(names),
-                    _Notes(self._events),
+                    EventLog(self._events),
                 )
                 before.note(client)
                 self._traffic = client.connections
-                if alone is not None:
-                    job = JobAlone(client, alone.grace)
+                if arguments.alone is not None:
+                    job = JobAlone(client, arguments.alone.grace)
                     extended = ExtendedAlone
         # A worker that is alone trains as one process does.
         if mode == "async" and (place.size > 1 or snapshot_dir is not None):
             extended = AsyncExtended
-        super().__init__(place, names, job, options, extended)
+        super().__init__(place, names, job, arguments.options, extended)
+
+    @staticmethod
+    def serve(mode: str = "sync", *, devices: Any = None, **arguments: Any) -> None:
+        """Run this task's server until the job is over, and return.
+
+        In a server the constructor does the same and then ends the process. A script
+        that is to continue there, or that has a part of its own for servers, as one
+        with `tf.distribute.Server(...).join()`, calls this instead:
+
+            if resolver.task_type == "ps":
+                kerasdist.ParameterServerStrategy.serve(mode="async")
+            else:
+                strategy = kerasdist.ParameterServerStrategy(mode="async")
+
+        It returns when all workers have finished; the server's port, threads and memory
+        are released then. In an elastic job `kerasdist run` ends servers some seconds
+        after the last worker.
+
+        Args:
+            mode: As in the constructors of the workers.
+            devices: Isn't used, see below.
+            **arguments: The constructor's, which must be the same in all tasks.
+                Those for workers alone, as `devices`, have no effect.
+
+        Raises:
+            ClusterError: This task isn't a server, or the settings are wrong
+                (`AddressInUseError`: this server's port is in use).
+            KerasDistError: The failure that ended the job, as the constructor raises
+                it.
+            TypeError: The constructor doesn't have one of the arguments.
+        """
+        del devices
+        serve_job(check_arguments(mode, **arguments))
 
     @property
     def bytes_sent(self) -> int:
@@ -328,112 +321,3 @@ def _connect(
         on_failure=reporter.failed,
         gate=settings.mode == "async",
     )
-
-
-class _Closable(Protocol):
-    """A worker's part in a job."""
-
-    @property
-    def closed(self) -> bool:
-        """Whether it has left the job."""
-
-
-# The newest worker's connection of this process to the servers at these addresses.
-_served: dict[tuple[str, ...], weakref.ref[_Closable]] = {}
-
-
-class _Before:
-    """An earlier strategy of this process that the same servers have served.
-
-    Args:
-        place: This task's place in the cluster.
-
-    Raises:
-        ClusterError: There is one, and it isn't closed.
-    """
-
-    def __init__(self, place: Cluster) -> None:
-        self._servers = place.servers
-        self._ended = place.servers in _served
-        client = _served[place.servers]() if self._ended else None
-        if client is not None and not client.closed:
-            raise self._error("is open")
-
-    def limited(self, timeouts: Timeouts) -> Timeouts:
-        """Return short time-outs for servers that have ended, but may be restarted."""
-        if not self._ended:
-            return timeouts
-        startup = min(timeouts.startup, _AGAIN_SECONDS)
-        return dataclasses.replace(timeouts, startup=startup)
-
-    @contextlib.contextmanager
-    def explaining(self) -> Iterator[None]:
-        """Explain why no server answers any more."""
-        try:
-            yield
-        except (StartupError, ServerLost) as error:
-            if self._ended:
-                raise self._error("was closed, so they have ended") from error
-            raise
-
-    def note(self, client: _Closable) -> None:
-        """Record that a strategy has been connected."""
-        if self._servers:
-            _served[self._servers] = weakref.ref(client)
-
-    def _error(self, state: str) -> ClusterError:
-        return ClusterError(
-            "A job's servers serve one strategy, and end with it. Received: another "
-            f"ParameterServerStrategy with the servers {list(self._servers)}; the "
-            f"one that this script created before {state}. Create one, and let all "
-            "models be created in its scope, also one after the other; for another "
-            "`mode` start another job."
-        )
-
-
-class _Notes:
-    """Records events of workers, and reports them in the log, since the others go on.
-
-    Args:
-        events: The list to append to.
-    """
-
-    def __init__(self, events: list[Event]) -> None:
-        self._events = events
-
-    def __call__(self, event: Event) -> None:
-        self._events.append(event)
-        _print_event(event)
-
-
-def _print_event(event: Event) -> None:
-    if event.kind == "lost":
-        background_log.log(
-            logging.WARNING,
-            "kerasdist: rank %d (%s) was lost at step %d: %s. The others go on.",
-            event.rank,
-            event.address,
-            event.clock,
-            event.reason,
-        )
-    elif event.kind == "joined":
-        background_log.log(
-            logging.WARNING,
-            "kerasdist: rank %d (%s) is waiting; it joins at the end of an epoch.",
-            event.rank,
-            event.address,
-        )
-
-
-def _serve(
-    place: Cluster,
-    settings: ServerSettings,
-    timeouts: Timeouts,
-    bounds: Elasticity | None,
-) -> NoReturn:
-    """Run a server until the job is over; then end the process."""
-    if bounds is None:
-        run_server(place, settings, timeouts)
-    else:
-        run_elastic_server(place, settings, bounds.min_workers, timeouts)
-    sys.exit(0)
