@@ -16,7 +16,7 @@ from workers import Finished, Workers
 pytestmark = pytest.mark.timeout(300)
 
 # Workers get the signal at the begin of a step; `taken` counts these begins, also of
-# steps that are repeated.
+# steps that are repeated. A negative number: in the validation after these steps.
 SCRIPT = """
 import json, os, signal, sys, time
 import numpy as np
@@ -59,6 +59,10 @@ class Asked(keras.callbacks.Callback):
     def on_train_batch_begin(self, batch, logs=None):
         self.taken += 1
         if ends.get(str(me)) == self.taken:
+            ask()
+
+    def on_test_begin(self, logs=None):
+        if ends.get(str(me)) == -self.taken:
             ask()
 
     def on_train_batch_end(self, batch, logs=None):
@@ -257,4 +261,23 @@ def test_a_process_alone_continues_itself(
     check(second, alone, job)
     # To the bit.
     assert second.result[2] == alone[0][2]
+    assert job.checkpoints == []
+
+
+@pytest.mark.parametrize("servers", [0, pytest.param(1, marks=pytest.mark.soak)])
+def test_a_signal_in_the_last_validation_ends_the_job_after_it(
+    alone: tuple[Any, str], tmp_path: Path, servers: int
+) -> None:
+    job = Job(tmp_path)
+    first = job.run(2, {0: -32, 1: -32}, servers)
+    codes = 2 * [-signal.SIGTERM] + servers * [0]
+    assert [each.returncode for each in first] == codes, first[0].output
+    assert len(job.checkpoints) == 1
+    rows = job.rows
+    # The next start trains nothing.
+    second = job.run(1, servers=servers)
+    assert "`fit` continues after step 36, at its end, from" in second[0].output
+    check(second[0], alone, job)
+    assert job.rows == rows
+    assert second[0].result[3] == 32 * [2]
     assert job.checkpoints == []

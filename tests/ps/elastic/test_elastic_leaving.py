@@ -51,8 +51,15 @@ job.close()
 
 @pytest.mark.parametrize(
     ("ends", "until"),
-    [([[0, 3], [1, 3], [2, 4]], [5, 5, 5]), ([[2, 3], [0, 8], [1, 7]], [10, 10, 5])],
-    ids=["all", "one and then all"],
+    [
+        pytest.param([[0, 3], [1, 3], [2, 4]], [5, 5, 5], id="all"),
+        pytest.param(
+            [[2, 3], [0, 8], [1, 7]],
+            [10, 10, 5],
+            marks=pytest.mark.soak,
+            id="one, then all",
+        ),
+    ],
 )
 def test_servers_end_with_the_last_members(
     ends: list[list[int]], until: list[int]
