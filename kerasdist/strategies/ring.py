@@ -108,7 +108,8 @@ class RingStrategy(DataParallelStrategy):
             see `ModelParallelStrategy`.
         elastic: Whether the job continues when workers are lost: the others repeat the
             step that was interrupted, with the whole global batch, and `fit` continues
-            with the numbers of one process. By default the value of
+            with the numbers of one process. One worker alone writes a checkpoint at
+            SIGTERM, from which the next start continues. By default the value of
             `KERASDIST_ELASTIC`, which `kerasdist run --elastic` sets. Not with
             transport="native" or "mpi", data="chief" or a placement.
         min_workers: With `elastic`: with fewer workers than these the job ends, as
