@@ -35,8 +35,7 @@ strategy = kerasdist.RingStrategy(
 random = np.random.default_rng(0)
 x = random.normal(size=(250, 8)).astype("float32")
 y = x[:, :3].argmax(1)
-if kind != "unseeded":
-    keras.utils.set_random_seed(1)
+keras.utils.set_random_seed(1)
 with strategy.scope():
     model = keras.Sequential([
         keras.Input((8,)),
@@ -103,21 +102,23 @@ data = {
     "array executions": lambda: dict(x=x, y=y, batch_size=32),
     "items": lambda: dict(x=Items(workers=2), shuffle=True),
     "generator": lambda: dict(x=generated(), steps_per_epoch=5),
-    "unseeded": lambda: dict(x=x, y=y, batch_size=32),
 }[kind]()
 ask = Ask()
 stopping = keras.callbacks.EarlyStopping(
     "loss", patience=50, restore_best_weights=True
 )
+earlier = model.fit(x, y, batch_size=50, epochs=1, verbose=0).history["loss"]
+ask.ask("between")
+model.evaluate(x[:50], y[:50], verbose=0)
 history = model.fit(
     **data, epochs=4, verbose=0, callbacks=[ask, stopping],
     validation_data=(x[:50], y[:50]), validation_batch_size=10,
 )
-ask.ask("after")
 after = model.evaluate(x[:50], y[:50], verbose=0)
 weights = np.concatenate([w.numpy().ravel() for w in model.weights])
 text = json.dumps([
     history.epoch, history.history, weights.tolist(), after, [ask.begun, ask.seen],
+    earlier,
 ])
 os.write(1, f"RESULT {text}\\n".encode())
 """
@@ -157,8 +158,8 @@ def test_the_next_start_continues(kind: str, tmp_path: Path) -> None:
     (tmp_path / "undisturbed").mkdir()
     expected = run(tmp_path / "undisturbed", kind)
     assert expected.returncode == 0, expected.output
-    # In an epoch; in the validation of one; in the last validation.
-    for when in ("step 4", "check 2", "check 4"):
+    # Before the first step; in an epoch; in the validation of one; in the last one.
+    for when in ("between", "step 4", "check 2", "check 4"):
         found = run(tmp_path, kind, when)
         assert found.returncode == -signal.SIGTERM, found.output
         assert "The next start of this script continues there" in found.output

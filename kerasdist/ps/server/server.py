@@ -229,6 +229,12 @@ class ParameterServer:
         self._control.close()
         for channel, _ in serving:
             channel.abort()
+        members = self.handler.membership
+        with members.changed:
+            # Threads may be waiting for the other workers in a collective.
+            if members.failure is None and not members.over:
+                members.failure = errors.TransportClosed("This server was closed.")
+                members.changed.notify_all()
         for _, thread in serving:
             if thread is not threading.current_thread():
                 thread.join(_JOIN_SECONDS)
