@@ -18,6 +18,7 @@ __all__ = [
     "STAGE",
     "TRAINED_LOCALLY",
     "VARIABLE_DEVICE",
+    "WHOLE_DATA",
     "Mark",
 ]
 
@@ -52,6 +53,8 @@ class Mark(Generic[T]):
 
 # A distributed dataset: each worker has its own. True if it is divided by file.
 OWN_DATA = Mark[bool]()
+# A distributed dataset whose batches are divided: the dataset of global batches.
+WHOLE_DATA = Mark[Any]()
 # A layer: the device of the stage that it was created in.
 STAGE = Mark[str]()
 # A variable without a value: the device that it gets its value on.

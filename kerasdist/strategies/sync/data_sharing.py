@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kerasdist import _tf
-from kerasdist._tf.marks import OWN_DATA
+from kerasdist._tf.marks import OWN_DATA, WHOLE_DATA
 from kerasdist.strategies.data.auto_shard import is_by_file, own_part
 from kerasdist.strategies.data.batch_split import slice_dataset
 from kerasdist.strategies.reduce.workers import Workers
@@ -44,13 +44,15 @@ class SharingExtended(_tf.MirroredExtended):
     # Data: the elements of a dataset are global batches.
 
     def _experimental_distribute_dataset(self, dataset: Any, options: Any) -> Any:
-        if self.workers.is_alone:
-            return self._from_function(lambda _: dataset, options)
         own = self.distribute_own(dataset, options)
         if own is not None:
             return own
-        part = slice_dataset(dataset, *self.workers.layout)
-        return self._from_function(lambda _: part, options)
+        part = dataset
+        if not self.workers.is_alone:
+            part = slice_dataset(dataset, *self.workers.layout)
+        made = self._from_function(lambda _: part, options)
+        WHOLE_DATA.set(made, dataset)
+        return made
 
     def distribute_parts(self, dataset: Any) -> Any:
         """Distribute a dataset of parts: one element per local replica in turn.

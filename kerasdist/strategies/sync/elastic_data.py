@@ -10,7 +10,7 @@ from typing import Any
 import tensorflow as tf
 
 from kerasdist._keras import ArrayData, ItemData, StepTimer
-from kerasdist._tf.marks import OWN_DATA
+from kerasdist._tf.marks import OWN_DATA, WHOLE_DATA
 from kerasdist.strategies.data.auto_shard import has_own_policy, is_by_file
 from kerasdist.strategies.data.messages import in_elastic_job
 from kerasdist.strategies.elastic_data.arrays import ElasticArrays
@@ -79,19 +79,11 @@ class ElasticData(SynchronousData):
         *,
         is_items: bool = False,
     ) -> tuple[Any, int | None]:
-        """See `SynchronousData.distribute_dataset`.
-
-        Raises:
-            ValueError: The dataset has been divided for the present workers.
-        """
+        """See `SynchronousData.distribute_dataset`."""
+        # It is divided again when the workers change.
+        whole = WHOLE_DATA.get(dataset)
+        dataset = dataset if whole is None else whole
         made = isinstance(dataset, tf.distribute.DistributedDataset)
-        if made and OWN_DATA.get(dataset) is None:
-            raise ValueError(
-                "A dataset that has been divided can't be divided again when the "
-                "workers change. Received: the result of "
-                "`strategy.experimental_distribute_dataset`, with elastic=True. Give "
-                "Keras the dataset itself, which it divides alike."
-            )
         if made or self._workers.communicator.size > 1:
             own, length = super().distribute_dataset(
                 dataset, length, generator, is_items=is_items
