@@ -157,7 +157,7 @@ class MembershipAlone:
         return False, self._leaving.wanted
 
     def publish(self, name: str, value: Any) -> None:
-        """See `ElasticHooks.publish`: no process asks."""
+        """See `ElasticHooks.publish`: no other process is there."""
 
     def facts_of_members(self) -> dict[str, Any] | None:
         """See `ElasticHooks.facts_of_members`."""

@@ -213,7 +213,9 @@ class RingStrategy(DataParallelStrategy):
         if bounds is not None:
             _refuse_with_elastic(transport, data, placement)
         if bounds is not None and place.size == 1:
-            alone = connect(place, timeouts=timeouts, replicas=len(names))
+            alone = connect(
+                place, transport=transport, timeouts=timeouts, replicas=len(names)
+            )
             job_alone = JobAlone(alone, bounds.grace)
             super().__init__(place, names, job_alone, options, ExtendedAlone)
             return
