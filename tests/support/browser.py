@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from places import ROOT
 from workers import TAG, kill_tagged, python_env
 
 _START = 60.0  # seconds until TensorBoard listens
@@ -44,6 +45,20 @@ def need(reason: str | None, remedy: str) -> None:
 def need_browser() -> None:
     """Skip the test if there's no browser."""
     need(browser_missing(), "Debian, Ubuntu: chromium, chromium-driver")
+
+
+def tensorboard_python() -> str:
+    """Return the Python whose TensorBoard starts: this one, or that of `make viewers`.
+
+    The TensorBoard of the oldest TensorFlow imports `pkg_resources`, which setuptools
+    doesn't have any more.
+    """
+    command = [sys.executable, "-c", "import tensorboard.default"]
+    if subprocess.run(command, capture_output=True, check=False).returncode == 0:
+        return sys.executable
+    python = ROOT / ".venv-viewers" / "bin" / "python"
+    need(None if python.exists() else "TensorBoard doesn't start", "make viewers")
+    return str(python)
 
 
 @contextlib.contextmanager

@@ -7,7 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from browser import chromium, need_browser, tensorboard, wait_for
+from browser import (
+    chromium,
+    need_browser,
+    tensorboard,
+    tensorboard_python,
+    wait_for,
+)
 from kerasdist.callbacks.scaling import charts
 from kerasdist.callbacks.scaling.bottleneck import judge
 from kerasdist.callbacks.scaling.metrics import PHASES, combine
@@ -126,7 +132,8 @@ def test_the_page_shows_every_chart_and_the_verdict(tmp_path):
         for _, title, chart in charts.CHARTS
     }
     assert expected["Seconds of its parts"] == len(PHASES)
-    with tensorboard(logs) as address, chromium(tmp_path) as driver:
+    python = tensorboard_python()
+    with tensorboard(logs, python) as address, chromium(tmp_path) as driver:
         driver.get(f"{address}#custom_scalars")
 
         def ready() -> bool:
