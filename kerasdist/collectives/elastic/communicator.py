@@ -230,7 +230,7 @@ class ElasticCommunicator(Communicator):
 
     def facts_of_members(self) -> dict[str, Any] | None:
         """See `ElasticHooks.facts_of_members`."""
-        answers = survey(self.lines, members=True)
+        answers = survey(self.lines, members=True).answers
         return dict(answers[0].facts) if answers else None
 
     @contextlib.contextmanager

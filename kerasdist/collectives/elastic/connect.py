@@ -172,7 +172,8 @@ def _enter(
         joins: Whether it is certain that it is to join.
 
     Raises:
-        StartupError: The job that it is to join doesn't run by the deadline.
+        StartupError: The job that it is to join doesn't run by the deadline, or the
+            others have left it.
     """
     addresses, session = connector.addresses, connector.session
     me = connector.me
@@ -186,12 +187,14 @@ def _enter(
         while True:
             share = 1.0 if joins else _SURVEY_SHARE
             limit = Deadline(share * deadline.remaining())
-            answers = survey(lines, members=joins, deadline=limit)
-            if not joins and any(each.shows_a_job for each in answers):
+            found = survey(lines, members=joins, deadline=limit)
+            if not joins and found.shows_a_job:
                 break
+            if found.left and not found.answers and not found.unclear:
+                raise _left(session, found.left)
             if not joins:
                 return _Entry(me, lines, ())
-            for answer in answers:
+            for answer in found.answers:
                 if answer.members and all(name in answer.facts for name in needs):
                     lines.facts = answer.facts
                     return _Entry(me, lines, answer.members)
@@ -213,6 +216,18 @@ def _no_job(rank: int, address: str, seconds: float) -> errors.StartupError:
         "of the others, run `kerasdist doctor` where they run, or give them more time "
         "with `startup_timeout=`.",
         {rank: reason},
+    )
+
+
+def _left(session: str, ranks: list[int]) -> errors.StartupError:
+    number = session.rpartition("elastic")[2]
+    return errors.StartupError(
+        "The other workers have left the job in which this worker is to take part. "
+        f"Received: ranks {sorted(ranks)} run, but have closed elastic strategy "
+        f"{number} of this script. A worker that is started again runs the script from "
+        "its beginning, so each elastic strategy has to stay open until the script "
+        "ends: keep a reference to it, and don't close it before.",
+        dict.fromkeys(sorted(ranks), "it has closed the strategy"),
     )
 
 

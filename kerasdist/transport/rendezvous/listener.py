@@ -66,6 +66,8 @@ class Listener:
 
     _open_lock = threading.Lock()
     _open: dict[str, Listener] = {}  # noqa: RUF012 - the process's, not the class's
+    # Sessions that this process has left, by address, also before the present listener.
+    _all_left: dict[str, set[str]] = {}  # noqa: RUF012 - likewise
 
     def __init__(self, address: str, secret: bytes, patience: float) -> None:
         self.address = address
@@ -79,8 +81,7 @@ class Listener:
         self._shaking: dict[socket.socket, None] = {}
         self._threads: set[threading.Thread] = set()
         self._refused: collections.deque[str] = collections.deque(maxlen=20)
-        # Sessions that this process has left.
-        self._left: set[str] = set()
+        self._left = self._all_left.setdefault(address, set())
         self._log = LimitedLog()
         self._closed = False
         with contextlib.ExitStack() as undo:
@@ -163,7 +164,7 @@ class Listener:
     def leave(self, session: str) -> None:
         """Answer connections for a session by a REFUSAL from now on.
 
-        While the process holds another strategy, it still listens.
+        While the process holds another strategy, it still listens, or listens again.
         """
         with self._lock:
             self._left.add(session)

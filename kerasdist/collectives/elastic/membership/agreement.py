@@ -408,7 +408,7 @@ class Agreement:
 
         def look() -> None:
             dead = all(self._lines.contact(host) is Contact.DEAD for host in hosts)
-            answers = survey(self._lines, members=True) if dead else []
+            answers = survey(self._lines, members=True).answers if dead else []
             with self._lock:
                 self._asks_hosts = False
                 if self._machine.decision is not None or self._stop.is_set():

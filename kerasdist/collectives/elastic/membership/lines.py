@@ -36,7 +36,7 @@ from kerasdist.transport.rendezvous.listener import Listener
 from kerasdist.transport.wire.framing import FrameType, unexpected
 from kerasdist.transport.wire.messages import to_json
 
-__all__ = ["Answer", "Contact", "Lines"]
+__all__ = ["Answer", "Contact", "Left", "Lines"]
 
 _PURPOSE = "membership"
 # Seconds until a message counts as lost, and a member as out of contact. A handshake
@@ -57,6 +57,10 @@ class Contact(enum.Enum):
     DEAD = "nothing listens at its address any more, or it has left the job"
     SILENT = "it doesn't answer"
     EXCLUDES = "its process answers, and this one isn't a member of its epoch"
+
+
+class Left(ConnectionRefusedError):
+    """The answer of a process that lives, and has left the job."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -213,15 +217,15 @@ class Lines:
             deadline: When to give up, if that is earlier.
 
         Raises:
-            ConnectionRefusedError: It has no process, or one that has left the job.
+            Left: It has left the job.
+            ConnectionRefusedError: It has no process.
             OSError, EOFError: It doesn't answer.
             AuthenticationError, ProtocolError: Another process is at its address.
         """
         with self._dial(Member(number), deadline, question=True) as connection:
             kind, payload = connection.read(_limit(deadline))
             if kind is FrameType.REFUSAL:
-                # The process lives, and has left the job.
-                raise ConnectionRefusedError
+                raise Left
             if kind is not FrameType.MEMBERSHIP:
                 raise unexpected(kind)
             value = to_json(payload)

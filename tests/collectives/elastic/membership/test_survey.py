@@ -173,3 +173,68 @@ def test_too_few_dont_start_without_a_frozen_one(
             assert text.startswith(f"1 of {size} workers didn't connect within 4 s:\n")
             assert "it listens there, but doesn't answer" in text
             assert 4.0 <= seconds < 4.0 + LATE
+
+
+# Two jobs, one after the other; in the second one rank 1 ends, and is started again.
+TWO = """
+import json, os, signal, sys, time
+import numpy as np
+from kerasdist.cluster import resolve
+from kerasdist.collectives.elastic.connect import connect_elastic
+from kerasdist.errors import StartupError
+from kerasdist.transport.timeouts import Timeouts
+
+folder, closes = sys.argv[1], sys.argv[2] == "closes"
+cluster = resolve(None)
+again = os.path.exists(f"{folder}/{cluster.rank}")
+open(f"{folder}/{cluster.rank}", "w").close()
+jobs = []
+try:
+    for number in range(2):
+        jobs.append(connect_elastic(cluster, timeouts=Timeouts(startup=60)))
+        if not number and not again:
+            jobs[0].communicator.barrier()
+            if closes:
+                jobs[0].close()
+except StartupError as error:
+    print("RESULT", json.dumps([str(error), list(error.missing)]))
+    sys.exit()
+if cluster.rank == 1 and not again:
+    os.kill(os.getpid(), signal.SIGKILL)
+print("BOTH", flush=True)
+group = jobs[1].communicator
+if group.joining:
+    group.join(60.0)
+sizes = {1, group.size} if again else set()
+while sizes != {1, 2} and not os.path.exists(f"{folder}/enough"):
+    group.all_reduce([np.array([0])])
+    if group.ask()[0]:
+        group.admit()
+    sizes = {1, group.size} if group.size == 1 or 1 in sizes else set()
+    time.sleep(0.01)
+print("RESULT", sorted(group.ranks))
+for job in jobs:
+    job.close()
+"""
+
+
+@pytest.mark.parametrize("closes", [False, True])
+def test_of_two_jobs_of_a_script_the_first_is_closed(
+    tmp_path: Path, closes: bool
+) -> None:
+    """The n-th one of a process that is started again is the n-th one of the others."""
+    args = [str(tmp_path), "closes" if closes else "keeps"]
+    with Workers(TWO, 2, args, deadline=90.0, handover=False) as job:
+        job.wait_for_line(0, "BOTH")
+        assert job.wait_one(1).returncode == -signal.SIGKILL
+        job.start_again(1)
+        found = job.wait_one(1)
+        (tmp_path / "enough").touch()
+        last = job.wait_one(0).result
+    if closes:
+        text, missing = found.result
+        assert "ranks [0] run, but have closed elastic strategy 1 of" in text
+        assert missing == [0]
+    else:
+        assert found.result == [0, 1]
+    assert last == ([0] if closes else [0, 1])
