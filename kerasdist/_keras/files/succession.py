@@ -209,6 +209,13 @@ def _open_without_files(board: Any, set_model: Callable[[], Any]) -> None:
 def _open_files(board: Any) -> None:
     board._writers = {}
     board._should_trace = board._stop_batch > 0
+    # Keras before 3.15 chooses the writer of single steps once, as training begins (and
+    # that of an evaluation inside, as it begins), with the step 0.
+    chosen = len(board._prev_summary_state)
+    for _ in range(chosen):
+        board._pop_writer()
+    for name in ("_train_writer", "_val_writer")[:chosen]:
+        board._push_writer(getattr(board, name), 0)
 
 
 def _writes_only(board: Any, method: str) -> bool:
