@@ -15,6 +15,7 @@ from kerasdist.collectives.elastic.communicator import ElasticCommunicator
 from kerasdist.collectives.elastic.groups import Connector, Group, catch_up, introduce
 from kerasdist.collectives.elastic.leaving import Leaving
 from kerasdist.collectives.elastic.link import CannotConnect
+from kerasdist.collectives.elastic.losses import Losses
 from kerasdist.collectives.elastic.membership.agreement import Agreement
 from kerasdist.collectives.elastic.membership.lines import Lines
 from kerasdist.collectives.elastic.membership.startup import Startup
@@ -104,8 +105,7 @@ class ElasticJob:
         self._refusal: StopReason | None = None
         self.excluded = False
         self._began = 0.0
-        self._lost: errors.WorkerLost | None = None
-        self._lost_server: errors.ServerLost | None = None
+        self._losses = Losses(connector.me, connector.addresses)
         self._closed = False
         peers = {
             member_id: Peer(member_id, address)
@@ -226,35 +226,13 @@ class ElasticJob:
             self.excluded = reason is StopReason.EXCLUDED
             if reason in (StopReason.NO_QUORUM, StopReason.TOO_FEW):
                 self._refusal = reason
-        lost = self._lost
-        absent = f" Out of contact: ranks {list(missing)}." if missing else ""
-        if self.communicator.joining:
-            lost = errors.WorkerLost(
-                self._connector.me.id,
-                self._connector.addresses[self._connector.me.id],
-                self.communicator.step,
-                "the job that it was to join has ended",
-            )
-        elif lost is None and reason is StopReason.TOO_FEW and self.leaving.ids:
-            first = min(self.leaving.ids)
-            lost = errors.WorkerLost(
-                first,
-                self._connector.addresses[first],
-                self.communicator.step,
-                f"it was preempted, and {reason.value}",
-            )
-        elif lost is None:
-            lost = errors.WorkerLost(
-                self._connector.me.id,
-                self._connector.addresses[self._connector.me.id],
-                self.communicator.step,
-                f"{reason.value}.{absent}".rstrip("."),
-            )
-        else:
-            lost = errors.WorkerLost(
-                *(lost.rank, lost.host, lost.step),
-                f"{lost.reason}, and {reason.value}.{absent}".rstrip("."),
-            )
+        lost = self._losses.final_error(
+            reason,
+            missing,
+            self.communicator.step,
+            joining=self.communicator.joining,
+            leavers=self.leaving.ids,
+        )
         self.communicator.stop(lost)
 
     # The change of groups.
@@ -263,18 +241,8 @@ class ElasticJob:
         """Follow the failure of an epoch's group, from that group's threads."""
         group = self._group
         if group.epoch == epoch:
-            self._note(group, error)
+            self._losses.note(group.member(error), error, self.communicator.step)
             self._agreement.lost(epoch, group.member(error))
-
-    def _note(self, group: Group, error: errors.CollectiveError) -> None:
-        member = group.member(error)
-        if isinstance(error, errors.WorkerLost) and member is not None:
-            # By the rank that the worker had at the start.
-            self._lost = errors.WorkerLost(
-                member.id, error.host, self.communicator.step, error.reason
-            )
-        elif isinstance(error, errors.ServerLost):
-            self._lost_server = error
 
     def _change(
         self, decision: Decision, connecting: _Connecting, agreed: float
@@ -370,8 +338,7 @@ class ElasticJob:
     def _describe(
         self, old: Group, group: Group, pause: float, agreed: float
     ) -> Change:
-        error = self._lost or self._lost_server
-        self._lost = self._lost_server = None
+        error = self._losses.take()
         left = [each for each in old.members if each.id in self.leaving.ids]
         servers = old.job.servers, group.job.servers
         what = differences(old.members, group.members, self._name_of, left, servers)
