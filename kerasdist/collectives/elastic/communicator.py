@@ -16,7 +16,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -26,15 +26,16 @@ from kerasdist.collectives.communicator import Communicator
 from kerasdist.collectives.elastic.changes import Change
 from kerasdist.collectives.elastic.groups import Group, Result
 from kerasdist.collectives.elastic.link import BROKEN
+from kerasdist.collectives.elastic.membership.agreement import Agreement
 from kerasdist.collectives.elastic.membership.lines import Lines
 from kerasdist.collectives.elastic.membership.survey import survey
-from kerasdist.collectives.failures import copy_to_raise
+from kerasdist.collectives.elastic.present_group import NO_EPOCH, PresentGroup
 from kerasdist.collectives.ops import Array
 from kerasdist.transport.base import Peer
 from kerasdist.transport.membership.epochs import Member
 from kerasdist.transport.tracing import Recorder
 
-__all__ = ["ElasticCommunicator", "Membership", "MembershipChanged"]
+__all__ = ["ElasticCommunicator", "MembershipChanged"]
 
 
 # Seconds for which members wait for processes that wanted to join.
@@ -42,38 +43,10 @@ _ADMIT_SECONDS = 10.0
 _POLL_SECONDS = 0.002
 # Seconds for which a worker waits until it's a member. It ends before if they do.
 _JOIN_SECONDS = 3600.0
-# The epoch of a worker that isn't a member yet.
-_NONE = -1
 
 
 class MembershipChanged(Exception):
     """The members have changed during a section."""
-
-
-class Membership(Protocol):
-    """The agreement, for a communicator; see `agreement.Agreement`."""
-
-    def finished(self, epoch: int, number: int) -> bool:
-        """Return whether the result of a finished collective may be used."""
-
-    def lost(self, epoch: int, member: Member | None) -> None:
-        """Report that the group of an epoch is broken, perhaps by a member."""
-
-    @property
-    def waiting(self) -> bool:
-        """Whether processes want to join."""
-
-    def admit(self, admits: bool) -> bool:
-        """Admit processes, or don't; return whether a change is to come."""
-
-    def leave(self) -> bool:
-        """Leave after one of the next collectives; return whether that is to come."""
-
-    def apply(self, members: tuple[Member, ...]) -> None:
-        """Begin to ask members to admit this worker."""
-
-    def close(self) -> None:
-        """End it: changes of the others don't matter any more."""
 
 
 class ElasticCommunicator(Communicator):
@@ -103,7 +76,7 @@ class ElasticCommunicator(Communicator):
     """
 
     is_fixed = False
-    membership: Membership
+    membership: Agreement
     lines: Lines
 
     def __init__(
@@ -114,7 +87,6 @@ class ElasticCommunicator(Communicator):
         hosts: tuple[Member, ...] = (),
     ) -> None:
         self._names = peers
-        self._patience = patience
         self._hosts = hosts
         self.joining = bool(hosts)
         self.is_newcomer = False
@@ -123,11 +95,7 @@ class ElasticCommunicator(Communicator):
         self.wants_to_leave: Callable[[], bool] = lambda: False
         # One collective at a time.
         self._calls = threading.Lock()
-        self._changed = threading.Condition()
-        # Of the thread that changes groups; None while there is no group.
-        self._next: Group | None = group
-        self._fetched: Result | None = None
-        self._stopped: errors.CollectiveError | None = None
+        self._present = PresentGroup(group, patience)
         self.last: Result | None = None
         self._number = self.finished_before = 0
         self.changes: list[Change] = []
@@ -143,19 +111,11 @@ class ElasticCommunicator(Communicator):
 
     def suspend(self) -> None:
         """End the running collective; begin none until `resume`."""
-        with self._changed:
-            group, self._next = self._next, None
-            self._changed.notify_all()
-        if group is not None:
-            group.job.abandon()
+        self._present.suspend()
 
     def keep(self, fetched: Result) -> None:
-        """Keep the result of the collective that ended unfinished here.
-
-        Others have finished it. The next group may change again before it is used.
-        """
-        with self._changed:
-            self._fetched = fetched
+        """See `PresentGroup.keep`."""
+        self._present.keep(fetched)
 
     def resume(self, group: Group, number: int) -> None:
         """Continue with a new group.
@@ -164,21 +124,16 @@ class ElasticCommunicator(Communicator):
             group: The group.
             number: The number of the last collective that a member has finished.
         """
-        with self._changed:
-            if self._stopped is None:
-                self._next = group
-                if self.joining:
-                    self._number = number
-            self._changed.notify_all()
+
+        def take_over() -> None:
+            if self.joining:
+                self._number = number
+
+        self._present.resume(group, take_over)
 
     def stop(self, error: errors.CollectiveError) -> None:
         """End all collectives, now and later, with an error."""
-        with self._changed:
-            self._stopped = self._stopped or error
-            group, self._next = self._next, None
-            self._changed.notify_all()
-        if group is not None:
-            group.job.abandon(error)
+        self._present.stop(error)
 
     def begin(self, seconds: float) -> None:
         """Wait for the first group of the job, in its start.
@@ -186,7 +141,7 @@ class ElasticCommunicator(Communicator):
         Raises:
             CollectiveError: There is none within `seconds`, or there will be none.
         """
-        self._adopt(self.await_group(after=_NONE, seconds=seconds))
+        self._adopt(self.await_group(after=NO_EPOCH, seconds=seconds))
 
     # Sections.
 
@@ -265,10 +220,10 @@ class ElasticCommunicator(Communicator):
                 can't be a member.
         """
         self.membership.apply(self._hosts)
-        self.await_group(after=_NONE, seconds=seconds or _JOIN_SECONDS)
+        self.await_group(after=NO_EPOCH, seconds=seconds or _JOIN_SECONDS)
         self.joining = False
         self.is_newcomer = True
-        self._settle(_NONE, 0.0)
+        self._settle(NO_EPOCH, 0.0)
         self._agree_on_newcomers()
 
     def finish_joining(self) -> None:
@@ -398,9 +353,7 @@ class ElasticCommunicator(Communicator):
         try:
             result = function(group.communicator)
         except BROKEN as error:
-            with self._changed:
-                suspended = self._next is not group
-            if not suspended:
+            if self._present.is_usable(group):
                 self.membership.lost(group.epoch, group.member(error))
             return None
         return result if self.membership.finished(group.epoch, number) else None
@@ -408,36 +361,13 @@ class ElasticCommunicator(Communicator):
     def _await_fetched(self, group: Group, number: int) -> list[Array] | None:
         """Wait for the next group; return the result if others have finished it."""
         self.await_group(after=group.epoch)
-        with self._changed:
-            fetched, self._fetched = self._fetched, None
-        if fetched is None or fetched.number != number:
-            return None
-        return fetched.arrays
+        return self._present.take_fetched(number)
 
     def await_group(
-        self, after: int = _NONE - 1, seconds: float | None = None
+        self, after: int = NO_EPOCH - 1, seconds: float | None = None
     ) -> Group:
-        """Wait until there is a group of an epoch after `after`; return it.
-
-        Raises:
-            CollectiveError: There will be none.
-        """
-        seconds = self._patience if seconds is None else seconds
-        deadline = time.monotonic() + seconds
-        with self._changed:
-            while self._stopped is None:
-                if self._next is not None and self._next.epoch > after:
-                    return self._next
-                remaining = deadline - time.monotonic()
-                if remaining <= 0:
-                    self._stopped = errors.CollectiveTimeout(
-                        "The workers didn't agree in time on which of them continue. "
-                        f"Received: no agreement within {seconds:g} s. Can all "
-                        "hosts reach each other? Start the job again."
-                    )
-                    break
-                self._changed.wait(remaining)
-            raise copy_to_raise(self._stopped)
+        """See `PresentGroup.wait`."""
+        return self._present.wait(after, seconds)
 
     def _adopt(self, group: Group) -> None:
         """Take over rank, size and peers of a group."""
@@ -484,8 +414,7 @@ class ElasticCommunicator(Communicator):
     @property
     def failure(self) -> errors.CollectiveError | None:
         """The error that ended this worker's part in the job, or None."""
-        with self._changed:
-            return self._stopped
+        return self._present.stopped
 
     def abort(self, error: errors.CollectiveError | None = None) -> None:
         """See `Communicator.abort`."""

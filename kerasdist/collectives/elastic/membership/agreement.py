@@ -18,8 +18,8 @@ from collections.abc import Callable
 from typing import Protocol
 
 from kerasdist.collectives.elastic.membership.lines import Contact, Lines
+from kerasdist.collectives.elastic.membership.looks import LOSSES, PROOF, Looks
 from kerasdist.collectives.elastic.membership.startup import Startup
-from kerasdist.collectives.elastic.membership.survey import survey
 from kerasdist.transport.membership.epochs import (
     Decision,
     Member,
@@ -54,10 +54,6 @@ _CLOSE_SECONDS = 5.0
 # Seconds between two looks for an absent process while the others train: the first two
 # of an epoch, and at most. As long as one is absent, too few of the members are elders.
 _ABSENT_SECONDS = 0.5, 5.0
-# The answers that show a loss.
-_LOSSES = frozenset({Contact.DEAD, Contact.SILENT})
-# The answer that proves one.
-_PROOF = frozenset({Contact.DEAD})
 
 
 class Follower(Protocol):
@@ -119,9 +115,7 @@ class Agreement:
         self._hosts: tuple[Member, ...] = ()
         self._since: float | None = None
         self._stop = threading.Event()
-        # The looks that run, by epoch and member, with the answers that matter.
-        self._looks: dict[tuple[int, Member], frozenset[Contact]] = {}
-        self._asks_hosts = False
+        self._looks = Looks(lines, self._lock, self._found)
         self._next_look = 0.0
         self._look_pause = 0.0
         # Whether the members of the present epoch are being connected.
@@ -224,7 +218,7 @@ class Agreement:
         """
         with self._lock:
             if self._is_present(epoch):
-                self._look_for(epoch, None if member == self._me else member)
+                self._looks.begin(epoch, None if member == self._me else member)
 
     def close(self) -> None:
         """End threads and lines. Can be called twice."""
@@ -293,38 +287,15 @@ class Agreement:
                         self._follower.stop(output.reason, missing)
             return outputs
 
-    def _look_for(
+    def _found(
         self,
         epoch: int,
         member: Member | None,
-        counts: frozenset[Contact] = frozenset(Contact),
+        contact: Contact,
+        counts: frozenset[Contact],
     ) -> None:
-        """Find out what has become of a member, in a thread of its own.
-
-        Args:
-            epoch: The epoch in which it is looked for.
-            member: The member; None: a connection broke, and no member is the cause.
-            counts: The answers that matter; others change nothing.
-        """
-        if member is not None:
-            known = self._looks.get((epoch, member))
-            self._looks[epoch, member] = counts | (known or frozenset())
-            if known is not None:
-                return
-        threading.Thread(
-            target=self._look,
-            args=(epoch, member),
-            name="kerasdist-contact",
-            daemon=True,
-        ).start()
-
-    def _look(self, epoch: int, member: Member | None) -> None:
-        """Look for a member, and report the answer to the machine."""
-        contact = Contact.ALIVE if member is None else self._lines.contact(member)
-        counts = frozenset(Contact)
+        """Report to the machine what has become of a member, see `Looks`."""
         with self._lock:
-            if member is not None:
-                counts = self._looks.pop((epoch, member), counts)
             if self._stop.is_set() or not self._is_present(epoch):
                 return
             if self._startup is not None and member is not None:
@@ -369,7 +340,7 @@ class Agreement:
                 if self._hosts:
                     self._handle(Apply(self._hosts))
                 if self._hosts and self._machine.decision is None:
-                    self._look_for_hosts()
+                    self._looks.for_hosts(self._hosts, self._found_hosts)
                 if self._startup is not None:
                     self._follow_start(self._startup)
                 self._look_around()
@@ -393,32 +364,17 @@ class Agreement:
             missing = tuple(member.id for member in startup.absent())
             self._follower.stop(StopReason.NO_QUORUM, missing)
         for member in startup.to_look_for():
-            self._look_for(decision.epoch.number, member, _LOSSES)
+            self._looks.begin(decision.epoch.number, member, LOSSES)
 
-    def _look_for_hosts(self) -> None:
-        """Look for other members if all that could admit this worker have ended.
-
-        They may have been lost since it asked for them, and others have joined. Stop if
-        there are none.
-        """
-        if self._asks_hosts:
-            return
-        self._asks_hosts = True
-        hosts = self._hosts
-
-        def look() -> None:
-            dead = all(self._lines.contact(host) is Contact.DEAD for host in hosts)
-            answers = survey(self._lines, members=True).answers if dead else []
-            with self._lock:
-                self._asks_hosts = False
-                if self._machine.decision is not None or self._stop.is_set():
-                    return
-                if answers:
-                    self._hosts = answers[0].members
-                elif dead:
-                    self._follower.stop(StopReason.EXCLUDED, ())
-
-        threading.Thread(target=look, name="kerasdist-contact", daemon=True).start()
+    def _found_hosts(self, dead: bool, members: tuple[Member, ...]) -> None:
+        """Take what has become of those that could admit this worker, see `Looks`."""
+        with self._lock:
+            if self._machine.decision is not None or self._stop.is_set():
+                return
+            if members:
+                self._hosts = members
+            elif dead:
+                self._follower.stop(StopReason.EXCLUDED, ())
 
     def _look_around(self) -> None:
         """Look for the other members while there's no agreement.
@@ -439,13 +395,13 @@ class Agreement:
             if self._forms and self._startup is None:
                 for member in epoch.members if first == self._me else (first,):
                     if member != self._me:
-                        self._look_for(epoch.number, member, _PROOF)
+                        self._looks.begin(epoch.number, member, PROOF)
             if first == self._me and now >= self._next_look:
                 self._next_look = now + self._look_pause
                 self._look_pause = min(2 * self._look_pause, _ABSENT_SECONDS[1])
                 for member in sorted(epoch.absent):
-                    self._look_for(epoch.number, member, _LOSSES)
+                    self._looks.begin(epoch.number, member, LOSSES)
             return
         for member in (*epoch.members, *sorted(epoch.absent)):
             if member != self._me:
-                self._look_for(epoch.number, member)
+                self._looks.begin(epoch.number, member)
