@@ -20,7 +20,7 @@
 #   bench-board-cost, bench-chief-data, bench-elastic, bench-heartbeats,
 #   bench-membership
 #                 measure one claim: see the folder in benchmarks/
-#   make wheel    sdist and wheel in dist/
+#   make wheel    sdist and wheel in dist/, checked as the package index does
 #   make clean    remove everything that was made
 
 PYTHON ?= python3
@@ -32,7 +32,7 @@ PYTEST_ARGS ?=
 TESTS_AT_ONCE ?= 2
 PYTEST := -m pytest -m "not soak" -n $(TESTS_AT_ONCE) --dist loadfile \
   --no-loadscope-reorder
-# The floors of setup.py. TensorFlow 2.18 runs on Python 3.10 to 3.12.
+# The floors of pyproject.toml. TensorFlow 2.18 runs on Python 3.10 to 3.12.
 OLDEST := tensorflow~=2.18.0 keras==3.14.0
 # A checkout of Keras, see test-next.
 KERAS_MAIN ?=
@@ -192,6 +192,7 @@ bench-membership: $(VENV)/.bench
 
 wheel: $(VENV)/.test
 	$(BIN)/python -m build
+	$(BIN)/python -m twine check --strict dist/*
 
 clean:
 	rm -rf demo-board $(VENV) .venv-oldest .venv-newest .venv-torch .venv-legacy .venv-viewers .venv-docs build dist site *.egg-info .mypy_cache .pytest_cache .ruff_cache
@@ -234,11 +235,11 @@ $(VENV)/.demo $(VENV)/.test $(VENV)/.bench: $(VENV)/.%: $(VENV)/.created $(PACKA
 	.venv-viewers/bin/python -m pip install --quiet $(VIEWERS)
 	touch $@
 
-# What the extra `docs` of setup.py pins. Without the package itself, which would install
+# What the extra `docs` of pyproject.toml pins. Without the package itself, which would install
 # TensorFlow: the site is made from sources that are read, not imported.
-.venv-docs/.created: setup.py
+.venv-docs/.created: pyproject.toml
 	rm -rf .venv-docs
 	$(PYTHON) -m venv .venv-docs
-	sed -n '/"docs": \[/,/\]/s/^ *"\(.*==.*\)",$$/\1/p' setup.py \
+	sed -n '/^docs = \[/,/^\]/s/^ *"\(.*==.*\)",$$/\1/p' pyproject.toml \
 	  | .venv-docs/bin/python -m pip install --quiet --requirement /dev/stdin
 	touch $@

@@ -1,4 +1,4 @@
-"""`make test-versions` tests the versions that setup.py declares."""
+"""`make test-versions` tests the versions that pyproject.toml declares."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ def forgetful():
     warn_of_untested.cache_clear()
 
 
-def test_the_oldest_pair_is_that_of_setup():
-    setup = (ROOT / "setup.py").read_text()
+def test_the_oldest_pair_is_that_of_the_metadata():
+    metadata = (ROOT / "pyproject.toml").read_text()
     makefile = (ROOT / "Makefile").read_text()
-    floors = dict(re.findall(r'"(tensorflow|keras)>=([\d.]+)"', setup))
+    floors = dict(re.findall(r'"(tensorflow|keras)>=([\d.]+)"', metadata))
     oldest = re.search(r"^OLDEST := (.*)$", makefile, re.MULTILINE)
     assert oldest is not None
     pins = dict(re.findall(r"(tensorflow|keras)[~=]=(\d+\.\d+)\.", oldest[1]))

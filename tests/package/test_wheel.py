@@ -140,6 +140,8 @@ def test_the_metadata_is_complete(wheel):
         "Requires-Python: >=3.10",
         "Requires-Dist: tensorflow>=2.18",
         "Requires-Dist: keras>=3.14",
+        "Keywords: keras,tensorflow,distributed,training,all-reduce",
+        "Classifier: Typing :: Typed",
         "Provides-Extra: demo",
         "Provides-Extra: test",
         "Description-Content-Type: text/markdown",
@@ -147,6 +149,13 @@ def test_the_metadata_is_complete(wheel):
         assert line in headers.splitlines()
     assert re.search(r"^License(-Expression)?: Apache-2\.0$", headers, re.MULTILINE)
     assert description.strip() == (ROOT / "README.md").read_text().strip()
+
+
+def test_the_package_index_accepts_both(dist):
+    files = sorted(str(path) for path in dist.iterdir())
+    assert len(files) == 2
+    text = run(sys.executable, "-m", "twine", "check", "--strict", *files, cwd=dist)
+    assert text.count("PASSED") == 2
 
 
 def test_the_sdist_holds_the_documents(dist):
