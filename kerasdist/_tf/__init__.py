@@ -1,7 +1,7 @@
 """The TensorFlow seam: the only package that imports `tensorflow.python`.
 
 It holds all that kerasdist needs of TensorFlow beyond its public API, so that a new
-TensorFlow is checked by reading one package. Tested with TensorFlow 2.18 to 2.21.
+TensorFlow is checked by reading one package. `kerasdist._tested` has the versions.
 """
 
 from __future__ import annotations

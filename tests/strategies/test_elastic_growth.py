@@ -25,6 +25,7 @@ options = {} if alone else {"elastic": True, "start_workers": start}
 strategy = kerasdist.RingStrategy(**options)
 batch = 32 if alone else 32 // start * strategy.num_replicas_in_sync
 sizes = [strategy.size]
+local = [strategy.local_rank, strategy.local_size]
 random = np.random.default_rng(0)
 x = random.normal(size=(250, 8)).astype("float32")
 y = x[:, :3].argmax(1)
@@ -72,6 +73,7 @@ print("RESULT", json.dumps([
     sizes,
     strategy.size,
     float(model.optimizer.learning_rate),
+    [*local, strategy.local_rank - strategy.rank, strategy.local_size],
 ]))
 """
 
@@ -84,14 +86,16 @@ def test_the_numbers_are_those_of_one_process(
 ) -> None:
     args = [str(start), str(size), str(tmp_path)]
     with Workers(SCRIPT, 1, args, env={"TF_CONFIG": None}) as job:
-        expected, weights, _, _, rate = job.succeed()[0].result
+        expected, weights, _, _, rate, _ = job.succeed()[0].result
     with Workers(SCRIPT, size, args, handover=False, deadline=150.0) as job:
         finished = job.succeed()
     for each in finished:
-        history, found, sizes, last, found_rate = each.result
+        history, found, sizes, last, found_rate, local = each.result
         # Before it has joined, a worker sees the size with which the others started.
         assert sizes[0] == start
         assert last == size
+        # All are on this host; one that is to join is alone until then.
+        assert local[1:] in ([start, 0, size], [1, 0, size])
         assert found_rate == rate
         assert history.keys() == expected.keys()
         for name, values in expected.items():

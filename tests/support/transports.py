@@ -48,5 +48,7 @@ print("RESULT", json.dumps({
     "loss": history["loss"], "evaluated": [loss, accuracy],
     "outputs": outputs.tolist(),
     "step": strategy.communicator.step,
+    "task": strategy.cluster_resolver.task_id,
+    "local": [strategy.local_rank, strategy.local_size],
 }))
 """

@@ -117,6 +117,8 @@ def test_training_needs_no_other_settings(mpirun, tmp_path):
 
     assert first["equal"]
     assert second["equal"]
+    assert sorted([first["task"], second["task"]]) == [0, 1]  # both were task 0
+    assert sorted([first["local"], second["local"]]) == [[0, 2], [1, 2]]
     assert first["weights"] == second["weights"]
     for name in ("weights", "loss", "evaluated"):
         assert first[name] == pytest.approx(alone[name], rel=1e-4, abs=1e-6)
