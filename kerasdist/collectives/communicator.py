@@ -89,7 +89,7 @@ class Communicator(abc.ABC):
             New arrays, one per rank, in rank order.
 
         Raises:
-            As `all_reduce`.
+            TypeError, ValueError, CollectiveError: As `all_reduce`.
         """
 
     @abc.abstractmethod
@@ -105,7 +105,7 @@ class Communicator(abc.ABC):
             New arrays, one per buffer.
 
         Raises:
-            As `all_reduce`.
+            TypeError, ValueError, CollectiveError: As `all_reduce`.
         """
 
     @abc.abstractmethod
