@@ -101,6 +101,7 @@ data = {
     "several executions": lambda: dict(x=pairs().repeat(), steps_per_epoch=8),
     "array executions": lambda: dict(x=x, y=y, batch_size=32),
     "items": lambda: dict(x=Items(workers=2), shuffle=True),
+    "unknown": lambda: dict(x=pairs().filter(lambda a, b: tf.constant(True))),
     "generator": lambda: dict(x=generated(), steps_per_epoch=5),
 }[kind]()
 ask = Ask()
@@ -149,6 +150,7 @@ def parts(finished: Finished) -> list[Any]:
         "several dataset",
         "executions",
         "several executions",
+        "unknown",
         "array executions",
         "items",
         "generator",
