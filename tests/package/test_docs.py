@@ -219,9 +219,9 @@ def test_options_of_commands_exist(capsys):
 
 
 def test_the_table_of_options_has_all_of_them(capsys):
-    _, _, text = LAUNCHING.partition("| option | |")
-    table = text.partition("\n\n")[0]
-    named = set(re.findall(r"^\| `(--?[\w-]+)", table, re.MULTILINE))
+    _, *texts = LAUNCHING.split("| option | |")
+    rows = "\n".join(text.partition("\n\n")[0] for text in texts)
+    named = set(re.findall(r"^\| `(--?[\w-]+)", rows, re.MULTILINE))
     assert named == help_of("run", capsys) - {"--help"}
 
 
