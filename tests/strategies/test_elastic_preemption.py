@@ -76,6 +76,8 @@ class Slower(keras.callbacks.LearningRateScheduler):
         super().__init__(lambda epoch, rate: rate * 0.9)
 
 
+if "AT_ONCE" in os.environ:
+    ask()
 earlier = model.fit(x, y, batch_size=64, epochs=1, verbose=0).history["loss"]
 asked = Asked()
 history = model.fit(
@@ -261,6 +263,14 @@ def test_a_process_alone_continues_itself(
     check(second, alone, job)
     # To the bit.
     assert second.result[2] == alone[0][2]
+    assert job.checkpoints == []
+
+
+def test_before_the_first_step_there_is_nothing_to_keep(tmp_path: Path) -> None:
+    job = Job(tmp_path)
+    (finished,) = job.run(1, TF_CONFIG=None, AT_ONCE="1")
+    assert finished.returncode == -signal.SIGTERM, finished.output
+    assert "begins from scratch: no step was taken" in finished.output
     assert job.checkpoints == []
 
 
