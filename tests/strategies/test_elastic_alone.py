@@ -94,6 +94,7 @@ class Ask(keras.callbacks.Callback):
 
 data = {
     "dataset": lambda: dict(x=pairs()),
+    "distributed": lambda: dict(x=strategy.experimental_distribute_dataset(pairs())),
     "own": lambda: dict(x=pairs()),
     "several dataset": lambda: dict(x=pairs()),
     "several": lambda: dict(x=x, y=y, batch_size=32),
@@ -145,6 +146,7 @@ def parts(finished: Finished) -> list[Any]:
     "kind",
     [
         "dataset",
+        "distributed",
         "own",
         "several",
         "several dataset",

@@ -152,6 +152,9 @@ data = {
     "arrays": lambda: dict(x=x, y=y, batch_size=32, validation_data=(x[:50], y[:50])),
     "steps": lambda: dict(x=x, y=y, batch_size=32, steps_per_epoch=5),
     "dataset": lambda: dict(x=pairs(3), validation_data=checks),
+    "distributed": lambda: dict(
+        x=strategy.experimental_distribute_dataset(pairs(3)), validation_data=checks
+    ),
     "cache": lambda: dict(x=pairs(3).cache(), validation_data=checks),
     "endless": lambda: dict(
         x=pairs(3).repeat(), steps_per_epoch=5, validation_data=checks
@@ -259,6 +262,7 @@ def assert_close(found: Any, expected: Any) -> None:
         pytest.param("arrays", 1, marks=SOAK),
         pytest.param("steps", 1, marks=SOAK),
         pytest.param("dataset", 1, marks=SOAK),
+        pytest.param("distributed", 1, marks=SOAK),
         pytest.param("cache", 1, marks=SOAK),
         pytest.param("unknown", 1, marks=SOAK),
         pytest.param("items", 1, marks=SOAK),

@@ -16,6 +16,7 @@ from keras.src.trainers.data_adapters import py_dataset_adapter
 
 from kerasdist._keras.protocols import KerasHooks
 from kerasdist._tf.graph.dataset_pipelines import has_cache
+from kerasdist._tf.marks import WHOLE_DATA
 
 __all__ = ["DataUse", "DataUses", "uses_of"]
 
@@ -109,6 +110,9 @@ class DataUses:
 
         None: of such data all uses are the same.
         """
+        # A dataset that the script has distributed is divided again, and read itself.
+        whole = WHOLE_DATA.get(data)
+        data = data if whole is None else whole
         if not isinstance(data, (tf.data.Dataset, py_dataset_adapter.PyDataset)):
             return None
         place = self._places.get(id(data))
