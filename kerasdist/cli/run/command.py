@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import functools
 import importlib.machinery
 import importlib.util
@@ -23,11 +24,11 @@ from kerasdist.cli.allocator import ALLOCATORS, find_allocator, preloading
 from kerasdist.cli.console import print_line
 from kerasdist.cli.run.cores import cores_in_order, shares
 from kerasdist.cli.run.elastic import options as elastic_options
-from kerasdist.cli.run.elastic.options import ElasticOptions
 from kerasdist.cli.run.hosts import options as host_options
 from kerasdist.cli.run.hosts.check import HostsError, on_hosts
-from kerasdist.cli.run.hosts.tasks import TasksOnHosts
 from kerasdist.cli.run.job import JobSpec
+from kerasdist.cli.run.nodes import options as node_options
+from kerasdist.cli.run.nodes.rendezvous import RendezvousError, meeting
 from kerasdist.cli.run.processes import (
     ENDING_SIGNALS,
     GROW_SIGNAL,
@@ -58,9 +59,20 @@ examples:
 # An interpreter's name, which other launchers want before the script.
 _PYTHON = re.compile(r"python(\d(\.\d+)?)?")
 _WITH_VALUE = (
-    *("-n", "-np", "--ps", "--log-dir", "--output", "--bind", "--malloc"),
+    *(
+        "-n",
+        "-np",
+        "--nproc-per-node",
+        "--nproc_per_node",
+        "--ps",
+        "--log-dir",
+        "--output",
+        "--bind",
+        "--malloc",
+    ),
     *elastic_options.WITH_VALUE,
     *host_options.WITH_VALUE,
+    *node_options.WITH_VALUE,
 )
 
 
@@ -79,9 +91,12 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument(
         "-n",
         "-np",
+        "--nproc-per-node",
+        "--nproc_per_node",
         dest="size",
         metavar="N",
-        help="number of workers (default with hosts: as many as they have room for)",
+        help="number of workers on this machine, or on all hosts of -H (default there: "
+        "as many as they have room for)",
     )
     parser.add_argument(
         "--ps",
@@ -122,6 +137,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     elastic_options.add_options(parser)
     host_options.add_options(parser)
+    node_options.add_options(parser)
     parser.set_defaults(
         parser=parser, handler=lambda arguments: _run(parser, arguments)
     )
@@ -154,8 +170,12 @@ def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
     size = _number("-n", arguments.size or default, 1, faults)
     servers = _number("--ps", arguments.servers, 0, faults)
     number = functools.partial(_number, faults=faults)
-    elastic = elastic_options.read_options(arguments, size, number, faults)
-    most = size if elastic is None else elastic.max_workers
+    nodes = node_options.read_options(arguments, number, faults)
+    count = 1 if nodes is None else nodes.count
+    elastic = elastic_options.read_options(arguments, count * size, number, faults)
+    if nodes is not None and elastic is not None and elastic.grows:
+        faults.append("--max-workers isn't possible with --nnodes")
+    most = elastic.max_workers if elastic is not None and elastic.grows else size
     if hosts is not None and hosts.hosts and most > hosts.slots:
         faults.append(
             f"the hosts have room for {hosts.slots} workers. Received: {most} workers. "
@@ -193,16 +213,32 @@ def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
         parser.error("\n  ".join(faults))
     with contextlib.ExitStack() as undo:
         try:
-            placed = None
+            placed = part = None
+            if nodes is not None:
+                secret = os.environ.get("KERASDIST_SECRET", "").encode()
+                part = undo.enter_context(meeting(nodes, size, servers, secret))
             if hosts is not None:
                 placed = undo.enter_context(on_hosts(hosts, most, servers, command))
         except HostsError as error:
             for fault in error.faults:
                 print_line(fault)
             return 2
+        except RendezvousError as error:
+            print_line(str(error))
+            return 1
         except KeyboardInterrupt:
             return 128 + signal.SIGINT
-        return _launch(arguments, size, servers, command, log_dir, elastic, placed)
+        job = JobSpec(
+            size=size,
+            servers=servers,
+            command=command,
+            log_dir=log_dir,
+            environ=os.environ,
+            elastic=elastic,
+            hosts=placed,
+            part=part,
+        )
+        return _launch(arguments, job)
 
 
 def _number(option: str, text: str, least: int, faults: list[str]) -> int:
@@ -280,18 +316,11 @@ def _module_exists(name: str) -> bool:
     return spec is not None
 
 
-def _launch(
-    arguments: argparse.Namespace,
-    size: int,
-    servers: int,
-    command: tuple[str, ...],
-    log_dir: Path | None,
-    elastic: ElasticOptions | None,
-    placed: TasksOnHosts | None,
-) -> int:
+def _launch(arguments: argparse.Namespace, job: JobSpec) -> int:
     """Make the job's log folder and environment, run the job, and tidy up."""
-    several = size + servers > 1
-    temporary = log_dir is None and arguments.output == "chief" and several
+    others = any(not task.is_chief for task in job.tasks)
+    log_dir = job.log_dir
+    temporary = log_dir is None and arguments.output == "chief" and others
     if temporary:
         log_dir = Path(tempfile.mkdtemp(prefix="kerasdist-run-"))
     elif log_dir is not None:
@@ -299,7 +328,7 @@ def _launch(
     cores: tuple[tuple[int, ...], ...] = ()
     if arguments.bind == "cores":
         available = cores_in_order()
-        most = size if elastic is None else elastic.max_workers
+        most = len(job.all_tasks) - job.servers
         cores = tuple(shares(available, most))
         if len(available) < most:
             print_line(
@@ -311,9 +340,9 @@ def _launch(
             "TF_CONFIG is set, and is replaced: `kerasdist run` starts a job of its "
             "own on this machine"
         )
-    environ = dict(os.environ)
-    if elastic is not None:
-        environ.update(elastic.environ)
+    environ = dict(job.environ)
+    if job.elastic is not None:
+        environ.update(job.elastic.environ)
     library = find_allocator() if arguments.malloc == "auto" else arguments.malloc
     if library is None:
         print_line(
@@ -323,16 +352,12 @@ def _launch(
     elif library != "none":
         environ.update(preloading(library, environ))
         print_line(f"workers allocate with {environ['LD_PRELOAD'].partition(':')[0]}")
-    job = JobSpec(
-        size=size,
-        servers=servers,
-        command=command,
+    job = dataclasses.replace(
+        job,
         log_dir=log_dir,
-        tagged=arguments.output == "all" and several,
+        tagged=arguments.output == "all" and others,
         cores=cores,
         environ=environ,
-        elastic=elastic,
-        hosts=placed,
     )
     logs = [log for task in job.tasks if (log := job.log(task)) is not None]
     if logs:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from kerasdist.cli.run.elastic.options import ElasticOptions
 from kerasdist.cli.run.hosts.tasks import TasksOnHosts
+from kerasdist.cli.run.nodes.rendezvous import LocalPart
 
 __all__ = ["JobSpec", "Task"]
 
@@ -49,8 +50,8 @@ class JobSpec:
     """A job to run; everything is checked.
 
     Attributes:
-        size: Number of workers.
-        servers: Number of parameter servers.
+        size: Number of workers of this launcher.
+        servers: Number of its parameter servers.
         command: The arguments of the interpreter: the script or `-m module`, and its
             own arguments.
         log_dir: Folder of the logs, which exists. None: no logs.
@@ -59,30 +60,42 @@ class JobSpec:
         environ: The user's environment.
         elastic: The settings of an elastic job; None: it isn't one.
         hosts: The tasks' hosts; None: all are on this one.
+        part: The part of the job that this launcher runs; None: it runs all of it.
     """
 
     size: int
     servers: int
     command: tuple[str, ...]
     log_dir: Path | None
-    tagged: bool
-    cores: tuple[tuple[int, ...], ...]
     environ: Mapping[str, str]
+    tagged: bool = False
+    cores: tuple[tuple[int, ...], ...] = ()
     elastic: ElasticOptions | None = None
     hosts: TasksOnHosts | None = None
+    part: LocalPart | None = None
+
+    def first(self, kind: str) -> int:
+        """Return the index of the first task of a kind."""
+        return 0 if self.part is None else self.part.first[kind]
 
     @property
     def tasks(self) -> tuple[Task, ...]:
         """The processes of the start: the workers by rank, then the servers."""
         return (
-            *(Task(kind="worker", index=rank) for rank in range(self.size)),
-            *(Task(kind="ps", index=index) for index in range(self.servers)),
+            *self._several("worker", self.size),
+            *self._several("ps", self.servers),
         )
+
+    def _several(self, kind: str, count: int) -> Iterator[Task]:
+        first = self.first(kind)
+        return (Task(kind=kind, index=i) for i in range(first, first + count))
 
     @property
     def all_tasks(self) -> tuple[Task, ...]:
         """`tasks`, and the workers that may be added to an elastic job."""
-        most = self.size if self.elastic is None else self.elastic.max_workers
+        if self.elastic is None or not self.elastic.grows:
+            return self.tasks
+        most = self.elastic.max_workers
         added = (Task(kind="worker", index=rank) for rank in range(self.size, most))
         return (*self.tasks, *added)
 

@@ -8,8 +8,9 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from kerasdist.cli.run.hosts.places import Place
 from kerasdist.cli.run.job import JobSpec, Task
+from kerasdist.cli.run.nodes.rendezvous import LocalPart
 
-__all__ = ["HostPorts", "JobPorts"]
+__all__ = ["HostPorts", "JobPorts", "PartPorts"]
 
 
 class JobPorts:
@@ -129,3 +130,50 @@ class HostPorts(JobPorts):
     def listen_again(self, task: Task) -> Iterator[None]:
         """Yield no socket."""
         yield None
+
+
+class PartPorts(JobPorts):
+    """The ports of the tasks of one launcher of several, which are kept already.
+
+    Args:
+        job: The part of the job.
+        part: Its place in the whole one.
+    """
+
+    def __init__(self, job: JobSpec, part: LocalPart) -> None:
+        super().__init__(job)
+        self._part = part
+
+    @property
+    def cluster(self) -> dict[str, list[str]]:
+        """The addresses of all tasks, also of the other launchers'."""
+        return self._part.cluster
+
+    def address(self, task: Task) -> str:
+        """Return the address of a task, `"host:port"`."""
+        return self._part.cluster[task.kind][task.index]
+
+    @contextlib.contextmanager
+    def listen(self) -> Iterator[Sequence[socket.socket]]:
+        """Listen at the ports that are kept; closed with the block.
+
+        Raises:
+            OSError: There are too few descriptors.
+        """
+        with contextlib.ExitStack() as listeners:
+            yield [
+                listeners.enter_context(self._listening(task))
+                for task in self._job.tasks
+            ]
+
+    def _bound(self, task: Task) -> socket.socket:
+        first = self._part.first[task.kind]
+        kept = self._part.bound[task.kind][task.index - first]
+        sock = socket.socket(kept.family)
+        try:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            sock.bind(kept.getsockname())
+        except OSError:
+            sock.close()
+            raise
+        return sock

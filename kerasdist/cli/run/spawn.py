@@ -161,7 +161,9 @@ class Launch:
         # Only the first process of the chief has the terminal.
         chief = task.is_chief and not incarnation
         # A server may run on any core: it waits for most of the time.
-        cores = job.cores[task.index] if job.cores and not task.is_server else ()
+        cores: tuple[int, ...] = ()
+        if job.cores and not task.is_server:
+            cores = job.cores[task.index - job.first(task.kind)]
         place = {"type": task.kind, "index": task.index}
         path = job.log(task, again=incarnation > 0)
         # The chief writes straight to the terminal, with its progress bars; to a file

@@ -34,7 +34,7 @@ from kerasdist.cli.run.frozen import FrozenTasks
 from kerasdist.cli.run.job import JobSpec
 from kerasdist.cli.run.outcome import JobOutcome
 from kerasdist.cli.run.output import OutputPump
-from kerasdist.cli.run.ports import HostPorts, JobPorts
+from kerasdist.cli.run.ports import HostPorts, JobPorts, PartPorts
 from kerasdist.cli.run.processes import (
     ENDING_SIGNALS,
     GROW_SIGNAL,
@@ -86,7 +86,9 @@ class JobSupervisor:
             keep = False
         else:
             keep = job.elastic.restarts > 0 or job.elastic.grows
-        if job.hosts is None:
+        if job.part is not None:
+            self._ports: JobPorts = PartPorts(job, job.part)
+        elif job.hosts is None:
             self._ports = JobPorts(job, keep=keep)
         else:
             self._ports = HostPorts(job, job.hosts.places)

@@ -1,0 +1,278 @@
+"""The exchange of tasks' addresses between the launchers of several hosts.
+
+    launcher 0   listens ──────────── all have arrived ── the list of all tasks ──┐
+    launcher i   connects, with its tasks' addresses ─────────────────────────────┴─ runs
+
+All prove the job's secret. The ports are kept from the exchange on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kerasdist.cli.console import print_line
+from kerasdist.cli.run.hosts.places import Host
+from kerasdist.cli.run.hosts.reach import is_here
+from kerasdist.cli.run.nodes.options import NodeOptions
+from kerasdist.cluster.address import split_address
+from kerasdist.errors import AuthenticationError, ClusterError, ProtocolError
+from kerasdist.transport.connection import Connection
+from kerasdist.transport.deadline import Deadline
+from kerasdist.transport.rendezvous.dial import dial_tcp
+from kerasdist.transport.rendezvous.listener import Listener
+from kerasdist.transport.wire.framing import FrameType
+
+__all__ = ["LocalPart", "RendezvousError", "meeting"]
+
+_SESSION, _PURPOSE = "kerasdist run", "node"
+# Seconds between two lines about what is waited for, and between two attempts.
+_LINE_SECONDS = 10.0
+_AGAIN_SECONDS = 0.5
+_REPLY_SECONDS = 10.0
+
+
+class RendezvousError(Exception):
+    """The launchers can't begin a job together."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalPart:
+    """The part of a job's tasks that runs on this host.
+
+    Attributes:
+        cluster: The addresses of all tasks, as `TF_CONFIG` has them.
+        first: The index of this host's first task, by kind.
+        bound: Sockets that keep the ports of this host's tasks, by kind.
+    """
+
+    cluster: dict[str, list[str]]
+    first: dict[str, int]
+    bound: dict[str, list[socket.socket]]
+
+
+@contextlib.contextmanager
+def meeting(
+    options: NodeOptions, workers: int, servers: int, secret: bytes
+) -> Iterator[LocalPart]:
+    """Meet the other launchers; the ports are kept in the block.
+
+    Args:
+        options: The settings.
+        workers: Number of workers on this host.
+        servers: Number of parameter servers on this host.
+        secret: The job's secret.
+
+    Raises:
+        RendezvousError: They haven't met in time, or don't fit.
+    """
+    host, port = split_address(options.rendezvous)
+    hosts = options.rank == 0 or (options.rank is None and is_here(Host(name=host)))
+    try:
+        own = host if hosts else _own_address(host, port)
+        with contextlib.ExitStack() as undo:
+            bound: dict[str, list[socket.socket]] = {}
+            for kind, count in (("worker", workers), ("ps", servers)):
+                bound[kind] = [undo.enter_context(_bound(own)) for _ in range(count)]
+            named = f"[{own}]" if ":" in own else own
+            mine = {
+                kind: [f"{named}:{sock.getsockname()[1]}" for sock in some]
+                for kind, some in bound.items()
+            }
+            found = (
+                _collect(options, mine, secret)
+                if hosts
+                else _ask(options, mine, secret)
+            )
+            yield LocalPart(cluster=found[0], first=found[1], bound=bound)
+    except (OSError, ClusterError) as error:
+        raise RendezvousError(
+            f"the rendezvous at {options.rendezvous} isn't possible: {error}"
+        ) from error
+
+
+def _own_address(host: str, port: int) -> str:
+    """Return this host's address, as the rendezvous's host reaches it."""
+    family, kind, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[
+        0
+    ]
+    with socket.socket(family, kind) as sock:
+        sock.connect(target)  # sends nothing
+        return str(sock.getsockname()[0])
+
+
+def _bound(host: str) -> socket.socket:
+    """Return a socket that is bound to a free port, and doesn't listen."""
+    family, kind, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[
+        0
+    ]
+    sock = socket.socket(family, kind)
+    try:
+        sock.bind(address)
+        # Not before: ports would be shared.
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    except BaseException:
+        sock.close()
+        raise
+    return sock
+
+
+_Found = tuple[dict[str, list[str]], dict[str, int]]
+
+
+def _collect(options: NodeOptions, mine: dict[str, list[str]], secret: bytes) -> _Found:
+    """Wait for the others at the rendezvous, and send them the list."""
+    waiting = _Waiting(options)
+    named: dict[int, tuple[Connection, dict[str, Any]]] = {}
+    unnamed: list[tuple[Connection, dict[str, Any]]] = []
+    with contextlib.ExitStack() as undo:
+        listener = Listener.acquire(options.rendezvous, secret, float(options.seconds))
+        undo.callback(listener.release)
+        listener.enter(_SESSION)
+        while len(named) + len(unnamed) < options.count - 1:
+            waiting.report(
+                f"{len(named) + len(unnamed) + 1} of {options.count} hosts are here"
+            )
+            arrived = listener.mailboxes.take_any(_SESSION, _PURPOSE, _AGAIN_SECONDS)
+            for rank, connection, hello in arrived:
+                undo.callback(connection.close)
+                fault = _fault(options, rank, hello, named)
+                if fault:
+                    print_line(f"a host was refused: {fault}")
+                    _reply(connection, {"fault": fault})
+                elif rank < 0:
+                    unnamed.append((connection, hello))
+                else:
+                    named[rank] = connection, hello
+        free = (i for i in range(1, options.count) if i not in named)
+        named.update(zip(free, unnamed, strict=True))
+        parts = [mine, *(named[rank][1]["tasks"] for rank in sorted(named))]
+        cluster = {
+            kind: [address for part in parts for address in part[kind]]
+            for kind in ("worker", "ps")
+        }
+        if not cluster["ps"]:
+            del cluster["ps"]
+        for index, rank in enumerate(sorted(named), 1):
+            first = _counts(parts[:index])
+            _reply(named[rank][0], {"cluster": cluster, "first": first})
+        return cluster, _counts([])
+
+
+def _counts(parts: Sequence[dict[str, list[str]]]) -> dict[str, int]:
+    return {kind: sum(len(part[kind]) for part in parts) for kind in ("worker", "ps")}
+
+
+def _fault(
+    options: NodeOptions, rank: int, hello: dict[str, Any], named: dict[int, Any]
+) -> str:
+    """Return why a launcher can't take part; empty if it can."""
+    if hello.get("count") != options.count:
+        return (
+            f"it was started with --nnodes {hello.get('count')}, and the host of the "
+            f"rendezvous with --nnodes {options.count}"
+        )
+    if rank == 0 or rank >= options.count or rank in named:
+        return f"there is a host with --node-rank {rank} already"
+    tasks = hello.get("tasks")
+    if not isinstance(tasks, dict) or not all(
+        isinstance(tasks.get(kind), list) for kind in ("worker", "ps")
+    ):
+        return "it names no tasks"
+    return ""
+
+
+def _reply(connection: Connection, value: dict[str, Any]) -> None:
+    with contextlib.suppress(OSError):
+        connection.write_json(FrameType.ROSTER, value, Deadline(_REPLY_SECONDS))
+
+
+def _ask(options: NodeOptions, mine: dict[str, list[str]], secret: bytes) -> _Found:
+    """Connect to the rendezvous, and wait for the list."""
+    waiting = _Waiting(options)
+    hello = {
+        "session": _SESSION,
+        "purpose": _PURPOSE,
+        "rank": -1 if options.rank is None else options.rank,
+        "count": options.count,
+        "tasks": mine,
+    }
+    while True:
+        try:
+            connection = dial_tcp(
+                options.rendezvous, secret, hello, Deadline(waiting.rest)
+            )
+            with connection:
+                return _await_list(connection, waiting)
+        except (AuthenticationError, ProtocolError) as error:
+            raise RendezvousError(
+                f"the process at {options.rendezvous} isn't the launcher of this job: "
+                f"{error}"
+            ) from error
+        except (OSError, EOFError) as error:
+            reason = str(error) or type(error).__name__
+        waiting.report(f"host 0 isn't at {options.rendezvous} yet ({reason})")
+        time.sleep(_AGAIN_SECONDS)
+
+
+def _await_list(connection: Connection, waiting: _Waiting) -> _Found:
+    stop = threading.Event()
+
+    def report() -> None:
+        while not stop.wait(_AGAIN_SECONDS):
+            waiting.line("other hosts aren't here yet")
+
+    reporter = threading.Thread(target=report, daemon=True)
+    reporter.start()
+    try:
+        _, value = connection.read_json(Deadline(waiting.rest))
+    except TimeoutError as error:
+        raise waiting.error("other hosts aren't here") from error
+    finally:
+        stop.set()
+        reporter.join()
+    if "fault" in value:
+        raise RendezvousError(f"host 0 has refused this one: {value['fault']}")
+    return value["cluster"], value["first"]
+
+
+class _Waiting:
+    """The time that a launcher waits, and its lines about it."""
+
+    def __init__(self, options: NodeOptions) -> None:
+        self._options = options
+        self._began = time.monotonic()
+        self._next = self._began + _LINE_SECONDS
+
+    @property
+    def rest(self) -> float:
+        """Seconds that are left."""
+        return max(self._began + self._options.seconds - time.monotonic(), 0.0)
+
+    def line(self, what: str) -> None:
+        """Print what is waited for, if it's time to."""
+        now = time.monotonic()
+        if now >= self._next:
+            self._next = now + _LINE_SECONDS
+            print_line(
+                f"{what}: waiting for {now - self._began:.0f} s, for at most "
+                f"{self._options.seconds} s"
+            )
+
+    def report(self, what: str) -> None:
+        """As `line`; raise when the time is over."""
+        self.line(what)
+        if not self.rest:
+            raise self.error(what)
+
+    def error(self, what: str) -> RendezvousError:
+        """Return the error at the end of the time."""
+        return RendezvousError(
+            f"{what}, after {self._options.seconds} s (--start-timeout). Start the "
+            f"same command on all {self._options.count} hosts"
+        )
