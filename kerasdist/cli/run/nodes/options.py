@@ -69,7 +69,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--start-timeout",
         metavar="S",
-        help=f"with --nnodes: seconds to wait for the other hosts (default: {_SECONDS})",
+        help=f"with --nnodes: seconds to wait for other hosts (default: {_SECONDS})",
     )
 
 

@@ -1,7 +1,7 @@
 """The exchange of tasks' addresses between the launchers of several hosts.
 
-    launcher 0   listens ──────────── all have arrived ── the list of all tasks ──┐
-    launcher i   connects, with its tasks' addresses ─────────────────────────────┴─ runs
+    launcher 0   listens ─────────── all have arrived ── the list of all tasks ──┐
+    launcher i   connects, with its tasks' addresses ────────────────────────────┴─ runs
 
 All prove the job's secret. The ports are kept from the exchange on.
 """
