@@ -65,8 +65,11 @@ def test_a_task_listens_again_at_its_port_though_connections_linger(ports_of):
         with socket.create_connection(server.getsockname()):
             accepted, _ = server.accept()
             accepted.close()  # the side that closes first has the lingering one
-        with pytest.raises(OSError, match=r"Address already in use"):
-            ports.listen_again(task)
+        with (
+            pytest.raises(OSError, match=r"Address already in use"),
+            ports.listen_again(task),
+        ):
+            pass
     for _ in range(2):
         with ports.listen_again(task):
             assert connects(ports.address(task))

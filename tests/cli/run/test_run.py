@@ -182,7 +182,7 @@ def test_a_tf_config_of_the_environment_is_replaced_and_said(launcher):
         (["-n", 2, "-m", "json.none"], "there is no module 'json.none'"),
         (["-n", 2, "-m"], "-m must be followed by the name of a module"),
         (["-n", 2], "expected a script"),
-        (["script.py"], "the following arguments are required: -n"),
+        (["script.py"], "-n, the number of workers, is missing"),
         (["-n", 2, "--bind", "x", "script.py"], "invalid choice: 'x'"),
         (["-n", 2, "--malloc", "x", "script.py"], "'none', 'auto' or the path"),
         (["-n", 2, "--malloc", "./x.so", "script.py"], "which can't be read"),
@@ -191,7 +191,7 @@ def test_a_tf_config_of_the_environment_is_replaced_and_said(launcher):
             "--log-dir must be a folder",
         ),
         (["-n", 2, "--color", "script.py"], "kerasdist run: error: unrecognized"),
-        (["-n", 2, "--color", "script.py"], "usage: kerasdist run -n N [options]"),
+        (["-n", 2, "--color", "script.py"], "usage: kerasdist run (-n N | -H HOSTS) [options]"),
         (["-n", 2, "python", "none.py"], "there is no script 'none.py'"),
     ],
 )
