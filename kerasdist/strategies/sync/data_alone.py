@@ -6,6 +6,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from kerasdist._tf.marks import WHOLE_DATA
 from kerasdist.strategies.data.auto_shard import has_own_policy
 from kerasdist.strategies.elastic_data.alone import (
     OWN_PASS,
@@ -35,6 +36,8 @@ class DataAlone(SynchronousData):
         is_items: bool = False,
     ) -> tuple[Any, int | None]:
         """See `SynchronousData.distribute_dataset`."""
+        whole = WHOLE_DATA.get(dataset)
+        dataset = dataset if whole is None else whole
         made, length = super().distribute_dataset(
             dataset, length, generator, is_items=is_items
         )

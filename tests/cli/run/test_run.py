@@ -191,7 +191,10 @@ def test_a_tf_config_of_the_environment_is_replaced_and_said(launcher):
             "--log-dir must be a folder",
         ),
         (["-n", 2, "--color", "script.py"], "kerasdist run: error: unrecognized"),
-        (["-n", 2, "--color", "script.py"], "usage: kerasdist run (-n N | -H HOSTS) [options]"),
+        (
+            ["-n", 2, "--color", "script.py"],
+            "usage: kerasdist run (-n N | -H HOSTS) [options]",
+        ),
         (["-n", 2, "python", "none.py"], "there is no script 'none.py'"),
     ],
 )

@@ -58,7 +58,12 @@ def test_workers_run_on_their_hosts(hosts: SshHosts, launcher: Launcher) -> None
     address = config["cluster"]["worker"][rank].rpartition(":")[0]
     names = subprocess.run(["hostname", "-I"], capture_output=True, text=True).stdout
     secret = os.environ["KERASDIST_SECRET"]
-    shown = [p for p in Path("/proc").glob("[0-9]*/cmdline") if secret in p.read_text()]
+    def command(path):
+        try:
+            return path.read_text()
+        except OSError:  # it has ended
+            return ""
+    shown = [p for p in Path("/proc").glob("[0-9]*/cmdline") if secret in command(p)]
     mark(f"rank-{rank}", json.dumps([address in names, os.getcwd(), len(shown)]))
     print(f"I am {rank}", os.environ.get("MINE"), flush=True)
     print("to stderr", file=sys.stderr, flush=True)

@@ -209,7 +209,8 @@ def test_a_model_trains_on_two_hosts(hosts: Hosts, launchers: list[Launcher]) ->
     assert texts[0] == texts[1]
 
 
-@pytest.mark.parametrize("elastic", [False, pytest.param(True, marks=pytest.mark.soak)])
+@pytest.mark.soak
+@pytest.mark.parametrize("elastic", [False, True])
 def test_a_worker_is_lost(
     hosts: Hosts, launchers: list[Launcher], elastic: bool
 ) -> None:
