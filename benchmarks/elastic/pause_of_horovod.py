@@ -61,6 +61,8 @@ def run(environment: Path, parameters: int) -> float:
             raise RuntimeError(f"horovodrun ended with {done.returncode}:\n{text}")
         times = json.loads((folder / "times.json").read_text())
         killed = float((folder / "killed").read_text())
+    if times["size"] != 1:
+        raise RuntimeError(f"{times['size']} workers are left, not 1.")
     ends = times["ends"]
     before = [end for end in ends if end < killed]
     after = min(end for end in ends if end > killed)
