@@ -1,7 +1,7 @@
 """Cluster settings: this process's rank and its peers' addresses, parsed and validated.
 
-No socket is opened and no name is resolved here. All faults that the text of the
-settings alone shows are gathered into one `ClusterError`.
+No socket is opened and no name is resolved here, but in `this_host`. All faults that
+the text of the settings alone shows are gathered into one `ClusterError`.
 """
 
 from __future__ import annotations

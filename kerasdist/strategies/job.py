@@ -7,6 +7,7 @@ import os
 import weakref
 from typing import Protocol
 
+from kerasdist._keras.data.reading_threads import destroy_iterators
 from kerasdist.collectives import Communicator
 from kerasdist.transport.liveness.announcements import ChiefActions
 from kerasdist.transport.liveness.final_error import (
@@ -62,9 +63,14 @@ def forget(job: Closable) -> None:
 os.register_at_fork(after_in_child=_open.clear)
 
 
-@atexit.register
 def close_open_jobs() -> None:
     """Close all jobs that this process has not closed yet."""
     error = final_exception()
     for job in list(_open):
         job.close(error)
+
+
+# The last one that is registered is called first: the others are informed before this
+# process waits for a function that reads data, which may take its time.
+atexit.register(destroy_iterators)
+atexit.register(close_open_jobs)

@@ -9,7 +9,6 @@ error that left `fit`: its traceback holds the frames of the call.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import gc
 import traceback
@@ -17,7 +16,7 @@ from collections.abc import Iterator
 
 from kerasdist.transport.liveness.final_error import final_exception
 
-__all__ = ["ending_threads_after_error"]
+__all__ = ["destroy_iterators", "ending_threads_after_error"]
 
 _failed = False
 
@@ -33,8 +32,11 @@ def ending_threads_after_error() -> Iterator[None]:
         raise
 
 
-@atexit.register
-def _destroy_iterators() -> None:
+def destroy_iterators() -> None:
+    """Destroy the iterators that an error keeps, if a block above has raised.
+
+    Called at the process's exit. It waits for functions that read data.
+    """
     if not _failed:
         return
     error = final_exception()

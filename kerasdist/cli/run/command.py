@@ -220,6 +220,8 @@ def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
             if hosts is not None:
                 placed = undo.enter_context(on_hosts(hosts, most, servers, command))
         except HostsError as error:
+            names = ",".join(host.target for host in hosts.hosts) if hosts else ""
+            print_line(f"the hosts can't be used. Received: {names}")
             for fault in error.faults:
                 print_line(fault)
             return 2
@@ -233,7 +235,7 @@ def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
             servers=servers,
             command=command,
             log_dir=log_dir,
-            environ=os.environ,
+            environ={**os.environ, **(hosts.exported if hosts else {})},
             elastic=elastic,
             hosts=placed,
             part=part,

@@ -72,14 +72,7 @@ class JobPorts:
         return sock
 
     def _bound(self, task: Task) -> socket.socket:
-        sock = socket.socket()
-        try:
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            sock.bind(self._addresses[task])
-        except OSError:
-            sock.close()
-            raise
-        return sock
+        return _bound_again(socket.AF_INET, self._addresses[task])
 
     @contextlib.contextmanager
     def listen_again(self, task: Task) -> Iterator[socket.socket | None]:
@@ -169,11 +162,16 @@ class PartPorts(JobPorts):
     def _bound(self, task: Task) -> socket.socket:
         first = self._part.first[task.kind]
         kept = self._part.bound[task.kind][task.index - first]
-        sock = socket.socket(kept.family)
-        try:
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            sock.bind(kept.getsockname())
-        except OSError:
-            sock.close()
-            raise
-        return sock
+        return _bound_again(kept.family, kept.getsockname())
+
+
+def _bound_again(family: int, address: tuple[str | int, ...]) -> socket.socket:
+    """Return a second socket at an address that another one keeps for the job."""
+    sock = socket.socket(family)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(address)
+    except OSError:
+        sock.close()
+        raise
+    return sock

@@ -42,6 +42,49 @@ train()
 """
 
 
+# The first worker's generator stays away for some seconds when its `fit` fails.
+INFORMING = """
+import itertools, time
+import keras
+import tensorflow as tf
+import kerasdist
+
+strategy = kerasdist.RingStrategy()
+
+def generate():
+    for i in itertools.count():
+        if strategy.is_chief and i == 4:
+            time.sleep(10)
+            print("RETURNED", time.time(), flush=True)
+        yield [1.0], [1.0]
+
+class Fault(keras.callbacks.Callback):
+    def on_train_batch_end(self, batch, logs=None):
+        if strategy.is_chief:
+            raise ValueError("made")
+
+spec = tf.TensorSpec((1,))
+data = tf.data.Dataset.from_generator(generate, output_signature=(spec, spec))
+with strategy.scope():
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+try:
+    model.fit(data.batch(2).prefetch(4), steps_per_epoch=100, callbacks=[Fault()])
+except kerasdist.errors.KerasDistError:
+    print("INFORMED", time.time(), flush=True)
+"""
+
+
+def test_others_are_informed_before_a_process_waits_for_its_threads() -> None:
+    with Workers(INFORMING, 2, deadline=60) as job:
+        first, second = job.wait()
+    returned = first.output.partition("RETURNED ")[2].split()
+    informed = second.output.partition("INFORMED ")[2].split()
+    assert returned, first.output
+    assert informed, second.output
+    assert float(informed[0]) < float(returned[0])
+
+
 @pytest.mark.parametrize(("way", "code"), [("caught", 3), ("uncaught", 1)])
 def test_a_process_ends_after_an_error(way: str, code: int) -> None:
     with Workers(SCRIPT, 1, [way], deadline=60) as job:

@@ -6,7 +6,8 @@ import socket
 
 import pytest
 
-from kerasdist.strategies.role.local_workers import is_this_host, local_ranks
+from kerasdist.cluster.this_host import is_this_host
+from kerasdist.strategies.role.local_workers import local_ranks
 
 
 @pytest.mark.parametrize(

@@ -75,7 +75,9 @@ class Client:
             raise RuntimeError("The process was started without pipes.")
         reading = self._process.stdout.fileno()
         data = b""
-        while True:
+        # After the last frame nothing is waited for: the connection may stay open, for
+        # one that was first carries others.
+        while self._ending is None and not self._fault:
             ready = select.select([reading, self._wake], [], [])[0]
             if self._wake in ready:
                 for number in os.read(self._wake, _MOST):

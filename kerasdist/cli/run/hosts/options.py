@@ -8,6 +8,7 @@ import os
 import shlex
 import shutil
 import sys
+from collections.abc import Mapping, Sequence
 
 from kerasdist.cli.run.hosts.places import Host, parse_hostfile, parse_hosts
 
@@ -24,13 +25,13 @@ class HostOptions:
         hosts: The hosts, in the order of their workers.
         ssh: The command that connects.
         python: The path of Python there.
-        exported: The variables that `-x` names; those with a value have it already.
+        exported: The variables that `-x` names, and their values.
     """
 
     hosts: tuple[Host, ...]
     ssh: tuple[str, ...]
     python: str
-    exported: tuple[str, ...]
+    exported: Mapping[str, str]
 
     @property
     def slots(self) -> int:
@@ -115,18 +116,23 @@ def read_options(
             f"there is no command {arguments.ssh or 'ssh'!r}. On Debian and Ubuntu: "
             "apt-get install openssh-client"
         )
-    for text in arguments.exported:
+    return HostOptions(
+        hosts=tuple(hosts),
+        ssh=ssh,
+        python=arguments.python or sys.executable,
+        exported=_exported(arguments.exported, faults),
+    )
+
+
+def _exported(texts: Sequence[str], faults: list[str]) -> Mapping[str, str]:
+    exported = {}
+    for text in texts:
         name, equals, value = text.partition("=")
         if not name or (not equals and name not in os.environ):
             faults.append(
                 "-x must be the name of a variable that is set, or NAME=VALUE. "
                 f"Received: -x {shlex.quote(text)}"
             )
-        elif equals:
-            os.environ[name] = value
-    return HostOptions(
-        hosts=tuple(hosts),
-        ssh=ssh,
-        python=arguments.python or sys.executable,
-        exported=tuple(text.partition("=")[0] for text in arguments.exported),
-    )
+        else:
+            exported[name] = value if equals else os.environ[name]
+    return exported

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import ipaddress
 import re
 from collections.abc import Mapping, Sequence
 
@@ -36,6 +38,11 @@ class Host:
         """The destination for ssh."""
         return f"{self.user}@{self.name}" if self.user else self.name
 
+    @property
+    def in_address(self) -> str:
+        """Its name in front of a port: an IPv6 address has brackets."""
+        return f"[{self.name}]" if ":" in self.name else self.name
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Place:
@@ -54,8 +61,7 @@ class Place:
     @property
     def text(self) -> str:
         """The address for the other tasks, `"host:port"`."""
-        name = f"[{self.host.name}]" if ":" in self.host.name else self.host.name
-        return f"{name}:{self.address[1]}"
+        return f"{self.host.in_address}:{self.address[1]}"
 
 
 def parse_hosts(text: str, faults: list[str]) -> list[Host]:
@@ -121,7 +127,21 @@ def _distinct(hosts: list[Host], option: str, faults: list[str]) -> list[Host]:
             f"{option} must have each host once, with its number of workers. Received: "
             f"{', '.join(twice)} several times"
         )
+    local = [name for name in names if _is_loopback(name)]
+    if local and len(hosts) > 1:
+        faults.append(
+            f"{option} must have names by which the hosts reach each other. Received: "
+            f"{local[0]}, which is another host on each of them. Expected this host's "
+            "name or address in the network of the others"
+        )
     return hosts
+
+
+def _is_loopback(name: str) -> bool:
+    """Return whether a name means on each host that host itself, by its text."""
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(name.partition("%")[0]).is_loopback
+    return name.lower().rstrip(".") in ("localhost", "ip6-localhost")
 
 
 def assign(

@@ -9,8 +9,12 @@ import sys
 from pathlib import Path
 
 from kerasdist.cli.run.hosts.places import Host
+from kerasdist.cluster.this_host import is_this_host
 
-__all__ = ["Reach", "program_text"]
+__all__ = ["MOST_SHARED", "Reach", "is_here", "program_text"]
+
+# Programs by one connection besides the first: sshd's MaxSessions is 10 by default.
+MOST_SHARED = 9
 
 # Reads the program from standard input, exactly, since lines for it follow.
 _BOOT = """\
@@ -45,17 +49,20 @@ class Reach:
     python: str
     control: Path
 
-    def command(self, host: Host, *options: str, first: bool = False) -> list[str]:
+    def command(
+        self, host: Host, *options: str, first: bool = False, alone: bool = False
+    ) -> list[str]:
         """Return the command for a host; its program follows on standard input.
 
         Args:
             host: The host.
             *options: Options of the interpreter.
             first: Whether other commands share its connection.
+            alone: Whether it has a connection of its own.
         """
         if is_here(host):
             return [sys.executable, *options, "-c", _BOOT]
-        shared = f"ControlPath={self.control}/%C"
+        shared = f"ControlPath={'none' if alone else f'{self.control}/%C'}"
         return [
             *(*self.ssh, *_OPTIONS),
             *("-o", f"ControlMaster={'yes' if first else 'no'}", "-o", shared),
@@ -68,20 +75,7 @@ def is_here(host: Host) -> bool:
     """Return whether a host is this one, which needs no ssh."""
     if host.user:
         return False
-    if host.name in ("localhost", socket.gethostname()):
-        return True
-    try:
-        found = socket.getaddrinfo(host.name, 0, type=socket.SOCK_STREAM)
-    except OSError:
-        return False
-    for family, kind, _, _, address in found:
-        with socket.socket(family, kind) as sock:
-            try:
-                # Only an address of this host can be bound.
-                sock.bind(address)
-            except OSError:
-                return False
-    return bool(found)
+    return host.name == socket.gethostname() or is_this_host(host.name)
 
 
 def program_text(module: str) -> bytes:

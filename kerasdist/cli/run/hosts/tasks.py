@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from kerasdist.cli.run.hosts import agent, client
 from kerasdist.cli.run.hosts.places import Place
-from kerasdist.cli.run.hosts.reach import Reach, program_text
+from kerasdist.cli.run.hosts.reach import MOST_SHARED, Reach, program_text
 
 __all__ = ["TasksOnHosts"]
 
@@ -28,19 +28,23 @@ class TasksOnHosts:
     Args:
         places: The place of each task.
         reach: How hosts are reached.
-        exported: Variables that tasks get beside those of kerasdist, TensorFlow, Keras
-            and Python.
+        exported: Names of variables that tasks get beside those of kerasdist,
+            TensorFlow, Keras and Python.
     """
 
     def __init__(
         self,
         places: Mapping[tuple[str, int], Place],
         reach: Reach,
-        exported: Sequence[str],
+        exported: Collection[str],
     ) -> None:
         self.places = places
         self._reach = reach
         self._exported = exported
+        self._alone: set[tuple[str, int]] = set()
+        for host in {place.host for place in places.values()}:
+            there = [task for task in places if places[task].host == host]
+            self._alone.update(there[MOST_SHARED:])
         self._client = str(Path(client.__file__))
         self._program = program_text(str(agent.__file__)).decode()
 
@@ -72,7 +76,9 @@ class TasksOnHosts:
         }
         facts = {
             "host": place.host.target,
-            "reach": self._reach.command(place.host, "-I", "-S"),
+            "reach": self._reach.command(
+                place.host, "-I", "-S", alone=task in self._alone
+            ),
             "program": self._program,
             "task": {
                 "folder": os.getcwd(),

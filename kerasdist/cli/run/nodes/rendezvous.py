@@ -71,29 +71,38 @@ def meeting(
     Raises:
         RendezvousError: They haven't met in time, or don't fit.
     """
+    with contextlib.ExitStack() as undo:
+        # Errors of the block aren't the rendezvous's.
+        try:
+            part = _meet(options, workers, servers, secret, undo)
+        except (OSError, ClusterError) as error:
+            raise RendezvousError(
+                f"the rendezvous at {options.rendezvous} isn't possible: {error}"
+            ) from error
+        yield part
+
+
+def _meet(
+    options: NodeOptions,
+    workers: int,
+    servers: int,
+    secret: bytes,
+    undo: contextlib.ExitStack,
+) -> LocalPart:
     host, port = split_address(options.rendezvous)
-    hosts = options.rank == 0 or (options.rank is None and is_here(Host(name=host)))
-    try:
-        own = host if hosts else _own_address(host, port)
-        with contextlib.ExitStack() as undo:
-            bound: dict[str, list[socket.socket]] = {}
-            for kind, count in (("worker", workers), ("ps", servers)):
-                bound[kind] = [undo.enter_context(_bound(own)) for _ in range(count)]
-            named = f"[{own}]" if ":" in own else own
-            mine = {
-                kind: [f"{named}:{sock.getsockname()[1]}" for sock in some]
-                for kind, some in bound.items()
-            }
-            found = (
-                _collect(options, mine, secret)
-                if hosts
-                else _ask(options, mine, secret)
-            )
-            yield LocalPart(cluster=found[0], first=found[1], bound=bound)
-    except (OSError, ClusterError) as error:
-        raise RendezvousError(
-            f"the rendezvous at {options.rendezvous} isn't possible: {error}"
-        ) from error
+    here = options.rank == 0 or (options.rank is None and is_here(Host(name=host)))
+    own = host if here else _own_address(host, port)
+    bound: dict[str, list[socket.socket]] = {}
+    for kind, count in (("worker", workers), ("ps", servers)):
+        bound[kind] = [undo.enter_context(_bound(own)) for _ in range(count)]
+    named = Host(name=own).in_address
+    mine = {
+        kind: [f"{named}:{sock.getsockname()[1]}" for sock in some]
+        for kind, some in bound.items()
+    }
+    exchange = _collect if here else _ask
+    cluster, first = exchange(options, mine, secret)
+    return LocalPart(cluster=cluster, first=first, bound=bound)
 
 
 def _own_address(host: str, port: int) -> str:

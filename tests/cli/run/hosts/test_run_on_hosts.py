@@ -256,6 +256,22 @@ def test_addresses_of_ipv6(hosts: SshHosts, launcher: Launcher) -> None:
     assert "'[fd77::3]:" in out
 
 
+def test_many_tasks_of_one_host(hosts: SshHosts, launcher: Launcher) -> None:
+    """More than sshd allows by one connection, without a word of ssh's about it."""
+    code, _, err = launcher.run(
+        *arguments(hosts, 12), "script.py", script='mark(f"rank-{rank}")'
+    )
+    assert code == 0, err
+    assert all((launcher.folder / f"rank-{rank}").exists() for rank in range(12))
+    assert [line for line in err.splitlines() if "kerasdist run: " not in line] == []
+
+
+def test_loopback_names_beside_other_hosts(launcher: Launcher) -> None:
+    code, _, err = launcher.run("-H", "localhost:2,b:2", "script.py", script="")
+    assert code == 2
+    assert "names by which the hosts reach each other. Received: localhost" in err
+
+
 @pytest.mark.soak
 def test_a_cut_network(hosts: SshHosts, launcher: Launcher) -> None:
     """Both sides notice it: nothing goes on on the host that is cut off."""
