@@ -81,7 +81,7 @@ if "AT_ONCE" in os.environ:
 earlier = model.fit(x, y, batch_size=64, epochs=1, verbose=0).history["loss"]
 asked = Asked()
 history = model.fit(
-    x, y, batch_size=32, epochs=4, verbose=0, callbacks=[
+    x, y, batch_size=32, epochs=4, verbose=2 if strategy.rank == 0 else 0, callbacks=[
         asked,
         Slower(),
         keras.callbacks.EarlyStopping("loss", patience=9, restore_best_weights=True),

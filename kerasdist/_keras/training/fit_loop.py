@@ -47,7 +47,7 @@ from kerasdist._keras.protocols import (
 from kerasdist._keras.training.job_callback import JobCallback
 from kerasdist._keras.training.logs import whole_logs
 from kerasdist._keras.training.optimizers import open_window
-from kerasdist._keras.training.progress_bar import show_on_chief
+from kerasdist._keras.training.progress_bar import show_on_chief, without_bars
 from kerasdist._keras.training.state import (
     share_state,
     state_of,
@@ -144,6 +144,7 @@ def before_first_step(trainer: Any, callbacks: Sequence[Any]) -> Any:
         return None
     elastic = hooks.elastic
     if elastic is not None:
+        callbacks = without_bars(callbacks)
         begin_fit(callbacks)
         calls = calls_of(hooks, elastic)
         if elastic.joining:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from keras.src.callbacks import callback_list, progbar_logger
 from keras.src.utils import io_utils
 
-__all__ = ["ChiefProgressBar", "show_on_chief"]
+__all__ = ["ChiefProgressBar", "show_on_chief", "without_bars"]
 
 
 class ChiefProgressBar(progbar_logger.ProgbarLogger):
@@ -106,3 +106,14 @@ def show_on_chief(arguments: dict[str, Any], rank: Callable[[], int]) -> bool:
         return False
     arguments["callbacks"] = [*found, ChiefProgressBar(rank)]
     return True
+
+
+def without_bars(callbacks: Sequence[Any]) -> list[Any]:
+    """Return the callbacks other than progress bars.
+
+    Those belong to the state of the training, and are the same on all workers. A bar is
+    often shown on the chief alone, by `verbose=2 if strategy.is_chief else 0`.
+    """
+    return [
+        each for each in callbacks if not isinstance(each, progbar_logger.ProgbarLogger)
+    ]
