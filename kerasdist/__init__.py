@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from kerasdist._keras.models.local_models import local_training
     from kerasdist.collectives.communicator import Communicator
     from kerasdist.placement.plan import Plan
+    from kerasdist.strategies.distribution.enable import enable_keras_distribution
     from kerasdist.strategies.model_parallel import ModelParallelStrategy
     from kerasdist.strategies.parameter_server import ParameterServerStrategy
     from kerasdist.strategies.placed.report import PlacementReport
@@ -55,6 +56,7 @@ __all__ = [
     "RingStrategy",
     "WorkerLost",
     "__version__",
+    "enable_keras_distribution",
     "errors",
     "layers",
     "local_training",
@@ -68,6 +70,7 @@ _LAZY = {
     "PlacementReport": "kerasdist.strategies.placed.report",
     "Plan": "kerasdist.placement.plan",
     "RingStrategy": "kerasdist.strategies.ring",
+    "enable_keras_distribution": "kerasdist.strategies.distribution.enable",
     "local_training": "kerasdist._keras.models.local_models",
     "plan": "kerasdist.strategies.plan",
 }

@@ -9,6 +9,9 @@ from kerasdist.collectives.communicator import Communicator as Communicator
 from kerasdist.errors import KerasDistError as KerasDistError
 from kerasdist.errors import WorkerLost as WorkerLost
 from kerasdist.placement.plan import Plan as Plan
+from kerasdist.strategies.distribution.enable import (
+    enable_keras_distribution as enable_keras_distribution,
+)
 from kerasdist.strategies.model_parallel import (
     ModelParallelStrategy as ModelParallelStrategy,
 )

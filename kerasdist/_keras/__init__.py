@@ -54,6 +54,7 @@ with _explaining():
     )
     from kerasdist._keras.data.generators import GeneratorFacts
     from kerasdist._keras.data.pydataset import ItemData, close_at_end
+    from kerasdist._keras.distribution import distribution_owner, set_distribution_owner
     from kerasdist._keras.models.local_models import begin_use, end_use, local_training
     from kerasdist._keras.optimizer.global_step import own_steps
     from kerasdist._keras.output import OncePrinter, print_line
@@ -97,6 +98,7 @@ __all__ = [
     "close_at_end",
     "copied_to",
     "device_of_variable",
+    "distribution_owner",
     "dividing",
     "end_use",
     "gradients_are_reduced",
@@ -109,6 +111,7 @@ __all__ = [
     "print_line",
     "random_seed",
     "rematerializing",
+    "set_distribution_owner",
     "uninstall",
     "whole_state",
 ]

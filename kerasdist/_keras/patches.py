@@ -34,6 +34,7 @@ _ORBAX = f"{_CALLBACKS}.orbax_checkpoint.OrbaxCheckpoint"
 _ARCHIVE = "keras.src.export.saved_model.{BackendSavedModelExportArchive,ExportArchive}"
 _LAYER = "keras.src.layers.layer.Layer"
 _VARIABLE = "keras.src.backend.tensorflow.{core,ops.core}.Variable"
+_TF_DISTRIBUTION = "keras.src.backend.tensorflow.distribution_lib"
 _NN = "keras.src.backend.tensorflow.{nn,ops.nn}"
 
 
@@ -51,6 +52,12 @@ def _rematerialize(hook: str, does: str, *targets: str) -> Patch:
 
 def _micro(hook: str, does: str, *targets: str) -> Patch:
     return Patch(hook=hook, feature="micro_batches", does=does, targets=targets)
+
+
+def _distribution(hook: str, does: str, *targets: str, adds: bool = False) -> Patch:
+    return Patch(
+        hook=hook, feature="distribution", does=does, targets=targets, adds=adds
+    )
 
 
 def _rate(hook: str, does: str, *targets: str) -> Patch:
@@ -483,5 +490,46 @@ TABLE = (
         "optimizer.learning_rate.set_rate",
         "sets the rate as it is read: after it is multiplied",
         f"{_OPTIMIZER}.learning_rate=(self, learning_rate)",
+    ),
+    # `keras.distribution`, see `enable_keras_distribution`.
+    _distribution(
+        "distribution.set_global_attribute",
+        "a distribution begins the scope of its strategy, None ends it",
+        "keras.src.backend.common.global_state.set_global_attribute(name, value)",
+    ),
+    _distribution(
+        "distribution.list_devices",
+        "the devices of all workers",
+        f"{_TF_DISTRIBUTION}.list_devices(device_type)",
+    ),
+    _distribution(
+        "distribution.get_device_count",
+        "the number of these",
+        f"{_TF_DISTRIBUTION}.get_device_count",
+        adds=True,
+    ),
+    _distribution(
+        "distribution.initialize",
+        "the cluster of its arguments",
+        f"{_TF_DISTRIBUTION}.initialize",
+        adds=True,
+    ),
+    _distribution(
+        "distribution.num_processes",
+        "1: the strategy divides the data",
+        f"{_TF_DISTRIBUTION}.num_processes",
+        adds=True,
+    ),
+    _distribution(
+        "distribution.process_id",
+        "0, for the same reason",
+        f"{_TF_DISTRIBUTION}.process_id",
+        adds=True,
+    ),
+    _distribution(
+        "distribution.distribute_tensor",
+        "the tensor itself, if its layout divides at most the batch",
+        f"{_TF_DISTRIBUTION}.distribute_tensor",
+        adds=True,
     ),
 )

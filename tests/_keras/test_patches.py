@@ -56,7 +56,9 @@ def test_a_hook_takes_what_its_targets_are_given(package, row):
     hook = getattr(importlib.import_module(f"{package}.{module}"), name)
     for target in row.targets:
         if row.adds:
-            assert len(names(hook)) == 1
+            # A method of a class takes itself; a module's function what it wants to.
+            methods = target.rpartition(".")[0].rpartition(".")[2][:1].isupper()
+            assert len(names(hook)) == 1 or not methods
             continue
         known = [x.strip() for x in target.partition("(")[2].rstrip(")").split(",")]
         more = "..." in known

@@ -1,0 +1,259 @@
+"""`keras.distribution` on several workers has the numbers of one process.
+
+The scripts use Keras alone, but for one line. The first worker computes the
+numbers without a distribution before, hence alone.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import zipfile
+
+import pytest
+
+from places import ROOT
+from workers import Workers
+
+_MODEL = """
+import json
+import os
+import sys
+from pathlib import Path
+
+import keras
+import numpy as np
+import tensorflow as tf
+from keras.distribution import set_distribution  # before the line below
+import kerasdist
+
+kerasdist.enable_keras_distribution()
+keras.utils.set_random_seed(3)  # on all, not on the first one alone
+D = keras.distribution
+rng = np.random.default_rng(0)
+x = rng.normal(size=(22, 4)).astype("float32")
+y = rng.normal(size=(22, 2)).astype("float32")
+
+
+def model():
+    keras.utils.set_random_seed(3)
+    found = keras.Sequential(
+        [
+            keras.Input((4,)),
+            keras.layers.Dense(5, activation="relu", name="d1"),
+            keras.layers.Dense(2, name="d2"),
+        ]
+    )
+    found.compile("adam", "mse", metrics=["mae"])
+    return found
+
+
+def fit(*data, **options):
+    made = model()
+    history = made.fit(*data, epochs=2, verbose=0, **options).history
+    return made, sum(history.values(), [])
+
+
+def refused(function):
+    try:
+        function()
+    except (TypeError, ValueError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
+"""
+
+_FIT = (
+    _MODEL
+    + """
+folder = Path(sys.argv[1])
+config = json.loads(os.environ.get("TF_CONFIG", '{"task": {"index": 0}}'))
+is_first = config["task"]["index"] == 0
+
+
+class Items(keras.utils.PyDataset):
+    def __len__(self):
+        return 3
+
+    def __getitem__(self, index):
+        return x[8 * index :][:8], y[8 * index :][:8]
+
+
+def numbers(name, everything):
+    best = folder / f"{name}-best.keras"
+    made, values = fit(
+        *(x, y),
+        batch_size=8,
+        shuffle=False,
+        validation_data=(x[:7], y[:7]),
+        callbacks=[keras.callbacks.ModelCheckpoint(best, save_best_only=True)],
+    )
+    values += np.ravel(made.predict(x, batch_size=5, verbose=0)).tolist()
+    again = keras.models.load_model(best)
+    values += again.evaluate(x, y, batch_size=6, verbose=0)
+    if everything:
+        values += [made.train_on_batch(x[:6], y[:6])[0]]
+        values += fit(tf.data.Dataset.from_tensor_slices((x, y)).batch(8))[1]
+        values += fit(Items(), shuffle=False)[1]
+    return values
+
+
+everything = len(sys.argv) > 2
+devices = D.list_devices()
+assert D.get_device_count() == len(devices)
+expected = numbers("alone", everything) if is_first else []
+set_distribution(D.DataParallel())
+strategy = tf.distribute.get_strategy()
+found = numbers("all", everything)
+set_distribution(None)
+outside = not tf.distribute.has_strategy() and D.distribution() is None
+if everything:
+    mesh = D.DeviceMesh((len(devices), 1), ["batch", "model"], devices)
+    layouts = D.LayoutMap(mesh)
+    layouts[".*kernel"] = (None, "model")
+    layouts[".*d1/output"] = ("batch", None)
+    distribution = D.ModelParallel(layout_map=layouts, batch_dim_name="batch")
+    with distribution.scope():
+        assert tf.distribute.get_strategy() is strategy  # not a second one
+        again = fit(x, y, batch_size=8, shuffle=False)[1]
+        # As the first fit, whose history has the values of validation, too.
+        assert np.allclose(again, found[:4], rtol=2e-5), (again, found)
+print("RESULT", json.dumps([devices, strategy.size, outside, expected, found]))
+"""
+)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_numbers_are_those_of_one_process(size, tmp_path):
+    more = ["all kinds"] if size == 2 else []
+    with Workers(
+        *(_FIT, size, [str(tmp_path), *more]),
+        env=lambda rank: {"TF_CONFIG": None} if size == 1 else {},
+        deadline=150,
+    ) as job:
+        workers = [finished.result for finished in job.succeed()]
+    _, _, _, expected, _ = workers[0]
+    for devices, known, outside, _, found in workers:
+        assert devices == [f"cpu:{number}" for number in range(size)]
+        assert known == size
+        assert outside
+        assert found == pytest.approx(expected, rel=2e-5, abs=1e-6)
+
+
+_REFUSALS = (
+    _MODEL
+    + """
+devices = D.list_devices()
+mesh = D.DeviceMesh((1, len(devices)), ["batch", "model"], devices)
+layouts = D.LayoutMap(mesh)
+sharded = D.ModelParallel(layout_map=layouts, batch_dim_name="batch")
+own = D.DataParallel(auto_shard_dataset=False)
+before = [
+    refused(lambda: set_distribution(sharded)),
+    refused(lambda: set_distribution(own)),
+    D.distribution() is None and not tf.distribute.has_strategy(),
+]
+strategy = kerasdist.RingStrategy(shard="off")
+before.append(refused(lambda: kerasdist.enable_keras_distribution(strategy)))
+with strategy.scope():
+    before.append(refused(lambda: set_distribution(D.DataParallel())))
+
+# As at the beginning of a script that has options.
+from kerasdist import _keras
+
+_keras.set_distribution_owner(None)
+kerasdist.enable_keras_distribution(strategy)
+kerasdist.enable_keras_distribution(strategy)
+after = [
+    refused(lambda: set_distribution(D.DataParallel())),
+    refused(lambda: D.initialize("a:1,b:2", 2, 0)),
+]
+set_distribution(own)
+rank, size = strategy.rank, strategy.size
+mine = fit(x[rank::size], y[rank::size], batch_size=11, shuffle=False)[1]
+
+# A model outside of the distribution is each worker's own, with the warning of old.
+keras.utils.clear_session()
+set_distribution(None)
+alone = fit(x, y, batch_size=22, shuffle=False)[1]
+layout = D.TensorLayout((None, "model"), mesh)
+after.append(refused(lambda: D.distribute_tensor(np.ones((2, 2)), layout)))
+print("RESULT", json.dumps([before, after, mine, alone]))
+"""
+)
+
+
+def test_what_is_refused_and_data_of_each_worker():
+    with Workers(_REFUSALS, 2, deadline=120) as job:
+        workers = [finished.result for finished in job.succeed()]
+    for before, after, mine, alone in workers:
+        sharded, own, nothing_set, twice, inside = before
+        assert sharded.startswith("ValueError: On TensorFlow a distribution can divide")
+        assert own.startswith("ValueError: With `auto_shard_dataset=False` each worker")
+        assert nothing_set
+        assert twice.startswith("ValueError: `keras.distribution` has been enabled")
+        assert inside.startswith("RuntimeError: A distribution can't be set inside")
+        rows, connected, tensor = after
+        assert rows.startswith("ValueError: `auto_shard_dataset` and the strategy's")
+        assert connected.startswith("RuntimeError: The workers are connected already")
+        assert tensor.startswith("ValueError: On TensorFlow a tensor can't be divided")
+        assert mine == pytest.approx(alone, rel=2e-5)
+
+
+def test_the_script_of_the_page(tmp_path):
+    page = (ROOT / "docs" / "keras_distribution.md").read_text(encoding="utf-8")
+    script = page.partition("```python\n")[2].partition("```")[0]
+    script = f"import os\n\nos.chdir({str(tmp_path)!r})\n{script}"
+    with Workers(script, 2, deadline=120) as job:
+        first, second = (finished.output for finished in job.succeed())
+    assert "2 worker(s) with 2 replica(s) in all, global batch 64" in first
+    assert "loss" not in second
+    assert zipfile.is_zipfile(tmp_path / "model.keras")
+
+
+# Keras's own tests of these classes, which it skips unless its backend is JAX.
+_OWN = """
+import json
+import sys
+
+import pytest
+import tensorflow as tf
+import kerasdist
+
+cpu = tf.config.list_physical_devices("CPU")[0]
+parts = [tf.config.LogicalDeviceConfiguration()] * 8
+tf.config.set_logical_device_configuration(cpu, parts)
+kerasdist.enable_keras_distribution()
+
+
+class Outcomes(dict):
+    def pytest_runtest_logreport(self, report):
+        if report.when == "call" or report.outcome != "passed":
+            self[report.nodeid.split("::", 1)[-1]] = report.outcome
+
+
+outcomes = Outcomes()
+pytest.main(
+    [sys.argv[1], "-q", "-p", "no:cacheprovider", "-c", "/dev/null", "--rootdir", "/"],
+    [outcomes],
+)
+print("RESULT", json.dumps(outcomes))
+"""
+
+
+def test_keras_own(tmp_path):
+    name = "keras.src.distribution.distribution_lib_test"
+    spec = importlib.util.find_spec(name)
+    if spec is None:
+        pytest.skip(f"this Keras ships without {name}")
+    with open(str(spec.origin), encoding="utf-8") as file:
+        text = file.read()
+    path = tmp_path / "distribution_lib_test.py"
+    path.write_text(text.replace('backend.backend() != "jax"', "False"), "utf-8")
+    with Workers(
+        _OWN, 1, [str(path)], env={"TF_CONFIG": None}, deadline=120, handover=False
+    ) as job:
+        (finished,) = job.succeed()
+    outcomes = finished.result
+    # The base class of distributions stands for no strategy.
+    assert outcomes.pop("DistributionTest::test_scope") == "failed"
+    others = {test: each for test, each in outcomes.items() if each != "passed"}
+    assert others == {}, finished.output[-20_000:]
+    assert len(outcomes) >= 30
