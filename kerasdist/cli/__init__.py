@@ -2,19 +2,22 @@
 
 A command's module has `add_parser(commands)`, which adds its options and sets the
 defaults `parser`, its own, and `handler`: a function from the parsed arguments to the
-exit code.
+exit code. With an option `--json` it fills `arguments.document`, which is None without.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from kerasdist._version import __version__
 from kerasdist.cli import plan
 from kerasdist.cli.doctor import command as doctor
+from kerasdist.cli.json_output import json_document
+from kerasdist.cli.parser import Parser
 from kerasdist.cli.run import command as run
 
 __all__ = ["main"]
@@ -30,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         SystemExit: The arguments can't be used (code 2), or only help was requested
             (code 0).
     """
-    parser = argparse.ArgumentParser(
+    parser: argparse.ArgumentParser = Parser(
         prog="kerasdist",
         description="Train Keras 3 models on many workers.",
         allow_abbrev=False,
@@ -44,10 +47,29 @@ def main(argv: Sequence[str] | None = None) -> int:
     command: list[str] = []
     if options[:1] == ["run"]:
         options, command = run.split(options)
-    known = argparse.Namespace(script=command)
-    arguments, unknown = parser.parse_known_args(options, known)
-    if unknown:
-        # With the usage of the command that was given, not of `kerasdist`.
-        arguments.parser.error(f"unrecognized arguments: {shlex.join(unknown)}")
-    code: int = arguments.handler(arguments)
-    return code
+    with contextlib.ExitStack() as stack:
+        document = None
+        if _wants_json(options, commands.choices):
+            document = stack.enter_context(json_document(options[0]))
+        known = argparse.Namespace(script=command, document=document)
+        arguments, unknown = parser.parse_known_args(options, known)
+        if unknown:
+            # With the usage of the command that was given, not of `kerasdist`.
+            arguments.parser.error(f"unrecognized arguments: {shlex.join(unknown)}")
+        code: int = arguments.handler(arguments)
+        if document is not None:
+            document["ok"] = code == 0
+        return code
+
+
+def _wants_json(
+    options: Sequence[str], commands: Mapping[str, argparse.ArgumentParser]
+) -> bool:
+    """Return whether a JSON document is wanted, even if other options are wrong."""
+    command = commands.get(options[0]) if options else None
+    return (
+        command is not None
+        and command.get_default("json") is not None
+        and "--json" in options
+        and not {"-h", "--help"} & set(options)
+    )

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from kerasdist.cli.plan_document import document_of, document_of_error
 from kerasdist.errors import PlanError
 from kerasdist.placement.sizes import parse_bytes
 
@@ -88,6 +89,11 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         type=lambda text: tuple(_number(part) for part in text.split(",") if part),
         help="of one row, for a model that doesn't define it itself",
     )
+    parser.add_argument(
+        "--json",
+        action="store_true",
+        help="print one JSON document instead of the tables, with sizes in bytes",
+    )
     parser.set_defaults(
         parser=parser, handler=lambda arguments: _run(parser, arguments)
     )
@@ -132,10 +138,15 @@ def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
         )
     except PlanError as error:
         print(error, file=sys.stderr)
+        if arguments.document is not None:
+            arguments.document.update(document_of_error(error))
         return 1
     except ValueError as error:
         parser.error(str(error))
-    print(found)
+    if arguments.document is None:
+        print(found)
+    else:
+        arguments.document.update(document_of(found))
     return 0
 
 

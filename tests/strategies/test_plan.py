@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import textwrap
 
@@ -160,6 +161,66 @@ def test_the_command_says_what_would_fit(script, capsys):
     given = ["plan", f"{script}:build_model", "--devices", "GPU:0", "--memory", "1MB"]
     assert cli.main([*given, "--batch-size", "8", "--optimizer", "adam"]) == 1
     assert "What would fit:\n  - " in capsys.readouterr().err
+
+
+def test_json_has_the_figures_of_the_tables(script, capfd):
+    given = [
+        *("plan", f"{script}:build_model", "--devices", "GPU:0,GPU:1", "--json"),
+        *("--memory", "16GB", "--batch-size", "32", "--optimizer", "adam"),
+    ]
+    assert cli.main(given) == 0
+    found = json.loads(capfd.readouterr().out)
+    assert [found[key] for key in ("command", "ok", "error", "fits", "advice")] == [
+        *("plan", True, None, True),
+        [],
+    ]
+    first = found["layers"][0]
+    assert first["class"] == "Dense"
+    assert first["parameter_bytes"] == 4 * (64 * 256 + 256)
+    assert first["slot_bytes"] == 2 * first["gradient_bytes"]
+    assert [device["name"] for device in found["devices"]] == ["GPU:0", "GPU:1"]
+    paths = [path for device in found["devices"] for path in device["layers"]]
+    assert paths == [layer["path"] for layer in found["layers"]]
+    assert found["devices"][0]["memory_bytes"] == 16 * 10**9
+    assert sum(device["work"] for device in found["devices"]) == pytest.approx(1.0)
+
+
+def test_json_when_nothing_fits(script, capfd):
+    given = ["plan", f"{script}:build_model", "--devices", "GPU:0", "--memory", "1MB"]
+    given += ["--batch-size", "8", "--optimizer", "adam", "--json"]
+    assert cli.main(given) == 1
+    found = json.loads(capfd.readouterr().out)
+    assert (found["ok"], found["fits"]) == (False, False)
+    assert found["error"]["type"] == "PlanError"
+    assert found["advice"][0] in found["error"]["message"]
+    assert found["devices"][0]["peak_bytes"] > 10**6
+
+
+def test_json_of_a_script_that_prints_and_fails(script, capfd):
+    script.write_text(
+        "import os\nprint('noise')\nos.write(1, b'more noise')\n"
+        "def build(): raise RuntimeError('no data here')"
+    )
+    with pytest.raises(RuntimeError, match=r"^no data here$"):
+        cli.main(["plan", f"{script}:build", "--batch-size", "8", "--json"])
+    out, err = capfd.readouterr()
+    assert json.loads(out)["error"] == {
+        "type": "RuntimeError",
+        "message": "no data here",
+    }
+    assert "noise" in err
+    assert "more noise" in err
+
+
+def test_json_of_wrong_arguments(capfd):
+    with pytest.raises(SystemExit, match=r"^2$"):
+        cli.main(["plan", "--json", "no.py:build", "--batch-size", "8", "--bogus"])
+    out, err = capfd.readouterr()
+    assert json.loads(out)["error"] == {
+        "type": "UsageError",
+        "message": "unrecognized arguments: --bogus",
+    }
+    assert "usage: kerasdist plan" in err
 
 
 @pytest.mark.parametrize(

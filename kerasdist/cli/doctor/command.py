@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import math
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 
 from kerasdist.cli.doctor import cluster_check, machine
 from kerasdist.cli.doctor.findings import Finding
@@ -38,6 +39,9 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         metavar="S",
         help="seconds to try to reach the peers (default: 5)",
     )
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON document instead of text"
+    )
     parser.set_defaults(parser=parser, handler=_run)
 
 
@@ -55,18 +59,26 @@ def _seconds(text: str) -> float:
 
 def _run(arguments: argparse.Namespace) -> int:
     counts = {"ok": 0, "warn": 0, "fault": 0}
+    sections = []
     for title, found in _sections(arguments.timeout):
-        print(f"{title}:")
         for finding in found:
             counts[finding.level] += 1
-            _print(finding)
-        sys.stdout.flush()
+        if arguments.document is None:
+            _print(title, found)
+        findings = [dataclasses.asdict(finding) for finding in found]
+        sections.append({"name": title, "findings": findings})
+    if arguments.document is not None:
+        arguments.document.update(counts=counts, sections=sections)
+    else:
+        print(_last_line(counts))
+    return 1 if counts["fault"] else 0
+
+
+def _last_line(counts: Mapping[str, int]) -> str:
     if counts["fault"]:
-        print(f"{_counted(counts['fault'], 'fault')}: see the lines that begin with ->")
-        return 1
+        return f"{_counted(counts['fault'], 'fault')}: see the lines that begin with ->"
     warnings = counts["warn"]
-    print("no faults" + (f", {_counted(warnings, 'warning')}" if warnings else ""))
-    return 0
+    return "no faults" + (f", {_counted(warnings, 'warning')}" if warnings else "")
 
 
 def _sections(seconds: float) -> Iterator[tuple[str, list[Finding]]]:
@@ -90,13 +102,16 @@ def _sections(seconds: float) -> Iterator[tuple[str, list[Finding]]]:
     yield "devices", machine.check_devices(_DEVICES_SECONDS)
 
 
-def _print(finding: Finding) -> None:
-    first, *rest = finding.text.splitlines()
-    print(f"{_MARKS[finding.level]} {first}")
-    for line in rest:
-        print(f"          {line}")
-    if finding.remedy:
-        print(f"          -> {finding.remedy}")
+def _print(title: str, found: Sequence[Finding]) -> None:
+    print(f"{title}:")
+    for finding in found:
+        first, *rest = finding.text.splitlines()
+        print(f"{_MARKS[finding.level]} {first}")
+        for line in rest:
+            print(f"          {line}")
+        if finding.remedy:
+            print(f"          -> {finding.remedy}")
+    sys.stdout.flush()
 
 
 def _counted(number: int, what: str) -> str:

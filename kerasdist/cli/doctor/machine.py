@@ -13,6 +13,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from kerasdist._tested import TESTED_VERSIONS
 from kerasdist._version import __version__
 from kerasdist.cli.allocator import ALLOCATORS, find_allocator
 from kerasdist.cli.doctor.findings import Finding
@@ -28,7 +29,6 @@ __all__ = [
 ]
 
 _MiB = 1024**2
-_LEAST_VERSIONS = {"tensorflow": (2, 18), "keras": (3, 14)}
 _DISTRIBUTIONS = {
     "tensorflow": ("tensorflow", "tensorflow-cpu", "tensorflow-macos", "tf-nightly"),
     "keras": ("keras", "keras-nightly"),
@@ -52,8 +52,7 @@ def check_versions(environ: Mapping[str, str]) -> list[Finding]:
     ]
     for name, distributions in _DISTRIBUTIONS.items():
         version = _version(distributions)
-        least = _LEAST_VERSIONS.get(name, (0, 0))
-        wanted = ".".join(map(str, least))
+        wanted, _ = TESTED_VERSIONS.get(name, ("0", ""))
         if version is None:
             found.append(
                 Finding(
@@ -62,7 +61,7 @@ def check_versions(environ: Mapping[str, str]) -> list[Finding]:
                     remedy=f"{sys.executable} -m pip install {name}",
                 )
             )
-        elif _numbers(version) < least:
+        elif _numbers(version) < _numbers(wanted):
             found.append(
                 Finding(
                     level="fault",

@@ -13,6 +13,7 @@ import time
 
 import pytest
 
+from kerasdist import cli
 from kerasdist.cli.allocator import find_allocator
 from kerasdist.cli.doctor import cluster_check, machine
 from kerasdist.cluster import Cluster
@@ -96,6 +97,44 @@ def test_wrong_settings_dont_stop_the_rest():
     assert "FAULT TF_CONFIG can't be used, for 3 reasons:\n" in out
     assert "            1. cluster['worker'][0] has no port." in out
     assert "  ok    device CPU:0\n" in out
+
+
+def test_json_has_the_findings(closed, monkeypatch, capfd):
+    # Importing TensorFlow takes seconds.
+    monkeypatch.setattr(machine, "check_devices", lambda seconds: [])
+    monkeypatch.setenv("TF_CONFIG", tf_config(0, "127.0.0.1:1", closed))
+    assert cli.main(["doctor", "--json", "--timeout", "0.1"]) == 1
+    document = json.loads(capfd.readouterr().out)
+    assert list(document)[:4] == ["command", "kerasdist", "ok", "error"]
+    assert [document[key] for key in ("command", "ok", "error")] == [
+        *("doctor", False),
+        None,
+    ]
+    names = [section["name"] for section in document["sections"]]
+    assert names[0] == "versions"
+    assert names[-3:] == ["own port", "peers", "devices"]
+    found = [each for section in document["sections"] for each in section["findings"]]
+    assert all(set(each) == {"level", "text", "remedy"} for each in found)
+    assert document["counts"] == {
+        level: levels_of(found).count(level) for level in ("ok", "warn", "fault")
+    }
+    (lost,) = [each for each in found if each["text"].startswith("rank 1 (")]
+    assert lost["level"] == "fault"
+    assert lost["remedy"].startswith("start the worker there")
+
+
+def levels_of(found):
+    return [each["level"] for each in found]
+
+
+def test_json_of_wrong_options(capfd):
+    with pytest.raises(SystemExit, match=r"^2$"):
+        cli.main(["doctor", "--timeout", "0", "--json"])
+    out, err = capfd.readouterr()
+    assert "usage: kerasdist doctor" in err
+    error = json.loads(out)["error"]
+    assert error["type"] == "UsageError"
+    assert error["message"] in err
 
 
 @pytest.mark.parametrize("seconds", ["0", "-1", "x", "nan", "inf"])
