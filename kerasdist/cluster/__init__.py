@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from kerasdist.cluster.address import address_fault
+from kerasdist.cluster.mpi import MPI_VARIABLES, has_pmix_rank, read_process
 from kerasdist.cluster.slurm import is_step_task, read_step
 from kerasdist.cluster.tf_config import TASK_TYPES, Task, load_json, read_task
 from kerasdist.errors import ClusterError
@@ -31,13 +32,15 @@ class Cluster:
             of the training job: it is rank 0 of a job of one.
         size: Number of workers. Without cluster settings, and for an evaluator: 1.
         workers: `"host:port"` by rank. Empty when there are no cluster settings,
-            when they name no other process, and for an evaluator.
+            when they name no other process, for an evaluator, and where only MPI
+            knows the others (`needs_mpi`).
         servers: `"host:port"` of the parameter servers, by index.
         task_type: `"chief"`, `"worker"`, `"ps"` or `"evaluator"`. (TensorFlow 1's
             `"master"` is read as `"chief"`.)
         task_index: Index among the tasks of that type; for a server, its index in
             `servers`.
-        source: The origin of the settings: `"TF_CONFIG"`, `"Slurm"`, `"cluster
+        source: The origin of the settings: `"TF_CONFIG"`, `"Slurm"`, `"MPI"`, `"PMIx"`
+            (rank and size are known to MPI alone, and 0 of 1 here), `"cluster
             resolver"` (an object passed as `cluster`), `"cluster argument"` (a
             dictionary passed as `cluster`), or `"none"`.
 
@@ -59,7 +62,7 @@ class Cluster:
             faults.append("There is no worker. Expected size >= 1.")
         if self.workers and len(self.workers) != self.size:
             faults.append("Expected as many addresses in `workers` as `size`.")
-        if self.size > 1 and not self.workers:
+        if self.size > 1 and not self.workers and self.source != "MPI":
             faults.append("Expected the workers' addresses, since there are several.")
         if self.task_type not in TASK_TYPES:
             faults.append(f"The task type is unknown. Expected one of {TASK_TYPES}.")
@@ -85,6 +88,11 @@ class Cluster:
         return self.rank == 0
 
     @property
+    def needs_mpi(self) -> bool:
+        """Whether only MPI can connect this process with the others of its job."""
+        return self.source in ("MPI", "PMIx") and not self.workers
+
+    @property
     def address(self) -> str | None:
         """This process's own `"host:port"`; None if it has none."""
         if self.rank is None:
@@ -96,8 +104,8 @@ def resolve(cluster: Any = None, environ: Mapping[str, str] | None = None) -> Cl
     """Find this process's rank and its peers' addresses.
 
     The first of these that is given is used: `cluster`, the environment variable
-    `TF_CONFIG` (unless it is empty or `{}`), Slurm's variables if `srun` started
-    this process as one of several tasks, else one worker alone.
+    `TF_CONFIG` (unless it is empty or `{}`), MPI's variables if `mpirun` started this
+    process as one of several, Slurm's if `srun` did, else one worker alone.
 
     Settings with a task but without a cluster, as some operators write them for a
     job of one, are one worker alone if the task is the first of its type.
@@ -128,6 +136,9 @@ def resolve(cluster: Any = None, environ: Mapping[str, str] | None = None) -> Cl
             raise ClusterError(_message("TF_CONFIG", faults, received))
         if settings != {}:
             return _from_tf_config(settings, "TF_CONFIG", received, "TF_CONFIG")
+    found = _from_mpi(environ)
+    if found is not None:
+        return found
     if is_step_task(environ):
         return _from_slurm(environ)
     return Cluster(rank=0, size=1)
@@ -180,6 +191,27 @@ def _from_resolver(resolver: Any) -> Cluster:
         received = f"cluster={jobs!r}, task_type={task_type!r}, task_id={index!r}"
         raise ClusterError(_message(name, faults, received))
     return _cluster(found, "cluster resolver")
+
+
+def _from_mpi(environ: Mapping[str, str]) -> Cluster | None:
+    """Return the place by MPI's variables; None if there are none."""
+    try:
+        found = read_process(environ)
+    except ValueError as error:
+        received = ", ".join(
+            f"{name}={environ[name]!r}" for name in MPI_VARIABLES if name in environ
+        )
+        raise ClusterError(
+            _message("MPI's environment", [str(error)], received)
+        ) from None
+    if found is None:
+        if has_pmix_rank(environ):
+            return Cluster(rank=0, size=1, source="PMIx")
+        return None
+    rank, size = found
+    if size == 1:
+        return Cluster(rank=0, size=1)
+    return Cluster(rank=rank, size=size, task_index=rank, source="MPI")
 
 
 def _from_slurm(environ: Mapping[str, str]) -> Cluster:

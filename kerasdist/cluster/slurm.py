@@ -11,7 +11,14 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
-__all__ = ["expand_hostlist", "expand_tasks_per_node", "is_step_task", "read_step"]
+__all__ = [
+    "expand_hostlist",
+    "expand_tasks_per_node",
+    "is_in_job",
+    "is_step",
+    "is_step_task",
+    "read_step",
+]
 
 _T = TypeVar("_T")
 
@@ -32,15 +39,19 @@ def is_step_task(environ: Mapping[str, str]) -> bool:
     In a plain batch script SLURM_PROCID is set as well, but there is only one
     process: the script itself.
     """
-    step = _number(environ, "SLURM_STEP_ID", "SLURM_STEPID")
     tasks = _number(environ, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
-    return (
-        step is not None
-        and step < _FIRST_SPECIAL_STEP
-        and "SLURM_PROCID" in environ
-        and tasks is not None
-        and tasks > 1
-    )
+    return is_step(environ) and tasks is not None and tasks > 1
+
+
+def is_step(environ: Mapping[str, str]) -> bool:
+    """Return whether `srun` started this process, maybe as the only one."""
+    step = _number(environ, "SLURM_STEP_ID", "SLURM_STEPID")
+    return step is not None and step < _FIRST_SPECIAL_STEP and "SLURM_PROCID" in environ
+
+
+def is_in_job(environ: Mapping[str, str]) -> bool:
+    """Return whether this process belongs to a job of Slurm, in whatever way."""
+    return _text(environ, "SLURM_JOB_ID", "SLURM_JOBID") is not None or is_step(environ)
 
 
 def read_step(

@@ -157,7 +157,8 @@ def connect(
         transport: "auto": shared memory if all workers are on one host, else a
             TCP ring with one worker per host, else hierarchical; or one of these
             by name ("shared_memory", "tcp", "hierarchical", "native"); or "mpi",
-            where `cluster` may be empty: `mpirun` defines rank and size.
+            where `cluster` may be empty: `mpirun` defines rank and size. "auto" is
+            "mpi" if only MPI knows the other workers.
         timeouts: The time limit of each phase.
         replicas: Number of this worker's replicas.
         settings: Further settings that must be the same on all workers.
@@ -172,6 +173,8 @@ def connect(
 
     Raises:
         ValueError: Unknown transport, or "native" without `native`.
+        ClusterError: Only MPI knows the other workers, and another transport is given;
+            or mpi4py is missing there, or of another MPI.
         ClusterError: "native" without the user's consent, see
             `transport.rendezvous.open_servers`.
         ClusterError, AddressInUseError, StartupError, AuthenticationError,
@@ -191,6 +194,8 @@ def connect(
             "transport='native'. Use `kerasdist.RingStrategy(transport='native')`."
         )
     timeouts = timeouts or Timeouts()
+    if cluster.needs_mpi:
+        transport = mpi.transport_for(cluster, transport)
     if transport == "native" and cluster.size > 1:
         require_word(os.environ, "transport='native'")
     if transport == "mpi":

@@ -25,6 +25,7 @@ from kerasdist.strategies.placed.report import PlacementReport
 from kerasdist.strategies.role.block import BlockStrategy
 from kerasdist.strategies.role.cluster_resolver import given_cluster, resolver_of
 from kerasdist.strategies.role.local_workers import local_ranks
+from kerasdist.strategies.role.mpi_processes import refuse_mpi
 from kerasdist.strategies.versions import check_installed
 from kerasdist.transport import Timeouts
 
@@ -81,12 +82,13 @@ class ModelParallelStrategy(BlockStrategy):
         cluster: This worker and its peers: a
             `tf.distribute.cluster_resolver.ClusterResolver`, or a dictionary of
             `TF_CONFIG`'s shape. By default `TF_CONFIG`, else Slurm's environment, else
-            one worker. With several workers rank 0, the chief, drives the devices of
-            all: "/job:worker/task:1/GPU:0" is one of task 1's, "GPU:0" one of its own.
-            The others run the same script, and serve in this constructor until the
-            chief has finished; then their processes end. TensorFlow carries the data,
-            and isn't protected by the job's secret: keep untrusted hosts off the
-            network.
+            one worker. Several processes that `mpirun` started are refused: they don't
+            know each other's addresses. With several workers rank 0, the chief, drives
+            the devices of all: "/job:worker/task:1/GPU:0" is one of task 1's, "GPU:0"
+            one of its own. The others run the same script, and serve in this
+            constructor until the chief has finished; then their processes end.
+            TensorFlow carries the data, and isn't protected by the job's secret: keep
+            untrusted hosts off the network.
         cluster_resolver: Another name of `cluster`, as TensorFlow's strategies have it.
         startup_timeout: Seconds until all workers have joined and are connected.
         heartbeat_timeout: Seconds of silence after which a worker is lost.
@@ -139,6 +141,12 @@ class ModelParallelStrategy(BlockStrategy):
             )
         timeouts = Timeouts(startup=startup_timeout, heartbeat=heartbeat_timeout)
         place = resolve(given_cluster(cluster, cluster_resolver))
+        refuse_mpi(
+            place,
+            "ModelParallelStrategy",
+            "`kerasdist run -H`, with `srun` or with TF_CONFIG; or, if its devices are "
+            "all of this machine, start the script without `mpirun`",
+        )
         self._place = place
         self._remote = None if place.size == 1 else rendezvous(place, timeouts)
         try:

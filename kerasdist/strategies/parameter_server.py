@@ -71,7 +71,8 @@ class ParameterServerStrategy(DataParallelStrategy):
         cluster: This task and its peers: a
             `tf.distribute.cluster_resolver.ClusterResolver`, or a dictionary of
             `TF_CONFIG`'s shape. By default `TF_CONFIG`, else Slurm's environment,
-            else one worker.
+            else one worker. Processes that `mpirun` started are refused: there is no
+            server among them.
         cluster_resolver: Another name of `cluster`, as TensorFlow's strategies have it.
         transport: "auto" (shared memory with servers on the same host, TCP with
             others), or "tcp".

@@ -63,10 +63,11 @@ class RingStrategy(DataParallelStrategy):
             writes them (`"GPU:0"`, `"CPU:1"`). By default all GPUs, else the CPU.
         cluster: This worker and its peers: a
             `tf.distribute.cluster_resolver.ClusterResolver`, or a dictionary of
-            `TF_CONFIG`'s shape. By default `TF_CONFIG`, else Slurm's environment,
-            else one worker.
+            `TF_CONFIG`'s shape. By default `TF_CONFIG`, else the environment of
+            `mpirun` or of Slurm, else one worker.
         cluster_resolver: Another name of `cluster`, as TensorFlow's strategies have it.
-        transport: "auto" (shared memory inside a host, TCP between hosts), or
+        transport: "auto" (shared memory inside a host, TCP between hosts, "mpi" in
+            processes that `mpirun` started), or
             "tcp", "shared_memory", "hierarchical", or "native": TensorFlow's own
             collectives, NCCL on GPUs and gRPC on CPUs. With "native" create the
             strategy before anything else of TensorFlow is used, in one cluster per
@@ -211,7 +212,9 @@ class RingStrategy(DataParallelStrategy):
             elastic, min_workers, place.size, start_workers=start_workers
         )
         if bounds is not None:
-            _refuse_with_elastic(transport, data, placement)
+            _refuse_with_elastic(
+                "mpi" if place.needs_mpi else transport, data, placement
+            )
         if bounds is not None and place.size == 1:
             alone = connect(
                 place, transport=transport, timeouts=timeouts, replicas=len(names)

@@ -51,6 +51,17 @@ def error_of(environ=None, cluster=None):
             "SLURM_PROCID": "0",
             "SLURM_NTASKS": "4",
         },
+        # One process of mpirun, and a shell of srun's: alone.
+        {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"},
+        {"PMI_RANK": "0", "PMI_SIZE": "1", "MPI_LOCALNRANKS": "1"},
+        {"PMI_RANK": "0", "PMI_SIZE": "1", "SLURM_STEP_ID": "0", "SLURM_PROCID": "0"},
+        {"PMIX_RANK": "0", "SLURM_JOB_ID": "7", "SLURM_STEP_ID": "4294967290"},
+        {
+            "PMIX_RANK": "0",
+            "SLURM_STEP_ID": "0",
+            "SLURM_PROCID": "0",
+            "SLURM_STEP_NUM_TASKS": "1",
+        },
         # One task: alone.
         {"SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"},
     ],
@@ -565,3 +576,68 @@ def test_tasks_per_node():
     for text in ("", "x", "2(3)", "2,", "1(x999999)"):
         with pytest.raises(ValueError, match=r"^('|it stands)"):
             expand_tasks_per_node(text)
+
+
+# --- MPI ---
+
+MPI = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "3"}
+HYDRA = {"PMI_RANK": "1", "PMI_SIZE": "3", "MPI_LOCALNRANKS": "3"}
+# Of a daemon that mpirun started with srun, one on each of two nodes.
+DAEMONS = {"SLURM_STEP_ID": "0", "SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2"}
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        MPI,
+        {**MPI, "TF_CONFIG": "{}"},
+        {**MPI, **DAEMONS, "PMIX_RANK": "1"},
+        {"PMI_RANK": "1", "PMI_SIZE": "3"},
+        HYDRA,
+        {**HYDRA, **DAEMONS},
+    ],
+)
+def test_a_process_of_mpirun(environ):
+    found = resolve(environ=environ)
+    assert (found.source, found.rank, found.size) == ("MPI", 1, 3)
+    assert (found.task_type, found.task_index) == ("worker", 1)
+    assert (found.workers, found.address, found.needs_mpi) == ((), None, True)
+
+
+def test_a_process_of_pmix_doesnt_know_how_many_there_are():
+    found = resolve(environ={"PMIX_RANK": "1"})
+    assert (found.source, found.needs_mpi) == ("PMIx", True)
+
+
+def test_tf_config_comes_before_mpi():
+    found = resolve(environ={**MPI, **tf_config(TWO, task("worker", 0))})
+    assert (found.source, found.size, found.needs_mpi) == ("TF_CONFIG", 2, False)
+
+
+@pytest.mark.parametrize("by", [{"PMIX_RANK": "1"}, {"PMI_RANK": "1", "PMI_SIZE": "4"}])
+def test_processes_of_srun_are_slurms(by):
+    environ = step(1, 4, "n[1-2]", "2(x2)")
+    found = resolve(environ={**environ, **by})
+    assert found.source == "Slurm"
+    assert found == resolve(environ=environ)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"OMPI_COMM_WORLD_RANK": "3"},
+        {"OMPI_COMM_WORLD_RANK": ""},
+        {"OMPI_COMM_WORLD_SIZE": "three"},
+        {"OMPI_COMM_WORLD_SIZE": "0"},
+    ],
+)
+def test_settings_of_mpi_that_are_wrong(changed):
+    said = error_of({**MPI, **changed})
+    assert said.startswith(
+        "MPI's environment can't be used. OMPI_COMM_WORLD_RANK is no rank of "
+        "OMPI_COMM_WORLD_SIZE processes. Expected 0 <= "
+    )
+    assert (
+        f"Received: OMPI_COMM_WORLD_RANK={({**MPI, **changed})[next(iter(MPI))]!r}"
+        in said
+    )

@@ -47,6 +47,7 @@ print("RESULT", json.dumps({
     "weights": weights.tolist(),
     "loss": history["loss"], "evaluated": [loss, accuracy],
     "outputs": outputs.tolist(),
+    "communicator": type(strategy.communicator).__name__,
     "step": strategy.communicator.step,
     "task": strategy.cluster_resolver.task_id,
     "local": [strategy.local_rank, strategy.local_size],

@@ -9,6 +9,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
+import importlib.util
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 
@@ -38,6 +40,8 @@ def check_cluster(
     if cluster.source == "none":
         text = "no cluster settings: one worker"
         return cluster, [Finding(level="ok", text=text)]
+    if cluster.needs_mpi:
+        return cluster, _by_mpi(cluster)
     who = f"{cluster.task_type} {cluster.task_index}"
     if cluster.rank is None:
         text = f"this is server {cluster.task_index} of {len(cluster.servers)}"
@@ -59,6 +63,23 @@ def check_cluster(
             )
         )
     return cluster, found
+
+
+def _by_mpi(cluster: Cluster) -> list[Finding]:
+    """Check that MPI can connect this process; without starting MPI."""
+    text = "a process that PMIx started: only MPI knows its rank"
+    if cluster.size > 1:
+        text = f"this is rank {cluster.rank} of {cluster.size}, by MPI"
+    found = [Finding(level="ok", text=text)]
+    if importlib.util.find_spec("mpi4py") is None:
+        found.append(
+            Finding(
+                level="fault",
+                text="mpi4py isn't installed, which connects MPI's processes",
+                remedy=f"{sys.executable} -m pip install 'kerasdist[mpi]'",
+            )
+        )
+    return found
 
 
 def check_secret(cluster: Cluster, environ: Mapping[str, str]) -> list[Finding]:

