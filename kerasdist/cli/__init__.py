@@ -15,7 +15,9 @@ from collections.abc import Mapping, Sequence
 
 from kerasdist._version import __version__
 from kerasdist.cli import plan
+from kerasdist.cli.completion import command as completion
 from kerasdist.cli.doctor import command as doctor
+from kerasdist.cli.env import command as env
 from kerasdist.cli.json_output import json_document
 from kerasdist.cli.parser import Parser
 from kerasdist.cli.run import command as run
@@ -43,6 +45,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     run.add_parser(commands)
     doctor.add_parser(commands)
     plan.add_parser(commands)
+    env.add_parser(commands)
+    completion.add_parser(commands)
     options = list(sys.argv[1:] if argv is None else argv)
     command: list[str] = []
     if options[:1] == ["run"]:

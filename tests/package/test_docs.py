@@ -210,7 +210,8 @@ def help_of(command: str, capsys: pytest.CaptureFixture[str]) -> set[str]:
 
 
 def test_options_of_commands_exist(capsys):
-    options = {name: help_of(name, capsys) for name in ("run", "doctor", "plan")}
+    names = ("run", "doctor", "plan", "env", "completion")
+    options = {name: help_of(name, capsys) for name in names}
     for command, *words in commands():
         for word in words:
             if word == "-m" or word.endswith(".py"):

@@ -17,7 +17,9 @@ from typing import Any
 import kerasdist
 from kerasdist import callbacks, errors, layers
 from kerasdist.cli import plan
+from kerasdist.cli.completion import command as completion
 from kerasdist.cli.doctor import command as doctor
+from kerasdist.cli.env import command as env
 from kerasdist.cli.run import command as run
 
 ROOT = Path(__file__).resolve().parents[2]  # also run as a script
@@ -107,7 +109,7 @@ def _parameters(value: Any) -> str:
 def commands() -> Iterator[str]:
     parser = argparse.ArgumentParser()
     made: Any = parser.add_subparsers()
-    for module in (run, doctor, plan):
+    for module in (run, doctor, plan, env, completion):
         module.add_parser(made)
     for name, command in made.choices.items():
         yield f"kerasdist {name}"

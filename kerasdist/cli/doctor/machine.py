@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
-import json
 import os
 import platform
-import signal
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,6 +13,7 @@ from pathlib import Path
 from kerasdist._tested import TESTED_VERSIONS
 from kerasdist._version import __version__
 from kerasdist.cli.allocator import ALLOCATORS, find_allocator
+from kerasdist.cli.ask_tensorflow import ANSWER, TensorFlowError, ask_tensorflow
 from kerasdist.cli.doctor.findings import Finding
 from kerasdist.errors import SharedMemoryFull
 from kerasdist.transport.shared_memory import create_segment
@@ -34,10 +32,10 @@ _DISTRIBUTIONS = {
     "keras": ("keras", "keras-nightly"),
     "numpy": ("numpy",),
 }
-_LIST_DEVICES = """
+_LIST_DEVICES = f"""
 import json
 import tensorflow as tf
-print("\\nDEVICES" + json.dumps([
+print("\\n{ANSWER}" + json.dumps([
     (device.name.removeprefix("/physical_device:"), device.device_type)
     for device in tf.config.list_physical_devices()
 ]))
@@ -110,39 +108,16 @@ def check_devices(
 ) -> list[Finding]:
     """List TensorFlow's devices, in a process of its own.
 
-    A TensorFlow that crashes or hangs when it is imported doesn't affect this process.
-
     Args:
         seconds: How long it may take.
         command: The command that prints the devices.
         drivers: Folder with one entry for each GPU that the driver knows.
     """
-    process = subprocess.Popen(
-        command,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "1"},
-        start_new_session=True,
-    )
-    remedy = f"look at the output of `{sys.executable} -c 'import tensorflow'`"
     try:
-        out, err = process.communicate(timeout=seconds)
-    except subprocess.TimeoutExpired:
-        text = f"TensorFlow didn't list its devices within {seconds:g} s"
-        return [Finding(level="fault", text=text, remedy=remedy)]
-    finally:
-        # Also its children, if it hangs or has left some behind.
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
-    listed = out.decode(errors="replace").rpartition("\nDEVICES")
-    if process.returncode != 0 or not listed[1]:
-        last = err.decode(errors="replace").strip().splitlines()[-1:] or ["no output"]
-        how = f"exit code {process.returncode}"
-        text = f"TensorFlow can't be imported ({how}): {last[0]}"
-        return [Finding(level="fault", text=text, remedy=remedy)]
-    devices: list[tuple[str, str]] = json.loads(listed[2])
+        devices: list[tuple[str, str]] = ask_tensorflow(command, seconds)
+    except TensorFlowError as error:
+        remedy = f"look at the output of `{sys.executable} -c 'import tensorflow'`"
+        return [Finding(level="fault", text=str(error), remedy=remedy)]
     found = [Finding(level="ok", text=f"device {name}") for name, _ in devices]
     gpus = sum(kind == "GPU" for _, kind in devices)
     with contextlib.suppress(OSError):

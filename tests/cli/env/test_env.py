@@ -1,0 +1,163 @@
+"""`kerasdist env`: everything is there, nothing secret, and it never fails."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+
+from kerasdist import __version__, cli
+from kerasdist.cli.env import command, machine, software
+from kerasdist.cli.env.variables import HIDDEN, hide_secrets, shown_variables
+
+PARTS = (
+    *("versions", "extras", "system", "memory", "control_group", "limits", "network"),
+    *("allocator", "launcher", "variables", "gpus"),
+)
+
+
+def test_the_text_has_all_parts(capfd, monkeypatch):
+    monkeypatch.setenv("KERASDIST_SECRET", "nobody may read this")
+    monkeypatch.setenv("TF_CONFIG", "")
+    assert cli.main(["env", "--no-tensorflow"]) == 0
+    text, errors = capfd.readouterr()
+    assert errors == ""
+    for name in PARTS:
+        assert f"{name.replace('_', ' ')}:\n" in text
+    assert f"  kerasdist: {__version__}\n" in text
+    assert "  KERASDIST_SECRET: (hidden)\n" in text
+    assert "  place: rank 0 of 1 (worker 0), by no settings\n" in text
+    assert "  open files (ulimit -n): " in text
+    assert "127.0.0.1" in text
+    assert "nobody may" not in text
+    assert "can't be read" not in text
+
+
+def test_json_has_all_parts_and_asks_tensorflow(capfd, monkeypatch):
+    monkeypatch.setenv("TF_CONFIG", "")
+    assert cli.main(["env", "--json"]) == 0
+    found = json.loads(capfd.readouterr().out)
+    assert tuple(found) == ("command", "kerasdist", "ok", "error", *PARTS)
+    assert (found["command"], found["ok"], found["error"]) == ("env", True, None)
+    assert "CPU:0" in found["gpus"]["TensorFlow"]["devices"]
+    assert found["memory"]["total_bytes"] > 10**8
+    assert found["memory"]["/dev/shm"]["total_bytes"] > 0
+    assert found["system"]["cores of this process"] >= 1
+
+
+def test_a_part_that_fails_says_why_and_the_others_are_there(monkeypatch, capfd):
+    def fail():
+        raise PermissionError(13, "Permission denied", "/proc/meminfo")
+
+    monkeypatch.setattr(machine, "memory", fail)
+    assert cli.main(["env", "--no-tensorflow"]) == 0
+    text = capfd.readouterr().out
+    assert "memory: can't be read: PermissionError: [Errno 13] Permission den" in text
+    assert "limits:\n  open files" in text
+
+
+def test_settings_that_are_wrong_are_a_part_of_the_report():
+    environ = {"TF_CONFIG": '{"cluster": {"worker": ["a"]}, "token": ["x1", "x2"]}'}
+    found = command.report(environ, 0.0)
+    assert "has no port" in found["launcher"]["place"]["unreadable"]
+    assert "x1" not in json.dumps(found)
+
+
+def test_the_launcher_and_the_place():
+    task = {"type": "ps", "index": 0}
+    config = json.dumps({"cluster": {"worker": ["a:1"], "ps": ["b:1"]}, "task": task})
+    environ = {"KERASDIST_REPORT_FD": "4", "TF_CONFIG": config}
+    assert command.report(environ, 0.0)["launcher"] == {
+        "signs of": ["kerasdist run"],
+        "place": "server of 1 workers (ps 0), by TF_CONFIG",
+    }
+    environ = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"}
+    assert command.report(environ, 0.0)["launcher"] == {
+        "signs of": ["Open MPI"],
+        "place": "rank 1 of 2 (worker 1), by MPI",
+    }
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        ("raise SystemExit('no module')", "(exit code 1): no module"),
+        ("import os; os.abort()", "(exit code -6): no output"),
+    ],
+)
+def test_a_broken_tensorflow_is_reported(code, said):
+    found = software.gpus(60.0, [sys.executable, "-c", code])
+    text = found["TensorFlow"]["unreadable"]
+    assert text == f"TensorFlow can't be imported {said}"
+
+
+def test_gpus_of_the_driver(tmp_path):
+    folder = tmp_path / "gpus" / "0000:01:00.0"
+    folder.mkdir(parents=True)
+    (folder / "information").write_text("Model: \t NVIDIA A100\nIRQ: 1\n")
+    (tmp_path / "version").write_text("NVRM version: 550.1\nGCC\n")
+    found = software.gpus(0.0, drivers=str(tmp_path))
+    assert found["driver"] == "NVRM version: 550.1"
+    assert found["GPUs of the driver"] == ["NVIDIA A100"]
+
+
+def test_limits_of_control_groups(tmp_path):
+    (tmp_path / "cpu.max").write_text("150000 100000\n")
+    (tmp_path / "memory.max").write_text("1000\n")
+    (tmp_path / "pids.max").write_text("max\n")
+    found = machine.control_group(str(tmp_path))
+    assert found == {"cores": 1.5, "memory_limit_bytes": 1000}
+    (tmp_path / "cpu.max").write_text("max 100000\n")
+    (tmp_path / "memory.max").write_text(f"{(1 << 63) - 4096}\n")
+    assert machine.control_group(str(tmp_path)) == {"limits": "none"}
+
+
+SECRET = "s3cr3t-s3cr3t"
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("KERASDIST_SECRET", SECRET),
+        ("SLURM_JWT", SECRET),
+        ("TF_API_KEY", SECRET),
+        ("CUDA_auth", SECRET),
+        ("TF_PASSWORD_OF_X", SECRET),
+        ("TF_CONFIG", json.dumps({"a": [{"api_token": SECRET}]})),
+        ("TF_CONFIG", json.dumps({"tokens": [SECRET, SECRET]})),
+        ("TF_CONFIG", json.dumps({"password": f"two {SECRET}"})),
+        ("TF_CONFIG", f'{{"password": "two {SECRET}", broken'),
+        ("TF_PROXY", f"http://user:{SECRET}@host:1"),
+        ("TF_ARGS", f"--token={SECRET} --x=1"),
+        ("TF_ARGS", f"--client-secret '{SECRET} more'".replace(" '", "='")),
+        ("OMPI_MCA_x", f"password: {SECRET}"),
+    ],
+)
+def test_secrets_are_hidden(name, value):
+    shown = shown_variables({name: value})
+    assert HIDDEN in shown[name]
+    assert "s3cr3t" not in shown[name]
+    assert "more" not in shown[name]
+
+
+def test_secrets_are_hidden_wherever_they_stand():
+    environ = {"AWS_SECRET_ACCESS_KEY": SECRET, "TF_X": f"a{SECRET}b", "MY_KEY": "a"}
+    assert hide_secrets(shown_variables(environ), environ) == {"TF_X": f"a{HIDDEN}b"}
+    assert hide_secrets({"a": [f"/{SECRET}/b"], "n": 1}, environ) == {
+        "a": [f"/{HIDDEN}/b"],
+        "n": 1,
+    }
+
+
+def test_what_isnt_secret_is_shown():
+    environ = {
+        "TF_CONFIG": '{"cluster": {"worker": ["a:1"]}}',
+        "KERASDIST_PORT": "24000",
+        "SLURM_JOB_ID": "7",
+        "OMPI_COMM_WORLD_RANK": "0",
+        "HOME": "/home/a",
+        "TF_MONKEY": "banana",
+    }
+    shown = hide_secrets(shown_variables(environ), {**environ, "MY_KEY": "/home/a"})
+    assert shown == {key: value for key, value in environ.items() if key != "HOME"}
