@@ -1,4 +1,4 @@
-"""What can follow `kerasdist` on the command line, as its parsers know it."""
+"""The words that can follow `kerasdist` on the command line, as its parsers know them."""
 
 from __future__ import annotations
 
