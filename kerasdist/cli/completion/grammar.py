@@ -1,4 +1,4 @@
-"""The words that can follow `kerasdist` on the command line, as its parsers know them."""
+"""The words that can follow `kerasdist` on the command line, as parsers know them."""
 
 from __future__ import annotations
 
