@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +21,18 @@ from kerasdist.collectives.elastic.connect import connect_elastic
 from kerasdist.transport.timeouts import Timeouts
 
 options = json.loads(sys.argv[1])
+if "first" in options and os.environ["TF_CONFIG"].find('"index": 2') > 0:
+    # The first process that is started again has a clock that is an hour ahead.
+    if os.path.exists(options["first"] + "-up"):
+        try:
+            os.close(os.open(options["first"], os.O_CREAT | os.O_EXCL))
+        except FileExistsError:
+            options["dies"] = -1
+        else:
+            now = time.time
+            time.time = lambda: now() + 3600
+    else:
+        os.close(os.open(options["first"] + "-up", os.O_CREAT))
 cluster = resolve(None)
 me = cluster.rank
 job = connect_elastic(cluster, timeouts=Timeouts(startup=30))
@@ -108,6 +121,18 @@ def test_several_join_one_that_is_alone() -> None:
         _, last = check(each)
         assert sorted(last) == [0, 1, 2]
         assert last[0] == 1
+
+
+def test_one_joins_after_one_whose_clock_was_ahead(tmp_path: Path) -> None:
+    first = str(tmp_path / "first")
+    options = {"dies": 2, "after": 1.0, "first": first, "full": True}
+    with start(3, ends=[[2, 7]], turns=600, **options) as job:
+        for _ in range(2):
+            assert job.wait_one(2).returncode == -signal.SIGKILL
+            job.start_again(2)
+        finished = job.succeed()
+    for each in finished:
+        assert check(each)[1] == [0, 1, 2]
 
 
 @pytest.mark.soak
