@@ -56,6 +56,8 @@ examples:
   kerasdist run -n 4 --bind cores --log-dir logs -m mypackage.train"""
 
 
+# With less of it free, a disk is full: files take it in blocks.
+_FULL_BYTES = 4096
 # An interpreter's name, which other launchers want before the script.
 _PYTHON = re.compile(r"python(\d(\.\d+)?)?")
 _WITH_VALUE = (
@@ -366,6 +368,12 @@ def _launch(arguments: argparse.Namespace, job: JobSpec) -> int:
         rest = "" if len(logs) == 1 else f" ... {logs[-1].name}"
         print_line(f"the others' output goes to {shlex.quote(str(logs[0]))}{rest}")
     code = _supervised(job)
+    if log_dir is not None and shutil.disk_usage(log_dir).free < _FULL_BYTES:
+        print_line(
+            f"the disk of {shlex.quote(str(log_dir))} is full: the others' output may "
+            "be missing, and they may have failed for that reason (OSError: No space "
+            "left on device). Make room, or name another folder with --log-dir"
+        )
     if temporary and log_dir is not None and code == 0:
         shutil.rmtree(log_dir, ignore_errors=True)
     return code

@@ -8,7 +8,6 @@ import os
 import socket
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO
@@ -171,7 +170,10 @@ class Launch:
         piped = self.pump is not None and (not chief or not os.isatty(1))
         # The errors of all others are read from their logs.
         shown = chief or self.pump is not None
-        error_file = tempfile.TemporaryFile() if shown else None  # noqa: SIM115
+        error_file = (
+            # Not on a disk, which may be full.
+            os.fdopen(os.memfd_create("kerasdist-errors"), "w+b") if shown else None
+        )
         inherited = [*self.pass_fds]
         errors = {}
         if listener is not None:

@@ -45,7 +45,7 @@ class _Probe:
         self.answer = b""
         self._count = count
         # Not a pipe, which nothing would read while the job runs.
-        self.errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115
+        self.errors: IO[bytes] = os.fdopen(os.memfd_create("kerasdist-errors"), "w+b")
         self.process = subprocess.Popen(
             reach.command(host, first=True),
             stdin=subprocess.PIPE,

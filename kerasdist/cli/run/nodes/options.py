@@ -100,7 +100,17 @@ def read_options(
             if text is not None
         ]
         return None
-    count = number("--nnodes", arguments.nnodes, 1)
+    nnodes = arguments.nnodes
+    least, colon, most = nnodes.partition(":")
+    if colon and least.isdigit() and most.isdigit():
+        faults.append(
+            "--nnodes must be one number: the addresses of hosts that come later can't "
+            f"be known. Received: --nnodes {nnodes}. Start {most} hosts with --nnodes "
+            f"{most} --elastic --min-workers M: the job continues without those that "
+            "are lost while at least M workers are left"
+        )
+        nnodes = most
+    count = number("--nnodes", nnodes, 1)
     rank = None
     if arguments.node_rank is not None:
         rank = number("--node-rank", arguments.node_rank, 0)

@@ -310,6 +310,43 @@ def test_a_model_trains_on_two_hosts(hosts: SshHosts, launcher: Launcher) -> Non
     assert first == second
 
 
+_FAKETIME = sorted(Path("/usr/lib").glob("*/faketime/libfaketimeMT.so.1"))
+# The second host's clock is an hour ahead.
+CLOCK = """
+preload = "LIBRARY"
+if rank == 1 and preload not in os.environ.get("LD_PRELOAD", ""):
+    os.environ.update(LD_PRELOAD=preload, FAKETIME="+1h")
+    os.environ["FAKETIME_DONT_FAKE_MONOTONIC"] = "1"
+    os.execv(sys.executable, sys.orig_argv)
+mark(f"time-{rank}", time.time())
+from kerasdist import callbacks
+"""
+
+
+@pytest.mark.soak
+@pytest.mark.skipif(not _FAKETIME, reason="libfaketime isn't installed")
+def test_a_clock_an_hour_off(hosts: SshHosts, launcher: Launcher) -> None:
+    """Numbers, the timeline and the charts are as usual."""
+    script = CLOCK.replace("LIBRARY", str(_FAKETIME[0])) + TRAIN.replace(
+        "verbose=2",
+        'verbose=2, batch_size=2, callbacks=[callbacks.Timeline("timeline"), '
+        'callbacks.ScalingTensorBoard("board")]',
+    )
+    code, out, err = launcher.run(
+        *arguments(hosts, 1, 1),
+        *("-x", "CUDA_VISIBLE_DEVICES", "--output", "all", "script.py"),
+        script=script,
+    )
+    assert code == 0, err
+    times = [float((launcher.folder / f"time-{rank}").read_text()) for rank in (0, 1)]
+    assert 3500 < times[1] - times[0] < 3700
+    first, second = launcher.wait_for("loss-0", "loss-1")
+    assert first == second
+    # The clocks were compared: a step isn't an hour long.
+    right = float((out + err).split("clocks right to ")[1].split(" us")[0])
+    assert right < 100_000
+
+
 ELASTIC = """
 import keras, numpy as np
 import kerasdist
