@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from ssh import SshHosts
 from launching import HANG, Launcher, launcher_in
 from waiting import wait_until
 
+ROOT = Path(__file__).parents[4]
 _WHY_NOT = SshHosts.available()
 pytestmark = [
     pytest.mark.timeout(120),
@@ -300,14 +302,79 @@ mark(f"loss-{rank}", json.dumps(history))
 """
 
 
-def test_a_model_trains_on_two_hosts(hosts: SshHosts, launcher: Launcher) -> None:
-    code, out, err = launcher.run(
-        *arguments(hosts, 1, 1), "-x", "CUDA_VISIBLE_DEVICES", "script.py", script=TRAIN
+def test_the_commands_of_the_readme(hosts: SshHosts, launcher: Launcher) -> None:
+    """The last one, with its script, on two hosts; the installation is a soak test."""
+    _, words, script = readme(hosts)
+    (launcher.folder / "train.py").write_text(f"{script}{SHOW}")
+    launcher.env["CUDA_VISIBLE_DEVICES"] = "-1"
+    job = launcher.start(*words[2:-1], "--ssh", hosts.ssh, words[-1])
+    out, err = job.communicate(timeout=100)
+    assert job.returncode == 0, err
+    assert "Epoch 5/5" in out
+    first, second = (launcher.folder / f"weights-{rank}" for rank in (0, 1))
+    assert first.read_text() == second.read_text()
+
+
+SHOW = """
+from pathlib import Path
+import kerasdist
+strategy = model.distribute_strategy
+Path(f"weights-{strategy.rank}").write_text(str(model.get_weights()))
+"""
+
+
+def readme(hosts: SshHosts) -> tuple[list[str], list[str], str]:
+    """Return the two commands for two hosts in README.md, in words, and its script."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    lines = text.split("## Several machines")[1].splitlines()
+    shown = [line for line in lines if line.startswith("    ")]
+    commands = [shlex.split(line) for line in shown[:2]]
+    for host in (1, 2):
+        commands[1] = [
+            word.replace(f"host{host}", hosts.address(host)) for word in commands[1]
+        ]
+    diff = text.split("```diff\n")[1].split("```")[0].splitlines()
+    script = "".join(f"{line[1:]}\n" for line in diff if not line.startswith("-"))
+    assert commands[0][:2] == ["pip", "install"]
+    assert commands[1][:3] == ["kerasdist", "run", "-H"]
+    return commands[0], commands[1], script
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(400)
+def test_from_nothing_to_a_job_on_two_hosts(
+    hosts: SshHosts, launcher: Launcher
+) -> None:
+    """In five minutes. The hosts have the same disk, so it is installed once."""
+    install, words, script = readme(hosts)
+    (launcher.folder / "train.py").write_text(f"{script}{SHOW}")
+    began = time.monotonic()
+    environment = launcher.folder / "venv"
+    subprocess.run([sys.executable, "-m", "venv", environment], check=True, timeout=60)
+    subprocess.run(
+        [environment / "bin" / install[0], *install[1:]],
+        cwd=ROOT,
+        check=True,
+        timeout=300,
+        stdout=subprocess.DEVNULL,
     )
-    assert code == 0, err
-    assert "Epoch 2/2" in out
-    first, second = launcher.wait_for("loss-0", "loss-1")
-    assert first == second
+    plain = {name: v for name, v in launcher.env.items() if name != "PYTHONPATH"}
+    done = subprocess.run(
+        [
+            *hosts.prefix(0),
+            *(str(environment / "bin" / words[0]), *words[1:-1]),
+            *("--ssh", hosts.ssh, words[-1]),
+        ],
+        cwd=launcher.folder,
+        env={**plain, "CUDA_VISIBLE_DEVICES": "-1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "Epoch 5/5" in done.stdout
+    assert time.monotonic() - began < 300
 
 
 _FAKETIME = sorted(Path("/usr/lib").glob("*/faketime/libfaketimeMT.so.1"))
