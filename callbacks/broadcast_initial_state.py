@@ -9,6 +9,7 @@ from kerasdist._keras.protocols import KerasHooks, hooks_of
 from kerasdist._keras.training.job_callback import JobCallback
 from kerasdist._keras.training.state import take_epoch
 from kerasdist.placement.sizes import human_bytes
+from kerasdist.transport.log import status
 
 __all__ = ["BroadcastInitialState"]
 
@@ -30,7 +31,7 @@ class BroadcastInitialState(JobCallback):
 
     Args:
         root: The rank whose state all others receive.
-        verbose: Whether the chief prints a line about it: 1 or 0.
+        verbose: Whether the chief logs a line about it: 1 or 0.
 
     Attributes:
         bytes: Number of bytes that the root sent at the beginning of the last `fit`; 0
@@ -102,8 +103,8 @@ class BroadcastInitialState(JobCallback):
             )
         else:
             what = f"{done.variables} variables were equal, nothing sent"
-        print(
+        status.info(
+            "%s",
             f"kerasdist: all {done.workers} workers hold the state of rank "
             f"{self.root}: {what}, {done.seconds:.3f} s",
-            flush=True,
         )

@@ -12,6 +12,7 @@ from kerasdist._keras.optimizer import learning_rate
 from kerasdist._keras.optimizer.global_step import steps_of
 from kerasdist._keras.protocols import KerasHooks, hooks_of
 from kerasdist._keras.training.job_callback import JobCallback
+from kerasdist.transport.log import status
 
 __all__ = ["RULES", "ScaleLearningRate"]
 
@@ -58,7 +59,7 @@ class ScaleLearningRate(JobCallback):
             1 with `ParameterServerStrategy(mode="async")` and one device per worker.
         batch_size: The global batch size, where `base_batch_size` needs it and it can't
             be read from the data (a dataset that is distributed already).
-        verbose: Whether the chief prints a line at the beginning of each `fit`: 1 or 0.
+        verbose: Whether the chief logs a line at the beginning of each `fit`: 1 or 0.
 
     Attributes:
         factor: The factor of the rate after the warm-up; None before `fit`.
@@ -213,7 +214,7 @@ class ScaleLearningRate(JobCallback):
             scaling.set(self.factor, self.steps, behind - taken)
         hooks = hooks_of(self.model.distribute_strategy)
         if self.verbose and (hooks is None or hooks.workers.rank == 0):
-            print(self._line(behind), flush=True)
+            status.info("%s", self._line(behind))
 
     def _optimizers(self) -> list[Any]:
         found = learning_rate.leaves_of(self.model)

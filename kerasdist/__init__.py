@@ -30,6 +30,7 @@ from kerasdist import errors
 from kerasdist._tested import TESTED_VERSIONS
 from kerasdist._version import __version__
 from kerasdist.errors import KerasDistError, WorkerLost
+from kerasdist.transport.log import default_handler as _default_handler
 
 # For readers of the source; type checkers read `__init__.pyi`, because a module with
 # `__getattr__` has any name for them.
@@ -82,6 +83,9 @@ _beside = _here.parent
 _mark = _beside / "callbacks" / "scaling" / "job_view.py"
 if not (_here / "callbacks").is_dir() and _mark.is_file():
     __path__.append(str(_beside))
+
+
+_default_handler.configure()
 
 
 def __getattr__(name: str) -> Any:

@@ -14,7 +14,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -302,3 +302,14 @@ def _threads() -> Iterator[str]:
     for thread in threading.enumerate():
         if thread.name.startswith("kerasdist"):
             yield f"thread {thread.name}"
+
+
+@pytest.fixture
+def said(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
+    """A function that returns what the library has logged, from level INFO on."""
+    caplog.set_level("INFO", "kerasdist")
+    return lambda: [
+        record.getMessage()
+        for record in caplog.records
+        if record.name.partition(".")[0] == "kerasdist"
+    ]

@@ -38,6 +38,7 @@ from kerasdist.callbacks.scaling.windows import Windows
 from kerasdist.strategies.measure.link_speed import link_speed
 from kerasdist.strategies.measure.stages import StageTimes
 from kerasdist.strategies.measure.step_times import StepTimes, gather
+from kerasdist.transport.log import status
 
 __all__ = ["ScalingTensorBoard"]
 
@@ -74,7 +75,7 @@ class ScalingTensorBoard(JobCallback):
         update_freq: When to write: after this many batches, "epoch", or "auto": often
             at first, and never so often that it costs a hundredth of the time. With
             asynchronous workers always after each epoch.
-        verbose: 0: print nothing at the end of `fit`.
+        verbose: 0: log nothing at the end of `fit`.
 
     Attributes:
         figures: The `callbacks.scaling.metrics.Figures` of the whole `fit`, when it has
@@ -470,7 +471,7 @@ class ScalingTensorBoard(JobCallback):
         )
 
     def _conclude(self) -> None:
-        """Write and print the verdict on the whole `fit`."""
+        """Write and log the verdict on the whole `fit`."""
         if not self._job.is_chief or not self._has_file():
             return
         times = [self._sums[rank] for rank in sorted(self._sums)]
@@ -482,7 +483,8 @@ class ScalingTensorBoard(JobCallback):
             self.verdict = judge(self.figures)
             words[charts.VERDICT] = report.to_markdown(self.figures, self.verdict)
             if self._verbose:
-                print(report.to_text(self.figures, self.verdict), flush=True)
+                text = report.to_text(self.figures, self.verdict)
+                status.info("%s", text)
         self._put({}, texts=words)
         self._changes = None
         if self._summaries is not None:

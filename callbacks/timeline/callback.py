@@ -20,6 +20,7 @@ from kerasdist.collectives import Communicator
 from kerasdist.collectives.clock_sync import clock_offset
 from kerasdist.strategies.measure.stages import StageClock
 from kerasdist.strategies.sync.strategy import DataParallelStrategy
+from kerasdist.transport.log import status
 from kerasdist.transport.tracing import now
 
 __all__ = ["Timeline"]
@@ -57,7 +58,7 @@ class Timeline(JobCallback):
             `timeline.trace.json.gz`. Folders are made.
         steps: The first step that is recorded, and the one after the last: numbers of
             steps in this `fit`, from 0. With `steps_per_execution` whole executions.
-        verbose: Whether the chief prints a line when the file is written: 1 or 0.
+        verbose: Whether the chief logs a line when the file is written: 1 or 0.
 
     Raises:
         ValueError: `path` or `steps` is wrong.
@@ -177,10 +178,10 @@ class Timeline(JobCallback):
         if self._record is not None:
             self._write()
         elif self.verbose and self._is_chief:
-            print(
+            status.info(
+                "%s",
                 f"kerasdist: {self.path} isn't written: `fit` ended after "
                 f"{self._taken} step(s), before step {self.steps[0]}.",
-                flush=True,
             )
 
     def on_failure(self, error: BaseException) -> None:
@@ -316,12 +317,12 @@ class Timeline(JobCallback):
         if self.verbose:
             count = sum(len(each.spans) for each in records)
             error = max(each.error for each in records) / 1000
-            print(
+            status.info(
+                "%s",
                 f"kerasdist: the timeline of {len(records)} rank(s) is in {self.path}: "
                 f"{len(record.executions)} call(s) of the training step, {count} "
                 f"span(s) of communication, clocks right to {error:.1f} us. Open it "
                 f"{self._viewers}.",
-                flush=True,
             )
 
     @property

@@ -57,7 +57,7 @@ with _explaining():
     from kerasdist._keras.distribution import distribution_owner, set_distribution_owner
     from kerasdist._keras.models.local_models import begin_use, end_use, local_training
     from kerasdist._keras.optimizer.global_step import own_steps
-    from kerasdist._keras.output import OncePrinter, print_line
+    from kerasdist._keras.output import OnceLogger
     from kerasdist._keras.placement.layers import (
         LayerFacts,
         LayerPlacer,
@@ -88,7 +88,7 @@ __all__ = [
     "LayerFacts",
     "LayerPlacer",
     "LoopData",
-    "OncePrinter",
+    "OnceLogger",
     "RepeatableIterator",
     "StateHooks",
     "StepTimer",
@@ -108,7 +108,6 @@ __all__ = [
     "new_train_function",
     "own_steps",
     "placer_of",
-    "print_line",
     "random_seed",
     "rematerializing",
     "set_distribution_owner",

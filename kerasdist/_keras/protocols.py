@@ -318,7 +318,7 @@ class KerasHooks:
     Attributes:
         workers: The workers and their replicas.
         timer: Measures steps of training.
-        print_once: Prints a line on the chief, once for each kind; is given both.
+        log_once: Logs a line on the chief, once for each kind; is given both.
         consensus: The agreement of all workers.
         state: The state that all have in common.
         gradients: Their reduction.
@@ -331,7 +331,7 @@ class KerasHooks:
 
     workers: WorkerHooks
     timer: StepTimer
-    print_once: Callable[[str, str], None]
+    log_once: Callable[[str, str], None]
     consensus: ConsensusHooks
     state: StateHooks
     gradients: GradientHooks

@@ -1,22 +1,22 @@
-"""The launcher's own lines on standard error."""
+"""The launcher's own lines, which go to the logger "kerasdist.run"."""
 
 from __future__ import annotations
 
-import contextlib
-import sys
+import logging
 
-from kerasdist.transport.log import background_log
+from kerasdist.transport.log import background_log, status
 
 __all__ = ["print_line", "print_line_soon"]
 
+_LOG = logging.getLogger("kerasdist.run")
 
-def print_line(text: str) -> None:
-    """Print a line to the user on standard error, even if it isn't read any more."""
+
+def print_line(text: str, level: int = logging.INFO) -> None:
+    """Log a line to the user, after all that are to be written soon."""
     background_log.flush(None)
-    with contextlib.suppress(OSError):
-        print(f"kerasdist run: {text}", file=sys.stderr, flush=True)
+    status.log(level, "kerasdist run: %s", text, logger=_LOG)
 
 
-def print_line_soon(text: str) -> None:
-    """Print a line while a job is watched: a reader that has stopped delays nothing."""
-    background_log.write_line(f"kerasdist run: {text}", error=True)
+def print_line_soon(text: str, level: int = logging.INFO) -> None:
+    """Log a line while a job is watched: a reader that has stopped delays nothing."""
+    background_log.log(level, "kerasdist run: %s", text, logger=_LOG)

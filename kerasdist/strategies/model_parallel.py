@@ -28,6 +28,7 @@ from kerasdist.strategies.role.local_workers import local_ranks
 from kerasdist.strategies.role.mpi_processes import refuse_mpi
 from kerasdist.strategies.versions import check_installed
 from kerasdist.transport import Timeouts
+from kerasdist.transport.log.default_handler import name_task
 
 __all__ = [
     "ModelParallelStrategy",
@@ -147,6 +148,7 @@ class ModelParallelStrategy(BlockStrategy):
             "`kerasdist run -H`, with `srun` or with TF_CONFIG; or, if its devices are "
             "all of this machine, start the script without `mpirun`",
         )
+        name_task(place.task_type, place.task_index, place.rank)
         self._place = place
         self._remote = None if place.size == 1 else rendezvous(place, timeouts)
         try:

@@ -37,6 +37,7 @@ from kerasdist.strategies.sync.extended import SynchronousExtended
 from kerasdist.strategies.sync.strategy import DataParallelStrategy
 from kerasdist.strategies.versions import check_installed
 from kerasdist.transport import Timeouts
+from kerasdist.transport.log.default_handler import name_task
 
 __all__ = ["RingStrategy"]
 
@@ -201,6 +202,7 @@ class RingStrategy(DataParallelStrategy):
             )
         names = check_devices(devices) if placer is None else list(placer.devices)
         place = resolve(given_cluster(cluster, cluster_resolver))
+        name_task(place.task_type, place.task_index, place.rank)
         if place.rank is None:
             raise ClusterError(
                 "RingStrategy has no parameter servers. "

@@ -119,15 +119,15 @@ def check(found, rates):
 # One process without a strategy.
 
 
-def test_it_scales_by_the_batch_size_and_prints_one_line(capsys):
+def test_it_scales_by_the_batch_size_and_logs_one_line(said):
     m = here["build"]()
     scale = ScaleLearningRate(warmup_epochs=1.5, base_batch_size=1)
     check(here["fit"](m, [scale]), expected(18, factor=4, warmup=9))
     assert (scale.factor, scale.steps, scale.base_learning_rate) == (4.0, 9, 0.125)
-    assert capsys.readouterr().out == (
+    assert said() == [
         "kerasdist: learning rate 0.125 x 4 (rule 'linear', global batch 4 instead of "
-        "1) = 0.5, 9 step(s) of warm-up\n"
-    )
+        "1) = 0.5, 9 step(s) of warm-up"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -222,17 +222,17 @@ def test_a_callback_of_ones_own_reads_and_sets_the_rate_of_the_next_step():
     assert scale.base_learning_rate == 0.125
 
 
-def test_several_optimizers(capsys):
+def test_several_optimizers(said):
     m = here["gan"]()
     names = [each.name for each in (m.optimizer, m.first, *m.others)]
     scale = ScaleLearningRate(warmup_epochs=1.5, base_batch_size=2)
     here["fit"](m, [scale])
     check_gan(here["sunk"](m), 2.0)
-    assert capsys.readouterr().out == (
+    assert said() == [
         f"kerasdist: learning rate 0.001 ({names[0]}), 0.125 ({names[1]}), 0.5 "
         f"({names[2]}) x 2 (rule 'linear', global batch 4 instead of 2) = 0.002, 0.25, "
-        "1, 9 step(s) of warm-up\n"
-    )
+        "1, 9 step(s) of warm-up"
+    ]
 
 
 def check_gan(sunk, factor):
@@ -285,7 +285,7 @@ def test_several_steps_in_one_execution():
     np.testing.assert_allclose(found[0], sums, rtol=1e-5)
 
 
-def test_several_fits_are_one_warm_up(capsys):
+def test_several_fits_are_one_warm_up(said):
     m = here["build"]()
     # What was traced without the callback doesn't know of it.
     check(here["fit"](m, [], epochs=1), expected(6, factor=1))
@@ -296,7 +296,7 @@ def test_several_fits_are_one_warm_up(capsys):
 
     check(scaled(warmup_epochs=4), expected(18, warmup=24))
     check(scaled(warmup_epochs=4), expected(18, warmup=24, first=18))
-    lines = capsys.readouterr().out.splitlines()
+    lines = said()
     assert lines[1].endswith("= 0.25, 24 step(s) of warm-up, 18 of them behind")
     # The target of another growth of the batch, from the base rate that it was.
     found = here["fit"](m, [ScaleLearningRate(base_batch_size=1, verbose=0)], epochs=1)

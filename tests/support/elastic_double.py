@@ -57,7 +57,7 @@ class ElasticDouble:
                 bucket_size=25_000_000,
                 compression=None,
             ),
-            hooks.print_once,
+            hooks.log_once,
         )
         self._facets, self._plain = facets, hooks
         self._hooks = dataclasses.replace(hooks, elastic=self, data=data)

@@ -225,7 +225,7 @@ class ElasticStep(ContinuableStep):
         self._ranks = tuple(workers.communicator.ranks)
         if missing and not set(before) <= set(self._ranks):
             steps = "step" if missing == 1 else f"{missing} steps"
-            self._hooks.print_once(
+            self._hooks.log_once(
                 f"missing {self._epoch}",
                 "kerasdist: the metrics are so large that they are summed over the "
                 "workers every few steps: what the lost worker counted in the last "

@@ -92,7 +92,7 @@ def apply_on_all(
 
 
 def _inform(hooks: KerasHooks) -> None:
-    hooks.print_once(
+    hooks.log_once(
         "plain loop",
         "kerasdist: an optimizer updates outside of `strategy.run`. Each worker "
         "computes whole batches, and the workers' gradients are averaged: the same "

@@ -106,7 +106,7 @@ class Resumption:
             text += f". The next start of this script continues there, from {answer}"
         else:
             text += f". The next start of this script begins from scratch: {answer}"
-        hooks.print_once("preempted", text)
+        hooks.log_once("preempted", text)
 
     def _write(self, facts: dict[str, Any], values: Sequence[Array]) -> str:
         """Write the file; return its path, or why it can't be written."""
@@ -176,7 +176,7 @@ class Resumption:
         else:
             training_state.apply(trainer, hooks, others, facts, self._place, every)
             where = f"in epoch {facts['epoch'] + 1}"
-        hooks.print_once(
+        hooks.log_once(
             "resumed",
             f"kerasdist: `fit` continues after step {facts['communicator_step']}, "
             f"{where}, from {self._file.path}",

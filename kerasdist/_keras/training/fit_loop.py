@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from keras.src.ops import convert_to_numpy
-from keras.src.utils import io_utils
 
 from kerasdist._keras.context import current, setting
 from kerasdist._keras.data.pydataset import closing_readers
@@ -55,6 +54,7 @@ from kerasdist._keras.training.state import (
     statistics_of,
     take_epoch,
 )
+from kerasdist.transport.log import status
 
 __all__ = [
     "after_epoch",
@@ -180,7 +180,7 @@ def before_first_step(trainer: Any, callbacks: Sequence[Any]) -> Any:
             [id(v) in tables and not moves_all_rows(optimizer, v) for v in weights],
         )
     if hooks.workers.rank == 0 and current.fitting > 1:
-        io_utils.print_msg(_start_line(hooks, trainer))
+        status.info("%s", _start_line(hooks, trainer))
     return None
 
 

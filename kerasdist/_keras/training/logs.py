@@ -22,13 +22,13 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
-from keras.src.utils import io_utils
 
 from kerasdist import _tf
 from kerasdist._keras.context import current
 from kerasdist._keras.protocols import KerasHooks
 from kerasdist._keras.training.losses import recorded
 from kerasdist._tf.marks import LAST_LOGS
+from kerasdist.transport.log import status
 
 __all__ = ["LastLogs", "keeping", "whole_logs"]
 
@@ -177,12 +177,13 @@ def _put_together(
 
 
 def _inform(names: list[str]) -> None:
-    io_utils.print_msg(
-        f"kerasdist: the logs {sorted(names)} aren't results of the model's metrics, "
+    status.info(
+        "kerasdist: the logs %s aren't results of the model's metrics, "
         "so you see the mean over the workers' last steps, weighted by rows: for a "
         "mean over rows, the number of one process. To report a whole epoch, return "
         "the result of a metric that is an attribute of the model, for instance a "
-        "`keras.metrics.Mean`."
+        "`keras.metrics.Mean`.",
+        sorted(names),
     )
 
 

@@ -283,7 +283,7 @@ def _warn_unknown(what: str) -> None:
     """Inform the user once that the kind of a loss isn't known."""
     if current.hooks is None or current.building:
         return
-    current.hooks.print_once(
+    current.hooks.log_once(
         what,
         f"kerasdist: {what} isn't known to be made of means and sums over the rows of "
         "a batch. So each replica computes it from its own rows, and it counts as a "

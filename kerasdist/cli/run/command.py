@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import importlib.machinery
 import importlib.util
+import logging
 import os
 import re
 import secrets
@@ -38,6 +39,7 @@ from kerasdist.cli.run.processes import (
 )
 from kerasdist.cli.run.supervisor import JobSupervisor
 from kerasdist.transport.log import background_log
+from kerasdist.transport.log.default_handler import format_fault, level_fault
 from kerasdist.transport.wire.secret import secret_fault
 
 __all__ = ["add_parser", "split"]
@@ -206,9 +208,8 @@ def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
         )
     if not hasattr(os, "fork"):
         faults.append("kerasdist run needs Linux (os.fork)")
-    weak = secret_fault(os.environ)
-    if weak is not None:
-        faults.append(weak)
+    weak = (secret_fault(os.environ), level_fault(os.environ), format_fault(os.environ))
+    faults += [each for each in weak if each is not None]
     if not sys.executable:
         faults.append("it is unknown where Python is (sys.executable is empty)")
     if faults:
@@ -225,10 +226,10 @@ def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
             names = ",".join(host.target for host in hosts.hosts) if hosts else ""
             print_line(f"the hosts can't be used. Received: {names}")
             for fault in error.faults:
-                print_line(fault)
+                print_line(fault, logging.ERROR)
             return 2
         except RendezvousError as error:
-            print_line(str(error))
+            print_line(str(error), logging.ERROR)
             return 1
         except KeyboardInterrupt:
             return 128 + signal.SIGINT
@@ -337,12 +338,14 @@ def _launch(arguments: argparse.Namespace, job: JobSpec) -> int:
         if len(available) < most:
             print_line(
                 f"{most} workers share {len(available)} cores: each has one core and "
-                "one thread, several have the same"
+                "one thread, several have the same",
+                logging.WARNING,
             )
     if os.environ.get("TF_CONFIG", "").strip() not in ("", "{}"):
         print_line(
             "TF_CONFIG is set, and is replaced: `kerasdist run` starts a job of its "
-            "own on this machine"
+            "own on this machine",
+            logging.WARNING,
         )
     environ = dict(job.environ)
     if job.elastic is not None:
@@ -351,7 +354,8 @@ def _launch(arguments: argparse.Namespace, job: JobSpec) -> int:
     if library is None:
         print_line(
             "--malloc auto: no allocator is installed, workers use the C library's. On "
-            "Debian and Ubuntu: apt-get install libjemalloc2"
+            "Debian and Ubuntu: apt-get install libjemalloc2",
+            logging.WARNING,
         )
     elif library != "none":
         environ.update(preloading(library, environ))
@@ -422,7 +426,10 @@ def _supervised(job: JobSpec) -> int:
         if code < 0:
             # It was killed; its adopted children are ours now.
             kill_all(2.0, others)
-            print_line(f"the supervisor of the workers was ended by signal {-code}")
+            print_line(
+                f"the supervisor of the workers was ended by signal {-code}",
+                logging.ERROR,
+            )
             return 128 - code
     if code != 0 and received:
         return 128 + received[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import shlex
 import signal
 import sys
@@ -41,7 +42,7 @@ def failed_at(task: Started) -> int:
 
 
 def show_end(task: Started, *, with_log: bool = True) -> None:
-    """Print the end of a task's output, the traceback if there is one.
+    """Show the end of a task's output, the traceback if there is one.
 
     Args:
         task: The task.
@@ -52,12 +53,12 @@ def show_end(task: Started, *, with_log: bool = True) -> None:
     if last_traceback(output) is None:
         left = whose if output.strip() else "and no output"
         whose = f"{task.task} left no traceback; {left}"
-    print_line(whose)
+    print_line(whose, logging.ERROR)
     shown = end_of(output)
     if shown:
         print(shown, file=sys.stderr, flush=True)
     if with_log and task.log is not None:
-        print_line(f"all of its output: {shlex.quote(str(task.log))}")
+        print_line(f"all of its output: {shlex.quote(str(task.log))}", logging.ERROR)
 
 
 def exit_code(code: int) -> int:

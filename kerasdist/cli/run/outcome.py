@@ -36,6 +36,7 @@ without the chief, the files that it alone writes are missing, the model above a
 
 from __future__ import annotations
 
+import logging
 import signal
 import time
 from collections.abc import Sequence
@@ -219,7 +220,8 @@ class JobOutcome:
             task.lost = True
             print_line_soon(
                 f"{task.task} was lost: it {in_words(task.code)}; the workers wait "
-                f"{self._patience:g} s for it to be started again"
+                f"{self._patience:g} s for it to be started again",
+                logging.WARNING,
             )
         # A server that exits with an error has failed; it is not "lost".
         return task.lost
@@ -232,7 +234,7 @@ class JobOutcome:
             why = f"it {in_words(worker.code)}{detail}"
         others = any(each.code is None and not each.lost for each in self.workers)
         rest = "; the others go on" if others else ""
-        print_line_soon(f"{worker.task} was lost: {why}{rest}")
+        print_line_soon(f"{worker.task} was lost: {why}{rest}", logging.WARNING)
 
     def _unprinted(self) -> list[tuple[float, Started]]:
         """Return the workers whose loss is to be printed, and in how many seconds."""
@@ -311,18 +313,19 @@ class JobOutcome:
 
     def _finished_without(self, lost: Sequence[Started]) -> int:
         names = " and ".join(str(each.task) for each in lost)
-        print_line(f"the job has finished without {names}")
+        print_line(f"the job has finished without {names}", logging.WARNING)
         chief = next((each for each in lost if each.task.is_chief), None)
         if chief is not None:
             if not self._has_printed(chief):
                 self._print_message(chief, str(chief.task))
             print_line(
                 "that was the chief: what it alone writes, the model for instance, "
-                "may be missing, so this is no success"
+                "may be missing, so this is no success",
+                logging.ERROR,
             )
         own = next((each for each in lost if is_own_error(each)), None)
         if own is not None:
-            print_line(f"{how(own)} by itself: this is no success")
+            print_line(f"{how(own)} by itself: this is no success", logging.ERROR)
             if not own.task.is_chief:
                 show_end(own)
         counts = chief or own
@@ -352,13 +355,13 @@ class JobOutcome:
     def _show_first(self, first: Started) -> None:
         alone = len(self.tasks) == 1
         others = "" if alone else f"; the other {self._job.kinds} were ended"
-        print_line(f"{how(first)}{others}")
+        print_line(f"{how(first)}{others}", logging.ERROR)
         shown, cause = first, self.cause
         if cause is not None and cause is not first:
             ended = "was lost to the others, and had to be ended"
             if not cause.ended_by_us:
                 ended = f"ended with code {cause.code} while others still needed it"
-            print_line(f"before that, {cause.task} {ended}")
+            print_line(f"before that, {cause.task} {ended}", logging.ERROR)
             if last_traceback(cause.evidence()[0]):
                 shown = cause
         # An error that the task printed itself isn't printed again.
@@ -382,7 +385,10 @@ class JobOutcome:
         ends = task.evidence()[0].rstrip() if final is None else final.message
         if not ends.endswith(chief.message):
             return False
-        print_line(f"{task.task} ended with the error of rank 0, which stands above")
+        print_line(
+            f"{task.task} ended with the error of rank 0, which stands above",
+            logging.ERROR,
+        )
         return True
 
     def _print_message(self, task: Started, begin: str) -> None:
@@ -390,4 +396,4 @@ class JobOutcome:
         final = task.final_error
         if final is not None and final.consequence:
             begin += f": {final.message.splitlines()[0]}"
-        print_line(begin)
+        print_line(begin, logging.ERROR)

@@ -22,6 +22,7 @@ launcher hits it. All others have sessions of their own and no terminal.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import selectors
 import signal
@@ -148,12 +149,12 @@ class JobSupervisor:
                 self._tasks.extend(self._launch.start())
                 self._watch(wake_read)
             except OSError as error:
-                print_line(f"the workers can't be run: {error}")
+                print_line(f"the workers can't be run: {error}", logging.ERROR)
                 return 1
             finally:
                 left = kill_all(_GIVE_UP)
                 if left:
-                    print_line(f"processes {left} can't be killed")
+                    print_line(f"processes {left} can't be killed", logging.ERROR)
         if self._pump is not None:
             self._pump.finish(_OUTPUT_SECONDS)
         return self._outcome.report(self._signal, launcher_lost=self._launcher_lost)
@@ -206,7 +207,9 @@ class JobSupervisor:
             try:
                 again = self._launch.start_again(ended)
             except OSError as error:
-                print_line_soon(f"{ended.task} can't be started again: {error}")
+                print_line_soon(
+                    f"{ended.task} can't be started again: {error}", logging.ERROR
+                )
             else:
                 self._tasks[self._tasks.index(ended)] = again
 
@@ -215,7 +218,8 @@ class JobSupervisor:
         were = "were" if len(frozen) > 1 else "was"
         print_line_soon(
             f"{names} {were} stopped by a signal, and all others have ended: "
-            "waiting no longer"
+            "waiting no longer",
+            logging.WARNING,
         )
         self._plan_to_end(0.0, _TERM_TO_KILL)
 
@@ -249,7 +253,7 @@ class JobSupervisor:
             elif found is not None:
                 self._tasks.append(self._launch.add(found))
         except OSError as error:
-            print_line_soon(f"the worker can't be started: {error}")
+            print_line_soon(f"the worker can't be started: {error}", logging.ERROR)
 
     def _on_signal(self, number: int) -> None:
         if number == GROW_SIGNAL and self._grows:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 from kerasdist.cluster import Cluster
 from kerasdist.errors import ServerLost, WorkerLost
 from kerasdist.ps.elastic.server import ElasticServer
@@ -25,7 +27,7 @@ def run_elastic_server(
 ) -> None:
     """Run a server of an elastic job until the job is over.
 
-    It prints the number of its workers, its part of a step when that has changed, and
+    It logs the number of its workers, its part of a step when that has changed, and
     at the end the traffic.
 
     Args:
@@ -46,12 +48,12 @@ def run_elastic_server(
         share = share_in_words(loads, index)
         if share != shown[0]:
             shown[0] = share
-            background_log.write_line(f"{name} gets of each worker and step: {share}.")
+            _log_line(f"{name} gets of each worker and step: {share}.")
 
     server = ElasticServer(
         cluster, settings, min_workers, timeouts=timeouts, on_split=split
     )
-    background_log.write_line(
+    _log_line(
         f"{name} serves {cluster.size} worker(s), mode={settings.mode!r}, elastic."
     )
     try:
@@ -60,9 +62,14 @@ def run_elastic_server(
         # It may end before the lost task does.
         ServerReporter(cluster.task_index).gave_up()
         raise
-    background_log.write_line(
+    _log_line(
         f"{name} has finished: {stats['epochs']:,} epochs, {stats['requests']:,} "
         f"requests, {stats['bytes_received']:,} bytes received, "
         f"{stats['bytes_sent']:,} sent."
     )
     background_log.flush(_FLUSH_SECONDS)
+
+
+def _log_line(text: str) -> None:
+    # Some of it is written while a worker waits for its reply.
+    background_log.log(logging.INFO, "%s", text)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import logging
 from typing import Any
 
 from kerasdist.cluster import Cluster
@@ -26,7 +27,7 @@ def run_server(
 ) -> None:
     """Run a server of a job until the job is over.
 
-    It prints the number of its workers, its part of each table when that is opened
+    It logs the number of its workers, its part of each table when that is opened
     (with "sync" its part of a step, when the first one is finished), and at the end the
     traffic and the staleness of the weights that were read.
 
@@ -44,11 +45,11 @@ def run_server(
 
     def opened(layout: Layout) -> None:
         share = share_in_words(loads_of(layout), cluster.task_index)
-        _print_line(f"{name} holds {share}; variables: {len(layout.variables):,}.")
+        _log_line(f"{name} holds {share}; variables: {len(layout.variables):,}.")
 
     def split(loads: list[Load]) -> None:
         share = share_in_words(loads, cluster.task_index)
-        _print_line(f"{name} gets of each worker and step: {share}.")
+        _log_line(f"{name} gets of each worker and step: {share}.")
 
     launcher = ServerReporter(cluster.task_index)
 
@@ -72,7 +73,7 @@ def run_server(
         members.on_event.insert(
             0, lambda event: launcher.happened(event.kind, event.rank, event.reason)
         )
-    _print_line(f"{name} serves {cluster.size} worker(s), mode={settings.mode!r}.")
+    _log_line(f"{name} serves {cluster.size} worker(s), mode={settings.mode!r}.")
     for served in server.handler.tables.tables.values():  # those of a snapshot
         opened(served.layout)
     try:
@@ -81,7 +82,7 @@ def run_server(
         # It may end before the lost task does.
         launcher.gave_up()
         raise
-    _print_line(
+    _log_line(
         f"{name} has finished: {stats['requests']:,} requests, "
         f"{stats['bytes_received']:,} bytes received, {stats['bytes_sent']:,} sent"
         f"{_staleness_in_words(stats['tables'])}."
@@ -105,6 +106,6 @@ def _staleness_in_words(tables: list[dict[str, Any]]) -> str:
     )
 
 
-def _print_line(text: str) -> None:
+def _log_line(text: str) -> None:
     # Some of it is written while a worker waits for its reply.
-    background_log.write_line(text)
+    background_log.log(logging.INFO, "%s", text)

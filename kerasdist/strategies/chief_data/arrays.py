@@ -24,7 +24,7 @@ def settle_arrays(
     communicator: Communicator,
     choice: DataChoice,
     data: ArrayData,
-    print_once: Callable[[str, str], None],
+    log_once: Callable[[str, str], None],
 ) -> None:
     """Make all workers hold the same arrays: if theirs differ, the chief's.
 
@@ -32,7 +32,7 @@ def settle_arrays(
         communicator: The communicator of all workers, which call this together.
         choice: Decides whose data are used.
         data: This worker's arrays; the chief's afterwards.
-        print_once: Prints a line on the chief, given the kind of data and a line.
+        log_once: Logs a line on the chief, given the kind of data and a line.
 
     Raises:
         ValueError: They differ, and the chief's can't be used. All workers raise it.
@@ -65,7 +65,7 @@ def settle_arrays(
     leaves = [*x, *rest]
     megabytes = size_of(leaves) / 1e6
     data.replace(chiefs_leaves(communicator, leaves), int(facts["batch_size"]))
-    print_once("arrays", used("arrays", why, f"{megabytes:.3g} MB are sent once"))
+    log_once("arrays", used("arrays", why, f"{megabytes:.3g} MB are sent once"))
 
 
 def _text(asked: dict[str, Any]) -> str:

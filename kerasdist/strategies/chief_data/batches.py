@@ -23,7 +23,7 @@ def settle_batch(
     communicator: Communicator,
     choice: DataChoice,
     data: Any,
-    print_once: Callable[[str, str], None],
+    log_once: Callable[[str, str], None],
 ) -> Any:
     """Return a global batch that all workers hold: if theirs differ, the chief's.
 
@@ -32,7 +32,7 @@ def settle_batch(
         choice: Decides whose data are used.
         data: This worker's batch, a nest of arrays, or of values that
             NumPy converts to arrays.
-        print_once: Prints a line on the chief, given the kind of data and a line.
+        log_once: Logs a line on the chief, given the kind of data and a line.
 
     Raises:
         ValueError: They differ, and the chief's can't be used. All workers raise it.
@@ -56,7 +56,7 @@ def settle_batch(
     packed = pack({}, leaves) if communicator.rank == 0 else np.zeros(0, np.uint8)
     _, chiefs = unpack(communicator.all_gather(packed)[0])
     cost = f"rank 0 sends {size_of(chiefs) / 1e6:.3g} MB in each step"
-    print_once("batches", used("batches", why, cost))
+    log_once("batches", used("batches", why, cost))
     return tf.nest.pack_sequence_as(data, [decode(leaf) for leaf in chiefs])
 
 

@@ -124,7 +124,7 @@ def settle_dataset(
     choice: DataChoice,
     dataset: Any,
     length: int | None,
-    print_once: Callable[[str, str], None],
+    log_once: Callable[[str, str], None],
     generator: GeneratorFacts | None = None,
 ) -> tuple[PeekedDataset, ChiefFeed | None, int | None]:
     """Begin to read a dataset; let all workers use the chief's, if theirs differ.
@@ -135,7 +135,7 @@ def settle_dataset(
         choice: Decides whose data are used.
         dataset: This worker's dataset of global batches.
         length: Number of its batches; None: unknown.
-        print_once: Prints a line on the chief, given the kind of data and a line.
+        log_once: Logs a line on the chief, given the kind of data and a line.
         generator: The facts of the plain generator that the dataset reads, if any.
 
     Returns:
@@ -174,5 +174,5 @@ def settle_dataset(
     sizes = [size_of(batch.leaves) for batch in content.batches[:1]]
     megabytes = sum(sizes) / 1e6
     cost = f"rank 0 reads all and sends {megabytes:.3g} MB in each step"
-    print_once(name, used(name, why, cost))
+    log_once(name, used(name, why, cost))
     return peeked, feed, known

@@ -28,7 +28,7 @@ class ChiefItems:
         choice: Decides whose data are used.
         data: This worker's PyDataset.
         seed: Returns a seed that all workers agree on.
-        print_once: Prints a line on the chief, given the kind of data and a line.
+        log_once: Logs a line on the chief, given the kind of data and a line.
     """
 
     def __init__(
@@ -38,13 +38,13 @@ class ChiefItems:
         choice: DataChoice,
         data: ItemData,
         seed: Callable[[], int],
-        print_once: Callable[[str, str], None],
+        log_once: Callable[[str, str], None],
     ) -> None:
         self._workers, self._timer = workers, timer
         self._choice = choice
         self._data = data
         self._seed = seed
-        self._print_once = print_once
+        self._log_once = log_once
         self._epoch = 0
 
     def settle(self, different: ValueError | None) -> ChiefFeed | None:
@@ -86,7 +86,7 @@ class ChiefItems:
         sizes = [size_of(batch.leaves) for batch in content.batches]
         feed.rows = content.rows
         cost = f"rank 0 reads all and sends {sum(sizes) / 1e6:.3g} MB in each step"
-        self._print_once("PyDatasets", used("PyDatasets", why, cost))
+        self._log_once("PyDatasets", used("PyDatasets", why, cost))
         return feed
 
     def _pass(self) -> Iterator[Any]:

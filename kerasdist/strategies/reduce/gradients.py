@@ -27,7 +27,7 @@ _WIRE = {"bf16": tf.bfloat16, "fp16": tf.float16}
 
 def reduce_gradients(
     workers: Workers,
-    print_once: Callable[[str, str], None],
+    log_once: Callable[[str, str], None],
     gradients: Sequence[Any],
     rows: Any,
     total: Any = None,
@@ -39,7 +39,7 @@ def reduce_gradients(
 
     Args:
         workers: The workers that reduce together.
-        print_once: Prints a line on the chief, given its kind: on inexact results.
+        log_once: Logs a line on the chief, given its kind: on inexact results.
         gradients: One tensor or IndexedSlices per variable, or None.
         rows: Number of rows that this replica's gradients are the mean over, a
             scalar integer tensor: the result is the mean over all rows. Or None:
@@ -78,7 +78,7 @@ def reduce_gradients(
             widen(workers, total, piece, replicas)
             for total, piece in zip(sums, pieces, strict=True)
         ]
-        _warn_of_constants(split, wide, linear, print_once)
+        _warn_of_constants(split, wide, linear, log_once)
         return [*split.combine(wide, replicas), *_sums(workers, beside)]
     slices = [piece for piece in pieces if _is_slices(piece)]
     dense = [piece for piece in pieces if not _is_slices(piece)]
@@ -100,7 +100,7 @@ def reduce_gradients(
         gathered = iter(reduce_slices())
     reduced = [next(gathered if _is_slices(piece) else means) for piece in pieces]
     sums = list(means) if taken else _sums(workers, beside)
-    _warn_of_constants(split, reduced, linear, print_once)
+    _warn_of_constants(split, reduced, linear, log_once)
     return [*split.combine(reduced), *sums]
 
 
@@ -112,13 +112,13 @@ def _warn_of_constants(
     split: SplitGradients,
     reduced: list[Any],
     linear: bool,
-    print_once: Callable[[str, str], None],
+    log_once: Callable[[str, str], None],
 ) -> None:
     """Inform once that slices of eager steps may be added up differently."""
     if linear or not _tf.executing_eagerly():
         return
     if split.seem_constant(reduced):
-        print_once(
+        log_once(
             "eager slices",
             "kerasdist: all replicas have looked up the same rows of a table, in a "
             "step that runs eagerly. If they are constants (positions), an "

@@ -21,6 +21,7 @@ from kerasdist.strategies.role.cluster_resolver import given_cluster
 from kerasdist.strategies.role.mpi_processes import refuse_mpi
 from kerasdist.strategies.versions import check_installed
 from kerasdist.transport import Timeouts
+from kerasdist.transport.log.default_handler import name_task
 
 __all__ = ["Arguments", "check_arguments"]
 
@@ -117,6 +118,7 @@ def check_arguments(
         f"`kerasdist run -n {max(2, place.size)} --ps 1` or with TF_CONFIG, which have "
         "servers; or use RingStrategy",
     )
+    name_task(place.task_type, place.task_index, place.rank)
     if mode == "async":
         refuse_asynchronous(elastic)
         elastic = False

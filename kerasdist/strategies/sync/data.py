@@ -46,7 +46,7 @@ class SynchronousData:
         extended: The strategy's extended object.
         timer: Measures steps, and the time of waiting.
         options: The strategy's options.
-        print_once: Prints a line on the chief, given its kind.
+        log_once: Logs a line on the chief, given its kind.
 
     Attributes:
         orders: See `DataHooks`.
@@ -64,13 +64,13 @@ class SynchronousData:
         extended: SharingExtended,
         timer: StepTimer,
         options: Options,
-        print_once: Callable[[str, str], None],
+        log_once: Callable[[str, str], None],
     ) -> None:
         workers = extended.workers
         self._extended = extended
         self._workers = workers
         self._timer = timer
-        self._print_once = print_once
+        self._log_once = log_once
         self.orders = 0
         self._seeding = _tf.seeding()
         self._given: GivenData | None = None
@@ -102,7 +102,7 @@ class SynchronousData:
     def settle_batch(self, batch: Any) -> Any:
         """Return a global batch that is the same on all workers."""
         communicator = self._workers.communicator
-        return settle_batch(communicator, self._choice, batch, self._print_once)
+        return settle_batch(communicator, self._choice, batch, self._log_once)
 
     def distribute_dataset(
         self,
@@ -143,7 +143,7 @@ class SynchronousData:
             return self._divide(dataset), length
         peeked, feed, length = settle_dataset(
             *(self._workers, self._timer, self._choice, dataset, length),
-            *(self._print_once, generator),
+            *(self._log_once, generator),
         )
         if feed is None:
             return peeked.divided(self._divide), length
@@ -232,7 +232,7 @@ class SynchronousData:
             return None
         workers, timer = self._workers, self._timer
         chiefs = ChiefItems(
-            workers, timer, self._choice, data, self.seed, self._print_once
+            workers, timer, self._choice, data, self.seed, self._log_once
         )
         if self._choice.mode == "chief":
             items = chiefs.settle(None)
@@ -249,7 +249,7 @@ class SynchronousData:
     def agree(self, data: ArrayData) -> int:
         """Make all workers hold the same arrays; return a seed that they agree on."""
         communicator = self._workers.communicator
-        settle_arrays(communicator, self._choice, data, self._print_once)
+        settle_arrays(communicator, self._choice, data, self._log_once)
         return self.seed()
 
     def seed(self) -> int:

@@ -43,10 +43,10 @@ class ElasticData(SynchronousData):
         extended: SharingExtended,
         timer: StepTimer,
         options: Options,
-        print_once: Callable[[str, str], None],
+        log_once: Callable[[str, str], None],
     ) -> None:
         options = dataclasses.replace(options, data="same")
-        super().__init__(extended, timer, options, print_once)
+        super().__init__(extended, timer, options, log_once)
         self._same = ElasticBatches(self._workers, in_elastic_job)
 
     def settle_batch(self, batch: Any) -> Any:
@@ -100,7 +100,7 @@ class ElasticData(SynchronousData):
             self._given = known_of(dataset, length)
             return self._divide(dataset), length
         if isinstance(own, ElasticOwnData):
-            own.tell = self._print_once
+            own.tell = self._log_once
             if self.shards and not made:
                 own.divide = lambda: self._own_part(dataset)
         return own, length

@@ -19,7 +19,7 @@ from typing import Any
 import tensorflow as tf
 
 from kerasdist import _keras, _tf
-from kerasdist._keras import GradientHooks, KerasHooks, OncePrinter, StateHooks
+from kerasdist._keras import GradientHooks, KerasHooks, OnceLogger, StateHooks
 from kerasdist._tf.facets import Facets
 from kerasdist._tf.variables import distribute_copies
 from kerasdist.errors import CollectiveMismatch
@@ -89,13 +89,13 @@ class SynchronousExtended(SharingExtended):
 
     def _make_hooks(self, options: Options, timer: StepClock) -> KerasHooks:
         workers = self.workers
-        print_once = OncePrinter(lambda: workers.rank)
+        log_once = OnceLogger(lambda: workers.rank)
         broadcast = options.initial_state == "broadcast"
-        self.data = self.data_class(self, timer, options, print_once)
+        self.data = self.data_class(self, timer, options, log_once)
         return KerasHooks(
             workers=workers,
             timer=timer,
-            print_once=print_once,
+            log_once=log_once,
             consensus=Consensus(workers),
             state=StateHooks(
                 adopt=self.adopt,
@@ -106,7 +106,7 @@ class SynchronousExtended(SharingExtended):
                 sum_over_workers=lambda tensors: workers.ops.all_reduce(tensors),
             ),
             gradients=GradientHooks(
-                reduce=partial(reduce_gradients, workers, print_once),
+                reduce=partial(reduce_gradients, workers, log_once),
                 end_window=partial(end_window, workers),
                 sum_over_replicas=partial(sum_over_replicas, workers),
             ),

@@ -13,46 +13,40 @@ import collections
 import contextlib
 import logging
 import os
-import sys
 import threading
 from collections.abc import Callable
+from typing import Any
 
-__all__ = ["MOST_LINES", "flush", "log", "write_line"]
+from kerasdist.transport.log.default_handler import LOGGER
+from kerasdist.transport.log.status import make_record
 
-_LOG = logging.getLogger("kerasdist")
+__all__ = ["MOST_LINES", "flush", "log"]
+
 MOST_LINES = 1000
 
 
-def log(level: int, message: str, *args: object, exc_info: bool = False) -> None:
-    """Log to the logger "kerasdist" soon, from another thread. Never waits.
+def log(
+    level: int,
+    message: str,
+    *args: object,
+    logger: logging.Logger = LOGGER,
+    exc_info: bool = False,
+    **fields: Any,
+) -> None:
+    """Log a line soon, from another thread. Never waits.
 
     Args:
         level: For instance `logging.WARNING`.
         message: As of `Logger.log`.
         *args: As of `Logger.log`.
+        logger: "kerasdist", or a child.
         exc_info: Whether to log the exception that is being handled.
+        **fields: See `status.log`.
     """
-    if not _LOG.isEnabledFor(level):
-        return
     # Made here: with the time and the thread of its cause.
-    record = _LOG.makeRecord(
-        _LOG.name,
-        level,
-        *(__file__, 0, message, args),
-        sys.exc_info() if exc_info else None,
-    )
-    _QUEUE.put(lambda: _LOG.handle(record))
-
-
-def write_line(text: str, *, error: bool = False) -> None:
-    """Write a line soon, from the same thread. Never waits.
-
-    Args:
-        text: The line.
-        error: Whether to write to standard error, not to standard output.
-    """
-    stream = sys.stderr if error else sys.stdout
-    _QUEUE.put(lambda: print(f"{text}\n", end="", file=stream, flush=True))
+    record = make_record(level, message, args, logger, fields, exc_info=exc_info)
+    if record is not None:
+        _QUEUE.put(lambda: logger.handle(record))
 
 
 def flush(seconds: float | None) -> None:
@@ -109,7 +103,7 @@ class _Queue:
                 self._running = False
                 self._changed.notify_all()
                 return None
-        return lambda: _LOG.warning(
+        return lambda: LOGGER.warning(
             "kerasdist: %d more lines were not written", dropped
         )
 

@@ -603,7 +603,7 @@ def one_worker(strategy, callbacks, epochs=3, **more):
 
 @pytest.mark.parametrize("executions", [1, 4])
 @pytest.mark.parametrize("eager", [False, True], ids=["graph", "eager"])
-def test_one_worker(strategy, tmp_path, executions, eager, capsys):
+def test_one_worker(strategy, tmp_path, executions, eager, said):
     if eager and executions > 1:
         pytest.skip("Keras takes single steps then.")
     board = ScalingTensorBoard(tmp_path, update_freq="epoch")
@@ -622,7 +622,7 @@ def test_one_worker(strategy, tmp_path, executions, eager, capsys):
     assert sum(figures.phases.values()) == pytest.approx(figures.step_seconds)
     assert figures.slowest is None
     assert "bytes/per_step" not in found.Tags()["tensors"]
-    assert "how this job scales" in capsys.readouterr().out
+    assert "how this job scales" in said()[-1]
 
 
 def test_each_tag_is_in_a_chart(strategy, tmp_path):

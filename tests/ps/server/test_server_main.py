@@ -1,4 +1,4 @@
-"""A parameter server as a process: what it prints."""
+"""A parameter server as a process: what it logs."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ import numpy as np
 from kerasdist.ps import ServerSettings, Variable, connect_servers
 from kerasdist.ps.server.main import run_server
 from servers import SECONDS, server_place, worker_place
+from waiting import wait_until
 from workers import free_ports
 
 
-def test_it_says_at_the_start_what_it_holds(capsys):
+def test_it_says_at_the_start_what_it_holds(said):
     worker, *servers = (f"127.0.0.1:{port}" for port in free_ports(3))
     settings = ServerSettings(mode="async")
     threads = [
@@ -33,21 +34,22 @@ def test_it_says_at_the_start_what_it_holds(capsys):
         table = client.open_table(
             variables, [np.zeros(v.shape, "f4") for v in variables]
         )
-        said = capsys.readouterr().out.splitlines()
+        wait_until(lambda: len(said()) == 4, "what both hold")
+        begin = said()
         for _ in range(3):
             table.push_pull([np.ones((1000, 3), "f4"), np.ones(1500, "f4")])
     for thread in threads:
         thread.join(20)
     names = [f"kerasdist: server {i} of 2 ({servers[i]})" for i in range(2)]
     for name in names:
-        assert f"{name} serves 1 worker(s), mode='async'." in said
+        assert f"{name} serves 1 worker(s), mode='async'." in begin
     share = "{} bytes in {}, {} % of 18,000 bytes; variables: 2."
-    held = [line for line in said if " holds " in line]
+    held = [line for line in begin if " holds " in line]
     assert sorted(held) == [
         f"{names[0]} holds {share.format('12,000', '2 pieces', '66.7')}",
         f"{names[1]} holds {share.format('6,000', '1 piece', '33.3')}",
     ]
-    ends = sorted(capsys.readouterr().out.splitlines())
+    ends = sorted(said()[4:])
     assert all(end.startswith(name) for end, name in zip(ends, names, strict=True))
     # One for the table, and one for each step, however many variables there are.
     assert all(" has finished: 4 requests, " in end for end in ends)

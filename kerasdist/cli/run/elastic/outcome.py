@@ -9,6 +9,7 @@ Which worker is the chief, the members of each epoch report on the launcher's pi
 
 from __future__ import annotations
 
+import logging
 import signal
 import time
 from collections.abc import Sequence
@@ -137,7 +138,8 @@ class ElasticOutcome(JobOutcome):
         fails = not left and not self._finished
         line = f"{server.task} ({self._ports.address(server.task)}) "
         line += in_words(server.code or 0)
-        print_line_soon(line + ("; the others go on" if left and self._running else ""))
+        line += "; the others go on" if left and self._running else ""
+        print_line_soon(line, logging.WARNING)
         if fails:
             self.failed_at = time.monotonic()
         return fails
@@ -172,7 +174,7 @@ class ElasticOutcome(JobOutcome):
                 f"; it is started again in {pause:g} s (restart {self._restarts.used} "
                 f"of {self._restarts.most})"
             )
-        print_line_soon(line)
+        print_line_soon(line, logging.WARNING)
 
     @property
     def restart_pending(self) -> bool:

@@ -9,6 +9,7 @@ All prove the job's secret. The ports are kept from the exchange on.
 from __future__ import annotations
 
 import contextlib
+import logging
 import socket
 import threading
 import time
@@ -152,7 +153,7 @@ def _collect(options: NodeOptions, mine: dict[str, list[str]], secret: bytes) ->
                 undo.callback(connection.close)
                 fault = _fault(options, rank, hello, named)
                 if fault:
-                    print_line(f"a host was refused: {fault}")
+                    print_line(f"a host was refused: {fault}", logging.WARNING)
                     _reply(connection, {"fault": fault})
                 elif rank < 0:
                     unnamed.append((connection, hello))

@@ -77,7 +77,7 @@ def test_a_forked_child_writes_its_own_lines_only(slow):
     reading, writing = os.pipe()
     pid = os.fork()
     if pid == 0:
-        background_log.write_line("the child's")
+        background_log.log(logging.WARNING, "the child's")
         background_log.flush(10)
         os.write(writing, f"{slow.lines}".encode())
         os._exit(0)

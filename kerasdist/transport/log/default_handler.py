@@ -1,0 +1,188 @@
+"""The handler that shows the library's lines where the application has configured none.
+
+It is asked for each line whether another handler gets it: an application may call
+`logging.basicConfig` after the import of this library, and no line may be doubled.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import sys
+import time
+from collections.abc import Mapping
+from typing import Any, TextIO
+
+from kerasdist.transport.log.progress_line import ProgressLine
+
+__all__ = [
+    "FORMAT_VARIABLE",
+    "LEVEL_VARIABLE",
+    "LOGGER",
+    "DefaultHandler",
+    "configure",
+    "format_fault",
+    "is_configured",
+    "level_fault",
+    "name_task",
+]
+
+LOGGER = logging.getLogger("kerasdist")
+LEVEL_VARIABLE, FORMAT_VARIABLE = "KERASDIST_LOG_LEVEL", "KERASDIST_LOG_FORMAT"
+_FORMATS = ("text", "json")
+_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
+_PREFIX = "kerasdist: "
+# The attributes that each record has; the others are fields of the line.
+_USUAL = frozenset(
+    {
+        *logging.LogRecord("", 0, "", 0, "", (), None).__dict__,
+        *("message", "asctime", "taskName", "progress"),
+    }
+)
+
+
+class DefaultHandler(logging.Handler):
+    """Writes lines to the standard error of the moment, unless another handler does.
+
+    A line with the attribute `progress` is rewritten in place on a terminal.
+
+    Attributes:
+        as_json: Whether each line is a JSON object.
+        task: This process's task, for JSON; empty: unknown.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.as_json = False
+        self.task: dict[str, Any] = {}
+        self._progress = ProgressLine()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write a line; see `logging.Handler.emit`."""
+        stream: TextIO | None = sys.stderr
+        if stream is None or is_configured(logging.getLogger(record.name)):
+            return
+        try:
+            if self.as_json:
+                stream.write(self._json(record) + "\n")
+            else:
+                progress = getattr(record, "progress", None)
+                stream.write(self._progress.text(self.format(record), progress, stream))
+            stream.flush()
+        except (OSError, ValueError):
+            # It is closed, or isn't read any more: nobody can be told.
+            pass
+        except Exception:
+            self.handleError(record)
+
+    def _json(self, record: logging.LogRecord) -> str:
+        line = {
+            "time": _time(record.created),
+            "level": record.levelname,
+            "logger": record.name,
+            **self.task,
+            "message": record.getMessage().removeprefix(_PREFIX),
+            **{
+                name: value
+                for name, value in record.__dict__.items()
+                if name not in _USUAL
+            },
+        }
+        if record.exc_info:
+            text = logging.Formatter().formatException(record.exc_info)
+            line["exception"] = text
+        return json.dumps(line, default=str)
+
+
+def _time(seconds: float) -> str:
+    whole = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(seconds))
+    return f"{whole}.{int(seconds * 1000) % 1000:03d}Z"
+
+
+def is_configured(logger: logging.Logger) -> bool:
+    """Return whether the application has a handler that gets this logger's records."""
+    at: logging.Logger | None = logger
+    while at is not None:
+        if any(
+            not isinstance(each, (DefaultHandler, logging.NullHandler))
+            for each in at.handlers
+        ):
+            return True
+        at = at.parent if at.propagate else None
+    return False
+
+
+def configure(environ: Mapping[str, str] | None = None) -> None:
+    """Give the logger "kerasdist" its handler, once, and the environment's settings.
+
+    A value that can't be used is warned of and ignored: an import isn't the place for
+    an error. `kerasdist run` refuses it before anything starts.
+
+    Args:
+        environ: The environment; the process's by default.
+    """
+    environ = os.environ if environ is None else environ
+    handler = _handler()
+    if handler is None:
+        handler = DefaultHandler()
+        LOGGER.addHandler(handler)
+    handler.as_json = environ.get(FORMAT_VARIABLE, "").strip().lower() == "json"
+    number = _number(environ.get(LEVEL_VARIABLE, ""))
+    if number is not None:
+        LOGGER.setLevel(number)
+    for fault in (level_fault(environ), format_fault(environ)):
+        if fault is not None:
+            LOGGER.warning("kerasdist: %s. It is ignored.", fault)
+
+
+def _handler() -> DefaultHandler | None:
+    found = (each for each in LOGGER.handlers if isinstance(each, DefaultHandler))
+    return next(found, None)
+
+
+def name_task(kind: str, index: int, rank: int | None) -> None:
+    """Note which task this process is: lines in JSON name it from now on.
+
+    Args:
+        kind: "worker", "chief", "ps" or "evaluator".
+        index: Index among the tasks of that type.
+        rank: The worker's rank at the start; None for a server.
+    """
+    handler = _handler()
+    if handler is not None:
+        ranks = {} if rank is None else {"rank": rank}
+        handler.task = {"task": f"{kind} {index}", **ranks}
+
+
+def level_fault(environ: Mapping[str, str]) -> str | None:
+    """Return what is wrong with `KERASDIST_LOG_LEVEL`; None if nothing is."""
+    text = environ.get(LEVEL_VARIABLE, "")
+    if not text.strip() or _number(text) is not None:
+        return None
+    return (
+        f"{LEVEL_VARIABLE} isn't a level. Received: {LEVEL_VARIABLE}={text!r}. "
+        f"Expected one of {', '.join(_LEVELS)}, or a number from 1 on"
+    )
+
+
+def format_fault(environ: Mapping[str, str]) -> str | None:
+    """Return what is wrong with `KERASDIST_LOG_FORMAT`; None if nothing is."""
+    text = environ.get(FORMAT_VARIABLE, "")
+    if text.strip().lower() in ("", *_FORMATS):
+        return None
+    return (
+        f"{FORMAT_VARIABLE} isn't a format. Received: {FORMAT_VARIABLE}={text!r}. "
+        "Expected text or json"
+    )
+
+
+def _number(text: str) -> int | None:
+    """Return a level's number; None if there is none, or it can't be used."""
+    name = text.strip().upper()
+    if name in _LEVELS:
+        return int(getattr(logging, name))
+    with contextlib.suppress(ValueError):
+        return int(name) if int(name) > 0 else None
+    return None

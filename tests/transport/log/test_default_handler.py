@@ -1,0 +1,182 @@
+"""Where the library's lines go: in a script, an application, a notebook, a test."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+from kerasdist.transport.log.default_handler import format_fault, level_fault
+from places import ROOT
+from workers import python_env
+
+pytestmark = pytest.mark.timeout(60)
+
+SAY = """
+    from kerasdist.transport.log import status
+    status.log(10, "kerasdist: debug %d", 1)
+    status.info("kerasdist: info %d", 2)
+    status.log(30, "kerasdist: warning")
+"""
+
+
+def stderr_of(script, **env):
+    """What a script without TensorFlow writes to standard error, in lines."""
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)],
+        env=python_env(env),
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=True,
+    )
+    assert done.stdout == ""
+    return done.stderr.splitlines()
+
+
+INFO = ["kerasdist: info 2", "kerasdist: warning"]
+FORMATTED = [
+    "INFO:kerasdist:kerasdist: info 2",
+    "WARNING:kerasdist:kerasdist: warning",
+]
+
+
+@pytest.mark.parametrize(
+    ("before", "expected"),
+    [
+        # Nobody has configured anything: the words alone, from INFO on.
+        ("import kerasdist", INFO),
+        # The application has: its level, its format, and each line once.
+        (
+            "import kerasdist, logging; logging.basicConfig(level='INFO')",
+            [
+                "INFO:kerasdist:kerasdist: info 2",
+                "WARNING:kerasdist:kerasdist: warning",
+            ],
+        ),
+        (
+            "import logging; logging.basicConfig(level='INFO'); import kerasdist",
+            [
+                "INFO:kerasdist:kerasdist: info 2",
+                "WARNING:kerasdist:kerasdist: warning",
+            ],
+        ),
+        (
+            "import kerasdist, logging; logging.basicConfig()",
+            ["WARNING:kerasdist:kerasdist: warning"],
+        ),
+        # Only a level, by the application: the library's handler keeps it.
+        (
+            "import kerasdist, logging; logging.getLogger('kerasdist').setLevel(30)",
+            ["kerasdist: warning"],
+        ),
+        (
+            "import kerasdist, logging; logging.getLogger('kerasdist').setLevel(10)",
+            ["kerasdist: debug 1", *INFO],
+        ),
+        ("import kerasdist, logging; logging.disable(20)", ["kerasdist: warning"]),
+        # A handler of its own for these lines alone, and silence.
+        (
+            "import kerasdist, logging; log = logging.getLogger('kerasdist');"
+            "log.addHandler(logging.StreamHandler()); log.setLevel('INFO')",
+            INFO,
+        ),
+        (
+            "import kerasdist, logging; log = logging.getLogger('kerasdist');"
+            "log.handlers.clear(); log.addHandler(logging.NullHandler())",
+            [],
+        ),
+        # absl's application configures the root logger; its import doesn't.
+        ("import absl.logging, kerasdist", INFO),
+    ],
+)
+def test_who_configures_decides(before, expected):
+    assert stderr_of(f"    {before}{SAY}") == expected
+
+
+@pytest.mark.parametrize(
+    ("level", "count"),
+    [("debug", 3), ("INFO", 2), ("Warning", 1), ("10", 3), ("40", 0)],
+)
+def test_the_environments_level_holds_with_and_without_an_application(level, count):
+    for before in ("", "import logging; logging.basicConfig(); "):
+        script = f"    {before}import kerasdist{SAY}"
+        assert len(stderr_of(script, KERASDIST_LOG_LEVEL=level)) == count
+
+
+def test_wrong_settings_are_warned_of_and_ignored():
+    wrong = {"KERASDIST_LOG_LEVEL": "loud", "KERASDIST_LOG_FORMAT": "xml"}
+    lines = stderr_of(f"    import kerasdist{SAY}", **wrong)
+    assert lines[2:] == INFO
+    for fault in (level_fault(wrong), format_fault(wrong)):
+        assert f"kerasdist: {fault}. It is ignored." in lines[:2]
+    assert "Received: KERASDIST_LOG_LEVEL='loud'. Expected one of DEBUG, " in lines[0]
+    assert "Received: KERASDIST_LOG_FORMAT='xml'. Expected text or json" in lines[1]
+    assert level_fault({}) is format_fault({}) is None
+
+
+def test_json():
+    script = f"""    import kerasdist
+    from kerasdist.transport.log.default_handler import name_task
+    name_task("worker", 3, 3){SAY}
+    try:
+        1 / 0
+    except ZeroDivisionError:
+        status.log(40, "two\\nlines", exc_info=True, seconds=1.5, why=OSError)
+    """
+    lines = stderr_of(script, KERASDIST_LOG_FORMAT="JSON")
+    first, _, last = (json.loads(line) for line in lines)
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", first.pop("time"))
+    assert first == {
+        "level": "INFO",
+        "logger": "kerasdist",
+        "task": "worker 3",
+        "rank": 3,
+        "message": "info 2",
+    }
+    assert last["message"] == "two\nlines"
+    assert last["seconds"] == 1.5
+    assert last["why"] == "<class 'OSError'>"
+    assert last["exception"].endswith("ZeroDivisionError: division by zero")
+
+
+def test_a_closed_standard_error_ends_nothing():
+    assert stderr_of(f"    import kerasdist, os; os.close(2){SAY}") == []
+    assert stderr_of(f"    import kerasdist, sys; sys.stderr = None{SAY}") == []
+
+
+def test_a_notebooks_stream_is_the_one_of_the_moment():
+    script = f"""    import kerasdist, io, sys
+    sys.stderr = cell = io.StringIO(){SAY}
+    sys.stderr = sys.__stderr__
+    sys.stderr.write(cell.getvalue().upper())
+    """
+    assert stderr_of(script) == [line.upper() for line in INFO]
+
+
+# `print` is for what a command was asked for, and for what its tasks have written.
+PRINTS = {
+    "kerasdist/cli/doctor/command.py",
+    "kerasdist/cli/plan.py",
+    "kerasdist/cli/run/bootstrap.py",
+    "kerasdist/cli/run/exits.py",
+}
+
+
+def test_nothing_else_prints():
+    found = set()
+    for folder in ("kerasdist", "callbacks"):
+        for path in (ROOT / folder).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.Call) and ast.unparse(node.func) in (
+                    *("print", "io_utils.print_msg", "sys.stdout.write"),
+                    "sys.stderr.write",
+                ):
+                    found.add(str(path.relative_to(ROOT)))
+    # Keras's own line of its progress bar, in its place.
+    assert found - {"kerasdist/_keras/training/progress_bar.py"} == PRINTS
