@@ -32,6 +32,7 @@ from kerasdist.transport.connection import Connection
 from kerasdist.transport.deadline import Deadline
 from kerasdist.transport.liveness.heartbeat import Heartbeat
 from kerasdist.transport.rendezvous.dial import dial_tcp, dial_unix, retry
+from kerasdist.transport.rendezvous.waiting_notice import Absent, Sight
 from kerasdist.transport.timeouts import Timeouts
 from kerasdist.transport.wire.framing import FrameType, unexpected
 
@@ -140,9 +141,17 @@ class NetworkConnection(ServerConnection):
         }
 
         secret, stop = self._secret, self._stop
+        connected = threading.Event()
+
+        def look() -> Sight | None:
+            if not connected.is_set():
+                return None
+            why = f"server {self.index} waits for them, see its output"
+            return Sight([Absent("other workers", "", why)], f"server {self.index}")
 
         def register() -> tuple[Connection, dict[str, Any]]:
             found = dial_tcp(self.address, secret, hello, deadline, stop)
+            connected.set()
             try:
                 patience = Deadline(deadline.remaining() + GRACE_SECONDS)
                 with stop.bound(found.sock):
@@ -153,11 +162,12 @@ class NetworkConnection(ServerConnection):
                 if kind is not FrameType.ROSTER:
                     raise unexpected(kind)
             except BaseException:
+                connected.clear()
                 found.close()
                 raise
             return found, answer
 
-        control, answer = self._retry(register, deadline)
+        control, answer = self._retry(register, deadline, look)
         try:
             shared = self._transport == "auto" and answer.get("host") == self._host
             hello = {**hello, "line": "data", "shared": shared}
@@ -189,11 +199,18 @@ class NetworkConnection(ServerConnection):
         self._heartbeat.add(self.index, control)
         return roster
 
-    def _retry(self, attempt: Callable[[], Any], deadline: Deadline) -> Any:
+    def _retry(
+        self,
+        attempt: Callable[[], Any],
+        deadline: Deadline,
+        connected: Callable[[], Sight | None] | None = None,
+    ) -> Any:
         """Try until it works."""
         try:
             found = retry(
-                *(attempt, deadline, self.index, self.address, self._stop), "Server"
+                *(attempt, deadline, self.index, self.address, self._stop),
+                "Server",
+                connected,
             )
         except errors.StartupError as error:
             # A refusal is the server's own message. Unless that lists them, it names no

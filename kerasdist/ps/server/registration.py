@@ -19,6 +19,12 @@ from kerasdist.ps.progress import Progress
 from kerasdist.ps.server.handler import RequestHandler
 from kerasdist.transport.connection import Connection
 from kerasdist.transport.deadline import Deadline
+from kerasdist.transport.rendezvous.waiting_notice import (
+    Absent,
+    Sight,
+    WaitingNotice,
+    ranks_in_words,
+)
 from kerasdist.transport.wire.framing import FrameType
 
 __all__ = [
@@ -98,6 +104,26 @@ class Registrar:
                 sent a refusal.
             TransportClosed: The server was closed.
         """
+        name = f"server {self._handler.server}"
+        goal = f"{name} ({self._address})"
+        with WaitingNotice(name, self._sight, deadline, goal=goal):
+            self._wait(deadline)
+        pending, self._pending = list(self._pending.values()), {}
+        for worker, _ in pending:
+            self._handler.membership.enter(worker, None)
+        return pending
+
+    def _sight(self) -> Sight:
+        """Return which workers are here, in the thread of the notice."""
+        here = sorted(self._pending.copy())
+        missing = [
+            Absent(f"rank {rank}", address)
+            for rank, address in enumerate(self._workers)
+            if rank not in here
+        ]
+        return Sight(missing, ranks_in_words(here) if here else "no worker")
+
+    def _wait(self, deadline: Deadline) -> None:
         while len(self._pending) < len(self._workers):
             if self._stop.is_set():
                 raise errors.TransportClosed("This server was closed.")
@@ -120,10 +146,6 @@ class Registrar:
                 connection.close()
             if ended and self._once:
                 raise self._lost(ended[0][0])
-        pending, self._pending = list(self._pending.values()), {}
-        for worker, _ in pending:
-            self._handler.membership.enter(worker, None)
-        return pending
 
     def _accept_handshake(
         self, rank: int, connection: Connection, hello: dict[str, Any]

@@ -15,7 +15,7 @@ import time
 from collections.abc import Mapping
 from typing import Any, TextIO
 
-from kerasdist.transport.log.progress_line import ProgressLine
+from kerasdist.transport.log.progress_line import ProgressLine, rewrites
 
 __all__ = [
     "FORMAT_VARIABLE",
@@ -27,6 +27,7 @@ __all__ = [
     "is_configured",
     "level_fault",
     "name_task",
+    "rewrites_lines",
 ]
 
 LOGGER = logging.getLogger("kerasdist")
@@ -154,6 +155,17 @@ def name_task(kind: str, index: int, rank: int | None) -> None:
     if handler is not None:
         ranks = {} if rank is None else {"rank": rank}
         handler.task = {"task": f"{kind} {index}", **ranks}
+
+
+def rewrites_lines() -> bool:
+    """Return whether a line with the attribute `progress` is rewritten in place now."""
+    handler = _handler()
+    return (
+        handler is not None
+        and not handler.as_json
+        and rewrites(sys.stderr)
+        and not is_configured(LOGGER)
+    )
 
 
 def level_fault(environ: Mapping[str, str]) -> str | None:

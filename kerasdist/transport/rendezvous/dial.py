@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import threading
 from collections.abc import Callable
@@ -14,7 +15,11 @@ from kerasdist.transport.connection import Connection
 from kerasdist.transport.deadline import Deadline
 from kerasdist.transport.forks import close_in_children
 from kerasdist.transport.rendezvous.probe import look_up, why_unreachable
-from kerasdist.transport.rendezvous.waiting_notice import WaitingNotice
+from kerasdist.transport.rendezvous.waiting_notice import (
+    Absent,
+    Sight,
+    WaitingNotice,
+)
 from kerasdist.transport.wire import handshake
 from kerasdist.transport.wire.same_user import why_not_same_user
 from kerasdist.transport.wire.secret import is_loopback
@@ -150,6 +155,7 @@ def retry(
     address: str,
     stop: threading.Event,
     who: str = "Rank",
+    connected: Callable[[], Sight | None] | None = None,
 ) -> _Result | None:
     """Try until it works or the deadline passes: machines start minutes apart.
 
@@ -160,33 +166,45 @@ def retry(
         address: The peer's address.
         stop: When this is set, give up and return None.
         who: The kind of peer, for messages: "Rank" or "Server".
+        connected: Returns what the attempt waits for when it has connected, for log
+            lines; None before. Without it an attempt ends when it has connected.
 
     Raises:
         StartupError: It didn't work by the deadline; `missing` has the index.
         ProtocolError: The process at the address isn't this version of kerasdist.
     """
     number = 0
-    notice = WaitingNotice("this task")
-    while not stop.is_set():
-        try:
-            return attempt()
-        except errors.ProtocolError as error:
-            raise errors.ProtocolError(
-                f"{who} {index} isn't the process at its address {address}. {error}"
-            ) from error
-        except (OSError, EOFError) as error:
-            if isinstance(error, errors.KerasDistError):
-                raise
-            if deadline.expired:
-                why = why_unreachable(address, PROBE_SECONDS) or str(error)
-                raise errors.StartupError(
-                    f"{who} {index} ({address}) couldn't be reached within "
-                    f"{deadline.seconds:g} s: {why}. Is it running (look at its output "
-                    "first), and is its address right? `kerasdist doctor` shows which "
-                    "tasks can be reached from here.",
-                    {index: why},
+
+    def look() -> Sight:
+        found = None if connected is None else connected()
+        return found or Sight([Absent(f"{who.lower()} {index}", address)])
+
+    with contextlib.ExitStack() as undo:
+        # Most attempts succeed at once.
+        notice = WaitingNotice("this task", look, deadline)
+        if connected is not None:
+            undo.enter_context(notice)
+        while not stop.is_set():
+            try:
+                return attempt()
+            except errors.ProtocolError as error:
+                raise errors.ProtocolError(
+                    f"{who} {index} isn't the process at its address {address}. {error}"
                 ) from error
-        notice.report([f"{who.lower()} {index} ({address})"], deadline)
-        stop.wait(min(0.05 * 1.5 ** min(number, 8), deadline.remaining()))
-        number += 1
+            except (OSError, EOFError) as error:
+                if isinstance(error, errors.KerasDistError):
+                    raise
+                if deadline.expired:
+                    why = why_unreachable(address, PROBE_SECONDS) or str(error)
+                    raise errors.StartupError(
+                        f"{who} {index} ({address}) couldn't be reached within "
+                        f"{deadline.seconds:g} s: {why}. Is it running (look at its "
+                        "output first), and is its address right? `kerasdist doctor` "
+                        "shows which tasks can be reached from here.",
+                        {index: why},
+                    ) from error
+            if not number and connected is None:
+                undo.enter_context(notice)
+            stop.wait(min(0.05 * 1.5 ** min(number, 8), deadline.remaining()))
+            number += 1
     return None

@@ -14,6 +14,8 @@ C: rank 0, the chief      W: every other rank
 from __future__ import annotations
 
 import dataclasses
+import threading
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -27,7 +29,12 @@ from kerasdist.transport.rendezvous.dial import PROBE_SECONDS, dial_tcp, retry
 from kerasdist.transport.rendezvous.listener import Listener
 from kerasdist.transport.rendezvous.member import Member
 from kerasdist.transport.rendezvous.probe import why_unreachable
-from kerasdist.transport.rendezvous.waiting_notice import WaitingNotice
+from kerasdist.transport.rendezvous.waiting_notice import (
+    Absent,
+    Sight,
+    WaitingNotice,
+    ranks_in_words,
+)
 from kerasdist.transport.wire.framing import FrameType, unexpected
 
 __all__ = ["Arrival", "gather", "missing_error", "report"]
@@ -35,6 +42,10 @@ __all__ = ["Arrival", "gather", "missing_error", "report"]
 # Seconds that the others wait longer than the chief, to get the chief's reasons.
 _GRACE_SECONDS = 8.0
 _MOST_PROBES = 256
+_ELSEWHERE = (
+    "it connected, but for another session than rank 0's: does it have the same list "
+    "of workers, and create its strategies in the same order?"
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -71,6 +82,7 @@ def report(
         StartupError, AuthenticationError, ProtocolError, Aborted: See `Session`.
     """
     chief = arrival.addresses[0]
+    connected = threading.Event()
 
     def attempt() -> tuple[tuple[Member, ...], dict[int, Connection]]:
         hello = {
@@ -82,6 +94,7 @@ def report(
             "seconds": deadline.remaining(),
         }
         connection = dial_tcp(chief, arrival.secret, hello, deadline, arrival.stop)
+        connected.set()
         try:
             patience = Deadline(deadline.remaining() + _GRACE_SECONDS)
             with arrival.stop.bound(connection.sock):
@@ -97,11 +110,18 @@ def report(
             if any(m.address != arrival.addresses[m.rank] for m in members):
                 raise errors.ProtocolError("The roster holds other addresses.")
         except BaseException:
+            connected.clear()
             connection.close()
             raise
         return members, {0: connection}
 
-    found = retry(attempt, deadline, 0, chief, arrival.stop)
+    def look() -> Sight | None:
+        if not connected.is_set():
+            return None
+        others = Absent("other workers", "", "rank 0 waits for them, see its output")
+        return Sight([others], here="rank 0")
+
+    found = retry(attempt, deadline, 0, chief, arrival.stop, connected=look)
     if found is None:
         raise Aborted
     return found
@@ -141,8 +161,15 @@ def gather(
         Aborted: `arrival.stop` was set.
     """
     pending: dict[int, _PendingPeer] = {}
+    gone: dict[int, float] = {}
+    me = f"rank 0 ({arrival.addresses[0]})"
+
+    def look() -> Sight:
+        return _sight(arrival, listener, pending, gone)
+
     try:
-        _wait_for_all(arrival, deadline, listener, pending)
+        with WaitingNotice("rank 0", look, deadline, goal=me):
+            _wait_for_all(arrival, deadline, listener, pending, gone)
         _check_settings(arrival, pending)
     except errors.StartupError as error:
         for peer in pending.values():
@@ -168,13 +195,14 @@ def _wait_for_all(
     deadline: Deadline,
     listener: Listener,
     pending: dict[int, _PendingPeer],
+    gone: dict[int, float],
 ) -> None:
     size = len(arrival.addresses)
-    notice = WaitingNotice("rank 0")
     while True:
         for rank, peer in list(pending.items()):
             if peer.connection.ended:
                 pending.pop(rank).connection.close()
+                gone[rank] = time.monotonic()
         if arrival.stop.is_set():
             raise Aborted
         if len(pending) == size - 1:
@@ -183,14 +211,6 @@ def _wait_for_all(
         first = min([deadline, *(g.patience for g in pending.values())], key=_left)
         if first.expired:
             raise _missing(arrival, first, listener, pending)
-        notice.report(
-            [
-                f"rank {rank} ({arrival.addresses[rank]})"
-                for rank in range(1, size)
-                if rank not in pending
-            ],
-            first,
-        )
         seconds = min(first.remaining(), 0.5)
         arrived = listener.mailboxes.take_any(
             arrival.session, "control", seconds, arrival.stop
@@ -207,6 +227,37 @@ def _wait_for_all(
                 _refuse(older.connection, _twice(older.member, peer.member), {})
             elif older is not None:
                 older.connection.close()
+
+
+def _sight(
+    arrival: Arrival,
+    listener: Listener,
+    pending: dict[int, _PendingPeer],
+    gone: dict[int, float],
+) -> Sight:
+    """Return which workers are here, in the thread of the notice."""
+    here = [0, *sorted(pending.copy())]
+    elsewhere = listener.mailboxes.others(arrival.session, "control")
+    left = gone.copy()
+
+    def why(rank: int) -> str:
+        if rank in elsewhere:
+            return _ELSEWHERE
+        if rank in left:
+            ago = time.monotonic() - left[rank]
+            return f"it was here, and its connection ended {ago:.0f} s ago"
+        return ""
+
+    refused = listener.refusals()
+    return Sight(
+        missing=[
+            Absent(f"rank {rank}", arrival.addresses[rank], why(rank))
+            for rank in range(1, len(arrival.addresses))
+            if rank not in here
+        ],
+        here=ranks_in_words(here),
+        refused=refused[-1] if refused else "",
+    )
 
 
 def _left(deadline: Deadline) -> float:
@@ -272,10 +323,7 @@ def _missing(
 
     def reason(rank: int) -> str:
         if rank in elsewhere:
-            return (
-                "it connected, but for another session than rank 0's: does it have the "
-                "same list of workers, and create its strategies in the same order?"
-            )
+            return _ELSEWHERE
         return why_unreachable(addresses[rank], PROBE_SECONDS) or (
             "it listens there but hasn't connected to rank 0; can it reach "
             f"{addresses[0]}, and does it hold the same KERASDIST_SECRET?"

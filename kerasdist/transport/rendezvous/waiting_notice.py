@@ -1,58 +1,247 @@
 """Log lines about tasks that a start-up is still waiting for.
 
 Other tasks may be started by hand, or be queued by a cluster: without a line in the log
-a job that waits looks like one that hangs.
+a job that waits looks like one that hangs. So there is one every ten seconds, which
+names those that are here, those that aren't, and why not as far as it is known; on a
+terminal it is rewritten in place.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import logging
+import os
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from types import TracebackType
 
 from kerasdist.transport.deadline import Deadline
 from kerasdist.transport.log.background_log import log
+from kerasdist.transport.log.default_handler import LOGGER, rewrites_lines
+from kerasdist.transport.rendezvous.probe import why_unreachable
 
-__all__ = ["FIRST_SECONDS", "WaitingNotice"]
+__all__ = [
+    "AGAIN_SECONDS",
+    "FIRST_SECONDS",
+    "REWRITE_SECONDS",
+    "Absent",
+    "Sight",
+    "WaitingNotice",
+    "ranks_in_words",
+]
 
-# Workers of one job may take this long to import TensorFlow one after another.
-FIRST_SECONDS = 15.0
-_AGAIN_SECONDS = 60.0
+FIRST_SECONDS = 10.0
+AGAIN_SECONDS = 10.0
+REWRITE_SECONDS = 1.0
+_PROBE_SECONDS = 2.0
+_MOST_PROBES = 16
+# Tasks, and reasons, that a line has; the others are counted.
+_MOST_NAMES = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Absent:
+    """A task that is missing.
+
+    Attributes:
+        name: For instance "rank 2".
+        address: Its address.
+        why: The reason, if it is known without a look at its address.
+    """
+
+    name: str
+    address: str
+    why: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.address})" if self.address else self.name
+
+
+@dataclasses.dataclass(frozen=True)
+class Sight:
+    """The tasks at one moment.
+
+    Attributes:
+        missing: Those that are waited for.
+        here: The names of those that are there, in words; empty: nothing is known.
+        refused: The last connection that was refused, with the reason.
+    """
+
+    missing: Sequence[Absent]
+    here: str = ""
+    refused: str = ""
 
 
 class WaitingNotice:
-    """Logs the missing tasks, from time to time.
+    """Logs what is waited for inside the block, in a thread that delays nothing.
 
     Args:
         me: The name of this task, for instance "rank 0".
+        look: Returns what there is now; is called from the other thread.
+        deadline: Until when it is waited.
+        goal: To what the missing ones should connect, for instance "rank 0 (a:1)".
+        option: The option that sets the deadline.
+        hint: What helps, in the first line.
+        logger: The logger; its lines begin as those of the program that has it.
+        environ: The environment; the process's by default.
     """
 
-    def __init__(self, me: str) -> None:
+    def __init__(
+        self,
+        me: str,
+        look: Callable[[], Sight],
+        deadline: Deadline,
+        *,
+        goal: str = "",
+        option: str = "`startup_timeout`",
+        hint: str = "`kerasdist doctor` shows which tasks can be reached.",
+        logger: logging.Logger = LOGGER,
+        environ: Mapping[str, str] | None = None,
+    ) -> None:
+        environ = os.environ if environ is None else environ
         self._me = me
+        self._look = look
+        self._deadline = deadline
+        self._goal = goal
+        self._option = option
+        self._hint = hint
+        self._logger = logger
+        self._begin = "kerasdist:" if logger is LOGGER else "kerasdist run:"
+        # Then a launcher listens at each address before it starts the task.
+        self._launched = bool(environ.get("KERASDIST_LISTEN_FD"))
         self._began = time.monotonic()
-        self._next = self._began + FIRST_SECONDS
+        self._lock = threading.Lock()
+        self._ended = threading.Event()
+        self._logged = False
 
-    def report(self, missing: Sequence[str], deadline: Deadline) -> None:
-        """Log the tasks that are missing, if that is due. Never waits.
+    def __enter__(self) -> WaitingNotice:
+        self._began = time.monotonic()
+        # It isn't waited for: it may be looking at an address.
+        threading.Thread(
+            target=self._run, name="kerasdist-waiting", daemon=True
+        ).start()
+        return self
 
-        Args:
-            missing: Their names, with their addresses.
-            deadline: Until when they are waited for.
-        """
-        now = time.monotonic()
-        if not missing or now < self._next:
-            return
-        self._next = now + _AGAIN_SECONDS
-        some = ", ".join(missing[:4])
-        more = f" and {len(missing) - 4} more" if len(missing) > 4 else ""
-        log(
-            logging.WARNING,
-            "kerasdist: %s has been waiting for %s%s for %.0f s, and continues for at "
-            "most %.0f s (`startup_timeout`). Are they started? `kerasdist doctor` "
-            "shows which tasks can be reached.",
-            self._me,
-            some,
-            more,
-            now - self._began,
-            deadline.remaining(),
-        )
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._ended.set()
+        with self._lock:
+            if not self._logged:
+                return
+            seconds = time.monotonic() - self._began
+            end = "waits no longer" if error is not None else "has all it waited for"
+            text = f"{self._begin} {self._me} {end}, after {seconds:.0f} s."
+            log(
+                logging.INFO,
+                "%s",
+                text,
+                logger=self._logger,
+                progress=False,
+                seconds=round(seconds, 1),
+            )
+
+    def _run(self) -> None:
+        pause = FIRST_SECONDS
+        while not self._ended.wait(pause):
+            sight = self._look()
+            if not sight.missing:
+                pause = REWRITE_SECONDS
+                continue
+            reasons = self._reasons(sight.missing)
+            in_place = rewrites_lines()
+            pause = REWRITE_SECONDS if in_place else AGAIN_SECONDS
+            # The reasons are looked for less often than the seconds are counted.
+            for _ in range(round(AGAIN_SECONDS / pause) or 1):
+                self._log(sight, reasons)
+                if self._ended.wait(pause):
+                    return
+                if not in_place:
+                    break
+            pause = 0.0
+
+    def _log(self, sight: Sight, reasons: Mapping[str, str]) -> None:
+        with self._lock:
+            if self._ended.is_set():
+                return
+            seconds = time.monotonic() - self._began
+            first, self._logged = not self._logged, True
+            log(
+                logging.WARNING,
+                "%s",
+                self._text(sight, reasons, seconds, first=first),
+                logger=self._logger,
+                progress=True,
+                waiting_for=reasons,
+                here=sight.here,
+                seconds=round(seconds, 1),
+            )
+
+    def _text(
+        self, sight: Sight, reasons: Mapping[str, str], seconds: float, *, first: bool
+    ) -> str:
+        names: dict[str, list[str]] = {}
+        for name, why in reasons.items():
+            names.setdefault(why, []).append(name)
+        found = [f"{_some(whose)}: {why}" for why, whose in names.items() if why]
+        parts = [
+            f"{self._begin} {self._me} has been waiting for "
+            f"{_some([str(each) for each in sight.missing])} for {seconds:.0f} s, and "
+            f"continues for at most {self._deadline.remaining():.0f} s "
+            f"({self._option})."
+        ]
+        if sight.here:
+            parts.append(f"Here: {sight.here}.")
+        if found:
+            parts.append(f"Missing: {_some(found, '; ')}.")
+        if sight.refused:
+            parts.append(f"Last refused: {sight.refused.rstrip('.')}.")
+        if first:
+            parts.append(self._hint)
+        return " ".join(parts)
+
+    def _reasons(self, missing: Sequence[Absent]) -> dict[str, str]:
+        """Return why tasks are missing, by their names; the first ones' only."""
+        shown = missing[:_MOST_PROBES]
+        with ThreadPoolExecutor(len(shown), "kerasdist-probe") as pool:
+            whys = list(pool.map(self._why, shown))
+        return {each.name: why for each, why in zip(shown, whys, strict=True)}
+
+    def _why(self, task: Absent) -> str:
+        if task.why or not task.address:
+            return task.why
+        why = why_unreachable(task.address, _PROBE_SECONDS)
+        if self._launched and why is None:
+            return "its process runs, but hasn't come to its strategy yet"
+        if self._launched and why is not None and "nothing listens" in why:
+            return "connection refused: its process has ended, or wasn't started"
+        if why is None and self._goal:
+            return (
+                f"it listens there but hasn't connected to {self._goal}; can it reach "
+                "that, and does it hold the same KERASDIST_SECRET?"
+            )
+        return why or "it listens there, but doesn't answer"
+
+
+def _some(names: Sequence[str], separator: str = ", ") -> str:
+    more = len(names) - _MOST_NAMES
+    some = separator.join(names[:_MOST_NAMES])
+    return f"{some} and {more} more" if more > 0 else some
+
+
+def ranks_in_words(numbers: Sequence[int]) -> str:
+    """Return ranks, in their order, in words: "ranks 0-3, 5"."""
+    parts: list[tuple[int, int]] = []
+    for number in numbers:
+        if parts and parts[-1][1] == number - 1:
+            parts[-1] = parts[-1][0], number
+        else:
+            parts.append((number, number))
+    several = "s" if len(numbers) > 1 else ""
+    text = ", ".join(f"{a}" if a == b else f"{a}-{b}" for a, b in parts)
+    return f"rank{several} {text}"

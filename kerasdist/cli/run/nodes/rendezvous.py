@@ -13,7 +13,7 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,13 +27,17 @@ from kerasdist.transport.connection import Connection
 from kerasdist.transport.deadline import Deadline
 from kerasdist.transport.rendezvous.dial import dial_tcp
 from kerasdist.transport.rendezvous.listener import Listener
+from kerasdist.transport.rendezvous.waiting_notice import (
+    Absent,
+    Sight,
+    WaitingNotice,
+)
 from kerasdist.transport.wire.framing import FrameType
 
 __all__ = ["LocalPart", "RendezvousError", "meeting"]
 
 _SESSION, _PURPOSE = "kerasdist run", "node"
-# Seconds between two lines about what is waited for, and between two attempts.
-_LINE_SECONDS = 10.0
+# Seconds between two attempts.
 _AGAIN_SECONDS = 0.5
 _REPLY_SECONDS = 10.0
 
@@ -140,12 +144,24 @@ def _collect(options: NodeOptions, mine: dict[str, list[str]], secret: bytes) ->
     waiting = _Waiting(options)
     named: dict[int, tuple[Connection, dict[str, Any]]] = {}
     unnamed: list[tuple[Connection, dict[str, Any]]] = []
+
+    def look() -> Sight:
+        here = [f"host {rank} ({_where(each)})" for rank, each in named.copy().items()]
+        here += [f"a host ({_where(each)})" for each in unnamed.copy()]
+        number = options.count - 1 - len(here)
+        missing = [Absent(f"{number} of {options.count} hosts", "")] if number else []
+        refused = listener.refusals()
+        return Sight(
+            missing, ", ".join(["host 0", *here]), refused[-1] if refused else ""
+        )
+
     with contextlib.ExitStack() as undo:
         listener = Listener.acquire(options.rendezvous, secret, float(options.seconds))
         undo.callback(listener.release)
         listener.enter(_SESSION)
+        undo.enter_context(waiting.notice("host 0", look, goal=options.rendezvous))
         while len(named) + len(unnamed) < options.count - 1:
-            waiting.report(
+            waiting.check(
                 f"{len(named) + len(unnamed) + 1} of {options.count} hosts are here"
             )
             arrived = listener.mailboxes.take_any(_SESSION, _PURPOSE, _AGAIN_SECONDS)
@@ -172,6 +188,12 @@ def _collect(options: NodeOptions, mine: dict[str, list[str]], secret: bytes) ->
             first = _counts(parts[:index])
             _reply(named[rank][0], {"cluster": cluster, "first": first})
         return cluster, _counts([])
+
+
+def _where(host: tuple[Connection, dict[str, Any]]) -> str:
+    """Return the address of a host that has connected."""
+    addresses = [text for some in host[1]["tasks"].values() for text in some]
+    return split_address(addresses[0])[0] if addresses else "without tasks"
 
 
 def _counts(parts: Sequence[dict[str, list[str]]]) -> dict[str, int]:
@@ -212,71 +234,74 @@ def _ask(options: NodeOptions, mine: dict[str, list[str]], secret: bytes) -> _Fo
         "count": options.count,
         "tasks": mine,
     }
-    while True:
-        try:
-            connection = dial_tcp(
-                options.rendezvous, secret, hello, Deadline(waiting.rest)
-            )
-            with connection:
-                return _await_list(connection, waiting)
-        except (AuthenticationError, ProtocolError) as error:
-            raise RendezvousError(
-                f"the process at {options.rendezvous} isn't the launcher of this job: "
-                f"{error}"
-            ) from error
-        except (OSError, EOFError) as error:
-            reason = str(error) or type(error).__name__
-        waiting.report(f"host 0 isn't at {options.rendezvous} yet ({reason})")
-        time.sleep(_AGAIN_SECONDS)
+    connected = threading.Event()
+    me = "this host" if options.rank is None else f"host {options.rank}"
+
+    def look() -> Sight:
+        if connected.is_set():
+            others = Absent("other hosts", "", "host 0 waits for them, see its output")
+            return Sight([others], "host 0")
+        return Sight([Absent("host 0", options.rendezvous)])
+
+    with waiting.notice(me, look):
+        while True:
+            try:
+                connection = dial_tcp(
+                    options.rendezvous, secret, hello, Deadline(waiting.rest)
+                )
+                with connection:
+                    connected.set()
+                    return _await_list(connection, waiting)
+            except (AuthenticationError, ProtocolError) as error:
+                raise RendezvousError(
+                    f"the process at {options.rendezvous} isn't the launcher of this "
+                    f"job: {error}"
+                ) from error
+            except (OSError, EOFError) as error:
+                reason = str(error) or type(error).__name__
+            connected.clear()
+            waiting.check(f"host 0 isn't at {options.rendezvous} yet ({reason})")
+            time.sleep(_AGAIN_SECONDS)
 
 
 def _await_list(connection: Connection, waiting: _Waiting) -> _Found:
-    stop = threading.Event()
-
-    def report() -> None:
-        while not stop.wait(_AGAIN_SECONDS):
-            waiting.line("other hosts aren't here yet")
-
-    reporter = threading.Thread(target=report, daemon=True)
-    reporter.start()
     try:
         _, value = connection.read_json(Deadline(waiting.rest))
     except TimeoutError as error:
         raise waiting.error("other hosts aren't here") from error
-    finally:
-        stop.set()
-        reporter.join()
     if "fault" in value:
         raise RendezvousError(f"host 0 has refused this one: {value['fault']}")
     return value["cluster"], value["first"]
 
 
 class _Waiting:
-    """The time that a launcher waits, and its lines about it."""
+    """The time that a launcher waits."""
 
     def __init__(self, options: NodeOptions) -> None:
         self._options = options
-        self._began = time.monotonic()
-        self._next = self._began + _LINE_SECONDS
+        self._deadline = Deadline(float(options.seconds))
 
     @property
     def rest(self) -> float:
         """Seconds that are left."""
-        return max(self._began + self._options.seconds - time.monotonic(), 0.0)
+        return self._deadline.remaining()
 
-    def line(self, what: str) -> None:
-        """Print what is waited for, if it's time to."""
-        now = time.monotonic()
-        if now >= self._next:
-            self._next = now + _LINE_SECONDS
-            print_line(
-                f"{what}: waiting for {now - self._began:.0f} s, for at most "
-                f"{self._options.seconds} s"
-            )
+    def notice(
+        self, me: str, look: Callable[[], Sight], goal: str = ""
+    ) -> WaitingNotice:
+        """Return what logs from time to time that this launcher waits."""
+        return WaitingNotice(
+            me,
+            look,
+            self._deadline,
+            goal=goal,
+            option="--start-timeout",
+            hint=f"Start the same command on all {self._options.count} hosts.",
+            logger=logging.getLogger("kerasdist.run"),
+        )
 
-    def report(self, what: str) -> None:
-        """As `line`; raise when the time is over."""
-        self.line(what)
+    def check(self, what: str) -> None:
+        """Raise an error that tells what is the case, when the time is over."""
         if not self.rest:
             raise self.error(what)
 

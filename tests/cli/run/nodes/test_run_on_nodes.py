@@ -163,6 +163,43 @@ def test_another_secret_is_refused(hosts: Hosts, launchers: list[Launcher]) -> N
     assert "isn't the launcher of this job" in second
 
 
+SOON = (
+    "from kerasdist.transport.rendezvous import waiting_notice as w; "
+    "w.FIRST_SECONDS = w.AGAIN_SECONDS = 0.5"
+)
+
+
+def test_launchers_say_for_whom_they_wait(
+    hosts: Hosts, launchers: list[Launcher]
+) -> None:
+    """Host 2 comes when the others have said that it is missing."""
+    jobs = {}
+    lines: dict[int, str] = {}
+    for host, expected in ((1, "Missing: host 0: "), (0, "Here: host 0, host 1 (")):
+        options = nodes(hosts, 3, host)
+        jobs[host] = launchers[host].start(
+            *("-n", 1, *options, "script.py"), script=SHOW, before=SOON
+        )
+        lines[host] = ""
+        while expected not in lines[host]:
+            lines[host] = jobs[host].stderr.readline()
+            assert lines[host], "it has ended"
+    connected = ""
+    while "host 0 waits for them" not in connected:
+        connected = jobs[1].stderr.readline()
+        assert connected, "it has ended"
+    options = nodes(hosts, 3, 2)
+    jobs[2] = launchers[2].start(*("-n", 1, *options, "script.py"), script=SHOW)
+    assert [code for code, _, _ in ends(list(jobs.values()))] == [0, 0, 0]
+    assert lines[1].startswith("kerasdist run: host 1 has been waiting for host 0 (")
+    assert "connection refused: nothing listens there." in lines[1]
+    assert "s (--start-timeout)." in lines[1]
+    assert lines[0].startswith(
+        "kerasdist run: host 0 has been waiting for 1 of 3 hosts"
+    )
+    assert f"Here: host 0, host 1 ({hosts.address(1)})." in lines[0]
+
+
 def test_no_secret_is_an_error(hosts: Hosts, launchers: list[Launcher]) -> None:
     del launchers[0].env["KERASDIST_SECRET"]
     code, _, err = launchers[0].run("-n", 1, *nodes(hosts, 2, 0), "x.py", script=HANG)

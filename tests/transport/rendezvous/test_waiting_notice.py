@@ -1,0 +1,259 @@
+"""A start-up that waits says for which tasks, and why they aren't there."""
+
+from __future__ import annotations
+
+import os
+import pty
+import re
+import select
+import subprocess
+import sys
+import textwrap
+import time
+
+import pytest
+
+from kerasdist.transport.deadline import Deadline
+from kerasdist.transport.log import background_log
+from kerasdist.transport.rendezvous import waiting_notice
+from kerasdist.transport.rendezvous.waiting_notice import (
+    Absent,
+    Sight,
+    WaitingNotice,
+    ranks_in_words,
+)
+from workers import Workers, python_env
+
+pytestmark = pytest.mark.timeout(120)
+
+# Its lines come soon, and are collected. The last task begins when the others have
+# said that they wait.
+SCRIPT = """
+import json, logging, os, pathlib, sys, threading, time
+from kerasdist.transport.log import background_log
+from kerasdist.transport.rendezvous import waiting_notice
+
+waiting_notice.FIRST_SECONDS = waiting_notice.AGAIN_SECONDS = 0.3
+tasks = json.loads(os.environ["TF_CONFIG"])
+count = sum(map(len, tasks["cluster"].values()))
+task = tasks["task"]
+me = f"{task['type']} {task['index']}"
+last = task == {"type": "worker", "index": len(tasks["cluster"]["worker"]) - 1}
+folder = pathlib.Path(__file__).parent
+said = []
+
+class Collect(logging.Handler):
+    def emit(self, record):
+        text = record.getMessage()
+        if "wait" in text:
+            said.append(text)
+            (folder / f"said {me}").touch()
+
+logger = logging.getLogger("kerasdist")
+logger.addHandler(Collect())
+logger.setLevel("INFO")
+
+def result():
+    background_log.flush(10.0)
+    print("RESULT", json.dumps(said))
+
+while last and len(list(folder.glob("said *"))) < count - 1:
+    time.sleep(0.01)
+"""
+RING = """
+from kerasdist.cluster import resolve
+from kerasdist.collectives.connect import connect
+connect(resolve()).close()
+result()
+"""
+ELASTIC = """
+from kerasdist.cluster import resolve
+from kerasdist.collectives.elastic.connect import connect_elastic
+connect_elastic(resolve()).close()
+result()
+"""
+SERVERS = """
+from kerasdist.cluster import resolve
+from kerasdist.ps import ServerSettings, connect_servers
+from kerasdist.ps.server.main import run_server
+if task["type"] == "ps":
+    run_server(resolve(), ServerSettings(mode="async"))
+else:
+    connect_servers(resolve(), ServerSettings(mode="async")).close()
+result()
+"""
+PLACED = """
+import tensorflow
+import kerasdist
+kerasdist.ModelParallelStrategy({".*": "/job:worker/task:0/device:CPU:0"}).close()
+result()
+"""
+
+
+def said_by(script, size, *, servers=0, handover=False):
+    with Workers(
+        SCRIPT + script, size, servers=servers, handover=handover, deadline=90
+    ) as job:
+        finished = job.succeed()
+        # Of `ModelParallelStrategy` only the chief's script goes on.
+        return job.addresses, [next(iter(each.results), None) for each in finished]
+
+
+SECONDS = r"for \d+ s, and continues for at most \d+ s \(`startup_timeout`\)\. "
+REFUSED = "connection refused: nothing listens there"
+
+
+@pytest.mark.parametrize(
+    "script", [RING, ELASTIC, PLACED], ids=["ring", "elastic", "placed"]
+)
+def test_a_rank_that_comes_later(script):
+    addresses, (chief, other, last) = said_by(script, 3)
+    name = re.escape(f"rank 2 ({addresses[2]})")
+    line = f"kerasdist: rank 0 has been waiting for {name} {SECONDS}Here: ranks 0-1. "
+    reason = re.escape(f"Missing: rank 2: {REFUSED}.")
+    assert any(re.match(line + reason, each) for each in chief), chief
+    assert re.fullmatch(
+        r"kerasdist: rank 0 has all it waited for, after \d+ s\.", chief[-1]
+    )
+    if script is PLACED:
+        return
+    # It is connected itself.
+    line = (
+        f"kerasdist: this task has been waiting for other workers {SECONDS}Here: rank "
+        "0. Missing: other workers: rank 0 waits for them, see its output. "
+    )
+    assert any(re.match(line, each) for each in other), other
+    assert not [each for each in last if "rank 0 has been" in each]
+
+
+def test_a_process_that_has_not_come_to_its_strategy():
+    # As under `kerasdist run`, which listens for all tasks.
+    _, (chief, _) = said_by(RING, 2, handover=True)
+    reason = "Missing: rank 1: its process runs, but hasn't come to its strategy yet."
+    assert reason in chief[0]
+
+
+def test_servers_and_workers():
+    addresses, (worker, _, server) = said_by(SERVERS, 2, servers=1)
+    name = re.escape(f"rank 1 ({addresses[1]})")
+    line = f"kerasdist: server 0 has been waiting for {name} {SECONDS}Here: rank 0. "
+    assert any(re.match(line, each) for each in server), server
+    assert any(
+        "Missing: other workers: server 0 waits for them, see its output." in each
+        for each in worker
+    ), worker
+
+
+# One process.
+
+
+def lines_of(said, sight, *, environ=None, failed=False):
+    """The lines of one wait, which ends when there is one."""
+    notice = WaitingNotice(
+        "rank 0",
+        lambda: sight,
+        Deadline(60.0),
+        goal="rank 0 (a:1)",
+        environ=environ or {},
+    )
+    try:
+        with notice:
+            end = time.monotonic() + 30
+            while not said() and time.monotonic() < end:
+                time.sleep(0.01)
+            if failed:
+                raise ValueError
+    except ValueError:
+        pass
+    background_log.flush(10)
+    return said()
+
+
+@pytest.fixture
+def soon(monkeypatch):
+    monkeypatch.setattr(waiting_notice, "FIRST_SECONDS", 0.05)
+
+
+@pytest.mark.parametrize(
+    ("environ", "host", "why"),
+    [
+        ({}, "127.0.0.1:1", REFUSED),
+        (
+            {"KERASDIST_LISTEN_FD": "3"},
+            "127.0.0.1:1",
+            "connection refused: its process has ended, or wasn't started",
+        ),
+        ({}, "nowhere.invalid:1", "its host name doesn't resolve"),
+    ],
+)
+def test_why(soon, said, environ, host, why):
+    sight = Sight([Absent("rank 2", host)], refused="b:1: AuthenticationError: Wrong.")
+    first, *_, last = lines_of(said, sight, environ=environ, failed=True)
+    assert f" Missing: rank 2: {why}" in first
+    assert " Last refused: b:1: AuthenticationError: Wrong. " in first
+    assert last.startswith("kerasdist: rank 0 waits no longer, after ")
+
+
+def test_equal_reasons_are_said_once_and_many_tasks_are_counted(soon, said):
+    missing = [Absent(f"rank {i}", f"a:{i}", "gone") for i in range(2, 9)]
+    line = lines_of(said, Sight(missing))[0]
+    assert "for rank 2 (a:2), rank 3 (a:3), rank 4 (a:4), rank 5 (a:5) and 3 m" in line
+    assert "Missing: rank 2, rank 3, rank 4, rank 5 and 3 more: gone." in line
+
+
+def test_nothing_is_said_of_a_short_wait(said):
+    with WaitingNotice("rank 0", lambda: Sight([Absent("a", "")]), Deadline(9.0)):
+        pass
+    background_log.flush(10)
+    assert said() == []
+
+
+def test_ranges():
+    assert ranks_in_words([0, 1, 2, 5, 7, 8]) == "ranks 0-2, 5, 7-8"
+    assert ranks_in_words([3]) == "rank 3"
+
+
+def test_on_a_terminal_the_line_is_rewritten():
+    script = """
+        import threading
+        from kerasdist.transport.deadline import Deadline
+        from kerasdist.transport.log import background_log
+        from kerasdist.transport.rendezvous import waiting_notice as w
+        w.FIRST_SECONDS = 0.05
+        looks = threading.Semaphore(0)
+        def look():
+            looks.release()
+            return w.Sight([w.Absent("rank 1", "a:1", "it is late " * 20)])
+        w.REWRITE_SECONDS = 0.05
+        w.AGAIN_SECONDS = 0.1
+        with w.WaitingNotice("rank 0", look, Deadline(9.0)):
+            for _ in range(3):
+                looks.acquire(timeout=30)
+        background_log.flush(10)
+        background_log.log(30, "another line")
+    """
+    main, side = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(script)],
+        stdin=subprocess.DEVNULL,
+        stderr=side,
+        env=python_env({"TERM": "xterm", "KERASDIST_LOG_FORMAT": "text"}),
+    )
+    os.close(side)
+    data = b""
+    try:
+        while select.select([main], [], [], 60)[0]:
+            try:
+                data += os.read(main, 65536)
+            except OSError:
+                break
+    finally:
+        os.close(main)
+    assert process.wait(30) == 0
+    # Each but the first erases the one before, which took several rows.
+    *progress, last, empty = re.split(r"\r\x1b\[\dA\x1b\[J|\r\n", data.decode())
+    assert len(progress) >= 3
+    assert all("rank 0 has been waiting for rank 1" in each for each in progress[:-1])
+    assert progress[-1].startswith("kerasdist: rank 0 has all it waited for, ")
+    assert (last, empty) == ("another line", "")
+    assert data.count(b"\n") == 2
