@@ -14,6 +14,7 @@ from kerasdist.transport.liveness.final_error import (
     final_exception,
     hand_over_final_error,
 )
+from kerasdist.transport.liveness.launcher_stderr import take_stderr
 
 __all__ = ["StrategyJob", "close_at_exit", "close_open_jobs", "forget"]
 
@@ -52,6 +53,8 @@ def close_at_exit(job: Closable) -> None:
     """Inform the others at the end of this process whether it ended well."""
     _open.add(job)
     hand_over_final_error()
+    # TensorFlow has written all that it writes at its start.
+    take_stderr()
 
 
 def forget(job: Closable) -> None:

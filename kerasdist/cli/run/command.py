@@ -139,6 +139,12 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         f"takes the first installed one of {', '.join(ALLOCATORS)}; or the path of a "
         "shared library (default: none)",
     )
+    parser.add_argument(
+        "--tensorflow-log",
+        action="store_true",
+        help="show what TensorFlow writes when it is imported (default: only if "
+        "TF_CPP_MIN_LOG_LEVEL is 0)",
+    )
     elastic_options.add_options(parser)
     host_options.add_options(parser)
     node_options.add_options(parser)
@@ -350,6 +356,9 @@ def _launch(arguments: argparse.Namespace, job: JobSpec) -> int:
     environ = dict(job.environ)
     if job.elastic is not None:
         environ.update(job.elastic.environ)
+    if not arguments.tensorflow_log:
+        environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "1")
+    quiet = not arguments.tensorflow_log and environ["TF_CPP_MIN_LOG_LEVEL"] != "0"
     library = find_allocator() if arguments.malloc == "auto" else arguments.malloc
     if library is None:
         print_line(
@@ -366,6 +375,7 @@ def _launch(arguments: argparse.Namespace, job: JobSpec) -> int:
         tagged=arguments.output == "all" and others,
         cores=cores,
         environ=environ,
+        quiet=quiet,
     )
     logs = [log for task in job.tasks if (log := job.log(task)) is not None]
     if logs:

@@ -58,6 +58,7 @@ class JobSpec:
         tagged: Whether the output of all but the chief is copied to standard output.
         cores: Cores by rank; empty: not bound. Servers never are.
         environ: The user's environment.
+        quiet: Whether the lines that TensorFlow writes at its start aren't shown.
         elastic: The settings of an elastic job; None: it isn't one.
         hosts: The tasks' hosts; None: all are on this one.
         part: The part of the job that this launcher runs; None: it runs all of it.
@@ -69,6 +70,7 @@ class JobSpec:
     log_dir: Path | None
     environ: Mapping[str, str]
     tagged: bool = False
+    quiet: bool = False
     cores: tuple[tuple[int, ...], ...] = ()
     elastic: ElasticOptions | None = None
     hosts: TasksOnHosts | None = None

@@ -259,6 +259,8 @@ class OutputPump:
             data = os.read(source.fileno(), 65536)
         except BlockingIOError:
             return
+        except OSError:  # a terminal without processes
+            data = b""
         if data:
             tail.add(data)
             if log is not None:

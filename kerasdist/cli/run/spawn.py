@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -17,6 +18,8 @@ from kerasdist.cli.run.cores import thread_variables
 from kerasdist.cli.run.job import JobSpec, Task
 from kerasdist.cli.run.output import Lines, LineTagger, OutputPump, Tail, WholeLines
 from kerasdist.cli.run.ports import JobPorts
+from kerasdist.cli.run.quiet.chief_errors import ChiefErrors
+from kerasdist.cli.run.quiet.start_up_lines import QuietLines, StartUpLines
 from kerasdist.transport.liveness.final_error import (
     ERROR_VARIABLE,
     FinalError,
@@ -105,6 +108,7 @@ class Launch:
         pass_fds: Descriptors that all inherit.
         pump: Copies the output of tasks; None: the tasks write to their logs.
         lines_of: Returns what cuts the output of a task that the pump copies.
+        chief_errors: Copies the error output of the chief; None: it writes itself.
     """
 
     job: JobSpec
@@ -115,6 +119,7 @@ class Launch:
     pass_fds: tuple[int, ...]
     pump: OutputPump | None
     lines_of: Callable[[Task], Lines] = lines_of
+    chief_errors: ChiefErrors | None = None
 
     def start(self) -> list[Started]:
         """Start all tasks.
@@ -214,19 +219,29 @@ class Launch:
         log: IO[bytes] | None = None
         if path is not None:
             log = path.open("ab" if incarnation else "wb", buffering=0)
-        process = subprocess.Popen(
-            command,
-            stdin=None if chief else subprocess.DEVNULL,
-            stdout=subprocess.PIPE if piped else log,
-            stderr=None if chief else subprocess.STDOUT,
-            bufsize=0,
-            env=environ,
-            pass_fds=inherited,
-            start_new_session=not chief,
-        )
+        with contextlib.ExitStack() as undo:
+            errors_to = None if chief else subprocess.STDOUT
+            if chief and self.chief_errors is not None:
+                opened = undo.enter_context(self.chief_errors.opened())
+                errors_to, real, more = opened
+                inherited.append(real)
+                environ = {**environ, **more}
+            process = subprocess.Popen(
+                command,
+                stdin=None if chief else subprocess.DEVNULL,
+                stdout=subprocess.PIPE if piped else log,
+                stderr=errors_to,
+                bufsize=0,
+                env=environ,
+                pass_fds=inherited,
+                start_new_session=not chief,
+            )
         tail = None
         if piped and self.pump is not None and process.stdout is not None:
-            copied = self.pump.add(self.lines_of(task), process.stdout, log)
+            lines = self.lines_of(task)
+            if job.quiet:
+                lines = QuietLines(StartUpLines(job.environ), lines)
+            copied = self.pump.add(lines, process.stdout, log)
             tail = None if chief else copied
         elif log is not None:
             log.close()

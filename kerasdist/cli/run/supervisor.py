@@ -46,6 +46,7 @@ from kerasdist.cli.run.processes import (
     kill_left_behind,
     signal_all,
 )
+from kerasdist.cli.run.quiet.chief_errors import ChiefErrors
 from kerasdist.cli.run.spawn import Launch, Started, lines_of
 
 __all__ = ["LET_CAUSE_END", "LET_THEM_FAIL", "JobSupervisor"]
@@ -104,6 +105,7 @@ class JobSupervisor:
                 job, self._tasks, job.elastic, self._ports, output
             )
             lines = output.lines_of
+        self._chief_errors = ChiefErrors(job.environ) if job.quiet else None
         self._launch = Launch(
             job=job,
             ports=self._ports,
@@ -113,6 +115,7 @@ class JobSupervisor:
             pass_fds=self._outcome.inherited,
             pump=self._pump,
             lines_of=lines,
+            chief_errors=self._chief_errors,
         )
         self._grows = job.elastic is not None and job.elastic.grows
         self._signal: int | None = None
@@ -155,8 +158,9 @@ class JobSupervisor:
                 left = kill_all(_GIVE_UP)
                 if left:
                     print_line(f"processes {left} can't be killed", logging.ERROR)
-        if self._pump is not None:
-            self._pump.finish(_OUTPUT_SECONDS)
+        for pump in (self._pump, self._chief_errors):
+            if pump is not None:
+                pump.finish(_OUTPUT_SECONDS)
         return self._outcome.report(self._signal, launcher_lost=self._launcher_lost)
 
     # The watch.

@@ -70,6 +70,14 @@ def _below(root: int) -> list[int]:
     return found
 
 
+def _terminal(window: tuple[int, int]) -> tuple[int, int]:
+    """Return both ends of a terminal of this size, which passes all as it is."""
+    outer, inner = pty.openpty()
+    tty.setraw(inner)
+    fcntl.ioctl(inner, termios.TIOCSWINSZ, struct.pack("HHHH", *window, 0, 0))
+    return outer, inner
+
+
 class Agent:
     """Runs one task. Its attributes are descriptors; `_out` takes the frames."""
 
@@ -141,14 +149,12 @@ class Agent:
         if window is None:
             output, inner = os.pipe()
         else:
-            output, inner = pty.openpty()
-            tty.setraw(inner)
-            size = struct.pack("HHHH", *window, 0, 0)
-            fcntl.ioctl(inner, termios.TIOCSWINSZ, size)
+            output, inner = _terminal(window)
         self._kinds[output] = b"O"
         error, inner_error = inner, inner
-        if task["errors"] and window is None:
-            error, inner_error = os.pipe()
+        if task["errors"]:
+            # Apart: the launcher takes TensorFlow's start out of it.
+            error, inner_error = os.pipe() if window is None else _terminal(window)
             self._kinds[error] = b"E"
         self._process = subprocess.Popen(
             [sys.executable, *task["command"]],
