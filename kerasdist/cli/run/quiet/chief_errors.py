@@ -64,7 +64,7 @@ class ChiefErrors:
             self._pump.start()
 
     def finish(self, seconds: float) -> None:
-        """Copy the rest, at most for so many seconds."""
+        """Copy the rest, for at most `seconds`."""
         self._pump.finish(seconds)
 
 
