@@ -10,10 +10,12 @@
 
     $ kerasdist run -n 4 train.py            # four workers on this machine
 
+    results = kerasdist.run(train, n=4)      # the same from Python, and from a notebook
+
 Imports inside the package go one way, from left to right and down:
 
-    cli > callbacks > strategies > layers > _keras, _tf > server, collectives,
-        placement > transport > cluster > errors
+    cli > callbacks > functions, strategies > layers > _keras, _tf > server,
+        collectives, placement > transport > cluster > errors
 
 `tests/package/test_layers.py` enforces it. What is right of `_keras` and `_tf` works
 without TensorFlow; so does importing this module: strategies, and the callbacks above
@@ -38,6 +40,7 @@ if TYPE_CHECKING:
     from kerasdist import layers
     from kerasdist._keras.models.local_models import local_training
     from kerasdist.collectives.communicator import Communicator
+    from kerasdist.functions.run import run
     from kerasdist.placement.plan import Plan
     from kerasdist.strategies.distribution.enable import enable_keras_distribution
     from kerasdist.strategies.model_parallel import ModelParallelStrategy
@@ -62,6 +65,7 @@ __all__ = [
     "layers",
     "local_training",
     "plan",
+    "run",
 ]
 
 _LAZY = {
@@ -74,6 +78,7 @@ _LAZY = {
     "enable_keras_distribution": "kerasdist.strategies.distribution.enable",
     "local_training": "kerasdist._keras.models.local_models",
     "plan": "kerasdist.strategies.plan",
+    "run": "kerasdist.functions.run",
 }
 
 # In a checkout callbacks/ stands beside this package. Python that is started in a

@@ -16,6 +16,7 @@
     ├── IncompatibleVersionError    an installed package has an unsupported version
     │   ├── IncompatibleKerasError          that of Keras
     │   └── IncompatibleTensorFlowError     that of TensorFlow
+    ├── FunctionError           a function that `kerasdist.run` called has failed
     ├── SnapshotError           a snapshot or checkpoint is damaged, or of another job
     └── PlanError       (ValueError) a model fits into no placement on these devices
 
@@ -40,6 +41,7 @@ __all__ = [
     "CollectiveError",
     "CollectiveMismatch",
     "CollectiveTimeout",
+    "FunctionError",
     "IncompatibleKerasError",
     "IncompatibleTensorFlowError",
     "IncompatibleVersionError",
@@ -251,6 +253,28 @@ class IncompatibleTensorFlowError(IncompatibleVersionError):
     """The installed version of TensorFlow isn't supported."""
 
     package = "TensorFlow"
+
+
+class FunctionError(KerasDistError):
+    """A function that `kerasdist.run` called in workers has failed, or was ended.
+
+    `__cause__` is the exception that it raised there, if that can be pickled.
+
+    Attributes:
+        rank: The rank that failed first; None if that was a server, or isn't known.
+        traceback: The traceback there as text; empty if it left none.
+    """
+
+    def __init__(
+        self, message: str, rank: int | None = None, traceback: str = ""
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.rank = rank
+        self.traceback = traceback
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (self.message, self.rank, self.traceback)
 
 
 class SnapshotError(KerasDistError):

@@ -24,6 +24,7 @@ DONE = [
     "kerasdist/cluster",
     "kerasdist/collectives",
     "kerasdist/errors.py",
+    "kerasdist/functions",
     "kerasdist/layers",
     "kerasdist/placement",
     "kerasdist/ps",

@@ -26,6 +26,7 @@ MADE = [
     errors.IncompatibleTensorFlowError("3.0.0", ["a is missing"], "2.18 to 2.21"),
     errors.IncompatibleVersionError("1.0", ["a is missing"], "2.0"),
     errors.SharedMemoryFull("a"),
+    errors.FunctionError("a", 1, "Traceback"),
     errors.SnapshotError("a"),
     errors.PlanError("a", ("b",)),
     errors.TransportClosed("a"),

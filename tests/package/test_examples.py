@@ -56,6 +56,16 @@ def test_the_demo_on_two_workers_is_as_good_as_one_process():
     assert re.search(r"^\d+ examples/s with 2 worker\(s\)$", two, re.M)
 
 
+def test_a_function_from_python():
+    """TensorFlow is in use in the caller, before and after."""
+    output = run(str(EXAMPLES / "from_python.py"))
+    assert output.startswith("4810 weights, 10 kinds of digits\n")
+    assert "Epoch 8/8" in output
+    assert "the same on all workers: True" in output
+    (found,) = re.findall(r"^test accuracy (\S+)$", output, re.M)
+    assert float(found) > 0.8
+
+
 @pytest.mark.netns
 def test_two_hosts_by_hand_made_tf_config(two_hosts):
     """Each worker in a network namespace of its own, with an address of its own."""

@@ -4,7 +4,8 @@ The layers, upper first; a module may import its own layer and those below:
 
     cli            kerasdist.cli, kerasdist.__main__
     callbacks      kerasdist.callbacks
-    facade         kerasdist (its `__init__`): strategies only when asked for
+    facade         kerasdist (its `__init__`): what is below only when asked for
+    functions      kerasdist.functions
     strategies     kerasdist.strategies
     layers         kerasdist.layers
     keras seam     kerasdist._keras          alone imports keras.src
@@ -50,6 +51,7 @@ LAYERS = [
     ("keras seam", {"kerasdist._keras"}),
     ("layers", {"kerasdist.layers"}),
     ("strategies", {"kerasdist.strategies"}),
+    ("functions", {"kerasdist.functions"}),
     ("facade", {"kerasdist"}),
     ("callbacks", {"kerasdist.callbacks"}),
     ("cli", {"kerasdist.cli", "kerasdist.__main__"}),
@@ -217,7 +219,7 @@ def _direction(layer: str, target: str, imported: Import) -> str | None:
     if (
         layer == "facade"
         and imported.when == "eager"
-        and below in ("strategies", "layers", "keras seam", "tf seam")
+        and below in ("functions", "strategies", "layers", "keras seam", "tf seam")
     ):
         return f"kerasdist imports {imported.name} eagerly, which needs TensorFlow"
     return None
@@ -482,6 +484,8 @@ def test_the_library_keeps_the_rules():
         "kerasdist.collectives",
         "kerasdist.placement",
         "kerasdist.placement.plan",
+        "kerasdist.functions.run",
+        "kerasdist.functions.worker",
         "kerasdist.cli",
     ],
 )

@@ -25,6 +25,7 @@ from kerasdist.cli.allocator import ALLOCATORS, find_allocator, preloading
 from kerasdist.cli.console import print_line
 from kerasdist.cli.run.cores import cores_in_order, shares
 from kerasdist.cli.run.elastic import options as elastic_options
+from kerasdist.cli.run.function.files import FunctionFiles
 from kerasdist.cli.run.hosts import options as host_options
 from kerasdist.cli.run.hosts.check import HostsError, on_hosts
 from kerasdist.cli.run.job import JobSpec
@@ -172,6 +173,7 @@ def split(arguments: list[str]) -> tuple[list[str], list[str]]:
 
 def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
     """Check everything, then start."""
+    function = FunctionFiles.take_from(os.environ)
     faults: list[str] = []
     hosts = host_options.read_options(arguments, faults)
     if arguments.size is None and hosts is None:
@@ -219,7 +221,10 @@ def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
     if not sys.executable:
         faults.append("it is unknown where Python is (sys.executable is empty)")
     if faults:
-        parser.error("\n  ".join(faults))
+        if function is None:
+            parser.error("\n  ".join(faults))
+        function.refuse(faults)
+        return 2
     with contextlib.ExitStack() as undo:
         try:
             placed = part = None
@@ -229,6 +234,9 @@ def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
             if hosts is not None:
                 placed = undo.enter_context(on_hosts(hosts, most, servers, command))
         except HostsError as error:
+            if function is not None:
+                function.refuse(error.faults)
+                return 2
             names = ",".join(host.target for host in hosts.hosts) if hosts else ""
             print_line(f"the hosts can't be used. Received: {names}")
             for fault in error.faults:
@@ -248,6 +256,7 @@ def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
             elastic=elastic,
             hosts=placed,
             part=part,
+            function=function,
         )
         return _launch(arguments, job)
 

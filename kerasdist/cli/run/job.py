@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from kerasdist.cli.run.elastic.options import ElasticOptions
+from kerasdist.cli.run.function.files import FunctionFiles
 from kerasdist.cli.run.hosts.tasks import TasksOnHosts
 from kerasdist.cli.run.nodes.rendezvous import LocalPart
 
@@ -62,6 +63,7 @@ class JobSpec:
         elastic: The settings of an elastic job; None: it isn't one.
         hosts: The tasks' hosts; None: all are on this one.
         part: The part of the job that this launcher runs; None: it runs all of it.
+        function: The files of the function that it runs; None: it runs a script.
     """
 
     size: int
@@ -75,6 +77,7 @@ class JobSpec:
     elastic: ElasticOptions | None = None
     hosts: TasksOnHosts | None = None
     part: LocalPart | None = None
+    function: FunctionFiles | None = None
 
     def first(self, kind: str) -> int:
         """Return the index of the first task of a kind."""

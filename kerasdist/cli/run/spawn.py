@@ -9,6 +9,7 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO
@@ -40,6 +41,7 @@ class Started:
         tail: The end of its output, if the pump copies that.
         log: The file with its output, if it has one.
         error_file: Takes its last error, if its output is shown at once.
+        result_file: Takes what its function returns or raises, if it runs one.
         code: Its exit code when it has ended; negative for a signal.
         ended_at: When it ended, in ns since the epoch.
         ended_by_us: Whether the launcher ended it.
@@ -57,6 +59,7 @@ class Started:
     tail: Tail | None
     log: Path | None = None
     error_file: IO[bytes] | None = None
+    result_file: IO[bytes] | None = None
     code: int | None = None
     ended_at: int = 0
     ended_by_us: bool = False
@@ -187,6 +190,11 @@ class Launch:
         if error_file is not None:
             inherited.append(error_file.fileno())
             errors[ERROR_VARIABLE] = descriptor_in_words(error_file.fileno())
+        result_file = None
+        if job.function is not None:
+            result_file = tempfile.TemporaryFile()  # noqa: SIM115
+            inherited += [job.function.call, result_file.fileno()]
+            errors.update(job.function.environ(result_file.fileno()))
         environ = {
             **job.environ,
             **(thread_variables(len(cores)) if cores else {}),
@@ -252,4 +260,5 @@ class Launch:
             tail=tail,
             log=path,
             error_file=error_file,
+            result_file=result_file,
         )

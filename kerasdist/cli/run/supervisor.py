@@ -32,6 +32,7 @@ from kerasdist.cli.console import print_line, print_line_soon
 from kerasdist.cli.run.elastic.chief_output import ChiefOutput
 from kerasdist.cli.run.elastic.outcome import ElasticOutcome
 from kerasdist.cli.run.frozen import FrozenTasks
+from kerasdist.cli.run.function.report import send_outcome
 from kerasdist.cli.run.job import JobSpec
 from kerasdist.cli.run.outcome import JobOutcome
 from kerasdist.cli.run.output import OutputPump
@@ -117,6 +118,7 @@ class JobSupervisor:
             lines_of=lines,
             chief_errors=self._chief_errors,
         )
+        self._function = job.function
         self._grows = job.elastic is not None and job.elastic.grows
         self._signal: int | None = None
         self._signal_at = 0.0
@@ -161,7 +163,11 @@ class JobSupervisor:
         for pump in (self._pump, self._chief_errors):
             if pump is not None:
                 pump.finish(_OUTPUT_SECONDS)
-        return self._outcome.report(self._signal, launcher_lost=self._launcher_lost)
+        code = self._outcome.report(self._signal, launcher_lost=self._launcher_lost)
+        if self._function is not None:
+            first = self._outcome.first_failure() if code else None
+            send_outcome(self._function, self._tasks, first)
+        return code
 
     # The watch.
 

@@ -2,11 +2,13 @@
 
 Its text is sent through ssh, so it uses the standard library alone, and the host's
 version of kerasdist doesn't matter. On standard input it gets lines of JSON: the task,
-then signals for it. On standard output it writes frames: one letter, the length in four
-bytes, the data.
+then signals for it. The call of the task's function, if it runs one, follows the task's
+line. On standard output it writes frames: one letter, the length in four bytes, the
+data.
 
     O, E   output and error output of the task
     P      a line of the launcher's pipe
+    R      a part of the result of the task's function
     X      JSON: how the task ended
     F      why it can't be started
 
@@ -28,10 +30,11 @@ import socket
 import struct
 import subprocess
 import sys
+import tempfile
 import termios
 import time
 import tty
-from typing import Any
+from typing import IO, Any
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 # Seconds: without a line from the launcher, from SIGTERM to SIGKILL, and for the last
@@ -90,6 +93,9 @@ class Agent:
         self._kinds: dict[int, bytes] = {}
         self._process: subprocess.Popen[bytes] | None = None
         self._code: int | None = None
+        # Of a function.
+        self._call: IO[bytes] | None = None
+        self._result: IO[bytes] | None = None
         self._heard = time.monotonic()
 
     def _frame(self, kind: bytes, data: bytes) -> None:
@@ -116,6 +122,7 @@ class Agent:
         finally:
             self._end()
         with contextlib.suppress(OSError):
+            self._send_result()
             self._frame(b"X", json.dumps(self._ending()).encode())
 
     def _read_task(self) -> dict[str, Any] | None:
@@ -125,7 +132,25 @@ class Agent:
                 return None
             self._lines += data
         line, _, self._lines = self._lines.partition(b"\n")
-        return json.loads(line)
+        task = json.loads(line)
+        return task if self._read_call(task["call"]) else None
+
+    def _read_call(self, length: int | None) -> bool:
+        """Read the call of the task's function; return whether all of it came."""
+        if length is None:
+            return True
+        self._call = tempfile.TemporaryFile()  # noqa: SIM115
+        self._result = tempfile.TemporaryFile()  # noqa: SIM115
+        data, self._lines = self._lines[:length], self._lines[length:]
+        while True:
+            self._call.write(data)
+            length -= len(data)
+            if not length:
+                self._call.flush()
+                return True
+            data = os.read(0, min(length, _MOST))
+            if not data:
+                return False
 
     def _start(self, task: dict[str, Any]) -> None:
         family, address = task["family"], tuple(task["address"])
@@ -145,6 +170,10 @@ class Agent:
             "KERASDIST_REPORT_FD": _name(writing),
             "KERASDIST_ERROR_FD": _name(self._errors.fileno()),
         }
+        for name, file in (("CALL", self._call), ("RESULT", self._result)):
+            if file is not None:
+                passed.append(file.fileno())
+                environ[f"KERASDIST_{name}_FD"] = _name(file.fileno())
         window = task["window"]
         if window is None:
             output, inner = os.pipe()
@@ -265,6 +294,12 @@ class Agent:
                 self._signal_all(signal.SIGKILL)
             time.sleep(0.02)
         self._reap()
+
+    def _send_result(self) -> None:
+        if self._result is not None:
+            self._result.seek(0)
+            while data := self._result.read(_MOST):
+                self._frame(b"R", data)
 
     def _ending(self) -> dict[str, Any]:
         self._errors.seek(0)

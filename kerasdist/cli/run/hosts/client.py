@@ -47,6 +47,9 @@ class Client:
         self._facts = facts
         self._reports = _descriptor("KERASDIST_REPORT_FD")
         self._errors = _descriptor("KERASDIST_ERROR_FD")
+        # Of a job that runs a function.
+        self._call = _descriptor("KERASDIST_CALL_FD")
+        self._result = _descriptor("KERASDIST_RESULT_FD")
         self._ending: dict[str, Any] | None = None
         self._fault = ""
         self._wake, wake = os.pipe()
@@ -67,8 +70,11 @@ class Client:
 
     def run(self) -> int:
         """Follow the task to its end; return its exit code, negative for a signal."""
-        task = json.dumps(self._facts["task"]).encode() + b"\n"
+        length = None if self._call is None else os.fstat(self._call).st_size
+        facts = {**self._facts["task"], "call": length}
+        task = json.dumps(facts).encode() + b"\n"
         self._send(self._facts["program"].encode() + task)
+        self._send_call(length or 0)
         pings = threading.Thread(target=self._ping, daemon=True)
         pings.start()
         if self._process.stdout is None:
@@ -90,10 +96,22 @@ class Client:
                 data = self._take(data + part)
         return self._end()
 
+    def _send_call(self, length: int) -> None:
+        """Send the file of the function's call, which other processes read, too."""
+        begin = 0
+        while self._call is not None and begin < length:
+            part = os.pread(self._call, _MOST, begin)
+            if not part:
+                raise OSError("The file of the function's call has been cut off.")
+            self._send(part)
+            begin += len(part)
+
     def _send(self, data: bytes) -> None:
         if self._process.stdin is not None:
             with contextlib.suppress(OSError):
-                self._process.stdin.write(data)
+                view = memoryview(data)
+                while view:
+                    view = view[self._process.stdin.write(view) :]
 
     def _ping(self) -> None:
         while True:
@@ -115,6 +133,8 @@ class Client:
                 # In single lines, each of which is written whole.
                 for line in content.splitlines(keepends=True):
                     self._write(self._reports, line)
+            elif kind == b"R" and self._result is not None:
+                self._write(self._result, content)
             elif kind == b"F":
                 self._fault = content.decode()
             elif kind == b"X":

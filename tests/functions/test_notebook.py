@@ -1,0 +1,152 @@
+"""`kerasdist.run` in a notebook: a real kernel, driven as Jupyter drives it."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from launching import Launcher, launcher_in
+
+_MISSING = [
+    name
+    for name in ("ipykernel", "jupyter_client")
+    if importlib.util.find_spec(name) is None
+]
+
+# A notebook's server, with a user who waits for what is shown.
+DRIVER = """
+import os, queue, sys, time
+from jupyter_client.manager import start_new_kernel
+
+manager, client = start_new_kernel(kernel_name="python3", startup_timeout=60)
+
+def begin(code):
+    return client.execute(code)
+
+def shown(until):
+    # What the cell shows, until a text is there, or the cell has ended.
+    text = ""
+    while until is None or until not in text:
+        message = client.get_iopub_msg(timeout=60)
+        kind, content = message["msg_type"], message["content"]
+        if kind == "stream":
+            text += content["text"]
+        elif kind == "error":
+            text += "\\n".join(content["traceback"])
+        elif kind == "execute_result":
+            text += content["data"]["text/plain"]
+        elif kind == "status" and content["execution_state"] == "idle":
+            if until is None:
+                return text
+    return text
+
+def wait_for(*names):
+    end = time.monotonic() + 60
+    while not all(map(os.path.exists, names)):
+        if time.monotonic() > end:
+            sys.exit(f"{names} didn't come")
+        time.sleep(0.01)
+
+def alive(*names):
+    found = []
+    for name in names:
+        try:
+            os.kill(int(open(name).read()), 0)
+        except ProcessLookupError:
+            continue
+        found.append(name)
+    return found
+
+try:
+    begin('''
+import inspect, json, os, time
+import kerasdist
+
+def rank():
+    return json.loads(os.environ["TF_CONFIG"])["task"]["index"]
+
+def wait():
+    print(f"step 1 of {rank()}")
+    while not os.path.exists("seen"):
+        time.sleep(0.01)
+    print("step 2\\\\rstep 3")
+    return rank(), inspect.getsource(rank).count("TF_CONFIG")
+
+def fail():
+    raise LookupError("made")  # here
+
+def hang():
+    with open(f"up-{rank()}.part", "w") as file:
+        file.write(str(os.getpid()))
+    os.rename(f"up-{rank()}.part", f"up-{rank()}")
+    time.sleep(1000)
+''')
+    assert shown(None) == ""
+
+    begin("kerasdist.run(wait, n=2)")
+    first = shown("step 1 of 0\\n")
+    open("seen", "w").close()
+    rest = shown(None)
+    assert "step 2\\rstep 3\\n" in rest, rest
+    # Cells have no file; the workers know their lines.
+    assert rest.endswith("[(0, 1), (1, 1)]"), rest
+    assert "of 1" not in first + rest, first + rest
+
+    begin("kerasdist.run(fail, n=1)")
+    text = shown(None)
+    assert "FunctionError" in text and "LookupError" in text, text
+    assert 'raise LookupError("made")  # here' in text, text
+
+    begin("kerasdist.run(hang, n=2)")
+    wait_for("up-0", "up-1")
+    manager.interrupt_kernel()
+    text = shown(None)
+    assert "KeyboardInterrupt" in text, text
+    assert alive("up-0", "up-1") == []
+    os.remove("up-0")
+    os.remove("up-1")
+
+    begin("'it goes ' + 'on'")
+    assert shown(None) == "'it goes on'"
+
+    begin("kerasdist.run(hang, n=2)")
+    wait_for("up-0", "up-1")
+finally:
+    manager.shutdown_kernel(now=True)
+    client.stop_channels()
+print("DONE")
+"""
+
+
+@pytest.fixture
+def launcher(tmp_path: Path) -> Iterator[Launcher]:
+    with launcher_in(tmp_path) as made:
+        made.env["JUPYTER_RUNTIME_DIR"] = str(tmp_path / "runtime")
+        made.env["IPYTHONDIR"] = str(tmp_path / "ipython")
+        yield made
+
+
+@pytest.mark.skipif(
+    bool(_MISSING) and not os.environ.get("CI"), reason=f"{_MISSING} isn't installed"
+)
+def test_a_notebook(launcher: Launcher) -> None:
+    """Output is there while it's made; interrupt and kill leave nothing behind."""
+    (launcher.folder / "driver.py").write_text(DRIVER)
+    done = subprocess.run(
+        [sys.executable, "driver.py"],
+        cwd=launcher.folder,
+        env=launcher.env,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout == "DONE\n"
+    launcher.nothing_runs()
