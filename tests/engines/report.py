@@ -21,7 +21,7 @@ ENGINES = {
     "Slurm": f"{_HERE}/test_slurm_jobs.py",
     "MPI": "tests/collectives/backends/test_mpi.py"
     "::test_training_needs_no_other_settings",
-    "ssh": "tests/cli/run/hosts/test_run_on_hosts.py::test_a_model_trains_on_two_hosts",
+    "ssh": "tests/cli/run/hosts/test_run_on_hosts.py::test_the_commands_of_the_readme",
     "Kubernetes": f"{_HERE}/test_manifests.py",
     "Docker": f"{_HERE}/test_docker_image.py",
 }
