@@ -63,8 +63,10 @@ def test_two_workers_have_the_numbers_of_one(
     assert len(found) == 1, output
     workers, loss, accuracy = found[0]
     assert workers == "2"
-    assert float(loss) == pytest.approx(alone[0], rel=1e-4)
-    assert float(accuracy) == pytest.approx(alone[1], abs=1e-3)
+    # A `fit` that was interrupted goes on with other orders of the rows.
+    exact = kill_rank is None
+    assert float(loss) == pytest.approx(alone[0], rel=1e-4 if exact else 0.1)
+    assert float(accuracy) == pytest.approx(alone[1], abs=1e-3 if exact else 0.03)
     (path,) = re.findall(r"the model is in ([\w./-]+)", output)
     assert (Path(path) / "digits.keras").is_file()
     epochs = [int(found) for found in re.findall(r"'epoch': (\d+)", output)]
