@@ -169,6 +169,7 @@ PRINTS = {
     "kerasdist/cli/plan.py",
     "kerasdist/cli/run/bootstrap.py",
     "kerasdist/cli/run/exits.py",
+    "kerasdist/functions/worker.py",
 }
 
 
