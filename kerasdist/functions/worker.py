@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import stat
 import sys
@@ -14,6 +15,8 @@ from kerasdist.transport.liveness.final_error import hand_over_final_error
 from kerasdist.transport.liveness.launcher_pipe import descriptor_named
 
 __all__ = ["main"]
+
+_LOG = logging.getLogger("kerasdist")
 
 
 def main() -> None:
@@ -56,7 +59,7 @@ def _record(descriptor: int, stage: str, error: BaseException, kind: str) -> Non
         write_error(descriptor, stage, error, kind)
     except OSError as fault:
         # A full disk. The launcher shows the traceback.
-        print(f"kerasdist.run: the error can't be written: {fault}", file=sys.stderr)
+        _LOG.error("the error of the function can't be sent: %s", fault)
 
 
 def _shorten_traceback() -> None:
