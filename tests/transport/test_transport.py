@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import threading
 import time
 
@@ -17,23 +16,18 @@ from kerasdist.transport.deadline import Deadline
 from kerasdist.transport.memory import Faults, memory_group
 from kerasdist.transport.shared_memory import create_segment
 from kerasdist.transport.wire.framing import Call, FrameType, pack_header
+from tls_pairs import tcp_pair, tls_pair
 
 pytestmark = pytest.mark.timeout(60)
 
 CALL = Call(1, "all_reduce", "sum", "uint8", 100, 0)
 
 
-def tcp_pair():
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        one = socket.create_connection(server.getsockname())
-        other, _ = server.accept()
-    return one, other
-
-
 MAKERS = {
     "memory": memory_group,
     "unix": socket_ring,
     "tcp": lambda size: socket_ring(size, tcp_pair),
+    "tls": lambda size: socket_ring(size, tls_pair),
     "mesh": socket_mesh,
 }
 SOCKETS = [name for name in MAKERS if name != "memory"]

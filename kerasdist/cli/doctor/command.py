@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 
-from kerasdist.cli.doctor import cluster_check, machine
+from kerasdist.cli.doctor import cluster_check, encryption, machine
 from kerasdist.cli.doctor.findings import Finding
 
 __all__ = ["add_parser"]
@@ -92,6 +92,7 @@ def _sections(seconds: float) -> Iterator[tuple[str, list[Finding]]]:
     yield "cluster", found
     if cluster is not None and (cluster.workers or cluster.servers):
         yield "secret", cluster_check.check_secret(cluster, environ)
+        yield "encryption", encryption.check_encryption(cluster, environ)
         began = time.monotonic()
         with cluster_check.own_port(cluster, environ) as found:
             yield "own port", found

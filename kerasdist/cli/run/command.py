@@ -41,6 +41,7 @@ from kerasdist.cli.run.processes import (
 from kerasdist.cli.run.supervisor import JobSupervisor
 from kerasdist.transport.log import background_log
 from kerasdist.transport.log.default_handler import format_fault, level_fault
+from kerasdist.transport.tls.credentials import tls_fault
 from kerasdist.transport.wire.secret import secret_fault
 
 __all__ = ["add_parser", "split"]
@@ -216,7 +217,11 @@ def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
         )
     if not hasattr(os, "fork"):
         faults.append("kerasdist run needs Linux (os.fork)")
-    weak = (secret_fault(os.environ), level_fault(os.environ), format_fault(os.environ))
+    weak = (
+        *(secret_fault(os.environ), level_fault(os.environ), format_fault(os.environ)),
+        # Of tasks on other hosts each checks its own files.
+        tls_fault(os.environ) if hosts is None else None,
+    )
     faults += [each for each in weak if each is not None]
     if not sys.executable:
         faults.append("it is unknown where Python is (sys.executable is empty)")

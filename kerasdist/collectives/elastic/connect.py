@@ -31,7 +31,7 @@ from kerasdist.transport.liveness.ended_tasks import EndedTasks
 from kerasdist.transport.membership.epochs import Member
 from kerasdist.transport.rendezvous.listener import Listener
 from kerasdist.transport.timeouts import Timeouts
-from kerasdist.transport.wire.secret import job_secret
+from kerasdist.transport.tls.protection import checked_secret
 
 __all__ = ["connect_elastic", "name_job"]
 
@@ -99,7 +99,7 @@ def connect_elastic(
         timeouts=timeouts,
         replicas=replicas,
     )
-    secret = job_secret(cluster.workers, os.environ)
+    secret = checked_secret(cluster.workers, os.environ)
     members = tuple(Member(number) for number in range(size))
     deadline = Deadline(timeouts.startup)
     joins = rank >= size

@@ -23,7 +23,7 @@ from kerasdist.transport.cancellation import Cancellation
 from kerasdist.transport.log import background_log
 from kerasdist.transport.rendezvous.member import host_key
 from kerasdist.transport.timeouts import Timeouts
-from kerasdist.transport.wire.secret import job_secret
+from kerasdist.transport.tls.protection import checked_secret
 
 __all__ = ["connect_servers"]
 
@@ -107,7 +107,7 @@ def connect_servers(
         client.connections.add(InProcessConnection(handler, worker, timeouts, client))
         client.start(roster)
         return client
-    secret = job_secret((*cluster.workers, *cluster.servers), os.environ)
+    secret = checked_secret((*cluster.workers, *cluster.servers), os.environ)
     heartbeat = client.heartbeat()
     cause: errors.ServerLost | None = None
     try:

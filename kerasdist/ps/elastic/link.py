@@ -24,7 +24,7 @@ from kerasdist.transport.cancellation import Cancellation
 from kerasdist.transport.deadline import Deadline
 from kerasdist.transport.liveness.announcements import Announcements
 from kerasdist.transport.timeouts import Timeouts
-from kerasdist.transport.wire.secret import job_secret
+from kerasdist.transport.tls.protection import checked_secret
 
 __all__ = ["ServerGroup", "ServerLink"]
 
@@ -131,7 +131,7 @@ class ServerLink:
         self._rank = cluster.rank or 0
         self._servers = cluster.servers
         self._session = session_name(cluster)
-        self._secret = job_secret((*cluster.workers, *cluster.servers), os.environ)
+        self._secret = checked_secret((*cluster.workers, *cluster.servers), os.environ)
         self._agreed = agreed(settings, min_workers)
         self._settings = settings
         self._transport = transport

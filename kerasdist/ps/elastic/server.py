@@ -34,7 +34,7 @@ from kerasdist.transport.connection import Connection
 from kerasdist.transport.deadline import Deadline
 from kerasdist.transport.rendezvous.listener import Listener
 from kerasdist.transport.timeouts import Timeouts
-from kerasdist.transport.wire.secret import job_secret
+from kerasdist.transport.tls.protection import checked_secret
 
 __all__ = ["ElasticServer"]
 
@@ -102,7 +102,7 @@ class ElasticServer:
         self._totals: collections.Counter[str] = collections.Counter()
         # Questions about the next epoch.
         self._questions: list[tuple[int, Connection]] = []
-        secret = job_secret((*cluster.workers, *cluster.servers), os.environ)
+        secret = checked_secret((*cluster.workers, *cluster.servers), os.environ)
         self._listener = Listener.acquire(self.address, secret, self._timeouts.startup)
 
     def serve(self) -> dict[str, int]:

@@ -55,7 +55,7 @@ from kerasdist.transport.log import background_log
 from kerasdist.transport.rendezvous.listener import Listener
 from kerasdist.transport.rendezvous.member import host_key
 from kerasdist.transport.timeouts import Timeouts
-from kerasdist.transport.wire.secret import job_secret
+from kerasdist.transport.tls.protection import checked_secret
 
 __all__ = ["ParameterServer", "session_name"]
 
@@ -128,7 +128,7 @@ class ParameterServer:
         self._lock = threading.Lock()
         self._bytes_received = self._bytes_sent = 0
         self._closed = False
-        secret = job_secret((*cluster.workers, *cluster.servers), os.environ)
+        secret = checked_secret((*cluster.workers, *cluster.servers), os.environ)
         size = len(cluster.workers)
         self.handler = RequestHandler(
             *(self.index, len(cluster.servers), size, settings, self._timeouts),

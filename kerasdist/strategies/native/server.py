@@ -8,6 +8,8 @@ addresses, and each adds all of them to its TensorFlow cluster.
 from __future__ import annotations
 
 import contextlib
+import logging
+import os
 
 import numpy as np
 import tensorflow as tf
@@ -16,11 +18,12 @@ from kerasdist import _tf, errors
 from kerasdist._tf import remote
 from kerasdist.cluster.address import split_address
 from kerasdist.collectives import Communicator
-from kerasdist.transport.rendezvous.open_servers import narrow
+from kerasdist.transport.rendezvous.open_servers import narrow, report_unprotected
 from kerasdist.transport.rendezvous.ports import on_free_port
 
 __all__ = ["Server", "is_serving", "serve"]
 
+_LOG = logging.getLogger("kerasdist")
 # Distinct from the keys that TensorFlow's own strategies count up from 1.
 _FIRST_GROUP = 0x4B44_0000
 # Each job has a group of the workers, and one of all replicas.
@@ -93,4 +96,6 @@ def _start_server(rank: int, host: str) -> None:
 
     port = on_free_port(listen, tf.errors.UnknownError)
     Server.rank, Server.address = rank, f"{host}:{port}"
-    narrow(Server.address)
+    narrowed = narrow(Server.address)
+    text = report_unprotected(Server.address, narrowed, os.environ)
+    _LOG.warning("kerasdist: %s", text)

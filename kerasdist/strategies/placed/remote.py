@@ -46,7 +46,11 @@ from kerasdist.strategies.job import close_at_exit, forget
 from kerasdist.transport import Timeouts
 from kerasdist.transport.deadline import Deadline
 from kerasdist.transport.liveness.disconnect import disconnect
-from kerasdist.transport.rendezvous.open_servers import narrow, require_word
+from kerasdist.transport.rendezvous.open_servers import (
+    narrow,
+    report_unprotected,
+    require_word,
+)
 from kerasdist.transport.rendezvous.ports import on_free_port
 from kerasdist.transport.rendezvous.probe import why_unreachable
 
@@ -246,7 +250,7 @@ def _start(job: Job, deadline: Deadline, in_use: bool) -> tuple[list[str], list[
     else:
         _Serving.server, port = remote.serve_devices(kind, index, host)
         mine = f"{host}:{port}"
-    narrow(mine)
+    _LOG.warning("kerasdist: %s", report_unprotected(mine, narrow(mine), os.environ))
     servers = [
         part.tobytes().decode()
         for part in ring.all_gather(np.frombuffer(mine.encode(), np.uint8))

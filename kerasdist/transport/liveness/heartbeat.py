@@ -27,6 +27,7 @@ from kerasdist.transport.connection import Connection
 from kerasdist.transport.liveness.control_connection import ControlConnection
 from kerasdist.transport.log import background_log
 from kerasdist.transport.timeouts import Timeouts
+from kerasdist.transport.tls.tls_socket import holds_bytes
 from kerasdist.transport.wire.framing import Call, FrameType
 
 __all__ = ["Frame", "Heartbeat"]
@@ -99,7 +100,9 @@ class Heartbeat:
             self._connections[key] = control = ControlConnection(connection, now)
             self._watched[control.sock.fileno()] = key, control
             self._epoll.register(control.sock, select.EPOLLIN)
-            self._silent = min(self._silent, now + self._timeouts.heartbeat)
+            # What was received already isn't reported: look at all connections once.
+            late = 0.0 if holds_bytes(control.sock) else self._timeouts.heartbeat
+            self._silent = min(self._silent, now + late)
         self.wake()
 
     def post(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 import threading
 from collections.abc import Callable
@@ -20,6 +21,8 @@ from kerasdist.transport.rendezvous.waiting_notice import (
     Sight,
     WaitingNotice,
 )
+from kerasdist.transport.tls.credentials import Credentials
+from kerasdist.transport.tls.upgrade import connect_tls, wrap_dialed
 from kerasdist.transport.wire import handshake
 from kerasdist.transport.wire.same_user import why_not_same_user
 from kerasdist.transport.wire.secret import is_loopback
@@ -55,9 +58,12 @@ def dial_tcp(
 
     Raises:
         OSError, EOFError: It can't be reached now.
-        AuthenticationError, ProtocolError: See `handshake.authenticate_as_client`.
+        AuthenticationError, ProtocolError: See `handshake.authenticate_as_client` and
+            `upgrade.connect_tls`.
+        ClusterError: This task's certificates can't be used any more.
     """
     stop = stop or Cancellation()
+    credentials = Credentials.read(os.environ)
     limit = Deadline(min(deadline.remaining(), _CONNECT_SECONDS))
     targets = look_up(*split_address(address), limit)
     if isinstance(targets, str):
@@ -79,6 +85,7 @@ def dial_tcp(
             sock.close()
             raise
         else:
+            sock = wrap_dialed(sock, credentials)
             return _authenticate(sock, secret, hello, deadline, address, stop)
     raise OSError("its host name has no address")
 
@@ -128,6 +135,7 @@ def _authenticate(
     limit = Deadline(min(deadline.remaining(), _HANDSHAKE_SECONDS))
     try:
         with stop.bound(sock):
+            connect_tls(sock, limit, address)
             auth = handshake.authenticate_as_client(sock, secret, hello, limit, address)
             if not secret and is_loopback(address):
                 _check_user(sock, address)

@@ -31,6 +31,8 @@ from kerasdist.transport.forks import close_in_children
 from kerasdist.transport.log.limited_log import LimitedLog
 from kerasdist.transport.rendezvous.bind import inherited_socket, listen_at
 from kerasdist.transport.rendezvous.mailboxes import Mailboxes
+from kerasdist.transport.tls.credentials import Credentials
+from kerasdist.transport.tls.upgrade import accept_tls, wrap_accepted
 from kerasdist.transport.wire import handshake
 from kerasdist.transport.wire.framing import FrameType
 from kerasdist.transport.wire.messages import write_frame
@@ -74,6 +76,7 @@ class Listener:
         self._patience = patience
         self.unix_name = f"\0kerasdist-{os.getpid()}-{secrets.token_hex(8)}"
         self._secret = secret
+        self._credentials = Credentials.read(os.environ)
         self._users = 0
         self.mailboxes = Mailboxes()
         self._lock = threading.Lock()
@@ -118,7 +121,7 @@ class Listener:
             AddressInUseError: Another process listens there, or the address
                 isn't this machine's.
             ClusterError: A strategy of this process listens there with another
-                secret.
+                secret or other certificates.
         """
         with cls._open_lock:
             listener = cls._open.get(address)
@@ -129,6 +132,12 @@ class Listener:
                     "The job secret has changed while another strategy of this "
                     f"process uses the old one. Received: address={address!r}. Keep "
                     "KERASDIST_SECRET as it is, or close the other strategy first."
+                )
+            elif listener._credentials != Credentials.read(os.environ):
+                raise ClusterError(
+                    "KERASDIST_TLS has changed while another strategy of this process "
+                    f"uses the old one. Received: address={address!r}. Keep it as it "
+                    "is, or close the other strategy first."
                 )
             listener._users += 1
             listener._patience = max(listener._patience, patience)
@@ -210,8 +219,11 @@ class Listener:
 
     def _accept_one(self, server: socket.socket) -> None:
         sock, source = server.accept()
-        local = server is self._unix
-        self._begin(sock, "this host" if local else f"{source[0]}:{source[1]}")
+        if server is self._unix:
+            self._begin(sock, "this host")
+        else:
+            sock = wrap_accepted(sock, self._credentials)
+            self._begin(sock, f"{source[0]}:{source[1]}")
 
     def _begin(self, sock: socket.socket, where: str) -> None:
         close_in_children(sock)
@@ -242,6 +254,8 @@ class Listener:
         try:
             sock.setblocking(True)
             deadline = Deadline(HANDSHAKE_SECONDS)
+            if sock.family != socket.AF_UNIX:
+                accept_tls(sock, deadline, where)
             self._check_user(sock, deadline)
             hello, auth = handshake.receive(
                 sock, self._secret, deadline, where, self.address

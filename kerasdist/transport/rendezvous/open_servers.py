@@ -22,7 +22,7 @@ from kerasdist.errors import ClusterError
 from kerasdist.transport.deadline import Deadline
 from kerasdist.transport.rendezvous.probe import look_up
 
-__all__ = ["narrow", "require_word"]
+__all__ = ["narrow", "report_unprotected", "require_word"]
 
 _WORD = "KERASDIST_ALLOW_OPEN_SERVERS"
 _DESCRIPTORS = "/dev/fd"
@@ -94,6 +94,28 @@ def narrow(address: str) -> bool:
         with contextlib.suppress(OSError):
             count += _narrow_one(int(name), port, program)
     return count > 0
+
+
+def report_unprotected(address: str, narrowed: bool, environ: Mapping[str, str]) -> str:
+    """Describe what doesn't protect servers at an address, for a line at the start.
+
+    Args:
+        address: `"host:port"` of the servers.
+        narrowed: What `narrow` has returned.
+        environ: The environment.
+    """
+    where = (
+        "accepts connections to this address alone"
+        if narrowed
+        else "accepts connections to all addresses of this machine"
+    )
+    text = (
+        f"TensorFlow's server at {address} {where}. Neither the job's secret nor TLS "
+        "protects it, and its data aren't encrypted"
+    )
+    if environ.get("KERASDIST_TLS", "").strip():
+        text += ", although KERASDIST_TLS is set"
+    return f"{text}: only trusted users may reach its port."
 
 
 def _is_own(

@@ -26,7 +26,7 @@ from kerasdist.transport.rendezvous.listener import Listener
 from kerasdist.transport.rendezvous.member import Member, host_key
 from kerasdist.transport.rendezvous.startup import Arrival, gather, report
 from kerasdist.transport.timeouts import Timeouts
-from kerasdist.transport.wire.secret import job_secret
+from kerasdist.transport.tls.protection import checked_secret
 
 __all__ = ["Member", "Session", "host_key"]
 
@@ -81,7 +81,7 @@ class Session:
         self.rank = cluster.rank
         self.size = cluster.size
         self.timeouts = timeouts
-        self._secret = job_secret(cluster.workers, os.environ)
+        self._secret = checked_secret(cluster.workers, os.environ)
         self._stop = stop or Cancellation()
         self._release = threading.Lock()
         self.controls: dict[int, Connection] = {}

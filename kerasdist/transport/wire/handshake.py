@@ -27,9 +27,11 @@ H("elsewhere").
 
 Frames that follow are authenticated with keys of this connection, H("keys of c") and
 H("keys of s"), each for the frames that this side sends
-(`kerasdist.transport.wire.frame_auth`); bulk data are not. Nothing is encrypted: the
-secret keeps foreign processes out of a job, it doesn't hide the gradients (RFC 2104 for
-HMAC).
+(`kerasdist.transport.wire.frame_auth`); bulk data are not. Nothing is encrypted here:
+the secret keeps foreign processes out of a job, it doesn't hide the gradients (RFC 2104
+for HMAC). With `KERASDIST_TLS` all of this is inside of a TLS connection
+(`kerasdist.transport.tls.upgrade`); a REFUSAL of 1. that holds "tls" says so to a side
+without.
 """
 
 from __future__ import annotations
@@ -47,7 +49,10 @@ from kerasdist.transport.wire.frame_auth import FrameAuthenticator
 from kerasdist.transport.wire.framing import VERSION, FrameType
 from kerasdist.transport.wire.messages import read_frame, to_json, write_frame
 
-__all__ = ["authenticate_as_client", "receive"]
+__all__ = ["NEEDS_TLS", "authenticate_as_client", "receive"]
+
+# The payload of a REFUSAL by a side that uses TLS.
+NEEDS_TLS = b"tls"
 
 _NONCE_BYTES = 32
 _PROOF_BYTES = 32
@@ -192,6 +197,12 @@ def _expect(
     where: str,
 ) -> bytes:
     kind, payload = read_frame(sock, deadline, bound=bound)
+    if kind is FrameType.REFUSAL and payload == NEEDS_TLS:
+        raise AuthenticationError(
+            f"The process at {where} uses TLS, and this one doesn't. Received: "
+            "KERASDIST_TLS isn't set here. Set KERASDIST_TLS on all tasks of the job, "
+            "or on none."
+        )
     if kind is FrameType.REFUSAL:
         # Nothing is proved yet: the text of a foreign process isn't shown in messages.
         raise _wrong_secret(where)

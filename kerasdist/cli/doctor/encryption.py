@@ -1,0 +1,33 @@
+"""The doctor's check of this task's certificates."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from kerasdist.cli.doctor.findings import Finding
+from kerasdist.cluster import Cluster
+from kerasdist.transport.tls.credentials import tls_fault
+from kerasdist.transport.wire.secret import is_loopback
+
+__all__ = ["check_encryption"]
+
+
+def check_encryption(cluster: Cluster, environ: Mapping[str, str]) -> list[Finding]:
+    """Check whether the job's connections are encrypted, and the certificates fit."""
+    fault = tls_fault(environ)
+    if fault is not None:
+        text, _, remedy = fault.partition(" Expected ")
+        return [Finding(level="fault", text=text, remedy=f"expected {remedy}")]
+    if environ.get("KERASDIST_TLS", "").strip():
+        text = (
+            "KERASDIST_TLS is set, and the certificate is valid: TCP connections are "
+            "encrypted"
+        )
+        return [Finding(level="ok", text=text)]
+    local = all(is_loopback(a) for a in (*cluster.workers, *cluster.servers))
+    why = (
+        "and isn't needed: no address can be reached from other machines"
+        if local
+        else "so nothing is encrypted between the machines"
+    )
+    return [Finding(level="ok", text=f"KERASDIST_TLS isn't set, {why}")]

@@ -1,0 +1,239 @@
+"""A socket whose bytes are encrypted, with the semantics of a plain one.
+
+Python's `SSLSocket` differs from a socket in what its users here rely on: it has no
+`sendmsg`, raises errors of its own when it would block, and after `shutdown` it is a
+plain socket, which returns the encrypted bytes. Two threads may not use it at once
+(OpenSSL's state isn't safe; Python guards it only from 3.13 on). So here every call of
+OpenSSL is made with a lock and doesn't block; the waits are outside of it, and one
+thread can read while another one writes or shuts down.
+
+OpenSSL takes one record (at most 16 KiB) at a time from the kernel, so after a `recv`
+with room for a record nothing is left that `poll` can't see. After a shorter one
+something may be: see `holds_bytes`.
+"""
+
+from __future__ import annotations
+
+import errno
+import math
+import os
+import select
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
+
+from kerasdist.transport.forks import close_in_children
+
+__all__ = ["TlsSocket", "holds_bytes", "wrap"]
+
+_Result = TypeVar("_Result")
+
+_RECORD_BYTES = 1 << 14
+# Encrypted in one call, so that an exchange reads in between.
+_MOST_WRITTEN = 1 << 18
+_LONGEST_WAIT = 1e6
+
+
+class TlsSocket(ssl.SSLSocket):
+    """A TLS connection. Made by `wrap`; `do_handshake` must be called first.
+
+    The end of the stream is that of the TCP connection: whether a process has left in
+    good order is what authenticated frames say.
+    """
+
+    # `SSLContext.wrap_socket` creates it without a call of `__init__`.
+    _seconds: float | None = None
+    _lock: threading.Lock
+    _process: int
+    _ahead: bytes
+
+    def settimeout(self, value: float | None, /) -> None:
+        """See `socket.settimeout`. The descriptor itself never blocks."""
+        self._seconds = value
+
+    def setblocking(self, flag: bool, /) -> None:
+        """See `socket.setblocking`."""
+        self._seconds = None if flag else 0.0
+
+    def gettimeout(self) -> float | None:
+        """See `socket.gettimeout`."""
+        return self._seconds
+
+    def do_handshake(self, block: bool = False) -> None:
+        """Make the connection a TLS connection, until the time-out."""
+        self._repeat(super().do_handshake)
+
+    def peek_plain(self, count: int) -> bytes:
+        """Return the first bytes that have arrived, before the handshake."""
+        return self._repeat(
+            lambda: socket.socket.recv(self, count, socket.MSG_PEEK),
+        )
+
+    def send_plain(self, data: bytes) -> None:
+        """Send a few bytes as they are, in the place of a handshake."""
+        self._repeat(lambda: socket.socket.send(self, data))
+
+    def recv(self, buflen: int = 1024, flags: int = 0) -> bytes:
+        """See `socket.recv`; of the flags, with MSG_PEEK alone."""
+        if flags & socket.MSG_PEEK:
+            if not self._ahead:
+                self._ahead = self._repeat(lambda: self.read(buflen))
+            return self._ahead[:buflen]
+        if self._ahead:
+            found, self._ahead = self._ahead[:buflen], self._ahead[buflen:]
+            return found
+        return self._repeat(lambda: self.read(buflen))
+
+    def recv_into(self, buffer: Any, nbytes: int | None = None, flags: int = 0) -> int:
+        """See `socket.recv_into`."""
+        view = memoryview(buffer).cast("B")
+        if nbytes:
+            view = view[:nbytes]
+        if not view:
+            return 0
+        if self._ahead:
+            found = self.recv(len(view))
+            view[: len(found)] = found
+            return len(found)
+        # With a buffer `read` returns the number of bytes.
+        return self._repeat(lambda: int(self.read(len(view), view)))
+
+    def recvmsg_into(  # type: ignore[override]
+        self, buffers: Iterable[Any], ancbufsize: int = 0, flags: int = 0
+    ) -> tuple[int, list[tuple[int, int, bytes]], int, Any]:
+        """See `socket.recvmsg_into`. Only the first buffer that isn't empty is used."""
+        for buffer in buffers:
+            if len(buffer):
+                return self.recv_into(buffer), [], 0, None
+        return 0, [], 0, None
+
+    def send(self, data: Any, flags: int = 0) -> int:
+        """See `socket.send`. If it would block, it must be called again.
+
+        Until it has succeeded, the data must begin with the same bytes: a part of them
+        may have been sent.
+        """
+        with memoryview(data).cast("B") as view, view[:_MOST_WRITTEN] as part:
+            return self._repeat(lambda: self.write(part))
+
+    def sendmsg(  # type: ignore[override]
+        self,
+        buffers: Iterable[Any],
+        ancdata: Iterable[Any] = (),
+        flags: int = 0,
+        address: Any = None,
+    ) -> int:
+        """See `socket.sendmsg` and `send`. Small buffers are sent as one record."""
+        parts = list(buffers)
+        if not parts:
+            return 0
+        if len(parts) == 1 or len(parts[0]) >= _RECORD_BYTES:
+            return self.send(parts[0])
+        return self.send(_first_record(parts))
+
+    def sendall(self, data: Any, flags: int = 0) -> None:
+        """See `socket.sendall`."""
+        with memoryview(data).cast("B") as view:
+            done = 0
+            while done < len(view):
+                with view[done:] as rest:
+                    done += self.send(rest)
+
+    def shutdown(self, how: int, /) -> None:
+        """See `socket.shutdown`: of the TCP connection, from any thread."""
+        socket.socket.shutdown(self, how)
+
+    def close(self) -> None:
+        """See `socket.close`."""
+        # Another thread of the parent may have held the lock at the fork.
+        if os.getpid() != self._process:
+            super().close()
+            return
+        with self._lock:
+            super().close()
+
+    @property
+    def holds_bytes(self) -> bool:
+        """Whether bytes were received that `poll` doesn't report."""
+        with self._lock:
+            return bool(self._ahead) or self.pending() > 0
+
+    def _repeat(self, operation: Callable[[], _Result]) -> _Result:
+        """Call what doesn't block until it succeeds or the time-out has passed."""
+        until = math.inf
+        while True:
+            try:
+                with self._lock:
+                    return operation()
+            except (ssl.SSLWantReadError, BlockingIOError):
+                event = select.POLLIN
+            except ssl.SSLWantWriteError:
+                event = select.POLLOUT
+            except ssl.SSLError:  # a ValueError too, if a certificate isn't accepted
+                raise
+            except ValueError as error:  # closed by another thread
+                raise OSError(errno.EBADF, os.strerror(errno.EBADF)) from error
+            seconds = self._seconds
+            if seconds == 0:
+                raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+            if seconds is not None:
+                if until == math.inf:
+                    until = time.monotonic() + seconds
+                elif time.monotonic() >= until:
+                    raise TimeoutError("timed out")
+            left = min(until - time.monotonic(), _LONGEST_WAIT)
+            poll = select.poll()
+            poll.register(self, event)
+            poll.poll(max(left, 0.0) * 1000)
+
+
+def wrap(sock: socket.socket, context: ssl.SSLContext, *, server: bool) -> TlsSocket:
+    """Return a TLS socket in the place of a connected socket, before the handshake.
+
+    Args:
+        sock: The socket; it can't be used any more afterwards.
+        context: The settings of this side.
+        server: Whether this side has accepted the connection.
+
+    Raises:
+        OSError: The connection is broken. The socket is closed.
+    """
+    context.sslsocket_class = TlsSocket
+    seconds = sock.gettimeout()
+    try:
+        wrapped = context.wrap_socket(
+            sock,
+            server_side=server,
+            do_handshake_on_connect=False,
+            suppress_ragged_eofs=True,
+        )
+    except BaseException:
+        sock.close()
+        raise
+    if not isinstance(wrapped, TlsSocket):
+        raise TypeError(f"Received: {type(wrapped).__name__}, expected a TlsSocket.")
+    wrapped._lock = threading.Lock()
+    wrapped._process = os.getpid()
+    wrapped._ahead = b""
+    socket.socket.settimeout(wrapped, 0.0)
+    wrapped.settimeout(seconds)
+    close_in_children(wrapped)
+    return wrapped
+
+
+def holds_bytes(sock: socket.socket) -> bool:
+    """Return whether a socket has received bytes that `poll` doesn't report."""
+    return isinstance(sock, TlsSocket) and sock.holds_bytes
+
+
+def _first_record(parts: Sequence[Any]) -> bytes:
+    found = bytearray()
+    for part in parts:
+        with memoryview(part).cast("B") as view:
+            found += view[: _RECORD_BYTES - len(found)]
+        if len(found) == _RECORD_BYTES:
+            break
+    return bytes(found)

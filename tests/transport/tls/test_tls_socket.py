@@ -1,0 +1,191 @@
+"""A TLS socket behaves as a plain one, for one thread and for several."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import socket
+import ssl
+import threading
+
+import pytest
+
+from groups import in_threads
+from kerasdist.transport.tls.tls_socket import TlsSocket, holds_bytes
+from tls_pairs import tcp_pair, tls_pair
+from waiting import wait_until
+
+pytestmark = pytest.mark.timeout(60)
+
+
+@pytest.fixture
+def pair():
+    ends = tls_pair()
+    yield ends
+    for end in ends:
+        end.close()
+
+
+def test_it_is_tls_1_3_in_both_directions(pair):
+    for one, other in (pair, pair[::-1]):
+        assert isinstance(one, TlsSocket)
+        assert one.version() == "TLSv1.3"
+        one.sendall(b"there")
+        assert other.recv(100) == b"there"
+
+
+def test_what_is_not_there_blocks_as_on_a_plain_socket(pair):
+    one, _ = pair
+    one.setblocking(False)
+    for call in (
+        lambda: one.recv(1),
+        lambda: one.recv(1, socket.MSG_PEEK),
+        lambda: one.recv_into(bytearray(1)),
+        lambda: one.recvmsg_into([bytearray(), bytearray(1)]),
+    ):
+        with pytest.raises(BlockingIOError):
+            call()
+    one.settimeout(0.01)
+    with pytest.raises(TimeoutError):
+        one.recv(1)
+    assert one.gettimeout() == 0.01
+
+
+def test_a_full_connection_blocks_and_continues_with_the_same_bytes(pair):
+    one, other = pair
+    one.setblocking(False)
+    data = os.urandom(1 << 23)
+    sent = 0
+    with pytest.raises(BlockingIOError):
+        while True:
+            sent += one.sendmsg([data[sent : sent + 40], data[sent + 40 :]])
+    received = bytearray()
+    while len(received) < len(data):
+        received += other.recv(1 << 14)
+        if sent < len(data):
+            try:
+                sent += one.sendmsg([data[sent : sent + 40], data[sent + 40 :]])
+            except BlockingIOError:
+                pass
+    assert received == data
+
+
+def test_a_look_takes_nothing(pair):
+    one, other = pair
+    one.sendall(b"abcdef")
+    assert other.recv(1, socket.MSG_PEEK) == b"a"
+    assert other.recv(1, socket.MSG_PEEK) == b"a"
+    room = bytearray(2)
+    assert other.recv_into(room) == 1
+    assert other.recv(2) == b"bc"
+    # Nothing that `poll` could see is left, but three bytes.
+    poll = select.poll()
+    poll.register(other, select.POLLIN)
+    assert not poll.poll(0)
+    assert holds_bytes(other)
+    assert other.recv(10) == b"def"
+    assert not holds_bytes(other)
+    one.close()
+    assert other.recv(1, socket.MSG_PEEK) == b""
+
+
+def test_the_end_is_that_of_the_connection(pair):
+    one, other = pair
+    one.sendall(b"last")
+    one.shutdown(socket.SHUT_WR)
+    assert other.recv(10) == b"last"
+    assert other.recv(10) == b""
+    assert other.recv_into(bytearray(10)) == 0
+    other.sendall(b"back")
+    assert one.recv(10) == b"back"
+
+
+def test_two_threads_read_while_two_write(pair):
+    """OpenSSL alone crashes or breaks the stream here."""
+    data = os.urandom(1 << 23)
+
+    def work(index):
+        end = pair[index // 2]
+        if index % 2:
+            end.sendall(data)
+            return None
+        received = bytearray(len(data))
+        view = memoryview(received)
+        while view:
+            view = view[end.recv_into(view) :]
+        return received == data
+
+    assert in_threads(4, work) == [True, None, True, None]
+
+
+@pytest.mark.parametrize("end", ["shutdown", "close"])
+def test_another_thread_ends_a_wait_and_no_plain_byte_is_returned(pair, end):
+    one, other = pair
+    got = []
+
+    def read():
+        try:
+            while data := one.recv(1 << 14):
+                got.append(data)
+        except OSError:
+            pass
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    other.sendall(bytes(1 << 20))
+    wait_until(lambda: sum(map(len, got)) == 1 << 20, "all bytes")
+    one.shutdown(socket.SHUT_RDWR)
+    if end == "close":
+        one.close()
+    thread.join(10)
+    assert not thread.is_alive()
+    assert set(b"".join(got)) == {0}
+    with pytest.raises(OSError, match=r"."):
+        one.sendall(b"x")
+
+
+def test_changed_bytes_are_an_error():
+    """Between two sockets stands another, which turns a bit of a record."""
+    near, far = tcp_pair(), tcp_pair()
+    changing = threading.Event()
+
+    def forward(source, target):
+        with contextlib.suppress(OSError):
+            while data := source.recv(1 << 16):
+                if changing.is_set():
+                    data = data[:-1] + bytes([data[-1] ^ 1])
+                target.sendall(data)
+
+    threads = [
+        threading.Thread(target=forward, args=pair)
+        for pair in ((near[1], far[0]), (far[0], near[1]))
+    ]
+    for thread in threads:
+        thread.start()
+    one, other = tls_pair((near[0], far[1]))
+    with one, other, near[1], far[0]:
+        one.sendall(b"right")
+        assert other.recv(10) == b"right"
+        changing.set()
+        one.sendall(b"wrong")
+        with pytest.raises(ssl.SSLError, match=r"BAD_RECORD_MAC"):
+            other.recv(10)
+        for end in (near[1], far[0]):
+            end.shutdown(socket.SHUT_RDWR)
+        for thread in threads:
+            thread.join(10)
+
+
+def test_a_forked_child_has_no_copy(pair):
+    one, other = pair
+    # Held as if another thread were writing at the time of the fork.
+    reading = threading.Thread(target=one.recv, args=(1,))
+    reading.start()
+    child = os.fork()
+    if not child:
+        os._exit(0 if one.fileno() == other.fileno() == -1 else 1)
+    _, status = os.waitpid(child, 0)
+    assert status == 0
+    other.sendall(b"x")
+    reading.join(10)

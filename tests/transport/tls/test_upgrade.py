@@ -1,0 +1,394 @@
+"""Who has no valid certificate of the CA is refused, and both sides know why."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import logging
+import os
+import random
+import socket
+import ssl
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from certificates import Authority
+from groups import (
+    addresses_of,
+    cluster_on,
+    connect_all,
+    nothing_stays_open,
+    open_sockets,
+    outcomes,
+)
+from kerasdist import errors
+from kerasdist.cluster.address import split_address
+from kerasdist.collectives import connect
+from kerasdist.transport import Timeouts
+from kerasdist.transport.deadline import Deadline
+from kerasdist.transport.log import background_log
+from kerasdist.transport.rendezvous.dial import dial_tcp, retry
+from kerasdist.transport.rendezvous.listener import Listener
+from kerasdist.transport.rendezvous.probe import why_unreachable
+from kerasdist.transport.tls.tls_socket import TlsSocket
+from waiting import wait_until
+
+pytestmark = pytest.mark.timeout(60)
+
+SECRET = b"the secret of the tests"
+HELLO = {"session": "s", "purpose": "p", "rank": 1}
+DAY = datetime.timedelta(days=1)
+
+
+@pytest.fixture
+def authority(tmp_path):
+    return Authority(folder=tmp_path)
+
+
+@pytest.fixture
+def use(monkeypatch):
+    """Sets KERASDIST_TLS; None removes it."""
+
+    def change(text):
+        if text is None:
+            monkeypatch.delenv("KERASDIST_TLS", raising=False)
+        else:
+            monkeypatch.setenv("KERASDIST_TLS", text)
+
+    return change
+
+
+@contextlib.contextmanager
+def listening():
+    address = addresses_of(1)[0]
+    with nothing_stays_open():
+        listener = Listener.acquire(address, SECRET)
+        try:
+            yield listener
+        finally:
+            listener.release()
+
+
+def dial(address, seconds=20.0):
+    """As all tasks do: until it works, or can't any more."""
+    stop = threading.Event()
+    deadline = Deadline(seconds)
+    return retry(
+        lambda: dial_tcp(address, SECRET, HELLO, deadline), deadline, 1, address, stop
+    )
+
+
+def test_a_connection_is_encrypted_and_authentic(authority, use):
+    use(authority.issue("one"))
+    with listening() as listener:
+        use(authority.issue("two"))
+        with dial(listener.address) as mine:
+            ((_, taken, hello),) = listener.mailboxes.take_any("s", "p", 10.0)
+            with taken:
+                assert hello["rank"] == 1
+                assert type(mine.sock) is type(taken.sock) is TlsSocket
+                # Addresses change: the certificate names neither.
+                assert mine.sock.getpeercert()["subject"][0][0][1] == "one"
+                assert taken.sock.getpeercert()["subject"][0][0][1] == "two"
+
+
+def test_the_secret_is_still_needed(authority, use):
+    use(authority.issue())
+    with (
+        listening() as listener,
+        pytest.raises(errors.AuthenticationError, match=r"hold the same job secret"),
+    ):
+        dial_tcp(listener.address, b"another secret...", HELLO, Deadline(10))
+
+
+def other_ca(authority):
+    return Authority(folder=authority.folder, name="other")
+
+
+# What the side that listens uses, what the one that dials uses, and what they say.
+REFUSED = {
+    "another CA": (
+        lambda ca: ca.issue(),
+        lambda ca: other_ca(ca).issue(),
+        "The certificate of the process at {} isn't signed by the job's CA",
+        "has refused this task's certificate: it isn't signed by that task's CA",
+    ),
+    "the listener's is of another CA": (
+        lambda ca: other_ca(ca).issue(ca=ca.path),
+        lambda ca: ca.issue(),
+        "The certificate of the process at {} isn't signed by the job's CA",
+        "has refused this task's certificate: it isn't signed by that task's CA",
+    ),
+    "the dialer's is of another CA": (
+        lambda ca: ca.issue(),
+        lambda ca: other_ca(ca).issue(ca=ca.path),
+        "The process at {} has refused this task's certificate: it isn't signed by th",
+        "isn't signed by the job's CA",
+    ),
+    "the dialer's has expired": (
+        lambda ca: ca.issue("one"),
+        lambda ca: ca.issue("two", valid=-DAY),
+        "The process at {} has refused this task's certificate: it has expired",
+        "has expired",
+    ),
+    "the listener's has expired": (
+        lambda ca: ca.issue("one", valid=-DAY),
+        lambda ca: ca.issue("two"),
+        "The certificate of the process at {} has expired",
+        "has refused this task's certificate: it has expired",
+    ),
+    "the dialer's is for servers": (
+        lambda ca: ca.issue(),
+        lambda ca: ca.server_only(),
+        "The process at {} has refused this task's certificate: it isn't for this pu",
+        "isn't for this purpose",
+    ),
+    "only the listener uses TLS": (
+        lambda ca: ca.issue(),
+        lambda ca: None,
+        "The process at {} uses TLS, and this one doesn't. Received: KERASDIST_TLS is",
+        "doesn't use TLS, and this one does. Set KERASDIST_TLS on all",
+    ),
+    "only the dialer uses TLS": (
+        lambda ca: None,
+        lambda ca: ca.issue(),
+        "The process at {} doesn't use TLS, and this one does. Set KERASDIST_TLS on",
+        "uses TLS, and this one doesn't. Received: KERASDIST_TLS isn't set here",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_does_not_fit_is_refused_and_both_know_why(authority, use, case):
+    theirs, ours, said, logged = REFUSED[case]
+    use(theirs(authority))
+    with listening() as listener:
+        use(ours(authority))
+        began = time.monotonic()
+        with pytest.raises(errors.AuthenticationError) as caught:
+            dial(listener.address, seconds=50.0)
+        # The reason is final: no second attempt, far below the time to start.
+        assert time.monotonic() - began < 20
+        assert str(caught.value).startswith(said.format(listener.address))
+        wait_until(listener.refusals, "the listener's reason")
+        (reason,) = listener.refusals()
+        assert reason.startswith("127.0.0.1:")
+        assert "AuthenticationError: The " in reason
+        assert logged in reason
+
+
+def raw_context(authority, text=None):
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    context.load_verify_locations(authority.path)
+    if text:
+        context.load_cert_chain(*text.split(",")[:2])
+    return context
+
+
+@pytest.mark.parametrize("fault", ["no certificate", "TLS 1.2"])
+def test_other_programs_with_tls_are_refused(authority, use, fault):
+    text = authority.issue()
+    use(text)
+    context = raw_context(authority, text if fault == "TLS 1.2" else None)
+    if fault == "TLS 1.2":
+        context.maximum_version = ssl.TLSVersion.TLSv1_2
+    with (
+        listening() as listener,
+        socket.create_connection(split_address(listener.address)) as sock,
+        pytest.raises(ssl.SSLError, match=r"ALERT"),
+        context.wrap_socket(sock) as wrapped,
+    ):
+        wrapped.recv(1)
+    (reason,) = listener.refusals()
+    expected = {
+        "no certificate": r" has no certificate. All tasks' certificates in KERASDIST",
+        "TLS 1.2": "ProtocolError: The TLS handshake with the process at 127.0.0.1:",
+    }
+    assert expected[fault] in reason
+
+
+def odd(chance, hello):
+    """What isn't a handshake, or only at first."""
+    size = chance.randrange(1, 300)
+    return chance.choice(
+        [
+            chance.randbytes(size),
+            b"\x16" + chance.randbytes(size),
+            b"\x16\x03\x01" + chance.randbytes(size),
+            hello[: chance.randrange(1, len(hello))],
+            bytes(b ^ (chance.random() < 0.02) for b in hello),
+            hello + chance.randbytes(size),
+            b"GET / HTTP/1.1\r\n\r\n",
+            b"KDST" + chance.randbytes(size),
+            b"",
+        ]
+    )
+
+
+def test_a_listener_lives_through_garbage(authority, use, caplog):
+    caplog.set_level(logging.CRITICAL, "kerasdist")
+    text = authority.issue()
+    use(text)
+    incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+    with contextlib.suppress(ssl.SSLWantReadError):
+        raw_context(authority, text).wrap_bio(incoming, outgoing).do_handshake()
+    hello = outgoing.read()
+
+    def come(seed):
+        chance = random.Random(seed)
+        for _ in range(30):
+            with (
+                contextlib.suppress(ConnectionError),
+                socket.create_connection(split_address(listener.address)) as sock,
+            ):
+                sock.sendall(odd(chance, hello))
+
+    with listening() as listener:
+        assert outcomes(4, come) == [None] * 4
+        with dial(listener.address):
+            ((_, taken, _),) = listener.mailboxes.take_any("s", "p", 10.0)
+            taken.close()
+    background_log.flush(10)
+    assert not [r for r in caplog.records if r.exc_info], caplog.text
+
+
+def test_a_probe_is_no_refusal(authority, use):
+    use(authority.issue())
+    with listening() as listener:
+        assert why_unreachable(listener.address, 10.0) is None
+        with dial(listener.address):
+            pass
+        assert listener.refusals() == []
+
+
+def test_a_renewed_certificate_is_used_by_the_next_connection(authority, use):
+    use(authority.issue("one", valid=DAY / 1000))
+    with listening() as listener:
+        authority.issue("one", valid=-DAY)
+        with pytest.raises(errors.AuthenticationError, match=r"has expired"):
+            dial(listener.address)
+        authority.issue("one")
+        with dial(listener.address):
+            pass
+
+
+def test_other_certificates_in_the_same_process_are_an_error(authority, use):
+    use(authority.issue("one"))
+    with listening() as listener:
+        use(None)
+        with pytest.raises(errors.ClusterError, match=r"^KERASDIST_TLS has changed wh"):
+            Listener.acquire(listener.address, SECRET)
+
+
+class Recorder:
+    """Forwards connections to another address, and keeps all bytes."""
+
+    def __init__(self, target):
+        self.seen = bytearray()
+        self._target = target
+        self._ends = []
+        self._threads = []
+        self._server = socket.create_server(("127.0.0.2", target[1]))
+        self._start(self._accept)
+
+    def _start(self, work, *args):
+        thread = threading.Thread(target=work, args=args)
+        self._threads.append(thread)
+        thread.start()
+
+    def _accept(self):
+        while True:
+            try:
+                near, _ = self._server.accept()
+            except OSError:
+                return
+            far = socket.create_connection(self._target)
+            self._ends += [near, far]
+            self._start(self._forward, near, far)
+            self._start(self._forward, far, near)
+
+    def _forward(self, source, target):
+        with contextlib.suppress(OSError):
+            while data := source.recv(1 << 16):
+                self.seen += data
+                target.sendall(data)
+            target.shutdown(socket.SHUT_WR)
+
+    def close(self):
+        for sock in (self._server, *self._ends):
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+        for thread in self._threads:
+            thread.join(10)
+        for sock in (self._server, *self._ends):
+            sock.close()
+
+
+@pytest.mark.parametrize("encrypted", [False, True])
+def test_who_records_the_connection_sees_nothing(
+    authority, use, monkeypatch, encrypted
+):
+    """Rank 1 reaches rank 0 through a recorder, with control frames and data."""
+    use(authority.issue() if encrypted else None)
+    secret = "a secret that nobody may see"
+    monkeypatch.setenv("KERASDIST_SECRET", secret)
+    pattern = np.frombuffer(b"a pattern that is seen at once; " * 1000, np.float32)
+    before = open_sockets()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        # Rank 0 listens where its launcher does, and is known by another address.
+        monkeypatch.setenv("KERASDIST_LISTEN_FD", str(server.fileno()))
+        port = server.getsockname()[1]
+        recorder = Recorder(("127.0.0.1", port))
+        addresses = [f"127.0.0.2:{port}", addresses_of(1)[0]]
+        times = Timeouts(startup=20, collective=20, heartbeat=10)
+
+        def work(rank):
+            job = connect(
+                cluster_on(addresses, rank),
+                transport="tcp",
+                timeouts=times,
+                host="ab"[rank],
+            )
+            try:
+                job.communicator.broadcast([pattern if rank else pattern * 0], 1)
+                (found,) = job.communicator.all_reduce([pattern * rank])
+                return found.tobytes() == pattern.tobytes()
+            finally:
+                job.close()
+
+        try:
+            assert outcomes(2, work) == [True, True]
+        finally:
+            recorder.close()
+    seen = bytes(recorder.seen)
+    assert len(seen) > pattern.nbytes
+    assert secret.encode() not in seen
+    # Frames, their JSON, and data: plain without TLS.
+    for plain in (b"KDST", b'"address"', b"that is seen at once"):
+        assert (plain in seen) is not encrypted, plain
+    assert open_sockets() == before
+
+
+def test_a_group_of_ranks_reduces_encrypted(authority, use):
+    use(authority.issue())
+    jobs = connect_all(3, transport="tcp", hosts="abc")
+    try:
+        data = np.random.default_rng(0).standard_normal(1 << 16).astype(np.float32)
+
+        def work(rank):
+            (found,) = jobs[rank].communicator.all_reduce([data * (rank + 1)])
+            return found.tobytes()
+
+        found = outcomes(3, work)
+    finally:
+        outcomes(3, lambda rank: jobs[rank].close())
+    assert found == [found[0]] * 3
+    np.testing.assert_allclose(np.frombuffer(found[0], np.float32), data * 6, rtol=1e-5)
+
+
+def test_the_environment_of_the_tests_has_no_certificates():
+    assert "KERASDIST_TLS" not in os.environ
