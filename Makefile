@@ -22,7 +22,7 @@
 #   bench-straggler, bench-staleness, bench-embedding-rows,
 #   bench-placement-memory, bench-planning-time, bench-placed-overhead, bench-pipeline,
 #   bench-board-cost, bench-chief-data, bench-elastic, bench-heartbeats,
-#   bench-membership
+#   bench-membership, bench-tls
 #                 measure one claim: see the folder in benchmarks/
 #   make wheel    sdist and wheel in dist/, checked as the package index does
 #   make clean    remove everything that was made
@@ -64,7 +64,7 @@ PACKAGING := setup.py pyproject.toml kerasdist/_version.py Makefile
 .PHONY: bench-straggler bench-staleness bench-embedding-rows
 .PHONY: bench-placement-memory bench-planning-time bench-placed-overhead bench-pipeline
 .PHONY: bench-board-cost bench-chief-data bench-heartbeats bench-membership
-.PHONY: bench-elastic
+.PHONY: bench-elastic bench-tls
 .PHONY: test-versions test-oldest test-newest test-next
 .DEFAULT_GOAL := test
 
@@ -149,6 +149,9 @@ bench-fit: $(VENV)/.bench .venv-legacy/.created
 # As root: it makes hosts out of network namespaces.
 bench-overlap: $(VENV)/.bench
 	$(BIN)/python benchmarks/overlap/run.py
+
+bench-tls: $(VENV)/.bench
+	$(BIN)/python benchmarks/tls/run.py
 
 bench-wire: $(VENV)/.bench
 	$(BIN)/python benchmarks/wire/run.py

@@ -13,9 +13,13 @@ import time
 
 import pytest
 
+<<<<<<< HEAD
 from kerasdist import cli
+=======
+from certificates import Authority
+>>>>>>> fa9037b (Doctor, documentation and benchmark of KERASDIST_TLS)
 from kerasdist.cli.allocator import find_allocator
-from kerasdist.cli.doctor import cluster_check, machine
+from kerasdist.cli.doctor import cluster_check, encryption, machine
 from kerasdist.cluster import Cluster
 from workers import free_ports, python_env
 
@@ -232,6 +236,21 @@ def test_secret(host, environ, level):
     (found,) = cluster_check.check_secret(cluster_of(f"{host}:1", f"{host}:2"), environ)
     assert found.level == level
     assert "s3cr3t" not in repr(found)
+
+
+def test_encryption(tmp_path):
+    tls = Authority(folder=tmp_path).issue()
+    for host, environ, level, text in [
+        ("127.0.0.1", {}, "ok", "KERASDIST_TLS isn't set, and isn't needed: no addres"),
+        ("host", {}, "ok", "KERASDIST_TLS isn't set, so nothing is encrypted between "),
+        ("host", {"KERASDIST_TLS": tls}, "ok", "KERASDIST_TLS is set, and the certifi"),
+        ("host", {"KERASDIST_TLS": "a,b,c"}, "fault", "KERASDIST_TLS can't be used: t"),
+    ]:
+        cluster = cluster_of(f"{host}:1", f"{host}:2")
+        (found,) = encryption.check_encryption(cluster, environ)
+        assert found.level == level
+        assert found.text.startswith(text)
+    assert found.remedy.startswith('expected "certificate,key,ca": three files in PEM')
 
 
 def test_own_port_is_open_meanwhile_and_closed_afterwards():

@@ -7,7 +7,11 @@ import socket
 import pytest
 
 from kerasdist import errors
-from kerasdist.transport.rendezvous.open_servers import narrow, require_word
+from kerasdist.transport.rendezvous.open_servers import (
+    narrow,
+    report_unprotected,
+    require_word,
+)
 
 
 def reached(ip, port):
@@ -88,3 +92,15 @@ def test_without_the_word_it_says_what_strangers_could_do(word):
     ):
         require_word(environ, "transport='native'")
     require_word({"KERASDIST_ALLOW_OPEN_SERVERS": "1"}, "transport='native'")
+
+
+def test_what_does_not_protect_them_is_said():
+    text = report_unprotected("10.0.0.1:5", True, {"KERASDIST_TLS": "a,b,c"})
+    assert text == (
+        "TensorFlow's server at 10.0.0.1:5 accepts connections to this address alone. "
+        "Neither the job's secret nor TLS protects it, and its data aren't encrypted, "
+        "although KERASDIST_TLS is set: only trusted users may reach its port."
+    )
+    text = report_unprotected("10.0.0.1:5", False, {})
+    assert " accepts connections to all addresses of this machine. " in text
+    assert " aren't encrypted: only trusted " in text

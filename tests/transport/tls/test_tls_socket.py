@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import queue
 import select
 import socket
 import ssl
@@ -11,8 +12,12 @@ import threading
 
 import pytest
 
-from groups import in_threads
+from groups import connections, in_threads
+from kerasdist.transport import Timeouts
+from kerasdist.transport.deadline import Deadline
+from kerasdist.transport.liveness.heartbeat import Heartbeat
 from kerasdist.transport.tls.tls_socket import TlsSocket, holds_bytes
+from kerasdist.transport.wire.framing import FrameType, pack_header
 from tls_pairs import tcp_pair, tls_pair
 from waiting import wait_until
 
@@ -175,6 +180,24 @@ def test_changed_bytes_are_an_error():
             end.shutdown(socket.SHUT_RDWR)
         for thread in threads:
             thread.join(10)
+
+
+def test_a_frame_behind_another_in_one_record_is_seen_at_once(pair):
+    """The kernel has no byte left that would wake the thread of heartbeats."""
+    one, other = connections(pair)
+    frames = [pack_header(FrameType.NOTICE, 1) + text for text in (b"1", b"2")]
+    one.sock.sendall(b"".join(frame + one.auth.sign(frame) for frame in frames))
+    assert other.read(Deadline(10)) == (FrameType.NOTICE, b"1")
+    seen = queue.SimpleQueue()
+    heartbeat = Heartbeat(
+        "x", Timeouts(heartbeat=3600), lambda *what: seen.put(what), lambda *why: None
+    )
+    try:
+        heartbeat.add(1, other)
+        key, (kind, _, payload) = seen.get(timeout=20)
+        assert (key, kind, payload) == (1, FrameType.NOTICE, b"2")
+    finally:
+        heartbeat.close()
 
 
 def test_a_forked_child_has_no_copy(pair):

@@ -16,6 +16,7 @@ import threading
 
 import pytest
 
+from certificates import Authority
 from groups import connections, nothing_stays_open
 from kerasdist import errors
 from kerasdist.ps.channel.channel import ChannelEnded, ChannelSilent
@@ -29,6 +30,7 @@ from kerasdist.transport.liveness.failure_detector import SessionSupervisor
 from kerasdist.transport.liveness.failure_protocol import decode
 from kerasdist.transport.liveness.heartbeat import Heartbeat
 from kerasdist.transport.log import background_log
+from kerasdist.transport.rendezvous.dial import dial_tcp
 from kerasdist.transport.rendezvous.listener import Listener
 from kerasdist.transport.wire import handshake
 from kerasdist.transport.wire.framing import (
@@ -224,8 +226,14 @@ def test_many_odd_frames_end_in_errors_of_ours(seed):
 
 
 @pytest.mark.filterwarnings("error")
-def test_a_listener_lives_through_strangers_of_all_kinds(caplog):
-    """Over real connections, several at once."""
+@pytest.mark.parametrize("encrypted", [False, True])
+def test_a_listener_lives_through_strangers_of_all_kinds(
+    caplog, encrypted, tmp_path, monkeypatch
+):
+    """Over real connections, several at once; those with TLS have no valid frames."""
+    if encrypted:
+        tls = Authority(folder=tmp_path).issue()
+        monkeypatch.setenv("KERASDIST_TLS", tls)
     caplog.set_level(logging.CRITICAL, "kerasdist")
     address = f"127.0.0.1:{free_ports(1)[0]}"
     host, _, port = address.rpartition(":")
@@ -246,9 +254,8 @@ def test_a_listener_lives_through_strangers_of_all_kinds(caplog):
             thread.start()
         for thread in threads:
             thread.join(60)
-        with socket.create_connection((host, int(port)), timeout=10) as sock:
-            hello = {"session": "s", "purpose": "p", "rank": 1}
-            handshake.authenticate_as_client(sock, SECRET, hello, Deadline(10), address)
+        hello = {"session": "s", "purpose": "p", "rank": 1}
+        with dial_tcp(address, SECRET, hello, Deadline(10)):
             stop = threading.Event()
             taken = listening.mailboxes.take("s", "p", 1, Deadline(10), stop)
             assert taken is not None

@@ -1,0 +1,80 @@
+"""A fit over TLS has the numbers of one without."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from certificates import Authority
+from hosts import Hosts
+from workers import Workers
+
+pytestmark = [pytest.mark.netns, pytest.mark.timeout(180)]
+
+SCRIPT = """
+import gc, json, os, socket, sys
+import keras
+import numpy as np
+from kerasdist import ParameterServerStrategy, RingStrategy
+
+def connections():
+    "The types of the ends of TCP connections."
+    return sorted({
+        type(s).__name__
+        for s in gc.get_objects()
+        if isinstance(s, socket.socket) and s.fileno() >= 0
+        and s.family == socket.AF_INET and s.type == socket.SOCK_STREAM
+        and not s.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+    })
+
+def fit(strategy):
+    keras.utils.set_random_seed(1)
+    random = np.random.default_rng(0)
+    x = random.standard_normal((96, 8)).astype("float32")
+    y = x.sum(1)
+    with strategy.scope():
+        model = keras.Sequential([
+            keras.Input((8,)), keras.layers.Dense(64, activation="relu"),
+            keras.layers.Dense(1),
+        ])
+        model.compile(keras.optimizers.Adam(1e-2), "mse")
+    losses = model.fit(x, y, batch_size=32, epochs=2, verbose=0).history["loss"]
+    weights = [float(np.abs(w).sum()) for w in model.get_weights()]
+    return losses + weights, connections()
+
+if sys.argv[1] == "servers":
+    found = [fit(ParameterServerStrategy(mode="sync", timeout=60))]
+else:
+    tls = os.environ.pop("KERASDIST_TLS")
+    with RingStrategy(timeout=60) as strategy:
+        found = [fit(strategy)]
+    os.environ["KERASDIST_TLS"] = tls
+    with RingStrategy(timeout=60) as strategy:
+        found.append(fit(strategy))
+print("RESULT", json.dumps(found))
+"""
+
+
+def test_a_fit_has_the_same_numbers(tmp_path):
+    env = {"KERASDIST_TLS": Authority(folder=tmp_path).issue()}
+    with Hosts(3) as hosts:
+
+        def run(kind, servers):
+            with Workers(
+                SCRIPT,
+                2,
+                [kind],
+                env,
+                cluster=hosts.addresses[: 2 + servers],
+                prefix=hosts.prefix,
+                servers=servers,
+            ) as job:
+                return [worker.result for worker in job.succeed()[:2]]
+
+        rings, served = run("ring", 0), run("servers", 1)
+    for (plain, encrypted), (of_servers,) in zip(rings, served, strict=True):
+        assert plain[1] == ["socket"]
+        assert encrypted == [plain[0], ["TlsSocket"]]
+        # Servers add up the gradients in another order.
+        np.testing.assert_allclose(of_servers[0], plain[0], rtol=1e-5)
+        assert of_servers[1] == ["TlsSocket"]
