@@ -254,9 +254,16 @@ class Listener:
         try:
             sock.setblocking(True)
             deadline = Deadline(HANDSHAKE_SECONDS)
-            if sock.family != socket.AF_UNIX:
+            unix = sock.family == socket.AF_UNIX
+            encrypted = self._credentials is not None and not unix
+            # Another user's process is refused before it sends anything, unless a
+            # refusal can be sent only after TLS's handshake.
+            if not encrypted:
+                self._check_user(sock, deadline)
+            if not unix:
                 accept_tls(sock, deadline, where)
-            self._check_user(sock, deadline)
+            if encrypted:
+                self._check_user(sock, deadline)
             hello, auth = handshake.receive(
                 sock, self._secret, deadline, where, self.address
             )

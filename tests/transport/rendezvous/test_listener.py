@@ -22,7 +22,7 @@ from kerasdist.transport.rendezvous.dial import dial_tcp
 from kerasdist.transport.rendezvous.listener import Listener
 from kerasdist.transport.wire import handshake
 from kerasdist.transport.wire.framing import FrameType
-from kerasdist.transport.wire.messages import write_frame
+from kerasdist.transport.wire.messages import read_frame, write_frame
 from kerasdist.transport.wire.same_user import why_not_same_user
 from waiting import wait_until
 from workers import free_ports
@@ -234,10 +234,6 @@ def refused(listening, count=1):
     [
         (b"GET / HTTP/1.1\r\nHost: example.org\r\nAccept: */*\r\n\r\n", r"b'GET '"),
         (bytes(100), r"first bytes b'\\x00"),
-        (
-            b"\x16\x03\x01" + bytes(60),
-            r"ProtocolError: The received bytes aren't a kerasdist",
-        ),
     ],
 )
 def test_strangers_are_sent_away_and_noted(listening, sent, reason):
@@ -249,6 +245,17 @@ def test_strangers_are_sent_away_and_noted(listening, sent, reason):
     assert re.match(rf"127\.0\.0\.1:\d+: .*{reason}", text)
     with authenticate_as_client(listening, dial(listening)), take(listening):
         pass
+
+
+def test_a_side_with_tls_is_sent_a_refusal(listening):
+    """It depends on no secret: the other side says that TLS isn't used here."""
+    with dial(listening) as other:
+        other.sendall(b"\x16\x03\x01" + bytes(60))
+        assert read_frame(other, Deadline(10)) == (FrameType.REFUSAL, b"")
+    assert re.match(
+        r"127\.0\.0\.1:\d+: AuthenticationError: The process at \S+ uses TLS, and this",
+        refused(listening)[0],
+    )
 
 
 def test_a_wrong_secret_is_noted(listening):
