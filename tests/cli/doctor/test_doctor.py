@@ -13,11 +13,8 @@ import time
 
 import pytest
 
-<<<<<<< HEAD
-from kerasdist import cli
-=======
 from certificates import Authority
->>>>>>> fa9037b (Doctor, documentation and benchmark of KERASDIST_TLS)
+from kerasdist import cli
 from kerasdist.cli.allocator import find_allocator
 from kerasdist.cli.doctor import cluster_check, encryption, machine
 from kerasdist.cluster import Cluster
