@@ -30,8 +30,8 @@ H("keys of s"), each for the frames that this side sends
 (`kerasdist.transport.wire.frame_auth`); bulk data are not. Nothing is encrypted here:
 the secret keeps foreign processes out of a job, it doesn't hide the gradients (RFC 2104
 for HMAC). With `KERASDIST_TLS` all of this is inside of a TLS connection
-(`kerasdist.transport.tls.upgrade`); a REFUSAL of 1. that holds "tls" says so to a side
-without.
+(`kerasdist.transport.tls.upgrade`); a REFUSAL that holds "tls" tells a side without
+TLS about it.
 """
 
 from __future__ import annotations
