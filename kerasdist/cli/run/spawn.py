@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import IO
 
 from kerasdist.cli.run import bootstrap
-from kerasdist.cli.run.cores import thread_variables
 from kerasdist.cli.run.job import JobSpec, Task
 from kerasdist.cli.run.output import Lines, LineTagger, OutputPump, Tail, WholeLines
 from kerasdist.cli.run.ports import JobPorts
 from kerasdist.cli.run.quiet.chief_errors import ChiefErrors
 from kerasdist.cli.run.quiet.start_up_lines import QuietLines, StartUpLines
+from kerasdist.cli.run.start.cores import thread_variables
 from kerasdist.transport.liveness.final_error import (
     ERROR_VARIABLE,
     FinalError,

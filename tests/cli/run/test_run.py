@@ -17,10 +17,10 @@ import psutil
 import pytest
 
 from kerasdist.cli.allocator import find_allocator
-from kerasdist.cli.run.cores import cores_in_order, shares, thread_variables
 from kerasdist.cli.run.exits import exit_code, in_words
 from kerasdist.cli.run.output import LineTagger, WholeLines, end_of, last_traceback
 from kerasdist.cli.run.processes import descendants
+from kerasdist.cli.run.start.cores import cores_in_order, shares, thread_variables
 from launching import HANG, launcher_in, terminals_of
 from waiting import wait_until
 from workers import python_env
