@@ -208,7 +208,12 @@ def test_mistakes_are_said_before_anything_starts(launcher, args, said):
 
 
 @pytest.mark.parametrize(
-    "command", [("python", "script.py"), ("python3.11", "-m", "script")]
+    "command",
+    [
+        ("python", "script.py"),
+        ("python3.11", "-m", "script"),
+        ("python3", "-u", "script.py"),
+    ],
 )
 def test_an_interpreter_before_the_script_is_left_out(launcher, command):
     code, out, err = launcher.run("-n", 1, *command, "x", script="print(sys.argv[1:])")
