@@ -107,7 +107,7 @@ def test_the_end_is_that_of_the_connection(pair):
 
 
 def test_two_threads_read_while_two_write(pair):
-    """OpenSSL alone crashes or breaks the stream here."""
+    """Before Python 3.13 nothing but our lock keeps them apart."""
     data = os.urandom(1 << 23)
 
     def work(index):
