@@ -169,7 +169,6 @@ PRINTS = {
     "kerasdist/cli/plan.py",
     "kerasdist/cli/run/bootstrap.py",
     "kerasdist/cli/run/exits.py",
-    "kerasdist/functions/worker.py",
 }
 
 
