@@ -16,7 +16,7 @@ import numpy as np
 import tensorflow as tf
 import kerasdist
 
-strategy = kerasdist.RingStrategy(timeout=60)
+strategy = kerasdist.RingStrategy(timeout=100)
 rank, size = strategy.rank, strategy.size
 Policy = tf.data.experimental.AutoShardPolicy
 # Each rank has a folder of its own, where the others' files aren't.
@@ -39,8 +39,16 @@ def parse(records):
     values = tf.reshape(tf.strings.to_number(records), [-1, 1])
     return values, tf.zeros_like(values)
 
+def untuned(dataset):
+    # TensorFlow 2.21's autotuner sometimes keeps the destructor of an iterator of
+    # several devices waiting for up to a minute, its longest period.
+    options = tf.data.Options()
+    options.autotune.enabled = False
+    return dataset.with_options(options)
+
 def by(policy, dataset):
     options = tf.data.Options()
+    options.autotune.enabled = False
     options.experimental_distribute.auto_shard_policy = policy
     return dataset.with_options(options)
 
@@ -117,10 +125,12 @@ outer = [
 # After these errors, which all ranks raise, the strategy can still be used.
 result([outer, fit(data)[1]])
 
-own = tf.data.Dataset.from_tensor_slices(
+own = untuned(tf.data.Dataset.from_tensor_slices(
     [[float(v)] for v in range(100 * rank + 1, 100 * rank + 4 + 4 * rank)]
-).map(lambda v: (v, 0 * v))
-same = tf.data.Dataset.from_tensor_slices([[float(v)] for v in range(11)]).batch(4)
+)).map(lambda v: (v, 0 * v))
+same = untuned(
+    tf.data.Dataset.from_tensor_slices([[float(v)] for v in range(11)]).batch(4)
+)
 result([
     fit(by(Policy.OFF, own.batch(4))),
     fit(by(Policy.DATA, own.take(3).batch(4)).map(lambda x, y: (x * 0 + 1, y)))[1],
