@@ -1,4 +1,4 @@
-"""Whether a name belongs to this host, as the system's resolver and routes say."""
+"""The names and addresses of this host, by the system's resolver and routes."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ def _record(descriptor: int, stage: str, error: BaseException, kind: str) -> Non
         write_error(descriptor, stage, error, kind)
     except OSError as fault:
         # A full disk. The launcher shows the traceback.
-        _LOG.error("the error of the function can't be sent: %s", fault)
+        _LOG.error("kerasdist: the error of the function can't be sent: %s", fault)
 
 
 def _shorten_traceback() -> None:

@@ -223,7 +223,7 @@ def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
                 function.refuse(error.faults)
                 return 2
             names = ",".join(host.target for host in hosts.hosts) if hosts else ""
-            print_line(f"the hosts can't be used. Received: {names}")
+            print_line(f"the hosts can't be used. Received: {names}", logging.ERROR)
             for fault in error.faults:
                 print_line(fault, logging.ERROR)
             return 2

@@ -46,6 +46,16 @@ def test_logs_on_a_full_disk(disk: Path, tmp_path: Path) -> None:
         launcher.nothing_runs()
 
 
+def test_a_job_that_removes_its_logs(tmp_path: Path) -> None:
+    with launcher_in(tmp_path) as launcher:
+        code, _, err = launcher.run(
+            *("-n", 2, "--log-dir", "logs", "script.py"),
+            script='import shutil\nif rank == 0:\n    shutil.rmtree("logs")',
+        )
+        assert code == 0, err
+        assert "Traceback" not in err
+
+
 @pytest.mark.parametrize("output", ["chief", "all"])
 def test_no_folder_for_temporary_files(disk: Path, tmp_path: Path, output: str) -> None:
     """What the launcher itself notes needs no disk: the error is shown."""

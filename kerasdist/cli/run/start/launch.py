@@ -100,15 +100,23 @@ def launch(arguments: argparse.Namespace, job: JobSpec) -> int:
         rest = "" if len(logs) == 1 else f" ... {logs[-1].name}"
         print_line(f"the others' output goes to {shlex.quote(str(logs[0]))}{rest}")
     code = _supervised(job)
-    if log_dir is not None and shutil.disk_usage(log_dir).free < _FULL_BYTES:
+    if log_dir is not None and _is_full(log_dir):
         print_line(
             f"the disk of {shlex.quote(str(log_dir))} is full: the others' output may "
             "be missing, and they may have failed for that reason (OSError: No space "
-            "left on device). Make room, or name another folder with --log-dir"
+            "left on device). Make room, or name another folder with --log-dir",
+            logging.WARNING,
         )
     if temporary and log_dir is not None and code == 0:
         shutil.rmtree(log_dir, ignore_errors=True)
     return code
+
+
+def _is_full(folder: Path) -> bool:
+    try:
+        return shutil.disk_usage(folder).free < _FULL_BYTES
+    except OSError:  # the job has removed it
+        return False
 
 
 def _supervised(job: JobSpec) -> int:
