@@ -19,6 +19,7 @@ def options_of(
     ps: int,
     hosts: str | Sequence[str] | None,
     env: Mapping[str, str] | None,
+    gpus: int | str,
     elastic: bool,
     min_workers: int | None,
     restarts: int | None,
@@ -33,6 +34,7 @@ def options_of(
         ps: Number of servers.
         hosts: The hosts.
         env: Further variables.
+        gpus: The GPUs of each worker.
         elastic: Whether the job is elastic.
         min_workers: The smallest number of workers.
         restarts: The number of restarts.
@@ -56,6 +58,7 @@ def options_of(
         "n": None if n is None else str(n),
         "ps": str(ps),
         "hosts": _hosts(hosts),
+        "gpus": _gpus(gpus),
         **{name: _text(name, value) for name, value in texts.items()},
     }
     if not isinstance(elastic, bool):
@@ -104,6 +107,15 @@ def _text(name: str, value: Any) -> str | None:
             f"`{name}` must be a text. Received: {name}={value!r}. Expected what the "
             f"option of `kerasdist run` takes."
         ) from None
+
+
+def _gpus(gpus: Any) -> str:
+    if isinstance(gpus, bool) or not isinstance(gpus, int | str):
+        raise TypeError(
+            f"`gpus` must be a text or an integer. Received: gpus={gpus!r}. Expected "
+            "'auto', 'all', 'none' or a number of GPUs for each worker."
+        )
+    return str(gpus)
 
 
 def _hosts(hosts: Any) -> str | None:

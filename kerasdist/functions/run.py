@@ -34,6 +34,7 @@ def run(
     log_dir: str | os.PathLike[str] | None = None,
     bind: str = "none",
     malloc: str = "none",
+    gpus: int | str = "auto",
     elastic: bool = False,
     min_workers: int | None = None,
     restarts: int | None = None,
@@ -76,6 +77,8 @@ def run(
         log_dir: Folder for the output of the others.
         bind: `"none"` or `"cores"`: whether each worker has its share of the cores.
         malloc: An allocator for the workers.
+        gpus: `"auto"`: each worker has its share of its host's GPUs; a number: this
+            many; `"all"`: each sees all of them; `"none"`: none.
         elastic: Whether the others go on when a worker is lost.
         min_workers: If elastic: the smallest number of workers that go on.
         restarts: If elastic: how many times lost workers are started again.
@@ -110,6 +113,7 @@ def run(
         log_dir=log_dir,
         bind=bind,
         malloc=malloc,
+        gpus=gpus,
         elastic=elastic,
         min_workers=min_workers,
         restarts=restarts,

@@ -16,6 +16,9 @@ from kerasdist.cli.allocator import ALLOCATORS
 from kerasdist.cli.console import print_line
 from kerasdist.cli.run.elastic import options as elastic_options
 from kerasdist.cli.run.function.files import FunctionFiles
+from kerasdist.cli.run.gpus import options as gpu_options
+from kerasdist.cli.run.gpus.find import find_gpus
+from kerasdist.cli.run.gpus.hosts import divide_all, is_divided
 from kerasdist.cli.run.hosts import options as host_options
 from kerasdist.cli.run.hosts.check import HostsError, on_hosts
 from kerasdist.cli.run.job import JobSpec
@@ -55,6 +58,7 @@ _WITH_VALUE = (
         "--bind",
         "--malloc",
     ),
+    *gpu_options.WITH_VALUE,
     *elastic_options.WITH_VALUE,
     *host_options.WITH_VALUE,
     *node_options.WITH_VALUE,
@@ -126,6 +130,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         help="show what TensorFlow writes when it is imported (default: only if "
         "TF_CPP_MIN_LOG_LEVEL is 0)",
     )
+    gpu_options.add_options(parser)
     elastic_options.add_options(parser)
     host_options.add_options(parser)
     node_options.add_options(parser)
@@ -205,6 +210,12 @@ def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
     faults += [each for each in weak if each is not None]
     if not sys.executable:
         faults.append("it is unknown where Python is (sys.executable is empty)")
+    gpu_options.check_option(arguments, faults)
+    finds_gpus = is_divided(arguments.gpus)
+    gpus = {}
+    if not faults and hosts is None:
+        found = {"": find_gpus(environ)} if finds_gpus else {}
+        gpus = divide_all(arguments.gpus, found, {"": most}, faults)
     if faults:
         if function is None:
             parser.error("\n  ".join(faults))
@@ -217,7 +228,14 @@ def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
                 secret = os.environ.get("KERASDIST_SECRET", "").encode()
                 part = undo.enter_context(meeting(nodes, size, servers, secret))
             if hosts is not None:
-                placed = undo.enter_context(on_hosts(hosts, most, servers, command))
+                placed = undo.enter_context(
+                    on_hosts(hosts, most, servers, command, finds_gpus=finds_gpus)
+                )
+                gpus = divide_all(
+                    arguments.gpus, placed.gpus, placed.workers_by_host(), faults
+                )
+                if faults:
+                    raise HostsError(faults)
         except HostsError as error:
             if function is not None:
                 function.refuse(error.faults)
@@ -237,6 +255,7 @@ def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
             servers=servers,
             command=command,
             log_dir=log_dir,
+            gpus=gpus,
             environ={**environ, **(hosts.exported if hosts else {})},
             elastic=elastic,
             hosts=placed,

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from kerasdist.cli.run.elastic.options import ElasticOptions
 from kerasdist.cli.run.function.files import FunctionFiles
+from kerasdist.cli.run.gpus.division import Division
 from kerasdist.cli.run.hosts.tasks import TasksOnHosts
 from kerasdist.cli.run.nodes.rendezvous import LocalPart
 
@@ -58,6 +59,7 @@ class JobSpec:
         log_dir: Folder of the logs, which exists. None: no logs.
         tagged: Whether the output of all but the chief is copied to standard output.
         cores: Cores by rank; empty: not bound. Servers never are.
+        gpus: The division of each host's GPUs, by its name; "" for this one.
         environ: The user's environment.
         quiet: Whether the lines that TensorFlow writes at its start aren't shown.
         elastic: The settings of an elastic job; None: it isn't one.
@@ -74,6 +76,7 @@ class JobSpec:
     tagged: bool = False
     quiet: bool = False
     cores: tuple[tuple[int, ...], ...] = ()
+    gpus: Mapping[str, Division] = dataclasses.field(default_factory=dict)
     elastic: ElasticOptions | None = None
     hosts: TasksOnHosts | None = None
     part: LocalPart | None = None
@@ -103,6 +106,28 @@ class JobSpec:
         most = self.elastic.max_workers
         added = (Task(kind="worker", index=rank) for rank in range(self.size, most))
         return (*self.tasks, *added)
+
+    @property
+    def world_size(self) -> int:
+        """The largest number of workers, with those of other launchers."""
+        if self.part is not None:
+            return len(self.part.cluster["worker"])
+        return sum(not task.is_server for task in self.all_tasks)
+
+    def host_of(self, task: Task) -> str:
+        """Return the name of a task's host; empty for this one, if all are on it."""
+        if self.hosts is None:
+            return ""
+        return self.hosts.places[task.kind, task.index].host.name
+
+    def workers_beside(self, task: Task) -> list[Task]:
+        """Return all workers that a task's host may have, by rank."""
+        host = self.host_of(task)
+        return [
+            each
+            for each in self.all_tasks
+            if not each.is_server and self.host_of(each) == host
+        ]
 
     @property
     def kinds(self) -> str:

@@ -21,6 +21,7 @@ from kerasdist.cli.run.ports import JobPorts
 from kerasdist.cli.run.quiet.chief_errors import ChiefErrors
 from kerasdist.cli.run.quiet.start_up_lines import QuietLines, StartUpLines
 from kerasdist.cli.run.start.cores import thread_variables
+from kerasdist.cli.run.start.variables import RANK_VARIABLES, place_variables
 from kerasdist.transport.liveness.final_error import (
     ERROR_VARIABLE,
     FinalError,
@@ -195,8 +196,11 @@ class Launch:
             result_file = tempfile.TemporaryFile()  # noqa: SIM115
             inherited += [job.function.call, result_file.fileno()]
             errors.update(job.function.environ(result_file.fileno()))
+        mine = place_variables(job, task)
         environ = {
-            **job.environ,
+            # An outer launcher's ranks aren't those of this job.
+            **{n: v for n, v in job.environ.items() if n not in RANK_VARIABLES},
+            **mine,
             **(thread_variables(len(cores)) if cores else {}),
             "KERASDIST_SECRET": self.secret,
             **self.environ,
@@ -216,6 +220,7 @@ class Launch:
                 job.command,
                 environ,
                 None if terminal is None else (terminal.columns, terminal.lines),
+                mine,
             )
         command = [
             *(sys.executable, "-I", "-S", str(bootstrap.__file__)),

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
+from kerasdist.cli.run.gpus import find
 from kerasdist.cli.run.hosts import probe
 from kerasdist.cli.run.hosts.options import HostOptions
 from kerasdist.cli.run.hosts.places import Host, Place, assign
@@ -39,7 +40,12 @@ class _Probe:
     """The process that answers for one host, and keeps its ports."""
 
     def __init__(
-        self, host: Host, reach: Reach, command: Sequence[str], count: int
+        self,
+        host: Host,
+        reach: Reach,
+        command: Sequence[str],
+        count: int,
+        more: Mapping[str, Any],
     ) -> None:
         self.host = host
         self.answer = b""
@@ -61,6 +67,7 @@ class _Probe:
             "host": host.name,
             "ports": count,
             "path": os.environ.get("PYTHONPATH", ""),
+            **more,
         }
         text = program_text(str(probe.__file__)) + json.dumps(question).encode() + b"\n"
         with contextlib.suppress(BrokenPipeError):
@@ -109,7 +116,12 @@ class _Probe:
 
 @contextlib.contextmanager
 def on_hosts(
-    options: HostOptions, workers: int, servers: int, command: Sequence[str]
+    options: HostOptions,
+    workers: int,
+    servers: int,
+    command: Sequence[str],
+    *,
+    finds_gpus: bool = False,
 ) -> Iterator[TasksOnHosts]:
     """Check the hosts, and keep connections to them in the block.
 
@@ -118,28 +130,45 @@ def on_hosts(
         workers: The largest number of workers.
         servers: The number of parameter servers.
         command: The arguments of the tasks' interpreter.
+        finds_gpus: Whether each lists its GPUs.
 
     Raises:
         HostsError: Some can't be used; all of them are named.
     """
+    more = {
+        "find_gpus": Path(find.__file__).read_text("utf-8") if finds_gpus else "",
+        "exported": dict(options.exported),
+    }
     # Not in TMPDIR: the paths of sockets may have 108 characters.
     with tempfile.TemporaryDirectory(prefix="kerasdist-ssh-", dir="/tmp") as folder:
         reach = Reach(ssh=options.ssh, python=options.python, control=Path(folder))
         hosts = assign(options.hosts, workers, servers)
-        with _connected(hosts, reach, command) as places:
-            yield TasksOnHosts(places, reach, options.exported)
+        with _connected(hosts, reach, command, more) as (places, gpus):
+            yield TasksOnHosts(places, reach, options.exported, gpus)
+
+
+_Connected = tuple[
+    Mapping[tuple[str, int], Place], Mapping[str, tuple[Sequence[str], str]]
+]
 
 
 @contextlib.contextmanager
 def _connected(
-    hosts: Mapping[tuple[str, int], Host], reach: Reach, command: Sequence[str]
-) -> Iterator[Mapping[tuple[str, int], Place]]:
+    hosts: Mapping[tuple[str, int], Host],
+    reach: Reach,
+    command: Sequence[str],
+    more: Mapping[str, Any],
+) -> Iterator[_Connected]:
     """Connect to the hosts, and keep a port for each task in the block.
 
     Args:
         hosts: The host of each task.
         reach: How hosts are reached.
         command: The arguments of the tasks' interpreter.
+        more: Further questions to each host.
+
+    Yields:
+        The place of each task; what `find_gpus` returns on each host, by its name.
 
     Raises:
         HostsError: Some can't be used; all of them are named.
@@ -150,7 +179,7 @@ def _connected(
     with contextlib.ExitStack() as undo:
         probes = []
         for host, some in tasks.items():
-            probes.append(_Probe(host, reach, command, len(some)))
+            probes.append(_Probe(host, reach, command, len(some), more))
             undo.callback(probes[-1].close)
         _await(probes)
         answers = {each.host: each.result() for each in probes}
@@ -158,13 +187,14 @@ def _connected(
         if faults:
             raise HostsError(faults)
         found = {host: a for host, a in answers.items() if isinstance(a, dict)}
-        yield {
+        places = {
             task: Place(host=host, family=family, address=tuple(address))
             for host, some in tasks.items()
             for task, (family, address) in zip(
                 some, found[host]["addresses"], strict=True
             )
         }
+        yield places, {host.name: answer["gpus"] for host, answer in found.items()}
 
 
 def _await(probes: Sequence[_Probe]) -> None:

@@ -96,6 +96,20 @@ def _bound(host: str) -> socket.socket:
     return sock
 
 
+def gpus(program: str, exported: dict[str, str]) -> Any:
+    """Return the names of this host's GPUs, and why they can't be listed.
+
+    Args:
+        program: The text of `kerasdist.cli.run.gpus.find`; empty: none are looked for.
+        exported: Variables of the tasks that aren't this process's.
+    """
+    if not program:
+        return [], ""
+    found: dict[str, Any] = {"__name__": "kerasdist.cli.run.gpus.find"}
+    exec(compile(program, "kerasdist", "exec"), found)
+    return found["find_gpus"]({**os.environ, **exported})
+
+
 def main() -> None:
     """Answer the one question on standard input, and keep the ports until it ends."""
     text = b""
@@ -107,6 +121,7 @@ def main() -> None:
     question = json.loads(text)
     sys.path[1:1] = filter(None, question["path"].split(os.pathsep))
     answer: dict[str, Any] = {"facts": facts(question["folder"], question["command"])}
+    answer["gpus"] = gpus(question["find_gpus"], question["exported"])
     kept: list[socket.socket] = []
     try:
         kept = ports(question["host"], question["ports"])

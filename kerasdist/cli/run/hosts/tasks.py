@@ -34,6 +34,11 @@ class TasksOnHosts:
         reach: How hosts are reached.
         exported: Names of variables that tasks get beside those of kerasdist,
             TensorFlow, Keras and Python.
+        gpus: What `find_gpus` returns on each host, by its name.
+
+    Attributes:
+        places: The place of each task.
+        gpus: As given.
     """
 
     def __init__(
@@ -41,8 +46,10 @@ class TasksOnHosts:
         places: Mapping[tuple[str, int], Place],
         reach: Reach,
         exported: Collection[str],
+        gpus: Mapping[str, tuple[Sequence[str], str]],
     ) -> None:
         self.places = places
+        self.gpus = gpus
         self._reach = reach
         self._exported = exported
         self._alone: set[tuple[str, int]] = set()
@@ -52,12 +59,20 @@ class TasksOnHosts:
         self._client = str(Path(client.__file__))
         self._program = program_text(str(agent.__file__)).decode()
 
+    def workers_by_host(self) -> dict[str, int]:
+        """Return the largest number of workers of each host, by its name."""
+        count: dict[str, int] = {}
+        for (kind, _), place in self.places.items():
+            count[place.host.name] = count.get(place.host.name, 0) + (kind == "worker")
+        return count
+
     def command(
         self,
         task: tuple[str, int],
         command: Sequence[str],
         environ: Mapping[str, str],
         window: tuple[int, int] | None,
+        mine: Collection[str],
     ) -> tuple[list[str], dict[str, str]]:
         """Return the arguments and the environment of the process on this host.
 
@@ -66,6 +81,7 @@ class TasksOnHosts:
             command: The arguments of its interpreter.
             environ: Its environment, as if it were on this host.
             window: The terminal's lines and columns, if its output is shown there.
+            mine: The names of variables that are the task's own.
         """
         place = self.places[task]
         exported = {
@@ -76,6 +92,7 @@ class TasksOnHosts:
                 name.startswith(_PREFIXES)
                 or name == "LD_PRELOAD"
                 or name in self._exported
+                or name in mine
             )
         }
         facts = {
