@@ -104,6 +104,15 @@ try:
 except errors.ClusterError as error:
     found = [str(error)]
 os.environ["KERASDIST_ALLOW_OPEN_SERVERS"] = word
+secret = os.environ.pop("KERASDIST_SECRET")
+try:
+    RingStrategy(transport="native", cluster={
+        "cluster": {"worker": ["203.0.113.1:2222", "203.0.113.2:2222"]},
+        "task": {"type": "worker", "index": 0},
+    })
+except errors.ClusterError as error:
+    found.append([str(error), Server.address])
+os.environ["KERASDIST_SECRET"] = secret
 strategy = RingStrategy(transport="native")
 port = int(Server.address.rpartition(":")[2])
 for ip in ("127.0.0.1", "127.0.0.2", "::1"):
@@ -117,7 +126,9 @@ print("RESULT", json.dumps(found))
 """
     with Workers(script, 2, deadline=120) as job:
         for worker in job.succeed():
-            text, *reached = worker.result
+            text, (secret, address), *reached = worker.result
+            assert secret.startswith("This job has no secret")
+            assert address == ""
             assert text.startswith("transport='native' makes TensorFlow open a port on")
             assert reached == ["127.0.0.1", "TimeoutError", "TimeoutError"]
 
