@@ -144,7 +144,12 @@ def two_hosts() -> Iterator[Hosts]:
 @pytest.fixture(scope="session")
 def plain_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where `placement_zoo.plain_numbers` keeps what several jobs compare with."""
-    return tmp_path_factory.mktemp("plain")
+    base = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        base = base.parent  # of all processes that run tests
+    folder = base / "plain"
+    folder.mkdir(exist_ok=True)
+    return folder
 
 
 @pytest.fixture(autouse=True)

@@ -24,7 +24,9 @@ def loss_case(name: str, loss: Callable[[], Any], **more: Any) -> None:
                 "metrics": ["mae"],
             }
 
-        return train(scope, arrays=(x, target), compiled=compiled, fit=more)
+        # What follows is without weights.
+        then = [] if "sample_weight" in more else ["evaluate"]
+        return train(scope, arrays=(x, target), compiled=compiled, fit=more, then=then)
 
     CASES[name] = run
 
@@ -46,7 +48,7 @@ loss_case(
 
 @case
 def class_weight(scope: Scope) -> Numbers:
-    return train(scope, fit={"class_weight": {0: 0.5, 1: 1.0, 2: 3.0}})
+    return train(scope, fit={"class_weight": {0: 0.5, 1: 1.0, 2: 3.0}}, then=[])
 
 
 @case
@@ -70,7 +72,7 @@ def regularization_and_add_loss(scope: Scope) -> Numbers:
             ]
         )
 
-    return train(scope, build)
+    return train(scope, build, then=["evaluate"])
 
 
 @case
@@ -106,6 +108,7 @@ def number_per_row(scope: Scope) -> Numbers:
             scope,
             build(kind),
             compiled=lambda: {"optimizer": keras.optimizers.SGD(0.01)},
+            then=["evaluate"],
         )
         numbers |= {f"{kind.__name__} {name}": n for name, n in found.items()}
     return numbers
@@ -141,6 +144,7 @@ def losses_of_one_number(scope: Scope) -> Numbers:
             arrays=(x, target),
             compiled=compiled,
             fit={"batch_size": 8, "epochs": 1, "sample_weight": weights},
+            then=["evaluate"],
         )
         numbers |= {f"{name} {key}": number for key, number in found.items()}
     return numbers
@@ -174,7 +178,10 @@ def sums_in_add_loss(scope: Scope) -> Numbers:
         )
 
     return train(
-        scope, build, compiled=lambda: {"optimizer": keras.optimizers.SGD(0.01)}
+        scope,
+        build,
+        compiled=lambda: {"optimizer": keras.optimizers.SGD(0.01)},
+        then=["evaluate"],
     )
 
 
@@ -319,4 +326,5 @@ def many_metrics(scope: Scope) -> Numbers:
             "weighted_metrics": ["mae"],
         },
         fit={"sample_weight": np.linspace(0.5, 1.5, 51)},
+        then=["evaluate"],
     )

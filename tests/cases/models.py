@@ -207,5 +207,5 @@ def several_models_nested_and_subclassed(scope: Scope) -> Numbers:
             return self.last(self.inner(x))
 
     first = train(scope, Outer)
-    second = train(scope)
+    second = train(scope, then=[])
     return {**first, **{f"second {name}": value for name, value in second.items()}}

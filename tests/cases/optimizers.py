@@ -13,7 +13,9 @@ from cases.training import CASES, Numbers, Scope, case, data, mlp, train
 
 def optimizer_case(name: str, make: Callable[[], Any], **fit: Any) -> None:
     def run(scope: Scope) -> Numbers:
-        return train(scope, compiled=lambda: {"optimizer": make()}, fit=fit)
+        # Averages take the weights' places after the training.
+        then = ["evaluate"] if make().use_ema else []
+        return train(scope, compiled=lambda: {"optimizer": make()}, fit=fit, then=then)
 
     CASES[name] = run
 

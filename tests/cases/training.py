@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -45,10 +45,13 @@ def train(
     compiled: Callable[[], dict[str, Any]] = dict,
     fit: dict[str, Any] | None = None,
     arrays: tuple[Any, ...] | None = None,
+    then: Sequence[str] = ("evaluate", "predict"),
 ) -> Numbers:
     """Build, train without shuffling, evaluate, predict.
 
-    `compiled` is called inside the scope, where metrics and optimizers belong.
+    `compiled` is called inside the scope, where metrics and optimizers belong. `then`:
+    what follows the training. Each is a graph of its own, which takes as long as the
+    training: a case whose subject is in neither leaves them out.
     """
     x, y = arrays or data()
     keras.utils.set_random_seed(1)
@@ -65,14 +68,24 @@ def train(
     fit = {"batch_size": 16, "epochs": 2, "shuffle": False, "verbose": 0, **(fit or {})}
     history = model.fit(x, y, **fit)
     return {
-        **results(model, x, y, fit.get("batch_size")),
+        **results(model, x, y, fit.get("batch_size"), then),
         **{f"log {name}": values for name, values in history.history.items()},
     }
 
 
-def results(model: keras.Model, x: Any, y: Any, batch_size: int | None = 16) -> Numbers:
-    evaluated = model.evaluate(x, y, batch_size=batch_size, verbose=0, return_dict=True)
-    predicted = model.predict(x, batch_size=batch_size, verbose=0)
+def results(
+    model: keras.Model,
+    x: Any,
+    y: Any,
+    batch_size: int | None = 16,
+    then: Sequence[str] = ("evaluate", "predict"),
+) -> Numbers:
+    options = {"batch_size": batch_size, "verbose": 0}
+    evaluated, predicted = {}, []
+    if "evaluate" in then:
+        evaluated = model.evaluate(x, y, return_dict=True, **options)
+    if "predict" in then:
+        predicted = model.predict(x, **options)
     return {
         **{f"weight {i}": w for i, w in enumerate(model.get_weights())},
         **{f"evaluated {name}": value for name, value in evaluated.items()},

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
+import os
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -105,7 +106,7 @@ def plain_numbers(name: str, folder: str) -> dict[str, Any]:
     if not path.exists():
         found = numbers(ZOO[name], contextlib.nullcontext, contextlib.nullcontext)
         del found["model"]
-        part = path.with_suffix(".part.npz")
+        part = path.with_suffix(f".{os.getpid()}.npz")
         np.savez(part, **found)
         part.rename(path)  # whole, or not there
     with np.load(path) as kept:

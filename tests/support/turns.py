@@ -1,6 +1,6 @@
 """Which tests may run at the same time, where several processes run parts of them.
 
-`pytest -n 2` (pytest-xdist) runs two files of tests at once. A test with the marker
+`pytest -n 3` (pytest-xdist) runs three files of tests at once. A test with the marker
 `alone` measures how fast something is: while it runs, the other processes wait.
 
     test             gate        room

@@ -6,7 +6,7 @@ that is started cold only in that the two, and kerasdist's strategies, are impor
 already; it has its own session, environment, arguments, folder, output and random
 numbers, and ends like any other.
 
-Each of the first four ranks has a warm process of its own: as in reality they have
+Even ranks have one warm process and odd ranks another: as in reality the two have
 different hashes of strings, hence orders of sets, and different addresses.
 
 A fork is safe because a process that has imported TensorFlow, and not used it, has one
@@ -36,8 +36,9 @@ from typing import IO, Any
 __all__ = ["Forked", "WarmProcesses", "imports_tensorflow"]
 
 _PR_GET_CHILD_SUBREAPER = 37
-# Each takes 250 MB as long as the tests run.
-_MOST = 4
+# Each takes 5 s of CPU to begin with, and 250 MB as long as the tests run, in each of
+# the processes that run tests. Two are the fewest of which ranks can differ.
+_MOST = 2
 # Seconds until a warm process has imported TensorFlow, on a machine that is busy.
 _IMPORT = 120.0
 # Seconds until it has forked.
@@ -97,7 +98,7 @@ class Forked:
 
 
 class WarmProcesses:
-    """A warm process for each rank, started when it is asked for.
+    """Warm processes for even and odd ranks, started when they are asked for.
 
     Args:
         tag: The name of the variable that holds a job's tag.

@@ -115,5 +115,8 @@ def test_it_takes_less_memory():
         kept, again = (worker.result for worker in job.succeed())
 
     # 16 layers of 8 MB: what goes in, and what `gelu` needs.
-    assert kept > 2 * 16 * 8e6
-    assert again < kept / 2
+    activations = 2 * 16 * 8e6
+    assert kept > activations
+    # Both processes trace, and have an allocator's reserve: only their difference is of
+    # activations. Of four micro-batches each stage has one's at a time.
+    assert kept - again > activations * 3 / 4
