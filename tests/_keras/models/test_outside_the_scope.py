@@ -158,7 +158,10 @@ def loop(strategy, inside):
     @tf.function
     def train(a, b):
         return strategy.reduce("SUM", strategy.run(step, args=(a, b)), axis=None)
-    data = tf.data.Dataset.from_tensor_slices((x, y)).batch(8)
+    # TensorFlow's autotuner may keep the end of an iterator of two devices waiting.
+    untuned = tf.data.Options()
+    untuned.autotune.enabled = False
+    data = tf.data.Dataset.from_tensor_slices((x, y)).batch(8).with_options(untuned)
     losses = [float(train(a, b))
               for a, b in strategy.experimental_distribute_dataset(data)]
     return [losses, digest(model), float(metric.result())]
