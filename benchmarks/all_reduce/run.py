@@ -166,8 +166,12 @@ def targets(medians: dict[str, dict[int, float]]) -> list[str]:
     if 1_000 in medians.get("shared_memory", {}):
         value = medians["shared_memory"][1_000]
         add("shared memory, 1 KB", value * 1e3, 0.1, " ms")
-    if found := ratio("shared_memory", "memcpy", 100_000_000):
-        add("shared memory over memcpy, 100 MB", found, 2.5)
+    if 1_000 in medians.get("strategy", {}):
+        value = medians["strategy"][1_000]
+        add("RingStrategy in a tf.function, 1 KB", value * 1e3, 0.1, " ms")
+    for size in (10_000_000, 100_000_000):
+        if found := ratio("shared_memory", "memcpy", size):
+            add(f"shared memory over memcpy, {human_bytes(size)}", found, 2.5)
     if found := ratio("strategy", "shared_memory", 10_000_000):
         add("RingStrategy over the communicator, 10 MB", found, 1.5)
     for size in medians.get("tcp", {}):

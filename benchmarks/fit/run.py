@@ -33,7 +33,7 @@ from common import (
 
 PLAYER = str(HERE / "player.py")
 # What each model's epochs are long, in steps: a second or so.
-MODELS = {"mlp": 40, "cnn": 60, "lstm": 60, "embedding": 120}
+MODELS = {"mlp": 40, "cnn": 60, "lstm": 60, "embedding": 120, "digits": 300}
 COLUMNS = {
     "plain": ("plain", 1),
     "one worker": ("ring", 1),
@@ -134,6 +134,23 @@ def summary(answers: dict[str, list[list[dict[str, float]]]]) -> list[list[str]]
     return rows
 
 
+def cost_of_a_step(answers: dict[str, list[list[dict[str, float]]]]) -> str:
+    """What two workers add to a step of two processes, in ms; "" if one is missing."""
+    found = []
+    for what in ("seconds", "cpu"):
+        rounds = [
+            [median(rank[what] for rank in turn) for turn in answers.get(name, ())]
+            for name in ("two workers", "two processes")
+        ]
+        if not all(rounds):
+            return ""
+        found.append(median(a - b for a, b in zip(*rounds, strict=False)) * 1e3)
+    return (
+        f"A step of two workers beside one of two processes: {found[0]:+.2f} ms, "
+        f"{found[1]:+.2f} ms of processor time"
+    )
+
+
 HEAD = [
     "",
     "examples/s",
@@ -164,6 +181,8 @@ def main() -> None:
         report.data[model] = answers
         report.add(f"{model}\n")
         report.add(table(HEAD, summary(answers)))
+        if line := cost_of_a_step(answers):
+            report.add(line)
         for name in ended:
             report.add(f"{name}: a process crashed; what was measured before counts.")
     report.write()

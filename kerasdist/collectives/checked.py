@@ -11,7 +11,6 @@ import abc
 import contextlib
 import operator
 import threading
-import zlib
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -24,11 +23,10 @@ from kerasdist.collectives.fused_buffer import FusedBuffer, aligned
 from kerasdist.collectives.ops import (
     Array,
     check_dtype,
-    check_op,
-    check_scale,
     itemsize,
     octets,
 )
+from kerasdist.collectives.signature import Shapes, Signatures, checksum
 from kerasdist.transport.base import Peer
 from kerasdist.transport.deadline import Deadline
 from kerasdist.transport.liveness.failure_protocol import Supervisor
@@ -68,7 +66,8 @@ class CheckedCommunicator(Communicator):
         self._lock = threading.Lock()
         self.sequence = 0
         self._closed = False
-        self._shapes = ""
+        self._shapes: Shapes = ()
+        self._signatures = Signatures()
         self._failure: errors.CollectiveError | None = None
         self._recorders: list[Recorder] = []
         self._recorder: Recorder | None = None
@@ -86,26 +85,13 @@ class CheckedCommunicator(Communicator):
     ) -> list[Array]:
         """See `Communicator.all_reduce`."""
         arrays = _arrays(buffers)
-        groups: dict[str, list[int]] = {}
-        for index, array in enumerate(arrays):
-            check_op(op, array.dtype)
-            groups.setdefault(check_dtype(array.dtype), []).append(index)
-            if scale is not None and index < len(arrays) - unscaled:
-                check_scale(scale, op, array.dtype)
-        check_op(op, np.dtype("float32"))
+        signature = self._signatures.of(arrays, op, scale, unscaled, lend)
         results: list[Array] = [np.empty(0)] * len(arrays)
-        # Every group's fingerprint has the shapes of all: a difference is noticed at
-        # once and not a group later.
-        shapes = [(array.dtype.name, array.shape) for array in arrays]
-        if lend:
-            shapes.append(("lent", ()))
-        with self._user_call(shapes) as detail:
-            for name in sorted(groups) or ["none"]:
-                indices = groups.get(name, [])
+        with self._user_call(signature.shapes, signature.checksum) as detail:
+            for name, indices, scaled in signature.groups:
                 parts, starts = aligned([arrays[i] for i in indices])
-                first = len(arrays) - unscaled
-                plain = (s for i, s in zip(indices, starts, strict=True) if i >= first)
-                source = FusedBuffer(parts, scale, next(plain, None))
+                plain = starts[scaled] if scaled < len(starts) else None
+                source = FusedBuffer(parts, scale, plain)
                 elements = source.elements
                 with (
                     self._calling("all_reduce", op, name, elements, detail) as call,
@@ -272,16 +258,20 @@ class CheckedCommunicator(Communicator):
     # Numbering, deadlines and errors.
 
     @contextlib.contextmanager
-    def _user_call(self, shapes: list[tuple[str, tuple[int, ...]]]) -> Iterator[int]:
+    def _user_call(self, shapes: Shapes, known: int | None = None) -> Iterator[int]:
         """Hold the lock during one call of a user, which may be several collectives.
 
+        Args:
+            shapes: Dtypes and shapes of its buffers.
+            known: Their checksum, if it's known.
+
         Yields:
-            A checksum of dtypes and shapes that is the same in every process.
+            Their checksum.
         """
         with self._lock:
             try:
-                self._shapes = ", ".join(f"{name}{shape}" for name, shape in shapes)
-                yield zlib.crc32(repr(shapes).encode())
+                self._shapes = shapes
+                yield checksum(shapes) if known is None else known
             finally:
                 if self._closed:
                     self._close()
@@ -319,7 +309,8 @@ class CheckedCommunicator(Communicator):
     def _give_up(self, error: BaseException, call: Call) -> None:
         """Raise the job's failure for an error; return if it isn't one of the group."""
         here, supervisor = self.peers[self.rank], self.supervisor
-        shapes = self._shapes[:_MOST_SHOWN]
+        shapes = ", ".join(f"{name}{shape}" for name, shape in self._shapes)
+        shapes = shapes[:_MOST_SHOWN]
         failure = explain(error, call, here, shapes, supervisor, self._failure)
         if failure is None:
             # Not an error of the group (Ctrl-C, a bug): this rank is out of step all

@@ -66,6 +66,33 @@ class FusedBuffer:
         self._copy(out[: middle - start], start, middle, self._scale)
         self._copy(out[middle - start :], middle, stop, None)
 
+    def combine_to(
+        self, out: Array, start: int, stop: int, combine: np.ufunc, other: Array
+    ) -> None:
+        """Combine elements `start` to `stop` with as many others.
+
+        What isn't scaled is read, combined and written in one pass.
+
+        Args:
+            out: The results.
+            start: Of the elements.
+            stop: Of the elements.
+            combine: The operation; its first argument are this buffer's elements.
+            other: The second argument.
+        """
+        middle = min(max(start, self._scaled), stop)
+        if self._scale is None:
+            middle = start
+        elif middle > start:
+            scaled = out[: middle - start]
+            self._copy(scaled, start, middle, self._scale)
+            combine(scaled, other[: middle - start], out=scaled)
+        begin = middle - start
+        for view in self.views(middle, stop):
+            end = begin + view.size
+            combine(view, other[begin:end], out=out[begin:end])
+            begin = end
+
     def _copy(self, out: Array, start: int, stop: int, scale: float | None) -> None:
         if scale == 0:
             out.fill(0)

@@ -52,6 +52,20 @@ def test_a_scale_leaves_the_last_elements_as_they_are(scale):
                 assert out.tolist() == expected[start:stop]
 
 
+@pytest.mark.parametrize("scale", [None, 0, 0.5])
+def test_elements_are_combined_as_if_they_had_been_copied_before(scale):
+    whole, other = np.arange(1, 8, dtype=np.float32), np.float32(10) ** np.arange(7)
+    for scaled in range(8):
+        parts = FusedBuffer([whole[:3], whole[3:]], scale, scaled)
+        for start in range(8):
+            for stop in range(start, 8):
+                copied = np.empty(stop - start, np.float32)
+                parts.copy_to(copied, start, stop)
+                out = np.full(stop - start, -1, np.float32)
+                parts.combine_to(out, start, stop, np.subtract, other[start:stop])
+                assert out.tolist() == (copied - other[start:stop]).tolist()
+
+
 def test_a_scale_of_0_takes_nothing_of_what_isnt_a_number():
     parts = FusedBuffer(
         [np.full(3, np.nan, np.float32), np.full(2, np.inf, np.float32)], 0

@@ -64,8 +64,11 @@ from kerasdist.transport.wire.framing import Call
 
 __all__ = ["SharedMemoryCommunicator"]
 
-# Buffers up to this size are reduced by each rank, with one barrier.
+# Buffers up to this size are reduced by each rank, with one barrier: to meet again
+# costs more than to reduce the others' chunks, too.
 _SMALL_BYTES = 64 << 10
+# The same for the buffers of all ranks together, which each of them reads.
+_SMALL_BYTES_OF_ALL = 512 << 10
 # Bytes of the segments of a host, together. Containers have 64 MB by default.
 _MOST_BYTES = 48 << 20
 # A segment is this many times larger than the buffers that it is made for, up to
@@ -101,6 +104,7 @@ class SharedMemoryCommunicator(CheckedCommunicator):
     ) -> None:
         super().__init__(transport.rank, transport.peers, supervisor, timeout)
         self._transport = transport
+        self._small = max(_SMALL_BYTES, _SMALL_BYTES_OF_ALL // self.size)
         self._segments: list[npt.NDArray[np.uint8]] = []
         self._total = 0  # bytes of a segment for blocks, the same on all ranks
         self._next = 0  # where the next block's place begins
@@ -114,7 +118,7 @@ class SharedMemoryCommunicator(CheckedCommunicator):
         elements, dtype = source.elements, source.dtype
         size = elements * dtype.itemsize
         self._make_room(size, call, deadline)
-        if size > _SMALL_BYTES:
+        if size > self._small:
             return self._reduce_blocks(source, lend, call, deadline)
         laps = None if self._recorder is None else Laps(self._recorder)
         flat = self._results.empty(elements, dtype)
@@ -172,8 +176,11 @@ class SharedMemoryCommunicator(CheckedCommunicator):
                     some = slice(start, min(start + piece, part.stop))
                     within = _within(some, block)
                     reduced = flat[some]
-                    source.copy_to(reduced, some.start, some.stop)
-                    for rank in others:
+                    source.combine_to(
+                        *(reduced, some.start, some.stop),
+                        *(combine, places[others[0]][within]),
+                    )
+                    for rank in others[1:]:
                         combine(reduced, places[rank][within], out=reduced)
                     if lent is None:
                         places[self.rank][within] = reduced
