@@ -24,6 +24,8 @@
 #   bench-board-cost, bench-chief-data, bench-elastic, bench-heartbeats,
 #   bench-membership, bench-tls
 #                 measure one claim: see the folder in benchmarks/
+#   make gpu-check  what kerasdist does on the GPUs of this machine: a table to be sent
+#                 to the authors
 #   make wheel    sdist and wheel in dist/, checked as the package index does
 #   make clean    remove everything that was made
 
@@ -65,7 +67,7 @@ PACKAGING := setup.py pyproject.toml kerasdist/_version.py Makefile
 .PHONY: bench-straggler bench-staleness bench-embedding-rows
 .PHONY: bench-placement-memory bench-planning-time bench-placed-overhead bench-pipeline
 .PHONY: bench-board-cost bench-chief-data bench-heartbeats bench-membership
-.PHONY: bench-elastic bench-tls
+.PHONY: bench-elastic bench-tls gpu-check
 .PHONY: test-versions test-oldest test-newest test-next
 .DEFAULT_GOAL := test
 
@@ -205,12 +207,17 @@ bench-heartbeats: $(VENV)/.bench
 bench-membership: $(VENV)/.bench
 	$(BIN)/python benchmarks/membership/run.py
 
+# On a machine with GPUs: make gpu-check PINS="tensorflow[and-cuda]". Without: DEVICES=cpu.
+DEVICES ?= gpu
+gpu-check: $(VENV)/.bench
+	$(BIN)/python benchmarks/gpu_check/run.py --devices $(DEVICES) --output gpu-check
+
 wheel: $(VENV)/.test
 	$(BIN)/python -m build
 	$(BIN)/python -m twine check --strict dist/*
 
 clean:
-	rm -rf demo-board $(VENV) .venv-oldest .venv-newest .venv-torch .venv-legacy .venv-viewers .venv-manifests .venv-engines .venv-docs build dist site *.egg-info .mypy_cache .pytest_cache .ruff_cache
+	rm -rf demo-board gpu-check $(VENV) .venv-oldest .venv-newest .venv-torch .venv-legacy .venv-viewers .venv-manifests .venv-engines .venv-docs build dist site *.egg-info .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/.created:

@@ -15,6 +15,7 @@ from kerasdist.ps.server.server import session_name
 from kerasdist.strategies.asynchronous.extended import AsyncExtended
 from kerasdist.strategies.devices import check_devices
 from kerasdist.strategies.job import StrategyJob
+from kerasdist.strategies.local_sums.choice import report_servers
 from kerasdist.strategies.servers.arguments import check_arguments
 from kerasdist.strategies.servers.earlier import EarlierStrategy
 from kerasdist.strategies.servers.events import EventLog
@@ -181,6 +182,7 @@ class ParameterServerStrategy(DataParallelStrategy):
             serve_job(arguments)
             sys.exit(0)
         names = check_devices(devices)
+        report_servers(names)
         self._events: list[Event] = []
         before = EarlierStrategy(place)
         job: StrategyJob

@@ -16,6 +16,12 @@ from kerasdist.errors import ClusterError
 from kerasdist.placement.plan import Plan
 from kerasdist.strategies.devices import check_devices
 from kerasdist.strategies.elasticity import elasticity, refuse_option
+from kerasdist.strategies.local_sums.choice import (
+    check_reduction,
+    report,
+    sums_on_devices,
+)
+from kerasdist.strategies.local_sums.device_ops import make_device_ops
 from kerasdist.strategies.model_parallel import (
     check_mapping,
     placer_for,
@@ -99,6 +105,11 @@ class RingStrategy(DataParallelStrategy):
             slow networks. They are divided by the global batch size before they are
             cast, so that their sum can't overflow; all workers still end with the same
             bits, but no longer with those of one process.
+        local_reduction: Where a worker's replicas are added: "device": on their
+            devices, by TensorFlow's collectives inside of this process, which are
+            NCCL's on GPUs; "host": in host memory; "auto": on GPUs if there are
+            several, and on the host for other devices. Elastic jobs add them on the
+            host.
         placement: Spreads each worker's model over its devices: a mapping from patterns
             of layer paths to devices, see `ModelParallelStrategy`, or a plan of
             `kerasdist.plan` for one worker's rows of a batch. Each worker then has
@@ -151,6 +162,7 @@ class RingStrategy(DataParallelStrategy):
         data: str = "auto",
         bucket_size: int = 25_000_000,
         compression: str | None = None,
+        local_reduction: str = "auto",
         placement: Mapping[str, str] | Plan | None = None,
         micro_batches: int = 1,
         rematerialize: bool = False,
@@ -169,6 +181,7 @@ class RingStrategy(DataParallelStrategy):
         timeouts = Timeouts(
             collective=timeout, startup=startup_timeout, heartbeat=heartbeat_timeout
         )
+        check_reduction(local_reduction)
         in_use = _tf.in_use()
         check_micro_batches(micro_batches)
         placer = None
@@ -213,15 +226,24 @@ class RingStrategy(DataParallelStrategy):
         bounds = elasticity(
             elastic, min_workers, place.size, start_workers=start_workers
         )
+        on_devices = placer is None and sums_on_devices(local_reduction, names)
         if bounds is not None:
             _refuse_with_elastic(
-                "mpi" if place.needs_mpi else transport, data, placement
+                "mpi" if place.needs_mpi else transport,
+                data,
+                placement,
+                local_reduction,
             )
+            on_devices = False
+        report_paths = functools.partial(
+            report, names, size=place.size, asked=transport, on_devices=on_devices
+        )
         if bounds is not None and place.size == 1:
             alone = connect(
                 place, transport=transport, timeouts=timeouts, replicas=len(names)
             )
             job_alone = JobAlone(alone, bounds.grace)
+            report_paths(transport="none")
             super().__init__(place, names, job_alone, options, ExtendedAlone)
             return
         if bounds is not None:
@@ -235,6 +257,7 @@ class RingStrategy(DataParallelStrategy):
                 start_workers=bounds.start_workers,
                 needs=("seed",),
             )
+            report_paths(transport="tcp")
             super().__init__(place, names, elastic_job, options, ElasticExtended)
             return
         job = connect(
@@ -252,8 +275,11 @@ class RingStrategy(DataParallelStrategy):
             raise
         if placer is None:
             extended: Any = SynchronousExtended
+            report_paths(transport=job.transport)
             if job.transport == "native":
                 extended = functools.partial(extended, make_ops=make_native_ops)
+            elif on_devices:
+                extended = functools.partial(extended, make_ops=make_device_ops)
             super().__init__(place, names, job, options, extended)
             return
         super().__init__(
@@ -299,7 +325,9 @@ class RingStrategy(DataParallelStrategy):
         return PlacementReport(steps={} if placer is None else dict(placer.steps))
 
 
-def _refuse_with_elastic(transport: str, data: str, placement: Any) -> None:
+def _refuse_with_elastic(
+    transport: str, data: str, placement: Any, local_reduction: str
+) -> None:
     """Refuse what an elastic job can't continue with fewer workers.
 
     Raises:
@@ -312,5 +340,7 @@ def _refuse_with_elastic(transport: str, data: str, placement: Any) -> None:
         reason = "data='chief', because the chief that has the data may be lost"
     elif placement is not None:
         reason = "a placement"
+    elif local_reduction == "device":
+        reason = "local_reduction='device', whose collectives can't be repeated"
     if reason is not None:
         refuse_option(reason)

@@ -64,6 +64,44 @@ def test_samples_are_kept_compactly(path, monkeypatch):
     assert text == compact(json.loads(text)) + "\n"
 
 
+def test_gpu_check_without_a_gpu(tmp_path):
+    done = subprocess.run(
+        [sys.executable, FOLDER / "gpu_check" / "run.py", "--output", tmp_path],
+        env=python_env(),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert done.stderr.startswith("There is no GPU here. Received: --devices gpu. Exp")
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(400)
+def test_gpu_check_on_parts_of_the_cpu(tmp_path):
+    """Five jobs, which also MirroredStrategy and TensorFlow's collectives run."""
+    done = subprocess.run(
+        [
+            *(sys.executable, FOLDER / "gpu_check" / "run.py", "--devices", "cpu"),
+            *("--quick", "--output", tmp_path),
+        ],
+        env=python_env(),
+        capture_output=True,
+        text=True,
+        timeout=380,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    results = json.loads((tmp_path / "results.json").read_text("utf-8"))["results"]
+    assert len(results) == 6
+    losses = {name: found["mlp"]["loss"] for name, found in results.items()}
+    alone = losses["plain Keras, 1"]
+    assert losses["RingStrategy, 1 worker, 1"] == pytest.approx(alone, rel=1e-3)
+    two = [loss for name, loss in losses.items() if name.endswith(" 2")]
+    assert two == pytest.approx([two[0]] * 4, rel=1e-3)
+
+
 def test_all_reduce(tmp_path):
     columns = ["memcpy", "shared_memory", "tcp"]
     results = run("all_reduce", tmp_path, "--columns", *columns)

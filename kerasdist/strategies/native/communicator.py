@@ -21,6 +21,7 @@ from kerasdist.collectives.checked import CheckedCommunicator
 from kerasdist.collectives.failures import copy_to_raise, explain
 from kerasdist.collectives.fused_buffer import FusedBuffer
 from kerasdist.collectives.ops import Array, itemsize
+from kerasdist.strategies.local_sums.choice import communication_hint
 from kerasdist.strategies.native.deadlines import CollectiveDeadlines
 from kerasdist.strategies.native.server import is_serving, serve
 from kerasdist.transport.base import Aborted, PeerClosed, PeerSilent
@@ -76,7 +77,7 @@ def group_options(key: int, size: int, device: str) -> dict[str, Any]:
     return {
         "group_size": size,
         "group_key": key,
-        "communication_hint": "nccl" if ":GPU:" in device else "ring",
+        "communication_hint": communication_hint(device),
         # See `kerasdist.strategies.native.deadlines`.
         "timeout_seconds": 0,
     }

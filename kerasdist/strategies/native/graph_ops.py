@@ -24,6 +24,8 @@ __all__ = ["NativeOps", "make_native_ops"]
 
 _MERGE = {"sum": "Add", "prod": "Mul", "min": "Min", "max": "Max"}
 _REDUCED = (tf.bfloat16, tf.float16, tf.float32, tf.float64, tf.int32, tf.int64)
+# In TensorFlow, NCCL's dtypes.
+_OF_NCCL = tuple(dtype for dtype in _REDUCED if dtype != tf.bfloat16)
 # How dtypes that TensorFlow doesn't transfer are sent: cast, or bit by bit.
 _CAST = {
     tf.bool: tf.int32,
@@ -193,8 +195,9 @@ class NativeOps(CollectiveOps):
         The same for the sums. None if it isn't possible: in eager execution a replica
         would wait for the next one, which is called only after it.
         """
+        known = _REDUCED if ":GPU:" not in self._devices[0] else _OF_NCCL
         if (_tf.executing_eagerly() and len(self._devices) > 1) or any(
-            value[0].dtype not in _REDUCED for value in values
+            value[0].dtype not in known for value in values
         ):
             return None
         groups: dict[Any, list[int]] = {}

@@ -231,10 +231,11 @@ def _mean_of_bucket(
         if sums is not None:
             *sums, totals = sums
             return [_tf.regroup(divided(parts, totals)) for parts in sums]
+        added = workers.ops.add_replicas(values)
         with tf.device(host):
             count = tf.cast(tf.add_n(counts), tf.int64)
             some = tf.maximum(count, 1)
-            means = [tf.add_n(v) / tf.cast(some, v[0].dtype) for v in values]
+            means = [total / tf.cast(some, total.dtype) for total in added]
             reduced = means
             if workers.size > 1:
                 reduced = workers.ops.weighted_mean(means, count, known, step=step)

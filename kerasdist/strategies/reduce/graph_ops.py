@@ -139,6 +139,11 @@ class CollectiveOps:
         del values, step
         return None
 
+    def add_replicas(self, values: Sequence[Sequence[Any]]) -> list[Any]:
+        """Add each value's tensors, one per replica of this worker, on the host."""
+        with tf.device(self._host):
+            return [tf.add_n(list(value)) for value in values]
+
     def failure(self, error: Exception) -> Exception | None:
         """Return the job's failure behind TensorFlow's `error`, or None."""
         del error

@@ -60,7 +60,9 @@ def reduce_in_replicas(
     if len(workers.devices) == 1:
         # With no other replica to wait for there's no merge call, which couldn't
         # be inside `tf.cond`.
-        sums = over_workers(workers, [_tf.tensor_or_slices(value) for value in flat])
+        values = [_tf.tensor_or_slices(value) for value in flat]
+        found = _over_devices(workers, values)
+        sums = over_workers(workers, values) if found is None else found
         return [finish(workers, reduce_op, total) for total in sums]
 
     def merge(_: Any, *values: Any) -> Any:
@@ -79,6 +81,17 @@ def reduce_in_replicas(
 
     replica = tf.distribute.get_replica_context()
     return list(replica.merge_call(merge, args=tuple(flat)))
+
+
+def _over_devices(workers: Workers, values: list[Any]) -> list[Any] | None:
+    """Sum on the devices where workers with several replicas do that, too."""
+    # Eagerly those can't.
+    if _tf.executing_eagerly() and workers.replicas != workers.size:
+        return None
+    if workers.size == 1 or any(isinstance(v, tf.IndexedSlices) for v in values):
+        return None
+    sums = workers.ops.reduce_replicas([[value] for value in values])
+    return None if sums is None else [total for (total,) in sums]
 
 
 def _mirror(workers: Workers, reduce_op: Any, totals: list[Any]) -> Any:
