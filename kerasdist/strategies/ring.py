@@ -282,6 +282,14 @@ class RingStrategy(DataParallelStrategy):
                 extended = functools.partial(extended, make_ops=make_device_ops)
             super().__init__(place, names, job, options, extended)
             return
+        report(
+            names[:1],
+            size=place.size,
+            asked=transport,
+            transport=job.transport,
+            on_devices=False,
+            has_nccl=False,
+        )
         super().__init__(
             place,
             names,

@@ -23,6 +23,11 @@ __all__ = [
 
 _LOG = logging.getLogger("kerasdist")
 _CHOICES = ("auto", "device", "host")
+_NATIVE = (
+    " transport='native' lets NCCL transfer them between GPUs; neither the job's "
+    "secret nor TLS protects NCCL and TensorFlow's servers, which "
+    "KERASDIST_ALLOW_OPEN_SERVERS=1 accepts."
+)
 
 
 def check_reduction(option: str) -> None:
@@ -75,7 +80,13 @@ def communication_hint(device: str) -> str:
 
 
 def report(
-    devices: Sequence[str], *, size: int, asked: str, transport: str, on_devices: bool
+    devices: Sequence[str],
+    *,
+    size: int,
+    asked: str,
+    transport: str,
+    on_devices: bool,
+    has_nccl: bool = True,
 ) -> None:
     """Log how gradients of GPUs are added. Nothing is logged for CPUs.
 
@@ -85,18 +96,19 @@ def report(
         asked: The transport that the user has asked for.
         transport: The one between the workers; "none" for one worker.
         on_devices: Whether the worker's replicas are added on their devices.
+        has_nccl: Whether transport="native" would be possible.
     """
     if not _are_gpus(devices) or transport == "native":
         return
     if size > 1 and asked == "auto":
+        advice = _NATIVE if has_nccl else ""
         _LOG.warning(
             "kerasdist: the GPUs of %d workers exchange gradients through host memory "
-            "(transport=%r, chosen by 'auto'). transport='native' lets NCCL transfer "
-            "them between GPUs; neither the job's secret nor TLS protects NCCL and "
-            "TensorFlow's servers, which KERASDIST_ALLOW_OPEN_SERVERS=1 accepts. Pass "
-            "transport=%r to keep host memory, and this warning isn't given.",
+            "(transport=%r, chosen by 'auto').%s Pass transport=%r to keep host memory "
+            "without this warning.",
             size,
             transport,
+            advice,
             transport,
         )
     if len(devices) == 1:
