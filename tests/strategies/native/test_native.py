@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import re
 import signal
+import textwrap
 
 import pytest
 
@@ -372,3 +373,40 @@ def test_connect_alone_cannot_do_it():
         ValueError, match=r"^TensorFlow's collectives need a strategy\. Received:"
     ):
         connect(alone, transport="native")
+
+
+def test_a_reduction_of_replicas_is_on_their_devices_whatever_their_number():
+    """A worker with one replica used to call another collective than one with two."""
+    script = """
+    import json, os, sys
+    import tensorflow as tf
+    rank = json.loads(os.environ["TF_CONFIG"])["task"]["index"]
+    tf.config.set_logical_device_configuration(
+        tf.config.list_physical_devices("CPU")[0],
+        [tf.config.LogicalDeviceConfiguration()] * 2)
+    import kerasdist
+
+    strategy = kerasdist.RingStrategy(
+        ["CPU:0", "CPU:1"] if rank == 0 else ["CPU:1"],
+        transport="native", timeout=60,
+    )
+
+    def reduce():
+        context = tf.distribute.get_replica_context()
+        mine = tf.fill([3], float(context.replica_id_in_sync_group + 1))
+        return context.all_reduce(tf.distribute.ReduceOp.SUM, mine)
+
+    @tf.function
+    def step():
+        return strategy.run(reduce)
+
+    found = strategy.experimental_local_results(step())
+    operations = step.get_concrete_function().graph.get_operations()
+    where = {op.device[-5:] for op in operations if op.type == "CollectiveReduceV2"}
+    result = [[value.numpy().tolist() for value in found], sorted(where)]
+    print("RESULT", json.dumps(result), flush=True)
+    """
+    with Workers(textwrap.dedent(script), 2, deadline=150) as job:
+        first, second = [worker.result for worker in job.succeed()]
+    assert first == [[[6.0] * 3] * 2, ["CPU:0", "CPU:1"]]
+    assert second == [[[6.0] * 3], ["CPU:1"]]
