@@ -46,6 +46,9 @@ class DeviceOps(CollectiveOps):
         communicator: The communicator of the workers.
         host: The CPU device of this process.
         devices: This worker's devices, several of one kind.
+
+    Attributes:
+        number: A variable with the number of sums so far.
     """
 
     def __init__(
@@ -61,7 +64,7 @@ class DeviceOps(CollectiveOps):
             "timeout_seconds": 0,
         }
         with tf.init_scope(), tf.device(host):
-            self._number = tf.Variable(
+            self.number = tf.Variable(
                 0, dtype=tf.int64, trainable=False, name="kerasdist_local_sums"
             )
         # Operations with side effects run one after the other, unless each replica has
@@ -122,7 +125,7 @@ class DeviceOps(CollectiveOps):
 
     def _reduce(self, buckets: list[Any]) -> list[Any]:
         with tf.device(self._host):
-            number = self._number.assign_add(1, read_value=True)
+            number = self.number.assign_add(1, read_value=True)
             key = tf.cast(number % _KEYS, tf.int32)
         reduced = []
         # None begins before all buckets are there: if a replica fails before that, no

@@ -136,7 +136,7 @@ def test_sums_on_devices_are_those_of_the_host() -> None:
 
         plain = numbers(model_in(contextlib.nullcontext()))
         same(numbers(model_in(strategy.scope())), plain)
-        steps = int(ops._number.numpy())
+        steps = int(ops.number.numpy())
         result([sorted(where), failed, listening() - before, steps])
         """,
     )
@@ -158,7 +158,7 @@ def test_workers_with_different_numbers_of_replicas() -> None:
         )
         found = numbers(model_in(strategy.scope()))
         if rank == 0:
-            assert int(strategy.extended.workers.ops._number.numpy()) > 5
+            assert int(strategy.extended.workers.ops.number.numpy()) > 5
             same(found, numbers(model_in(contextlib.nullcontext())))
         result([np.asarray(each).tolist() for each in found[-2:]])
         """
