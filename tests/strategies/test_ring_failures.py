@@ -59,11 +59,14 @@ def survivors(job, lost):
     return [f.result for f in left]
 
 
-@pytest.mark.parametrize("lost", [0, 1])
 @pytest.mark.parametrize(
-    ("fault", "seconds"),
-    [(signal.SIGKILL, 20.0), (signal.SIGSTOP, 25.0)],
-    ids=["killed", "frozen"],
+    ("fault", "seconds", "lost"),
+    [
+        pytest.param(signal.SIGKILL, 20.0, 0, id="killed-0"),
+        pytest.param(signal.SIGKILL, 20.0, 1, id="killed-1", marks=pytest.mark.soak),
+        pytest.param(signal.SIGSTOP, 25.0, 0, id="frozen-0", marks=pytest.mark.soak),
+        pytest.param(signal.SIGSTOP, 25.0, 1, id="frozen-1"),
+    ],
 )
 def test_a_lost_worker_ends_fit_on_every_survivor(lost, fault, seconds):
     # A killed one is noticed by its connections, not by its silence.

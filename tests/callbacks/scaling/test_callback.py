@@ -459,7 +459,9 @@ print("RESULT", json.dumps([error, leave.epochs]))
 """
 
 
-@pytest.mark.parametrize("kind", ["ring auto", "ring tcp", "async"])
+@pytest.mark.parametrize(
+    "kind", ["ring auto", pytest.param("ring tcp", marks=pytest.mark.soak), "async"]
+)
 def test_a_worker_that_is_lost_or_joins_is_an_event(kind, tmp_path):
     asynchronous = kind == "async"
     env = {"KIND": kind, "FOLDER": str(tmp_path)}

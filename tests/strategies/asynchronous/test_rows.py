@@ -185,7 +185,7 @@ result([[d for d, _ in digests.found], table.layout.variables[0].sparse,
         (3, {"STALENESS": "2"}),
         (2, {}),
         (2, {"REPLICAS": "2"}),
-        (2, {"CONSTRAINT": '"non_neg"'}),
+        pytest.param(2, {"CONSTRAINT": '"non_neg"'}, marks=pytest.mark.soak),
         (2, {"CONSTRAINT": '"non_neg"', "REPLICAS": "2"}),
     ],
     ids=["in_step", "bounded", "free", "two_replicas", "compared", "compared_two"],
@@ -207,7 +207,10 @@ def test_no_change_of_any_worker_is_missing_or_there_twice(size, env):
         pytest.param("keras.optimizers.RMSprop(0.01)", marks=pytest.mark.soak),
         "keras.optimizers.SGD(0.02, momentum=0.9)",
         "keras.optimizers.Adam(0.01, gradient_accumulation_steps=3)",
-        "keras.optimizers.LossScaleOptimizer(keras.optimizers.Adagrad(0.1))",
+        pytest.param(
+            "keras.optimizers.LossScaleOptimizer(keras.optimizers.Adagrad(0.1))",
+            marks=pytest.mark.soak,
+        ),
     ],
 )
 def test_workers_learn_and_agree_after_each_epoch(optimizer):

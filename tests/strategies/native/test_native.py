@@ -85,7 +85,7 @@ except kerasdist.errors.CollectiveError as error:
 
 
 @pytest.mark.parametrize(
-    "size", [2, 3, *(pytest.param(size, marks=pytest.mark.soak) for size in (4, 5))]
+    "size", [3, *(pytest.param(size, marks=pytest.mark.soak) for size in (2, 4, 5))]
 )
 def test_contract_of_communicators(size):
     with Workers(CONTRACT, size, deadline=250) as job:
@@ -154,7 +154,12 @@ def reference():
 
 @pytest.mark.parametrize(
     ("size", "devices", "mode"),
-    [(2, 1, "graph"), (3, 1, "graph"), (2, 2, "graph"), (2, 1, "eager")],
+    [
+        pytest.param(2, 1, "graph", marks=pytest.mark.soak),
+        (3, 1, "graph"),
+        (2, 2, "graph"),
+        (2, 1, "eager"),
+    ],
 )
 def test_training_gives_the_numbers_of_the_other_transports(size, devices, mode):
     native = train(size, "native", devices, mode)
