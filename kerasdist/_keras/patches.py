@@ -217,8 +217,7 @@ TABLE = (
     ),
     _core(
         "training.fit_loop.begin_training",
-        "refuses XLA with several replicas; warns of a model that was created outside "
-        "of the scope",
+        "warns of a model that was created outside of the scope",
         f"{_MODEL}.make_train_function(self, ...)",
     ),
     _core(

@@ -6,6 +6,12 @@ TensorFlow is checked by reading one package. `kerasdist._tested` has the versio
 
 from __future__ import annotations
 
+from kerasdist._tf.compiled.step import (
+    compiled_in_parts,
+    in_parts,
+    in_xla,
+    outside_of_xla,
+)
 from kerasdist._tf.distribute import (
     DistributedValues,
     MirroredExtended,
@@ -37,7 +43,6 @@ from kerasdist._tf.eager_context import (
     executing_eagerly,
     host_of,
     in_use,
-    in_xla,
     is_recording,
     own_variable,
     seeding,
@@ -60,12 +65,14 @@ __all__ = [
     "broadcast_to_devices",
     "call_replica",
     "canonical_device",
+    "compiled_in_parts",
     "device_memory",
     "devices_of",
     "distribute_from_function",
     "executing_eagerly",
     "function_graph",
     "host_of",
+    "in_parts",
     "in_use",
     "in_xla",
     "initial_tensor",
@@ -76,6 +83,7 @@ __all__ = [
     "local_replica_id",
     "local_results",
     "mirrored",
+    "outside_of_xla",
     "own_variable",
     "rebatch_each",
     "reduce_undistributed",

@@ -12,7 +12,7 @@ from tensorflow.python import pywrap_tfe
 from tensorflow.python.client import device_lib
 from tensorflow.python.distribute import device_util
 from tensorflow.python.eager import context, record
-from tensorflow.python.ops import control_flow_util, resource_variable_ops
+from tensorflow.python.ops import resource_variable_ops
 
 __all__ = [
     "abort_collectives",
@@ -22,7 +22,6 @@ __all__ = [
     "executing_eagerly",
     "host_of",
     "in_use",
-    "in_xla",
     "is_recording",
     "own_variable",
     "seeding",
@@ -38,13 +37,6 @@ __all__ = [
 def executing_eagerly() -> bool:
     """Return whether operations run at once instead of being put into a graph."""
     return bool(context.executing_eagerly())
-
-
-def in_xla() -> bool:
-    """Return whether operations are put into a function that XLA compiles."""
-    return bool(
-        control_flow_util.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph())
-    )
 
 
 def is_recording() -> bool:

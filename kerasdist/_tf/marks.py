@@ -10,6 +10,7 @@ import weakref
 from typing import Any, Generic, TypeVar
 
 __all__ = [
+    "COMPILED",
     "LAST_LOGS",
     "OTHERS_STEPS",
     "OWN_DATA",
@@ -61,6 +62,8 @@ STAGE = Mark[str]()
 VARIABLE_DEVICE = Mark[str]()
 # A model: each worker trains it for itself. True if the script has declared that.
 TRAINED_LOCALLY = Mark[bool]()
+# A function that replicas run: XLA compiles what doesn't communicate.
+COMPILED = Mark[bool]()
 # A train or test function: the `_keras.training.logs.LastLogs` of its steps.
 LAST_LOGS = Mark[Any]()
 # A model: the number of the membership that its predict function was made for.

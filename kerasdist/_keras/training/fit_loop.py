@@ -110,14 +110,6 @@ def begin_training(
 ) -> Any:
     """Replace `make_train_function`, which `fit` calls before its first step."""
     hooks = hooks_of(trainer.distribute_strategy)
-    if hooks is not None and trainer.jit_compile is True and hooks.workers.replicas > 1:
-        raise ValueError(
-            "XLA can't compile a training step in which workers communicate. "
-            "Received: jit_compile=True with "
-            f"{hooks.workers.replicas} replicas. Compile the model with "
-            "jit_compile=False (or 'auto'); a layer's own functions may still use "
-            "`tf.function(jit_compile=True)`."
-        )
     warn_if_outside(trainer)
     if hooks is not None:
         with setting(training=True), hooks.workers.local_step():

@@ -33,6 +33,7 @@ from kerasdist._keras.optimizer.learning_rate import scaled
 from kerasdist._keras.optimizer.sparse_updates import touched_rows
 from kerasdist._keras.protocols import KerasHooks, hooks_of
 from kerasdist._keras.training.adoption import adopt_in_step
+from kerasdist._tf.compiled.slices import padded
 from kerasdist._tf.facets import Facets, current_facets
 from kerasdist._tf.gradient_placement import move_beside
 
@@ -95,7 +96,16 @@ def apply(
 
     def reduce(beside: Sequence[Any] = ()) -> list[Any]:
         arguments = grads, rows, total, _is_linear(inner)
-        return _exchange(facets, hooks.gradients.reduce, *arguments, beside=beside)
+        reduced = _exchange(facets, hooks.gradients.reduce, *arguments, beside=beside)
+        if _tf.in_parts() and _is_linear(inner):
+            # How many different rows there are changes with each batch.
+            with _tf.outside_of_xla():
+                is_sparse = [isinstance(each, tf.IndexedSlices) for each in reduced]
+                reduced = [
+                    padded(each) if sparse else each
+                    for each, sparse in zip(reduced, is_sparse, strict=True)
+                ]
+        return reduced
 
     def update(reduced: list[Any]) -> Any:
         with setting(reduced=True, window=window, scale=scale):
@@ -117,7 +127,8 @@ def apply(
         dynamic.weights.prepare_update(updated, touched)
     result = update(grads)
     if dynamic is not None and updated:
-        dynamic.weights.exchange_update(inner, updated, touched)
+        with _tf.outside_of_xla():
+            dynamic.weights.exchange_update(inner, updated, touched)
     return result
 
 
@@ -218,6 +229,17 @@ def _exchange(
     **options: Any,
 ) -> list[Any]:
     """Reduce gradients; with a placement they return to the devices they are from."""
+    with _tf.outside_of_xla():
+        return _reduce(facets, reduce, gradients, *args, **options)
+
+
+def _reduce(
+    facets: Facets,
+    reduce: Callable[..., list[Any]],
+    gradients: list[Any],
+    *args: Any,
+    **options: Any,
+) -> list[Any]:
     if is_timed():
         reduced = facets.timer.exchange(
             gradients, lambda after: reduce(gradients, *args, after, **options)

@@ -19,6 +19,7 @@ from kerasdist._keras.elastic.evaluation import renew_prediction, test_function
 from kerasdist._keras.elastic.repetition import repeated
 from kerasdist._keras.elastic.state.finished_calls import refuse_newcomer
 from kerasdist._keras.elastic.step import ElasticStep
+from kerasdist._keras.models.compilation import make_compiled
 from kerasdist._keras.models.step_build import (
     build_by_step,
     can_be_called,
@@ -119,8 +120,11 @@ def make_function(
             updates.finish()
         return logs
 
+    def make_step() -> Callable[[Any], Any]:
+        return make_compiled(trainer, hooks, counted, original)
+
     def make() -> Callable[[Any], Any]:
-        function = original(trainer, counted)
+        function = make_step()
 
         def take_steps(iterator: Any) -> Any:
             if isinstance(iterator, RepeatableIterator):
@@ -160,7 +164,7 @@ def make_function(
             trainer,
             hooks,
             hooks.elastic,
-            lambda: original(trainer, counted),
+            make_step,
             lambda make: InstrumentedStep(trainer, make, timer, single=True),
             lambda: whole_state(trainer),
             lambda: updated_state(trainer),
@@ -200,7 +204,10 @@ def receive_batch(
         return converted
     # The function being made is of one kind, see `InstrumentedStep`.
     kind = current.making
-    facts = {"timed": kind is True, "compiled": trainer.jit_compile is True}
+    facts = {
+        "timed": kind is True,
+        "compiled": current.compiled or trainer.jit_compile is True,
+    }
 
     def filled(data: Any) -> Any:
         if hooks is not None and hooks.workers.replicas > 1:

@@ -185,7 +185,7 @@ class CollectiveOps:
             del number
             return function(*arrays)
 
-        with tf.device(self._host):
+        with _tf.outside_of_xla(), tf.device(self._host):
             number = self._counter.assign_add(1, read_value=True)
             results = tf.numpy_function(
                 numbered, [number, *tensors], list(dtypes), name=COLLECTIVE

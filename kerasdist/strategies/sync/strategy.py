@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 from kerasdist import _keras, _tf
 from kerasdist._tf import patches
+from kerasdist._tf.marks import COMPILED
 from kerasdist.cluster import Cluster
 from kerasdist.collectives import Communicator
 from kerasdist.strategies.job import StrategyJob, close_at_exit, forget
@@ -63,6 +64,26 @@ class DataParallelStrategy(BlockStrategy):
         self._finalizer = weakref.finalize(self, job.close)
         self._finalizer.atexit = False
         close_at_exit(job)
+
+    def run(
+        self, fn: Any, args: Any = (), kwargs: Any = None, options: Any = None
+    ) -> Any:
+        """Run a function in this worker's replicas; see `tf.distribute.Strategy.run`.
+
+        Args:
+            fn: The function.
+            args: Its arguments; a replica gets its part of those that are per replica.
+            kwargs: Its keyword arguments, likewise.
+            options: Those of `tf.distribute.RunOptions`, or None.
+
+        Returns:
+            The function's results, merged over this worker's replicas.
+        """
+        run = super().run
+        if not COMPILED.get(fn) or _tf.executing_eagerly():
+            return run(fn, args, kwargs, options)
+        devices = self.extended.workers.devices
+        return _tf.compiled_in_parts(lambda: run(fn, args, kwargs, options), devices)
 
     @property
     def rank(self) -> int:

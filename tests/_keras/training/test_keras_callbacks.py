@@ -315,20 +315,6 @@ result(None)
     assert "kerasdist: 2 worker" not in other
 
 
-def test_xla_is_refused(tmp_path):
-    body = """
-with strategy.scope():
-    m = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
-    m.compile("sgd", "mse", jit_compile=True)
-try:
-    m.fit(x, x[:, :2], verbose=0)
-except ValueError as error:
-    result(str(error))
-"""
-    for message in run(body, tmp_path):
-        assert "Received: jit_compile=True with 2 replicas" in message
-
-
 def test_dropout_differs_per_replica_and_is_reproducible(tmp_path):
     body = """
 import tensorflow as tf

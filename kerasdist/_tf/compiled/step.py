@@ -1,0 +1,360 @@
+"""The trace of a step, and its parts as functions of which XLA compiles each.
+
+XLA compiles whole functions, and can't call the communicator. So the step is traced as
+one graph, whose operations are divided into parts (`parts`). Each becomes a function
+that XLA compiles, and the exchange runs between them as in any other graph:
+
+    part 1                exchange         part 2
+    forward, backward ──▶ of gradients ──▶ update
+"""
+
+from __future__ import annotations
+
+import contextlib
+import heapq
+import re
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.core.framework import attr_value_pb2
+from tensorflow.python.eager.polymorphic_function import (
+    atomic_function,
+    attributes,
+)
+from tensorflow.python.framework import func_graph, ops
+from tensorflow.python.ops import control_flow_ops, handle_data_util
+
+from kerasdist._tf.compiled.parts import Node, Part, divide
+
+__all__ = ["compiled_in_parts", "in_parts", "in_xla", "outside_of_xla"]
+
+# The name scope of operations that aren't compiled.
+_OUTSIDE = "kerasdist_outside_of_xla"
+_IS_OUTSIDE = re.compile(rf"(^|/){_OUTSIDE}(_\d+)?/")
+# Operations that call Python, or communicate: XLA can't compile them.
+_COLLECTIVES = re.compile(r"(Eager)?PyFunc(Stateless)?|Collective\w+|Nccl\w+")
+# A part of nothing else isn't worth a call.
+_TRIVIAL = frozenset({"Const", "Identity", "NoOp"})
+_MUST_COMPILE = attributes.XLA_COMPILE
+
+
+class _Context(control_flow_ops.XLAControlFlowContext):
+    """Loops are traced as XLA needs them; communication is allowed."""
+
+
+def in_xla() -> bool:
+    """Return whether operations are put into a function that XLA compiles as a whole.
+
+    Not in a step that is divided around the communication.
+    """
+    context = control_flow_ops.get_enclosing_xla_context()
+    return context is not None and not isinstance(context, _Context)
+
+
+def in_parts() -> bool:
+    """Return whether a step is traced that is compiled in parts."""
+    return isinstance(control_flow_ops.get_enclosing_xla_context(), _Context)
+
+
+def outside_of_xla() -> Any:
+    """Return a scope for operations that `compiled_in_parts` leaves uncompiled."""
+    return tf.name_scope(_OUTSIDE)
+
+
+def compiled_in_parts(function: Callable[[], Any], devices: Sequence[str]) -> Any:
+    """Call a function while a graph is traced; let XLA compile what it adds.
+
+    Communication, and what is in `outside_of_xla`, runs between the compiled parts.
+
+    Args:
+        function: Adds operations to the graph; uses tensors of the graph around it.
+        devices: The devices to compile for; operations on others aren't compiled.
+
+    Returns:
+        The function's result, of tensors of the graph around it.
+
+    Raises:
+        ValueError: A function of which XLA compiles all communicates.
+    """
+    outer = tf.compat.v1.get_default_graph()
+
+    def in_context() -> Any:
+        with _entered():
+            return function()
+
+    whole = func_graph.func_graph_from_py_func("kerasdist_step", in_context, (), {})
+    emitter = _Emitter(whole, outer)
+    operations = _in_order(whole)
+    nodes = _nodes(whole, operations, devices)
+    needed = _users(operations, whole)
+    for number, part in enumerate(divide(nodes)):
+        chosen = [operations[index] for index in part.nodes]
+        if part.device is None or all(each.type in _TRIVIAL for each in chosen):
+            for operation in chosen:
+                emitter.copy(operation)
+        else:
+            emitter.call(chosen, part, number, needed)
+    return tf.nest.map_structure(
+        lambda tensor: (
+            None if tensor is None else emitter.tensor(whole.capture(tensor))
+        ),
+        whole.structured_outputs,
+        expand_composites=True,
+    )
+
+
+@contextlib.contextmanager
+def _entered() -> Iterator[None]:
+    context = _Context()
+    context.Enter()
+    try:
+        yield
+    finally:
+        context.Exit()
+
+
+def _in_order(whole: Any) -> list[Any]:
+    """Return the operations that results or effects depend on, in order."""
+    wanted = {tensor.op for tensor in whole.outputs} | set(whole.control_outputs)
+    found: set[Any] = set()
+    while wanted:
+        operation = wanted.pop()
+        found.add(operation)
+        for before in _before(operation):
+            if before not in found:
+                wanted.add(before)
+    found -= {inner.op for _, inner in whole.captures}
+    # Not the order in which they were added: edges of effects may lead back.
+    index = {each: number for number, each in enumerate(whole.get_operations())}
+    waiting = {index[each]: set(_before(each)) & found for each in found}
+    after: dict[int, list[int]] = {}
+    for number, those in waiting.items():
+        for each in those:
+            after.setdefault(index[each], []).append(number)
+    left = {number: len(those) for number, those in waiting.items()}
+    ready = [number for number, count in left.items() if not count]
+    heapq.heapify(ready)
+    order: list[Any] = []
+    operations = whole.get_operations()
+    while ready:
+        number = heapq.heappop(ready)
+        order.append(operations[number])
+        for each in after.get(number, ()):
+            left[each] -= 1
+            if not left[each]:
+                heapq.heappush(ready, each)
+    return order
+
+
+def _before(operation: Any) -> list[Any]:
+    return [*(tensor.op for tensor in operation.inputs), *operation.control_inputs]
+
+
+def _nodes(whole: Any, operations: Sequence[Any], devices: Sequence[str]) -> list[Node]:
+    index = {operation: number for number, operation in enumerate(operations)}
+    places = _places(whole)
+    nodes: list[Node] = []
+    for operation in operations:
+        before = tuple(index[each] for each in _before(operation) if each in index)
+        collective = _communicates(whole, operation)
+        device: str | None = operation.device or None
+        # A function can be compiled only for the device of all its variables.
+        of_variables = {places.get(id(each)) for each in operation.inputs} - {None}
+        if of_variables:
+            device = of_variables.pop()
+        elif device is None:
+            near = [nodes[each].device for each in before] if len(devices) > 1 else []
+            device = next((each for each in near if each is not None), devices[0])
+        outside = collective or _IS_OUTSIDE.search(operation.name)
+        if outside or of_variables or device not in devices:
+            device = None
+        nodes.append(Node(before=before, device=device, collective=collective))
+    return nodes
+
+
+def _places(whole: Any) -> dict[int, str]:
+    """Return the devices of the variables that a graph has captured."""
+    places = {}
+    for given, inner in whole.captures:
+        graph = whole.outer_graph
+        while given.dtype == tf.resource and not hasattr(given, "numpy"):
+            # Captured by the graph around it as well.
+            captures = getattr(graph, "captures", ())
+            found = [outer for outer, each in captures if each is given]
+            if not found:
+                break
+            given, graph = found[0], graph.outer_graph
+        if given.dtype == tf.resource and hasattr(given, "numpy"):
+            places[id(inner)] = str(given.device)
+    return places
+
+
+def _communicates(whole: Any, operation: Any) -> bool:
+    if _COLLECTIVES.fullmatch(operation.type):
+        return True
+    found = any(_calls_python(whole, name) for name in _functions_of(operation))
+    compiled = _MUST_COMPILE in operation.node_def.attr
+    if found and compiled and operation.get_attr(_MUST_COMPILE):
+        raise ValueError(
+            "XLA can't compile communication with other workers. Received: "
+            "`strategy.run`, or a reduction, inside of "
+            "`tf.function(jit_compile=True)`. Remove jit_compile=True there; a "
+            "function inside of the step that doesn't communicate may have it."
+        )
+    return found
+
+
+def _functions_of(operation: Any) -> Iterator[str]:
+    if operation.type in ("Const", "Placeholder"):
+        return
+    for attribute in operation.node_def.attr.values():
+        if attribute.HasField("func"):
+            yield attribute.func.name
+        for each in attribute.list.func:
+            yield each.name
+
+
+def _calls_python(whole: Any, name: str) -> bool:
+    """Return whether a function calls Python, or communicates, itself or by others."""
+    function = whole._get_function(name)
+    if function is None:
+        return False
+    known = [function.cached_definition]
+    known += [each.cached_definition for each in function.children]
+    return any(
+        _COLLECTIVES.fullmatch(node.op) for each in known for node in each.node_def
+    )
+
+
+def _users(operations: Sequence[Any], whole: Any) -> dict[int, set[Any]]:
+    """Return the operations that use each tensor; `None` is the step's result."""
+    users: dict[int, set[Any]] = {}
+    for operation in operations:
+        for tensor in operation.inputs:
+            users.setdefault(id(tensor), set()).add(operation)
+    for tensor in whole.outputs:
+        users.setdefault(id(tensor), set()).add(None)
+    return users
+
+
+class _Emitter:
+    """Adds the operations of a step to the graph around it.
+
+    Args:
+        whole: The graph of the step.
+        outer: The graph around it.
+    """
+
+    def __init__(self, whole: Any, outer: Any) -> None:
+        self._whole = whole
+        self._outer = outer
+        self._tensors = {id(inner): given for given, inner in whole.captures}
+        # In the graph around it; those of a part are one operation.
+        self._operations: dict[Any, Any] = {}
+
+    def tensor(self, tensor: Any) -> Any:
+        """Return the tensor in the graph around the step."""
+        return self._tensors[id(tensor)]
+
+    def copy(self, operation: Any) -> None:
+        """Add one operation as it is."""
+        inputs = [self.tensor(each) for each in operation.inputs]
+        waits = self._waits([operation])
+        with tf.control_dependencies(waits), tf.device(None):
+            made = self._make(self._outer, operation, inputs)
+        self._operations[operation] = made
+        for old, new in zip(operation.outputs, made.outputs, strict=True):
+            self._tensors[id(old)] = new
+
+    def call(
+        self,
+        operations: Sequence[Any],
+        part: Part,
+        number: int,
+        users: dict[int, set[Any]],
+    ) -> None:
+        """Add a call of a function of these operations, which XLA compiles."""
+        inside = set(operations)
+        waits = self._waits([each for each in operations])
+        graph = func_graph.FuncGraph(f"kerasdist_part_{number}")
+        made: dict[Any, Any] = {}
+        tensors: dict[int, Any] = {}
+        with graph.as_default(), tf.device(None), graph.control_dependencies(None):
+            for operation in operations:
+                inputs = [
+                    tensors[id(each)] if id(each) in tensors else self.tensor(each)
+                    for each in operation.inputs
+                ]
+                before = [
+                    made[each] for each in operation.control_inputs if each in made
+                ]
+                with graph.control_dependencies(before):
+                    new = self._make(graph, operation, inputs, device="")
+                made[operation] = new
+                for old, output in zip(operation.outputs, new.outputs, strict=True):
+                    tensors[id(old)] = output
+        results = [
+            each
+            for operation in operations
+            for each in operation.outputs
+            if users.get(id(each), inside) - inside
+        ]
+        graph.inputs = list(graph.internal_captures)
+        graph.structured_input_signature = ((), {})
+        graph.outputs = [tensors[id(each)] for each in results]
+        graph.structured_outputs = list(graph.outputs)
+        must = set(self._whole.control_outputs)
+        graph.control_outputs = [made[each] for each in operations if each in must]
+        function = atomic_function.from_func_graph(
+            f"__inference_{graph.name}_{ops.uid()}",
+            graph,
+            {
+                _MUST_COMPILE: attr_value_pb2.AttrValue(b=True),
+                attributes.NO_INLINE: attr_value_pb2.AttrValue(b=True),
+            },
+        )
+        with tf.control_dependencies(waits), tf.device(None), tf.device(part.device):
+            begun = len(self._outer.get_operations())
+            outputs = function.call_flat(*graph.external_captures)
+            call = self._outer.get_operations()[begun:][-1]
+        for operation in operations:
+            self._operations[operation] = call
+        for old, new in zip(results, outputs, strict=True):
+            self._tensors[id(old)] = new
+
+    def _waits(self, operations: Sequence[Any]) -> list[Any]:
+        found = {
+            self._operations[before]
+            for operation in operations
+            for before in operation.control_inputs
+            if before in self._operations
+        }
+        return sorted(found, key=lambda each: each.name)
+
+    def _make(
+        self, graph: Any, operation: Any, inputs: list[Any], device: str | None = None
+    ) -> Any:
+        for name in _functions_of(operation):
+            function = self._whole._get_function(name)
+            if function is not None:
+                graph._add_function_recursive(function)
+        given = {
+            name: value
+            for name, value in operation.node_def.attr.items()
+            if name != "_class"
+        }
+        made = graph._create_op_internal(
+            operation.type,
+            inputs,
+            [each.dtype for each in operation.outputs],
+            name=operation.name,
+            attrs=given,
+            compute_device=False,
+        )
+        if device is None and operation.device:
+            made._set_device(operation.device)
+        for old, new in zip(operation.outputs, made.outputs, strict=True):
+            new.set_shape(old.shape)
+            handle_data_util.copy_handle_data(old, new)
+        return made

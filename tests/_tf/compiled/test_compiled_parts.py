@@ -1,0 +1,119 @@
+"""The division of a step into parts, and each part's function."""
+
+import pytest
+import tensorflow as tf
+
+from kerasdist import _tf
+from kerasdist._tf.compiled.parts import Node, divide
+from kerasdist._tf.compiled.slices import padded
+
+CPU = "/job:localhost/replica:0/task:0/device:CPU:0"
+
+
+def parts(*nodes):
+    """Divide nodes, which are (device or None, those before, collective)."""
+    made = [
+        Node(device=device, before=before, collective=bool(collective))
+        for device, before, *collective in nodes
+    ]
+    return [part.nodes for part in divide(made)]
+
+
+def test_a_step_without_communication_is_one_part():
+    assert parts(("a", ()), ("a", (0,)), ("a", ())) == [(0, 1, 2)]
+
+
+def test_a_bucket_leaves_before_the_rest_of_the_backward_pass():
+    divided = parts(
+        ("a", ()),  # the forward pass
+        ("a", (0,)),  # the last layer's gradient
+        ("a", (1,)),  # the first layer's
+        (None, (1,), True),  # the last layer's bucket
+        (None, (2, 3), True),  # the first layer's
+        ("a", (0,)),  # a metric
+        ("a", (3, 4)),  # the update
+    )
+    assert divided == [(0, 1), (3,), (2,), (4,), (5, 6)]
+
+
+def test_what_is_not_compiled_divides_a_part():
+    divided = parts(("a", ()), (None, (0,)), ("a", (1,)), ("a", ()))
+    assert divided == [(0, 3), (1,), (2,)]
+
+
+def test_devices_are_compiled_apart():
+    divided = parts(("a", ()), ("b", ()), ("a", (0, 1)), ("b", (2,)), ("b", (1,)))
+    assert divided == [(0,), (1, 4), (2,), (3,)]
+
+
+def test_parts_are_compiled_and_keep_effects_and_results():
+    sent = []
+
+    def exchange(gradient):
+        sent.append(gradient)
+        return gradient * 2
+
+    def step(variable, count, x):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum((x @ variable) ** 2)
+        gradient = tape.gradient(loss, variable)
+        with _tf.outside_of_xla():
+            reduced = tf.numpy_function(exchange, [gradient], tf.float32)
+            reduced.set_shape(gradient.shape)
+        count.assign_add(1.0)  # nothing returns it
+        variable.assign_sub(0.1 * reduced)
+        return {"loss": loss, "none": None}
+
+    x = tf.reshape(tf.range(12.0), (3, 4))
+    found = []
+    for compiled in (False, True):
+        variable, count = tf.Variable(tf.ones((4, 2))), tf.Variable(0.0)
+
+        def run(x, variable=variable, count=count, compiled=compiled):
+            if not compiled:
+                return step(variable, count, x)
+            return _tf.compiled_in_parts(lambda: step(variable, count, x), [CPU])
+
+        function = tf.function(run)
+        losses = [function(x) for _ in range(2)]
+        assert all(each["none"] is None for each in losses)
+        found.append([each["loss"] for each in losses])
+        found[-1] += [variable.numpy(), count.numpy()]
+    for ours, theirs in zip(*found, strict=True):
+        tf.debugging.assert_near(ours, theirs, rtol=1e-5)
+    assert count.numpy() == 2
+    assert len(sent) == 4
+    operations = function.get_concrete_function(x).graph.get_operations()
+    calls = [each for each in operations if "Call" in each.type]
+    assert len(calls) == 2
+    assert all(each.get_attr("_XlaMustCompile") for each in calls)
+    kinds = {each.type for each in operations}
+    assert "PyFunc" in kinds
+    assert not kinds & {"MatMul", "Mul", "AssignSubVariableOp", "AssignAddVariableOp"}
+
+
+def test_a_function_that_xla_compiles_whole_must_not_communicate():
+    @tf.function(jit_compile=True)
+    def inner(x):
+        return tf.numpy_function(lambda a: a, [x], tf.float32)
+
+    @tf.function
+    def step(x):
+        return _tf.compiled_in_parts(lambda: inner(x), [CPU])
+
+    with pytest.raises(ValueError, match=r"(?s)communication.*jit_compile=True"):
+        step(tf.ones(2))
+
+
+def test_slices_have_few_different_lengths():
+    lengths = set()
+    for count in range(1, 100):
+        slices = tf.IndexedSlices(
+            tf.ones((count, 2)), tf.range(count) + 1, tf.constant([200, 2])
+        )
+        more = padded(slices)
+        lengths.add(int(more.indices.shape[0]))
+        table = tf.scatter_nd(more.indices[:, None], more.values, (200, 2))
+        assert float(tf.reduce_sum(table)) == 2 * count
+        assert float(tf.reduce_sum(table[0])) == 0
+    assert len(lengths) <= 8

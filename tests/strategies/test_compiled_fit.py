@@ -1,0 +1,100 @@
+"""`fit` with `jit_compile=True`: the numbers of plain Keras that compiles."""
+
+import numpy as np
+import pytest
+
+from workers import Workers
+
+SCRIPT = """
+import json, os, sys
+import tensorflow as tf
+devices = int(os.environ["DEVICES"])
+tf.config.set_logical_device_configuration(
+    tf.config.list_physical_devices("CPU")[0],
+    [tf.config.LogicalDeviceConfiguration()] * devices,
+)
+import contextlib
+import keras, kerasdist
+import numpy as np
+
+options = json.loads(os.environ["OPTIONS"])
+strategy = getattr(kerasdist, os.environ["STRATEGY"])(
+    devices=[f"CPU:{i}" for i in range(devices)], timeout=60, **options
+)
+rng = np.random.default_rng(0)
+rows = int(os.environ["ROWS"])
+x = rng.integers(0, 9, (rows, 4))
+y = rng.integers(0, 3, rows)
+
+def train(scope):
+    keras.utils.set_random_seed(1)
+    with scope:
+        model = keras.Sequential([
+            keras.Input((4,), dtype="int32"),
+            keras.layers.Embedding(9, 5),
+            keras.layers.Flatten(),
+            keras.layers.Dense(6, activation="tanh"),
+            keras.layers.Dense(3),
+        ])
+        model.compile(
+            keras.optimizers.SGD(0.1),
+            keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+            metrics=["accuracy"], jit_compile=True,
+        )
+    fit = {"batch_size": 8, "epochs": 2, "shuffle": False, "verbose": 0}
+    history = model.fit(x, y, **fit).history
+    assert model.jit_compile is True
+    numbers = [history["loss"], history["accuracy"]]
+    if rows != 24:
+        numbers.append(model.evaluate(x, y, verbose=0))
+        numbers.append(model.predict(x, verbose=0).sum(0).tolist())
+    return numbers, [w.tolist() for w in model.get_weights()]
+
+ours = train(strategy.scope())
+# One is enough, and compiling takes long.
+plain = train(contextlib.nullcontext()) if strategy.rank == 0 else None
+sys.stdout.write("\\nRESULT " + json.dumps([ours, plain]) + "\\n")
+"""
+
+
+def run(workers, servers, devices, strategy, options="{}", rows=22):
+    env = {
+        **{"DEVICES": str(devices), "STRATEGY": strategy, "OPTIONS": options},
+        "ROWS": str(rows),
+    }
+    with Workers(SCRIPT, workers, servers=servers, env=env, deadline=200) as job:
+        return [worker.result for worker in job.succeed()[:workers]]
+
+
+def same(ours, plain):
+    for mine, theirs in zip(ours[0] + ours[1], plain[0] + plain[1], strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize(
+    ("workers", "servers", "devices", "rows"),
+    [
+        # Quick: equal batches, since each shape is compiled, and `fit` alone.
+        pytest.param(2, 0, 1, 24, id="ring"),
+        pytest.param(2, 0, 1, 22, id="unequal-batches", marks=pytest.mark.soak),
+        pytest.param(1, 0, 2, 22, id="replicas", marks=pytest.mark.soak),
+        pytest.param(2, 1, 1, 22, id="servers", marks=pytest.mark.soak),
+    ],
+)
+def test_the_numbers_are_those_of_plain_keras_compiled(workers, servers, devices, rows):
+    strategy = "ParameterServerStrategy" if servers else "RingStrategy"
+    # Buckets of few gradients: the backward pass is in several parts.
+    results = run(workers, servers, devices, strategy, '{"bucket_size": 64}', rows)
+    plain = results[0][1]
+    for ours, _ in results:
+        same(ours, plain)
+        assert ours == results[0][0]
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(240)
+def test_one_asynchronous_worker():
+    options = '{"mode": "async"}'
+    ((ours, plain),) = run(1, 1, 1, "ParameterServerStrategy", options)
+    same(ours, plain)
