@@ -6,7 +6,9 @@ is read twice, and nothing is lost of a source that can be read only once.
 
 from __future__ import annotations
 
+import functools
 import itertools
+import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -14,6 +16,7 @@ import tensorflow as tf
 
 from kerasdist._keras import BatchIterable, GeneratorFacts, StepTimer
 from kerasdist._tf.graph.dataset_pipelines import iterator_dataset
+from kerasdist._tf.graph.row_pipelines import RowPipeline
 from kerasdist.strategies.chief_data.choice import DataChoice
 from kerasdist.strategies.chief_data.comparison.content import Content, batch_of
 from kerasdist.strategies.chief_data.comparison.origin import (
@@ -23,11 +26,11 @@ from kerasdist.strategies.chief_data.comparison.origin import (
 )
 from kerasdist.strategies.chief_data.feed import ChiefFeed
 from kerasdist.strategies.chief_data.transfer import chiefs_facts, size_of
-from kerasdist.strategies.data.batch_check import different_batches
+from kerasdist.strategies.data.batch_check import checksum_of_batch, different_batches
 from kerasdist.strategies.data.messages import used
 from kerasdist.strategies.reduce.workers import Workers
 
-__all__ = ["PeekedDataset", "settle_dataset"]
+__all__ = ["PeekedDataset", "PeekedRows", "settle_dataset"]
 
 # Another order shows in the first batches, or almost never.
 _COMPARED = 2
@@ -41,10 +44,12 @@ class PeekedDataset:
 
     Attributes:
         head: The first batches of it.
+        seconds: The time that the last one of these took.
     """
 
     def __init__(self, dataset: Any) -> None:
         self._dataset = dataset
+        self.seconds = 0.0
         # When an iterator is released, TensorFlow waits for its tuning thread, which
         # may sleep for a minute; see `ArrayData.take`. Without tuning AUTOTUNE means as
         # many calls at once as there are threads.
@@ -52,7 +57,11 @@ class PeekedDataset:
         options.autotune.enabled = False
         self._untuned = dataset.with_options(options)
         self._iterator: Any = iter(self._untuned)
-        self.head = list(itertools.islice(self._iterator, _COMPARED))
+        self.head: list[Any] = []
+        for _ in range(_COMPARED):
+            begin = time.perf_counter()
+            self.head += itertools.islice(self._iterator, 1)
+            self.seconds = time.perf_counter() - begin
         self._begun = True  # and nothing of that pass has been taken
 
     def passes(self) -> Iterable[Any]:
@@ -74,13 +83,69 @@ class PeekedDataset:
         Args:
             divide: Returns an iterable over this worker's parts of a dataset.
         """
-        first = iterator_dataset(self._iterator, self._dataset)
-        for batch in reversed(self.head):
-            first = tf.data.Dataset.from_tensors(batch).concatenate(first)
-        first = first.with_options(self._dataset.options())
+        first = self._following(self._dataset, self.head)
         example = self.head[0] if self.head else None
         return Passes(
             divide(first), lambda: divide(self._dataset), self._iterator, example
+        )
+
+    def _following(self, dataset: Any, head: list[Any]) -> Any:
+        """Return a dataset of the first pass, with the options of another."""
+        first = iterator_dataset(self._iterator, dataset)
+        for element in reversed(head):
+            first = tf.data.Dataset.from_tensors(element).concatenate(first)
+        return first.with_options(dataset.options())
+
+
+class PeekedRows(PeekedDataset):
+    """A dataset whose rows are made one by one, and whose first pass has begun.
+
+    What is read are the elements before the maps: each worker can still call these for
+    its own rows.
+
+    Args:
+        pipeline: The dataset's pipeline.
+    """
+
+    def __init__(self, pipeline: RowPipeline) -> None:
+        super().__init__(pipeline.windows)
+        self._pipeline = pipeline
+        self._windows = self.head
+        self.head = []
+        if self._windows:
+            windows = map(tf.data.Dataset.from_tensors, self._windows)
+            read = functools.reduce(lambda one, other: one.concatenate(other), windows)
+            self.head = list(
+                pipeline.batches(read.with_options(self._untuned.options()))
+            )
+
+    def passes(self) -> Iterable[Any]:
+        """See `PeekedDataset.passes`."""
+        windows = self._untuned
+        if self._begun:
+            self._begun = False
+            windows = self._following(windows, self._windows)
+            self.head, self._windows = [], []
+        return iter(self._pipeline.batches(windows))
+
+    def drop(self) -> None:
+        """See `PeekedDataset.drop`."""
+        super().drop()
+        self._windows = []
+
+    def divided_rows(self, divide: Callable[..., Any]) -> Passes:
+        """Return the passes over this worker's parts, as `divided` does.
+
+        Args:
+            divide: Returns an iterable over this worker's parts of a dataset of
+                windows, given the checksums of its first batches, or None.
+        """
+        every = self._pipeline.windows
+        first = self._following(every, self._windows)
+        known = [checksum_of_batch(batch) for batch in self.head]
+        example = self.head[0] if self.head else None
+        return Passes(
+            divide(first, known), lambda: divide(every, None), self._iterator, example
         )
 
 
@@ -126,6 +191,7 @@ def settle_dataset(
     length: int | None,
     log_once: Callable[[str, str], None],
     generator: GeneratorFacts | None = None,
+    rows: RowPipeline | None = None,
 ) -> tuple[PeekedDataset, ChiefFeed | None, int | None]:
     """Begin to read a dataset; let all workers use the chief's, if theirs differ.
 
@@ -137,17 +203,18 @@ def settle_dataset(
         length: Number of its batches; None: unknown.
         log_once: Logs a line on the chief, given the kind of data and a line.
         generator: The facts of the plain generator that the dataset reads, if any.
+        rows: The dataset's pipeline, if its rows are made one by one.
 
     Returns:
-        The dataset; the feed of the chief's batches, or None if each worker uses its
-        own; and the number of batches that counts.
+        The dataset, `PeekedRows` with `rows`; the feed of the chief's batches, or None
+        if each worker uses its own; and the number of batches that counts.
 
     Raises:
         ValueError: They differ, and the chief's can't be used. All workers raise it.
     """
     communicator = workers.communicator
     name = "datasets" if generator is None else "generators"
-    peeked = PeekedDataset(dataset)
+    peeked = PeekedDataset(dataset) if rows is None else PeekedRows(rows)
     content = Content([batch_of(batch) for batch in peeked.head])
 
     def origin() -> Origin:

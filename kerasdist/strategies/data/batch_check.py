@@ -49,13 +49,22 @@ class SameBatches:
 
     def wrap(self, index: Any, batch: Any, part: Any) -> Any:
         """Return a dataset's element: the part, and the batch's checksum or 0."""
-        flat = _tensors_of(batch)
-        checksum = tf.cond(
-            index < _CHECKED,
-            lambda: tf.ensure_shape(tf.numpy_function(checksum_of, flat, tf.int64), []),
-            lambda: tf.constant(0, tf.int64),
-        )
-        return {CHECKSUM: checksum, "batch": part}
+        return {CHECKSUM: self.checksum(index, lambda: batch), "batch": part}
+
+    def checksum(self, index: Any, batch: Callable[[], Any]) -> Any:
+        """Return the checksum of the batch with an index in its pass, or 0.
+
+        Args:
+            index: A scalar int64 tensor.
+            batch: Returns the batch, inside a graph. Only a batch with a checksum is
+                made by it.
+        """
+
+        def of_batch() -> Any:
+            flat = _tensors_of(batch())
+            return tf.ensure_shape(tf.numpy_function(checksum_of, flat, tf.int64), [])
+
+        return tf.cond(index < _CHECKED, of_batch, lambda: tf.constant(0, tf.int64))
 
     def compare(self, checksum: Any) -> None:
         """Compare a step's checksum over the workers, unless it's 0.

@@ -21,6 +21,7 @@ import tensorflow as tf
 from kerasdist.collectives.ops import equal_part
 
 __all__ = [
+    "bounds_of_replica",
     "count_rows",
     "fill_if_empty",
     "part_of_batch",
@@ -159,7 +160,7 @@ def part_of_batch(
     known = tf.get_static_value(rows)
     if known is not None and known >= replicas:
         return with_facts(part, total)
-    start, stop = _bounds(rows, replica, replicas)
+    start, stop = bounds_of_replica(rows, replica, replicas)
     return with_facts(part, total, tf.cast(stop - start, tf.int64))
 
 
@@ -173,12 +174,12 @@ def _divided(
             return None
         if not isinstance(tensor, tf.SparseTensor) and tensor.shape.rank == 0:
             return tensor
-        return take(tensor, *_bounds(count_rows(tensor), replica, replicas))
+        return take(tensor, *bounds_of_replica(count_rows(tensor), replica, replicas))
 
     return tf.nest.map_structure(part, batch, expand_composites=False)
 
 
-def _bounds(rows: Any, replica: int, replicas: int) -> tuple[Any, Any]:
+def bounds_of_replica(rows: Any, replica: int, replicas: int) -> tuple[Any, Any]:
     """Return a replica's first row, and the one after its last: numbers or tensors."""
     known = tf.get_static_value(rows)
     if known is not None:

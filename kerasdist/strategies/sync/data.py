@@ -12,11 +12,12 @@ import tensorflow as tf
 
 from kerasdist import _tf
 from kerasdist._keras import ArrayData, ItemData, StepTimer, random_seed
+from kerasdist._tf.graph.row_pipelines import RowPipeline, row_pipeline
 from kerasdist._tf.marks import OWN_DATA
 from kerasdist.strategies.chief_data.arrays import settle_arrays
 from kerasdist.strategies.chief_data.batches import settle_batch
 from kerasdist.strategies.chief_data.choice import DataChoice
-from kerasdist.strategies.chief_data.datasets import settle_dataset
+from kerasdist.strategies.chief_data.datasets import PeekedRows, settle_dataset
 from kerasdist.strategies.chief_data.items import ChiefItems
 from kerasdist.strategies.data.array_epochs import ArrayEpochs
 from kerasdist.strategies.data.batch_check import CHECKSUM, SameBatches
@@ -28,6 +29,7 @@ from kerasdist.strategies.data.batch_split import (
     split_part,
     with_facts,
 )
+from kerasdist.strategies.data.own_rows import OwnRows
 from kerasdist.strategies.data.per_worker import PerWorkerDataset
 from kerasdist.strategies.data.pydataset_exchange import share_items
 from kerasdist.strategies.data.shuffle import epoch_order
@@ -37,6 +39,9 @@ from kerasdist.strategies.reduce.consensus import Consensus
 from kerasdist.strategies.sync.data_sharing import SharingExtended
 
 __all__ = ["SynchronousData", "known_of", "static_batch_size"]
+
+# Seconds of input for a step that nobody needs to be told of.
+_CHEAP = 0.005
 
 
 class SynchronousData:
@@ -56,6 +61,8 @@ class SynchronousData:
     array_epochs: Callable[..., Any] = ArrayEpochs
     per_worker: Callable[..., Any] = PerWorkerDataset
     fill_if_empty = staticmethod(fill_if_empty)
+    # Whether workers make only their own rows of a dataset, where they can.
+    makes_own_rows = True
     # The seed of a job that workers may join, for scripts that set none.
     job_seed: int | None = None
 
@@ -139,13 +146,24 @@ class SynchronousData:
             return self._in_step(own, None)
         workers = self._workers.communicator.size
         # Items have been compared; their reader must not begin before the epoch does.
-        if workers == 1 or is_items or self._choice.mode == "same":
+        if workers == 1 or is_items:
             return self._divide(dataset), length
+        found: RowPipeline | str = "it reads a generator"
+        if generator is None and self.makes_own_rows:
+            found = row_pipeline(dataset)
+        rows = None if isinstance(found, str) else found
+        if self._choice.mode == "same":
+            if rows is None:
+                return self._divide(dataset), length
+            return self._divide_rows(rows)(rows.windows), length
         peeked, feed, length = settle_dataset(
             *(self._workers, self._timer, self._choice, dataset, length),
-            *(self._log_once, generator),
+            *(self._log_once, generator, rows),
         )
+        if feed is None and rows is not None and isinstance(peeked, PeekedRows):
+            return peeked.divided_rows(self._divide_rows(rows)), length
         if feed is None:
+            self._tell_cost(peeked.seconds, str(found))
             return peeked.divided(self._divide), length
         self._given = dataclasses.replace(
             self._given, batches=length, division="the chief's data"
@@ -166,6 +184,26 @@ class SynchronousData:
         layout = self._workers.layout
         parts = slice_dataset(dataset, *layout, wrap=self._same.wrap)
         return self._extended.distribute_parts(parts)
+
+    def _divide_rows(self, rows: RowPipeline) -> Callable[..., Any]:
+        """Return a function of windows: see `OwnRows.divide`."""
+        own = OwnRows(rows, self._workers.layout, self._same)
+        distribute = self._extended.distribute_parts
+        return lambda *windows: distribute(own.divide(*windows))
+
+    def _tell_cost(self, seconds: float, why: str) -> None:
+        """Say once what it costs that each worker makes all rows."""
+        if seconds < _CHEAP:
+            return
+        workers = self._workers.communicator.size
+        self._log_once(
+            "rows of datasets",
+            f"Each of the {workers} ranks makes all rows of each global batch, "
+            f"{seconds * 1e3:.3g} ms of input for a step here, and uses its part of "
+            f"them: {why}. A rank makes only its own rows if `map` with a function "
+            "without a state is called after `shuffle` and before `batch`; see "
+            "docs/performance.md.",
+        )
 
     def _in_step(self, dataset: Any, length: int | None) -> tuple[Any, int | None]:
         """Let workers whose data end first continue with empty batches."""

@@ -37,6 +37,7 @@ class ElasticData(SynchronousData):
 
     array_epochs = ElasticArrays
     per_worker = ElasticOwnData
+    makes_own_rows = False  # which are its own may change at any step
 
     def __init__(
         self,

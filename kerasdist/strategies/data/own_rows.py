@@ -1,0 +1,137 @@
+"""This worker's parts of global batches, of which it makes its own rows only.
+
+Every worker reads all elements up to the maps: they cost little, and their order is
+that of one process. Of each window of elements, which is one global batch, it then
+takes its own, calls the maps with these, and makes a batch of them:
+
+    window of B elements -> own M of them -> maps -> batch(M) -> a part per replica
+
+The division is that of `batch_split`. A window always yields M elements, so that
+windows and batches never get out of step: where the last one has fewer, its last
+element is repeated, and cut off from the batch.
+
+The first batches of each pass are made as a whole, for the check that all workers have
+the same ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from kerasdist._tf.graph.row_pipelines import RowPipeline
+from kerasdist.strategies.data.batch_check import CHECKSUM, SameBatches
+from kerasdist.strategies.data.batch_split import (
+    bounds_of_replica,
+    reads_ahead,
+    slice_rows,
+    with_facts,
+)
+
+__all__ = ["OwnRows"]
+
+
+class OwnRows:
+    """The division of one pipeline.
+
+    Args:
+        pipeline: The pipeline.
+        layout: Number of this worker's first replica over all workers, of its
+            replicas, and of all replicas.
+        same: The check.
+    """
+
+    def __init__(
+        self, pipeline: RowPipeline, layout: tuple[int, int, int], same: SameBatches
+    ) -> None:
+        self._pipeline = pipeline
+        self._first, self._local, self._replicas = layout
+        self._same = same
+        start, stop = self._bounds(pipeline.batch_size)
+        self._most = max(stop - start, 1)
+
+    def divide(self, windows: Any, checksums: Sequence[int] | None = None) -> Any:
+        """Return a dataset of this worker's parts, as `slice_dataset` does.
+
+        Args:
+            windows: A dataset as `RowPipeline.windows`.
+            checksums: Those of the first batches; by default they are computed from
+                the batches.
+        """
+
+        def own(index: Any, window: Any) -> Any:
+            return self._own_elements(index, window, checksums)
+
+        rows = self._pipeline.make_rows(windows.enumerate().flat_map(own))
+        # Only whole batches: see above.
+        batches = rows.batch(self._most, drop_remainder=True)
+        if self._local == 1:
+            parts = batches.map(lambda facts, rows: self._part(facts, rows, 0))
+        else:
+            parts = batches.flat_map(self._parts)
+        if reads_ahead(windows):
+            parts = parts.prefetch(tf.data.AUTOTUNE)
+        return parts.with_options(self._pipeline.options)
+
+    def _own_elements(
+        self, index: Any, window: Any, checksums: Sequence[int] | None
+    ) -> Any:
+        """Return a window's own elements, each with the facts of the batch."""
+        elements = tf.data.Dataset.zip(window)
+        total = self._total(elements.cardinality())
+        start, stop = self._bounds(total)
+        start, stop = (tf.cast(each, tf.int64) for each in (start, stop))
+        last = elements.skip(tf.cast(total, tf.int64) - 1)
+        own = elements.skip(start).take(stop - start)
+        own = own.concatenate(last.repeat(self._most - (stop - start)))
+        if checksums is None:
+            checksum = self._same.checksum(
+                index, lambda: self._pipeline.batch_of(window)
+            )
+        else:
+            known = tf.constant([*checksums, 0], tf.int64)
+            checksum = known[tf.minimum(index, len(checksums))]
+        facts = tf.data.Dataset.from_tensors((tf.cast(total, tf.int64), checksum))
+        return tf.data.Dataset.zip((facts.repeat(self._most), own))
+
+    def _parts(self, facts: Any, rows: Any) -> Any:
+        """Return the dataset of the parts of this worker's replicas."""
+        result = tf.data.Dataset.from_tensors(self._part(facts, rows, 0))
+        for local in range(1, self._local):
+            result = result.concatenate(
+                tf.data.Dataset.from_tensors(self._part(facts, rows, local))
+            )
+        return result
+
+    def _part(self, facts: Any, rows: Any, local: int) -> Any:
+        """Return a replica's part: see `batch_split.part_of_batch`."""
+        totals, checksums = facts
+        total = self._total(totals[0])
+        begin, _ = self._bounds(total)
+        start, stop = bounds_of_replica(total, self._first + local, self._replicas)
+        start, stop, own = start - begin, stop - begin, stop - start
+        if isinstance(own, int):
+            if not own:
+                start, stop = self._most - 1, self._most
+        else:
+            start = tf.where(own > 0, start, self._most - 1)
+            stop = tf.maximum(stop, start + 1)
+        part = slice_rows(rows, start, stop)
+        total = tf.cast(total, tf.int64)
+        known = tf.get_static_value(total)
+        enough = known is not None and known >= self._replicas
+        part = with_facts(part, total, None if enough else tf.cast(own, tf.int64))
+        return {CHECKSUM: checksums[0], "batch": part}
+
+    def _total(self, rows: Any) -> Any:
+        """Return the rows of a global batch: a number if all have as many."""
+        pipeline = self._pipeline
+        return pipeline.batch_size if pipeline.drop_remainder else rows
+
+    def _bounds(self, total: Any) -> tuple[Any, Any]:
+        """Return this worker's first row of a batch, and the one after its last."""
+        start, _ = bounds_of_replica(total, self._first, self._replicas)
+        last = self._first + self._local - 1
+        return start, bounds_of_replica(total, last, self._replicas)[1]
