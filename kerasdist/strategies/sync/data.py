@@ -202,7 +202,7 @@ class SynchronousData:
             f"{seconds * 1e3:.3g} ms of input for a step here, and uses its part of "
             f"them: {why}. A rank makes only its own rows if `map` with a function "
             "without a state is called after `shuffle` and before `batch`; see "
-            "docs/performance.md.",
+            "docs/how_it_works.md.",
         )
 
     def _in_step(self, dataset: Any, length: int | None) -> tuple[Any, int | None]:
