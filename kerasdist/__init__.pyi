@@ -1,5 +1,5 @@
 # In a checkout type checkers find callbacks/ only beside this package.
-from kerasdist import callbacks as callbacks  # type: ignore[attr-defined]
+from kerasdist import callbacks as callbacks  # type: ignore[attr-defined, unused-ignore]
 from kerasdist import errors as errors
 from kerasdist import layers as layers
 from kerasdist._keras.models.local_models import local_training as local_training

@@ -66,6 +66,8 @@ class StepContext(threading.local):
         after_batch: Whether callbacks are called at the end of a batch of `fit`.
         succession: The `files.succession.Succession` of a `fit` in which the chief may
             be lost; else None.
+        replace_callbacks: Called by an outermost `fit` with its trainer and the
+            callbacks that it was given; returns those that it has. None: as given.
     """
 
     hooks: KerasHooks | None = None
@@ -102,6 +104,7 @@ class StepContext(threading.local):
     following: bool = False
     after_batch: bool = False
     succession: Any = None
+    replace_callbacks: Callable[[Any, list[Any]], list[Any]] | None = None
     _summed: tuple[Any, Any] | None = None
 
     @property

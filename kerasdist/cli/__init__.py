@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 
 from kerasdist._version import __version__
 from kerasdist.cli import plan
+from kerasdist.cli.bench import command as bench
 from kerasdist.cli.completion import command as completion
 from kerasdist.cli.doctor import command as doctor
 from kerasdist.cli.env import command as env
@@ -43,14 +44,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", metavar="command", required=True)
     run.add_parser(commands)
+    bench.add_parser(commands)
     doctor.add_parser(commands)
     plan.add_parser(commands)
     env.add_parser(commands)
     completion.add_parser(commands)
     options = list(sys.argv[1:] if argv is None else argv)
     command: list[str] = []
-    if options[:1] == ["run"]:
-        options, command = run.split(options)
+    if options[:1] in (["run"], ["bench"]):
+        options, command = run.split(options, bench.WITH_VALUE)
     with contextlib.ExitStack() as stack:
         document = None
         if _wants_json(options, commands.choices):

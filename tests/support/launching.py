@@ -76,6 +76,8 @@ class Launcher:
         self.processes = []
         # The command by which it runs, e.g. on a host of `hosts.py`.
         self.prefix = []
+        # Which of kerasdist's commands.
+        self.verb = "run"
 
     def command(self, *args, script, quick=False, before=""):
         if script is not None:
@@ -83,7 +85,7 @@ class Launcher:
             (self.folder / "script.py").write_text(text)
         before = before or (_QUICK if quick else "")
         begin = ["-c", f"{before}; {_MAIN}"] if before else ["-m", "kerasdist"]
-        return [*self.prefix, sys.executable, *begin, "run", *map(str, args)]
+        return [*self.prefix, sys.executable, *begin, self.verb, *map(str, args)]
 
     def start(self, *args, script=None, quick=False, before="", **more):
         """Start it.
@@ -116,10 +118,10 @@ class Launcher:
         self.processes.append(process)
         return process
 
-    def run(self, *args, script=None, **more):
+    def run(self, *args, script=None, within=60.0, **more):
         """Run to the end; return the code, standard output, and standard error."""
         process = self.start(*args, script=script, **more)
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate(timeout=within)
         return process.returncode, out, err
 
     def wait_for(self, *names):

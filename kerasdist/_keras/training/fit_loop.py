@@ -193,8 +193,15 @@ def _last_logs(trainer: Any) -> dict[str, Any]:
 def fit(original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
     """Replace `fit`: the start-up line, the chief's progress bar, the lost worker."""
     hooks = hooks_of(trainer.distribute_strategy)
+    is_measurable = timer_of(trainer.distribute_strategy) is not None
+    if is_measurable and current.replace_callbacks is not None and not current.fitting:
+        bound = inspect.signature(original).bind(trainer, *args, **kwargs)
+        given = bound.arguments.get("callbacks") or []
+        listed = list(given) if isinstance(given, (list, tuple)) else [given]
+        bound.arguments["callbacks"] = current.replace_callbacks(trainer, listed)
+        args, kwargs = bound.args[1:], bound.kwargs
     if hooks is None:
-        if timer_of(trainer.distribute_strategy) is None:
+        if not is_measurable:
             return original(trainer, *args, **kwargs)
         with _reporting_failure(original, trainer, args, kwargs):
             return original(trainer, *args, **kwargs)

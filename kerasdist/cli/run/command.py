@@ -10,6 +10,7 @@ import os
 import shlex
 import signal
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from kerasdist.cli.allocator import ALLOCATORS
@@ -30,7 +31,7 @@ from kerasdist.transport.log.default_handler import format_fault, level_fault
 from kerasdist.transport.tls.credentials import tls_fault
 from kerasdist.transport.wire.secret import secret_fault
 
-__all__ = ["add_parser", "split"]
+__all__ = ["add_options", "add_parser", "split", "start"]
 
 _DESCRIPTION = """\
 Start N workers on this machine, or on hosts that ssh reaches, each with a TF_CONFIG and
@@ -77,6 +78,14 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         usage="kerasdist run (-n N | -H HOSTS) [options] [--] "
         "(script.py | -m module) [args ...]",
     )
+    add_options(parser)
+    parser.set_defaults(
+        parser=parser, handler=lambda arguments: start(parser, arguments)
+    )
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options that say how a job is started."""
     parser.add_argument(
         "-n",
         "-np",
@@ -134,13 +143,14 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     elastic_options.add_options(parser)
     host_options.add_options(parser)
     node_options.add_options(parser)
-    parser.set_defaults(
-        parser=parser, handler=lambda arguments: _run(parser, arguments)
-    )
 
 
-def split(arguments: list[str]) -> tuple[list[str], list[str]]:
+def split(
+    arguments: list[str], with_value: Sequence[str] = ()
+) -> tuple[list[str], list[str]]:
     """Split `run ...` into its options, and the script with its arguments.
+
+    `with_value` are more options that a value follows.
 
     The command begins at the first argument that is no option of ours; a `--` before
     it is left out, and `-m` belongs to it. argparse can't do this: its versions
@@ -152,12 +162,12 @@ def split(arguments: list[str]) -> tuple[list[str], list[str]]:
             return arguments[:i], arguments[i + 1 :]
         if arguments[i] == "-m":
             break
-        i += 2 if arguments[i] in _WITH_VALUE else 1
+        i += 2 if arguments[i] in (*_WITH_VALUE, *with_value) else 1
     return arguments[:i], arguments[i:]
 
 
-def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
-    """Check everything, then start."""
+def start(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
+    """Check everything, then run the job; return the exit code."""
     function = FunctionFiles.take_from(os.environ)
     faults: list[str] = []
     environ = dict(os.environ)

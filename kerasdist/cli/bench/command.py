@@ -1,0 +1,65 @@
+"""The command `kerasdist bench`: a script's first `fit`, measured, then the end."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+
+from kerasdist.cli.run import command as run
+from kerasdist.cli.run.start.script import check_command
+
+__all__ = ["WITH_VALUE", "add_parser"]
+
+WITH_VALUE = ("--steps",)
+_WORKER = "kerasdist.cli.bench.worker"
+_DESCRIPTION = """\
+Run a training script up to its first `fit`, take some steps of that, and print what one
+step costs by parts (input, compute, packing, communication, waiting, update), how that
+compares with one worker alone, and what limits the job. The script isn't changed, and
+what follows in it isn't run. The other options are those of `kerasdist run`."""
+_EPILOG = """\
+examples:
+  kerasdist bench train.py
+  kerasdist bench -n 4 --steps 500 train.py --batch-size 256"""
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add `bench` to the command line."""
+    parser = commands.add_parser(
+        "bench",
+        help="measure what a step of a script costs, by parts",
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+        usage="kerasdist bench [-n N | -H HOSTS] [--steps S] [options of run] [--] "
+        "(script.py | -m module) [args ...]",
+    )
+    parser.add_argument(
+        "--steps",
+        metavar="S",
+        default="200",
+        help="number of steps to take, fewer if `fit` has fewer; with asynchronous "
+        "workers, whose numbers of steps differ, it's one epoch (default: 200)",
+    )
+    run.add_options(parser)
+    parser.set_defaults(
+        parser=parser, handler=lambda arguments: _bench(parser, arguments)
+    )
+
+
+def _bench(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
+    faults: list[str] = []
+    if not (arguments.steps.isdecimal() and int(arguments.steps) >= 20):
+        faults.append(
+            "--steps must be an integer >= 20, because the first steps are slower. "
+            f"Received: --steps {shlex.quote(arguments.steps)}"
+        )
+    command = check_command(arguments.script, os.environ, faults)
+    if faults:
+        parser.error("\n  ".join(faults))
+    if arguments.size is None and not (arguments.hosts or arguments.hostfile):
+        arguments.size = "1"
+    arguments.script = ["-m", _WORKER, arguments.steps, *command]
+    return run.start(parser, arguments)

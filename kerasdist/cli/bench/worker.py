@@ -1,0 +1,112 @@
+"""What a worker of `kerasdist bench` runs: the script, with its first `fit` measured.
+
+    python -m kerasdist.cli.bench.worker STEPS (script.py | -m module) [args ...]
+
+The figures are those of `ScalingTensorBoard`, which replaces the script's own one, if
+any. After the steps every worker ends as a script does, by `SystemExit`.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+import tempfile
+from typing import Any
+
+from kerasdist._keras.context import setting
+from kerasdist._keras.training.job_callback import JobCallback
+from kerasdist.callbacks import ScalingTensorBoard
+from kerasdist.callbacks.scaling.job_view import JobView
+
+__all__ = ["main"]
+
+
+class _Limit(JobCallback):
+    """Ends the process after some steps of a `fit`, when the figures have been logged.
+
+    It stands in front of the board, which then hasn't counted the step that isn't run.
+
+    Args:
+        board: Measures the same `fit`.
+        steps: Number of steps.
+    """
+
+    def __init__(self, board: ScalingTensorBoard, steps: int) -> None:
+        super().__init__()
+        self._board, self._steps = board, steps
+        self._left = self._epochs = 0
+        self._in_step = True
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """See `keras.callbacks.Callback.on_train_begin`."""
+        del logs
+        job = JobView(self.model)
+        self._in_step = job.in_step
+        self._left = -(-self._steps // job.steps_per_call)
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        """See `keras.callbacks.Callback.on_epoch_begin`."""
+        del epoch, logs
+        self._epochs += 1
+        # Asynchronous workers exchange their figures at the end of an epoch.
+        if self._epochs > 1 and not self._in_step:
+            self._end()
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        """See `keras.callbacks.Callback.on_train_batch_begin`."""
+        del batch, logs
+        if self._left == 0 and self._in_step:
+            self._end()
+        self._left -= 1
+
+    def on_train_end(self, logs: Any = None) -> None:
+        """See `keras.callbacks.Callback.on_train_end`."""
+        del logs
+        self._end()
+
+    def _end(self) -> None:
+        self._board.on_train_end()
+        raise SystemExit(0)
+
+
+def main() -> None:
+    """Run the script.
+
+    Raises:
+        SystemExit: The first `fit` has been measured; or, with a text, there was none.
+    """
+    steps, *command = sys.argv[1:]
+    with tempfile.TemporaryDirectory(prefix="kerasdist-bench-") as folder:
+
+        def measure(trainer: Any, given: list[Any]) -> list[Any]:
+            del trainer
+            board = ScalingTensorBoard(folder, calibrate=True)
+            own = [one for one in given if not isinstance(one, ScalingTensorBoard)]
+            return [*own, _Limit(board, int(steps)), board]
+
+        with setting(replace_callbacks=measure):
+            _run(command)
+    raise SystemExit(
+        "kerasdist bench found nothing to measure. The script ended without a call of "
+        "`model.fit` under a strategy of kerasdist. Build and compile the model in "
+        "`with kerasdist.RingStrategy().scope():`, and train it by `fit`."
+    )
+
+
+def _run(command: list[str]) -> None:
+    """Run a script or module as Python itself does."""
+    if command[0] == "-m":
+        # The current folder stands in sys.path already.
+        sys.argv = command[1:]
+        runpy.run_module(command[1], run_name="__main__", alter_sys=True)
+        return
+    path = command[0]
+    sys.argv = command
+    if not os.path.isdir(path):  # runpy itself adds a folder
+        sys.path[0] = os.path.dirname(os.path.abspath(path))
+    runpy.run_path(path, run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,95 @@
+"""`kerasdist bench`: the parts of a step of a script's own `fit`, and nothing after."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kerasdist import cli
+from launching import launcher_in
+
+_SCRIPT = """
+import sys
+import keras
+import numpy as np
+import kerasdist
+from kerasdist.callbacks import ScalingTensorBoard
+from beside import ROWS
+
+keras.utils.set_random_seed(1)
+strategy = {
+    "ring": kerasdist.RingStrategy,
+    "async": lambda: kerasdist.ParameterServerStrategy(mode="async"),
+}[sys.argv[1]]()
+with strategy.scope():
+    model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+x = np.random.rand(ROWS, 8).astype("float32")
+print(__name__, sys.argv[1:], flush=True)
+model.fit(x, x[:, :1], batch_size=16, epochs=int(sys.argv[2]), verbose=0,
+          callbacks=[ScalingTensorBoard("never")])
+print("AFTER", flush=True)
+"""
+_PARTS = ("input", "compute", "update", "outside")
+
+
+def _bench(tmp_path: Path, *arguments: object) -> tuple[int, str, str]:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "train.py").write_text(_SCRIPT)
+    (tmp_path / "folder" / "beside.py").write_text("ROWS = 640")
+    with launcher_in(tmp_path) as launcher:
+        launcher.verb = "bench"
+        code, out, err = launcher.run(*arguments, within=180.0)
+        launcher.nothing_runs()
+    assert not (tmp_path / "never").exists()
+    return code, out, err
+
+
+def _check_report(out: str, err: str, workers: int) -> None:
+    assert "AFTER" not in out
+    assert f"\n  workers             {workers}\n" in err
+    assert "\n  a step:\n" in err
+    for part in _PARTS:
+        assert f"\n    {part} " in err
+    assert "Traceback" not in err
+
+
+def test_steps_end_in_the_midst_of_fit(tmp_path: Path) -> None:
+    script = ("folder/train.py", "ring", 1000)
+    code, out, err = _bench(tmp_path, "-n", 2, "--steps", 60, *script)
+    assert code == 0, err
+    assert out == "__main__ ['ring', '1000']\n"
+    _check_report(out, err, 2)
+    assert "\n  global batch        16\n" in err
+    assert "\n  scaling efficiency " in err
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(
+    ("options", "kind", "epochs"),
+    [((), "ring", 1), (("-n", 2, "--ps", 1), "async", 3)],
+)
+def test_fit_has_fewer_steps_or_asynchronous_ones(
+    tmp_path: Path, options: tuple[object, ...], kind: str, epochs: int
+) -> None:
+    code, out, err = _bench(tmp_path, *options, "folder/train.py", kind, epochs)
+    assert code == 0, err
+    _check_report(out, err, 2 if options else 1)
+
+
+def test_no_fit_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text("print('nothing')")
+    code, out, err = _bench(tmp_path, "script.py")
+    assert (code, out) == (1, "nothing\n")
+    assert "kerasdist bench found nothing to measure. The script ended without" in err
+
+
+def test_wrong_options(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["bench", "--steps", "5", "nowhere.py"])
+    assert caught.value.code == 2
+    words = capsys.readouterr().err
+    assert words.startswith("usage: kerasdist bench [-n N | -H HOSTS] [--steps S]")
+    assert "--steps must be an integer >= 20, because the first steps are slow" in words
+    assert "Received: --steps 5\n  there is no script 'nowhere.py' (in " in words
