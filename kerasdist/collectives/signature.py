@@ -1,4 +1,4 @@
-"""What the buffers of an all-reduce have in common on all ranks: dtypes and shapes.
+"""The signature of an all-reduce, the same on all ranks: its dtypes and shapes.
 
 A training loop reduces the same shapes in each step. So the checks, the groups by dtype
 and the checksum of a list of buffers are found once and kept (numpy needs several

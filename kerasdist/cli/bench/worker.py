@@ -1,4 +1,4 @@
-"""What a worker of `kerasdist bench` runs: the script, with its first `fit` measured.
+"""A worker of `kerasdist bench`: the user's script, with its first `fit` measured.
 
     python -m kerasdist.cli.bench.worker STEPS (script.py | -m module) [args ...]
 
