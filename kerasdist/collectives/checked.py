@@ -27,6 +27,7 @@ from kerasdist.collectives.ops import (
     octets,
 )
 from kerasdist.collectives.signature import Shapes, Signatures, checksum
+from kerasdist.collectives.row_exchange import RowExchange, Slices
 from kerasdist.transport.base import Peer
 from kerasdist.transport.deadline import Deadline
 from kerasdist.transport.liveness.failure_protocol import Supervisor
@@ -124,6 +125,64 @@ class CheckedCommunicator(Communicator):
             with self._calling("all_gather", "none", name, elements, detail) as call:
                 self._gather([octets(part) for part in out], *call)
         return out
+
+    def exchange_rows(
+        self,
+        tables: Sequence[Slices],
+        weight: int | None = None,
+        total: int | None = None,
+        *,
+        means: Sequence[Array] = (),
+        sums: Sequence[Array] = (),
+        lend: bool = False,
+    ) -> list[Array]:
+        """See `Communicator.exchange_rows`."""
+        exchange = RowExchange(self.rank, self.size, tables, weight, total, means, sums)
+        for name, _ in exchange.shapes:
+            check_dtype(np.dtype(name))
+        shapes = [*exchange.shapes, *([("lent", ())] if lend else [])]
+        headers = np.zeros((self.size, exchange.header_bytes), np.uint8)
+        with self._user_call(shapes) as detail, np.errstate(all="ignore"):
+            size = headers.size
+            with self._calling("all_gather", "none", "uint8", size, detail) as call:
+                note = self._free_memories() if lend else 0
+                exchange.write_header(headers[self.rank], note)
+                self._gather([octets(header) for header in headers], *call)
+                small = exchange.read(headers)
+            size = exchange.result_bytes
+            if size:
+                with self._calling("all_gather", "none", "uint8", size, detail) as call:
+                    gathered = self._gather_rows(exchange, size, lend, *call)
+            else:
+                gathered = exchange.join(exchange.buffers())
+            whole = []
+            for place in exchange.whole:
+                source = FusedBuffer([exchange.table(place)])
+                name, elements = source.dtype.name, source.elements
+                with self._calling("all_reduce", "sum", name, elements, detail) as call:
+                    whole.append(self._reduce(source, lend, *call))
+        return [*exchange.results(gathered, whole), *small]
+
+    def _gather_rows(
+        self,
+        exchange: RowExchange,
+        size: int,
+        lend: bool,
+        call: Call,
+        deadline: Deadline,
+    ) -> list[Array]:
+        memory = None
+        if lend:
+            memory = self._take(size, exchange.notes, call, deadline)
+        if memory is None:
+            buffers = exchange.buffers()
+            self._gather([octets(buffer) for buffer in buffers], call, deadline)
+            return exchange.join(buffers)
+        gathered = exchange.write(memory)
+        self._barrier(call, deadline)
+        for array in gathered:
+            array.flags.writeable = False
+        return gathered
 
     def broadcast(self, buffers: Sequence[npt.ArrayLike], root: int = 0) -> list[Array]:
         """See `Communicator.broadcast`."""
@@ -236,6 +295,23 @@ class CheckedCommunicator(Communicator):
     @abc.abstractmethod
     def _gather(self, views: list[memoryview], call: Call, deadline: Deadline) -> None:
         """Fill all views but this rank's own, which is sent to the others."""
+
+    def _free_memories(self) -> int:
+        """Return a number that all ranks get before `_take`."""
+        return 0
+
+    def _take(
+        self, size: int, notes: Sequence[int], call: Call, deadline: Deadline
+    ) -> Array | None:
+        """Return aligned memory of bytes that all ranks share; None: there is none.
+
+        Args:
+            size: In bytes.
+            notes: All ranks' results of `_free_memories`, in this collective.
+            call: The collective.
+            deadline: Its deadline.
+        """
+        return None
 
     @abc.abstractmethod
     def _broadcast(

@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from kerasdist import errors
 from kerasdist.collectives.ops import Array
+from kerasdist.collectives.row_exchange import Slices
 from kerasdist.transport.base import Peer
 from kerasdist.transport.tracing import Recorder
 
@@ -34,7 +35,10 @@ class Communicator(abc.ABC):
             continues without a lost worker the others are renumbered in the group.
         peers: The ranks of the group, with their names in messages.
         step: The optimizer step that messages name; the strategy counts it.
+        shares_memory: Whether all ranks read one memory, so that sending is cheap.
     """
+
+    shares_memory: bool = False
 
     rank: int
     size: int
@@ -87,6 +91,40 @@ class Communicator(abc.ABC):
 
         Returns:
             New arrays, one per rank, in rank order.
+
+        Raises:
+            TypeError, ValueError, CollectiveError: As `all_reduce`.
+        """
+
+    @abc.abstractmethod
+    def exchange_rows(
+        self,
+        tables: Sequence[Slices],
+        weight: int | None = None,
+        total: int | None = None,
+        *,
+        means: Sequence[Array] = (),
+        sums: Sequence[Array] = (),
+        lend: bool = False,
+    ) -> list[Array]:
+        """Give every rank's slices to every rank, and reduce small arrays with them.
+
+        Args:
+            tables: This rank's slices of each table; their numbers may differ between
+                ranks, everything else may not.
+            weight: With it slices and `means` are multiplied by `weight / total`. With
+                0 this rank adds nothing, whatever its arrays hold. None: they stay as
+                they are.
+            total: The sum of the weights; None: it's found by the exchange.
+            means: Small arrays of floats, whose weighted sums are returned.
+            sums: Small arrays, whose sums are returned.
+            lend: See `all_reduce`.
+
+        Returns:
+            For each table values and indices: those of all ranks, in rank order. If no
+            rank has an index twice (see `Slices`) and the table is less to send, its
+            sum and all its indices. Then the sums of `means` and `sums`, in new arrays.
+            All are bit-identical on all ranks.
 
         Raises:
             TypeError, ValueError, CollectiveError: As `all_reduce`.

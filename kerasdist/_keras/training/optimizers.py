@@ -31,6 +31,7 @@ from kerasdist._keras.models.step_build import build_only
 from kerasdist._keras.optimizer.global_step import own_steps, shared_steps
 from kerasdist._keras.optimizer.learning_rate import scaled
 from kerasdist._keras.optimizer.sparse_updates import touched_rows
+from kerasdist._keras.optimizer.table_reads import share_reads
 from kerasdist._keras.protocols import KerasHooks, hooks_of
 from kerasdist._keras.training.adoption import adopt_in_step
 from kerasdist._tf.compiled.slices import padded
@@ -109,7 +110,10 @@ def apply(
 
     def update(reduced: list[Any]) -> Any:
         with setting(reduced=True, window=window, scale=scale):
-            return original(optimizer, reduced, trainable_variables)
+            result = original(optimizer, reduced, trainable_variables)
+        if hooks.workers.local_replicas == 1:
+            share_reads(reduced, trainable_variables or _variables_of(optimizer))
+        return result
 
     if current.late is not None and current.late(reduce, update):
         return None

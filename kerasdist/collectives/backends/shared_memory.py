@@ -44,7 +44,7 @@ dies.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -95,6 +95,8 @@ class SharedMemoryCommunicator(CheckedCommunicator):
     Attributes:
         lent: The memories of lent results.
     """
+
+    shares_memory = True
 
     def __init__(
         self,
@@ -147,7 +149,7 @@ class SharedMemoryCommunicator(CheckedCommunicator):
         flat: Array = np.empty(0, dtype)
         lent = None
         if lend:
-            self._notes[self.rank][0] = self.lent.note(size)
+            self._notes[self.rank][0] = self.lent.note()
         laps = None if self._recorder is None else Laps(self._recorder)
         # Of each block the packed inputs, by rank.
         blocks: list[tuple[slice, list[Array]]] = []
@@ -215,6 +217,14 @@ class SharedMemoryCommunicator(CheckedCommunicator):
                 if rank != self.rank:
                     piece = view[start:stop]
                     piece[:] = places[rank][: len(piece)].data
+
+    def _free_memories(self) -> int:
+        return self.lent.note()
+
+    def _take(
+        self, size: int, notes: Sequence[int], call: Call, deadline: Deadline
+    ) -> Array | None:
+        return self.lent.take(size, notes, call, deadline)
 
     def _broadcast(
         self, view: memoryview, root: int, call: Call, deadline: Deadline

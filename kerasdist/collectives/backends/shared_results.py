@@ -9,8 +9,8 @@ be used for another one:
 
     1. r         notes the memories that aren't in use on this rank, for all to read
     2. all       barrier: all ranks have noted
-    3. r         takes the first memory that all have noted: the same one on all ranks,
-                 as no rank notes again before the last barrier of the call
+    3. r         takes the first memory of the right size that all have noted: the same
+                 one on all ranks, as no rank notes again before the call's last barrier
     4. all       if there's none, rank 0 makes one more, and all map it
 
 A memory has no name: the kernel frees it when the last worker that maps it has ended,
@@ -54,8 +54,8 @@ class SharedResultPool:
         self._requests = 0
         self._refused = False
 
-    def note(self, size: int) -> int:
-        """Return the unused memories of `size` bytes on this rank, a bit for each."""
+    def note(self) -> int:
+        """Return the unused memories on this rank, a bit for each."""
         self._requests += 1
         oldest = self._requests - MOST_REQUESTS
         # By a number that all ranks share; an array in use keeps its memory alive.
@@ -63,7 +63,7 @@ class SharedResultPool:
         return sum(
             1 << index
             for index, memory in enumerate(self.memories)
-            if memory.buffer.size == size and not memory.in_use
+            if not memory.in_use
         )
 
     def take(
@@ -84,10 +84,10 @@ class SharedResultPool:
         common = ~0
         for note in notes:
             common &= note
-        if common:
-            memory = self.memories[(common & -common).bit_length() - 1]
-            memory.used = self._requests
-            return memory.buffer
+        for index, memory in enumerate(self.memories):
+            if common >> index & 1 and memory.buffer.size == size:
+                memory.used = self._requests
+                return memory.buffer
         if self._refused or len(self.memories) == MOST_MEMORIES:
             return None
         made = self._make(size, call, deadline)

@@ -31,6 +31,7 @@ from kerasdist.collectives.elastic.membership.lines import Lines
 from kerasdist.collectives.elastic.membership.survey import survey
 from kerasdist.collectives.elastic.present_group import NO_EPOCH, PresentGroup
 from kerasdist.collectives.ops import Array
+from kerasdist.collectives.row_exchange import Slices
 from kerasdist.transport.base import Peer
 from kerasdist.transport.membership.epochs import Member
 from kerasdist.transport.tracing import Recorder
@@ -291,6 +292,23 @@ class ElasticCommunicator(Communicator):
         """See `Communicator.all_gather`; one array per present rank."""
         return self._call(lambda inner: inner.all_gather(array))
 
+    def exchange_rows(
+        self,
+        tables: Sequence[Slices],
+        weight: int | None = None,
+        total: int | None = None,
+        *,
+        means: Sequence[Array] = (),
+        sums: Sequence[Array] = (),
+        lend: bool = False,
+    ) -> list[Array]:
+        """See `Communicator.exchange_rows`, between the present ranks."""
+        return self._call(
+            lambda inner: inner.exchange_rows(
+                tables, weight, total, means=means, sums=sums, lend=lend
+            )
+        )
+
     def broadcast(self, buffers: Sequence[npt.ArrayLike], root: int = 0) -> list[Array]:
         """See `Communicator.broadcast`; `root` is a rank of the present members.
 
@@ -381,6 +399,7 @@ class ElasticCommunicator(Communicator):
         self.epoch = group.epoch
         self.finished_before = self._number
         self.rank, self.size = inner.rank, inner.size
+        self.shares_memory = inner.shares_memory
         self.ranks = tuple(member.id for member in group.members)
         self.peers = tuple(self._names[rank] for rank in self.ranks)
         self.replicas = group.job.replicas

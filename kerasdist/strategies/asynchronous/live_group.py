@@ -26,6 +26,7 @@ import numpy.typing as npt
 from kerasdist.collectives import Communicator
 from kerasdist.collectives.backends.single import SingleCommunicator
 from kerasdist.collectives.ops import Array
+from kerasdist.collectives.row_exchange import Slices
 from kerasdist.errors import CollectiveError
 from kerasdist.ps import ServerClient
 from kerasdist.transport.liveness.announcements import Announcements
@@ -117,6 +118,23 @@ class LiveCommunicator(Communicator):
             return result
         self._note()
         return [result[rank] for rank in self.ranks]
+
+    def exchange_rows(
+        self,
+        tables: Sequence[Slices],
+        weight: int | None = None,
+        total: int | None = None,
+        *,
+        means: Sequence[Array] = (),
+        sums: Sequence[Array] = (),
+        lend: bool = False,
+    ) -> list[Array]:
+        """See `Communicator.exchange_rows`."""
+        result = self._inner.exchange_rows(
+            tables, weight, total, means=means, sums=sums, lend=lend
+        )
+        self._note()
+        return result
 
     def broadcast(self, buffers: Sequence[npt.ArrayLike], root: int = 0) -> list[Array]:
         """See `Communicator.broadcast`."""

@@ -183,6 +183,48 @@ class NativeOps(CollectiveOps):
                     means[i] = tf.ensure_shape(shaped, gradients[i].shape)
         return [*means, *(self.all_reduce(beside) if beside else ())]
 
+    @property
+    def shares_memory(self) -> bool:
+        """See `CollectiveOps.shares_memory`."""
+        return False
+
+    def exchange_rows(
+        self,
+        tables: Sequence[Any],
+        rows: Any = None,
+        total: Any = None,
+        *,
+        once: Sequence[Any] = (),
+        means: Sequence[Any] = (),
+        beside: Sequence[Any] = (),
+        step: bool = False,
+    ) -> tuple[list[Any], list[Any]]:
+        """See `CollectiveOps.exchange_rows`; one collective after the other."""
+        del once
+        share = None
+        if rows is not None:
+            if total is None:
+                (total,) = self.all_reduce([tf.cast(rows, tf.int64)])
+            share = tf.math.divide_no_nan(
+                tf.cast(rows, tf.float64), tf.cast(total, tf.float64)
+            )
+        slices = []
+        for table in tables:
+            values, indices = table.values, table.indices
+            if share is not None:
+                # A worker without rows contributes none, whatever its slices hold.
+                kept = tf.where(rows > 0, tf.size(indices), 0)
+                values = _tf.weighted(values[:kept], tf.cast(share, values.dtype))
+                indices = indices[:kept]
+            gathered = self.all_gather(values), self.all_gather(indices)
+            slices.append(tf.IndexedSlices(*gathered, table.dense_shape))
+        small = list(means)
+        if small and rows is None:
+            small = self.all_reduce(small, step=step)
+        elif small:
+            small = self.weighted_mean(small, rows, total, step=step)
+        return slices, [*small, *(self.all_reduce(beside) if beside else ())]
+
     def reduce_replicas(
         self, values: Sequence[Sequence[Any]], *, step: bool = False
     ) -> list[list[Any]] | None:

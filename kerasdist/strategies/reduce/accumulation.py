@@ -102,7 +102,7 @@ def _sums(
     dense = iter(_sums_in_buckets(workers, whole, steps))
     with tf.device(_tf.host_of(devices[0])):
         slices = [rows_of(tf.add_n(values)) for values in tables]
-        summed, _ = sum_over_workers(workers, slices) if slices else ([], [])
+        summed = sum_over_workers(workers, slices)
         added = [tf.convert_to_tensor(s) for s in summed]
     copies = [_tf.broadcast_to_devices(table, devices) for table in added]
     copied = iter([workers.local(copy) for copy in copies])

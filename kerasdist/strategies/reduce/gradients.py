@@ -8,20 +8,22 @@ bucket of the gradients: one round trip, not two.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from kerasdist import _tf
 from kerasdist.strategies.reduce.buckets import in_buckets
-from kerasdist.strategies.reduce.indexed_slices import add_up, sum_over_workers
+from kerasdist.strategies.reduce.indexed_slices import mean_of_slices
 from kerasdist.strategies.reduce.replicas import sum_once_per_worker, sum_over_replicas
 from kerasdist.strategies.reduce.sparse_parts import SplitGradients
 from kerasdist.strategies.reduce.workers import Workers
 
 __all__ = ["narrow", "reduce_gradients", "widen"]
 
+# Up to this size the last bucket is sent with the slices, by one collective.
+_MOST_BESIDE_BYTES = 64 << 10
 _WIRE = {"bf16": tf.bfloat16, "fp16": tf.float16}
 
 
@@ -73,39 +75,66 @@ def reduce_gradients(
     if rows is None:
         replicas = workers.replicas
         shares = [narrow(workers, piece, 1 / replicas) for piece in pieces]
-        sums = sum_once_per_worker(workers, shares)
+        totals = sum_once_per_worker(workers, shares)
         wide = [
             widen(workers, total, piece, replicas)
-            for total, piece in zip(sums, pieces, strict=True)
+            for total, piece in zip(totals, pieces, strict=True)
         ]
         _warn_of_constants(split, wide, linear, log_once)
-        return [*split.combine(wide, replicas), *_sums(workers, beside)]
+        sums = workers.ops.all_reduce(beside) if beside else []
+        return [*split.combine(wide, replicas), *sums]
     slices = [piece for piece in pieces if _is_slices(piece)]
     dense = [piece for piece in pieces if not _is_slices(piece)]
 
-    def reduce_slices() -> list[Any]:
-        if not slices:
-            return []
-        if linear:
-            return _mean_of_added_slices(workers, slices, rows)
-        return _mean_of_slices(workers, slices, rows, total)
-
-    taken = beside if dense and workers.compression is None else ()
+    buckets = _buckets(workers, dense)
+    riding: list[int] = []
+    if slices and buckets and _may_ride(workers, [dense[i] for i in buckets[-1]]):
+        riding = buckets.pop()
     # The collective with the sums is the last one.
-    gathered = iter(reduce_slices()) if taken else None
-    means: Iterator[Any] = iter(())
-    if dense:
-        means = iter(_mean_of_dense(workers, dense, rows, total, after, taken))
-    if gathered is None:
-        gathered = iter(reduce_slices())
-    reduced = [next(gathered if _is_slices(piece) else means) for piece in pieces]
-    sums = list(means) if taken else _sums(workers, beside)
+    with_slices = bool(slices) and len(workers.devices) == 1
+    taken = beside if buckets and workers.compression is None and not slices else ()
+    means, sums = _mean_of_dense(
+        workers, dense, buckets, rows, total, () if slices else after, taken
+    )
+    gathered: list[Any] = []
+    if slices:
+        with tf.control_dependencies(after):
+            gathered, small = mean_of_slices(
+                workers,
+                slices,
+                rows,
+                total,
+                linear=linear,
+                means=[dense[i] for i in riding],
+                beside=beside if with_slices else (),
+                step=not buckets,
+            )
+        for i, mean in zip(riding, small, strict=False):
+            means[i] = mean
+        sums = small[len(riding) :]
+    if beside and not (taken or with_slices):
+        sums = workers.ops.all_reduce(beside)
+    parts = {True: iter(gathered), False: iter(means)}
+    reduced = [next(parts[_is_slices(piece)]) for piece in pieces]
     _warn_of_constants(split, reduced, linear, log_once)
     return [*split.combine(reduced), *sums]
 
 
-def _sums(workers: Workers, tensors: Sequence[Any]) -> list[Any]:
-    return workers.ops.all_reduce(tensors) if tensors else []
+def _buckets(workers: Workers, gradients: list[Any]) -> list[list[int]]:
+    return in_buckets([_bytes(g) for g in gradients], workers.bucket_size)
+
+
+def _bytes(gradient: Any) -> int:
+    return int((gradient.shape.num_elements() or 0) * gradient.dtype.size)
+
+
+def _may_ride(workers: Workers, bucket: list[Any]) -> bool:
+    """Return whether a bucket is sent with the slices, and not by itself."""
+    return (
+        len(workers.devices) == 1
+        and workers.compression is None
+        and sum(_bytes(gradient) for gradient in bucket) <= _MOST_BESIDE_BYTES
+    )
 
 
 def _warn_of_constants(
@@ -136,19 +165,22 @@ def _is_slices(gradient: Any) -> bool:
 def _mean_of_dense(
     workers: Workers,
     gradients: list[Any],
+    buckets: list[list[int]],
     rows: Any,
     total: Any,
     after: Sequence[Any],
     beside: Sequence[Any],
-) -> list[Any]:
-    """Reduce dense gradients to their mean, bucket by bucket; then what's beside."""
-    sizes = [(g.shape.num_elements() or 0) * g.dtype.size for g in gradients]
+) -> tuple[list[Any], list[Any]]:
+    """Reduce buckets of gradients to their means; the last one with what's beside.
+
+    Returns:
+        A mean for each gradient, None if it's in no bucket; then the sums.
+    """
     share = None
-    if workers.compression is not None:
+    if workers.compression is not None and buckets:
         share = _share(workers, rows, total)
     means: list[Any] = [None] * len(gradients)
     sums: list[Any] = []
-    buckets = list(in_buckets(sizes, workers.bucket_size))
     for number, bucket in enumerate(buckets):
         some = [gradients[i] for i in bucket]
         last = bucket is buckets[-1]
@@ -160,13 +192,13 @@ def _mean_of_dense(
                 reduced, sums = reduced[: len(some)], reduced[len(some) :]
             else:
                 shares = [narrow(workers, g, share) for g in some]
-                sums = sum_over_replicas(workers, shares)
+                totals = sum_over_replicas(workers, shares)
                 reduced = [
-                    widen(workers, s, g, 1) for s, g in zip(sums, some, strict=True)
+                    widen(workers, t, g, 1) for t, g in zip(totals, some, strict=True)
                 ]
         for i, mean in zip(bucket, reduced, strict=True):
             means[i] = mean
-    return [*means, *sums]
+    return means, sums
 
 
 def _share(workers: Workers, rows: Any, total: Any) -> Any:
@@ -250,77 +282,3 @@ def _mean_of_bucket(
 
     replica = tf.distribute.get_replica_context()
     return list(replica.merge_call(merge, args=(rows, total, *weighted)))
-
-
-def _mean_of_slices(
-    workers: Workers, gradients: list[Any], rows: Any, total: Any
-) -> list[Any]:
-    share = _share(workers, rows, total)
-    weighted = []
-    for gradient in gradients:
-        # A replica without rows contributes none, whatever its slices hold.
-        kept = tf.where(rows > 0, tf.shape(gradient.indices)[0], 0)
-        values = gradient.values[:kept]
-        weighted.append(
-            tf.IndexedSlices(
-                values * tf.cast(share, values.dtype),
-                gradient.indices[:kept],
-                gradient.dense_shape,
-            )
-        )
-    return sum_over_replicas(workers, weighted)
-
-
-def _mean_of_added_slices(
-    workers: Workers, gradients: list[Any], rows: Any
-) -> list[Any]:
-    """Reduce slices likewise, with those of one index added up, or as whole tables."""
-    dtypes = [gradient.dtype for gradient in gradients]
-    host = _tf.host_of(workers.devices[0])
-
-    def mean(counts: list[Any], slices: list[list[Any]]) -> list[Any]:
-        with tf.device(host):
-            mine = [add_up(_concat(parts, counts)) for parts in slices]
-            count = tf.cast(tf.add_n(counts), tf.int64)
-            sums, (total,) = sum_over_workers(workers, mine, [count])
-            return [
-                tf.IndexedSlices(
-                    tf.cast(
-                        s.values / tf.cast(tf.maximum(total, 1), s.values.dtype), dtype
-                    ),
-                    s.indices,
-                    s.dense_shape,
-                )
-                for s, dtype in zip(sums, dtypes, strict=True)
-            ]
-
-    if len(workers.devices) == 1:
-        return mean([rows], [[gradient] for gradient in gradients])
-
-    def merge(_: Any, rows: Any, *gradients: Any) -> Any:
-        return [
-            _tf.broadcast_to_devices(slices, workers.devices)
-            for slices in mean(
-                workers.local(rows), [workers.local(g) for g in gradients]
-            )
-        ]
-
-    replica = tf.distribute.get_replica_context()
-    return list(replica.merge_call(merge, args=(rows, *gradients)))
-
-
-def _concat(parts: list[Any], counts: list[Any]) -> Any:
-    """Concatenate the replicas' slices, each times its rows, in at least 32 bits."""
-    values = []
-    indices = []
-    for part, count in zip(parts, counts, strict=True):
-        # A replica without rows contributes none, whatever its slices hold.
-        kept = tf.where(count > 0, tf.shape(part.indices)[0], 0)
-        wide = part.values[:kept]
-        if wide.dtype.size < 4:
-            wide = tf.cast(wide, tf.float32)
-        values.append(wide * tf.cast(count, wide.dtype))
-        indices.append(part.indices[:kept])
-    return tf.IndexedSlices(
-        tf.concat(values, 0), tf.concat(indices, 0), parts[0].dense_shape
-    )

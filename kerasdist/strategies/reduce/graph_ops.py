@@ -22,6 +22,7 @@ import tensorflow as tf
 from kerasdist import _tf
 from kerasdist._tf.graph.graph_clocks import COLLECTIVE
 from kerasdist.collectives import Communicator
+from kerasdist.collectives.row_exchange import Slices
 from kerasdist.collectives.weighted_mean import weighted_mean
 from kerasdist.strategies.job import StrategyJob
 
@@ -131,6 +132,83 @@ class CollectiveOps:
         return self.call(
             reduce, [*counts, *sent], [each.dtype for each in sent], _shapes(sent)
         )
+
+    @property
+    def shares_memory(self) -> bool:
+        """Whether all workers read one memory, so that sending is cheap."""
+        return self._communicator.shares_memory
+
+    def exchange_rows(
+        self,
+        tables: Sequence[Any],
+        rows: Any = None,
+        total: Any = None,
+        *,
+        once: Sequence[Any] = (),
+        means: Sequence[Any] = (),
+        beside: Sequence[Any] = (),
+        step: bool = False,
+    ) -> tuple[list[Any], list[Any]]:
+        """Give all workers' slices to all, and reduce small tensors with them.
+
+        Args:
+            tables: IndexedSlices, host tensors, one for each table.
+            rows: See `weighted_mean`; it holds for slices, too. None: the sums.
+            total: See `weighted_mean`.
+            once: For each table whether no index occurs twice; then it may be summed
+                as a whole. Empty: no table may be.
+            means: Small host tensors of float dtypes.
+            beside: See `weighted_mean`; small ones.
+            step: Whether an optimizer step begins with it.
+
+        Returns:
+            IndexedSlices, the workers' in rank order; then means and sums.
+        """
+        weights = [each for each in (rows, total) if each is not None]
+        may = [
+            tf.where(one, tf.cast(table.dense_shape[0], tf.int64), 0)
+            for one, table in zip(once, tables, strict=False)
+        ]
+        arguments = [
+            *weights,
+            *(table.values for table in tables),
+            *(table.indices for table in tables),
+            *may,
+            *means,
+            *beside,
+        ]
+        # Arrays of eager code belong to that code, so buffers aren't lent.
+        lend = not _tf.executing_eagerly()
+        count = len(tables)
+
+        def exchange(*arrays: Any) -> list[Any]:
+            self._communicator.step += step
+            given = iter(arrays)
+            numbers = [int(next(given)) for _ in weights]
+            values, indices = ([next(given) for _ in range(count)] for _ in range(2))
+            whole = [int(next(given)) for _ in may] or [0] * count
+            return self._communicator.exchange_rows(
+                [Slices(*t) for t in zip(values, indices, whole, strict=True)],
+                *numbers,
+                means=[next(given) for _ in means],
+                sums=list(given),
+                lend=lend,
+            )
+
+        sent = [part for table in tables for part in (table.values, table.indices)]
+        shapes = [tf.TensorShape([None, *part.shape[1:]]) for part in sent]
+        small = [*means, *beside]
+        results = self.call(
+            exchange,
+            arguments,
+            [each.dtype for each in (*sent, *small)],
+            [*shapes, *_shapes(small)],
+        )
+        slices = [
+            tf.IndexedSlices(*results[2 * i : 2 * i + 2], table.dense_shape)
+            for i, table in enumerate(tables)
+        ]
+        return slices, results[2 * count :]
 
     def reduce_replicas(
         self, values: Sequence[Sequence[Any]], *, step: bool = False

@@ -1,14 +1,21 @@
-"""Sums of IndexedSlices over the workers: sparse or dense, whichever is less to send.
+"""Means of IndexedSlices over the workers: one exchange for all tables.
 
 Slices are the gradient of an embedding: rows of a table, by their indices, some of
-which occur more than once. They are added up here:
+which occur more than once. In one collective all workers get the slices of all tables,
+and small dense gradients are reduced beside them: see
+`kerasdist.collectives.row_exchange`.
 
-    1. each worker adds up its own slices of one index      nothing is sent
-    2. all exchange their numbers of slices                 8 bytes for each table
-    3. fewer bytes than the table has:  slices are gathered
-       else:                            the whole table is summed
+An optimizer that is linear in the slices may be given the sum of those of one index.
+Each worker adds up its own first, where that pays:
 
-Not every optimizer may be given the result: Adam squares each slice by itself, and
+    between hosts     always: fewer bytes are sent
+    inside a host     if that leaves at most `_FEW` of them: sending costs little, but
+                      every worker updates its table with each slice
+
+and if all workers have done so, and their slices are more bytes than the table has, the
+table is summed as a whole.
+
+Not every optimizer may be given that: Adam squares each slice by itself, and
 clipping takes the norm of the separate slices. Such an optimizer must get the slices
 of a single process, see `kerasdist.strategies.reduce.gradients`.
 """
@@ -20,16 +27,45 @@ from typing import Any
 
 import tensorflow as tf
 
+from kerasdist import _tf
 from kerasdist.strategies.reduce.workers import Workers
 
-__all__ = ["add_up", "rows_of", "sum_over_workers"]
+__all__ = ["add_up", "mean_of_slices", "rows_of", "sum_over_workers"]
+
+# The part of the slices that may be left for the sum to be cheaper: TensorFlow takes
+# several times longer to update a row than to add one up, see benchmarks/fit.
+_FEW = 0.85
 
 
 def add_up(slices: Any) -> Any:
     """Return IndexedSlices with one slice per index, for those with several."""
     indices, places = tf.unique(slices.indices)
-    values = tf.math.unsorted_segment_sum(slices.values, places, tf.size(indices))
-    return tf.IndexedSlices(values, indices, slices.dense_shape)
+    return _added(slices, indices, places)
+
+
+def _added(slices: Any, indices: Any, places: Any) -> Any:
+    values = slices.values
+    # Sums of 16 bits are computed in 32.
+    wide = tf.cast(values, tf.float32) if values.dtype.size < 4 else values
+    sums = tf.math.unsorted_segment_sum(wide, places, tf.size(indices))
+    return tf.IndexedSlices(tf.cast(sums, values.dtype), indices, slices.dense_shape)
+
+
+def _added_if_few(slices: Any) -> tuple[Any, Any]:
+    """Return slices, added up if that leaves few of them, and whether they are."""
+    indices, places = tf.unique(slices.indices)
+    number = tf.cast(tf.size(slices.indices), tf.float32)
+    few = tf.cast(tf.size(indices), tf.float32) <= _FEW * number
+
+    def added() -> tuple[Any, Any]:
+        sums = _added(slices, indices, places)
+        return sums.values, sums.indices
+
+    values, indices = tf.cond(few, added, lambda: (slices.values, slices.indices))
+    if not _tf.executing_eagerly():
+        values.set_shape([None, *slices.values.shape[1:]])
+        indices.set_shape([None])
+    return tf.IndexedSlices(values, indices, slices.dense_shape), few
 
 
 def rows_of(table: Any, dtype: Any = tf.int64) -> Any:
@@ -48,46 +84,95 @@ def rows_of(table: Any, dtype: Any = tf.int64) -> Any:
     )
 
 
-def sum_over_workers(
-    workers: Workers, slices: Sequence[Any], numbers: Sequence[Any] = ()
-) -> tuple[list[Any], list[Any]]:
-    """Sum slices, and some numbers, over the workers.
+def sum_over_workers(workers: Workers, slices: Sequence[Any]) -> list[Any]:
+    """Sum slices over the workers.
 
     Args:
         workers: The workers that reduce together.
         slices: This worker's IndexedSlices, host tensors, one slice per index.
-        numbers: Scalar int64 tensors, which are sent with the numbers of slices.
 
     Returns:
-        The sums of the slices, the same on all workers: one slice per index if they
-        were sent as a table, otherwise possibly several; and the sums of the numbers.
+        The sums, the same on all workers: one slice per index if they were sent as a
+        table, otherwise possibly several.
     """
-    if workers.size == 1:
-        return list(slices), list(numbers)
-    counts = [tf.size(s.indices, tf.int64) for s in slices]
-    (totals,) = workers.ops.all_reduce([tf.stack([*numbers, *counts])])
-    *sums, number_of_slices = tf.split(totals, [1] * len(numbers) + [len(slices)])
-    reduced = [_sum(workers, s, number_of_slices[i]) for i, s in enumerate(slices)]
-    return reduced, [tf.reshape(total, []) for total in sums]
+    if workers.size == 1 or not slices:
+        return list(slices)
+    once = [tf.constant(True)] * len(slices)
+    return workers.ops.exchange_rows(slices, once=once)[0]
 
 
-def _sum(workers: Workers, slices: Any, total: Any) -> Any:
-    """Sum one table's slices, of which there are `total` over all workers."""
-    values, indices = slices.values, slices.indices
-    rows = tf.cast(slices.dense_shape[0], tf.int64)
-    row = tf.reduce_prod(tf.shape(values, tf.int64)[1:]) * values.dtype.size
+def mean_of_slices(
+    workers: Workers,
+    slices: Sequence[Any],
+    rows: Any,
+    total: Any = None,
+    *,
+    linear: bool = False,
+    means: Sequence[Any] = (),
+    beside: Sequence[Any] = (),
+    step: bool = False,
+) -> tuple[list[Any], list[Any]]:
+    """Reduce slices to their mean over the rows of all replicas, in replica context.
 
-    def gather() -> tuple[Any, Any]:
-        return workers.ops.all_gather(values), workers.ops.all_gather(indices)
+    Args:
+        workers: The workers that reduce together.
+        slices: This replica's IndexedSlices.
+        rows: Number of rows that they are the mean over, a scalar integer tensor.
+        total: Number of rows of all replicas, if it's known, or None.
+        linear: Whether slices of one index may be added up.
+        means: Small dense gradients whose means are wanted, too, for workers of one
+            replica.
+        beside: Small host tensors whose sums are wanted, likewise.
+        step: Whether an optimizer step begins with it.
 
-    def table() -> tuple[Any, Any]:
-        dense = tf.math.unsorted_segment_sum(values, indices, rows)
-        (dense,) = workers.ops.all_reduce([dense])
-        return dense, tf.range(tf.cast(rows, indices.dtype), dtype=indices.dtype)
+    Returns:
+        IndexedSlices; then means and sums.
+    """
+    host = workers.host
 
-    few = total * (row + indices.dtype.size) < rows * row
-    summed, where = tf.cond(few, gather, table)
-    if not tf.executing_eagerly():
-        summed.set_shape([None, *values.shape[1:]])
-        where.set_shape([None])
-    return tf.IndexedSlices(summed, where, slices.dense_shape)
+    def exchange(slices: list[Any], rows: Any, total: Any) -> tuple[list[Any], Any]:
+        once: list[Any] = []
+        if linear and workers.ops.shares_memory:
+            pairs = [_added_if_few(each) for each in slices]
+            slices, once = [list(each) for each in zip(*pairs, strict=True)]
+        elif linear:
+            slices = [add_up(each) for each in slices]
+            once = [tf.constant(True)] * len(slices)
+        if workers.size == 1:
+            return slices, []
+        return workers.ops.exchange_rows(
+            *(slices, rows, total), once=once, means=means, beside=beside, step=step
+        )
+
+    if len(workers.devices) == 1:
+        with tf.device(host):
+            return exchange(list(slices), rows, total)
+
+    def merge(_: Any, rows: Any, total: Any, *slices: Any) -> Any:
+        with tf.device(host):
+            counts = workers.local(rows)
+            known = None if total is None else workers.local(total)[0]
+            count = tf.cast(tf.add_n(counts), tf.int64)
+            joined = [_joined(workers.local(s), counts, count) for s in slices]
+            reduced, _ = exchange(joined, count, known)
+        return [_tf.broadcast_to_devices(each, workers.devices) for each in reduced]
+
+    replica = tf.distribute.get_replica_context()
+    return list(replica.merge_call(merge, args=(rows, total, *slices))), []
+
+
+def _joined(parts: list[Any], counts: list[Any], total: Any) -> Any:
+    """Concatenate the replicas' slices, each times its part of the worker's rows."""
+    values = []
+    indices = []
+    for part, count in zip(parts, counts, strict=True):
+        # A replica without rows contributes none, whatever its slices hold.
+        kept = tf.where(count > 0, tf.shape(part.indices)[0], 0)
+        some = part.values[:kept]
+        wide = tf.float32 if some.dtype.size < 4 else some.dtype
+        share = tf.cast(count, wide) / tf.cast(tf.maximum(total, 1), wide)
+        values.append(tf.cast(tf.cast(some, wide) * share, some.dtype))
+        indices.append(part.indices[:kept])
+    return tf.IndexedSlices(
+        tf.concat(values, 0), tf.concat(indices, 0), parts[0].dense_shape
+    )

@@ -123,19 +123,12 @@ def over_workers(workers: Workers, tensors: list[Any]) -> list[Any]:
     if workers.size == 1:
         return tensors
     dense = [t for t in tensors if not isinstance(t, tf.IndexedSlices)]
+    slices = [t for t in tensors if isinstance(t, tf.IndexedSlices)]
     reduced = iter(workers.ops.all_reduce(dense) if dense else ())
+    gathered = iter(workers.ops.exchange_rows(slices)[0] if slices else ())
     return [
-        _gather_slices(workers, t) if isinstance(t, tf.IndexedSlices) else next(reduced)
-        for t in tensors
+        next(gathered if isinstance(t, tf.IndexedSlices) else reduced) for t in tensors
     ]
-
-
-def _gather_slices(workers: Workers, slices: Any) -> Any:
-    return tf.IndexedSlices(
-        workers.ops.all_gather(slices.values),
-        workers.ops.all_gather(slices.indices),
-        slices.dense_shape,
-    )
 
 
 def finish(workers: Workers, reduce_op: Any, total: Any) -> Any:
