@@ -77,7 +77,7 @@ class RowExchange:
         self._rank, self._size = rank, size
         self._tables = list(tables)
         self._weight, self._total = weight, total
-        self._small = [np.ascontiguousarray(a) for a in (*means, *sums)]
+        self._small = [np.asarray(a, order="C") for a in (*means, *sums)]
         self._means = len(means)
         self.shapes = [
             *((t.values.dtype.name, t.values.shape[1:]) for t in tables),

@@ -62,7 +62,8 @@ class ElasticDouble:
         self._facets, self._plain = facets, hooks
         self._hooks = dataclasses.replace(hooks, elastic=self, data=data)
         facets.hooks = self._hooks
-        for name in ("all_reduce", "all_gather", "broadcast", "barrier"):
+        calls = "all_reduce", "all_gather", "exchange_rows", "broadcast", "barrier"
+        for name in calls:
             self._count_calls(name)
 
     def begin(self, fail_at: Collection[int] = ()) -> None:

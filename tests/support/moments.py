@@ -41,7 +41,7 @@ _CALLBACKS = (
     "on_predict_batch_begin",
     "on_predict_batch_end",
 )
-_COLLECTIVES = ("all_reduce", "all_gather", "broadcast", "barrier")
+_COLLECTIVES = ("all_reduce", "all_gather", "exchange_rows", "broadcast", "barrier")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
