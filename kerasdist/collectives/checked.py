@@ -26,8 +26,8 @@ from kerasdist.collectives.ops import (
     itemsize,
     octets,
 )
-from kerasdist.collectives.signature import Shapes, Signatures, checksum
 from kerasdist.collectives.row_exchange import RowExchange, Slices
+from kerasdist.collectives.signature import Shapes, Signatures, checksum
 from kerasdist.transport.base import Peer
 from kerasdist.transport.deadline import Deadline
 from kerasdist.transport.liveness.failure_protocol import Supervisor
@@ -140,7 +140,9 @@ class CheckedCommunicator(Communicator):
         exchange = RowExchange(self.rank, self.size, tables, weight, total, means, sums)
         for name, _ in exchange.shapes:
             check_dtype(np.dtype(name))
-        shapes = [*exchange.shapes, *([("lent", ())] if lend else [])]
+        # Results would differ between ranks that don't agree in these.
+        modes = (weight is None, total is None, len(means), lend)
+        shapes = [*exchange.shapes, ("modes", tuple(int(mode) for mode in modes))]
         headers = np.zeros((self.size, exchange.header_bytes), np.uint8)
         with self._user_call(shapes) as detail, np.errstate(all="ignore"):
             size = headers.size

@@ -3,7 +3,7 @@
 An update of some rows (`IndexedSlices`) makes TensorFlow copy the whole table at each
 read from then on: a reader might hold the memory during the next update. The lookup
 of an embedding drops it in the same step. `DisableCopyOnRead` makes reads share the
-memory again. The next update of rows copies the table only if somebody still holds it,
+memory again. The next update of rows copies the table only if a tensor still shares it,
 so no number changes.
 """
 
@@ -28,7 +28,7 @@ def share_reads(gradients: Sequence[Any], variables: Sequence[Any]) -> None:
         gradients: Tensors, IndexedSlices or None.
         variables: The Keras variable of each.
     """
-    if _tf.in_xla():  # reads don't copy there
+    if _tf.in_xla() or _tf.in_parts():  # XLA's updates don't make reads copy
         return
     for gradient, variable in zip(gradients, variables, strict=False):
         if isinstance(gradient, tf.IndexedSlices):

@@ -18,6 +18,7 @@ import tensorflow as tf
 from kerasdist import _tf
 from kerasdist.strategies.job import StrategyJob
 from kerasdist.strategies.native.communicator import NativeCommunicator, group_options
+from kerasdist.strategies.native.row_exchange import exchange_rows
 from kerasdist.strategies.reduce.graph_ops import CollectiveOps, make_ops
 
 __all__ = ["NativeOps", "make_native_ops"]
@@ -200,30 +201,9 @@ class NativeOps(CollectiveOps):
         step: bool = False,
     ) -> tuple[list[Any], list[Any]]:
         """See `CollectiveOps.exchange_rows`; one collective after the other."""
-        del once
-        share = None
-        if rows is not None:
-            if total is None:
-                (total,) = self.all_reduce([tf.cast(rows, tf.int64)])
-            share = tf.math.divide_no_nan(
-                tf.cast(rows, tf.float64), tf.cast(total, tf.float64)
-            )
-        slices = []
-        for table in tables:
-            values, indices = table.values, table.indices
-            if share is not None:
-                # A worker without rows contributes none, whatever its slices hold.
-                kept = tf.where(rows > 0, tf.size(indices), 0)
-                values = _tf.weighted(values[:kept], tf.cast(share, values.dtype))
-                indices = indices[:kept]
-            gathered = self.all_gather(values), self.all_gather(indices)
-            slices.append(tf.IndexedSlices(*gathered, table.dense_shape))
-        small = list(means)
-        if small and rows is None:
-            small = self.all_reduce(small, step=step)
-        elif small:
-            small = self.weighted_mean(small, rows, total, step=step)
-        return slices, [*small, *(self.all_reduce(beside) if beside else ())]
+        return exchange_rows(
+            self, tables, rows, total, bool(once), means=means, beside=beside, step=step
+        )
 
     def reduce_replicas(
         self, values: Sequence[Sequence[Any]], *, step: bool = False
