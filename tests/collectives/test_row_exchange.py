@@ -8,6 +8,7 @@ import pytest
 
 from groups import KINDS, Group
 from kerasdist.collectives.row_exchange import Slices
+from kerasdist.errors import CollectiveMismatch
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -174,3 +175,17 @@ def test_lent_results_stay_while_they_are_held():
         for seen, before, after in made.run(work):
             assert seen == list(range(6))
             assert before == after == 6
+
+
+@pytest.mark.parametrize("kind", ["memory", "shared"])
+def test_ranks_that_disagree_on_weights_are_told(kind):
+    """The same bytes are sent with and without weights, so these are compared."""
+
+    def work(c):
+        mine = Slices(np.ones((2, 3), "float32"), np.arange(2))
+        with pytest.raises(CollectiveMismatch):
+            c.exchange_rows([mine], *([3] if c.rank else []))
+        return c.rank
+
+    with Group(kind, 2) as made:
+        assert made.run(work) == [0, 1]
