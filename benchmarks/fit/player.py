@@ -49,6 +49,7 @@ else:
         strategy = tf.distribute.OneDeviceStrategy("CPU:0")
 
 Dense = keras.layers.Dense
+TABLE_ROWS = 1_000_000
 LOSS = keras.losses.SparseCategoricalCrossentropy
 
 
@@ -94,19 +95,54 @@ def digits() -> tuple[list[Any], tuple[int, ...], int]:
     return layers, (64,), 32
 
 
+class TwoTables(keras.layers.Layer):
+    """The means of ten rows of each of two tables."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = keras.layers.Embedding(TABLE_ROWS, 16)
+        self.second = keras.layers.Embedding(TABLE_ROWS, 16)
+
+    def call(self, ids: Any) -> Any:
+        means = [
+            keras.ops.mean(self.first(ids[:, :10]), axis=1),
+            keras.ops.mean(self.second(ids[:, 10:]), axis=1),
+        ]
+        return keras.ops.concatenate(means, axis=1)
+
+
+def tables() -> tuple[list[Any], tuple[int, ...], int]:
+    """Two tables of 1,000,000 x 16, of each of which 10 rows per sample."""
+    return [TwoTables(), Dense(64, activation="relu"), Dense(10)], (20,), 256
+
+
+MODELS = {
+    **{f.__name__: f for f in (mlp, cnn, lstm, embedding, digits)},
+    "tables_adam": tables,
+    "tables_adagrad": tables,
+}
+# All others have SGD.
+OPTIMIZERS = {"digits": "adam", "tables_adam": "adam", "tables_adagrad": "adagrad"}
+
+
 def build() -> tuple[Any, Any, int]:
-    make = {f.__name__: f for f in (mlp, cnn, lstm, embedding, digits)}[MODEL]
-    dtype = "int32" if MODEL == "embedding" else "float32"
+    make = MODELS[MODEL]
+    dtype = "int32" if make in (embedding, tables) else "float32"
     with contextlib.nullcontext() if strategy is None else strategy.scope():
         layers, shape, batch = make()
         model = keras.Sequential([keras.Input(shape, dtype=dtype), *layers])
-        optimizer, metrics = ("adam", ["accuracy"]) if make is digits else ("sgd", [])
         model.compile(
-            optimizer, LOSS(from_logits=True), metrics=metrics, jit_compile=False
+            OPTIMIZERS.get(MODEL, "sgd"),
+            LOSS(from_logits=True),
+            metrics=["accuracy"] if make is digits else [],
+            jit_compile=False,
         )
     generator = np.random.default_rng(0)
     if MODEL == "embedding":
         x = generator.integers(0, 50_000, (batch * 16, *shape), dtype=np.int32)
+    elif make is tables:  # few ids are frequent, as words and customers are
+        ids = generator.zipf(1.2, (batch * 16, *shape)) - 1
+        x = (ids % TABLE_ROWS).astype(np.int32)
     else:
         x = generator.random((batch * 16, *shape), dtype=np.float32)
     y = generator.integers(0, 10, len(x))

@@ -33,7 +33,10 @@ from common import (
 
 PLAYER = str(HERE / "player.py")
 # What each model's epochs are long, in steps: a second or so.
-MODELS = {"mlp": 40, "cnn": 60, "lstm": 60, "embedding": 120, "digits": 300}
+MODELS = {
+    **{"mlp": 40, "cnn": 60, "lstm": 60, "embedding": 120, "digits": 300},
+    **{"tables_adam": 6, "tables_adagrad": 6},
+}
 COLUMNS = {
     "plain": ("plain", 1),
     "one worker": ("ring", 1),
