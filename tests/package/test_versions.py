@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import subprocess
+import tomllib
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 import kerasdist
 from kerasdist._tested import range_in_words, was_tested
@@ -88,4 +92,30 @@ def test_each_pair_has_an_environment_of_its_own():
         assert f'.venv-{name}/bin/python -m pytest -m "not soak"' in run.stdout
     oldest, _, newest = run.stdout.partition("rm -f .venv-newest/.test")
     assert " tensorflow~=" in oldest
-    assert "--upgrade tensorflow keras" in newest
+    assert "--upgrade --upgrade-strategy eager" in newest
+    # What `make test` installs they don't have to.
+    assert "constraints.txt" not in run.stdout
+
+
+def test_each_package_of_an_environment_has_its_version_in_constraints():
+    """`make lock` has been run since the last change of dependencies."""
+    metadata = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    makefile = (ROOT / "Makefile").read_text()
+    lists = [
+        re.search(rf"^{name} := (.*)$", makefile, re.MULTILINE)[1].split()
+        for name in ("VIEWERS", "MANIFESTS", "ENGINES", "LEGACY")
+    ]
+    texts = itertools.chain(
+        metadata["dependencies"], *metadata["optional-dependencies"].values(), *lists
+    )
+    locked = {}
+    for line in (ROOT / "constraints.txt").read_text().splitlines():
+        if line and not line.startswith("#"):
+            each = Requirement(line)
+            if each.marker is None or each.marker.evaluate():
+                (version,) = each.specifier
+                locked[canonicalize_name(each.name)] = version.version
+    for each in map(Requirement, texts):
+        name = canonicalize_name(each.name)
+        assert name in locked, f"{each} isn't in constraints.txt: run `make lock`"
+        assert each.specifier.contains(locked[name]), f"{each}: run `make lock`"

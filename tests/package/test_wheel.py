@@ -137,7 +137,7 @@ def test_the_metadata_is_complete(wheel):
     for line in [
         "Name: kerasdist",
         f"Version: {VERSION}",
-        "Requires-Python: >=3.10",
+        "Requires-Python: >=3.11",
         "Requires-Dist: tensorflow>=2.18",
         "Requires-Dist: keras>=3.14",
         "Keywords: keras,tensorflow,distributed,training,all-reduce",

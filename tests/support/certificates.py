@@ -91,7 +91,7 @@ class Authority:
         valid: datetime.timedelta,
         begins: datetime.timedelta = datetime.timedelta(days=-2),
     ) -> x509.CertificateBuilder:
-        now = datetime.datetime.now(datetime.timezone.utc)
+        now = datetime.datetime.now(datetime.UTC)
         return (
             x509.CertificateBuilder()
             .subject_name(names)

@@ -78,18 +78,16 @@ def build_by_step(trainer: Any, batch: Any) -> None:
                 _tf.call_replica(strategy, first, run, (data,), {}, None)
             except Exception as error:
                 if hooks is not None and hooks.workers.replicas > 1:
-                    _add_note(error, hooks.workers.replicas)
+                    error.add_note(_takes_rows(hooks.workers.replicas))
                 raise
 
 
-def _add_note(error: Exception, replicas: int) -> None:
-    add_note = getattr(error, "add_note", None)  # not in Python 3.10
-    if add_note is not None:
-        add_note(
-            f"A step gets one replica's rows of a global batch, of {replicas} "
-            "replicas: it must take their number from the batch, not from a constant "
-            "in the script, and a batch's rows must be its first dimension."
-        )
+def _takes_rows(replicas: int) -> str:
+    return (
+        f"A step gets one replica's rows of a global batch, of {replicas} replicas: it "
+        "must take their number from the batch, not from a constant in the script, and "
+        "a batch's rows must be its first dimension."
+    )
 
 
 def _placeholder(value: Any) -> Any:
