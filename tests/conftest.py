@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import psutil
 import pytest
 
@@ -29,6 +30,12 @@ from workers import WARM
 # Before anything imports TensorFlow.
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "-1")
+
+# The same examples in each run, and none that depends on how fast the machine is.
+hypothesis.settings.register_profile(
+    "suite", derandomize=True, deadline=None, database=None
+)
+hypothesis.settings.load_profile("suite")
 
 _PR_SET_CHILD_SUBREAPER = 36
 _SHM = Path("/dev/shm")
