@@ -24,6 +24,7 @@ import pytest
 
 from hosts import Hosts
 from kerasdist.transport.shared_memory import SEGMENT_NAME
+from pace import bound, calibrate, slowness
 from turns import Turns
 from workers import WARM
 
@@ -42,7 +43,7 @@ _SHM = Path("/dev/shm")
 # How a file made with O_TMPFILE shows in /proc.
 _UNNAMED = f"/memfd:{SEGMENT_NAME}"
 # What ends by itself after a test (a peer's thread, a killed process) may take
-# this long, in seconds, on a machine that is busy.
+# this long, in seconds, see `bound`.
 _GRACE = 15.0
 # What Open MPI's segments are called that killed processes leave behind, and those that
 # were there before. Tests put them elsewhere, see `test_mpi.py`; one that doesn't would
@@ -56,6 +57,7 @@ _left_mapped: set[str] = set()
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    calibrate()
     config.stash[_EARLIER] = set(_SHM.glob(_OF_MPI))
     # Orphaned grandchildren become children of this process, so that they are
     # found here instead of living on under init.
@@ -124,6 +126,10 @@ def _remove_segments_of_mpi(config: pytest.Config) -> None:
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     if reason := WARM.why_cold:
         terminalreporter.write_line(f"Slow: workers started cold: {reason}.", red=True)
+    if slowness() > 1.2:
+        terminalreporter.write_line(
+            f"This machine was {slowness():.1f} times as slow as the usual one."
+        )
     skipped = collections.Counter(
         str(report.longrepr[2]).removeprefix("Skipped: ")
         for report in terminalreporter.stats.get("skipped", ())
@@ -131,6 +137,17 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     for why, count in skipped.items():
         tests = "1 test was" if count == 1 else f"{count} tests were"
         terminalreporter.write_line(f"Not checked here: {tests} skipped: {why}")
+
+
+def pytest_collection_modifyitems(
+    config: pytest.Config, items: list[pytest.Item]
+) -> None:
+    """Time-outs of tests grow as all bounds do."""
+    for item in items:
+        mark = item.get_closest_marker("timeout")
+        if seconds := mark.args[0] if mark else config.getini("timeout"):
+            scaled = pytest.mark.timeout(bound(float(seconds)))
+            item.add_marker(scaled, append=False)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -171,7 +188,7 @@ def _no_surrounding_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
 def _nothing_left_behind() -> Iterator[None]:
     before = existing(before=True)
     yield
-    deadline = time.monotonic() + _GRACE
+    deadline = time.monotonic() + bound(_GRACE)
     named = {_name(each) for each in before}
     while left := {each for each in existing() if _name(each) not in named}:
         gc.collect()  # an array in a cycle keeps its segment mapped

@@ -20,6 +20,7 @@ import time
 
 import psutil
 
+from pace import bound
 from waiting import wait_until
 from workers import TAG, kill_tagged, python_env
 
@@ -121,7 +122,7 @@ class Launcher:
     def run(self, *args, script=None, within=60.0, **more):
         """Run to the end; return the code, standard output, and standard error."""
         process = self.start(*args, script=script, **more)
-        out, err = process.communicate(timeout=within)
+        out, err = process.communicate(timeout=bound(within))
         return process.returncode, out, err
 
     def wait_for(self, *names):
@@ -185,7 +186,7 @@ class Terminal:
 
     def read(self, within=60.0):
         """Read until the other side is closed."""
-        end = time.monotonic() + within
+        end = time.monotonic() + bound(within)
         while select.select([self.fd], [], [], max(0.0, end - time.monotonic()))[0]:
             try:
                 data = os.read(self.fd, 65536)

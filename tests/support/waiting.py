@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from pace import bound
+
 __all__ = ["wait_until"]
 
 
@@ -20,8 +22,9 @@ def wait_until(
     Args:
         condition: Called from this thread.
         what: Names it in the failure's text.
-        within: Seconds. Far more than it takes on a machine that is busy.
+        within: Seconds, see `bound`.
     """
+    within = bound(within)
     never = threading.Event()
     end = time.monotonic() + within
     while not condition():

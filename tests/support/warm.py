@@ -33,13 +33,15 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
+from pace import bound
+
 __all__ = ["Forked", "WarmProcesses", "imports_tensorflow"]
 
 _PR_GET_CHILD_SUBREAPER = 37
 # Each takes 5 s of CPU to begin with, and 250 MB as long as the tests run, in each of
 # the processes that run tests. Two are the fewest of which ranks can differ.
 _MOST = 2
-# Seconds until a warm process has imported TensorFlow, on a machine that is busy.
+# Seconds until a warm process has imported TensorFlow.
 _IMPORT = 120.0
 # Seconds until it has forked.
 _FORK = 30.0
@@ -141,7 +143,7 @@ class WarmProcesses:
             while len(self._processes) < min(count, _MOST):
                 self._processes.append(_WarmProcess(self.tag, self._env))
             # Only now: they import at the same time.
-            deadline = time.monotonic() + _IMPORT
+            deadline = time.monotonic() + bound(_IMPORT)
             threads = max(process.threads(deadline) for process in self._processes)
         except BaseException:
             self.close()
@@ -245,7 +247,7 @@ class _WarmProcess:
         # If it is gone, what follows says so, and why.
         with contextlib.suppress(ConnectionError):
             socket.send_fds(self._socket, [json.dumps(request).encode()], fds)
-        return self._receive(time.monotonic() + _FORK)["pid"]
+        return self._receive(time.monotonic() + bound(_FORK))["pid"]
 
     def _receive(self, deadline: float) -> dict[str, Any]:
         self._socket.settimeout(max(0.01, deadline - time.monotonic()))

@@ -43,6 +43,7 @@ from typing import Any
 import psutil
 import pytest
 
+from pace import bound
 from warm import Forked, WarmProcesses, imports_tensorflow
 
 __all__ = [
@@ -277,7 +278,8 @@ class Workers:
         env: Environment variables on top of `python_env`; or a function from a
             rank to them. It can override everything, also `TF_CONFIG`; a
             variable whose value is None is removed.
-        deadline: Seconds from the start until the job must have ended.
+        deadline: Seconds from the start until the job must have ended, on the usual
+            machine: see `bound`.
         cluster: `"loopback"`: all on 127.0.0.1. Otherwise the host of each rank,
             e.g. the addresses of `Hosts`.
         handover: Listen for the workers and hand each its socket as
@@ -345,7 +347,7 @@ class Workers:
             imports_tensorflow(text) and WARM.prepare(self.size)
         )
         self.folder = Path(tempfile.mkdtemp(prefix="kerasdist-test-"))
-        self._end = time.monotonic() + self._seconds
+        self._end = time.monotonic() + bound(self._seconds)
         listeners: list[socket.socket] = []
         try:
             if isinstance(self._script, Path):
@@ -425,7 +427,7 @@ class Workers:
         """
         end = self._end
         if deadline is not None:
-            end = min(end, time.monotonic() + deadline)
+            end = min(end, time.monotonic() + bound(deadline))
         for process in self.processes:
             try:
                 process.wait(max(0.0, end - time.monotonic()))
@@ -446,7 +448,7 @@ class Workers:
         """Waits until one worker has ended; like `wait` otherwise."""
         end = self._end
         if deadline is not None:
-            end = min(end, time.monotonic() + deadline)
+            end = min(end, time.monotonic() + bound(deadline))
         try:
             self.processes[rank].wait(max(0.0, end - time.monotonic()))
         except subprocess.TimeoutExpired:
