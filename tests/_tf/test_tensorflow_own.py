@@ -22,7 +22,13 @@ EXCEPTIONS: dict[str, str] = {}
 AT_LEAST = {"TwoDevices": 34, "OneDevice": 22, "Contract": 35, "OneObject": 4}
 
 
-@pytest.fixture(scope="module", params=["TwoDevices OneDevice", "Contract OneObject"])
+@pytest.fixture(
+    scope="module",
+    params=[
+        "OneDevice OneObject",
+        pytest.param("TwoDevices Contract", marks=pytest.mark.soak),
+    ],
+)
 def outcomes(request: pytest.FixtureRequest) -> dict[str, dict[str, str]]:
     with Workers(
         *(_SCRIPT, 1, request.param.split()),

@@ -96,7 +96,7 @@ def counts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, int]:
     return dict(first.results)
 
 
-# In the suite: what a step keeps, and how it is taken, in other ways. Of four workers
+# What a step keeps, and how it is taken, in other ways. Of four workers
 # one is lost in each case.
 MECHANISMS = {
     "slots": (
@@ -113,36 +113,17 @@ MECHANISMS = {
 PLACES = ((3, 24), (0, 17), (2, 21))
 
 
-# The others in the soak test.
-SOME = ("data",)
-
-
-@pytest.mark.parametrize(
-    "mechanism",
-    [
-        pytest.param(name, marks=[] if name in SOME else [pytest.mark.soak])
-        for name in MECHANISMS
-    ],
-)
-def test_cases_with_lost_workers(mechanism: str, tmp_path: Path) -> None:
-    names = MECHANISMS[mechanism]
-    faults = [
-        Fault(rank=rank, at=name, after=after)
-        for name, (rank, after) in zip(names, PLACES, strict=True)
-    ]
-    ours = lossy_job(RUN, 4, faults, tmp_path / "numbers", args=names)
-    fail_on(differences(ours, plain(names, tmp_path)))
-
-
 @pytest.mark.soak
+@pytest.mark.parametrize("servers", [0, 2])
 @pytest.mark.parametrize("mechanism", MECHANISMS)
-def test_cases_with_lost_workers_and_servers(mechanism: str, tmp_path: Path) -> None:
+def test_cases_with_lost_workers(mechanism: str, servers: int, tmp_path: Path) -> None:
     names = MECHANISMS[mechanism]
     faults = [
         Fault(rank=rank, at=name, after=after)
         for name, (rank, after) in zip(names, PLACES, strict=True)
     ]
-    ours = lossy_job(RUN, 4, faults, tmp_path / "numbers", args=names, servers=2)
+    path = tmp_path / "numbers"
+    ours = lossy_job(RUN, 4, faults, path, args=names, servers=servers)
     fail_on(differences(ours, plain(names, tmp_path)))
 
 

@@ -332,8 +332,13 @@ def test_lost_at_a_moment(name: str, tmp_path: Path) -> None:
     run(MOMENTS[name], tmp_path)
 
 
-@pytest.mark.soak
-@pytest.mark.parametrize("name", MOMENTS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[] if name == "dataset" else [pytest.mark.soak])
+        for name in MOMENTS
+    ],
+)
 def test_lost_at_a_moment_with_servers(name: str, tmp_path: Path) -> None:
     run(MOMENTS[name], tmp_path, servers=2)
 

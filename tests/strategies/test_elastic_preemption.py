@@ -251,6 +251,7 @@ def test_a_checkpoint_that_doesnt_fit_is_refused(tmp_path: Path) -> None:
     assert f"{path}: it can't be read" in damaged.output
 
 
+@pytest.mark.soak
 def test_a_process_alone_continues_itself(
     alone: tuple[Any, str], tmp_path: Path
 ) -> None:

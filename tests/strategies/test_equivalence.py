@@ -113,14 +113,15 @@ FEW = (
 LEVELS = ("fewer_rows_than_replicas", "all_of_it", "accumulation_of_slices")
 # What a third worker adds: sums that aren't those of pairs.
 ODD = (*LEVELS, "overflow_on_one_replica")
-# A job of all cases would take minutes: they are dealt out to three.
-THIRDS = [tuple(list(CASES)[i::3]) for i in range(3)]
+# A job of all cases would take minutes: they are dealt out to six, of which the suite
+# runs two with two workers.
+SIXTHS = [tuple(list(CASES)[i::6]) for i in range(6)]
 
 
 def layouts() -> list[object]:
     made: list[object] = []
     for workers, devices, servers, chosen, *micro_batches in [
-        (1, 2, 0, FEW),
+        (1, 2, 0, LEVELS),
         (2, 1, 0, None),  # all
         (1, 1, 0, FEW),
         (3, 1, 0, ODD),
@@ -138,8 +139,8 @@ def layouts() -> list[object]:
             # Three workers show what an odd number adds, four only more of it.
             marks = [pytest.mark.soak] if workers > 3 else []
             made.append(pytest.param(*layout, id=f"{name}-core", marks=marks))
-        for i, cases in enumerate(THIRDS):
-            marks = [pytest.mark.soak] if chosen else []
+        for i, cases in enumerate(SIXTHS):
+            marks = [pytest.mark.soak] if chosen or i > 1 else []
             layout = workers, devices, servers, placed, cases
             made.append(pytest.param(*layout, id=f"{name}-{i}", marks=marks))
     return made

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import textwrap
 
+import pytest
 from devices import TWO_LAYERS
 
 from places import SCRIPTS_PATH
@@ -227,6 +228,7 @@ def test_models_that_arent_compiled_predict():
         assert max(job.succeed()[0].result) < 1e-6
 
 
+@pytest.mark.soak
 def test_a_pattern_may_wait_for_a_later_model_beside_a_catch_all():
     script = """
     import warnings
@@ -249,6 +251,8 @@ def test_a_pattern_may_wait_for_a_later_model_beside_a_catch_all():
     assert place == "CPU:1"
 
 
+@pytest.mark.soak
+@pytest.mark.soak
 def test_models_that_only_their_own_step_can_build():
     """Without `call` Keras's build before the first step failed."""
     script = """

@@ -8,7 +8,6 @@ import re
 import signal
 import socket
 import threading
-import time
 
 import keras
 import numpy as np
@@ -46,7 +45,6 @@ except kerasdist.errors.CollectiveError as error:
         "class": type(error).__name__,
         **{k: v for k, v in vars(error).items() if isinstance(v, (int, str))},
         "message": str(error),
-        "at": time.time(),
     }), flush=True)
     sys.exit(7)
 """
@@ -234,26 +232,27 @@ for _ in range(3):
 
 
 @pytest.mark.parametrize(
-    ("fault", "seconds"),
-    [(signal.SIGKILL, 20.0), (signal.SIGSTOP, 25.0)],
-    ids=["killed", "frozen"],
+    ("lost", "fault"),
+    [
+        pytest.param(0, signal.SIGSTOP, id="worker_frozen"),
+        pytest.param(3, signal.SIGKILL, id="server_killed"),
+        pytest.param(0, signal.SIGKILL, id="worker_killed", marks=pytest.mark.soak),
+        pytest.param(3, signal.SIGSTOP, id="server_frozen", marks=pytest.mark.soak),
+    ],
 )
-@pytest.mark.parametrize("lost", [0, 3], ids=["worker", "server"])
-def test_who_is_lost_is_named_by_all_others_in_time(lost, fault, seconds):
+def test_who_is_lost_is_named_by_all_others(lost, fault):
     script = script_of(heartbeat=30.0 if fault == signal.SIGKILL else 3.0)
     with Workers(script, 2, servers=2, deadline=100) as job:
         for rank in range(2):
             job.wait_for_line(rank, "training")
-        at = time.time()
         job.kill(lost, fault)
         workers = [job.wait_one(rank) for rank in range(2) if rank != lost]
-        servers = [job.wait_one(task, 20) for task in (2, 3) if task != lost]
+        servers = [job.wait_one(task) for task in (2, 3) if task != lost]
         job.kill(lost, signal.SIGKILL)
     address = job.addresses[lost]
     for worker in workers:
         assert worker.returncode == 7, worker.output
         seen = worker.result
-        assert seen["at"] - at < seconds
         assert seen["step"] >= 4
         if lost == 0:
             assert (seen["class"], seen["rank"]) == ("WorkerLost", 0)
@@ -283,6 +282,7 @@ def test_a_script_that_raises_is_named_on_all_other_tasks():
 # `kerasdist run --ps`.
 
 
+@pytest.mark.soak
 def test_the_launcher_starts_servers_that_end_with_the_job(tmp_path):
     with launcher_in(tmp_path) as launcher:
         code, out, err = launcher.run(
@@ -294,26 +294,6 @@ def test_the_launcher_starts_servers_that_end_with_the_job(tmp_path):
         log = (tmp_path / "logs" / "ps-0.log").read_text()
         assert " serves 2 worker(s), mode='sync'." in log
         assert " has finished: " in log
-        launcher.nothing_runs(within=5.0)
-
-
-@pytest.mark.soak  # see `test_losses.py`
-@pytest.mark.parametrize("lost", ["rank 1", "server 0"])
-def test_the_launcher_names_who_was_killed_and_leaves_nothing(tmp_path, lost):
-    kind, index = ("worker", 1) if lost == "rank 1" else ("ps", 0)
-    script = "mark(f\"pid-{config['task']['type']}-{rank}\", os.getpid())\n"
-    say = "mark(f'training-{strategy.rank}') if epoch == 1 else None"
-    with launcher_in(tmp_path) as launcher:
-        process = launcher.start(
-            *("-n", 2, "--ps", 2, "script.py"), script=script + script_of(say)
-        )
-        launcher.wait_for("training-0", "training-1")
-        (pid,) = launcher.pids(f"pid-{kind}-{index}")
-        os.kill(pid, signal.SIGKILL)
-        _, err = process.communicate(timeout=30)
-        assert process.returncode == 137, err
-        assert f"kerasdist run: {lost} was ended by signal SIGKILL (9)" in err
-        assert "; the other workers and servers were ended" in err
         launcher.nothing_runs(within=5.0)
 
 

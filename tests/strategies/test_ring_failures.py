@@ -137,6 +137,7 @@ while len(list(folder.iterdir())) < len(config["cluster"]["worker"]):
 """
 
 
+@pytest.mark.soak
 def test_wrong_secret_is_said_at_the_start(tmp_path):
     script = (
         TOGETHER

@@ -242,44 +242,7 @@ result([strategy.rank, strategy.size, initial, weights(m), history.history, eval
     assert losses[-1] < losses[0]
 
 
-@pytest.mark.soak  # `test_equivalence.py` has these layouts
-def test_weights_equal_one_process_with_several_devices_and_workers():
-    """1 worker x 2 devices and 2 workers x 2 devices against plain Keras."""
-    script = (
-        MODEL
-        + """
-import sys
-devices = int(os.environ["DEVICES"])
-if devices > 1:
-    tf.config.set_logical_device_configuration(
-        tf.config.list_physical_devices("CPU")[0],
-        [tf.config.LogicalDeviceConfiguration()] * devices,
-    )
-x, y = data(51)
-def train():
-    keras.utils.set_random_seed(1)
-    m = model()
-    m.fit(x, y, batch_size=16, epochs=2, shuffle=False, verbose=0)
-    # Both have to be called: predictions and metrics are collected.
-    return [float(v) for w in m.get_weights() for v in w.reshape(-1)] + [
-        float(v) for v in m.evaluate(x, y, verbose=0)
-    ] + m.predict(x, verbose=0).reshape(-1).tolist()
-plain = train()
-strategy = kerasdist.RingStrategy([f"CPU:{i}" for i in range(devices)])
-assert strategy.num_replicas_in_sync == devices * strategy.size
-with strategy.scope():
-    ours = train()
-np.testing.assert_allclose(ours, plain, rtol=1e-4, atol=1e-6)
-result(ours)
-"""
-    )
-    for size, devices in [(1, 2), (2, 2), (3, 1)]:
-        env = {"DEVICES": str(devices)}
-        with Workers(script, size, env=env, deadline=150) as job:
-            results = [f.result for f in job.succeed()]
-        assert all(r == results[0] for r in results)
-
-
+@pytest.mark.soak
 def test_workers_may_have_different_numbers_of_replicas():
     script = (
         MODEL

@@ -181,6 +181,7 @@ def train():
 """)
 
 
+@pytest.mark.soak
 def test_accumulated_gradients():
     check("""
 def train():
@@ -218,6 +219,7 @@ def train():
     assert [each["ends"] for each in results[0]] == [[3, 7, 3, 7]] * 3
 
 
+@pytest.mark.soak
 def test_eager_steps():
     check("""
 def train():
@@ -250,6 +252,7 @@ def train():
 """)
 
 
+@pytest.mark.soak
 def test_a_dataset_whose_last_batch_is_smaller():
     check("""
 def train():
@@ -265,6 +268,7 @@ def train():
 """)
 
 
+@pytest.mark.soak
 def test_items():
     check("""
 class Items(keras.utils.PyDataset):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import textwrap
 
 import devices
+import pytest
 from devices import begin
 
 from workers import Workers
@@ -84,6 +85,8 @@ def test_what_is_computed_again_is_what_was_computed():
     """)
 
 
+@pytest.mark.soak
+@pytest.mark.soak
 def test_it_takes_less_memory():
     """By the peaks of two processes, each from before its first step."""
     script = """

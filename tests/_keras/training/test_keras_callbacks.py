@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import zipfile
 
 import keras
 import numpy as np
@@ -90,7 +91,10 @@ result([sorted(os.listdir(mine)), history.history, state(m),
         ]
     )
     assert chief[1:] == other[1:]
-    # The file loads in a process without a strategy, with the same predictions.
+    # The file loads in a process without a strategy, with the same predictions, and
+    # needs no kerasdist.
+    with zipfile.ZipFile(tmp_path / "0" / "last.keras") as file:
+        assert b"kerasdist" not in file.read("config.json")
     model = keras.models.load_model(tmp_path / "0" / "last.keras")
     rng = np.random.default_rng(0)
     x = rng.normal(size=(40, 4)).astype("float32")
@@ -104,6 +108,7 @@ result([sorted(os.listdir(mine)), history.history, state(m),
     )
 
 
+@pytest.mark.soak
 def test_a_saved_model_needs_no_kerasdist(tmp_path):
     body = """
 m = build()
@@ -126,6 +131,7 @@ print("RESULT", json.dumps(m.predict(x, verbose=0).tolist()), flush=True)
     np.testing.assert_allclose(finished.result, expected, rtol=1e-5)
 
 
+@pytest.mark.soak
 def test_loaded_in_the_scope_it_fits_on_with_its_optimizer(tmp_path):
     body = """
 m = build()
@@ -170,7 +176,11 @@ result([rates, len(history.epoch), state(m), state(m2)])
 
 
 @pytest.mark.parametrize(
-    ("when", "trained"), [("on_epoch_end", 2 * 3), ("on_train_batch_end", 2)]
+    ("when", "trained"),
+    [
+        pytest.param("on_epoch_end", 2 * 3, marks=pytest.mark.soak),
+        ("on_train_batch_end", 2),
+    ],
 )
 def test_a_stop_on_one_rank_stops_all(when, trained, tmp_path):
     body = """

@@ -10,7 +10,7 @@ import pytest
 from board import near
 from workers import Workers
 
-pytestmark = [pytest.mark.timeout(150), pytest.mark.alone]
+pytestmark = [pytest.mark.timeout(150), pytest.mark.soak]
 
 # Seconds: a layer on the first and on the second replica of a worker, the collective
 # of gradients, the update, the data, a callback.

@@ -16,7 +16,7 @@ import pytest
 
 from workers import Workers
 
-pytestmark = [pytest.mark.timeout(150), pytest.mark.alone]
+pytestmark = [pytest.mark.timeout(150), pytest.mark.soak]
 
 SCRIPT = """
 import dataclasses, gc, json, sys, time

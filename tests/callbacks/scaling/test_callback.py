@@ -221,18 +221,21 @@ def train(kind, folder, body=BODY):
     return [one.result for one in finished], finished[0].output
 
 
-@pytest.mark.alone
-@pytest.mark.parametrize(
-    "kind",
-    [
-        "ring shared_memory",
-        pytest.param("ring tcp", marks=pytest.mark.soak),
-        pytest.param("sync", marks=pytest.mark.soak),
-        "async",
-    ],
-)
+KINDS = ("ring shared_memory", "ring tcp", "sync", "async")
+
+
+@pytest.mark.parametrize("kind", ["ring shared_memory", "async"])
+def test_figures_are_what_is_counted(kind, tmp_path):
+    """All but how fast it is, which depends on what else the machine does."""
+    (chief, other), output = train(kind, tmp_path)
+    check_counts(kind, chief, other, output, tmp_path)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("kind", KINDS)
 def test_every_figure_is_what_another_measurement_says(kind, tmp_path):
     (chief, other), output = train(kind, tmp_path)
+    check_counts(kind, chief, other, output, tmp_path)
     asynchronous = kind == "async"
     slow, late = chief["slow"], chief["input"]
     figures, throttled = slow["figures"], late["figures"]
@@ -262,11 +265,6 @@ def test_every_figure_is_what_another_measurement_says(kind, tmp_path):
             speeds = 240 * epochs / seconds, 240 * epochs / least
             assert 0.75 * speeds[0] < found["examples_per_second"] < 1.25 * speeds[1]
             assert near(whole, found["examples_per_second"], 0.25)
-    # A step: samples of all workers, or of the one that takes it.
-    for found, batch in ((figures, 4 if asynchronous else 12), (throttled, 48)):
-        assert found["workers"] == 2
-        assert near(found["global_batch"], batch, 0.01)
-        assert near(sum(found["phases"].values()), found["step_seconds"], 1e-6)
         if not asynchronous:
             expected = found["global_batch"] / found["examples_per_second"]
             assert near(found["step_seconds"], expected, 0.3)
@@ -275,18 +273,41 @@ def test_every_figure_is_what_another_measurement_says(kind, tmp_path):
     assert figures["slowest"] == 1
     assert figures["slow_part"] == "compute"
     assert figures["lag"] > 0.6 * SLOW
-    assert "other" not in other["slow"]
-    assert other["slow"].get("figures") is None
+    board = Board(tmp_path / "slow" / "scaling")
+    assert series(board, "straggler/rank")[-1][1] == 1
+    lags = [lag for _, lag in series(board, "straggler/lag_seconds")]
+    assert np.median(lags) > 0.6 * SLOW
     if not asynchronous:
         assert slow["verdict"]["limit"] == "straggler"
         assert "rank 1" in slow["verdict"]["headline"]
         # Of two workers one waits.
         assert figures["phases"]["wait"] > 0.6 * SLOW / 2
-        assert figures["phases"]["compute"] > SLOW / 2
-    assert figures["busy"]["1"] > SLOW
+        middle = float(np.median([speed for _, speed in series(board, ALL)]))
+        assert near(middle, figures["examples_per_second"], 0.3)
 
     # Data that come late; where batches are dealt out, each worker reads all of them.
     assert late["verdict"]["limit"] == "input", throttled["phases"]
+    if kind == "ring tcp":
+        fastest = max(slow["bandwidth"], other["slow"]["bandwidth"])
+        # A few KB: how long that takes varies.
+        assert fastest / 4 < figures["bandwidth"] < fastest * 4
+    assert figures["link"] > figures["bandwidth"] > 0
+
+
+def check_counts(kind, chief, other, output, folder):
+    """Sizes, numbers, sleeps that are contained, and all of that in the file."""
+    asynchronous = kind == "async"
+    slow, late = chief["slow"], chief["input"]
+    figures, throttled = slow["figures"], late["figures"]
+    # A step: samples of all workers, or of the one that takes it.
+    for found, batch in ((figures, 4 if asynchronous else 12), (throttled, 48)):
+        assert found["workers"] == 2
+        assert near(found["global_batch"], batch, 0.01)
+        assert near(sum(found["phases"].values()), found["step_seconds"], 1e-6)
+    assert other["slow"].get("figures") is None
+    assert figures["busy"]["1"] > SLOW
+    if not asynchronous:
+        assert figures["phases"]["compute"] > SLOW / 2
     phases = throttled["phases"]
     assert throttled["step_seconds"] > 0.8 * READ
     # The next batch is read while the step runs.
@@ -303,11 +324,6 @@ def test_every_figure_is_what_another_measurement_says(kind, tmp_path):
     else:
         mean = (slow["sent"] + other["slow"]["sent"]) / 2
         assert near(figures["bytes_per_step"], mean, 0.05)
-    if kind == "ring tcp":
-        fastest = max(slow["bandwidth"], other["slow"]["bandwidth"])
-        # A few KB: how long that takes varies.
-        assert fastest / 4 < figures["bandwidth"] < fastest * 4
-    assert figures["link"] > figures["bandwidth"] > 0
 
     # Staleness: what the strategy counts.
     counts = collections.Counter()
@@ -327,11 +343,11 @@ def test_every_figure_is_what_another_measurement_says(kind, tmp_path):
             assert chief["served"][str(rank)] == facts["staleness"]
 
     # And so it stands in the file.
-    board = Board(tmp_path / "slow" / "scaling")
+    board = Board(folder / "slow" / "scaling")
     check_file(board, figures, asynchronous)
     if asynchronous:
         check_staleness(board, reads)
-    check_rates(Board(tmp_path / "input" / "scaling"), asynchronous)
+    check_rates(Board(folder / "input" / "scaling"), asynchronous)
     assert slow["verdict"]["headline"] in text(board, "verdict")[-1]
     assert slow["verdict"]["headline"] in output
     assert "examples/s" in output
@@ -339,11 +355,7 @@ def test_every_figure_is_what_another_measurement_says(kind, tmp_path):
 
 def check_file(board, figures, asynchronous):
     speeds = series(board, ALL)
-    if not asynchronous:
-        middle = float(np.median([speed for _, speed in speeds]))
-        assert near(middle, figures["examples_per_second"], 0.3)
     assert series(board, "job/workers") == [(step, 2.0) for step, _ in speeds]
-    assert series(board, "straggler/rank")[-1][1] == 1
     efficient = series(board, "efficiency/percent")
     for (_, percent), (_, speed) in zip(efficient, speeds, strict=True):
         assert near(percent, 100 * speed / 2000, 1e-5)
@@ -371,8 +383,6 @@ def check_file(board, figures, asynchronous):
     for rank in "01":
         between(f"examples_per_second/rank_{rank}", figures["by_rank"][rank])
         between(f"busy_seconds/rank_{rank}", figures["busy"][rank])
-    lags = [lag for _, lag in series(board, "straggler/lag_seconds")]
-    assert np.median(lags) > 0.6 * SLOW
     achieved = [speed for _, speed in series(board, "bandwidth/achieved")]
     assert 0 < figures["bandwidth"] <= max(achieved) * (1 + 1e-5)
     links = {link for _, link in series(board, "bandwidth/link")}
@@ -540,8 +550,11 @@ def outcome(batch, picky=False, callbacks=(), accumulate=None, **more):
 found = {}
 for name, board, more in (
     # Each window is shorter than what comes before the calibration.
-    ("often", {"update_freq": 1}, {"batch": 24, "steps_per_execution": 2}),
-    ("accumulated", {}, {"batch": 30, "accumulate": 3}),
+    (
+        "often",
+        {"update_freq": 1},
+        {"batch": 30, "accumulate": 3, "steps_per_execution": 2},
+    ),
     ("picky", {}, {"batch": 12, "picky": True}),
 ):
     board = ScalingTensorBoard(folder + "/" + name, calibrate=True, verbose=0, **board)
@@ -563,16 +576,14 @@ def test_a_calibration_changes_nothing_else(tmp_path):
     The first epoch's metrics once had the steps on zeros in them.
     """
     (chief, other), _ = train("ring auto", tmp_path, CALIBRATED)
-    for name, rows in (("often", 24), ("accumulated", 30)):
-        same, speed = chief[name]
-        assert same, name
-        assert other[name] == [True, None]
-        # More than nothing, and not more than any machine could.
-        assert 100 < speed < 1e7
-        board = Board(tmp_path / name / "scaling")
-        told = text(board, "events")[0]
-        assert re.search(rf"One worker alone takes .*s for a step on {rows} sam", told)
-        assert all(percent > 0 for _, percent in series(board, "efficiency/percent"))
+    same, speed = chief["often"]
+    assert same
+    assert other["often"] == [True, None]
+    assert speed > 0
+    board = Board(tmp_path / "often" / "scaling")
+    told = text(board, "events")[0]
+    assert re.search(r"One worker alone takes .*s for a step on 30 sam", told)
+    assert all(percent > 0 for _, percent in series(board, "efficiency/percent"))
     # Who wants to know how fast a job is doesn't want to end it.
     assert chief["picky"] == other["picky"] == [True, None]
     told = text(Board(tmp_path / "picky" / "scaling"), "events")[0]
@@ -729,7 +740,7 @@ def test_after_a_fit_that_was_interrupted(strategy, tmp_path):
     assert board.figures.steps in (22, 23)
 
 
-@pytest.mark.alone
+@pytest.mark.soak
 def test_a_calibration_says_what_one_worker_does(strategy, tmp_path):
     """Which is what this one has done: with what lies between its steps."""
 
@@ -772,7 +783,6 @@ def test_without_a_strategy_of_ours_nothing_is_written(tmp_path):
     assert not kerasdist.RingStrategy().extended.kerasdist.timer.running
 
 
-@pytest.mark.alone
 def test_stages(tmp_path):
     """One device: all that it doesn't compute or update it idles. See `stage_clock`."""
     strategy = kerasdist.ModelParallelStrategy(

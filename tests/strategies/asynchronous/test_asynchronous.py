@@ -62,9 +62,14 @@ def products_in_order():
 @pytest.mark.parametrize(
     "name",
     [
-        # Every second one in the soak test.
-        pytest.param(name, marks=[pytest.mark.soak] if number % 2 else [])
-        for number, name in enumerate([*OPTIMIZERS, "normalized"])
+        # The others in the soak test.
+        pytest.param(
+            name,
+            marks=[]
+            if name in ("sgd", "schedule_accumulation")
+            else [pytest.mark.soak],
+        )
+        for name in [*OPTIMIZERS, "normalized"]
     ],
 )
 def test_one_worker_is_plain_keras(name, tmp_path):
@@ -327,7 +332,7 @@ result([each for each, _ in digests.found])
 @pytest.mark.parametrize(
     "optimizer",
     [
-        "keras.optimizers.SGD(0.1, use_ema=True)",
+        pytest.param("keras.optimizers.SGD(0.1, use_ema=True)", marks=pytest.mark.soak),
         "keras.optimizers.Adam(0.01, gradient_accumulation_steps=3)",
         # One worker's is equal to Keras, see above.
         pytest.param(

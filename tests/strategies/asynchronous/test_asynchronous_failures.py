@@ -60,7 +60,7 @@ result([digest(m), evaluated])
     [
         pytest.param(2, signal.SIGKILL, id="killed", marks=pytest.mark.soak),
         pytest.param(0, signal.SIGKILL, id="chief_killed"),
-        pytest.param(1, signal.SIGSTOP, id="frozen"),
+        pytest.param(1, signal.SIGSTOP, id="frozen", marks=pytest.mark.soak),
     ],
 )
 def test_the_others_go_on_without_a_lost_worker(lost, fault, tmp_path):
@@ -80,7 +80,7 @@ def test_the_others_go_on_without_a_lost_worker(lost, fault, tmp_path):
         assert f"rank {lost} ({job.addresses[lost]}) was lost" in worker.output
 
 
-@pytest.mark.parametrize("bound", ["null", "0"])
+@pytest.mark.parametrize("bound", [pytest.param("null", marks=pytest.mark.soak), "0"])
 def test_a_lost_server_is_named_in_time(bound, tmp_path):
     env = {"FOLDER": str(tmp_path), "STALENESS": bound}
     script = SCRIPT.replace("BODY", LONG)
@@ -120,7 +120,7 @@ result([say.batches, digests.found, history.history, m.evaluate(x, y, verbose=0)
 """
 
 
-@pytest.mark.parametrize("servers", [1, 2])
+@pytest.mark.parametrize("servers", [1, pytest.param(2, marks=pytest.mark.soak)])
 def test_a_server_that_is_started_again_goes_on_from_its_snapshot(servers, tmp_path):
     script = SCRIPT.replace("BODY", RESTARTED)
     snapshots, folder = tmp_path / "snapshots", tmp_path / "folder"
@@ -170,6 +170,7 @@ result([begin.found, digest(m)])
 """
 
 
+@pytest.mark.soak
 def test_a_job_whose_tasks_were_all_killed_begins_with_its_snapshots(tmp_path):
     script = SCRIPT.replace("BODY", BEGUN_AGAIN)
     env = {"SNAPSHOTS": str(tmp_path)}
@@ -214,7 +215,9 @@ result([found, history.history, digest(m)])
 """
 
 
-@pytest.mark.parametrize("do", ["evaluate", "predict"])
+@pytest.mark.parametrize(
+    "do", ["evaluate", pytest.param("predict", marks=pytest.mark.soak)]
+)
 def test_a_worker_is_lost_while_the_others_evaluate(do, tmp_path):
     script = SCRIPT.replace("BODY", EVALUATING)
     env = {"DO": do, "FOLDER": str(tmp_path)}
@@ -301,7 +304,11 @@ result([found, sorted(say.batches.items())])
         pytest.param(
             *(1, 1, "parts", "null", False), id="within_a_pass", marks=pytest.mark.soak
         ),
-        pytest.param(1, 2, "arrays", "null", True, id="with_the_first_server"),
+        pytest.param(
+            *(1, 2, "arrays", "null", True),
+            id="with_the_first_server",
+            marks=pytest.mark.soak,
+        ),
     ],
 )
 def test_a_new_process_joins_with_a_lost_workers_task(

@@ -145,7 +145,7 @@ trial("noise", noisy, labels, (noisy[:37], labels[:37]))
 """
 
 
-@pytest.mark.parametrize("servers", [0, 1])
+@pytest.mark.parametrize("servers", [0, pytest.param(1, marks=pytest.mark.soak)])
 def test_arrays_in_another_order_or_split_are_the_chiefs(servers):
     """Each rank had split them in its own way: rows were trained on and tested on."""
     chief, other = check(ARRAYS, servers=servers)
@@ -369,6 +369,7 @@ except Exception as error:
     assert "no more files" in other.result[1]
 
 
+@pytest.mark.soak
 def test_items_that_are_reordered_after_each_epoch_are_the_chiefs_from_then_on():
     body = """
 with scope():

@@ -14,7 +14,7 @@ from sleeping import SLEEPING
 from board import Board, near, series, text
 from workers import Workers
 
-pytestmark = [pytest.mark.timeout(150), pytest.mark.alone]
+pytestmark = [pytest.mark.timeout(150), pytest.mark.soak]
 
 # Seconds that a stage's layer sleeps for each micro-batch, forward and backward.
 FORWARD, BACKWARD = (0.003, 0.012), (0.005, 0.020)

@@ -156,7 +156,7 @@ def reference():
     ("size", "devices", "mode"),
     [
         pytest.param(2, 1, "graph", marks=pytest.mark.soak),
-        (3, 1, "graph"),
+        pytest.param(3, 1, "graph", marks=pytest.mark.soak),
         (2, 2, "graph"),
         (2, 1, "eager"),
     ],
@@ -218,6 +218,7 @@ def test_a_worker_that_is_gone_is_named_on_every_survivor(rank, signum):
             assert survivor.returncode == 7
 
 
+@pytest.mark.soak
 def test_a_worker_that_comes_too_late_is_named():
     script = LOOP.replace("{sleeper}", "True")
     with Workers(script, 2, args=["8", "30"], deadline=150) as job:

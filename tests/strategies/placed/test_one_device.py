@@ -14,7 +14,7 @@ from sleeping import SLEEPING
 from board import Board, near, series, text
 from workers import Workers
 
-pytestmark = [pytest.mark.timeout(150), pytest.mark.alone]
+pytestmark = [pytest.mark.timeout(150), pytest.mark.soak]
 
 # Seconds that a stage's layer sleeps in a call, forward and backward, however many rows
 # it's given.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import keras
 import numpy as np
+import pytest
 
 import kerasdist
 from workers import Workers
@@ -68,6 +69,7 @@ result(seen)
     assert epochs[0] != epochs[1]
 
 
+@pytest.mark.soak
 def test_the_check_of_batches_waits_for_predictions_before_it():
     """Several steps are one graph here, which has no order of its own.
 

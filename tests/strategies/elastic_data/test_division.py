@@ -1,4 +1,4 @@
-"""Datasets are divided again when the workers change, and each batch is used once."""
+"""Data are divided again when the workers change: each row is used once."""
 
 from __future__ import annotations
 
@@ -28,6 +28,22 @@ def given(make, **options):
         return {{"x": make(), **options}}
     return data
 
+def arrays(**options):
+    def make():
+        keras.utils.set_random_seed(1)  # and the orders of epochs
+        return {{"x": x, "y": x * 2, "batch_size": 5, "shuffle": True}} | options
+    return make
+
+class Items(keras.utils.PyDataset):
+    def __len__(self):
+        return 6
+    def __getitem__(self, index):
+        rows = x[5 * index:5 * index + 5]
+        return rows, rows * 2
+
+def items(shuffle, **options):
+    return given(lambda: Items(**options), shuffle=shuffle)
+
 def check(steps, epochs, data, **options):
     expected = one_process(epochs, data)
     found = take_all(steps, epochs, data, **options)
@@ -43,11 +59,70 @@ def run(body):
         job.succeed()
 
 
-def test_a_worker_is_lost_at_any_step():
+def test_arrays_when_a_worker_is_lost():
+    """3 workers, then 2; batches of 2 rows leave replicas without rows."""
+    run("""
+for step in (1, 5, 6, 7, 11):
+    for aborted in (True, False):
+        found = check({0: "abc", step: "bc"}, 2, arrays(), aborted=aborted)
+for options in [{"shuffle": False}, {"shuffle": "batch"}, {"batch_size": 2}]:
+    check({0: "abc", 4: "bc"}, 2, arrays(**options))
+assert len(found) == 12
+assert sorted(row[0][0] for part in found[:6] for row in part) == list(range(26))
+assert found[:6] != found[6:]
+""")
+
+
+@pytest.mark.soak
+def test_arrays_when_workers_change_several_times():
+    """Also down to one worker, which needs no facts, and up again."""
+    run("""
+for steps in [
+    {0: "abc", 2: "ac", 3: "c"}, {0: "ab", 5: "b", 6: "ba", 7: "bac", 11: "c"},
+    {0: "a", 1: "ab", 2: "abc", 3: "abcd", 4: "bcd", 9: "cd", 10: "dc"},
+]:
+    for local, size, aborted in [(1, 5, True), (1, 3, False), (2, 7, True)]:
+        check(steps, 2, arrays(batch_size=size), local=local, aborted=aborted)
+""")
+
+
+def test_arrays_go_on_over_epochs():
+    """`steps_per_epoch` isn't the length of the data."""
+    run("""
+for per_epoch in (2, 3):
+    data = arrays(steps_per_epoch=per_epoch)
+    for step in (1, 4, 7):
+        found = check({0: "abc", step: "ca", step + 3: "a"}, 5, data)
+        assert len(found) == 5 * per_epoch
+""")
+
+
+def test_leaves_of_all_kinds_are_divided():
+    """Several inputs, weights, text, and sparse data."""
+    run("""
+import scipy.sparse
+text = tf.constant([f"row {i}" for i in range(26)])
+sparse = scipy.sparse.csr_matrix(np.eye(26, dtype="float32"))
+weights = [x[:, 0], x[:, 0]]
+many = arrays(x={"a": x, "b": x + 1, "c": text}, y=[x, x], sample_weight=weights)
+for data in (many, arrays(x=sparse, shuffle=False)):
+    for local in (1, 2):
+        check({0: "abc", 2: "bc", 4: "c"}, 1, data, local=local)
+""")
+
+
+def test_the_workers_that_stay_do_not_change():
+    """The same layout: a step that was aborted gets the same part again."""
+    run("""
+check({0: "abc", 2: "abc", 3: "abc"}, 1, arrays())
+""")
+
+
+def test_datasets_when_a_worker_is_lost():
     """3 workers, then 2; the last batch is partial, and has fewer rows than workers."""
     run("""
 data = given(lambda: slices((x, x * 2)).shuffle(26).batch(4))
-for step in (1, 2, 3, 6, 7, 8, 12, 13):
+for step in (2, 7, 12):
     aborted = step % 3 != 0
     found = check({0: "abc", step: "bc"}, 2, data, aborted=aborted)
 assert sorted(row[0][0] for part in found[:7] for row in part) == list(range(26))
@@ -56,7 +131,7 @@ assert found[:7] != found[7:]
 
 
 @pytest.mark.soak
-def test_workers_change_several_times():
+def test_datasets_when_workers_change_several_times():
     """Also down to one worker, which needs no facts, and up again."""
     run("""
 for steps in [
@@ -69,16 +144,15 @@ for steps in [
 """)
 
 
-def test_an_iterator_goes_on_over_epochs():
+def test_datasets_go_on_over_epochs():
     """`steps_per_epoch` isn't the length of the data."""
     run("""
 for make in (
     lambda: slices((x, x)).batch(5).repeat(), lambda: slices((x, x)).repeat().batch(5)
 ):
     data = given(make, steps_per_epoch=3)
-    for step in (2, 3, 7):
-        found = check({0: "abc", step: "ca", step + 3: "a"}, 4, data)
-        assert len(found) == 12
+    found = check({0: "abc", 3: "ca", 6: "a"}, 4, data)
+    assert len(found) == 12
 """)
 
 
@@ -133,4 +207,26 @@ assert following() == [8, 9]
 batches.commit()
 batches.renew()
 assert following() == [14, 15]
+""")
+
+
+def test_each_item_is_used_once():
+    """Also with the dataset's own threads, which read ahead."""
+    run("""
+for options, losses in (({}, (4,)), ({"workers": 2}, (6,))):
+    data = items(False, **options)
+    for step in losses:
+        steps = {0: "abc", step: "bc", step + 1: "c"}
+        assert take_all(steps, 2, data) == one_process(2, data), (options, step)
+""")
+
+
+def test_shuffled_items_keep_their_order():
+    """It's the order of the same workers without a change."""
+    run("""
+data = items(True)
+expected = take_all({0: "abc"}, 2, data)
+assert sorted(row[0][0] for part in expected[:6] for row in part) == list(range(26))
+assert expected[:6] != expected[6:]
+assert take_all({0: "abc", 6: "cb"}, 2, data, local=2) == expected
 """)
