@@ -11,7 +11,6 @@ import signal
 import socket
 import stat
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -25,7 +24,6 @@ import pytest
 from hosts import Hosts
 from kerasdist.transport.shared_memory import SEGMENT_NAME
 from pace import bound, calibrate, slowness
-from turns import Turns
 from workers import WARM
 
 # Before anything imports TensorFlow.
@@ -50,8 +48,6 @@ _GRACE = 15.0
 # cost 16 MB of memory each time.
 _OF_MPI = "sm_segment.*"
 _EARLIER = pytest.StashKey[set[Path]]()
-# The folder of `Turns`.
-_FOLDER = pytest.StashKey[str]()
 # Segments that were found mapped after a test.
 _left_mapped: set[str] = set()
 
@@ -75,35 +71,14 @@ def pytest_configure(config: pytest.Config) -> None:
             signal.signal(number, default)
 
 
-# With `pytest -n` several processes run tests, and another one, which runs none, tells
-# them where they meet, and what they have found.
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_configure_node(node: Any) -> None:
-    config = node.config
-    if _FOLDER not in config.stash:
-        folder = tempfile.TemporaryDirectory(prefix="kerasdist-turns-")
-        config.stash[_FOLDER] = folder.name
-        config.add_cleanup(folder.cleanup)
-    node.workerinput["turns"] = config.stash[_FOLDER]
+# With `pytest -n` several processes run tests, and tell another one, which runs none,
+# what they have found.
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
     found = getattr(node, "workeroutput", {}).get("why_cold")
     WARM.why_cold = WARM.why_cold or found
-
-
-@pytest.hookimpl(wrapper=True, tryfirst=True)
-def pytest_runtest_protocol(item: pytest.Item) -> Iterator[Any]:
-    # Around all the rest: nor does a test's time-out run while it waits.
-    given = getattr(item.config, "workerinput", None)
-    if given is None:
-        return (yield)
-    alone = item.get_closest_marker("alone") is not None
-    with Turns(Path(given["turns"])).one(alone=alone):
-        return (yield)
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

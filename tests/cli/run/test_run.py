@@ -616,7 +616,7 @@ def test_ctrl_c_ends_servers_after_their_workers(launcher):
     launcher.nothing_runs(within=5.0)
 
 
-@pytest.mark.alone
+@pytest.mark.soak
 def test_a_second_signal_doesnt_wait(launcher):
     process = launcher.start(
         *("-n", 2, "script.py"),
