@@ -454,6 +454,7 @@ def spaces() -> set[str]:
     return {path.name for path in folder.iterdir()} if folder.is_dir() else set()
 
 
+@pytest.mark.soak
 @pytest.mark.netns
 def test_two_hosts_of_this_machine():
     before = spaces()
@@ -461,6 +462,7 @@ def test_two_hosts_of_this_machine():
     assert spaces() <= before
 
 
+@pytest.mark.soak
 @pytest.mark.netns
 def test_two_hosts_by_name(two_hosts, tmp_path):
     """With an `ssh` that runs its command on a test's host."""

@@ -56,6 +56,7 @@ def test_the_demo_on_two_workers_is_as_good_as_one_process():
     assert re.search(r"^\d+ examples/s with 2 worker\(s\)$", two, re.M)
 
 
+@pytest.mark.soak
 def test_a_function_from_python():
     """TensorFlow is in use in the caller, before and after."""
     output = run(str(EXAMPLES / "from_python.py"))
@@ -66,6 +67,7 @@ def test_a_function_from_python():
     assert float(found) > 0.8
 
 
+@pytest.mark.soak
 @pytest.mark.netns
 def test_two_hosts_by_hand_made_tf_config(two_hosts):
     """Each worker in a network namespace of its own, with an address of its own."""
@@ -110,6 +112,7 @@ else:
                 assert expected in finished.result
 
 
+@pytest.mark.soak
 def test_callbacks(tmp_path):
     trace = tmp_path / "trace.json"
     script = EXAMPLES / "callbacks.py"
@@ -126,6 +129,7 @@ def test_callbacks(tmp_path):
     assert len(names) == len({event["pid"] for event in events}) == 2
 
 
+@pytest.mark.soak
 def test_two_stages_of_a_model_that_is_too_large_for_one_device():
     output = trained("two_stage.py", "--epochs", "2")
 
@@ -140,6 +144,7 @@ def test_two_stages_of_a_model_that_is_too_large_for_one_device():
     assert accuracy(two) > 0.8
 
 
+@pytest.mark.soak
 def test_a_table_of_words_on_servers():
     output = trained(
         *("embedding_ps.py", "--epochs", "2", "--words", "50000"), size=2, servers=2
@@ -158,6 +163,7 @@ def test_a_table_of_words_on_servers():
     assert accuracy(output) > 0.7
 
 
+@pytest.mark.soak
 def test_both_at_once():
     out = trained("hybrid.py", "--epochs", "3", size=2)
     first, second = re.findall(r"rank \d of 2: weights (\w{16})$", out, re.M)

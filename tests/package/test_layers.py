@@ -339,24 +339,9 @@ def test_a_package_that_keeps_the_rules_has_no_faults(package):
     ("file", "source", "fault"),
     [
         (
-            "kerasdist/errors.py",
-            "import kerasdist.cluster",
-            "1: errors imports kerasdist.cluster, of the layer cluster above it",
-        ),
-        (
-            "kerasdist/cluster.py",
-            "\nfrom kerasdist.transport import tcp",
-            "2: cluster imports kerasdist.transport.tcp, of the layer transport above",
-        ),
-        (
             "kerasdist/transport/tcp.py",
             "def f():\n    from ..collectives import ring",
             "2: transport imports kerasdist.collectives.ring, of the layer mechanism",
-        ),
-        (
-            "kerasdist/transport/tcp.py",
-            "from .. import collectives",
-            "1: transport imports kerasdist.collectives, of the layer mechanism above",
         ),
         (
             "kerasdist/transport/tcp.py",
@@ -369,11 +354,6 @@ def test_a_package_that_keeps_the_rules_has_no_faults(package):
             "1: mechanism imports kerasdist._tf, of the layer tf seam above it",
         ),
         (
-            "kerasdist/_tf.py",
-            "from kerasdist import _keras",
-            "1: tf seam imports kerasdist._keras, of the layer keras seam above it",
-        ),
-        (
             "kerasdist/_keras.py",
             "if TYPE_CHECKING:\n    from kerasdist.strategies import base",
             "2: keras seam imports kerasdist.strategies.base, of the layer strategies",
@@ -384,19 +364,9 @@ def test_a_package_that_keeps_the_rules_has_no_faults(package):
             "2: strategies imports kerasdist.callbacks, of the layer callbacks above",
         ),
         (
-            "callbacks/lr.py",
-            "import kerasdist.cli",
-            "1: callbacks imports kerasdist.cli, of the layer cli above it",
-        ),
-        (
             "kerasdist/__init__.py",
             "from kerasdist.strategies import base",
             "1: kerasdist imports kerasdist.strategies.base eagerly, which needs Tens",
-        ),
-        (
-            "kerasdist/__init__.py",
-            "import keras",
-            "1: kerasdist imports keras eagerly",
         ),
         (
             "kerasdist/cluster.py",
@@ -404,29 +374,14 @@ def test_a_package_that_keeps_the_rules_has_no_faults(package):
             "2: cluster imports tensorflow.config; it must work without TensorFlow",
         ),
         (
-            "kerasdist/collectives/ring.py",
-            "from keras import ops",
-            "1: mechanism imports keras.ops; it must work without TensorFlow",
-        ),
-        (
             "kerasdist/strategies/ring.py",
             "from tensorflow.python.framework import ops",
             "1: strategies imports tensorflow.python.framework.ops; only the tf seam",
         ),
         (
-            "kerasdist/_keras.py",
-            "from tensorflow import python",
-            "1: keras seam imports tensorflow.python; only the tf seam may",
-        ),
-        (
             "kerasdist/strategies/ring.py",
             "import tensorflow as tf\ntf.python.ops",
             "2: strategies imports tensorflow.python; only the tf seam may",
-        ),
-        (
-            "kerasdist/strategies/ring.py",
-            "import keras\nkeras.src.trainers",
-            "2: strategies imports keras.src; only the keras seam may",
         ),
         (
             "callbacks/lr.py",
@@ -451,22 +406,6 @@ def test_each_fault_is_found(package, file, source, fault):
     assert found.startswith(f"{file}:{fault}")
 
 
-def test_cycles_are_found_also_through_a_package_and_a_function(package):
-    root = package(
-        {
-            "kerasdist/transport/__init__.py": "from kerasdist.transport import tcp",
-            "kerasdist/transport/tcp.py": "from kerasdist.transport import Transport",
-            "kerasdist/cli/run.py": "from kerasdist.cli import doctor",
-            "kerasdist/cli/doctor.py": "def f():\n    from . import run",
-        }
-    )
-    assert check(root) == [
-        "import cycle: kerasdist.cli.doctor > kerasdist.cli.run > kerasdist.cli.doctor",
-        "import cycle: kerasdist.transport > kerasdist.transport.tcp"
-        " > kerasdist.transport",
-    ]
-
-
 # What it is there for.
 
 
@@ -477,14 +416,7 @@ def test_the_library_keeps_the_rules():
 @pytest.mark.parametrize(
     "module",
     [
-        "kerasdist",
-        "kerasdist.errors",
-        "kerasdist.cluster",
-        "kerasdist.transport",
-        "kerasdist.collectives",
-        "kerasdist.placement",
         "kerasdist.placement.plan",
-        "kerasdist.functions.run",
         "kerasdist.functions.worker",
         "kerasdist.cli",
     ],
@@ -531,7 +463,7 @@ def test_the_layers_of_contributing_are_those_that_are_enforced():
     assert list(written) == [name for name in reversed(NAMES) if name in written]
 
 
-def test_a_circle_of_types_or_of_rooms_is_found(package):
+def test_circles_of_modules_types_and_rooms_are_found(package):
     root = package(
         {
             "kerasdist/ps/__init__.py": "",
@@ -542,10 +474,13 @@ def test_a_circle_of_types_or_of_rooms_is_found(package):
             "kerasdist/ps/x/other.py": "",
             "kerasdist/ps/y/__init__.py": "",
             "kerasdist/ps/y/two.py": "from kerasdist.ps.x import other",
+            "kerasdist/cli/run.py": "from kerasdist.cli import doctor",
+            "kerasdist/cli/doctor.py": "def f():\n    from . import run",
         }
     )
     assert check(root) == [
         "cycle of rooms: kerasdist.ps.x > kerasdist.ps.y > kerasdist.ps.x",
+        "import cycle: kerasdist.cli.doctor > kerasdist.cli.run > kerasdist.cli.doctor",
         "import cycle: kerasdist.ps.a > kerasdist.ps.b > kerasdist.ps.a",
     ]
 

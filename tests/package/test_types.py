@@ -6,6 +6,8 @@ import ast
 import subprocess
 import sys
 
+import pytest
+
 import kerasdist
 from places import ROOT
 
@@ -22,6 +24,7 @@ communicator.barier()  # typo
 """
 
 
+@pytest.mark.soak
 def test_a_typo_is_an_error_of_mypy(tmp_path):
     """Any name was fine, because of the module's `__getattr__`."""
     script = tmp_path / "script.py"

@@ -151,6 +151,7 @@ def test_the_metadata_is_complete(wheel):
     assert description.strip() == (ROOT / "README.md").read_text().strip()
 
 
+@pytest.mark.soak
 def test_the_package_index_accepts_both(dist):
     files = sorted(str(path) for path in dist.iterdir())
     assert len(files) == 2
@@ -190,12 +191,14 @@ def test_the_installed_wheel_is_imported_and_runs(installed, tmp_path):
     )
 
 
+@pytest.mark.soak
 def test_an_editable_install_finds_the_callbacks(source, tmp_path):
     folder = install(tmp_path / "venv", "--editable", ".", cwd=source)
     found = run(str(folder / "python"), "-c", FIND, cwd=tmp_path).strip()
     assert Path(found).samefile(source / "callbacks" / "__init__.py")
 
 
+@pytest.mark.soak
 def test_a_checkouts_folder_finds_the_callbacks_after_a_plain_install(
     installed, source
 ):

@@ -197,6 +197,7 @@ return app.trace.workspaces.currentWorkspace.children.map(
 """
 
 
+@pytest.mark.soak
 def test_perfetto(runs, tmp_path):
     # Twelve ranks, by hand: they must come in order.
     spans = [
@@ -277,6 +278,7 @@ return model && [model.importWarnings.length, Object.values(model.processes).map
 """
 
 
+@pytest.mark.soak
 def test_tensorboards_trace_viewer(runs, tmp_path):
     logs = runs["alone"].parents[3]
     python = str(VIEWERS / "bin" / "python")
