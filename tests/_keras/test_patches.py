@@ -28,6 +28,7 @@ from kerasdist._keras import patches as of_keras
 from kerasdist._tested import range_in_words
 from kerasdist._tf import patches as of_tensorflow
 from kerasdist._tf.patching import Patch, Patcher, wrap
+from pace import bound
 from places import ROOT
 from workers import python_env
 
@@ -199,7 +200,7 @@ def test_a_keras_without_a_module_is_refused_in_words():
         env=python_env({"PYTHONWARNINGS": "ignore"}),
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=bound(120),
         check=False,
     )
     assert "csv_logger.CSVLogger.on_epoch_end is missing" in done.stdout, done.stderr

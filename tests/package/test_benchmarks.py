@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from pace import bound
 from places import ROOT
 from workers import python_env
 
@@ -25,7 +26,7 @@ def run(name: str, output: Path, *arguments: str) -> dict:
         env=python_env(),
         capture_output=True,
         text=True,
-        timeout=150,
+        timeout=bound(150),
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
@@ -47,7 +48,7 @@ def test_each_script_starts(name):
         env=python_env(),
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=bound(60),
         check=False,
     )
     assert done.returncode == 0, done.stderr
@@ -70,7 +71,7 @@ def test_gpu_check_without_a_gpu(tmp_path):
         env=python_env(),
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=bound(60),
         check=False,
     )
     assert done.returncode == 1
@@ -89,7 +90,7 @@ def test_gpu_check_on_parts_of_the_cpu(tmp_path):
         env=python_env(),
         capture_output=True,
         text=True,
-        timeout=880,
+        timeout=bound(880),
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr

@@ -18,6 +18,7 @@ import pytest
 from kerasdist import cli, errors
 from kerasdist.cluster import resolve
 from kerasdist.collectives.connect import TRANSPORTS
+from pace import bound
 from places import ROOT
 from workers import Workers, free_ports, python_env
 
@@ -118,7 +119,7 @@ def run(*command: str, **extra: str) -> str:
         env=python_env(extra),
         capture_output=True,
         text=True,
-        timeout=150,
+        timeout=bound(150),
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
@@ -488,7 +489,7 @@ def test_two_hosts_says_what_it_needs():
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=bound(30),
         check=False,
     )
     assert done.returncode == 2

@@ -9,6 +9,7 @@ import sys
 
 import pytest
 
+from pace import bound
 from places import ROOT
 from workers import Workers, python_env
 
@@ -21,7 +22,7 @@ def run(*command: str) -> str:
         env=python_env(),
         capture_output=True,
         text=True,
-        timeout=150,
+        timeout=bound(150),
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr

@@ -34,6 +34,7 @@ from pathlib import Path
 
 import pytest
 
+from pace import bound
 from places import ROOT
 from workers import python_env
 
@@ -433,7 +434,7 @@ def test_it_can_be_imported_without_tensorflow_and_keras(module):
         env=python_env(),
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=bound(60),
         check=False,
     )
     assert done.returncode == 0, done.stderr

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from browser import chromium, need, need_browser, wait_for
+from pace import bound
 from places import ROOT
 
 MKDOCS = ROOT / ".venv-docs" / "bin" / "mkdocs"
@@ -35,7 +36,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
         env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=bound(120),
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr

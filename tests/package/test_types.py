@@ -9,6 +9,7 @@ import sys
 import pytest
 
 import kerasdist
+from pace import bound
 from places import ROOT
 
 SCRIPT = """
@@ -35,7 +36,7 @@ def test_a_typo_is_an_error_of_mypy(tmp_path):
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=170,
+        timeout=bound(170),
         check=False,
     )
     typos = [n for n, line in enumerate(SCRIPT.split("\n"), 1) if "# typo" in line]

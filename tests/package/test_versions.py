@@ -15,6 +15,7 @@ from packaging.utils import canonicalize_name
 import kerasdist
 from kerasdist._tested import range_in_words, was_tested
 from kerasdist.strategies.versions import warn_of_untested
+from pace import bound
 from places import ROOT
 
 
@@ -85,7 +86,7 @@ def test_each_pair_has_an_environment_of_its_own():
         env={k: v for k, v in os.environ.items() if k != "MAKEFLAGS"},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=bound(60),
         check=True,
     )
     for name in ("oldest", "newest"):

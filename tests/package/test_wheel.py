@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 import kerasdist._version
+from pace import bound
 from places import ROOT
 from workers import python_env
 
@@ -34,7 +35,7 @@ def run(*command, cwd, **env):
         env={k: v for k, v in python_env(env).items() if k != "PYTHONPATH"},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=bound(120),
         check=False,
     )
     assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"

@@ -10,6 +10,7 @@ import pytest
 
 from kerasdist.placement.costs import LayerCost, ModelCost, Run, TensorCost
 from kerasdist.placement.partition import StageCosts
+from pace import bound
 
 PRICE = 3.0
 
@@ -187,4 +188,4 @@ def test_a_thousand_layers_take_little_time():
     began = time.process_time()
     cut = StageCosts(ModelCost.chain(made), Run(batch_size=8)).best([1e9] * 8)
     assert cut is not None
-    assert time.process_time() - began < 5.0
+    assert time.process_time() - began < bound(5.0)

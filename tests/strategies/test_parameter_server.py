@@ -15,6 +15,7 @@ import pytest
 
 import kerasdist
 from launching import launcher_in
+from pace import bound
 from workers import Workers, free_ports
 
 pytestmark = pytest.mark.timeout(120)
@@ -322,7 +323,7 @@ def test_the_launcher_lets_an_async_job_go_on_without_a_worker(tmp_path, how):
         if how == "killed":
             os.kill(pid, signal.SIGKILL)
         (tmp_path / "lost").touch()
-        _, err = process.communicate(timeout=60)
+        _, err = process.communicate(timeout=bound(60))
         assert "kerasdist run: rank 1 was lost: it" in err
         assert "kerasdist run: the job has finished without rank 1\n" in err
         if how == "killed":

@@ -7,6 +7,7 @@ import time
 
 import pytest
 
+from pace import bound
 from workers import Workers
 
 TRAIN = """
@@ -90,7 +91,7 @@ def test_a_lost_worker_ends_fit_on_every_survivor(lost, fault, seconds):
                 f"Rank {lost} ({job.addresses[lost]}) was lost at step"
                 in seen["message"]
             )
-            assert seen["at"] - at < seconds
+            assert seen["at"] - at < bound(seconds)
 
 
 def test_a_script_that_raises_is_named_on_the_others():
@@ -115,7 +116,7 @@ def test_a_rank_that_does_something_else_is_a_mismatch_naming_both():
 def test_a_rank_that_does_not_come_is_a_timeout():
     fault = "if epoch == 3 and strategy.rank == 1: time.sleep(100)"
     # More than one rank may be behind the other when both trace their graphs.
-    script = script_of(fault).replace("timeout=40", "timeout=8")
+    script = script_of(fault).replace("timeout=40", "timeout=12")
     with Workers(script, 2, deadline=90) as job:
         seen = job.wait_one(0).result
         assert seen["class"] == "CollectiveTimeout"

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from pace import bound
 from places import ROOT
 from workers import TAG, kill_tagged, python_env
 
@@ -86,7 +87,7 @@ def tensorboard(folder: Path, python: str = sys.executable) -> Iterator[str]:
         yield found[0]
     finally:
         kill_tagged(tag)
-        process.wait(30)
+        process.wait(bound(30))
 
 
 @contextlib.contextmanager

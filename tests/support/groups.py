@@ -34,6 +34,7 @@ from kerasdist.transport.rendezvous.session import Session
 from kerasdist.transport.shared_memory import SEGMENT_NAME
 from kerasdist.transport.sockets import SocketTransport
 from kerasdist.transport.wire.frame_auth import FrameAuthenticator
+from pace import bound
 from waiting import wait_until
 from workers import free_ports
 
@@ -223,7 +224,7 @@ def nothing_stays_open() -> Iterator[None]:
     for thread in threading.enumerate():
         if "look-up" in thread.name:
             # Nobody can end a question to a name server; it ends by itself.
-            thread.join(30.0)
+            thread.join(bound(30.0))
     # The thread that writes log lines ends when there is none left.
     background_log.flush(5.0)
     wait_until(lambda: not _threads_left(), "the end of kerasdist's threads", 3.0)

@@ -28,6 +28,7 @@ from pathlib import Path
 import psutil
 
 from closing import Closing
+from pace import bound
 
 __all__ = ["Hosts"]
 
@@ -37,7 +38,7 @@ _numbers = itertools.count()
 def _ip(*args: str) -> str:
     command = ["ip", *args]
     done = subprocess.run(
-        command, capture_output=True, text=True, timeout=30, check=False
+        command, capture_output=True, text=True, timeout=bound(30), check=False
     )
     if done.returncode != 0:
         raise OSError(f"`{' '.join(command)}` failed: {done.stderr.strip()}")

@@ -21,6 +21,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from hosts import Hosts
+from pace import bound
 from waiting import wait_until
 
 __all__ = ["Slurm"]
@@ -157,7 +158,7 @@ class Slurm(Hosts):
             env={**os.environ, **env, "SLURM_CONF": f"{self.folder}/slurm.conf"},
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=bound(60),
             check=False,
         )
         return done.stdout if done.returncode == 0 else done.stdout + done.stderr
@@ -206,7 +207,7 @@ class Slurm(Hosts):
         super().close()
         for daemon in self._daemons:
             daemon.kill()
-            daemon.wait(20.0)
+            daemon.wait(bound(20.0))
         for name in self.names:
             with contextlib.suppress(FileNotFoundError):
                 shutil.rmtree(Path("/etc/netns") / name)

@@ -14,6 +14,7 @@ import tempfile
 from pathlib import Path
 
 from hosts import Hosts
+from pace import bound
 from waiting import wait_until
 
 __all__ = ["SshHosts"]
@@ -48,7 +49,7 @@ class SshHosts(Hosts):
             subprocess.run(
                 ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / name],
                 check=True,
-                timeout=30,
+                timeout=bound(30),
             )
         self.ssh = (
             f"ssh -F none -i {folder}/key -o IdentitiesOnly=yes -o "
@@ -87,7 +88,7 @@ class SshHosts(Hosts):
         wait_until(
             lambda: (
                 subprocess.run(
-                    probe, stderr=subprocess.DEVNULL, check=False, timeout=30
+                    probe, stderr=subprocess.DEVNULL, check=False, timeout=bound(30)
                 ).returncode
                 == 0
             ),
@@ -98,5 +99,5 @@ class SshHosts(Hosts):
         super().close()
         for server in self._servers:
             server.kill()
-            server.wait(10.0)
+            server.wait(bound(10.0))
         self._undo.close()

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from pace import bound
 from places import SUPPORT, TESTS
 from workers import python_env
 
@@ -91,7 +92,7 @@ def test_what_is_left_behind_fails_the_test_and_is_named(tmp_path):
         env=python_env(),
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=bound(120),
         check=False,
     )
 

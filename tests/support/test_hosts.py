@@ -7,6 +7,7 @@ import subprocess
 import pytest
 
 from hosts import Hosts
+from pace import bound
 from workers import Workers
 
 pytestmark = pytest.mark.netns
@@ -39,7 +40,7 @@ def test_a_cut_host_is_out_of_reach_until_it_is_joined(two_hosts):
                 "import socket, sys; s = socket.socket(); s.settimeout(3)\n"
                 f"sys.exit(s.connect_ex(('{two_hosts.address(0)}', 9)))",
             ],
-            timeout=30,
+            timeout=bound(30),
             check=False,
         ).returncode
 
@@ -63,4 +64,4 @@ def test_everything_is_removed_also_after_a_failure():
         raise ZeroDivisionError
 
     assert Hosts.leftovers() == []
-    assert process.wait(10) < 0
+    assert process.wait(bound(10)) < 0

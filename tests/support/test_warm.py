@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 import warm
+from pace import bound
 from waiting import wait_until
 from workers import TAG, WARM, Workers, python_env
 
@@ -248,7 +249,7 @@ def test_warm_processes_end_with_the_tests():
         [sys.executable, "-c", code],
         env=python_env(),
         stdout=subprocess.PIPE,
-        timeout=120,
+        timeout=bound(120),
         check=False,
     )
     assert done.returncode == -signal.SIGKILL

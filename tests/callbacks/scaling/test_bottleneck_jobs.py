@@ -14,6 +14,7 @@ import subprocess
 
 import pytest
 
+from pace import bound
 from workers import Workers
 
 pytestmark = [pytest.mark.timeout(150), pytest.mark.soak]
@@ -149,7 +150,7 @@ def test_what_limits_a_job_on_two_hosts(two_hosts, tmp_path):
     for host in range(2):
         shape = f"tc qdisc add dev eth0 root tbf rate {RATE * 8:.0f} burst 32kb"
         command = [*two_hosts.prefix(host), *shape.split(), "latency", "400ms"]
-        subprocess.run(command, check=True, timeout=30)
+        subprocess.run(command, check=True, timeout=bound(30))
     with Workers(
         SCRIPT + REMOTE,
         2,

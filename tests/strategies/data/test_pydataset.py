@@ -12,6 +12,7 @@ import pytest
 from kerasdist._keras.data import pydataset
 from kerasdist.collectives.ops import equal_part
 from kerasdist.strategies.data.item_codec import ItemCodec
+from pace import bound
 from workers import Workers
 
 SCRIPT = """
@@ -295,7 +296,7 @@ def test_a_reading_thread_that_does_not_end_is_left_to_itself(monkeypatch):
     end, before = threading.Event(), set(threading.enumerate())
 
     def hang(*_):
-        end.wait(60)
+        end.wait(bound(60))
         return types.SimpleNamespace(close=end.set)
 
     keras_module = pydataset.py_dataset_adapter
@@ -307,5 +308,5 @@ def test_a_reading_thread_that_does_not_end_is_left_to_itself(monkeypatch):
     reader.close()
     assert stuck.is_alive()
     end.set()
-    stuck.join(10)
+    stuck.join(bound(10))
     assert not stuck.is_alive()
