@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from groups import KINDS, Group
+from groups import Group, each_kind
 from kerasdist.collectives.backends.hierarchical import HierarchicalCommunicator
 from kerasdist.collectives.backends.ring import RingCommunicator
 from kerasdist.collectives.backends.shared_memory import SharedMemoryCommunicator
@@ -56,7 +56,9 @@ def same_bytes(results):
     return all([(a.dtype, a.shape, a.tobytes()) for a in r] == first for r in results)
 
 
-@pytest.fixture(scope="module", params=KINDS, ids=lambda kind: f"{kind[0]}-{kind[1]}")
+@pytest.fixture(
+    scope="module", params=each_kind(), ids=lambda kind: f"{kind[0]}-{kind[1]}"
+)
 def group(request):
     """One group for all tests of this module that leave it usable."""
     with Group(*request.param) as made:

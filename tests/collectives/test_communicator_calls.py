@@ -17,13 +17,15 @@ from test_communicator import (
     values,
 )
 
-from groups import KINDS, Group
+from groups import KINDS, Group, each_kind
 from kerasdist import errors
 
 pytestmark = pytest.mark.timeout(60)
 
 
-@pytest.fixture(scope="module", params=KINDS, ids=lambda kind: f"{kind[0]}-{kind[1]}")
+@pytest.fixture(
+    scope="module", params=each_kind(), ids=lambda kind: f"{kind[0]}-{kind[1]}"
+)
 def group(request):
     """One group for all tests of this module that leave it usable."""
     with Group(*request.param) as made:

@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from groups import KINDS, Group
+from groups import Group, each_kind
 from kerasdist.collectives.row_exchange import Slices
 from kerasdist.errors import CollectiveMismatch
 
@@ -21,7 +21,9 @@ TABLES = [
 ]
 
 
-@pytest.fixture(scope="module", params=KINDS, ids=lambda kind: f"{kind[0]}-{kind[1]}")
+@pytest.fixture(
+    scope="module", params=each_kind(), ids=lambda kind: f"{kind[0]}-{kind[1]}"
+)
 def group(request):
     with Group(*request.param) as made:
         # Shared memory grows to its full size now, so that no test is blamed for it.

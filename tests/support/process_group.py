@@ -80,6 +80,7 @@ def run_contract(
 ) -> None:
     """Runs the contract's tests as one rank, and exits with pytest's code."""
     groups.KINDS = [(kind, size)]  # type: ignore[misc]
+    groups.FURTHER_KINDS = []
     groups.Group = lambda *_: ProcessGroup(make_job(), exchange)  # type: ignore
     with ProcessGroup(make_job(), exchange) as group:
         _check_barrier(group)

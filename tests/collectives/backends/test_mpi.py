@@ -86,7 +86,7 @@ def results(output):
 
 
 @pytest.mark.parametrize(
-    "size", [1, 2, 3, *(pytest.param(n, marks=pytest.mark.soak) for n in (4, 5))]
+    "size", [3, *(pytest.param(n, marks=pytest.mark.soak) for n in (1, 2, 4, 5))]
 )
 def test_contract_of_communicators(mpirun, tmp_path, size):
     script = f"""
@@ -125,6 +125,7 @@ def test_training_needs_no_other_settings(mpirun, tmp_path):
         assert first[name] == pytest.approx(alone[name], rel=1e-4, abs=1e-6)
 
 
+@pytest.mark.soak
 def test_the_commands_of_the_page(mpirun, tmp_path):
     page = (ROOT / "docs" / "mpi.md").read_text(encoding="utf-8")
     (script,) = re.findall(r"^```python\n(.*?)^```$", page, re.M | re.S)
@@ -158,6 +159,7 @@ def test_the_commands_of_the_page(mpirun, tmp_path):
         assert float(text) == pytest.approx(float(loss), rel=1e-4)
 
 
+@pytest.mark.soak
 def test_one_process_and_those_with_other_settings_are_no_job_of_mpi(mpirun, tmp_path):
     script = """
     import json, os, sys
