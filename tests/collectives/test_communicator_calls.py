@@ -19,6 +19,7 @@ from test_communicator import (
 
 from groups import KINDS, Group, each_kind
 from kerasdist import errors
+from pace import bound
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -241,7 +242,7 @@ def test_calls_of_several_threads_are_done_one_after_the_other(group):
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(30)
+            thread.join(bound(30))
         return len(good), all(good)
 
     assert group.run(work) == [(45, True)] * group.size

@@ -15,6 +15,7 @@ from kerasdist import errors
 from kerasdist.collectives.backends.ring import RingCommunicator
 from kerasdist.transport.liveness.failure_protocol import Unsupervised
 from kerasdist.transport.memory import Faults, memory_group
+from pace import bound
 from waiting import wait_until
 
 pytestmark = pytest.mark.timeout(60)
@@ -153,7 +154,7 @@ def test_a_rank_that_does_not_come_is_a_timeout_on_every_rank(kind):
     def work(communicator):
         communicator.barrier()
         if communicator.rank == 1:
-            come.wait(30)
+            come.wait(bound(30))
         try:
             communicator.all_reduce([np.ones(100_000)])
         finally:
@@ -204,7 +205,7 @@ def test_a_wait_ends_when_another_thread_aborts_or_closes(kind, ending):
         thread.start()
         wait_until(lambda: waiting.supervisor.call.kind == "all_reduce", "the call")
         getattr(waiting, ending)()
-        thread.join(15)
+        thread.join(bound(15))
         assert not thread.is_alive()
         assert type(result[0]) is errors.TransportClosed
         pattern = {

@@ -28,6 +28,7 @@ from kerasdist.collectives import TRANSPORTS, connect
 from kerasdist.collectives.connect import mesh
 from kerasdist.transport import Timeouts
 from kerasdist.transport.rendezvous.session import Session
+from pace import bound
 from waiting import wait_until
 from workers import Workers
 
@@ -173,7 +174,7 @@ def test_what_was_connected_is_closed_when_the_rest_does_not_come():
         with contextlib.closing(session):
             if rank == 2:
                 for event in given_up:
-                    event.wait(20)
+                    event.wait(bound(20))
                 return
             try:
                 mesh(session, [0, 1, 2])
@@ -228,7 +229,7 @@ def test_strangers_disturb_neither_the_start_nor_the_work():
             use_and_close(jobs)
     finally:
         ending.set()
-        thread.join(10)
+        thread.join(bound(10))
 
 
 def test_a_worker_that_is_killed_and_started_again_during_the_start_is_taken(tmp_path):
@@ -267,7 +268,7 @@ def test_a_worker_that_is_killed_and_started_again_during_the_start_is_taken(tmp
         with again:
             go.touch()
             assert [job.wait_one(r).result for r in (0, 1)] == [3, 3]
-            assert again.communicate(timeout=60)[0] == b"RESULT 3\n"
+            assert again.communicate(timeout=bound(60))[0] == b"RESULT 3\n"
 
 
 # Several hosts, each with an address of its own.

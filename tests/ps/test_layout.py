@@ -11,6 +11,7 @@ import pytest
 
 from kerasdist import errors
 from kerasdist.ps import Layout, Variable
+from pace import bound
 from places import SUPPORT
 from workers import python_env
 
@@ -122,7 +123,7 @@ for seed in range(5):
             capture_output=True,
             check=True,
             text=True,
-            timeout=60,
+            timeout=bound(60),
         ).stdout
         for seed in ("1", "2")
     }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kerasdist.ps.tables.snapshot import path_of, read_snapshot
+from pace import bound
 from servers import ServerProcesses
 from waiting import wait_until
 
@@ -31,8 +32,13 @@ def work(client, table):
 """
 
 
-@pytest.mark.parametrize("servers", [1, 2])
-@pytest.mark.parametrize("staleness", [None, 3])
+@pytest.mark.parametrize(
+    ("servers", "staleness"),
+    [
+        (2, 3),
+        *(pytest.param(*o, marks=pytest.mark.soak) for o in ((1, None), (2, None))),
+    ],
+)
 def test_workers_go_on_with_a_server_that_was_killed(tmp_path, servers, staleness):
     with ServerProcesses(
         WORK,
@@ -193,7 +199,9 @@ def test_two_jobs_at_once_cannot_have_one_snapshot_dir(tmp_path):
     with ServerProcesses(work, 1, **arguments) as job:
         job.wait_for_line(0, "GOING")
         wait_until(path_of(str(tmp_path), 0).exists, "a snapshot")
-        with ServerProcesses(work, 1, timeouts={"startup": 1.0}, **arguments) as other:
+        with ServerProcesses(
+            work, 1, timeouts={"startup": bound(1.0)}, **arguments
+        ) as other:
             kind, message, _ = other.wait_one(1, 20).result
             assert kind == "SnapshotError"
             assert f"process {job.processes[1].pid} on" in message
@@ -214,7 +222,7 @@ def test_another_jobs_snapshot_and_a_damaged_one_are_refused(tmp_path):
     path = path_of(str(tmp_path), 0)
     path.write_bytes(b"this is no snapshot")
     with ServerProcesses(
-        work, 1, snapshot_dir=str(tmp_path), timeouts={"startup": 1.0}
+        work, 1, snapshot_dir=str(tmp_path), timeouts={"startup": bound(1.0)}
     ) as job:
         kind, message, _ = job.wait_one(1, 20).result
         assert kind == "SnapshotError"

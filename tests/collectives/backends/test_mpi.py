@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from pace import bound
 from places import ROOT, SUPPORT
 from transports import ALL_TRANSPORTS
 from workers import Workers, python_env
@@ -72,7 +73,7 @@ def run(mpirun, folder, script, size, *args, seconds=240):
         said, _ = process.communicate(timeout=seconds)
     except subprocess.TimeoutExpired:
         process.terminate()  # mpirun ends its processes with it
-        said, _ = process.communicate(timeout=20)
+        said, _ = process.communicate(timeout=bound(20))
         late = True
     files = sorted(folder.glob("output-*"))
     output = "".join(file.read_text() for file in files) + said
@@ -146,7 +147,7 @@ def test_the_commands_of_the_page(mpirun, tmp_path):
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=bound(240),
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr

@@ -26,6 +26,7 @@ from kerasdist.transport.base import Aborted
 from kerasdist.transport.deadline import Deadline
 from kerasdist.transport.wire.frame_auth import TAG_BYTES
 from kerasdist.transport.wire.framing import Call, FrameType, pack_header
+from pace import bound
 
 pytestmark = pytest.mark.timeout(60)
 BOUND = 1 << 30
@@ -174,7 +175,7 @@ def test_a_wait_ends_when_the_channel_is_aborted_or_closed(pair, ending):
             first.receive(Deadline(20), BOUND)
 
     def end():
-        waits.wait(10)
+        waits.wait(bound(10))
         first.abort()
         if ending == "close":
             first.close()

@@ -13,6 +13,7 @@ from kerasdist.cluster import Cluster
 from kerasdist.collectives.backends.single import SingleCommunicator
 from kerasdist.collectives.weighted_mean import weighted_mean
 from kerasdist.ps import Rows, ServerSettings, Variable, connect_servers
+from pace import bound
 from servers import KINDS, Servers
 
 pytestmark = pytest.mark.timeout(60)
@@ -368,7 +369,7 @@ def test_a_wait_for_slower_workers_ends_when_the_client_is_closed():
                 tables[0].push_pull([None])
 
         def close(_):
-            begun.wait(10)
+            begun.wait(bound(10))
             job.clients[0].close()
 
         in_threads(2, lambda i: (wait, close)[i](i))

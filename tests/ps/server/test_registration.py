@@ -16,6 +16,7 @@ from kerasdist.ps.server import registration
 from kerasdist.ps.tables.snapshot import path_of
 from kerasdist.transport import Timeouts
 from kerasdist.transport.rendezvous.dial import dial_tcp
+from pace import bound
 from servers import Servers
 from waiting import wait_until
 
@@ -120,7 +121,7 @@ def test_who_comes_before_those_who_only_come_back_joins_them(tmp_path, returnin
                 entry = enter(client, 1)
                 client.entered(entry.met, entry.ranks)
             else:
-                assert returning.here.wait(20)
+                assert returning.here.wait(bound(20))
                 returning.set()
                 client = job.clients[rank]
                 while not client.communicator.join_barrier({"fit": 1}):

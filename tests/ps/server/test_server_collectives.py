@@ -16,6 +16,7 @@ from kerasdist.ps.settings import ServerSettings
 from kerasdist.ps.tables.tables import ServedTables
 from kerasdist.transport.deadline import Deadline
 from kerasdist.transport.wire.framing import Call
+from pace import bound
 from waiting import wait_until
 
 pytestmark = pytest.mark.timeout(60)
@@ -157,7 +158,7 @@ def test_sums_are_made_in_rank_order(elements, mode):
         def work(rank, first=first, server=server, gate=gate):
             if rank == first:
                 gate.set()
-            gate.wait(10)
+            gate.wait(bound(10))
             return server.sum(rank, values[rank], elements=elements)
 
         for result, _ in in_threads(4, work):
@@ -183,7 +184,7 @@ def test_a_collective_to_which_all_have_come_is_late_by_nobodys_fault(monkeypatc
     server, late = Server(2), threading.Event()
 
     def reducer(op):
-        late.wait(30)
+        late.wait(bound(30))
         return np.add
 
     monkeypatch.setattr(collectives, "reducer", reducer)

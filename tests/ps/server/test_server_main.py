@@ -8,6 +8,7 @@ import numpy as np
 
 from kerasdist.ps import ServerSettings, Variable, connect_servers
 from kerasdist.ps.server.main import run_server
+from pace import bound
 from servers import SECONDS, server_place, worker_place
 from waiting import wait_until
 from workers import free_ports
@@ -39,7 +40,7 @@ def test_it_says_at_the_start_what_it_holds(said):
         for _ in range(3):
             table.push_pull([np.ones((1000, 3), "f4"), np.ones(1500, "f4")])
     for thread in threads:
-        thread.join(20)
+        thread.join(bound(20))
     names = [f"kerasdist: server {i} of 2 ({servers[i]})" for i in range(2)]
     for name in names:
         assert f"{name} serves 1 worker(s), mode='async'." in begin

@@ -12,6 +12,7 @@ from groups import in_threads
 from kerasdist import errors
 from kerasdist.ps import Variable
 from kerasdist.transport import Timeouts
+from pace import bound
 from servers import Servers
 from waiting import wait_until
 
@@ -112,7 +113,7 @@ def test_who_waits_too_long_names_whom_for():
                 if client.rank == 0:
                     for _ in range(3):
                         table.push_pull([None])
-                done.wait(10)
+                done.wait(bound(10))
                 client.communicator.barrier()
             finally:
                 done.set()
