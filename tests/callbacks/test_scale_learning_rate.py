@@ -303,6 +303,7 @@ def test_several_fits_are_one_warm_up(said):
     check(found, expected(6, factor=4, warmup=0))
 
 
+@pytest.mark.soak
 def test_a_saved_model_is_that_of_one_process(tmp_path):
     m, plain = here["build"](), here["build"]()
     here["fit"](m, [ScaleLearningRate(base_batch_size=1, verbose=0)])
@@ -444,9 +445,7 @@ def check_strategy(found, factor):
 def test_one_worker():
     for make in (
         kerasdist.RingStrategy,
-        lambda: kerasdist.ParameterServerStrategy("sync"),
         lambda: kerasdist.ParameterServerStrategy("async"),
-        lambda: kerasdist.ModelParallelStrategy({"dense.*": "/device:CPU:0"}),
         lambda: kerasdist.RingStrategy(placement={"dense.*": "/device:CPU:0"}),
     ):
         strategy = make()

@@ -275,6 +275,7 @@ def test_before_the_first_step_there_is_nothing_to_keep(tmp_path: Path) -> None:
     assert job.checkpoints == []
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("servers", [0, pytest.param(1, marks=pytest.mark.soak)])
 def test_a_signal_in_the_last_validation_ends_the_job_after_it(
     alone: tuple[Any, str], tmp_path: Path, servers: int

@@ -242,35 +242,6 @@ result([strategy.rank, strategy.size, initial, weights(m), history.history, eval
     assert losses[-1] < losses[0]
 
 
-@pytest.mark.soak
-def test_workers_may_have_different_numbers_of_replicas():
-    script = (
-        MODEL
-        + """
-devices = json.loads(os.environ["TF_CONFIG"])["task"]["index"] + 1
-tf.config.set_logical_device_configuration(
-    tf.config.list_physical_devices("CPU")[0],
-    [tf.config.LogicalDeviceConfiguration()] * devices,
-)
-x, y = data(20)
-def train():
-    keras.utils.set_random_seed(1)
-    m = model()
-    m.fit(x, y, batch_size=8, epochs=2, shuffle=False, verbose=0)
-    return [float(v) for w in m.get_weights() for v in w.reshape(-1)]
-plain = train()
-strategy = kerasdist.RingStrategy([f"CPU:{i}" for i in range(devices)])
-with strategy.scope():
-    result([plain, train(), strategy.num_replicas_in_sync])
-"""
-    )
-    with Workers(script, 2, deadline=120) as job:
-        a, b = [finished.result for finished in job.succeed()]
-    assert a == b
-    assert a[2] == 3
-    np.testing.assert_allclose(a[1], a[0], rtol=1e-5, atol=1e-6)
-
-
 def test_two_strategies_in_one_process_do_not_disturb_each_other():
     script = (
         MODEL

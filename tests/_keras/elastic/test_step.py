@@ -123,6 +123,7 @@ def train():
     check(train, replicas)
 
 
+@pytest.mark.soak
 def test_metrics_that_are_too_large_for_each_step():
     # 4 x 5000 numbers: summed in every second step.
     check("""

@@ -49,7 +49,13 @@ FILES: dict[str, tuple[int, dict[str, tuple[str, str]]]] = {
 }
 
 
-@pytest.mark.parametrize("file", FILES)
+@pytest.mark.parametrize(
+    "file",
+    [
+        pytest.param(file, marks=pytest.mark.soak if file == "distribute_test" else [])
+        for file in FILES
+    ],
+)
 def test_keras_own(file):
     name = f"keras.src.backend.tensorflow.{file}"
     spec = importlib.util.find_spec(name)

@@ -333,7 +333,10 @@ result([each for each, _ in digests.found])
     "optimizer",
     [
         pytest.param("keras.optimizers.SGD(0.1, use_ema=True)", marks=pytest.mark.soak),
-        "keras.optimizers.Adam(0.01, gradient_accumulation_steps=3)",
+        pytest.param(
+            "keras.optimizers.Adam(0.01, gradient_accumulation_steps=3)",
+            marks=pytest.mark.soak,
+        ),
         # One worker's is equal to Keras, see above.
         pytest.param(
             "keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1))",
