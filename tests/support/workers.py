@@ -480,6 +480,14 @@ class Workers:
             except subprocess.TimeoutExpired:
                 pass
 
+    def extend(self, deadline: float) -> None:
+        """Lets the job run for so many seconds from now on, see `bound`."""
+        self._end = time.monotonic() + bound(deadline)
+
+    def finished_so_far(self, rank: int) -> Finished:
+        """What a rank that runs has printed so far, as if it had ended."""
+        return Finished(rank=rank, returncode=0, output=self.output(rank))
+
     def is_running(self, rank: int) -> bool:
         """Whether the process has not ended; a stopped one is running."""
         return self.processes[rank].poll() is None

@@ -10,12 +10,13 @@ import pytest
 
 from kerasdist.ps import END
 from kerasdist.strategies.asynchronous.dynamic_batches import DynamicDataset
+from sessions import Session
 from workers import Workers
 
 pytestmark = pytest.mark.timeout(150)
 
 # Sample i is the number i: what a step was given can be read off.
-SCRIPT = """
+SETUP = """
 import json, os, sys
 import keras
 import numpy as np
@@ -31,6 +32,8 @@ strategy = kerasdist.ParameterServerStrategy(
     "async", devices=[f"CPU:{i}" for i in range(devices)], timeout=40,
     startup_timeout=60, shard=os.environ.get("SHARD", "rows"))
 rank = strategy.rank
+"""
+BEFORE = """
 keras.utils.set_random_seed(1)
 
 class Log(keras.Model):
@@ -80,16 +83,20 @@ def fit(data, **more):
         more["y"] = data
     model.fit(data, verbose=0, **{"callbacks": [log], "epochs": 3, **more})
 
-BODY
-print("RESULT", json.dumps(log.epochs), flush=True)
-strategy.close()
 """
+AFTER = '\nprint("RESULT", json.dumps(log.epochs), flush=True)\n'
 
 
-def run(body, size=3, **env):
-    with Workers(
-        SCRIPT.replace("BODY", body), size, servers=1, env=env, deadline=120
-    ) as job:
+@pytest.fixture(scope="module")
+def run():
+    with Session(SETUP, 3, before=BEFORE, servers=1) as session:
+        yield lambda body: session.run(body + AFTER)
+
+
+def run_apart(body, size=2, **env):
+    """In a job with settings of its own."""
+    script = SETUP + BEFORE + body + AFTER
+    with Workers(script, size, servers=1, env=env, deadline=120) as job:
         return [worker.result for worker in job.succeed()[:size]]
 
 
@@ -114,13 +121,13 @@ FIVES = [list(range(start, start + 5)) for start in range(0, 50, 5)]
 def test_arrays(devices):
     # On two devices: a replica without rows would be seen taking a row of zeros.
     body = "fit(x[:48], batch_size=7, shuffle=False)"
-    results = run(body, size=2 if devices == 2 else 3, DEVICES=str(devices))
+    results = run_apart(body, DEVICES=str(devices))
     sevens = [list(range(start, min(start + 7, 48))) for start in range(0, 48, 7)]
     for epoch in range(3):
         assert taken(results, epoch) == sevens
 
 
-def test_shuffled_arrays_have_an_order_of_their_own_in_each_epoch():
+def test_shuffled_arrays_have_an_order_of_their_own_in_each_epoch(run):
     results = run("fit(x, batch_size=5)")
     epochs = [taken(results, epoch) for epoch in range(3)]
     for epoch in epochs:
@@ -139,20 +146,20 @@ def test_shuffled_arrays_have_an_order_of_their_own_in_each_epoch():
     ],
     ids=["dataset", "unknown_length", "pydataset", "pydataset_with_threads"],
 )
-def test_datasets(data):
+def test_datasets(run, data):
     results = run(f"fit({data}, shuffle=False)")
     for epoch in range(3):
         assert taken(results, epoch) == FIVES
 
 
-def test_a_shuffled_dataset_is_shuffled_alike_on_all_workers():
+def test_a_shuffled_dataset_is_shuffled_alike_on_all_workers(run):
     body = "fit(tf.data.Dataset.from_tensor_slices((x, x)).shuffle(50).batch(5))"
     results = run(body)
     for epoch in range(3):
         assert sorted(itertools.chain(*taken(results, epoch))) == list(range(50))
 
 
-def test_datasets_that_differ_are_an_error_on_all_workers():
+def test_datasets_that_differ_are_an_error_on_all_workers(run):
     body = """
 import random
 d = tf.data.Dataset.from_tensor_slices((x, x)).shuffle(50, seed=rank).batch(5)
@@ -165,7 +172,7 @@ except ValueError as error:
         assert message.startswith("The workers read different global batches")
 
 
-def test_items_are_read_by_one_worker():
+def test_items_are_read_by_one_worker(run):
     body = """
 items = Items()
 fit(items, epochs=1)
@@ -178,7 +185,7 @@ log.epochs = [Items.read, log.epochs[0][1]]
     assert sorted(read) == list(range(1, 10))
 
 
-def test_steps_per_epoch_are_of_all_workers_and_go_on_in_the_data():
+def test_steps_per_epoch_are_of_all_workers_and_go_on_in_the_data(run):
     body = """
 data = tf.data.Dataset.from_tensor_slices((x, x)).batch(5).repeat()
 fit(data, steps_per_epoch=4)
@@ -199,7 +206,7 @@ def test_data_that_run_out_before_the_steps_begin_anew():
 data = tf.data.Dataset.from_tensor_slices((x, x)).batch(5).filter(lambda a, b: True)
 fit(data, steps_per_epoch=8, epochs=3)
 """
-    results = run(body, size=2)
+    results = run_apart(body)
     epochs = [taken(results, epoch) for epoch in range(3)]
     assert epochs == [FIVES[:8], FIVES[8:], FIVES[:8]]
 
@@ -211,7 +218,7 @@ fit(mine, batch_size=5, shuffle=False, epochs=2)
 data = tf.data.Dataset.from_tensor_slices((mine, mine)).batch(5).repeat()
 fit(data, steps_per_epoch=6, epochs=1)
 """
-    results = run(body, SHARD="off")
+    results = run_apart(body, 3, SHARD="off")
     for rank, worker in enumerate(results):
         for epoch in range(2):
             assert worker[epoch] == [FIVES[: rank + 1], list(range(rank + 1))]
@@ -221,13 +228,13 @@ fit(data, steps_per_epoch=6, epochs=1)
     assert sorted(numbers) == list(range(6))
 
 
-def test_a_file_per_worker(tmp_path):
+def test_a_file_per_worker(run, tmp_path):
     for number in range(3):
         lines = "\n".join(map(str, range(number * 10, number * 10 + 10)))
         (tmp_path / f"{number}.txt").write_text(lines + "\n")
     body = """
 import glob
-names = sorted(glob.glob(os.environ["FOLDER"] + "/*.txt"))
+names = sorted(glob.glob(FOLDER + "/*.txt"))
 data = tf.data.Dataset.from_tensor_slices(names).flat_map(tf.data.TextLineDataset)
 data = data.map(lambda s: tf.strings.to_number(s)[None]).map(lambda v: (v, v)).batch(5)
 options = tf.data.Options()
@@ -235,7 +242,7 @@ options.experimental_distribute.auto_shard_policy = (
     tf.data.experimental.AutoShardPolicy.FILE)
 fit(data.with_options(options), epochs=2)
 """
-    results = run(body, FOLDER=str(tmp_path))
+    results = run(f"FOLDER = {str(tmp_path)!r}\n" + body)
     for rank, worker in enumerate(results):
         for epoch in range(2):
             assert worker[epoch][0] == FIVES[2 * rank : 2 * rank + 2]
@@ -249,13 +256,13 @@ class Stop(keras.callbacks.Callback):
         self.model.stop_training = self.model.stop_training or rank == 1
 fit(np.tile(x, (4000, 1)), batch_size=5, epochs=3, callbacks=[log, Stop()])
 """
-    results = run(body, size=2)
+    results = run_apart(body)
     assert [len(worker) for worker in results] == [1, 1]
     assert len(results[1][0][1]) == 1
     assert sum(len(worker[0][1]) for worker in results) < 40_000
 
 
-def test_a_custom_loop():
+def test_a_custom_loop(run):
     body = """
 with strategy.scope():
     optimizer = keras.optimizers.SGD(0.01)
