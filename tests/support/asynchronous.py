@@ -9,7 +9,7 @@ from typing import Any
 
 from workers import Workers
 
-__all__ = ["COMMON", "SCRIPT", "run"]
+__all__ = ["BEFORE", "COMMON", "SCRIPT", "SETUP", "run"]
 
 # Needs nothing but the imports that stand before it.
 COMMON = """
@@ -29,7 +29,7 @@ def result(value):
     sys.stdout.flush()
 """
 
-SCRIPT = """
+SETUP = """
 import hashlib, json, os, sys, time
 import keras
 import numpy as np
@@ -41,6 +41,9 @@ strategy = kerasdist.ParameterServerStrategy(
     heartbeat_timeout=float(os.environ.get("HEARTBEAT", "30")),
     max_staleness=json.loads(os.environ.get("STALENESS", "null")),
     snapshot_dir=os.environ.get("SNAPSHOTS"), snapshot_updates=10)
+"""
+
+BEFORE = """
 rank = strategy.rank
 keras.utils.set_random_seed(1)
 rng = np.random.default_rng(0)
@@ -72,9 +75,9 @@ def wait_until(condition, seconds=60):
 def wait_for(path):
     wait_until(lambda: os.path.exists(path))
 
-BODY
-strategy.close()
 """.replace("COMMON", COMMON)
+
+SCRIPT = SETUP + BEFORE + "BODY\nstrategy.close()\n"
 
 
 def run(body: str, size: int = 2, **env: str) -> list[Any]:

@@ -34,7 +34,7 @@ def _run_all():
     while True:
         path = os.path.join(folder, f"body-{number}.py")
         while not os.path.exists(path):
-            time.sleep(0.005)
+            time.sleep(0.01)
         with open(path, encoding="utf-8") as file:
             text = file.read()
         if not text:
@@ -94,13 +94,18 @@ class Session:
             self._setup + script, self._size, deadline=self._deadline, **self._more
         )
 
-    def run(self, body: str) -> list[Any]:
-        """What each worker has printed as `RESULT <json>`, the one thing."""
-        return [finished.result for finished in self.finish(body)]
+    def run(self, body: str, **env: str) -> list[Any]:
+        """What each worker has printed as `RESULT <json>`, the one thing.
 
-    def finish(self, body: str) -> list[Any]:
+        Args:
+            body: The script.
+            env: Variables that it finds in `os.environ`.
+        """
+        return [finished.result for finished in self.finish(body, **env)]
+
+    def finish(self, body: str, **env: str) -> list[Any]:
         """The workers as if they had ended, with the script's part of their output."""
-        text = self._before + body
+        text = f"import os\nos.environ.update({env!r})\n" + self._before + body
         if self._job is None:
             with self._workers(text) as job:
                 return job.succeed()[: self._size]

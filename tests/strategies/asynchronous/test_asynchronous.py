@@ -8,7 +8,9 @@ import pytest
 import tensorflow as tf
 
 import kerasdist
-from asynchronous import run
+from asynchronous import BEFORE, SETUP
+from asynchronous import run as run_apart
+from sessions import Session
 
 pytestmark = pytest.mark.timeout(150)
 
@@ -110,6 +112,12 @@ def test_one_worker_is_plain_keras(name, tmp_path):
 # Several workers.
 
 
+@pytest.fixture(scope="module")
+def run():
+    with Session(SETUP, 2, before=BEFORE, servers=1) as session:
+        yield session.run
+
+
 @pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.soak), 3])
 def test_workers_learn_and_agree_after_each_epoch(size):
     body = """
@@ -140,7 +148,7 @@ result([digests.found, evaluated, hashlib.sha256(predicted.tobytes()).hexdigest(
         observe.stale])
 assert strategy.staleness == observe.stale[-1]
 """
-    results = run(body, size)
+    results = run_apart(body, size)
     for other in results[1:]:
         assert other[:3] == results[0][:3]
     digests, evaluated, _, _ = results[0]
@@ -181,7 +189,7 @@ digests = Digests()
 m.fit(x, y, batch_size=17, epochs=3, verbose=0, callbacks=[digests])
 result([logs for _, logs in digests.found])
 """
-    first, second, third = run(body, 3)
+    first, second, third = run_apart(body, 3)
     assert first == second == third
     rng = np.random.default_rng(0)
     mean = rng.normal(size=(600, 8)).astype("float32")[:, 0].mean()
@@ -245,7 +253,7 @@ m.fit(x, batch_size=6, epochs=1, verbose=0, callbacks=[behind])
 result([m.reads, m.get_weights()[0].tolist(), behind.staleness])
 """
     )
-    results = run(body, 3, STALENESS=str(bound), FOLDER=str(tmp_path))
+    results = run_apart(body, 3, STALENESS=str(bound), FOLDER=str(tmp_path))
     totals = results[0][1]
     assert sum(totals) == 100
     # As far as is allowed, and no further.
@@ -262,7 +270,7 @@ result([m.reads, m.get_weights()[0].tolist(), behind.staleness])
                 assert held >= min(clock - bound, totals[other])
 
 
-def test_free_workers_go_on_while_one_stands_still(tmp_path):
+def test_free_workers_go_on_while_one_stands_still(run, tmp_path):
     """Rank 1 stands in its first step until rank 0 has taken all other batches."""
     body = (
         READS
@@ -285,7 +293,7 @@ m.fit(x, batch_size=6, epochs=1, verbose=0, callbacks=[Wait()])
 result([m.get_weights()[0].tolist(), strategy.staleness])
 """
     )
-    first, second = run(body, 2, FOLDER=str(tmp_path))
+    first, second = run(body, FOLDER=str(tmp_path))
     assert first[0] == second[0]
     assert sum(first[0]) == 100
     assert first[0][0] >= 98
@@ -300,12 +308,12 @@ m = build()
 m.fit(x, y, batch_size=600, epochs=4, verbose=0, callbacks=[digests])
 result(digests.found)
 """
-    first, second, third = run(body, 3)
+    first, second, third = run_apart(body, 3)
     assert first == second == third
     assert all(set(logs) == {"accuracy", "loss"} for _, logs in first)
 
 
-def test_weights_that_callbacks_set_are_taken_once():
+def test_weights_that_callbacks_set_are_taken_once(run):
     body = """
 class Set(keras.callbacks.Callback):
     def on_epoch_end(self, epoch, logs=None):
@@ -344,7 +352,7 @@ result([each for each, _ in digests.found])
         ),
     ],
 )
-def test_optimizers_with_a_state_of_their_own(optimizer):
+def test_optimizers_with_a_state_of_their_own(run, optimizer):
     body = f"""
 m = build(lambda: {optimizer})
 digests = Digests()
@@ -357,7 +365,7 @@ result([digests.found, digest(m), m.evaluate(x, y, verbose=0)])
     assert first[2][1] > 0.4
 
 
-def test_an_evaluation_asks_nobody_for_windows_of_accumulation():
+def test_an_evaluation_asks_nobody_for_windows_of_accumulation(run):
     """Of three batches one of two workers has an odd number: its window is open.
 
     It once averaged it with the others, who had none and went on: a mismatch. If they
@@ -382,7 +390,7 @@ result([found, int(m.optimizer._iterations.numpy()) % 2])
     assert first[1] == second[1]
 
 
-def test_a_schedule_is_asked_for_the_steps_of_all_workers():
+def test_a_schedule_is_asked_for_the_steps_of_all_workers(run):
     body = """
 asked = []
 class Schedule(keras.optimizers.schedules.LearningRateSchedule):
@@ -409,7 +417,7 @@ result([first, last, asked[-1], int(m.optimizer.iterations.numpy())])
         assert (last, after) == (60, 90)
 
 
-def test_steps_outside_of_fit_are_shared_too():
+def test_steps_outside_of_fit_are_shared_too(run):
     body = """
 m = build(run_eagerly=rank == 1)
 for start in range(0, 300, 20):
@@ -425,7 +433,7 @@ result([different, digest(m), evaluated, m.predict_on_batch(x[:3]).shape])
     assert first[2] == second[2]
 
 
-def test_files_are_the_chiefs_and_hold_the_present_weights(tmp_path):
+def test_files_are_the_chiefs_and_hold_the_present_weights(run, tmp_path):
     body = """
 folder = os.environ["FOLDER"]
 mine = os.path.join(folder, str(rank))
