@@ -10,16 +10,20 @@ import keras
 import numpy as np
 import pytest
 
+from sessions import Session
 from workers import Workers
 
-SCRIPT = """
+SETUP = """
 import json, os, sys
 import keras
 import numpy as np
 import kerasdist
 
-folder = os.environ["FOLDER"]
 strategy = kerasdist.RingStrategy(timeout=60)
+"""
+
+BEFORE = """
+folder = os.environ["FOLDER"]
 rank = strategy.rank
 rng = np.random.default_rng(0)
 x = rng.normal(size=(40, 4)).astype("float32")
@@ -48,13 +52,28 @@ def result(value):
 """
 
 
-def run(body, tmp_path, size=2, **more):
+SCRIPT = SETUP + BEFORE
+
+
+@pytest.fixture(scope="module")
+def session():
+    with Session(SETUP, 2, before=BEFORE, env={"FOLDER": ""}) as made:
+        yield made
+
+
+@pytest.fixture
+def run(session, tmp_path):
+    return lambda body: session.run(body, FOLDER=str(tmp_path))
+
+
+def run_apart(body, tmp_path, size=2):
+    """In a job of its own, whose strategy may be closed."""
     env = {"FOLDER": str(tmp_path)}
-    with Workers(SCRIPT + body, size, env=env, deadline=120, **more) as job:
+    with Workers(SCRIPT + body, size, env=env, deadline=120) as job:
         return [finished.result for finished in job.succeed()]
 
 
-def test_files_are_the_chiefs(tmp_path):
+def test_files_are_the_chiefs(run, tmp_path):
     """Every rank has its own folder here: so it shows who wrote."""
     body = """
 mine = os.path.join(folder, str(rank))
@@ -73,7 +92,7 @@ m.export(mine + "/exported", verbose=False)
 result([sorted(os.listdir(mine)), history.history, state(m),
         m.predict(x, verbose=0).tolist()])
 """
-    chief, other = run(body, tmp_path)
+    chief, other = run(body)
     # What it saves itself, to a path that isn't the chief's, and nothing of a callback.
     assert other[0] == ["exported", "last.keras"]
     assert chief[0] == sorted(
@@ -109,14 +128,14 @@ result([sorted(os.listdir(mine)), history.history, state(m),
 
 
 @pytest.mark.soak
-def test_a_saved_model_needs_no_kerasdist(tmp_path):
+def test_a_saved_model_needs_no_kerasdist(run, tmp_path):
     body = """
 m = build()
 fit(m, [])
 m.save(folder + "/m.keras")
 result(m.predict(x, verbose=0).tolist())
 """
-    expected, _ = run(body, tmp_path)
+    expected, _ = run(body)
     script = """
 import json, os, sys
 sys.modules["kerasdist"] = None
@@ -132,7 +151,7 @@ print("RESULT", json.dumps(m.predict(x, verbose=0).tolist()), flush=True)
 
 
 @pytest.mark.soak
-def test_loaded_in_the_scope_it_fits_on_with_its_optimizer(tmp_path):
+def test_loaded_in_the_scope_it_fits_on_with_its_optimizer(run, tmp_path):
     body = """
 m = build()
 fit(m, [], shuffle=False)
@@ -145,12 +164,12 @@ fit(m, [], epochs=2, shuffle=False)
 fit(again, [], epochs=2, shuffle=False)
 result([state(m), state(again), int(again.optimizer.iterations.numpy())])
 """
-    for before, after, iterations in run(body, tmp_path):
+    for before, after, iterations in run(body):
         assert before == after
         assert iterations == 3 * 6
 
 
-def test_decisions_are_the_same_on_all_ranks(tmp_path):
+def test_decisions_are_the_same_on_all_ranks(run, tmp_path):
     body = """
 m = build()
 rates = []
@@ -168,7 +187,7 @@ scheduler = keras.callbacks.LearningRateScheduler(lambda e: 0.1 / (e + 1))
 fit(m2, [scheduler, Rates()], epochs=3)
 result([rates, len(history.epoch), state(m), state(m2)])
 """
-    a, b = run(body, tmp_path)
+    a, b = run(body)
     assert a == b
     assert a[1] < 20
     rates = [rate for rate, _ in a[0]]
@@ -182,7 +201,7 @@ result([rates, len(history.epoch), state(m), state(m2)])
         ("on_train_batch_end", 2),
     ],
 )
-def test_a_stop_on_one_rank_stops_all(when, trained, tmp_path):
+def test_a_stop_on_one_rank_stops_all(run, when, trained, tmp_path):
     body = """
 m = build()
 class Stop(keras.callbacks.Callback):
@@ -192,12 +211,12 @@ class Stop(keras.callbacks.Callback):
 fit(m, [Stop()], epochs=10)
 result([int(m.optimizer.iterations.numpy()), state(m)])
 """.replace("WHEN", when)
-    a, b = run(body, tmp_path)
+    a, b = run(body)
     assert a == b
     assert a[0] == trained
 
 
-def test_a_rate_set_on_one_rank_becomes_the_chiefs(tmp_path):
+def test_a_rate_set_on_one_rank_becomes_the_chiefs(run, tmp_path):
     body = """
 m = build()
 class Rate(keras.callbacks.Callback):
@@ -206,12 +225,12 @@ class Rate(keras.callbacks.Callback):
 fit(m, [Rate()])
 result([float(m.optimizer.learning_rate.numpy()), state(m)])
 """
-    a, b = run(body, tmp_path)
+    a, b = run(body)
     assert a == b
     assert a[0] == pytest.approx(0.1)
 
 
-def test_nan_ends_all_ranks(tmp_path):
+def test_nan_ends_all_ranks(run, tmp_path):
     body = """
 m = build()
 if True:
@@ -219,7 +238,7 @@ if True:
 history = fit(m, [keras.callbacks.TerminateOnNaN()], epochs=10, shuffle=False)
 result([int(m.optimizer.iterations.numpy()), len(history.epoch)])
 """
-    a, b = run(body, tmp_path)
+    a, b = run(body)
     assert a == b
     assert a[1] == 1
 
@@ -244,7 +263,7 @@ result([state(m), history.epoch, int(m.optimizer.iterations.numpy())])
     env = {"FOLDER": str(tmp_path / "b"), "DIE": "1"}
     with Workers(SCRIPT + body, 2, env=env, deadline=120) as job:
         assert [f.returncode for f in job.wait()] == [1, -9]
-    a, b = run(body, tmp_path / "b")
+    a, b = run_apart(body, tmp_path / "b")
     assert a == b
     assert a[1] == [3, 4, 5]
     assert a[2] == expected[2]
@@ -265,7 +284,7 @@ try:
 except ValueError as error:
     result([str(error), int(m.optimizer.iterations.numpy())])
 """
-    for message, steps in run(body, tmp_path):
+    for message, steps in run_apart(body, tmp_path):
         assert "begin to train from different states" in message
         assert "2 of" in message
         assert "kernel" in message
@@ -284,7 +303,7 @@ try:
 except kerasdist.errors.CollectiveMismatch as error:
     result(str(error))
 """
-    for message in run(body, tmp_path):
+    for message in run_apart(body, tmp_path):
         assert "does a model differ?" in message
         assert "elements=32, root=0" in message
         assert "elements=48, root=0" in message
@@ -301,7 +320,7 @@ if rank == 1:
 m.fit(x, y, batch_size=40, epochs=1, verbose=0, shuffle=False)
 result([before, state(m)])
 """
-    a, b = run(body, tmp_path)
+    a, b = run_apart(body, tmp_path)
     assert a == b
     assert a[0] != a[1]
 
@@ -341,7 +360,7 @@ a, b = masks(), masks()
 assert a == b
 result(a)
 """
-    results = run(body, tmp_path, size=3)
+    results = run_apart(body, tmp_path, size=3)
     masks = {tuple(mask) for both in results for mask in both}
     assert len(masks) == 6
     assert json.dumps(results)  # numbers, not NaN

@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 
 import kerasdist
+from sessions import Session
 from workers import Workers
 
-SCRIPT = """
+SETUP = """
 import json, os
 import keras
 import numpy as np
@@ -17,6 +18,9 @@ import tensorflow as tf
 import kerasdist
 
 strategy = kerasdist.RingStrategy(timeout=60)
+"""
+
+BEFORE = """
 rank, size = strategy.rank, strategy.size
 seen = []
 
@@ -49,12 +53,19 @@ x = np.arange(30, dtype="float32")[:, None]
 """
 
 
-def run(body, size=2):
-    with Workers(SCRIPT + body, size, deadline=120) as job:
+@pytest.fixture(scope="module")
+def run():
+    with Session(SETUP, 2, before=BEFORE) as session:
+        yield session.run
+
+
+def run_apart(body, size=2):
+    """In a job of its own, whose strategy may be closed."""
+    with Workers(SETUP + BEFORE + body, size, deadline=120) as job:
         return [finished.result for finished in job.succeed()]
 
 
-def test_an_unseeded_shuffle_is_the_same_on_all_workers():
+def test_an_unseeded_shuffle_is_the_same_on_all_workers(run):
     """Drawn after the strategy is made, from the chief's seed; another each epoch."""
     body = """
 dataset = tf.data.Dataset.from_tensor_slices((x, x)).shuffle(30).batch(8)
@@ -70,7 +81,7 @@ result(seen)
 
 
 @pytest.mark.soak
-def test_the_check_of_batches_waits_for_predictions_before_it():
+def test_the_check_of_batches_waits_for_predictions_before_it(run):
     """Several steps are one graph here, which has no order of its own.
 
     Rank 1 is slow to give its predictions: a check that didn't wait would be first.
@@ -94,7 +105,7 @@ result(m.predict(dataset, verbose=0)[:, 0].tolist())
     assert run(body) == [list(range(30))] * 2
 
 
-def test_datasets_that_begin_to_differ_later_are_an_error():
+def test_datasets_that_begin_to_differ_later_are_an_error(run):
     """The first pass is the same on all workers, and then it is too late to choose."""
     body = """
 order = [np.arange(30)]
@@ -135,7 +146,7 @@ result([[s for s in seen if len(s) > 1], history.history["loss"],
         int(m.optimizer.iterations.numpy()),
         m.evaluate(dataset, verbose=0), [w.tolist() for w in m.get_weights()]])
 """
-    results = run(body, size=3)
+    results = run_apart(body, size=3)
     # The loss is the mean over all rows of all workers.
     for rank, (batches, losses, steps, evaluated, weights) in enumerate(results):
         own = [[10 * rank + 2 * i, 10 * rank + 2 * i + 1] for i in range(2 + 3 * rank)]
@@ -157,7 +168,7 @@ again = m.fit(data.batch(1, drop_remainder=True), verbose=0)
 result([history.history["loss"], [w.tolist() for w in after],
         again.history["loss"], [w.tolist() for w in m.get_weights()]])
 """
-    results = run(body, size=3)
+    results = run_apart(body, size=3)
     assert results[0] == results[1] == results[2]
     assert results[0][:2] == results[0][2:]
     # Rows 1, 2, 3, 4 and a kernel of 1: the mean of their squares.
@@ -207,7 +218,7 @@ found.append([history.history["loss"]])
 result(np.concatenate(found).ravel().tolist())
 """
     # SGD(0.5) of the square of a weight: the weight is 0 after one step.
-    assert run(body) == [[1, 1, 1, 1, 1, 0, 1, 1, 0, 0.75]] * 2
+    assert run_apart(body) == [[1, 1, 1, 1, 1, 0, 1, 1, 0, 0.75]] * 2
 
 
 def test_data_declared_as_each_workers_own():
@@ -227,7 +238,7 @@ tested = m.test_on_batch(mine, mine)
 result([[s for s in seen if len(s) > 1], history.history["loss"], predicted.shape[0],
         tested, [w.tolist() for w in m.get_weights()]])
 """
-    a, b = run(body)
+    a, b = run_apart(body)
     assert a[0][:5] == [[0, 1, 2, 3], [4, 5], [0, 1], [2, 3], [4, 5]]
     assert b[0][:3] == [[100, 101, 102, 103], [104, 105, 106, 107], [108, 109]]
     assert (a[2], b[2]) == (6, 10)
@@ -255,7 +266,7 @@ def test_arrays_are_read_without_a_thread_that_tunes(monkeypatch):
     assert all(each.options().autotune.enabled is False for each in datasets)
 
 
-def test_a_step_is_made_for_its_rows_where_all_parts_have_as_many():
+def test_a_step_is_made_for_its_rows_where_all_parts_have_as_many(run):
     """Three of five rows, or two; with an unequal last batch any number."""
     body = """
 class Shapes(Seen):
