@@ -10,6 +10,7 @@ import psutil
 import pytest
 
 import workers
+from sessions import Session
 from workers import Workers, kill_tagged, python_env
 
 HANG = """
@@ -151,3 +152,21 @@ def test_a_result_is_whole_whatever_other_threads_log():
     with Workers(script, 1) as job:
         (worker,) = job.succeed()
     assert worker.results == [[number] for number in range(5000)]
+
+
+def test_scripts_of_a_session_have_their_own_names_output_and_failures():
+    setup = "import json, os\nshared = []\n"
+    before = "mine = []\n"
+    body = (
+        'shared.append(1); mine.append(1); print("said")\n'
+        'print("RESULT", json.dumps([len(shared), len(mine), os.environ["WHAT"]]))\n'
+    )
+    with Session(setup, 2, before=before) as session:
+        assert session.run(body, WHAT="a") == [[1, 1, "a"]] * 2
+        first, _ = session.finish(body, WHAT="b")
+        assert first.result == [2, 1, "b"]
+        assert first.output.count("said") == 1
+        with pytest.raises(pytest.fail.Exception, match="ZeroDivisionError"):
+            session.run("1 / 0")
+        # In a job of its own.
+        assert session.run(body, WHAT="c") == [[1, 1, "c"]] * 2
