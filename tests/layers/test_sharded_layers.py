@@ -5,6 +5,7 @@ from __future__ import annotations
 import textwrap
 
 import devices
+import pytest
 from devices import begin
 
 from places import SCRIPTS_PATH
@@ -65,11 +66,13 @@ def fit(model):
 )
 
 
-def run(body):
-    return devices.run(SETUP, body)
+@pytest.fixture(scope="module")
+def run():
+    with devices.running(SETUP) as run:
+        yield run
 
 
-def test_they_compute_and_learn_what_plain_layers_do():
+def test_they_compute_and_learn_what_plain_layers_do(run):
     """From the same initial weights, with what a Dense layer can be asked for."""
     devices = run("""
         plain = build(plain_layers())
@@ -104,7 +107,7 @@ def test_they_compute_and_learn_what_plain_layers_do():
     assert devices["rows"]["embedding/shard_2/embeddings"] == ["CPU:2", [16, 20]]
 
 
-def test_their_gradients_are_those_of_plain_layers_and_as_sparse():
+def test_their_gradients_are_those_of_plain_layers_and_as_sparse(run):
     kinds = run("""
         def gradients(model):
             with tf.GradientTape() as tape:
@@ -132,7 +135,7 @@ def test_their_gradients_are_those_of_plain_layers_and_as_sparse():
     assert kinds == [["IndexedSlices"] * 3] * 2
 
 
-def test_their_files_hold_whole_kernels():
+def test_their_files_hold_whole_kernels(run):
     """Of plain layers, and for any number of shards; there are no devices in them."""
     same = run("""
         import zipfile
@@ -185,7 +188,7 @@ def test_their_files_hold_whole_kernels():
     ]
 
 
-def test_mixed_precision_ragged_words_and_given_tables():
+def test_mixed_precision_ragged_words_and_given_tables(run):
     run("""
         plain = build(plain_layers(), dtype="mixed_float16")
         history = fit(plain)
@@ -283,7 +286,7 @@ result([shards(placement={}, devices=THREE), len(shards()), refused()])
     assert "under RingStrategy" in message
 
 
-def test_what_they_refuse():
+def test_what_they_refuse(run):
     messages = run("""
         norm = keras.constraints.MaxNorm
         def built(layer):

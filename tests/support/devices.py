@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import textwrap
+from collections.abc import Callable, Iterator
 from typing import Any
 
+from sessions import Session
 from workers import Workers
 
-__all__ = ["CLASSIFIER", "begin", "run"]
+__all__ = ["CLASSIFIER", "TWO_LAYERS", "begin", "run", "running"]
 
 _BEGIN = """
 import contextlib, json, os, re, signal, sys, tempfile, time
@@ -69,8 +72,15 @@ def begin(devices: int) -> str:
     return _BEGIN.replace("DEVICES", str(devices))
 
 
+@contextlib.contextmanager
+def running(setup: str) -> Iterator[Callable[[str], Any]]:
+    """A function that returns the result of a script in one process, see `Session`."""
+    with Session(setup, 1, deadline=150) as session:
+        yield lambda body: session.run(textwrap.dedent(body))[0]
+
+
 def run(setup: str, body: str) -> Any:
-    """The result of a script in one process."""
+    """The result of a script in a process of its own."""
     with Workers(setup + textwrap.dedent(body), 1, deadline=150) as job:
         return job.succeed()[0].result
 

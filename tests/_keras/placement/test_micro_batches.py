@@ -38,11 +38,13 @@ def close(a, b, **how):
 )
 
 
-def run(body):
-    return devices.run(SETUP, body)
+@pytest.fixture(scope="module")
+def run():
+    with devices.running(SETUP) as run:
+        yield run
 
 
-def test_a_model_with_all_that_depends_on_rows():
+def test_a_model_with_all_that_depends_on_rows(run):
     """Inputs and outputs in dicts, losses of layers, weights, metrics; 5 rows at last.
 
     The last batch has fewer rows than there are micro-batches.
@@ -98,7 +100,7 @@ def test_a_model_with_all_that_depends_on_rows():
     """)
 
 
-def test_masks_ragged_rows_scalars_and_integers_come_out_as_of_a_whole_batch():
+def test_masks_ragged_rows_scalars_and_integers_come_out_as_of_a_whole_batch(run):
     run("""
         class Many(keras.Model):
             def __init__(self):
@@ -144,7 +146,7 @@ def test_masks_ragged_rows_scalars_and_integers_come_out_as_of_a_whole_batch():
     """)
 
 
-def test_batch_normalization_and_dropout_of_micro_batches():
+def test_batch_normalization_and_dropout_of_micro_batches(run):
     """Each part has its own statistics; the moving ones forget as with one batch."""
     run("""
         x = rng.normal(2.0, 3.0, size=(12, 5)).astype("float32")
@@ -177,7 +179,7 @@ def test_batch_normalization_and_dropout_of_micro_batches():
     """)
 
 
-def test_steps_of_ones_own_and_eager_ones():
+def test_steps_of_ones_own_and_eager_ones(run):
     """A step that calls two models, and takes the gradient of a gradient."""
     run("""
         x = rng.normal(size=(11, 4)).astype("float32")
@@ -230,7 +232,10 @@ def test_steps_of_ones_own_and_eager_ones():
 
 def test_each_device_takes_the_micro_batches_in_order():
     """In the graph that is executed, and with all edges that GPipe's schedule has."""
-    found = run("""
+    # In a process that has no other graphs.
+    found = devices.run(
+        SETUP,
+        """
         with scope(4):
             model = keras.Sequential(
                 [keras.Input((6,)), layers.Dense(6, name="on0"),
@@ -244,14 +249,15 @@ def test_each_device_takes_the_micro_batches_in_order():
                  if isinstance(graph, FuncGraph)
                  for op in graph.get_operations() if "micro_batch_done" in op.name]
         result([sorted(names), str(model.distribute_strategy.pipeline())])
-    """)
+    """,
+    )
 
     # 3 of 4 micro-batches wait for the one before, forward and backward.
     assert found[0] == sorted(["CPU:0", "CPU:1", "CPU:2"] * 6)
     assert found[1].startswith("3 stages, 4 micro-batches")
 
 
-def test_what_is_refused():
+def test_what_is_refused(run):
     messages = run("""
         found = [refused(lambda parts=parts: strategy(parts)) for parts in (0, 2.0)]
         with scope(2):

@@ -25,11 +25,13 @@ def scope(again, parts):
 )
 
 
-def run(body):
-    return devices.run(SETUP, body)
+@pytest.fixture(scope="module")
+def run():
+    with devices.running(SETUP) as run:
+        yield run
 
 
-def test_what_is_computed_again_is_what_was_computed():
+def test_what_is_computed_again_is_what_was_computed(run):
     """Dropout, statistics, losses and metrics of layers, masks, shapes of models."""
     run("""
         class Block(layers.Layer):

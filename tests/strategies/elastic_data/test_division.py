@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from places import SUPPORT
-from workers import Workers
+from sessions import Session
 
 SCRIPT = f"""
 import json, sys
@@ -52,14 +52,13 @@ def check(steps, epochs, data, **options):
 """
 
 
-def run(body):
-    with Workers(
-        SCRIPT + body + "print('RESULT', 1, flush=True)\n", 1, deadline=200
-    ) as job:
-        job.succeed()
+@pytest.fixture(scope="module")
+def run():
+    with Session(SCRIPT, 1, deadline=200) as session:
+        yield lambda body: session.run(body + "print('RESULT', 1, flush=True)\n")
 
 
-def test_arrays_when_a_worker_is_lost():
+def test_arrays_when_a_worker_is_lost(run):
     """3 workers, then 2; batches of 2 rows leave replicas without rows."""
     run("""
 for step in (1, 5, 6, 7, 11):
@@ -74,7 +73,7 @@ assert found[:6] != found[6:]
 
 
 @pytest.mark.soak
-def test_arrays_when_workers_change_several_times():
+def test_arrays_when_workers_change_several_times(run):
     """Also down to one worker, which needs no facts, and up again."""
     run("""
 for steps in [
@@ -86,7 +85,7 @@ for steps in [
 """)
 
 
-def test_arrays_go_on_over_epochs():
+def test_arrays_go_on_over_epochs(run):
     """`steps_per_epoch` isn't the length of the data."""
     run("""
 for per_epoch in (2, 3):
@@ -97,7 +96,7 @@ for per_epoch in (2, 3):
 """)
 
 
-def test_leaves_of_all_kinds_are_divided():
+def test_leaves_of_all_kinds_are_divided(run):
     """Several inputs, weights, text, and sparse data."""
     run("""
 import scipy.sparse
@@ -111,14 +110,14 @@ for data in (many, arrays(x=sparse, shuffle=False)):
 """)
 
 
-def test_the_workers_that_stay_do_not_change():
+def test_the_workers_that_stay_do_not_change(run):
     """The same layout: a step that was aborted gets the same part again."""
     run("""
 check({0: "abc", 2: "abc", 3: "abc"}, 1, arrays())
 """)
 
 
-def test_datasets_when_a_worker_is_lost():
+def test_datasets_when_a_worker_is_lost(run):
     """3 workers, then 2; the last batch is partial, and has fewer rows than workers."""
     run("""
 data = given(lambda: slices((x, x * 2)).shuffle(26).batch(4))
@@ -131,7 +130,7 @@ assert found[:7] != found[7:]
 
 
 @pytest.mark.soak
-def test_datasets_when_workers_change_several_times():
+def test_datasets_when_workers_change_several_times(run):
     """Also down to one worker, which needs no facts, and up again."""
     run("""
 for steps in [
@@ -144,7 +143,7 @@ for steps in [
 """)
 
 
-def test_datasets_go_on_over_epochs():
+def test_datasets_go_on_over_epochs(run):
     """`steps_per_epoch` isn't the length of the data."""
     run("""
 for make in (
@@ -157,7 +156,7 @@ for make in (
 
 
 @pytest.mark.soak
-def test_elements_of_all_kinds_are_divided():
+def test_elements_of_all_kinds_are_divided(run):
     """Dictionaries, None, text, ragged and sparse tensors, unknown shapes."""
     run("""
 text = tf.constant([f"row {i}" for i in range(26)])
@@ -182,7 +181,7 @@ for make in (
 """)
 
 
-def test_workers_change_twice_before_a_batch_is_read():
+def test_workers_change_twice_before_a_batch_is_read(run):
     """The batch of the unfinished step isn't lost, and not given twice."""
     run("""
 played = Played()
@@ -210,7 +209,7 @@ assert following() == [14, 15]
 """)
 
 
-def test_each_item_is_used_once():
+def test_each_item_is_used_once(run):
     """Also with the dataset's own threads, which read ahead."""
     run("""
 for options, losses in (({}, (4,)), ({"workers": 2}, (6,))):
@@ -221,7 +220,7 @@ for options, losses in (({}, (4,)), ({"workers": 2}, (6,))):
 """)
 
 
-def test_shuffled_items_keep_their_order():
+def test_shuffled_items_keep_their_order(run):
     """It's the order of the same workers without a change."""
     run("""
 data = items(True)
