@@ -6,13 +6,13 @@
 #   make lint     ruff
 #   make types    mypy
 #   make viewers  what tests/callbacks/timeline/test_timeline_page.py looks at a timeline with: an
-#                 environment of its own, made by `make test`
+#                 environment of its own, made by `make soak`
 #   make manifests  what tests/engines/test_manifests.py looks at manifests with: an
-#                 environment of its own, made by `make test`
+#                 environment of its own, made by `make soak`
 #   make engines  kerasdist on Ray, Spark, Slurm, MPI, ssh, Kubernetes and Docker for
 #                 real, as far as they are on this machine: a line each
 #   make docs     the documentation site, in site/; a warning is an error
-#   make soak     the tests that run for minutes
+#   make soak     the tests that run for minutes or measure speed
 #   make soak-membership  of these, a million schedules of losses and joins
 #   make soak-elastic     of these, elastic jobs whose workers are killed at random moments
 #   make test-versions  the suite with the oldest and the newest TensorFlow and
@@ -87,7 +87,7 @@ demo: $(VENV)/.demo
 	@echo "How it scales, in charts: $(BIN)/tensorboard --logdir demo-board," \
 	  "then open http://localhost:6006/#custom_scalars"
 
-test: lint types viewers manifests docs
+test: lint types docs
 	$(BIN)/python $(PYTEST) $(PYTEST_ARGS)
 
 test-versions: test-oldest test-newest
@@ -101,7 +101,7 @@ test-newest:
 	$(MAKE) VENV=.venv-newest CONSTRAINTS= \
 	  PINS="--upgrade --upgrade-strategy eager" pytest
 
-pytest: $(VENV)/.test viewers manifests .venv-docs/.created
+pytest: $(VENV)/.test .venv-docs/.created
 	@$(BIN)/python -m pip list 2>/dev/null | grep -E '^(tensorflow|keras|numpy) '
 	$(BIN)/python $(PYTEST) $(PYTEST_ARGS)
 
@@ -130,7 +130,7 @@ engines: $(VENV)/.test manifests .venv-engines/.created
 docs: .venv-docs/.created
 	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict
 
-soak: $(VENV)/.test
+soak: $(VENV)/.test viewers manifests .venv-docs/.created
 	$(BIN)/python -m pytest -m soak -o faulthandler_timeout=0 $(PYTEST_ARGS)
 
 # With the counts of each part.

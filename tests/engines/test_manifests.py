@@ -62,17 +62,20 @@ def found(tools: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return done.stdout.splitlines()
 
 
+@pytest.mark.soak
 def test_manifests_fit_their_schemas(found: list[str]) -> None:
     assert len(MANIFESTS) == 3
     assert [line for line in found if not line.startswith("fault-")] == []
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("number", range(len(FAULTS)))
 def test_faults_are_found(found: list[str], number: int) -> None:
     (line,) = (line for line in found if line.startswith(f"fault-{number}.yaml: "))
     assert FAULTS[number][-1] in line
 
 
+@pytest.mark.soak
 def test_the_dockerfile_is_linted(tools: Path) -> None:
     lint = [tools / "hadolint", EXAMPLES / "Dockerfile"]
     done = subprocess.run(lint, capture_output=True, text=True, timeout=60, check=False)
