@@ -30,9 +30,7 @@ def test_it_awaits_all_in_contact_and_a_quorum():
     assert not two.awaits(frozenset([C]))
     assert not two.with_promise(C, promise()).awaits(frozenset())
     assert set(two.reports()) == {A, B}
-
-
-def test_the_dead_are_not_awaited():
+    # The dead are not awaited.
     assert not attempt(dead=[B, C]).with_promise(A, promise()).awaits(frozenset())
 
 

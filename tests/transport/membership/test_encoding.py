@@ -58,7 +58,7 @@ def values(hint: Any) -> st.SearchStrategy[Any]:
 MESSAGES = values(Message)
 
 
-@settings(max_examples=500)
+@settings(max_examples=200)
 @given(MESSAGES)
 def test_messages_survive(message: Message) -> None:
     assert decode(encode(message)) == message
@@ -84,7 +84,7 @@ def test_anything_else_is_an_error() -> None:
     """Bits and fields of messages are changed at random."""
     ends = []
 
-    @settings(max_examples=1500)
+    @settings(max_examples=300)
     @given(MESSAGES, st.randoms(use_true_random=True))
     def work(message: Message, chance: random.Random) -> None:
         try:
