@@ -188,7 +188,7 @@ EXCLUDED = """
 """
 
 
-# 0 dies; 1 finds it dead, and decides to continue alone: in an epoch of the same number.
+# 0 dies; 1 finds it dead, and continues alone: in an epoch of the same number.
 TWO_OF_ONE_NUMBER = EXCLUDED + "kill 0; dead 1 0; dead 3 0"
 
 
