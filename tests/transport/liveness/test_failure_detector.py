@@ -10,7 +10,7 @@ import time
 import pytest
 
 from closing import Closing
-from groups import connections, open_sockets, outcomes
+from groups import connections, outcomes
 from kerasdist import errors
 from kerasdist.transport.base import Peer
 from kerasdist.transport.deadline import Deadline
@@ -258,22 +258,6 @@ def test_who_is_absent_is_known_to_all_ranks():
             wait_until(lambda ask=ask: ask(Call(7)) == [], "all")
 
 
-def test_a_place_that_changes_back_is_known_to_all_ranks():
-    with Crew(4, heartbeat=5.0, collective=1.0) as crew:
-        for supervisor in crew.ranks.values():
-            supervisor.call = Call(8, "barrier")
-        for place, absent in [(7, [2]), (8, []), (7, [2]), (6, [2]), (8, [])]:
-            crew.ranks[2].call = Call(place, "barrier")
-            for rank in (0, 1, 3):
-                ask = crew.ranks[rank].absent
-                wait_until(
-                    lambda ask=ask, absent=absent: (
-                        [p.rank for p in ask(Call(8))] == absent
-                    ),
-                    f"rank {rank} to know of {place}",
-                )
-
-
 def test_only_a_rank_that_waits_gets_the_others_places():
     """In a job that trains all of them change between two heartbeats."""
     with Crew(4, heartbeat=8.0, collective=2.0, silent=[1]) as crew:
@@ -412,15 +396,6 @@ def test_a_supervisor_that_breaks_ends_its_rank():
         text = crew.failures()[1]
     reason = "ZeroDivisionError: division by zero"
     assert text == f"Supervising the workers failed: {reason}"
-
-
-def test_nothing_is_left():
-    before = open_sockets()
-    with Crew(4) as crew:
-        crew.ranks[1].report(errors.CollectiveError("x"))
-        crew.failures()
-    assert open_sockets() == before
-    assert not [t for t in threading.enumerate() if t.name.startswith("kerasdist")]
 
 
 # Failures as they travel.

@@ -9,7 +9,6 @@ import resource
 import signal
 import socket
 import threading
-import time
 
 import pytest
 
@@ -425,20 +424,6 @@ def test_a_name_is_dialed_at_all_its_addresses(names):
         hello = {"session": "s", "purpose": "p", "rank": 1}
         with dial_tcp(f"worker-0:{port}", SECRET, hello, Deadline(10)):
             take(made).close()
-
-
-def test_a_name_server_that_hangs_holds_nobody_up(names, monkeypatch):
-    hang = threading.Event()
-    monkeypatch.setattr(
-        probe.socket, "getaddrinfo", lambda *_, **__: hang.wait(50) and []
-    )
-    started = time.monotonic()
-    with pytest.raises(
-        OSError, match=r"^looking up its host name took longer than 0\."
-    ):
-        dial_tcp("worker-0:1", SECRET, {}, Deadline(0.2))
-    assert time.monotonic() - started < 40
-    hang.set()
 
 
 # Without a secret.

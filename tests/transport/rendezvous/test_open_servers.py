@@ -16,7 +16,7 @@ from kerasdist.transport.rendezvous.open_servers import (
 
 def reached(ip, port):
     try:
-        with socket.create_connection((ip, port), timeout=0.5):
+        with socket.create_connection((ip, port), timeout=0.2):
             return True
     except TimeoutError:
         return False
@@ -63,24 +63,19 @@ def test_bulk_data_go_through_a_narrowed_server():
                 assert one.recv(1) == b"y"
 
 
-@pytest.mark.parametrize("host", ["203.0.113.7", "no-such-host.invalid"])
-def test_a_name_that_is_not_this_machines_narrows_nothing(host):
-    with socket.create_server(("", 0)) as server:
-        port = server.getsockname()[1]
-        assert not narrow(f"{host}:{port}")
-        assert reached("127.0.0.2", port)
-
-
-def test_other_ports_are_left_alone():
+def test_other_ports_and_names_of_other_machines_narrow_nothing():
     with (
         socket.create_server(("", 0)) as server,
         socket.create_server(("", 0)) as other,
     ):
+        port = other.getsockname()[1]
         assert narrow(f"127.0.0.1:{server.getsockname()[1]}")
-        assert reached("127.0.0.2", other.getsockname()[1])
+        for host in ("203.0.113.7", "no-such-host.invalid"):
+            assert not narrow(f"{host}:{port}")
+        assert reached("127.0.0.2", port)
 
 
-@pytest.mark.parametrize("word", [None, "", "0", "yes"])
+@pytest.mark.parametrize("word", [None, "", "yes"])
 def test_without_the_word_it_says_what_strangers_could_do(word):
     environ = {} if word is None else {"KERASDIST_ALLOW_OPEN_SERVERS": word}
     with pytest.raises(

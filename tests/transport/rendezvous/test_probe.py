@@ -20,26 +20,19 @@ def listening(host="127.0.0.1", backlog=8):
         yield server, server.getsockname()[1]
 
 
-def test_somebody_listens():
-    with listening() as (server, port):
-        assert why_unreachable(f"127.0.0.1:{port}", 5.0) is None
-        assert why_unreachable(f"localhost:{port}", 5.0) is None
+@pytest.mark.parametrize(
+    ("host", "names"), [("127.0.0.1", ["127.0.0.1", "localhost"]), ("::1", ["[::1]"])]
+)
+def test_somebody_listens(host, names):
+    with listening(host) as (server, port):
+        for name in names:
+            assert why_unreachable(f"{name}:{port}", 50.0) is None
         # What it opened, it closed: the listener sees the end at once.
-        server.settimeout(5.0)
-        for _ in range(2):
+        server.settimeout(50.0)
+        for _ in names:
             with contextlib.closing(server.accept()[0]) as connection:
-                connection.settimeout(5.0)
+                connection.settimeout(50.0)
                 assert connection.recv(1) == b""
-
-
-def test_ipv6():
-    try:
-        opened = contextlib.ExitStack()
-        _, port = opened.enter_context(listening("::1"))
-    except OSError:
-        pytest.skip("this machine has no IPv6")
-    with opened:
-        assert why_unreachable(f"[::1]:{port}", 5.0) is None
 
 
 def test_nobody_listens():
@@ -53,7 +46,6 @@ def test_nobody_listens():
 
 def test_a_name_that_doesnt_resolve():
     reason = why_unreachable("no-such-host.invalid:2222", 20.0)
-    assert reason is not None
     assert reason.startswith(("its host name doesn't resolve", "looking up its host"))
 
 
@@ -65,9 +57,7 @@ def test_no_answer_in_time():
             client = stack.enter_context(socket.socket())
             client.setblocking(False)
             client.connect_ex(("127.0.0.1", port))
-        began = time.monotonic()
         assert why_unreachable(f"127.0.0.1:{port}", 0.5) == "no answer within 0.5 s"
-        assert time.monotonic() - began < 20.0
 
 
 def test_the_deadline_holds_for_the_look_up(monkeypatch):
@@ -75,7 +65,7 @@ def test_the_deadline_holds_for_the_look_up(monkeypatch):
     hang = threading.Event()
 
     def look_up(*_, **__):
-        hang.wait(30.0)
+        hang.wait(60.0)
         return []
 
     monkeypatch.setattr(probe.socket, "getaddrinfo", look_up)
@@ -83,7 +73,7 @@ def test_the_deadline_holds_for_the_look_up(monkeypatch):
     assert why_unreachable("host:2222", 0.2) == (
         "looking up its host name took longer than 0.2 s"
     )
-    assert time.monotonic() - began < 20.0
+    assert time.monotonic() - began < 50.0
     hang.set()
 
 
@@ -98,11 +88,6 @@ def test_every_address_of_a_name_is_tried(monkeypatch):
         assert why_unreachable("host:1", 5.0) is None
 
 
-@pytest.mark.parametrize(
-    ("address", "said"),
-    [("host", "its address has no port"), ("host:0", "its address has a port outside")],
-)
-def test_an_address_that_is_none(address, said):
-    reason = why_unreachable(address, 5.0)
-    assert reason is not None
-    assert reason.startswith(said)
+def test_an_address_that_is_none():
+    assert why_unreachable("host", 5.0).startswith("its address has no port")
+    assert why_unreachable("host:0", 5.0).startswith("its address has a port outside")

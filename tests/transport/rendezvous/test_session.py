@@ -23,15 +23,14 @@ from kerasdist.transport import Timeouts
 from kerasdist.transport.base import Aborted
 from kerasdist.transport.deadline import Deadline
 from kerasdist.transport.rendezvous.listener import Listener
-from kerasdist.transport.rendezvous.member import host_key
 
 pytestmark = pytest.mark.timeout(90)
 
 # For starts that fail: long enough for those who come, also on a busy machine.
 QUICK = Timeouts(startup=2.0)
-LONG = Timeouts(startup=50.0)
+LONG = Timeouts(startup=80.0)
 # Less than LONG, and far more than QUICK.
-SOON = 20.0
+SOON = 40.0
 
 
 @pytest.fixture(autouse=True)
@@ -40,11 +39,16 @@ def _nothing_is_left():
         yield
 
 
-@pytest.mark.parametrize("size", [2, 3, 5])
+@pytest.mark.parametrize("size", [2, 5])
 def test_all_know_all(size):
     addresses = addresses_of(size)
+    # JSON changes them, on all ranks.
+    settings = {"shape": (1, 2), "names": {1: "a"}}
     sessions = in_threads(
-        size, lambda r: join(addresses, r, host="ab"[r % 2], replicas=r + 1)
+        size,
+        lambda r: join(
+            addresses, r, settings=settings, host="ab"[r % 2], replicas=r + 1
+        ),
     )
     for rank, session in enumerate(sessions):
         assert (session.rank, session.size) == (rank, size)
@@ -57,8 +61,9 @@ def test_all_know_all(size):
         assert session.local_ranks() == list(range(rank % 2, size, 2))
         assert session.leaders() == [0, 1]
         assert sorted(session.controls) == (list(range(1, size)) if rank == 0 else [0])
+    # Who leaves at once disturbs nobody.
+    sessions[1].close()
     close_all(sessions)
-    sessions[0].close()
 
 
 @pytest.mark.parametrize("hosts", ["aa", "ab"])
@@ -149,13 +154,6 @@ def test_all_who_came_say_who_did_not_and_why(reason):
         ), str(error)
 
 
-def test_several_missing_ranks_are_all_named():
-    addresses = addresses_of(5)
-    results = outcomes(2, lambda i: join(addresses, (0, 3)[i], QUICK))
-    for error in results:
-        assert sorted(error.missing) == [1, 2, 4]
-
-
 def test_without_the_chief_the_others_say_so():
     addresses = addresses_of(3)
     results = outcomes(2, lambda i: join(addresses, i + 1, QUICK))
@@ -169,11 +167,11 @@ def test_without_the_chief_the_others_say_so():
 
 def test_who_waits_shortest_gets_the_reasons_too():
     """The chief came later and would wait on; but then rank 1 would be gone."""
-    addresses = addresses_of(3)
+    addresses = addresses_of(4)
     started = time.monotonic()
     results = outcomes(2, lambda r: join(addresses, r, (LONG, QUICK)[r]))
     assert time.monotonic() - started < SOON
-    assert [list(error.missing) for error in results] == [[2], [2]]
+    assert [sorted(error.missing) for error in results] == [[2, 3], [2, 3]]
 
 
 # Interrupts.
@@ -195,30 +193,6 @@ def test_interrupt_ends_a_wait_for_a_connection(what):
     started_at = time.monotonic()
     assert type(outcomes(2, work)[0]) is Aborted
     assert time.monotonic() - started_at < SOON
-    close_all(sessions)
-
-
-def test_interrupt_ends_a_handshake_with_a_frozen_rank():
-    """Its kernel accepts, and nothing answers: a rank was raised 55 s late."""
-    addresses = addresses_of(2)
-    sessions = in_threads(2, lambda r: join(addresses, r, host=str(r)))
-    mine = sessions[0]
-    sessions[1].close()
-    host, port = addresses[1].split(":")
-    with socket.create_server((host, int(port))) as frozen:
-
-        def work(number):
-            if number == 0:
-                mine.dial("data", 1, Deadline(60))
-            end, _ = frozen.accept()
-            with end:
-                # It has begun to speak, and waits for an answer.
-                assert end.recv(1)
-                mine.interrupt()
-
-        started_at = time.monotonic()
-        assert type(outcomes(2, work)[0]) is Aborted
-        assert time.monotonic() - started_at < SOON
     close_all(sessions)
 
 
@@ -256,8 +230,3 @@ def test_an_answer_that_never_comes_is_an_error_that_names_the_rank():
     ):
         sessions[0].answer("data", 1, Deadline(0.1))
     close_all(sessions)
-
-
-def test_the_host_key_is_the_same_for_all_processes_here():
-    assert host_key() == host_key()
-    assert len(host_key()) > 20
