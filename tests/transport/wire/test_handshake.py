@@ -69,9 +69,8 @@ def test_with_the_same_secret_the_hello_arrives(pair, secret):
         lambda end: receive(end, secret),
     )
     assert heard == hello
-    tags = [mine.sign(b"to s"), theirs.sign(b"to c")]
-    theirs.check(tags[0], b"to s")
-    mine.check(tags[1], b"to c")
+    theirs.check(mine.sign(b"to s"), b"to s")
+    mine.check(theirs.sign(b"to c"), b"to c")
     with pytest.raises(errors.ProtocolError, match=r"^A frame isn't the other side's"):
         mine.check(mine.sign(b"to s"), b"to s")
 
@@ -83,8 +82,7 @@ def test_with_different_secrets_both_sides_know_why(pair, first, second):
         lambda end: authenticate_as_client(end, first),
         lambda end: receive(end, second),
     )
-    assert type(knocking) is errors.AuthenticationError
-    assert type(receiving) is errors.AuthenticationError
+    assert type(knocking) is type(receiving) is errors.AuthenticationError
     assert str(knocking).startswith(
         "The worker at here:2 doesn't hold the same job secret. Set the environment "
         "variable KERASDIST_SECRET to the same value on all workers"
@@ -99,11 +97,10 @@ def test_with_different_addresses_both_sides_know_why(pair):
         lambda end: authenticate_as_client(end, address="localhost:2"),
         lambda end: receive(end, address="127.0.0.1:2"),
     )
-    assert type(knocking) is errors.ProtocolError
+    assert type(knocking) is type(receiving) is errors.ProtocolError
     assert str(knocking).startswith(
         "The process that listens at localhost:2 belongs to this job, but to another "
     )
-    assert type(receiving) is errors.ProtocolError
     assert "Received: 'localhost:2', this is '127.0.0.1:2'." in str(receiving)
 
 
@@ -129,36 +126,58 @@ def test_another_version_is_told_so(pair, older):
 # Strangers.
 
 
+TEXT = json.dumps({"address": HERE, "hello": HELLO}).encode()
+
+
 def proof_of(secret, label, client, server, text):
     said = hashlib.sha256(bytes([VERSION]) + client + server + text).digest()
     return hmac.new(secret, label + b"\0" + said, hashlib.sha256).digest()
 
 
-@pytest.mark.parametrize("cheat", ["guess", "skip", "short nonce"])
-def test_a_stranger_gets_no_further_than_its_proof(pair, cheat):
+def client(end, text=TEXT, proof=None, nonce=b"c" * 32):
+    """The client's part, as documented; returns the server's nonce and last frame."""
+    deadline = Deadline(5)
+    write_frame(end, FrameType.CHALLENGE, nonce, deadline)
+    kind, theirs = read_frame(end, deadline)
+    assert kind is FrameType.CHALLENGE
+    if text is not None:
+        write_frame(end, FrameType.HELLO, text, deadline)
+    proof = proof or proof_of(SECRET, b"client", nonce, theirs, text)
+    write_frame(end, FrameType.PROOF, proof, deadline)
+    return theirs, read_frame(end, deadline)
+
+
+def test_the_proof_is_of_all_that_was_said(pair):
+    """As documented: so that another implementation could follow it."""
+    (nonce, told), (hello, _) = both(pair, client, receive)
+    proof = proof_of(SECRET, b"server", b"c" * 32, nonce, TEXT)
+    assert told == (FrameType.PROOF, proof)
+    assert hello == HELLO
+
+
+@pytest.mark.parametrize(
+    ("cheat", "kind", "answer"),
+    [
+        ({"proof": b"0" * 32}, errors.AuthenticationError, (FrameType.REFUSAL, b"")),
+        ({"proof": b"0" * 32, "text": None}, errors.ProtocolError, None),
+        ({"nonce": b"n" * 8}, errors.ProtocolError, None),
+    ],
+    ids=["guess", "skip", "short nonce"],
+)
+def test_a_stranger_gets_no_further_than_its_proof(pair, cheat, kind, answer):
     """And is given nothing that depends on the secret, for guesses at home."""
-
-    def stranger(end):
-        deadline = Deadline(5)
-        nonce = b"n" * (8 if cheat == "short nonce" else 32)
-        write_frame(end, FrameType.CHALLENGE, nonce, deadline)
-        if cheat == "short nonce":
-            return read_frame(end, deadline)
-        kind, _ = read_frame(end, deadline)
-        assert kind is FrameType.CHALLENGE
-        text = json.dumps({"address": HERE, "hello": HELLO}).encode()
-        if cheat == "guess":
-            write_frame(end, FrameType.HELLO, text, deadline)
-        write_frame(end, FrameType.PROOF, b"0" * 32, deadline)
-        return read_frame(end, Deadline(1))
-
-    told, refused = both(pair, stranger, receive)
-    kind = errors.AuthenticationError if cheat == "guess" else errors.ProtocolError
+    told, refused = both(pair, lambda end: client(end, **cheat), receive)
     assert type(refused) is kind
-    if cheat == "guess":
-        assert told == (FrameType.REFUSAL, b"")
+    if answer:
+        assert told[1] == answer
     else:
         assert type(told) is EOFError
+
+
+@pytest.mark.parametrize("text", [b"{", b"[]", b"\xff", b"{}", b'{"address": 3}'])
+def test_who_holds_the_secret_and_says_nonsense_is_refused(pair, text):
+    _, refused = both(pair, lambda end: client(end, text), receive)
+    assert type(refused) is errors.ProtocolError
 
 
 @pytest.mark.parametrize("cheat", ["guess", "reflect"])
@@ -174,27 +193,6 @@ def test_a_false_server_is_found_out(pair, cheat):
 
     knocking, _ = both(pair, authenticate_as_client, false)
     assert type(knocking) is errors.AuthenticationError
-
-
-def test_the_proof_is_of_all_that_was_said(pair):
-    """As documented: so that another implementation could follow it."""
-
-    def client(end):
-        deadline = Deadline(5)
-        write_frame(end, FrameType.CHALLENGE, b"c" * 32, deadline)
-        _, nonce = read_frame(end, deadline)
-        text = json.dumps({"address": HERE, "hello": HELLO}).encode()
-        proof = proof_of(SECRET, b"client", b"c" * 32, nonce, text)
-        write_frame(end, FrameType.HELLO, text, deadline)
-        write_frame(end, FrameType.PROOF, proof, deadline)
-        return read_frame(end, deadline) == (
-            FrameType.PROOF,
-            proof_of(SECRET, b"server", b"c" * 32, nonce, text),
-        )
-
-    right, (hello, _) = both(pair, client, receive)
-    assert right
-    assert hello == HELLO
 
 
 # A stranger in the midst: it has no secret, and connects one side with another.
@@ -225,6 +223,26 @@ def ask(address):
     return socket.create_connection((host, int(port)), timeout=10)
 
 
+def dial_a_stranger(false, true, change=lambda kind, payload: payload):
+    """Dial an address where a stranger hands all on to another listener."""
+
+    def stranger():
+        end, _ = false.accept()
+        with end, ask(true.address) as other:
+            relay(end, other, change)
+
+    thread = threading.Thread(target=stranger)
+    thread.start()
+    try:
+        dial_tcp(address_of(false), SECRET, HELLO, Deadline(10))
+    finally:
+        thread.join(10)
+
+
+def address_of(server):
+    return f"127.0.0.1:{server.getsockname()[1]}"
+
+
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("oracle", [0, 1])
 def test_no_listener_of_the_job_helps_a_stranger_at_anothers_address(jobs, oracle):
@@ -235,21 +253,12 @@ def test_no_listener_of_the_job_helps_a_stranger_at_anothers_address(jobs, oracl
     worker's gradients, and gave it any weights it liked.
     """
     listeners, false = jobs
-    dialed = f"127.0.0.1:{false.getsockname()[1]}"
-
-    def stranger():
-        end, _ = false.accept()
-        with end, ask(listeners[oracle].address) as other:
-            relay(end, other)
-
-    thread = threading.Thread(target=stranger)
-    thread.start()
+    dialed = address_of(false)
     with pytest.raises(
         errors.ProtocolError,
         match=rf"^The process that listens at {dialed} belongs to this job, but to ",
     ):
-        dial_tcp(dialed, SECRET, HELLO, Deadline(10))
-    thread.join(10)
+        dial_a_stranger(false, listeners[oracle])
     for listener in listeners:
         assert listener.mailboxes.take_any("s", "p", 0.0) == []
     wait_until(listeners[oracle].refusals, "a refusal")
@@ -260,31 +269,22 @@ def test_no_listener_of_the_job_helps_a_stranger_at_anothers_address(jobs, oracl
 @pytest.mark.parametrize("name", ["address", "session", "purpose", "rank"])
 def test_a_hello_that_was_changed_on_its_way_is_refused(jobs, name):
     """What the connection is for is a part of the proof, whoever the listener is."""
-    listeners, false = jobs
-    dialed = f"127.0.0.1:{false.getsockname()[1]}"
+    (listener, _), false = jobs
 
     def change(kind, payload):
         if kind is not FrameType.HELLO:
             return payload
         said = json.loads(payload)
         if name == "address":
-            said["address"] = listeners[0].address
+            said["address"] = listener.address
         else:
             said["hello"][name] = 0 if name == "rank" else "another"
         return json.dumps(said).encode()
 
-    def stranger():
-        end, _ = false.accept()
-        with end, ask(listeners[0].address) as other:
-            relay(end, other, change)
-
-    thread = threading.Thread(target=stranger)
-    thread.start()
     with pytest.raises(errors.AuthenticationError):
-        dial_tcp(dialed, SECRET, HELLO, Deadline(10))
-    thread.join(10)
+        dial_a_stranger(false, listener, change)
     for session, purpose in (("s", "p"), ("another", "p"), ("s", "another")):
-        assert listeners[0].mailboxes.take_any(session, purpose, 0.0) == []
+        assert listener.mailboxes.take_any(session, purpose, 0.0) == []
 
 
 def test_a_proof_of_one_connection_is_none_in_a_parallel_one(jobs):
@@ -372,20 +372,6 @@ def test_other_beginnings_are_refused_without_repeating_them(pair, sent, error):
     assert "evil" not in str(caught.value)
 
 
-@pytest.mark.parametrize("text", [b"{", b"[]", b"\xff", b"{}", b'{"address": 3}'])
-def test_who_holds_the_secret_and_says_nonsense_is_refused(pair, text):
-    def client(end):
-        deadline = Deadline(5)
-        write_frame(end, FrameType.CHALLENGE, b"c" * 32, deadline)
-        _, nonce = read_frame(end, deadline)
-        write_frame(end, FrameType.HELLO, text, deadline)
-        proof = proof_of(SECRET, b"client", b"c" * 32, nonce, text)
-        write_frame(end, FrameType.PROOF, proof, deadline)
-
-    _, refused = both(pair, client, receive)
-    assert type(refused) is errors.ProtocolError
-
-
 def test_a_silent_side_is_left_at_the_deadline(pair):
     with pytest.raises(TimeoutError):
         receive(pair[1], seconds=0.1)
@@ -397,7 +383,7 @@ def test_a_silent_side_is_left_at_the_deadline(pair):
 def test_dialing_ends_when_it_is_cancelled(when):
     """The other side is frozen: its kernel accepts, and nothing answers."""
     with socket.create_server(("127.0.0.1", 0)) as frozen:
-        address = f"127.0.0.1:{frozen.getsockname()[1]}"
+        address = address_of(frozen)
         stop = Cancellation()
         if when == "before":
             stop.set()
