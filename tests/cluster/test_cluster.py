@@ -6,6 +6,7 @@ import subprocess
 import sys
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from kerasdist.cluster import Cluster, resolve
@@ -37,41 +38,30 @@ def error_of(environ=None, cluster=None):
 # --- without settings ---
 
 
+SRUN = {"SLURM_STEP_ID": "0", "SLURM_PROCID": "0"}
+
+
 @pytest.mark.parametrize(
     "environ",
     [
-        {},
-        {"TF_CONFIG": ""},
-        {"TF_CONFIG": " \n"},
-        {"TF_CONFIG": "{}"},
+        *({}, {"TF_CONFIG": " \n"}, {"TF_CONFIG": "{}"}),
         # A plain batch script: nobody started several tasks with srun.
         {"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_NTASKS": "4"},
-        {
-            "SLURM_STEP_ID": "4294967291",
-            "SLURM_PROCID": "0",
-            "SLURM_NTASKS": "4",
-        },
+        SRUN | {"SLURM_STEP_ID": "4294967291", "SLURM_NTASKS": "4"},
         # One process of mpirun, and a shell of srun's: alone.
         {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"},
         {"PMI_RANK": "0", "PMI_SIZE": "1", "MPI_LOCALNRANKS": "1"},
-        {"PMI_RANK": "0", "PMI_SIZE": "1", "SLURM_STEP_ID": "0", "SLURM_PROCID": "0"},
+        SRUN | {"PMI_RANK": "0", "PMI_SIZE": "1"},
         {"PMIX_RANK": "0", "SLURM_JOB_ID": "7", "SLURM_STEP_ID": "4294967290"},
-        {
-            "PMIX_RANK": "0",
-            "SLURM_STEP_ID": "0",
-            "SLURM_PROCID": "0",
-            "SLURM_STEP_NUM_TASKS": "1",
-        },
+        SRUN | {"PMIX_RANK": "0", "SLURM_STEP_NUM_TASKS": "1"},
         # One task: alone.
-        {"SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"},
+        SRUN | {"SLURM_STEP_NUM_TASKS": "1"},
     ],
 )
 def test_no_settings_is_one_worker(environ):
     found = resolve(environ=environ)
     assert found == Cluster(rank=0, size=1, source="none")
-    assert found.is_chief
-    assert found.address is None
-    assert found.workers == ()
+    assert (found.is_chief, found.address, found.workers) == (True, None, ())
 
 
 def test_the_process_environment_is_the_default(monkeypatch):
@@ -102,11 +92,6 @@ def test_the_chief_comes_first_and_master_is_its_old_name(name):
     worker = resolve(environ=tf_config(jobs, task("worker", 1)))
     assert (worker.rank, worker.task_index, worker.address) == (2, 1, "b:1")
     assert not worker.is_chief
-
-
-def test_the_chief_needs_no_index():
-    found = resolve(environ=tf_config({"chief": ["c:1"]}, {"type": "chief"}))
-    assert (found.rank, found.size) == (0, 1)
 
 
 def test_a_server_is_no_worker():
@@ -143,23 +128,12 @@ def test_a_task_without_a_cluster_is_alone(jobs, who):
     assert found.source == "TF_CONFIG"
 
 
-def test_ipv6_addresses():
-    found = resolve(
-        environ=tf_config(
-            {"worker": ["[::1]:2222", "[fe80::1%eth0]:1"]}, task("worker", 0)
-        )
-    )
-    assert found.address == "[::1]:2222"
-
-
 @pytest.mark.parametrize(
     ("text", "said"),
     [
         ('{"cluster": ', r"TF_CONFIG isn't JSON: .* line 1, column 13"),
         ("{'task': {}}", r"isn't JSON: .* JSON wants double quotes"),
         ("[1]", r"TF_CONFIG is a list\. Expected a dictionary"),
-        ('"x"', r"TF_CONFIG is a str\. Expected a dictionary"),
-        ("3", r"TF_CONFIG is a int\."),
         ("null", r"TF_CONFIG is a NoneType\."),
         ("[" * 100_000, r"TF_CONFIG isn't usable JSON"),
         ('{"cluster": 1' + "0" * 5000 + "}", r"TF_CONFIG (isn't|can't)"),
@@ -174,57 +148,35 @@ def test_what_isnt_a_json_dictionary(text, said):
     ("jobs", "who", "said"),
     [
         (TWO, None, "There is no 'task'"),
-        (TWO, {}, "There is no 'task'"),
         (TWO, 1, "'task' is a int"),
         (TWO, {"index": 0}, "'task' has no 'type'"),
         (TWO, {"type": "worker"}, "'task' has no 'index'"),
         (TWO, task("workers", 0), r"task\['type'\]='workers'\. Expected 'chief'"),
         (TWO, task(["worker"], 0), r"task\['type'\] is unknown"),
         (TWO, task("chief", 0), "This process is a chief, and the cluster has none"),
-        (
-            TWO,
-            task("worker", 2),
-            r"out of range\. .*=2.* 2 addresses\. Expected 0\.\.1",
-        ),
+        (TWO, task("worker", 2), r"out of range\..*=2.* 2 addresses\. Expected 0\.\.1"),
         ({"worker": ["a:1"]}, task("worker", 1), r"has 1 address\. Expected 0\."),
         (TWO, task("worker", -1), r"no integer >= 0\. Received: task\['index'\]=-1"),
         (TWO, task("worker", "one"), "task.'index'. is no integer"),
-        (TWO, task("worker", 1.0), "task.'index'. is no integer"),
         (TWO, task("worker", True), "task.'index'. is no integer"),
         (TWO, task("worker", "9" * 5000), "task.'index'. is no integer"),
-        (
-            None,
-            task("worker", 1),
-            "There is no 'cluster', yet this process is worker 1",
-        ),
+        (None, task("worker", 1), "no 'cluster', yet this process is worker 1"),
         ({}, task("ps", 0), "There is no 'cluster', yet this process is ps 0"),
         ([], task("worker", 0), "'cluster' is a list"),
         ({"workers": ["a:1"]}, task("worker", 0), "unknown task type.*'workers'"),
         ({"worker": "a:1"}, task("worker", 0), r"cluster\['worker'\] is a str"),
         ({"worker": []}, task("worker", 0), r"cluster\['worker'\] is empty"),
-        (
-            {"chief": ["c:1"], "worker": []},
-            task("chief", 0),
-            r"cluster\['worker'\] is empty",
-        ),
         ({"chief": ["a:1", "b:1"]}, task("chief", 0), "'cluster' has 2 chiefs"),
         ({"chief": ["a:1"], "master": ["b:1"]}, task("chief", 0), "both 'chief' and"),
         ({"ps": ["s:1"]}, task("ps", 0), "'cluster' has no task that trains"),
         ({"worker": {"0": "a:1", "2": "b:1"}}, task("worker", 0), "has gaps"),
         ({"worker": {"x": "a:1"}}, task("worker", 0), "an index that is no integer"),
         (
-            {"worker": ["a:1", "b:1", "A:1"]},
-            task("worker", 0),
+            *({"worker": ["a:1", "b:1", "A:1"]}, task("worker", 0)),
             r"same address .* cluster\['worker'\]\[0\] and cluster\['worker'\]\[2\]",
         ),
         (
-            {"chief": ["[::1]:1"], "worker": ["[0:0::1]:1"]},
-            task("chief", 0),
-            "The same address stands at two places",
-        ),
-        (
-            {"worker": ["a:1"], "ps": ["a:1"]},
-            task("worker", 0),
+            *({"chief": ["[::1]:1"], "ps": ["[0:0::1]:1"]}, task("chief", 0)),
             "The same address stands at two places",
         ),
     ],
@@ -283,11 +235,6 @@ def test_long_settings_are_cut_in_the_message():
     assert len(said) < 2000
 
 
-def test_a_cluster_error_is_a_value_error():
-    with pytest.raises(ValueError, match=r"^TF_CONFIG can't be used"):
-        resolve(environ={"TF_CONFIG": "{"})
-
-
 # --- `cluster=` ---
 
 
@@ -313,11 +260,7 @@ def test_a_resolver_comes_before_the_environment():
 def test_a_resolver_without_a_cluster_is_alone():
     environ = tf_config(TWO, task("worker", 1))
     for resolver in (Resolver({}), Resolver({}, "", 0), Resolver({}, "worker", 0)):
-        assert (resolve(resolver, environ).size, resolver.task_type) in (
-            (1, None),
-            (1, ""),
-            (1, "worker"),
-        )
+        assert resolve(resolver, environ).size == 1
 
 
 def test_slurms_resolver_knows_its_task_after_the_cluster():
@@ -327,13 +270,6 @@ def test_slurms_resolver_knows_its_task_after_the_cluster():
             return super().cluster_spec()
 
     assert resolve(Late({"worker": ["a:1", "b:1"]}), {}).rank == 1
-
-
-def test_numbers_of_numpy_are_integers():
-    numpy = pytest.importorskip("numpy")
-    found = resolve(Resolver({"worker": ["a:1", "b:1"]}, "worker", numpy.int64(1)), {})
-    assert found.rank == 1
-    assert type(found.task_index) is int
 
 
 def test_a_resolver_without_a_task():
@@ -398,12 +334,15 @@ def test_a_cluster_checks_itself(values, said):
 
 def test_tensorflows_resolvers():
     tf = pytest.importorskip("tensorflow")
+
     spec = tf.train.ClusterSpec({"worker": ["a:1", "b:1"], "ps": {0: "s:1"}})
     resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
         spec, task_type="worker", task_id=1
     )
     found = resolve(resolver, {})
     assert (found.rank, found.workers, found.servers) == (1, ("a:1", "b:1"), ("s:1",))
+    resolver.task_id = np.int64(1)
+    assert type(resolve(resolver, {}).task_index) is int
 
 
 def test_nothing_here_needs_tensorflow():
@@ -418,16 +357,14 @@ def test_nothing_here_needs_tensorflow():
 
 
 def step(procid, tasks, nodes, per_node, **more):
-    environ = {
+    return {
         "SLURM_JOB_ID": "1000",
         "SLURM_STEP_ID": "0",
         "SLURM_PROCID": str(procid),
         "SLURM_STEP_NUM_TASKS": str(tasks),
         "SLURM_STEP_NODELIST": nodes,
         "SLURM_STEP_TASKS_PER_NODE": per_node,
-    }
-    environ.update(more)
-    return environ
+    } | more
 
 
 def hosts(workers):
@@ -469,21 +406,12 @@ def test_slurm_layout_that_cant_be_told(distribution):
 
 def test_slurm_own_place_is_checked():
     # Rank 1 of a cyclic layout, although nobody said that it is cyclic.
-    said = error_of(
-        step(1, 4, "a,b", "2(x2)", SLURM_NODEID="1", SLURM_LOCALID="0"),
-    )
+    place = {"SLURM_NODEID": "1", "SLURM_LOCALID": "0"}
+    said = error_of(step(1, 4, "a,b", "2(x2)", **place))
     assert said.startswith("Slurm's environment can't be used. ")
     assert "SLURM_NODEID=1" in said
     assert "Expected SLURM_NODEID=0" in said
-    right = step(
-        1,
-        4,
-        "a,b",
-        "2(x2)",
-        SLURM_NODEID="1",
-        SLURM_LOCALID="0",
-        SLURM_DISTRIBUTION="cyclic",
-    )
+    right = step(1, 4, "a,b", "2(x2)", SLURM_DISTRIBUTION="cyclic", **place)
     assert hosts(resolve(environ=right).workers) == ["a", "b", "a", "b"]
 
 
@@ -502,22 +430,22 @@ def test_slurm_jobs_and_steps_have_ports_of_their_own():
         environ = step(0, 2, "a", "2", SLURM_JOB_ID=str(job), SLURM_STEP_ID=str(number))
         return int(resolve(environ=environ).workers[0].rpartition(":")[2])
 
-    ports = [port(job, 0) for job in range(1000, 1156)]
-    ports.sort()
+    ports = sorted(port(job, 0) for job in range(1000, 1156))
     assert min(b - a for a, b in itertools.pairwise(ports)) == 64
     assert len({port(1000, number) for number in range(100)}) == 100
 
 
 def test_slurm_older_names():
-    environ = {
-        "SLURM_JOBID": "1000",
-        "SLURM_STEPID": "0",
-        "SLURM_PROCID": "1",
-        "SLURM_NTASKS": "2",
-        "SLURM_JOB_NODELIST": "n[1-2]",
-        "SLURM_TASKS_PER_NODE": "1(x2)",
+    new = step(1, 2, "n[1-2]", "1(x2)")
+    names = {
+        "SLURM_JOB_ID": "SLURM_JOBID",
+        "SLURM_STEP_ID": "SLURM_STEPID",
+        "SLURM_STEP_NUM_TASKS": "SLURM_NTASKS",
+        "SLURM_STEP_NODELIST": "SLURM_JOB_NODELIST",
+        "SLURM_STEP_TASKS_PER_NODE": "SLURM_TASKS_PER_NODE",
     }
-    assert resolve(environ=environ).rank == 1
+    old = {names.get(name, name): value for name, value in new.items()}
+    assert resolve(environ=old) == resolve(environ=new)
 
 
 def test_tf_config_comes_before_slurm():
@@ -625,10 +553,8 @@ def test_processes_of_srun_are_slurms(by):
 @pytest.mark.parametrize(
     "changed",
     [
-        {"OMPI_COMM_WORLD_RANK": "3"},
-        {"OMPI_COMM_WORLD_RANK": ""},
-        {"OMPI_COMM_WORLD_SIZE": "three"},
-        {"OMPI_COMM_WORLD_SIZE": "0"},
+        *({"OMPI_COMM_WORLD_RANK": value} for value in ("3", "")),
+        *({"OMPI_COMM_WORLD_SIZE": value} for value in ("three", "0")),
     ],
 )
 def test_settings_of_mpi_that_are_wrong(changed):
@@ -637,7 +563,5 @@ def test_settings_of_mpi_that_are_wrong(changed):
         "MPI's environment can't be used. OMPI_COMM_WORLD_RANK is no rank of "
         "OMPI_COMM_WORLD_SIZE processes. Expected 0 <= "
     )
-    assert (
-        f"Received: OMPI_COMM_WORLD_RANK={({**MPI, **changed})[next(iter(MPI))]!r}"
-        in said
-    )
+    rank = (MPI | changed)["OMPI_COMM_WORLD_RANK"]
+    assert f"Received: OMPI_COMM_WORLD_RANK={rank!r}" in said
