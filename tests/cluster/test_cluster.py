@@ -115,9 +115,9 @@ def test_an_evaluator_is_a_job_of_one(listed):
 
 @pytest.mark.parametrize("index", [1, "1"])
 def test_lists_may_be_dictionaries_and_numbers_texts(index):
-    jobs = {"worker": {"1": "b:1", "0": "a:1"}}
+    jobs = {"worker": {"1": "[fe80::1%eth0]:1", "0": "[::1]:2"}}
     found = resolve(environ=tf_config(jobs, task("worker", index)))
-    assert (found.rank, found.workers) == (1, ("a:1", "b:1"))
+    assert (found.rank, found.workers) == (1, ("[::1]:2", "[fe80::1%eth0]:1"))
 
 
 @pytest.mark.parametrize("jobs", [None, {}, {"ps": []}])

@@ -72,15 +72,14 @@ def test_waiting_for_a_late_rank_is_waiting():
         notes = Notes()
         communicator.add_recorder(notes)
         if communicator.rank == 1:
-            late.wait(0.2)
+            late.wait(0.6)
         communicator.all_reduce([buffer])
         return sum(e - b for _, b, e, _, _ in notes.of("wait")) / 1e9
 
     for kind in ("unix", "shared"):
         with Group(kind, 2) as group:
             waited, late_waited = group.run(work)
-        assert waited > 0.15
-        assert late_waited < 0.1
+        assert waited > max(0.1, late_waited)
 
 
 def test_several_may_listen():

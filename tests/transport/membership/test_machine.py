@@ -147,15 +147,6 @@ def test_a_result_of_an_earlier_epoch_is_discarded():
     assert machine.progress == Progress(1)
 
 
-def test_a_second_loss_during_the_agreement():
-    world = Recorded(4)
-    world.lose(3)
-    world.do(("deliver", 0, 1))
-    world.lose(2)
-    world.quiet()
-    assert world.groups() == {0: [0, 1], 1: [0, 1]}
-
-
 def test_a_proposer_that_dies_after_it_told_one():
     world = Recorded(4)
     world.lose(3)
@@ -242,15 +233,6 @@ def test_a_worker_takes_the_place_of_one_that_leaves():
     assert not world.kinds(0, TooLate)
 
 
-def test_the_last_worker_leaves():
-    world = Recorded(1)
-    world.train(1)
-    world.do(("leave", 0))
-    world.train(3)
-    assert world.kinds(0, Stop) == [Stop(StopReason.LEFT)]
-    assert world.processes[0].machine.progress == Progress(3)
-
-
 def test_the_smaller_side_of_a_partition_stops():
     world = Recorded(5)
     for a in (0, 1):
@@ -334,13 +316,6 @@ def test_a_proof_that_an_absent_one_is_dead_makes_elders_of_all():
     assert not world.kinds(2, TooLate)
     world.lose(0)
     assert world.groups() == {2: [2]}
-
-
-def test_too_few_are_left():
-    world = Recorded(3, min_workers=3)
-    world.lose(2)
-    world.quiet()
-    assert [world.kinds(n, Stop)[0].reason for n in (0, 1)] == [StopReason.TOO_FEW] * 2
 
 
 def test_a_line_that_is_lost_costs_an_epoch_but_no_member():

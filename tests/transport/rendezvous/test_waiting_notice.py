@@ -104,7 +104,12 @@ REFUSED = "connection refused: nothing listens there"
 
 
 @pytest.mark.parametrize(
-    "script", [RING, ELASTIC, PLACED], ids=["ring", "elastic", "placed"]
+    "script",
+    [
+        pytest.param(RING, id="ring"),
+        pytest.param(ELASTIC, id="elastic"),
+        pytest.param(PLACED, id="placed", marks=pytest.mark.soak),
+    ],
 )
 def test_a_rank_that_comes_later(script):
     addresses, (chief, other, last) = said_by(script, 3)
