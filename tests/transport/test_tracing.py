@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from groups import Group
-from kerasdist.collectives.ops import itemsize
 from kerasdist.ps import Variable
 from kerasdist.transport.tracing import NAMES, now
 from servers import Servers
@@ -114,13 +113,3 @@ def test_an_exchange_with_a_table_is_recorded():
     assert len(notes.of("pack")) == len(notes.of("send")) == 2
     for _, first, last, _, _ in notes.spans:
         assert begin <= first <= last <= end
-
-
-def test_bytes_of_an_element():
-    assert [itemsize(name) for name in ("bool", "int8", "bfloat16", "complex128")] == [
-        1,
-        1,
-        2,
-        16,
-    ]
-    assert itemsize("none") == 0

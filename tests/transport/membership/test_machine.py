@@ -81,20 +81,6 @@ class Recorded(World):
         }
 
 
-def finished(world):
-    return {each.me.id: each.machine.progress.step for each in world.living()}
-
-
-def finish_one_step(world, *, by):
-    """One process finishes the last bucket of the first step, which all have begun."""
-    while min(each.done for each in world.living()) < COLLECTIVES - 1:
-        for each in world.living():
-            if each.done < COLLECTIVES - 1:
-                world.do(("work", each.me.id))
-    world.do(("work", by))
-    assert [n for n, step in finished(world).items() if step] == [by]
-
-
 @pytest.mark.parametrize("lost", [0, 1, 2])
 def test_a_loss_takes_two_round_trips_and_the_news(lost):
     world = Recorded(3)
@@ -111,21 +97,8 @@ def test_a_loss_takes_two_round_trips_and_the_news(lost):
         assert not installed.decision.epoch.absent
 
 
-@pytest.mark.parametrize(
-    ("finisher", "step", "holders"),
-    [(0, 1, (Member(0),)), (2, 0, (Member(0), Member(1)))],
-)
-def test_a_step_is_committed_if_a_survivor_has_finished_it(finisher, step, holders):
-    world = Recorded(3)
-    finish_one_step(world, by=finisher)
-    world.lose(2)
-    world.quiet()
-    verdict = world.kinds(1, Install)[0].decision.verdict
-    assert (verdict.progress.step, verdict.holders) == (step, holders)
-    if step:
-        # Rank 1 gets what it lacks, nothing is done again.
-        world.do(("work", 1))
-        assert finished(world) == {0: 1, 1: 1}
+def finished(world):
+    return {each.me.id: each.machine.progress.step for each in world.living()}
 
 
 def test_a_result_that_comes_after_the_promise_is_discarded():
@@ -145,24 +118,6 @@ def test_a_result_of_an_earlier_epoch_is_discarded():
     assert machine.handle(Finished(0, Progress(1))) == (TooLate(),)
     assert machine.handle(Finished(1, Progress(1))) == ()
     assert machine.progress == Progress(1)
-
-
-def test_a_proposer_that_dies_after_it_told_one():
-    world = Recorded(4)
-    world.lose(3)
-    while world.processes[0].machine.suspended:
-        for line in [(1, 0), (2, 0), (0, 1), (0, 2)]:
-            if world.processes[0].machine.suspended:
-                world.do(("deliver", *line))
-    world.do(("deliver", 0, 1))
-    while world.processes[1].epoch[0] == 0:
-        world.do(("deliver", 0, 1))
-    world.lines.pop((0, 2))
-    world.lose(0)
-    world.quiet()
-    # 2 hears of epoch 1 from 1, which proposes epoch 2.
-    assert world.groups() == {1: [1, 2], 2: [1, 2]}
-    assert [each.decision.epoch.number for each in world.kinds(2, Install)] == [1, 2]
 
 
 def test_a_worker_joins_and_nothing_is_aborted():

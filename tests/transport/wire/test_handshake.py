@@ -14,7 +14,6 @@ import pytest
 from groups import addresses_of, outcomes
 from kerasdist import errors
 from kerasdist.transport.cancellation import Cancellation
-from kerasdist.transport.connection import Connection
 from kerasdist.transport.deadline import Deadline
 from kerasdist.transport.rendezvous.dial import dial_tcp
 from kerasdist.transport.rendezvous.listener import Listener
@@ -313,30 +312,6 @@ def test_a_proof_of_one_connection_is_none_in_a_parallel_one(jobs):
         for kind, payload in frames[2:4]:
             write_frame(other, kind, payload, Deadline(5))
         assert read_frame(other, Deadline(5)) == (FrameType.REFUSAL, b"")
-
-
-def test_who_relays_to_the_right_listener_can_not_speak_afterwards(jobs):
-    """A true man in the middle sees the bulk data, and may change them.
-
-    It can't send a control frame in anybody's name: it doesn't know the keys.
-    """
-    listeners, _ = jobs
-    address = listeners[0].address
-    ours, theirs = socket.socketpair()
-    with ours, theirs, ask(address) as true:
-        thread = threading.Thread(target=relay, args=(theirs, true))
-        thread.start()
-        auth = handshake.authenticate_as_client(
-            ours, SECRET, HELLO, Deadline(10), address
-        )
-        thread.join(10)
-        ((_, taken, _),) = listeners[0].mailboxes.take_any("s", "p", 10.0)
-        with taken:
-            mine = Connection(ours, auth)
-            write_frame(theirs, FrameType.REFUSAL, b"{}", Deadline(5))
-            theirs.sendall(bytes(16))
-            with pytest.raises(errors.ProtocolError, match=r"^A frame isn't the other"):
-                mine.read(Deadline(1), bound=100)
 
 
 # Whatever else comes.
