@@ -62,7 +62,7 @@ def around(transport, payload, room, deadline=10.0, call=CALL):
 
 
 @pytest.mark.parametrize("kind", MAKERS)
-@pytest.mark.parametrize("size", [2, 3, 5])
+@pytest.mark.parametrize("size", [2, 5])
 def test_a_ring_in_which_everybody_sends_much_at_once_does_not_stop(make, kind, size):
     """More than all buffers on the way hold."""
     group = make(kind, size)
@@ -93,20 +93,11 @@ def test_many_exchanges_of_all_sizes_arrive_in_order(make, kind):
 
 
 @pytest.mark.parametrize("kind", MAKERS)
-def test_sending_and_receiving_alone(make, kind):
-    first, second = make(kind, 2)
-    room = bytearray(5)
-    first.exchange(CALL, Deadline(5), to=1, outgoing=b"hello")
-    second.exchange(CALL, Deadline(5), source=0, incoming=memoryview(room))
-    assert room == b"hello"
-    first.exchange(CALL, Deadline(0))  # nothing to do
-
-
-@pytest.mark.parametrize("kind", MAKERS)
 def test_what_was_sent_before_the_end_still_arrives(make, kind):
     first, second = make(kind, 2)
     room = bytearray(5)
     first.exchange(CALL, Deadline(5), to=1, outgoing=b"hello")
+    first.exchange(CALL, Deadline(0))  # nothing to do
     first.close()
     second.exchange(CALL, Deadline(5), source=0, incoming=memoryview(room))
     assert room == b"hello"
@@ -152,21 +143,18 @@ def test_a_peer_that_dies_in_the_midst_of_a_large_frame(make, kind):
     assert type(outcomes(2, work)[1]) is PeerClosed
 
 
+@pytest.mark.parametrize(
+    "what", [{"source": 1}, {"to": 1, "outgoing": bytes(20 << 20)}]
+)
 @pytest.mark.parametrize("kind", MAKERS)
-def test_a_silent_peer_is_named_at_the_deadline(make, kind):
+def test_a_peer_that_sends_or_takes_nothing_is_named_at_the_deadline(make, kind, what):
+    if kind == "memory" and "to" in what:
+        pytest.skip("memory takes all at once")
     first, _ = make(kind, 2)
     started = time.monotonic()
     with pytest.raises(PeerSilent, match=r"^silent for 0\.2 s$") as caught:
-        first.exchange(CALL, Deadline(0.2), source=1)
-    assert 0.2 <= time.monotonic() - started < 20
-    assert caught.value.peer == first.peers[1]
-
-
-@pytest.mark.parametrize("kind", SOCKETS)
-def test_a_peer_that_takes_nothing_is_named_at_the_deadline(make, kind):
-    first, _ = make(kind, 2)
-    with pytest.raises(PeerSilent) as caught:
-        first.exchange(CALL, Deadline(0.2), to=1, outgoing=bytes(20_000_000))
+        first.exchange(CALL, Deadline(0.2), **what)
+    assert 0.2 <= time.monotonic() - started < 50
     assert caught.value.peer == first.peers[1]
 
 
@@ -179,10 +167,7 @@ def test_another_call_is_a_mismatch_that_has_both(make, kind):
         second.exchange(CALL, Deadline(5), source=0, incoming=memoryview(bytearray(3)))
     assert (caught.value.mine, caught.value.theirs) == (CALL, other)
     assert caught.value.peer == second.peers[0]
-
-
-@pytest.mark.parametrize("kind", MAKERS)
-def test_another_length_in_the_same_call_is_a_protocol_error(make, kind):
+    # Another length of the same call is none, but a fault of the library.
     first, second = make(kind, 2)
     first.exchange(CALL, Deadline(5), to=1, outgoing=b"abc")
     with pytest.raises(
@@ -195,14 +180,8 @@ def test_another_length_in_the_same_call_is_a_protocol_error(make, kind):
 @pytest.mark.parametrize(
     ("garbage", "match"),
     [
-        (
-            b"HTTP/1.1 400 Bad Request\r\nConnection: close\r\n\r\n",
-            r"^The received bytes aren't",
-        ),
-        (
-            pack_header(FrameType.GOODBYE, 0, CALL),
-            r"^rank 0 .* sent a GOODBYE f",
-        ),
+        (b"HTTP/1.1 400 Bad Request\r\n" * 2, r"^The received bytes aren't"),
+        (pack_header(FrameType.GOODBYE, 0, CALL), r"^rank 0 .* sent a GOODBYE f"),
     ],
 )
 @pytest.mark.parametrize("kind", SOCKETS)
@@ -229,7 +208,7 @@ def test_abort_from_another_thread_ends_a_wait_and_all_later_ones(make, kind, ho
 
     started = time.monotonic()
     assert type(outcomes(2, work)[0]) is Aborted
-    assert time.monotonic() - started < 15
+    assert time.monotonic() - started < 25
     getattr(first, how)()
     with pytest.raises(Aborted):
         first.exchange(CALL, Deadline(30), to=1, outgoing=b"x")

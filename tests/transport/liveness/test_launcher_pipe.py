@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -114,24 +115,29 @@ def test_the_scripts_processes_dont_inherit_the_pipe(pipe):
     assert subprocess.run(command, check=False, **run).returncode != 0
 
 
+REPORT = {"job": "a", "rank": 0, "error": "E", "blames": 1}
+MEMBERS = {"job": "a", "epoch": 1, "ranks": [0], "size": 1, "step": 1, "pause": 0}
+
+
 @pytest.mark.parametrize(
     "line",
     [
-        b"",
-        b"{",
-        b"1",
-        b"[" * 100_000,
-        b'{"job": "a", "rank": 0, "error": "E"}',
-        b'{"job": "a", "rank": "x", "error": "E", "blames": 1}',
-        b'{"job": "a", "rank": 0, "error": "E", "blames": 1e999}',
-        b'{"members": 1}',
-        b'{"members": {"job": "a", "epoch": 1, "ranks": [0], "size": 1, "step": 1}}',
-        b'{"members": {"job": "a", "epoch": 1, "ranks": [], "size": 0, "step": 1, '
-        b'"pause": 0}}',
-        b"\xff\xfe",
+        *(b"", b"{", b"1", b"[" * 100_000, b"\xff\xfe"),
+        *(
+            json.dumps(value).encode()
+            for value in (
+                {name: REPORT[name] for name in ("job", "rank", "error")},
+                *(REPORT | {"rank": "x"}, REPORT | {"blames": float("inf")}),
+                {"members": 1},
+                {"members": {name: MEMBERS[name] for name in list(MEMBERS)[:-1]}},
+                {"members": MEMBERS | {"ranks": [], "size": 0}},
+            )
+        ),
     ],
 )
 def test_what_isnt_a_report_says_nothing(pipe, line):
+    assert decode(json.dumps(REPORT).encode())
+    assert decode(json.dumps({"members": MEMBERS}).encode())
     assert decode(line) is None
     os.write(pipe.writing, line[:1000] + b"\n")
     assert pipe.read() == []

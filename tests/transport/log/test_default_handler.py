@@ -247,13 +247,14 @@ def test_a_forked_child_writes_its_own_lines_only(slow):
     reading, writing = os.pipe()
     pid = os.fork()
     if pid == 0:
+        slow.may.set()
         background_log.log(logging.WARNING, "the child's")
         background_log.flush(10)
         os.write(writing, f"{slow.lines}".encode())
         os._exit(0)
     os.close(writing)
     with os.fdopen(reading) as pipe:
-        assert pipe.read() == "[]"
+        assert pipe.read() == '["the child\'s"]'
     os.waitpid(pid, 0)
     slow.may.set()
     background_log.flush(10)

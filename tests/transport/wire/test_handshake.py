@@ -320,20 +320,10 @@ def test_a_proof_of_one_connection_is_none_in_a_parallel_one(jobs):
 @pytest.mark.parametrize(
     ("sent", "error"),
     [
-        (
-            b"GET / HTTP/1.1\r\nHost: example.org\r\nAccept: */*\r\n\r\n",
-            "ProtocolError",
-        ),
         (pack_header(FrameType.CHALLENGE, 33), "ProtocolError"),
         (pack_header(FrameType.DATA, 32) + b"x" * 32, "ProtocolError"),
         (pack_header(FrameType.REFUSAL, 4) + b"evil", "AuthenticationError"),
         (pack_header(FrameType.CHALLENGE, 32) + b"x", "EOFError"),
-        (
-            pack_header(FrameType.CHALLENGE, 32)
-            + bytes(32)
-            + pack_header(FrameType.HELLO, (1 << 16) + 1),
-            "ProtocolError",
-        ),
         (b"", "EOFError"),
     ],
 )
