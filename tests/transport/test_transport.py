@@ -106,24 +106,6 @@ def test_what_was_sent_before_the_end_still_arrives(make, kind):
     assert caught.value.peer == second.peers[0]
 
 
-@pytest.mark.parametrize("kind", MAKERS)
-def test_a_peer_that_closes_ends_the_wait_for_it(make, kind):
-    group = make(kind, 3)
-
-    def work(rank):
-        if rank == 0:
-            group[0].close()
-        else:
-            around(group[rank], b"x", bytearray(1))
-            around(group[rank], b"x", bytearray(1))
-
-    _, second, third = outcomes(3, work)
-    assert type(second) is PeerClosed
-    assert second.peer == group[1].peers[0]
-    # It waits for the second, which goes on to nothing, or finds the first closed.
-    assert third is None or type(third) in (PeerClosed, PeerSilent)
-
-
 @pytest.mark.parametrize("kind", SOCKETS)
 def test_a_peer_that_dies_in_the_midst_of_a_large_frame(make, kind):
     first, second = make(kind, 2)

@@ -9,13 +9,11 @@ from kerasdist.transport.membership.events import (
     GiveUp,
     Install,
     Leave,
-    Send,
     Stop,
     Suspend,
     TooLate,
 )
 from kerasdist.transport.membership.machine import Machine
-from kerasdist.transport.membership.messages import Excluded
 from membership_world import COLLECTIVES, World
 
 
@@ -101,25 +99,6 @@ def finished(world):
     return {each.me.id: each.machine.progress.step for each in world.living()}
 
 
-def test_a_result_that_comes_after_the_promise_is_discarded():
-    world = Recorded(2)
-    world.do(("silent", 1, 0))
-    machine = world.processes[1].machine
-    assert machine.suspended
-    assert machine.handle(Finished(0, Progress(1))) == (TooLate(),)
-    assert machine.progress == Progress(0)
-
-
-def test_a_result_of_an_earlier_epoch_is_discarded():
-    world = Recorded(2)
-    world.lose(1)
-    machine = world.processes[0].machine
-    assert not machine.suspended
-    assert machine.handle(Finished(0, Progress(1))) == (TooLate(),)
-    assert machine.handle(Finished(1, Progress(1))) == ()
-    assert machine.progress == Progress(1)
-
-
 def test_a_worker_joins_and_nothing_is_aborted():
     world = Recorded(2)
     world.train(1)
@@ -135,28 +114,6 @@ def test_a_worker_joins_and_nothing_is_aborted():
     assert len(set(finished(world).values())) == 1
     assert not world.kinds(0, TooLate)
     assert not world.kinds(1, TooLate)
-
-
-@pytest.mark.parametrize(
-    ("lost", "left"), [(0, (1, 2, 5)), (1, (0, 2, 5)), (5, (0, 1, 2))]
-)
-def test_a_process_that_dies_while_a_worker_joins(lost, left):
-    world = Recorded(3)
-    world.apply(5)
-    world.quiet()
-    world.lose(lost)
-    world.train(4)
-    assert set(map(tuple, world.groups().values())) == {left}
-    assert not any(each.machine.suspended for each in world.living())
-
-
-def test_a_task_that_starts_again_proves_its_earlier_process_dead():
-    world = Recorded(2)
-    world.train(1)
-    world.do(("kill", 1))
-    world.apply(1)
-    world.quiet()
-    assert world.processes[0].epoch[1] == (Member(0), Member(1, 1))
 
 
 @pytest.mark.parametrize("leaver", [0, 2])
@@ -254,14 +211,6 @@ def test_without_an_elder_the_others_stop_since_an_absent_one_may_continue(dead)
         assert world.groups() == {n: [1, 2] for n in (1, 2)}
 
 
-def test_only_an_elder_excludes_an_absent_one():
-    world = without_1_and_with_2()
-    world.do(("silent", 2, 0))
-    world.do(("silent", 0, 2))
-    for n, excludes in [(2, False), (0, True)]:
-        assert (Send(Member(1), Excluded(2)) in world.kinds(n, Send)) is excludes
-
-
 def test_a_proof_that_an_absent_one_is_dead_makes_elders_of_all():
     world = without_1_and_with_2()
     world.lose(1, to=[0])
@@ -271,15 +220,6 @@ def test_a_proof_that_an_absent_one_is_dead_makes_elders_of_all():
     assert not world.kinds(2, TooLate)
     world.lose(0)
     assert world.groups() == {2: [2]}
-
-
-def test_a_line_that_is_lost_costs_an_epoch_but_no_member():
-    world = Recorded(3)
-    world.train(1)
-    world.do(("silent", 0, 2))
-    world.quiet()
-    assert world.settle() == "trains"
-    assert {len(each.epoch[1]) for each in world.living()} == {3}
 
 
 def test_what_changes_nothing():
