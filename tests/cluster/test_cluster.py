@@ -72,45 +72,37 @@ def test_the_process_environment_is_the_default(monkeypatch):
 # --- TF_CONFIG ---
 
 
-def test_workers_are_ranked_by_their_index():
-    for index in (0, 1):
-        found = resolve(environ=tf_config(TWO, task("worker", index)))
-        assert (found.rank, found.size) == (index, 2)
-        assert found.workers == ("a:1", "b:1")
-        assert found.is_chief == (index == 0)
-        assert found.address == found.workers[index]
-        assert (found.task_type, found.task_index) == ("worker", index)
-        assert found.source == "TF_CONFIG"
+ALL = {"chief": ["c:1"], "worker": ["a:1", "b:1"], "ps": ["s:1", "s:2"]}
+OLD = {"master": ["c:1"], "worker": ["a:1", "b:1"]}
+WORKERS = ("c:1", "a:1", "b:1")
 
 
-@pytest.mark.parametrize("name", ["chief", "master"])
-def test_the_chief_comes_first_and_master_is_its_old_name(name):
-    jobs = {"worker": ["a:1", "b:1"], name: ["c:1"]}
-    chief = resolve(environ=tf_config(jobs, task(name, 0)))
-    assert (chief.rank, chief.task_type, chief.is_chief) == (0, "chief", True)
-    assert chief.workers == ("c:1", "a:1", "b:1")
-    worker = resolve(environ=tf_config(jobs, task("worker", 1)))
-    assert (worker.rank, worker.task_index, worker.address) == (2, 1, "b:1")
-    assert not worker.is_chief
-
-
-def test_a_server_is_no_worker():
-    jobs = {"chief": ["c:1"], "worker": ["a:1"], "ps": ["s:1", "s:2"]}
-    server = resolve(environ=tf_config(jobs, task("ps", 1)))
-    assert server.rank is None
-    assert not server.is_chief
-    assert (server.size, server.workers) == (2, ("c:1", "a:1"))
-    assert server.servers == ("s:1", "s:2")
-    assert (server.task_index, server.address) == (1, "s:2")
-    worker = resolve(environ=tf_config(jobs, task("worker", 0)))
-    assert (worker.rank, worker.servers) == (1, ("s:1", "s:2"))
-
-
-@pytest.mark.parametrize("listed", [{}, {"evaluator": ["e:1"]}])
-def test_an_evaluator_is_a_job_of_one(listed):
-    found = resolve(environ=tf_config({**TWO, **listed}, task("evaluator", 0)))
-    assert (found.rank, found.size, found.workers) == (0, 1, ())
-    assert found.task_type == "evaluator"
+@pytest.mark.parametrize(
+    ("jobs", "who", "rank", "workers", "address"),
+    [
+        (TWO, task("worker", 0), 0, ("a:1", "b:1"), "a:1"),
+        (TWO, task("worker", 1), 1, ("a:1", "b:1"), "b:1"),
+        # The chief comes first, and master is its old name.
+        (ALL, {"type": "chief"}, 0, WORKERS, "c:1"),
+        (OLD, task("master", 0), 0, WORKERS, "c:1"),
+        (ALL, task("worker", 1), 2, WORKERS, "b:1"),
+        (OLD, task("worker", 1), 2, WORKERS, "b:1"),
+        # A server is no worker, and an evaluator is a job of one.
+        (ALL, task("ps", 1), None, WORKERS, "s:2"),
+        (TWO, task("evaluator", 0), 0, (), None),
+        (TWO | {"evaluator": ["e:1"]}, task("evaluator", 0), 0, (), None),
+    ],
+)
+def test_the_place_of_a_task(jobs, who, rank, workers, address):
+    found = resolve(environ=tf_config(jobs, who))
+    assert (found.rank, found.size) == (rank, len(workers) or 1)
+    assert (found.workers, found.address) == (workers, address)
+    assert found.is_chief == (rank == 0)
+    kind = "chief" if who["type"] == "master" else who["type"]
+    assert (found.task_type, found.task_index) == (kind, who.get("index", 0))
+    assert found.source == "TF_CONFIG"
+    if kind != "evaluator":
+        assert found.servers == tuple(jobs.get("ps", ()))
 
 
 @pytest.mark.parametrize("index", [1, "1"])

@@ -143,7 +143,8 @@ def test_a_suspicion_gives_way_to_the_cause():
         assert len(set(crew.failures())) == 1
 
 
-def test_a_suspicion_counts_when_nothing_better_comes():
+def test_a_suspicion_counts_when_nothing_better_comes(monkeypatch):
+    monkeypatch.setattr(f"{SUPERVISOR}.DECISION_SECONDS", 0.3)
     with Crew(3, heartbeat=40.0) as crew:
         started = time.monotonic()
         lost = crew.ranks[2].explain(Peer(1, "host1:1"), "its connection was closed")

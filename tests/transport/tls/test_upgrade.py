@@ -7,6 +7,7 @@ import datetime
 import re
 import shutil
 import socket
+import socketserver
 import ssl
 import subprocess
 import threading
@@ -228,32 +229,20 @@ def test_other_certificates_in_the_same_process_are_an_error(authority, use):
             Listener.acquire(listener.address, SECRET)
 
 
-class Recorder:
+class Recorder(socketserver.ThreadingTCPServer):
     """Forwards connections to another address, and keeps all bytes."""
 
     def __init__(self, target):
         self.seen = bytearray()
+        super().__init__(("127.0.0.2", target[1]), None)
         self._target = target
-        self._ends = []
-        self._threads = []
-        self._server = socket.create_server(("127.0.0.2", target[1]))
-        self._start(self._accept)
+        self._thread = threading.Thread(target=self.serve_forever, args=(0.01,))
+        self._thread.start()
 
-    def _start(self, work, *args):
-        thread = threading.Thread(target=work, args=args)
-        self._threads.append(thread)
-        thread.start()
-
-    def _accept(self):
-        while True:
-            try:
-                near, _ = self._server.accept()
-            except OSError:
-                return
-            far = socket.create_connection(self._target)
-            self._ends += [near, far]
-            self._start(self._forward, near, far)
-            self._start(self._forward, far, near)
+    def finish_request(self, near, _):
+        with socket.create_connection(self._target) as far:
+            ends = [(near, far), (far, near)]
+            outcomes(2, lambda i: self._forward(*ends[i]))
 
     def _forward(self, source, target):
         with contextlib.suppress(OSError):
@@ -263,13 +252,9 @@ class Recorder:
             target.shutdown(socket.SHUT_WR)
 
     def close(self):
-        for sock in (self._server, *self._ends):
-            with contextlib.suppress(OSError):
-                sock.shutdown(socket.SHUT_RDWR)
-        for thread in self._threads:
-            thread.join(10)
-        for sock in (self._server, *self._ends):
-            sock.close()
+        self.shutdown()
+        self._thread.join()
+        self.server_close()  # waits for all connections' threads
 
 
 @pytest.mark.parametrize("encrypted", [False, True])
