@@ -13,7 +13,7 @@ from groups import in_threads, open_sockets, outcomes, socket_mesh, socket_ring
 from kerasdist import errors
 from kerasdist.transport.base import Aborted, CallMismatch, PeerClosed, PeerSilent
 from kerasdist.transport.deadline import Deadline
-from kerasdist.transport.memory import Faults, memory_group
+from kerasdist.transport.memory import memory_group
 from kerasdist.transport.shared_memory import create_segment
 from kerasdist.transport.wire.framing import Call, FrameType, pack_header
 from tls_pairs import tcp_pair, tls_pair
@@ -193,21 +193,6 @@ def test_abort_from_another_thread_ends_a_wait_and_all_later_ones(make, kind, ho
     getattr(first, how)()
     with pytest.raises(Aborted):
         first.exchange(CALL, Deadline(30), to=1, outgoing=b"x")
-
-
-def test_faults_close_a_rank_at_its_exchange():
-    faults = Faults()
-    faults.fail_at(rank=1, exchange=3)
-    group = memory_group(2, faults)
-
-    def work(rank):
-        for number in range(1, 10):
-            try:
-                around(group[rank], b"x", bytearray(1), call=Call(number))
-            except (Aborted, PeerClosed) as error:
-                return number, type(error)
-
-    assert in_threads(2, work) == [(3, PeerClosed), (3, Aborted)]
 
 
 # Descriptors.

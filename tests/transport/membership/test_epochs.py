@@ -190,15 +190,6 @@ def test_it_awaits_all_in_contact_and_a_quorum():
     assert not attempt(dead=[B, C]).with_promise(A, promise()).awaits(frozenset())
 
 
-def test_what_was_accepted_in_the_largest_ballot_is_proposed_again():
-    early, late = first_decision((A, B)), first_decision((B, C))
-    one = attempt().with_promise(A, promise())
-    assert one.earlier() is None
-    two = one.with_promise(B, promise((Ballot(2, C), late)))
-    three = two.with_promise(C, promise((Ballot(2, B), early)))
-    assert three.earlier() is late
-
-
 def test_there_is_no_elder_when_all_are_dead_and_the_others_have_promised():
     epoch = dataclasses.replace(FIRST.epoch, elders=frozenset([A]))
     base = dataclasses.replace(FIRST, epoch=epoch)
@@ -207,9 +198,3 @@ def test_there_is_no_elder_when_all_are_dead_and_the_others_have_promised():
         one = one.with_promise(B, promise())
         assert one.has_no_elder() is (C in dead)
         assert one.with_promise(C, promise()).has_no_elder() is expected
-
-
-def test_votes_are_counted_once():
-    one = attempt().with_proposal(FIRST).with_vote(B).with_vote(B)
-    assert not one.is_quorum(one.votes)
-    assert one.is_quorum(one.with_vote(A).votes)

@@ -143,24 +143,19 @@ def test_a_port_in_use_is_an_error_with_address_and_remedy():
         assert open_sockets() == before
 
 
-@pytest.mark.parametrize("what", ["closed", "file", "other port", "not listening", "x"])
 def test_a_descriptor_that_is_not_the_launchers_socket_is_left_alone(
-    what, monkeypatch, tmp_path
+    monkeypatch, tmp_path
 ):
-    with contextlib.ExitStack() as stack:
-        if what == "file":
-            fd = stack.enter_context(open(tmp_path / "f", "w")).fileno()
-        elif what == "other port":
-            fd = stack.enter_context(socket.create_server(("127.0.0.1", 0))).fileno()
-        elif what == "not listening":
-            fd = stack.enter_context(socket.socket(socket.AF_UNIX)).fileno()
-        else:
-            fd = 987 if what == "closed" else "x"
-        before = open_sockets()
-        monkeypatch.setenv("KERASDIST_LISTEN_FD", str(fd))
-        with listener_at() as made:
-            check_works(made)
-        assert open_sockets() == before
+    with (
+        open(tmp_path / "f", "w") as file,
+        socket.create_server(("127.0.0.1", 0)) as other_port,
+        socket.socket(socket.AF_UNIX) as not_listening,
+        nothing_stays_open(),
+    ):
+        for fd in (987, "x", *(e.fileno() for e in (file, other_port, not_listening))):
+            monkeypatch.setenv("KERASDIST_LISTEN_FD", str(fd))
+            with listener_at() as made:
+                check_works(made)
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded")

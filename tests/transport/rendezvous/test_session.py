@@ -129,29 +129,26 @@ def test_a_start_that_failed_can_be_tried_again():
 # Who doesn't come.
 
 
-@pytest.mark.parametrize("reason", ["nothing listens", "no such name", "doesn't come"])
-def test_all_who_came_say_who_did_not_and_why(reason):
-    addresses = addresses_of(4)
-    expected = {
-        "nothing listens": r"connection refused: nothing listens there",
-        "no such name": r"its host name doesn't resolve.*",
-        "doesn't come": r"it listens there but hasn't connected to rank 0; can it "
-        r"reach "
-        r"127\.0\.0\.1:\d+, and does it hold the same KERASDIST_SECRET\?",
-    }[reason]
+REASONS = {
+    "nothing listens": r"connection refused: nothing listens there",
+    "no such name": r"its host name doesn't resolve.*",
+    "doesn't come": r"it listens there but hasn't connected to rank 0; can it reach "
+    r"127\.0\.0\.1:\d+, and does it hold the same KERASDIST_SECRET\?",
+}
+
+
+@pytest.mark.parametrize("reason", REASONS)
+def test_all_who_came_say_who_did_not_and_why(reason, monkeypatch):
+    addresses, expected = addresses_of(4), REASONS[reason]
     with contextlib.ExitStack() as stack:
         if reason == "no such name":
             addresses[2] = "no-such-host.invalid:2222"
-            stack.enter_context(pytest.MonkeyPatch.context()).setenv(
-                "KERASDIST_SECRET", "x" * 16
-            )
+            monkeypatch.setenv("KERASDIST_SECRET", "x" * 16)
         if reason == "doesn't come":
             host, port = addresses[2].split(":")
             stack.enter_context(socket.create_server((host, int(port))))
-        started = time.monotonic()
         came = [0, 1, 3]
         results = outcomes(3, lambda i: join(addresses, came[i], QUICK))
-        assert time.monotonic() - started < SOON
     for error in results:
         assert type(error) is errors.StartupError
         assert list(error.missing) == [2]
@@ -196,12 +193,11 @@ def test_interrupt_ends_a_wait_for_a_connection(what):
 
     def work(number):
         if number == 0:
-            getattr(mine, what)("data", 1, Deadline(60))
+            getattr(mine, what)("data", 1, Deadline(100))
         mine.interrupt()
 
-    started_at = time.monotonic()
-    assert type(outcomes(2, work)[0]) is Aborted
-    assert time.monotonic() - started_at < SOON
+    # Far sooner than the deadline.
+    assert type(outcomes(2, work, 50.0)[0]) is Aborted
     close_all(sessions)
 
 
@@ -264,14 +260,9 @@ def test_different_settings_are_an_error_on_all_ranks_that_names_them():
 def test_another_list_of_workers_is_told_from_not_coming():
     addresses = addresses_of(3)
     other = [addresses[0], addresses[1], "127.0.0.1:1"]
-    results = outcomes(2, lambda r: join(other if r else addresses, r, QUICK))
-    assert (
-        results[0]
-        .missing[1]
-        .startswith(
-            "it connected, but for another session than rank 0's: does it have the "
-        )
-    )
+    chief, _ = outcomes(2, lambda r: join(other if r else addresses, r, QUICK))
+    reason = "it connected, but for another session than rank 0's: does it have the "
+    assert chief.missing[1].startswith(reason)
 
 
 def test_a_wrong_secret_is_an_error_there_and_is_told_to_all(monkeypatch):

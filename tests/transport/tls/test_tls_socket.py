@@ -15,7 +15,7 @@ from groups import connections, in_threads
 from kerasdist.transport import Timeouts
 from kerasdist.transport.deadline import Deadline
 from kerasdist.transport.liveness.heartbeat import Heartbeat
-from kerasdist.transport.tls.tls_socket import TlsSocket, holds_bytes
+from kerasdist.transport.tls.tls_socket import holds_bytes
 from kerasdist.transport.wire.framing import FrameType, pack_header
 from tls_pairs import tcp_pair, tls_pair
 from waiting import wait_until
@@ -29,14 +29,6 @@ def pair():
     yield ends
     for end in ends:
         end.close()
-
-
-def test_it_is_tls_1_3_in_both_directions(pair):
-    for one, other in (pair, pair[::-1]):
-        assert isinstance(one, TlsSocket)
-        assert one.version() == "TLSv1.3"
-        one.sendall(b"there")
-        assert other.recv(100) == b"there"
 
 
 def test_what_is_not_there_blocks_as_on_a_plain_socket(pair):
@@ -56,25 +48,6 @@ def test_what_is_not_there_blocks_as_on_a_plain_socket(pair):
     assert one.gettimeout() == 0.01
 
 
-def test_a_full_connection_blocks_and_continues_with_the_same_bytes(pair):
-    one, other = pair
-    one.setblocking(False)
-    data = os.urandom(1 << 23)
-    sent = 0
-    with pytest.raises(BlockingIOError):
-        while True:
-            sent += one.sendmsg([data[sent : sent + 40], data[sent + 40 :]])
-    received = bytearray()
-    while len(received) < len(data):
-        received += other.recv(1 << 14)
-        if sent < len(data):
-            try:
-                sent += one.sendmsg([data[sent : sent + 40], data[sent + 40 :]])
-            except BlockingIOError:
-                pass
-    assert received == data
-
-
 def test_a_look_takes_nothing(pair):
     one, other = pair
     one.sendall(b"abcdef")
@@ -92,17 +65,6 @@ def test_a_look_takes_nothing(pair):
     assert not holds_bytes(other)
     one.close()
     assert other.recv(1, socket.MSG_PEEK) == b""
-
-
-def test_the_end_is_that_of_the_connection(pair):
-    one, other = pair
-    one.sendall(b"last")
-    one.shutdown(socket.SHUT_WR)
-    assert other.recv(10) == b"last"
-    assert other.recv(10) == b""
-    assert other.recv_into(bytearray(10)) == 0
-    other.sendall(b"back")
-    assert one.recv(10) == b"back"
 
 
 def test_two_threads_read_while_two_write(pair):

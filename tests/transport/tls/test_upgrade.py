@@ -92,6 +92,7 @@ def test_a_connection_is_encrypted_and_authentic(authority, use):
             with taken:
                 assert hello["rank"] == 1
                 assert type(mine.sock) is type(taken.sock) is TlsSocket
+                assert mine.sock.version() == taken.sock.version() == "TLSv1.3"
                 # Addresses change: the certificate names neither.
                 assert mine.sock.getpeercert()["subject"][0][0][1] == "one"
                 assert taken.sock.getpeercert()["subject"][0][0][1] == "two"
