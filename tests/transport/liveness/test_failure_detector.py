@@ -143,33 +143,31 @@ def test_a_suspicion_gives_way_to_the_cause():
         assert len(set(crew.failures())) == 1
 
 
-def test_a_suspicion_counts_when_nothing_better_comes(monkeypatch):
-    monkeypatch.setattr(f"{SUPERVISOR}.DECISION_SECONDS", 0.3)
-    with Crew(3, heartbeat=40.0) as crew:
-        started = time.monotonic()
-        lost = crew.ranks[2].explain(Peer(1, "host1:1"), "its connection was closed")
-        assert time.monotonic() - started < 30
-        assert (lost.rank, lost.reason) == (1, "its connection was closed")
-        assert len(set(crew.failures())) == 1
-
-
-def test_a_suspect_that_has_said_goodbye_has_left(monkeypatch):
-    monkeypatch.setattr(f"{SUPERVISOR}.DECISION_SECONDS", 40.0)
-    with Crew(3, heartbeat=40.0) as crew:
-        crew.ranks[1].close()
-        started = time.monotonic()
-        lost = crew.ranks[2].explain(Peer(1, "host1:1"), "its connection was closed")
-        assert time.monotonic() - started < 30
-        assert lost.rank == 1
-        assert lost.reason == "it closed its strategy while others still needed it"
-
-
-def test_when_the_chief_has_left_the_others_name_it():
-    with Crew(4) as crew:
-        crew.ranks[0].close()
+@pytest.mark.parametrize(
+    ("left", "decision", "asker", "suspect", "rank", "reason"),
+    [
+        # Nothing better comes.
+        (None, 0.3, 2, 1, 1, "its connection was closed"),
+        # The suspect has said goodbye.
+        (1, 80.0, 2, 1, 1, "it closed its strategy while others still needed it"),
         # Rank 2 has given up because of the chief; rank 3 sees only rank 2.
-        lost = crew.ranks[3].explain(Peer(2, "host2:1"), "its connection was closed")
-        assert (lost.rank, lost.host) == (0, "host0:1")
+        (0, 80.0, 3, 2, 0, "it closed its strategy while others still needed it"),
+    ],
+)
+def test_who_is_named_by_one_whose_neighbour_has_gone(
+    monkeypatch, left, decision, asker, suspect, rank, reason
+):
+    monkeypatch.setattr(f"{SUPERVISOR}.DECISION_SECONDS", decision)
+    with Crew(4, heartbeat=80.0) as crew:
+        if left is not None:
+            crew.ranks[left].close()
+        peer = Peer(suspect, f"host{suspect}:1")
+        started = time.monotonic()
+        lost = crew.ranks[asker].explain(peer, "its connection was closed")
+        assert time.monotonic() - started < 60
+        assert (lost.rank, lost.host, lost.reason) == (rank, f"host{rank}:1", reason)
+        if left is None:
+            assert len(set(crew.failures())) == 1
 
 
 def test_goodbyes_of_all_are_no_failure():
