@@ -64,11 +64,6 @@ def test_no_settings_is_one_worker(environ):
     assert (found.is_chief, found.address, found.workers) == (True, None, ())
 
 
-def test_the_process_environment_is_the_default(monkeypatch):
-    monkeypatch.setenv("TF_CONFIG", tf_config(TWO, task("worker", 1))["TF_CONFIG"])
-    assert resolve().rank == 1
-
-
 # --- TF_CONFIG ---
 
 
@@ -238,32 +233,12 @@ class Resolver:
         return SimpleNamespace(as_dict=lambda: self._jobs)
 
 
-def test_a_resolver_comes_before_the_environment():
-    environ = tf_config({"worker": ["x:1"]}, task("worker", 0))
-    found = resolve(Resolver({"worker": ["a:1", "b:1"]}, "worker", 1), environ)
-    assert (found.rank, found.workers) == (1, ("a:1", "b:1"))
-    assert found.source == "cluster resolver"
+class Late(Resolver):
+    """As Slurm's, which knows its task after the cluster."""
 
-
-def test_a_resolver_without_a_cluster_is_alone():
-    environ = tf_config(TWO, task("worker", 1))
-    for resolver in (Resolver({}), Resolver({}, "", 0), Resolver({}, "worker", 0)):
-        assert resolve(resolver, environ).size == 1
-
-
-def test_slurms_resolver_knows_its_task_after_the_cluster():
-    class Late(Resolver):
-        def cluster_spec(self):
-            self.task_type, self.task_id = "worker", 1
-            return super().cluster_spec()
-
-    assert resolve(Late({"worker": ["a:1", "b:1"]}), {}).rank == 1
-
-
-def test_a_resolver_without_a_task():
-    said = error_of(cluster=Resolver({"worker": ["a:1", "b:1"]}, None, 0))
-    assert said.startswith("The cluster resolver (Resolver) can't be used. ")
-    assert "There is no 'task'" in said
+    def cluster_spec(self):
+        self.task_type, self.task_id = "worker", 1
+        return super().cluster_spec()
 
 
 def test_a_resolver_that_fails():
@@ -285,20 +260,6 @@ def test_a_cluster_of_a_wrong_type(cluster):
         ClusterError, match=r"^`cluster` is of a type .* Expected a tf\.distribute"
     ):
         resolve(cluster, {})
-
-
-def test_a_dictionary_as_cluster():
-    settings = {"cluster": TWO, "task": task("worker", 1)}
-    found = resolve(settings, {"TF_CONFIG": "not even JSON"})
-    assert (found.rank, found.source) == (1, "cluster argument")
-    assert resolve({}, tf_config(TWO, task("worker", 1))).size == 1
-    said = error_of(cluster={"cluster": TWO})
-    assert said.startswith("`cluster` can't be used. There is no 'task'")
-
-
-def test_a_cluster_as_cluster():
-    mine = Cluster(rank=0, size=1)
-    assert resolve(mine, tf_config(TWO, task("worker", 1))) is mine
 
 
 @pytest.mark.parametrize(
@@ -385,34 +346,6 @@ def test_slurm_other_layouts(more, expected):
     assert hosts(found.workers) == expected.split()
 
 
-@pytest.mark.parametrize("distribution", ["arbitrary", "plane", "plane=0", "new"])
-def test_slurm_layout_that_cant_be_told(distribution):
-    said = error_of(step(0, 2, "a,b", "1(x2)", SLURM_DISTRIBUTION=distribution))
-    assert "unknown which rank runs on which node" in said
-    assert "srun --distribution=block" in said
-
-
-def test_slurm_own_place_is_checked():
-    # Rank 1 of a cyclic layout, although nobody said that it is cyclic.
-    place = {"SLURM_NODEID": "1", "SLURM_LOCALID": "0"}
-    said = error_of(step(1, 4, "a,b", "2(x2)", **place))
-    assert said.startswith("Slurm's environment can't be used. ")
-    assert "SLURM_NODEID=1" in said
-    assert "Expected SLURM_NODEID=0" in said
-    right = step(1, 4, "a,b", "2(x2)", SLURM_DISTRIBUTION="cyclic", **place)
-    assert hosts(resolve(environ=right).workers) == ["a", "b", "a", "b"]
-
-
-def test_slurm_port():
-    found = resolve(environ=step(1, 2, "a", "2", KERASDIST_PORT="4000"))
-    assert found.workers == ("a:4000", "a:4001")
-    for port in ("0", "65535", "x", "-1"):
-        said = error_of(step(1, 2, "a", "2", KERASDIST_PORT=port))
-        assert (
-            f"KERASDIST_PORT can't be used. Received: KERASDIST_PORT='{port}'" in said
-        )
-
-
 def test_slurm_jobs_and_steps_have_ports_of_their_own():
     def port(job, number):
         environ = step(0, 2, "a", "2", SLURM_JOB_ID=str(job), SLURM_STEP_ID=str(number))
@@ -434,31 +367,6 @@ def test_slurm_older_names():
     }
     old = {names.get(name, name): value for name, value in new.items()}
     assert resolve(environ=old) == resolve(environ=new)
-
-
-def test_tf_config_comes_before_slurm():
-    environ = {**step(1, 2, "a", "2"), **tf_config(TWO, task("worker", 0))}
-    assert resolve(environ=environ).source == "TF_CONFIG"
-    assert resolve(environ={**environ, "TF_CONFIG": "{}"}).source == "Slurm"
-
-
-@pytest.mark.parametrize(
-    ("changed", "said"),
-    [
-        ({"SLURM_STEP_NODELIST": "n[1-"}, "SLURM_STEP_NODELIST can't be read"),
-        ({"SLURM_STEP_NODELIST": ""}, "SLURM_STEP_NODELIST isn't set"),
-        ({"SLURM_STEP_NODELIST": "a,b"}, "lists don't fit together.*2 nodes"),
-        ({"SLURM_STEP_TASKS_PER_NODE": "3"}, "lists don't fit together.*3 tasks"),
-        ({"SLURM_STEP_TASKS_PER_NODE": "x"}, "SLURM_STEP_TASKS_PER_NODE can't be read"),
-        ({"SLURM_PROCID": "2"}, "SLURM_PROCID is no rank of this step"),
-        ({"SLURM_PROCID": "x"}, "SLURM_PROCID is no rank of this step"),
-    ],
-)
-def test_slurm_settings_that_are_wrong(changed, said):
-    with pytest.raises(
-        ClusterError, match=rf"^Slurm's environment can't be used\. .*{said}"
-    ):
-        resolve(environ={**step(1, 2, "a", "2"), **changed})
 
 
 @pytest.mark.parametrize(
@@ -525,31 +433,100 @@ def test_a_process_of_pmix_doesnt_know_how_many_there_are():
     assert (found.source, found.needs_mpi) == ("PMIx", True)
 
 
-def test_tf_config_comes_before_mpi():
-    found = resolve(environ={**MPI, **tf_config(TWO, task("worker", 0))})
-    assert (found.source, found.size, found.needs_mpi) == ("TF_CONFIG", 2, False)
+# --- What comes before what, and what is wrong ---
 
-
-@pytest.mark.parametrize("by", [{"PMIX_RANK": "1"}, {"PMI_RANK": "1", "PMI_SIZE": "4"}])
-def test_processes_of_srun_are_slurms(by):
-    environ = step(1, 4, "n[1-2]", "2(x2)")
-    found = resolve(environ={**environ, **by})
-    assert found.source == "Slurm"
-    assert found == resolve(environ=environ)
+SLURM = step(1, 4, "n[1-2]", "2(x2)")
+MINE = tf_config(TWO, task("worker", 1))
+SETTINGS = {"cluster": TWO, "task": task("worker", 1)}
+ONE = {"TF_CONFIG": "not even JSON"}
 
 
 @pytest.mark.parametrize(
-    "changed",
+    ("cluster", "environ", "source", "rank", "size"),
     [
-        *({"OMPI_COMM_WORLD_RANK": value} for value in ("3", "")),
-        *({"OMPI_COMM_WORLD_SIZE": value} for value in ("three", "0")),
+        (Resolver(TWO, "worker", 1), ONE, "cluster resolver", 1, 2),
+        (Late(TWO), ONE, "cluster resolver", 1, 2),
+        # Without a cluster: alone.
+        (Resolver({}), MINE, "cluster resolver", 0, 1),
+        (Resolver({}, "", 0), MINE, "cluster resolver", 0, 1),
+        (Resolver({}, "worker", 0), MINE, "cluster resolver", 0, 1),
+        (SETTINGS, ONE, "cluster argument", 1, 2),
+        ({}, MINE, "cluster argument", 0, 1),
+        (Cluster(rank=0, size=1), MINE, "none", 0, 1),
+        (None, SLURM | MINE, "TF_CONFIG", 1, 2),
+        (None, SLURM | {"TF_CONFIG": "{}"}, "Slurm", 1, 4),
+        (None, MPI | MINE, "TF_CONFIG", 1, 2),
+        (None, SLURM | {"PMIX_RANK": "1"}, "Slurm", 1, 4),
+        (None, SLURM | {"PMI_RANK": "1", "PMI_SIZE": "4"}, "Slurm", 1, 4),
     ],
 )
-def test_settings_of_mpi_that_are_wrong(changed):
-    said = error_of({**MPI, **changed})
+def test_what_comes_before_what(monkeypatch, cluster, environ, source, rank, size):
+    found = resolve(cluster, environ)
+    assert (found.source, found.rank, found.size) == (source, rank, size)
+    assert not found.needs_mpi
+    # The process's environment is the default.
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    assert resolve(cluster) == found
+
+
+TASKS = "SLURM_STEP_TASKS_PER_NODE"
+LAYOUT = "unknown which rank runs on which node.*`srun --distribution=block"
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"SLURM_STEP_NODELIST": "n[1-"}, "SLURM_STEP_NODELIST can't be read"),
+        ({"SLURM_STEP_NODELIST": ""}, "SLURM_STEP_NODELIST isn't set"),
+        ({"SLURM_STEP_NODELIST": "a,b"}, "lists don't fit together.*2 nodes"),
+        ({TASKS: "3"}, "lists don't fit together.*3 tasks"),
+        ({TASKS: "x"}, f"{TASKS} can't be read"),
+        ({"SLURM_PROCID": "2"}, "SLURM_PROCID is no rank of this step"),
+        ({"SLURM_PROCID": "x"}, "SLURM_PROCID is no rank of this step"),
+        *(({"SLURM_DISTRIBUTION": x}, LAYOUT) for x in ("arbitrary", "plane=0", "new")),
+        ({"SLURM_DISTRIBUTION": "plane"}, LAYOUT),
+        *(
+            ({"KERASDIST_PORT": x}, f"KERASDIST_PORT can't be used. Received: .*='{x}'")
+            for x in ("0", "65535", "x", "-1")
+        ),
+    ],
+)
+def test_slurm_settings_that_are_wrong(changed, said):
+    nodes = {"SLURM_STEP_NODELIST": "a,b", TASKS: "1(x2)"}
+    environ = step(1, 2, "a", "2") | (nodes if said is LAYOUT else {}) | changed
+    with pytest.raises(ClusterError, match=rf"(?s)^Slurm's environment can't.*{said}"):
+        resolve(environ=environ)
+
+
+def test_slurm_port_and_own_place():
+    found = resolve(environ=step(1, 2, "a", "2", KERASDIST_PORT="4000"))
+    assert found.workers == ("a:4000", "a:4001")
+    # Rank 1 of a cyclic layout, although nobody said that it is cyclic.
+    place = {"SLURM_NODEID": "1", "SLURM_LOCALID": "0"}
+    said = error_of(step(1, 4, "a,b", "2(x2)", **place))
+    assert said.startswith("Slurm's environment can't be used. ")
+    assert "SLURM_NODEID=1" in said
+    assert "Expected SLURM_NODEID=0" in said
+    right = step(1, 4, "a,b", "2(x2)", SLURM_DISTRIBUTION="cyclic", **place)
+    assert hosts(resolve(environ=right).workers) == ["a", "b", "a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("rank", "size"), [("3", "3"), ("", "3"), ("1", "three"), ("1", "0")]
+)
+def test_settings_of_mpi_that_are_wrong(rank, size):
+    said = error_of({"OMPI_COMM_WORLD_RANK": rank, "OMPI_COMM_WORLD_SIZE": size})
     assert said.startswith(
         "MPI's environment can't be used. OMPI_COMM_WORLD_RANK is no rank of "
         "OMPI_COMM_WORLD_SIZE processes. Expected 0 <= "
     )
-    rank = (MPI | changed)["OMPI_COMM_WORLD_RANK"]
     assert f"Received: OMPI_COMM_WORLD_RANK={rank!r}" in said
+
+
+def test_a_resolver_without_a_task():
+    said = error_of(cluster=Resolver(TWO, None, 0))
+    assert said.startswith("The cluster resolver (Resolver) can't be used. ")
+    assert "There is no 'task'" in said
+    said = error_of(cluster={"cluster": TWO})
+    assert said.startswith("`cluster` can't be used. There is no 'task'")
