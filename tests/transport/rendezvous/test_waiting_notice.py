@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pty
 import re
@@ -9,7 +10,6 @@ import select
 import subprocess
 import sys
 import textwrap
-import time
 
 import pytest
 
@@ -22,6 +22,7 @@ from kerasdist.transport.rendezvous.waiting_notice import (
     WaitingNotice,
     ranks_in_words,
 )
+from waiting import wait_until
 from workers import Workers, python_env
 
 pytestmark = pytest.mark.timeout(120)
@@ -161,15 +162,10 @@ def lines_of(said, sight, *, environ=None, failed=False):
         goal="rank 0 (a:1)",
         environ=environ or {},
     )
-    try:
-        with notice:
-            end = time.monotonic() + 30
-            while not said() and time.monotonic() < end:
-                time.sleep(0.01)
-            if failed:
-                raise ValueError
-    except ValueError:
-        pass
+    with contextlib.suppress(ValueError), notice:
+        wait_until(said, "the first line")
+        if failed:
+            raise ValueError
     background_log.flush(10)
     return said()
 
@@ -184,8 +180,7 @@ def soon(monkeypatch):
     [
         ({}, "127.0.0.1:1", REFUSED),
         (
-            {"KERASDIST_LISTEN_FD": "3"},
-            "127.0.0.1:1",
+            *({"KERASDIST_LISTEN_FD": "3"}, "127.0.0.1:1"),
             "connection refused: its process has ended, or wasn't started",
         ),
         ({}, "nowhere.invalid:1", "its host name doesn't resolve"),
