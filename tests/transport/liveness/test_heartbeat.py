@@ -12,6 +12,7 @@ import pytest
 from groups import connections, nothing_stays_open
 from kerasdist.transport import Timeouts
 from kerasdist.transport.deadline import Deadline
+from kerasdist.transport.liveness.disconnect import disconnect
 from kerasdist.transport.liveness.heartbeat import Heartbeat
 from kerasdist.transport.wire.framing import Call, FrameType
 
@@ -194,3 +195,25 @@ def test_what_can_not_be_watched_any_more_has_ended(pair):
     key, reason = ear.ends.get(timeout=10)
     assert (key, reason) == (1, "watching it failed (ZeroDivisionError)")
     ear.watch.close()
+
+
+# Connections that are ended from outside of what made them.
+
+
+def test_it_ends_connections_to_one_address_alone():
+    with (
+        socket.create_server(("127.0.0.1", 0)) as one,
+        socket.create_server(("127.0.0.1", 0)) as two,
+        socket.create_connection(one.getsockname()) as to_one,
+        socket.create_connection(two.getsockname()) as to_two,
+    ):
+        assert disconnect(f"127.0.0.1:{one.getsockname()[1]}") == 1
+        assert to_one.recv(1) == b""
+        to_two.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            to_two.recv(1)
+
+
+def test_without_connections_there_is_nothing_to_end():
+    assert disconnect("127.0.0.1:1") == 0
+    assert disconnect("no-such-host.invalid:1") == 0
