@@ -24,7 +24,6 @@ from kerasdist.transport.liveness.launcher_pipe import (
 )
 
 LOST = errors.WorkerLost(1, "host1:1", 7, "its connection was closed")
-SERVER_LOST = errors.ServerLost(1, "host9:1", 7, "its connection was closed")
 MISMATCH = errors.CollectiveMismatch("Ranks differ.")
 
 

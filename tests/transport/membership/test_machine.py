@@ -18,21 +18,16 @@ from membership_world import COLLECTIVES, World
 
 
 class Recorded(World):
-    """Also keeps the outputs, and counts the messages."""
+    """Also keeps the outputs."""
 
     def __init__(self, size, **kwargs):
         self.outputs = {}
-        self.delivered = []
         super().__init__(size, **kwargs)
 
     def call(self, process, event):
         outputs = super().call(process, event)
         self.outputs.setdefault(process.me.id, []).extend(outputs)
         return outputs
-
-    def _hand(self, item):
-        self.delivered.append(type(item[2]).__name__)
-        super()._hand(item)
 
     def quiet(self):
         """Deliver all there is, a round at a time; return the number of rounds."""
@@ -71,6 +66,9 @@ class Recorded(World):
                 while self.do(("deliver", *line)):
                     pass
 
+    def progress(self):
+        return {each.machine.progress.step for each in self.living()}
+
     def groups(self):
         return {
             each.me.id: [member.id for member in each.epoch[1]]
@@ -95,10 +93,6 @@ def test_a_loss_takes_two_round_trips_and_the_news(lost):
         assert not installed.decision.epoch.absent
 
 
-def finished(world):
-    return {each.me.id: each.machine.progress.step for each in world.living()}
-
-
 def test_a_worker_joins_and_nothing_is_aborted():
     world = Recorded(2)
     world.train(1)
@@ -111,7 +105,7 @@ def test_a_worker_joins_and_nothing_is_aborted():
     verdict = world.kinds(5, Install)[0].decision.verdict
     assert verdict.progress == Progress(3)
     assert verdict.holders == verdict.furthest == (Member(0), Member(1))
-    assert len(set(finished(world).values())) == 1
+    assert len(world.progress()) == 1
     assert not world.kinds(0, TooLate)
     assert not world.kinds(1, TooLate)
 
@@ -176,7 +170,7 @@ def test_a_frozen_worker_is_excluded_and_joins_again():
     world.apply(1)
     world.train(5)
     assert world.processes[0].epoch[1] == (Member(0), Member(2), Member(1, 1))
-    assert len(set(finished(world).values())) == 1
+    assert len(world.progress()) == 1
 
 
 def without_1_and_with_2():
