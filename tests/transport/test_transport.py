@@ -106,6 +106,18 @@ def test_what_was_sent_before_the_end_still_arrives(make, kind):
     assert caught.value.peer == second.peers[0]
 
 
+@pytest.mark.parametrize("kind", MAKERS)
+def test_a_peer_that_closes_ends_the_wait_for_it(make, kind):
+    first, second = make(kind, 2)
+
+    def work(rank):
+        if rank == 1:
+            second.exchange(CALL, Deadline(50), source=0, incoming=memoryview(b""))
+        first.close()
+
+    assert type(outcomes(2, work, 40.0)[1]) is PeerClosed
+
+
 @pytest.mark.parametrize("kind", SOCKETS)
 def test_a_peer_that_dies_in_the_midst_of_a_large_frame(make, kind):
     first, second = make(kind, 2)
