@@ -52,7 +52,7 @@ def test_no_memory_is_an_error_with_numbers_and_remedy(little_memory):
         create_segment(2 << 20)
     os.close(create_segment(1 << 20))
     group = [
-        SharedMemoryCommunicator(transport, Unsupervised(), 10.0)
+        SharedMemoryCommunicator(transport, Unsupervised(), 60.0)
         for transport in socket_mesh(3)
     ]
 
@@ -136,7 +136,7 @@ def test_growing_buffers_use_the_room_of_the_old_ones(monkeypatch):
 def test_segments_and_descriptors_are_given_back_at_close():
     before = open_sockets()
     group = [
-        SharedMemoryCommunicator(transport, Unsupervised(), 10.0)
+        SharedMemoryCommunicator(transport, Unsupervised(), 60.0)
         for transport in socket_mesh(4)
     ]
     for elements in (10, 100_000, 300_000):

@@ -12,8 +12,6 @@ from kerasdist.ps import Variable
 from kerasdist.transport.tracing import NAMES, now
 from servers import Servers
 
-pytestmark = pytest.mark.timeout(60)
-
 KINDS = [("unix", 2), ("shared", 3), ("servers_tcp", 2), ("abb", 3), ("single", 1)]
 
 

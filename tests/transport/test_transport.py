@@ -18,8 +18,6 @@ from kerasdist.transport.shared_memory import create_segment
 from kerasdist.transport.wire.framing import Call, FrameType, pack_header
 from tls_pairs import tcp_pair, tls_pair
 
-pytestmark = pytest.mark.timeout(60)
-
 CALL = Call(1, "all_reduce", "sum", "uint8", 100, 0)
 
 
@@ -96,13 +94,13 @@ def test_many_exchanges_of_all_sizes_arrive_in_order(make, kind):
 def test_what_was_sent_before_the_end_still_arrives(make, kind):
     first, second = make(kind, 2)
     room = bytearray(5)
-    first.exchange(CALL, Deadline(5), to=1, outgoing=b"hello")
+    first.exchange(CALL, Deadline(60), to=1, outgoing=b"hello")
     first.exchange(CALL, Deadline(0))  # nothing to do
     first.close()
-    second.exchange(CALL, Deadline(5), source=0, incoming=memoryview(room))
+    second.exchange(CALL, Deadline(60), source=0, incoming=memoryview(room))
     assert room == b"hello"
     with pytest.raises(PeerClosed) as caught:
-        second.exchange(CALL, Deadline(5), source=0, incoming=memoryview(room))
+        second.exchange(CALL, Deadline(60), source=0, incoming=memoryview(room))
     assert caught.value.peer == second.peers[0]
 
 
@@ -130,9 +128,9 @@ def test_a_peer_that_dies_in_the_midst_of_a_large_frame(make, kind):
             first.close()
             sent.set()
         else:
-            sent.wait(10)
+            sent.wait(60)
             room = memoryview(bytearray(9_000_000))
-            second.exchange(CALL, Deadline(10), source=0, incoming=room)
+            second.exchange(CALL, Deadline(60), source=0, incoming=room)
 
     assert type(outcomes(2, work)[1]) is PeerClosed
 
@@ -155,19 +153,19 @@ def test_a_peer_that_sends_or_takes_nothing_is_named_at_the_deadline(make, kind,
 def test_another_call_is_a_mismatch_that_has_both(make, kind):
     first, second = make(kind, 2)
     other = Call(1, "broadcast", "none", "uint8", 100, 0, 1)
-    first.exchange(other, Deadline(5), to=1, outgoing=b"abc")
+    first.exchange(other, Deadline(60), to=1, outgoing=b"abc")
     with pytest.raises(CallMismatch, match=r" is in #1 broadcast\(.*, this ") as caught:
-        second.exchange(CALL, Deadline(5), source=0, incoming=memoryview(bytearray(3)))
+        second.exchange(CALL, Deadline(60), source=0, incoming=memoryview(bytearray(3)))
     assert (caught.value.mine, caught.value.theirs) == (CALL, other)
     assert caught.value.peer == second.peers[0]
     # Another length of the same call is none, but a fault of the library.
     first, second = make(kind, 2)
-    first.exchange(CALL, Deadline(5), to=1, outgoing=b"abc")
+    first.exchange(CALL, Deadline(60), to=1, outgoing=b"abc")
     with pytest.raises(
         errors.ProtocolError,
         match=r"^A data frame of rank 0 .* wrong length\. Received: 3 bytes, exp",
     ):
-        second.exchange(CALL, Deadline(5), source=0, incoming=memoryview(bytearray(4)))
+        second.exchange(CALL, Deadline(60), source=0, incoming=memoryview(bytearray(4)))
 
 
 @pytest.mark.parametrize(
@@ -183,7 +181,7 @@ def test_garbage_is_a_protocol_error(make, kind, garbage, match):
     for sock in first.sockets():
         sock.send(garbage)
     with pytest.raises(errors.ProtocolError, match=match):
-        second.exchange(CALL, Deadline(5), source=0, incoming=memoryview(bytearray(4)))
+        second.exchange(CALL, Deadline(60), source=0, incoming=memoryview(bytearray(4)))
 
 
 @pytest.mark.parametrize("kind", MAKERS)
@@ -196,7 +194,7 @@ def test_abort_from_another_thread_ends_a_wait_and_all_later_ones(make, kind, ho
         if number == 0:
             began.set()
             first.exchange(CALL, Deadline(30), source=1)
-        began.wait(10)
+        began.wait(60)
         first.abort()
 
     started = time.monotonic()
@@ -223,7 +221,7 @@ def test_descriptors_reach_every_other_rank(make, size):
     def work(rank):
         for _ in range(20):
             mine = fresh_descriptor(rank)
-            received = group[rank].share_descriptor(CALL, Deadline(10), mine)
+            received = group[rank].share_descriptor(CALL, Deadline(60), mine)
             content = {r: os.pread(fd, 1, 0)[0] for r, fd in received.items()}
             for fd in (mine, *received.values()):
                 assert not os.get_inheritable(fd)
@@ -255,7 +253,7 @@ def test_descriptors_are_closed_when_not_all_come(make, fault):
                     sock.send(b"x" * 40)
             elif fault == "mismatch":
                 for to in range(3):
-                    transport.exchange(Call(7, "barrier"), Deadline(5), to=to)
+                    transport.exchange(Call(7, "barrier"), Deadline(60), to=to)
             return
         if rank == 0 and fault == "abort":
             threading.Timer(0.1, transport.abort).start()

@@ -9,8 +9,6 @@ from kerasdist.errors import ProtocolError, WorkerLost
 from kerasdist.transport.liveness.announcements import Announcements
 from waiting import wait_until
 
-pytestmark = pytest.mark.timeout(120)
-
 
 class Ranks:
     """The announcements of ranks in one process; what is sent arrives at once."""

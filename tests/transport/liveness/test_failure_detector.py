@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from closing import Closing
-from groups import connections, outcomes
+from groups import connections, in_threads, outcomes
 from kerasdist import errors
 from kerasdist.errors import ProtocolError
 from kerasdist.transport.base import Peer
@@ -25,15 +25,13 @@ from kerasdist.transport.timeouts import Timeouts
 from kerasdist.transport.wire.framing import Call, FrameType, pack_header
 from waiting import wait_until
 
-pytestmark = pytest.mark.timeout(60)
-
 SUPERVISOR = "kerasdist.transport.liveness.failure_detector"
 
 
 class Crew(Closing):
     """Supervisors of `size` ranks in one process; `react` is the chief's handler."""
 
-    def __init__(self, size, heartbeat=5.0, collective=20.0, silent=(), react=None):
+    def __init__(self, size, heartbeat=60.0, collective=4.0, silent=(), react=None):
         peers = [Peer(rank, f"host{rank}:1") for rank in range(size)]
         pairs = {rank: connections() for rank in range(1, size)}
         self.size = size
@@ -63,7 +61,6 @@ class Crew(Closing):
         wait_until(
             lambda: all(s.failure is not None for s in self.ranks.values()),
             "a failure on all ranks",
-            30,
         )
         return [str(supervisor.failure) for supervisor in self.ranks.values()]
 
@@ -143,7 +140,7 @@ def test_a_suspicion_gives_way_to_the_cause():
         )
         thread.start()
         crew.ranks[1].report(errors.WorkerLost(3, "host3:1", 5, "the cause"))
-        thread.join(30)
+        thread.join(60)
         assert (answers[0].rank, answers[0].reason) == (3, "the cause")
         assert len(set(crew.failures())) == 1
 
@@ -202,22 +199,24 @@ def test_the_end_that_a_failure_causes_is_not_taken_for_the_cause():
             chief = crew.ranks[0]
 
             def end(chief=chief, known=known):
-                known.wait(5)
+                known.wait(60)
                 chief.close(chief.failure)
 
             thread = threading.Thread(target=end)
             thread.start()
             crew.ranks[1].report(errors.CollectiveMismatch("the cause"))
-            thread.join(5)
+            thread.join(60)
             assert set(crew.failures()) == {"the cause"}
 
 
-@pytest.mark.parametrize("victim", [0, 2])
-def test_silence_is_noticed_in_time_by_all(victim):
-    """A connection that stays open, and on which nothing comes."""
-    size = 4
+def test_silence_is_noticed_in_time_by_all():
+    """A connection that stays open, and on which nothing comes; or a frozen chief."""
+    in_threads(2, lambda i: check_silence_of((0, 2)[i]))
+
+
+def check_silence_of(victim):
     started, thaw = time.monotonic(), threading.Event()
-    with Crew(size, heartbeat=2.0, silent=[victim] if victim else []) as crew:
+    with Crew(4, heartbeat=2.0, silent=[victim] if victim else []) as crew:
         if victim == 0:
             # The chief's thread is frozen.
             frozen = crew.ranks.pop(0)
@@ -226,10 +225,8 @@ def test_silence_is_noticed_in_time_by_all(victim):
         assert time.monotonic() - started > 1.4  # a heartbeat every 0.4 s
         for text in texts:
             assert text.startswith(f"Rank {victim} (host{victim}:1) was lost at step 0")
-            assert (
-                float(re.search(r"nothing was received from it for (\S+) s", text)[1])
-                >= 2
-            )
+            silence = re.search(r"nothing was received from it for (\S+) s", text)[1]
+            assert float(silence) >= 2
         if victim == 0:
             thaw.set()
             frozen.close()
@@ -252,7 +249,7 @@ def test_one_who_was_frozen_itself_blames_nobody():
 
 
 def test_who_is_absent_is_known_to_all_ranks():
-    with Crew(4, heartbeat=5.0, collective=2.0) as crew:
+    with Crew(4, collective=2.0) as crew:
         for rank, supervisor in crew.ranks.items():
             supervisor.call = Call(7 if rank == 2 else 8, "barrier")
         for rank in (0, 1, 3):
@@ -326,7 +323,7 @@ def test_frames_that_somebody_on_the_path_makes_are_no_ones_words(attack):
 
 def test_a_damaged_heartbeat_of_the_chief_ends_a_worker():
     with Crew(2, silent=[0]) as crew:
-        crew.raw[0].write(FrameType.HEARTBEAT, b"x", Deadline(5))
+        crew.raw[0].write(FrameType.HEARTBEAT, b"x", Deadline(60))
         (text,) = crew.failures()
     assert text.startswith("Rank 0 (host0:1) was lost at step 0: ")
     assert "A heartbeat has the wrong length. Received: " in text

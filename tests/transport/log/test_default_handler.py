@@ -20,8 +20,6 @@ from places import ROOT
 from waiting import wait_until
 from workers import python_env
 
-pytestmark = pytest.mark.timeout(60)
-
 SAY = """
     from kerasdist.transport.log import status
     status.log(10, "kerasdist: debug %d", 1)
@@ -37,7 +35,7 @@ def stderr_of(script, **env):
         env=python_env(env),
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=60,
         check=True,
     )
     assert done.stdout == ""
@@ -198,7 +196,7 @@ class Slow(logging.Handler):
 
     def emit(self, record):
         self.begun.set()
-        self.may.wait(30)
+        self.may.wait(60)
         self.lines.append(record.getMessage())
 
 
@@ -209,7 +207,7 @@ def slow():
     logger.addHandler(handler)
     yield handler
     handler.may.set()
-    background_log.flush(10)
+    background_log.flush(60)
     logger.removeHandler(handler)
 
 
@@ -219,7 +217,7 @@ def test_nobody_waits_for_a_reader_that_has_stopped_and_order_is_kept(slow):
     background_log.flush(0.01)
     assert slow.lines == []
     slow.may.set()
-    background_log.flush(10)
+    background_log.flush(60)
     assert slow.lines == [f"line {number}" for number in range(5)]
     wait_until(
         lambda: all(t.name != "kerasdist-log" for t in threading.enumerate()),
@@ -230,11 +228,11 @@ def test_nobody_waits_for_a_reader_that_has_stopped_and_order_is_kept(slow):
 def test_a_queue_that_is_full_counts_what_it_drops(slow, monkeypatch):
     monkeypatch.setattr(background_log, "MOST_LINES", 3)
     background_log.log(logging.WARNING, "first")
-    assert slow.begun.wait(10)
+    assert slow.begun.wait(60)
     for number in range(8):
         background_log.log(logging.WARNING, "line %d", number)
     slow.may.set()
-    background_log.flush(10)
+    background_log.flush(60)
     assert slow.lines[:4] == ["first", "line 0", "line 1", "line 2"]
     assert slow.lines[4:] == ["kerasdist: 5 more lines were not written"]
 
@@ -242,14 +240,14 @@ def test_a_queue_that_is_full_counts_what_it_drops(slow, monkeypatch):
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded")
 def test_a_forked_child_writes_its_own_lines_only(slow):
     background_log.log(logging.WARNING, "the parent's")
-    assert slow.begun.wait(10)
+    assert slow.begun.wait(60)
     background_log.log(logging.WARNING, "the parent's, too")
     reading, writing = os.pipe()
     pid = os.fork()
     if pid == 0:
         slow.may.set()
         background_log.log(logging.WARNING, "the child's")
-        background_log.flush(10)
+        background_log.flush(60)
         os.write(writing, f"{slow.lines}".encode())
         os._exit(0)
     os.close(writing)
@@ -257,7 +255,7 @@ def test_a_forked_child_writes_its_own_lines_only(slow):
         assert pipe.read() == '["the child\'s"]'
     os.waitpid(pid, 0)
     slow.may.set()
-    background_log.flush(10)
+    background_log.flush(60)
     assert slow.lines == ["the parent's", "the parent's, too"]
 
 
@@ -278,7 +276,7 @@ def test_what_is_logged_last_is_written_before_the_process_ends():
         env=python_env(),
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=60,
         check=False,
     )
     assert done.returncode == 3

@@ -139,10 +139,10 @@ def test_bulk_data_go_through_a_narrowed_server():
         port = server.getsockname()[1]
         assert narrow(f"127.0.0.1:{port}")
         with socket.create_connection(("127.0.0.1", port)) as one:
-            one.settimeout(10)
+            one.settimeout(60)
             other, _ = server.accept()
             with other:
-                other.settimeout(10)
+                other.settimeout(60)
                 one.sendall(b"x" * 100_000)
                 received = b""
                 while len(received) < 100_000:

@@ -25,8 +25,6 @@ from kerasdist.transport.rendezvous.waiting_notice import (
 from waiting import wait_until
 from workers import Workers, python_env
 
-pytestmark = pytest.mark.timeout(120)
-
 # Its lines come soon, and are collected. The last task begins when the others have
 # said that they wait.
 SCRIPT = """
@@ -55,7 +53,7 @@ logger.addHandler(Collect())
 logger.setLevel("INFO")
 
 def result():
-    background_log.flush(10.0)
+    background_log.flush(60)
     print("RESULT", json.dumps(said))
 
 while last and len(list(folder.glob("said *"))) < count - 1:
@@ -166,7 +164,7 @@ def lines_of(said, sight, *, environ=None, failed=False):
         wait_until(said, "the first line")
         if failed:
             raise ValueError
-    background_log.flush(10)
+    background_log.flush(60)
     return said()
 
 
@@ -202,9 +200,9 @@ def test_equal_reasons_are_said_once_and_many_tasks_are_counted(soon, said):
 
 
 def test_nothing_is_said_of_a_short_wait(said):
-    with WaitingNotice("rank 0", lambda: Sight([Absent("a", "")]), Deadline(9.0)):
+    with WaitingNotice("rank 0", lambda: Sight([Absent("a", "")]), Deadline(60)):
         pass
-    background_log.flush(10)
+    background_log.flush(60)
     assert said() == []
 
 
@@ -226,10 +224,10 @@ def test_on_a_terminal_the_line_is_rewritten():
             return w.Sight([w.Absent("rank 1", "a:1", "it is late " * 20)])
         w.REWRITE_SECONDS = 0.05
         w.AGAIN_SECONDS = 0.1
-        with w.WaitingNotice("rank 0", look, Deadline(9.0)):
+        with w.WaitingNotice("rank 0", look, Deadline(60)):
             for _ in range(3):
-                looks.acquire(timeout=30)
-        background_log.flush(10)
+                looks.acquire(timeout=60)
+        background_log.flush(60)
         background_log.log(30, "another line")
     """
     main, side = pty.openpty()
@@ -249,7 +247,7 @@ def test_on_a_terminal_the_line_is_rewritten():
                 break
     finally:
         os.close(main)
-    assert process.wait(30) == 0
+    assert process.wait(60) == 0
     # Each but the first erases the one before, which took several rows.
     *progress, last, empty = re.split(r"\r\x1b\[\dA\x1b\[J|\r\n", data.decode())
     assert len(progress) >= 3
