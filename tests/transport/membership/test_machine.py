@@ -9,11 +9,13 @@ from kerasdist.transport.membership.events import (
     GiveUp,
     Install,
     Leave,
+    Send,
     Stop,
     Suspend,
     TooLate,
 )
 from kerasdist.transport.membership.machine import Machine
+from kerasdist.transport.membership.messages import Excluded
 from membership_world import COLLECTIVES, World
 
 
@@ -110,6 +112,25 @@ def test_a_worker_joins_and_nothing_is_aborted():
     assert not world.kinds(1, TooLate)
 
 
+def test_a_result_of_an_earlier_epoch_is_discarded():
+    world = Recorded(2)
+    world.lose(1)
+    machine = world.processes[0].machine
+    assert not machine.suspended
+    assert machine.handle(Finished(0, Progress(1))) == (TooLate(),)
+    assert machine.handle(Finished(1, Progress(1))) == ()
+    assert machine.progress == Progress(1)
+
+
+def test_a_task_that_starts_again_proves_its_earlier_process_dead():
+    world = Recorded(2)
+    world.train(1)
+    world.do(("kill", 1))
+    world.apply(1)
+    world.quiet()
+    assert world.processes[0].epoch[1] == (Member(0), Member(1, 1))
+
+
 @pytest.mark.parametrize("leaver", [0, 2])
 def test_a_worker_leaves_after_a_step_and_nothing_is_done_again(leaver):
     world = Recorded(3)
@@ -203,6 +224,14 @@ def test_without_an_elder_the_others_stop_since_an_absent_one_may_continue(dead)
         # It does, and the other one joins it.
         assert world.settle() == "trains"
         assert world.groups() == {n: [1, 2] for n in (1, 2)}
+
+
+def test_only_an_elder_excludes_an_absent_one():
+    world = without_1_and_with_2()
+    world.do(("silent", 2, 0))
+    world.do(("silent", 0, 2))
+    for n, excludes in [(2, False), (0, True)]:
+        assert (Send(Member(1), Excluded(2)) in world.kinds(n, Send)) is excludes
 
 
 def test_a_proof_that_an_absent_one_is_dead_makes_elders_of_all():
