@@ -6,6 +6,7 @@ import subprocess
 import sys
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from kerasdist.cluster import Cluster, resolve
@@ -37,102 +38,73 @@ def error_of(environ=None, cluster=None):
 # --- without settings ---
 
 
+SRUN = {"SLURM_STEP_ID": "0", "SLURM_PROCID": "0"}
+
+
 @pytest.mark.parametrize(
     "environ",
     [
-        {},
-        {"TF_CONFIG": ""},
-        {"TF_CONFIG": " \n"},
-        {"TF_CONFIG": "{}"},
+        *({}, {"TF_CONFIG": " \n"}, {"TF_CONFIG": "{}"}),
         # A plain batch script: nobody started several tasks with srun.
         {"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_NTASKS": "4"},
-        {
-            "SLURM_STEP_ID": "4294967291",
-            "SLURM_PROCID": "0",
-            "SLURM_NTASKS": "4",
-        },
+        SRUN | {"SLURM_STEP_ID": "4294967291", "SLURM_NTASKS": "4"},
         # One process of mpirun, and a shell of srun's: alone.
         {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"},
         {"PMI_RANK": "0", "PMI_SIZE": "1", "MPI_LOCALNRANKS": "1"},
-        {"PMI_RANK": "0", "PMI_SIZE": "1", "SLURM_STEP_ID": "0", "SLURM_PROCID": "0"},
+        SRUN | {"PMI_RANK": "0", "PMI_SIZE": "1"},
         {"PMIX_RANK": "0", "SLURM_JOB_ID": "7", "SLURM_STEP_ID": "4294967290"},
-        {
-            "PMIX_RANK": "0",
-            "SLURM_STEP_ID": "0",
-            "SLURM_PROCID": "0",
-            "SLURM_STEP_NUM_TASKS": "1",
-        },
+        SRUN | {"PMIX_RANK": "0", "SLURM_STEP_NUM_TASKS": "1"},
         # One task: alone.
-        {"SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"},
+        SRUN | {"SLURM_STEP_NUM_TASKS": "1"},
     ],
 )
 def test_no_settings_is_one_worker(environ):
     found = resolve(environ=environ)
     assert found == Cluster(rank=0, size=1, source="none")
-    assert found.is_chief
-    assert found.address is None
-    assert found.workers == ()
-
-
-def test_the_process_environment_is_the_default(monkeypatch):
-    monkeypatch.setenv("TF_CONFIG", tf_config(TWO, task("worker", 1))["TF_CONFIG"])
-    assert resolve().rank == 1
+    assert (found.is_chief, found.address, found.workers) == (True, None, ())
 
 
 # --- TF_CONFIG ---
 
 
-def test_workers_are_ranked_by_their_index():
-    for index in (0, 1):
-        found = resolve(environ=tf_config(TWO, task("worker", index)))
-        assert (found.rank, found.size) == (index, 2)
-        assert found.workers == ("a:1", "b:1")
-        assert found.is_chief == (index == 0)
-        assert found.address == found.workers[index]
-        assert (found.task_type, found.task_index) == ("worker", index)
-        assert found.source == "TF_CONFIG"
+ALL = {"chief": ["c:1"], "worker": ["a:1", "b:1"], "ps": ["s:1", "s:2"]}
+OLD = {"master": ["c:1"], "worker": ["a:1", "b:1"]}
+WORKERS = ("c:1", "a:1", "b:1")
 
 
-@pytest.mark.parametrize("name", ["chief", "master"])
-def test_the_chief_comes_first_and_master_is_its_old_name(name):
-    jobs = {"worker": ["a:1", "b:1"], name: ["c:1"]}
-    chief = resolve(environ=tf_config(jobs, task(name, 0)))
-    assert (chief.rank, chief.task_type, chief.is_chief) == (0, "chief", True)
-    assert chief.workers == ("c:1", "a:1", "b:1")
-    worker = resolve(environ=tf_config(jobs, task("worker", 1)))
-    assert (worker.rank, worker.task_index, worker.address) == (2, 1, "b:1")
-    assert not worker.is_chief
-
-
-def test_the_chief_needs_no_index():
-    found = resolve(environ=tf_config({"chief": ["c:1"]}, {"type": "chief"}))
-    assert (found.rank, found.size) == (0, 1)
-
-
-def test_a_server_is_no_worker():
-    jobs = {"chief": ["c:1"], "worker": ["a:1"], "ps": ["s:1", "s:2"]}
-    server = resolve(environ=tf_config(jobs, task("ps", 1)))
-    assert server.rank is None
-    assert not server.is_chief
-    assert (server.size, server.workers) == (2, ("c:1", "a:1"))
-    assert server.servers == ("s:1", "s:2")
-    assert (server.task_index, server.address) == (1, "s:2")
-    worker = resolve(environ=tf_config(jobs, task("worker", 0)))
-    assert (worker.rank, worker.servers) == (1, ("s:1", "s:2"))
-
-
-@pytest.mark.parametrize("listed", [{}, {"evaluator": ["e:1"]}])
-def test_an_evaluator_is_a_job_of_one(listed):
-    found = resolve(environ=tf_config({**TWO, **listed}, task("evaluator", 0)))
-    assert (found.rank, found.size, found.workers) == (0, 1, ())
-    assert found.task_type == "evaluator"
+@pytest.mark.parametrize(
+    ("jobs", "who", "rank", "workers", "address"),
+    [
+        (TWO, task("worker", 0), 0, ("a:1", "b:1"), "a:1"),
+        (TWO, task("worker", 1), 1, ("a:1", "b:1"), "b:1"),
+        # The chief comes first, and master is its old name.
+        (ALL, {"type": "chief"}, 0, WORKERS, "c:1"),
+        (OLD, task("master", 0), 0, WORKERS, "c:1"),
+        (ALL, task("worker", 1), 2, WORKERS, "b:1"),
+        (OLD, task("worker", 1), 2, WORKERS, "b:1"),
+        # A server is no worker, and an evaluator is a job of one.
+        (ALL, task("ps", 1), None, WORKERS, "s:2"),
+        (TWO, task("evaluator", 0), 0, (), None),
+        (TWO | {"evaluator": ["e:1"]}, task("evaluator", 0), 0, (), None),
+    ],
+)
+def test_the_place_of_a_task(jobs, who, rank, workers, address):
+    found = resolve(environ=tf_config(jobs, who))
+    assert (found.rank, found.size) == (rank, len(workers) or 1)
+    assert (found.workers, found.address) == (workers, address)
+    assert found.is_chief == (rank == 0)
+    kind = "chief" if who["type"] == "master" else who["type"]
+    assert (found.task_type, found.task_index) == (kind, who.get("index", 0))
+    assert found.source == "TF_CONFIG"
+    if kind != "evaluator":
+        assert found.servers == tuple(jobs.get("ps", ()))
 
 
 @pytest.mark.parametrize("index", [1, "1"])
 def test_lists_may_be_dictionaries_and_numbers_texts(index):
-    jobs = {"worker": {"1": "b:1", "0": "a:1"}}
+    jobs = {"worker": {"1": "[fe80::1%eth0]:1", "0": "[::1]:2"}}
     found = resolve(environ=tf_config(jobs, task("worker", index)))
-    assert (found.rank, found.workers) == (1, ("a:1", "b:1"))
+    assert (found.rank, found.workers) == (1, ("[::1]:2", "[fe80::1%eth0]:1"))
 
 
 @pytest.mark.parametrize("jobs", [None, {}, {"ps": []}])
@@ -143,23 +115,12 @@ def test_a_task_without_a_cluster_is_alone(jobs, who):
     assert found.source == "TF_CONFIG"
 
 
-def test_ipv6_addresses():
-    found = resolve(
-        environ=tf_config(
-            {"worker": ["[::1]:2222", "[fe80::1%eth0]:1"]}, task("worker", 0)
-        )
-    )
-    assert found.address == "[::1]:2222"
-
-
 @pytest.mark.parametrize(
     ("text", "said"),
     [
         ('{"cluster": ', r"TF_CONFIG isn't JSON: .* line 1, column 13"),
         ("{'task': {}}", r"isn't JSON: .* JSON wants double quotes"),
         ("[1]", r"TF_CONFIG is a list\. Expected a dictionary"),
-        ('"x"', r"TF_CONFIG is a str\. Expected a dictionary"),
-        ("3", r"TF_CONFIG is a int\."),
         ("null", r"TF_CONFIG is a NoneType\."),
         ("[" * 100_000, r"TF_CONFIG isn't usable JSON"),
         ('{"cluster": 1' + "0" * 5000 + "}", r"TF_CONFIG (isn't|can't)"),
@@ -174,57 +135,35 @@ def test_what_isnt_a_json_dictionary(text, said):
     ("jobs", "who", "said"),
     [
         (TWO, None, "There is no 'task'"),
-        (TWO, {}, "There is no 'task'"),
         (TWO, 1, "'task' is a int"),
         (TWO, {"index": 0}, "'task' has no 'type'"),
         (TWO, {"type": "worker"}, "'task' has no 'index'"),
         (TWO, task("workers", 0), r"task\['type'\]='workers'\. Expected 'chief'"),
         (TWO, task(["worker"], 0), r"task\['type'\] is unknown"),
         (TWO, task("chief", 0), "This process is a chief, and the cluster has none"),
-        (
-            TWO,
-            task("worker", 2),
-            r"out of range\. .*=2.* 2 addresses\. Expected 0\.\.1",
-        ),
+        (TWO, task("worker", 2), r"out of range\..*=2.* 2 addresses\. Expected 0\.\.1"),
         ({"worker": ["a:1"]}, task("worker", 1), r"has 1 address\. Expected 0\."),
         (TWO, task("worker", -1), r"no integer >= 0\. Received: task\['index'\]=-1"),
         (TWO, task("worker", "one"), "task.'index'. is no integer"),
-        (TWO, task("worker", 1.0), "task.'index'. is no integer"),
         (TWO, task("worker", True), "task.'index'. is no integer"),
         (TWO, task("worker", "9" * 5000), "task.'index'. is no integer"),
-        (
-            None,
-            task("worker", 1),
-            "There is no 'cluster', yet this process is worker 1",
-        ),
+        (None, task("worker", 1), "no 'cluster', yet this process is worker 1"),
         ({}, task("ps", 0), "There is no 'cluster', yet this process is ps 0"),
         ([], task("worker", 0), "'cluster' is a list"),
         ({"workers": ["a:1"]}, task("worker", 0), "unknown task type.*'workers'"),
         ({"worker": "a:1"}, task("worker", 0), r"cluster\['worker'\] is a str"),
         ({"worker": []}, task("worker", 0), r"cluster\['worker'\] is empty"),
-        (
-            {"chief": ["c:1"], "worker": []},
-            task("chief", 0),
-            r"cluster\['worker'\] is empty",
-        ),
         ({"chief": ["a:1", "b:1"]}, task("chief", 0), "'cluster' has 2 chiefs"),
         ({"chief": ["a:1"], "master": ["b:1"]}, task("chief", 0), "both 'chief' and"),
         ({"ps": ["s:1"]}, task("ps", 0), "'cluster' has no task that trains"),
         ({"worker": {"0": "a:1", "2": "b:1"}}, task("worker", 0), "has gaps"),
         ({"worker": {"x": "a:1"}}, task("worker", 0), "an index that is no integer"),
         (
-            {"worker": ["a:1", "b:1", "A:1"]},
-            task("worker", 0),
+            *({"worker": ["a:1", "b:1", "A:1"]}, task("worker", 0)),
             r"same address .* cluster\['worker'\]\[0\] and cluster\['worker'\]\[2\]",
         ),
         (
-            {"chief": ["[::1]:1"], "worker": ["[0:0::1]:1"]},
-            task("chief", 0),
-            "The same address stands at two places",
-        ),
-        (
-            {"worker": ["a:1"], "ps": ["a:1"]},
-            task("worker", 0),
+            *({"chief": ["[::1]:1"], "ps": ["[0:0::1]:1"]}, task("chief", 0)),
             "The same address stands at two places",
         ),
     ],
@@ -241,22 +180,18 @@ def test_what_is_wrong_is_said(jobs, who, said):
     ("address", "said"),
     [
         ("", "is empty"),
-        (None, "is a NoneType, not a text"),
         (2222, "is a int, not a text"),
         ("host", "has no port"),
         ("host:", "has a port that is no number, ''"),
         ("host:http", "has a port that is no number, 'http'"),
         ("host:²", "has a port that is no number"),
-        ("host:-1", "has a port that is no number"),
         ("host:0", r"has a port outside 1\.\.65535, 0"),
         ("host:65536", r"has a port outside 1\.\.65535, 65536"),
         (":2222", "has no host"),
         ("grpc://host:2222", "has a scheme in front"),
         (" host:2222", "has white space around it"),
-        ("ho st:2222", "has a host that can't be one, 'ho st'"),
         ("host/x:2222", "has a host that can't be one"),
         ("::1:2222", "has more than one ':' .*brackets"),
-        ("[::1]", "has no port"),
         ("[::1:2222", r"has a '\[' without a '\]'"),
         ("[host]:2222", "has something in brackets that is no IPv6 address"),
     ],
@@ -283,11 +218,6 @@ def test_long_settings_are_cut_in_the_message():
     assert len(said) < 2000
 
 
-def test_a_cluster_error_is_a_value_error():
-    with pytest.raises(ValueError, match=r"^TF_CONFIG can't be used"):
-        resolve(environ={"TF_CONFIG": "{"})
-
-
 # --- `cluster=` ---
 
 
@@ -303,43 +233,12 @@ class Resolver:
         return SimpleNamespace(as_dict=lambda: self._jobs)
 
 
-def test_a_resolver_comes_before_the_environment():
-    environ = tf_config({"worker": ["x:1"]}, task("worker", 0))
-    found = resolve(Resolver({"worker": ["a:1", "b:1"]}, "worker", 1), environ)
-    assert (found.rank, found.workers) == (1, ("a:1", "b:1"))
-    assert found.source == "cluster resolver"
+class Late(Resolver):
+    """As Slurm's, which knows its task after the cluster."""
 
-
-def test_a_resolver_without_a_cluster_is_alone():
-    environ = tf_config(TWO, task("worker", 1))
-    for resolver in (Resolver({}), Resolver({}, "", 0), Resolver({}, "worker", 0)):
-        assert (resolve(resolver, environ).size, resolver.task_type) in (
-            (1, None),
-            (1, ""),
-            (1, "worker"),
-        )
-
-
-def test_slurms_resolver_knows_its_task_after_the_cluster():
-    class Late(Resolver):
-        def cluster_spec(self):
-            self.task_type, self.task_id = "worker", 1
-            return super().cluster_spec()
-
-    assert resolve(Late({"worker": ["a:1", "b:1"]}), {}).rank == 1
-
-
-def test_numbers_of_numpy_are_integers():
-    numpy = pytest.importorskip("numpy")
-    found = resolve(Resolver({"worker": ["a:1", "b:1"]}, "worker", numpy.int64(1)), {})
-    assert found.rank == 1
-    assert type(found.task_index) is int
-
-
-def test_a_resolver_without_a_task():
-    said = error_of(cluster=Resolver({"worker": ["a:1", "b:1"]}, None, 0))
-    assert said.startswith("The cluster resolver (Resolver) can't be used. ")
-    assert "There is no 'task'" in said
+    def cluster_spec(self):
+        self.task_type, self.task_id = "worker", 1
+        return super().cluster_spec()
 
 
 def test_a_resolver_that_fails():
@@ -363,20 +262,6 @@ def test_a_cluster_of_a_wrong_type(cluster):
         resolve(cluster, {})
 
 
-def test_a_dictionary_as_cluster():
-    settings = {"cluster": TWO, "task": task("worker", 1)}
-    found = resolve(settings, {"TF_CONFIG": "not even JSON"})
-    assert (found.rank, found.source) == (1, "cluster argument")
-    assert resolve({}, tf_config(TWO, task("worker", 1))).size == 1
-    said = error_of(cluster={"cluster": TWO})
-    assert said.startswith("`cluster` can't be used. There is no 'task'")
-
-
-def test_a_cluster_as_cluster():
-    mine = Cluster(rank=0, size=1)
-    assert resolve(mine, tf_config(TWO, task("worker", 1))) is mine
-
-
 @pytest.mark.parametrize(
     ("values", "said"),
     [
@@ -398,12 +283,15 @@ def test_a_cluster_checks_itself(values, said):
 
 def test_tensorflows_resolvers():
     tf = pytest.importorskip("tensorflow")
+
     spec = tf.train.ClusterSpec({"worker": ["a:1", "b:1"], "ps": {0: "s:1"}})
     resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
         spec, task_type="worker", task_id=1
     )
     found = resolve(resolver, {})
     assert (found.rank, found.workers, found.servers) == (1, ("a:1", "b:1"), ("s:1",))
+    resolver.task_id = np.int64(1)
+    assert type(resolve(resolver, {}).task_index) is int
 
 
 def test_nothing_here_needs_tensorflow():
@@ -418,16 +306,14 @@ def test_nothing_here_needs_tensorflow():
 
 
 def step(procid, tasks, nodes, per_node, **more):
-    environ = {
+    return {
         "SLURM_JOB_ID": "1000",
         "SLURM_STEP_ID": "0",
         "SLURM_PROCID": str(procid),
         "SLURM_STEP_NUM_TASKS": str(tasks),
         "SLURM_STEP_NODELIST": nodes,
         "SLURM_STEP_TASKS_PER_NODE": per_node,
-    }
-    environ.update(more)
-    return environ
+    } | more
 
 
 def hosts(workers):
@@ -460,89 +346,27 @@ def test_slurm_other_layouts(more, expected):
     assert hosts(found.workers) == expected.split()
 
 
-@pytest.mark.parametrize("distribution", ["arbitrary", "plane", "plane=0", "new"])
-def test_slurm_layout_that_cant_be_told(distribution):
-    said = error_of(step(0, 2, "a,b", "1(x2)", SLURM_DISTRIBUTION=distribution))
-    assert "unknown which rank runs on which node" in said
-    assert "srun --distribution=block" in said
-
-
-def test_slurm_own_place_is_checked():
-    # Rank 1 of a cyclic layout, although nobody said that it is cyclic.
-    said = error_of(
-        step(1, 4, "a,b", "2(x2)", SLURM_NODEID="1", SLURM_LOCALID="0"),
-    )
-    assert said.startswith("Slurm's environment can't be used. ")
-    assert "SLURM_NODEID=1" in said
-    assert "Expected SLURM_NODEID=0" in said
-    right = step(
-        1,
-        4,
-        "a,b",
-        "2(x2)",
-        SLURM_NODEID="1",
-        SLURM_LOCALID="0",
-        SLURM_DISTRIBUTION="cyclic",
-    )
-    assert hosts(resolve(environ=right).workers) == ["a", "b", "a", "b"]
-
-
-def test_slurm_port():
-    found = resolve(environ=step(1, 2, "a", "2", KERASDIST_PORT="4000"))
-    assert found.workers == ("a:4000", "a:4001")
-    for port in ("0", "65535", "x", "-1"):
-        said = error_of(step(1, 2, "a", "2", KERASDIST_PORT=port))
-        assert (
-            f"KERASDIST_PORT can't be used. Received: KERASDIST_PORT='{port}'" in said
-        )
-
-
 def test_slurm_jobs_and_steps_have_ports_of_their_own():
     def port(job, number):
         environ = step(0, 2, "a", "2", SLURM_JOB_ID=str(job), SLURM_STEP_ID=str(number))
         return int(resolve(environ=environ).workers[0].rpartition(":")[2])
 
-    ports = [port(job, 0) for job in range(1000, 1156)]
-    ports.sort()
+    ports = sorted(port(job, 0) for job in range(1000, 1156))
     assert min(b - a for a, b in itertools.pairwise(ports)) == 64
     assert len({port(1000, number) for number in range(100)}) == 100
 
 
 def test_slurm_older_names():
-    environ = {
-        "SLURM_JOBID": "1000",
-        "SLURM_STEPID": "0",
-        "SLURM_PROCID": "1",
-        "SLURM_NTASKS": "2",
-        "SLURM_JOB_NODELIST": "n[1-2]",
-        "SLURM_TASKS_PER_NODE": "1(x2)",
+    new = step(1, 2, "n[1-2]", "1(x2)")
+    names = {
+        "SLURM_JOB_ID": "SLURM_JOBID",
+        "SLURM_STEP_ID": "SLURM_STEPID",
+        "SLURM_STEP_NUM_TASKS": "SLURM_NTASKS",
+        "SLURM_STEP_NODELIST": "SLURM_JOB_NODELIST",
+        "SLURM_STEP_TASKS_PER_NODE": "SLURM_TASKS_PER_NODE",
     }
-    assert resolve(environ=environ).rank == 1
-
-
-def test_tf_config_comes_before_slurm():
-    environ = {**step(1, 2, "a", "2"), **tf_config(TWO, task("worker", 0))}
-    assert resolve(environ=environ).source == "TF_CONFIG"
-    assert resolve(environ={**environ, "TF_CONFIG": "{}"}).source == "Slurm"
-
-
-@pytest.mark.parametrize(
-    ("changed", "said"),
-    [
-        ({"SLURM_STEP_NODELIST": "n[1-"}, "SLURM_STEP_NODELIST can't be read"),
-        ({"SLURM_STEP_NODELIST": ""}, "SLURM_STEP_NODELIST isn't set"),
-        ({"SLURM_STEP_NODELIST": "a,b"}, "lists don't fit together.*2 nodes"),
-        ({"SLURM_STEP_TASKS_PER_NODE": "3"}, "lists don't fit together.*3 tasks"),
-        ({"SLURM_STEP_TASKS_PER_NODE": "x"}, "SLURM_STEP_TASKS_PER_NODE can't be read"),
-        ({"SLURM_PROCID": "2"}, "SLURM_PROCID is no rank of this step"),
-        ({"SLURM_PROCID": "x"}, "SLURM_PROCID is no rank of this step"),
-    ],
-)
-def test_slurm_settings_that_are_wrong(changed, said):
-    with pytest.raises(
-        ClusterError, match=rf"^Slurm's environment can't be used\. .*{said}"
-    ):
-        resolve(environ={**step(1, 2, "a", "2"), **changed})
+    old = {names.get(name, name): value for name, value in new.items()}
+    assert resolve(environ=old) == resolve(environ=new)
 
 
 @pytest.mark.parametrize(
@@ -609,35 +433,100 @@ def test_a_process_of_pmix_doesnt_know_how_many_there_are():
     assert (found.source, found.needs_mpi) == ("PMIx", True)
 
 
-def test_tf_config_comes_before_mpi():
-    found = resolve(environ={**MPI, **tf_config(TWO, task("worker", 0))})
-    assert (found.source, found.size, found.needs_mpi) == ("TF_CONFIG", 2, False)
+# --- What comes before what, and what is wrong ---
 
-
-@pytest.mark.parametrize("by", [{"PMIX_RANK": "1"}, {"PMI_RANK": "1", "PMI_SIZE": "4"}])
-def test_processes_of_srun_are_slurms(by):
-    environ = step(1, 4, "n[1-2]", "2(x2)")
-    found = resolve(environ={**environ, **by})
-    assert found.source == "Slurm"
-    assert found == resolve(environ=environ)
+SLURM = step(1, 4, "n[1-2]", "2(x2)")
+MINE = tf_config(TWO, task("worker", 1))
+SETTINGS = {"cluster": TWO, "task": task("worker", 1)}
+ONE = {"TF_CONFIG": "not even JSON"}
 
 
 @pytest.mark.parametrize(
-    "changed",
+    ("cluster", "environ", "source", "rank", "size"),
     [
-        {"OMPI_COMM_WORLD_RANK": "3"},
-        {"OMPI_COMM_WORLD_RANK": ""},
-        {"OMPI_COMM_WORLD_SIZE": "three"},
-        {"OMPI_COMM_WORLD_SIZE": "0"},
+        (Resolver(TWO, "worker", 1), ONE, "cluster resolver", 1, 2),
+        (Late(TWO), ONE, "cluster resolver", 1, 2),
+        # Without a cluster: alone.
+        (Resolver({}), MINE, "cluster resolver", 0, 1),
+        (Resolver({}, "", 0), MINE, "cluster resolver", 0, 1),
+        (Resolver({}, "worker", 0), MINE, "cluster resolver", 0, 1),
+        (SETTINGS, ONE, "cluster argument", 1, 2),
+        ({}, MINE, "cluster argument", 0, 1),
+        (Cluster(rank=0, size=1), MINE, "none", 0, 1),
+        (None, SLURM | MINE, "TF_CONFIG", 1, 2),
+        (None, SLURM | {"TF_CONFIG": "{}"}, "Slurm", 1, 4),
+        (None, MPI | MINE, "TF_CONFIG", 1, 2),
+        (None, SLURM | {"PMIX_RANK": "1"}, "Slurm", 1, 4),
+        (None, SLURM | {"PMI_RANK": "1", "PMI_SIZE": "4"}, "Slurm", 1, 4),
     ],
 )
-def test_settings_of_mpi_that_are_wrong(changed):
-    said = error_of({**MPI, **changed})
+def test_what_comes_before_what(monkeypatch, cluster, environ, source, rank, size):
+    found = resolve(cluster, environ)
+    assert (found.source, found.rank, found.size) == (source, rank, size)
+    assert not found.needs_mpi
+    # The process's environment is the default.
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    assert resolve(cluster) == found
+
+
+TASKS = "SLURM_STEP_TASKS_PER_NODE"
+LAYOUT = "unknown which rank runs on which node.*`srun --distribution=block"
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"SLURM_STEP_NODELIST": "n[1-"}, "SLURM_STEP_NODELIST can't be read"),
+        ({"SLURM_STEP_NODELIST": ""}, "SLURM_STEP_NODELIST isn't set"),
+        ({"SLURM_STEP_NODELIST": "a,b"}, "lists don't fit together.*2 nodes"),
+        ({TASKS: "3"}, "lists don't fit together.*3 tasks"),
+        ({TASKS: "x"}, f"{TASKS} can't be read"),
+        ({"SLURM_PROCID": "2"}, "SLURM_PROCID is no rank of this step"),
+        ({"SLURM_PROCID": "x"}, "SLURM_PROCID is no rank of this step"),
+        *(({"SLURM_DISTRIBUTION": x}, LAYOUT) for x in ("arbitrary", "plane=0", "new")),
+        ({"SLURM_DISTRIBUTION": "plane"}, LAYOUT),
+        *(
+            ({"KERASDIST_PORT": x}, f"KERASDIST_PORT can't be used. Received: .*='{x}'")
+            for x in ("0", "65535", "x", "-1")
+        ),
+    ],
+)
+def test_slurm_settings_that_are_wrong(changed, said):
+    nodes = {"SLURM_STEP_NODELIST": "a,b", TASKS: "1(x2)"}
+    environ = step(1, 2, "a", "2") | (nodes if said is LAYOUT else {}) | changed
+    with pytest.raises(ClusterError, match=rf"(?s)^Slurm's environment can't.*{said}"):
+        resolve(environ=environ)
+
+
+def test_slurm_port_and_own_place():
+    found = resolve(environ=step(1, 2, "a", "2", KERASDIST_PORT="4000"))
+    assert found.workers == ("a:4000", "a:4001")
+    # Rank 1 of a cyclic layout, although nobody said that it is cyclic.
+    place = {"SLURM_NODEID": "1", "SLURM_LOCALID": "0"}
+    said = error_of(step(1, 4, "a,b", "2(x2)", **place))
+    assert said.startswith("Slurm's environment can't be used. ")
+    assert "SLURM_NODEID=1" in said
+    assert "Expected SLURM_NODEID=0" in said
+    right = step(1, 4, "a,b", "2(x2)", SLURM_DISTRIBUTION="cyclic", **place)
+    assert hosts(resolve(environ=right).workers) == ["a", "b", "a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("rank", "size"), [("3", "3"), ("", "3"), ("1", "three"), ("1", "0")]
+)
+def test_settings_of_mpi_that_are_wrong(rank, size):
+    said = error_of({"OMPI_COMM_WORLD_RANK": rank, "OMPI_COMM_WORLD_SIZE": size})
     assert said.startswith(
         "MPI's environment can't be used. OMPI_COMM_WORLD_RANK is no rank of "
         "OMPI_COMM_WORLD_SIZE processes. Expected 0 <= "
     )
-    assert (
-        f"Received: OMPI_COMM_WORLD_RANK={({**MPI, **changed})[next(iter(MPI))]!r}"
-        in said
-    )
+    assert f"Received: OMPI_COMM_WORLD_RANK={rank!r}" in said
+
+
+def test_a_resolver_without_a_task():
+    said = error_of(cluster=Resolver(TWO, None, 0))
+    assert said.startswith("The cluster resolver (Resolver) can't be used. ")
+    assert "There is no 'task'" in said
+    said = error_of(cluster={"cluster": TWO})
+    assert said.startswith("`cluster` can't be used. There is no 'task'")

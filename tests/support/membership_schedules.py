@@ -212,14 +212,12 @@ def explore(
     losses: Iterable[Operation],
     most: int = 1,
     until: int = 1,
-    bound: int | None = None,
 ) -> tuple[int, int]:
     """Do everything that may happen, in each order: lines, work, and losses.
 
     Args:
         losses: At most `most` of these happen, each at any moment.
         until: No work is done after this step.
-        bound: Leave out what comes after so many operations.
 
     Returns:
         The numbers of states, and of those in which nothing more can happen.
@@ -230,9 +228,9 @@ def explore(
     losses = tuple(losses)
     seen: set[object] = set()
     ends = 0
-    todo = [(start, most, 0)]
+    todo = [(start, most)]
     while todo:
-        world, left, depth = todo.pop()
+        world, left = todo.pop()
         key = world.key(), left
         if key in seen:
             continue
@@ -243,8 +241,6 @@ def explore(
                 moves.append(("work", n))
             moves += [("dead", n, gone.id) for gone in world.gone]
         any_moved = False
-        if bound is not None and depth >= bound:
-            continue
         for operation in (*moves, *(losses if left else ())):
             then = clone(world)
             if not then.do(operation):
@@ -252,7 +248,7 @@ def explore(
             lost = operation in losses
             if lost or then.key() != key[0]:
                 any_moved = any_moved or not lost
-                todo.append((then, left - lost, depth + 1))
+                todo.append((then, left - lost))
         if not any_moved:
             ends += 1
             active = [each for each in world.living() if not each.frozen]

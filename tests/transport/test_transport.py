@@ -13,12 +13,10 @@ from groups import in_threads, open_sockets, outcomes, socket_mesh, socket_ring
 from kerasdist import errors
 from kerasdist.transport.base import Aborted, CallMismatch, PeerClosed, PeerSilent
 from kerasdist.transport.deadline import Deadline
-from kerasdist.transport.memory import Faults, memory_group
+from kerasdist.transport.memory import memory_group
 from kerasdist.transport.shared_memory import create_segment
 from kerasdist.transport.wire.framing import Call, FrameType, pack_header
 from tls_pairs import tcp_pair, tls_pair
-
-pytestmark = pytest.mark.timeout(60)
 
 CALL = Call(1, "all_reduce", "sum", "uint8", 100, 0)
 
@@ -62,7 +60,7 @@ def around(transport, payload, room, deadline=10.0, call=CALL):
 
 
 @pytest.mark.parametrize("kind", MAKERS)
-@pytest.mark.parametrize("size", [2, 3, 5])
+@pytest.mark.parametrize("size", [2, 5])
 def test_a_ring_in_which_everybody_sends_much_at_once_does_not_stop(make, kind, size):
     """More than all buffers on the way hold."""
     group = make(kind, size)
@@ -93,44 +91,29 @@ def test_many_exchanges_of_all_sizes_arrive_in_order(make, kind):
 
 
 @pytest.mark.parametrize("kind", MAKERS)
-def test_sending_and_receiving_alone(make, kind):
-    first, second = make(kind, 2)
-    room = bytearray(5)
-    first.exchange(CALL, Deadline(5), to=1, outgoing=b"hello")
-    second.exchange(CALL, Deadline(5), source=0, incoming=memoryview(room))
-    assert room == b"hello"
-    first.exchange(CALL, Deadline(0))  # nothing to do
-
-
-@pytest.mark.parametrize("kind", MAKERS)
 def test_what_was_sent_before_the_end_still_arrives(make, kind):
     first, second = make(kind, 2)
     room = bytearray(5)
-    first.exchange(CALL, Deadline(5), to=1, outgoing=b"hello")
+    first.exchange(CALL, Deadline(60), to=1, outgoing=b"hello")
+    first.exchange(CALL, Deadline(0))  # nothing to do
     first.close()
-    second.exchange(CALL, Deadline(5), source=0, incoming=memoryview(room))
+    second.exchange(CALL, Deadline(60), source=0, incoming=memoryview(room))
     assert room == b"hello"
     with pytest.raises(PeerClosed) as caught:
-        second.exchange(CALL, Deadline(5), source=0, incoming=memoryview(room))
+        second.exchange(CALL, Deadline(60), source=0, incoming=memoryview(room))
     assert caught.value.peer == second.peers[0]
 
 
 @pytest.mark.parametrize("kind", MAKERS)
 def test_a_peer_that_closes_ends_the_wait_for_it(make, kind):
-    group = make(kind, 3)
+    first, second = make(kind, 2)
 
     def work(rank):
-        if rank == 0:
-            group[0].close()
-        else:
-            around(group[rank], b"x", bytearray(1))
-            around(group[rank], b"x", bytearray(1))
+        if rank == 1:
+            second.exchange(CALL, Deadline(50), source=0, incoming=memoryview(b""))
+        first.close()
 
-    _, second, third = outcomes(3, work)
-    assert type(second) is PeerClosed
-    assert second.peer == group[1].peers[0]
-    # It waits for the second, which goes on to nothing, or finds the first closed.
-    assert third is None or type(third) in (PeerClosed, PeerSilent)
+    assert type(outcomes(2, work, 40.0)[1]) is PeerClosed
 
 
 @pytest.mark.parametrize("kind", SOCKETS)
@@ -145,28 +128,24 @@ def test_a_peer_that_dies_in_the_midst_of_a_large_frame(make, kind):
             first.close()
             sent.set()
         else:
-            sent.wait(10)
+            sent.wait(60)
             room = memoryview(bytearray(9_000_000))
-            second.exchange(CALL, Deadline(10), source=0, incoming=room)
+            second.exchange(CALL, Deadline(60), source=0, incoming=room)
 
     assert type(outcomes(2, work)[1]) is PeerClosed
 
 
 @pytest.mark.parametrize("kind", MAKERS)
-def test_a_silent_peer_is_named_at_the_deadline(make, kind):
+@pytest.mark.parametrize("sends", [False, True])
+def test_a_peer_that_sends_or_takes_nothing_is_named_at_the_deadline(make, kind, sends):
+    what = {"source": 1}
+    if sends and kind != "memory":  # which takes all at once
+        what = {"to": 1, "outgoing": bytes(20 << 20)}
     first, _ = make(kind, 2)
     started = time.monotonic()
     with pytest.raises(PeerSilent, match=r"^silent for 0\.2 s$") as caught:
-        first.exchange(CALL, Deadline(0.2), source=1)
-    assert 0.2 <= time.monotonic() - started < 20
-    assert caught.value.peer == first.peers[1]
-
-
-@pytest.mark.parametrize("kind", SOCKETS)
-def test_a_peer_that_takes_nothing_is_named_at_the_deadline(make, kind):
-    first, _ = make(kind, 2)
-    with pytest.raises(PeerSilent) as caught:
-        first.exchange(CALL, Deadline(0.2), to=1, outgoing=bytes(20_000_000))
+        first.exchange(CALL, Deadline(0.2), **what)
+    assert 0.2 <= time.monotonic() - started < 50
     assert caught.value.peer == first.peers[1]
 
 
@@ -174,35 +153,26 @@ def test_a_peer_that_takes_nothing_is_named_at_the_deadline(make, kind):
 def test_another_call_is_a_mismatch_that_has_both(make, kind):
     first, second = make(kind, 2)
     other = Call(1, "broadcast", "none", "uint8", 100, 0, 1)
-    first.exchange(other, Deadline(5), to=1, outgoing=b"abc")
+    first.exchange(other, Deadline(60), to=1, outgoing=b"abc")
     with pytest.raises(CallMismatch, match=r" is in #1 broadcast\(.*, this ") as caught:
-        second.exchange(CALL, Deadline(5), source=0, incoming=memoryview(bytearray(3)))
+        second.exchange(CALL, Deadline(60), source=0, incoming=memoryview(bytearray(3)))
     assert (caught.value.mine, caught.value.theirs) == (CALL, other)
     assert caught.value.peer == second.peers[0]
-
-
-@pytest.mark.parametrize("kind", MAKERS)
-def test_another_length_in_the_same_call_is_a_protocol_error(make, kind):
+    # Another length of the same call is none, but a fault of the library.
     first, second = make(kind, 2)
-    first.exchange(CALL, Deadline(5), to=1, outgoing=b"abc")
+    first.exchange(CALL, Deadline(60), to=1, outgoing=b"abc")
     with pytest.raises(
         errors.ProtocolError,
         match=r"^A data frame of rank 0 .* wrong length\. Received: 3 bytes, exp",
     ):
-        second.exchange(CALL, Deadline(5), source=0, incoming=memoryview(bytearray(4)))
+        second.exchange(CALL, Deadline(60), source=0, incoming=memoryview(bytearray(4)))
 
 
 @pytest.mark.parametrize(
     ("garbage", "match"),
     [
-        (
-            b"HTTP/1.1 400 Bad Request\r\nConnection: close\r\n\r\n",
-            r"^The received bytes aren't",
-        ),
-        (
-            pack_header(FrameType.GOODBYE, 0, CALL),
-            r"^rank 0 .* sent a GOODBYE f",
-        ),
+        (b"HTTP/1.1 400 Bad Request\r\n" * 2, r"^The received bytes aren't"),
+        (pack_header(FrameType.GOODBYE, 0, CALL), r"^rank 0 .* sent a GOODBYE f"),
     ],
 )
 @pytest.mark.parametrize("kind", SOCKETS)
@@ -211,7 +181,7 @@ def test_garbage_is_a_protocol_error(make, kind, garbage, match):
     for sock in first.sockets():
         sock.send(garbage)
     with pytest.raises(errors.ProtocolError, match=match):
-        second.exchange(CALL, Deadline(5), source=0, incoming=memoryview(bytearray(4)))
+        second.exchange(CALL, Deadline(60), source=0, incoming=memoryview(bytearray(4)))
 
 
 @pytest.mark.parametrize("kind", MAKERS)
@@ -224,30 +194,15 @@ def test_abort_from_another_thread_ends_a_wait_and_all_later_ones(make, kind, ho
         if number == 0:
             began.set()
             first.exchange(CALL, Deadline(30), source=1)
-        began.wait(10)
+        began.wait(60)
         first.abort()
 
     started = time.monotonic()
     assert type(outcomes(2, work)[0]) is Aborted
-    assert time.monotonic() - started < 15
+    assert time.monotonic() - started < 25
     getattr(first, how)()
     with pytest.raises(Aborted):
         first.exchange(CALL, Deadline(30), to=1, outgoing=b"x")
-
-
-def test_faults_close_a_rank_at_its_exchange():
-    faults = Faults()
-    faults.fail_at(rank=1, exchange=3)
-    group = memory_group(2, faults)
-
-    def work(rank):
-        for number in range(1, 10):
-            try:
-                around(group[rank], b"x", bytearray(1), call=Call(number))
-            except (Aborted, PeerClosed) as error:
-                return number, type(error)
-
-    assert in_threads(2, work) == [(3, PeerClosed), (3, Aborted)]
 
 
 # Descriptors.
@@ -266,7 +221,7 @@ def test_descriptors_reach_every_other_rank(make, size):
     def work(rank):
         for _ in range(20):
             mine = fresh_descriptor(rank)
-            received = group[rank].share_descriptor(CALL, Deadline(10), mine)
+            received = group[rank].share_descriptor(CALL, Deadline(60), mine)
             content = {r: os.pread(fd, 1, 0)[0] for r, fd in received.items()}
             for fd in (mine, *received.values()):
                 assert not os.get_inheritable(fd)
@@ -298,17 +253,20 @@ def test_descriptors_are_closed_when_not_all_come(make, fault):
                     sock.send(b"x" * 40)
             elif fault == "mismatch":
                 for to in range(3):
-                    transport.exchange(Call(7, "barrier"), Deadline(5), to=to)
+                    transport.exchange(Call(7, "barrier"), Deadline(60), to=to)
             return
         if rank == 0 and fault == "abort":
-            threading.Timer(0.3, transport.abort).start()
+            threading.Timer(0.1, transport.abort).start()
         mine = fresh_descriptor(rank)
         try:
-            # The others may wait for what never comes; only rank 0 is looked at.
-            seconds = 20.0 if rank == 0 and fault != "silent" else 1.0
+            seconds = 0.3 if rank == 0 and fault == "silent" else 50.0
             transport.share_descriptor(CALL, Deadline(seconds), mine)
         finally:
             os.close(mine)
+            if rank == 0:
+                # The others may wait for what never comes; they aren't looked at.
+                for each in group:
+                    each.abort()
 
     results = outcomes(4, work)
     assert type(results[0]) is expected

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import threading
-
 import pytest
 
+from groups import outcomes
 from kerasdist.errors import ProtocolError, WorkerLost
 from kerasdist.transport.liveness.announcements import Announcements
 from waiting import wait_until
-
-pytestmark = pytest.mark.timeout(30)
 
 
 class Ranks:
     """The announcements of ranks in one process; what is sent arrives at once."""
 
-    def __init__(self, size=2, seconds=20.0):
+    def __init__(self, size=2, seconds=60.0):
         self.places = [0] * size
         self.gone = None
         self.asked = 0
@@ -44,28 +41,55 @@ class Ranks:
                 each.receive(sender, value)
 
 
-class Waiting:
-    """A wait of rank 1 in a thread of its own."""
-
-    def __init__(self, job, topic):
-        self.found = []
-        self.thread = threading.Thread(target=self.run, args=(job, topic))
-        self.thread.start()
-
-    def run(self, job, topic):
-        try:
-            self.found.append(job.ranks[1].wait(topic))
-        except Exception as error:
-            self.found.append(error)
-
-    def result(self):
-        self.thread.join(20)
-        return self.found[0]
-
-
-def write(job, topic, **facts):
+def begin(job, topic="a"):
     job.ranks[0].begin(topic)
+
+
+def write(job, topic="a", **facts):
+    begin(job, topic)
     job.ranks[0].end(topic, facts)
+
+
+def move(job, *places):
+    job.places = list(places)
+
+
+def lose(job):
+    job.lost = WorkerLost(0, "host0:1", 3, "it was killed")
+
+
+@pytest.mark.parametrize(
+    ("before", "event", "end"),
+    [
+        (
+            [lambda job: job.ranks[0].begin("a")],
+            lambda j: j.ranks[0].end("a", {}),
+            "done",
+        ),
+        # What the chief has done alone before isn't what is waited for.
+        ([write, lambda job: move(job, 1, 1)], write, "done"),
+        # Between two collectives the chief was asked to write a file twice.
+        ([write, lambda job: job.ranks[1].wait("a")], write, "done"),
+        # The chief goes on without it, or has left off in the midst.
+        ([], lambda job: move(job, 1, 0), "past"),
+        ([begin], lambda job: move(job, 1, 0), "past"),
+        ([], lose, "lost"),
+    ],
+)
+def test_a_wait_ends_with_what_happens_and_not_before(before, event, end):
+    job = Ranks()
+    for each in before:
+        each(job)
+    job.asked = 0
+
+    def work(number):
+        if number:
+            return job.ranks[1].wait("a").kind
+        wait_until(lambda: job.asked > 2, "questions")
+        return event(job)
+
+    found = outcomes(2, work)[1]
+    assert found is job.lost if end == "lost" else found == end
 
 
 def test_what_is_done_already_is_not_waited_for():
@@ -73,55 +97,6 @@ def test_what_is_done_already_is_not_waited_for():
     write(job, "a", size=3)
     outcome = job.ranks[1].wait("a")
     assert (outcome.kind, outcome.facts) == ("done", {"size": 3})
-
-
-def test_a_wait_ends_when_it_is_done():
-    job = Ranks()
-    job.ranks[0].begin("a")
-    waiting = Waiting(job, "a")
-    wait_until(lambda: job.asked > 2, "questions", 20)
-    assert waiting.found == []
-    job.ranks[0].end("a", {})
-    assert waiting.result().kind == "done"
-
-
-def test_the_second_of_one_place_is_not_the_first():
-    """Between two collectives the chief was asked to write a file twice."""
-    job = Ranks()
-    write(job, "a")
-    assert job.ranks[1].wait("a").kind == "done"
-    waiting = Waiting(job, "a")
-    wait_until(lambda: job.asked > 2, "questions", 20)
-    assert waiting.found == []
-    write(job, "a")
-    assert waiting.result().kind == "done"
-
-
-def test_what_the_chief_has_done_alone_before_is_not_what_is_waited_for():
-    job = Ranks()
-    write(job, "a")
-    job.places = [1, 1]
-    waiting = Waiting(job, "a")
-    wait_until(lambda: job.asked > 2, "questions", 20)
-    assert waiting.found == []
-    write(job, "a")
-    assert waiting.result().kind == "done"
-
-
-def test_the_chief_goes_on_without_it():
-    job = Ranks()
-    waiting = Waiting(job, "a")
-    wait_until(lambda: job.asked > 2, "questions", 20)
-    assert waiting.found == []
-    job.places[0] = 1
-    assert waiting.result().kind == "past"
-
-
-def test_a_chief_that_left_off_in_the_midst_and_went_on_is_past():
-    job = Ranks()
-    job.ranks[0].begin("a")
-    job.places[0] = 1
-    assert job.ranks[1].wait("a").kind == "past"
 
 
 def test_a_late_rank_finds_what_was_done_and_what_came_after():
@@ -154,14 +129,6 @@ def test_a_chief_that_has_left_can_do_nothing_more():
     assert (outcome.kind, outcome.reason) == ("gone", "it has finished")
     write(job, "b")
     assert job.ranks[1].wait("b").kind == "done"
-
-
-def test_a_lost_chief_is_raised():
-    job = Ranks()
-    waiting = Waiting(job, "a")
-    wait_until(lambda: job.asked > 2, "questions", 20)
-    job.lost = WorkerLost(0, "host0:1", 3, "it was killed")
-    assert waiting.result() is job.lost
 
 
 def test_waits_end_at_a_deadline():

@@ -12,10 +12,9 @@ import pytest
 from groups import connections, nothing_stays_open
 from kerasdist.transport import Timeouts
 from kerasdist.transport.deadline import Deadline
+from kerasdist.transport.liveness.disconnect import disconnect
 from kerasdist.transport.liveness.heartbeat import Heartbeat
-from kerasdist.transport.wire.framing import Call, FrameType, pack_header
-
-pytestmark = pytest.mark.timeout(60)
+from kerasdist.transport.wire.framing import Call, FrameType
 
 
 class Ear:
@@ -49,18 +48,18 @@ def pair():
 
 
 def test_two_watches_hear_each_other(pair):
-    ears = Ear(1.0), Ear(1.0)
+    ears = Ear(2.0), Ear(2.0)
     for ear, connection in zip(ears, pair, strict=True):
         ear.watch.add("other", connection)
     ears[0].watch.post("other", FrameType.EVENT, b"a" * 500_000)
     ears[1].watch.post("other", FrameType.GOODBYE, b"b")
-    assert ears[1].frames.get(timeout=10) == ("other", FrameType.EVENT, b"a" * 500_000)
-    assert ears[0].frames.get(timeout=10) == ("other", FrameType.GOODBYE, b"b")
+    assert ears[1].frames.get(timeout=60) == ("other", FrameType.EVENT, b"a" * 500_000)
+    assert ears[0].frames.get(timeout=60) == ("other", FrameType.GOODBYE, b"b")
     # They stay for longer than the heartbeat's time: nobody is lost.
     with pytest.raises(queue.Empty):
-        ears[0].ends.get(timeout=2.0)
+        ears[0].ends.get(timeout=2.5)
     ears[0].watch.close()
-    key, reason = ears[1].ends.get(timeout=10)
+    key, reason = ears[1].ends.get(timeout=60)
     assert (key, "connection ended" in reason) == ("other", True)
     ears[1].watch.close()
     ears[1].watch.close()
@@ -73,7 +72,7 @@ def test_a_long_frame_arrives_before_the_next_heartbeat(pair):
     ear.watch.post(1, FrameType.EVENT, b"a" * (1 << 20))
     kinds = []
     while not kinds or kinds[-1][0] is not FrameType.EVENT:
-        kinds.append(pair[1].read(Deadline(20)))
+        kinds.append(pair[1].read(Deadline(60)))
     assert kinds[-1][1] == b"a" * (1 << 20)
     # The thread sleeps again when all is sent.
     before = len(looks)
@@ -86,26 +85,15 @@ def test_a_long_frame_arrives_before_the_next_heartbeat(pair):
 def test_silence_is_a_loss_and_the_silent_one_is_told(pair):
     ear = Ear(0.3, (FrameType.FAILURE, b"you were silent"))
     ear.watch.add(7, pair[0])
-    key, reason = ear.ends.get(timeout=10)
+    key, reason = ear.ends.get(timeout=60)
     assert key == 7
     assert reason.startswith("nothing was received from it for 0.")
     kinds = []
     while not kinds or kinds[-1] is not FrameType.FAILURE:
-        kind, payload = pair[1].read(Deadline(5))
+        kind, payload = pair[1].read(Deadline(60))
         kinds.append(kind)
     assert payload == b"you were silent"
     assert set(kinds[:-1]) == {FrameType.HEARTBEAT}
-    ear.watch.close()
-
-
-@pytest.mark.parametrize(
-    "data", [b"x" * 100, pack_header(FrameType.EVENT, 1 << 40)], ids=["noise", "long"]
-)
-def test_nonsense_ends_a_connection(pair, data):
-    ear = Ear()
-    ear.watch.add(1, pair[0])
-    pair[1].sock.sendall(data)
-    assert ear.ends.get(timeout=10)[0] == 1
     ear.watch.close()
 
 
@@ -121,7 +109,7 @@ def test_dropped_connections_are_not_reported(pair):
     frames = []
     with pytest.raises(EOFError):
         while True:
-            frames.append(pair[1].read(Deadline(5)))
+            frames.append(pair[1].read(Deadline(60)))
     assert (FrameType.EVENT, b"last") in frames
 
 
@@ -129,25 +117,25 @@ def test_a_worker_that_joins_late_or_again_gets_heartbeats_like_the_others(pair)
     """As with a server of an asynchronous job: the same rank in a new process, too."""
     ear = Ear(1.0, beat=lambda: (b"state", Call(4)))
     ear.watch.add(1, pair[0])
-    assert pair[1].read(Deadline(5)) == (FrameType.HEARTBEAT, b"state")
+    assert pair[1].read(Deadline(60)) == (FrameType.HEARTBEAT, b"state")
     for key in (2, 1):
         ours, theirs = connections()
         ear.watch.add(key, ours)
         with theirs:
-            assert theirs.read(Deadline(5)) == (FrameType.HEARTBEAT, b"state")
-            theirs.write(FrameType.EVENT, b"joined", Deadline(5))
-            assert ear.frames.get(timeout=10) == (key, FrameType.EVENT, b"joined")
+            assert theirs.read(Deadline(60)) == (FrameType.HEARTBEAT, b"state")
+            theirs.write(FrameType.EVENT, b"joined", Deadline(60))
+            assert ear.frames.get(timeout=60) == (key, FrameType.EVENT, b"joined")
             if key == 2:
                 # Between two heartbeats of others, whose connections stay.
-                pair[1].write(FrameType.EVENT, b"still here", Deadline(5))
+                pair[1].write(FrameType.EVENT, b"still here", Deadline(60))
                 frame = (1, FrameType.EVENT, b"still here")
-                assert ear.frames.get(timeout=10) == frame
+                assert ear.frames.get(timeout=60) == frame
             else:
                 with pytest.raises(EOFError):
                     while True:
-                        pair[1].read(Deadline(5))
+                        pair[1].read(Deadline(60))
         # The end of the connection that was replaced isn't one of the worker.
-        assert ear.ends.get(timeout=10)[0] == key
+        assert ear.ends.get(timeout=60)[0] == key
     assert ear.ends.empty()
     ear.watch.close()
 
@@ -183,14 +171,14 @@ def test_a_frame_that_its_reader_breaks_on_ends_its_connection_only(pair):
             raise UnicodeEncodeError("utf-8", frame[2].decode(), 0, 1, "surrogates")
 
     others = connections()
-    ear = Ear(hear=broken)
+    ear = Ear(5.0, hear=broken)
     ear.watch.add(1, pair[0])
     ear.watch.add(2, others[0])
-    pair[1].write(FrameType.EVENT, b"x", Deadline(5))
-    key, reason = ear.ends.get(timeout=10)
+    pair[1].write(FrameType.EVENT, b"x", Deadline(60))
+    key, reason = ear.ends.get(timeout=60)
     assert (key, "UnicodeEncodeError" in reason) == (1, True)
     ear.watch.post(2, FrameType.GOODBYE, b"still here")
-    kinds = {others[1].read(Deadline(5))[0] for _ in range(2)}
+    kinds = {others[1].read(Deadline(60))[0] for _ in range(2)}
     assert kinds == {FrameType.HEARTBEAT, FrameType.GOODBYE}
     ear.watch.close()
     others[1].close()
@@ -202,6 +190,28 @@ def test_what_can_not_be_watched_any_more_has_ended(pair):
     ear.watch.add(1, pair[0])
     added.append(1)
     ear.watch.wake()
-    key, reason = ear.ends.get(timeout=10)
+    key, reason = ear.ends.get(timeout=60)
     assert (key, reason) == (1, "watching it failed (ZeroDivisionError)")
     ear.watch.close()
+
+
+# Connections that are ended from outside of what made them.
+
+
+def test_it_ends_connections_to_one_address_alone():
+    with (
+        socket.create_server(("127.0.0.1", 0)) as one,
+        socket.create_server(("127.0.0.1", 0)) as two,
+        socket.create_connection(one.getsockname()) as to_one,
+        socket.create_connection(two.getsockname()) as to_two,
+    ):
+        assert disconnect(f"127.0.0.1:{one.getsockname()[1]}") == 1
+        assert to_one.recv(1) == b""
+        to_two.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            to_two.recv(1)
+
+
+def test_without_connections_there_is_nothing_to_end():
+    assert disconnect("127.0.0.1:1") == 0
+    assert disconnect("no-such-host.invalid:1") == 0

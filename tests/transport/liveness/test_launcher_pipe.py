@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 
 import pytest
 
 from kerasdist import errors
+from kerasdist.transport.liveness.ended_tasks import EndedTaskList, EndedTasks
 from kerasdist.transport.liveness.launcher_pipe import (
     REPORT_VARIABLE,
     LauncherPipe,
@@ -21,7 +24,6 @@ from kerasdist.transport.liveness.launcher_pipe import (
 )
 
 LOST = errors.WorkerLost(1, "host1:1", 7, "its connection was closed")
-SERVER_LOST = errors.ServerLost(1, "host9:1", 7, "its connection was closed")
 MISMATCH = errors.CollectiveMismatch("Ranks differ.")
 
 
@@ -112,24 +114,29 @@ def test_the_scripts_processes_dont_inherit_the_pipe(pipe):
     assert subprocess.run(command, check=False, **run).returncode != 0
 
 
+REPORT = {"job": "a", "rank": 0, "error": "E", "blames": 1}
+MEMBERS = {"job": "a", "epoch": 1, "ranks": [0], "size": 1, "step": 1, "pause": 0}
+
+
 @pytest.mark.parametrize(
     "line",
     [
-        b"",
-        b"{",
-        b"1",
-        b"[" * 100_000,
-        b'{"job": "a", "rank": 0, "error": "E"}',
-        b'{"job": "a", "rank": "x", "error": "E", "blames": 1}',
-        b'{"job": "a", "rank": 0, "error": "E", "blames": 1e999}',
-        b'{"members": 1}',
-        b'{"members": {"job": "a", "epoch": 1, "ranks": [0], "size": 1, "step": 1}}',
-        b'{"members": {"job": "a", "epoch": 1, "ranks": [], "size": 0, "step": 1, '
-        b'"pause": 0}}',
-        b"\xff\xfe",
+        *(b"", b"{", b"1", b"[" * 100_000, b"\xff\xfe"),
+        *(
+            json.dumps(value).encode()
+            for value in (
+                {name: REPORT[name] for name in ("job", "rank", "error")},
+                *(REPORT | {"rank": "x"}, REPORT | {"blames": float("inf")}),
+                {"members": 1},
+                {"members": {name: MEMBERS[name] for name in list(MEMBERS)[:-1]}},
+                {"members": MEMBERS | {"ranks": [], "size": 0}},
+            )
+        ),
     ],
 )
 def test_what_isnt_a_report_says_nothing(pipe, line):
+    assert decode(json.dumps(REPORT).encode())
+    assert decode(json.dumps({"members": MEMBERS}).encode())
     assert decode(line) is None
     os.write(pipe.writing, line[:1000] + b"\n")
     assert pipe.read() == []
@@ -189,3 +196,37 @@ def test_a_long_list_of_members_is_cut_after_the_chief(pipe, size, complete):
     assert members.size == size
     assert members.complete is complete
     assert list(members.ranks) == ranks[: len(members.ranks)] != []
+
+
+# The launcher's list of tasks that have ended for good.
+
+
+@pytest.fixture
+def written() -> Iterator[EndedTaskList]:
+    made = EndedTaskList(4)
+    yield made
+    made.close()
+
+
+def test_a_worker_reads_what_the_launcher_has_marked(written: EndedTaskList) -> None:
+    read = EndedTasks(written.environ)
+    assert read.read() == frozenset()
+    written.mark(0, ended=True)
+    written.mark(3, ended=True)
+    assert read.read() == {0, 3}
+    # It is started again after all.
+    written.mark(3, ended=False)
+    assert read.read() == {0}
+
+
+def test_processes_of_the_script_dont_inherit_it(written: EndedTaskList) -> None:
+    os.set_inheritable(written.fileno(), True)
+    EndedTasks(written.environ)
+    assert not os.get_inheritable(written.fileno())
+
+
+def test_without_a_launcher_no_task_has_ended(written: EndedTaskList) -> None:
+    written.mark(0, ended=True)
+    (name,) = written.environ
+    for text in ("", "no number", "0:1", f"{written.fileno()}:1"):
+        assert EndedTasks({name: text}).read() == frozenset()

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import ast
 import json
+import logging
+import os
 import re
 import subprocess
 import sys
 import textwrap
+import threading
 
 import pytest
 
+from kerasdist.transport.log import background_log
 from kerasdist.transport.log.default_handler import format_fault, level_fault
 from places import ROOT
+from waiting import wait_until
 from workers import python_env
-
-pytestmark = pytest.mark.timeout(60)
 
 SAY = """
     from kerasdist.transport.log import status
@@ -32,7 +35,7 @@ def stderr_of(script, **env):
         env=python_env(env),
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=60,
         check=True,
     )
     assert done.stdout == ""
@@ -54,21 +57,15 @@ FORMATTED = [
         # The application has: its level, its format, and each line once.
         (
             "import kerasdist, logging; logging.basicConfig(level='INFO')",
-            [
-                "INFO:kerasdist:kerasdist: info 2",
-                "WARNING:kerasdist:kerasdist: warning",
-            ],
+            FORMATTED,
         ),
         (
             "import logging; logging.basicConfig(level='INFO'); import kerasdist",
-            [
-                "INFO:kerasdist:kerasdist: info 2",
-                "WARNING:kerasdist:kerasdist: warning",
-            ],
+            FORMATTED,
         ),
         (
             "import kerasdist, logging; logging.basicConfig()",
-            ["WARNING:kerasdist:kerasdist: warning"],
+            FORMATTED[1:],
         ),
         # Only a level, by the application: the library's handler keeps it.
         (
@@ -184,3 +181,104 @@ def test_nothing_else_prints():
                     found.add(str(path.relative_to(ROOT)))
     # Keras's own line of its progress bar, in its place.
     assert found - {"kerasdist/_keras/training/progress_bar.py"} == PRINTS
+
+
+# Lines are written by a thread of their own, in order, none too many are kept.
+
+
+class Slow(logging.Handler):
+    """Writes when it is allowed to."""
+
+    def __init__(self):
+        super().__init__()
+        self.begun, self.may = threading.Event(), threading.Event()
+        self.lines = []
+
+    def emit(self, record):
+        self.begun.set()
+        self.may.wait(60)
+        self.lines.append(record.getMessage())
+
+
+@pytest.fixture
+def slow():
+    handler = Slow()
+    logger = logging.getLogger("kerasdist")
+    logger.addHandler(handler)
+    yield handler
+    handler.may.set()
+    background_log.flush(60)
+    logger.removeHandler(handler)
+
+
+def test_nobody_waits_for_a_reader_that_has_stopped_and_order_is_kept(slow):
+    for number in range(5):
+        background_log.log(logging.WARNING, "line %d", number)
+    background_log.flush(0.01)
+    assert slow.lines == []
+    slow.may.set()
+    background_log.flush(60)
+    assert slow.lines == [f"line {number}" for number in range(5)]
+    wait_until(
+        lambda: all(t.name != "kerasdist-log" for t in threading.enumerate()),
+        "the end of the thread that has nothing to write",
+    )
+
+
+def test_a_queue_that_is_full_counts_what_it_drops(slow, monkeypatch):
+    monkeypatch.setattr(background_log, "MOST_LINES", 3)
+    background_log.log(logging.WARNING, "first")
+    assert slow.begun.wait(60)
+    for number in range(8):
+        background_log.log(logging.WARNING, "line %d", number)
+    slow.may.set()
+    background_log.flush(60)
+    assert slow.lines[:4] == ["first", "line 0", "line 1", "line 2"]
+    assert slow.lines[4:] == ["kerasdist: 5 more lines were not written"]
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded")
+def test_a_forked_child_writes_its_own_lines_only(slow):
+    background_log.log(logging.WARNING, "the parent's")
+    assert slow.begun.wait(60)
+    background_log.log(logging.WARNING, "the parent's, too")
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        slow.may.set()
+        background_log.log(logging.WARNING, "the child's")
+        background_log.flush(60)
+        os.write(writing, f"{slow.lines}".encode())
+        os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading) as pipe:
+        assert pipe.read() == '["the child\'s"]'
+    os.waitpid(pid, 0)
+    slow.may.set()
+    background_log.flush(60)
+    assert slow.lines == ["the parent's", "the parent's, too"]
+
+
+def test_what_is_logged_last_is_written_before_the_process_ends():
+    script = """
+        import atexit, logging
+        from kerasdist.transport.log import background_log
+        def last():
+            background_log.log(logging.WARNING, "at exit")
+            background_log.flush(5)
+        atexit.register(last)
+        for number in range(200):
+            background_log.log(logging.WARNING, "line %d", number)
+        raise SystemExit(3)
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)],
+        env=python_env(),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 3
+    lines = done.stderr.splitlines()
+    assert lines == [*(f"line {number}" for number in range(200)), "at exit"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import json
 import random
 import tracemalloc
@@ -10,6 +11,8 @@ import zlib
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from kerasdist.errors import ProtocolError
 from kerasdist.transport.membership.encoding import decode, encode
@@ -19,83 +22,50 @@ from kerasdist.transport.membership.epochs import (
     Member,
     Progress,
     Report,
-    StopReason,
     Verdict,
     first_decision,
 )
 from kerasdist.transport.membership.messages import (
-    Accepted,
     Ballot,
-    Decided,
-    Excluded,
     Gone,
-    Join,
-    Leaving,
-    Loss,
     Message,
     Prepare,
     Promise,
-    Propose,
-    Rejected,
 )
 from kerasdist.transport.wire.framing import MAX_CONTROL
 
 
-class Samples:
-    """Random messages."""
-
-    def __init__(self, seed: int, most: int = 5) -> None:
-        self.random = random.Random(seed)
-        self.most = most
-
-    def number(self) -> int:
-        return self.random.choice([0, 1, 7, self.random.getrandbits(60)])
-
-    def member(self) -> Member:
-        return Member(self.random.randrange(1000), self.random.randrange(3))
-
-    def members(self) -> tuple[Member, ...]:
-        return tuple(self.member() for _ in range(self.random.randrange(self.most)))
-
-    def decision(self) -> Decision:
-        some = [self.members() for _ in range(6)]
-        epoch = Epoch(
-            self.number(), some[0], some[1], frozenset(some[2]), frozenset(some[3])
-        )
-        stop = self.random.choice([None, *StopReason])
-        progress = Progress(self.number(), self.number())
-        return Decision(epoch, Verdict(progress, some[4], some[5], stop))
-
-    def messages(self) -> list[Message]:
-        ballot = Ballot(self.number(), self.member())
-        progress = self.random.choice([None, Progress(self.number(), 3)])
-        report = Report(progress, frozenset(self.members()), True, False)
-        dead = frozenset(self.members())
-        n = self.number()
-        return [
-            Join(self.random.choice([None, self.decision()])),
-            Leaving(n),
-            Loss(n, dead, True),
-            Prepare(n, ballot, self.decision(), dead, self.random.choice([None, n])),
-            Promise(n, ballot, report),
-            Promise(n, ballot, report, (ballot, self.decision())),
-            Propose(n, ballot, self.decision()),
-            Accepted(n, ballot),
-            Rejected(n, ballot),
-            Decided(self.decision()),
-            Excluded(n),
-            Gone(),
-        ]
+def values(hint: Any) -> st.SearchStrategy[Any]:
+    """All values of a type that a message has."""
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if hint is int:
+        return st.integers(0, (1 << 60) - 1)
+    if hint in (bool, type(None)) or isinstance(hint, enum.EnumType):
+        return st.from_type(hint)
+    if origin is frozenset:
+        return st.frozensets(values(args[0]), max_size=3)
+    if origin is tuple and args[1:] == (...,):
+        return st.lists(values(args[0]), max_size=3).map(tuple)
+    if origin is tuple:
+        return st.tuples(*map(values, args))
+    if args:
+        return st.one_of(*map(values, args))
+    hints = typing.get_type_hints(hint)
+    return st.builds(hint, *map(values, hints.values()))
 
 
-def test_messages_survive() -> None:
-    for seed in range(200):
-        for message in Samples(seed).messages():
-            assert decode(encode(message)) == message
+# Of each kind as often as of any other.
+MESSAGES = values(Message)
+
+
+@settings(max_examples=200)
+@given(MESSAGES)
+def test_messages_survive(message: Message) -> None:
+    assert decode(encode(message)) == message
 
 
 def test_those_of_a_large_job_fit_into_a_frame() -> None:
-    members = tuple(Member(number, 1) for number in range(1000))
+    members = tuple(Member(number, number % 3) for number in range(1000))
     every = frozenset(members)
     epoch = Epoch(1 << 30, members, members, every, every)
     decision = Decision(epoch, Verdict(Progress(1 << 40), members, members))
@@ -105,19 +75,27 @@ def test_those_of_a_large_job_fit_into_a_frame() -> None:
     data = encode(message)
     assert len(data) < MAX_CONTROL
     assert decode(data) == message
+    # And those that are sent most often take few bytes.
+    few = Prepare(0, Ballot(1, members[0]), first_decision(members), frozenset())
+    assert len(encode(few)) < 5000
 
 
 def test_anything_else_is_an_error() -> None:
     """Bits and fields of messages are changed at random."""
-    refused = 0
-    for seed in range(2000):
-        samples = Samples(seed)
-        for message in samples.messages():
-            try:
-                decode(damaged(encode(message), samples.random))
-            except ProtocolError:
-                refused += 1
-    assert refused > 10_000
+    ends = []
+
+    @settings(max_examples=300)
+    @given(MESSAGES, st.randoms(use_true_random=True))
+    def work(message: Message, chance: random.Random) -> None:
+        try:
+            decode(damaged(encode(message), chance))
+            ends.append("accepted")
+        except ProtocolError:
+            ends.append("refused")
+
+    work()
+    # A number may have become another one.
+    assert ends.count("refused") > len(ends) * 0.4
 
 
 def damaged(data: bytes, chance: random.Random) -> bytes:
@@ -139,12 +117,6 @@ def damaged(data: bytes, chance: random.Random) -> bytes:
     return zlib.compress(json.dumps(value).encode())
 
 
-def test_a_thousand_members_take_few_bytes() -> None:
-    members = tuple(Member(number, number % 3) for number in range(1000))
-    message = Prepare(0, Ballot(1, members[0]), first_decision(members), frozenset())
-    assert len(encode(message)) < 5000
-
-
 def test_little_memory_is_taken_for_what_is_too_long() -> None:
     bomb = zlib.compress(b" " * (100 * MAX_CONTROL))
     assert len(bomb) < MAX_CONTROL
@@ -160,9 +132,7 @@ def test_little_memory_is_taken_for_what_is_too_long() -> None:
 
 
 TEXTS = [
-    b"",
     b"[]",
-    b"{}",
     b"\xff" * 40,
     b'{"kind":"Gone"}',
     b'{"kind":"Message","fields":[]}',
@@ -176,7 +146,6 @@ TEXTS = [
     "data",
     [
         b"",
-        b"\xff" * 40,
         b'{"kind":"Gone","fields":[]}',
         b" " * (MAX_CONTROL + 1),
         encode(Gone())[:-1],
@@ -188,8 +157,3 @@ TEXTS = [
 def test_other_bytes_are_an_error(data: bytes) -> None:
     with pytest.raises(ProtocolError):
         decode(data)
-
-
-def test_all_kinds_are_covered() -> None:
-    kinds = {type(message) for message in Samples(0).messages()}
-    assert kinds == set(typing.get_args(Message))

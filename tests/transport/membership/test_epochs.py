@@ -1,7 +1,9 @@
+import dataclasses
 import itertools
 
 import pytest
 
+from kerasdist.transport.membership.attempt import Attempt
 from kerasdist.transport.membership.epochs import (
     Epoch,
     Member,
@@ -12,6 +14,7 @@ from kerasdist.transport.membership.epochs import (
     is_quorum,
     next_decision,
 )
+from kerasdist.transport.membership.messages import Ballot, Prepare, Promise
 
 A, B, C, D, E = (Member(n) for n in range(5))
 ALL = (A, B, C, D, E)
@@ -46,19 +49,13 @@ def test_a_quorum(voters, members, dead, enough):
 @pytest.mark.parametrize("size", range(1, 6))
 def test_two_quorums_share_a_member_unless_one_of_them_is_dead(size):
     members = ALL[:size]
+    # What another one decided that didn't know of these deaths, or was before them.
+    earlier = [one for one in subsets(members) if is_quorum(one, members, ())]
     for dead in subsets(members):
         known = [one for one in subsets(members) if is_quorum(one, members, dead)]
-        # What another one decided that didn't know of these deaths, or was before them.
-        earlier = [one for one in subsets(members) if is_quorum(one, members, ())]
         for one, other in itertools.product(known, earlier):
             assert one & other or other <= dead
-
-
-@pytest.mark.parametrize("size", range(1, 6))
-def test_those_that_live_are_a_quorum_together(size):
-    members = ALL[:size]
-    for dead in subsets(members):
-        assert is_quorum(set(members) - dead, members, dead)
+        assert set(members) - dead in known
 
 
 def decide(reports, *, epoch=None, joiners=(), dead=(), min_workers=1):
@@ -66,19 +63,19 @@ def decide(reports, *, epoch=None, joiners=(), dead=(), min_workers=1):
     return next_decision(epoch, reports, joiners, frozenset(dead), min_workers)
 
 
-def test_a_step_that_one_has_finished_is_committed():
-    reports = {A: Report(Progress(7)), B: Report(Progress(6, 3))}
+@pytest.mark.parametrize(
+    ("a", "progress", "holders", "furthest"),
+    [
+        # Finished by one: committed. By none: done again.
+        (Progress(7), Progress(7), (A,), (A,)),
+        (Progress(6, 2), Progress(6, 3), (A, B), (B,)),
+    ],
+)
+def test_a_step_is_committed_if_one_has_finished_it(a, progress, holders, furthest):
+    reports = {A: Report(a), B: Report(Progress(6, 3))}
     verdict = decide(reports, dead=[C]).verdict
-    assert verdict.progress == Progress(7)
-    assert verdict.holders == verdict.furthest == (A,)
-
-
-def test_a_step_that_none_has_finished_is_done_again():
-    reports = {A: Report(Progress(6, 2)), B: Report(Progress(6, 3))}
-    verdict = decide(reports, dead=[C]).verdict
-    assert verdict.progress.step == 6
-    assert verdict.holders == (A, B)
-    assert verdict.furthest == (B,)
+    assert verdict.progress == progress
+    assert (verdict.holders, verdict.furthest) == (holders, furthest)
     assert verdict.stop is None
 
 
@@ -159,13 +156,45 @@ def test_all_become_elders_when_the_absent_ones_die_before_the_last_elder(dead, 
     assert epoch.absent == {B} - set(dead)
 
 
-@pytest.mark.parametrize(
-    ("reports", "reason"),
-    [
-        ({B: Report(Progress(3))}, StopReason.TOO_FEW),
-        ({B: Report(Progress(3), leaving=True)}, StopReason.LEFT),
-    ],
-)
-def test_why_all_stop(reports, reason):
+@pytest.mark.parametrize("leaving", [False, True])
+def test_why_all_stop(leaving):
+    reports = {B: Report(Progress(3), leaving=leaving)}
     verdict = decide(reports, dead=[A, C], min_workers=2).verdict
-    assert verdict.stop is reason
+    assert verdict.stop is (StopReason.LEFT if leaving else StopReason.TOO_FEW)
+
+
+# Attempts.
+
+
+FIRST = first_decision((A, B, C))
+
+
+def attempt(*, dead=()):
+    return Attempt(Prepare(0, Ballot(3, A), FIRST, frozenset(dead)))
+
+
+def promise(accepted=None):
+    return Promise(0, Ballot(3, A), Report(Progress(1)), accepted)
+
+
+def test_it_awaits_all_in_contact_and_a_quorum():
+    one = attempt().with_promise(A, promise())
+    assert one.awaits(frozenset())
+    assert one.awaits(frozenset([B, C]))
+    two = one.with_promise(B, promise())
+    assert two.awaits(frozenset())
+    assert not two.awaits(frozenset([C]))
+    assert not two.with_promise(C, promise()).awaits(frozenset())
+    assert set(two.reports()) == {A, B}
+    # The dead are not awaited.
+    assert not attempt(dead=[B, C]).with_promise(A, promise()).awaits(frozenset())
+
+
+def test_there_is_no_elder_when_all_are_dead_and_the_others_have_promised():
+    epoch = dataclasses.replace(FIRST.epoch, elders=frozenset([A]))
+    base = dataclasses.replace(FIRST, epoch=epoch)
+    for dead, expected in [((), False), ((A,), True), ((A, C), True)]:
+        one = Attempt(Prepare(0, Ballot(3, B), base, frozenset(dead)))
+        one = one.with_promise(B, promise())
+        assert one.has_no_elder() is (C in dead)
+        assert one.with_promise(C, promise()).has_no_elder() is expected

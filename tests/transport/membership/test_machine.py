@@ -20,21 +20,16 @@ from membership_world import COLLECTIVES, World
 
 
 class Recorded(World):
-    """Also keeps the outputs, and counts the messages."""
+    """Also keeps the outputs."""
 
     def __init__(self, size, **kwargs):
         self.outputs = {}
-        self.delivered = []
         super().__init__(size, **kwargs)
 
     def call(self, process, event):
         outputs = super().call(process, event)
         self.outputs.setdefault(process.me.id, []).extend(outputs)
         return outputs
-
-    def _hand(self, item):
-        self.delivered.append(type(item[2]).__name__)
-        super()._hand(item)
 
     def quiet(self):
         """Deliver all there is, a round at a time; return the number of rounds."""
@@ -61,26 +56,27 @@ class Recorded(World):
         for other in to if to is not None else self.processes:
             self.do(("dead", other, n))
 
+    def apply(self, n):
+        """Process n asks to join."""
+        self.do(("join", n))
+        self.do(("apply", n))
+
+    def flow(self, lines=None, rounds=1):
+        """Deliver what can be delivered on these lines, or on all that there are."""
+        for _ in range(rounds):
+            for line in lines or list(self.lines):
+                while self.do(("deliver", *line)):
+                    pass
+
+    def progress(self):
+        return {each.machine.progress.step for each in self.living()}
+
     def groups(self):
         return {
             each.me.id: [member.id for member in each.epoch[1]]
             for each in self.living()
             if each.epoch
         }
-
-
-def finished(world):
-    return {each.me.id: each.machine.progress.step for each in world.living()}
-
-
-def finish_one_step(world, *, by):
-    """One process finishes the last bucket of the first step, which all have begun."""
-    while min(each.done for each in world.living()) < COLLECTIVES - 1:
-        for each in world.living():
-            if each.done < COLLECTIVES - 1:
-                world.do(("work", each.me.id))
-    world.do(("work", by))
-    assert [n for n, step in finished(world).items() if step] == [by]
 
 
 @pytest.mark.parametrize("lost", [0, 1, 2])
@@ -99,36 +95,21 @@ def test_a_loss_takes_two_round_trips_and_the_news(lost):
         assert not installed.decision.epoch.absent
 
 
-def test_a_step_that_a_survivor_has_finished_is_committed():
-    world = Recorded(3)
-    finish_one_step(world, by=0)
-    world.lose(2)
-    world.quiet()
-    verdict = world.kinds(1, Install)[0].decision.verdict
-    assert verdict.progress.step == 1
-    assert verdict.holders == (Member(0),)
-    # Rank 1 gets what it lacks, nothing is done again.
-    world.do(("work", 1))
-    assert finished(world) == {0: 1, 1: 1}
-
-
-def test_a_step_that_only_the_lost_worker_has_finished_is_done_again():
-    world = Recorded(3)
-    finish_one_step(world, by=2)
-    world.lose(2)
-    world.quiet()
-    verdict = world.kinds(1, Install)[0].decision.verdict
-    assert verdict.progress.step == 0
-    assert verdict.holders == (Member(0), Member(1))
-
-
-def test_a_result_that_comes_after_the_promise_is_discarded():
+def test_a_worker_joins_and_nothing_is_aborted():
     world = Recorded(2)
-    world.do(("silent", 1, 0))
-    machine = world.processes[1].machine
-    assert machine.suspended
-    assert machine.handle(Finished(0, Progress(1))) == (TooLate(),)
-    assert machine.progress == Progress(0)
+    world.train(1)
+    world.apply(5)
+    world.quiet()
+    # Announced, training goes on.
+    assert world.groups() == {0: [0, 1], 1: [0, 1]}
+    world.train(4)
+    assert world.groups() == {0: [0, 1, 5], 1: [0, 1, 5], 5: [0, 1, 5]}
+    verdict = world.kinds(5, Install)[0].decision.verdict
+    assert verdict.progress == Progress(3)
+    assert verdict.holders == verdict.furthest == (Member(0), Member(1))
+    assert len(world.progress()) == 1
+    assert not world.kinds(0, TooLate)
+    assert not world.kinds(1, TooLate)
 
 
 def test_a_result_of_an_earlier_epoch_is_discarded():
@@ -141,78 +122,11 @@ def test_a_result_of_an_earlier_epoch_is_discarded():
     assert machine.progress == Progress(1)
 
 
-def test_a_second_loss_during_the_agreement():
-    world = Recorded(4)
-    world.lose(3)
-    world.do(("deliver", 0, 1))
-    world.lose(2)
-    world.quiet()
-    assert world.groups() == {0: [0, 1], 1: [0, 1]}
-
-
-def test_a_proposer_that_dies_after_it_told_one():
-    world = Recorded(4)
-    world.lose(3)
-    while world.processes[0].machine.suspended:
-        for line in [(1, 0), (2, 0), (0, 1), (0, 2)]:
-            if world.processes[0].machine.suspended:
-                world.do(("deliver", *line))
-    world.do(("deliver", 0, 1))
-    while world.processes[1].epoch[0] == 0:
-        world.do(("deliver", 0, 1))
-    world.lines.pop((0, 2))
-    world.lose(0)
-    world.quiet()
-    # 2 hears of epoch 1 from 1, which proposes epoch 2.
-    assert world.groups() == {1: [1, 2], 2: [1, 2]}
-    assert [each.decision.epoch.number for each in world.kinds(2, Install)] == [1, 2]
-
-
-def test_a_worker_joins_and_nothing_is_aborted():
-    world = Recorded(2)
-    world.train(1)
-    world.do(("join", 5))
-    world.do(("apply", 5))
-    world.quiet()
-    # Announced, training goes on.
-    assert world.groups() == {0: [0, 1], 1: [0, 1]}
-    world.train(4)
-    assert world.groups() == {0: [0, 1, 5], 1: [0, 1, 5], 5: [0, 1, 5]}
-    verdict = world.kinds(5, Install)[0].decision.verdict
-    assert verdict.progress == Progress(3)
-    assert verdict.holders == verdict.furthest == (Member(0), Member(1))
-    assert len(set(finished(world).values())) == 1
-    assert not world.kinds(0, TooLate)
-    assert not world.kinds(1, TooLate)
-
-
-def test_the_chief_dies_while_a_worker_joins():
-    world = Recorded(3)
-    world.do(("join", 5))
-    world.do(("apply", 5))
-    world.quiet()
-    world.lose(0)
-    world.quiet()
-    assert set(map(tuple, world.groups().values())) == {(1, 2, 5)}
-
-
-def test_a_worker_that_dies_while_it_joins():
-    world = Recorded(2)
-    world.do(("join", 5))
-    world.do(("apply", 5))
-    world.quiet()
-    world.lose(5)
-    world.train(4)
-    assert world.groups() == {0: [0, 1], 1: [0, 1]}
-    assert not world.processes[0].machine.suspended
-
-
 def test_a_task_that_starts_again_proves_its_earlier_process_dead():
     world = Recorded(2)
     world.train(1)
     world.do(("kill", 1))
-    world.do(("join", 1))
-    world.do(("apply", 1))
+    world.apply(1)
     world.quiet()
     assert world.processes[0].epoch[1] == (Member(0), Member(1, 1))
 
@@ -239,21 +153,11 @@ def test_a_worker_leaves_after_a_step_and_nothing_is_done_again(leaver):
 def test_a_worker_takes_the_place_of_one_that_leaves():
     world = Recorded(1)
     world.do(("leave", 0))
-    world.do(("join", 1))
-    world.do(("apply", 1))
+    world.apply(1)
     world.train(8)
     assert world.groups() == {1: [1]}
     assert world.kinds(0, Stop) == [Stop(StopReason.LEFT)]
     assert not world.kinds(0, TooLate)
-
-
-def test_the_last_worker_leaves():
-    world = Recorded(1)
-    world.train(1)
-    world.do(("leave", 0))
-    world.train(3)
-    assert world.kinds(0, Stop) == [Stop(StopReason.LEFT)]
-    assert world.processes[0].machine.progress == Progress(3)
 
 
 def test_the_smaller_side_of_a_partition_stops():
@@ -263,10 +167,7 @@ def test_the_smaller_side_of_a_partition_stops():
             world.do(("cut", a, b))
             world.do(("silent", a, b))
             world.do(("silent", b, a))
-    for _ in range(3):
-        for line in list(world.lines):
-            while world.do(("deliver", *line)):
-                pass
+    world.flow(rounds=3)
     assert world.groups()[2] == [2, 3, 4]
     assert world.processes[0].machine.suspended
     for n in (0, 1):
@@ -282,19 +183,15 @@ def test_a_frozen_worker_is_excluded_and_joins_again():
     world.do(("freeze", 1))
     world.do(("silent", 0, 1))
     world.do(("silent", 2, 1))
-    for _ in range(4):
-        for line in list(world.lines):
-            while world.do(("deliver", *line)):
-                pass
+    world.flow(rounds=4)
     assert world.groups()[0] == [0, 2]
     world.do(("thaw", 1))
     world.quiet()
     assert world.kinds(1, Stop)[0].reason is StopReason.EXCLUDED
-    world.do(("join", 1))
-    world.do(("apply", 1))
+    world.apply(1)
     world.train(5)
     assert world.processes[0].epoch[1] == (Member(0), Member(2), Member(1, 1))
-    assert len(set(finished(world).values())) == 1
+    assert len(world.progress()) == 1
 
 
 def without_1_and_with_2():
@@ -303,14 +200,11 @@ def without_1_and_with_2():
     for a, b in [(0, 1), (1, 0)]:
         world.do(("cut", a, b))
     world.do(("silent", 0, 1))
-    world.do(("join", 2))
-    world.do(("apply", 2))
+    world.apply(2)
     for _ in range(20):
         for n in (0, 2):
             world.do(("work", n))
-        for line in [(2, 0), (0, 2)]:
-            while world.do(("deliver", *line)):
-                pass
+        world.flow([(2, 0), (0, 2)])
     world.lines.clear()
     epoch = world.processes[2].machine.decision.epoch
     assert epoch.members == (Member(0), Member(2))
@@ -318,13 +212,18 @@ def without_1_and_with_2():
     return world
 
 
-def test_without_an_elder_the_others_stop_since_an_absent_one_may_continue():
+@pytest.mark.parametrize("dead", [False, True])
+def test_without_an_elder_the_others_stop_since_an_absent_one_may_continue(dead):
     world = without_1_and_with_2()
+    if dead:
+        # A proof of that comes too late after the death of the last elder.
+        world.lose(1, to=[])
     world.lose(0, to=[2])
     assert world.kinds(2, Stop) == [Stop(StopReason.NO_ELDER, (Member(1),))]
-    # It does, and the other one joins it.
-    assert world.settle() == "trains"
-    assert world.groups() == {n: [1, 2] for n in (1, 2)}
+    if not dead:
+        # It does, and the other one joins it.
+        assert world.settle() == "trains"
+        assert world.groups() == {n: [1, 2] for n in (1, 2)}
 
 
 def test_only_an_elder_excludes_an_absent_one():
@@ -346,45 +245,19 @@ def test_a_proof_that_an_absent_one_is_dead_makes_elders_of_all():
     assert world.groups() == {2: [2]}
 
 
-def test_a_proof_comes_too_late_after_the_death_of_the_last_elder():
-    world = without_1_and_with_2()
-    world.lose(1, to=[])
-    world.lose(0, to=[2])
-    assert world.kinds(2, Stop) == [Stop(StopReason.NO_ELDER, (Member(1),))]
-
-
-def test_too_few_are_left():
-    world = Recorded(3, min_workers=3)
-    world.lose(2)
-    world.quiet()
-    assert [world.kinds(n, Stop)[0].reason for n in (0, 1)] == [StopReason.TOO_FEW] * 2
-
-
-def test_a_line_that_is_lost_costs_an_epoch_but_no_member():
-    world = Recorded(3)
-    world.train(1)
-    world.do(("silent", 0, 2))
-    world.quiet()
-    assert world.settle() == "trains"
-    assert {len(each.epoch[1]) for each in world.living()} == {3}
-
-
-def test_training_that_goes_on_does_not_end_by_a_time_out():
+def test_what_changes_nothing():
+    # A time-out of training that goes on.
     machine = World(2).processes[0].machine
     assert machine.handle(GiveUp()) == ()
     assert machine.stopped is None
-
-
-def test_a_machine_that_has_stopped_does_nothing():
+    # Anything that comes to one that has stopped.
     world = World(2)
     world.do(("silent", 1, 0))
     machine = world.processes[1].machine
     machine.handle(GiveUp())
     assert machine.stopped is StopReason.NO_QUORUM
     assert machine.handle(Leave()) == ()
-
-
-def test_one_that_has_not_joined_yet_only_applies():
+    # One that hasn't joined yet only applies.
     machine = Machine(Member(4))
     assert len(machine.handle(Apply((Member(0), Member(1))))) == 2
     assert machine.handle(Finished(0, Progress(1))) == ()

@@ -7,7 +7,13 @@ import time
 
 import pytest
 
+from kerasdist import errors
 from kerasdist.transport.rendezvous import probe
+from kerasdist.transport.rendezvous.open_servers import (
+    narrow,
+    report_unprotected,
+    require_word,
+)
 from kerasdist.transport.rendezvous.probe import why_unreachable
 
 
@@ -20,26 +26,19 @@ def listening(host="127.0.0.1", backlog=8):
         yield server, server.getsockname()[1]
 
 
-def test_somebody_listens():
-    with listening() as (server, port):
-        assert why_unreachable(f"127.0.0.1:{port}", 5.0) is None
-        assert why_unreachable(f"localhost:{port}", 5.0) is None
+@pytest.mark.parametrize(
+    ("host", "names"), [("127.0.0.1", ["127.0.0.1", "localhost"]), ("::1", ["[::1]"])]
+)
+def test_somebody_listens(host, names):
+    with listening(host) as (server, port):
+        for name in names:
+            assert why_unreachable(f"{name}:{port}", 50.0) is None
         # What it opened, it closed: the listener sees the end at once.
-        server.settimeout(5.0)
-        for _ in range(2):
+        server.settimeout(50.0)
+        for _ in names:
             with contextlib.closing(server.accept()[0]) as connection:
-                connection.settimeout(5.0)
+                connection.settimeout(50.0)
                 assert connection.recv(1) == b""
-
-
-def test_ipv6():
-    try:
-        opened = contextlib.ExitStack()
-        _, port = opened.enter_context(listening("::1"))
-    except OSError:
-        pytest.skip("this machine has no IPv6")
-    with opened:
-        assert why_unreachable(f"[::1]:{port}", 5.0) is None
 
 
 def test_nobody_listens():
@@ -53,7 +52,6 @@ def test_nobody_listens():
 
 def test_a_name_that_doesnt_resolve():
     reason = why_unreachable("no-such-host.invalid:2222", 20.0)
-    assert reason is not None
     assert reason.startswith(("its host name doesn't resolve", "looking up its host"))
 
 
@@ -65,9 +63,7 @@ def test_no_answer_in_time():
             client = stack.enter_context(socket.socket())
             client.setblocking(False)
             client.connect_ex(("127.0.0.1", port))
-        began = time.monotonic()
         assert why_unreachable(f"127.0.0.1:{port}", 0.5) == "no answer within 0.5 s"
-        assert time.monotonic() - began < 20.0
 
 
 def test_the_deadline_holds_for_the_look_up(monkeypatch):
@@ -75,7 +71,7 @@ def test_the_deadline_holds_for_the_look_up(monkeypatch):
     hang = threading.Event()
 
     def look_up(*_, **__):
-        hang.wait(30.0)
+        hang.wait(60.0)
         return []
 
     monkeypatch.setattr(probe.socket, "getaddrinfo", look_up)
@@ -83,7 +79,7 @@ def test_the_deadline_holds_for_the_look_up(monkeypatch):
     assert why_unreachable("host:2222", 0.2) == (
         "looking up its host name took longer than 0.2 s"
     )
-    assert time.monotonic() - began < 20.0
+    assert time.monotonic() - began < 50.0
     hang.set()
 
 
@@ -98,11 +94,96 @@ def test_every_address_of_a_name_is_tried(monkeypatch):
         assert why_unreachable("host:1", 5.0) is None
 
 
+def test_an_address_that_is_none():
+    assert why_unreachable("host", 5.0).startswith("its address has no port")
+    assert why_unreachable("host:0", 5.0).startswith("its address has a port outside")
+
+
+# Servers that no secret protects: by an explicit word only, and at one address.
+
+
+def reached(ip, port):
+    try:
+        with socket.create_connection((ip, port), timeout=0.2):
+            return True
+    except TimeoutError:
+        return False
+
+
 @pytest.mark.parametrize(
-    ("address", "said"),
-    [("host", "its address has no port"), ("host:0", "its address has a port outside")],
+    ("host", "own"),
+    [
+        ("127.0.0.1", ["127.0.0.1"]),
+        ("127.0.0.2", ["127.0.0.2"]),
+        ("[::1]", ["::1"]),
+        ("localhost", ["127.0.0.1", "::1"]),
+    ],
 )
-def test_an_address_that_is_none(address, said):
-    reason = why_unreachable(address, 5.0)
-    assert reason is not None
-    assert reason.startswith(said)
+def test_a_server_on_all_addresses_takes_only_what_is_for_the_tasks_own(host, own):
+    with socket.create_server(
+        ("::", 0), family=socket.AF_INET6, dualstack_ipv6=True
+    ) as server:
+        port = server.getsockname()[1]
+        ips = ["127.0.0.1", "127.0.0.2", "127.0.0.3", "::1"]
+        assert [ip for ip in ips if reached(ip, port)] == ips
+        assert narrow(f"{host}:{port}")
+        found = [ip for ip in ips if reached(ip, port)]
+        assert set(found) <= set(own)
+        assert found
+        if host != "localhost":
+            assert found == own
+
+
+def test_bulk_data_go_through_a_narrowed_server():
+    with socket.create_server(("", 0)) as server:
+        port = server.getsockname()[1]
+        assert narrow(f"127.0.0.1:{port}")
+        with socket.create_connection(("127.0.0.1", port)) as one:
+            one.settimeout(60)
+            other, _ = server.accept()
+            with other:
+                other.settimeout(60)
+                one.sendall(b"x" * 100_000)
+                received = b""
+                while len(received) < 100_000:
+                    received += other.recv(1 << 16)
+                other.sendall(b"y")
+                assert one.recv(1) == b"y"
+
+
+def test_other_ports_and_names_of_other_machines_narrow_nothing():
+    with (
+        socket.create_server(("", 0)) as server,
+        socket.create_server(("", 0)) as other,
+    ):
+        port = other.getsockname()[1]
+        assert narrow(f"127.0.0.1:{server.getsockname()[1]}")
+        for host in ("203.0.113.7", "no-such-host.invalid"):
+            assert not narrow(f"{host}:{port}")
+        assert reached("127.0.0.2", port)
+
+
+@pytest.mark.parametrize("word", [None, "", "yes"])
+def test_without_the_word_it_says_what_strangers_could_do(word):
+    environ = {} if word is None else {"KERASDIST_ALLOW_OPEN_SERVERS": word}
+    with pytest.raises(
+        errors.ClusterError,
+        match=r"^transport='native' makes TensorFlow open a port on each worker, .* ca"
+        r"n read and write all files that you can, and run any program as you\. Rec"
+        rf"eived: KERASDIST_ALLOW_OPEN_SERVERS={word!r}\. .* set KERASDIST_ALLOW_OPEN"
+        r"_SERVERS=1 on all workers; else use another transport or strategy\.$",
+    ):
+        require_word(environ, "transport='native'")
+    require_word({"KERASDIST_ALLOW_OPEN_SERVERS": "1"}, "transport='native'")
+
+
+def test_what_does_not_protect_them_is_said():
+    text = report_unprotected("10.0.0.1:5", True, {"KERASDIST_TLS": "a,b,c"})
+    assert text == (
+        "TensorFlow's server at 10.0.0.1:5 accepts connections to this address alone. "
+        "Neither the job's secret nor TLS protects it, and its data aren't encrypted, "
+        "although KERASDIST_TLS is set: only trusted users may reach its port."
+    )
+    text = report_unprotected("10.0.0.1:5", False, {})
+    assert " accepts connections to all addresses of this machine. " in text
+    assert " aren't encrypted: only trusted " in text

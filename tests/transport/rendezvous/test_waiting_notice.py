@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pty
 import re
@@ -9,7 +10,6 @@ import select
 import subprocess
 import sys
 import textwrap
-import time
 
 import pytest
 
@@ -22,9 +22,8 @@ from kerasdist.transport.rendezvous.waiting_notice import (
     WaitingNotice,
     ranks_in_words,
 )
+from waiting import wait_until
 from workers import Workers, python_env
-
-pytestmark = pytest.mark.timeout(120)
 
 # Its lines come soon, and are collected. The last task begins when the others have
 # said that they wait.
@@ -54,7 +53,7 @@ logger.addHandler(Collect())
 logger.setLevel("INFO")
 
 def result():
-    background_log.flush(10.0)
+    background_log.flush(60)
     print("RESULT", json.dumps(said))
 
 while last and len(list(folder.glob("said *"))) < count - 1:
@@ -104,7 +103,12 @@ REFUSED = "connection refused: nothing listens there"
 
 
 @pytest.mark.parametrize(
-    "script", [RING, ELASTIC, PLACED], ids=["ring", "elastic", "placed"]
+    "script",
+    [
+        pytest.param(RING, id="ring"),
+        pytest.param(ELASTIC, id="elastic"),
+        pytest.param(PLACED, id="placed", marks=pytest.mark.soak),
+    ],
 )
 def test_a_rank_that_comes_later(script):
     addresses, (chief, other, last) = said_by(script, 3)
@@ -156,16 +160,11 @@ def lines_of(said, sight, *, environ=None, failed=False):
         goal="rank 0 (a:1)",
         environ=environ or {},
     )
-    try:
-        with notice:
-            end = time.monotonic() + 30
-            while not said() and time.monotonic() < end:
-                time.sleep(0.01)
-            if failed:
-                raise ValueError
-    except ValueError:
-        pass
-    background_log.flush(10)
+    with contextlib.suppress(ValueError), notice:
+        wait_until(said, "the first line")
+        if failed:
+            raise ValueError
+    background_log.flush(60)
     return said()
 
 
@@ -179,8 +178,7 @@ def soon(monkeypatch):
     [
         ({}, "127.0.0.1:1", REFUSED),
         (
-            {"KERASDIST_LISTEN_FD": "3"},
-            "127.0.0.1:1",
+            *({"KERASDIST_LISTEN_FD": "3"}, "127.0.0.1:1"),
             "connection refused: its process has ended, or wasn't started",
         ),
         ({}, "nowhere.invalid:1", "its host name doesn't resolve"),
@@ -202,9 +200,9 @@ def test_equal_reasons_are_said_once_and_many_tasks_are_counted(soon, said):
 
 
 def test_nothing_is_said_of_a_short_wait(said):
-    with WaitingNotice("rank 0", lambda: Sight([Absent("a", "")]), Deadline(9.0)):
+    with WaitingNotice("rank 0", lambda: Sight([Absent("a", "")]), Deadline(60)):
         pass
-    background_log.flush(10)
+    background_log.flush(60)
     assert said() == []
 
 
@@ -226,10 +224,10 @@ def test_on_a_terminal_the_line_is_rewritten():
             return w.Sight([w.Absent("rank 1", "a:1", "it is late " * 20)])
         w.REWRITE_SECONDS = 0.05
         w.AGAIN_SECONDS = 0.1
-        with w.WaitingNotice("rank 0", look, Deadline(9.0)):
+        with w.WaitingNotice("rank 0", look, Deadline(60)):
             for _ in range(3):
-                looks.acquire(timeout=30)
-        background_log.flush(10)
+                looks.acquire(timeout=60)
+        background_log.flush(60)
         background_log.log(30, "another line")
     """
     main, side = pty.openpty()
@@ -249,7 +247,7 @@ def test_on_a_terminal_the_line_is_rewritten():
                 break
     finally:
         os.close(main)
-    assert process.wait(30) == 0
+    assert process.wait(60) == 0
     # Each but the first erases the one before, which took several rows.
     *progress, last, empty = re.split(r"\r\x1b\[\dA\x1b\[J|\r\n", data.decode())
     assert len(progress) >= 3

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import queue
 import select
@@ -16,12 +15,10 @@ from groups import connections, in_threads
 from kerasdist.transport import Timeouts
 from kerasdist.transport.deadline import Deadline
 from kerasdist.transport.liveness.heartbeat import Heartbeat
-from kerasdist.transport.tls.tls_socket import TlsSocket, holds_bytes
+from kerasdist.transport.tls.tls_socket import holds_bytes
 from kerasdist.transport.wire.framing import FrameType, pack_header
 from tls_pairs import tcp_pair, tls_pair
 from waiting import wait_until
-
-pytestmark = pytest.mark.timeout(60)
 
 
 @pytest.fixture
@@ -30,14 +27,6 @@ def pair():
     yield ends
     for end in ends:
         end.close()
-
-
-def test_it_is_tls_1_3_in_both_directions(pair):
-    for one, other in (pair, pair[::-1]):
-        assert isinstance(one, TlsSocket)
-        assert one.version() == "TLSv1.3"
-        one.sendall(b"there")
-        assert other.recv(100) == b"there"
 
 
 def test_what_is_not_there_blocks_as_on_a_plain_socket(pair):
@@ -57,25 +46,6 @@ def test_what_is_not_there_blocks_as_on_a_plain_socket(pair):
     assert one.gettimeout() == 0.01
 
 
-def test_a_full_connection_blocks_and_continues_with_the_same_bytes(pair):
-    one, other = pair
-    one.setblocking(False)
-    data = os.urandom(1 << 23)
-    sent = 0
-    with pytest.raises(BlockingIOError):
-        while True:
-            sent += one.sendmsg([data[sent : sent + 40], data[sent + 40 :]])
-    received = bytearray()
-    while len(received) < len(data):
-        received += other.recv(1 << 14)
-        if sent < len(data):
-            try:
-                sent += one.sendmsg([data[sent : sent + 40], data[sent + 40 :]])
-            except BlockingIOError:
-                pass
-    assert received == data
-
-
 def test_a_look_takes_nothing(pair):
     one, other = pair
     one.sendall(b"abcdef")
@@ -93,17 +63,6 @@ def test_a_look_takes_nothing(pair):
     assert not holds_bytes(other)
     one.close()
     assert other.recv(1, socket.MSG_PEEK) == b""
-
-
-def test_the_end_is_that_of_the_connection(pair):
-    one, other = pair
-    one.sendall(b"last")
-    one.shutdown(socket.SHUT_WR)
-    assert other.recv(10) == b"last"
-    assert other.recv(10) == b""
-    assert other.recv_into(bytearray(10)) == 0
-    other.sendall(b"back")
-    assert one.recv(10) == b"back"
 
 
 def test_two_threads_read_while_two_write(pair):
@@ -143,7 +102,7 @@ def test_another_thread_ends_a_wait_and_no_plain_byte_is_returned(pair, end):
     one.shutdown(socket.SHUT_RDWR)
     if end == "close":
         one.close()
-    thread.join(10)
+    thread.join(60)
     assert not thread.is_alive()
     assert set(b"".join(got)) == {0}
     with pytest.raises(OSError, match=r"."):
@@ -151,35 +110,16 @@ def test_another_thread_ends_a_wait_and_no_plain_byte_is_returned(pair, end):
 
 
 def test_changed_bytes_are_an_error():
-    """Between two sockets stands another, which turns a bit of a record."""
-    near, far = tcp_pair(), tcp_pair()
-    changing = threading.Event()
-
-    def forward(source, target):
-        with contextlib.suppress(OSError):
-            while data := source.recv(1 << 16):
-                if changing.is_set():
-                    data = data[:-1] + bytes([data[-1] ^ 1])
-                target.sendall(data)
-
-    threads = [
-        threading.Thread(target=forward, args=pair)
-        for pair in ((near[1], far[0]), (far[0], near[1]))
-    ]
-    for thread in threads:
-        thread.start()
-    one, other = tls_pair((near[0], far[1]))
-    with one, other, near[1], far[0]:
-        one.sendall(b"right")
-        assert other.recv(10) == b"right"
-        changing.set()
-        one.sendall(b"wrong")
-        with pytest.raises(ssl.SSLError, match=r"BAD_RECORD_MAC"):
-            other.recv(10)
-        for end in (near[1], far[0]):
-            end.shutdown(socket.SHUT_RDWR)
-        for thread in threads:
-            thread.join(10)
+    """Somebody on the path puts a record between the others."""
+    one, other = tcp_pair()
+    with socket.socket(fileno=os.dup(one.fileno())) as path:
+        one, other = tls_pair((one, other))
+        with one, other:
+            one.sendall(b"right")
+            assert other.recv(10) == b"right"
+            path.sendall(b"\x17\x03\x03\x00\x20" + bytes(32))
+            with pytest.raises(ssl.SSLError, match=r"BAD_RECORD_MAC"):
+                other.recv(10)
 
 
 def test_a_frame_behind_another_in_one_record_is_seen_at_once(pair):
@@ -187,14 +127,14 @@ def test_a_frame_behind_another_in_one_record_is_seen_at_once(pair):
     one, other = connections(pair)
     frames = [pack_header(FrameType.NOTICE, 1) + text for text in (b"1", b"2")]
     one.sock.sendall(b"".join(frame + one.auth.sign(frame) for frame in frames))
-    assert other.read(Deadline(10)) == (FrameType.NOTICE, b"1")
+    assert other.read(Deadline(60)) == (FrameType.NOTICE, b"1")
     seen = queue.SimpleQueue()
     heartbeat = Heartbeat(
         "x", Timeouts(heartbeat=3600), lambda *what: seen.put(what), lambda *why: None
     )
     try:
         heartbeat.add(1, other)
-        key, (kind, _, payload) = seen.get(timeout=20)
+        key, (kind, _, payload) = seen.get(timeout=60)
         assert (key, kind, payload) == (1, FrameType.NOTICE, b"2")
     finally:
         heartbeat.close()
@@ -211,4 +151,4 @@ def test_a_forked_child_has_no_copy(pair):
     _, status = os.waitpid(child, 0)
     assert status == 0
     other.sendall(b"x")
-    reading.join(10)
+    reading.join(60)

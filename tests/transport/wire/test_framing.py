@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 
-import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from kerasdist import errors
 from kerasdist.transport.deadline import Deadline
@@ -14,8 +16,10 @@ from kerasdist.transport.wire.framing import (
     DTYPES,
     HEADER_BYTES,
     KINDS,
+    MAGIC,
     MAX_CONTROL,
     OPS,
+    VERSION,
     Call,
     FrameType,
     pack_header,
@@ -32,21 +36,23 @@ def pair():
         end.close()
 
 
-def test_every_field_comes_out_as_it_went_in():
-    call = Call(2**63, "broadcast", "max", "bfloat16", 2**40, 2**32 - 1, 65535)
-    header = pack_header(FrameType.DATA, 2**50, call)
+def numbers(bits):
+    return st.integers(0, 2**bits - 1)
+
+
+@given(
+    st.sampled_from(FrameType),
+    numbers(63),
+    st.builds(
+        Call,
+        *(numbers(64), *map(st.sampled_from, (KINDS, OPS, DTYPES))),
+        *map(numbers, (64, 32, 16)),
+    ),
+)
+def test_every_field_comes_out_as_it_went_in(kind, length, call):
+    header = pack_header(kind, length, call)
     assert len(header) == HEADER_BYTES == 40
-    assert unpack_header(header) == (FrameType.DATA, 2**50, call)
-
-
-def test_every_type_kind_op_and_dtype_has_a_number():
-    for frame in FrameType:
-        assert unpack_header(pack_header(frame, 0)) == (frame, 0, Call(0))
-    for kind in KINDS:
-        for op in OPS:
-            for dtype in DTYPES:
-                call = Call(1, kind, op, dtype)
-                assert unpack_header(pack_header(FrameType.DATA, 0, call))[2] == call
+    assert unpack_header(header) == (kind, length, call)
 
 
 @pytest.mark.parametrize(
@@ -77,16 +83,13 @@ def test_what_is_no_header_is_refused(damage, match):
         unpack_header(damaged)
 
 
-def test_random_bytes_are_refused_and_nothing_else_happens():
-    generator = np.random.default_rng(1)
-    for number in range(3000):
-        noise = generator.bytes(HEADER_BYTES)
-        if number % 2:  # get past the magic
-            noise = b"KDST\x01" + noise[5:]
-        try:
-            unpack_header(noise)
-        except errors.ProtocolError:
-            continue
+@settings(max_examples=500)
+@given(st.binary(min_size=HEADER_BYTES, max_size=HEADER_BYTES), st.booleans())
+def test_random_bytes_are_refused_and_nothing_else_happens(noise, begins_right):
+    if begins_right:
+        noise = MAGIC + bytes([VERSION]) + noise[5:]
+    with contextlib.suppress(errors.ProtocolError):
+        unpack_header(noise)
 
 
 @pytest.mark.parametrize(
@@ -110,7 +113,7 @@ def test_a_call_as_a_person_would_write_it(call, text):
 
 def test_control_frames_arrive_in_order_and_whole(pair):
     a, b = pair
-    deadline = Deadline(5)
+    deadline = Deadline(60)
     write_frame(a, FrameType.PROOF, b"123", deadline)
     write_frame(a, FrameType.GOODBYE, b"", deadline)
     assert read_frame(b, deadline) == (FrameType.PROOF, b"123")
@@ -124,7 +127,7 @@ def test_a_frame_longer_than_its_bound_is_refused_before_it_is_read(pair):
         errors.ProtocolError,
         match=r"^A HELLO frame is too long\. Received: 1048577 bytes, expected at most",
     ):
-        read_frame(b, Deadline(5))
+        read_frame(b, Deadline(60))
 
 
 @pytest.mark.parametrize(
@@ -148,17 +151,13 @@ def test_a_closed_connection_and_a_silent_one_are_told_apart(pair):
         read_frame(b, Deadline(0.05))
     a.close()
     with pytest.raises(EOFError, match=r"^the connection was closed$"):
-        read_frame(b, Deadline(5))
+        read_frame(b, Deadline(60))
 
 
 def test_a_deadline_is_never_negative_and_fits_into_poll():
-    over = Deadline(0)
-    assert over.expired
-    assert over.remaining() == 0
-    assert over.milliseconds() == 1
-    far = Deadline(1e9)
-    assert not far.expired
-    assert far.milliseconds() == 2**31 - 1
+    over, far = Deadline(0), Deadline(1e9)
+    assert (over.expired, over.remaining(), over.milliseconds()) == (True, 0, 1)
+    assert (far.expired, far.milliseconds()) == (False, 2**31 - 1)
 
 
 def test_timeouts_say_all_that_is_wrong_with_them():
@@ -171,8 +170,6 @@ def test_timeouts_say_all_that_is_wrong_with_them():
     for wrong in (True, -1, float("nan"), None, 1e10):
         with pytest.raises(ValueError, match=rf"^Timeouts .* heartbeat={wrong!r}\. "):
             Timeouts(heartbeat=wrong)
-
-
-def test_heartbeats_are_often_enough_for_both_timeouts():
+    # Heartbeats are often enough for both.
     assert Timeouts(heartbeat=30, collective=600).heartbeat_interval == 6
     assert Timeouts(heartbeat=30, collective=2).heartbeat_interval == 0.5

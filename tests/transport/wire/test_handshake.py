@@ -14,7 +14,6 @@ import pytest
 from groups import addresses_of, outcomes
 from kerasdist import errors
 from kerasdist.transport.cancellation import Cancellation
-from kerasdist.transport.connection import Connection
 from kerasdist.transport.deadline import Deadline
 from kerasdist.transport.rendezvous.dial import dial_tcp
 from kerasdist.transport.rendezvous.listener import Listener
@@ -36,14 +35,14 @@ def pair():
         end.close()
 
 
-def authenticate_as_client(end, secret=SECRET, hello=None, address=HERE, seconds=5.0):
+def authenticate_as_client(end, secret=SECRET, hello=None, address=HERE, seconds=60.0):
     hello = HELLO if hello is None else hello
     return handshake.authenticate_as_client(
         end, secret, hello, Deadline(seconds), address
     )
 
 
-def receive(end, secret=SECRET, address=HERE, seconds=5.0):
+def receive(end, secret=SECRET, address=HERE, seconds=60.0):
     return handshake.receive(end, secret, Deadline(seconds), "there:1", address)
 
 
@@ -69,9 +68,8 @@ def test_with_the_same_secret_the_hello_arrives(pair, secret):
         lambda end: receive(end, secret),
     )
     assert heard == hello
-    tags = [mine.sign(b"to s"), theirs.sign(b"to c")]
-    theirs.check(tags[0], b"to s")
-    mine.check(tags[1], b"to c")
+    theirs.check(mine.sign(b"to s"), b"to s")
+    mine.check(theirs.sign(b"to c"), b"to c")
     with pytest.raises(errors.ProtocolError, match=r"^A frame isn't the other side's"):
         mine.check(mine.sign(b"to s"), b"to s")
 
@@ -83,8 +81,7 @@ def test_with_different_secrets_both_sides_know_why(pair, first, second):
         lambda end: authenticate_as_client(end, first),
         lambda end: receive(end, second),
     )
-    assert type(knocking) is errors.AuthenticationError
-    assert type(receiving) is errors.AuthenticationError
+    assert type(knocking) is type(receiving) is errors.AuthenticationError
     assert str(knocking).startswith(
         "The worker at here:2 doesn't hold the same job secret. Set the environment "
         "variable KERASDIST_SECRET to the same value on all workers"
@@ -99,11 +96,10 @@ def test_with_different_addresses_both_sides_know_why(pair):
         lambda end: authenticate_as_client(end, address="localhost:2"),
         lambda end: receive(end, address="127.0.0.1:2"),
     )
-    assert type(knocking) is errors.ProtocolError
+    assert type(knocking) is type(receiving) is errors.ProtocolError
     assert str(knocking).startswith(
         "The process that listens at localhost:2 belongs to this job, but to another "
     )
-    assert type(receiving) is errors.ProtocolError
     assert "Received: 'localhost:2', this is '127.0.0.1:2'." in str(receiving)
 
 
@@ -115,7 +111,7 @@ def test_another_version_is_told_so(pair, older):
     def other(end):
         frame = pack_header(FrameType.CHALLENGE, 32) + bytes(32)
         end.sendall(frame.replace(MAGIC + bytes([VERSION]), MAGIC + bytes([version])))
-        return read_frame(end, Deadline(5))
+        return read_frame(end, Deadline(60))
 
     if older == "client":
         told, refused = both(pair, other, receive)
@@ -129,42 +125,64 @@ def test_another_version_is_told_so(pair, older):
 # Strangers.
 
 
+TEXT = json.dumps({"address": HERE, "hello": HELLO}).encode()
+
+
 def proof_of(secret, label, client, server, text):
     said = hashlib.sha256(bytes([VERSION]) + client + server + text).digest()
     return hmac.new(secret, label + b"\0" + said, hashlib.sha256).digest()
 
 
-@pytest.mark.parametrize("cheat", ["guess", "skip", "short nonce"])
-def test_a_stranger_gets_no_further_than_its_proof(pair, cheat):
+def client(end, text=TEXT, proof=None, nonce=b"c" * 32):
+    """The client's part, as documented; returns the server's nonce and last frame."""
+    deadline = Deadline(60)
+    write_frame(end, FrameType.CHALLENGE, nonce, deadline)
+    kind, theirs = read_frame(end, deadline)
+    assert kind is FrameType.CHALLENGE
+    if text is not None:
+        write_frame(end, FrameType.HELLO, text, deadline)
+    proof = proof or proof_of(SECRET, b"client", nonce, theirs, text)
+    write_frame(end, FrameType.PROOF, proof, deadline)
+    return theirs, read_frame(end, deadline)
+
+
+def test_the_proof_is_of_all_that_was_said(pair):
+    """As documented: so that another implementation could follow it."""
+    (nonce, told), (hello, _) = both(pair, client, receive)
+    proof = proof_of(SECRET, b"server", b"c" * 32, nonce, TEXT)
+    assert told == (FrameType.PROOF, proof)
+    assert hello == HELLO
+
+
+@pytest.mark.parametrize(
+    ("cheat", "kind", "answer"),
+    [
+        ({"proof": b"0" * 32}, errors.AuthenticationError, (FrameType.REFUSAL, b"")),
+        ({"proof": b"0" * 32, "text": None}, errors.ProtocolError, None),
+        ({"nonce": b"n" * 8}, errors.ProtocolError, None),
+    ],
+    ids=["guess", "skip", "short nonce"],
+)
+def test_a_stranger_gets_no_further_than_its_proof(pair, cheat, kind, answer):
     """And is given nothing that depends on the secret, for guesses at home."""
-
-    def stranger(end):
-        deadline = Deadline(5)
-        nonce = b"n" * (8 if cheat == "short nonce" else 32)
-        write_frame(end, FrameType.CHALLENGE, nonce, deadline)
-        if cheat == "short nonce":
-            return read_frame(end, deadline)
-        kind, _ = read_frame(end, deadline)
-        assert kind is FrameType.CHALLENGE
-        text = json.dumps({"address": HERE, "hello": HELLO}).encode()
-        if cheat == "guess":
-            write_frame(end, FrameType.HELLO, text, deadline)
-        write_frame(end, FrameType.PROOF, b"0" * 32, deadline)
-        return read_frame(end, Deadline(1))
-
-    told, refused = both(pair, stranger, receive)
-    kind = errors.AuthenticationError if cheat == "guess" else errors.ProtocolError
+    told, refused = both(pair, lambda end: client(end, **cheat), receive)
     assert type(refused) is kind
-    if cheat == "guess":
-        assert told == (FrameType.REFUSAL, b"")
+    if answer:
+        assert told[1] == answer
     else:
         assert type(told) is EOFError
+
+
+@pytest.mark.parametrize("text", [b"{", b"[]", b"\xff", b"{}", b'{"address": 3}'])
+def test_who_holds_the_secret_and_says_nonsense_is_refused(pair, text):
+    _, refused = both(pair, lambda end: client(end, text), receive)
+    assert type(refused) is errors.ProtocolError
 
 
 @pytest.mark.parametrize("cheat", ["guess", "reflect"])
 def test_a_false_server_is_found_out(pair, cheat):
     def false(end):
-        deadline = Deadline(5)
+        deadline = Deadline(60)
         read_frame(end, deadline)
         write_frame(end, FrameType.CHALLENGE, b"m" * 32, deadline)
         read_frame(end, deadline)
@@ -176,33 +194,12 @@ def test_a_false_server_is_found_out(pair, cheat):
     assert type(knocking) is errors.AuthenticationError
 
 
-def test_the_proof_is_of_all_that_was_said(pair):
-    """As documented: so that another implementation could follow it."""
-
-    def client(end):
-        deadline = Deadline(5)
-        write_frame(end, FrameType.CHALLENGE, b"c" * 32, deadline)
-        _, nonce = read_frame(end, deadline)
-        text = json.dumps({"address": HERE, "hello": HELLO}).encode()
-        proof = proof_of(SECRET, b"client", b"c" * 32, nonce, text)
-        write_frame(end, FrameType.HELLO, text, deadline)
-        write_frame(end, FrameType.PROOF, proof, deadline)
-        return read_frame(end, deadline) == (
-            FrameType.PROOF,
-            proof_of(SECRET, b"server", b"c" * 32, nonce, text),
-        )
-
-    right, (hello, _) = both(pair, client, receive)
-    assert right
-    assert hello == HELLO
-
-
 # A stranger in the midst: it has no secret, and connects one side with another.
 
 
 def relay(source, target, change=lambda kind, payload: payload, count=5):
     """Hands the frames of a handshake on, those of one side changed."""
-    deadline = Deadline(10)
+    deadline = Deadline(60)
     turns = [(source, target), (target, source), (source, target), (source, target)]
     for giver, taker in [*turns, (target, source)][:count]:
         kind, payload = read_frame(giver, deadline, bound=1 << 16)
@@ -222,7 +219,27 @@ def jobs():
 
 def ask(address):
     host, _, port = address.rpartition(":")
-    return socket.create_connection((host, int(port)), timeout=10)
+    return socket.create_connection((host, int(port)), timeout=60)
+
+
+def dial_a_stranger(false, true, change=lambda kind, payload: payload):
+    """Dial an address where a stranger hands all on to another listener."""
+
+    def stranger():
+        end, _ = false.accept()
+        with end, ask(true.address) as other:
+            relay(end, other, change)
+
+    thread = threading.Thread(target=stranger)
+    thread.start()
+    try:
+        dial_tcp(address_of(false), SECRET, HELLO, Deadline(60))
+    finally:
+        thread.join(60)
+
+
+def address_of(server):
+    return f"127.0.0.1:{server.getsockname()[1]}"
 
 
 @pytest.mark.filterwarnings("error")
@@ -235,21 +252,12 @@ def test_no_listener_of_the_job_helps_a_stranger_at_anothers_address(jobs, oracl
     worker's gradients, and gave it any weights it liked.
     """
     listeners, false = jobs
-    dialed = f"127.0.0.1:{false.getsockname()[1]}"
-
-    def stranger():
-        end, _ = false.accept()
-        with end, ask(listeners[oracle].address) as other:
-            relay(end, other)
-
-    thread = threading.Thread(target=stranger)
-    thread.start()
+    dialed = address_of(false)
     with pytest.raises(
         errors.ProtocolError,
         match=rf"^The process that listens at {dialed} belongs to this job, but to ",
     ):
-        dial_tcp(dialed, SECRET, HELLO, Deadline(10))
-    thread.join(10)
+        dial_a_stranger(false, listeners[oracle])
     for listener in listeners:
         assert listener.mailboxes.take_any("s", "p", 0.0) == []
     wait_until(listeners[oracle].refusals, "a refusal")
@@ -260,31 +268,22 @@ def test_no_listener_of_the_job_helps_a_stranger_at_anothers_address(jobs, oracl
 @pytest.mark.parametrize("name", ["address", "session", "purpose", "rank"])
 def test_a_hello_that_was_changed_on_its_way_is_refused(jobs, name):
     """What the connection is for is a part of the proof, whoever the listener is."""
-    listeners, false = jobs
-    dialed = f"127.0.0.1:{false.getsockname()[1]}"
+    (listener, _), false = jobs
 
     def change(kind, payload):
         if kind is not FrameType.HELLO:
             return payload
         said = json.loads(payload)
         if name == "address":
-            said["address"] = listeners[0].address
+            said["address"] = listener.address
         else:
             said["hello"][name] = 0 if name == "rank" else "another"
         return json.dumps(said).encode()
 
-    def stranger():
-        end, _ = false.accept()
-        with end, ask(listeners[0].address) as other:
-            relay(end, other, change)
-
-    thread = threading.Thread(target=stranger)
-    thread.start()
     with pytest.raises(errors.AuthenticationError):
-        dial_tcp(dialed, SECRET, HELLO, Deadline(10))
-    thread.join(10)
+        dial_a_stranger(false, listener, change)
     for session, purpose in (("s", "p"), ("another", "p"), ("s", "another")):
-        assert listeners[0].mailboxes.take_any(session, purpose, 0.0) == []
+        assert listener.mailboxes.take_any(session, purpose, 0.0) == []
 
 
 def test_a_proof_of_one_connection_is_none_in_a_parallel_one(jobs):
@@ -294,8 +293,8 @@ def test_a_proof_of_one_connection_is_none_in_a_parallel_one(jobs):
 
     def begin():
         sock = ask(address)
-        write_frame(sock, FrameType.CHALLENGE, b"n" * 32, Deadline(5))
-        read_frame(sock, Deadline(5))
+        write_frame(sock, FrameType.CHALLENGE, b"n" * 32, Deadline(60))
+        read_frame(sock, Deadline(60))
         return sock
 
     frames = []
@@ -308,35 +307,11 @@ def test_a_proof_of_one_connection_is_none_in_a_parallel_one(jobs):
     with ours, theirs, ask(address) as true, begin() as other:
         thread = threading.Thread(target=relay, args=(theirs, true, tap))
         thread.start()
-        handshake.authenticate_as_client(ours, SECRET, HELLO, Deadline(10), address)
-        thread.join(10)
+        handshake.authenticate_as_client(ours, SECRET, HELLO, Deadline(60), address)
+        thread.join(60)
         for kind, payload in frames[2:4]:
-            write_frame(other, kind, payload, Deadline(5))
-        assert read_frame(other, Deadline(5)) == (FrameType.REFUSAL, b"")
-
-
-def test_who_relays_to_the_right_listener_can_not_speak_afterwards(jobs):
-    """A true man in the middle sees the bulk data, and may change them.
-
-    It can't send a control frame in anybody's name: it doesn't know the keys.
-    """
-    listeners, _ = jobs
-    address = listeners[0].address
-    ours, theirs = socket.socketpair()
-    with ours, theirs, ask(address) as true:
-        thread = threading.Thread(target=relay, args=(theirs, true))
-        thread.start()
-        auth = handshake.authenticate_as_client(
-            ours, SECRET, HELLO, Deadline(10), address
-        )
-        thread.join(10)
-        ((_, taken, _),) = listeners[0].mailboxes.take_any("s", "p", 10.0)
-        with taken:
-            mine = Connection(ours, auth)
-            write_frame(theirs, FrameType.REFUSAL, b"{}", Deadline(5))
-            theirs.sendall(bytes(16))
-            with pytest.raises(errors.ProtocolError, match=r"^A frame isn't the other"):
-                mine.read(Deadline(1), bound=100)
+            write_frame(other, kind, payload, Deadline(60))
+        assert read_frame(other, Deadline(60)) == (FrameType.REFUSAL, b"")
 
 
 # Whatever else comes.
@@ -345,20 +320,10 @@ def test_who_relays_to_the_right_listener_can_not_speak_afterwards(jobs):
 @pytest.mark.parametrize(
     ("sent", "error"),
     [
-        (
-            b"GET / HTTP/1.1\r\nHost: example.org\r\nAccept: */*\r\n\r\n",
-            "ProtocolError",
-        ),
         (pack_header(FrameType.CHALLENGE, 33), "ProtocolError"),
         (pack_header(FrameType.DATA, 32) + b"x" * 32, "ProtocolError"),
         (pack_header(FrameType.REFUSAL, 4) + b"evil", "AuthenticationError"),
         (pack_header(FrameType.CHALLENGE, 32) + b"x", "EOFError"),
-        (
-            pack_header(FrameType.CHALLENGE, 32)
-            + bytes(32)
-            + pack_header(FrameType.HELLO, (1 << 16) + 1),
-            "ProtocolError",
-        ),
         (b"", "EOFError"),
     ],
 )
@@ -372,20 +337,6 @@ def test_other_beginnings_are_refused_without_repeating_them(pair, sent, error):
     assert "evil" not in str(caught.value)
 
 
-@pytest.mark.parametrize("text", [b"{", b"[]", b"\xff", b"{}", b'{"address": 3}'])
-def test_who_holds_the_secret_and_says_nonsense_is_refused(pair, text):
-    def client(end):
-        deadline = Deadline(5)
-        write_frame(end, FrameType.CHALLENGE, b"c" * 32, deadline)
-        _, nonce = read_frame(end, deadline)
-        write_frame(end, FrameType.HELLO, text, deadline)
-        proof = proof_of(SECRET, b"client", b"c" * 32, nonce, text)
-        write_frame(end, FrameType.PROOF, proof, deadline)
-
-    _, refused = both(pair, client, receive)
-    assert type(refused) is errors.ProtocolError
-
-
 def test_a_silent_side_is_left_at_the_deadline(pair):
     with pytest.raises(TimeoutError):
         receive(pair[1], seconds=0.1)
@@ -397,7 +348,7 @@ def test_a_silent_side_is_left_at_the_deadline(pair):
 def test_dialing_ends_when_it_is_cancelled(when):
     """The other side is frozen: its kernel accepts, and nothing answers."""
     with socket.create_server(("127.0.0.1", 0)) as frozen:
-        address = f"127.0.0.1:{frozen.getsockname()[1]}"
+        address = address_of(frozen)
         stop = Cancellation()
         if when == "before":
             stop.set()
@@ -411,8 +362,8 @@ def test_dialing_ends_when_it_is_cancelled(when):
                 end, _ = frozen.accept()
                 with end:
                     # It has begun to speak: the handshake waits for an answer now.
-                    read_frame(end, Deadline(10))
+                    read_frame(end, Deadline(60))
                     stop.set()
 
-        outcome = outcomes(2, lambda i: (dial, cancel)[i](i), 20.0)
+        outcome = outcomes(2, lambda i: (dial, cancel)[i](i), 40.0)
         assert outcome == [None, None]
