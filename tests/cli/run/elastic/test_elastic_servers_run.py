@@ -8,8 +8,6 @@ import subprocess
 
 import pytest
 
-from launching import launcher_in
-
 pytestmark = pytest.mark.timeout(90)
 
 # Each task ends when the test wants it; a server says how it was ended.
@@ -20,16 +18,11 @@ wait_for(f"end-{kind}")
 """
 
 
-@pytest.fixture
-def launcher(tmp_path):
-    with launcher_in(tmp_path) as launcher:
-        yield launcher
-
-
-def begin(launcher, *options, script=SCRIPT, size=2, servers=2):
+def begin(launcher, *options, script=SCRIPT, size=2, servers=2, **more):
     process = launcher.start(
         *("-n", size, "--ps", servers, "--elastic", *options, "script.py"),
         script=script,
+        **more,
     )
     launcher.wait_for(*(f"worker-{rank}" for rank in range(size)))
     launcher.wait_for(*(f"ps-{index}" for index in range(servers)))
@@ -49,37 +42,19 @@ def finish(launcher, process, *kinds):
     return process.returncode, out, err
 
 
-def test_one_of_two_servers_is_lost(launcher):
-    process = begin(launcher)
+def test_a_server_is_lost_and_the_other_is_ended_when_no_worker_is_left(launcher):
+    process = begin(launcher, quick=True)
     kill(launcher, "ps-1")
     line = next(line for line in process.stderr if "ended by signal" in line)
     assert line.startswith("kerasdist run: server 1 (127.0.0.1:")
     assert line.endswith("; the others go on\n")
-    code, _, err = finish(launcher, process, "worker", "ps")
-    assert code == 0
-    assert err.splitlines()[-1] == (
-        "kerasdist run: finished: rank 0, rank 1; lost: server 1 (SIGKILL)"
-    )
-
-
-def test_the_last_server_is_lost(launcher):
-    process = begin(launcher, servers=1)
-    kill(launcher, "ps-0")
-    code, _, err = finish(launcher, process)
-    assert code == 137
-    assert "server 0 was ended by signal SIGKILL" in err
-    assert "the other workers and servers were ended\n" in err
-
-
-@pytest.mark.parametrize("lost", [False, True])
-def test_servers_are_ended_when_no_worker_is_left(launcher, lost):
-    process = begin(launcher)
-    if lost:
-        kill(launcher, "worker-1")
+    kill(launcher, "worker-1")
     code, _, err = finish(launcher, process, "worker")
-    assert code == 0
-    assert ("lost: rank 1 (SIGKILL)" in err) is lost
-    assert "server" not in err.partition("finished")[2]
+    lost = "lost: rank 1 (SIGKILL), server 1 (SIGKILL)"
+    assert (code, err.splitlines()[-1]) == (
+        0,
+        f"kerasdist run: finished: rank 0; {lost}",
+    )
 
 
 def test_servers_wait_for_workers_that_are_started_again(launcher):
