@@ -291,7 +291,7 @@ def test_tagged_output_and_logs(launcher):
     chief = [line for line in out.splitlines() if not line.startswith("[")]
     assert chief == [line.format("worker-0") for line in whole]
     assert err.endswith("err\n")
-    log = (launcher.folder / "a/b/rank-1.log").read_text().split("\n")
+    log = (launcher.folder / "a/b/rank-1.log").read_bytes().decode().split("\n")
     assert log[:-2] == ["err", *(line.format("worker-1") for line in whole)]
     assert launcher.temporary() == []
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
 from kerasdist.cli.run.gpus.division import Division, divide, in_words
 
 NAMES = [f"GPU-{i}" for i in range(8)]
@@ -57,19 +55,16 @@ def test_a_worker_gets_one_part_of_a_gpu() -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    ("option", "begin", "remedy"),
-    [
+def test_too_few_are_a_fault() -> None:
+    for option, begin, remedy in [
         ("auto", "b has 2 GPUs for 3 workers. Expected at least", "--gpus none"),
         ("1", "b has 2 GPUs for 3 workers, which isn't enough. Rec", "3 GPUs or more"),
-    ],
-)
-def test_too_few_are_a_fault(option: str, begin: str, remedy: str) -> None:
-    faults: list[str] = []
-    assert divide(option, NAMES[:2], 3, faults, "b").shares is None
-    (fault,) = faults
-    assert fault.startswith(begin)
-    assert remedy in fault
+    ]:
+        faults: list[str] = []
+        assert divide(option, NAMES[:2], 3, faults, "b").shares is None
+        (fault,) = faults
+        assert fault.startswith(begin)
+        assert remedy in fault
 
 
 def test_equal_hosts_are_said_together() -> None:
