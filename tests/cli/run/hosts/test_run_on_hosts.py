@@ -87,16 +87,14 @@ def test_workers_run_on_their_hosts(hosts: SshHosts, launcher: Launcher) -> None
 
 def test_the_first_failure_is_shown(hosts: SshHosts, launcher: Launcher) -> None:
     script = """
+    import atexit
     if rank == 1:
-        try:
-            raise ValueError("made")
-        finally:
-            atexit.register(os._exit, 7)
+        atexit.register(os._exit, 7)
+        raise ValueError("made")
     hang()
-    """.replace("    if", "    import atexit\n    if", 1)
-    code, _, err = launcher.run(
-        *arguments(hosts, 1, 1), "script.py", script=script, quick=True
-    )
+    """
+    options = arguments(hosts, 1, 1)
+    code, _, err = launcher.run(*options, "script.py", script=script, quick=True)
     assert code == 7
     assert "rank 1 failed with exit code 7" in err
     assert "ValueError: made" in err

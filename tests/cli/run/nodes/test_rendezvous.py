@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from kerasdist.cli.run.nodes.options import NodeOptions
 from kerasdist.cli.run.nodes.rendezvous import RendezvousError, meeting
-from launching import launcher_in
 from workers import free_ports
 
 
@@ -29,12 +26,3 @@ def test_an_address_of_another_host() -> None:
         meeting(options, 1, 0, b"secret" * 8),
     ):
         pass
-
-
-def test_a_range_of_hosts(tmp_path: Path) -> None:
-    with launcher_in(tmp_path) as launcher:
-        options = ("--nnodes", "2:4", "--rendezvous", "a:29400", "-n", 1)
-        code, _, err = launcher.run(*options, "script.py", script="")
-    assert code == 2
-    assert "--nnodes must be one number" in err
-    assert "Received: --nnodes 2:4. Start 4 hosts with --nnodes 4 --elastic" in err
