@@ -27,134 +27,83 @@ from kerasdist.transport.log import background_log
 PLAIN = """
 [all is well] 3 2
 => 0
-
 [an exit] 3
-rank 1 ends 7, prints I go
-=> 7
+rank 1 ends 7, prints I go => 7
 rank 1 failed with exit code 7; ENDED
 rank 1 left no traceback; the end of rank 1's output:
 > I go
 all of its output: LOG
-
 [a job of one] 1
-rank 0 ends 3
-=> 3
+rank 0 ends 3 => 3
 rank 0 failed with exit code 3
-
 [a signal] 2
-rank 1 ends -9
-=> 137
+rank 1 ends -9 => 137
 rank 1 KILLED; ENDED
 rank 1 left no traceback; and no output
-
 [who is blamed ends last] 3
-rank 2 blames rank 1
-rank 2 ends 1
-rank 0 blames rank 1
-rank 0 raises WorkerLost 1
-rank 1 ends 9, error
-=> 9
+rank 2 blames rank 1; rank 2 ends 1; rank 0 blames rank 1; rank 0 raises WorkerLost 1
+rank 1 ends 9, error => 9
 rank 1 failed with exit code 9; ENDED
 the end of rank 1's output:
 > ERROR
 all of its output: LOG
 afterwards rank 0 failed with exit code 1: WorkerLost: gone
 afterwards rank 2 failed with exit code 1
-
 [the chief, which has printed its error] 2
-rank 1 blames rank 0
-rank 1 ends 1
-rank 0 raises ValueError 5
-=> 5
+rank 1 blames rank 0; rank 1 ends 1; rank 0 raises ValueError 5 => 5
 rank 0 failed with exit code 5; ENDED
 afterwards rank 1 failed with exit code 1
-
 [an early end without an error] 2
-rank 1 ends 0
-rank 0 blames rank 1
-rank 0 raises WorkerLost 1
-=> 1
+rank 1 ends 0; rank 0 blames rank 1; rank 0 raises WorkerLost 1 => 1
 rank 0 failed with exit code 1; ENDED
 before that, rank 1 ended with code 0 while others still needed it
 the end of rank 0's output:
 > Traceback (most recent call last): / WorkerLost: gone
-
 [one that is frozen] 2
-rank 0 blames rank 1
-rank 0 ends 1
-=> 1
+rank 0 blames rank 1; rank 0 ends 1 => 1
 rank 0 failed with exit code 1; ENDED
 before that, rank 1 was lost to the others, and had to be ended
-
 [one that had to be ended after its error] 2
-rank 0 blames rank 1
-rank 0 raises WorkerLost 1
-rank 1 ends -9, error, by us
-=> 1
+rank 0 blames rank 1; rank 0 raises WorkerLost 1; rank 1 ends -9, error, by us => 1
 rank 0 failed with exit code 1; ENDED
 before that, rank 1 was lost to the others, and had to be ended
 the end of rank 1's output:
 > ERROR
 all of its output: LOG
 rank 0: WorkerLost: gone
-
 [ranks that differ, by the time of their tracebacks] 3
-rank 0 blames none
-rank 0 ends 3
-rank 1 ends 4, error at 990
-rank 2 ends 5
-=> 4
+rank 0 blames none; rank 0 ends 3; rank 1 ends 4, error at 990; rank 2 ends 5 => 4
 rank 1 failed with exit code 4; ENDED
 the end of rank 1's output:
 > ERROR
 all of its output: LOG
 afterwards rank 0 failed with exit code 3
 afterwards rank 2 failed with exit code 5
-
 [a log that another process writes to after the end] 2
-rank 1 ends 4, error at 2000
-rank 0 ends 3
-=> 4
+rank 1 ends 4, error at 2000; rank 0 ends 3 => 4
 rank 1 failed with exit code 4; ENDED
 the end of rank 1's output:
 > ERROR
 all of its output: LOG
 afterwards rank 0 failed with exit code 3
-
 [the last job of a script, its first report] 3
-rank 0 blames rank 1
-rank 1 blames rank 2 in job 2
-rank 1 ends 1
-rank 0 blames rank 1 in job 2
-rank 0 ends 1
-rank 2 ends 8
-=> 8
+rank 0 blames rank 1; rank 1 blames rank 2 in job 2; rank 1 ends 1
+rank 0 blames rank 1 in job 2; rank 0 ends 1; rank 2 ends 8 => 8
 rank 2 failed with exit code 8; ENDED
 rank 2 left no traceback; and no output
 afterwards rank 0 failed with exit code 1
 afterwards rank 1 failed with exit code 1
-
 [the same error on all ranks] 2
-rank 1 raises ValueError 1
-rank 0 raises ValueError 1
-=> 1
+rank 1 raises ValueError 1; rank 0 raises ValueError 1 => 1
 rank 1 failed with exit code 1; ENDED
 rank 1 ended with the error of rank 0, which stands above
 afterwards rank 0 failed with exit code 1
-
 [a server that gave up] 1 1
-server 0 says gave_up
-server 0 ends 1
-rank 0 ends 6
-=> 6
+server 0 says gave_up; server 0 ends 1; rank 0 ends 6 => 6
 rank 0 failed with exit code 6; ALL ENDED
 afterwards server 0 failed with exit code 1
-
 [a server that is blamed ends last] 2 2
-rank 1 blames server 1
-rank 1 ends 1
-server 1 ends 6
-=> 6
+rank 1 blames server 1; rank 1 ends 1; server 1 ends 6 => 6
 server 1 failed with exit code 6; ALL ENDED
 server 1 left no traceback; and no output
 afterwards rank 1 failed with exit code 1
@@ -162,160 +111,91 @@ afterwards rank 1 failed with exit code 1
 
 ASYNCHRONOUS = """
 [a killed worker] 3 1
-server 0 says begun
-rank 1 ends -9
-=> 0
+server 0 says begun; rank 1 ends -9 => 0
 rank 1 was lost: it KILLED; the others go on
 the job has finished without rank 1
-
 [an error of its own] 3 1
-server 0 says begun
-rank 1 ends 2, error
-=> 2
+server 0 says begun; rank 1 ends 2, error => 2
 rank 1 was lost: it failed with exit code 2; the others go on
 the job has finished without rank 1
 rank 1 failed with exit code 2 by itself: this is no success
 the end of rank 1's output:
 > ERROR
 all of its output: LOG
-
 [a crash is one, too] 2 1
-server 0 says begun
-rank 1 ends -6
-=> 134
+server 0 says begun; rank 1 ends -6 => 134
 rank 1 was lost: it was ended by signal SIGABRT (6); the others go on
 the job has finished without rank 1
 rank 1 was ended by signal SIGABRT (6) by itself: this is no success
 rank 1 left no traceback; and no output
-
 [without the chief] 2 1
-server 0 says begun
-rank 0 ends -15
-=> 143
+server 0 says begun; rank 0 ends -15 => 143
 rank 0 was lost: it was ended by signal SIGTERM (15); the others go on
 the job has finished without rank 0
 that was the chief: what it alone writes, the model for instance, may be missing, so
   this is no success
-
 [one that server 0 doesn't hear] 2 1
-server 0 says begun
-server 0 says lost 1
-1.0 s later
-rank 1 ends -9, by us
-=> 0
+server 0 says begun; server 0 says lost 1; 1.0 s later; rank 1 ends -9, by us => 0
 rank 1 was lost: nothing was received from it; the others go on
 the job has finished without rank 1
-
 [one that ends soon after that] 2 1
-server 0 says begun
-server 0 says lost 1
-0.9 s later
-rank 1 ends -9
-=> 0
+server 0 says begun; server 0 says lost 1; 0.9 s later; rank 1 ends -9 => 0
 rank 1 was lost: it KILLED; the others go on
 the job has finished without rank 1
-
 [one that wakes up too late has made no mistake] 2 1
-server 0 says begun
-server 0 says lost 1
-1.0 s later
-rank 1 blames server 0
-rank 1 ends 1
-=> 0
+server 0 says begun; server 0 says lost 1; 1.0 s later; rank 1 blames server 0
+rank 1 ends 1 => 0
 rank 1 was lost: nothing was received from it; the others go on
 the job has finished without rank 1
-
 [all workers, the first one counts] 2 1
-server 0 says begun
-rank 1 ends -9
-rank 0 ends -15
-=> 137
+server 0 says begun; rank 1 ends -9; rank 0 ends -15 => 137
 rank 1 was lost: it KILLED; the others go on
 rank 0 was lost: it was ended by signal SIGTERM (15)
 rank 1 KILLED; ALL ENDED
 rank 1 left no traceback; and no output
 afterwards rank 0 was ended by signal SIGTERM (15)
-
 [one before all servers have begun] 3 2
-server 0 says begun
-server 0 says begun
-rank 1 ends -9
-=> 137
+server 0 says begun; server 0 says begun; rank 1 ends -9 => 137
 rank 1 KILLED; ALL ENDED
 rank 1 left no traceback; and no output
-
 [a server] 2 2
-server 0 says begun
-server 1 says begun
-server 1 ends -9
-=> 137
+server 0 says begun; server 1 says begun; server 1 ends -9 => 137
 server 1 KILLED; ALL ENDED
 server 1 left no traceback; and no output
-
 [a failure of all] 2 1
-server 0 says begun
-server 0 says failed
-rank 1 ends 1
-rank 0 ends 1
-=> 1
+server 0 says begun; server 0 says failed; rank 1 ends 1; rank 0 ends 1 => 1
 rank 1 failed with exit code 1; ALL ENDED
 rank 1 left no traceback; and no output
 afterwards rank 0 failed with exit code 1
-
 [another process takes its place] 2 1
-server 0 says begun
-rank 1 ends -9
-server 0 says joined 1
-=> 0
+server 0 says begun; rank 1 ends -9; server 0 says joined 1 => 0
 rank 1 was lost: it KILLED; the others go on
 rank 1 joined again
-
 [and that one is lost, too] 2 1
-server 0 says begun
-rank 1 ends -9
-server 0 says joined 1
-server 0 says lost 1
-=> 0
+server 0 says begun; rank 1 ends -9; server 0 says joined 1; server 0 says lost 1 => 0
 rank 1 was lost: it KILLED; the others go on
 rank 1 joined again
 rank 1 was lost: it KILLED; the others go on
 the job has finished without rank 1
-
 [a server that may be started again] 2 1
-server 0 says begun, waits 30
-server 0 ends -9
-rank 1 ends -9
-=> 0
+server 0 says begun, waits 30; server 0 ends -9; rank 1 ends -9 => 0
 server 0 was lost: it KILLED; the workers wait 30 s for it to be started again
 rank 1 was lost: it KILLED; the others go on
 the job has finished without rank 1
-
 [and is not] 2 1
-server 0 says begun, waits 30
-server 0 ends -9
-rank 1 blames server 0
-rank 1 ends 1
+server 0 says begun, waits 30; server 0 ends -9; rank 1 blames server 0; rank 1 ends 1
 => 137
 server 0 was lost: it KILLED; the workers wait 30 s for it to be started again
 server 0 KILLED; ALL ENDED
 server 0 left no traceback; and no output
 afterwards rank 1 failed with exit code 1
-
 [a server with an error isn't waited for] 2 1
-server 0 says begun, waits 30
-server 0 ends 1
-=> 1
+server 0 says begun, waits 30; server 0 ends 1 => 1
 server 0 failed with exit code 1; ALL ENDED
 server 0 left no traceback; and no output
-
 [who was lost before is no witness] 3 2
-server 0 says begun
-server 1 says begun
-server 1 says lost 1
-rank 1 blames server 1
-rank 2 blames rank 1
-rank 2 ends 1
-=> 1
+server 0 says begun; server 1 says begun; server 1 says lost 1; rank 1 blames server 1
+rank 2 blames rank 1; rank 2 ends 1 => 1
 rank 2 failed with exit code 1; ALL ENDED
 before that, rank 1 was lost to the others, and had to be ended
 rank 2 left no traceback; and no output
@@ -323,46 +203,31 @@ rank 2 left no traceback; and no output
 
 ELASTIC = """
 [a killed worker] 3 0 restarts=0
-rank 1 ends -9
-=> 0
+rank 1 ends -9 => 0
 rank 1 (HOST) KILLED; the others go on
 finished: rank 0, rank 2; lost: rank 1 (SIGKILL)
-
 [a killed chief] 3 0 restarts=0
-rank 0 ends -9
-epoch 1 has 2 1 after 0.25 s
-epoch 0 has 1 2 after 9.0 s
-epoch 2 has 2 after 0.25 s
-=> 0
+rank 0 ends -9; epoch 1 has 2 1 after 0.25 s; epoch 0 has 1 2 after 9.0 s
+epoch 2 has 2 after 0.25 s => 0
 rank 0 (HOST) KILLED; the others go on
 rank 2 is the chief from step 5 on: its output is shown from here
 finished: rank 1, rank 2; lost: rank 0 (SIGKILL); pauses: 2, 0.50 s in all
-
 [an error] 3 0 restarts=0
-rank 1 ends 3, prints the reason
-=> 0
+rank 1 ends 3, prints the reason => 0
 rank 1 (HOST) failed with exit code 3; the others go on
 rank 1 left no traceback; the end of rank 1's output:
 > the reason
 finished: rank 0, rank 2; lost: rank 1 (exit code 3)
-
 [an error that follows from a loss] 2 0 restarts=0
-rank 0 blames rank 1
-rank 0 raises WorkerLost 1
-rank 1 ends -9
-=> 137
+rank 0 blames rank 1; rank 0 raises WorkerLost 1; rank 1 ends -9 => 137
 rank 0 (HOST) failed with exit code 1, because another task was lost
 rank 1 (HOST) KILLED
 rank 1 KILLED; ENDED
 rank 1 left no traceback; and no output
 afterwards rank 0 failed with exit code 1: WorkerLost: gone
 finished: none; lost: rank 0 (exit code 1), rank 1 (SIGKILL)
-
 [all of them, the first one counts] 3 0 restarts=0
-rank 1 ends -9
-rank 0 ends -15
-rank 2 ends -9
-=> 137
+rank 1 ends -9; rank 0 ends -15; rank 2 ends -9 => 137
 rank 1 (HOST) KILLED; the others go on
 rank 0 (HOST) was ended by signal SIGTERM (15); the others go on
 rank 2 (HOST) KILLED
@@ -371,36 +236,18 @@ rank 1 left no traceback; and no output
 afterwards rank 0 was ended by signal SIGTERM (15)
 afterwards rank 2 KILLED
 finished: none; left: rank 0; lost: rank 1 (SIGKILL), rank 2 (SIGKILL)
-
 [the last one was asked to leave] 2 0 restarts=0
-rank 0 ends -9
-rank 1 ends -15
-=> 143
+rank 0 ends -9; rank 1 ends -15 => 143
 rank 0 (HOST) KILLED; the others go on
 rank 1 (HOST) was ended by signal SIGTERM (15)
 finished: none; left: rank 1; lost: rank 0 (SIGKILL)
-
 [who was asked to leave isn't started again] 2 0 restarts=3
-rank 1 ends -15
-100 s later
-again: none
-=> 0
+rank 1 ends -15; 100 s later; again: none => 0
 rank 1 (HOST) was ended by signal SIGTERM (15); the others go on; it isn't started again
 finished: rank 0; left: rank 1
-
 [restarts are counted for all, and the pauses grow] 2 0 restarts=3
-rank 1 ends -9
-1.0 s later
-again: rank 1
-rank 1 ends -9
-1.9 s later
-again: none
-0.1 s later
-again: rank 1
-rank 0 ends -9
-1.0 s later
-again: rank 0
-rank 1 ends -9
+rank 1 ends -9; 1.0 s later; again: rank 1; rank 1 ends -9; 1.9 s later; again: none
+0.1 s later; again: rank 1; rank 0 ends -9; 1.0 s later; again: rank 0; rank 1 ends -9
 => 0
 rank 1 (HOST) KILLED; the others go on; it is started again in 1 s (restart 1 of 3)
 rank 1 (HOST) KILLED; the others go on; it is started again in 2 s (restart 2 of 3)
@@ -408,45 +255,23 @@ rank 0 (HOST) KILLED; the others go on; it is started again in 1 s (restart 3 of
 rank 1 (HOST) KILLED; the others go on
 finished: rank 0; lost: rank 0 (SIGKILL), rank 1 (SIGKILL, SIGKILL, SIGKILL); started
   again: rank 0 (once), rank 1 (2 times)
-
 [all are started again, and rank 0 is the chief] 2 0 restarts=2
-rank 0 ends -9
-epoch 1 has 1 after 0 s
-rank 1 ends -9
-1.1 s later
-again: rank 0, rank 1
-epoch 0 has 0 1 after 0 s
-=> 0
+rank 0 ends -9; epoch 1 has 1 after 0 s; rank 1 ends -9; 1.1 s later
+again: rank 0, rank 1; epoch 0 has 0 1 after 0 s => 0
 rank 0 (HOST) KILLED; the others go on; it is started again in 1 s (restart 1 of 2)
 rank 1 is the chief from step 5 on: its output is shown from here
 rank 1 (HOST) KILLED; it is started again in 1 s (restart 2 of 2)
 finished: rank 0, rank 1; lost: rank 0 (SIGKILL), rank 1 (SIGKILL); started again: rank
   0 (once), rank 1 (once)
-
 [when one has finished none is started again] 2 0 restarts=3
-rank 1 ends -9
-rank 0 ends 0
-100 s later
-again: none
-=> 0
+rank 1 ends -9; rank 0 ends 0; 100 s later; again: none => 0
 rank 1 (HOST) KILLED; the others go on; it is started again in 1 s (restart 1 of 3)
 finished: rank 0; lost: rank 1 (SIGKILL)
-
 [one that the launcher had to end] 3 0 restarts=0
-epoch 1 has 0 2 after 0.5 s
-rank 1 ends -9, by us
-=> 0
+epoch 1 has 0 2 after 0.5 s; rank 1 ends -9, by us => 0
 finished: rank 0, rank 2; lost: rank 1 (ended by the launcher); pauses: 1, 0.50 s in all
-
-[one of two servers] 2 2 restarts=0
-server 1 ends -9
-=> 0
-server 1 (HOST) KILLED; the others go on
-finished: rank 0, rank 1; lost: server 1 (SIGKILL)
-
 [the last server] 2 1 restarts=0
-server 0 ends -9
-=> 137
+server 0 ends -9 => 137
 server 0 (HOST) KILLED
 server 0 KILLED; ALL ENDED
 server 0 left no traceback; and no output
@@ -547,7 +372,7 @@ class Played:
                     )
                     self.tasks[self.tasks.index(each)] = again
             case _:
-                raise ValueError(event)
+                assert not event
         self.outcome.read()
 
     def end(self, task, code, *more):
@@ -613,7 +438,7 @@ CASES = [
         ("asynchronous", ASYNCHRONOUS),
         ("elastic", ELASTIC),
     )
-    for case in table.strip().split("\n\n")
+    for case in re.split(r"(?m)^(?=\[)", table)[1:]
 ]
 
 
@@ -628,8 +453,8 @@ def test_the_outcome(play, lines, capsys, case):
         if value
     }
     played = play(*(int(size) for size in sizes if size.isdigit()), **options)
-    for event in events:
-        played.happen(event)
+    for event in "; ".join(events).split("; "):
+        played.happen(event.strip())
     code = played.finish()
     printed = "\n".join(lines())
     printed = re.sub(r"(?m)^(all of its output: ).*", r"\1LOG", printed)

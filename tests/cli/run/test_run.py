@@ -138,26 +138,6 @@ def test_a_module_a_secret_and_a_library(launcher):
     assert secrets[2] == "s" * 16
 
 
-def test_a_dead_workers_port_is_closed(launcher):
-    code, out, err = launcher.run(
-        *("-n", 2, "script.py"),
-        script="""
-        import socket
-        host, port = config["cluster"]["worker"][1].split(":")
-        if rank == 1:
-            os.close(int(os.environ["KERASDIST_LISTEN_FD"]))
-            mark("closed")
-            wait_for("asked")
-        else:
-            wait_for("closed")
-            with socket.socket() as client:
-                print(client.connect_ex((host, int(port))) != 0)
-            mark("asked")
-        """,
-    )
-    assert (code, out) == (0, "True\n"), err
-
-
 # --- what can't be started ---
 
 

@@ -7,7 +7,6 @@ import shlex
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -251,33 +250,6 @@ def test_a_cut_network(hosts: SshHosts, launcher: Launcher) -> None:
         hosts.join(2)
 
 
-TRAIN = """
-import keras, numpy as np
-import kerasdist
-
-x = np.random.default_rng(0).normal(size=(64, 4)).astype("float32")
-with kerasdist.RingStrategy().scope():
-    keras.utils.set_random_seed(1)
-    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
-    model.compile("sgd", "mse")
-history = model.fit(x, x[:, :1], epochs=2, verbose=2).history["loss"]
-mark(f"loss-{rank}", json.dumps(history))
-"""
-
-
-def test_the_commands_of_the_readme(hosts: SshHosts, launcher: Launcher) -> None:
-    """The last one, with its script, on two hosts; the installation is a soak test."""
-    _, words, script = readme(hosts)
-    (launcher.folder / "train.py").write_text(f"{script}{SHOW}")
-    launcher.env["CUDA_VISIBLE_DEVICES"] = "-1"
-    job = launcher.start(*words[2:-1], "--ssh", hosts.ssh, words[-1])
-    out, err = job.communicate(timeout=100)
-    assert job.returncode == 0, err
-    assert "Epoch 5/5" in out
-    first, second = (launcher.folder / f"weights-{rank}" for rank in (0, 1))
-    assert first.read_text() == second.read_text()
-
-
 SHOW = """
 from pathlib import Path
 import kerasdist
@@ -286,58 +258,27 @@ Path(f"weights-{strategy.rank}").write_text(str(model.get_weights()))
 """
 
 
-def readme(hosts: SshHosts) -> tuple[list[str], list[str], str]:
-    """Return the two commands for two hosts in README.md, in words, and its script."""
+def test_the_commands_of_the_readme(hosts: SshHosts, launcher: Launcher) -> None:
+    """The last one, with its script, on two hosts."""
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     lines = text.split("## Several machines")[1].splitlines()
-    shown = [line for line in lines if line.startswith("    ")]
-    commands = [shlex.split(line) for line in shown[:2]]
+    shown = [line for line in lines if line.startswith("    ")][:2]
+    shown = [shlex.split(line) for line in shown]
+    assert shown[0][:2] == ["pip", "install"]
     for host in (1, 2):
-        commands[1] = [
-            word.replace(f"host{host}", hosts.address(host)) for word in commands[1]
-        ]
+        address = hosts.address(host)
+        shown[1] = [word.replace(f"host{host}", address) for word in shown[1]]
+    kerasdist, verb, *options, path = shown[1]
+    assert (kerasdist, verb, options[0]) == ("kerasdist", "run", "-H")
     diff = text.split("```diff\n")[1].split("```")[0].splitlines()
     script = "".join(f"{line[1:]}\n" for line in diff if not line.startswith("-"))
-    assert commands[0][:2] == ["pip", "install"]
-    assert commands[1][:3] == ["kerasdist", "run", "-H"]
-    return commands[0], commands[1], script
-
-
-@pytest.mark.soak
-@pytest.mark.timeout(400)
-def test_from_nothing_to_a_job_on_two_hosts(
-    hosts: SshHosts, launcher: Launcher
-) -> None:
-    """In five minutes. The hosts have the same disk, so it is installed once."""
-    install, words, script = readme(hosts)
-    (launcher.folder / "train.py").write_text(f"{script}{SHOW}")
-    began = time.monotonic()
-    environment = launcher.folder / "venv"
-    subprocess.run([sys.executable, "-m", "venv", environment], check=True, timeout=60)
-    subprocess.run(
-        [environment / "bin" / install[0], *install[1:]],
-        cwd=ROOT,
-        check=True,
-        timeout=300,
-        stdout=subprocess.DEVNULL,
-    )
-    plain = {name: v for name, v in launcher.env.items() if name != "PYTHONPATH"}
-    done = subprocess.run(
-        [
-            *hosts.prefix(0),
-            *(str(environment / "bin" / words[0]), *words[1:-1]),
-            *("--ssh", hosts.ssh, words[-1]),
-        ],
-        cwd=launcher.folder,
-        env={**plain, "CUDA_VISIBLE_DEVICES": "-1"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "Epoch 5/5" in done.stdout
-    assert time.monotonic() - began < 300
+    (launcher.folder / path).write_text(f"{script}{SHOW}")
+    launcher.env["CUDA_VISIBLE_DEVICES"] = "-1"
+    code, out, err = launcher.run(*options, "--ssh", hosts.ssh, path, within=100.0)
+    assert code == 0, err
+    assert "Epoch 5/5" in out
+    first, second = launcher.wait_for("weights-0", "weights-1")
+    assert first == second
 
 
 _FAKETIME = sorted(Path("/usr/lib").glob("*/faketime/libfaketimeMT.so.1"))
@@ -349,7 +290,18 @@ if rank == 1 and preload not in os.environ.get("LD_PRELOAD", ""):
     os.environ["FAKETIME_DONT_FAKE_MONOTONIC"] = "1"
     os.execv(sys.executable, sys.orig_argv)
 mark(f"time-{rank}", time.time())
+import keras, numpy as np
+import kerasdist
 from kerasdist import callbacks
+
+x = np.random.default_rng(0).normal(size=(64, 4)).astype("float32")
+with kerasdist.RingStrategy().scope():
+    keras.utils.set_random_seed(1)
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+more = [callbacks.Timeline("timeline"), callbacks.ScalingTensorBoard("board")]
+history = model.fit(x, x[:, :1], batch_size=2, epochs=2, verbose=2, callbacks=more)
+mark(f"loss-{rank}", json.dumps(history.history["loss"]))
 """
 
 
@@ -357,11 +309,7 @@ from kerasdist import callbacks
 @pytest.mark.skipif(not _FAKETIME, reason="libfaketime isn't installed")
 def test_a_clock_an_hour_off(hosts: SshHosts, launcher: Launcher) -> None:
     """Numbers, the timeline and the charts are as usual."""
-    script = CLOCK.replace("LIBRARY", str(_FAKETIME[0])) + TRAIN.replace(
-        "verbose=2",
-        'verbose=2, batch_size=2, callbacks=[callbacks.Timeline("timeline"), '
-        'callbacks.ScalingTensorBoard("board")]',
-    )
+    script = CLOCK.replace("LIBRARY", str(_FAKETIME[0]))
     code, out, err = launcher.run(
         *arguments(hosts, 1, 1),
         *("-x", "CUDA_VISIBLE_DEVICES", "--output", "all", "script.py"),
@@ -377,43 +325,20 @@ def test_a_clock_an_hour_off(hosts: SshHosts, launcher: Launcher) -> None:
     assert right < 100_000
 
 
-ELASTIC = """
-import keras, numpy as np
-import kerasdist
-
-x = np.random.default_rng(0).normal(size=(640, 4)).astype("float32")
-with kerasdist.RingStrategy().scope():
-    keras.utils.set_random_seed(1)
-    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
-    model.compile("sgd", "mse")
-
-class Pace(keras.callbacks.Callback):
-    def on_train_batch_end(self, batch, logs=None):
-        again = os.environ["KERASDIST_INCARNATION"]
-        mark(f"up-{rank}-{again}", os.getpid())
-        time.sleep(0.01)
-
-    def on_epoch_end(self, epoch, logs=None):
-        if Path("up-1-1").exists():
-            self.model.stop_training = True
-
-model.fit(x, x[:, :1], epochs=1000, verbose=0, callbacks=[Pace()])
-mark(f"done-{rank}")
-"""
-
-
-@pytest.mark.soak
 def test_a_lost_worker_of_an_elastic_job(hosts: SshHosts, launcher: Launcher) -> None:
-    """It is started again on its host, at its address, and joins."""
-    job = launcher.start(
-        *arguments(hosts, 1, 1),
-        *("--elastic", "--restarts", 1, "-x", "CUDA_VISIBLE_DEVICES", "script.py"),
-        script=ELASTIC,
-    )
+    """It is started again on its host, at its address."""
+    script = """
+    mark(f"up-{rank}-" + os.environ["KERASDIST_INCARNATION"], os.getpid())
+    address = config["cluster"]["worker"][rank].rpartition(":")[0]
+    names = subprocess.run(["hostname", "-I"], capture_output=True, text=True).stdout
+    wait_for("up-1-1")
+    sys.exit(address not in names)
+    """
+    options = (*arguments(hosts, 1, 1), "--elastic", "--restarts", 1)
+    job = launcher.start(*options, "script.py", script=script)
     _, pid = launcher.pids("up-0-0", "up-1-0")
     os.kill(pid, signal.SIGKILL)
-    _, err = job.communicate(timeout=100)
+    _, err = job.communicate(timeout=60)
     assert job.returncode == 0, err
     assert f"rank 1 ({hosts.address(2)}:" in err
-    assert (launcher.folder / "done-0").exists(), err
-    assert (launcher.folder / "done-1").exists(), err
+    assert "finished: rank 0, rank 1; lost: rank 1 (SIGKILL); started again: " in err
