@@ -91,7 +91,7 @@ def test_faults_are_named_with_what_to_do(doctor, listener, closed):
     config = tf_config(0, listener, closed, "no-such-host.invalid:1")
     secret = "don't show me to anybody"
     env = {"TF_CONFIG": config, "KERASDIST_SECRET": secret}
-    code, out, _ = doctor("--timeout", "0.5", **env)
+    code, out, _ = doctor("--timeout", "1", **env)
     assert code == 1
     assert "this is rank 0 of 3 (worker 0), by TF_CONFIG\n" in out
     assert f"FAULT this task can't listen at {listener}: Address already in use" in out
@@ -113,14 +113,12 @@ def test_wrong_settings_dont_stop_the_rest(doctor):
 
 def test_json_has_the_findings(doctor, closed):
     config = tf_config(0, "127.0.0.1:1", closed)
-    code, out, _ = doctor("--json", "--timeout", "0.1", TF_CONFIG=config)
+    code, out, _ = doctor("--json", "--timeout", "1", TF_CONFIG=config)
     assert code == 1
     document = json.loads(out)
     assert list(document)[:4] == ["command", "kerasdist", "ok", "error"]
-    assert [document[key] for key in ("command", "ok", "error")] == [
-        *("doctor", False),
-        None,
-    ]
+    assert (document["command"], document["ok"]) == ("doctor", False)
+    assert document["error"] is None
     names = [section["name"] for section in document["sections"]]
     assert names[0] == "versions"
     assert names[-3:] == ["own port", "peers", "devices"]
@@ -150,22 +148,17 @@ def test_a_wrong_timeout(capfd, seconds):
 # --- its findings ---
 
 
-def test_versions():
+def test_versions(monkeypatch):
     found = machine.check_versions({})
     assert set(levels(found)) == {"ok"}
     found = machine.check_versions({"KERAS_BACKEND": "jax", "TF_USE_LEGACY_KERAS": "1"})
     assert levels(found)[-2:] == ["fault", "fault"]
     assert "KERAS_BACKEND='jax'" in found[-2].text
-
-
-def test_versions_that_are_missing_or_too_old(monkeypatch):
     # Installing an old TensorFlow for this would take minutes.
-    monkeypatch.setattr(
-        machine.importlib.metadata,
-        "version",
-        {"tensorflow": "2.9.1", "numpy": "2.0"}.__getitem__,
-    )
-    monkeypatch.setattr(machine.importlib.metadata, "PackageNotFoundError", KeyError)
+    metadata = machine.importlib.metadata
+    versions = {"tensorflow": "2.9.1", "numpy": "2.0"}
+    monkeypatch.setattr(metadata, "version", versions.__getitem__)
+    monkeypatch.setattr(metadata, "PackageNotFoundError", KeyError)
     texts = {finding.text: finding for finding in machine.check_versions({})}
     old = texts["tensorflow 2.9.1 is too old, at least 2.18 is needed"]
     assert old.level == "fault"
@@ -276,15 +269,23 @@ def test_own_port_faults(listener):
         assert found == []
 
 
-def test_peers(listener, closed):
-    cluster = cluster_of("127.0.0.1:1", listener, closed)
-    one, two = cluster_check.check_peers(cluster, 0.5)
-    assert one.level == "ok"
-    assert one.text == f"rank 1 ({listener}) accepts connections"
-    assert two.level == "fault"
-    assert two.text == (
-        f"rank 2 ({closed}) can't be reached: connection refused: nothing listens there"
+def test_peers_and_servers(listener, closed):
+    place = {"size": 2, "workers": (closed, "127.0.0.1:1"), "servers": (listener,)}
+    worker = Cluster(rank=1, **place)
+    one, two = sorted(cluster_check.check_peers(worker, 1.5), key=lambda f: f.text)
+    assert (one.level, one.text) == (
+        "fault",
+        f"rank 0 ({closed}) can't be reached: connection refused: nothing listens "
+        "there",
     )
+    assert (two.level, two.text) == (
+        "ok",
+        f"server 0 ({listener}) accepts connections",
+    )
+    place = {"size": 1, "workers": (listener,), "servers": ("127.0.0.1:1",)}
+    server = Cluster(rank=None, task_type="ps", **place)
+    (found,) = cluster_check.check_peers(server, 30.0)
+    assert found.text == f"rank 0 ({listener}) accepts connections"
 
 
 def test_a_peer_that_comes_later_is_found():
@@ -320,23 +321,9 @@ def test_a_probe_that_hangs_doesnt_hang_us():
     ]
 
 
-def test_servers_are_peers_too(listener, closed):
-    cluster = Cluster(rank=0, size=1, workers=("127.0.0.1:1",), servers=(listener,))
-    (found,) = cluster_check.check_peers(cluster, 0.2)
-    assert found.text == f"server 0 ({listener}) accepts connections"
-    server = Cluster(
-        rank=None, size=1, workers=(closed,), servers=(listener,), task_type="ps"
-    )
-    (found,) = cluster_check.check_peers(server, 0.2)
-    assert found.text.startswith(f"rank 0 ({closed}) can't be reached")
-
-
 def test_shared_memory():
     (found,) = machine.check_shared_memory()
-    assert (found.level, found.text) == (
-        "ok",
-        "workers of this machine can share memory",
-    )
+    assert (found.level, found.text[:7]) == ("ok", "workers")
     before, most = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 19, most))
     try:

@@ -18,21 +18,3 @@ def test_the_pause_grows_with_each_restart_of_a_worker_up_to_a_minute():
     assert pauses == [1, 2, 4, 8, 16, 32, 60, 60, 60]
     assert restarts.schedule(worker(0, 10_000), 0.0) == 60
     assert restarts.schedule(worker(1), 0.0) == 1
-
-
-def test_each_is_started_once_in_its_time():
-    restarts = Restarts(2)
-    first, second = worker(0), worker(1)
-    assert restarts.next_in(10.0) is None
-    restarts.schedule(first, 10.0)
-    restarts.schedule(second, 10.5)
-    assert restarts.schedule(worker(2), 10.5) is None
-    assert restarts.next_in(10.25) == 0.75
-    assert restarts.take_due(10.75) == []
-    assert restarts.take_due(11.0) == [first]
-    assert restarts.take_due(11.0) == []
-    assert restarts.pending
-    assert restarts.next_in(20.0) == 0.0
-    restarts.cancel()
-    assert restarts.take_due(20.0) == []
-    assert not restarts.pending
