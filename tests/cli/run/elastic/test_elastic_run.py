@@ -150,35 +150,6 @@ def test_the_new_chiefs_output_takes_the_place_of_the_old_ones(launcher, output)
         assert "[1] third of 1" in out
 
 
-def test_the_chief_of_a_real_job_is_lost(launcher):
-    script = """
-    import numpy as np
-    from kerasdist.cluster import resolve
-    from kerasdist.collectives.elastic.connect import connect_elastic
-    from kerasdist.transport.timeouts import Timeouts
-
-    job = connect_elastic(resolve(None), timeouts=Timeouts(startup=30, heartbeat=5))
-    mark(f"up-{rank}-0", os.getpid())
-    while job.communicator.size == 3:
-        job.communicator.all_reduce([np.ones(10, np.float32)])
-        time.sleep(0.01)
-    print("size", job.communicator.size, "of", rank)
-    job.communicator.barrier()
-    job.close()
-    """
-    process = begin(launcher, script=script)
-    kill(launcher, 0)
-    assert "rank 1 is the chief from step" in wait_until_said(process, "is the chief")
-    code, out, err = finish(launcher, process)
-    assert code == 0
-    # A thread writes the warning.
-    size, warning = sorted(out.splitlines(), reverse=True)
-    assert size == "size 2 of 1"
-    assert warning.startswith("kerasdist: rank 0 (127.0.0.1:")
-    assert "was lost at step" in warning
-    assert "finished: rank 1, rank 2; lost: rank 0 (SIGKILL); pauses: 1, " in err
-
-
 # --- restarts ---
 
 # The socket of the launcher is in use: the others connect.
@@ -267,46 +238,3 @@ def test_ctrl_c_on_a_terminal_reaches_a_restarted_chief_once(launcher):
         assert opened.wait() == 130
         launcher.wait_for("tidied-0", "tidied-1")
         launcher.nothing_runs(within=5.0)
-
-
-# --- with `fit` ---
-
-FIT = """
-import keras
-import numpy as np
-import kerasdist
-
-strategy = kerasdist.RingStrategy()
-keras.utils.set_random_seed(1)
-x = np.random.default_rng(0).normal(size=(640, 8)).astype("float32")
-y = x[:, :3].argmax(1)
-with strategy.scope():
-    model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(3, "softmax")])
-    model.compile("adam", "sparse_categorical_crossentropy")
-
-
-class Slow(keras.callbacks.Callback):
-    def on_train_batch_end(self, batch, logs=None):
-        time.sleep(0.1)
-        mark(f"stepped-{rank}")
-
-
-history = model.fit(x, y, batch_size=64, epochs=4, verbose=0, callbacks=[Slow()])
-print("EPOCHS", history.epoch, strategy.size)
-"""
-
-
-@pytest.mark.soak
-def test_the_next_start_continues_after_a_signal_to_the_launcher(launcher):
-    options = ("--elastic", "script.py")
-    process = launcher.start("-n", 2, *options, script=FIT)
-    launcher.wait_for("stepped-0", "stepped-1")
-    process.send_signal(signal.SIGTERM)
-    out, err = process.communicate(timeout=60)
-    assert process.returncode == 143
-    assert "The next start of this script continues there" in out + err
-    code, out, err = launcher.run("-n", 3, *options, script=FIT)
-    assert code == 0, err
-    assert "EPOCHS [0, 1, 2, 3] 3\n" in out
-    assert "`fit` continues after step" in out + err
-    assert list((launcher.folder / ".kerasdist").iterdir()) == []

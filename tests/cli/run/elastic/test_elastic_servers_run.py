@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 
@@ -105,12 +106,14 @@ def test_a_real_job_loses_a_worker_and_a_server(launcher):
     process = begin(launcher, script=script, size=3)
     launcher.wait_for("connected-0", "connected-1", "connected-2")
     kill(launcher, "worker-0")
-    next(line for line in process.stderr if "is the chief" in line)
+    line = next(line for line in process.stderr if "is the chief" in line)
+    assert "rank 1 is the chief from step" in line
     kill(launcher, "ps-0")
     code, out, err = finish(launcher, process)
     assert code == 0, err
     assert "size 2 of 1" in out
-    assert "kerasdist: rank 0 (127.0.0.1:" in out
+    (warning,) = re.findall(r"kerasdist: rank 0 \(127.0.0.1:.*", out)
+    assert "was lost at step" in warning
     assert "server 0 (127.0.0.1:" in out
     lost = "lost: rank 0 (SIGKILL), server 0 (SIGKILL); pauses: "
     assert f"finished: rank 1, rank 2; {lost}" in err
