@@ -378,37 +378,24 @@ def test_nobody_waits_for_what_is_stopped_when_all_others_have_ended(launcher):
 
 def test_a_launcher_whose_output_nobody_reads_ends_the_job_all_the_same(launcher):
     """It tells of the frozen task first: with `2>&1 | less` that once was all."""
-    reading, writing = os.pipe()
-    process = subprocess.Popen(
-        launcher.command(
-            *("-n", 2, "script.py"),
-            script="""
-            if rank == 1:
-                mark("up-1", os.getpid())
-                wait_for("never")
-            """,
-            quick=True,
-        ),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=writing,
-        cwd=launcher.folder,
-        env=launcher.env,
-        start_new_session=True,
+    process = launcher.start(
+        *("-n", 2, "script.py"),
+        script="""
+        if rank == 1:
+            mark("up-1", os.getpid())
+            wait_for("never")
+        """,
+        quick=True,
     )
-    launcher.processes.append(process)
     (pid,) = launcher.pids("up-1")
-    os.set_blocking(writing, False)
-    with contextlib.suppress(BlockingIOError):
-        while True:
-            os.write(writing, bytes(4096))
-    os.set_blocking(writing, True)
-    os.close(writing)
+    pipe = f"/proc/self/fd/{process.stderr.fileno()}"
+    full = contextlib.suppress(BlockingIOError)
+    with open(os.open(pipe, os.O_WRONLY | os.O_NONBLOCK), "wb", 0) as writing, full:
+        while os.write(writing.fileno(), b"x" * 4096):
+            pass
     os.kill(pid, signal.SIGSTOP)
     wait_until(lambda: not psutil.pid_exists(pid), "the end of rank 1")
-    with os.fdopen(reading, "rb") as pipe:
-        said = pipe.read()
-    assert b"kerasdist run: rank 1 was stopped by a signal" in said
+    assert "kerasdist run: rank 1 was stopped by a signal" in process.stderr.read()
     assert process.wait(30) == 1
 
 
@@ -493,26 +480,11 @@ def test_a_second_signal_doesnt_wait(launcher):
 
 
 def test_a_signal_that_is_ignored_stays_ignored(launcher):
-    code = (
-        "import signal, sys, os; signal.signal(signal.SIGHUP, signal.SIG_IGN); "
-        "os.execv(sys.executable, sys.argv[1:])"
+    process = launcher.start(
+        *("-n", 2, "script.py"),
+        script='mark(f"up-{rank}", os.getpid()); wait_for("go")',
+        before="import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)",
     )
-    command = launcher.command(
-        "-n",
-        2,
-        "script.py",
-        script="""
-        mark(f"up-{rank}", os.getpid())
-        wait_for("go")
-    """,
-    )
-    process = subprocess.Popen(
-        [sys.executable, "-c", code, *command],
-        cwd=launcher.folder,
-        env=launcher.env,
-        start_new_session=True,
-    )
-    launcher.processes.append(process)
     launcher.pids("up-0", "up-1")
     process.send_signal(signal.SIGHUP)
     (launcher.folder / "go").touch()
