@@ -78,9 +78,7 @@ def worker_function():
 
 
 def test_results_of_closures_by_rank_and_the_chiefs_output(
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """The workers have this process's environment, folder, path and arguments."""
     (tmp_path / "mine.py").write_text("VALUE = 7\n")

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 import pty
+import re
 import secrets
 import select
 import subprocess
@@ -23,7 +24,15 @@ import psutil
 from waiting import wait_until
 from workers import TAG, kill_tagged, python_env
 
-__all__ = ["HANG", "PRELUDE", "Launcher", "Terminal", "launcher_in", "terminals_of"]
+__all__ = [
+    "HANG",
+    "PRELUDE",
+    "Launcher",
+    "Terminal",
+    "launcher_in",
+    "terminals_of",
+    "wait_until_said",
+]
 
 PRELUDE = """
 import json, os, signal, subprocess, sys, time
@@ -127,6 +136,14 @@ class Launcher:
         out, err = process.communicate(timeout=within)
         return process.returncode, out, err
 
+    def finish(self, process, *names):
+        """Make the files for which the tasks wait; return as `run` does."""
+        for name in names or ("enough",):
+            (self.folder / name).touch()
+        out, err = process.communicate(timeout=60)
+        self.nothing_runs(within=5.0)
+        return process.returncode, out, err
+
     def wait_for(self, *names):
         """Wait until the workers have made these files; return their texts."""
         wait_until(lambda: all((self.folder / n).exists() for n in names), names)
@@ -173,6 +190,14 @@ def launcher_in(folder):
             if child.status() == psutil.STATUS_ZOMBIE:
                 with contextlib.suppress(ChildProcessError):
                     os.waitpid(child.pid, os.WNOHANG)
+
+
+def wait_until_said(process, text):
+    """Read what a launcher says until this; return that line, without its port."""
+    for line in process.stderr:
+        if text in line:
+            return re.sub(r"\(127\.0\.0\.1:\d+\)", "(HOST)", line)
+    raise AssertionError(f"{text!r} was never said")
 
 
 class Terminal:

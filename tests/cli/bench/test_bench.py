@@ -69,8 +69,7 @@ def test_steps_end_in_the_midst_of_fit(launcher: Launcher) -> None:
 
 @pytest.mark.soak
 @pytest.mark.parametrize(
-    ("options", "kind", "epochs"),
-    [((), "ring", 1), (("-n", 2, "--ps", 1), "async", 3)],
+    ("options", "kind", "epochs"), [((), "ring", 1), (("-n", 2, "--ps", 1), "async", 3)]
 )
 def test_fit_has_fewer_steps_or_asynchronous_ones(
     launcher: Launcher, options: tuple[object, ...], kind: str, epochs: int

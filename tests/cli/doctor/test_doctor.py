@@ -278,10 +278,7 @@ def test_peers_and_servers(listener, closed):
         f"rank 0 ({closed}) can't be reached: connection refused: nothing listens "
         "there",
     )
-    assert (two.level, two.text) == (
-        "ok",
-        f"server 0 ({listener}) accepts connections",
-    )
+    assert (two.level, two.text) == ("ok", f"server 0 ({listener}) accepts connections")
     place = {"size": 1, "workers": (listener,), "servers": ("127.0.0.1:1",)}
     server = Cluster(rank=None, task_type="ps", **place)
     (found,) = cluster_check.check_peers(server, 30.0)

@@ -9,6 +9,7 @@ import signal
 import pytest
 
 from kerasdist.ps.tables.snapshot import path_of
+from launching import wait_until_said
 from waiting import wait_until
 
 pytestmark = pytest.mark.timeout(60)
@@ -68,27 +69,12 @@ def script_of(body=GO_ON, heartbeat=10.0, **settings):
     return text.replace("BODY", body).replace("HEARTBEAT", str(heartbeat))
 
 
-def finish(launcher, process):
-    (launcher.folder / "enough").touch()
-    out, err = process.communicate(timeout=40)
-    launcher.nothing_runs(within=5.0)
-    return process.returncode, out, err
-
-
 def begin(launcher, script, workers=3, servers=2, **more):
     process = launcher.start(
         *("-n", workers, "--ps", servers, "script.py"), script=script, **more
     )
     launcher.wait_for(*(f"going-{rank}" for rank in range(workers)))
     return process
-
-
-def wait_until_said(process, text):
-    """Reads what the launcher says until this; returns that line."""
-    for line in process.stderr:
-        if text in line:
-            return line
-    raise AssertionError(f"{text!r} was never said")
 
 
 def test_a_frozen_worker_is_told_and_ended_with_the_job(launcher):
@@ -99,7 +85,7 @@ def test_a_frozen_worker_is_told_and_ended_with_the_job(launcher):
     assert line.startswith(
         "kerasdist run: rank 1 was lost: nothing was received from it"
     )
-    code, _, err = finish(launcher, process)
+    code, _, err = launcher.finish(process)
     assert (code, err) == (0, "kerasdist run: the job has finished without rank 1\n")
 
 
@@ -110,7 +96,7 @@ def test_a_failure_of_all_is_no_loss(launcher):
         "if rank: client.communicator.barrier()\nclient.communicator.all_gather(1)"
     )
     process = begin(launcher, script_of(body), servers=1)
-    code, _, err = finish(launcher, process)
+    code, _, err = launcher.finish(process)
     assert code == 1
     assert "CollectiveMismatch" in err
     assert "the others go on" not in err
@@ -124,7 +110,7 @@ def test_a_server_that_has_lost_its_worker_isnt_the_first(launcher):
     )
     script = script_of(body, mode="async")
     process = begin(launcher, script, workers=1, servers=1, before=PATIENT)
-    code, _, err = finish(launcher, process)
+    code, _, err = launcher.finish(process)
     assert code == 6, err
     assert "rank 0 failed with exit code 6; the other workers and servers" in err
     assert "afterwards server 0 failed with exit code 1" in err
@@ -145,7 +131,7 @@ def test_who_has_lost_a_server_isnt_the_first(launcher):
     os._exit(6)""",
     )
     process = begin(launcher, script, workers=2, servers=1, before=PATIENT)
-    code, _, err = finish(launcher, process)
+    code, _, err = launcher.finish(process)
     assert code == 6, err
     assert "server 0 failed with exit code 6" in err
     for worker in range(2):
@@ -171,7 +157,7 @@ def test_another_process_may_take_a_lost_workers_place(launcher):
     second = by_hand(launcher, "worker", 1)
     launcher.wait_for("going-1")
     wait_until_said(process, "rank 1 joined again")
-    assert finish(launcher, process) == (0, "", "")
+    assert launcher.finish(process) == (0, "", "")
     assert second.wait(20) == 0
 
 
@@ -198,7 +184,7 @@ def test_a_lost_server_may_be_started_again(launcher):
     (launcher.folder / "going-1").unlink()
     third = by_hand(launcher, "worker", 1)
     launcher.wait_for("going-1")
-    code, _, err = finish(launcher, process)
+    code, _, err = launcher.finish(process)
     # The new server has no launcher to tell that the worker's place was taken.
     assert (code, err) == (0, "kerasdist run: the job has finished without rank 1\n")
     assert third.wait(20) == 0

@@ -9,7 +9,7 @@ import socket
 
 import pytest
 
-from launching import terminals_of
+from launching import terminals_of, wait_until_said
 
 pytestmark = pytest.mark.timeout(90)
 
@@ -22,25 +22,9 @@ def begin(launcher, *options, script, size=3, **more):
     return process
 
 
-def finish(launcher, process):
-    (launcher.folder / "enough").touch()
-    out, err = process.communicate(timeout=40)
-    launcher.nothing_runs(within=5.0)
-    return process.returncode, out, err
-
-
 def kill(launcher, rank, incarnation=0, number=signal.SIGKILL):
     (pid,) = launcher.pids(f"up-{rank}-{incarnation}")
     os.kill(pid, number)
-
-
-def wait_until_said(process, text):
-    """Read what the launcher says until this; return the line with ports left out."""
-    for line in process.stderr:
-        if text in line:
-            begin, address, rest = line.partition("(127.0.0.1:")
-            return f"{begin}(HOST){rest.partition(')')[2]}" if address else line
-    raise AssertionError(f"{text!r} was never said")
 
 
 # --- losses ---
@@ -85,7 +69,7 @@ wait_for("enough")
 
 def test_a_worker_that_is_no_member_any_more_is_ended_when_the_members_have(launcher):
     process = begin(launcher, script=MEMBERS, quick=True)
-    code, _, err = finish(launcher, process)
+    code, _, err = launcher.finish(process)
     assert (code, err.splitlines()[-1]) == (
         0,
         "kerasdist run: finished: rank 0, rank 2; lost: rank 1 (ended by the "
@@ -136,7 +120,7 @@ def test_the_new_chiefs_output_takes_the_place_of_the_old_ones(launcher, output)
         "from here\n"
     )
     (launcher.folder / "shown").touch()
-    code, out, err = finish(launcher, process)
+    code, out, err = launcher.finish(process)
     assert code == 0
     assert "is the chief" not in err  # once, though all members report it
     assert err.endswith("pauses: 1, 0.25 s in all\n")
@@ -204,7 +188,7 @@ def test_a_restarted_worker_has_its_task_and_its_listening_socket(launcher):
     assert ask(launcher) == "1"
     kill(launcher, 2)
     launcher.wait_for("up-2-1")
-    code, _, err = finish(launcher, process)
+    code, _, err = launcher.finish(process)
     assert (code, err.splitlines()[-1]) == (
         0,
         "kerasdist run: finished: rank 0, rank 1, rank 2; lost: rank 1 (SIGKILL), rank "

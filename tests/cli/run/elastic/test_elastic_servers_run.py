@@ -9,6 +9,8 @@ import subprocess
 
 import pytest
 
+from launching import wait_until_said
+
 pytestmark = pytest.mark.timeout(90)
 
 # Each task ends when the test wants it; a server says how it was ended.
@@ -35,22 +37,14 @@ def kill(launcher, task):
     os.kill(pid, signal.SIGKILL)
 
 
-def finish(launcher, process, *kinds):
-    for kind in kinds:
-        (launcher.folder / f"end-{kind}").touch()
-    out, err = process.communicate(timeout=40)
-    launcher.nothing_runs(within=5.0)
-    return process.returncode, out, err
-
-
 def test_a_server_is_lost_and_the_other_is_ended_when_no_worker_is_left(launcher):
     process = begin(launcher, quick=True)
     kill(launcher, "ps-1")
-    line = next(line for line in process.stderr if "ended by signal" in line)
-    assert line.startswith("kerasdist run: server 1 (127.0.0.1:")
+    line = wait_until_said(process, "ended by signal")
+    assert line.startswith("kerasdist run: server 1 (HOST)")
     assert line.endswith("; the others go on\n")
     kill(launcher, "worker-1")
-    code, _, err = finish(launcher, process, "worker")
+    code, _, err = launcher.finish(process, "end-worker")
     assert code == 0
     assert err.endswith(
         "finished: rank 0; lost: rank 1 (SIGKILL), server 1 (SIGKILL)\n"
@@ -67,7 +61,7 @@ def test_servers_wait_for_workers_that_are_started_again(launcher):
     kill(launcher, "worker-0")
     kill(launcher, "worker-1")
     launcher.wait_for("again-0", "again-1")
-    code, _, err = finish(launcher, process, "worker", "ps")
+    code, _, err = launcher.finish(process, "end-worker", "end-ps")
     assert code == 0
     assert "started again: rank 0 (once), rank 1 (once)" in err
 
@@ -106,10 +100,9 @@ def test_a_real_job_loses_a_worker_and_a_server(launcher):
     process = begin(launcher, script=script, size=3)
     launcher.wait_for("connected-0", "connected-1", "connected-2")
     kill(launcher, "worker-0")
-    line = next(line for line in process.stderr if "is the chief" in line)
-    assert "rank 1 is the chief from step" in line
+    assert "rank 1 is the chief from step" in wait_until_said(process, "the chief")
     kill(launcher, "ps-0")
-    code, out, err = finish(launcher, process)
+    code, out, err = launcher.finish(process)
     assert code == 0, err
     assert "size 2 of 1" in out
     (warning,) = re.findall(r"kerasdist: rank 0 \(127.0.0.1:.*", out)
@@ -142,7 +135,7 @@ wait_for("never")
         (pid,) = launcher.pids(server)
         os.kill(pid, 0)
     (launcher.folder / "checked").touch()
-    code, _, err = finish(launcher, process)
+    code, _, err = launcher.finish(process)
     assert (code, err.splitlines()[-1]) == (
         143,
         "kerasdist run: ended by SIGTERM; all workers and servers are ended",

@@ -55,14 +55,6 @@ def begin(launcher, *options, late=-1):
     )
 
 
-def finish(launcher, process):
-    (launcher.folder / "enough").touch()
-    out, err = process.communicate(timeout=40)
-    launcher.nothing_runs(within=5.0)
-    assert process.returncode == 0, err
-    return out, err
-
-
 def wait_for_size(launcher, size, *ranks):
     def sizes():
         return [(launcher.folder / f"size-{rank}").read_text() for rank in ranks]
@@ -78,7 +70,8 @@ def test_a_task_that_ended_before_it_listened(launcher):
     os.kill(pid, signal.SIGKILL)
     names = ("connected-0-0", "connected-1-1", "connected-2-0")
     assert launcher.wait_for(*names) == ["3", "3", "3"]
-    out, err = finish(launcher, process)
+    code, out, err = launcher.finish(process)
+    assert code == 0, err
     assert out == "size 3 of 0\n"
     assert "started again: rank 1 (once)" in err
 
@@ -89,7 +82,8 @@ def test_the_others_start_without_a_task_that_ended_before_it_listened(launcher)
     os.kill(pid, signal.SIGKILL)
     # Long before the start's time-out: the launcher has told them.
     assert launcher.wait_for("connected-1-0", "connected-2-0") == ["2", "2"]
-    _, err = finish(launcher, process)
+    code, _, err = launcher.finish(process)
+    assert code == 0, err
     assert "finished: rank 1, rank 2; lost: rank 0 (SIGKILL)\n" in err
 
 
@@ -105,7 +99,8 @@ def test_a_signal_adds_a_worker(launcher):
     wait_for_size(launcher, 2, 0, 2)
     process.send_signal(signal.SIGUSR1)
     wait_for_size(launcher, 3, 0, 1, 2)
-    out, err = finish(launcher, process)
+    code, out, err = launcher.finish(process)
+    assert code == 0, err
     assert "size 3 of 0\n" in out
     for rank in (1, 2):
         assert f"[{rank}] joined\n" in out

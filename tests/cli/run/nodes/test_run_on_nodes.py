@@ -208,8 +208,7 @@ def test_a_worker_is_lost(
     options = ["--elastic"] if elastic else []
     jobs = [
         launchers[host].start(
-            *("-n", 1, *options, *nodes(hosts, 2, host), "script.py"),
-            script=TRAIN,
+            *("-n", 1, *options, *nodes(hosts, 2, host), "script.py"), script=TRAIN
         )
         for host in (0, 1)
     ]
