@@ -70,7 +70,7 @@ def hang():
 HANG = "hang()\n"
 _QUICK = (
     "from kerasdist.cli.run import frozen, supervisor as s; frozen.SECONDS = 0.1; "
-    "s._TERM_TO_KILL = s._LET_LOST_END = 0.2"
+    "s.LET_THEM_FAIL = s._TERM_TO_KILL = s._LET_LOST_END = 0.2"
 )
 _MAIN = "import sys; from kerasdist.cli import main; sys.exit(main())"
 
@@ -105,7 +105,7 @@ class Launcher:
         Args:
             args: What follows `kerasdist run`.
             script: Makes `script.py` of it.
-            quick: Whether it ends frozen and lost tasks ten times as soon.
+            quick: Whether it ends tasks ten times as soon.
             before: What the launcher's process runs first, on one line.
             more: For `subprocess.Popen`.
         """

@@ -38,7 +38,7 @@ def test_logs_on_a_full_disk(disk: Path, launcher: Launcher) -> None:
     hang()
     """
     options = ("-n", 2, "--log-dir", disk / "logs", "script.py")
-    code, _, err = launcher.run(*options, script=script)
+    code, _, err = launcher.run(*options, script=script, quick=True)
     assert code == 1
     assert "rank 1 failed with exit code 1" in err
     assert f"the disk of {disk}/logs is full" in err
@@ -67,6 +67,7 @@ def test_no_folder_for_temporary_files(
     code, _, err = launcher.run(
         *("-n", 2, "--output", output, "script.py"),
         script='if rank:\n    raise ValueError("made")\nhang()',
+        quick=True,
     )
     assert code == 1
     assert "rank 1 failed with exit code 1" in err

@@ -494,6 +494,10 @@ def test_who_still_runs_in_an_elastic_job(play):
     assert not played.outcome.only_servers_running
     played.happen("rank 1 ends -9, by us")
     assert played.outcome.only_servers_running
+    played = play(2, 1, restarts=1)
+    for event in ("rank 0 ends -9", "rank 1 ends -9"):
+        played.happen(event)
+        assert not played.outcome.only_servers_running  # they wait for rank 0
 
 
 def test_an_elastic_job_grows_up_to_its_limit(play, lines):

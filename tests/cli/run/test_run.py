@@ -240,6 +240,7 @@ def test_logs_are_temporary_and_nothing_is_left_after_success(launcher):
         os.wait()
         subprocess.Popen(sleep)
         """,
+        quick=True,
     )
     assert (code, out) == (0, "out 0\n")
     (log,) = launcher.wait_for("log-1")
@@ -335,6 +336,7 @@ def test_a_server_that_crashes(launcher):
             os.kill(os.getpid(), signal.SIGSEGV)
         hang()
         """,
+        quick=True,
     )
     assert code == 128 + signal.SIGSEGV
     assert (

@@ -54,7 +54,7 @@ def test_a_signal_to_the_launcher_lets_the_workers_leave(launcher):
     assert launcher.wait_for("left-0", "left-1") == ["None", "None"]
 
 
-PAUSE = "from kerasdist.cli.run.elastic import restarts; restarts._FIRST_PAUSE = 2"
+PAUSE = "from kerasdist.cli.run.elastic import restarts; restarts._FIRST_PAUSE = 3"
 MEMBERS = """
 from kerasdist.transport.liveness.launcher_pipe import Reporter
 if rank == 1:
@@ -79,10 +79,10 @@ def test_a_worker_that_is_no_member_any_more_is_ended_when_the_members_have(laun
 
 def test_a_signal_to_the_launcher_starts_nothing_again(launcher):
     # Rank 1 lives for longer than the pause before the restart.
-    launcher.env["KERASDIST_GRACE_SECONDS"] = "1"
+    launcher.env["KERASDIST_GRACE_SECONDS"] = "2"
     process = begin(launcher, "--restarts", 3, script=MEMBERS, before=PAUSE)
     kill(launcher, 0)
-    wait_until_said(process, "started again in 2 s")
+    wait_until_said(process, "started again in 3 s")
     process.send_signal(signal.SIGTERM)
     _, err = process.communicate(timeout=60)
     launcher.nothing_runs(within=5.0)
@@ -177,7 +177,7 @@ def test_a_restarted_worker_has_its_task_and_its_listening_socket(launcher):
     assert wait_until_said(process, "ended by signal") == (
         "kerasdist run: rank 1 (HOST) was ended by signal SIGKILL (9), sent by another "
         "process, or by the system when memory ran out; the others go on; it is "
-        "started again in 2 s (restart 1 of 2)\n"
+        "started again in 3 s (restart 1 of 2)\n"
     )
     # Until then its port is closed, and no other process gets it.
     assert ask(launcher) == "Connection refused"

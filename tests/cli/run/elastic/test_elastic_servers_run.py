@@ -51,21 +51,6 @@ def test_a_server_is_lost_and_the_other_is_ended_when_no_worker_is_left(launcher
     )
 
 
-def test_servers_wait_for_workers_that_are_started_again(launcher):
-    script = SCRIPT.replace(
-        'mark(f"{kind}-{rank}"',
-        'number = os.environ["KERASDIST_INCARNATION"]\n'
-        'mark(f"{kind}-{rank}" if number == "0" else f"again-{rank}"',
-    )
-    process = begin(launcher, "--restarts", 2, script=script, servers=1)
-    kill(launcher, "worker-0")
-    kill(launcher, "worker-1")
-    launcher.wait_for("again-0", "again-1")
-    code, _, err = launcher.finish(process, "end-worker", "end-ps")
-    assert code == 0
-    assert "started again: rank 0 (once), rank 1 (once)" in err
-
-
 def test_a_real_job_loses_a_worker_and_a_server(launcher):
     script = """
     import numpy as np
@@ -125,7 +110,7 @@ mark(f"ready-{kind}-{rank}")
 wait_for("never")
 """,
     )
-    process = begin(launcher, script=script)
+    process = begin(launcher, script=script, quick=True)
     launcher.wait_for("ready-worker-0", "ready-worker-1")
     process.send_signal(signal.SIGTERM)
     # The workers need servers until they have left.
