@@ -193,10 +193,11 @@ def launcher_in(folder):
 
 
 def wait_until_said(process, text):
-    """Read what a launcher says until this; return that line, without its port."""
-    for line in process.stderr:
+    """Read what a launcher says until this; return that line, without ports."""
+    for found in process.stderr:
+        line = re.sub(r"\(127\.0\.0\.1:\d+\)", "(HOST)", found)
         if text in line:
-            return re.sub(r"\(127\.0\.0\.1:\d+\)", "(HOST)", line)
+            return line
     raise AssertionError(f"{text!r} was never said")
 
 

@@ -7,6 +7,7 @@ import signal
 
 import pytest
 
+from launching import wait_until_said
 from waiting import wait_until
 
 pytestmark = pytest.mark.timeout(90)
@@ -20,7 +21,7 @@ from kerasdist.transport.timeouts import Timeouts
 
 incarnation = int(os.environ["KERASDIST_INCARNATION"])
 mark(f"up-{rank}-{incarnation}", os.getpid())
-if LATE == rank and not incarnation:
+if rank in LATE and not incarnation:
     wait_for("never")
 start = os.environ.get("KERASDIST_START_WORKERS")
 job = connect_elastic(
@@ -49,7 +50,7 @@ job.close()
 """
 
 
-def begin(launcher, *options, late=-1):
+def begin(launcher, *options, late=()):
     return launcher.start(
         *("--elastic", *options, "script.py"), script=JOB.replace("LATE", str(late))
     )
@@ -63,28 +64,19 @@ def wait_for_size(launcher, size, *ranks):
     wait_until(lambda: sizes() == [str(size)] * len(ranks), f"{size} members")
 
 
-def test_a_task_that_ended_before_it_listened(launcher):
-    """One that is started again in time starts with the others."""
-    process = begin(launcher, "-n", 3, "--restarts", 1, late=1)
-    (pid,) = launcher.pids("up-1-0")
-    os.kill(pid, signal.SIGKILL)
-    names = ("connected-0-0", "connected-1-1", "connected-2-0")
-    assert launcher.wait_for(*names) == ["3", "3", "3"]
-    code, out, err = launcher.finish(process)
-    assert code == 0, err
-    assert out == "size 3 of 0\n"
-    assert "started again: rank 1 (once)" in err
-
-
-def test_the_others_start_without_a_task_that_ended_before_it_listened(launcher):
-    process = begin(launcher, "-n", 3, late=0)
-    (pid,) = launcher.pids("up-0-0")
-    os.kill(pid, signal.SIGKILL)
+def test_tasks_that_ended_before_they_listened(launcher):
+    """One that is started again starts with the others, which don't wait for others."""
+    process = begin(launcher, "-n", 3, "--restarts", 1, late=(0, 1))
+    first, second = launcher.pids("up-1-0", "up-0-0")
+    os.kill(first, signal.SIGKILL)
+    wait_until_said(process, "rank 1 (HOST) was")
+    os.kill(second, signal.SIGKILL)
     # Long before the start's time-out: the launcher has told them.
-    assert launcher.wait_for("connected-1-0", "connected-2-0") == ["2", "2"]
+    assert launcher.wait_for("connected-1-1", "connected-2-0") == ["2", "2"]
     code, _, err = launcher.finish(process)
     assert code == 0, err
-    assert "finished: rank 1, rank 2; lost: rank 0 (SIGKILL)\n" in err
+    lost = "lost: rank 0 (SIGKILL), rank 1 (SIGKILL); started again: rank 1 (once)"
+    assert f"finished: rank 1, rank 2; {lost}" in err
 
 
 def test_a_signal_adds_a_worker(launcher):
