@@ -15,6 +15,7 @@ from kerasdist.cli.run import outcome as plain_outcome
 from kerasdist.cli.run.elastic import outcome as elastic_outcome
 from kerasdist.cli.run.elastic.chief_output import ChiefOutput
 from kerasdist.cli.run.elastic.options import ElasticOptions
+from kerasdist.cli.run.elastic.restarts import Restarts
 from kerasdist.cli.run.job import JobSpec
 from kerasdist.cli.run.spawn import Started
 from kerasdist.transport.liveness.final_error import FinalError
@@ -498,6 +499,15 @@ def test_who_still_runs_in_an_elastic_job(play):
     for event in ("rank 0 ends -9", "rank 1 ends -9"):
         played.happen(event)
         assert not played.outcome.only_servers_running  # they wait for rank 0
+
+
+def test_the_pause_before_a_restart_grows_up_to_a_minute(play):
+    restarts = Restarts(100)
+    (task,) = play(1).tasks
+    pauses = []
+    for task.incarnation in (*range(9), 10_000, 0):
+        pauses.append(restarts.schedule(task, 0.0))
+    assert pauses == [1, 2, 4, 8, 16, 32, 60, 60, 60, 60, 1]
 
 
 def test_an_elastic_job_grows_up_to_its_limit(play, lines):
