@@ -42,7 +42,7 @@ rank 1 ends -9 => 137
 rank 1 KILLED; ENDED
 rank 1 left no traceback; and no output
 [who is blamed ends last] 3
-rank 2 blames rank 1; rank 2 ends 1; rank 0 blames rank 1; rank 0 raises WorkerLost 1
+rank 2 ends 1; rank 0 blames rank 1; rank 0 raises WorkerLost 1
 rank 1 ends 9, error => 9
 rank 1 failed with exit code 9; ENDED
 the end of rank 1's output:
@@ -135,6 +135,21 @@ rank 0 was lost: it was ended by signal SIGTERM (15); the others go on
 the job has finished without rank 0
 that was the chief: what it alone writes, the model for instance, may be missing, so
   this is no success
+[the chief and an error] 3 1
+server 0 says begun; rank 1 ends 2, prints x; rank 0 ends -15 => 143
+rank 1 was lost: it failed with exit code 2; the others go on
+rank 0 was lost: it was ended by signal SIGTERM (15); the others go on
+the job has finished without rank 0 and rank 1
+that was the chief: what it alone writes, the model for instance, may be missing, so
+  this is no success
+rank 1 failed with exit code 2 by itself: this is no success
+rank 1 left no traceback; the end of rank 1's output:
+> x
+all of its output: LOG
+[one that has learnt that it was lost itself] 2 1
+server 0 says begun; rank 1 blames rank 1; rank 1 ends -9 => 0
+rank 1 was lost: it KILLED; the others go on
+the job has finished without rank 1
 [one that server 0 doesn't hear] 2 1
 server 0 says begun; server 0 says lost 1; 1.0 s later; rank 1 ends -9, by us => 0
 rank 1 was lost: nothing was received from it; the others go on
@@ -258,16 +273,20 @@ finished: rank 0; lost: rank 0 (SIGKILL), rank 1 (SIGKILL, SIGKILL, SIGKILL); st
   again: rank 0 (once), rank 1 (2 times)
 [all are started again, and rank 0 is the chief] 2 0 restarts=2
 rank 0 ends -9; epoch 1 has 1 after 0 s; rank 1 ends -9; 1.1 s later
-again: rank 0, rank 1; epoch 0 has 0 1 after 0 s => 0
+again: rank 0, rank 1; epoch 0 has 0 1 after 0.25 s => 0
 rank 0 (HOST) KILLED; the others go on; it is started again in 1 s (restart 1 of 2)
 rank 1 is the chief from step 5 on: its output is shown from here
 rank 1 (HOST) KILLED; it is started again in 1 s (restart 2 of 2)
 finished: rank 0, rank 1; lost: rank 0 (SIGKILL), rank 1 (SIGKILL); started again: rank
-  0 (once), rank 1 (once)
+  0 (once), rank 1 (once); pauses: 1, 0.25 s in all
 [when one has finished none is started again] 2 0 restarts=3
 rank 1 ends -9; rank 0 ends 0; 100 s later; again: none => 0
 rank 1 (HOST) KILLED; the others go on; it is started again in 1 s (restart 1 of 3)
 finished: rank 0; lost: rank 1 (SIGKILL)
+[one that is lost when another has finished] 3 0 restarts=3
+rank 0 ends 0; rank 1 ends -9; 100 s later; again: none => 0
+rank 1 (HOST) KILLED; the others go on
+finished: rank 0, rank 2; lost: rank 1 (SIGKILL)
 [one that the launcher had to end] 3 0 restarts=0
 epoch 1 has 0 2 after 0.5 s; rank 1 ends -9, by us => 0
 finished: rank 0, rank 2; lost: rank 1 (ended by the launcher); pauses: 1, 0.50 s in all
@@ -469,6 +488,8 @@ def test_the_outcome(play, lines, capsys, case):
 @pytest.mark.parametrize(("servers", "kinds"), [(0, ""), (1, " and servers")])
 def test_an_end_from_outside(play, lines, servers, kinds):
     played = play(2, servers)
+    if servers:
+        played.happen("server 0 says begun")
     played.outcome.over = True
     played.happen("rank 1 ends -2")
     assert played.outcome.report(signal.SIGINT, launcher_lost=False) == 130
