@@ -9,6 +9,7 @@ import secrets
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -157,45 +158,31 @@ def test_two_nodes_of_a_trainjob(two_hosts: Hosts) -> None:
 
 
 # TF_CONFIG as services set it, see docs/cloud.md and docs/kubeflow.md.
-FORMS = {
-    "Vertex AI": (
-        {
-            "cluster": {
-                "chief": ["cmle-training-workerpool0-1-0:2222"],
-                "worker": ["cmle-training-workerpool1-1-0:2222"],
-            },
-            "environment": "cloud",
-            "job": '{"worker_pool_specs": []}',
+FORMS: dict[str, dict[str, Any]] = {
+    "Vertex AI": {
+        "cluster": {
+            "chief": ["cmle-training-workerpool0-1-0:2222"],
+            "worker": ["cmle-training-workerpool1-1-0:2222"],
         },
-        [("chief", 0), ("worker", 0)],
-    ),
-    "Azure ML": (
-        {
-            "cluster": {"worker": ["host0:2222", "host1:2222"]},
-            "environment": "cloud",
-        },
-        [("worker", 0), ("worker", 1)],
-    ),
-    "TFJob": (
-        {
-            "cluster": {
-                "worker": [
-                    "digits-worker-0.default.svc:2222",
-                    "digits-worker-1.default.svc:2222",
-                ]
-            },
-            "environment": "cloud",
-        },
-        [("worker", 0), ("worker", 1)],
-    ),
+        "job": '{"worker_pool_specs": []}',
+    },
+    "Azure ML": {"cluster": {"worker": ["host0:2222", "host1:2222"]}},
+    "TFJob": {
+        "cluster": {"worker": [f"digits-worker-{i}.default.svc:2222" for i in (0, 1)]}
+    },
 }
 
 
 @pytest.mark.parametrize("service", FORMS)
 def test_settings_of_services_are_accepted(service: str) -> None:
-    form, tasks = FORMS[service]
-    for rank, (kind, index) in enumerate(tasks):
-        settings = {**form, "task": {"type": kind, "index": index}}
+    form = FORMS[service]
+    tasks = [
+        {"type": kind, "index": index}
+        for kind, addresses in form["cluster"].items()
+        for index in range(len(addresses))
+    ]
+    for rank, task in enumerate(tasks):
+        settings = {**form, "environment": "cloud", "task": task}
         place = resolve(environ={"TF_CONFIG": json.dumps(settings)})
         assert (place.rank, place.size) == (rank, 2)
 

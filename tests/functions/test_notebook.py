@@ -46,22 +46,13 @@ def shown(until):
                 return text
     return text
 
-def wait_for(*names):
+def pids():  # when both workers are up
     end = time.monotonic() + 60
-    while not all(map(os.path.exists, names)):
+    while not (os.path.exists("up-0") and os.path.exists("up-1")):
         if time.monotonic() > end:
-            sys.exit(f"{names} didn't come")
+            sys.exit("they didn't come")
         time.sleep(0.01)
-
-def alive(*names):
-    found = []
-    for name in names:
-        try:
-            os.kill(int(open(name).read()), 0)
-        except ProcessLookupError:
-            continue
-        found.append(name)
-    return found
+    return [int(open(f"up-{rank}").read()) for rank in range(2)]
 
 try:
     begin('''
@@ -104,11 +95,11 @@ def hang():
     assert 'raise LookupError("made")  # here' in text, text
 
     begin("kerasdist.run(hang, n=2)")
-    wait_for("up-0", "up-1")
+    found = pids()
     manager.interrupt_kernel()
     text = shown(None)
     assert "KeyboardInterrupt" in text, text
-    assert alive("up-0", "up-1") == []
+    assert not any(os.path.exists(f"/proc/{pid}") for pid in found)
     os.remove("up-0")
     os.remove("up-1")
 
@@ -116,7 +107,7 @@ def hang():
     assert shown(None) == "'it goes on'"
 
     begin("kerasdist.run(hang, n=2)")
-    wait_for("up-0", "up-1")
+    pids()
 finally:
     manager.shutdown_kernel(now=True)
     client.stop_channels()

@@ -50,6 +50,18 @@ def start(launcher: Launcher, script: str) -> subprocess.Popen[bytes]:
     return launcher.start_plain("script.py", env={})
 
 
+def run_script(launcher: Launcher, *args: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *args],
+        cwd=launcher.folder,
+        env=launcher.env,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
 @functools.cache
 def worker_function():
     """A function that has a name in no module, as in a notebook."""
@@ -66,9 +78,7 @@ def worker_function():
 
 
 def test_results_of_closures_by_rank_and_the_chiefs_output(
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """The workers have this process's environment, folder, path and arguments."""
     (tmp_path / "mine.py").write_text("VALUE = 7\n")
@@ -90,14 +100,14 @@ def test_results_of_closures_by_rank_and_the_chiefs_output(
             "folder": os.getcwd(),
             "arguments": sys.argv,
             "python_path": os.environ.get("PYTHONPATH"),
-            "big": np.arange(13_000_000.0) if rank() else None,
+            "big": np.arange(2_000_000.0) if rank() else None,
         }
 
     found = kerasdist.run(
         function, 2, args=(2,), kwargs={"plus": 1}, env={"OTHER": "too"}
     )
-    # 100 MB.
-    np.testing.assert_array_equal(found[1].pop("big"), np.arange(13_000_000.0))
+    # 16 MB.
+    np.testing.assert_array_equal(found[1].pop("big"), np.arange(2_000_000.0))
     assert found[0].pop("big") is None
     assert found == [
         {
@@ -134,15 +144,7 @@ def test_a_script_runs_once_and_its_classes_are_the_same(launcher: Launcher) -> 
     print(kerasdist.run(lambda: 1 + 1, n=1))
     """
     (launcher.folder / "script.py").write_text(WHO + textwrap.dedent(script))
-    done = subprocess.run(
-        [sys.executable, "script.py"],
-        cwd=launcher.folder,
-        env=launcher.env,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    done = run_script(launcher, "script.py")
     assert done.returncode == 0, done.stderr
     # The launcher writes to this process's standard output by itself.
     assert done.stdout == "in the chief\n[(True, ('worker', 0))]\n[2]\n"
@@ -166,14 +168,12 @@ def test_the_first_error_is_raised_here(capsys: pytest.CaptureFixture[str]) -> N
     def function():
         if rank() == 1:
             raise LookupError("made")
-        time.sleep(100)
+        time.sleep(1000)
 
-    begin = time.monotonic()
     with pytest.raises(
         errors.FunctionError, match=r"^The function failed in rank 1: LookupError: made"
     ) as info:
         kerasdist.run(function, n=2)
-    assert time.monotonic() - begin < 60
     assert info.value.rank == 1
     assert info.value.traceback.startswith("Traceback (most recent call last)")
     # Our own frames aren't shown, but the line of the function is.
@@ -194,25 +194,11 @@ def test_the_first_error_is_raised_here(capsys: pytest.CaptureFixture[str]) -> N
         ("exit", r"^The function failed in rank 0: SystemExit: 3\. ", SystemExit),
         ("leave", r"^Rank 0 ended without a result\. Received: exit code 0", None),
         ("kill", r"^The process of rank 0 was ended by signal SIGKILL", None),
-        (
-            "result",
-            r"^The result of rank 0 can't be pickled: TypeError: .* "
-            r"Received: a result of type list",
-            TypeError,
-        ),
-        (
-            "load",
-            r"^The function can't be loaded in rank 0: ModuleNotFoundError: ",
-            ModuleNotFoundError,
-        ),
+        ("result", r"^The result of rank 0 can't be pickled: TypeError: ", TypeError),
+        ("load", r"^The function can't be loaded in rank 0: Mod", ModuleNotFoundError),
     ],
 )
-def test_other_ends(
-    how: str,
-    words: str,
-    cause: type | None,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_other_ends(how: str, words: str, cause: type | None) -> None:
     odd = _Odd
 
     def function():
@@ -231,7 +217,6 @@ def test_other_ends(
     with pytest.raises(errors.FunctionError, match=words) as info:
         kerasdist.run(function, n=1)
     assert type(info.value.__cause__) is (cause or type(None))
-    capsys.readouterr()
 
 
 def _of_a_lost_module():
@@ -247,7 +232,7 @@ def _of_a_lost_module():
 
 
 def test_elastic_jobs_have_the_error_of_a_lost_worker_in_its_place(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
+    tmp_path: Path,
 ) -> None:
     """A worker that is started again has a result; one that isn't has its error."""
     rank = worker_function()
@@ -280,7 +265,6 @@ def test_elastic_jobs_have_the_error_of_a_lost_worker_in_its_place(
     assert found[:2] == [0, 1]
     assert isinstance(found[2], errors.FunctionError)
     assert isinstance(found[2].__cause__, LookupError)
-    capsys.readouterr()
 
 
 # What is refused before anything starts.
@@ -328,15 +312,7 @@ def test_a_call_in_a_worker_is_refused(launcher: Launcher) -> None:
     (launcher.folder / "mine.py").write_text(
         "import kerasdist\ndef function(): pass\nkerasdist.run(function, n=1)\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", "import mine"],
-        cwd=launcher.folder,
-        env=launcher.env,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    done = run_script(launcher, "-c", "import mine")
     assert done.returncode == 1
     assert "ClusterError: `kerasdist.run` was called in a task of a job" in done.stderr
     assert 'under `if __name__ == "__main__":`' in done.stderr
@@ -345,6 +321,11 @@ def test_a_call_in_a_worker_is_refused(launcher: Launcher) -> None:
 # How it is ended.
 
 HANG = """
+def stop(*_):
+    raise SystemError("stop")
+
+signal.signal(signal.SIGALRM, stop)
+
 def hang():
     rank = who()[1]
     with open(f"up-{rank}.part", "w") as file:
@@ -359,18 +340,17 @@ except KeyboardInterrupt:
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL, signal.SIGALRM])
 def test_the_end_of_the_caller_is_that_of_the_workers(
     launcher: Launcher, number: signal.Signals
 ) -> None:
+    """By Ctrl-C, without a word, or by an exception of another handler."""
     job = start(launcher, HANG)
     launcher.wait_for("up-0", "up-1")
     job.send_signal(number)
-    assert job.wait(60) == (7 if number == signal.SIGINT else -number)
-    if number != signal.SIGINT:
-        launcher.nothing_runs()
-    else:
-        launcher.nothing_runs(within=0.5)
+    codes = {signal.SIGINT: 7, signal.SIGKILL: -9, signal.SIGALRM: 1}
+    assert job.wait(60) == codes[number]
+    launcher.nothing_runs(within=30.0 if number == signal.SIGKILL else 0.5)
 
 
 def test_a_lost_launcher_is_reported(launcher: Launcher) -> None:
@@ -388,17 +368,4 @@ except kerasdist.errors.FunctionError as error:
     sys.exit(7)
 """
     assert start(launcher, script).wait(60) == 7
-    launcher.nothing_runs(within=0.5)
-
-
-def test_an_exception_of_another_handler_ends_the_workers(launcher: Launcher) -> None:
-    script = """
-def stop(*_):
-    raise SystemError("stop")
-
-signal.signal(signal.SIGALRM, stop)
-signal.alarm(3)
-"""
-    job = start(launcher, script + HANG)
-    assert job.wait(60) == 1
     launcher.nothing_runs(within=0.5)

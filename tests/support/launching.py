@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 import pty
+import re
 import secrets
 import select
 import subprocess
@@ -24,7 +25,15 @@ from pace import bound
 from waiting import wait_until
 from workers import TAG, kill_tagged, python_env
 
-__all__ = ["HANG", "PRELUDE", "Launcher", "Terminal", "launcher_in", "terminals_of"]
+__all__ = [
+    "HANG",
+    "PRELUDE",
+    "Launcher",
+    "Terminal",
+    "launcher_in",
+    "terminals_of",
+    "wait_until_said",
+]
 
 PRELUDE = """
 import json, os, signal, subprocess, sys, time
@@ -60,7 +69,10 @@ def hang():
     wait_for("never")
 """
 HANG = "hang()\n"
-_QUICK = "from kerasdist.cli.run import frozen; frozen.SECONDS = 0.1"
+_QUICK = (
+    "from kerasdist.cli.run import frozen, supervisor as s; frozen.SECONDS = 0.1; "
+    "s.LET_THEM_FAIL = s._TERM_TO_KILL = s._LET_LOST_END = 0.2"
+)
 _MAIN = "import sys; from kerasdist.cli import main; sys.exit(main())"
 
 
@@ -94,7 +106,7 @@ class Launcher:
         Args:
             args: What follows `kerasdist run`.
             script: Makes `script.py` of it.
-            quick: Whether it looks for frozen tasks ten times as often.
+            quick: Whether it ends tasks ten times as soon.
             before: What the launcher's process runs first, on one line.
             more: For `subprocess.Popen`.
         """
@@ -123,6 +135,14 @@ class Launcher:
         """Run to the end; return the code, standard output, and standard error."""
         process = self.start(*args, script=script, **more)
         out, err = process.communicate(timeout=bound(within))
+        return process.returncode, out, err
+
+    def finish(self, process, *names):
+        """Make the files for which the tasks wait; return as `run` does."""
+        for name in names or ("enough",):
+            (self.folder / name).touch()
+        out, err = process.communicate(timeout=60)
+        self.nothing_runs(within=5.0)
         return process.returncode, out, err
 
     def wait_for(self, *names):
@@ -171,6 +191,15 @@ def launcher_in(folder):
             if child.status() == psutil.STATUS_ZOMBIE:
                 with contextlib.suppress(ChildProcessError):
                     os.waitpid(child.pid, os.WNOHANG)
+
+
+def wait_until_said(process, text):
+    """Read what a launcher says until this; return that line, without ports."""
+    for found in process.stderr:
+        line = re.sub(r"\(127\.0\.0\.1:\d+\)", "(HOST)", found)
+        if text in line:
+            return line
+    raise AssertionError(f"{text!r} was never said")
 
 
 class Terminal:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
 
 from kerasdist import cli
-from launching import launcher_in
+from kerasdist.cli.bench import worker
+from launching import Launcher
 
 _SCRIPT = """
 import sys
@@ -34,15 +36,15 @@ print("AFTER", flush=True)
 _PARTS = ("input", "compute", "update", "outside")
 
 
-def _bench(tmp_path: Path, *arguments: object) -> tuple[int, str, str]:
-    (tmp_path / "folder").mkdir()
-    (tmp_path / "folder" / "train.py").write_text(_SCRIPT)
-    (tmp_path / "folder" / "beside.py").write_text("ROWS = 640")
-    with launcher_in(tmp_path) as launcher:
-        launcher.verb = "bench"
-        code, out, err = launcher.run(*arguments, within=180.0)
-        launcher.nothing_runs()
-    assert not (tmp_path / "never").exists()
+def _bench(launcher: Launcher, *arguments: object) -> tuple[int, str, str]:
+    folder = launcher.folder / "folder"
+    folder.mkdir()
+    (folder / "train.py").write_text(_SCRIPT)
+    (folder / "beside.py").write_text("ROWS = 640")
+    launcher.verb = "bench"
+    code, out, err = launcher.run(*arguments, within=180.0)
+    launcher.nothing_runs()
+    assert not (launcher.folder / "never").exists()
     return code, out, err
 
 
@@ -55,9 +57,9 @@ def _check_report(out: str, err: str, workers: int) -> None:
     assert "Traceback" not in err
 
 
-def test_steps_end_in_the_midst_of_fit(tmp_path: Path) -> None:
+def test_steps_end_in_the_midst_of_fit(launcher: Launcher) -> None:
     script = ("folder/train.py", "ring", 1000)
-    code, out, err = _bench(tmp_path, "-n", 2, "--steps", 60, *script)
+    code, out, err = _bench(launcher, "-n", 2, "--steps", 60, *script)
     assert code == 0, err
     assert out == "__main__ ['ring', '1000']\n"
     _check_report(out, err, 2)
@@ -67,22 +69,24 @@ def test_steps_end_in_the_midst_of_fit(tmp_path: Path) -> None:
 
 @pytest.mark.soak
 @pytest.mark.parametrize(
-    ("options", "kind", "epochs"),
-    [((), "ring", 1), (("-n", 2, "--ps", 1), "async", 3)],
+    ("options", "kind", "epochs"), [((), "ring", 1), (("-n", 2, "--ps", 1), "async", 3)]
 )
 def test_fit_has_fewer_steps_or_asynchronous_ones(
-    tmp_path: Path, options: tuple[object, ...], kind: str, epochs: int
+    launcher: Launcher, options: tuple[object, ...], kind: str, epochs: int
 ) -> None:
-    code, out, err = _bench(tmp_path, *options, "folder/train.py", kind, epochs)
+    code, out, err = _bench(launcher, *options, "folder/train.py", kind, epochs)
     assert code == 0, err
     _check_report(out, err, 2 if options else 1)
 
 
-def test_no_fit_is_an_error(tmp_path: Path) -> None:
-    (tmp_path / "script.py").write_text("print('nothing')")
-    code, out, err = _bench(tmp_path, "script.py")
-    assert (code, out) == (1, "nothing\n")
-    assert "kerasdist bench found nothing to measure. The script ended without" in err
+def test_no_fit_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "script.py").write_text("")
+    monkeypatch.setattr(sys, "argv", ["worker", "60", str(tmp_path / "script.py")])
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    with pytest.raises(
+        SystemExit, match=r"^kerasdist bench found nothing to measure\."
+    ):
+        worker.main()
 
 
 def test_wrong_options(capsys: pytest.CaptureFixture[str]) -> None:

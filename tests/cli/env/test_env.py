@@ -34,13 +34,13 @@ def test_the_text_has_all_parts(capfd, monkeypatch):
     assert "can't be read" not in text
 
 
-def test_json_has_all_parts_and_asks_tensorflow(capfd, monkeypatch):
+def test_json_has_all_parts(capfd, monkeypatch):
     monkeypatch.setenv("TF_CONFIG", "")
-    assert cli.main(["env", "--json"]) == 0
+    assert cli.main(["env", "--json", "--no-tensorflow"]) == 0
     found = json.loads(capfd.readouterr().out)
     assert tuple(found) == ("command", "kerasdist", "ok", "error", *PARTS)
     assert (found["command"], found["ok"], found["error"]) == ("env", True, None)
-    assert "CPU:0" in found["gpus"]["TensorFlow"]["devices"]
+    assert found["gpus"]["TensorFlow"] == "not asked (--no-tensorflow)"
     assert found["memory"]["total_bytes"] > 10**8
     assert found["memory"]["/dev/shm"]["total_bytes"] > 0
     assert found["system"]["cores of this process"] >= 1
@@ -79,17 +79,15 @@ def test_the_launcher_and_the_place():
     }
 
 
-@pytest.mark.parametrize(
-    ("code", "said"),
-    [
-        ("raise SystemExit('no module')", "(exit code 1): no module"),
-        ("import os; os.abort()", "(exit code -6): no output"),
-    ],
-)
-def test_a_broken_tensorflow_is_reported(code, said):
-    found = software.gpus(60.0, [sys.executable, "-c", code])
+def test_tensorflow_is_asked_and_a_broken_one_is_reported(capfd):
+    exec(software._LIST_DEVICES, {})  # here, where it has been imported already
+    answer = capfd.readouterr().out.rpartition("\nDEVICES")[2]
+    assert "CPU:0" in json.loads(answer)["devices"]
+    command = [sys.executable, "-c", "print('\\nDEVICES[1]')"]
+    assert software.gpus(60.0, command)["TensorFlow"] == [1]
+    found = software.gpus(60.0, [sys.executable, "-c", "exit('no module')"])
     text = found["TensorFlow"]["unreadable"]
-    assert text == f"TensorFlow can't be imported {said}"
+    assert text == "TensorFlow can't be imported (exit code 1): no module"
 
 
 def test_gpus_of_the_driver(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 from collections.abc import Iterator
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from launching import launcher_in
+from launching import Launcher
 
 pytestmark = pytest.mark.skipif(os.getuid() != 0, reason="only root can mount a disk")
 
@@ -28,7 +29,7 @@ def disk(tmp_path: Path) -> Iterator[Path]:
         subprocess.run(["umount", "-l", str(folder)], check=True, timeout=30)
 
 
-def test_logs_on_a_full_disk(disk: Path, tmp_path: Path) -> None:
+def test_logs_on_a_full_disk(disk: Path, launcher: Launcher) -> None:
     """The worker whose output is lost fails, with the reason; the rest is as usual."""
     script = """
     if rank == 1:
@@ -36,45 +37,38 @@ def test_logs_on_a_full_disk(disk: Path, tmp_path: Path) -> None:
             print("x" * 99, flush=True)
     hang()
     """
-    with launcher_in(tmp_path) as launcher:
-        code, _, err = launcher.run(
-            "-n", 2, "--log-dir", disk / "logs", "script.py", script=script
-        )
-        assert code == 1
-        assert "rank 1 failed with exit code 1" in err
-        assert f"the disk of {disk}/logs is full" in err
-        launcher.nothing_runs()
+    options = ("-n", 2, "--log-dir", disk / "logs", "script.py")
+    code, _, err = launcher.run(*options, script=script, quick=True)
+    assert code == 1
+    assert "rank 1 failed with exit code 1" in err
+    assert f"the disk of {disk}/logs is full" in err
+    launcher.nothing_runs()
 
 
-def test_a_job_that_removes_its_logs(tmp_path: Path) -> None:
-    with launcher_in(tmp_path) as launcher:
-        code, _, err = launcher.run(
-            *("-n", 2, "--log-dir", "logs", "script.py"),
-            script='import shutil\nif rank == 0:\n    shutil.rmtree("logs")',
-        )
-        assert code == 0, err
-        assert "Traceback" not in err
+def test_a_job_that_removes_its_logs(launcher: Launcher) -> None:
+    code, _, err = launcher.run(
+        *("-n", 2, "--log-dir", "logs", "script.py"),
+        script='import shutil\nif rank == 0:\n    shutil.rmtree("logs")',
+    )
+    assert code == 0, err
+    assert "Traceback" not in err
 
 
 @pytest.mark.parametrize("output", ["chief", "all"])
-def test_no_folder_for_temporary_files(disk: Path, tmp_path: Path, output: str) -> None:
+def test_no_folder_for_temporary_files(
+    disk: Path, launcher: Launcher, output: str
+) -> None:
     """What the launcher itself notes needs no disk: the error is shown."""
-    with launcher_in(tmp_path) as launcher:
-        _fill(disk)
-        launcher.env["TMPDIR"] = str(disk)
-        code, _, err = launcher.run(
-            *("-n", 2, "--output", output, "script.py"),
-            script='if rank:\n    raise ValueError("made")\nhang()',
-        )
-        assert code == 1
-        assert "rank 1 failed with exit code 1" in err
-        assert "ValueError: made" in err
-
-
-def _fill(disk: Path) -> None:
-    with (disk / "fill").open("wb", buffering=0) as file:
-        try:
-            while file.write(bytes(4096)):
-                pass
-        except OSError:
-            return
+    full = contextlib.suppress(OSError)
+    with (disk / "fill").open("wb", buffering=0) as file, full:
+        while file.write(bytes(4096)):
+            pass
+    launcher.env["TMPDIR"] = str(disk)
+    code, _, err = launcher.run(
+        *("-n", 2, "--output", output, "script.py"),
+        script='if rank:\n    raise ValueError("made")\nhang()',
+        quick=True,
+    )
+    assert code == 1
+    assert "rank 1 failed with exit code 1" in err
+    assert "ValueError: made" in err

@@ -1,4 +1,4 @@
-"""`kerasdist run` with asynchronous servers: who is lost, and how the launcher ends."""
+"""`kerasdist run` with servers: who is lost, in real jobs; see `test_outcome.py`."""
 
 from __future__ import annotations
 
@@ -6,11 +6,10 @@ import json
 import os
 import signal
 
-import psutil
 import pytest
 
 from kerasdist.ps.tables.snapshot import path_of
-from launching import launcher_in
+from launching import wait_until_said
 from waiting import wait_until
 
 pytestmark = pytest.mark.timeout(60)
@@ -70,19 +69,6 @@ def script_of(body=GO_ON, heartbeat=10.0, **settings):
     return text.replace("BODY", body).replace("HEARTBEAT", str(heartbeat))
 
 
-def finish(launcher, process):
-    (launcher.folder / "enough").touch()
-    out, err = process.communicate(timeout=40)
-    launcher.nothing_runs(within=5.0)
-    return process.returncode, out, err
-
-
-@pytest.fixture
-def launcher(tmp_path):
-    with launcher_in(tmp_path) as launcher:
-        yield launcher
-
-
 def begin(launcher, script, workers=3, servers=2, **more):
     process = launcher.start(
         *("-n", workers, "--ps", servers, "script.py"), script=script, **more
@@ -91,134 +77,16 @@ def begin(launcher, script, workers=3, servers=2, **more):
     return process
 
 
-def wait_until_said(process, text):
-    """Reads what the launcher says until this; returns that line."""
-    for line in process.stderr:
-        if text in line:
-            return line
-    raise AssertionError(f"{text!r} was never said")
-
-
-def test_a_killed_worker_is_told_and_the_job_ends_well(launcher):
-    process = begin(launcher, script_of())
-    (pid,) = launcher.pids("pid-worker-1")
-    os.kill(pid, signal.SIGKILL)
-    line = wait_until_said(process, "lost")
-    assert line == (
-        "kerasdist run: rank 1 was lost: it was ended by signal SIGKILL (9), sent by "
-        "another process, or by the system when memory ran out; the others go on\n"
-    )
-    assert process.poll() is None
-    code, _, err = finish(launcher, process)
-    assert (code, err) == (0, "kerasdist run: the job has finished without rank 1\n")
-    assert (launcher.folder / "done-2").exists()
-
-
-def test_in_a_sync_job_it_ends_the_job(launcher):
-    process = begin(launcher, script_of(mode="sync"))
-    (pid,) = launcher.pids("pid-worker-1")
-    os.kill(pid, signal.SIGKILL)
-    code, _, err = finish(launcher, process)
-    assert code == 137
-    assert "rank 1 was ended by signal SIGKILL (9)" in err
-    assert "; the other workers and servers were ended" in err
-    assert "was lost:" not in err.replace("Rank 1", "")
-
-
-def test_an_error_of_a_workers_own_is_no_success(launcher):
-    body = "if rank == 1: raise RuntimeError('my own mistake')\nuntil('enough')"
-    process = begin(launcher, script_of(body))
-    line = wait_until_said(process, "lost")
-    assert line.startswith("kerasdist run: rank 1 was lost: it failed with exit code 1")
-    assert line.endswith("; the others go on\n")
-    code, _, err = finish(launcher, process)
-    assert code == 1
-    first, second, third, *rest = err.splitlines()
-    assert first == "kerasdist run: the job has finished without rank 1"
-    assert second == (
-        "kerasdist run: rank 1 failed with exit code 1 by itself: this is no success"
-    )
-    assert third == "kerasdist run: the end of rank 1's output:"
-    assert "RuntimeError: my own mistake" in rest
-    assert (launcher.folder / "done-0").exists()
-
-
-def test_a_crash_is_an_error_of_its_own(launcher):
-    body = "if rank == 1: os.abort()\nuntil('enough')"
-    process = begin(launcher, script_of(body))
-    wait_until_said(process, "rank 1 was lost: it was ended by signal SIGABRT (6)")
-    code, _, err = finish(launcher, process)
-    assert code == 128 + signal.SIGABRT
-    assert "rank 1 was ended by signal SIGABRT (6) by itself: this is no success" in err
-
-
-def test_without_the_chief_it_is_no_success(launcher):
-    process = begin(launcher, script_of())
-    (pid,) = launcher.pids("pid-worker-0")
-    os.kill(pid, signal.SIGKILL)
-    wait_until_said(process, "rank 0 was lost: ")
-    code, _, err = finish(launcher, process)
-    assert code == 137
-    assert "the job has finished without rank 0\n" in err
-    assert "that was the chief: what it alone writes" in err
-    assert (launcher.folder / "done-1").exists()
-
-
 def test_a_frozen_worker_is_told_and_ended_with_the_job(launcher):
-    process = begin(launcher, script_of(heartbeat=3.0), servers=1)
+    process = begin(launcher, script_of(heartbeat=3.0), servers=1, quick=True)
     (pid,) = launcher.pids("pid-worker-1")
     os.kill(pid, signal.SIGSTOP)
     line = wait_until_said(process, "lost")
     assert line.startswith(
         "kerasdist run: rank 1 was lost: nothing was received from it"
     )
-    code, _, err = finish(launcher, process)
+    code, _, err = launcher.finish(process)
     assert (code, err) == (0, "kerasdist run: the job has finished without rank 1\n")
-
-
-def test_a_worker_that_wakes_up_too_late_was_no_mistake(launcher):
-    process = begin(launcher, script_of(heartbeat=3.0), servers=1)
-    (pid,) = launcher.pids("pid-worker-1")
-    os.kill(pid, signal.SIGSTOP)
-    wait_until_said(process, "rank 1 was lost: nothing was received from it")
-    os.kill(pid, signal.SIGCONT)
-    psutil.Process(pid).wait(20)
-    code, _, err = finish(launcher, process)
-    assert (code, err) == (0, "kerasdist run: the job has finished without rank 1\n")
-
-
-def test_when_all_workers_are_lost_the_first_one_counts(launcher):
-    process = begin(launcher, script_of(), workers=2, servers=1)
-    first, second = launcher.pids("pid-worker-1", "pid-worker-0")
-    os.kill(first, signal.SIGKILL)
-    wait_until_said(process, "rank 1 was lost: ")
-    os.kill(second, signal.SIGTERM)
-    code, _, err = finish(launcher, process)
-    assert code == 137
-    assert "rank 0 was lost: it was ended by signal SIGTERM (15)\n" in err
-    assert "rank 1 was ended by signal SIGKILL (9)" in err
-    assert "afterwards rank 0 was ended by signal SIGTERM (15)\n" in err
-    assert "has finished without" not in err
-
-
-def test_before_the_job_has_begun_nobody_may_be_missing(launcher):
-    script = script_of().replace(
-        'mark(f"pid-',
-        'if rank == 1 and cluster.task_type != "ps": sys.exit(3)\nmark(f"pid-',
-    )
-    code, _, err = launcher.run("-n", 3, "--ps", 1, "script.py", script=script)
-    assert code == 3
-    assert "rank 1 failed with exit code 3; the other workers and servers" in err
-
-
-def test_a_lost_server_ends_the_job(launcher):
-    process = begin(launcher, script_of())
-    (pid,) = launcher.pids("pid-ps-1")
-    os.kill(pid, signal.SIGKILL)
-    code, _, err = finish(launcher, process)
-    assert code == 137
-    assert "server 1 was ended by signal SIGKILL (9)" in err
-    assert "; the other workers and servers were ended" in err
 
 
 def test_a_failure_of_all_is_no_loss(launcher):
@@ -228,39 +96,29 @@ def test_a_failure_of_all_is_no_loss(launcher):
         "if rank: client.communicator.barrier()\nclient.communicator.all_gather(1)"
     )
     process = begin(launcher, script_of(body), servers=1)
-    code, _, err = finish(launcher, process)
+    code, _, err = launcher.finish(process)
     assert code == 1
     assert "CollectiveMismatch" in err
     assert "the others go on" not in err
 
 
-def test_ctrl_c_is_no_loss(launcher):
-    process = begin(launcher, script_of())
-    process.send_signal(signal.SIGINT)
-    code, _, err = finish(launcher, process)
-    assert code == 130
-    assert "was lost" not in err
-
-
-@pytest.mark.parametrize("mode", ["sync", "async"])
-def test_a_server_that_has_lost_its_worker_isnt_the_first(launcher, mode):
+def test_a_server_that_has_lost_its_worker_isnt_the_first(launcher):
     # The worker fails, and takes its time to end. The server ends before it.
     body = (
         "client.close(ValueError('the real reason'))\n"
         "wait_for_end(Path('pid-ps-0').read_text())\nos._exit(6)"
     )
-    script = script_of(body, mode=mode)
+    script = script_of(body, mode="async")
     process = begin(launcher, script, workers=1, servers=1, before=PATIENT)
-    code, _, err = finish(launcher, process)
+    code, _, err = launcher.finish(process)
     assert code == 6, err
     assert "rank 0 failed with exit code 6; the other workers and servers" in err
     assert "afterwards server 0 failed with exit code 1" in err
 
 
-@pytest.mark.parametrize("mode", ["sync", "async"])
-def test_who_has_lost_a_server_isnt_the_first(launcher, mode):
+def test_who_has_lost_a_server_isnt_the_first(launcher):
     # The server fails, and takes its time to end. The workers end before it.
-    script = script_of("while True: step()", mode=mode).replace(
+    script = script_of("while True: step()", mode="sync").replace(
         "run_server(cluster, settings, timeouts)",
         """import threading
     from kerasdist.ps.server.server import ParameterServer
@@ -273,7 +131,7 @@ def test_who_has_lost_a_server_isnt_the_first(launcher, mode):
     os._exit(6)""",
     )
     process = begin(launcher, script, workers=2, servers=1, before=PATIENT)
-    code, _, err = finish(launcher, process)
+    code, _, err = launcher.finish(process)
     assert code == 6, err
     assert "server 0 failed with exit code 6" in err
     for worker in range(2):
@@ -299,7 +157,7 @@ def test_another_process_may_take_a_lost_workers_place(launcher):
     second = by_hand(launcher, "worker", 1)
     launcher.wait_for("going-1")
     wait_until_said(process, "rank 1 joined again")
-    assert finish(launcher, process) == (0, "", "")
+    assert launcher.finish(process) == (0, "", "")
     assert second.wait(20) == 0
 
 
@@ -326,21 +184,8 @@ def test_a_lost_server_may_be_started_again(launcher):
     (launcher.folder / "going-1").unlink()
     third = by_hand(launcher, "worker", 1)
     launcher.wait_for("going-1")
-    code, _, err = finish(launcher, process)
+    code, _, err = launcher.finish(process)
     # The new server has no launcher to tell that the worker's place was taken.
     assert (code, err) == (0, "kerasdist run: the job has finished without rank 1\n")
     assert third.wait(20) == 0
     assert second.wait(20) == 0
-
-
-def test_a_lost_server_that_nobody_starts_again_is_to_blame(launcher):
-    settings = {"snapshot_dir": str(launcher.folder / "snap"), "restart_timeout": 1.0}
-    process = begin(launcher, script_of(**settings), servers=2)
-    (first,) = launcher.pids("pid-ps-1")
-    os.kill(first, signal.SIGKILL)
-    wait_until_said(process, "server 1 was lost: ")
-    _, err = process.communicate(timeout=30)
-    assert process.returncode == 137
-    assert "server 1 was ended by signal SIGKILL (9)" in err
-    assert "; the other workers and servers were ended" in err
-    assert "others go on" not in err

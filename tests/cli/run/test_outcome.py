@@ -1,494 +1,550 @@
-"""`kerasdist run` blames the rank that the workers blame, whoever ends first."""
+"""`kerasdist run` decides who is to blame, what is printed, and the exit code."""
 
 from __future__ import annotations
 
-import json
+import contextlib
 import os
 import re
 import signal
-import time
+import types
 
 import pytest
 
 from kerasdist import errors
+from kerasdist.cli.run import outcome as plain_outcome
+from kerasdist.cli.run.elastic import outcome as elastic_outcome
+from kerasdist.cli.run.elastic.chief_output import ChiefOutput
+from kerasdist.cli.run.elastic.options import ElasticOptions
+from kerasdist.cli.run.elastic.restarts import Restarts
 from kerasdist.cli.run.job import JobSpec
-from kerasdist.cli.run.outcome import JobOutcome
 from kerasdist.cli.run.spawn import Started
+from kerasdist.transport.liveness.final_error import FinalError
 from kerasdist.transport.liveness.launcher_pipe import Reporter, ServerReporter
-from launching import launcher_in
+from kerasdist.transport.log import background_log
 
-pytestmark = pytest.mark.timeout(90)
-
-CONNECTED = """
-import atexit, itertools, threading
-import numpy as np
-import kerasdist.cluster
-from kerasdist import errors
-from kerasdist.collectives import connect
-from kerasdist.transport.timeouts import Timeouts
-
-job = connect(kerasdist.cluster.resolve(), timeouts=Timeouts(heartbeat=3.0))
-
-def tidy_up(seconds):
-    # As TensorFlow does: the process goes on when kerasdist has left already.
-    threading.Event().wait(seconds)
-    mark(f"tidied-{rank}")
-
-def end_slowly(seconds):
-    # Handlers run in the reverse order: leaving as a strategy does comes first.
-    atexit.register(tidy_up, seconds)
-    atexit.register(lambda: job.close(getattr(sys, "last_value", None)))
-
-def steps(count=None):
-    for step in itertools.count() if count is None else range(count):
-        job.communicator.all_reduce([np.ones(100, np.float32)])
+# Each begins with its name and the number of workers, maybe of servers, and the options
+# of an elastic job. Then come what happens, the exit code, and what is printed: shown
+# output after ">", the rest of a line indented. See `Played.happen`.
+PLAIN = """
+[all is well] 3 2
+=> 0
+[an exit] 3
+rank 1 ends 7, prints I go => 7
+rank 1 failed with exit code 7; ENDED
+rank 1 left no traceback; the end of rank 1's output:
+> I go
+all of its output: LOG
+[a job of one] 1
+rank 0 ends 3 => 3
+rank 0 failed with exit code 3
+[a signal] 2
+rank 1 ends -9 => 137
+rank 1 KILLED; ENDED
+rank 1 left no traceback; and no output
+[who is blamed ends last] 3
+rank 2 ends 1; rank 0 blames rank 1; rank 0 raises WorkerLost 1
+rank 1 ends 9, error => 9
+rank 1 failed with exit code 9; ENDED
+the end of rank 1's output:
+> ERROR
+all of its output: LOG
+afterwards rank 0 failed with exit code 1: WorkerLost: gone
+afterwards rank 2 failed with exit code 1
+[the chief, which has printed its error] 2
+rank 1 blames rank 0; rank 1 ends 1; rank 0 raises ValueError 5 => 5
+rank 0 failed with exit code 5; ENDED
+afterwards rank 1 failed with exit code 1
+[an early end without an error] 2
+rank 1 ends 0; rank 0 blames rank 1; rank 0 raises WorkerLost 1 => 1
+rank 0 failed with exit code 1; ENDED
+before that, rank 1 ended with code 0 while others still needed it
+the end of rank 0's output:
+> Traceback (most recent call last): / WorkerLost: gone
+[one that is frozen] 2
+rank 0 blames rank 1; rank 0 ends 1 => 1
+rank 0 failed with exit code 1; ENDED
+before that, rank 1 was lost to the others, and had to be ended
+[one that had to be ended after its error] 2
+rank 0 blames rank 1; rank 0 raises WorkerLost 1; rank 1 ends -9, error, by us => 1
+rank 0 failed with exit code 1; ENDED
+before that, rank 1 was lost to the others, and had to be ended
+the end of rank 1's output:
+> ERROR
+all of its output: LOG
+rank 0: WorkerLost: gone
+[ranks that differ, by the time of their tracebacks] 3
+rank 0 blames none; rank 0 ends 3; rank 1 ends 4, error at 990; rank 2 ends 5 => 4
+rank 1 failed with exit code 4; ENDED
+the end of rank 1's output:
+> ERROR
+all of its output: LOG
+afterwards rank 0 failed with exit code 3
+afterwards rank 2 failed with exit code 5
+[a log that another process writes to after the end] 2
+rank 1 ends 4, error at 2000; rank 0 ends 3 => 4
+rank 1 failed with exit code 4; ENDED
+the end of rank 1's output:
+> ERROR
+all of its output: LOG
+afterwards rank 0 failed with exit code 3
+[the last job of a script, its first report] 3
+rank 0 blames rank 1; rank 1 blames rank 2 in job 2; rank 1 ends 1
+rank 0 blames rank 1 in job 2; rank 0 ends 1; rank 2 ends 8 => 8
+rank 2 failed with exit code 8; ENDED
+rank 2 left no traceback; and no output
+afterwards rank 0 failed with exit code 1
+afterwards rank 1 failed with exit code 1
+[the same error on all ranks] 2
+rank 1 raises ValueError 1; rank 0 raises ValueError 1 => 1
+rank 1 failed with exit code 1; ENDED
+rank 1 ended with the error of rank 0, which stands above
+afterwards rank 0 failed with exit code 1
+[a server that gave up] 1 1
+server 0 says gave_up; server 0 ends 1; rank 0 ends 6 => 6
+rank 0 failed with exit code 6; ALL ENDED
+afterwards server 0 failed with exit code 1
+[a server that is blamed ends last] 2 2
+rank 1 blames server 1; rank 1 ends 1; server 1 ends 6 => 6
+server 1 failed with exit code 6; ALL ENDED
+server 1 left no traceback; and no output
+afterwards rank 1 failed with exit code 1
 """
 
+ASYNCHRONOUS = """
+[a killed worker] 3 1
+server 0 says begun; rank 1 ends -9 => 0
+rank 1 was lost: it KILLED; the others go on
+the job has finished without rank 1
+[an error of its own] 3 1
+server 0 says begun; rank 1 ends 2, error => 2
+rank 1 was lost: it failed with exit code 2; the others go on
+the job has finished without rank 1
+rank 1 failed with exit code 2 by itself: this is no success
+the end of rank 1's output:
+> ERROR
+all of its output: LOG
+[a crash is one, too] 2 1
+server 0 says begun; rank 1 ends -6 => 134
+rank 1 was lost: it was ended by signal SIGABRT (6); the others go on
+the job has finished without rank 1
+rank 1 was ended by signal SIGABRT (6) by itself: this is no success
+rank 1 left no traceback; and no output
+[without the chief] 2 1
+server 0 says begun; rank 0 ends -15 => 143
+rank 0 was lost: it was ended by signal SIGTERM (15); the others go on
+the job has finished without rank 0
+that was the chief: what it alone writes, the model for instance, may be missing, so
+  this is no success
+[the chief and an error] 3 1
+server 0 says begun; rank 1 ends 2, prints x; rank 0 ends -15 => 143
+rank 1 was lost: it failed with exit code 2; the others go on
+rank 0 was lost: it was ended by signal SIGTERM (15); the others go on
+the job has finished without rank 0 and rank 1
+that was the chief: what it alone writes, the model for instance, may be missing, so
+  this is no success
+rank 1 failed with exit code 2 by itself: this is no success
+rank 1 left no traceback; the end of rank 1's output:
+> x
+all of its output: LOG
+[one that has learnt that it was lost itself] 2 1
+server 0 says begun; rank 1 blames rank 1; rank 1 ends -9 => 0
+rank 1 was lost: it KILLED; the others go on
+the job has finished without rank 1
+[one that server 0 doesn't hear] 2 1
+server 0 says begun; server 0 says lost 1; 1.0 s later; rank 1 ends -9, by us => 0
+rank 1 was lost: nothing was received from it; the others go on
+the job has finished without rank 1
+[one that ends soon after that] 2 1
+server 0 says begun; server 0 says lost 1; 0.9 s later; rank 1 ends -9 => 0
+rank 1 was lost: it KILLED; the others go on
+the job has finished without rank 1
+[one that wakes up too late has made no mistake] 2 1
+server 0 says begun; server 0 says lost 1; 1.0 s later; rank 1 blames server 0
+rank 1 ends 1 => 0
+rank 1 was lost: nothing was received from it; the others go on
+the job has finished without rank 1
+[all workers, the first one counts] 2 1
+server 0 says begun; rank 1 ends -9; rank 0 ends -15 => 137
+rank 1 was lost: it KILLED; the others go on
+rank 0 was lost: it was ended by signal SIGTERM (15)
+rank 1 KILLED; ALL ENDED
+rank 1 left no traceback; and no output
+afterwards rank 0 was ended by signal SIGTERM (15)
+[one before all servers have begun] 3 2
+server 0 says begun; server 0 says begun; rank 1 ends -9 => 137
+rank 1 KILLED; ALL ENDED
+rank 1 left no traceback; and no output
+[a server] 2 2
+server 0 says begun; server 1 says begun; server 1 ends -9 => 137
+server 1 KILLED; ALL ENDED
+server 1 left no traceback; and no output
+[a failure of all] 2 1
+server 0 says begun; server 0 says failed; rank 1 ends 1; rank 0 ends 1 => 1
+rank 1 failed with exit code 1; ALL ENDED
+rank 1 left no traceback; and no output
+afterwards rank 0 failed with exit code 1
+[another process takes its place] 2 1
+server 0 says begun; rank 1 ends -9; server 0 says joined 1 => 0
+rank 1 was lost: it KILLED; the others go on
+rank 1 joined again
+[and that one is lost, too] 2 1
+server 0 says begun; rank 1 ends -9; server 0 says joined 1; server 0 says lost 1 => 0
+rank 1 was lost: it KILLED; the others go on
+rank 1 joined again
+rank 1 was lost: it KILLED; the others go on
+the job has finished without rank 1
+[a server that may be started again] 2 1
+server 0 says begun, waits 30; server 0 ends -9; rank 1 ends -9 => 0
+server 0 was lost: it KILLED; the workers wait 30 s for it to be started again
+rank 1 was lost: it KILLED; the others go on
+the job has finished without rank 1
+[and is not] 2 1
+server 0 says begun, waits 30; server 0 ends -9; rank 1 blames server 0; rank 1 ends 1
+=> 137
+server 0 was lost: it KILLED; the workers wait 30 s for it to be started again
+server 0 KILLED; ALL ENDED
+server 0 left no traceback; and no output
+afterwards rank 1 failed with exit code 1
+[a server with an error isn't waited for] 2 1
+server 0 says begun, waits 30; server 0 ends 1 => 1
+server 0 failed with exit code 1; ALL ENDED
+server 0 left no traceback; and no output
+[who was lost before is no witness] 3 2
+server 0 says begun; server 1 says begun; server 1 says lost 1; rank 1 blames server 1
+rank 2 blames rank 1; rank 2 ends 1 => 1
+rank 2 failed with exit code 1; ALL ENDED
+before that, rank 1 was lost to the others, and had to be ended
+rank 2 left no traceback; and no output
+"""
 
-@pytest.fixture
-def launcher(tmp_path):
-    with launcher_in(tmp_path) as launcher:
-        yield launcher
-
-
-def run(launcher, script, size=2, output="chief"):
-    return launcher.run(
-        *("-n", size, "--output", output, "script.py"), script=CONNECTED + script
-    )
-
-
-@pytest.mark.parametrize("slowly", ["", "end_slowly(1.0)"])
-def test_a_rank_that_exits_is_to_blame(launcher, slowly):
-    code, _, err = run(
-        launcher,
-        f"""
-if rank == 1:
-    {slowly}
-    steps(5)
-    print("I go")
-    sys.exit(7)
-steps()
-""",
-    )
-    assert code == 7, err
-    assert "rank 1 failed with exit code 7; the other workers were ended" in err
-    assert "afterwards rank 0 failed with exit code 1" in err
-    assert "rank 1 left no traceback; the end of rank 1's output:\nI go\n" in err
-
-
-@pytest.mark.parametrize("output", ["chief", "all"])
-def test_a_rank_that_takes_long_to_end_is_to_blame(launcher, output):
-    code, _, err = run(
-        launcher,
-        """
-if rank == 1:
-    end_slowly(2.0)
-    steps(5)
-    sys.excepthook = lambda *error: (sys.__excepthook__(*error), mark("failed"))
-    raise ValueError("the real reason")
-steps()
-""",
-        size=3,
-        output=output,
-    )
-    assert code == 1, err
-    launcher.wait_for("tidied-1")
-    assert "rank 1 failed with exit code 1; the other workers were ended" in err
-    for other in (0, 2):
-        assert f"afterwards rank {other} failed with exit code 1" in err
-    shown = err[err.index("the end of rank 1's output:") :]
-    assert re.search(r"^Traceback [^\0]*\nValueError: the real reason$", shown, re.M)
-    assert "WorkerLost" not in shown
-
-
-def test_its_own_code_is_returned_however_late(launcher):
-    code, _, err = run(
-        launcher,
-        """
-if rank == 1:
-    atexit.register(os._exit, 9)
-    end_slowly(2.0)
-    steps(5)
-    raise ValueError("the real reason")
-steps()
-""",
-    )
-    assert code == 9, err
-    assert "rank 1 failed with exit code 9" in err
-    assert "\nValueError: the real reason\n" in err
-
-
-@pytest.mark.parametrize("size", [2, 3])
-def test_a_killed_rank_is_to_blame(launcher, size):
-    code, _, err = run(
-        launcher,
-        """
-if rank == 1:
-    steps(5)
-    os.kill(os.getpid(), signal.SIGKILL)
-steps()
-""",
-        size=size,
-    )
-    assert code == 137, err
-    assert "rank 1 was ended by signal SIGKILL (9)" in err
-
-
-def test_the_chief_is_to_blame(launcher):
-    # Rank 1 ends before it, by a traceback of its own making.
-    code, _, err = run(
-        launcher,
-        """
-if rank == 0:
-    atexit.register(os._exit, 5)
-    end_slowly(1.0)
-    steps(5)
-    raise KeyError("chief")
-steps()
-""",
-    )
-    assert code == 5, err
-    assert "rank 0 failed with exit code 5; the other workers were ended" in err
-    assert err.count("KeyError: 'chief'") == 1
-    assert "the end of" not in err
-
-
-def test_a_rank_that_ended_well_but_too_early_is_named(launcher):
-    code, _, err = run(launcher, "steps(5 if rank == 1 else None)")
-    assert code == 1, err
-    assert "rank 0 failed with exit code 1" in err
-    assert "before that, rank 1 ended with code 0 while others still needed it" in err
-
-
-def test_a_frozen_rank_is_named_and_ended(launcher):
-    process = launcher.start(
-        *("-n", 3, "script.py"),
-        script=CONNECTED
-        + """
-mark(f"up-{rank}", os.getpid())
-try:
-    steps()
-except errors.WorkerLost:
-    mark(f"lost-{rank}", time.monotonic())
-    raise
-""",
-    )
-    _, first, _ = launcher.pids("up-0", "up-1", "up-2")
-    os.kill(first, signal.SIGSTOP)
-    _, err = process.communicate(timeout=60)
-    ended = time.monotonic()
-    assert process.returncode == 1, err
-    assert ended - min(map(float, launcher.wait_for("lost-0", "lost-2"))) < 20.0
-    assert "before that, rank 1 was lost to the others, and had to be ended" in err
-    launcher.nothing_runs(within=5.0)
-
-
-def test_workers_that_trap_sigterm_are_ended_in_time_too(launcher):
-    code, _, err = run(
-        launcher,
-        """
-signal.signal(signal.SIGTERM, signal.SIG_IGN)
-if rank == 1:
-    end_slowly(60.0)
-    steps(5)
-    mark("failed", time.monotonic())
-    raise ValueError("the real reason")
-try:
-    steps()
-except errors.WorkerLost:
-    if rank == 2:
-        wait_for("never")
-    raise
-""",
-        size=3,
-    )
-    ended = time.monotonic()
-    assert code == 1, err
-    assert ended - float(launcher.wait_for("failed")[0]) < 20.0
-    assert "before that, rank 1 was lost to the others, and had to be ended" in err
-    # It hasn't ended by itself, and yet said why.
-    shown = err[err.index("the end of rank 1's output:") :]
-    assert "\nValueError: the real reason\n" in shown
-
-
-def test_where_no_rank_is_to_blame_the_order_counts(launcher):
-    code, _, err = run(
-        launcher,
-        """
-steps(3)
-try:
-    job.communicator.all_reduce([np.ones(10 + rank, np.float32)])
-except errors.CollectiveMismatch:
-    if rank == 0:
-        wait_for("gone")
-    else:
-        mark("gone")
-    os._exit(3 + rank)
-""",
-    )
-    assert code in (3, 4), err
-    assert "before that" not in err
-
-
-def test_an_earlier_job_of_the_script_counts_no_more(launcher):
-    code, _, err = run(
-        launcher,
-        """
-try:
-    steps(5 if rank == 1 else None)
-except errors.WorkerLost as error:
-    mark(f"lost-{rank}", error.rank)
-job.close()
-job = connect(kerasdist.cluster.resolve())
-if rank == 2:
-    atexit.register(os._exit, 8)
-    end_slowly(1.0)
-    steps(5)
-    sys.exit(1)
-steps()
-""",
-        size=3,
-    )
-    assert launcher.wait_for("lost-0", "lost-2") == ["1", "1"]
-    assert code == 8, err
-    assert "rank 2 failed with exit code 8" in err
+ELASTIC = """
+[a killed worker] 3 0 restarts=0
+rank 1 ends -9 => 0
+rank 1 (HOST) KILLED; the others go on
+finished: rank 0, rank 2; lost: rank 1 (SIGKILL)
+[a killed chief] 3 0 restarts=0
+rank 0 ends -9; epoch 1 has 2 1 after 0.25 s; epoch 0 has 1 2 after 9.0 s
+epoch 2 has 2 after 0.25 s => 0
+rank 0 (HOST) KILLED; the others go on
+rank 2 is the chief from step 5 on: its output is shown from here
+finished: rank 1, rank 2; lost: rank 0 (SIGKILL); pauses: 2, 0.50 s in all
+[an error] 3 0 restarts=0
+rank 1 ends 3, prints the reason => 0
+rank 1 (HOST) failed with exit code 3; the others go on
+rank 1 left no traceback; the end of rank 1's output:
+> the reason
+finished: rank 0, rank 2; lost: rank 1 (exit code 3)
+[an error that follows from a loss] 2 0 restarts=0
+rank 0 blames rank 1; rank 0 raises WorkerLost 1; rank 1 ends -9 => 137
+rank 0 (HOST) failed with exit code 1, because another task was lost
+rank 1 (HOST) KILLED
+rank 1 KILLED; ENDED
+rank 1 left no traceback; and no output
+afterwards rank 0 failed with exit code 1: WorkerLost: gone
+finished: none; lost: rank 0 (exit code 1), rank 1 (SIGKILL)
+[all of them, the first one counts] 3 0 restarts=0
+rank 1 ends -9; rank 0 ends -15; rank 2 ends -9 => 137
+rank 1 (HOST) KILLED; the others go on
+rank 0 (HOST) was ended by signal SIGTERM (15); the others go on
+rank 2 (HOST) KILLED
+rank 1 KILLED; ENDED
+rank 1 left no traceback; and no output
+afterwards rank 0 was ended by signal SIGTERM (15)
+afterwards rank 2 KILLED
+finished: none; left: rank 0; lost: rank 1 (SIGKILL), rank 2 (SIGKILL)
+[the last one was asked to leave] 2 0 restarts=0
+rank 0 ends -9; rank 1 ends -15 => 143
+rank 0 (HOST) KILLED; the others go on
+rank 1 (HOST) was ended by signal SIGTERM (15)
+finished: none; left: rank 1; lost: rank 0 (SIGKILL)
+[who was asked to leave isn't started again] 2 0 restarts=3
+rank 1 ends -15; 100 s later; again: none => 0
+rank 1 (HOST) was ended by signal SIGTERM (15); the others go on; it isn't started again
+finished: rank 0; left: rank 1
+[restarts are counted for all, and the pauses grow] 2 0 restarts=3
+rank 1 ends -9; 1.0 s later; again: rank 1; rank 1 ends -9; 1.9 s later; again: none
+0.1 s later; again: rank 1; rank 0 ends -9; 1.0 s later; again: rank 0; rank 1 ends -9
+=> 0
+rank 1 (HOST) KILLED; the others go on; it is started again in 1 s (restart 1 of 3)
+rank 1 (HOST) KILLED; the others go on; it is started again in 2 s (restart 2 of 3)
+rank 0 (HOST) KILLED; the others go on; it is started again in 1 s (restart 3 of 3)
+rank 1 (HOST) KILLED; the others go on
+finished: rank 0; lost: rank 0 (SIGKILL), rank 1 (SIGKILL, SIGKILL, SIGKILL); started
+  again: rank 0 (once), rank 1 (2 times)
+[all are started again, and rank 0 is the chief] 2 0 restarts=2
+rank 0 ends -9; epoch 1 has 1 after 0 s; rank 1 ends -9; 1.1 s later
+again: rank 0, rank 1; epoch 0 has 0 1 after 0.25 s => 0
+rank 0 (HOST) KILLED; the others go on; it is started again in 1 s (restart 1 of 2)
+rank 1 is the chief from step 5 on: its output is shown from here
+rank 1 (HOST) KILLED; it is started again in 1 s (restart 2 of 2)
+finished: rank 0, rank 1; lost: rank 0 (SIGKILL), rank 1 (SIGKILL); started again: rank
+  0 (once), rank 1 (once); pauses: 1, 0.25 s in all
+[when one has finished none is started again] 2 0 restarts=3
+rank 1 ends -9; rank 0 ends 0; 100 s later; again: none => 0
+rank 1 (HOST) KILLED; the others go on; it is started again in 1 s (restart 1 of 3)
+finished: rank 0; lost: rank 1 (SIGKILL)
+[one that is lost when another has finished] 3 0 restarts=3
+rank 0 ends 0; rank 1 ends -9; 100 s later; again: none => 0
+rank 1 (HOST) KILLED; the others go on
+finished: rank 0, rank 2; lost: rank 1 (SIGKILL)
+[one that the launcher had to end] 3 0 restarts=0
+epoch 1 has 0 2 after 0.5 s; rank 1 ends -9, by us => 0
+finished: rank 0, rank 2; lost: rank 1 (ended by the launcher); pauses: 1, 0.50 s in all
+[the last server] 2 1 restarts=0
+server 0 ends -9 => 137
+server 0 (HOST) KILLED
+server 0 KILLED; ALL ENDED
+server 0 left no traceback; and no output
+finished: none; lost: rank 0 (ended by the launcher), rank 1 (ended by the launcher),
+  server 0 (SIGKILL)
+"""
+SHORT = {
+    "KILLED": "was ended by signal SIGKILL (9), sent by another process, or by the "
+    "system when memory ran out",
+    "ALL ENDED": "the other workers and servers were ended",
+    "ENDED": "the other workers were ended",
+    "> ERROR": "> Traceback (most recent call last): / ValueError: gone",
+    " / ": "\n> ",
+    "\n  ": " ",
+}
+BROKEN = "Traceback (most recent call last):\nValueError: gone"
 
 
-def test_the_scripts_processes_have_no_part_in_it(launcher):
-    code, out, err = launcher.run(
-        *("-n", 2, "script.py"),
-        script=CONNECTED
-        + """
-if rank == 0:
-    fd = int(os.environ["KERASDIST_REPORT_FD"].partition(":")[0])
-    os.fstat(fd)
-    print(json.dumps(os.system(f"test -e /proc/self/fd/{fd}") != 0))
-steps(5)
-job.communicator.barrier()
-job.close()
-""",
-    )
-    assert code == 0, err
-    assert json.loads(out) is True
+class Played:
+    """A job whose tasks report and end when the test says so."""
 
-
-# --- decisions, without processes ---
-
-LOST = errors.WorkerLost(1, "host1:1", 7, "its connection was closed")
-SERVER_LOST = errors.ServerLost(1, "host9:1", 7, "its connection was closed")
-MISMATCH = errors.CollectiveMismatch("Ranks differ.")
-
-
-@pytest.fixture
-def outcome_of():
-    """A job's outcome, its workers and its servers."""
-    pipes = []
-
-    def make(workers, servers=0):
+    def __init__(self, folder, monkeypatch, workers, servers=0, **options):
+        self.now = 1000.0
+        clock = types.SimpleNamespace(monotonic=lambda: self.now)
+        for module in (plain_outcome, elastic_outcome):
+            monkeypatch.setattr(module, "time", clock)
+        self.folder = folder
+        self.undo = contextlib.ExitStack()
+        settings = None
+        if options:
+            settings = ElasticOptions(
+                **{"min_workers": 1, "grace": 1.0, "size": workers},
+                **{"max_workers": workers, **options},
+            )
         job = JobSpec(
             **{"size": workers, "servers": servers, "command": (), "environ": {}},
-            **{"log_dir": None, "tagged": False, "cores": ()},
+            **{"log_dir": None, "elastic": settings},
         )
-        tasks = [Started(task=task, process=None, tail=None) for task in job.tasks]
-        outcome = JobOutcome(job, tasks)
-        pipes.append(outcome.pipe)
-        return outcome, tasks[:workers], tasks[workers:]
+        self.tasks = [Started(task=task, process=None, tail=None) for task in job.tasks]
+        if settings is None:
+            self.outcome = plain_outcome.JobOutcome(job, self.tasks)
+        else:
+            ports = types.SimpleNamespace(address=lambda task: "HOST")
+            pump = types.SimpleNamespace(call=lambda function: function(0.0))
+            self.outcome = elastic_outcome.ElasticOutcome(
+                job, self.tasks, settings, ports, ChiefOutput(job, pump)
+            )
+            self.undo.callback(self.outcome._ended.close)
+        self.undo.callback(os.close, self.outcome.pipe.reading)
+        self.undo.callback(os.close, self.outcome.pipe.writing)
 
-    yield make
-    for pipe in pipes:
-        os.close(pipe.reading)
-        os.close(pipe.writing)
+    def __getitem__(self, name):
+        return next(each for each in self.tasks if str(each.task) == name)
 
+    def happen(self, event):
+        """Play one line of a table."""
+        event, *more = event.split(", ") if "ends" in event else [event]
+        words = event.replace(",", "").split()
+        name, environ = " ".join(words[:2]), self.outcome.environ
+        match words:
+            case [_, _, "ends", code]:
+                self.end(self[name], int(code), *more)
+            case [_, _, "raises", kind, code]:
+                self.raises(self[name], kind)
+                self.end(self[name], int(code))
+            case ["rank", index, "blames", kind, *rest]:
+                lost = (int(rest[0]) if rest else 0, "host:1", 7, "gone")
+                error = errors.CollectiveMismatch("Ranks differ.")
+                if rest:
+                    kinds = {"rank": errors.WorkerLost, "server": errors.ServerLost}
+                    error = kinds[kind](*lost)
+                Reporter(f"job {rest[1:]}", int(index), environ).failed(error)
+            case ["server", index, "says", what, *rest]:
+                server = ServerReporter(int(index), environ)
+                if what == "begun":
+                    server.begun(float(rest[1]) if rest else 0.0)
+                elif what == "gave_up":
+                    server.gave_up()
+                elif what == "failed":
+                    server.failed(errors.CollectiveMismatch("Ranks differ."))
+                else:
+                    server.happened(what, int(rest[0]), "nothing was received from it")
+            case [seconds, "s", "later"]:
+                self.now += float(seconds)
+            case ["epoch", epoch, "has", *ranks, "after", pause, "s"]:
+                for rank in ranks:  # all of them report the same
+                    Reporter("job", int(rank), environ).members(
+                        int(epoch), list(map(int, ranks)), step=5, pause=float(pause)
+                    )
+            case ["again:", *_]:
+                ended = self.outcome.take_restarts()
+                names = ", ".join(str(each.task) for each in ended)
+                assert event == f"again: {names or 'none'}"
+                for each in ended:
+                    again = Started(
+                        **{"task": each.task, "process": None, "tail": None},
+                        incarnation=each.incarnation + 1,
+                    )
+                    self.tasks[self.tasks.index(each)] = again
+            case _:
+                assert not event
+        self.outcome.read()
 
-def end(task, at, code=1, traceback_at=None, folder=None):
-    """Let a task end at a time, maybe with a traceback in its log at another."""
-    task.code, task.ended_at = code, at
-    if traceback_at is not None:
-        task.log = folder / f"{task.task.tag}.log"
-        task.log.write_text("Traceback (most recent call last):\nValueError: 1")
-        os.utime(task.log, ns=(traceback_at, traceback_at))
+    def end(self, task, code, *more):
+        self.now += 0.01
+        task.code, task.ended_by_us = code, "by us" in more
+        task.ended_at = int(self.now * 1e9)
+        for each in more:
+            if each.startswith(("error", "prints ")):
+                task.log = self.folder / f"{task.task.tag}.log"
+                task.log.write_text(each[7:] if each[0] == "p" else BROKEN)
+                at = float(each.partition(" at ")[2] or self.now)
+                os.utime(task.log, ns=(int(at * 1e9), int(at * 1e9)))
+        self.outcome.fails_with(task)
 
+    def raises(self, task, kind):
+        """Let a task hand over the exception that ends it."""
+        message = f"{kind}: gone"
+        final = FinalError(
+            text=f"{BROKEN.splitlines()[0]}\n{message}",
+            message=message,
+            consequence=kind == "WorkerLost",
+        )
+        path = self.folder / f"{task.task.tag}.error"
+        path.write_bytes(final.encode())
+        task.error_file = self.undo.enter_context(path.open("rb"))
 
-def report(outcome, rank, error, job="a.1"):
-    Reporter(job, rank, outcome.pipe.environ).failed(error)
-    outcome.read()
-
-
-def test_the_first_failure_is_the_reported_cause_or_else_the_earliest(
-    outcome_of, tmp_path
-):
-    outcome, tasks, _ = outcome_of(4)
-    assert outcome.first_failure() is None
-    chief, quiet, other, follows = tasks
-    end(chief, 50)
-    end(quiet, 90, code=7)
-    assert outcome.first_failure() is chief
-    end(other, 60, traceback_at=30, folder=tmp_path)
-    assert outcome.first_failure() is other
-    end(follows, 40, traceback_at=20, folder=tmp_path)
-    assert outcome.first_failure() is follows
-    report(outcome, 3, errors.WorkerLost(9, "h:1", 7, "it has ended well"))
-    assert outcome.first_failure() is other
-    report(outcome, 3, LOST, job="a.2")
-    assert outcome.first_failure() is quiet
-
-
-def test_a_time_after_the_end_is_no_time_of_a_traceback(outcome_of, tmp_path):
-    outcome, (first, second), _ = outcome_of(2)
-    end(first, 50)
-    # Another process may write to its log.
-    end(second, 40, traceback_at=80, folder=tmp_path)
-    assert outcome.first_failure() is second
-
-
-def test_a_server_that_gave_up_isnt_the_first(outcome_of):
-    outcome, (worker,), (server,) = outcome_of(1, 1)
-    end(server, 40)
-    end(worker, 50, code=6)
-    assert outcome.first_failure() is server
-    ServerReporter(0, outcome.pipe.environ).gave_up()
-    outcome.read()
-    assert outcome.first_failure() is worker
-
-
-def test_the_first_word_on_the_last_job_counts(outcome_of):
-    outcome, workers, servers = outcome_of(3, 2)
-    assert outcome.cause is None
-    report(outcome, 0, LOST)
-    assert outcome.cause is workers[1]
-    # Rank 2 has only seen that rank 0 was gone.
-    report(outcome, 2, errors.WorkerLost(0, "host0:1", 7, "gone"))
-    assert outcome.cause is workers[1]
-    report(outcome, 1, errors.WorkerLost(2, "host2:1", 9, "gone"), job="a.2")
-    assert outcome.cause is workers[2]
-    report(outcome, 1, MISMATCH, job="a.3")
-    assert outcome.cause is None
-    report(outcome, 0, SERVER_LOST, job="a.4")
-    assert outcome.cause is servers[1]
-
-
-def test_a_job_goes_on_when_all_servers_have_said_so_until_one_fails(outcome_of):
-    outcome, _, _ = outcome_of(2, 2)
-    first, second = (ServerReporter(i, outcome.pipe.environ) for i in range(2))
-    seen = []
-    for say in (
-        lambda: first.begun(0.0),
-        lambda: first.begun(0.0),
-        lambda: second.begun(5.0),
-        lambda: first.happened("lost", 1, "it was gone"),
-        lambda: second.failed(MISMATCH),
-    ):
-        say()
-        outcome.read()
-        seen.append(outcome.continues)
-    assert seen == [False, False, True, True, False]
-
-
-@pytest.mark.parametrize(("patience", "code"), [(0.0, -9), (5.0, 1), (5.0, -9)])
-def test_only_a_killed_server_may_be_started_again(outcome_of, patience, code):
-    outcome, _, (server,) = outcome_of(1, 1)
-    ServerReporter(0, outcome.pipe.environ).begun(patience)
-    end(server, 10, code=code)
-    goes_on = patience > 0 and code < 0
-    assert outcome.fails_with(server) is not goes_on
-    assert server.lost is goes_on
+    def finish(self):
+        """All that still run end, or are ended if the job has failed."""
+        failed = self.outcome.failed_at is not None
+        for task in self.tasks:
+            if task.code is None:
+                self.end(task, *((-15, "by us") if failed else (0,)))
+        return self.outcome.report(None, launcher_lost=False)
 
 
-def test_who_was_lost_before_is_no_witness(outcome_of):
-    outcome, workers, _ = outcome_of(3, 2)
-    reporters = [ServerReporter(i, outcome.pipe.environ) for i in range(2)]
-    for reporter in reporters:
-        reporter.begun(0.0)
-    # Whichever server sees it first.
-    reporters[1].happened("lost", 1, "nothing was received from it")
-    report(outcome, 1, SERVER_LOST)
-    assert workers[1].gave_up
-    assert outcome.cause is None
-    assert outcome.continues
-    report(outcome, 2, LOST)
-    assert outcome.cause is workers[1]
-    assert not outcome.continues  # rank 2 has lost what it needs
+@pytest.fixture
+def play(tmp_path, monkeypatch):
+    with contextlib.ExitStack() as undo:
+
+        def begin(*sizes, **options):
+            played = Played(tmp_path, monkeypatch, *sizes, **options)
+            undo.enter_context(played.undo)
+            return played
+
+        yield begin
 
 
-# --- what a person reads first ---
+@pytest.fixture
+def lines(said):
+    """A function that returns what the launcher has printed."""
 
-HANDED_OVER = """
-from kerasdist.transport.liveness.final_error import hand_over_final_error
-hand_over_final_error()
-"""
+    def printed():
+        background_log.flush(None)
+        return [line.removeprefix("kerasdist run: ") for line in said()]
+
+    return printed
 
 
-@pytest.mark.parametrize("output", ["chief", "all"])
-def test_the_cause_is_read_before_what_follows_from_it(launcher, output):
-    # The chief's traceback of its WorkerLost once filled the screen first.
-    code, out, err = run(
-        launcher,
-        f"""
-{HANDED_OVER}
-if rank == 1:
-    steps(5)
-    raise ValueError("the real reason")
-steps()
-""",
-        size=3,
-        output=output,
+CASES = [
+    pytest.param(case, id=f"{kind}: {case[1 : case.index(']')]}")
+    for kind, table in (
+        ("plain", PLAIN),
+        ("asynchronous", ASYNCHRONOUS),
+        ("elastic", ELASTIC),
     )
-    assert code == 1, err
-    if output == "chief":
-        assert err.count("Traceback") == 1, err
-    text = out + err
-    assert "WorkerLost" not in text[: text.index("ValueError: the real reason")]
-    for other in (0, 2):
-        told = rf"^kerasdist run: afterwards rank {other} failed with exit code 1"
-        assert re.search(told, err, re.M), err
-    assert re.search(
-        r"^kerasdist run: afterwards rank 0 .*: kerasdist\.errors\.WorkerLost: Rank 1 ",
-        err,
-        re.M,
-    )
+    for case in re.split(r"(?m)^(?=\[)", table)[1:]
+]
 
 
-def test_an_error_that_all_ranks_raise_is_printed_once(launcher):
-    code, _, err = run(
-        launcher,
-        f"""
-{HANDED_OVER}
-steps(5)
-end_slowly(0.5 if rank == 0 else 0.0)
-raise ValueError("the data differ on all ranks")
-""",
-    )
-    assert code == 1, err
-    assert len(re.findall(r"^ValueError: the data differ", err, re.M)) == 1, err
+@pytest.mark.parametrize("case", CASES)
+def test_the_outcome(play, lines, capsys, case):
+    text, end = case.split("=> ")
+    title, *events = text.splitlines()
+    sizes = title.partition("] ")[2].split()
+    options = {
+        name: int(value)
+        for name, _, value in (each.partition("=") for each in sizes)
+        if value
+    }
+    played = play(*(int(size) for size in sizes if size.isdigit()), **options)
+    for event in "; ".join(events).split("; "):
+        played.happen(event.strip())
+    code = played.finish()
+    printed = "\n".join(lines())
+    printed = re.sub(r"(?m)^(all of its output: ).*", r"\1LOG", printed)
+    shown = "".join(f"> {line}\n" for line in capsys.readouterr().err.splitlines())
+    printed = re.sub(r"(?m)('s output:)\n?", rf"\1\n{shown}", printed)
+    for short, long in SHORT.items():
+        end = end.replace(short, long)
+    assert f"{code}\n{printed}".strip() == end.strip()
 
 
-def test_an_own_hook_of_the_script_stays(launcher):
-    code, _, err = run(
-        launcher,
-        f"""
-sys.excepthook = lambda *error: print("my hook:", error[0].__name__, file=sys.stderr)
-{HANDED_OVER}
-if rank == 1:
-    steps(5)
-    raise ValueError("the real reason")
-steps()
-""",
-    )
-    assert code == 1, err
-    assert "my hook: WorkerLost" in err
+@pytest.mark.parametrize(("servers", "kinds"), [(0, ""), (1, " and servers")])
+def test_an_end_from_outside(play, lines, servers, kinds):
+    played = play(2, servers)
+    if servers:
+        played.happen("server 0 says begun")
+    played.outcome.over = True
+    played.happen("rank 1 ends -2")
+    assert played.outcome.report(signal.SIGINT, launcher_lost=False) == 130
+    assert lines() == [f"ended by SIGINT; all workers{kinds} are ended"]
+    assert played.outcome.report(None, launcher_lost=True) == 137
 
 
-def test_a_chief_that_fails_alone_shows_what_it_lost(launcher):
-    code, _, err = run(
-        launcher,
-        f"""
-{HANDED_OVER}
-if rank == 1:
-    steps(5)
-    job.close()
-    sys.exit(0)
-steps()
-""",
-    )
-    assert code == 1, err
-    assert "WorkerLost: Rank 1 " in err
+def test_only_lost_workers_run_when_the_servers_have_ended(play):
+    played = play(2, 1)
+    for event in ("begun", "lost 1"):
+        played.happen(f"server 0 says {event}")
+    for event in ("1.0 s later", "rank 0 ends 0", "server 0 ends 0"):
+        assert not played.outcome.only_lost_workers_running
+        played.happen(event)
+    assert played.outcome.only_lost_workers_running
+
+
+def test_who_still_runs_in_an_elastic_job(play):
+    played = play(3, 1, restarts=0)
+    for event in ("epoch 1 has 0 2 after 0 s", "rank 0 ends 0", "rank 2 ends 0"):
+        assert not played.outcome.only_lost_workers_running
+        played.happen(event)
+    assert played.outcome.only_lost_workers_running  # rank 1 is no member
+    assert not played.outcome.only_servers_running
+    played.happen("rank 1 ends -9, by us")
+    assert played.outcome.only_servers_running
+    played = play(2, 1, restarts=1)
+    for event in ("rank 0 ends -9", "rank 1 ends -9"):
+        played.happen(event)
+        assert not played.outcome.only_servers_running  # they wait for rank 0
+
+
+def test_the_pause_before_a_restart_grows_up_to_a_minute(play):
+    restarts = Restarts(100)
+    (task,) = play(1).tasks
+    pauses = []
+    for task.incarnation in (*range(9), 10_000, 0):
+        pauses.append(restarts.schedule(task, 0.0))
+    assert pauses == [1, 2, 4, 8, 16, 32, 60, 60, 60, 60, 1]
+
+
+def test_an_elastic_job_grows_up_to_its_limit(play, lines):
+    played = play(2, max_workers=3, restarts=1)
+    added = played.outcome.take_growth()
+    played.tasks.append(Started(task=added, process=None, tail=None))
+    assert played.outcome.take_growth() is None
+    played.happen("rank 1 ends -9")
+    assert played.outcome.take_growth() is played["rank 1"]
+    played.happen("100 s later")
+    played.happen("again: none")  # it has been already
+    played.happen("rank 0 ends 0")
+    assert played.outcome.take_growth() is None
+    assert [line for line in lines() if "SIGKILL" not in line] == [
+        "rank 2 (HOST) is added: 3 of 3 workers",
+        "no worker is added: all 3 run (--max-workers)",
+        "rank 1 is started again",
+        "no worker is added: the job is ending",
+    ]

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 
 import pytest
 
-from launching import launcher_in
+from launching import wait_until_said
 
 pytestmark = pytest.mark.timeout(90)
 
@@ -20,16 +21,11 @@ wait_for(f"end-{kind}")
 """
 
 
-@pytest.fixture
-def launcher(tmp_path):
-    with launcher_in(tmp_path) as launcher:
-        yield launcher
-
-
-def begin(launcher, *options, script=SCRIPT, size=2, servers=2):
+def begin(launcher, *options, script=SCRIPT, size=2, servers=2, **more):
     process = launcher.start(
         *("-n", size, "--ps", servers, "--elastic", *options, "script.py"),
         script=script,
+        **more,
     )
     launcher.wait_for(*(f"worker-{rank}" for rank in range(size)))
     launcher.wait_for(*(f"ps-{index}" for index in range(servers)))
@@ -41,60 +37,18 @@ def kill(launcher, task):
     os.kill(pid, signal.SIGKILL)
 
 
-def finish(launcher, process, *kinds):
-    for kind in kinds:
-        (launcher.folder / f"end-{kind}").touch()
-    out, err = process.communicate(timeout=40)
-    launcher.nothing_runs(within=5.0)
-    return process.returncode, out, err
-
-
-def test_one_of_two_servers_is_lost(launcher):
-    process = begin(launcher)
+def test_a_server_is_lost_and_the_other_is_ended_when_no_worker_is_left(launcher):
+    process = begin(launcher, quick=True)
     kill(launcher, "ps-1")
-    line = next(line for line in process.stderr if "ended by signal" in line)
-    assert line.startswith("kerasdist run: server 1 (127.0.0.1:")
+    line = wait_until_said(process, "ended by signal")
+    assert line.startswith("kerasdist run: server 1 (HOST)")
     assert line.endswith("; the others go on\n")
-    code, _, err = finish(launcher, process, "worker", "ps")
-    assert code == 0
-    assert err.splitlines()[-1] == (
-        "kerasdist run: finished: rank 0, rank 1; lost: server 1 (SIGKILL)"
-    )
-
-
-def test_the_last_server_is_lost(launcher):
-    process = begin(launcher, servers=1)
-    kill(launcher, "ps-0")
-    code, _, err = finish(launcher, process)
-    assert code == 137
-    assert "server 0 was ended by signal SIGKILL" in err
-    assert "the other workers and servers were ended\n" in err
-
-
-@pytest.mark.parametrize("lost", [False, True])
-def test_servers_are_ended_when_no_worker_is_left(launcher, lost):
-    process = begin(launcher)
-    if lost:
-        kill(launcher, "worker-1")
-    code, _, err = finish(launcher, process, "worker")
-    assert code == 0
-    assert ("lost: rank 1 (SIGKILL)" in err) is lost
-    assert "server" not in err.partition("finished")[2]
-
-
-def test_servers_wait_for_workers_that_are_started_again(launcher):
-    script = SCRIPT.replace(
-        'mark(f"{kind}-{rank}"',
-        'number = os.environ["KERASDIST_INCARNATION"]\n'
-        'mark(f"{kind}-{rank}" if number == "0" else f"again-{rank}"',
-    )
-    process = begin(launcher, "--restarts", 2, script=script, servers=1)
-    kill(launcher, "worker-0")
     kill(launcher, "worker-1")
-    launcher.wait_for("again-0", "again-1")
-    code, _, err = finish(launcher, process, "worker", "ps")
+    code, _, err = launcher.finish(process, "end-worker")
     assert code == 0
-    assert "started again: rank 0 (once), rank 1 (once)" in err
+    assert err.endswith(
+        "finished: rank 0; lost: rank 1 (SIGKILL), server 1 (SIGKILL)\n"
+    )
 
 
 def test_a_real_job_loses_a_worker_and_a_server(launcher):
@@ -131,12 +85,13 @@ def test_a_real_job_loses_a_worker_and_a_server(launcher):
     process = begin(launcher, script=script, size=3)
     launcher.wait_for("connected-0", "connected-1", "connected-2")
     kill(launcher, "worker-0")
-    next(line for line in process.stderr if "is the chief" in line)
+    assert "rank 1 is the chief from step" in wait_until_said(process, "the chief")
     kill(launcher, "ps-0")
-    code, out, err = finish(launcher, process)
+    code, out, err = launcher.finish(process)
     assert code == 0, err
     assert "size 2 of 1" in out
-    assert "kerasdist: rank 0 (127.0.0.1:" in out
+    (warning,) = re.findall(r"kerasdist: rank 0 \(127.0.0.1:.*", out)
+    assert "was lost at step" in warning
     assert "server 0 (127.0.0.1:" in out
     lost = "lost: rank 0 (SIGKILL), server 0 (SIGKILL); pauses: "
     assert f"finished: rank 1, rank 2; {lost}" in err
@@ -155,7 +110,7 @@ mark(f"ready-{kind}-{rank}")
 wait_for("never")
 """,
     )
-    process = begin(launcher, script=script)
+    process = begin(launcher, script=script, quick=True)
     launcher.wait_for("ready-worker-0", "ready-worker-1")
     process.send_signal(signal.SIGTERM)
     # The workers need servers until they have left.
@@ -165,7 +120,7 @@ wait_for("never")
         (pid,) = launcher.pids(server)
         os.kill(pid, 0)
     (launcher.folder / "checked").touch()
-    code, _, err = finish(launcher, process)
+    code, _, err = launcher.finish(process)
     assert (code, err.splitlines()[-1]) == (
         143,
         "kerasdist run: ended by SIGTERM; all workers and servers are ended",

@@ -7,7 +7,8 @@ import signal
 
 import pytest
 
-from launching import launcher_in, wait_until
+from launching import wait_until_said
+from waiting import wait_until
 
 pytestmark = pytest.mark.timeout(90)
 
@@ -20,7 +21,7 @@ from kerasdist.transport.timeouts import Timeouts
 
 incarnation = int(os.environ["KERASDIST_INCARNATION"])
 mark(f"up-{rank}-{incarnation}", os.getpid())
-if LATE == rank and not incarnation:
+if rank in LATE and not incarnation:
     wait_for("never")
 start = os.environ.get("KERASDIST_START_WORKERS")
 job = connect_elastic(
@@ -49,24 +50,10 @@ job.close()
 """
 
 
-@pytest.fixture
-def launcher(tmp_path):
-    with launcher_in(tmp_path) as launcher:
-        yield launcher
-
-
-def begin(launcher, *options, late=-1):
+def begin(launcher, *options, late=()):
     return launcher.start(
         *("--elastic", *options, "script.py"), script=JOB.replace("LATE", str(late))
     )
-
-
-def finish(launcher, process):
-    (launcher.folder / "enough").touch()
-    out, err = process.communicate(timeout=40)
-    launcher.nothing_runs(within=5.0)
-    assert process.returncode == 0, err
-    return out, err
 
 
 def wait_for_size(launcher, size, *ranks):
@@ -77,28 +64,19 @@ def wait_for_size(launcher, size, *ranks):
     wait_until(lambda: sizes() == [str(size)] * len(ranks), f"{size} members")
 
 
-@pytest.mark.parametrize("rank", [0, pytest.param(2, marks=pytest.mark.soak)])
-def test_the_others_start_without_a_task_that_ended_before_it_listened(launcher, rank):
-    process = begin(launcher, "-n", 3, late=rank)
-    (pid,) = launcher.pids(f"up-{rank}-0")
-    os.kill(pid, signal.SIGKILL)
-    others = [other for other in range(3) if other != rank]
+def test_tasks_that_ended_before_they_listened(launcher):
+    """One that is started again starts with the others, which don't wait for others."""
+    process = begin(launcher, "-n", 3, "--restarts", 1, late=(0, 1))
+    first, second = launcher.pids("up-1-0", "up-0-0")
+    os.kill(first, signal.SIGKILL)
+    wait_until_said(process, "rank 1 (HOST) was")
+    os.kill(second, signal.SIGKILL)
     # Long before the start's time-out: the launcher has told them.
-    sizes = launcher.wait_for(*(f"connected-{other}-0" for other in others))
-    assert sizes == ["2", "2"]
-    _, err = finish(launcher, process)
-    names = ", ".join(f"rank {other}" for other in others)
-    assert f"finished: {names}; lost: rank {rank} (SIGKILL)\n" in err
-
-
-def test_a_task_that_is_started_again_in_time_starts_with_the_others(launcher):
-    process = begin(launcher, "-n", 2, "--restarts", 1, late=1)
-    (pid,) = launcher.pids("up-1-0")
-    os.kill(pid, signal.SIGKILL)
-    assert launcher.wait_for("connected-0-0", "connected-1-1") == ["2", "2"]
-    out, err = finish(launcher, process)
-    assert out == "size 2 of 0\n"
-    assert "started again: rank 1 (once)" in err
+    assert launcher.wait_for("connected-1-1", "connected-2-0") == ["2", "2"]
+    code, _, err = launcher.finish(process)
+    assert code == 0, err
+    lost = "lost: rank 0 (SIGKILL), rank 1 (SIGKILL); started again: rank 1 (once)"
+    assert f"finished: rank 1, rank 2; {lost}" in err
 
 
 def test_a_signal_adds_a_worker(launcher):
@@ -113,7 +91,8 @@ def test_a_signal_adds_a_worker(launcher):
     wait_for_size(launcher, 2, 0, 2)
     process.send_signal(signal.SIGUSR1)
     wait_for_size(launcher, 3, 0, 1, 2)
-    out, err = finish(launcher, process)
+    code, out, err = launcher.finish(process)
+    assert code == 0, err
     assert "size 3 of 0\n" in out
     for rank in (1, 2):
         assert f"[{rank}] joined\n" in out
@@ -126,13 +105,3 @@ def test_a_signal_adds_a_worker(launcher):
         "finished: rank 0, rank 1, rank 2; lost: rank 1 (SIGKILL); added: rank 2; "
         "started again: rank 1 (once)" in err
     )
-
-
-@pytest.mark.soak
-def test_a_signal_that_adds_workers_needs_an_option(launcher):
-    process = begin(launcher, "-n", 2)
-    launcher.wait_for("connected-0-0", "connected-1-0")
-    process.send_signal(signal.SIGUSR1)
-    process.communicate(timeout=40)
-    launcher.nothing_runs(within=5.0)
-    assert process.returncode == -signal.SIGUSR1

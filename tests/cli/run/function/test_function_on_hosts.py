@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from ssh import SshHosts
 
-from launching import Launcher, launcher_in
+from launching import Launcher
 
 _WHY_NOT = SshHosts.available()
 pytestmark = [
@@ -54,12 +52,6 @@ try:
 except kerasdist.errors.ClusterError as error:
     print(error)
 """
-
-
-@pytest.fixture
-def launcher(tmp_path: Path) -> Iterator[Launcher]:
-    with launcher_in(tmp_path) as made:
-        yield made
 
 
 def test_a_function_runs_on_hosts(launcher: Launcher) -> None:

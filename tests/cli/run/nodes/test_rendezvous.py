@@ -2,39 +2,22 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from kerasdist.cli.run.nodes.options import NodeOptions
 from kerasdist.cli.run.nodes.rendezvous import RendezvousError, meeting
-from launching import launcher_in
 from workers import free_ports
 
 
-def test_errors_of_the_block_pass_unchanged() -> None:
+@pytest.mark.parametrize(
+    ("host", "error", "words"),
+    [
+        ("127.0.0.1", PermissionError, "a folder"),  # that of the block, unchanged
+        ("192.0.2.1", RendezvousError, "rendezvous at 192"),  # isn't an own address
+    ],
+)
+def test_errors(host: str, error: type[Exception], words: str) -> None:
     (port,) = free_ports(1)
-    options = NodeOptions(count=1, rank=0, rendezvous=f"127.0.0.1:{port}", seconds=10)
-    with (
-        pytest.raises(PermissionError, match="a folder"),
-        meeting(options, 1, 0, b"secret" * 8),
-    ):
+    options = NodeOptions(count=1, rank=0, rendezvous=f"{host}:{port}", seconds=10)
+    with pytest.raises(error, match=words), meeting(options, 1, 0, b"secret" * 8):
         raise PermissionError("a folder")
-
-
-def test_an_address_of_another_host() -> None:
-    options = NodeOptions(count=1, rank=0, rendezvous="192.0.2.1:29400", seconds=10)
-    with (
-        pytest.raises(RendezvousError, match="rendezvous at 192"),
-        meeting(options, 1, 0, b"secret" * 8),
-    ):
-        pass
-
-
-def test_a_range_of_hosts(tmp_path: Path) -> None:
-    with launcher_in(tmp_path) as launcher:
-        options = ("--nnodes", "2:4", "--rendezvous", "a:29400", "-n", 1)
-        code, _, err = launcher.run(*options, "script.py", script="")
-    assert code == 2
-    assert "--nnodes must be one number" in err
-    assert "Received: --nnodes 2:4. Start 4 hosts with --nnodes 4 --elastic" in err
