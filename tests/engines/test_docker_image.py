@@ -7,6 +7,7 @@ import subprocess
 
 import pytest
 
+from pace import bound
 from places import ROOT
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(1800)]
@@ -18,7 +19,7 @@ def docker(*arguments: str) -> str:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=1500,
+        timeout=bound(1500),
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr

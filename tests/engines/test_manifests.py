@@ -16,6 +16,7 @@ import pytest
 from browser import need
 from hosts import Hosts
 from kerasdist.cluster import resolve
+from pace import bound
 from places import ROOT, TESTS
 from workers import python_env
 
@@ -56,7 +57,7 @@ def found(tools: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
         [tools / "python", TESTS / "engines" / "validate.py", *MANIFESTS, *paths],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=bound(120),
         check=False,
     )
     assert done.returncode == 0, done.stderr
@@ -79,7 +80,9 @@ def test_faults_are_found(found: list[str], number: int) -> None:
 @pytest.mark.soak
 def test_the_dockerfile_is_linted(tools: Path) -> None:
     lint = [tools / "hadolint", EXAMPLES / "Dockerfile"]
-    done = subprocess.run(lint, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        lint, capture_output=True, text=True, timeout=bound(60), check=False
+    )
     assert (done.returncode, done.stdout) == (0, "")
 
 
@@ -121,7 +124,7 @@ def test_the_command_of_a_trainjob(tmp_path: Path) -> None:
         env=environment(1, "digits-node-0-0.digits", PATH=path),
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=bound(30),
         check=True,
     )
     assert done.stdout == (
@@ -152,7 +155,7 @@ def test_two_nodes_of_a_trainjob(two_hosts: Hosts) -> None:
         )
         for node in (1, 0)
     ]
-    outputs = [node.communicate(timeout=240)[0] for node in nodes]
+    outputs = [node.communicate(timeout=bound(240))[0] for node in nodes]
     assert [node.returncode for node in nodes] == [0, 0], "".join(outputs)
     assert "weights bit-equal on all workers: True" in outputs[1]
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from environment import BIN, need_package, running
 
+from pace import bound
 from places import ROOT
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(1200)]
@@ -41,7 +42,7 @@ def run(folder: Path, workers: int, *, kill_rank: int | None = None) -> tuple[st
                 if not killed:
                     os.kill(int(match[1]), signal.SIGKILL)
                 killed = int(match[2])
-        assert process.wait(120) == 0, "".join(lines)
+        assert process.wait(bound(120)) == 0, "".join(lines)
     return "".join(lines), killed
 
 

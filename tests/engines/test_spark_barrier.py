@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from environment import BIN, need_package, running
 
+from pace import bound
 from places import ROOT
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(1200)]
@@ -55,7 +56,7 @@ def run(*command: str | Path) -> str:
         tag=secrets.token_hex(8),
         env={"PYSPARK_PYTHON": f"{BIN}/python", "SPARK_LOCAL_IP": "127.0.0.1"},
     ) as process:
-        output, _ = process.communicate(timeout=500)
+        output, _ = process.communicate(timeout=bound(500))
     assert process.returncode == 0, output
     return output
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from launching import Launcher, launcher_in
+from pace import bound
 
 _MISSING = [
     name
@@ -135,7 +136,7 @@ def test_a_notebook(launcher: Launcher) -> None:
         env=launcher.env,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=bound(120),
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr

@@ -21,6 +21,7 @@ import pytest
 import kerasdist
 from kerasdist import errors
 from launching import Launcher, launcher_in
+from pace import bound
 
 # What scripts and cells begin with.
 WHO = """
@@ -57,7 +58,7 @@ def run_script(launcher: Launcher, *args: str) -> subprocess.CompletedProcess[st
         env=launcher.env,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=bound(60),
         check=False,
     )
 
@@ -367,5 +368,5 @@ except kerasdist.errors.FunctionError as error:
     assert "Received: signal SIGKILL of the launcher" in str(error), error
     sys.exit(7)
 """
-    assert start(launcher, script).wait(60) == 7
+    assert start(launcher, script).wait(bound(60)) == 7
     launcher.nothing_runs(within=0.5)

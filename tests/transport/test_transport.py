@@ -16,6 +16,7 @@ from kerasdist.transport.deadline import Deadline
 from kerasdist.transport.memory import memory_group
 from kerasdist.transport.shared_memory import create_segment
 from kerasdist.transport.wire.framing import Call, FrameType, pack_header
+from pace import bound
 from tls_pairs import tcp_pair, tls_pair
 
 CALL = Call(1, "all_reduce", "sum", "uint8", 100, 0)
@@ -128,7 +129,7 @@ def test_a_peer_that_dies_in_the_midst_of_a_large_frame(make, kind):
             first.close()
             sent.set()
         else:
-            sent.wait(60)
+            sent.wait(bound(60))
             room = memoryview(bytearray(9_000_000))
             second.exchange(CALL, Deadline(60), source=0, incoming=room)
 
@@ -194,7 +195,7 @@ def test_abort_from_another_thread_ends_a_wait_and_all_later_ones(make, kind, ho
         if number == 0:
             began.set()
             first.exchange(CALL, Deadline(30), source=1)
-        began.wait(60)
+        began.wait(bound(60))
         first.abort()
 
     started = time.monotonic()

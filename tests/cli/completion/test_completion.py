@@ -13,6 +13,7 @@ import time
 import pytest
 
 from kerasdist import cli
+from pace import bound
 
 # What is typed at a prompt, and the words that `kerasdist` is called with.
 TYPED = {
@@ -109,7 +110,7 @@ def test_fish_completes(tmp_path, capsys):
             env={**os.environ, "HOME": str(tmp_path)},
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=bound(60),
             check=True,
         )
         assert done.stderr == ""

@@ -18,6 +18,7 @@ from kerasdist import cli
 from kerasdist.cli.allocator import find_allocator
 from kerasdist.cli.doctor import cluster_check, encryption, machine
 from kerasdist.cluster import Cluster
+from pace import bound
 from workers import free_ports, python_env
 
 pytestmark = pytest.mark.timeout(150)
@@ -72,7 +73,7 @@ def test_all_is_well():
         env=python_env(),
         capture_output=True,
         text=True,
-        timeout=140,
+        timeout=bound(140),
         check=False,
     )
     out = done.stdout
@@ -306,7 +307,7 @@ def test_a_probe_that_hangs_doesnt_hang_us():
     hang = threading.Event()
 
     def probe(address, seconds):
-        hang.wait(60.0)
+        hang.wait(bound(60.0))
 
     cluster = cluster_of("127.0.0.1:1", "h:1", "i:1")
     found = cluster_check.check_peers(cluster, 0.2, probe)

@@ -8,6 +8,8 @@ import signal
 
 import pytest
 
+from pace import bound
+
 pytestmark = pytest.mark.timeout(90)
 
 CONNECTED = """
@@ -91,7 +93,7 @@ except errors.WorkerLost:
     )
     _, first, _ = launcher.pids("up-0", "up-1", "up-2")
     os.kill(first, signal.SIGSTOP)
-    _, err = process.communicate(timeout=50)
+    _, err = process.communicate(timeout=bound(50))
     assert process.returncode == 1, err
     assert "rank 0 failed with exit code 1; the other workers were ended" in err
     assert "before that, rank 1 was lost to the others, and had to be ended" in err

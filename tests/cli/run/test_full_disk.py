@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from launching import Launcher
+from pace import bound
 
 pytestmark = pytest.mark.skipif(os.getuid() != 0, reason="only root can mount a disk")
 
@@ -20,13 +21,13 @@ def disk(tmp_path: Path) -> Iterator[Path]:
     folder = tmp_path / "disk"
     folder.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(folder)]
-    found = subprocess.run(mount, capture_output=True, text=True, timeout=30)
+    found = subprocess.run(mount, capture_output=True, text=True, timeout=bound(30))
     if found.returncode:
         pytest.skip(f"no disk can be mounted: {found.stderr}")
     try:
         yield folder
     finally:
-        subprocess.run(["umount", "-l", str(folder)], check=True, timeout=30)
+        subprocess.run(["umount", "-l", str(folder)], check=True, timeout=bound(30))
 
 
 def test_logs_on_a_full_disk(disk: Path, launcher: Launcher) -> None:

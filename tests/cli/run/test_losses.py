@@ -10,6 +10,7 @@ import pytest
 
 from kerasdist.ps.tables.snapshot import path_of
 from launching import wait_until_said
+from pace import bound
 from waiting import wait_until
 
 pytestmark = pytest.mark.timeout(60)
@@ -158,7 +159,7 @@ def test_another_process_may_take_a_lost_workers_place(launcher):
     launcher.wait_for("going-1")
     wait_until_said(process, "rank 1 joined again")
     assert launcher.finish(process) == (0, "", "")
-    assert second.wait(20) == 0
+    assert second.wait(bound(20)) == 0
 
 
 def test_a_lost_server_may_be_started_again(launcher):
@@ -187,5 +188,5 @@ def test_a_lost_server_may_be_started_again(launcher):
     code, _, err = launcher.finish(process)
     # The new server has no launcher to tell that the worker's place was taken.
     assert (code, err) == (0, "kerasdist run: the job has finished without rank 1\n")
-    assert third.wait(20) == 0
-    assert second.wait(20) == 0
+    assert third.wait(bound(20)) == 0
+    assert second.wait(bound(20)) == 0

@@ -23,6 +23,7 @@ from kerasdist.cli.run.output import LineTagger, WholeLines, end_of, last_traceb
 from kerasdist.cli.run.processes import descendants
 from kerasdist.cli.run.start.cores import cores_in_order, shares, thread_variables
 from launching import HANG, terminals_of
+from pace import bound
 from waiting import wait_until
 from workers import python_env
 
@@ -58,7 +59,7 @@ def test_each_task_has_its_settings_and_its_listening_socket(launcher):
         """,
         stdin=subprocess.PIPE,
     )
-    out, err = process.communicate("typed", timeout=60)
+    out, err = process.communicate("typed", timeout=bound(60))
     assert (process.returncode, out) == (0, "out worker 0\n"), err
     assert "TF_CONFIG is set, and is replaced" in err
     tasks = [("worker", 0), ("worker", 1), ("worker", 2), ("ps", 0), ("ps", 1)]
@@ -288,7 +289,7 @@ def test_tagged_output_that_nobody_reads_doesnt_stop_the_job(launcher):
     )
     process.stdout.close()
     (launcher.folder / "closed").touch()
-    assert process.wait(60) == 0
+    assert process.wait(bound(60)) == 0
 
 
 # --- failures ---
@@ -370,7 +371,7 @@ def test_nobody_waits_for_what_is_stopped_when_all_others_have_ended(launcher):
     with pytest.raises(subprocess.TimeoutExpired):
         process.wait(1.5)
     (launcher.folder / "stopped").touch()
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=bound(60))
     assert process.returncode == 1
     assert (
         "kerasdist run: rank 0 was stopped by a signal, and all others have ended: "
@@ -398,7 +399,7 @@ def test_a_launcher_whose_output_nobody_reads_ends_the_job_all_the_same(launcher
     os.kill(pid, signal.SIGSTOP)
     wait_until(lambda: not psutil.pid_exists(pid), "the end of rank 1")
     assert "kerasdist run: rank 1 was stopped by a signal" in process.stderr.read()
-    assert process.wait(30) == 1
+    assert process.wait(bound(30)) == 1
 
 
 def test_ctrl_z_of_a_launcher_ends_nothing(launcher):
@@ -419,7 +420,7 @@ def test_ctrl_z_of_a_launcher_ends_nothing(launcher):
     for pid in (chief, process.pid):
         os.kill(pid, signal.SIGCONT)
     (launcher.folder / "go on").touch()
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=bound(60))
     assert process.returncode == 0, err
 
 
@@ -431,7 +432,7 @@ def test_a_signal_to_the_launcher_ends_everything(launcher, number):
     process = launcher.start("-n", 2, "script.py", script=HANG)
     launcher.pids("up-0", "up-1")
     process.send_signal(number)
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=bound(60))
     assert process.returncode == 128 + number
     assert f"ended by {number.name}" in err
     launcher.nothing_runs(within=5.0)
@@ -454,7 +455,7 @@ def test_ctrl_c_ends_servers_after_their_workers(launcher):
     )
     launcher.wait_for("worker-up-0", "worker-up-1", "ps-up-0")
     process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=bound(60))
     assert process.returncode == 130
     assert "ended by SIGINT; all workers and servers are ended" in err
     launcher.wait_for("worker-0", "worker-1", "served")
@@ -478,7 +479,7 @@ def test_a_second_signal_doesnt_wait(launcher):
     process.send_signal(signal.SIGINT)
     launcher.wait_for("got-0", "got-1")
     process.send_signal(signal.SIGINT)
-    assert process.wait(60) == 130
+    assert process.wait(bound(60)) == 130
 
 
 def test_a_signal_that_is_ignored_stays_ignored(launcher):
@@ -490,7 +491,7 @@ def test_a_signal_that_is_ignored_stays_ignored(launcher):
     launcher.pids("up-0", "up-1")
     process.send_signal(signal.SIGHUP)
     (launcher.folder / "go").touch()
-    assert process.wait(60) == 0
+    assert process.wait(bound(60)) == 0
 
 
 @pytest.fixture
@@ -584,7 +585,7 @@ def test_kill_9_leaves_nothing(launcher, victim):
         for number in (signal.SIGSTOP, signal.SIGKILL):
             for each in killed:
                 os.kill(each.pid, number)
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=bound(60))
     if victim == "supervisor":
         assert process.returncode == 137
         assert "the supervisor of the workers was ended by signal 9" in err
@@ -632,7 +633,9 @@ def test_hardware_threads_of_one_core_stay_together(monkeypatch):
 
 def test_importing_the_command_needs_no_tensorflow():
     code = "import sys, kerasdist.cli; sys.exit('tensorflow' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], env=python_env(), timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=python_env(), timeout=bound(60)
+    )
     assert done.returncode == 0
 
 

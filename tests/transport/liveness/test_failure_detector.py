@@ -23,6 +23,7 @@ from kerasdist.transport.liveness.failure_protocol import decode, encode
 from kerasdist.transport.liveness.places import Places
 from kerasdist.transport.timeouts import Timeouts
 from kerasdist.transport.wire.framing import Call, FrameType, pack_header
+from pace import bound
 from waiting import wait_until
 
 SUPERVISOR = "kerasdist.transport.liveness.failure_detector"
@@ -140,7 +141,7 @@ def test_a_suspicion_gives_way_to_the_cause():
         )
         thread.start()
         crew.ranks[1].report(errors.WorkerLost(3, "host3:1", 5, "the cause"))
-        thread.join(60)
+        thread.join(bound(60))
         assert (answers[0].rank, answers[0].reason) == (3, "the cause")
         assert len(set(crew.failures())) == 1
 
@@ -199,13 +200,13 @@ def test_the_end_that_a_failure_causes_is_not_taken_for_the_cause():
             chief = crew.ranks[0]
 
             def end(chief=chief, known=known):
-                known.wait(60)
+                known.wait(bound(60))
                 chief.close(chief.failure)
 
             thread = threading.Thread(target=end)
             thread.start()
             crew.ranks[1].report(errors.CollectiveMismatch("the cause"))
-            thread.join(60)
+            thread.join(bound(60))
             assert set(crew.failures()) == {"the cause"}
 
 
@@ -220,7 +221,7 @@ def check_silence_of(victim):
         if victim == 0:
             # The chief's thread is frozen.
             frozen = crew.ranks.pop(0)
-            frozen.call = Surprise(frozen, lambda: thaw.wait(60) and 0)
+            frozen.call = Surprise(frozen, lambda: thaw.wait(bound(60)) and 0)
         texts = crew.failures()
         assert time.monotonic() - started > 1.4  # a heartbeat every 0.4 s
         for text in texts:

@@ -16,6 +16,7 @@ import pytest
 
 from kerasdist.transport.log import background_log
 from kerasdist.transport.log.default_handler import format_fault, level_fault
+from pace import bound
 from places import ROOT
 from waiting import wait_until
 from workers import python_env
@@ -35,7 +36,7 @@ def stderr_of(script, **env):
         env=python_env(env),
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=bound(60),
         check=True,
     )
     assert done.stdout == ""
@@ -196,7 +197,7 @@ class Slow(logging.Handler):
 
     def emit(self, record):
         self.begun.set()
-        self.may.wait(60)
+        self.may.wait(bound(60))
         self.lines.append(record.getMessage())
 
 
@@ -228,7 +229,7 @@ def test_nobody_waits_for_a_reader_that_has_stopped_and_order_is_kept(slow):
 def test_a_queue_that_is_full_counts_what_it_drops(slow, monkeypatch):
     monkeypatch.setattr(background_log, "MOST_LINES", 3)
     background_log.log(logging.WARNING, "first")
-    assert slow.begun.wait(60)
+    assert slow.begun.wait(bound(60))
     for number in range(8):
         background_log.log(logging.WARNING, "line %d", number)
     slow.may.set()
@@ -240,7 +241,7 @@ def test_a_queue_that_is_full_counts_what_it_drops(slow, monkeypatch):
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded")
 def test_a_forked_child_writes_its_own_lines_only(slow):
     background_log.log(logging.WARNING, "the parent's")
-    assert slow.begun.wait(60)
+    assert slow.begun.wait(bound(60))
     background_log.log(logging.WARNING, "the parent's, too")
     reading, writing = os.pipe()
     pid = os.fork()
@@ -276,7 +277,7 @@ def test_what_is_logged_last_is_written_before_the_process_ends():
         env=python_env(),
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=bound(60),
         check=False,
     )
     assert done.returncode == 3

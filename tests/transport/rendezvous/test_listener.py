@@ -23,6 +23,7 @@ from kerasdist.transport.wire import handshake
 from kerasdist.transport.wire.framing import FrameType
 from kerasdist.transport.wire.messages import read_frame, write_frame
 from kerasdist.transport.wire.same_user import why_not_same_user
+from pace import bound
 from waiting import wait_until
 from workers import free_ports
 
@@ -492,7 +493,7 @@ def test_without_a_secret_a_listener_that_dies_is_dialed_again(monkeypatch):
         thread.start()
         with pytest.raises(EOFError):
             dial_tcp(address, b"", {}, Deadline(60))
-        thread.join(60)
+        thread.join(bound(60))
 
 
 @needs_root

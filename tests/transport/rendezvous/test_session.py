@@ -30,6 +30,7 @@ from kerasdist.transport.rendezvous.dial import dial_tcp
 from kerasdist.transport.rendezvous.listener import Listener
 from kerasdist.transport.rendezvous.member import Member
 from kerasdist.transport.wire.framing import FrameType
+from pace import bound
 from waiting import wait_until
 
 # For starts that fail: long enough for those who come, also on a busy machine.
@@ -265,7 +266,7 @@ def test_a_wrong_secret_is_an_error_there_and_is_told_to_all(monkeypatch):
                 lambda: started(addresses[rank]) or not thread.is_alive(),
                 f"rank {rank}'s listener",
             )
-        thread.join(60)
+        thread.join(bound(60))
 
     def attempt(rank):
         try:
@@ -336,7 +337,7 @@ def test_something_else_at_the_chiefs_address_is_an_error_that_says_where():
             match=rf"^Rank 0 isn't the process at its address {addresses[0]}\. Th",
         ):
             join(addresses, 1)
-        thread.join(60)
+        thread.join(bound(60))
 
 
 def test_a_session_needs_two_workers():

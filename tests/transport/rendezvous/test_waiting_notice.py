@@ -22,6 +22,7 @@ from kerasdist.transport.rendezvous.waiting_notice import (
     WaitingNotice,
     ranks_in_words,
 )
+from pace import bound
 from waiting import wait_until
 from workers import Workers, python_env
 
@@ -247,7 +248,7 @@ def test_on_a_terminal_the_line_is_rewritten():
                 break
     finally:
         os.close(main)
-    assert process.wait(60) == 0
+    assert process.wait(bound(60)) == 0
     # Each but the first erases the one before, which took several rows.
     *progress, last, empty = re.split(r"\r\x1b\[\dA\x1b\[J|\r\n", data.decode())
     assert len(progress) >= 3

@@ -17,6 +17,7 @@ from kerasdist.transport.deadline import Deadline
 from kerasdist.transport.liveness.heartbeat import Heartbeat
 from kerasdist.transport.tls.tls_socket import holds_bytes
 from kerasdist.transport.wire.framing import FrameType, pack_header
+from pace import bound
 from tls_pairs import tcp_pair, tls_pair
 from waiting import wait_until
 
@@ -102,7 +103,7 @@ def test_another_thread_ends_a_wait_and_no_plain_byte_is_returned(pair, end):
     one.shutdown(socket.SHUT_RDWR)
     if end == "close":
         one.close()
-    thread.join(60)
+    thread.join(bound(60))
     assert not thread.is_alive()
     assert set(b"".join(got)) == {0}
     with pytest.raises(OSError, match=r"."):
@@ -151,4 +152,4 @@ def test_a_forked_child_has_no_copy(pair):
     _, status = os.waitpid(child, 0)
     assert status == 0
     other.sendall(b"x")
-    reading.join(60)
+    reading.join(bound(60))

@@ -36,6 +36,7 @@ from kerasdist.transport.rendezvous.listener import Listener
 from kerasdist.transport.rendezvous.probe import why_unreachable
 from kerasdist.transport.tls.credentials import Credentials, tls_fault
 from kerasdist.transport.tls.tls_socket import TlsSocket
+from pace import bound
 from waiting import wait_until
 
 SECRET = b"the secret of the tests"
@@ -388,7 +389,7 @@ def test_the_commands_of_the_page_make_certificates_that_fit(tmp_path):
         cwd=tmp_path,
         check=True,
         capture_output=True,
-        timeout=60,
+        timeout=bound(60),
     )
     paths = [tmp_path / name for name in ("task.pem", "task.key", "ca.pem")]
     assert fault_of(",".join(map(str, paths))) is None

@@ -20,6 +20,7 @@ from kerasdist.transport.rendezvous.listener import Listener
 from kerasdist.transport.wire import handshake
 from kerasdist.transport.wire.framing import MAGIC, VERSION, FrameType, pack_header
 from kerasdist.transport.wire.messages import read_frame, write_frame
+from pace import bound
 from waiting import wait_until
 
 SECRET = b"the secret of the tests"
@@ -235,7 +236,7 @@ def dial_a_stranger(false, true, change=lambda kind, payload: payload):
     try:
         dial_tcp(address_of(false), SECRET, HELLO, Deadline(60))
     finally:
-        thread.join(60)
+        thread.join(bound(60))
 
 
 def address_of(server):
@@ -308,7 +309,7 @@ def test_a_proof_of_one_connection_is_none_in_a_parallel_one(jobs):
         thread = threading.Thread(target=relay, args=(theirs, true, tap))
         thread.start()
         handshake.authenticate_as_client(ours, SECRET, HELLO, Deadline(60), address)
-        thread.join(60)
+        thread.join(bound(60))
         for kind, payload in frames[2:4]:
             write_frame(other, kind, payload, Deadline(60))
         assert read_frame(other, Deadline(60)) == (FrameType.REFUSAL, b"")

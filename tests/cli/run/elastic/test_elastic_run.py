@@ -10,6 +10,7 @@ import socket
 import pytest
 
 from launching import terminals_of, wait_until_said
+from pace import bound
 
 pytestmark = pytest.mark.timeout(90)
 
@@ -47,7 +48,7 @@ def test_a_signal_to_the_launcher_lets_the_workers_leave(launcher):
     """
     process = begin(launcher, script=script, size=2, quick=True)
     process.send_signal(signal.SIGTERM)
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=bound(60))
     launcher.nothing_runs(within=5.0)
     assert process.returncode == 143
     assert err.endswith("kerasdist run: ended by SIGTERM; all workers are ended\n")
@@ -70,7 +71,7 @@ def test_a_signal_to_the_launcher_starts_nothing_again(launcher):
     kill(launcher, 0)
     wait_until_said(process, "started again in 3 s")
     process.send_signal(signal.SIGTERM)
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=bound(60))
     launcher.nothing_runs(within=5.0)
     assert process.returncode == 143
     assert err == "kerasdist run: ended by SIGTERM; all workers are ended\n"

@@ -9,6 +9,7 @@ import pytest
 from ssh import SshHosts
 
 from launching import Launcher
+from pace import bound
 
 _WHY_NOT = SshHosts.available()
 pytestmark = [
@@ -65,7 +66,7 @@ def test_a_function_runs_on_hosts(launcher: Launcher) -> None:
             env=launcher.env,
             capture_output=True,
             text=True,
-            timeout=90,
+            timeout=bound(90),
             check=False,
         )
         assert done.returncode == 0, done.stdout + done.stderr

@@ -14,6 +14,7 @@ import kerasdist
 from hosts import Hosts
 from kerasdist.errors import ClusterError
 from launching import Launcher
+from pace import bound
 
 pytestmark = pytest.mark.timeout(90)
 _NO_SSH, _NO_HOSTS = SshHosts.available(), Hosts.available()
@@ -94,7 +95,7 @@ def test_a_worker_that_is_started_again_gets_its_gpus(launcher: Launcher) -> Non
     os.kill(process.pid, signal.SIGUSR1)
     assert shown(launcher, "worker-2-0") == [["2", "2", "3", "3", "GPU-2"]]
     (launcher.folder / "enough").touch()
-    _, err = process.communicate(timeout=40)
+    _, err = process.communicate(timeout=bound(40))
     assert process.returncode == 0, err
     assert "3 GPUs for 3 workers, 1 each" in err
 

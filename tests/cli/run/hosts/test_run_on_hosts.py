@@ -15,6 +15,7 @@ import pytest
 from ssh import SshHosts
 
 from launching import HANG, Launcher
+from pace import bound
 from waiting import wait_until
 
 ROOT = Path(__file__).parents[4]
@@ -35,7 +36,7 @@ def hosts() -> Iterator[SshHosts]:
                     *("dev", "eth0", "nodad"),
                 ],
                 check=True,
-                timeout=30,
+                timeout=bound(30),
             )
         yield made
 
@@ -107,7 +108,7 @@ def test_a_lost_worker(hosts: SshHosts, launcher: Launcher, victim: str) -> None
         os.kill(pid, signal.SIGKILL)
     else:
         _session_of(hosts.address(2), job.pid).kill()
-    _, err = job.communicate(timeout=60)
+    _, err = job.communicate(timeout=bound(60))
     words = "signal SIGKILL" if victim == "task" else "signal SIGHUP"
     assert f"rank 1 was ended by {words}" in err
     if victim == "ssh":
@@ -148,7 +149,7 @@ def test_ctrl_c_reaches_the_scripts(hosts: SshHosts, launcher: Launcher) -> None
     job.send_signal(signal.SIGINT)
     launcher.wait_for("saved-0", "saved-1")
     job.send_signal(signal.SIGINT)
-    job.communicate(timeout=60)
+    job.communicate(timeout=bound(60))
     assert job.returncode == 130
     launcher.nothing_runs()
 
@@ -158,7 +159,7 @@ def test_a_killed_launcher_leaves_nothing(hosts: SshHosts, launcher: Launcher) -
     job = launcher.start(*arguments(hosts, 1, 1), "script.py", script=script)
     launcher.wait_for("up-0", "up-1")
     job.kill()
-    job.communicate(timeout=60)
+    job.communicate(timeout=bound(60))
     launcher.nothing_runs()
 
 
@@ -243,7 +244,7 @@ def test_a_cut_network(hosts: SshHosts, launcher: Launcher) -> None:
     _, pid = launcher.pids("up-0", "up-1")
     hosts.cut(2)
     try:
-        _, err = job.communicate(timeout=60)
+        _, err = job.communicate(timeout=bound(60))
         assert "rank 1 was ended by signal SIGHUP" in err
         wait_until(lambda: not psutil.pid_exists(pid), "the end there", 60.0)
     finally:
@@ -338,7 +339,7 @@ def test_a_lost_worker_of_an_elastic_job(hosts: SshHosts, launcher: Launcher) ->
     job = launcher.start(*options, "script.py", script=script)
     _, pid = launcher.pids("up-0-0", "up-1-0")
     os.kill(pid, signal.SIGKILL)
-    _, err = job.communicate(timeout=60)
+    _, err = job.communicate(timeout=bound(60))
     assert job.returncode == 0, err
     assert f"rank 1 ({hosts.address(2)}:" in err
     assert "finished: rank 0, rank 1; lost: rank 1 (SIGKILL); started again: " in err

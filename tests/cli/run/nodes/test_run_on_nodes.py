@@ -14,6 +14,7 @@ import pytest
 
 from hosts import Hosts
 from launching import Launcher, launcher_in
+from pace import bound
 from waiting import wait_until
 
 _WHY_NOT = Hosts.available()
@@ -53,7 +54,7 @@ def nodes(hosts: Hosts, count: int, rank: int | None = None) -> list[str]:
 def ends(jobs: list[Any]) -> list[tuple[int, str, str]]:
     return [
         (job.returncode, *output)
-        for job, output in [(job, job.communicate(timeout=90)) for job in jobs]
+        for job, output in [(job, job.communicate(timeout=bound(90))) for job in jobs]
     ]
 
 
