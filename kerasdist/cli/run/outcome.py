@@ -333,14 +333,16 @@ class JobOutcome:
 
     def failures(self) -> list[Started]:
         """Return the tasks that ended by themselves, with a failure."""
-        # Workers that were lost before aren't the cause, unless none was left.
+        # Workers that were lost before aren't the cause, unless none was left. A lost
+        # server is none if the job went on: it was started again by hand.
         all_lost = all(each.lost for each in self.workers)
+        failed = self.failed_at is not None
         return [
             each
             for each in self.tasks
             if each.code
             and not each.ended_by_us
-            and (all_lost or not each.lost or each.task.is_server)
+            and (all_lost or not each.lost or (failed and each.task.is_server))
         ]
 
     def first_failure(self) -> Started | None:

@@ -198,6 +198,9 @@ server 0 says begun, waits 30; server 0 ends -9; rank 1 ends -9 => 0
 server 0 was lost: it KILLED; the workers wait 30 s for it to be started again
 rank 1 was lost: it KILLED; the others go on
 the job has finished without rank 1
+[and is, by hand, and all goes well] 2 1
+server 0 says begun, waits 30; server 0 ends -9; rank 0 ends 0; rank 1 ends 0 => 0
+server 0 was lost: it KILLED; the workers wait 30 s for it to be started again
 [and is not] 2 1
 server 0 says begun, waits 30; server 0 ends -9; rank 1 blames server 0; rank 1 ends 1
 => 137
