@@ -298,6 +298,7 @@ def test_the_launcher_starts_servers_that_end_with_the_job(tmp_path):
         launcher.nothing_runs(within=5.0)
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(
     "how", ["killed", pytest.param("raises", marks=pytest.mark.soak)]
 )

@@ -14,13 +14,13 @@ from typing import Any
 from kerasdist._version import __version__
 from kerasdist.cli.ask_tensorflow import ANSWER, ask_tensorflow, python_command
 
-__all__ = ["extras", "gpus", "versions"]
+__all__ = ["LIST_DEVICES", "extras", "gpus", "versions"]
 
 _PACKAGES = (
     *("tensorflow", "tensorflow-cpu", "tf-nightly", "keras", "keras-nightly"),
     *("numpy", "tensorboard", "protobuf", "h5py", "ml_dtypes", "mpi4py"),
 )
-_LIST_DEVICES = f"""
+LIST_DEVICES = f"""
 import json
 import tensorflow as tf
 built = tf.sysconfig.get_build_info()
@@ -99,7 +99,7 @@ def gpus(
     if seconds == 0:
         return {**found, "TensorFlow": "not asked (--no-tensorflow)"}
     try:
-        command = command or python_command(_LIST_DEVICES)
+        command = command or python_command(LIST_DEVICES)
         return {**found, "TensorFlow": ask_tensorflow(command, seconds)}
     except Exception as error:
         # The driver's part is known all the same.

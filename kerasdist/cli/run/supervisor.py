@@ -50,20 +50,28 @@ from kerasdist.cli.run.processes import (
 from kerasdist.cli.run.quiet.chief_errors import ChiefErrors
 from kerasdist.cli.run.spawn import Launch, Started, lines_of
 
-__all__ = ["LET_CAUSE_END", "LET_THEM_FAIL", "JobSupervisor"]
+__all__ = [
+    "INTERRUPT_TO_TERM",
+    "LET_CAUSE_END",
+    "LET_LOST_END",
+    "LET_THEM_FAIL",
+    "TERM_TO_KILL",
+    "TWICE",
+    "JobSupervisor",
+]
 
 # When one rank fails, in seconds from then. The others first get the time to fail
 # by themselves: they report which rank they have lost, and the real first failure may
 # be one whose process takes longer to end. In sum less than 5 s.
 LET_THEM_FAIL = 1.5
-_TERM_TO_KILL = 2.0
+TERM_TO_KILL = 2.0
 # The rank that the others report as the cause: TensorFlow may end a process slowly.
 LET_CAUSE_END = 3.0
 # A lost worker that still runs when the job without it has ended.
-_LET_LOST_END = 2.0
+LET_LOST_END = 2.0
 # After Ctrl-C: scripts may catch KeyboardInterrupt and save.
-_INTERRUPT_TO_TERM = 2.0
-_TWICE = 0.5
+INTERRUPT_TO_TERM = 2.0
+TWICE = 0.5
 # A killed process only stays if the kernel holds it (a dead network disk).
 _GIVE_UP = 1.0
 _OUTPUT_SECONDS = 2.0
@@ -187,16 +195,16 @@ class JobSupervisor:
                         return
                     if not self._plan or self._lets_leave:
                         self._lets_leave = False
-                        self._plan_to_end(0.0, _TERM_TO_KILL)
+                        self._plan_to_end(0.0, TERM_TO_KILL)
                 elif self._outcome.only_servers_running and (
                     not self._plan or self._lets_leave
                 ):
                     # They end by themselves, unless they wait for workers.
                     self._lets_leave = False
-                    self._plan_to_end(_LET_LOST_END, _LET_LOST_END + _TERM_TO_KILL)
+                    self._plan_to_end(LET_LOST_END, LET_LOST_END + TERM_TO_KILL)
                 elif self._outcome.only_lost_workers_running and not self._plan:
                     # Frozen, or busy with results that no task needs any more.
-                    self._plan_to_end(_LET_LOST_END, _LET_LOST_END + _TERM_TO_KILL)
+                    self._plan_to_end(LET_LOST_END, LET_LOST_END + TERM_TO_KILL)
                 elif not self._plan and (frozen := self._frozen.found()):
                     self._end_frozen(frozen)
                 self._extend_grace_period()
@@ -210,7 +218,7 @@ class JobSupervisor:
                     elif key.fd == self._life:
                         selector.unregister(self._life)
                         self._launcher_lost = True
-                        self._plan_to_end(0.0, _TERM_TO_KILL)
+                        self._plan_to_end(0.0, TERM_TO_KILL)
 
     def _start_again(self) -> None:
         for ended in self._outcome.take_restarts():
@@ -231,7 +239,7 @@ class JobSupervisor:
             "waiting no longer",
             logging.WARNING,
         )
-        self._plan_to_end(0.0, _TERM_TO_KILL)
+        self._plan_to_end(0.0, TERM_TO_KILL)
 
     def _reap(self) -> None:
         by_pid = {w.process.pid: w for w in self._tasks if w.code is None}
@@ -249,7 +257,7 @@ class JobSupervisor:
             worker.code = os.waitstatus_to_exitcode(status)
             worker.process.returncode = worker.code  # it can't be waited for again
             if self._outcome.fails_with(worker):
-                self._plan_to_end(LET_THEM_FAIL, LET_THEM_FAIL + _TERM_TO_KILL)
+                self._plan_to_end(LET_THEM_FAIL, LET_THEM_FAIL + TERM_TO_KILL)
             elif worker.code and self._outcome.restart_pending:
                 # A child could hold its port, or its memory.
                 kill_left_behind(pid, self._group if worker.on_terminal else None)
@@ -273,7 +281,7 @@ class JobSupervisor:
         now = time.monotonic()
         if self._signal is not None:
             # Closing a terminal may send two at once; a later one means: end at once.
-            if now - self._signal_at > _TWICE:
+            if now - self._signal_at > TWICE:
                 self._plan = [(now, signal.SIGKILL)]
             return
         self._signal, self._signal_at = number, now
@@ -281,9 +289,9 @@ class JobSupervisor:
             self._let_leave(self._grace)
             return
         if number != signal.SIGINT:
-            self._plan_to_end(0.0, _TERM_TO_KILL)
+            self._plan_to_end(0.0, TERM_TO_KILL)
             return
-        self._plan_to_end(_INTERRUPT_TO_TERM, _INTERRUPT_TO_TERM + _TERM_TO_KILL)
+        self._plan_to_end(INTERRUPT_TO_TERM, INTERRUPT_TO_TERM + TERM_TO_KILL)
         for worker in self._tasks:
             if worker.code is None:
                 worker.ended_by_us = True
@@ -299,7 +307,7 @@ class JobSupervisor:
     def _let_leave(self, grace: float) -> None:
         """Ask the workers to leave after their step; they still need their children."""
         self._lets_leave = True
-        self._plan_to_end(grace, grace + _TERM_TO_KILL)
+        self._plan_to_end(grace, grace + TERM_TO_KILL)
         for worker in self._tasks:
             if worker.code is None:
                 worker.ended_by_us = True

@@ -80,7 +80,7 @@ def test_the_launcher_and_the_place():
 
 
 def test_tensorflow_is_asked_and_a_broken_one_is_reported(capfd):
-    exec(software._LIST_DEVICES, {})  # here, where it has been imported already
+    exec(software.LIST_DEVICES, {})  # here, where it has been imported already
     answer = capfd.readouterr().out.rpartition("\nDEVICES")[2]
     assert "CPU:0" in json.loads(answer)["devices"]
     command = [sys.executable, "-c", "print('\\nDEVICES[1]')"]

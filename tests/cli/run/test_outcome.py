@@ -342,7 +342,7 @@ class Played:
             self.outcome = elastic_outcome.ElasticOutcome(
                 job, self.tasks, settings, ports, ChiefOutput(job, pump)
             )
-            self.undo.callback(self.outcome._ended.close)
+            self.undo.callback(self.outcome.ended.close)
         self.undo.callback(os.close, self.outcome.pipe.reading)
         self.undo.callback(os.close, self.outcome.pipe.writing)
 

@@ -472,8 +472,8 @@ def test_a_second_signal_doesnt_wait(launcher):
         hang()
         """,
         # Otherwise two at once would count as one.
-        before="from kerasdist.cli.run import supervisor as s; s._TWICE = 0; "
-        "s._INTERRUPT_TO_TERM = s._TERM_TO_KILL = 100",
+        before="from kerasdist.cli.run import supervisor as s; s.TWICE = 0; "
+        "s.INTERRUPT_TO_TERM = s.TERM_TO_KILL = 100",
     )
     launcher.pids("up-0", "up-1")
     process.send_signal(signal.SIGINT)

@@ -39,6 +39,10 @@ class ElasticOutcome(JobOutcome):
         options: The settings of elastic jobs.
         ports: The ports of its tasks.
         output: Shows the chief's output.
+
+    Attributes:
+        ended: The tasks that have ended, where workers look for those that won't
+            connect.
     """
 
     def __init__(
@@ -60,18 +64,17 @@ class ElasticOutcome(JobOutcome):
         # Each process that was lost, in order.
         self._losses: list[Started] = []
         self._pauses: list[float] = []
-        # Workers look there for those that won't connect.
-        self._ended = EndedTaskList(options.max_workers)
+        self.ended = EndedTaskList(options.max_workers)
 
     @property
     def environ(self) -> dict[str, str]:
         """See `JobOutcome.environ`."""
-        return {**super().environ, **self._ended.environ}
+        return {**super().environ, **self.ended.environ}
 
     @property
     def inherited(self) -> tuple[int, ...]:
         """See `JobOutcome.inherited`."""
-        return (*super().inherited, self._ended.fileno())
+        return (*super().inherited, self.ended.fileno())
 
     # Reports.
 
@@ -109,8 +112,8 @@ class ElasticOutcome(JobOutcome):
         if task.code == 0:
             # The job is done: a new worker would find no other.
             for worker in self._restarts.cancel():
-                self._ended.mark(worker.task.index, ended=True)
-            self._ended.mark(task.task.index, ended=True)
+                self.ended.mark(worker.task.index, ended=True)
+            self.ended.mark(task.task.index, ended=True)
             return False
         # Reports that it sent before it ended are in the pipe.
         self.read()
@@ -168,7 +171,7 @@ class ElasticOutcome(JobOutcome):
             line += "; it isn't started again" if self._restarts.most else ""
         elif not self._finished:
             pause = self._restarts.schedule(worker, time.monotonic())
-        self._ended.mark(worker.task.index, ended=pause is None)
+        self.ended.mark(worker.task.index, ended=pause is None)
         if pause is not None:
             line += (
                 f"; it is started again in {pause:g} s (restart {self._restarts.used} "
@@ -204,7 +207,7 @@ class ElasticOutcome(JobOutcome):
         elif lost:
             found = lost[0]
             self._restarts.forget(found)
-            self._ended.mark(found.task.index, ended=False)
+            self.ended.mark(found.task.index, ended=False)
             print_line_soon(f"{found.task} is started again")
         else:
             print_line_soon(f"no worker is added: all {self._most} run (--max-workers)")

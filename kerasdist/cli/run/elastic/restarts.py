@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from kerasdist.cli.run.spawn import Started
 
-__all__ = ["Restarts"]
+__all__ = ["FIRST_PAUSE", "Restarts"]
 
-_FIRST_PAUSE = 1.0
+FIRST_PAUSE = 1.0
 _LONGEST_PAUSE = 60.0
 
 
@@ -36,7 +36,7 @@ class Restarts:
             return None
         self.used += 1
         # A worker that ends soon after each start must not keep the machine busy.
-        pause = min(_FIRST_PAUSE * 2 ** min(worker.incarnation, 10), _LONGEST_PAUSE)
+        pause = min(FIRST_PAUSE * 2 ** min(worker.incarnation, 10), _LONGEST_PAUSE)
         self._at[worker] = now + pause
         return pause
 

@@ -142,8 +142,8 @@ def test_ctrl_c_reaches_the_scripts(hosts: SshHosts, launcher: Launcher) -> None
     job = launcher.start(
         *(*arguments(hosts, 1, 1), "script.py"),
         script=script,
-        before="from kerasdist.cli.run import supervisor as s; s._TWICE = 0; "
-        "s._INTERRUPT_TO_TERM = s._TERM_TO_KILL = 100",
+        before="from kerasdist.cli.run import supervisor as s; s.TWICE = 0; "
+        "s.INTERRUPT_TO_TERM = s.TERM_TO_KILL = 100",
     )
     launcher.wait_for("up-0", "up-1")
     job.send_signal(signal.SIGINT)
