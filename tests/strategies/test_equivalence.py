@@ -98,8 +98,8 @@ def reference(names: Sequence[str], folder: Path) -> Iterator[Callable[[], Numbe
         yield wait
 
 
-# What other layouts add to two workers: the division of rows, and how replicas meet; two
-# replicas in each of two workers: sums of sums.
+# What other layouts add to two workers: the division of rows, and how replicas meet;
+# two replicas in each of two workers: sums of sums.
 SUMS = ("fewer_rows_than_replicas", "accumulation_of_slices")
 # What a third worker adds: sums that aren't those of pairs.
 ODD = (*SUMS, "overflow_on_one_replica", "all_of_it")
