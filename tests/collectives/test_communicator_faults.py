@@ -133,20 +133,6 @@ def test_every_difference_is_a_mismatch_on_every_rank(kind, difference):
 
 
 @pytest.mark.parametrize("kind", SOME, ids=ids)
-def test_one_call_too_many_is_a_mismatch_at_the_next_call(kind):
-    def work(communicator):
-        for _ in range(4 if communicator.rank == 1 else 3):
-            communicator.all_reduce([np.ones(3)])
-        communicator.barrier()
-
-    with Group(*kind) as group:
-        results = group.outcomes(work)
-        text = ended(group, results, errors.CollectiveMismatch)
-    assert "#4 barrier()" in text
-    assert "#4 all_reduce(op='sum', dtype=float64, elements=3)" in text
-
-
-@pytest.mark.parametrize("kind", SOME, ids=ids)
 def test_a_rank_that_does_not_come_is_a_timeout_on_every_rank(kind):
     """Groups without a session take the silent neighbour for the late one."""
     come = threading.Event()
@@ -223,27 +209,6 @@ def test_abort_with_an_error_ends_a_wait_with_that_error():
         group.communicators[0].abort(error)
         with pytest.raises(errors.WorkerLost, match=r"^Rank 5 \(host5:1\) was lost at"):
             group.communicators[0].barrier()
-
-
-@pytest.mark.parametrize("kind", CONNECTED, ids=ids)
-def test_a_rank_that_leaves_early_is_named_by_all_others(kind):
-    with Group(*kind) as group:
-        leaver = group.size - 1
-
-        def work(communicator):
-            communicator.step = 3
-            communicator.barrier()
-            if communicator.rank == leaver:
-                group.jobs[leaver].close()
-                return None
-            communicator.all_reduce([np.ones(3)])
-
-        lost = group.outcomes(work)[:-1]
-        for error in lost:
-            assert type(error) is errors.WorkerLost
-            assert (error.rank, error.step) == (leaver, 3)
-            assert error.host == group.jobs[leaver].cluster.address
-            assert error.reason == "it closed its strategy while others still needed it"
 
 
 @pytest.mark.parametrize("kind", CONNECTED, ids=ids)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import signal
-import socket
 import subprocess
 import threading
 import time
@@ -188,50 +187,6 @@ def test_what_was_connected_is_closed_when_the_rest_does_not_come():
         assert error.missing == {2: "it didn't connect for data"}
 
 
-@pytest.mark.filterwarnings("ignore")
-def test_strangers_disturb_neither_the_start_nor_the_work():
-    addresses = addresses_of(3)
-    ending = threading.Event()
-
-    def bother():
-        """An HTTP request, half-open connections, noise; on all ports, all the time."""
-        kept = []
-        noise = [b"GET / HTTP/1.1\r\nHost: x\r\n\r\n" * 5, b"", b"K", bytes(5000)]
-        while not ending.is_set():
-            for number, address in enumerate(addresses):
-                host, port = address.split(":")
-                with contextlib.suppress(OSError):
-                    sock = socket.create_connection((host, int(port)), timeout=1)
-                    kept.append(sock)
-                    sock.sendall(noise[(number + len(kept)) % 4])
-            for sock in kept[:-50]:
-                sock.close()
-            del kept[:-50]
-            ending.wait(0.005)
-        for sock in kept:
-            sock.close()
-
-    thread = threading.Thread(target=bother)
-    thread.start()
-    try:
-        timeouts = Timeouts(startup=20, collective=20, heartbeat=10)
-        for _ in range(2):
-            jobs = in_threads(
-                3, lambda r: connect(cluster_on(addresses, r), timeouts=timeouts)
-            )
-
-            def work(rank, jobs=jobs):
-                for turn in range(50):
-                    (total,) = jobs[rank].communicator.all_reduce([np.full(999, turn)])
-                    assert (total == 3 * turn).all()
-
-            in_threads(3, work)
-            use_and_close(jobs)
-    finally:
-        ending.set()
-        thread.join(bound(10))
-
-
 def test_a_worker_that_is_killed_and_started_again_during_the_start_is_taken(tmp_path):
     script = """
         import os, sys, time
@@ -337,22 +292,6 @@ def over(hosts, layout, **options):
 def test_workers_on_several_hosts(count, layout, transport):
     with Hosts(count) as hosts, over(hosts, layout) as job:
         assert {worker.result for worker in job.succeed()} == {transport}
-
-
-@pytest.mark.netns
-@pytest.mark.parametrize(("layout", "victim"), [("01", 0), ("0011", 2), ("0011", 3)])
-def test_a_killed_rank_is_noticed_across_hosts(two_hosts, layout, victim):
-    with over(two_hosts, layout, env={"LOOP": "1"}) as job:
-        for rank in range(len(layout)):
-            job.wait_for_line(rank, "LOOPING")
-        killed = time.time()
-        job.kill(victim, signal.SIGKILL)
-        survivors = [w for w in job.wait() if w.rank != victim]
-    for survivor in survivors:
-        seen, rank, host, reason = survivor.results[1]
-        assert (rank, host) == (victim, job.addresses[victim])
-        assert seen - killed < 10  # far less than the heartbeat's time-out
-        assert reason.startswith("its connection ended")
 
 
 @pytest.mark.netns

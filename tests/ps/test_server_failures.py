@@ -135,54 +135,6 @@ def test_workers_raise_the_lost_server(mode, signum):
         assert (kind, fields["index"]) == ("ServerLost", 1), message
 
 
-def test_a_sync_worker_that_ends_badly_is_named_by_the_others():
-    work = """
-    def work(client, table):
-        client.communicator.barrier()
-        if client.rank == 1:
-            client.close(RuntimeError("no more coffee"))
-            return
-        client.communicator.barrier()
-    """
-    with ServerProcesses(work, 3, mode="sync") as job:
-        for rank in (0, 2):
-            kind, message, fields = job.wait_one(rank, 20).result
-            assert (kind, fields["rank"]) == ("WorkerLost", 1)
-            assert "its script ended with RuntimeError: no more coffee" in message
-
-
-def test_a_new_process_takes_a_lost_workers_place():
-    work = """
-    def work(client, table):
-        if client.joined:
-            say("JOINED", [table.clock, float(table.initial[0].min())])
-            steps(table, 10)
-            client.communicator.barrier()
-            return list(client.communicator.ranks)
-        client.communicator.barrier()
-        say("GOING")
-        while not [e for e in client.events if e.kind == "joined"]:
-            steps(table, 1)
-        steps(table, 10)
-        client.communicator.barrier()
-        return list(client.communicator.ranks)
-    """
-    with ServerProcesses(work, 3, 2, max_staleness=3) as job:
-        for rank in range(3):
-            job.wait_for_line(rank, "GOING")
-        job.kill(2)
-        job.wait_one(2, 10)
-        job.start_again(2)
-        for rank in range(3):
-            assert job.wait_one(rank, 30).result == ["ok", [0, 1, 2]]
-        assert "JOINED" in job.output(2)
-        for task in (3, 4):
-            status, stats = job.wait_one(task, 20).result
-            assert status == "ok"
-            kinds = [event["kind"] for event in stats["events"]]
-            assert kinds[:2] == ["lost", "joined"]
-
-
 def test_whose_place_a_frozen_worker_has_waits_until_that_is_lost():
     work = """
     def work(client, table):
@@ -235,40 +187,6 @@ def test_a_message_that_is_too_large_for_the_server_ends_only_its_sender():
         server = job.wait_one(2, 20)
         assert server.result[0] == "ok"
         assert "server 0 has no memory for its message (" in server.output
-
-
-def test_a_request_without_sense_ends_only_its_sender():
-    work = """
-    def work(client, table):
-        say("GOING")
-        if client.rank == 1:
-            steps(table, 5)
-            table.number = 10**30
-            steps(table, 1)
-        while not any(e.kind == "lost" for e in client.events):
-            steps(table, 1)
-        steps(table, 20)
-        return [[e.kind, e.rank, e.reason] for e in client.events]
-    """
-    with ServerProcesses(work, 2) as job:
-        status, ((kind, rank, reason),) = job.wait_one(0, 40).result
-        assert (status, kind, rank) == ("ok", "lost", 1)
-        assert "A request is damaged" in reason
-        kind, message, _ = job.wait_one(1, 20).result
-        assert kind == "CollectiveError"
-        assert "A request is damaged. Received: table=1000" in message
-
-
-def test_a_server_names_the_one_that_never_came():
-    with ServerProcesses(LONG, 2, 2, timeouts={"startup": bound(2.0)}) as job:
-        job.kill(3)
-        for rank in range(2):
-            kind, message, _ = job.wait_one(rank, 30).result
-            assert kind == "StartupError"
-            assert f"Server 1 ({job.addresses[3]}) " in message
-            assert "Rank" not in message
-        kind, message, fields = job.wait_one(2, 30).result
-        assert (kind, fields["index"]) == ("ServerLost", 1), message
 
 
 def test_nobody_joins_a_synchronous_job():

@@ -133,15 +133,3 @@ def test_one_joins_after_one_whose_clock_was_ahead(tmp_path: Path) -> None:
         finished = job.succeed()
     for each in finished:
         assert check(each)[1] == [0, 1, 2]
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("after", [0.0, 0.1])
-def test_one_that_dies_while_it_joins_is_left_out(after: float) -> None:
-    with start(3, ends=[[2, 7]], turns=60, waits=23, dies=2, after=after) as job:
-        job.wait_one(2)
-        job.start_again(2)
-        results = [job.wait_one(rank) for rank in (0, 1)]
-    for each in results:
-        assert each.returncode == 0
-        assert check(each)[1] == [0, 1]

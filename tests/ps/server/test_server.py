@@ -84,21 +84,3 @@ def test_it_says_where_the_bytes_are_when_a_table_is_opened():
         (fingerprint,) = {layout.fingerprint for layout in job.layouts}
         assert len(fingerprint) == 16
     assert [job.ends[index]["requests"] for index in (0, 1)] == [2, 2]
-
-
-def test_statistics_at_the_end_have_everything():
-    with Servers(2, max_staleness=1) as job:
-
-        def work(client):
-            table = client.open_table(SLOTS, ZEROS)
-            for _ in range(5):
-                table.push_pull([np.ones(4, "float32")])
-
-        job.run(work)
-    end = job.ends[0]
-    assert [worker["state"] for worker in end["workers"]] == ["finished"] * 2
-    assert end["updates"] == 10
-    (table,) = end["tables"]
-    assert sum(sum(counts.values()) for counts in table["observed"].values()) == 10
-    assert all(int(s) <= 1 for counts in table["observed"].values() for s in counts)
-    assert [event["kind"] for event in end["events"]] == ["finished"] * 2

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-import random
 import signal
-import time
-from collections import Counter
 from typing import Any
 
 import pytest
@@ -94,7 +90,6 @@ left = [each.name for each in threading.enumerate() if "kerasdist" in each.name]
 assert not [each for each in left if "look-up" not in each], left
 """
 pytestmark = pytest.mark.timeout(120)
-JOBS = int(os.environ.get("SOAK_JOBS", "20"))
 
 
 def start(
@@ -183,13 +178,6 @@ def test_the_others_start_without_a_frozen_one(
         job.kill(victim, signal.SIGKILL)
 
 
-@pytest.mark.soak
-def test_two_of_four_are_lost_at_different_moments(tmp_path: Any) -> None:
-    with start(tmp_path, 4, (0, "gathered"), (3, "dialing")) as job:
-        for rank in (1, 2):
-            assert check(job.wait_one(rank))[0][-1] == [1, 2]
-
-
 def test_one_that_is_started_again_joins(tmp_path: Any) -> None:
     """The first process of its task was in contact with the others."""
     with start(
@@ -202,17 +190,6 @@ def test_one_that_is_started_again_joins(tmp_path: Any) -> None:
         members, joined = check(each)
         assert joined == (each.rank == 1)
         assert members[-1] == [0, 2, 1]
-
-
-@pytest.mark.soak
-def test_one_that_was_in_contact_with_none_may_start_again_with_the_others(
-    tmp_path: Any,
-) -> None:
-    with start(tmp_path, 2, (1, "script"), until=2) as job:
-        job.wait_one(1)
-        job.start_again(1)
-        for each in job.succeed():
-            assert check(each) == ([[0, 1]] * 10, False)
 
 
 def test_after_the_time_out_most_of_the_workers_start(tmp_path: Any) -> None:
@@ -272,40 +249,3 @@ def test_one_that_finds_no_job_to_join_ends(tmp_path: Any) -> None:
         name, text, missing = job.wait_one(1).result
     assert (name, list(missing)) == ("StartupError", ["1"])
     assert "no answer of a running worker to rank 1 (127.0.0.1:" in text
-
-
-@pytest.mark.soak
-@pytest.mark.timeout(40 * JOBS)
-def test_soak(tmp_path: Any) -> None:
-    """Less than half of the workers are lost at any time, some start again."""
-    counts: Counter[str] = Counter()
-    for seed in range(JOBS):
-        draw = random.Random(f"start {seed}")
-        size = draw.choice([3, 3, 4, 5])
-        victims = draw.sample(range(size), draw.randint(1, (size - 1) // 2))
-        number = draw.choice([signal.SIGKILL, signal.SIGKILL, signal.SIGSTOP])
-        again = number == signal.SIGKILL and draw.random() < 0.5
-        late = {str(rank): draw.choice([0.0, 0.0, 0.3, 1.0]) for rank in range(size)}
-        folder = tmp_path / str(seed)
-        folder.mkdir()
-        options = {"late": late, "startup": 8, "heartbeat": 1.5, "turns": 300}
-        with start(folder, size, **options) as job:
-            for rank in victims:
-                time.sleep(draw.uniform(0.0, 0.8))
-                if job.is_running(rank):
-                    job.kill(rank, number)
-                    counts[signal.Signals(number).name] += 1
-                    if again:
-                        job.wait_one(rank)
-                        job.start_again(rank)
-                        counts["started again"] += 1
-            others = [rank for rank in range(size) if rank not in victims]
-            found = [check(job.wait_one(rank))[0] for rank in others]
-            assert all(set(others) <= set(each[-1]) for each in found), seed
-            assert all(each[-1] == found[0][-1] for each in found), seed
-            counts["of the start"] += sum(rank not in found[0][0] for rank in victims)
-            for rank in victims:
-                if job.is_running(rank):
-                    job.kill(rank)
-        counts["jobs"] += 1
-    print(dict(counts))

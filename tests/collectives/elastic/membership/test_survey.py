@@ -158,23 +158,6 @@ def test_one_that_is_frozen_from_the_start_delays_it_for_the_time_out(
             assert 4.0 <= job.wait_one(rank).result[2] < 4.0 + LATE
 
 
-@pytest.mark.soak
-@pytest.mark.parametrize(("size", "min_workers"), [(3, 3), (2, 1)])
-def test_too_few_dont_start_without_a_frozen_one(
-    tmp_path: Path, size: int, min_workers: int
-) -> None:
-    """One of two is half of the workers, which isn't enough."""
-    last = size - 1
-    options = {"frozen": [last], "startup": 4, "min_workers": min_workers}
-    with start(tmp_path, size, **options) as job:
-        for rank in range(last):
-            name, text, seconds = job.wait_one(rank).result
-            assert name == "StartupError"
-            assert text.startswith(f"1 of {size} workers didn't connect within 4 s:\n")
-            assert "it listens there, but doesn't answer" in text
-            assert 4.0 <= seconds < 4.0 + LATE
-
-
 # Two jobs, one after the other; in the second one rank 1 ends, and is started again.
 TWO = """
 import json, os, signal, sys, time
