@@ -129,43 +129,45 @@ def test_a_smaller_batch_more_micro_batches_and_rematerialization():
     )
 
 
-def test_another_order_of_the_devices():
-    model = ModelCost.chain(
+def whole(*megabytes: float, **values: float) -> ModelCost:
+    """A chain of layers with so many weights."""
+    return ModelCost.chain(
         [
-            LayerCost(path="embedding", parameter_bytes=80 * MB, row_flops=1.0),
-            LayerCost(path="dense", parameter_bytes=10 * MB, row_flops=1.0),
+            LayerCost(
+                path=f"layer_{i}", parameter_bytes=n * MB, row_flops=1.0, **values
+            )
+            for i, n in enumerate(megabytes)
         ]
     )
-    with pytest.raises(PlanError) as caught:
-        make_plan(model, Run(batch_size=1), devices(20 * MB, 80 * MB))
-    assert caught.value.advice[0] == "the devices in another order, with 80 MB, 20 MB"
 
 
-def test_a_layer_that_no_device_can_hold():
-    model = ModelCost.chain(
-        [LayerCost(path="wide", parameter_bytes=80 * MB, row_flops=1.0)]
-    )
-    with pytest.raises(PlanError, match="layer 'wide' is whole") as caught:
-        make_plan(model, Run(batch_size=1), devices(20 * MB, 20 * MB))
-    assert len(caught.value.advice) == 1
-
-
-def test_two_changes_where_one_is_not_enough():
-    model = chain(count=64, parameter_bytes=0, saved_row_bytes=1.0 * MB)
-    model = dataclasses.replace(model, tensors=())
-    with pytest.raises(PlanError) as caught:
-        make_plan(model, Run(batch_size=4096), devices(2 * MB))
-    assert caught.value.advice == (
-        "32 devices, rematerialize=True and batch_size=1 (at most)",
-    )
-
-
-def test_where_nothing_helps():
-    model = chain(count=1, parameter_bytes=MB, saved_row_bytes=1.0 * MB)
-    with pytest.raises(PlanError) as caught:
-        make_plan(model, Run(batch_size=1), devices(MB))
-    assert caught.value.advice == ()
-    assert "nothing that was tried" in str(caught.value)
+@pytest.mark.parametrize(
+    ("model", "rows", "limits", "advice", "said"),
+    [
+        (
+            *(whole(80, 10), 1, (20, 80)),
+            ["the devices in another order, with 80 MB, 20 MB", ...],
+            "The model doesn't fit",
+        ),
+        (whole(80), 1, (20, 20), [...], "layer 'layer_0' is whole"),
+        (
+            dataclasses.replace(whole(*[0] * 64, saved_row_bytes=MB), tensors=()),
+            *(4096, (2,)),
+            ["32 devices, rematerialize=True and batch_size=1 (at most)"],
+            "The model doesn't fit",
+        ),
+        (whole(1, saved_row_bytes=MB), 1, (1,), [], "nothing that was tried"),
+    ],
+    ids=["another order", "a layer is too large", "two changes", "nothing helps"],
+)
+def test_what_would_help(model, rows, limits, advice, said):
+    """`...` is any advice."""
+    with pytest.raises(PlanError, match=said) as caught:
+        make_plan(model, Run(batch_size=rows), devices(*(n * MB for n in limits)))
+    found = caught.value.advice
+    assert len(found) == len(advice) or advice[0] is not ...
+    for mine, expected in zip(found, advice, strict=False):
+        assert expected in (mine, ...)
 
 
 def test_a_plan_needs_a_device():
