@@ -10,30 +10,17 @@ from test_communicator import (
     COMPLEX,
     FLOATS,
     INTS,
-    LARGEST_BYTES,
     dtype_of,
     reference,
     same_bytes,
     values,
 )
 
-from groups import KINDS, Group, each_kind
+from groups import KINDS, Group
 from kerasdist import errors
 from pace import bound
 
 pytestmark = pytest.mark.timeout(60)
-
-
-@pytest.fixture(
-    scope="module", params=each_kind(), ids=lambda kind: f"{kind[0]}-{kind[1]}"
-)
-def group(request):
-    """One group for all tests of this module that leave it usable."""
-    with Group(*request.param) as made:
-        # Shared memory grows to its full size now, so that no test is blamed for it.
-        zeros = np.zeros(LARGEST_BYTES, np.uint8)
-        made.run(lambda c: (c.all_reduce([zeros]), c.broadcast([zeros], c.size - 1)))
-        yield made
 
 
 # Sequences.

@@ -146,28 +146,35 @@ def whole(*megabytes: float, **values: float) -> ModelCost:
     [
         (
             *(whole(80, 10), 1, (20, 80)),
-            ["the devices in another order, with 80 MB, 20 MB", ...],
+            (
+                "the devices in another order, with 80 MB, 20 MB",
+                "1 more device with 80 MB (3 in all)",
+            ),
             "The model doesn't fit",
         ),
-        (whole(80), 1, (20, 20), [...], "layer 'layer_0' is whole"),
+        (
+            *(whole(80), 1, (20, 20)),
+            (
+                "nothing while layer 'layer_0' is whole: its weights, gradients and "
+                "slots alone are 80 MB, the largest device has 20 MB. Divide it over "
+                "several devices (`kerasdist.layers.ShardedDense`, `ShardedEmbedding`)",
+            ),
+            "The model doesn't fit",
+        ),
         (
             dataclasses.replace(whole(*[0] * 64, saved_row_bytes=MB), tensors=()),
             *(4096, (2,)),
-            ["32 devices, rematerialize=True and batch_size=1 (at most)"],
+            ("32 devices, rematerialize=True and batch_size=1 (at most)",),
             "The model doesn't fit",
         ),
-        (whole(1, saved_row_bytes=MB), 1, (1,), [], "nothing that was tried"),
+        (whole(1, saved_row_bytes=MB), 1, (1,), (), "nothing that was tried"),
     ],
     ids=["another order", "a layer is too large", "two changes", "nothing helps"],
 )
 def test_what_would_help(model, rows, limits, advice, said):
-    """`...` is any advice."""
     with pytest.raises(PlanError, match=said) as caught:
         make_plan(model, Run(batch_size=rows), devices(*(n * MB for n in limits)))
-    found = caught.value.advice
-    assert len(found) == len(advice) or advice[0] is not ...
-    for mine, expected in zip(found, advice, strict=False):
-        assert expected in (mine, ...)
+    assert caught.value.advice == advice
 
 
 def test_a_plan_needs_a_device():

@@ -242,3 +242,14 @@ class ServerProcesses(Workers):
             deadline=deadline,
             handover=False,
         )
+
+    def going(self) -> None:
+        """Waits until all workers have said "GOING"."""
+        for rank in range(self._workers):
+            self.wait_for_line(rank, "GOING")
+
+    def restart(self, task: int) -> None:
+        """Kills a task, and starts it again when it has ended."""
+        self.kill(task)
+        self.wait_one(task)
+        self.start_again(task)

@@ -32,20 +32,20 @@ def test_the_others_continue(size, ends, transport):
     history = check(survivors[0], size)
     assert history[-1] == [each.rank for each in survivors]
     for each in survivors:
-        found, error, *_ = each.result
-        assert (len(found), error) == (30, None)
+        found = each.result["found"]
+        assert (len(found), each.result["error"]) == (30, None)
         assert check(each, size) == history
         # The same numbers on all that are left.
-        assert [f[:5] for f in found] == [f[:5] for f in survivors[0].result[0]]
+        assert [f[:5] for f in found] == [f[:5] for f in survivors[0].result["found"]]
 
 
 def test_too_few_are_left():
     with start(3, ends=[[1, 6, KILL]], min_workers=3) as job:
         finished = job.wait()
     for rank in (0, 2):
-        found, (name, text), *_ = finished[rank].result
+        name, text = finished[rank].result["error"]
         # The lost one may be the only one that has finished its last collective.
-        assert len(found) in (4, 5)
+        assert len(finished[rank].result["found"]) in (4, 5)
         assert name == "WorkerLost"
         assert "Rank 1 " in text
         assert "min_workers" in text
@@ -54,13 +54,13 @@ def test_too_few_are_left():
 def test_a_frozen_one_is_left_out():
     with start(3, ends=[[0, 6, signal.SIGSTOP]], heartbeat=1.0) as job:
         for each in (job.wait_one(1), job.wait_one(2)):
-            assert each.result[1] is None
+            assert each.result["error"] is None
             assert check(each, 3)[-1] == [1, 2]
         # They have ended, so it can't learn what they decided, and it isn't a majority.
         job.kill(0, signal.SIGCONT)
-        found, (name, _), *_ = job.wait_one(0).result
-        assert len(found) == 5
-        assert name == "WorkerLost"
+        result = job.wait_one(0).result
+        assert len(result["found"]) == 5
+        assert result["error"][0] == "WorkerLost"
 
 
 @pytest.mark.skipif(Hosts.available() is not None, reason=str(Hosts.available()))
@@ -73,10 +73,9 @@ def test_the_larger_part_of_a_cut_network_continues():
             hosts.cut(0)
             for rank in (1, 2):
                 each = job.wait_one(rank)
-                assert each.result[1] is None
+                assert each.result["error"] is None
                 assert check(each, 3)[-1] == [1, 2]
             # Alone, it isn't more than half, though it was the chief.
-            found, error, *_ = job.wait_one(0).result
-            assert error is not None
-            assert error[0] == "WorkerLost"
-            assert len(found) < 400
+            result = job.wait_one(0).result
+            assert result["error"][0] == "WorkerLost"
+            assert len(result["found"]) < 400

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 
-from elastic_members import SCRIPT, check, start
+from elastic_members import check, start
 
 KILL = signal.SIGKILL
 
@@ -17,8 +17,8 @@ def test_a_lost_one_joins_again():
     for each in others:
         assert check(each, 3) == [[0, 1, 2], [1, 2], [1, 2, 0]]
     # From the turn after the one in which it was admitted.
-    found = newcomer.result[0]
-    assert found[0][0] == others[0].result[3][0] + 1
+    found = newcomer.result["found"]
+    assert found[0][0] == others[0].result["admitted"][0] + 1
     assert all(ranks == [1, 2, 0] for *_, ranks, _ in found)
     assert check(newcomer, 3)[-1] == [1, 2, 0]
 
@@ -32,29 +32,28 @@ def test_several_join_one_that_is_alone():
         finished = job.succeed()
     for each in finished:
         check(each, 3)
-        first, *others = each.result[4]
+        first, *others = each.result["last"]
         assert (first, sorted(others)) == (1, [0, 2])
 
 
 def test_one_joins_after_one_whose_clock_was_ahead(tmp_path):
     """By an hour: the first process that is started again, which dies, too."""
-    clock = """
+    folder = str(tmp_path)
+    clock = f"""
 if cluster.rank == 2:
-    starts = len(os.listdir(FOLDER))
-    open(os.path.join(FOLDER, str(starts)), "w").close()
+    starts = len(os.listdir({folder!r}))
+    open(os.path.join({folder!r}, str(starts)), "w").close()
     if starts == 1:
         now = time.time
         time.time = lambda: now() + 3600
     else:
         del options["dies"]
 """
-    line, folder = "cluster = resolve(None)\n", repr(str(tmp_path))
-    script = SCRIPT.replace(line, line + clock.replace("FOLDER", folder))
-    options = {"turns": 600, "full": True, "dies": 1.0}
-    with start(3, ends=[[2, 7, KILL]], script=script, handover=False, **options) as job:
+    options = {"turns": 600, "full": True, "dies": 1.0, "handover": False}
+    with start(3, ends=[[2, 7, KILL]], before=clock, **options) as job:
         for _ in range(2):
             assert job.wait_one(2).returncode == -KILL
             job.start_again(2)
         for each in job.succeed():
             check(each, 3)
-            assert each.result[4] == [0, 1, 2]
+            assert each.result["last"] == [0, 1, 2]

@@ -49,17 +49,7 @@ def job(request):
         yield made
 
 
-def test_all_begin_with_the_chiefs_values(job):
-    for table in opened(job):
-        for mine, value in zip(table.initial, values_of(0), strict=True):
-            assert (mine.dtype, mine.shape) == (value.dtype, value.shape)
-            np.testing.assert_array_equal(mine, value)
-    assert [client.connections.transports for client in job.clients] == [
-        [job.kind] * client.servers for client in job.clients
-    ]
-
-
-def test_the_table_is_the_sum_of_all_changes(job):
+def test_the_table_is_the_chiefs_and_all_changes(job):
     steps = 12
 
     def changes(rank, step):
@@ -82,6 +72,10 @@ def test_the_table_is_the_sum_of_all_changes(job):
 
     def work(client):
         table = client.open_table(VARIABLES, values_of(client.rank))
+        assert client.connections.transports == [job.kind] * client.servers
+        for mine, value in zip(table.initial, values_of(0), strict=True):
+            assert (mine.dtype, mine.shape) == (value.dtype, value.shape)
+            np.testing.assert_array_equal(mine, value)
         embedding = table.initial[1]
         for step in range(steps):
             pulled = table.push_pull(changes(client.rank, step))
@@ -217,20 +211,21 @@ def test_calls_of_several_threads_are_done_one_after_the_other():
 
 
 def test_bytes_grow_with_the_rows_touched_and_not_with_the_table():
+    def counts(client):
+        return client.connections.bytes_sent, client.connections.bytes_received
+
     def bytes_of(table_rows, touched):
         variable = Variable(name="embedding", shape=(table_rows, 64), sparse=True)
         with Servers(1, kind="tcp") as job:
             (client,) = job.clients
             table = client.open_table([variable], [np.zeros((table_rows, 64), "f4")])
-            before = client.connections.bytes_sent, client.connections.bytes_received
+            before = counts(client)
             for step in range(5):
                 indices = np.arange(touched) * 7 + step
                 rows = Rows(indices, np.ones((touched, 64), "float32"))
                 pulled = table.push_pull([rows])
                 assert pulled.rows[0].indices.tolist() == indices.tolist()
-            return client.connections.bytes_sent - before[
-                0
-            ], client.connections.bytes_received - before[1]
+            return np.subtract(counts(client), before).tolist()
 
     small, large = bytes_of(2_000, 100), bytes_of(50_000, 100)
     more = bytes_of(50_000, 1000)
@@ -240,8 +235,7 @@ def test_bytes_grow_with_the_rows_touched_and_not_with_the_table():
         assert 8 * b < c < 10 * b
 
 
-@pytest.mark.parametrize("servers", [1, 2])
-@pytest.mark.parametrize("known", [True, False])
+@pytest.mark.parametrize(("servers", "known"), [(1, True), (2, False)])
 def test_the_synchronous_mean_is_that_of_the_ring_bit_by_bit(servers, known):
     shapes = [(300, 200), (7,), ()]
     rows = [5, 0, 3]
@@ -280,8 +274,7 @@ def test_the_synchronous_mean_is_that_of_the_ring_bit_by_bit(servers, known):
             np.testing.assert_array_equal(mine, value.astype(g.dtype))
 
 
-@pytest.mark.parametrize("servers", [1, 2])
-@pytest.mark.parametrize("kind", ["tcp", "shared_memory"])
+@pytest.mark.parametrize(("kind", "servers"), [("tcp", 1), ("shared_memory", 2)])
 def test_large_buffers_go_in_several_rounds_at_each_server(kind, servers):
     elements = 2_500_001  # 10 MB: 5 pieces, or 3 of each half
     with Servers(2, servers, kind=kind, mode="sync") as job:

@@ -20,11 +20,13 @@ def test_the_others_continue(size, victims, transport):
     left = [rank for rank in range(size) if rank not in victims]
     for rank in left:
         assert finished[rank].returncode == 0, finished[rank].output
-        found, error, *_ = finished[rank].result
-        assert (len(found), error) == (30, None)
+        found = finished[rank].result["found"]
+        assert (len(found), finished[rank].result["error"]) == (30, None)
         assert check(finished[rank], size)[-1] == left
         # The same numbers on all that are left.
-        assert [f[:5] for f in found] == [f[:5] for f in finished[left[0]].result[0]]
+        assert [f[:5] for f in found] == [
+            f[:5] for f in finished[left[0]].result["found"]
+        ]
     for server in finished[size:]:
         status, stats = server.result
         assert (status, stats["epochs"]) == ("ok", len(victims) + 1), server.output
@@ -34,15 +36,14 @@ def test_too_few_are_left():
     with start(3, 1, ends=[[1, 6, KILL]], min_workers=3) as job:
         finished = [job.wait_one(rank) for rank in range(3)]
     for rank in (0, 2):
-        _, (name, text), *_ = finished[rank].result
+        name, text = finished[rank].result["error"]
         assert name == "WorkerLost"
         assert "Rank 1 " in text
         assert "min_workers" in text
 
 
 def test_a_lost_worker_joins_again():
-    options = {"turns": 60, "waits": 24, "handover": False}
-    with start(3, 2, ends=[[0, 7, KILL]], **options) as job:
+    with start(3, 2, ends=[[0, 7, KILL]], turns=60, waits=24, handover=False) as job:
         assert job.wait_one(0).returncode == -KILL
         job.start_again(0)
         newcomer, *others, _, _ = finished = job.succeed()
@@ -64,8 +65,9 @@ def test_the_other_servers_go_on_without_a_lost_one(signum, victim):
         for rank in (0, 1):
             finished = job.wait_one(rank)
             assert check(finished, 2) == [[0, 1]]
-            found, error, (change,), *_ = finished.result
-            assert (len(found), error) == (30, None)
+            assert finished.result["error"] is None
+            assert len(finished.result["found"]) == 30
+            ((change, _),) = finished.result["changes"]
             name = f"server {victim - 2} ({job.addresses[victim]}) was lost at step"
             assert change.startswith(name)
             assert "2 workers continue" in change
@@ -80,7 +82,7 @@ def test_without_a_server_the_job_ends():
             job.wait_for_line(rank, "WAITS")
         job.kill(2)
         for rank in (0, 1):
-            _, (name, text), *_ = job.wait_one(rank).result
+            name, text = job.wait_one(rank).result["error"]
             assert name == "ServerLost"
             assert f"Server 0 ({job.addresses[2]}) was lost" in text
             assert "they hold all weights" in text

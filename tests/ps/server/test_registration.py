@@ -33,17 +33,8 @@ def test_another_secret_is_refused(monkeypatch):
                 job.connect(0)
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        (ServerSettings(mode="sync"), "'mode': 'sync'.*here.*'mode': 'async'"),
-        (
-            ServerSettings(mode="async", max_staleness=3),
-            "'max_staleness': 3.*here.*'max_staleness': None",
-        ),
-    ],
-)
-def test_a_worker_that_was_asked_for_something_else_is_refused(settings, message):
+def test_a_worker_that_was_asked_for_something_else_is_refused():
+    settings = ServerSettings(mode="async", max_staleness=3)
     with nothing_stays_open(), Servers(2, connected=False) as job:
 
         def connect(rank):
@@ -56,7 +47,9 @@ def test_a_worker_that_was_asked_for_something_else_is_refused(settings, message
         job.join(10.0)
         for error in (first, second, job.ends[0]):
             assert isinstance(error, errors.StartupError)
-            assert re.search(message, str(error))
+            assert re.search(
+                "'max_staleness': 3.*here.*'max_staleness': None", str(error)
+            )
             assert "Give all tasks the same arguments" in str(error)
 
 

@@ -72,15 +72,3 @@ def test_a_server_can_be_closed_while_it_waits_and_while_it_serves():
             for error in serving.outcomes(lambda c: c.communicator.barrier()):
                 assert isinstance(error, errors.ServerLost)
                 assert error.index == 0
-
-
-def test_it_says_where_the_bytes_are_when_a_table_is_opened():
-    with Servers(2, 2) as job:
-        variables = [Variable(name="large", shape=(1000, 30))]
-        zeros = [np.zeros((1000, 30), "float32")]
-        job.run(lambda client: client.open_table(variables, zeros))
-        assert len(job.layouts) == 2
-        assert job.layouts[0].server_bytes() == [60_000, 60_000]
-        (fingerprint,) = {layout.fingerprint for layout in job.layouts}
-        assert len(fingerprint) == 16
-    assert [job.ends[index]["requests"] for index in (0, 1)] == [2, 2]

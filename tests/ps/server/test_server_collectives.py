@@ -126,14 +126,6 @@ def test_a_result_that_is_asked_for_again_is_the_same():
     assert ranks == [0, 1]
 
 
-def test_different_collectives_are_an_error_on_all():
-    server = Server(2)
-    for error in outcomes(2, lambda rank: server.sum(rank, 1, elements=3 + rank)):
-        assert isinstance(error, errors.CollectiveMismatch)
-        assert "elements=3" in str(error)
-        assert "elements=4" in str(error)
-
-
 def test_who_is_late_is_named():
     server = Server(3)
     with pytest.raises(
