@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 
 import pytest
@@ -15,11 +16,7 @@ pytestmark = pytest.mark.timeout(120)
 LONG = """
 def work(client, table):
     for number in range(1000):
-        if table is None:
-            client.communicator.all_reduce([np.ones(3)])
-            time.sleep(0.005)
-        else:
-            steps(table, 1)
+        steps(table, 1)
         if number == 5:
             say("GOING")
     return "done"
@@ -39,7 +36,9 @@ QUICK = {"heartbeat": 3.0}
 
 
 def test_async_workers_go_on_without_a_lost_one():
-    with ServerProcesses(UNTIL_LOST, 3, 2, max_staleness=2, timeouts=QUICK) as job:
+    # Also with servers whose output nobody reads.
+    script = FULL_STDERR + 'if cluster.task_type == "ps": fill_stderr()\n' + UNTIL_LOST
+    with ServerProcesses(script, 3, 2, max_staleness=2, timeouts=QUICK) as job:
         job.going()
         job.kill(1)
         for status, (event, *_, ranks, clock) in (
@@ -52,30 +51,21 @@ def test_async_workers_go_on_without_a_lost_one():
             assert "connection" in reason
             assert ranks == [0, 2]
         for task in (3, 4):
-            status, stats = job.wait_one(task, 20).result
+            # It doesn't end: its last words are still to be read.
+            said = job.wait_for_line(task, "RESULT").removeprefix("RESULT ")
+            status, stats = json.loads(said)
             assert status == "ok"
             states = [worker["state"] for worker in stats["workers"]]
             assert states == ["finished", "lost", "finished"]
-
-
-def test_a_server_whose_output_nobody_reads_goes_on_without_a_lost_worker():
-    script = FULL_STDERR + 'if cluster.task_type == "ps": fill_stderr()\n' + UNTIL_LOST
-    with ServerProcesses(script, 3, timeouts={"heartbeat": 3.0}) as job:
-        job.going()
-        job.kill(1, signal.SIGKILL)
-        for rank in (0, 2):
-            status, events = job.wait_one(rank, 20).result
-            assert (status, events[0][1], events[-2]) == ("ok", 1, [0, 2])
-        assert '["ok"' in job.wait_for_line(3, "RESULT")
 
 
 def test_a_worker_that_was_frozen_hears_that_it_was_dropped():
     with ServerProcesses(UNTIL_LOST, 2, timeouts=QUICK) as job:
         job.going()
         job.kill(1, signal.SIGSTOP)
-        assert job.wait_one(0, 20).result[0] == "ok"
+        assert job.wait_one(0).result[0] == "ok"
         job.kill(1, signal.SIGCONT)
-        kind, message, fields = job.wait_one(1, 20).result
+        kind, message, fields = job.wait_one(1).result
         # The server may have ended before it could say why.
         assert kind in ("WorkerLost", "ServerLost")
         if kind == "WorkerLost":
@@ -84,24 +74,19 @@ def test_a_worker_that_was_frozen_hears_that_it_was_dropped():
             assert "The other workers go on without it." in message
 
 
-@pytest.mark.parametrize(
-    ("mode", "signum"), [("async", signal.SIGKILL), ("sync", signal.SIGSTOP)]
-)
-def test_workers_raise_the_lost_server(mode, signum):
-    with ServerProcesses(LONG, 2, 2, mode=mode, timeouts=QUICK) as job:
+def test_workers_raise_the_lost_server():
+    with ServerProcesses(LONG, 2, 2, timeouts=QUICK) as job:
         job.going()
-        job.kill(3, signum)
+        job.kill(3)
         for rank in range(2):
-            kind, message, fields = job.wait_one(rank, 30).result
+            kind, message, fields = job.wait_one(rank).result
             assert (kind, fields["index"]) == ("ServerLost", 1), message
             assert fields["address"] == job.addresses[3]
             assert f"Server 1 ({job.addresses[3]}) was lost at step" in message
-            # With "sync" the servers hold nothing.
-            held = "It held a part of the weights." in message
-            assert held == (mode == "async")
-            assert ("they hold all weights" in message) == (mode == "sync")
+            assert "It held a part of the weights." in message
+            assert "they hold all weights" not in message
         # The other server has nobody left to serve, and blames no worker.
-        kind, message, fields = job.wait_one(2, 20).result
+        kind, message, fields = job.wait_one(2).result
         assert (kind, fields["index"]) == ("ServerLost", 1), message
 
 
@@ -122,7 +107,7 @@ def test_whose_place_a_frozen_worker_has_waits_until_that_is_lost():
         job.kill(1, signal.SIGSTOP)
         frozen = job.processes[1]
         job.start_again(1)
-        status, events = job.wait_one(0, 30).result
+        status, events = job.wait_one(0).result
         assert (status, events[:2]) == ("ok", [["lost", 1], ["joined", 1]])
         assert "JOINED" in job.output(1)
     frozen.wait(bound(10))
@@ -151,15 +136,15 @@ def test_messages_that_are_too_large_or_without_sense_end_only_their_senders():
         return [[e.rank, e.kind, e.reason] for e in client.events]
     """
     with ServerProcesses(work, 3, transport="tcp") as job:
-        status, events = job.wait_one(0, 40).result
+        status, events = job.wait_one(0).result
         (large, kind, _), (odd, same, reason) = sorted(events)
         assert (status, large, kind, odd, same) == ("ok", 1, "lost", 2, "lost")
         assert "A request is damaged" in reason
-        assert job.wait_one(1, 20).result[0] != "ok"
-        kind, message, _ = job.wait_one(2, 20).result
+        assert job.wait_one(1).result[0] != "ok"
+        kind, message, _ = job.wait_one(2).result
         assert kind == "CollectiveError"
         assert "A request is damaged. Received: table=1000" in message
-        server = job.wait_one(3, 20)
+        server = job.wait_one(3)
         assert server.result[0] == "ok"
         assert "server 0 has no memory for its message (" in server.output
 
@@ -174,9 +159,9 @@ def test_nobody_joins_a_synchronous_job():
     with ServerProcesses(work, 2, mode="sync", timeouts={"startup": bound(3.0)}) as job:
         job.going()
         job.kill(1)
-        job.wait_one(1, 10)
+        job.wait_one(1)
         job.start_again(1)
-        assert job.wait_one(1, 20).result[0] == "StartupError"
+        assert job.wait_one(1).result[0] == "StartupError"
 
 
 def test_tasks_that_never_come_are_named():
@@ -189,13 +174,13 @@ def test_tasks_that_never_come_are_named():
         no_server.kill(3)
         no_worker.kill(1)
         for rank in range(2):
-            kind, message, _ = no_server.wait_one(rank, 30).result
+            kind, message, _ = no_server.wait_one(rank).result
             assert kind == "StartupError"
             assert f"Server 1 ({no_server.addresses[3]}) " in message
             assert "Rank" not in message
-        kind, message, fields = no_server.wait_one(2, 30).result
+        kind, message, fields = no_server.wait_one(2).result
         assert (kind, fields["index"]) == ("ServerLost", 1), message
         for task in (0, 2):
-            kind, message, _ = no_worker.wait_one(task, 30).result
+            kind, message, _ = no_worker.wait_one(task).result
             assert kind == "StartupError"
             assert f"rank 1 ({no_worker.addresses[1]})" in message

@@ -49,17 +49,17 @@ def test_workers_go_on_with_a_server_that_was_killed(tmp_path):
             "a snapshot with some updates",
         )
         job.kill(4)
-        job.wait_one(4, 10)
+        job.wait_one(4)
         saved = read_snapshot(path)[0]["updates"]
         job.start_again(4)
-        results = [job.wait_one(rank, 60).result for rank in range(3)]
+        results = [job.wait_one(rank).result for rank in range(3)]
         assert [status for status, _ in results] == ["ok"] * 3
         for _, (clock, slots, _, most) in results:
             assert clock > 40
             assert most <= 3
             # All read the same in the end.
             assert slots == results[0][1][1]
-        status, stats = job.wait_one(4, 20).result
+        status, stats = job.wait_one(4).result
         assert status == "ok"
         assert stats["resumed"]
         assert stats["updates"] > saved
@@ -89,8 +89,8 @@ def test_a_collective_that_was_under_way_is_done_by_the_restarted_server(tmp_pat
         job.going()
         job.restart(2)
         for rank in range(2):
-            assert job.wait_one(rank, 30).result == ["ok", [[3.0] * 3, 10]]
-        assert job.wait_one(2, 20).result[0] == "ok"
+            assert job.wait_one(rank).result == ["ok", [[3.0] * 3, 10]]
+        assert job.wait_one(2).result[0] == "ok"
 
 
 @pytest.mark.parametrize("returns", [True, False])
@@ -103,7 +103,7 @@ def test_workers_wait_for_the_same_server_and_so_long(tmp_path, returns):
         job.going()
         job.kill(2)
         if returns:
-            job.wait_one(2, 10)
+            job.wait_one(2)
             for file in tmp_path.iterdir():
                 file.unlink()
             job.start_again(2)
@@ -113,7 +113,7 @@ def test_workers_wait_for_the_same_server_and_so_long(tmp_path, returns):
             else "couldn't be reached within 1 s"
         )
         for rank in range(2):
-            kind, message, fields = job.wait_one(rank, 30).result
+            kind, message, fields = job.wait_one(rank).result
             assert (kind, fields["index"]) == ("ServerLost", 0)
             assert said in message
 
@@ -145,7 +145,7 @@ def test_a_job_that_is_started_again_goes_on_from_its_snapshots(tmp_path):
         "server-1.snapshot",
     }
     with ServerProcesses(work, 2, 2, **arguments) as job:
-        ended = [job.wait_one(rank, 30) for rank in range(2)]
+        ended = [job.wait_one(rank) for rank in range(2)]
     firsts = [each.result for each in ended]
     assert [status for status, _ in firsts] == ["ok", "ok"]
     assert all(30 <= first <= 60 for _, first in firsts)
@@ -179,18 +179,18 @@ def test_two_jobs_at_once_cannot_have_one_snapshot_dir(tmp_path):
         with ServerProcesses(
             work, 1, timeouts={"startup": bound(1.0)}, **arguments
         ) as other:
-            kind, message, _ = other.wait_one(1, 20).result
+            kind, message, _ = other.wait_one(1).result
             assert kind == "SnapshotError"
             assert f"process {job.processes[1].pid} on" in message
         assert path_of(str(tmp_path), 0).exists()
         # Its own server comes back, though a child of the one before lives.
         job.kill(1)
-        job.wait_one(1, 10)
+        job.wait_one(1)
         job.start_again(1)
         job.wait_for_line(1, "LISTENING")
         (tmp_path / "end").touch()
-        assert job.wait_one(0, 20).result == ["ok", True]
-        assert job.wait_one(1, 20).result[0] == "ok"
+        assert job.wait_one(0).result == ["ok", True]
+        assert job.wait_one(1).result[0] == "ok"
     assert [file.name for file in tmp_path.iterdir()] == ["end"]
 
 
@@ -198,7 +198,7 @@ def test_what_is_no_snapshot_is_refused(tmp_path):
     path_of(str(tmp_path), 0).write_bytes(b"this is no snapshot")
     work = "def work(client, table): pass"
     with ServerProcesses(work, 1, snapshot_dir=str(tmp_path)) as job:
-        kind, message, _ = job.wait_one(1, 20).result
+        kind, message, _ = job.wait_one(1).result
         assert kind == "SnapshotError"
         assert "can't be used: it begins with b'this is '" in message
         job.kill(0)

@@ -73,6 +73,7 @@ def test_the_table_is_the_chiefs_and_all_changes(job):
     def work(client):
         table = client.open_table(VARIABLES, values_of(client.rank))
         assert client.connections.transports == [job.kind] * client.servers
+        client.communicator.barrier()  # before anyone changes them
         for mine, value in zip(table.initial, values_of(0), strict=True):
             assert (mine.dtype, mine.shape) == (value.dtype, value.shape)
             np.testing.assert_array_equal(mine, value)

@@ -44,7 +44,7 @@ def test_a_worker_that_was_asked_for_something_else_is_refused():
 
         # At once, and not when the time is over: waiting wouldn't help.
         first, second = outcomes(2, connect, 10.0)
-        job.join(10.0)
+        job.join(30.0)
         for error in (first, second, job.ends[0]):
             assert isinstance(error, errors.StartupError)
             assert re.search(

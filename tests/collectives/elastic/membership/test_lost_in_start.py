@@ -8,6 +8,8 @@ import elastic_members
 import pytest
 from elastic_members import check
 
+from pace import bound
+
 # A worker sends itself signals at moments of its start.
 MOMENTS_OF_START = """
 from kerasdist.collectives.elastic import connect as connecting, job as elastic_job
@@ -79,7 +81,7 @@ FEW = [("asked", 0), ("connected", 1)]
 )
 def test_the_others_start_without_a_killed_one(tmp_path, moment, victim):
     # At its first moments, the others have been in contact with it only if it is late.
-    late = {str(victim): 1.0} if moment in ("asked", "reporting") else {}
+    late = {str(victim): bound(0.5)} if moment in ("asked", "reporting") else {}
     with start(tmp_path, 3, (victim, moment), late=late) as job:
         assert job.wait_one(victim).returncode == -signal.SIGKILL
         others = [rank for rank in range(3) if rank != victim]
@@ -106,7 +108,11 @@ def test_the_others_start_without_a_frozen_one(tmp_path):
 def test_one_that_is_started_again_joins(tmp_path):
     """The first process of its task was in contact with the others."""
     with start(
-        tmp_path, 3, (1, "reporting"), late={"1": 1.0, "2": 3.0}, full=True
+        tmp_path,
+        3,
+        (1, "reporting"),
+        late={"1": bound(0.5), "2": bound(1.5)},
+        full=True,
     ) as job:
         job.wait_one(1)
         job.start_again(1)
@@ -119,7 +125,7 @@ def test_one_that_is_started_again_joins(tmp_path):
 
 def test_after_the_time_out_most_of_the_workers_start(tmp_path):
     """One that comes even later joins them."""
-    with start(tmp_path, 3, (2, "script"), startup=3, full=True) as job:
+    with start(tmp_path, 3, (2, "script"), startup=bound(1.5), full=True) as job:
         job.wait_one(2)
         job.wait_for_line(0, "CONNECTED")
         job.start_again(2)
@@ -139,7 +145,9 @@ def test_half_of_the_workers_dont_start_not_even_with_the_chief(tmp_path):
 
 
 def test_fewer_than_min_workers_dont_start(tmp_path):
-    with start(tmp_path, 3, (1, "reporting"), min_workers=3, late={"1": 1.0}) as job:
+    with start(
+        tmp_path, 3, (1, "reporting"), min_workers=3, late={"1": bound(0.5)}
+    ) as job:
         job.wait_one(1)
         for rank in (0, 2):
             name, text, missing = job.wait_one(rank).result
@@ -158,7 +166,7 @@ def test_other_arguments_end_the_start_of_all(tmp_path):
 
 def test_a_job_grows(tmp_path):
     """Tasks beyond those of the start join whenever they are started."""
-    late = {"0": 0.5, "1": 0.5, "3": 2.0}
+    late = {"0": bound(0.2), "1": bound(0.2), "3": bound(1.0)}
     with start(tmp_path, 4, start_workers=2, full=True, late=late) as job:
         finished = job.succeed()
     for each in finished:
