@@ -237,7 +237,7 @@ OVER_HOSTS = """
     from kerasdist.transport import Timeouts
 
     cluster = resolve()
-    heartbeat = float(os.environ.get("HEARTBEAT", "20"))
+    heartbeat = float(os.environ["HEARTBEAT"])
     job = connect(
         cluster, timeouts=Timeouts(startup=60, collective=60, heartbeat=heartbeat))
     communicator = job.communicator
@@ -264,7 +264,7 @@ OVER_HOSTS = """
 """
 
 
-def lose(hosts, layout, lost, heartbeat="20"):
+def lose(hosts, layout, lost, heartbeat=20.0):
     """Let something happen to a job at work on hosts.
 
     Args:
@@ -282,7 +282,7 @@ def lose(hosts, layout, lost, heartbeat="20"):
         len(places),
         cluster=[hosts.address(place) for place in places],
         prefix=lambda rank: hosts.prefix(places[rank]),
-        env={"HEARTBEAT": heartbeat},
+        env={"HEARTBEAT": str(heartbeat)},
     ) as job:
         for rank in range(len(layout)):
             job.wait_for_line(rank, "LOOPING")
@@ -310,7 +310,7 @@ def test_a_killed_rank_is_noticed_across_hosts(two_hosts, layout, victim):
 def test_a_host_that_is_cut_off_is_noticed_by_all(layout, cut):
     """Nothing says so: no packet arrives any more, on either side."""
     with Hosts(max(map(int, layout)) + 1) as hosts:
-        workers, job = lose(hosts, layout, lambda _: hosts.cut(cut), heartbeat="3")
+        workers, job = lose(hosts, layout, lambda _: hosts.cut(cut), bound(1.5))
     for worker in workers:
         rank, host, reason = worker.results[1]
         # Those that were cut off have lost the chief, the others those.

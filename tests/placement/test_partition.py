@@ -135,23 +135,6 @@ def test_every_stage_is_priced_as_it_is_said(model, run):
         assert found == pytest.approx(plain_stage(model, run, *stage), abs=1)
 
 
-def test_a_skip_is_priced_by_what_crosses():
-    """Of two equally good cuts that one is taken which the skip doesn't cross."""
-    made = [LayerCost(path=name, row_flops=100) for name in "abcd"]
-    chain = [(0, 1), (1, 2), (2, 3)]
-    narrow = {(1, 2): 1.0}
-    for skip in ((0, 1), (2, 3)):
-        tensors = tuple(
-            TensorCost(source=a, consumers=(b,), row_bytes=narrow.get((a, b), 1.0))
-            for a, b in chain
-        )
-        tensors += (TensorCost(source=skip[0], consumers=(skip[1],), row_bytes=500.0),)
-        model = ModelCost(layers=tuple(made), tensors=tensors)
-        cut = StageCosts(model, Run(batch_size=1), 0.1).best([float("inf")] * 2)
-        assert cut is not None
-        assert cut.borders == (0, 2, 4)
-
-
 def test_a_tensor_costs_nothing_in_a_stage_that_it_skips():
     made = tuple(LayerCost(path=name, row_flops=10) for name in "abc")
     skip = TensorCost(source=0, consumers=(2,), row_bytes=5.0)
@@ -174,13 +157,6 @@ def test_memory_moves_the_cut():
         assert cut is not None
         assert cut.borders == borders
     assert StageCosts(model, run).best([300, 400]) is None
-
-
-def test_a_device_stays_empty_if_it_would_only_cost():
-    made = [LayerCost(path=str(i), output_row_bytes=1000, row_flops=1) for i in "ab"]
-    cut = StageCosts(ModelCost.chain(made), Run(batch_size=1)).best([1e9, 1e9])
-    assert cut is not None
-    assert sorted(cut.times) == [0.0, 6.0]
 
 
 def test_a_thousand_layers_take_little_time():

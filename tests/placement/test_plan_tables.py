@@ -88,19 +88,6 @@ def test_what_activations_that_are_computed_again_save():
     assert "saves" not in str(other)
 
 
-def test_more_devices_are_found_by_search():
-    model, run = chain(), Run(batch_size=4)
-    with pytest.raises(PlanError, match=r"^The model doesn't fit") as caught:
-        make_plan(model, run, devices(25 * MB, 25 * MB))
-    assert caught.value.advice == ("2 more devices with 25 MB (4 in all)",)
-    assert "  - 2 more devices with 25 MB (4 in all)" in str(caught.value)
-    assert StageCosts(model, run).best([25 * MB] * 4) is not None
-    assert StageCosts(model, run).best([25 * MB] * 3) is None
-    plan = caught.value.plan
-    assert not plan.fits
-    assert "too much" in str(caught.value)
-
-
 def test_a_smaller_batch_more_micro_batches_and_rematerialization():
     model = chain(
         parameter_bytes=MB, saved_row_bytes=0.1 * MB, transient_row_bytes=0.2 * MB
@@ -167,14 +154,22 @@ def whole(*megabytes: float, **values: float) -> ModelCost:
             ("32 devices, rematerialize=True and batch_size=1 (at most)",),
             "The model doesn't fit",
         ),
+        (
+            *(chain(), 4, (25, 25)),
+            ("2 more devices with 25 MB (4 in all)",),
+            "The model doesn't fit",
+        ),
         (whole(1, saved_row_bytes=MB), 1, (1,), (), "nothing that was tried"),
     ],
-    ids=["another order", "a layer is too large", "two changes", "nothing helps"],
+    ids=["another order", "a layer is too large", "two changes", "devices", "nothing"],
 )
 def test_what_would_help(model, rows, limits, advice, said):
     with pytest.raises(PlanError, match=said) as caught:
         make_plan(model, Run(batch_size=rows), devices(*(n * MB for n in limits)))
     assert caught.value.advice == advice
+    assert not caught.value.plan.fits
+    assert "too much" in str(caught.value)
+    assert all(f"  - {line}" in str(caught.value) for line in advice)
 
 
 def test_a_plan_needs_a_device():

@@ -32,7 +32,7 @@ def work(client, table):
     return [[e.kind, e.rank, e.address, e.clock, e.reason] for e in client.events] + [
         list(client.communicator.ranks), table.clock]
 """
-QUICK = {"heartbeat": 3.0}
+QUICK = {"heartbeat": bound(1.5)}
 
 
 def test_async_workers_go_on_without_a_lost_one():

@@ -40,7 +40,7 @@ def test_workers_go_on_with_a_server_that_was_killed(tmp_path):
         snapshot_dir=str(tmp_path),
         snapshot_updates=20,
         max_staleness=3,
-        timeouts={"heartbeat": 3.0},
+        timeouts={"heartbeat": bound(1.5)},
     ) as job:
         job.going()
         path = path_of(str(tmp_path), 1)
@@ -96,7 +96,7 @@ def test_a_collective_that_was_under_way_is_done_by_the_restarted_server(tmp_pat
 @pytest.mark.parametrize("returns", [True, False])
 def test_workers_wait_for_the_same_server_and_so_long(tmp_path, returns):
     settings = {} if returns else {"restart_timeout": 1.0}
-    timeouts = {"heartbeat": 3.0}
+    timeouts = {"heartbeat": bound(1.5)}
     with ServerProcesses(
         WORK, 2, snapshot_dir=str(tmp_path), timeouts=timeouts, **settings
     ) as job:

@@ -208,7 +208,7 @@ def fail(error):
     sys.stdout.flush()
 
 job = connect(
-    resolve(), transport="mpi", timeouts=Timeouts(collective=3, startup=20)
+    resolve(), transport="mpi", timeouts=Timeouts(collective=SECONDS, startup=60)
 )
 communicator = job.communicator
 communicator.barrier()
@@ -221,7 +221,7 @@ def wait_for_all(ranks):
     while not all((folder / f"spoken-{rank}").exists() for rank in ranks):
         assert time.monotonic() < end
         time.sleep(0.01)
-"""
+""".replace("SECONDS", str(bound(1.5)))
 
 
 def raised(output, rank, pattern):

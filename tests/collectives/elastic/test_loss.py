@@ -8,6 +8,7 @@ import pytest
 from elastic_members import check, start
 
 from hosts import Hosts
+from pace import bound
 
 KILL = signal.SIGKILL
 
@@ -52,7 +53,7 @@ def test_too_few_are_left():
 
 
 def test_a_frozen_one_is_left_out():
-    with start(3, ends=[[0, 6, signal.SIGSTOP]], heartbeat=1.0) as job:
+    with start(3, ends=[[0, 6, signal.SIGSTOP]], heartbeat=bound(0.5)) as job:
         for each in (job.wait_one(1), job.wait_one(2)):
             assert each.result["error"] is None
             assert check(each, 3)[-1] == [1, 2]
@@ -68,7 +69,8 @@ def test_the_larger_part_of_a_cut_network_continues():
     with Hosts(3) as hosts:
         places = {"cluster": hosts.addresses, "prefix": hosts.prefix}
         options = {"turns": 400, "pause": 0.01, "waits": 20, "until": "change"}
-        with start(3, handover=False, heartbeat=1.0, more=places, **options) as job:
+        options |= {"handover": False, "heartbeat": bound(0.5), "more": places}
+        with start(3, **options) as job:
             job.wait_for_line(0, "WAITS")
             hosts.cut(0)
             for rank in (1, 2):

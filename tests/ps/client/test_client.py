@@ -254,8 +254,7 @@ def test_the_synchronous_mean_is_that_of_the_ring_bit_by_bit(servers, known):
     with Servers(3, servers, mode="sync") as job:
         results = job.run(
             lambda c: weighted_mean(
-                *(c.communicator, rows[c.rank], gradients(c.rank), total),
-                beside=beside,
+                *(c.communicator, rows[c.rank], gradients(c.rank), total), beside=beside
             )
         )
     expected = [np.zeros(g.shape, np.float32) for g in gradients(0)]

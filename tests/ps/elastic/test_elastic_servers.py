@@ -7,6 +7,8 @@ import signal
 import pytest
 from elastic_members import check, start
 
+from pace import bound
+
 KILL = signal.SIGKILL
 
 
@@ -58,7 +60,7 @@ def test_a_lost_worker_joins_again():
     [(KILL, 3), pytest.param(signal.SIGSTOP, 2, marks=pytest.mark.soak)],
 )
 def test_the_other_servers_go_on_without_a_lost_one(signum, victim):
-    with start(2, 3, waits=10, until="change", heartbeat=1.0) as job:
+    with start(2, 3, waits=10, until="change", heartbeat=bound(0.5)) as job:
         for rank in (0, 1):
             job.wait_for_line(rank, "WAITS")
         job.kill(victim, signum)

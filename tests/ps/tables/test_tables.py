@@ -83,7 +83,7 @@ def test_workers_with_fewer_steps_do_not_hold_up_the_others():
 
 
 def test_who_waits_too_long_names_whom_for():
-    timeouts = Timeouts(startup=20, collective=0.3, heartbeat=10)
+    timeouts = Timeouts(startup=60, collective=bound(0.3), heartbeat=30)
     with Servers(2, max_staleness=1, timeouts=timeouts) as job:
         done = threading.Event()
 

@@ -10,7 +10,9 @@ from elastic_members import check, start
 # When the others have agreed, rank 1 ends, too, before it has a connection of the new
 # epoch.
 INSTALL = """
+from kerasdist.collectives.elastic import job as elastic_job
 from kerasdist.collectives.elastic.job import ElasticJob
+elastic_job._CONNECT_SECONDS = 500.0
 install = ElasticJob.install
 
 @functools.wraps(install)
@@ -25,7 +27,7 @@ ElasticJob.install = installs
 
 @pytest.mark.parametrize("servers", [0, 1])
 def test_one_that_is_lost_before_it_connects(servers):
-    """Nothing but its address shows that; else the others wait for it for 15 s."""
+    """Nothing but its address shows that; else the others wait for it for so long."""
     ends = [[2, 6, signal.SIGKILL]]
     with start(3, servers, ends=ends, before=INSTALL, handover=False) as job:
         for rank in (1, 2):
@@ -35,4 +37,4 @@ def test_one_that_is_lost_before_it_connects(servers):
     ((text, seconds),) = survivor.result["changes"]
     assert "rank 1 (" in text
     assert "rank 2 (" in text
-    assert seconds < 12.0
+    assert seconds < 300.0

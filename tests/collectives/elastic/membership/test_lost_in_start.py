@@ -99,7 +99,7 @@ def test_the_others_start_without_a_killed_one(tmp_path, moment, victim):
 
 @pytest.mark.soak
 def test_the_others_start_without_a_frozen_one(tmp_path):
-    options = {"signal": signal.SIGSTOP, "heartbeat": 1.0}
+    options = {"signal": signal.SIGSTOP, "heartbeat": bound(0.5)}
     with start(tmp_path, 3, (0, "gathered"), **options) as job:
         for rank in (1, 2):
             assert check(job.wait_one(rank), [1, 2]) == [[1, 2]]

@@ -100,7 +100,7 @@ def test_most_of_the_tasks_dont_start_again_beside_the_rest(tmp_path):
 def test_one_that_is_frozen_from_the_start_delays_it_for_the_time_out(tmp_path):
     """When it continues, it joins."""
     startup = bound(2.0)
-    with start(tmp_path, 3, frozen=[0], startup=startup, heartbeat=1) as job:
+    with start(tmp_path, 3, frozen=[0], startup=startup, heartbeat=bound(0.5)) as job:
         for rank in (1, 2):
             job.wait_for_line(rank, "MEMBERS [1, 2]")
         job.kill(0, signal.SIGCONT)
