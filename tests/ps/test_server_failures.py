@@ -164,23 +164,13 @@ def test_nobody_joins_a_synchronous_job():
         assert job.wait_one(1).result[0] == "StartupError"
 
 
-def test_tasks_that_never_come_are_named():
-    """Of two servers the second one, of two workers the second one."""
-    startup = {"startup": bound(1.0)}
-    with (
-        ServerProcesses(LONG, 2, 2, timeouts=startup) as no_server,
-        ServerProcesses(LONG, 2, timeouts=startup) as no_worker,
-    ):
-        no_server.kill(3)
-        no_worker.kill(1)
+def test_a_server_that_never_comes_is_named():
+    with ServerProcesses(LONG, 2, 2, timeouts={"startup": bound(1.0)}) as job:
+        job.kill(3)
         for rank in range(2):
-            kind, message, _ = no_server.wait_one(rank).result
+            kind, message, _ = job.wait_one(rank).result
             assert kind == "StartupError"
-            assert f"Server 1 ({no_server.addresses[3]}) " in message
+            assert f"Server 1 ({job.addresses[3]}) " in message
             assert "Rank" not in message
-        kind, message, fields = no_server.wait_one(2).result
+        kind, message, fields = job.wait_one(2).result
         assert (kind, fields["index"]) == ("ServerLost", 1), message
-        for task in (0, 2):
-            kind, message, _ = no_worker.wait_one(task).result
-            assert kind == "StartupError"
-            assert f"rank 1 ({no_worker.addresses[1]})" in message

@@ -53,6 +53,17 @@ def test_a_worker_that_was_asked_for_something_else_is_refused():
             assert "Give all tasks the same arguments" in str(error)
 
 
+def test_a_worker_that_never_comes_is_named():
+    timeouts = Timeouts(startup=bound(1.0))
+    with nothing_stays_open(), Servers(2, connected=False, timeouts=timeouts) as job:
+        name = rf"rank 1 \({job.workers[1]}\)"
+        with pytest.raises(errors.StartupError, match=name):
+            job.connect(0)
+        job.join()
+        assert isinstance(job.ends[0], errors.StartupError)
+        assert re.search(name, str(job.ends[0]))
+
+
 def test_servers_in_another_order_are_refused():
     """Two tasks whose clusters name the same servers in another order."""
     timeouts = Timeouts(startup=bound(1.0))
