@@ -141,7 +141,7 @@ def work():
                     if [me, turn] == options.get("killed"):
                         os.kill(os.getpid(), signal.SIGKILL)
                     left = leaving.change()
-            time.sleep(options.get("pause", 0.002))
+            time.sleep(0.002)
     except errors.KerasDistError as failure:
         said["error"] = [type(failure).__name__, str(failure)]
     said["changes"] = [[change.text, change.seconds] for change in group.changes]
