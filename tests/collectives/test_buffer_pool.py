@@ -7,7 +7,6 @@ import weakref
 import numpy as np
 import pytest
 
-from groups import Group
 from kerasdist.collectives.buffer_pool import BufferPool
 
 FLOAT = np.dtype("float32")
@@ -68,19 +67,3 @@ def test_what_nobody_asks_for_is_given_back():
 
 def test_small_arrays_are_not_kept():
     assert BufferPool().empty(10, FLOAT).base is None
-
-
-@pytest.mark.parametrize("kind", ["shared", "unix"])
-def test_results_that_are_kept_stay_as_they_are(kind):
-    """Of many calls, some results are kept, some dropped: none changes later."""
-
-    def work(communicator):
-        kept = []
-        for turn in range(20):
-            (total,) = communicator.all_reduce([np.full(LARGE, turn, np.float32)])
-            if turn % 3 == 0:
-                kept.append((turn, total[turn::1000]))
-        return all((part == 2 * turn).all() for turn, part in kept)
-
-    with Group(kind, 2) as group:
-        assert group.run(work) == [True, True]

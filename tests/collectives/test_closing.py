@@ -28,7 +28,7 @@ def descriptors():
     return found
 
 before = descriptors()
-job = connect(resolve(), timeouts=Timeouts(heartbeat=3))
+job = connect(resolve(), timeouts=Timeouts(heartbeat=20))
 job.communicator.all_reduce([[1.0]])
 if job.communicator.rank == 1:
     os._exit(9)

@@ -11,7 +11,6 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from groups import Group, each_kind
 from kerasdist.collectives.backends.hierarchical import HierarchicalCommunicator
 from kerasdist.collectives.backends.ring import RingCommunicator
 from kerasdist.collectives.backends.shared_memory import SharedMemoryCommunicator
@@ -23,8 +22,6 @@ FLOATS = ("float16", "bfloat16", "float32", "float64")
 COMPLEX = ("complex64", "complex128")
 COMBINE = {"sum": np.add, "prod": np.multiply, "min": np.minimum, "max": np.maximum}
 SHAPES = [(), (1,), (0,), (3, 0, 2), (2, 3), (7,), (4, 1, 5), (1000,), (33, 129)]
-# The largest buffer of the tests on shared groups: see `group`.
-LARGEST_BYTES = 4 << 20
 
 
 def dtype_of(name):
@@ -54,18 +51,6 @@ def same_bytes(results):
     """The ranks' lists of arrays hold the same bytes."""
     first = [(a.dtype, a.shape, a.tobytes()) for a in results[0]]
     return all([(a.dtype, a.shape, a.tobytes()) for a in r] == first for r in results)
-
-
-@pytest.fixture(
-    scope="module", params=each_kind(), ids=lambda kind: f"{kind[0]}-{kind[1]}"
-)
-def group(request):
-    """One group for all tests of this module that leave it usable."""
-    with Group(*request.param) as made:
-        # Shared memory grows to its full size now, so that no test is blamed for it.
-        zeros = np.zeros(LARGEST_BYTES, np.uint8)
-        made.run(lambda c: (c.all_reduce([zeros]), c.broadcast([zeros], c.size - 1)))
-        yield made
 
 
 def generators(group, seed):
@@ -177,17 +162,19 @@ def test_all_reduce_of_views_that_are_not_contiguous(group):
         np.testing.assert_array_equal(result, view * group.size)
 
 
-def test_all_reduce_of_python_numbers_and_lists(group):
-    results = group.run(lambda c: c.all_reduce([1.5, 2, [1, 2], True], "max"))
+def test_python_numbers_lists_and_nothing(group):
+    root = np.int64(group.size - 1)
 
-    assert same_bytes(results)
-    assert [r.tolist() for r in results[0]] == [1.5, 2, [1, 2], True]
-    assert [r.shape for r in results[0]] == [(), (), (2,), ()]
+    def work(communicator):
+        assert communicator.all_reduce([]) == communicator.broadcast([]) == []
+        assert communicator.all_reduce((), "min") == []
+        (given,) = communicator.broadcast([communicator.rank], root)
+        numbers = communicator.all_reduce([1.5, 2, [1, 2], True], "max")
+        return [given, *numbers]
 
-
-def test_all_reduce_of_nothing(group):
-    assert group.run(lambda c: c.all_reduce([])) == [[]] * group.size
-    assert group.run(lambda c: c.all_reduce((), "min")) == [[]] * group.size
+    for results in group.run(work):
+        assert [r.tolist() for r in results] == [root, 1.5, 2, [1, 2], True]
+        assert [r.shape for r in results] == [(), (), (), (2,), ()]
 
 
 def test_all_reduce_of_about_as_many_elements_as_ranks(group):
@@ -204,7 +191,7 @@ def test_all_reduce_of_about_as_many_elements_as_ranks(group):
 
 
 def test_large_buffers(group):
-    elements = LARGEST_BYTES // 4 - 3
+    elements = (1 << 20) - 3  # of 4 bytes: see `group`
 
     def work(communicator):
         array = np.arange(elements, dtype=np.float32) % 1000 + communicator.rank
@@ -319,14 +306,6 @@ def test_broadcast_from_each_root(group):
     for root in range(group.size):
         results = group.run(lambda c, root=root: c.broadcast(inputs(c.rank), root))
         assert same_bytes([*results, inputs(root)])
-
-
-def test_broadcast_of_nothing_and_from_a_numpy_number(group):
-    root = np.int64(group.size - 1)
-    assert group.run(lambda c: c.broadcast([])) == [[]] * group.size
-    assert group.run(lambda c: c.broadcast([c.rank], root)[0].tolist()) == (
-        [group.size - 1] * group.size
-    )
 
 
 def test_nobody_leaves_a_barrier_before_all_have_come(group):

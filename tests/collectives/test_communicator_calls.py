@@ -10,30 +10,17 @@ from test_communicator import (
     COMPLEX,
     FLOATS,
     INTS,
-    LARGEST_BYTES,
     dtype_of,
     reference,
     same_bytes,
     values,
 )
 
-from groups import KINDS, Group, each_kind
+from groups import KINDS, Group
 from kerasdist import errors
 from pace import bound
 
 pytestmark = pytest.mark.timeout(60)
-
-
-@pytest.fixture(
-    scope="module", params=each_kind(), ids=lambda kind: f"{kind[0]}-{kind[1]}"
-)
-def group(request):
-    """One group for all tests of this module that leave it usable."""
-    with Group(*request.param) as made:
-        # Shared memory grows to its full size now, so that no test is blamed for it.
-        zeros = np.zeros(LARGEST_BYTES, np.uint8)
-        made.run(lambda c: (c.all_reduce([zeros]), c.broadcast([zeros], c.size - 1)))
-        yield made
 
 
 # Sequences.
@@ -116,16 +103,13 @@ def test_regions_of_shared_memory_are_not_reused_too_early(group):
 # Arguments.
 
 
+NUMBERS = r"^A collective moves arrays of numbers"
+# What is called, and the error.
 WRONG = [
     (
         lambda c: c.all_reduce([1], "mean"),
         ValueError,
         r"^Unknown reduction\. Received: op='mean'; expected one of \('sum', 'prod', ",
-    ),
-    (
-        lambda c: c.all_reduce([], "none"),
-        ValueError,
-        r"^Unknown reduction\. Received: op='none'",
     ),
     (
         lambda c: c.all_reduce([1.0], "max", scale=0.5),
@@ -143,11 +127,6 @@ WRONG = [
         r"^'sum' has no meaning on bool\. Received: op='sum', dtype=bool\. Use 'max'",
     ),
     (
-        lambda c: c.all_reduce([np.True_], "prod"),
-        TypeError,
-        r"^'prod' has no meaning on bool\.",
-    ),
-    (
         lambda c: c.all_reduce([1j], "min"),
         TypeError,
         r"^Complex numbers have no order\. Received: op='min', dtype=complex128",
@@ -158,20 +137,11 @@ WRONG = [
         r"^A collective moves arrays of .* Received: dtype=dtype\('<U1'\)",
     ),
     (
-        lambda c: c.all_reduce([np.array([None])]),
-        TypeError,
-        r"^A collective moves arrays of numbers",
-    ),
-    (
         lambda c: c.all_reduce([np.zeros(2, ">f4")]),
         TypeError,
         r"^A collective moves .* byte order\. Received: dtype=dtype\('>f4'\)",
     ),
-    (
-        lambda c: c.all_reduce([np.zeros(2, "M8[s]")]),
-        TypeError,
-        r"^A collective moves",
-    ),
+    (lambda c: c.all_reduce([np.zeros(2, "M8[s]")]), TypeError, NUMBERS),
     (
         lambda c: c.all_reduce(np.zeros((2, 3))),
         TypeError,
@@ -179,36 +149,15 @@ WRONG = [
     ),
     (lambda c: c.all_reduce(3), TypeError, r"not iterable$"),
     (lambda c: c.all_reduce([[1, [2]]]), ValueError, r"inhomogeneous shape"),
-    (
-        lambda c: c.all_gather(["a"]),
-        TypeError,
-        r"^A collective moves arrays of numbers",
-    ),
+    (lambda c: c.all_gather(["a"]), TypeError, NUMBERS),
     (
         lambda c: c.broadcast([1], root=-1),
         ValueError,
         r"^There is no such rank\. Received: root=-1; expected 0 to \d\.$",
     ),
-    (
-        lambda c: c.broadcast([1], root=c.size),
-        ValueError,
-        r"^There is no such rank\.",
-    ),
-    (
-        lambda c: c.broadcast([1], root=0.0),
-        TypeError,
-        r"cannot be interpreted as an integer$",
-    ),
-    (
-        lambda c: c.broadcast([object()]),
-        TypeError,
-        r"^A collective moves arrays of numbers",
-    ),
-    (
-        lambda c: c.broadcast(np.zeros(3)),
-        TypeError,
-        r"^A collective takes a list of arrays\.",
-    ),
+    (lambda c: c.broadcast([1], root=c.size), ValueError, r"^There is no such rank"),
+    (lambda c: c.broadcast([1], root=0.0), TypeError, r"as an integer$"),
+    (lambda c: c.broadcast([object()]), TypeError, NUMBERS),
 ]
 
 

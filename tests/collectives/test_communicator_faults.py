@@ -56,60 +56,43 @@ def test_another_kind_of_collective_is_a_mismatch_that_names_both(kind):
     assert f"rank {odd} (" in text
 
 
+OTHERS = "on buffers of other dtypes or shapes"
+# What most of the ranks call, what one calls, and what is said of both.
 DIFFERENT = {
     "op": (
         lambda c: c.all_reduce([np.ones(3)], "max"),
         lambda c: c.all_reduce([np.ones(3)], "min"),
-        "op='max'",
-        "op='min'",
+        ("op='max'", "op='min'"),
     ),
     "dtype": (
         lambda c: c.all_reduce([np.ones(3, np.float32)]),
         lambda c: c.all_reduce([np.ones(3, np.int32)]),
-        "dtype=float32",
-        "dtype=int32",
+        ("dtype=float32", "dtype=int32"),
     ),
     "elements": (
         lambda c: c.all_reduce([np.ones(3)]),
         lambda c: c.all_reduce([np.ones(100_000)]),
-        "elements=3",
-        "elements=100000",
+        ("elements=3", "elements=100000"),
     ),
     "shape": (
         lambda c: c.all_reduce([np.ones((2, 3))]),
         lambda c: c.all_reduce([np.ones((3, 2))]),
-        "elements=6) on buffers float64(",
-        "elements=6) on buffers of other dtypes or shapes",
-    ),
-    "number of buffers": (
-        lambda c: c.all_reduce([np.ones(3)]),
-        lambda c: c.all_reduce([np.ones(3), np.ones(3, np.int8)]),
-        "on buffers ",
-        "on buffers of other dtypes or shapes",
+        ("elements=6) on buffers float64(", "elements=6) " + OTHERS),
     ),
     "root": (
         lambda c: c.broadcast([np.ones(3)], root=0),
         lambda c: c.broadcast([np.ones(3)], root=2),
-        "root=0",
-        "root=2",
-    ),
-    "gathered dtype": (
-        lambda c: c.all_gather(np.ones(3)),
-        lambda c: c.all_gather(np.ones(3, np.int16)),
-        "on buffers ",
-        "on buffers of other dtypes or shapes",
+        ("root=0", "root=2"),
     ),
     "gathered shape": (
         lambda c: c.all_gather(np.ones((3, 2))),
         lambda c: c.all_gather(np.ones((3, 4))),
-        "on buffers float64(",
-        "on buffers of other dtypes or shapes",
+        ("on buffers float64(", OTHERS),
     ),
     "large and small": (
         lambda c: c.all_reduce([np.ones(1_000_000)]),
         lambda c: c.broadcast([np.ones(3)]),
-        "all_reduce(",
-        "broadcast(",
+        ("all_reduce(", "broadcast("),
     ),
 }
 
@@ -117,7 +100,7 @@ DIFFERENT = {
 @pytest.mark.parametrize("kind", SOME[1:3], ids=ids)
 @pytest.mark.parametrize("difference", DIFFERENT)
 def test_every_difference_is_a_mismatch_on_every_rank(kind, difference):
-    most, odd, seen, other = DIFFERENT[difference]
+    most, odd, said = DIFFERENT[difference]
     with Group(*kind) as group:
         group.run(lambda c: c.all_reduce([np.ones(3)]))
 
@@ -128,22 +111,8 @@ def test_every_difference_is_a_mismatch_on_every_rank(kind, difference):
 
         results = group.outcomes(work)
         text = ended(group, results, errors.CollectiveMismatch)
-    assert seen in text
-    assert other in text
-
-
-@pytest.mark.parametrize("kind", SOME, ids=ids)
-def test_one_call_too_many_is_a_mismatch_at_the_next_call(kind):
-    def work(communicator):
-        for _ in range(4 if communicator.rank == 1 else 3):
-            communicator.all_reduce([np.ones(3)])
-        communicator.barrier()
-
-    with Group(*kind) as group:
-        results = group.outcomes(work)
-        text = ended(group, results, errors.CollectiveMismatch)
-    assert "#4 barrier()" in text
-    assert "#4 all_reduce(op='sum', dtype=float64, elements=3)" in text
+    for part in said:
+        assert part in text
 
 
 @pytest.mark.parametrize("kind", SOME, ids=ids)
@@ -160,10 +129,10 @@ def test_a_rank_that_does_not_come_is_a_timeout_on_every_rank(kind):
         finally:
             come.set()
 
-    with Group(*kind, timeout=2.0) as group:
+    with Group(*kind, timeout=bound(1.0)) as group:
         started = time.monotonic()
         results = group.outcomes(work)
-        assert time.monotonic() - started > 1.9
+        assert time.monotonic() - started > bound(0.95)
         text = ended(group, results, errors.CollectiveTimeout)
         late = "rank 1 (" if group.jobs else "rank "
     assert text.startswith(late)
@@ -185,7 +154,7 @@ def test_late_ranks_are_named_and_not_their_neighbours(layout, late):
             wait_until(lambda: communicator.failure is not None, "the end")
         communicator.barrier()
 
-    with Group(layout, 4, timeout=2.0) as group:
+    with Group(layout, 4, timeout=bound(1.0)) as group:
         text = ended(group, group.outcomes(work), errors.CollectiveTimeout)
     named = [rank for rank in range(4) if f"rank {rank} (" in text.split(" didn't")[0]]
     assert named == sorted(late)
@@ -226,45 +195,32 @@ def test_abort_with_an_error_ends_a_wait_with_that_error():
 
 
 @pytest.mark.parametrize("kind", CONNECTED, ids=ids)
-def test_a_rank_that_leaves_early_is_named_by_all_others(kind):
+@pytest.mark.parametrize(
+    ("leaver", "error", "reason"),
+    [
+        (-1, None, "it closed its strategy while others still needed it"),
+        (0, ValueError("no such file."), "its script ended with ValueError: no such f"),
+    ],
+)
+def test_a_rank_that_leaves_early_is_named_by_all_others(kind, leaver, error, reason):
     with Group(*kind) as group:
-        leaver = group.size - 1
+        leaver %= group.size
 
         def work(communicator):
             communicator.step = 3
             communicator.barrier()
             if communicator.rank == leaver:
-                group.jobs[leaver].close()
-                return None
-            communicator.all_reduce([np.ones(3)])
-
-        lost = group.outcomes(work)[:-1]
-        for error in lost:
-            assert type(error) is errors.WorkerLost
-            assert (error.rank, error.step) == (leaver, 3)
-            assert error.host == group.jobs[leaver].cluster.address
-            assert error.reason == "it closed its strategy while others still needed it"
-
-
-@pytest.mark.parametrize("kind", CONNECTED, ids=ids)
-@pytest.mark.parametrize("chief", [True, False])
-def test_a_rank_whose_script_fails_is_named_with_its_error(kind, chief):
-    with Group(*kind) as group:
-        failing = 0 if chief else group.size - 1
-
-        def work(communicator):
-            communicator.barrier()
-            if communicator.rank == failing:
-                group.jobs[failing].close(ValueError("no such file."))
+                group.jobs[leaver].close(error)
                 return None
             communicator.all_reduce([np.ones(3)])
 
         results = group.outcomes(work)
-        assert results.pop(failing) is None
-        for error in results:
-            assert type(error) is errors.WorkerLost
-            assert error.rank == failing
-            assert error.reason == "its script ended with ValueError: no such file"
+        assert results.pop(leaver) is None
+        for found in results:
+            assert type(found) is errors.WorkerLost
+            assert (found.rank, found.step) == (leaver, 3)
+            assert found.host == group.jobs[leaver].cluster.address
+            assert found.reason.startswith(reason)
 
 
 def test_ranks_may_leave_one_after_the_other_when_nobody_needs_them():

@@ -27,18 +27,6 @@ def test_every_range_is_that_of_the_concatenation(sizes):
             assert out.tolist() == joined
 
 
-@pytest.mark.parametrize("sizes", [[7], [3, 4], [0, 3, 0, 1, 5, 0]])
-def test_a_scale_multiplies_what_is_copied(sizes):
-    whole = np.arange(sum(sizes), dtype=np.float32)
-    parts = FusedBuffer(np.split(whole, np.cumsum(sizes)[:-1]), 0.5)
-    for start in range(len(whole)):
-        for stop in range(start + 1, len(whole) + 1):
-            out = np.empty(stop - start, np.float32)
-            parts.copy_to(out, start, stop)
-            assert out.tolist() == (whole[start:stop] / 2).tolist()
-    assert whole.tolist() == list(range(len(whole)))
-
-
 @pytest.mark.parametrize("scale", [0, 0.5])
 def test_a_scale_leaves_the_last_elements_as_they_are(scale):
     whole = np.arange(1, 8, dtype=np.float32)

@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from groups import Group, each_kind
+from groups import Group
 from kerasdist.collectives.row_exchange import Slices
 from kerasdist.errors import CollectiveMismatch
 
@@ -19,17 +19,6 @@ TABLES = [
     (BF16, "int64", (2, 2)),
     ("float64", "int32", ()),
 ]
-
-
-@pytest.fixture(
-    scope="module", params=each_kind(), ids=lambda kind: f"{kind[0]}-{kind[1]}"
-)
-def group(request):
-    with Group(*request.param) as made:
-        # Shared memory grows to its full size now, so that no test is blamed for it.
-        zeros = np.zeros(4 << 20, np.uint8)
-        made.run(lambda c: (c.all_reduce([zeros]), c.broadcast([zeros], c.size - 1)))
-        yield made
 
 
 def slices_of(rank, count, rows=0, seed=0):

@@ -88,19 +88,6 @@ def test_what_activations_that_are_computed_again_save():
     assert "saves" not in str(other)
 
 
-def test_more_devices_are_found_by_search():
-    model, run = chain(), Run(batch_size=4)
-    with pytest.raises(PlanError, match=r"^The model doesn't fit") as caught:
-        make_plan(model, run, devices(25 * MB, 25 * MB))
-    assert caught.value.advice == ("2 more devices with 25 MB (4 in all)",)
-    assert "  - 2 more devices with 25 MB (4 in all)" in str(caught.value)
-    assert StageCosts(model, run).best([25 * MB] * 4) is not None
-    assert StageCosts(model, run).best([25 * MB] * 3) is None
-    plan = caught.value.plan
-    assert not plan.fits
-    assert "too much" in str(caught.value)
-
-
 def test_a_smaller_batch_more_micro_batches_and_rematerialization():
     model = chain(
         parameter_bytes=MB, saved_row_bytes=0.1 * MB, transient_row_bytes=0.2 * MB
@@ -129,43 +116,60 @@ def test_a_smaller_batch_more_micro_batches_and_rematerialization():
     )
 
 
-def test_another_order_of_the_devices():
-    model = ModelCost.chain(
+def whole(*megabytes: float, **values: float) -> ModelCost:
+    """A chain of layers with so many weights."""
+    return ModelCost.chain(
         [
-            LayerCost(path="embedding", parameter_bytes=80 * MB, row_flops=1.0),
-            LayerCost(path="dense", parameter_bytes=10 * MB, row_flops=1.0),
+            LayerCost(
+                path=f"layer_{i}", parameter_bytes=n * MB, row_flops=1.0, **values
+            )
+            for i, n in enumerate(megabytes)
         ]
     )
-    with pytest.raises(PlanError) as caught:
-        make_plan(model, Run(batch_size=1), devices(20 * MB, 80 * MB))
-    assert caught.value.advice[0] == "the devices in another order, with 80 MB, 20 MB"
 
 
-def test_a_layer_that_no_device_can_hold():
-    model = ModelCost.chain(
-        [LayerCost(path="wide", parameter_bytes=80 * MB, row_flops=1.0)]
-    )
-    with pytest.raises(PlanError, match="layer 'wide' is whole") as caught:
-        make_plan(model, Run(batch_size=1), devices(20 * MB, 20 * MB))
-    assert len(caught.value.advice) == 1
-
-
-def test_two_changes_where_one_is_not_enough():
-    model = chain(count=64, parameter_bytes=0, saved_row_bytes=1.0 * MB)
-    model = dataclasses.replace(model, tensors=())
-    with pytest.raises(PlanError) as caught:
-        make_plan(model, Run(batch_size=4096), devices(2 * MB))
-    assert caught.value.advice == (
-        "32 devices, rematerialize=True and batch_size=1 (at most)",
-    )
-
-
-def test_where_nothing_helps():
-    model = chain(count=1, parameter_bytes=MB, saved_row_bytes=1.0 * MB)
-    with pytest.raises(PlanError) as caught:
-        make_plan(model, Run(batch_size=1), devices(MB))
-    assert caught.value.advice == ()
-    assert "nothing that was tried" in str(caught.value)
+@pytest.mark.parametrize(
+    ("model", "rows", "limits", "advice", "said"),
+    [
+        (
+            *(whole(80, 10), 1, (20, 80)),
+            (
+                "the devices in another order, with 80 MB, 20 MB",
+                "1 more device with 80 MB (3 in all)",
+            ),
+            "The model doesn't fit",
+        ),
+        (
+            *(whole(80), 1, (20, 20)),
+            (
+                "nothing while layer 'layer_0' is whole: its weights, gradients and "
+                "slots alone are 80 MB, the largest device has 20 MB. Divide it over "
+                "several devices (`kerasdist.layers.ShardedDense`, `ShardedEmbedding`)",
+            ),
+            "The model doesn't fit",
+        ),
+        (
+            dataclasses.replace(whole(*[0] * 64, saved_row_bytes=MB), tensors=()),
+            *(4096, (2,)),
+            ("32 devices, rematerialize=True and batch_size=1 (at most)",),
+            "The model doesn't fit",
+        ),
+        (
+            *(chain(), 4, (25, 25)),
+            ("2 more devices with 25 MB (4 in all)",),
+            "The model doesn't fit",
+        ),
+        (whole(1, saved_row_bytes=MB), 1, (1,), (), "nothing that was tried"),
+    ],
+    ids=["another order", "a layer is too large", "two changes", "devices", "nothing"],
+)
+def test_what_would_help(model, rows, limits, advice, said):
+    with pytest.raises(PlanError, match=said) as caught:
+        make_plan(model, Run(batch_size=rows), devices(*(n * MB for n in limits)))
+    assert caught.value.advice == advice
+    assert not caught.value.plan.fits
+    assert "too much" in str(caught.value)
+    assert all(f"  - {line}" in str(caught.value) for line in advice)
 
 
 def test_a_plan_needs_a_device():

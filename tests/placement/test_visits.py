@@ -146,12 +146,7 @@ def test_what_begins_when_a_visit_is_over():
 
 
 @pytest.mark.parametrize(
-    ("spans", "length"),
-    [
-        ([], 0),
-        ([(1, 2), (4, 6)], 3),
-        ([(4, 6), (1, 5), (2, 3)], 5),
-    ],
+    ("spans", "length"), [([], 0), ([(1, 2), (4, 6)], 3), ([(4, 6), (1, 5), (2, 3)], 5)]
 )
 def test_what_overlaps_counts_once(spans, length):
     assert union_length(spans) == length

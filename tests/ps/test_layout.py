@@ -4,44 +4,34 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from kerasdist import errors
 from kerasdist.ps import Layout, Variable
 from pace import bound
-from places import SUPPORT
 from workers import python_env
 
-
-def random_variables(seed):
-    generator = np.random.default_rng(seed)
-    found = []
-    for number in range(generator.integers(0, 30)):
-        shape = tuple(
-            int(n) for n in generator.integers(0, 40, size=generator.integers(0, 4))
-        )
-        if generator.random() < 0.2:
-            shape = (int(generator.integers(1000, 20000)), *shape[:1])
-        dtype = str(generator.choice(["float16", "float32", "float64"]))
-        sparse = bool(shape) and bool(generator.random() < 0.3)
-        found.append(
-            Variable(name=f"v{number}", shape=shape, dtype=dtype, sparse=sparse)
-        )
-    return found
+SHAPES = st.one_of(
+    st.lists(st.integers(0, 40), max_size=3).map(tuple),
+    st.tuples(st.integers(1000, 20_000)),
+    st.tuples(st.integers(1000, 20_000), st.integers(0, 40)),
+)
+DTYPES = st.sampled_from(["float16", "float32", "float64"])
+VARIABLES = st.lists(st.tuples(SHAPES, DTYPES, st.booleans()), max_size=20).map(
+    lambda found: [
+        Variable(name=f"v{i}", shape=shape, dtype=dtype, sparse=sparse and shape != ())
+        for i, (shape, dtype, sparse) in enumerate(found)
+    ]
+)
 
 
-def values_of(variables, seed=0):
-    generator = np.random.default_rng(seed)
-    return [generator.normal(size=v.shape).astype(v.dtype) for v in variables]
-
-
-@pytest.mark.parametrize("seed", range(40))
-def test_every_row_is_on_one_server_and_bytes_are_even(seed):
-    variables = random_variables(seed)
-    servers = seed % 5 + 1
+@settings(max_examples=40)
+@given(VARIABLES, st.integers(1, 5))
+def test_every_row_is_on_one_server_and_bytes_are_even(variables, servers):
     layout = Layout(variables, servers)
     for index, variable in enumerate(variables):
         pieces = [p for p in layout.pieces if p.variable == index]
@@ -76,11 +66,12 @@ def test_a_dominating_variable_is_cut_and_small_ones_are_not():
     assert max(loads) < 1.4 * min(loads)
 
 
-@pytest.mark.parametrize("seed", range(10))
-def test_what_is_cut_makes_up_the_variables(seed):
-    variables = random_variables(seed + 100)
-    values = values_of(variables)
-    layout = Layout(variables, seed % 4 + 1)
+@settings(max_examples=10)
+@given(VARIABLES, st.integers(1, 4))
+def test_what_is_cut_makes_up_the_variables(variables, servers):
+    generator = np.random.default_rng(0)
+    values = [generator.normal(size=v.shape).astype(v.dtype) for v in variables]
+    layout = Layout(variables, servers)
     whole = [np.full((v.rows, v.row_elements), np.nan, v.held) for v in variables]
     for server in range(layout.servers):
         parts = layout.cut(server, values)
@@ -101,24 +92,19 @@ def test_what_is_cut_makes_up_the_variables(seed):
 
 def test_all_processes_compute_the_same_layout():
     script = """
-import sys
-sys.path[:0] = sys.argv[1:]
-from test_layout import random_variables
-from kerasdist.ps import Layout
-for seed in range(5):
-    layout = Layout(random_variables(seed), 3)
-    print(layout.fingerprint, layout.pieces)
+from kerasdist.ps import Layout, Variable
+layout = Layout(
+    [
+        Variable(name=f"v{i}", shape=(i * 7919 % 20_000, i % 5), sparse=i % 3 == 0)
+        for i in range(30)
+    ],
+    3,
+)
+print(layout.fingerprint, layout.pieces)
 """
-    command = [
-        sys.executable,
-        "-c",
-        script,
-        str(Path(__file__).parent),
-        str(SUPPORT),
-    ]
     printed = {
         subprocess.run(
-            command,
+            [sys.executable, "-c", script],
             env=python_env({"PYTHONHASHSEED": seed}),
             capture_output=True,
             check=True,
@@ -131,7 +117,11 @@ for seed in range(5):
 
 
 def test_json_brings_it_to_others_and_differences_are_named():
-    variables = random_variables(3)
+    variables = [
+        Variable(name="rows", shape=(1000, 3), sparse=True),
+        Variable(name="scalar", shape=(), dtype="float64"),
+        Variable(name="half", shape=(7, 2), dtype="float16"),
+    ]
     layout = Layout(variables, 2)
     other = Layout.from_json(layout.to_json(), 2)
     assert other.fingerprint == layout.fingerprint

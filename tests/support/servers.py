@@ -26,7 +26,7 @@ __all__ = ["KINDS", "ServerProcesses", "Servers", "server_place", "worker_place"
 
 # What connects workers and servers: the contract tests run on all of them.
 KINDS = ("tcp", "shared_memory", "memory")
-SECONDS = Timeouts(startup=20, collective=20, heartbeat=10)
+SECONDS = Timeouts(startup=60, collective=60, heartbeat=30)
 
 
 def worker_place(workers: Any, servers: Any, rank: int) -> Cluster:
@@ -128,7 +128,7 @@ class Servers(Ranks):
         settings = options.pop("settings", self.settings)
         return connect_servers(place, settings, timeouts=self.timeouts, **options)
 
-    def join(self, timeout: float = 20.0) -> None:
+    def join(self, timeout: float = 60.0) -> None:
         """Waits until all servers have ended."""
         for thread in self.threads:
             thread.join(timeout)
@@ -224,10 +224,10 @@ class ServerProcesses(Workers):
         *,
         timeouts: dict[str, float] | None = None,
         transport: str = "auto",
-        deadline: float = 60.0,
+        deadline: float = 120.0,
         **settings: Any,
     ) -> None:
-        limits = {"startup": 20.0, "collective": 20.0, "heartbeat": 10.0}
+        limits = {"startup": 60.0, "collective": 60.0, "heartbeat": 30.0}
         options = {
             "settings": {"mode": "async", **settings},
             "timeouts": {**limits, **(timeouts or {})},
@@ -242,3 +242,14 @@ class ServerProcesses(Workers):
             deadline=deadline,
             handover=False,
         )
+
+    def going(self) -> None:
+        """Waits until all workers have said "GOING"."""
+        for rank in range(self._workers):
+            self.wait_for_line(rank, "GOING")
+
+    def restart(self, task: int) -> None:
+        """Kills a task, and starts it again when it has ended."""
+        self.kill(task)
+        self.wait_one(task)
+        self.start_again(task)

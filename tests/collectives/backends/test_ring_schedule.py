@@ -43,16 +43,3 @@ def test_reduce_scatter_and_all_gather_give_every_rank_every_sum(size):
             held[rank][moves[rank][1]] = sent[rank - 1]
     assert all(mine == held[0] for mine in held)
     assert all(sorted(order) == list(range(size)) for order in held[0].values())
-
-
-def test_the_table_of_the_docstring():
-    sends = [
-        [s for s, _ in [*reduce_scatter_steps(r, 4), *all_gather_steps(r, 4, 1)]]
-        for r in range(4)
-    ]
-    assert sends == [
-        [0, 3, 2, 1, 0, 3],
-        [1, 0, 3, 2, 1, 0],
-        [2, 1, 0, 3, 2, 1],
-        [3, 2, 1, 0, 3, 2],
-    ]

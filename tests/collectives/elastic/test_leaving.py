@@ -2,139 +2,92 @@
 
 from __future__ import annotations
 
-import json
 import signal
-from typing import Any
 
 import pytest
+from elastic_members import start
 
-from workers import Finished, Workers
-
-# The members add up their ranks at the start + 1 in each turn. Every fifth turn those
-# leave that were sent a signal.
-SCRIPT = """
-import json, os, signal, sys, time
-import numpy as np
-from kerasdist import errors
-from kerasdist.cluster import resolve
-from kerasdist.collectives.elastic.connect import connect_elastic
-from kerasdist.collectives.elastic.termination import end_process
-from kerasdist.transport.timeouts import Timeouts
-
-options = json.loads(sys.argv[1])
-cluster = resolve(None)
-me = cluster.rank
-job = connect_elastic(
-    cluster,
-    timeouts=Timeouts(startup=30),
-    min_workers=options.get("min_workers", 1),
-    grace=options.get("grace", 30.0),
-)
-group, leaving = job.communicator, job.leaving
-found, ended = [], []
-
-def end(left=False):
-    texts = [change.text for change in group.changes]
-    print("RESULT", json.dumps([found, texts, ended]))
-    job.close()
-    if left:
-        end_process()
-    sys.exit()
-
-for turn in range(1, options["turns"] + 1):
-    if [me, turn] in options["ends"]:
-        os.kill(os.getpid(), signal.SIGTERM)
-        while not leaving.wanted:
-            time.sleep(0.001)
-        if "grace" in options:
-            time.sleep(60)  # in code of the script's own
-    total = group.all_reduce([np.full(100, me + 1.0, np.float32)])[0]
-    found.append([float(total[0]), list(group.ranks)])
-    if turn % 5 == 0 and group.ask()[1]:
-        leaving.agree()
-        ended.append(leaving.ends_job)
-        if [me, turn] == options.get("killed"):
-            os.kill(os.getpid(), signal.SIGKILL)
-        try:
-            if leaving.change():
-                end(left=True)
-        except errors.WorkerLost as error:
-            print(error, flush=True)
-            end()
-end()
-"""
+TERM = signal.SIGTERM
 
 
-def run(size: int, ends: list[list[int]], **options: Any) -> list[Finished]:
-    text = json.dumps({"ends": ends, "turns": 20, **options})
-    with Workers(SCRIPT, size, [text], deadline=90.0) as job:
-        finished = job.wait()
-        assert not any("lost" in each.output for each in finished) or options
-    return finished
+def run(size, ends, **options):
+    """Each rank's end; `ends` has ranks and the turns in which they are signalled."""
+    ends = [[rank, turn, TERM] for rank, turn in ends]
+    with start(size, ends=ends, turns=20, **options) as job:
+        return job.wait()
 
 
 @pytest.mark.parametrize(
-    ("size", "ends", "left"),
-    [
-        (3, [[2, 3]], [2]),
-        (3, [[0, 4]], [0]),
-        (4, [[0, 3], [2, 5], [3, 12]], [0, 2, 3]),
-        (2, [[0, 2], [1, 7]], [0, 1]),
-    ],
+    ("size", "ends"),
+    [(3, [[2, 3]]), (4, [[0, 3], [2, 5], [3, 12]]), (2, [[0, 2], [1, 7]])],
     ids=str,
 )
-def test_the_others_continue_without_a_repetition(
-    size: int, ends: list[list[int]], left: list[int]
-) -> None:
+def test_the_others_continue_without_a_repetition(size, ends):
     finished = run(size, ends)
     # By rank: the turn after which it isn't there any more.
     until = {rank: -(-turn // 5) * 5 for rank, turn in ends}
     for each in finished:
-        assert each.returncode == (-signal.SIGTERM if each.rank in left else 0)
-        found, texts, _ = each.result
-        assert len(found) == until.get(each.rank, 20)
-        for turn, (total, ranks) in enumerate(found, 1):
+        assert each.returncode == (-TERM if each.rank in until else 0)
+        assert "lost" not in each.output
+        assert len(each.result["found"]) == until.get(each.rank, 20)
+        for turn, sums, _, _, ranks, _ in each.result["found"]:
             there = [n for n in range(size) if turn <= until.get(n, 20)]
             assert ranks == there
-            assert total == sum(n + 1 for n in there)
-        if each.rank not in left:
+            assert sums == [sum(n + 1 for n in there)]
+        if each.rank not in until:
+            texts = [text for text, _ in each.result["changes"]]
             assert len(texts) == len(set(until.values()))
             assert all("preempted, and left at step" in text for text in texts)
 
 
-def test_all_leave_at_once() -> None:
-    finished = run(3, [[0, 3], [1, 4], [2, 5]])
-    for each in finished:
-        assert each.returncode == -signal.SIGTERM
-        found, texts, ended = each.result
-        assert (len(found), texts, ended) == (5, [], [True])
+def test_all_leave_at_once():
+    for each in run(3, [[0, 3], [1, 4], [2, 5]]):
+        assert each.returncode == -TERM
+        assert len(each.result["found"]) == 5
+        assert (each.result["changes"], each.result["agreed"]) == ([], [True])
 
 
-def test_too_few_stay() -> None:
+def test_too_few_stay():
     finished = run(3, [[1, 3]], min_workers=3)
-    assert [each.returncode for each in finished] == [0, -signal.SIGTERM, 0]
-    for each in finished:
-        assert each.result[2] == [True]
+    assert [each.returncode for each in finished] == [0, -TERM, 0]
+    assert [each.result["agreed"] for each in finished] == [[True]] * 3
     for each in (finished[0], finished[2]):
         assert (
             "was lost at step 0: it was preempted, and fewer workers than min_workers "
             "are left"
-        ) in each.output
+        ) in each.result["error"][1]
 
 
-def test_one_is_killed_while_another_leaves() -> None:
+def test_one_is_killed_while_another_leaves():
     finished = run(4, [[1, 3]], killed=[0, 5])
-    codes = [each.returncode for each in finished]
-    assert codes == [-signal.SIGKILL, -signal.SIGTERM, 0, 0]
+    assert [each.returncode for each in finished] == [-signal.SIGKILL, -TERM, 0, 0]
     for each in finished[2:]:
-        assert [ranks for _, ranks in each.result[0]][5:] == [[2, 3]] * 15
+        assert [ranks for *_, ranks, _ in each.result["found"]][5:] == [[2, 3]] * 15
 
 
-def test_one_that_cant_leave_in_time_is_lost() -> None:
-    finished = run(2, [[1, 3]], grace=0.6)
-    assert [each.returncode for each in finished] == [0, -signal.SIGTERM]
-    assert "this worker received SIGTERM" in finished[1].output
-    found, texts, _ = finished[0].result
-    assert [ranks for _, ranks in found] == 2 * [[0, 1]] + 18 * [[0]]
-    assert "rank 1" in texts[0]
-    assert "was lost at step" in texts[0]
+def test_one_that_cant_leave_in_time_is_lost():
+    first, second = run(2, [[1, 3]], grace=0.6, busy=60)
+    assert (first.returncode, second.returncode) == (0, -TERM)
+    assert "this worker received SIGTERM" in second.output
+    found = [ranks for *_, ranks, _ in first.result["found"]]
+    assert found == 2 * [[0, 1]] + 18 * [[0]]
+    text = first.result["changes"][0][0]
+    assert "rank 1" in text
+    assert "was lost at step" in text
+
+
+@pytest.mark.parametrize(
+    "ends", [[[0, 3], [1, 3], [2, 4]], [[2, 3], [0, 8], [1, 7]]], ids=str
+)
+def test_servers_end_with_the_last_members(ends):
+    """They waited for workers, and then ended with `WorkerLost`."""
+    *workers, first, second = run(3, ends, servers=2)
+    until = {rank: -(-turn // 5) * 5 for rank, turn in ends}
+    for each in workers:
+        assert each.returncode == -TERM, each.output
+        assert [sums for _, sums, *_ in each.result["found"]] == [
+            [sum(n + 1.0 for n in range(3) if turn < until[n])]
+            for turn in range(until[each.rank])
+        ]
+    for each in (first, second):
+        assert (each.returncode, each.result[0]) == (0, "ok"), each.output

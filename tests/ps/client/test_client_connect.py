@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from groups import nothing_stays_open
 from kerasdist import errors
 from kerasdist.cluster import Cluster
 from kerasdist.ps import ServerSettings, connect_servers
-from kerasdist.transport import Timeouts
-from servers import worker_place
-from workers import free_ports
 
 
 def test_wrong_calls():
@@ -28,21 +24,3 @@ def test_wrong_calls():
     )
     with pytest.raises(ValueError, match="A server is no worker"):
         connect_servers(server, settings)
-
-
-def test_a_server_that_never_comes_is_named():
-    ports = free_ports(2)
-    workers, servers = [f"127.0.0.1:{ports[0]}"], [f"127.0.0.1:{ports[1]}"]
-    with (
-        nothing_stays_open(),
-        pytest.raises(
-            errors.StartupError,
-            match=rf"^Server 0 \({servers[0]}\) couldn't be reached within 0\.5 s: "
-            "connection refused",
-        ),
-    ):
-        connect_servers(
-            worker_place(workers, servers, 0),
-            ServerSettings(),
-            timeouts=Timeouts(startup=0.5),
-        )

@@ -10,6 +10,7 @@ import pytest
 from groups import in_threads
 from kerasdist import errors
 from kerasdist.ps import Variable, enter
+from pace import bound
 from servers import KINDS, Servers
 
 pytestmark = pytest.mark.timeout(60)
@@ -90,7 +91,7 @@ def test_who_comes_when_all_others_have_gone_hears_it():
 def test_a_joiner_waits_no_longer_than_the_others_may_rest():
     from kerasdist.transport import Timeouts
 
-    timeouts = Timeouts(startup=20, collective=1, heartbeat=10)
+    timeouts = Timeouts(startup=60, collective=bound(0.5), heartbeat=30)
     with Servers(workers=2, timeouts=timeouts) as job:
         client = come_again(job, 1)
         with pytest.raises(errors.CollectiveTimeout, match="none of them took a step"):

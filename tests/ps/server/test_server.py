@@ -45,14 +45,6 @@ def test_garbage_on_the_port_disturbs_nobody():
         assert all((values == 40).all() for values in results[:2])
 
 
-def test_a_port_that_is_taken_is_an_error_and_nothing_is_left():
-    with nothing_stays_open(), socket.create_server(("127.0.0.1", 0)) as taken:
-        address = f"127.0.0.1:{taken.getsockname()[1]}"
-        place = server_place(["127.0.0.1:1"], [address], 0)
-        with pytest.raises(errors.AddressInUseError, match="can't listen"):
-            ParameterServer(place, ServerSettings())
-
-
 def test_addresses_of_other_machines_need_a_secret():
     place = server_place(["10.0.0.1:1"], ["10.0.0.2:1"], 0)
     with nothing_stays_open(), pytest.raises(errors.ClusterError, match="no secret"):
@@ -72,33 +64,3 @@ def test_a_server_can_be_closed_while_it_waits_and_while_it_serves():
             for error in serving.outcomes(lambda c: c.communicator.barrier()):
                 assert isinstance(error, errors.ServerLost)
                 assert error.index == 0
-
-
-def test_it_says_where_the_bytes_are_when_a_table_is_opened():
-    with Servers(2, 2) as job:
-        variables = [Variable(name="large", shape=(1000, 30))]
-        zeros = [np.zeros((1000, 30), "float32")]
-        job.run(lambda client: client.open_table(variables, zeros))
-        assert len(job.layouts) == 2
-        assert job.layouts[0].server_bytes() == [60_000, 60_000]
-        (fingerprint,) = {layout.fingerprint for layout in job.layouts}
-        assert len(fingerprint) == 16
-    assert [job.ends[index]["requests"] for index in (0, 1)] == [2, 2]
-
-
-def test_statistics_at_the_end_have_everything():
-    with Servers(2, max_staleness=1) as job:
-
-        def work(client):
-            table = client.open_table(SLOTS, ZEROS)
-            for _ in range(5):
-                table.push_pull([np.ones(4, "float32")])
-
-        job.run(work)
-    end = job.ends[0]
-    assert [worker["state"] for worker in end["workers"]] == ["finished"] * 2
-    assert end["updates"] == 10
-    (table,) = end["tables"]
-    assert sum(sum(counts.values()) for counts in table["observed"].values()) == 10
-    assert all(int(s) <= 1 for counts in table["observed"].values() for s in counts)
-    assert [event["kind"] for event in end["events"]] == ["finished"] * 2

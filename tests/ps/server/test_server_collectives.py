@@ -55,7 +55,7 @@ class Server:
         if event.kind in ("lost", "finished"):
             self.collectives.forget(event.rank)
 
-    def sum(self, rank, value, number=1, seconds=20.0, elements=3):
+    def sum(self, rank, value, number=1, seconds=60.0, elements=3):
         call = Call(number, "all_reduce", "sum", "float32", elements)
         arrays = [np.full(elements, value, np.float32)]
         result, ranks = self.collectives.join_round(
@@ -126,14 +126,6 @@ def test_a_result_that_is_asked_for_again_is_the_same():
     assert ranks == [0, 1]
 
 
-def test_different_collectives_are_an_error_on_all():
-    server = Server(2)
-    for error in outcomes(2, lambda rank: server.sum(rank, 1, elements=3 + rank)):
-        assert isinstance(error, errors.CollectiveMismatch)
-        assert "elements=3" in str(error)
-        assert "elements=4" in str(error)
-
-
 def test_who_is_late_is_named():
     server = Server(3)
     with pytest.raises(
@@ -191,7 +183,7 @@ def test_a_collective_to_which_all_have_come_is_late_by_nobodys_fault(monkeypatc
 
     def work(rank):
         try:
-            return server.sum(rank, 1, seconds=2.0)
+            return server.sum(rank, 1, seconds=bound(1.0))
         finally:
             late.set()
 

@@ -14,7 +14,6 @@ from kerasdist.ps import Variable
 from kerasdist.transport import Timeouts
 from pace import bound
 from servers import Servers
-from waiting import wait_until
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -83,27 +82,8 @@ def test_workers_with_fewer_steps_do_not_hold_up_the_others():
             assert (values == 3 * sum(counts)).all()
 
 
-def test_a_worker_that_leaves_is_not_waited_for():
-    with Servers(2, max_staleness=0) as job:
-
-        def work(client):
-            table = client.open_table(SLOTS, [np.zeros(WORKERS, "float32")])
-            for _ in range(3 if client.rank else 20):
-                table.push_pull([None])
-            if client.rank:
-                client.close()
-                return None
-            wait_until(lambda: client.events, "the other's end", within=20)
-            return client.events, table.clock
-
-        events, clock = job.run(work)[0]
-        assert clock == 20
-        (event,) = events
-        assert (event.kind, event.rank, event.clock) == ("finished", 1, 3)
-
-
 def test_who_waits_too_long_names_whom_for():
-    timeouts = Timeouts(startup=20, collective=0.3, heartbeat=10)
+    timeouts = Timeouts(startup=60, collective=bound(0.3), heartbeat=30)
     with Servers(2, max_staleness=1, timeouts=timeouts) as job:
         done = threading.Event()
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import signal
 import socket
 import threading
-import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,72 +17,7 @@ from kerasdist.transport.membership.epochs import Member
 from kerasdist.transport.rendezvous.listener import Listener
 from workers import Workers, free_ports
 
-# The members add up ones, and admit those that wait, until the test wants the end.
-SCRIPT = """
-import os, sys, time
-import numpy as np
-from kerasdist.cluster import resolve
-from kerasdist.collectives.elastic.connect import connect_elastic
-from kerasdist.transport.timeouts import Timeouts
-
-cluster = resolve(None)
-if cluster.rank == 3:
-    while not os.path.exists(f"{sys.argv[1]}/grow"):
-        time.sleep(0.05)
-job = connect_elastic(
-    cluster, timeouts=Timeouts(startup=60, heartbeat=1), start_workers=3
-)
-group = job.communicator
-joined = group.joining
-if joined:
-    group.join(60.0)
-    group.broadcast([np.array([0])])
-seen = None
-while True:
-    if group.ranks != seen:
-        seen = group.ranks
-        print("MEMBERS", list(seen), flush=True)
-    if joined:
-        joined = False  # the others have admitted it in this turn
-    elif group.ask()[0] and group.admit():
-        group.broadcast([np.array([0])])
-    enough = os.path.exists(f"{sys.argv[1]}/enough")
-    if group.all_reduce([np.array([enough])], "max")[0][0]:
-        break
-    time.sleep(0.01)
-print("RESULT", list(group.ranks))
-job.close()
-"""
 pytestmark = pytest.mark.timeout(120)
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("dies", [True, False])
-def test_newcomers_continue_alone_if_the_absent_one_is_dead(
-    tmp_path: Any, dies: bool
-) -> None:
-    """Else it may have continued, as far as the newcomer knows."""
-    with Workers(SCRIPT, 4, [str(tmp_path)], handover=False, deadline=100.0) as job:
-        job.wait_for_line(0, "MEMBERS [0, 1, 2]")
-        job.kill(2, signal.SIGSTOP)
-        job.wait_for_line(0, "MEMBERS [0, 1]")
-        (tmp_path / "grow").touch()
-        job.wait_for_line(0, "MEMBERS [0, 1, 3]")
-        if dies:
-            job.kill(2)
-        # The first member has looked for it meanwhile.
-        time.sleep(8.0)
-        job.kill(1)
-        job.kill(0)
-        if dies:
-            job.wait_for_line(3, "MEMBERS [3]")
-            (tmp_path / "enough").touch()
-            assert job.wait_one(3).result == [3]
-        else:
-            last = job.wait_one(3)
-            assert last.returncode == 1
-            assert "others may have continued without this worker" in last.output
-            job.kill(2)
 
 
 class _Gathering:

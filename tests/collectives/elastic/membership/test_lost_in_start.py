@@ -2,39 +2,25 @@
 
 from __future__ import annotations
 
-import json
-import os
-import random
 import signal
-import time
-from collections import Counter
-from typing import Any
 
+import elastic_members
 import pytest
+from elastic_members import check
 
-from workers import Finished, Workers
+from pace import bound
 
-# A worker sends itself signals at moments of its start. Then the members take turns, in
-# which they add up their ranks at the start + 1, and admit those that wait.
-SCRIPT = """
-import functools, json, os, signal, sys, threading, time
-import numpy as np
-from kerasdist import errors
-from kerasdist.cluster import resolve
-from kerasdist.collectives.elastic import connect, job as elastic_job
+# A worker sends itself signals at moments of its start.
+MOMENTS_OF_START = """
+from kerasdist.collectives.elastic import connect as connecting, job as elastic_job
 from kerasdist.collectives.elastic.communicator import ElasticCommunicator
 from kerasdist.transport.rendezvous import session
-from kerasdist.transport.timeouts import Timeouts
 
-options = json.loads(sys.argv[1])
-cluster = resolve(None)
-me = cluster.rank
-again = os.path.exists(f"{sys.argv[2]}/{me}")
-open(f"{sys.argv[2]}/{me}", "w").close()
+again = os.path.exists(f"{options['folder']}/{me}")
+open(f"{options['folder']}/{me}", "w").close()
 
 def happen(moment):
     if not again and [me, moment] in options["at"]:
-        print("GOING", flush=True)
         os.kill(os.getpid(), options.get("signal", signal.SIGKILL))
 
 def report(owner, name, before=None, after=None):
@@ -47,7 +33,7 @@ def report(owner, name, before=None, after=None):
         return result
     setattr(owner, name, call)
 
-report(connect, "survey", "listening", "asked")
+report(connecting, "survey", "listening", "asked")
 report(session, "gather", "gathering", "gathered")
 report(session, "report", "reporting", "reported")
 report(session.Session, "dial", "dialing", "dialed")
@@ -56,69 +42,16 @@ report(elastic_job, "catch_up", "connected")
 report(ElasticCommunicator, "begin", None, "begun")
 happen("script")
 time.sleep(options.get("late", {}).get(str(me), 0.0) if not again else 0.0)
-print("STARTS", flush=True)
-try:
-    job = connect.connect_elastic(
-        cluster,
-        timeouts=Timeouts(
-            startup=options.get("startup", 60), heartbeat=options.get("heartbeat", 5)
-        ),
-        settings={"arguments": options.get("arguments", {}).get(str(me))},
-        min_workers=options.get("min_workers", 1),
-        start_workers=options.get("start_workers"),
-    )
-except errors.KerasDistError as error:
-    missing = getattr(error, "missing", None)
-    print("RESULT", json.dumps([type(error).__name__, str(error), missing]))
-    sys.exit()
-group = job.communicator
-print("CONNECTED", group.joining, flush=True)
-joined = group.joining
-turn = 0
-if joined:
-    group.join(60.0)
-    turn = int(group.broadcast([np.array([0])])[0][0])
-turns = []
-while turn < options.get("turns", 10) or (
-    group.size < options.get("until", 1) and turn < 20000
-):
-    turn += 1
-    total = group.all_reduce([np.full(100, me + 1.0, np.float32)])[0]
-    turns.append([turn, float(total[0]), list(group.ranks)])
-    if turn % 5 == 0 and group.ask()[0] and group.admit():
-        group.broadcast([np.array([turn])])
-    time.sleep(0.002)
-print("RESULT", json.dumps([turns, joined, list(group.ranks)]))
-job.close()
-left = [each.name for each in threading.enumerate() if "kerasdist" in each.name]
-assert not [each for each in left if "look-up" not in each], left
 """
 pytestmark = pytest.mark.timeout(120)
-JOBS = int(os.environ.get("SOAK_JOBS", "20"))
 
 
-def start(
-    folder: Any, size: int, *at: tuple[int, str], handover: bool = False, **options: Any
-) -> Workers:
-    """Return workers, some of which send themselves a signal at a moment."""
-    args = [json.dumps({"at": at, **options}), str(folder)]
-    return Workers(SCRIPT, size, args, deadline=90.0, handover=handover)
-
-
-def check(result: Finished) -> tuple[list[list[int]], bool]:
-    """Check that each sum is that of its turn's members.
-
-    Returns:
-        The members of each turn, and whether the worker has joined later.
-    """
-    assert result.returncode == 0, result.output
-    turns, joined, last = result.result
-    for number, (turn, total, ranks) in enumerate(turns):
-        assert turn == turns[0][0] + number
-        assert total == sum(rank + 1 for rank in ranks)
-    members = [ranks for _, _, ranks in turns]
-    # It may have changed after the last turn.
-    return members if members[-1:] == [last] else [*members, last], joined
+def start(folder, size, *at, **options):
+    """Workers, some of which send themselves a signal at a moment."""
+    options = {"turns": 10, "folder": str(folder), "at": at, **options}
+    return elastic_members.start(
+        size, before=MOMENTS_OF_START, handover=False, **options
+    )
 
 
 # Before it has been in contact with others, a worker can't be told from one that hasn't
@@ -146,19 +79,17 @@ FEW = [("asked", 0), ("connected", 1)]
         for case in CASES
     ],
 )
-def test_the_others_start_without_a_killed_one(
-    tmp_path: Any, moment: str, victim: int
-) -> None:
+def test_the_others_start_without_a_killed_one(tmp_path, moment, victim):
     # At its first moments, the others have been in contact with it only if it is late.
-    late = {str(victim): 1.0} if moment in ("asked", "reporting") else {}
+    late = {str(victim): bound(0.5)} if moment in ("asked", "reporting") else {}
     with start(tmp_path, 3, (victim, moment), late=late) as job:
         assert job.wait_one(victim).returncode == -signal.SIGKILL
         others = [rank for rank in range(3) if rank != victim]
         found = [job.wait_one(rank) for rank in others]
     for each in found:
-        members, joined = check(each)
-        assert members == [others] * 10
-        assert not joined
+        assert check(each, others) == [others]
+        assert len(each.result["found"]) == 10
+        assert not each.result["joined"]
     text = f"rank {victim} (127.0.0.1:"
     assert text in found[0].output
     assert "2 workers start" in found[0].output or "2 workers continue" in (
@@ -167,145 +98,87 @@ def test_the_others_start_without_a_killed_one(
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize(
-    ("moment", "victim"), [("reporting", 1), ("gathered", 0), ("dialing", 2)]
-)
-def test_the_others_start_without_a_frozen_one(
-    tmp_path: Any, moment: str, victim: int
-) -> None:
-    late = {str(victim): 1.0} if moment == "reporting" else {}
-    with start(
-        tmp_path, 3, (victim, moment), signal=signal.SIGSTOP, heartbeat=1.0, late=late
-    ) as job:
-        others = [rank for rank in range(3) if rank != victim]
-        for rank in others:
-            assert check(job.wait_one(rank))[0] == [others] * 10
-        job.kill(victim, signal.SIGKILL)
-
-
-@pytest.mark.soak
-def test_two_of_four_are_lost_at_different_moments(tmp_path: Any) -> None:
-    with start(tmp_path, 4, (0, "gathered"), (3, "dialing")) as job:
+def test_the_others_start_without_a_frozen_one(tmp_path):
+    options = {"signal": signal.SIGSTOP, "heartbeat": bound(0.5)}
+    with start(tmp_path, 3, (0, "gathered"), **options) as job:
         for rank in (1, 2):
-            assert check(job.wait_one(rank))[0][-1] == [1, 2]
+            assert check(job.wait_one(rank), [1, 2]) == [[1, 2]]
 
 
-def test_one_that_is_started_again_joins(tmp_path: Any) -> None:
+def test_one_that_is_started_again_joins(tmp_path):
     """The first process of its task was in contact with the others."""
     with start(
-        tmp_path, 3, (1, "reporting"), late={"1": 1.0, "2": 3.0}, until=3
+        tmp_path,
+        3,
+        (1, "reporting"),
+        late={"1": bound(0.5), "2": bound(1.5)},
+        full=True,
     ) as job:
         job.wait_one(1)
         job.start_again(1)
         finished = job.succeed()
     for each in finished:
-        members, joined = check(each)
-        assert joined == (each.rank == 1)
-        assert members[-1] == [0, 2, 1]
+        check(each, [0, 2])
+        assert each.result["joined"] == (each.rank == 1)
+        assert each.result["last"] == [0, 2, 1]
 
 
-@pytest.mark.soak
-def test_one_that_was_in_contact_with_none_may_start_again_with_the_others(
-    tmp_path: Any,
-) -> None:
-    with start(tmp_path, 2, (1, "script"), until=2) as job:
-        job.wait_one(1)
-        job.start_again(1)
-        for each in job.succeed():
-            assert check(each) == ([[0, 1]] * 10, False)
-
-
-def test_after_the_time_out_most_of_the_workers_start(tmp_path: Any) -> None:
+def test_after_the_time_out_most_of_the_workers_start(tmp_path):
     """One that comes even later joins them."""
-    with start(tmp_path, 3, (2, "script"), startup=3, until=3) as job:
+    with start(tmp_path, 3, (2, "script"), startup=bound(1.5), full=True) as job:
         job.wait_one(2)
         job.wait_for_line(0, "CONNECTED")
         job.start_again(2)
         for each in job.succeed():
-            members, joined = check(each)
-            assert joined == (each.rank == 2)
-            assert members[-1] == [0, 1, 2]
+            check(each, [0, 1])
+            assert each.result["joined"] == (each.rank == 2)
+            assert each.result["last"] == [0, 1, 2]
 
 
-def test_half_of_the_workers_dont_start_not_even_with_the_chief(tmp_path: Any) -> None:
+def test_half_of_the_workers_dont_start_not_even_with_the_chief(tmp_path):
     with start(tmp_path, 2, (1, "script"), startup=2) as job:
         name, text, missing = job.wait_one(0).result
     assert name == "StartupError"
     assert text.startswith("1 of 2 workers didn't connect within 2 s:\n  rank 1 (127")
     assert "connection refused: nothing listens there" in text
-    assert list(missing) == ["1"]
+    assert missing == [1]
 
 
-def test_fewer_than_min_workers_dont_start(tmp_path: Any) -> None:
-    with start(tmp_path, 3, (1, "reporting"), min_workers=3, late={"1": 1.0}) as job:
+def test_fewer_than_min_workers_dont_start(tmp_path):
+    with start(
+        tmp_path, 3, (1, "reporting"), min_workers=3, late={"1": bound(0.5)}
+    ) as job:
         job.wait_one(1)
         for rank in (0, 2):
             name, text, missing = job.wait_one(rank).result
             # The one of the two that reports it first has perhaps ended by then.
-            assert (name, set(missing) - {"0", "2"}) == ("StartupError", {"1"})
+            assert (name, set(missing) - {0, 2}) == ("StartupError", {1})
             assert "fewer workers than min_workers are left" in text
 
 
-def test_other_arguments_end_the_start_of_all(tmp_path: Any) -> None:
+def test_other_arguments_end_the_start_of_all(tmp_path):
     with start(tmp_path, 3, arguments={"2": 7}) as job:
         for each in job.wait():
             name, text, missing = each.result
-            assert (name, list(missing)) == ("StartupError", ["2"])
+            assert (name, missing) == ("StartupError", [2])
             assert "Workers were started with different arguments" in text
 
 
-def test_a_job_grows(tmp_path: Any) -> None:
+def test_a_job_grows(tmp_path):
     """Tasks beyond those of the start join whenever they are started."""
-    late = {"0": 0.5, "1": 0.5, "3": 2.0}
-    with start(tmp_path, 4, start_workers=2, until=4, late=late) as job:
+    late = {"0": bound(0.2), "1": bound(0.2), "3": bound(1.0)}
+    with start(tmp_path, 4, start_workers=2, full=True, late=late) as job:
         finished = job.succeed()
     for each in finished:
-        members, joined = check(each)
-        assert joined == (each.rank >= 2)
-        assert sorted(members[-1]) == [0, 1, 2, 3]
-    assert check(finished[0])[0][0] == [0, 1]
+        check(each, 3)
+        assert each.result["joined"] == (each.rank >= 2)
+        assert sorted(each.result["last"]) == [0, 1, 2, 3]
+    assert check(finished[0], [0, 1])[0] == [0, 1]
 
 
 @pytest.mark.soak
-def test_one_that_finds_no_job_to_join_ends(tmp_path: Any) -> None:
+def test_one_that_finds_no_job_to_join_ends(tmp_path):
     with start(tmp_path, 2, (0, "script"), start_workers=1, startup=1) as job:
         name, text, missing = job.wait_one(1).result
-    assert (name, list(missing)) == ("StartupError", ["1"])
+    assert (name, missing) == ("StartupError", [1])
     assert "no answer of a running worker to rank 1 (127.0.0.1:" in text
-
-
-@pytest.mark.soak
-@pytest.mark.timeout(40 * JOBS)
-def test_soak(tmp_path: Any) -> None:
-    """Less than half of the workers are lost at any time, some start again."""
-    counts: Counter[str] = Counter()
-    for seed in range(JOBS):
-        draw = random.Random(f"start {seed}")
-        size = draw.choice([3, 3, 4, 5])
-        victims = draw.sample(range(size), draw.randint(1, (size - 1) // 2))
-        number = draw.choice([signal.SIGKILL, signal.SIGKILL, signal.SIGSTOP])
-        again = number == signal.SIGKILL and draw.random() < 0.5
-        late = {str(rank): draw.choice([0.0, 0.0, 0.3, 1.0]) for rank in range(size)}
-        folder = tmp_path / str(seed)
-        folder.mkdir()
-        options = {"late": late, "startup": 8, "heartbeat": 1.5, "turns": 300}
-        with start(folder, size, **options) as job:
-            for rank in victims:
-                time.sleep(draw.uniform(0.0, 0.8))
-                if job.is_running(rank):
-                    job.kill(rank, number)
-                    counts[signal.Signals(number).name] += 1
-                    if again:
-                        job.wait_one(rank)
-                        job.start_again(rank)
-                        counts["started again"] += 1
-            others = [rank for rank in range(size) if rank not in victims]
-            found = [check(job.wait_one(rank))[0] for rank in others]
-            assert all(set(others) <= set(each[-1]) for each in found), seed
-            assert all(each[-1] == found[0][-1] for each in found), seed
-            counts["of the start"] += sum(rank not in found[0][0] for rank in victims)
-            for rank in victims:
-                if job.is_running(rank):
-                    job.kill(rank)
-        counts["jobs"] += 1
-    print(dict(counts))

@@ -2,40 +2,30 @@
 
 from __future__ import annotations
 
-import json
 import signal
-from pathlib import Path
-from typing import Any
 
+import elastic_members
 import pytest
 
+from pace import bound
 from workers import Workers
 
-# The members take turns, and admit those that wait, until the test wants the end. A
-# process sends itself SIGSTOP before it asks others if its rank is among the frozen.
-SCRIPT = """
-import functools, json, os, signal, sys, time
-import numpy as np
-from kerasdist.cluster import resolve
-from kerasdist.collectives.elastic.connect import connect_elastic
+# A process sends itself SIGSTOP before it asks others if its rank is among the frozen.
+SLOW = """
 from kerasdist.collectives.elastic.job import ElasticJob
 from kerasdist.collectives.elastic.membership.lines import Lines
-from kerasdist.errors import KerasDistError
-from kerasdist.transport.timeouts import Timeouts
 
-folder, options = sys.argv[1], json.loads(sys.argv[2])
-cluster = resolve(None)
-again = os.path.exists(f"{folder}/{cluster.rank}")
-open(f"{folder}/{cluster.rank}", "w").close()
+again = os.path.exists(f"{options['folder']}/{me}")
+open(f"{options['folder']}/{me}", "w").close()
 ask, asked = Lines.ask, []
 
 @functools.wraps(ask)
 def call(lines, number, *args):
-    if cluster.rank in options.get("frozen", ()) and not asked:
+    if me in options.get("frozen", ()) and not asked:
         os.kill(os.getpid(), signal.SIGSTOP)
-    if (cluster.rank, number) in asked:
+    if number in asked:
         print("AGAIN", number, flush=True)
-    asked.append((cluster.rank, number))
+    asked.append(number)
     if again and number in options.get("slow", ()):
         time.sleep(0.5)
     return ask(lines, number, *args)
@@ -49,61 +39,30 @@ def begins(job):
     begin_job(job)
 
 ElasticJob.begin = begins
-seconds = options.get("again", 60) if again else options.get("startup", 60)
-begin = time.monotonic()
-try:
-    job = connect_elastic(
-        cluster,
-        timeouts=Timeouts(startup=seconds, heartbeat=options.get("heartbeat", 5)),
-        min_workers=options.get("min_workers", 1),
-    )
-except KerasDistError as error:
-    took = time.monotonic() - begin
-    print("RESULT", json.dumps([type(error).__name__, str(error), took]))
-    sys.exit()
-took = time.monotonic() - begin
-group = job.communicator
-joined = group.joining
-if joined:
-    group.join(60.0)
-    group.broadcast([np.array([0])])
-seen, newcomer = None, joined
-while True:
-    if group.ranks != seen:
-        seen = group.ranks
-        print("MEMBERS", sorted(seen), flush=True)
-    if newcomer:
-        newcomer = False  # the others have admitted it in this turn
-    elif group.ask()[0] and group.admit():
-        group.broadcast([np.array([0])])
-    enough = os.path.exists(f"{folder}/enough")
-    if group.all_reduce([np.array([enough])], "max")[0][0]:
-        break
-    time.sleep(0.01)
-print("RESULT", json.dumps([sorted(group.ranks), joined, took]))
-job.close()
+if again and "again" in options:
+    options["startup"] = options["again"]
 """
 pytestmark = pytest.mark.timeout(120)
 
 
-def start(folder: Path, size: int, **options: Any) -> Workers:
-    """Return workers that run the script."""
-    args = [str(folder), json.dumps(options)]
-    return Workers(SCRIPT, size, args, deadline=90.0, handover=False)
+def start(folder, size, **options):
+    """A job that goes on until `finish`."""
+    files = {"folder": str(folder), "enough": str(folder / "enough")}
+    return elastic_members.start(size, before=SLOW, handover=False, **files, **options)
 
 
-def finish(job: Workers, folder: Path, ranks: list[int]) -> list[bool]:
+def finish(job, folder, ranks):
     """Wait until `ranks` are the members, and return which of them have joined."""
     for rank in ranks:
         job.wait_for_line(rank, f"MEMBERS {ranks}")
     (folder / "enough").touch()
     found = [job.wait_one(rank) for rank in ranks]
     assert [each.returncode for each in found] == [0] * len(ranks), job.report()
-    assert [each.result[0] for each in found] == [ranks] * len(ranks)
-    return [each.result[1] for each in found]
+    assert [sorted(each.result["last"]) for each in found] == [ranks] * len(ranks)
+    return [each.result["joined"] for each in found]
 
 
-def test_a_task_that_does_not_answer_is_asked_again(tmp_path: Path) -> None:
+def test_a_task_that_does_not_answer_is_asked_again(tmp_path):
     """Else rank 1 would start the job anew, and wait for rank 0, which trains."""
     with start(tmp_path, 2) as job:
         job.wait_for_line(0, "MEMBERS [0, 1]")
@@ -118,9 +77,9 @@ def test_a_task_that_does_not_answer_is_asked_again(tmp_path: Path) -> None:
         assert "STARTS" not in job.output(1)
 
 
-def test_most_of_the_tasks_dont_start_again_beside_the_rest(tmp_path: Path) -> None:
+def test_most_of_the_tasks_dont_start_again_beside_the_rest(tmp_path):
     """Rank 2 trains alone: the others were dead. It answers when they have asked."""
-    with start(tmp_path, 3, again=6, slow=[2]) as job:
+    with start(tmp_path, 3, again=bound(3.0), slow=[2]) as job:
         job.wait_for_line(2, "MEMBERS [0, 1, 2]")
         job.kill(0)
         job.kill(1)
@@ -137,42 +96,25 @@ def test_most_of_the_tasks_dont_start_again_beside_the_rest(tmp_path: Path) -> N
             assert "MEMBERS [0, 1]\n" not in job.output(rank)
 
 
-# Seconds of a last look for a worker that doesn't answer, and far more.
-LATE = 30.0
-
-
 @pytest.mark.soak
-@pytest.mark.parametrize("frozen", [0, 2])
-def test_one_that_is_frozen_from_the_start_delays_it_for_the_time_out(
-    tmp_path: Path, frozen: int
-) -> None:
+def test_one_that_is_frozen_from_the_start_delays_it_for_the_time_out(tmp_path):
     """When it continues, it joins."""
-    with start(tmp_path, 3, frozen=[frozen], startup=4, heartbeat=1) as job:
-        others = [rank for rank in range(3) if rank != frozen]
-        for rank in others:
-            job.wait_for_line(rank, f"MEMBERS {others}")
-        job.kill(frozen, signal.SIGCONT)
-        joined = finish(job, tmp_path, [0, 1, 2])
-        assert joined == [rank == frozen for rank in range(3)]
-        for rank in others:
-            assert 4.0 <= job.wait_one(rank).result[2] < 4.0 + LATE
+    startup = bound(2.0)
+    with start(tmp_path, 3, frozen=[0], startup=startup, heartbeat=bound(0.5)) as job:
+        for rank in (1, 2):
+            job.wait_for_line(rank, "MEMBERS [1, 2]")
+        job.kill(0, signal.SIGCONT)
+        assert finish(job, tmp_path, [0, 1, 2]) == [True, False, False]
+        for rank in (1, 2):
+            assert job.wait_one(rank).result["took"] >= startup
 
 
-@pytest.mark.soak
-@pytest.mark.parametrize(("size", "min_workers"), [(3, 3), (2, 1)])
-def test_too_few_dont_start_without_a_frozen_one(
-    tmp_path: Path, size: int, min_workers: int
-) -> None:
-    """One of two is half of the workers, which isn't enough."""
-    last = size - 1
-    options = {"frozen": [last], "startup": 4, "min_workers": min_workers}
-    with start(tmp_path, size, **options) as job:
-        for rank in range(last):
-            name, text, seconds = job.wait_one(rank).result
-            assert name == "StartupError"
-            assert text.startswith(f"1 of {size} workers didn't connect within 4 s:\n")
-            assert "it listens there, but doesn't answer" in text
-            assert 4.0 <= seconds < 4.0 + LATE
+def test_half_dont_start_without_a_frozen_one(tmp_path):
+    with start(tmp_path, 2, frozen=[1], startup=bound(1.5)) as job:
+        name, text, _ = job.wait_one(0).result
+    assert name == "StartupError"
+    assert text.startswith("1 of 2 workers didn't connect within ")
+    assert "it listens there, but doesn't answer" in text
 
 
 # Two jobs, one after the other; in the second one rank 1 ends, and is started again.
@@ -219,9 +161,7 @@ for job in jobs:
 
 
 @pytest.mark.parametrize("closes", [False, True])
-def test_of_two_jobs_of_a_script_the_first_is_closed(
-    tmp_path: Path, closes: bool
-) -> None:
+def test_of_two_jobs_of_a_script_the_first_is_closed(tmp_path, closes):
     """The n-th one of a process that is started again is the n-th one of the others."""
     args = [str(tmp_path), "closes" if closes else "keeps"]
     with Workers(TWO, 2, args, deadline=90.0, handover=False) as job:
