@@ -32,10 +32,10 @@ from kerasdist.transport.membership.epochs import (
 )
 from kerasdist.transport.rendezvous.listener import Listener
 
-__all__ = ["ElasticJob"]
+__all__ = ["CONNECT_SECONDS", "ElasticJob"]
 
 # Seconds for connecting the members of a new epoch, which all live.
-_CONNECT_SECONDS = 15.0
+CONNECT_SECONDS = 15.0
 # Seconds after the start's time-out until the agreement has ended the connecting.
 _GRACE_SECONDS = 10.0
 # Times the heartbeat's time-out: without an agreement for so long this worker stops.
@@ -248,7 +248,7 @@ class ElasticJob:
         self, decision: Decision, connecting: _Connecting, agreed: float
     ) -> None:
         number = decision.epoch.number
-        seconds = _CONNECT_SECONDS
+        seconds = CONNECT_SECONDS
         if not number:
             # The agreement ends it before, when the time-out of the start is over.
             seconds = self.timeouts.startup + _GRACE_SECONDS

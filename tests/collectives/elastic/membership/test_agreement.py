@@ -12,7 +12,7 @@ from elastic_members import check, start
 INSTALL = """
 from kerasdist.collectives.elastic import job as elastic_job
 from kerasdist.collectives.elastic.job import ElasticJob
-elastic_job._CONNECT_SECONDS = 500.0
+elastic_job.CONNECT_SECONDS = 500.0
 install = ElasticJob.install
 
 @functools.wraps(install)
