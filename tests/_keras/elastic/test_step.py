@@ -107,37 +107,93 @@ def check(train, replicas=1):
     return results
 
 
-@pytest.mark.parametrize("replicas", [1, pytest.param(2, marks=pytest.mark.soak)])
-def test_a_model_with_statistics_masks_and_metrics(replicas):
-    train = """
+# What is between the input and the output, what `compile` is told, and the data. By
+# default two epochs of batches of 16, the last of 6.
+PLAIN = """
+optimizer, metrics, more, options = "adam", ["accuracy"], {}, {"batch_size": 16}
+data, middle, output, loss = (x, y), [], lambda: layers.Dense(2), entropy
+"""
+TRAIN = """
 def train():
+    ends = []
+    class Ends(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            ends.append(batch)
     with strategy.scope():
         m = keras.Sequential([
-            keras.Input((6,)), layers.Dense(8), layers.BatchNormalization(),
-            layers.Dropout(0.3), layers.Dense(2),
-        ])
-        m.compile("adam", entropy, metrics=["accuracy"], jit_compile=False)
-    history = m.fit(x, y, batch_size=16, epochs=2, verbose=0).history
-    return outcome(m, [m.optimizer], history)
+            keras.Input((6,)), *(make() for make in middle), output()])
+        made = optimizer if isinstance(optimizer, str) else optimizer()
+        m.compile(made, loss, metrics=[
+            each if isinstance(each, str) else each() for each in metrics
+        ], jit_compile=False, **more)
+    history = m.fit(*data, epochs=2, verbose=0, callbacks=[Ends()], **options).history
+    history = {name.rstrip("_0123456789"): v for name, v in history.items()}
+    return {**outcome(m, [m.optimizer], history), "ends": ends}
 """
-    check(train, replicas)
+STATISTICS = """
+middle = [
+    lambda: layers.Dense(8), layers.BatchNormalization, lambda: layers.Dropout(0.3)]
+"""
+
+
+def test_a_model_with_statistics_masks_and_metrics():
+    check(PLAIN + STATISTICS + TRAIN)
 
 
 @pytest.mark.soak
-def test_metrics_that_are_too_large_for_each_step():
-    # 4 x 5000 numbers: summed in every second step.
-    check("""
-def train():
-    with strategy.scope():
-        m = keras.Sequential([keras.Input((6,)), layers.Dense(1, "sigmoid")])
-        m.compile(
-            "adam", "mse", metrics=[keras.metrics.AUC(num_thresholds=5000)],
-            jit_compile=False,
-        )
-    history = m.fit(x, y, batch_size=8, epochs=2, verbose=0).history
-    history = {name.rstrip("_0123456789"): v for name, v in history.items()}
-    return outcome(m, [m.optimizer], history)
-""")
+@pytest.mark.parametrize(
+    ("replicas", "changes"),
+    [
+        (2, STATISTICS),
+        # 4 x 5000 numbers: summed in every second step.
+        (
+            1,
+            """
+metrics = [lambda: keras.metrics.AUC(num_thresholds=5000)]
+output, loss = lambda: layers.Dense(1, "sigmoid"), "mse"
+""",
+        ),
+        (
+            1,
+            """
+optimizer = lambda: keras.optimizers.Adam(
+    0.01, gradient_accumulation_steps=2, use_ema=True)
+""",
+        ),
+        (1, "more = {'run_eagerly': True}; middle = [lambda: layers.Dropout(0.2)]"),
+        # A loss that is scaled.
+        (
+            1,
+            """
+middle = [lambda: layers.Dense(8, dtype="mixed_float16")]
+optimizer = lambda: keras.optimizers.LossScaleOptimizer(
+    keras.optimizers.SGD(0.1, momentum=0.9), dynamic_growth_steps=3)
+""",
+        ),
+        # An elastic job shuffles items in an order of its own.
+        (
+            1,
+            """
+class Items(keras.utils.PyDataset):
+    def __len__(self):
+        return 4
+    def __getitem__(self, i):
+        return x[16 * i : 16 * i + 16], y[16 * i : 16 * i + 16]
+data, options = (Items(),), {"shuffle": False}
+""",
+        ),
+    ],
+    ids=["replicas", "metrics", "accumulated", "eager", "scaled", "items"],
+)
+def test_other_steps(replicas, changes):
+    check(PLAIN + changes + TRAIN, replicas)
+
+
+@pytest.mark.soak
+def test_several_steps_in_one_execution():
+    # Of 5 batches: the data end in the second execution.
+    results = check(PLAIN + "more = {'steps_per_execution': 4}" + TRAIN)
+    assert [each["ends"] for each in results[0]] == [[3, 7, 3, 7]] * 3
 
 
 def test_a_step_with_two_optimizers():
@@ -179,112 +235,6 @@ def train():
         m.compile(one, two, jit_compile=False)
     history = m.fit(x, y, batch_size=16, epochs=2, verbose=0).history
     return outcome(m, [one, two], history)
-""")
-
-
-@pytest.mark.soak
-def test_accumulated_gradients():
-    check("""
-def train():
-    with strategy.scope():
-        m = keras.Sequential([keras.Input((6,)), layers.Dense(2)])
-        m.compile(
-            keras.optimizers.Adam(0.01, gradient_accumulation_steps=2, use_ema=True),
-            entropy, metrics=["accuracy"], jit_compile=False,
-        )
-    history = m.fit(x, y, batch_size=16, epochs=2, verbose=0).history
-    return outcome(m, [m.optimizer], history)
-""")
-
-
-@pytest.mark.soak
-def test_several_steps_in_one_execution():
-    # Of 5 batches: the data end in the second execution.
-    results = check("""
-def train():
-    ends = []
-    class Ends(keras.callbacks.Callback):
-        def on_train_batch_end(self, batch, logs=None):
-            ends.append(batch)
-    with strategy.scope():
-        m = keras.Sequential([keras.Input((6,)), layers.Dense(2)])
-        m.compile(
-            "sgd", entropy, metrics=["accuracy"], jit_compile=False,
-            steps_per_execution=4,
-        )
-    history = m.fit(
-        x, y, batch_size=16, epochs=2, verbose=0, callbacks=[Ends()]
-    ).history
-    return {**outcome(m, [m.optimizer], history), "ends": ends}
-""")
-    assert [each["ends"] for each in results[0]] == [[3, 7, 3, 7]] * 3
-
-
-@pytest.mark.soak
-def test_eager_steps():
-    check("""
-def train():
-    with strategy.scope():
-        m = keras.Sequential(
-            [keras.Input((6,)), layers.Dense(4), layers.Dropout(0.2), layers.Dense(2)]
-        )
-        m.compile("adam", entropy, metrics=["accuracy"], run_eagerly=True)
-    history = m.fit(x, y, batch_size=16, epochs=2, verbose=0).history
-    return outcome(m, [m.optimizer], history)
-""")
-
-
-@pytest.mark.soak
-def test_a_scaled_loss():
-    check("""
-def train():
-    with strategy.scope():
-        m = keras.Sequential([
-            keras.Input((6,)), layers.Dense(8, dtype="mixed_float16"), layers.Dense(2)
-        ])
-        m.compile(
-            keras.optimizers.LossScaleOptimizer(
-                keras.optimizers.SGD(0.1, momentum=0.9), dynamic_growth_steps=3
-            ),
-            entropy, metrics=["accuracy"], jit_compile=False,
-        )
-    history = m.fit(x, y, batch_size=16, epochs=2, verbose=0).history
-    return outcome(m, [m.optimizer], history)
-""")
-
-
-@pytest.mark.soak
-def test_a_dataset_whose_last_batch_is_smaller():
-    check("""
-def train():
-    data = tf.data.Dataset.from_tensor_slices(({"one": x, "two": x[:, :2]}, y))
-    data = data.shuffle(70, seed=3, reshuffle_each_iteration=False).batch(16)
-    with strategy.scope():
-        one, two = keras.Input((6,), name="one"), keras.Input((2,), name="two")
-        out = layers.Dense(2)(layers.Concatenate()([one, two]))
-        m = keras.Model({"one": one, "two": two}, out)
-        m.compile("adam", entropy, metrics=["accuracy"], jit_compile=False)
-    history = m.fit(data, epochs=2, verbose=0).history
-    return outcome(m, [m.optimizer], history)
-""")
-
-
-@pytest.mark.soak
-def test_items():
-    check("""
-class Items(keras.utils.PyDataset):
-    def __len__(self):
-        return 4
-    def __getitem__(self, i):
-        return x[16 * i : 16 * i + 16], y[16 * i : 16 * i + 16]
-
-def train():
-    with strategy.scope():
-        m = keras.Sequential([keras.Input((6,)), layers.Dense(2)])
-        m.compile("adam", entropy, metrics=["accuracy"], jit_compile=False)
-    # An elastic job shuffles items in an order of its own.
-    history = m.fit(Items(), epochs=2, verbose=0, shuffle=False).history
-    return outcome(m, [m.optimizer], history)
 """)
 
 
