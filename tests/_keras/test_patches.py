@@ -179,6 +179,7 @@ def test_a_tensorflow_that_lacks_something_is_refused_in_words(monkeypatch):
             make()
 
 
+@pytest.mark.soak
 def test_a_keras_without_a_module_is_refused_in_words():
     code = """
         import sys

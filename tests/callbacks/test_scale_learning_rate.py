@@ -181,18 +181,6 @@ def test_every_optimizer_that_is_wrapped():
     np.testing.assert_allclose(found[0], kept, rtol=1e-5)
 
 
-def test_with_a_schedule_of_keras():
-    cosine = keras.optimizers.schedules.CosineDecay(0.25, 12)
-    scale = ScaleLearningRate(warmup_epochs=1.5, base_batch_size=2, verbose=0)
-    found = here["fit"](here["build"](cosine), [scale])
-
-    def by_hand(step):
-        return 0.25 * 0.5 * (1 + np.cos(np.pi * min(step, 12) / 12))
-
-    np.testing.assert_allclose(found[1], expected(18, by_hand), rtol=1e-5, atol=1e-8)
-    np.testing.assert_allclose(found[0], expected(18, by_hand), rtol=1e-4, atol=1e-6)
-
-
 @pytest.mark.parametrize("first", [True, False])
 def test_with_keras_schedulers_in_either_order(first):
     def in_order(callbacks):
@@ -291,16 +279,6 @@ def test_other_ways_to_call_fit():
     assert (scale.factor, scale.steps) == (2.0, 9)
 
 
-def test_several_steps_in_one_execution():
-    m = here["build"](steps_per_execution=4)
-    scale = ScaleLearningRate(warmup_epochs=1.5, base_batch_size=2, verbose=0)
-    found = here["fit"](m, [scale])
-    rates = expected(18)
-    # The last one of an epoch has two steps.
-    sums = [sum(rates[i : min(i + 4, e + 6)]) for e in (0, 6, 12) for i in (e, e + 4)]
-    np.testing.assert_allclose(found[0], sums, rtol=1e-5)
-
-
 def test_several_fits_are_one_warm_up(said):
     m = here["build"]()
     # What was traced without the callback doesn't know of it.
@@ -396,7 +374,7 @@ def test_what_xla_compiles_is_on_one_device():
 BODY = """
 scale = ScaleLearningRate(warmup_epochs=1.5, **OPTIONS)
 with strategy.scope():
-    m = build(steps_per_execution=3)
+    m = build(steps_per_execution=4)
 found = {"execution": fit(m, [scale])}
 with strategy.scope():
     m = build()
@@ -416,7 +394,8 @@ found["schedule"] = fit(m, [scale])
 def check_strategy(found):
     """What BODY and SCHEDULE have found, with synchronous steps."""
     rates = expected(18)
-    sums = [sum(rates[i : i + 3]) for i in range(0, 18, 3)]
+    # The last one of an epoch has two steps.
+    sums = [sum(rates[i : min(i + 4, e + 6)]) for e in (0, 6, 12) for i in (e, e + 4)]
     np.testing.assert_allclose(found["execution"][0], sums, rtol=1e-5)
     check(found["scheduler"], expected(18, lambda step: 0.0625 * 0.5 ** (step // 6)))
     check(found["again"], expected(6, 0.125**2, first=18))

@@ -88,7 +88,6 @@ def test_what_is_computed_again_is_what_was_computed(run):
 
 
 @pytest.mark.soak
-@pytest.mark.soak
 def test_it_takes_less_memory():
     """By the peaks of two processes, each from before its first step."""
     script = """

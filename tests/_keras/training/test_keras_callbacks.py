@@ -274,16 +274,15 @@ result([before, state(m)])
     assert a[0] != a[1]
 
 
-def test_the_progress_bar_and_the_start_line_are_the_chiefs(session, tmp_path):
+def test_the_progress_bar_and_the_start_line_are_the_chiefs(tmp_path):
     body = """
 m = build()
 fit(m, [], epochs=1, verbose=2, validation_data=None)
 m.evaluate(x, y, verbose=2)
 result(None)
 """
-    chief, other = [
-        finished.output for finished in session.finish(body, FOLDER=str(tmp_path))
-    ]
+    with Workers(SCRIPT + body, 2, env={"FOLDER": str(tmp_path)}, deadline=90) as job:
+        chief, other = [finished.output for finished in job.succeed()]
     assert "3/3 - " in chief
     line = (
         "kerasdist: 2 worker(s) with 2 replica(s) in all, global batch 16, per worker "

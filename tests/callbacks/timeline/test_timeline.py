@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import json
-import textwrap
 
 import keras
 import numpy as np
@@ -326,13 +326,9 @@ def test_one_worker_and_none(tmp_path, said):
         ("none", None),
     ):
         strategy = make() if make else None
-        if strategy is None:
+        with strategy.scope() if strategy else contextlib.nullcontext():
             model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
             model.compile("sgd", "mse")
-        else:
-            with strategy.scope():
-                model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
-                model.compile("sgd", "mse")
         path = tmp_path / f"{name}.json"
         line = Timeline(path, steps=(1, 3))
         model.fit(x, x[:, :1], batch_size=8, verbose=0, callbacks=[line])
@@ -353,21 +349,23 @@ def test_wrong_arguments():
     assert "steps=(5, 5); expected two numbers" in str(e.value)
 
 
-def test_nobody_listens_when_fit_has_failed(tmp_path):
-    body = """
-    strategy = kerasdist.RingStrategy()
+def test_nobody_listens_when_fit_has_failed(tmp_path, monkeypatch):
+    monkeypatch.setenv("FOLDER", str(tmp_path))
+    names = {}
+    exec(COMMON, names)
+    strategy = names["strategy"] = kerasdist.RingStrategy()
+    seen, recording = [], names["recorders"](strategy.communicator)
+
     class Fails(keras.callbacks.Callback):
         def on_train_batch_end(self, batch, logs=None):
             seen.append(len(recording))
             if batch == 2:
                 raise KeyError("here")
-    seen, recording = [], recorders(strategy.communicator)
-    try:
-        fit(build(), [Timeline(folder + "/t.json", (0, 10)), Fails()])
-    except KeyError:
-        result([seen, len(recording)])
-    """
-    env = {"FOLDER": str(tmp_path), "TF_CONFIG": None}
-    with Workers(COMMON + textwrap.dedent(body), 1, env=env, handover=False) as job:
-        assert job.succeed()[0].result == [[1, 1, 1], 0]
+
+    with pytest.raises(KeyError, match="here"):
+        names["fit"](
+            names["build"](), [Timeline(tmp_path / "t.json", (0, 10)), Fails()]
+        )
+    strategy.close()
+    assert (seen, recording) == ([1, 1, 1], [])
     assert list(tmp_path.iterdir()) == []
