@@ -177,7 +177,45 @@ def test_ring():
     assert "hold the state" not in finished[1].output
 
 
-Adef test_one_worker_and_none(said):
+ASYNC = """
+strategy = kerasdist.ParameterServerStrategy("async", timeout=60)
+rank = strategy.rank
+m = build()
+disturb(m, rank + 1)
+kernel = m.layers[1].kernel
+own = np.asarray(kernel).tolist()
+class First(keras.callbacks.Callback):
+    def on_epoch_begin(self, epoch, logs=None):
+        self.kernel = np.asarray(kernel).tolist()
+first = First()
+fit(m, [BroadcastInitialState(root=1), first])
+begin = first.kernel
+with strategy.scope():
+    kernel.assign(kernel + rank + 1.0)
+set_to = np.asarray(kernel).tolist()
+fit(m, [BroadcastInitialState(root=1), first], epochs=1)
+weights = [w.tolist() for w in m.get_weights()]
+try:
+    fit(m, [ScalingTensorBoard("unused")] if rank else [])
+except ValueError as error:
+    refused = str(error)
+result([own, begin, set_to, first.kernel, weights, refused])
+"""
+
+
+def test_the_table_of_servers_takes_it_too():
+    with Workers(COMMON + ASYNC, 2, servers=1, deadline=90) as job:
+        zero, one = (each.result for each in job.succeed()[:2])
+    assert zero[0] != one[0]
+    assert zero[1] == one[1] == one[0]
+    assert zero[2] != one[2]
+    assert zero[3] == one[3] == one[2]
+    assert zero[4] == one[4]
+    for refused in (zero[5], one[5]):
+        assert "callbacks=on rank 0 []; on rank 1 [ScalingTensorBoard]." in refused
+
+
+def test_one_worker_and_none(said):
     for make in (kerasdist.RingStrategy, None):
         share = BroadcastInitialState()
         strategy = make() if make else None

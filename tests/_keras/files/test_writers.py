@@ -140,6 +140,7 @@ report["loaded"] = [
 CHECKPOINTS = """
 checkpoint = tf.train.Checkpoint(model=m, optimizer=m.optimizer)
 manager = tf.train.CheckpointManager(checkpoint, "kept", max_to_keep=2)
+fit(m, epochs=1)  # all have made it: one that finds files of the chief removes them
 paths = [manager.save() for _ in range(3)]
 weights = total(m)
 fit(m, epochs=1)

@@ -320,8 +320,8 @@ for name, cuts in json.loads(os.environ["CUTS"]).items():
 
 # Numbers of parts and devices. With four parts activations are computed again.
 CUTS = ((3, 3), (4, 2), (3, 2), (4, 3))
-# In the suite three kinds have one of the first two; the soak test has all others.
-CUT = {name: CUTS[COUNTS[name] - 2] for name in ("shared", "attention", "everything")}
+# In the suite two kinds have one of the first two; the soak test has all others.
+CUT = {name: CUTS[COUNTS[name] - 2] for name in ("attention", "everything")}
 
 
 def differences(cuts, plain, taken):

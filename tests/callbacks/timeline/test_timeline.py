@@ -295,11 +295,9 @@ result(not recording)
 """
 
 
-@pytest.mark.parametrize("mode", ["sync", "async"])
-def test_parameter_servers(mode, tmp_path):
+def test_parameter_servers(tmp_path):
     # In lockstep, or else one of them may take nearly all of the few steps.
-    arguments = {"sync": "'sync'", "async": "'async', max_staleness=0"}[mode]
-    script = COMMON + SERVERS.replace("MODE", arguments)
+    script = COMMON + SERVERS.replace("MODE", "'async', max_staleness=0")
     env = {"FOLDER": str(tmp_path)}
     with Workers(script, 2, servers=1, env=env, deadline=90) as job:
         finished = job.succeed()[:2]
@@ -309,11 +307,10 @@ def test_parameter_servers(mode, tmp_path):
     for events in ranks.values():
         steps = [e for e in events if e["name"].startswith("step ")]
         assert 0 < len(steps) <= 2
-        whole = "all_reduce" if mode == "sync" else "push_pull"
-        assert named(events, whole)
+        assert named(events, "push_pull")
         assert {"pack", "send", "wait"} <= {e["name"] for e in events}
         for step in steps:
-            assert any(inside(e, step) for e in named(events, whole))
+            assert any(inside(e, step) for e in named(events, "push_pull"))
             assert any(inside(e, step) for e in named(events, "exchange"))
 
 
