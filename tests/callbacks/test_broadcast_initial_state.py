@@ -122,7 +122,6 @@ found["on one"] = [
     refused([Stops()] if rank else [])]
 found["left"] = os.path.exists("unused")
 # What one does by itself is its own affair.
-m = build()
 alone = keras.callbacks.LambdaCallback()
 fit(m, [BroadcastInitialState(verbose=0), *([alone] if rank else [])])
 result(found)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from places import SUPPORT
+from sessions import Session
 from workers import Workers
 
 pytestmark = pytest.mark.timeout(400)
@@ -23,13 +24,12 @@ import kerasdist
 from elastic_double import ElasticDouble
 from keras import layers
 
-replicas = int(sys.argv[1])
-if replicas > 1:
+if REPLICAS > 1:
     tf.config.set_logical_device_configuration(
         tf.config.list_physical_devices("CPU")[0],
-        [tf.config.LogicalDeviceConfiguration()] * replicas,
+        [tf.config.LogicalDeviceConfiguration()] * REPLICAS,
     )
-strategy = kerasdist.RingStrategy([f"CPU:{i}" for i in range(replicas)], timeout=60)
+strategy = kerasdist.RingStrategy([f"CPU:{i}" for i in range(REPLICAS)], timeout=60)
 double = ElasticDouble(strategy)
 rng = np.random.default_rng(0)
 x = rng.normal(size=(70, 6)).astype("float32")
@@ -84,10 +84,22 @@ def compare(train):
 """
 
 
-def check(train, replicas=1):
-    script = SCRIPT + train + "\ncompare(train)\n"
-    with Workers(script, 2, [str(replicas)], deadline=300) as job:
-        results = [finished.result for finished in job.succeed()]
+@pytest.fixture(scope="module")
+def session():
+    with Session("REPLICAS = 1\n" + SCRIPT, 2, deadline=300) as made:
+        yield made
+
+
+COMPARE = "\ncompare(train)\n"
+
+
+@pytest.fixture
+def check(session):
+    """A function that runs the training of one replica in each worker."""
+    return lambda train: checked(session.run(train + COMPARE))
+
+
+def checked(results):
     for plain, calm, hit in results:
         # Gradients that are accumulated are reduced at other times.
         assert calm["sums"] == pytest.approx(plain["sums"], rel=1e-5)
@@ -136,44 +148,39 @@ middle = [
 """
 
 
-def test_a_model_with_statistics_masks_and_metrics():
+def test_a_model_with_statistics_masks_and_metrics(check):
     check(PLAIN + STATISTICS + TRAIN)
 
 
 @pytest.mark.soak
+def test_two_replicas():
+    script = "REPLICAS = 2\n" + SCRIPT + PLAIN + STATISTICS + TRAIN + COMPARE
+    with Workers(script, 2, deadline=300) as job:
+        checked([finished.result for finished in job.succeed()])
+
+
+@pytest.mark.soak
 @pytest.mark.parametrize(
-    ("replicas", "changes"),
+    "changes",
     [
-        (2, STATISTICS),
         # 4 x 5000 numbers: summed in every second step.
-        (
-            1,
-            """
+        """
 metrics = [lambda: keras.metrics.AUC(num_thresholds=5000)]
 output, loss = lambda: layers.Dense(1, "sigmoid"), "mse"
 """,
-        ),
-        (
-            1,
-            """
+        """
 optimizer = lambda: keras.optimizers.Adam(
     0.01, gradient_accumulation_steps=2, use_ema=True)
 """,
-        ),
-        (1, "more = {'run_eagerly': True}; middle = [lambda: layers.Dropout(0.2)]"),
+        "more = {'run_eagerly': True}; middle = [lambda: layers.Dropout(0.2)]",
         # A loss that is scaled.
-        (
-            1,
-            """
+        """
 middle = [lambda: layers.Dense(8, dtype="mixed_float16")]
 optimizer = lambda: keras.optimizers.LossScaleOptimizer(
     keras.optimizers.SGD(0.1, momentum=0.9), dynamic_growth_steps=3)
 """,
-        ),
         # An elastic job shuffles items in an order of its own.
-        (
-            1,
-            """
+        """
 class Items(keras.utils.PyDataset):
     def __len__(self):
         return 4
@@ -181,22 +188,21 @@ class Items(keras.utils.PyDataset):
         return x[16 * i : 16 * i + 16], y[16 * i : 16 * i + 16]
 data, options = (Items(),), {"shuffle": False}
 """,
-        ),
     ],
-    ids=["replicas", "metrics", "accumulated", "eager", "scaled", "items"],
+    ids=["metrics", "accumulated", "eager", "scaled", "items"],
 )
-def test_other_steps(replicas, changes):
-    check(PLAIN + changes + TRAIN, replicas)
+def test_other_steps(check, changes):
+    check(PLAIN + changes + TRAIN)
 
 
 @pytest.mark.soak
-def test_several_steps_in_one_execution():
+def test_several_steps_in_one_execution(check):
     # Of 5 batches: the data end in the second execution.
     results = check(PLAIN + "more = {'steps_per_execution': 4}" + TRAIN)
     assert [each["ends"] for each in results[0]] == [[3, 7, 3, 7]] * 3
 
 
-def test_a_step_with_two_optimizers():
+def test_a_step_with_two_optimizers(check):
     check("""
 class Gan(keras.Model):
     def __init__(self):
@@ -239,7 +245,7 @@ def train():
 
 
 @pytest.mark.soak
-def test_single_batches():
+def test_single_batches(check):
     check("""
 def train():
     with strategy.scope():
@@ -249,3 +255,41 @@ def train():
     history = {name: [each[name] for each in logs] for name in logs[0]}
     return outcome(m, [m.optimizer], history)
 """)
+
+
+def test_evaluations_and_predictions_are_begun_again(session):
+    first, second = session.run("""
+keras.utils.set_random_seed(7)
+with strategy.scope():
+    m = keras.Sequential([keras.Input((6,)), layers.Dense(2)])
+    m.compile("sgd", entropy, metrics=["accuracy"], jit_compile=False)
+
+def repeated(call, fail_at=()):
+    double.begin(fail_at)
+    first = double.epoch
+    result = call()
+    return {
+        "result": np.asarray(result).tolist(),
+        "changes": double.epoch - first,
+        "collectives": double.count,
+    }
+
+found = {}
+for name, call in {
+    "evaluate": lambda: m.evaluate(x, y, batch_size=16, verbose=0),
+    "predict": lambda: m.predict(x, batch_size=16, verbose=0),
+    "test_on_batch": lambda: m.test_on_batch(x[:10], y[:10]),
+    "predict_on_batch": lambda: m.predict_on_batch(x[:10]),
+}.items():
+    call()  # the first time variables are created, by collectives
+    calm = repeated(call)
+    last = calm["collectives"] - 1
+    # The second failure is in the repetition, at the same collective.
+    found[name] = calm, repeated(call, [last, 2 * last + 1])
+print("RESULT", json.dumps(found), flush=True)
+""")
+    for name, (calm, hit) in first.items():
+        assert calm["collectives"] > 0, name
+        assert (calm["changes"], hit["changes"]) == (0, 2), name
+        assert hit["result"] == calm["result"], name
+        assert second[name][1]["result"] == hit["result"], name
