@@ -121,7 +121,7 @@ class Watch(keras.callbacks.Callback):
         RemoteTable.push_pull, self.exchange = push_pull, exchange
 
     def on_epoch_begin(self, epoch, logs=None):
-        self.begin = self.first = self.end = time.perf_counter()
+        self.begin = self.first = time.perf_counter()
         self.before = None
         self.reads.append({})
 
@@ -135,19 +135,12 @@ class Watch(keras.callbacks.Callback):
         time.sleep(self.seconds)
 
     def on_epoch_end(self, epoch, logs=None):
-        # Where each worker has batches of its own, it then waits for the others.
-        end = self.end if asynchronous else time.perf_counter()
+        end = time.perf_counter()
         self.spent.append(end - self.begin)
         self.stepping.append(end - self.first)
 
     def on_train_end(self, logs=None):
         RemoteTable.push_pull = self.exchange
-
-if asynchronous:
-    # With the others' strategies all would have to agree after each batch.
-    def on_train_batch_end(self, batch, logs=None):
-        self.end = time.perf_counter()
-    Watch.on_train_batch_end = on_train_batch_end
 
 def counter():
     if kind == "ring tcp":
@@ -226,33 +219,23 @@ def test_every_figure_is_what_another_measurement_says(kind, tmp_path):
     figures, throttled = slow["figures"], late["figures"]
 
     # Examples per second: the clock and the number of samples.
-    for name in ("slow", "input"):
+    for name, epochs in (("slow", 3), ("input", 2)):
         found = chief[name]["figures"]
-        # Where batches are dealt out a worker may get none in an epoch.
-        spent = zip(chief[name]["spent"], other[name]["spent"], strict=True)
-        seconds = sum(max(both) for both in spent)
-        stepping = zip(chief[name]["stepping"], other[name]["stepping"], strict=True)
-        least = sum(min(both) for both in stepping)
-        epochs = 3 if name == "slow" else 2
-        whole = sum(found["by_rank"].values())
+        whole, overall = sum(found["by_rank"].values()), found["examples_per_second"]
         if asynchronous:
-            # In the first epoch one worker may take all steps while another one traces.
-            # So each epoch is looked at alone: its figures are written at its end.
-            written = series(Board(tmp_path / name / "scaling"), ALL)
-            speeds = [speed for _, speed in written]
-            assert near(sum(240 / speed for speed in speeds[1:]), seconds, 0.4)
-            overall = found["examples_per_second"]
-            assert 0.99 * min(speeds) < overall < 1.01 * max(speeds)
             # Who is done with an epoch has the others' time left.
-            assert whole > 0.75 * found["examples_per_second"]
-        else:
-            # An epoch begins by making an iterator, which may take long.
-            speeds = 240 * epochs / seconds, 240 * epochs / least
-            assert 0.75 * speeds[0] < found["examples_per_second"] < 1.25 * speeds[1]
-            assert near(whole, found["examples_per_second"], 0.25)
-        if not asynchronous:
-            expected = found["global_batch"] / found["examples_per_second"]
-            assert near(found["step_seconds"], expected, 0.3)
+            assert whole > 0.75 * overall
+            continue
+        spent, stepping = (
+            [*zip(chief[name][key], other[name][key], strict=True)]
+            for key in ("spent", "stepping")
+        )
+        # An epoch begins by making an iterator, which may take long.
+        least = 240 * epochs / sum(max(both) for both in spent)
+        most = 240 * epochs / sum(min(both) for both in stepping)
+        assert 0.75 * least < overall < 1.25 * most
+        assert near(whole, overall, 0.25)
+        assert near(found["step_seconds"], found["global_batch"] / overall, 0.3)
 
     # The rank that is slow, by how much, and in what.
     assert figures["slowest"] == 1

@@ -315,23 +315,37 @@ def test_parameter_servers(tmp_path):
 
 
 def test_one_worker_and_none(tmp_path, said):
+    def placed():
+        return kerasdist.ModelParallelStrategy({".*": "/device:CPU:0"}, micro_batches=2)
+
     x = np.ones((32, 4), "float32")
     for name, make in (
-        ("ring", kerasdist.RingStrategy),
-        ("server", lambda: kerasdist.ParameterServerStrategy("async")),
-        ("placed", lambda: kerasdist.ModelParallelStrategy({".*": "/device:CPU:0"})),
-        ("none", None),
+        ("ring.json", kerasdist.RingStrategy),
+        ("server.json", lambda: kerasdist.ParameterServerStrategy("async")),
+        ("placed", placed),  # for TensorBoard
+        ("none.json", None),
     ):
         strategy = make() if make else None
         with strategy.scope() if strategy else contextlib.nullcontext():
             model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
             model.compile("sgd", "mse")
-        path = tmp_path / f"{name}.json"
+        path = tmp_path / name
         line = Timeline(path, steps=(1, 3))
         model.fit(x, x[:, :1], batch_size=8, verbose=0, callbacks=[line])
+        if make is placed:
+            (folder,) = (path / "plugins" / "profile").iterdir()
+            path = folder / "timeline.trace.json.gz"
+            assert {each.name for each in folder.iterdir()} == {
+                path.name,
+                "timeline.xplane.pb",
+            }
         _, ranks = read(path)
         steps = [e["name"] for e in ranks[0] if e["name"].startswith("step ")]
         assert steps == ["step 1", "step 2"]
+        # What it computes besides (the loss, updates) comes where there's time.
+        stages = [e["name"] for e in ranks[0] if e["cat"] == "stage"]
+        order = ["forward 0", "forward 1", "backward 1", "backward 0"] * 2
+        assert [s for s in stages if s != "compute"] == order * (make is placed)
         if hasattr(strategy, "close"):
             strategy.close()
     assert sum("clocks right to 0.0 us" in line for line in said()) == 4
