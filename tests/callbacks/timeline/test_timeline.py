@@ -316,7 +316,7 @@ def test_parameter_servers(tmp_path):
 
 def test_one_worker_and_none(tmp_path, said):
     def placed():
-        return kerasdist.ModelParallelStrategy({".*": "/device:CPU:0"}, micro_batches=2)
+        return kerasdist.ModelParallelStrategy({".*": "/device:CPU:0"})
 
     x = np.ones((32, 4), "float32")
     for name, make in (
@@ -342,10 +342,6 @@ def test_one_worker_and_none(tmp_path, said):
         _, ranks = read(path)
         steps = [e["name"] for e in ranks[0] if e["name"].startswith("step ")]
         assert steps == ["step 1", "step 2"]
-        # What it computes besides (the loss, updates) comes where there's time.
-        stages = [e["name"] for e in ranks[0] if e["cat"] == "stage"]
-        order = ["forward 0", "forward 1", "backward 1", "backward 0"] * 2
-        assert [s for s in stages if s != "compute"] == order * (make is placed)
         if hasattr(strategy, "close"):
             strategy.close()
     assert sum("clocks right to 0.0 us" in line for line in said()) == 4
