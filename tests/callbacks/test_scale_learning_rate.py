@@ -513,7 +513,7 @@ def test_ring_and_another_number_of_workers(tmp_path):
         check(found["own"], expected(36, factor=2, warmup=18))
     lines = [line for line in finished[0].output.splitlines() if " x " in line]
     assert lines[0] == (
-        "kerasdist: learning rate 0.125 x 2 (rule 'linear', 2 replica(s)) = 0.25, "
+        "kerasdist: learning rate 0.0625 x 2 (rule 'linear', 2 replica(s)) = 0.125, "
         "9 step(s) of warm-up"
     )
     assert "kerasdist: learning rate" not in finished[1].output
