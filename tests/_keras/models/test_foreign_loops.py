@@ -21,10 +21,7 @@ def resolved(place, rank=0, size=1):
 
 @pytest.mark.parametrize(
     "jobs",
-    [
-        {"worker": ["h:1", "h:2"]},
-        {"chief": ["h:1"], "worker": ["h:2"], "ps": ["h:3"]},
-    ],
+    [{"worker": ["h:1", "h:2"]}, {"chief": ["h:1"], "worker": ["h:2"], "ps": ["h:3"]}],
 )
 def test_the_resolver_has_the_tasks_of_tf_config(jobs):
     """`strategy.cluster_resolver` was None."""
