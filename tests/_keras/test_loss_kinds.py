@@ -138,31 +138,29 @@ class Own(keras.Model):
     def train_step(self, x):
         with tf.GradientTape() as tape:
             rows = ops.mean(self(x), -1)
-            loss = ops.mean(rows[:, None] * rows[None, :]) if self.pairs else rows
+            loss = ops.mean(rows[:, None] * rows[None, :])
         gradients = tape.gradient(loss, self.trainable_variables)
         self.optimizer.apply(gradients, self.trainable_variables)
         return {"loss": ops.mean(loss)}
 
-def fit(name, loss=None, layer=lambda x: x, kind=keras.Model, pairs=False):
+def fit(name, loss=None, layer=lambda x: x, kind=keras.Model):
     print("BEGIN", name, flush=True)
     with strategy.scope():
         inputs = keras.Input((5,))
         hidden = keras.layers.Dense(2, kernel_regularizer="l2")(inputs)
         model = kind(inputs, layer(hidden))
         model.compile("sgd", loss)
-    model.pairs = pairs
     data = (x,) if kind is Own else (x, x[:, :2])
     for _ in range(2):
         model.fit(*data, batch_size=4, verbose=0)
-    if kind is keras.Model:
+    if name in ("ordinary", "function"):
         model.evaluate(*data, verbose=0)
 
 fit("ordinary", "mse")
 fit("dice", keras.losses.Dice())
-fit("rows", kind=Own)
 fit("function", lambda t, p: ops.max(t - p))
 fit("add_loss", "mse", layer=Largest())
-fit("train_step", kind=Own, pairs=True)
+fit("train_step", kind=Own)
 """
 
 
@@ -178,7 +176,6 @@ def test_what_is_not_known_is_said_once():
     assert found == {
         "ordinary": [],
         "dice": [],
-        "rows": [],
         "function": ["A loss function that returns one number"],
         "add_loss": ["A loss of `add_loss`"],
         "train_step": ["The loss of `train_step`"],

@@ -33,10 +33,7 @@ from places import ROOT
 from workers import python_env
 
 PAGE = ROOT / "docs" / "how_it_works.md"
-TABLES = {
-    "kerasdist._keras": of_keras.TABLE,
-    "kerasdist._tf": of_tensorflow.TABLE,
-}
+TABLES = {"kerasdist._keras": of_keras.TABLE, "kerasdist._tf": of_tensorflow.TABLE}
 ROWS = [
     pytest.param(package, row, id=row.hook)
     for package, table in TABLES.items()
@@ -81,10 +78,7 @@ def test_what_is_installed_fits():
 def page_tables() -> str:
     """The part of the page that is made from the tables."""
     parts = []
-    for name, table in (
-        ("Keras", of_keras.TABLE),
-        ("TensorFlow", of_tensorflow.TABLE),
-    ):
+    for name, table in (("Keras", of_keras.TABLE), ("TensorFlow", of_tensorflow.TABLE)):
         lines = [
             f"| of {name} | what the hook does | for | hook |",
             "| --- | --- | --- | --- |",
@@ -179,6 +173,7 @@ def test_a_tensorflow_that_lacks_something_is_refused_in_words(monkeypatch):
             make()
 
 
+@pytest.mark.soak
 def test_a_keras_without_a_module_is_refused_in_words():
     code = """
         import sys

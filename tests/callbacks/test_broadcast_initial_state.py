@@ -122,7 +122,6 @@ found["on one"] = [
     refused([Stops()] if rank else [])]
 found["left"] = os.path.exists("unused")
 # What one does by itself is its own affair.
-m = build()
 alone = keras.callbacks.LambdaCallback()
 fit(m, [BroadcastInitialState(verbose=0), *([alone] if rank else [])])
 result(found)
@@ -213,23 +212,6 @@ def test_the_table_of_servers_takes_it_too():
     assert zero[4] == one[4]
     for refused in (zero[5], one[5]):
         assert "callbacks=on rank 0 []; on rank 1 [ScalingTensorBoard]." in refused
-
-
-SYNC = """
-strategy = kerasdist.ParameterServerStrategy("sync", timeout=60)
-m = build()
-disturb(m, strategy.rank + 1)
-share = BroadcastInitialState()
-begin = fit(m, [share])
-result([begin, share.bytes, [w.tolist() for w in m.get_weights()]])
-"""
-
-
-def test_servers_in_step():
-    with Workers(COMMON + SYNC, 2, servers=1, deadline=90) as job:
-        zero, one = (each.result for each in job.succeed()[:2])
-    assert zero == one
-    assert zero[1] > 0
 
 
 def test_one_worker_and_none(said):

@@ -63,17 +63,6 @@ def test_nothing_is_different_afterwards():
 # Kinds of models.
 
 
-def test_a_sequential_model_without_input():
-    given = chain(layers.Dense(4, name="a"), layers.Dense(2, name="b"))
-    with pytest.raises(ValueError, match=r"^A plan needs the shapes .*inputs=\(28"):
-        describe(given, ROWS)
-    found = costs(
-        chain(layers.Dense(4, name="a"), layers.Dense(2, name="b")), inputs=(3,)
-    )
-    assert found["a"].parameter_bytes == 4 * (3 * 4 + 4)
-    assert found["b"].parameter_bytes == 4 * (4 * 2 + 2)
-
-
 class Own(keras.Model):
     def __init__(self):
         super().__init__(name="own")
@@ -85,32 +74,68 @@ class Own(keras.Model):
         return x + self.second(x)
 
 
-def test_a_subclassed_model():
-    with pytest.raises(ValueError, match=r"^A plan needs the shapes"):
-        describe(Own, ROWS)
-    found = costs(Own, inputs=(3,))
+class Built(Own):
+    def build(self, input_shape):
+        self.first.build(input_shape)
+        self.second.build((None, 4))
+
+
+def by_shape():
+    model = Built()
+    model.build((None, 3))
+    return model
+
+
+def by_call():
+    model = Own()
+    model(np.zeros((1, 3), np.float32))
+    return model
+
+
+@pytest.mark.parametrize(
+    ("build", "inputs"),
+    [
+        (chain(layers.Dense(4, name="first"), layers.Dense(4, name="second")), (3,)),
+        (Own, (3,)),
+        (by_shape, None),
+        (by_call, (3,)),
+    ],
+    ids=["sequential", "subclassed", "built by shape", "built by a call"],
+)
+def test_models_without_inputs(build, inputs):
+    found = costs(build, inputs=inputs)
     assert list(found) == ["first", "second"]
     assert found["first"].parameter_bytes == 4 * (3 * 4 + 4)
+    assert found["second"].parameter_bytes == 4 * (4 * 4 + 4)
 
 
-def test_a_subclassed_model_that_is_built_by_shape_or_by_a_call():
-    class Built(Own):
-        def build(self, input_shape):
-            self.first.build(input_shape)
-            self.second.build((None, 4))
+class Odd(keras.optimizers.SGD):
+    def __init__(self, needed):
+        super().__init__()
 
-    def by_shape():
-        model = Built()
-        model.build((None, 3))
-        return model
 
-    def by_call():
-        model = Own()
-        model(np.zeros((1, 3), np.float32))
-        return model
-
-    assert list(costs(by_shape)) == ["first", "second"]
-    assert list(costs(by_call, inputs=(3,))) == ["first", "second"]
+@pytest.mark.parametrize(
+    ("build", "given", "message"),
+    [
+        (chain(layers.Dense(4)), {}, r"^A plan needs the shapes .*inputs=\(28"),
+        (Own, {}, r"^A plan needs the shapes"),
+        (
+            chain(keras.Input((None, 4)), layers.LSTM(3)),
+            {},
+            r"^A plan needs inputs of known sizes\.",
+        ),
+        (lambda: None, {}, r"^A plan needs a function that returns a"),
+        (Own, {"inputs": [(3,), (3,)]}, r"^A plan calls the model with placeholders"),
+        (
+            chain(keras.Input((4,)), layers.Dense(1)),
+            {"optimizer": Odd(1)},
+            r"^A plan needs an optimizer that can",
+        ),
+    ],
+)
+def test_what_is_refused(build, given, message):
+    with pytest.raises(ValueError, match=message):
+        costs(build, **given)
 
 
 def test_several_inputs_in_a_dict():
@@ -176,22 +201,9 @@ def test_skips_are_edges():
     assert {t.row_bytes for t in model.tensors} == {4 * 4, 8 * 4}
 
 
-def test_inputs_of_unknown_size():
-    given = chain(keras.Input((None, 4)), layers.LSTM(3))
-    with pytest.raises(ValueError, match=r"^A plan needs inputs of known sizes\."):
-        describe(given, ROWS)
-    found = costs(chain(keras.Input((None, 4)), layers.LSTM(3)), inputs=(7, 4))
-    assert found["lstm" if "lstm" in found else next(iter(found))].row_flops > 0
-
-
-def test_what_is_no_model():
-    with pytest.raises(ValueError, match=r"^A plan needs a function that returns a"):
-        describe(lambda: None, ROWS)
-
-
-def test_a_call_that_fails_says_how():
-    with pytest.raises(ValueError, match=r"^A plan calls the model with placeholders"):
-        describe(Own, ROWS, inputs=[(3,), (3,)])
+def test_inputs_of_unknown_size_that_are_given():
+    given = chain(keras.Input((None, 4)), layers.LSTM(3, name="lstm"))
+    assert costs(given, inputs=(7, 4))["lstm"].row_flops > 0
 
 
 # Optimizers.
@@ -246,15 +258,6 @@ def test_what_is_not_trained_has_no_slots():
     assert (found["norm"].parameter_bytes, found["norm"].trainable_bytes) == (128, 64)
 
 
-def test_an_optimizer_that_can_not_be_made_again():
-    class Odd(keras.optimizers.SGD):
-        def __init__(self, needed):
-            super().__init__()
-
-    with pytest.raises(ValueError, match=r"^A plan needs an optimizer that can"):
-        describe(chain(keras.Input((4,)), layers.Dense(1)), ROWS, Odd(1))
-
-
 # Work and activations.
 
 
@@ -264,21 +267,9 @@ def test_an_optimizer_that_can_not_be_made_again():
         ((16,), lambda: layers.Dense(8), 2 * 16 * 8 + 8),
         ((16,), lambda: layers.Dense(8, use_bias=False), 2 * 16 * 8),
         ((5, 16), lambda: layers.EinsumDense("btd,de->bte", (5, 8)), 5 * 2 * 16 * 8),
-        (
-            (8, 8, 3),
-            lambda: layers.Conv2D(4, 3, use_bias=False),
-            6 * 6 * 4 * 2 * 27,
-        ),
-        (
-            (8, 3),
-            lambda: layers.Conv1D(4, 3, use_bias=False),
-            6 * 4 * 2 * 9,
-        ),
-        (
-            (4, 4, 4, 2),
-            lambda: layers.Conv3D(3, 2, use_bias=False),
-            27 * 3 * 2 * 16,
-        ),
+        ((8, 8, 3), lambda: layers.Conv2D(4, 3, use_bias=False), 6 * 6 * 4 * 2 * 27),
+        ((8, 3), lambda: layers.Conv1D(4, 3, use_bias=False), 6 * 4 * 2 * 9),
+        ((4, 4, 4, 2), lambda: layers.Conv3D(3, 2, use_bias=False), 27 * 3 * 2 * 16),
         (
             (8, 8, 3),
             lambda: layers.DepthwiseConv2D(3, use_bias=False),

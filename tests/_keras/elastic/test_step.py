@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from places import SUPPORT
+from sessions import Session
 from workers import Workers
 
 pytestmark = pytest.mark.timeout(400)
@@ -23,13 +24,12 @@ import kerasdist
 from elastic_double import ElasticDouble
 from keras import layers
 
-replicas = int(sys.argv[1])
-if replicas > 1:
+if REPLICAS > 1:
     tf.config.set_logical_device_configuration(
         tf.config.list_physical_devices("CPU")[0],
-        [tf.config.LogicalDeviceConfiguration()] * replicas,
+        [tf.config.LogicalDeviceConfiguration()] * REPLICAS,
     )
-strategy = kerasdist.RingStrategy([f"CPU:{i}" for i in range(replicas)], timeout=60)
+strategy = kerasdist.RingStrategy([f"CPU:{i}" for i in range(REPLICAS)], timeout=60)
 double = ElasticDouble(strategy)
 rng = np.random.default_rng(0)
 x = rng.normal(size=(70, 6)).astype("float32")
@@ -84,10 +84,22 @@ def compare(train):
 """
 
 
-def check(train, replicas=1):
-    script = SCRIPT + train + "\ncompare(train)\n"
-    with Workers(script, 2, [str(replicas)], deadline=300) as job:
-        results = [finished.result for finished in job.succeed()]
+@pytest.fixture(scope="module")
+def session():
+    with Session("REPLICAS = 1\n" + SCRIPT, 2, deadline=300) as made:
+        yield made
+
+
+COMPARE = "\ncompare(train)\n"
+
+
+@pytest.fixture
+def check(session):
+    """A function that runs the training of one replica in each worker."""
+    return lambda train: checked(session.run(train + COMPARE))
+
+
+def checked(results):
     for plain, calm, hit in results:
         # Gradients that are accumulated are reduced at other times.
         assert calm["sums"] == pytest.approx(plain["sums"], rel=1e-5)
@@ -107,40 +119,90 @@ def check(train, replicas=1):
     return results
 
 
-@pytest.mark.parametrize("replicas", [1, pytest.param(2, marks=pytest.mark.soak)])
-def test_a_model_with_statistics_masks_and_metrics(replicas):
-    train = """
+# What is between the input and the output, what `compile` is told, and the data. By
+# default two epochs of batches of 16, the last of 6.
+PLAIN = """
+optimizer, metrics, more, options = "adam", ["accuracy"], {}, {"batch_size": 16}
+data, middle, output, loss = (x, y), [], lambda: layers.Dense(2), entropy
+"""
+TRAIN = """
 def train():
+    ends = []
+    class Ends(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            ends.append(batch)
     with strategy.scope():
         m = keras.Sequential([
-            keras.Input((6,)), layers.Dense(8), layers.BatchNormalization(),
-            layers.Dropout(0.3), layers.Dense(2),
-        ])
-        m.compile("adam", entropy, metrics=["accuracy"], jit_compile=False)
-    history = m.fit(x, y, batch_size=16, epochs=2, verbose=0).history
-    return outcome(m, [m.optimizer], history)
+            keras.Input((6,)), *(make() for make in middle), output()])
+        made = optimizer if isinstance(optimizer, str) else optimizer()
+        m.compile(made, loss, metrics=[
+            each if isinstance(each, str) else each() for each in metrics
+        ], jit_compile=False, **more)
+    history = m.fit(*data, epochs=2, verbose=0, callbacks=[Ends()], **options).history
+    history = {name.rstrip("_0123456789"): v for name, v in history.items()}
+    return {**outcome(m, [m.optimizer], history), "ends": ends}
 """
-    check(train, replicas)
+STATISTICS = """
+middle = [
+    lambda: layers.Dense(8), layers.BatchNormalization, lambda: layers.Dropout(0.3)]
+"""
+
+
+def test_a_model_with_statistics_masks_and_metrics(check):
+    check(PLAIN + STATISTICS + TRAIN)
 
 
 @pytest.mark.soak
-def test_metrics_that_are_too_large_for_each_step():
-    # 4 x 5000 numbers: summed in every second step.
-    check("""
-def train():
-    with strategy.scope():
-        m = keras.Sequential([keras.Input((6,)), layers.Dense(1, "sigmoid")])
-        m.compile(
-            "adam", "mse", metrics=[keras.metrics.AUC(num_thresholds=5000)],
-            jit_compile=False,
-        )
-    history = m.fit(x, y, batch_size=8, epochs=2, verbose=0).history
-    history = {name.rstrip("_0123456789"): v for name, v in history.items()}
-    return outcome(m, [m.optimizer], history)
-""")
+def test_two_replicas():
+    script = "REPLICAS = 2\n" + SCRIPT + PLAIN + STATISTICS + TRAIN + COMPARE
+    with Workers(script, 2, deadline=300) as job:
+        checked([finished.result for finished in job.succeed()])
 
 
-def test_a_step_with_two_optimizers():
+@pytest.mark.soak
+@pytest.mark.parametrize(
+    "changes",
+    [
+        # 4 x 5000 numbers: summed in every second step.
+        """
+metrics = [lambda: keras.metrics.AUC(num_thresholds=5000)]
+output, loss = lambda: layers.Dense(1, "sigmoid"), "mse"
+""",
+        """
+optimizer = lambda: keras.optimizers.Adam(
+    0.01, gradient_accumulation_steps=2, use_ema=True)
+""",
+        "more = {'run_eagerly': True}; middle = [lambda: layers.Dropout(0.2)]",
+        # A loss that is scaled.
+        """
+middle = [lambda: layers.Dense(8, dtype="mixed_float16")]
+optimizer = lambda: keras.optimizers.LossScaleOptimizer(
+    keras.optimizers.SGD(0.1, momentum=0.9), dynamic_growth_steps=3)
+""",
+        # An elastic job shuffles items in an order of its own.
+        """
+class Items(keras.utils.PyDataset):
+    def __len__(self):
+        return 4
+    def __getitem__(self, i):
+        return x[16 * i : 16 * i + 16], y[16 * i : 16 * i + 16]
+data, options = (Items(),), {"shuffle": False}
+""",
+    ],
+    ids=["metrics", "accumulated", "eager", "scaled", "items"],
+)
+def test_other_steps(check, changes):
+    check(PLAIN + changes + TRAIN)
+
+
+@pytest.mark.soak
+def test_several_steps_in_one_execution(check):
+    # Of 5 batches: the data end in the second execution.
+    results = check(PLAIN + "more = {'steps_per_execution': 4}" + TRAIN)
+    assert [each["ends"] for each in results[0]] == [[3, 7, 3, 7]] * 3
+
+
+def test_a_step_with_two_optimizers(check):
     check("""
 class Gan(keras.Model):
     def __init__(self):
@@ -183,113 +245,7 @@ def train():
 
 
 @pytest.mark.soak
-def test_accumulated_gradients():
-    check("""
-def train():
-    with strategy.scope():
-        m = keras.Sequential([keras.Input((6,)), layers.Dense(2)])
-        m.compile(
-            keras.optimizers.Adam(0.01, gradient_accumulation_steps=2, use_ema=True),
-            entropy, metrics=["accuracy"], jit_compile=False,
-        )
-    history = m.fit(x, y, batch_size=16, epochs=2, verbose=0).history
-    return outcome(m, [m.optimizer], history)
-""")
-
-
-@pytest.mark.soak
-def test_several_steps_in_one_execution():
-    # Of 5 batches: the data end in the second execution.
-    results = check("""
-def train():
-    ends = []
-    class Ends(keras.callbacks.Callback):
-        def on_train_batch_end(self, batch, logs=None):
-            ends.append(batch)
-    with strategy.scope():
-        m = keras.Sequential([keras.Input((6,)), layers.Dense(2)])
-        m.compile(
-            "sgd", entropy, metrics=["accuracy"], jit_compile=False,
-            steps_per_execution=4,
-        )
-    history = m.fit(
-        x, y, batch_size=16, epochs=2, verbose=0, callbacks=[Ends()]
-    ).history
-    return {**outcome(m, [m.optimizer], history), "ends": ends}
-""")
-    assert [each["ends"] for each in results[0]] == [[3, 7, 3, 7]] * 3
-
-
-@pytest.mark.soak
-def test_eager_steps():
-    check("""
-def train():
-    with strategy.scope():
-        m = keras.Sequential(
-            [keras.Input((6,)), layers.Dense(4), layers.Dropout(0.2), layers.Dense(2)]
-        )
-        m.compile("adam", entropy, metrics=["accuracy"], run_eagerly=True)
-    history = m.fit(x, y, batch_size=16, epochs=2, verbose=0).history
-    return outcome(m, [m.optimizer], history)
-""")
-
-
-@pytest.mark.soak
-def test_a_scaled_loss():
-    check("""
-def train():
-    with strategy.scope():
-        m = keras.Sequential([
-            keras.Input((6,)), layers.Dense(8, dtype="mixed_float16"), layers.Dense(2)
-        ])
-        m.compile(
-            keras.optimizers.LossScaleOptimizer(
-                keras.optimizers.SGD(0.1, momentum=0.9), dynamic_growth_steps=3
-            ),
-            entropy, metrics=["accuracy"], jit_compile=False,
-        )
-    history = m.fit(x, y, batch_size=16, epochs=2, verbose=0).history
-    return outcome(m, [m.optimizer], history)
-""")
-
-
-@pytest.mark.soak
-def test_a_dataset_whose_last_batch_is_smaller():
-    check("""
-def train():
-    data = tf.data.Dataset.from_tensor_slices(({"one": x, "two": x[:, :2]}, y))
-    data = data.shuffle(70, seed=3, reshuffle_each_iteration=False).batch(16)
-    with strategy.scope():
-        one, two = keras.Input((6,), name="one"), keras.Input((2,), name="two")
-        out = layers.Dense(2)(layers.Concatenate()([one, two]))
-        m = keras.Model({"one": one, "two": two}, out)
-        m.compile("adam", entropy, metrics=["accuracy"], jit_compile=False)
-    history = m.fit(data, epochs=2, verbose=0).history
-    return outcome(m, [m.optimizer], history)
-""")
-
-
-@pytest.mark.soak
-def test_items():
-    check("""
-class Items(keras.utils.PyDataset):
-    def __len__(self):
-        return 4
-    def __getitem__(self, i):
-        return x[16 * i : 16 * i + 16], y[16 * i : 16 * i + 16]
-
-def train():
-    with strategy.scope():
-        m = keras.Sequential([keras.Input((6,)), layers.Dense(2)])
-        m.compile("adam", entropy, metrics=["accuracy"], jit_compile=False)
-    # An elastic job shuffles items in an order of its own.
-    history = m.fit(Items(), epochs=2, verbose=0, shuffle=False).history
-    return outcome(m, [m.optimizer], history)
-""")
-
-
-@pytest.mark.soak
-def test_single_batches():
+def test_single_batches(check):
     check("""
 def train():
     with strategy.scope():
@@ -299,3 +255,41 @@ def train():
     history = {name: [each[name] for each in logs] for name in logs[0]}
     return outcome(m, [m.optimizer], history)
 """)
+
+
+def test_evaluations_and_predictions_are_begun_again(session):
+    first, second = session.run("""
+keras.utils.set_random_seed(7)
+with strategy.scope():
+    m = keras.Sequential([keras.Input((6,)), layers.Dense(2)])
+    m.compile("sgd", entropy, metrics=["accuracy"], jit_compile=False)
+
+def repeated(call, fail_at=()):
+    double.begin(fail_at)
+    first = double.epoch
+    result = call()
+    return {
+        "result": np.asarray(result).tolist(),
+        "changes": double.epoch - first,
+        "collectives": double.count,
+    }
+
+found = {}
+for name, call in {
+    "evaluate": lambda: m.evaluate(x, y, batch_size=16, verbose=0),
+    "predict": lambda: m.predict(x, batch_size=16, verbose=0),
+    "test_on_batch": lambda: m.test_on_batch(x[:10], y[:10]),
+    "predict_on_batch": lambda: m.predict_on_batch(x[:10]),
+}.items():
+    call()  # the first time variables are created, by collectives
+    calm = repeated(call)
+    last = calm["collectives"] - 1
+    # The second failure is in the repetition, at the same collective.
+    found[name] = calm, repeated(call, [last, 2 * last + 1])
+print("RESULT", json.dumps(found), flush=True)
+""")
+    for name, (calm, hit) in first.items():
+        assert calm["collectives"] > 0, name
+        assert (calm["changes"], hit["changes"]) == (0, 2), name
+        assert hit["result"] == calm["result"], name
+        assert second[name][1]["result"] == hit["result"], name

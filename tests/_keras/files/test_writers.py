@@ -6,16 +6,16 @@ than the tests have.
 
 from __future__ import annotations
 
-import json
 import os
 
 import pytest
 
+from sessions import Session
 from workers import Workers
 
 pytestmark = pytest.mark.timeout(170)
 
-SCRIPT = """
+SETUP = """
 import json, os, sys, tempfile, time
 import keras
 from keras.models import load_model, save_model  # before there is a strategy
@@ -24,7 +24,6 @@ import tensorflow as tf
 import kerasdist
 
 MODE = os.environ.get("MODE", "ring")
-os.chdir(os.environ["FOLDER"])
 if MODE == "ring":
     strategy = kerasdist.RingStrategy(timeout=60)
 else:
@@ -32,7 +31,6 @@ else:
 rank = strategy.rank
 x = np.random.default_rng(0).normal(size=(64, 4)).astype("float32")
 y = (x.sum(1) > 0).astype("int64")
-keras.utils.set_random_seed(3)
 
 def build(units=8):
     with strategy.scope():
@@ -50,8 +48,6 @@ def fit(m, callbacks=(), **more):
 def total(m):
     return float(sum(np.abs(w).sum() for w in m.get_weights()))
 
-report = {}
-
 def error_of(call):
     try:
         call()
@@ -65,16 +61,21 @@ def result(value):
 """
 
 
-def run(body, folder, size=2, mode="ring", **more):
-    servers = 0 if mode == "ring" else 1
-    env = {"FOLDER": str(folder), "MODE": mode}
-    with Workers(
-        SCRIPT + body, size, env=env, deadline=140, servers=servers, **more
-    ) as job:
-        finished = job.succeed()[:size]
-    return [each.result for each in finished], [each.output for each in finished]
+BEFORE = """
+os.chdir(os.environ["FOLDER"])
+keras.utils.set_random_seed(3)
+report = {}
+"""
+SCRIPT = SETUP + BEFORE
 
 
+@pytest.fixture(scope="module")
+def ring():
+    with Session(SETUP, 2, before=BEFORE, env={"MODE": "ring"}, deadline=140) as made:
+        yield made
+
+
+MODES = ("sync", "async")  # of servers; those of the suite are a ring
 # Orbax itself, which brings JAX, isn't installed for the tests: what is handed to it is
 # kept.
 ORBAX = """
@@ -137,10 +138,9 @@ report["loaded"] = [
 """
 
 CHECKPOINTS = """
-m = build(units=20_000)
-fit(m, epochs=1)
 checkpoint = tf.train.Checkpoint(model=m, optimizer=m.optimizer)
 manager = tf.train.CheckpointManager(checkpoint, "kept", max_to_keep=2)
+fit(m, epochs=1)  # all have made it: one that finds files of the chief removes them
 paths = [manager.save() for _ in range(3)]
 weights = total(m)
 fit(m, epochs=1)
@@ -154,7 +154,6 @@ report["checkpoints"] = [paths, restored, latest, sorted(os.listdir("kept"))]
 """
 
 ANYBODY = """
-m = build()
 fit(m, epochs=1)
 if strategy.is_chief:
     m.save("chief.keras")
@@ -227,17 +226,19 @@ result(report)
 
 @pytest.fixture(
     scope="module",
-    params=[
-        "ring",
-        pytest.param("sync", marks=pytest.mark.soak),
-        pytest.param("async", marks=pytest.mark.soak),
-    ],
+    params=["ring", *(pytest.param(m, marks=pytest.mark.soak) for m in MODES)],
 )
-def job(request, tmp_path_factory):
-    folder = tmp_path_factory.mktemp(request.param)
-    return run(
-        LOADED + CHECKPOINTS + ANYBODY + ORBAX + SCOPED, folder, mode=request.param
-    )
+def job(request, ring, tmp_path_factory):
+    """What both workers have found, and the output of the second."""
+    mode, body = request.param, LOADED + CHECKPOINTS + ANYBODY + ORBAX + SCOPED
+    folder = str(tmp_path_factory.mktemp(mode))
+    if mode == "ring":
+        first, second = ring.finish(body, FOLDER=folder)
+    else:
+        env = {"FOLDER": folder, "MODE": mode}
+        with Workers(SCRIPT + body, 2, env=env, deadline=140, servers=1) as job:
+            first, second = job.succeed()[:2]
+    return first.result, second.result, second.output
 
 
 def test_what_is_saved_can_be_loaded_in_the_next_line(job):
@@ -247,7 +248,7 @@ def test_what_is_saved_can_be_loaded_in_the_next_line(job):
     submodel that is made outside of the scope was written by all ranks at once, and so
     was anything else that is no strategy's, as keras.io's `FeatureSpace`.
     """
-    (first, second), _ = job
+    first, second, _ = job
     assert first["loaded"] == second["loaded"]
     weights, found, *served = first["loaded"]
     assert found == [weights] * 3 + [True] * 3
@@ -256,7 +257,7 @@ def test_what_is_saved_can_be_loaded_in_the_next_line(job):
 
 def test_checkpoints_of_tensorflow_are_written_once(job):
     """All ranks wrote into one folder, which one removed while another needed it."""
-    (first, second), _ = job
+    first, second, _ = job
     assert first["checkpoints"] == second["checkpoints"]
     paths, restored, latest, files = first["checkpoints"]
     assert paths == [f"kept/ckpt-{i}" for i in (1, 2, 3)]
@@ -268,7 +269,7 @@ def test_checkpoints_of_tensorflow_are_written_once(job):
 
 def test_it_does_not_matter_who_saves(job):
     """A barrier in `save` would hang here, or meet what the others do next."""
-    (first, second), outputs = job
+    first, second, output = job
     temporary, right, files, kept, other, fault = first["anybody"]
     assert (temporary, right, kept, other) == (True, True, "own-0/x/ckpt-1", True)
     assert fault is None
@@ -288,12 +289,12 @@ def test_it_does_not_matter_who_saves(job):
     assert (temporary, right, kept, other) == (True, True, "own-1/x/ckpt-1", True)
     assert kind == "ValueError"
     assert "Rank 1 was asked to write a file, which only the chief does" in text
-    assert outputs[1].count("kerasdist: Rank 1 was asked to write a file") == 1
+    assert output.count("kerasdist: Rank 1 was asked to write a file") == 1
 
 
 def test_saved_metrics_are_those_of_all_workers(job):
     """`OrbaxCheckpoint` reads them: a collective that only the chief took part in."""
-    (first, second), _ = job
+    first, second, _ = job
     counts, difference = first["orbax"]
     assert counts == [64, 64]
     assert difference == pytest.approx(0, abs=1e-6)
@@ -306,7 +307,7 @@ def test_the_chief_writes_in_the_scope(job):
     keras.io's guide to distributed training calls `fit` in the scope, with a
     `ModelCheckpoint`.
     """
-    (first, second), _ = job
+    first, second, _ = job
     assert first["scoped"] == second["scoped"]
     right, files = first["scoped"]
     assert right
@@ -331,7 +332,6 @@ def test_the_chief_writes_in_the_scope(job):
 def test_only_one_rank_saves_at_the_end_of_the_script(tmp_path):
     body = """
 m = build()
-fit(m, epochs=1)
 result(total(m))
 if rank == int(os.environ["WHO"]):
     m.save("last.keras")
@@ -345,7 +345,7 @@ if rank == int(os.environ["WHO"]):
         assert os.listdir(tmp_path) == []
 
 
-def test_all_get_the_error_of_the_chief(tmp_path):
+def test_all_get_the_error_of_the_chief(ring, tmp_path):
     """The others would have gone on, to wait in the next collective."""
     body = """
 class Odd(Exception):
@@ -371,7 +371,7 @@ load_model("whole.keras")
 strategy.communicator.barrier()
 result(found)
 """
-    (first, second), _ = run(body, tmp_path)
+    first, second = ring.run(body, FOLDER=str(tmp_path))
     assert [kind for kind, _ in first] == [
         "IsADirectoryError",
         "FileNotFoundError",
@@ -401,7 +401,7 @@ result(error_of(lambda: m.save("m.keras")))
     assert second.result[1].startswith("Rank 0 (")
 
 
-def test_without_a_shared_file_system_it_is_said(tmp_path):
+def test_without_a_shared_file_system_it_is_said(ring, tmp_path):
     """Each rank has a folder of its own, as on hosts that share none."""
     body = """
 m = build()
@@ -418,21 +418,17 @@ strategy.communicator.barrier()
 if rank == 1:  # brings it by itself
     with open("../0/given.keras", "rb") as theirs, open("given.keras", "wb") as mine:
         mine.write(theirs.read())
-found = [
-    error_of(lambda: keras.models.load_model("old.keras")),
-    error_of(lambda: keras.models.load_model("new.keras")),
-    error_of(lambda: keras.models.load_model("given.keras")),
-]
-result(found)
+names = ("old.keras", "new.keras", "given.keras")
+result([error_of(lambda: keras.models.load_model(name)) for name in names])
 """
-    (first, second), outputs = run(body, tmp_path)
-    assert first == [None] * 3
-    (old, older), (new, absent), given = second
+    first, second = ring.finish(body, FOLDER=str(tmp_path))
+    assert first.result == [None] * 3
+    (old, older), (new, absent), given = second.result
     assert (old, new, given) == ("ValueError", "ValueError", None)
     assert "on this host the file is another, older one" in older
     assert "on this host the file isn't there" in absent
     assert str(tmp_path / "0" / "new.keras") in absent
-    warnings = [line for line in outputs[1].splitlines() if "kerasdist: The" in line]
+    warnings = [line for line in second.output.splitlines() if "kerasdist: The" in line]
     assert len(warnings) == 1
 
 
@@ -449,9 +445,8 @@ fit(m)
 result([os.listdir("."), total(m) > 0])
 """
     env = {"FOLDER": str(tmp_path), "MODE": "async"}
-    with Workers(SCRIPT + body, 3, env=env, deadline=100, servers=1) as job:
-        finished = job.wait()
-    for rank in (1, 2):
-        assert finished[rank].result == [[], True]
-        assert "the chief can't write it any more" in finished[rank].output
-    assert json.dumps(finished[0].returncode) == "9"
+    with Workers(SCRIPT + body, 2, env=env, deadline=100, servers=1) as job:
+        chief, other = job.wait()[:2]
+    assert other.result == [[], True]
+    assert "the chief can't write it any more" in other.output
+    assert chief.returncode == 9

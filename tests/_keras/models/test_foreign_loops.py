@@ -21,10 +21,7 @@ def resolved(place, rank=0, size=1):
 
 @pytest.mark.parametrize(
     "jobs",
-    [
-        {"worker": ["h:1", "h:2"]},
-        {"chief": ["h:1"], "worker": ["h:2"], "ps": ["h:3"]},
-    ],
+    [{"worker": ["h:1", "h:2"]}, {"chief": ["h:1"], "worker": ["h:2"], "ps": ["h:3"]}],
 )
 def test_the_resolver_has_the_tasks_of_tf_config(jobs):
     """`strategy.cluster_resolver` was None."""
@@ -97,36 +94,78 @@ def loop(jit=False, seed=1):
 """
 
 
-def test_a_ring():
-    body = """
-result([known, error(lambda: loop(jit=True))])
+PLAIN_LOOP = """
+import contextlib, hashlib
+x = np.random.default_rng(0).normal(size=(20, 5)).astype("float32")
+y = x.sum(1, keepdims=True)
+def weights(kind, optimizer, model_scope, loop_scope, rows=slice(None)):
+    keras.utils.set_random_seed(1)
+    with model_scope():
+        model = keras.Sequential([keras.Input((5,)), keras.layers.Dense(1)])
+    with loop_scope():
+        optimizer, metric = optimizer(), keras.metrics.Mean()
+        optimizer.build(model.trainable_variables)
+
+        def step(a, b):
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean((b - model(a, training=True)) ** 2)
+            gradients = tape.gradient(loss, model.trainable_variables)
+            optimizer.apply_gradients(zip(gradients, model.trainable_variables))
+            metric.update_state(loss)
+
+        if kind == "function":
+            step = tf.function(step)
+        batches = tf.data.Dataset.from_tensor_slices((x[rows], y[rows])).batch(8)
+        for a, b in batches:
+            step(a, b)
+    return [*(np.asarray(w) for w in model.get_weights()), np.float32(metric.result())]
+
+def plain_loop():
+    plain, scope = contextlib.nullcontext, strategy.scope
+    adam = lambda: keras.optimizers.Adam(0.01, clipnorm=1.0)
+    for kind in ("eager", "function"):
+        expected = weights(kind, adam, plain, plain)
+        for where in (plain, scope):
+            for one, other in zip(weights(kind, adam, scope, where), expected):
+                np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+    # Batches that differ are parts of one.
+    mine = slice(8 * strategy.rank, 8 * strategy.rank + 8)
+    sgd = lambda: keras.optimizers.SGD(0.01)
+    *own, _ = weights("eager", sgd, scope, plain, mine)
+    keras.utils.set_random_seed(1)
+    model = keras.Sequential([keras.Input((5,)), keras.layers.Dense(1)])
+    model.compile(sgd(), "mse")
+    with kerasdist.local_training():
+        model.train_on_batch(x[:16], y[:16])
+    for one, other in zip(own, model.get_weights()):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+    return hashlib.sha256(b"".join(w.tobytes() for w in own)).hexdigest()
 """
-    script = START.replace("STRATEGY", "kerasdist.RingStrategy(timeout=60)") + body
-    with Workers(script, 2, deadline=120) as job:
-        found = [worker.result for worker in job.succeed()]
-    for rank, (known, (kind, text)) in enumerate(found):
-        assert known == ["worker", rank, 2]
-        assert kind == "ValueError"
-        assert "inside of `tf.function(jit_compile=True)`" in text
-
-
-def test_models_of_different_sizes():
-    """An unseeded tuner proposes other sizes on each rank, and none was named."""
-    body = """
+RING = """
 def build():
     with strategy.scope():
         keras.Sequential([keras.Input((8,)), keras.layers.Dense(3 + strategy.rank)])
 
-found = error(build)
-result([found])
+result([known, error(lambda: loop(jit=True)), plain_loop(), error(build)])
 """
-    script = START.replace("STRATEGY", "kerasdist.RingStrategy(timeout=60)") + body
-    with Workers(script, 2, deadline=120) as job:
-        found = [worker.result for worker in job.succeed()]
-    for rank, ((kind, text),) in enumerate(found):
-        assert kind == "CollectiveMismatch"
-        assert f"the variable 'kernel' of shape (8, {3 + rank})" in text
-        assert "the same seed on all ranks" in text
+
+
+def test_a_ring():
+    script = START.replace("STRATEGY", "kerasdist.RingStrategy(timeout=60)")
+    with Workers(script + PLAIN_LOOP + RING, 2, deadline=120) as job:
+        first, second = job.succeed()
+    assert first.result[2] == second.result[2]
+    assert first.output.count("updates outside of `strategy.run`") == 1
+    assert "updates outside" not in second.output
+    for rank, worker in enumerate((first, second)):
+        known, jit, _, sizes = worker.result
+        assert known == ["worker", rank, 2]
+        assert jit[0] == "ValueError"
+        assert "inside of `tf.function(jit_compile=True)`" in jit[1]
+        # An unseeded tuner proposes other sizes on each rank, and none was named.
+        assert sizes[0] == "CollectiveMismatch"
+        assert f"the variable 'kernel' of shape (8, {3 + rank})" in sizes[1]
+        assert "the same seed on all ranks" in sizes[1]
 
 
 def test_asynchronous_workers():
@@ -144,13 +183,18 @@ history = model.fit(given, epochs=3, verbose=0).history["loss"]
 evaluated = model.evaluate(given, verbose=0)
 weights = loop()
 second = error(lambda: kerasdist.ParameterServerStrategy("async"))
+# Without `strategy.run` each worker would take the same step.
+with strategy.scope():
+    variable = keras.Variable(1.0)
+    optimizer = keras.optimizers.SGD(0.1)
+plain = error(lambda: optimizer.apply([tf.constant(1.0)], [variable]))
 strategy.close()
-result([known, history, evaluated, weights, second])
+result([known, history, evaluated, weights, second, plain])
 """
     made = "kerasdist.ParameterServerStrategy('async', timeout=60)"
     with Workers(START.replace("STRATEGY", made) + body, 2, servers=1) as job:
         found = [worker.result for worker in job.succeed()[:2]]
-    for rank, (known, history, evaluated, weights, second) in enumerate(found):
+    for rank, (known, history, evaluated, weights, second, plain) in enumerate(found):
         assert known == ["worker", rank, 2]
         assert len(history) == 3
         assert evaluated < history[0]
@@ -158,111 +202,5 @@ result([known, history, evaluated, weights, second])
         assert second[0] == "ClusterError"
         assert "serve one strategy" in second[1]
         assert "before is open" in second[1]
-
-
-PLAIN_LOOP = """
-import contextlib, hashlib, json
-import keras, numpy as np, tensorflow as tf, kerasdist
-strategy = kerasdist.RingStrategy()
-x = np.random.default_rng(0).normal(size=(20, 5)).astype("float32")
-y = x.sum(1, keepdims=True)
-OPTIMIZERS = {
-    "sgd": lambda: keras.optimizers.SGD(0.01),
-    "adam": lambda: keras.optimizers.Adam(0.01, clipnorm=1.0),
-}
-
-def weights(kind, name, model_scope, loop_scope, rows=slice(None)):
-    keras.utils.set_random_seed(1)
-    with model_scope():
-        model = keras.Sequential([keras.Input((5,)), keras.layers.Dense(1)])
-    with loop_scope():
-        optimizer, metric = OPTIMIZERS[name](), keras.metrics.Mean()
-        optimizer.build(model.trainable_variables)
-
-        def step(a, b):
-            with tf.GradientTape() as tape:
-                loss = tf.reduce_mean((b - model(a, training=True)) ** 2)
-            gradients = tape.gradient(loss, model.trainable_variables)
-            optimizer.apply_gradients(zip(gradients, model.trainable_variables))
-            metric.update_state(loss)
-
-        if kind == "function":
-            step = tf.function(step)
-        batches = tf.data.Dataset.from_tensor_slices((x[rows], y[rows])).batch(8)
-        for a, b in batches:
-            step(a, b)
-    return [*(np.asarray(w) for w in model.get_weights()), np.float32(metric.result())]
-
-plain, scope = contextlib.nullcontext, strategy.scope
-for kind in ("eager", "function"):
-    for name in OPTIMIZERS:
-        expected = weights(kind, name, plain, plain)
-        for where in (plain, scope):
-            for one, other in zip(weights(kind, name, scope, where), expected):
-                np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
-# Batches that differ are parts of one.
-mine = slice(8 * strategy.rank, 8 * strategy.rank + 8)
-*own, _ = weights("eager", "sgd", scope, plain, mine)
-keras.utils.set_random_seed(1)
-model = keras.Sequential([keras.Input((5,)), keras.layers.Dense(1)])
-model.compile(keras.optimizers.SGD(0.01), "mse")
-with kerasdist.local_training():
-    model.train_on_batch(x[:16], y[:16])
-for one, other in zip(own, model.get_weights()):
-    np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
-digest = hashlib.sha256(b"".join(w.tobytes() for w in own)).hexdigest()
-print("\\nRESULT", json.dumps(digest), flush=True)
-"""
-
-
-def test_a_loop_of_one_process_trains_one_model():
-    with Workers(PLAIN_LOOP, 2) as job:
-        first, second = job.succeed()
-    assert first.result == second.result
-    assert first.output.count("updates outside of `strategy.run`") == 1
-    assert "updates outside" not in second.output
-
-
-ASYNC_PLAIN_LOOP = """
-import keras, tensorflow as tf, kerasdist
-strategy = kerasdist.ParameterServerStrategy(mode="async")
-with strategy.scope():
-    variable = keras.Variable(1.0)
-    optimizer = keras.optimizers.SGD(0.1)
-try:
-    optimizer.apply([tf.constant(1.0)], [variable])
-except RuntimeError as error:
-    assert "inside of `strategy.run`" in str(error), error
-else:
-    raise SystemExit("each worker took the same step")
-"""
-
-
-def test_asynchronous_workers_refuse_the_loop_of_one_process():
-    with Workers(ASYNC_PLAIN_LOOP, 2, servers=1) as job:
-        job.succeed()
-
-
-TWO_REPLICAS = """
-import keras, tensorflow as tf
-tf.config.set_logical_device_configuration(
-    tf.config.list_physical_devices("CPU")[0],
-    [tf.config.LogicalDeviceConfiguration()] * 2,
-)
-import kerasdist
-strategy = kerasdist.RingStrategy(devices=["CPU:0", "CPU:1"])
-with strategy.scope():
-    variable = keras.Variable(1.0)
-    optimizer = keras.optimizers.SGD(0.1)
-try:
-    optimizer.apply([tf.constant(1.0)], [variable])
-except RuntimeError as error:
-    assert "2 replicas in this worker" in str(error), error
-else:
-    raise SystemExit("a tape sees one replica of a variable")
-"""
-
-
-def test_several_replicas_refuse_the_loop_of_one_process():
-    with Workers(TWO_REPLICAS, 1) as job:
-        job.succeed()
+        assert plain[0] == "RuntimeError"
+        assert "inside of `strategy.run`" in plain[1]

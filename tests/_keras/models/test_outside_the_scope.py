@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import keras
+import numpy as np
 import pytest
 
+import kerasdist
 from workers import Workers
 
 SCRIPT = """
@@ -41,7 +44,7 @@ def train(model, data=(x, y)):
 def refused(do):
     try:
         do()
-    except ValueError as error:
+    except (ValueError, RuntimeError) as error:
         return str(error)
 
 def result(value):
@@ -49,14 +52,66 @@ def result(value):
 """
 
 
-def run(body, size=2, **options):
-    with Workers(SCRIPT + body, size, deadline=120, **options) as job:
-        return [worker.result for worker in job.succeed()[:size]]
+# A model made outside and used inside: some variables were created outside of the
+# scope, and it was refused.
+USED = """
+model = build()
+model.compile(keras.optimizers.Adam(0.01), "mse", metrics=["mae"])
+before = digest(model)
+with strategy.scope():
+    found = said(train(model))
+after = digest(model)
+model.fit(x, y, batch_size=8, verbose=0)
+result([before, after, digest(model), found, model.evaluate(x, y, verbose=0)])
+"""
+CLEARED = """
+found = []
+with strategy.scope():
+    for _ in range(2):
+        keras.backend.clear_session()
+        keras.utils.set_random_seed(1)
+        model = build()
+        model.compile("sgd", "mse")
+        fit = model.fit(x, y, batch_size=8, shuffle=False, verbose=0)
+        found.append(fit.history["loss"])
+        assert model.distribute_strategy is strategy
+assert not tf.distribute.has_strategy()
+result(found)
+"""
+LOOP = """
+def loop(strategy, inside):
+    keras.utils.set_random_seed(1 + rank)
+    make = {name: strategy.scope() if name in inside else tf.init_scope()
+            for name in ("model", "optimizer", "metric")}
+    with make["model"]:
+        model = build()
+    with make["optimizer"]:
+        optimizer = keras.optimizers.Adam(0.01)
+    with make["metric"]:
+        metric = keras.metrics.Mean()
+    metric.update_state([8.0, 9.0])  # of which a replica mustn't make a copy
+    def step(a, b):
+        with tf.GradientTape() as tape:
+            each = (model(a) - b) ** 2
+            loss = tf.reduce_sum(each) / 8
+        weights = model.trainable_variables
+        optimizer.apply_gradients(zip(tape.gradient(loss, weights), weights))
+        metric.update_state(each)
+        return loss
+    @tf.function
+    def train(a, b):
+        return strategy.reduce("SUM", strategy.run(step, args=(a, b)), axis=None)
+    # TensorFlow's autotuner may keep the end of an iterator of two devices waiting.
+    untuned = tf.data.Options()
+    untuned.autotune.enabled = False
+    data = tf.data.Dataset.from_tensor_slices((x, y)).batch(8).with_options(untuned)
+    losses = [float(train(a, b))
+              for a, b in strategy.experimental_distribute_dataset(data)]
+    return [losses, digest(model), float(metric.result())]
 
-
-def test_a_model_made_outside_is_told_of_once_by_the_chief(tmp_path):
-    """Two workers trained two models, the chief's was saved, and nothing told."""
-    body = """
+few = [loop(strategy, inside) for inside in (["model"], [])]
+"""
+TOLD = """
 made = build()
 made.compile("sgd", "mse")
 with strategy.scope():
@@ -92,7 +147,34 @@ late.compile("sgd", "mse")
 found["closed"] = said(train(late))
 result([found, contradiction, into])
 """
-    chief, other = run(body, env={"FOLDER": str(tmp_path)})
+DEVICES = """
+two = kerasdist.RingStrategy(devices=["CPU:0", "CPU:1"], timeout=60)
+with two.scope():
+    variable = keras.Variable(1.0)
+    optimizer = keras.optimizers.SGD(0.1)
+tape = refused(lambda: optimizer.apply([tf.constant(1.0)], [variable]))
+result([few, loop(two, ["model", "metric"]),
+        refused(lambda: loop(two, ["metric"])), tape])
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("models")
+
+
+@pytest.fixture(scope="module")
+def found(folder):
+    """Of each part of the script what both workers have found."""
+    script = SCRIPT + USED + CLEARED + LOOP + TOLD + DEVICES
+    with Workers(script, 2, env={"FOLDER": str(folder)}, deadline=150) as job:
+        results = zip(*(worker.results for worker in job.succeed()), strict=True)
+    return dict(zip(("used", "cleared", "told", "loops"), results, strict=True))
+
+
+def test_a_model_made_outside_is_told_of_once_by_the_chief(found, folder):
+    """Two workers trained two models, the chief's was saved, and nothing told."""
+    chief, other = found["told"]
     said, contradiction, into = chief
     (text,) = said.pop("made")
     assert "created, cloned or loaded outside of `with strategy.scope():`" in text
@@ -103,111 +185,46 @@ result([found, contradiction, into])
     assert not any(other[0].values()), other
     assert "inside of `with kerasdist.local_training():`" in contradiction
     assert "Each worker has trained this model for itself" in into
-    names = sorted(path.name for path in tmp_path.iterdir())
+    names = sorted(path.name for path in folder.iterdir())
     assert names == [f"{m}-{rank}.keras" for m in ("made", "meant") for rank in (0, 1)]
 
 
 def test_one_worker_has_nothing_to_say():
-    body = """
-model = build()
-model.compile("sgd", "mse")
-result(said(train(model)))
-"""
-    assert run(body, size=1) == [[]]
+    strategy = kerasdist.RingStrategy()
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    ones = np.ones((8, 4), "float32")
+    model.fit(ones, ones[:, :1], verbose=0)  # a warning is an error here
+    strategy.close()
 
 
-def test_a_model_made_outside_and_used_inside_is_the_strategys():
-    """Some variables were created outside of the scope: it was refused."""
-    body = """
-model = build()
-model.compile(keras.optimizers.Adam(0.01), "mse", metrics=["mae"])
-before = digest(model)
-with strategy.scope():
-    found = said(train(model))
-after = digest(model)
-model.fit(x, y, batch_size=8, verbose=0)
-result([before, after, digest(model), found, model.evaluate(x, y, verbose=0)])
-"""
-    chief, other = run(body)
+def test_a_model_made_outside_and_used_inside_is_the_strategys(found):
+    chief, other = found["used"]
     assert chief[0] != other[0]  # each worker has its own seed
     assert chief[1:] == other[1:]
     assert len({*chief[:3]}) == 3
     assert chief[3] == []
 
 
-LOOP = """
-def loop(strategy, inside):
-    keras.utils.set_random_seed(1 + rank)
-    make = {name: strategy.scope() if name in inside else tf.init_scope()
-            for name in ("model", "optimizer", "metric")}
-    with make["model"]:
-        model = build()
-    with make["optimizer"]:
-        optimizer = keras.optimizers.Adam(0.01)
-    with make["metric"]:
-        metric = keras.metrics.Mean()
-    metric.update_state([8.0, 9.0])  # of which a replica mustn't make a copy
-    def step(a, b):
-        with tf.GradientTape() as tape:
-            each = (model(a) - b) ** 2
-            loss = tf.reduce_sum(each) / 8
-        weights = model.trainable_variables
-        optimizer.apply_gradients(zip(tape.gradient(loss, weights), weights))
-        metric.update_state(each)
-        return loss
-    @tf.function
-    def train(a, b):
-        return strategy.reduce("SUM", strategy.run(step, args=(a, b)), axis=None)
-    # TensorFlow's autotuner may keep the end of an iterator of two devices waiting.
-    untuned = tf.data.Options()
-    untuned.autotune.enabled = False
-    data = tf.data.Dataset.from_tensor_slices((x, y)).batch(8).with_options(untuned)
-    losses = [float(train(a, b))
-              for a, b in strategy.experimental_distribute_dataset(data)]
-    return [losses, digest(model), float(metric.result())]
-"""
-
-
-def test_a_loop_of_ones_own_adopts_what_was_made_outside():
+def test_a_loop_of_ones_own_adopts_what_was_made_outside(found):
     """The optimizer was TensorFlow's error, a metric silently this worker's own."""
-    body = (
-        LOOP
-        + """
-few = [loop(strategy, inside) for inside in (["model"], [])]
-strategy.close()
-two = kerasdist.RingStrategy(devices=["CPU:0", "CPU:1"], timeout=60)
-result([few, loop(two, ["model", "metric"]), refused(lambda: loop(two, ["metric"]))])
-"""
-    )
-    first, second = run(body)
+    first, second = found["loops"]
     assert first == second
-    (known, everything), devices, refused = first
+    (known, everything), devices, refused, tape = first
     assert everything == known
     assert devices[0] == pytest.approx(known[0], rel=1e-5)
     assert "created outside of the strategy's scope" in refused
     assert "sequential" in refused
     # 24 squares of the loop, and the two numbers from before it: once.
     assert known[2] == pytest.approx((17 + 8 * sum(known[0])) / 26, rel=1e-5)
+    # Of several replicas' variables a tape would see one.
+    assert "2 replicas in this worker" in tape
 
 
-def test_clearing_the_session_does_not_end_the_scope():
+def test_clearing_the_session_does_not_end_the_scope(found):
     """The scope was with the graph that was cleared: models were made outside of it,
     each worker trained its own, and the end of the scope was an IndexError."""
-    body = """
-found = []
-with strategy.scope():
-    for _ in range(2):
-        keras.backend.clear_session()
-        keras.utils.set_random_seed(1)
-        model = build()
-        model.compile("sgd", "mse")
-        fit = model.fit(x, y, batch_size=8, shuffle=False, verbose=0)
-        found.append(fit.history["loss"])
-        assert model.distribute_strategy is strategy
-assert not tf.distribute.has_strategy()
-result(found)
-"""
-    chief, other = run(body)
+    chief, other = found["cleared"]
     assert chief == other
     first, second = chief
     assert first == second

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 
 import keras
@@ -17,6 +18,10 @@ KINDS = {
     "momentum": {"momentum": 0.9},
     "nesterov": {"momentum": 0.9, "nesterov": True},
 }
+
+
+def note(given, *arguments):
+    given.append(arguments)
 
 
 def three_steps(optimizer, step, dtype="float32"):
@@ -48,39 +53,23 @@ def test_bits_are_those_of_keras(kind, dtype):
     np.testing.assert_array_equal(three_steps(ours, step, dtype), expected)
 
 
-@pytest.mark.parametrize(
-    "gradient",
-    [
-        tf.IndexedSlices(tf.ones([1]), tf.constant([0]), [3]),
-        tf.ones([3], tf.float64),
-    ],
-    ids=["slices", "another dtype"],
-)
-def test_what_the_operation_does_not_take_is_left_to_keras(gradient):
-    given = []
-    variable = tf.Variable(tf.zeros([3]))
-    optimizer = keras.optimizers.SGD()
-    with setting(reduced=True):
-        sgd_step(lambda *a: given.append(a), optimizer, gradient, variable, 0.1)
-    assert given == [(optimizer, gradient, variable, 0.1)]
-
-
-def test_outside_of_our_strategies_it_is_left_to_keras():
-    given = []
-    variable = tf.Variable(tf.zeros([3]))
-    optimizer = keras.optimizers.SGD()
-    sgd_step(lambda *a: given.append(a), optimizer, tf.ones([3]), variable, 1.0)
-    assert len(given) == 1
-
-
-def test_a_slot_that_lies_elsewhere_is_left_to_keras():
-    """An end of iteration in a step ends `fit` as if its data had ended."""
-    given = []
-    slot = SimpleNamespace(value=SimpleNamespace(device="/device:CPU:9"))
-    optimizer = SimpleNamespace(
-        momentum=0.9, momentums=[slot], _get_variable_index=lambda _: 0
+def test_what_the_operation_does_not_take_is_left_to_keras():
+    variable, ones = tf.Variable(tf.zeros([3])), tf.ones([3])
+    sgd = keras.optimizers.SGD()
+    # A slot that lies elsewhere: an end of iteration in a step ends `fit` as if its
+    # data had ended.
+    elsewhere = SimpleNamespace(
+        momentum=0.9,
+        momentums=[SimpleNamespace(value=SimpleNamespace(device="/device:CPU:9"))],
+        _get_variable_index=lambda _: 0,
     )
-    variable = tf.Variable(tf.zeros([3]))
-    with setting(reduced=True):
-        sgd_step(lambda *a: given.append(a), optimizer, tf.ones([3]), variable, 0.1)
-    assert len(given) == 1
+    for optimizer, gradient, reduced in (
+        (sgd, tf.IndexedSlices(tf.ones([1]), tf.constant([0]), [3]), True),
+        (sgd, tf.ones([3], tf.float64), True),
+        (sgd, ones, False),  # outside of our strategies
+        (elsewhere, ones, True),
+    ):
+        given = []
+        with setting(reduced=reduced):
+            sgd_step(partial(note, given), optimizer, gradient, variable, 0.1)
+        assert given == [(optimizer, gradient, variable, 0.1)]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import json
 import zipfile
 
 import keras
@@ -42,7 +41,7 @@ def build():
 
 def fit(m, callbacks, epochs=4, **more):
     return m.fit(x, y, batch_size=16, epochs=epochs, callbacks=callbacks, **{
-        "verbose": 0, "validation_data": (x, y), **more})
+        "verbose": 0, **more})
 
 def state(m):
     return [v.tolist() for v in m.get_weights()]
@@ -66,10 +65,9 @@ def run(session, tmp_path):
     return lambda body: session.run(body, FOLDER=str(tmp_path))
 
 
-def run_apart(body, tmp_path, size=2):
+def run_apart(body, folder):
     """In a job of its own, whose strategy may be closed."""
-    env = {"FOLDER": str(tmp_path)}
-    with Workers(SCRIPT + body, size, env=env, deadline=120) as job:
+    with Workers(SCRIPT + body, 2, env={"FOLDER": str(folder)}, deadline=120) as job:
         return [finished.result for finished in job.succeed()]
 
 
@@ -86,7 +84,7 @@ history = fit(m, [
     keras.callbacks.BackupAndRestore(mine + "/backup", delete_checkpoint=False),
     keras.callbacks.CSVLogger(mine + "/log.csv"),
     keras.callbacks.TensorBoard(mine + "/board", histogram_freq=1),
-])
+], epochs=2, validation_data=(x, y))
 m.save(mine + "/last.keras")
 m.export(mine + "/exported", verbose=False)
 result([sorted(os.listdir(mine)), history.history, state(m),
@@ -99,8 +97,6 @@ result([sorted(os.listdir(mine)), history.history, state(m),
         [
             "1.weights.h5",
             "2.weights.h5",
-            "3.weights.h5",
-            "4.weights.h5",
             "backup",
             "best.keras",
             "board",
@@ -128,30 +124,7 @@ result([sorted(os.listdir(mine)), history.history, state(m),
 
 
 @pytest.mark.soak
-def test_a_saved_model_needs_no_kerasdist(run, tmp_path):
-    body = """
-m = build()
-fit(m, [])
-m.save(folder + "/m.keras")
-result(m.predict(x, verbose=0).tolist())
-"""
-    expected, _ = run(body)
-    script = """
-import json, os, sys
-sys.modules["kerasdist"] = None
-import keras, numpy as np
-m = keras.models.load_model(os.environ["FOLDER"] + "/m.keras")
-x = np.random.default_rng(0).normal(size=(40, 4)).astype("float32")
-print("RESULT", json.dumps(m.predict(x, verbose=0).tolist()), flush=True)
-"""
-    env = {"FOLDER": str(tmp_path)}
-    with Workers(script, 1, env=env, deadline=60, cold=True) as job:
-        (finished,) = job.succeed()
-    np.testing.assert_allclose(finished.result, expected, rtol=1e-5)
-
-
-@pytest.mark.soak
-def test_loaded_in_the_scope_it_fits_on_with_its_optimizer(run, tmp_path):
+def test_loaded_in_the_scope_it_fits_on_with_its_optimizer(run):
     body = """
 m = build()
 fit(m, [], shuffle=False)
@@ -169,19 +142,19 @@ result([state(m), state(again), int(again.optimizer.iterations.numpy())])
         assert iterations == 3 * 6
 
 
-def test_decisions_are_the_same_on_all_ranks(run, tmp_path):
+def test_decisions_are_the_same_on_all_ranks(run):
     body = """
 m = build()
 rates = []
 class Rates(keras.callbacks.Callback):
     def on_epoch_end(self, epoch, logs=None):
         rate = float(self.model.optimizer.learning_rate.numpy())
-        rates.append([rate, logs["val_loss"]])
+        rates.append([rate, logs["loss"]])
 history = fit(m, [
     keras.callbacks.ReduceLROnPlateau(patience=0, min_delta=1.0),
     keras.callbacks.EarlyStopping(patience=3, min_delta=1.0, restore_best_weights=True),
     Rates(),
-], epochs=20)
+], epochs=20, validation_data=(x, y))
 m2 = build()
 scheduler = keras.callbacks.LearningRateScheduler(lambda e: 0.1 / (e + 1))
 fit(m2, [scheduler, Rates()], epochs=3)
@@ -194,29 +167,22 @@ result([rates, len(history.epoch), state(m), state(m2)])
     assert rates[1] < rates[0]
 
 
-@pytest.mark.parametrize(
-    ("when", "trained"),
-    [
-        pytest.param("on_epoch_end", 2 * 3, marks=pytest.mark.soak),
-        ("on_train_batch_end", 2),
-    ],
-)
-def test_a_stop_on_one_rank_stops_all(run, when, trained, tmp_path):
+def test_a_stop_on_one_rank_stops_all(run):
     body = """
 m = build()
 class Stop(keras.callbacks.Callback):
-    def WHEN(self, index, logs=None):
+    def on_train_batch_end(self, index, logs=None):
         if rank == 1 and index == 1:
             self.model.stop_training = True
 fit(m, [Stop()], epochs=10)
 result([int(m.optimizer.iterations.numpy()), state(m)])
-""".replace("WHEN", when)
+"""
     a, b = run(body)
     assert a == b
-    assert a[0] == trained
+    assert a[0] == 2
 
 
-def test_a_rate_set_on_one_rank_becomes_the_chiefs(run, tmp_path):
+def test_a_rate_set_on_one_rank_becomes_the_chiefs(run):
     body = """
 m = build()
 class Rate(keras.callbacks.Callback):
@@ -230,11 +196,10 @@ result([float(m.optimizer.learning_rate.numpy()), state(m)])
     assert a[0] == pytest.approx(0.1)
 
 
-def test_nan_ends_all_ranks(run, tmp_path):
+def test_nan_ends_all_ranks(run):
     body = """
 m = build()
-if True:
-    x[39] = np.nan  # the last row: the last rank's
+x[39] = np.nan  # the last row: the last rank's
 history = fit(m, [keras.callbacks.TerminateOnNaN()], epochs=10, shuffle=False)
 result([int(m.optimizer.iterations.numpy()), len(history.epoch)])
 """
@@ -243,7 +208,7 @@ result([int(m.optimizer.iterations.numpy()), len(history.epoch)])
     assert a[1] == 1
 
 
-def test_killed_and_started_again_it_continues(tmp_path):
+def test_killed_and_started_again_it_continues(session, tmp_path):
     """BackupAndRestore: the job is killed in epoch 3 and started again."""
     body = """
 class Die(keras.callbacks.Callback):
@@ -257,9 +222,7 @@ history = fit(m, [keras.callbacks.BackupAndRestore(folder + "/backup"), Die()],
               epochs=6, shuffle=False)
 result([state(m), history.epoch, int(m.optimizer.iterations.numpy())])
 """
-    env = {"FOLDER": str(tmp_path / "a")}
-    with Workers(SCRIPT + body, 2, env=env, deadline=120) as job:
-        expected = job.succeed()[0].result
+    expected = session.run(body, FOLDER=str(tmp_path / "a"))[0]
     env = {"FOLDER": str(tmp_path / "b"), "DIE": "1"}
     with Workers(SCRIPT + body, 2, env=env, deadline=120) as job:
         assert [f.returncode for f in job.wait()] == [1, -9]
@@ -274,7 +237,7 @@ result([state(m), history.epoch, int(m.optimizer.iterations.numpy())])
     )
 
 
-def test_different_initial_states_are_found_before_the_first_step(tmp_path):
+def test_different_initial_states_are_found_before_the_first_step(run):
     body = """
 m = build()
 if rank == 1:
@@ -284,29 +247,13 @@ try:
 except ValueError as error:
     result([str(error), int(m.optimizer.iterations.numpy())])
 """
-    for message, steps in run_apart(body, tmp_path):
+    for message, steps in run(body):
         assert "begin to train from different states" in message
         assert "2 of" in message
         assert "kernel" in message
         assert "ranks [1] differ" in message
         assert "initial_state='broadcast'" in message
         assert steps == 0
-
-
-def test_another_model_on_one_rank_is_found_when_it_is_made(tmp_path):
-    body = """
-try:
-    with strategy.scope():
-        m = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2 + rank)])
-        m.compile("sgd", "mse")
-    m.fit(x, x[:, :2 + rank], verbose=0)
-except kerasdist.errors.CollectiveMismatch as error:
-    result(str(error))
-"""
-    for message in run_apart(body, tmp_path):
-        assert "does a model differ?" in message
-        assert "elements=32, root=0" in message
-        assert "elements=48, root=0" in message
 
 
 def test_where_asked_all_take_the_chiefs_state(tmp_path):
@@ -328,7 +275,7 @@ result([before, state(m)])
 def test_the_progress_bar_and_the_start_line_are_the_chiefs(tmp_path):
     body = """
 m = build()
-fit(m, [], epochs=1, verbose=2, validation_data=None)
+fit(m, [], epochs=1, verbose=2)
 m.evaluate(x, y, verbose=2)
 result(None)
 """
@@ -344,7 +291,7 @@ result(None)
     assert "kerasdist: 2 worker" not in other
 
 
-def test_dropout_differs_per_replica_and_is_reproducible(tmp_path):
+def test_dropout_differs_per_replica_and_is_reproducible(run):
     body = """
 import tensorflow as tf
 def masks():
@@ -360,7 +307,5 @@ a, b = masks(), masks()
 assert a == b
 result(a)
 """
-    results = run_apart(body, tmp_path, size=3)
-    masks = {tuple(mask) for both in results for mask in both}
-    assert len(masks) == 6
-    assert json.dumps(results)  # numbers, not NaN
+    masks = {tuple(mask) for both in run(body) for mask in both}
+    assert len(masks) == 4

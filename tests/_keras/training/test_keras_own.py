@@ -42,9 +42,7 @@ FILES: dict[str, tuple[int, dict[str, tuple[str, str]]]] = {
     "distribute_test": (7, {}),
     "optimizer_distribute_test": (
         10,
-        {
-            "test_single_step1": ("skipped", "it is about tf_keras, if installed"),
-        },
+        {"test_single_step1": ("skipped", "it is about tf_keras, if installed")},
     ),
 }
 

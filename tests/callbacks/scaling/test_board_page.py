@@ -7,13 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from browser import (
-    chromium,
-    need_browser,
-    tensorboard,
-    tensorboard_python,
-    wait_for,
-)
+from browser import chromium, need_browser, tensorboard, tensorboard_python, wait_for
 from kerasdist.callbacks.scaling import charts
 from kerasdist.callbacks.scaling.bottleneck import judge
 from kerasdist.callbacks.scaling.metrics import PHASES, combine

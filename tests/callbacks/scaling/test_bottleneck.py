@@ -38,45 +38,18 @@ def words(verdict):
     return " ".join([verdict.headline, *verdict.because, *verdict.change])
 
 
-CASES = {
-    "compute": figures(compute=90, communicate=8, update=2),
-    "input": figures(compute=50, input=45, communicate=5),
-    "network": figures(compute=50, communicate=45, pack=5),
-    "straggler": figures(
-        compute=50,
-        wait=40,
-        communicate=5,
-        lag=0.045,
-        busy={0: 0.05, 1: 0.05, 2: 0.095, 3: 0.05},
-    ),
-    "batch": figures(compute=1, communicate=3, outside=2, bandwidth=5e7),
-}
-
-
-@pytest.mark.parametrize("limit", CASES)
-def test_each_limit(limit):
-    verdict = judge(CASES[limit])
-    assert verdict.limit == limit
-    assert verdict.headline.startswith("This job is limited by ")
-    assert verdict.because
-    assert verdict.change
-    for sentence in [verdict.headline, *verdict.because, *verdict.change]:
-        assert sentence[0].isupper() or sentence[0].isdigit()
-        assert sentence[-1] == "."
-
-
 WAITING = {"wait": 50, "lag": 0.045, "busy": {0: 0.03, 1: 0.03, 2: 0.075, 3: 0.03}}
 SLOW = {"compute": 90, "communicate": 5, "lag": 0.05, "in_step": False}
 # Figures, the limit, what is said of it, and what isn't.
 SAID = [
     (
-        CASES["compute"],
+        figures(compute=90, communicate=8, update=2),
         "compute",
         ["92% of each step is computing and updating.", "More workers make it faster"],
         [],
     ),
     (
-        CASES["input"],
+        figures(compute=50, input=45, communicate=5),
         "input",
         [
             "input: 44% of each step is lost to it",
@@ -86,7 +59,7 @@ SAID = [
         [],
     ),
     (
-        CASES["network"],
+        figures(compute=50, communicate=45, pack=5),
         "network",
         [
             "the network: 50% of each step is lost to it",
@@ -105,7 +78,13 @@ SAID = [
         ["compression"],
     ),
     (
-        CASES["straggler"],
+        figures(
+            compute=50,
+            wait=40,
+            communicate=5,
+            lag=0.045,
+            busy={0: 0.05, 1: 0.05, 2: 0.095, 3: 0.05},
+        ),
         "straggler",
         [
             "This job is limited by a straggler: rank 2.",
@@ -136,7 +115,7 @@ SAID = [
     (figures(**SLOW), "compute", [], []),
     (figures(**SLOW, wait=40), "straggler", ["max_staleness"], []),
     (
-        CASES["batch"],
+        figures(compute=1, communicate=3, outside=2, bandwidth=5e7),
         "batch",
         [
             "too small a batch: 83% of each step is lost to it",
@@ -187,6 +166,12 @@ SAID = [
 def test_what_is_said(found, limit, said, unsaid):
     verdict = judge(found)
     assert verdict.limit == limit
+    assert verdict.headline.startswith("This job is limited by ")
+    assert verdict.because
+    assert verdict.change
+    for sentence in [verdict.headline, *verdict.because, *verdict.change]:
+        assert sentence[0].isupper() or sentence[0].isdigit()
+        assert sentence[-1] == "."
     for text in said:
         assert text in words(verdict)
     for text in unsaid:
@@ -209,10 +194,11 @@ def test_what_is_said_of_stages():
     assert judge(filled).change[0].startswith("Move layers from stage 0, the slowest")
 
     # They wait for data, not for each other; and one stage waits for nobody.
-    for phases in ({"compute": 20, "input": 80}, {"compute": 100}):
-        idle = (0.9, 0.9) if "input" in phases else (0.9,)
-        other = figures(workers=1, idle=idle, **phases)
-        assert judge(other).limit == ("input" if "input" in phases else "compute")
+    for limit, phases, idle in (
+        ("input", {"compute": 20, "input": 80}, (0.9, 0.9)),
+        ("compute", {"compute": 100}, (0.9,)),
+    ):
+        assert judge(figures(workers=1, idle=idle, **phases)).limit == limit
 
 
 def test_efficiency_of_devices():

@@ -1,6 +1,6 @@
-"""Jobs that are limited by one thing, and are told so: on real links, by real sleeps.
+"""Jobs that are limited by their network, and are told so: on real links.
 
-`test_scaling_tensorboard.py` has a slow rank and slow data besides, for every strategy.
+`test_callback.py` has a slow rank and slow data, for every strategy.
 
 What happens once must not count. An epoch begins by making an iterator, which takes
 10 ms, and now and then 0.2 s. That of the first epoch isn't measured, as the call that
@@ -31,28 +31,11 @@ tf.config.threading.set_inter_op_parallelism_threads(4)
 strategy = kerasdist.RingStrategy(timeout=60)
 rank = strategy.rank
 x = np.random.default_rng(0).normal(size=(160, 64)).astype("float32")
-SLOW = 0.1
-
-class Sleep(keras.layers.Layer):
-    def call(self, inputs):
-        def late(value):
-            time.sleep(4 * SLOW)
-            return value
-        one = tf.numpy_function(late, [tf.constant(1.0)], tf.float32)
-        return inputs * tf.ensure_shape(one, [])
-
-class Pause(keras.callbacks.Callback):
-    def __init__(self, seconds):
-        super().__init__()
-        self.seconds = seconds
-
-    def on_train_batch_begin(self, batch, logs=None):
-        time.sleep(self.seconds)
 
 class Save(keras.callbacks.Callback):
     def on_epoch_end(self, epoch, logs=None):
         if rank == 0 and epoch == 0:
-            time.sleep(30 * SLOW)
+            time.sleep(3.0)
 
 def run(name, layers, data, callbacks=(), batch=16, epochs=1):
     keras.utils.set_random_seed(1)
@@ -71,73 +54,13 @@ def run(name, layers, data, callbacks=(), batch=16, epochs=1):
     return [dataclasses.asdict(board.figures), dataclasses.asdict(board.verdict)]
 """
 
-LOCAL = """
-def read(x, y):
-    def late(value):
-        if rank == 1:
-            time.sleep(SLOW)
-        return value
-    return tf.ensure_shape(tf.numpy_function(late, [x], tf.float32), x.shape), y
-
-options = tf.data.Options()
-options.experimental_distribute.auto_shard_policy = (
-    tf.data.experimental.AutoShardPolicy.OFF)
-# What is read ahead during a slow first call must not be all of it.
-own = tf.data.Dataset.from_tensor_slices((x, x[:, :1])).repeat(3).batch(16).map(read)
-class Items(keras.utils.PyDataset):
-    def __len__(self):
-        return 10
-
-    def __getitem__(self, index):
-        time.sleep(3 * SLOW)
-        part = slice(16 * index, 16 * index + 16)
-        return x[part], x[part, :1]
-
-print("RESULT", json.dumps({
-    "items": run("items", [], Items()),
-    "compute": run("compute", [Sleep()], x, batch=32),
-    "saving": run("saving", [], x, [Save()], epochs=2),
-    "batch": run("batch", [], x, [Pause(SLOW / 2)], batch=8),
-    "data": run("data", [], own.with_options(options)),
-    "callback": run("callback", [], x, [Pause(0 if rank else SLOW)]),
-}))
-"""
-
-
-def test_what_limits_a_job_on_one_host(tmp_path):
-    with Workers(SCRIPT + LOCAL, 2, [str(tmp_path)], deadline=100) as job:
-        found = job.succeed()[0].result
-    figures, verdict = found["compute"]
-    assert verdict["limit"] == "compute", figures["phases"]
-    assert figures["phases"]["compute"] > 0.4
-    # What one rank does between two epochs isn't a part of any step, on no rank.
-    figures, verdict = found["saving"]
-    # A mean over both, of which the other one would wait 3 s.
-    assert figures["phases"]["wait"] * figures["steps"] < 1, figures["phases"]
-    # Read by Python, outside of any graph.
-    figures, verdict = found["items"]
-    assert verdict["limit"] == "input", figures["phases"]
-    assert figures["phases"]["input"] > figures["phases"]["outside"]
-    # Each step costs something that doesn't depend on its size.
-    figures, verdict = found["batch"]
-    assert verdict["limit"] == "batch", figures["phases"]
-    # Its own data are slow, and so it is slow.
-    figures, verdict = found["data"]
-    assert verdict["limit"] == "straggler", figures["phases"]
-    assert (figures["slowest"], figures["slow_part"]) == (1, "input")
-    assert "rank 1 reads its data" in verdict["change"][0]
-    figures, verdict = found["callback"]
-    assert verdict["limit"] == "straggler", figures["phases"]
-    assert (figures["slowest"], figures["slow_part"]) == (0, "outside")
-    assert "only rank 0 does after each batch" in verdict["change"][0]
-
-
 RATE = 25e6  # bytes per second
 
 REMOTE = """
 print("RESULT", json.dumps({
     "large": run("large", [keras.layers.Dense(6000)], x, epochs=2),
     "small": run("small", [keras.layers.Dense(8)], np.tile(x, (60, 1))),
+    "saving": run("saving", [], x, [Save()], epochs=2),
 }))
 """
 
@@ -172,3 +95,7 @@ def test_what_limits_a_job_on_two_hosts(two_hosts, tmp_path):
     figures, verdict = found["small"]
     assert verdict["limit"] == "batch", figures["phases"]
     assert any(reason.startswith("It isn't the link") for reason in verdict["because"])
+    # What one rank does between two epochs isn't a part of any step, on no rank. It's
+    # a mean over both, of which the other one would wait 3 s.
+    figures = found["saving"][0]
+    assert figures["phases"]["wait"] * figures["steps"] < 1, figures["phases"]

@@ -45,7 +45,13 @@ from kerasdist.ps.client.remote_table import RemoteTable
 # Or who sleeps in a graph would hold up all others that want the one thread.
 tf.config.threading.set_inter_op_parallelism_threads(4)
 kind, folder = os.environ["KIND"], os.environ["FOLDER"]
-if kind.startswith("ring"):
+replicas = kind == "ring replicas"
+if replicas:
+    tf.config.set_logical_device_configuration(
+        tf.config.list_physical_devices("CPU")[0],
+        [tf.config.LogicalDeviceConfiguration()] * 2)
+    strategy = kerasdist.RingStrategy(devices=["CPU:0", "CPU:1"], timeout=60)
+elif kind.startswith("ring"):
     strategy = kerasdist.RingStrategy(transport=kind[5:], timeout=60)
 else:
     strategy = kerasdist.ParameterServerStrategy(kind, timeout=60, heartbeat_timeout=5)
@@ -69,8 +75,13 @@ class Slow(keras.layers.Layer):
     def call(self, inputs):
         if not self.seconds:
             return inputs
-        late = sleep(self.seconds)(tf.constant(1.0))
-        return inputs * late
+        one = tf.constant(1.0)
+        context = tf.distribute.get_replica_context()
+        if not replicas or context is None:
+            return inputs * sleep(self.seconds)(one)
+        # The first replica waits for the second one.
+        second = tf.convert_to_tensor(context.replica_id_in_sync_group) % 2 > 0
+        return inputs * tf.cond(second, lambda: sleep(self.seconds)(one), lambda: one)
 
 class SlowSGD(keras.optimizers.SGD):
     def update_step(self, gradient, variable, learning_rate):
@@ -97,21 +108,10 @@ class Watch(keras.callbacks.Callback):
         self.spent, self.sent, self.before, self.rows = [], [], None, 0
         # As `spent`, but without what comes before an epoch's first step.
         self.stepping = []
-        self.times, self.bytes = [], []
         # By epoch how often weights were read at which staleness.
         self.reads = []
 
     def on_train_begin(self, logs=None):
-        original = type(strategy.communicator).all_reduce
-        def all_reduce(*args, **kwargs):
-            begin, before = time.perf_counter(), counter()
-            result = original(strategy.communicator, *args, **kwargs)
-            if kwargs.get("lend"):
-                self.times.append(time.perf_counter() - begin)
-                self.bytes.append(counter() - before)
-            return result
-        strategy.communicator.all_reduce = all_reduce
-
         exchange = RemoteTable.push_pull
         def push_pull(table, deltas):
             pulled = exchange(table, deltas)
@@ -121,7 +121,7 @@ class Watch(keras.callbacks.Callback):
         RemoteTable.push_pull, self.exchange = push_pull, exchange
 
     def on_epoch_begin(self, epoch, logs=None):
-        self.begin = self.first = self.end = time.perf_counter()
+        self.begin = self.first = time.perf_counter()
         self.before = None
         self.reads.append({})
 
@@ -130,29 +130,17 @@ class Watch(keras.callbacks.Callback):
             self.first = time.perf_counter()
         now = counter()
         if self.before is not None:
-            if not self.sent:
-                # Nor is the first step, which traces, in what the board says.
-                self.times.clear()
-                self.bytes.clear()
             self.sent.append(now - self.before)
         self.before = now
         time.sleep(self.seconds)
 
     def on_epoch_end(self, epoch, logs=None):
-        # Where each worker has batches of its own, it then waits for the others.
-        end = self.end if asynchronous else time.perf_counter()
+        end = time.perf_counter()
         self.spent.append(end - self.begin)
         self.stepping.append(end - self.first)
 
     def on_train_end(self, logs=None):
-        del strategy.communicator.all_reduce
         RemoteTable.push_pull = self.exchange
-
-if asynchronous:
-    # With the others' strategies all would have to agree after each batch.
-    def on_train_batch_end(self, batch, logs=None):
-        self.end = time.perf_counter()
-    Watch.on_train_batch_end = on_train_batch_end
 
 def counter():
     if kind == "ring tcp":
@@ -169,9 +157,6 @@ def run(name, m, data, watch, epochs=4, callbacks=(), **more):
         "spent": watch.spent[1:],
         "stepping": watch.stepping[1:],
         "sent": statistics.median(watch.sent),
-        # In a step that traces a worker waits for the other one.
-        "bandwidth": (
-            np.mean(watch.bytes) / np.median(watch.times) if watch.times else 0),
         "gradients": sum(4 * v.numpy().size for v in m.trainable_weights),
         "steps": int(m.optimizer.iterations),
         "reads": watch.reads,
@@ -211,24 +196,17 @@ ALL = "examples_per_second/all"
 CONSTANTS = f"SLOW, READ, UPDATE, CALLBACK = {SLOW}, {READ}, {UPDATE}, {CALLBACK}\n"
 
 
-def train(kind, folder, body=BODY):
+def train(kind, folder):
     servers = 0 if kind.startswith("ring") else 1
     env = {"KIND": kind, "FOLDER": str(folder)}
     with Workers(
-        CONSTANTS + SCRIPT + body, 2, env=env, deadline=120, servers=servers
+        CONSTANTS + SCRIPT + BODY, 2, env=env, deadline=120, servers=servers
     ) as job:
         finished = job.succeed()[:2]
     return [one.result for one in finished], finished[0].output
 
 
-KINDS = ("ring shared_memory", "ring tcp", "sync", "async")
-
-
-@pytest.mark.parametrize("kind", ["ring shared_memory", "async"])
-def test_figures_are_what_is_counted(kind, tmp_path):
-    """All but how fast it is, which depends on what else the machine does."""
-    (chief, other), output = train(kind, tmp_path)
-    check_counts(kind, chief, other, output, tmp_path)
+KINDS = ("ring shared_memory", "ring tcp", "ring replicas", "sync", "async")
 
 
 @pytest.mark.soak
@@ -241,33 +219,23 @@ def test_every_figure_is_what_another_measurement_says(kind, tmp_path):
     figures, throttled = slow["figures"], late["figures"]
 
     # Examples per second: the clock and the number of samples.
-    for name in ("slow", "input"):
+    for name, epochs in (("slow", 3), ("input", 2)):
         found = chief[name]["figures"]
-        # Where batches are dealt out a worker may get none in an epoch.
-        spent = zip(chief[name]["spent"], other[name]["spent"], strict=True)
-        seconds = sum(max(both) for both in spent)
-        stepping = zip(chief[name]["stepping"], other[name]["stepping"], strict=True)
-        least = sum(min(both) for both in stepping)
-        epochs = 3 if name == "slow" else 2
-        whole = sum(found["by_rank"].values())
+        whole, overall = sum(found["by_rank"].values()), found["examples_per_second"]
         if asynchronous:
-            # In the first epoch one worker may take all steps while another one traces.
-            # So each epoch is looked at alone: its figures are written at its end.
-            written = series(Board(tmp_path / name / "scaling"), ALL)
-            speeds = [speed for _, speed in written]
-            assert near(sum(240 / speed for speed in speeds[1:]), seconds, 0.4)
-            overall = found["examples_per_second"]
-            assert 0.99 * min(speeds) < overall < 1.01 * max(speeds)
             # Who is done with an epoch has the others' time left.
-            assert whole > 0.75 * found["examples_per_second"]
-        else:
-            # An epoch begins by making an iterator, which may take long.
-            speeds = 240 * epochs / seconds, 240 * epochs / least
-            assert 0.75 * speeds[0] < found["examples_per_second"] < 1.25 * speeds[1]
-            assert near(whole, found["examples_per_second"], 0.25)
-        if not asynchronous:
-            expected = found["global_batch"] / found["examples_per_second"]
-            assert near(found["step_seconds"], expected, 0.3)
+            assert whole > 0.75 * overall
+            continue
+        spent, stepping = (
+            [*zip(chief[name][key], other[name][key], strict=True)]
+            for key in ("spent", "stepping")
+        )
+        # An epoch begins by making an iterator, which may take long.
+        least = 240 * epochs / sum(max(both) for both in spent)
+        most = 240 * epochs / sum(min(both) for both in stepping)
+        assert 0.75 * least < overall < 1.25 * most
+        assert near(whole, overall, 0.25)
+        assert near(found["step_seconds"], found["global_batch"] / overall, 0.3)
 
     # The rank that is slow, by how much, and in what.
     assert figures["slowest"] == 1
@@ -282,15 +250,12 @@ def test_every_figure_is_what_another_measurement_says(kind, tmp_path):
         assert "rank 1" in slow["verdict"]["headline"]
         # Of two workers one waits.
         assert figures["phases"]["wait"] > 0.6 * SLOW / 2
-        middle = float(np.median([speed for _, speed in series(board, ALL)]))
-        assert near(middle, figures["examples_per_second"], 0.3)
+        if kind != "ring replicas":  # the ends of their iterators may wait for long
+            middle = float(np.median([speed for _, speed in series(board, ALL)]))
+            assert near(middle, figures["examples_per_second"], 0.3)
 
     # Data that come late; where batches are dealt out, each worker reads all of them.
     assert late["verdict"]["limit"] == "input", throttled["phases"]
-    if kind == "ring tcp":
-        fastest = max(slow["bandwidth"], other["slow"]["bandwidth"])
-        # A few KB: how long that takes varies.
-        assert fastest / 4 < figures["bandwidth"] < fastest * 4
     assert figures["link"] > figures["bandwidth"] > 0
 
 
@@ -317,7 +282,7 @@ def check_counts(kind, chief, other, output, folder):
     assert phases["outside"] > CALLBACK
 
     # Bytes: the counters of the transport. Frames' headers are a few.
-    if kind == "ring shared_memory":
+    if kind in ("ring shared_memory", "ring replicas"):
         # Each gradient begins at a multiple of 64 bytes.
         more = figures["bytes_per_step"] - slow["gradients"]
         assert 0 <= more < 64 * 4
@@ -431,13 +396,50 @@ def check_rates(board, asynchronous):
         assert rate == pytest.approx(expected, rel=1e-5)
 
 
+CALIBRATED = """
+from kerasdist.strategies import calibration
+
+calibration.SECONDS = 0.05
+
+class Picky(keras.layers.Layer):
+    def call(self, inputs):
+        check = tf.debugging.assert_greater(tf.reduce_max(tf.abs(inputs)), 0.0)
+        with tf.control_dependencies([check]):
+            return tf.identity(inputs)
+
+def outcome(layer=keras.layers.Identity, callbacks=()):
+    keras.utils.set_random_seed(1)
+    with strategy.scope():
+        m = keras.Sequential([
+            keras.Input((16,)), layer(),
+            keras.layers.Dense(32), keras.layers.BatchNormalization(),
+            keras.layers.Dropout(0.3), keras.layers.Dense(4)])
+        m.compile(
+            keras.optimizers.Adam(0.01, gradient_accumulation_steps=3),
+            keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+            metrics=["accuracy"], steps_per_execution=2)
+    history = m.fit(
+        x, y, batch_size=30, verbose=0, callbacks=list(callbacks), shuffle=False
+    ).history
+    state = [*m.variables, *m.metrics_variables, *m.optimizer.variables]
+    return [history, *(v.numpy().tolist() for v in state)]
+
+plain, found = outcome(), {}
+for name, layer in (("often", keras.layers.Identity), ("picky", Picky)):
+    # Each window is shorter than what comes before the calibration.
+    board = ScalingTensorBoard(
+        folder + "/" + name, calibrate=True, verbose=0, update_freq=1)
+    same = outcome(layer, [board]) == plain
+    found[name] = [same, board.figures and board.figures.baseline]
+open(folder + "/file", "w").close()
+try:
+    outcome(callbacks=[ScalingTensorBoard(folder + "/file")])
+except ValueError as error:
+    found["refused"] = str(error)
+print("RESULT", json.dumps(found))
+"""
 LOST = """
-import threading
-from kerasdist.callbacks.scaling import baseline
 strategy.communicator  # connected
-calibrates = kind == "ring tcp"
-if calibrates and rank == 1:
-    baseline.measure_alone = lambda model: os._exit(0)
 class Leave(keras.callbacks.Callback):
     def __init__(self):
         super().__init__()
@@ -458,7 +460,7 @@ class Leave(keras.callbacks.Callback):
             self.model.stop_training = rank == 0 and os.path.exists(trained)
 
 m = build(0, lambda: keras.optimizers.SGD(0.1))
-board = ScalingTensorBoard(folder, update_freq="epoch", calibrate=calibrates)
+board = ScalingTensorBoard(folder + "/lost", update_freq="epoch")
 error, leave = None, Leave()
 epochs = 10_000 if asynchronous else 5
 try:
@@ -469,133 +471,100 @@ print("RESULT", json.dumps([error, leave.epochs]))
 """
 
 
-@pytest.mark.parametrize(
-    "kind", ["ring auto", pytest.param("ring tcp", marks=pytest.mark.soak), "async"]
-)
-def test_a_worker_that_is_lost_or_joins_is_an_event(kind, tmp_path):
-    asynchronous = kind == "async"
-    env = {"KIND": kind, "FOLDER": str(tmp_path)}
-    with Workers(
-        CONSTANTS + SCRIPT + LOST,
-        2,
-        env=env,
-        deadline=100,
-        servers=int(asynchronous),
-        handover=not asynchronous,
-    ) as job:
-        if asynchronous:
-            job.wait_one(1)
-            job.start_again(1)
-            new = job.wait_one(1).result[1]
-        error, epochs = job.wait_one(0).result
-    assert error == (None if asynchronous else "WorkerLost")
-    board = Board(tmp_path / "scaling")
-    told = "\n".join(text(board, "events"))
-    tags = board.Tags()["tensors"]
-    workers = (
-        [n for _, n in series(board, "job/workers")] if "job/workers" in tags else []
-    )
-    if asynchronous:
-        assert re.search(r"rank 1 \(127.0.0.1:\d+\) was lost at its step \d+", told)
-        assert "1 worker trains from here on: rank 0" in told
-        assert re.search(r"rank 1 \(127.0.0.1:\d+\) joined at its step \d+", told)
-        assert "2 workers train from here on: ranks 0, 1" in told
-        # Those who have trained in each epoch, by their own word.
-        assert new
-        assert new[0] > 2
-        trained = [2 if epoch in (0, 1, *new) else 1 for epoch in epochs]
-        assert workers == trained
-        # Of the new one's first epoch nothing is known if it had one step, and traced.
-        told = len(series(board, "examples_per_second/rank_1"))
-        assert trained.count(2) - 1 <= told <= trained.count(2)
-    else:
-        assert "`fit` ended with WorkerLost: " in told
-        assert "rank 1" in told
-        # Lost between epochs; or while the chief alone takes steps, in the first one.
-        assert workers == ([2, 2] if kind == "ring auto" else [])
-    if kind == "ring tcp":
-        return
-    # The verdict is there all the same.
-    assert text(board, "verdict")[-1].startswith("### This job is limited by ")
+@pytest.fixture(scope="module")
+def ring(tmp_path_factory):
+    """The folder of a job that does all of that, and its workers."""
+    folder = tmp_path_factory.mktemp("ring")
+    env = {"KIND": "ring shared_memory", "FOLDER": str(folder)}
+    script = CONSTANTS + SCRIPT + BODY + CALIBRATED + LOST
+    with Workers(script, 2, env=env, deadline=140) as job:
+        return folder, job.wait()
 
 
-CALIBRATED = """
-from kerasdist.strategies import calibration
-
-calibration.SECONDS = 0.05
-
-class Picky(keras.layers.Layer):
-    def call(self, inputs):
-        check = tf.debugging.assert_greater(tf.reduce_max(tf.abs(inputs)), 0.0)
-        with tf.control_dependencies([check]):
-            return tf.identity(inputs)
-
-def outcome(batch, picky=False, callbacks=(), accumulate=None, **more):
-    keras.utils.set_random_seed(1)
-    with strategy.scope():
-        m = keras.Sequential([
-            keras.Input((16,)), Picky() if picky else keras.layers.Identity(),
-            keras.layers.Dense(32), keras.layers.BatchNormalization(),
-            keras.layers.Dropout(0.3), keras.layers.Dense(4)])
-        m.compile(
-            keras.optimizers.Adam(0.01, gradient_accumulation_steps=accumulate),
-            keras.losses.SparseCategoricalCrossentropy(from_logits=True),
-            metrics=["accuracy"], **more)
-    history = m.fit(
-        x, y, batch_size=batch, epochs=2, verbose=0, callbacks=list(callbacks),
-        shuffle=False).history
-    state = [*m.variables, *m.metrics_variables, *m.optimizer.variables]
-    return [history, *(v.numpy().tolist() for v in state)]
-
-found = {}
-for name, board, more in (
-    # Each window is shorter than what comes before the calibration.
-    (
-        "often",
-        {"update_freq": 1},
-        {"batch": 30, "accumulate": 3, "steps_per_execution": 2},
-    ),
-    ("picky", {}, {"batch": 12, "picky": True}),
-):
-    board = ScalingTensorBoard(folder + "/" + name, calibrate=True, verbose=0, **board)
-    same = outcome(**more) == outcome(**more, callbacks=[board])
-    speed = board.figures and board.figures.baseline
-    found[name] = [same, speed]
-open(folder + "/file", "w").close()
-try:
-    outcome(12, callbacks=[ScalingTensorBoard(folder + "/file")])
-except ValueError as error:
-    found["refused"] = str(error)
-print("RESULT", json.dumps(found))
-"""
+def test_figures_are_what_is_counted(ring):
+    """All but how fast it is, which depends on what else the machine does."""
+    folder, workers = ring
+    chief, other = (worker.results[0] for worker in workers)
+    check_counts("ring shared_memory", chief, other, workers[0].output, folder)
 
 
-def test_a_calibration_changes_nothing_else(tmp_path):
+def test_figures_of_asynchronous_workers_are_what_is_counted(tmp_path):
+    (chief, other), output = train("async", tmp_path)
+    check_counts("async", chief, other, output, tmp_path)
+
+
+def test_a_calibration_changes_nothing_else(ring):
     """Neither weights, nor the optimizer, nor metrics, nor streams of random numbers.
 
     The first epoch's metrics once had the steps on zeros in them.
     """
-    (chief, other), _ = train("ring auto", tmp_path, CALIBRATED)
+    folder, workers = ring
+    chief, other = (worker.results[1] for worker in workers)
     same, speed = chief["often"]
     assert same
     assert other["often"] == [True, None]
     assert speed > 0
-    board = Board(tmp_path / "often" / "scaling")
+    board = Board(folder / "often" / "scaling")
     told = text(board, "events")[0]
     assert re.search(r"One worker alone takes .*s for a step on 30 sam", told)
     assert all(percent > 0 for _, percent in series(board, "efficiency/percent"))
     # Who wants to know how fast a job is doesn't want to end it.
     assert chief["picky"] == other["picky"] == [True, None]
-    told = text(Board(tmp_path / "picky" / "scaling"), "events")[0]
+    told = text(Board(folder / "picky" / "scaling"), "events")[0]
     assert "here (a step on zeros fails: InvalidArgumentError: " in told
     # Before anything has begun, and on all workers.
-    folder = re.escape(str(tmp_path / "file"))
-    expected = rf"`log_dir` must be .*chief .*log_dir='{folder}': .*not a directory"
+    path = re.escape(str(folder / "file"))
+    expected = rf"`log_dir` must be .*chief .*log_dir='{path}': .*not a directory"
     for facts in (chief, other):
         assert re.search(expected, facts["refused"])
 
 
+def test_a_lost_worker_is_an_event(ring):
+    folder, (chief, _) = ring
+    assert chief.results[2][0] == "WorkerLost"
+    board = Board(folder / "lost" / "scaling")
+    told = "\n".join(text(board, "events"))
+    assert "`fit` ended with WorkerLost: " in told
+    assert "rank 1" in told
+    assert [n for _, n in series(board, "job/workers")] == [2, 2]
+    # The verdict is there all the same.
+    assert text(board, "verdict")[-1].startswith("### This job is limited by ")
+
+
+def test_workers_that_are_lost_and_join_are_events(tmp_path):
+    env = {"KIND": "async", "FOLDER": str(tmp_path)}
+    with Workers(
+        *(CONSTANTS + SCRIPT + LOST, 2),
+        env=env,
+        deadline=100,
+        servers=1,
+        handover=False,
+    ) as job:
+        job.wait_one(1)
+        job.start_again(1)
+        new = job.wait_one(1).result[1]
+        error, epochs = job.wait_one(0).result
+    assert error is None
+    board = Board(tmp_path / "lost" / "scaling")
+    told = "\n".join(text(board, "events"))
+    assert re.search(r"rank 1 \(127.0.0.1:\d+\) was lost at its step \d+", told)
+    assert "1 worker trains from here on: rank 0" in told
+    assert re.search(r"rank 1 \(127.0.0.1:\d+\) joined at its step \d+", told)
+    assert "2 workers train from here on: ranks 0, 1" in told
+    # Those who have trained in each epoch, by their own word.
+    assert new
+    assert new[0] > 2
+    trained = [2 if epoch in (0, 1, *new) else 1 for epoch in epochs]
+    assert [n for _, n in series(board, "job/workers")] == trained
+    # Of the new one's first epoch nothing is known if it had one step, and traced.
+    told = len(series(board, "examples_per_second/rank_1"))
+    assert trained.count(2) - 1 <= told <= trained.count(2)
+    assert text(board, "verdict")[-1].startswith("### This job is limited by ")
+
+
 # One worker, in this process.
+
+X = np.ones((64, 4), np.float32)
 
 
 @pytest.fixture
@@ -605,22 +574,26 @@ def strategy():
     made.close()
 
 
-def one_worker(strategy, callbacks, epochs=3, **more):
-    x = np.ones((64, 4), np.float32)
+def build(strategy, *layers, **more):
     with strategy.scope():
-        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
+        dense = keras.layers.Dense(2, name="first")
+        model = keras.Sequential([keras.Input((4,)), dense, *layers])
         model.compile("sgd", "mse", **more)
-    model.fit(x, x[:, :2], batch_size=8, epochs=epochs, verbose=0, callbacks=callbacks)
     return model
 
 
-@pytest.mark.parametrize("executions", [1, 4])
-@pytest.mark.parametrize("eager", [False, True], ids=["graph", "eager"])
+def fit(model, *callbacks, epochs=3):
+    model.fit(
+        X, X[:, :2], batch_size=8, epochs=epochs, verbose=0, callbacks=[*callbacks]
+    )
+
+
+@pytest.mark.parametrize(
+    ("eager", "executions"), [(False, 1), (False, 4), (True, 1)], ids=str
+)
 def test_one_worker(strategy, tmp_path, executions, eager, said):
-    if eager and executions > 1:
-        pytest.skip("Keras takes single steps then.")
-    board = ScalingTensorBoard(tmp_path, update_freq="epoch")
-    one_worker(strategy, [board], steps_per_execution=executions, run_eagerly=eager)
+    board = ScalingTensorBoard(tmp_path, update_freq="epoch", baseline=10)
+    fit(build(strategy, steps_per_execution=executions, run_eagerly=eager), board)
     found = Board(tmp_path / "scaling")
     # The first call of a graph traces, and isn't counted: neither the one that is
     # measured, nor, if steps are short and only some are, the one that isn't.
@@ -636,44 +609,78 @@ def test_one_worker(strategy, tmp_path, executions, eager, said):
     assert figures.slowest is None
     assert "bytes/per_step" not in found.Tags()["tensors"]
     assert "how this job scales" in said()[-1]
+    check_charts(found)
 
 
-def test_each_tag_is_in_a_chart(strategy, tmp_path):
-    one_worker(strategy, [ScalingTensorBoard(tmp_path, baseline=10, verbose=0)])
-    board = Board(tmp_path / "scaling")
-    tags = set(board.Tags()["tensors"])
+def check_charts(board):
+    """Each tag is in one chart."""
     written = board.Tensors("custom_scalars__config__")[0]
     made = layout_pb2.Layout.FromString(
         tensor_util.make_ndarray(written.tensor_proto).item()
     )
     assert made == charts.layout()
-    parts = {f"part_{part}" for part in PHASES}
-    assert set(board.runs) == {"", "rank_0", *parts}
+    assert set(board.runs) == {"", "rank_0", *(f"part_{part}" for part in PHASES)}
     patterns = [
         tag for c in made.category for chart in c.chart for tag in chart.multiline.tag
     ]
     texts = {"custom_scalars__config__", charts.VERDICT, charts.EVENTS}
-    for tag in tags - texts:
+    for tag in set(board.Tags()["tensors"]) - texts:
         assert sum(bool(re.search(pattern, tag)) for pattern in patterns) == 1, tag
 
 
+class Fails(keras.callbacks.Callback):
+    """Ends `fit` as somebody's Ctrl-C does, or a fault in somebody's script."""
+
+    def __init__(self, error):
+        super().__init__()
+        self.error = error
+
+    def on_epoch_end(self, epoch, logs=None):
+        raise self.error
+
+
+def check_told(model, folder):
+    """A `fit` that fails is an event; and there is a verdict all the same."""
+    board = ScalingTensorBoard(folder, update_freq=4, verbose=0)
+    with pytest.raises(OverflowError):
+        fit(model, board, Fails(OverflowError("Too much.")))
+    assert not model.distribute_strategy.extended.kerasdist.timer.running
+    told = text(Board(folder / "scaling"), "events")
+    assert told == ["- `fit` ended with OverflowError: Too much."]
+    assert board.verdict is not None
+
+
 def test_a_model_can_be_trained_again_with_or_without(strategy, tmp_path):
-    board = ScalingTensorBoard(tmp_path, verbose=0)
-    model = one_worker(strategy, [board])
-    first = board.figures
+    """Also after a `fit` that has failed, was interrupted, or refused."""
     timer = strategy.extended.kerasdist.timer
+    board = ScalingTensorBoard(tmp_path, verbose=0)
+    other = ScalingTensorBoard(tmp_path / "other", verbose=0)
+    model = build(strategy)
+    # Two of them would measure half of it each.
+    with pytest.raises(
+        ValueError, match=r"^A .fit. must have only one ScalingTensorBoard.*/other'"
+    ):
+        fit(model, board, other)
     assert not timer.running
-    x = np.ones((64, 4), np.float32)
-    model.fit(x, x[:, :2], batch_size=8, verbose=0)
-    model.evaluate(x, x[:, :2], verbose=0, callbacks=[])
-    model.fit(x, x[:, :2], batch_size=8, verbose=0, callbacks=[board])
+    fit(model, board)
+    first = board.figures
+    assert first.steps in (22, 23)
+    assert not timer.running
+    fit(model, epochs=1)
+    model.evaluate(X, X[:, :2], verbose=0, callbacks=[])
+    fit(model, board, epochs=1)
     assert board.figures is not first
     # Traced already, with the clock in it: every step counts.
     assert board.figures.steps == 8
-    other = ScalingTensorBoard(tmp_path / "other", verbose=0)
-    model.fit(x, x[:, :2], batch_size=8, epochs=2, verbose=0, callbacks=[other])
+    fit(model, other, epochs=2)
     # Those that aren't measured are what they are without it: traced already, too.
     assert other.figures.steps == 16
+    # Nobody tells callbacks of a Ctrl-C: the clock ran on.
+    with pytest.raises(KeyboardInterrupt):
+        fit(model, board, Fails(KeyboardInterrupt()))
+    fit(model, board, epochs=1)
+    assert board.figures.steps == 8
+    check_told(model, tmp_path / "failed")
 
 
 @pytest.mark.parametrize(
@@ -694,52 +701,6 @@ def test_wrong_arguments(arguments, message):
         ScalingTensorBoard(**{"log_dir": "unused", **arguments})
 
 
-class Fails(keras.callbacks.Callback):
-    """Ends `fit` as somebody's Ctrl-C does, or a fault in somebody's script."""
-
-    def __init__(self, error):
-        super().__init__()
-        self.error = error
-
-    def on_epoch_end(self, epoch, logs=None):
-        raise self.error
-
-
-@pytest.mark.parametrize("placed", [False, True], ids=["ring", "placed"])
-def test_a_fit_that_fails_is_told(strategy, tmp_path, placed):
-    if placed:
-        strategy = kerasdist.ModelParallelStrategy({}, devices=["CPU:0"])
-    board = ScalingTensorBoard(tmp_path, update_freq=4, verbose=0)
-    with pytest.raises(OverflowError):
-        one_worker(strategy, [board, Fails(OverflowError("Too much."))])
-    assert not strategy.extended.kerasdist.timer.running
-    told = text(Board(tmp_path / "scaling"), "events")
-    assert told == ["- `fit` ended with OverflowError: Too much."]
-    assert board.verdict is not None
-
-
-def test_two_of_them_would_measure_half_of_it_each(strategy, tmp_path):
-    first = ScalingTensorBoard(tmp_path / "1", verbose=0)
-    second = ScalingTensorBoard(tmp_path / "2", verbose=0)
-    with pytest.raises(
-        ValueError, match=r"^A .fit. must have only one ScalingTensorBoard.*/2'"
-    ):
-        one_worker(strategy, [first, second])
-    assert not strategy.extended.kerasdist.timer.running
-    one_worker(strategy, [second])
-    assert second.figures.steps in (22, 23)
-
-
-def test_after_a_fit_that_was_interrupted(strategy, tmp_path):
-    """Nobody tells callbacks of a Ctrl-C: the clock ran on."""
-
-    board = ScalingTensorBoard(tmp_path, verbose=0)
-    with pytest.raises(KeyboardInterrupt):
-        one_worker(strategy, [board, Fails(KeyboardInterrupt())])
-    one_worker(strategy, [board])
-    assert board.figures.steps in (22, 23)
-
-
 @pytest.mark.soak
 def test_a_calibration_says_what_one_worker_does(strategy, tmp_path):
     """Which is what this one has done: with what lies between its steps."""
@@ -748,13 +709,11 @@ def test_a_calibration_says_what_one_worker_does(strategy, tmp_path):
         def on_train_batch_begin(self, batch, logs=None):
             time.sleep(0.02)
 
-    with strategy.scope():
-        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3), Slow()])
-        model.compile("sgd", "mse")
+    model = build(strategy, Slow())
     # In one epoch: making an iterator for another one may take long, and would count.
     x = np.ones((192, 4), np.float32)
     board = ScalingTensorBoard(tmp_path, calibrate=True, verbose=0)
-    model.fit(x, x[:, :3], batch_size=8, verbose=0, callbacks=[board, Pause()])
+    model.fit(x, x[:, :2], batch_size=8, verbose=0, callbacks=[board, Pause()])
     # Without the pauses it were five times as much.
     assert near(board.figures.baseline, board.figures.examples_per_second, 0.5)
     assert board.figures.baseline < 8 / (SLEEP + 0.02)
@@ -764,7 +723,7 @@ def test_a_step_that_xla_compiles(strategy, tmp_path):
     """What is inside of it isn't known, but all else is."""
     board = ScalingTensorBoard(tmp_path, verbose=0)
     begin = time.monotonic()
-    one_worker(strategy, [board], jit_compile=True)
+    fit(build(strategy, jit_compile=True), board)
     figures = board.figures
     assert figures.steps == 23
     assert figures.global_batch == 8
@@ -774,11 +733,10 @@ def test_a_step_that_xla_compiles(strategy, tmp_path):
 
 
 def test_without_a_strategy_of_ours_nothing_is_written(tmp_path):
-    x = np.ones((8, 4), np.float32)
     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
     model.compile("sgd", "mse")
     with pytest.warns(UserWarning, match=r"Received: a model with .*RingStrategy\(\)"):
-        model.fit(x, x[:, :2], verbose=0, callbacks=[ScalingTensorBoard(tmp_path)])
+        fit(model, ScalingTensorBoard(tmp_path), epochs=1)
     assert not list(Path(tmp_path).iterdir())
     assert not kerasdist.RingStrategy().extended.kerasdist.timer.running
 
@@ -788,14 +746,9 @@ def test_stages(tmp_path):
     strategy = kerasdist.ModelParallelStrategy(
         {".*first": "CPU:0"}, devices=["CPU:0"], micro_batches=2
     )
-    x = np.ones((64, 4), np.float32)
-    with strategy.scope():
-        model = keras.Sequential(
-            [keras.Input((4,)), keras.layers.Dense(3, name="first"), Slow()]
-        )
-        model.compile("sgd", "mse")
+    model = build(strategy, Slow())
     board = ScalingTensorBoard(tmp_path, update_freq="epoch", verbose=0)
-    model.fit(x, x[:, :3], batch_size=8, epochs=3, verbose=0, callbacks=[board])
+    fit(model, board)
     figures = board.figures
     assert figures.steps in (22, 23)  # the calls that have traced don't count
     assert figures.global_batch == 8
@@ -807,6 +760,7 @@ def test_stages(tmp_path):
     assert len(series(found, "idle_percent/stage_0")) == 3
     # Nothing goes from device to device.
     assert "bytes/per_step" not in found.Tags()["tensors"]
+    check_told(model, tmp_path / "failed")
 
 
 SLEEP = 0.005

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import json
-import textwrap
 
 import keras
 import numpy as np
@@ -295,11 +295,9 @@ result(not recording)
 """
 
 
-@pytest.mark.parametrize("mode", ["sync", "async"])
-def test_parameter_servers(mode, tmp_path):
+def test_parameter_servers(tmp_path):
     # In lockstep, or else one of them may take nearly all of the few steps.
-    arguments = {"sync": "'sync'", "async": "'async', max_staleness=0"}[mode]
-    script = COMMON + SERVERS.replace("MODE", arguments)
+    script = COMMON + SERVERS.replace("MODE", "'async', max_staleness=0")
     env = {"FOLDER": str(tmp_path)}
     with Workers(script, 2, servers=1, env=env, deadline=90) as job:
         finished = job.succeed()[:2]
@@ -309,33 +307,38 @@ def test_parameter_servers(mode, tmp_path):
     for events in ranks.values():
         steps = [e for e in events if e["name"].startswith("step ")]
         assert 0 < len(steps) <= 2
-        whole = "all_reduce" if mode == "sync" else "push_pull"
-        assert named(events, whole)
+        assert named(events, "push_pull")
         assert {"pack", "send", "wait"} <= {e["name"] for e in events}
         for step in steps:
-            assert any(inside(e, step) for e in named(events, whole))
+            assert any(inside(e, step) for e in named(events, "push_pull"))
             assert any(inside(e, step) for e in named(events, "exchange"))
 
 
 def test_one_worker_and_none(tmp_path, said):
+    def placed():
+        return kerasdist.ModelParallelStrategy({".*": "/device:CPU:0"})
+
     x = np.ones((32, 4), "float32")
     for name, make in (
-        ("ring", kerasdist.RingStrategy),
-        ("server", lambda: kerasdist.ParameterServerStrategy("async")),
-        ("placed", lambda: kerasdist.ModelParallelStrategy({".*": "/device:CPU:0"})),
-        ("none", None),
+        ("ring.json", kerasdist.RingStrategy),
+        ("server.json", lambda: kerasdist.ParameterServerStrategy("async")),
+        ("placed", placed),  # for TensorBoard
+        ("none.json", None),
     ):
         strategy = make() if make else None
-        if strategy is None:
+        with strategy.scope() if strategy else contextlib.nullcontext():
             model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
             model.compile("sgd", "mse")
-        else:
-            with strategy.scope():
-                model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
-                model.compile("sgd", "mse")
-        path = tmp_path / f"{name}.json"
+        path = tmp_path / name
         line = Timeline(path, steps=(1, 3))
         model.fit(x, x[:, :1], batch_size=8, verbose=0, callbacks=[line])
+        if make is placed:
+            (folder,) = (path / "plugins" / "profile").iterdir()
+            path = folder / "timeline.trace.json.gz"
+            assert {each.name for each in folder.iterdir()} == {
+                path.name,
+                "timeline.xplane.pb",
+            }
         _, ranks = read(path)
         steps = [e["name"] for e in ranks[0] if e["name"].startswith("step ")]
         assert steps == ["step 1", "step 2"]
@@ -353,21 +356,23 @@ def test_wrong_arguments():
     assert "steps=(5, 5); expected two numbers" in str(e.value)
 
 
-def test_nobody_listens_when_fit_has_failed(tmp_path):
-    body = """
-    strategy = kerasdist.RingStrategy()
+def test_nobody_listens_when_fit_has_failed(tmp_path, monkeypatch):
+    monkeypatch.setenv("FOLDER", str(tmp_path))
+    names = {}
+    exec(COMMON, names)
+    strategy = names["strategy"] = kerasdist.RingStrategy()
+    seen, recording = [], names["recorders"](strategy.communicator)
+
     class Fails(keras.callbacks.Callback):
         def on_train_batch_end(self, batch, logs=None):
             seen.append(len(recording))
             if batch == 2:
                 raise KeyError("here")
-    seen, recording = [], recorders(strategy.communicator)
-    try:
-        fit(build(), [Timeline(folder + "/t.json", (0, 10)), Fails()])
-    except KeyError:
-        result([seen, len(recording)])
-    """
-    env = {"FOLDER": str(tmp_path), "TF_CONFIG": None}
-    with Workers(COMMON + textwrap.dedent(body), 1, env=env, handover=False) as job:
-        assert job.succeed()[0].result == [[1, 1, 1], 0]
+
+    with pytest.raises(KeyError, match="here"):
+        names["fit"](
+            names["build"](), [Timeline(tmp_path / "t.json", (0, 10)), Fails()]
+        )
+    strategy.close()
+    assert (seen, recording) == ([1, 1, 1], [])
     assert list(tmp_path.iterdir()) == []

