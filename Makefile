@@ -38,9 +38,9 @@ VENV := .venv
 # For example: make test PYTEST_ARGS="tests/package/test_layers.py -x"
 PYTEST_ARGS ?=
 # How many processes run tests at the same time, each of them whole files; 0: this one
-# alone. Three for two cores: tests wait for deadlines and for each other's processes
-# a third of their time. Files in the order of their names: no long one is among the last.
-TESTS_AT_ONCE ?= 3
+# alone. Four for two cores: tests wait for deadlines and for each other's processes.
+# Files in the order of their names: no long one is among the last.
+TESTS_AT_ONCE ?= 4
 PYTEST := -m pytest -m "not soak" -n $(TESTS_AT_ONCE) --dist loadfile \
   --no-loadscope-reorder
 # The floors of pyproject.toml. TensorFlow 2.18 runs on Python up to 3.12.

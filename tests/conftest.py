@@ -48,6 +48,8 @@ _GRACE = 15.0
 # cost 16 MB of memory each time.
 _OF_MPI = "sm_segment.*"
 _EARLIER = pytest.StashKey[set[Path]]()
+# The file of the latest test.
+_FILE = pytest.StashKey[Path]()
 # Segments that were found mapped after a test.
 _left_mapped: set[str] = set()
 
@@ -126,6 +128,12 @@ def pytest_collection_modifyitems(
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.path != item.config.stash.get(_FILE, None):
+        # What lives on after a file of tests, TensorFlow and its graphs among it, would be
+        # looked at by each collection from then on: in the end that took seconds.
+        item.config.stash[_FILE] = item.path
+        gc.collect()
+        gc.freeze()
     if item.get_closest_marker("netns") and (reason := Hosts.available()):
         if os.environ.get("CI"):
             # There it would be a hole in the net that nobody sees.

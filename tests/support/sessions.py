@@ -27,7 +27,7 @@ __all__ = ["Session"]
 # The workers' own: the names of scripts are made anew.
 _LOOP = """
 def _run_all():
-    import os, sys, time, types
+    import gc, os, sys, time, types
     folder = os.path.dirname(sys.argv[0])
     names = {k: v for k, v in globals().items() if k != "_run_all"}
     number = 0
@@ -48,6 +48,9 @@ def _run_all():
         keras = sys.modules.get("keras")
         if keras is not None:
             keras.backend.clear_session()
+        # What lives on is in no script's way: no collection looks at it again.
+        gc.collect()
+        gc.freeze()
         sys.stdout.write(f"\\nENDED {number}\\n")
         sys.stdout.flush()
         number += 1
