@@ -129,8 +129,8 @@ def pytest_collection_modifyitems(
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.path != item.config.stash.get(_FILE, None):
-        # What lives on after a file of tests, TensorFlow and its graphs among it, would be
-        # looked at by each collection from then on: in the end that took seconds.
+        # What lives on after a file of tests, TensorFlow and its graphs among it, would
+        # be looked at by each collection from then on: in the end that took seconds.
         item.config.stash[_FILE] = item.path
         gc.collect()
         gc.freeze()
