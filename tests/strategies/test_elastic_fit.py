@@ -133,9 +133,8 @@ def test_a_lost_server_changes_no_number(alone):
     assert left[0].result["digest"] == left[1].result["digest"]
 
 
-@pytest.mark.parametrize(
-    ("step", "missing"), [(12, 5), pytest.param(13, 0, marks=pytest.mark.soak)]
-)
+@pytest.mark.soak
+@pytest.mark.parametrize(("step", "missing"), [(12, 5), (13, 0)])
 def test_of_large_metrics_the_last_steps_may_be_missing(step, missing):
     """The 5 rows of one of 3 workers, in the second of two steps."""
     args = [json.dumps({"1": ["train", step]})]

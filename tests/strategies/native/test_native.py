@@ -258,6 +258,7 @@ def test_graphs_that_differ_are_a_mismatch_on_every_rank():
             assert worker.results == [True, True]
 
 
+@pytest.mark.soak
 def test_tensors_of_every_dtype_in_graphs_and_eagerly():
     script = """
     import numpy as np, tensorflow as tf
