@@ -83,11 +83,10 @@ _next_port = itertools.count(os.getpid() * 397 % len(_PORTS))
 # Before anything was imported, or a test has begun, that changes it.
 _SURROUNDINGS = dict(os.environ)
 # `print` writes its arguments one by one, and a log line of another thread may get
-# between them.
-_PRINT = 'print("RESULT", '
-_ONE_WRITE = (
-    "(lambda value, flush=True: "
-    '__import__("os").write(1, f"RESULT {value}\\n".encode()))('
+# between them: a script's lines are written whole.
+_WHOLE_LINES = (
+    'out = __import__("sys").stdout; out._CHUNK_SIZE = 1 << 24; '
+    "out.reconfigure(write_through=False, line_buffering=True); del out"
 )
 # How much of one worker's output a failure shows, in characters from the end.
 _SHOWN = 20_000
@@ -341,7 +340,9 @@ class Workers:
         if isinstance(self._script, Path):
             text = self._script.read_text(encoding="utf-8")
         else:
-            text = textwrap.dedent(self._script).replace(_PRINT, _ONE_WRITE)
+            text = textwrap.dedent(self._script)
+            if text.startswith("\n"):  # else what fails would have another line
+                text = _WHOLE_LINES + text
         # Before the clock runs: the first job that needs them waits for the import.
         self._cold = self._cold or not (
             imports_tensorflow(text) and WARM.prepare(self.size)
