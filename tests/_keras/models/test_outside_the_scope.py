@@ -113,12 +113,12 @@ few = [loop(strategy, inside) for inside in (["model"], [])]
 """
 TOLD = """
 made = build()
-made.compile("sgd", "mse")
+made.compile("sgd", "mse", run_eagerly=True)
 with strategy.scope():
     model = build()
-    model.compile("sgd", "mse")
+    model.compile("sgd", "mse", run_eagerly=True)
 cloned = keras.models.clone_model(model)
-cloned.compile("sgd", "mse")
+cloned.compile("sgd", "mse", run_eagerly=True)
 found = {
     "evaluated": said(lambda: made.evaluate(x, y, verbose=0)),
     "made": said(train(made)),
@@ -128,10 +128,10 @@ found = {
 }
 with tf.distribute.OneDeviceStrategy("CPU:0").scope():
     other = build()
-    other.compile("sgd", "mse")
+    other.compile("sgd", "mse", run_eagerly=True)
 found["of another strategy"] = said(train(other))
 meant = build()
-meant.compile("sgd", "mse")
+meant.compile("sgd", "mse", run_eagerly=True)
 with kerasdist.local_training():
     found["meant"] = said(train(meant))
     contradiction = refused(train(model))
@@ -143,7 +143,7 @@ with strategy.scope():
     into = refused(lambda: made.predict(x, verbose=0))
 strategy.close()
 late = build()
-late.compile("sgd", "mse")
+late.compile("sgd", "mse", run_eagerly=True)
 found["closed"] = said(train(late))
 result([found, contradiction, into])
 """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from soak import soak
 
 from workers import Workers
 
@@ -56,9 +57,7 @@ print("RESULT", json.dumps([float(each) for each in found]))
 """
 
 
-@pytest.mark.parametrize(
-    "data", [pytest.param("items", marks=pytest.mark.soak), "dataset"]
-)
+@pytest.mark.parametrize("data", [soak("items"), "dataset"])
 def test_a_loss_of_each_row_from_add_loss(data: str) -> None:
     with Workers(SCRIPT, 1, [data], env={"TF_CONFIG": None}) as job:
         expected = job.succeed()[0].result
