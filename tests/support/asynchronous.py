@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from scripts import PRELUDE
+
 from workers import Workers
 
-__all__ = ["BEFORE", "COMMON", "SCRIPT", "SETUP", "run"]
+__all__ = ["BEFORE", "DIGESTS", "SCRIPT", "SETUP", "run"]
 
-# Needs nothing but the imports that stand before it.
-COMMON = """
+DIGESTS = """
 def digest(m):
     return hashlib.sha256(b"".join(w.tobytes() for w in m.get_weights())).hexdigest()
 
@@ -23,27 +24,22 @@ class Digests(keras.callbacks.Callback):
     def on_epoch_end(self, epoch, logs=None):
         self.found.append([digest(self.model), logs])
 
-def result(value):
-    # In one piece: another thread may say meanwhile that somebody was lost.
-    sys.stdout.write("\\nRESULT " + json.dumps(value) + "\\n")
-    sys.stdout.flush()
 """
 
-SETUP = """
-import hashlib, json, os, sys, time
-import keras
-import numpy as np
-import tensorflow as tf
-import kerasdist
-
+SETUP = (
+    PRELUDE
+    + """
 strategy = kerasdist.ParameterServerStrategy(
     "async", timeout=40, startup_timeout=60,
     heartbeat_timeout=float(os.environ.get("HEARTBEAT", "30")),
     max_staleness=json.loads(os.environ.get("STALENESS", "null")),
     snapshot_dir=os.environ.get("SNAPSHOTS"), snapshot_updates=10)
 """
+)
 
-BEFORE = """
+BEFORE = (
+    DIGESTS
+    + """
 rank = strategy.rank
 keras.utils.set_random_seed(1)
 rng = np.random.default_rng(0)
@@ -63,7 +59,6 @@ def build(optimizer=lambda: "adam", **more):
             metrics=["accuracy"], **more)
     return m
 
-COMMON
 # Of other processes' files and events nothing tells.
 def wait_until(condition, seconds=60):
     end = time.monotonic() + seconds
@@ -75,7 +70,8 @@ def wait_until(condition, seconds=60):
 def wait_for(path):
     wait_until(lambda: os.path.exists(path))
 
-""".replace("COMMON", COMMON)
+"""
+)
 
 SCRIPT = SETUP + BEFORE + "BODY\nstrategy.close()\n"
 

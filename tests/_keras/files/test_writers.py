@@ -9,19 +9,18 @@ from __future__ import annotations
 import os
 
 import pytest
+from scripts import PRELUDE
 
 from sessions import Session
 from workers import Workers
 
 pytestmark = pytest.mark.timeout(170)
 
-SETUP = """
-import json, os, sys, tempfile, time
-import keras
+SETUP = (
+    PRELUDE
+    + """
+import tempfile
 from keras.models import load_model, save_model  # before there is a strategy
-import numpy as np
-import tensorflow as tf
-import kerasdist
 
 MODE = os.environ.get("MODE", "ring")
 if MODE == "ring":
@@ -47,19 +46,8 @@ def fit(m, callbacks=(), **more):
 
 def total(m):
     return float(sum(np.abs(w).sum() for w in m.get_weights()))
-
-def error_of(call):
-    try:
-        call()
-    except Exception as error:
-        return [type(error).__name__, str(error)]
-    return None
-
-def result(value):
-    sys.stdout.write("\\nRESULT " + json.dumps(value) + "\\n")
-    sys.stdout.flush()
 """
-
+)
 
 BEFORE = """
 os.chdir(os.environ["FOLDER"])

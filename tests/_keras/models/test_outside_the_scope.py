@@ -5,20 +5,17 @@ from __future__ import annotations
 import keras
 import numpy as np
 import pytest
+from scripts import PRELUDE
 
 import kerasdist
 from workers import Workers
 
-SCRIPT = """
-import hashlib, json, os, warnings
-import tensorflow as tf
-import numpy as np
-import keras
-import kerasdist
+SCRIPT = (
+    PRELUDE
+    + """
+import warnings
 
-tf.config.set_logical_device_configuration(
-    tf.config.list_physical_devices("CPU")[0],
-    [tf.config.LogicalDeviceConfiguration()] * 2)
+logical_devices(2)
 x = np.random.default_rng(0).normal(size=(24, 4)).astype("float32")
 y = x.sum(axis=1, keepdims=True)
 strategy = kerasdist.RingStrategy(devices=["CPU:0"], timeout=60)
@@ -40,16 +37,8 @@ def said(do):
 
 def train(model, data=(x, y)):
     return lambda: model.fit(*data, batch_size=8, verbose=0)
-
-def refused(do):
-    try:
-        do()
-    except (ValueError, RuntimeError) as error:
-        return str(error)
-
-def result(value):
-    print("RESULT", json.dumps(value), flush=True)
 """
+)
 
 
 # A model made outside and used inside: some variables were created outside of the

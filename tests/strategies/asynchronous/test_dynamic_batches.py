@@ -7,6 +7,7 @@ import json
 import types
 
 import pytest
+from scripts import PRELUDE
 
 from kerasdist.ps import END
 from kerasdist.strategies.asynchronous.dynamic_batches import DynamicDataset
@@ -16,23 +17,17 @@ from workers import Workers
 pytestmark = pytest.mark.timeout(150)
 
 # Sample i is the number i: what a step was given can be read off.
-SETUP = """
-import json, os, sys
-import keras
-import numpy as np
-import tensorflow as tf
-import kerasdist
-
+SETUP = (
+    PRELUDE
+    + """
 devices = int(os.environ.get("DEVICES", "1"))
-if devices > 1:
-    tf.config.set_logical_device_configuration(
-        tf.config.list_physical_devices("CPU")[0],
-        [tf.config.LogicalDeviceConfiguration()] * devices)
+logical_devices(devices)
 strategy = kerasdist.ParameterServerStrategy(
     "async", devices=[f"CPU:{i}" for i in range(devices)], timeout=40,
     startup_timeout=60, shard=os.environ.get("SHARD", "rows"))
 rank = strategy.rank
 """
+)
 BEFORE = """
 keras.utils.set_random_seed(1)
 
@@ -84,7 +79,7 @@ def fit(data, **more):
     model.fit(data, verbose=0, **{"callbacks": [log], "epochs": 3, **more})
 
 """
-AFTER = '\nprint("RESULT", json.dumps(log.epochs), flush=True)\n'
+AFTER = "\nresult(log.epochs)\n"
 
 
 @pytest.fixture(scope="module")

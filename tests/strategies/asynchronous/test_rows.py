@@ -8,10 +8,11 @@ import keras
 import ml_dtypes
 import numpy as np
 import pytest
+from scripts import PRELUDE
 from soak import but_soak, soak
 
 import kerasdist
-from asynchronous import COMMON
+from asynchronous import DIGESTS
 from kerasdist.strategies.asynchronous.rows import rows_that_differ
 from sessions import Session
 
@@ -108,22 +109,17 @@ def test_one_worker_is_plain_keras(name, tmp_path):
 
 # Several workers.
 
-SETUP = """
-import hashlib, json, os, sys
-import keras
-import numpy as np
-import tensorflow as tf
-import kerasdist
-
+SETUP = (
+    PRELUDE
+    + """
 replicas = int(os.environ.get("REPLICAS", "1"))
-tf.config.set_logical_device_configuration(
-    tf.config.list_physical_devices("CPU")[0],
-    [tf.config.LogicalDeviceConfiguration()] * replicas)
+logical_devices(replicas)
 strategy = kerasdist.ParameterServerStrategy(
     "async", timeout=40, startup_timeout=60,
     devices=[f"CPU:{i}" for i in range(replicas)],
     max_staleness=json.loads(os.environ.get("STALENESS", "null")))
 """
+)
 
 BEFORE = (
     """
@@ -157,7 +153,7 @@ def build(make, optimizer):
     return m
 
 """
-    + COMMON
+    + DIGESTS
 )
 
 

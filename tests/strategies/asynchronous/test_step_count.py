@@ -16,17 +16,17 @@ import json
 import keras
 import numpy as np
 import pytest
+from scripts import PRELUDE
 
 from kerasdist.strategies.asynchronous.step_count import StepCount
 from workers import Workers
 
 pytestmark = pytest.mark.timeout(150)
 
-COMMON = """
-import contextlib, json, os, shutil, sys, time
-import keras
-import numpy as np
-import kerasdist
+COMMON = (
+    PRELUDE
+    + """
+import shutil
 from kerasdist.callbacks import BroadcastInitialState, ScaleLearningRate
 
 folder = os.environ["FOLDER"]
@@ -59,10 +59,8 @@ def fit(m, order, backup, *more, **warmup):
         m.fit(x, y, batch_size=4, epochs=3, verbose=0,
               callbacks=[scale, kept, *more, order])
     return [float(m.get_weights()[0][0, 0]), order.found]
-
-def result(value):
-    print("RESULT", json.dumps(value), flush=True)
 """
+)
 
 IN_ORDER = """
 strategy = kerasdist.ParameterServerStrategy("async", timeout=40)

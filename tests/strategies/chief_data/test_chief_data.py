@@ -11,26 +11,16 @@ import json
 
 import numpy as np
 import pytest
+from scripts import PRELUDE
 
 import kerasdist
 from sessions import Session
 from workers import Workers
 
-IMPORTS = """
-import contextlib, json, os
-import keras
-import numpy as np
-import tensorflow as tf
-import kerasdist
-
-tf.config.set_logical_device_configuration(
-    tf.config.list_physical_devices("CPU")[0],
-    [tf.config.LogicalDeviceConfiguration()] * 2)
-"""
-
 WORKER = (
-    IMPORTS
+    PRELUDE
     + """
+logical_devices(2)
 kind = getattr(kerasdist, os.environ.get("STRATEGY", "RingStrategy"))
 options = json.loads(os.environ.get("OPTIONS", "{}"))
 strategy = kind(devices=["CPU:0"], timeout=60, **options)
@@ -41,8 +31,9 @@ def another(**options):
 )
 
 PLAIN = (
-    IMPORTS
+    PRELUDE
     + """
+logical_devices(2)
 rank, scope = 0, contextlib.nullcontext
 def another(**options):
     return scope
