@@ -7,11 +7,35 @@ from __future__ import annotations
 
 from typing import Any
 
+import keras
 from scripts import PRELUDE
 
 from workers import Workers
 
-__all__ = ["BEFORE", "DIGESTS", "SCRIPT", "SETUP", "run"]
+__all__ = ["BEFORE", "DIGESTS", "OPTIMIZERS", "SCRIPT", "SETUP", "job", "run"]
+
+# Each keeps something of its own, or changes what is sent.
+OPTIMIZERS = {
+    "sgd": lambda: keras.optimizers.SGD(0.1, momentum=0.9),
+    "adam": lambda: keras.optimizers.Adam(0.01),
+    "decay": lambda: keras.optimizers.AdamW(0.01, weight_decay=0.1),
+    "clipping": lambda: keras.optimizers.SGD(0.1, global_clipnorm=0.1),
+    "average": lambda: keras.optimizers.SGD(
+        0.1, use_ema=True, ema_momentum=0.8, ema_overwrite_frequency=3
+    ),
+    "accumulation": lambda: keras.optimizers.SGD(0.1, gradient_accumulation_steps=3),
+    "loss_scale": lambda: keras.optimizers.LossScaleOptimizer(
+        keras.optimizers.SGD(0.1)
+    ),
+    "schedule": lambda: keras.optimizers.SGD(
+        keras.optimizers.schedules.ExponentialDecay(0.1, 2, 0.5)
+    ),
+    # Keras asks for the number of the step here, and not of the update.
+    "schedule_accumulation": lambda: keras.optimizers.SGD(
+        keras.optimizers.schedules.ExponentialDecay(0.1, 2, 0.5),
+        gradient_accumulation_steps=3,
+    ),
+}
 
 DIGESTS = """
 def digest(m):
@@ -76,8 +100,14 @@ def wait_for(path):
 SCRIPT = SETUP + BEFORE + "BODY\nstrategy.close()\n"
 
 
+def job(body: str, size: int = 2, **more: Any) -> Workers:
+    """A job of the script with this body, with one server unless `more` says else."""
+    return Workers(
+        SCRIPT.replace("BODY", body), size, **{"servers": 1, "deadline": 120, **more}
+    )
+
+
 def run(body: str, size: int = 2, **env: str) -> list[Any]:
     """Runs the script with this body; returns each worker's result."""
-    script = SCRIPT.replace("BODY", body)
-    with Workers(script, size, servers=1, env=env, deadline=120) as job:
-        return [worker.result for worker in job.succeed()[:size]]
+    with job(body, size, env=env) as workers:
+        return [worker.result for worker in workers.succeed()[:size]]

@@ -9,7 +9,7 @@ import tensorflow as tf
 from soak import but_soak, soak
 
 import kerasdist
-from asynchronous import BEFORE, SETUP
+from asynchronous import BEFORE, OPTIMIZERS, SETUP
 from asynchronous import run as run_apart
 from sessions import Session
 
@@ -23,29 +23,6 @@ def mlp(*, normalized=False):
     if normalized:
         layers.append(keras.layers.BatchNormalization())
     return keras.Sequential([keras.Input((5,)), *layers, keras.layers.Dense(3)])
-
-
-OPTIMIZERS = {
-    "sgd": lambda: keras.optimizers.SGD(0.1, momentum=0.9),
-    "adam": lambda: keras.optimizers.Adam(0.01),
-    "decay": lambda: keras.optimizers.AdamW(0.01, weight_decay=0.1),
-    "clipping": lambda: keras.optimizers.SGD(0.1, global_clipnorm=0.1),
-    "average": lambda: keras.optimizers.SGD(
-        0.1, use_ema=True, ema_momentum=0.8, ema_overwrite_frequency=3
-    ),
-    "accumulation": lambda: keras.optimizers.SGD(0.1, gradient_accumulation_steps=3),
-    "loss_scale": lambda: keras.optimizers.LossScaleOptimizer(
-        keras.optimizers.SGD(0.1)
-    ),
-    "schedule": lambda: keras.optimizers.SGD(
-        keras.optimizers.schedules.ExponentialDecay(0.1, 2, 0.5)
-    ),
-    # Keras asks for the number of the step here, and not of the update.
-    "schedule_accumulation": lambda: keras.optimizers.SGD(
-        keras.optimizers.schedules.ExponentialDecay(0.1, 2, 0.5),
-        gradient_accumulation_steps=3,
-    ),
-}
 
 
 @pytest.fixture
@@ -325,28 +302,6 @@ result([each for each, _ in digests.found])
     first, second = run(body)
     # What the callback set isn't in the digest of that epoch's end on any of them.
     assert first == second
-
-
-@pytest.mark.parametrize(
-    "optimizer",
-    [
-        "SGD(0.1, use_ema=True)",
-        "Adam(0.01, gradient_accumulation_steps=3)",
-        "LossScaleOptimizer(keras.optimizers.SGD(0.1))",
-    ],
-)
-@pytest.mark.soak  # one worker's are equal to Keras, see above
-def test_optimizers_with_a_state_of_their_own(run, optimizer):
-    body = f"""
-m = build(lambda: keras.optimizers.{optimizer})
-digests = Digests()
-for _ in range(2):
-    m.fit(x, y, batch_size=20, epochs=2, verbose=0, callbacks=[digests])
-result([digests.found, digest(m), m.evaluate(x, y, verbose=0)])
-"""
-    first, second = run(body)
-    assert first == second
-    assert first[2][1] > 0.4
 
 
 def test_an_evaluation_asks_nobody_for_windows_of_accumulation(run):

@@ -9,11 +9,10 @@ import numpy as np
 import pytest
 from soak import soak
 
-from asynchronous import SCRIPT
+import asynchronous
 from kerasdist.ps.tables.snapshot import path_of, read_snapshot
 from pace import bound
 from waiting import wait_until
-from workers import Workers
 
 pytestmark = pytest.mark.timeout(150)
 
@@ -68,8 +67,7 @@ result([digest(m), evaluated])
 def test_the_others_go_on_without_a_lost_worker(lost, fault, tmp_path):
     heartbeat = "3" if fault == signal.SIGSTOP else "30"
     env = {"FOLDER": str(tmp_path), "HEARTBEAT": heartbeat}
-    script = SCRIPT.replace("BODY", LONG)
-    with Workers(script, 3, servers=1, env=env, deadline=120) as job:
+    with asynchronous.job(LONG, 3, env=env) as job:
         for rank in range(3):
             job.wait_for_line(rank, "training")
         job.kill(lost, fault)
@@ -85,8 +83,7 @@ def test_the_others_go_on_without_a_lost_worker(lost, fault, tmp_path):
 @pytest.mark.parametrize("staleness", [soak("null"), "0"])
 def test_a_lost_server_is_named_in_time(staleness, tmp_path):
     env = {"FOLDER": str(tmp_path), "STALENESS": staleness}
-    script = SCRIPT.replace("BODY", LONG)
-    with Workers(script, 2, servers=2, env=env, deadline=90) as job:
+    with asynchronous.job(LONG, 2, servers=2, env=env) as job:
         for rank in range(2):
             job.wait_for_line(rank, "training")
         at = time.time()
@@ -124,12 +121,11 @@ result([say.batches, digests.found, history.history, m.evaluate(x, y, verbose=0)
 
 @pytest.mark.parametrize("servers", [1, soak(2)])
 def test_a_server_that_is_started_again_goes_on_from_its_snapshot(servers, tmp_path):
-    script = SCRIPT.replace("BODY", RESTARTED)
     snapshots, folder = tmp_path / "snapshots", tmp_path / "folder"
     folder.mkdir()
     env = {"SNAPSHOTS": str(snapshots), "FOLDER": str(folder)}
-    with Workers(
-        script, 2, servers=servers, env=env, deadline=100, handover=False
+    with asynchronous.job(
+        RESTARTED, 2, servers=servers, env=env, handover=False
     ) as job:
         for rank in range(2):
             job.wait_for_line(rank, "training")
@@ -174,9 +170,8 @@ result([begin.found, digest(m)])
 
 @pytest.mark.soak
 def test_a_job_whose_tasks_were_all_killed_begins_with_its_snapshots(tmp_path):
-    script = SCRIPT.replace("BODY", BEGUN_AGAIN)
     env = {"SNAPSHOTS": str(tmp_path)}
-    with Workers(script, 2, servers=1, env=env, deadline=90, handover=False) as job:
+    with asynchronous.job(BEGUN_AGAIN, 2, env=env, handover=False) as job:
         for rank in range(2):
             job.wait_for_line(rank, "training")
         wait_for_snapshot(tmp_path)
@@ -219,9 +214,8 @@ result([found, history.history, digest(m)])
 
 @pytest.mark.parametrize("do", ["evaluate", soak("predict")])
 def test_a_worker_is_lost_while_the_others_evaluate(do, tmp_path):
-    script = SCRIPT.replace("BODY", EVALUATING)
     env = {"DO": do, "FOLDER": str(tmp_path)}
-    with Workers(script, 3, servers=1, env=env, deadline=90) as job:
+    with asynchronous.job(EVALUATING, 3, env=env) as job:
         for rank in range(3):
             job.wait_for_line(rank, do)
         job.kill(2)
@@ -248,7 +242,7 @@ digests = Digests()
 history = m.fit(x, y, batch_size=20, epochs=3, verbose=0, callbacks=[digests])
 result([digests.found, history.history])
 """
-    with Workers(SCRIPT.replace("BODY", body), 3, servers=1, deadline=90) as job:
+    with asynchronous.job(body, 3) as job:
         others = [job.wait_one(rank) for rank in (0, 2, 3)]
     assert [task.returncode for task in others] == [0, 0, 0], others
     assert others[0].result == others[1].result
@@ -311,10 +305,7 @@ def test_a_new_process_joins_with_a_lost_workers_task(
     env = {"DATA": data, "STALENESS": staleness}
     if server_too:
         env["SNAPSHOTS"] = str(tmp_path)
-    script = SCRIPT.replace("BODY", JOINING)
-    with Workers(
-        script, 2, servers=servers, env=env, deadline=110, handover=False
-    ) as job:
+    with asynchronous.job(JOINING, 2, servers=servers, env=env, handover=False) as job:
         for rank in range(2):
             job.wait_for_line(rank, "second epoch")
         again = [2, lost] if server_too else [lost]
@@ -357,9 +348,8 @@ class Wait(keras.callbacks.Callback):
 m.fit(x, y, batch_size=20, epochs=1, verbose=0, callbacks=[Wait()])
 result(digest(m))
 """
-    script = SCRIPT.replace("BODY", body)
     env = {"FOLDER": str(tmp_path)}
-    with Workers(script, 2, servers=1, env=env, deadline=90, handover=False) as job:
+    with asynchronous.job(body, 2, env=env, handover=False) as job:
         for rank in range(2):
             job.wait_for_line(rank, "epoch")
         job.kill(1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from scripts import PRELUDE
+from scripts import NOTING, PRELUDE
 
 from kerasdist.strategies.data.auto_shard import own_sizes
 from workers import Workers
@@ -53,28 +53,10 @@ def read(paths, batch_size=8):
     records = tf.data.TFRecordDataset(paths).batch(1).map(parse).unbatch()
     return by(Policy.FILE, records.batch(batch_size))
 
-trained = []
-class Noting(keras.Model):
-    '''Notes the feature of every row that this worker trains on.'''
-    def __init__(self):
-        super().__init__()
-        self.dense = keras.layers.Dense(1, kernel_initializer="ones", use_bias=False)
-    def build(self, shape):
-        self.dense.build(shape)
-    def call(self, x):
-        return self.dense(x)
-    def train_step(self, data):
-        x, _, _ = keras.utils.unpack_x_y_sample_weight(data)
-        def note(values):
-            trained.append([int(v) for v in values])
-            return np.int64(0)
-        tf.numpy_function(note, [x[:, 0]], tf.int64)
-        return super().train_step(data)
-
-with strategy.scope():
-    model = Noting()
-    model.build((None, 1))
-    model.compile(keras.optimizers.SGD(0.0), "mse")
+"""
+    + NOTING
+    + """
+model = noting(0.0)
 
 def fit(dataset, **options):
     '''What was trained on: the rows of each step that had any.'''

@@ -8,7 +8,7 @@ import types
 
 import numpy as np
 import pytest
-from scripts import PRELUDE
+from scripts import NOTING, PRELUDE
 
 from kerasdist._keras.data import pydataset
 from kerasdist.collectives.ops import equal_part
@@ -23,26 +23,10 @@ keras.utils.set_random_seed(1)  # and the orders of epochs
 strategy = kerasdist.RingStrategy(timeout=60)
 rank, size = strategy.rank, strategy.size
 x = np.arange(42, dtype="float32")[:, None]
-trained = []
-
-class Noting(keras.Model):
-    '''Notes the first feature of every row that this worker trains on.'''
-    def __init__(self):
-        super().__init__()
-        self.dense = keras.layers.Dense(1, kernel_initializer="ones")
-    def call(self, x):
-        return self.dense(x)
-    def train_step(self, data):
-        def note(values):
-            trained.append([int(v) for v in values])
-            return np.int64(0)
-        tf.numpy_function(note, [data[0][:, 0]], tf.int64)
-        return super().train_step(data)
-
-with strategy.scope():
-    model = Noting()
-    model.build((None, 1))
-    model.compile(keras.optimizers.SGD(1e-6), "mse")
+"""
+    + NOTING
+    + """
+model = noting(1e-6)
 
 class Items(keras.utils.PyDataset):
     '''Notes which items are read.'''

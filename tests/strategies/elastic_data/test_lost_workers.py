@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+
 import pytest
 from scripts import PRELUDE
 from soak import soak
@@ -71,6 +73,8 @@ def test_weights_and_metrics_are_those_of_one_process(kinds):
         expected = job.succeed()[0].result
     with Workers(SCRIPT, 3, ["3", *kinds], deadline=180) as job:
         found = job.wait_one(2).result
+        lost = [job.wait_one(rank).returncode for rank in (0, 1)]
+    assert lost == [-signal.SIGKILL] * 2
     assert found == pytest.approx(expected, rel=1e-4, abs=1e-6)
 
 
