@@ -10,6 +10,7 @@ import os
 
 import pytest
 from scripts import PRELUDE
+from soak import soak
 
 from sessions import Session
 from workers import Workers
@@ -214,7 +215,7 @@ result(report)
 
 @pytest.fixture(
     scope="module",
-    params=["ring", *(pytest.param(m, marks=pytest.mark.soak) for m in MODES)],
+    params=["ring", *map(soak, MODES)],
 )
 def job(request, ring, tmp_path_factory):
     """What both workers have found, and the output of the second."""

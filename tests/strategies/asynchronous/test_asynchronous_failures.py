@@ -34,11 +34,11 @@ class Say(keras.callbacks.Callback):
     steps = 0
     def on_train_batch_end(self, batch, logs=None):
         self.steps += 1
-        if self.steps == 40:
+        if self.steps == 20:
             print("training", flush=True)
         if os.path.exists(os.environ["FOLDER"] + "/killed"):
             self.after = getattr(self, "after", 0) + 1
-            self.model.stop_training = self.after > 100
+            self.model.stop_training = self.after > 30
 
 m = build()
 try:

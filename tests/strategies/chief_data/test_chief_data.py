@@ -12,6 +12,7 @@ import json
 import numpy as np
 import pytest
 from scripts import PRELUDE
+from soak import soak
 
 import kerasdist
 from sessions import Session
@@ -153,7 +154,7 @@ trial("noise", noisy, labels, (noisy[:37], labels[:37]))
 """
 
 
-@pytest.mark.parametrize("servers", [0, pytest.param(1, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("servers", [0, soak(1)])
 def test_arrays_in_another_order_or_split_are_the_chiefs(check, run, servers):
     """Each rank had split them in its own way: rows were trained on and tested on."""
     chief, other = check(ARRAYS, apart if servers else run)
