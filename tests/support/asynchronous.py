@@ -7,12 +7,37 @@ from __future__ import annotations
 
 from typing import Any
 
+import keras
+from scripts import PRELUDE
+
 from workers import Workers
 
-__all__ = ["BEFORE", "COMMON", "SCRIPT", "SETUP", "run"]
+__all__ = ["BEFORE", "DIGESTS", "OPTIMIZERS", "SCRIPT", "SETUP", "job", "run"]
 
-# Needs nothing but the imports that stand before it.
-COMMON = """
+# Each keeps something of its own, or changes what is sent.
+OPTIMIZERS = {
+    "sgd": lambda: keras.optimizers.SGD(0.1, momentum=0.9),
+    "adam": lambda: keras.optimizers.Adam(0.01),
+    "decay": lambda: keras.optimizers.AdamW(0.01, weight_decay=0.1),
+    "clipping": lambda: keras.optimizers.SGD(0.1, global_clipnorm=0.1),
+    "average": lambda: keras.optimizers.SGD(
+        0.1, use_ema=True, ema_momentum=0.8, ema_overwrite_frequency=3
+    ),
+    "accumulation": lambda: keras.optimizers.SGD(0.1, gradient_accumulation_steps=3),
+    "loss_scale": lambda: keras.optimizers.LossScaleOptimizer(
+        keras.optimizers.SGD(0.1)
+    ),
+    "schedule": lambda: keras.optimizers.SGD(
+        keras.optimizers.schedules.ExponentialDecay(0.1, 2, 0.5)
+    ),
+    # Keras asks for the number of the step here, and not of the update.
+    "schedule_accumulation": lambda: keras.optimizers.SGD(
+        keras.optimizers.schedules.ExponentialDecay(0.1, 2, 0.5),
+        gradient_accumulation_steps=3,
+    ),
+}
+
+DIGESTS = """
 def digest(m):
     return hashlib.sha256(b"".join(w.tobytes() for w in m.get_weights())).hexdigest()
 
@@ -23,27 +48,22 @@ class Digests(keras.callbacks.Callback):
     def on_epoch_end(self, epoch, logs=None):
         self.found.append([digest(self.model), logs])
 
-def result(value):
-    # In one piece: another thread may say meanwhile that somebody was lost.
-    sys.stdout.write("\\nRESULT " + json.dumps(value) + "\\n")
-    sys.stdout.flush()
 """
 
-SETUP = """
-import hashlib, json, os, sys, time
-import keras
-import numpy as np
-import tensorflow as tf
-import kerasdist
-
+SETUP = (
+    PRELUDE
+    + """
 strategy = kerasdist.ParameterServerStrategy(
     "async", timeout=40, startup_timeout=60,
     heartbeat_timeout=float(os.environ.get("HEARTBEAT", "30")),
     max_staleness=json.loads(os.environ.get("STALENESS", "null")),
     snapshot_dir=os.environ.get("SNAPSHOTS"), snapshot_updates=10)
 """
+)
 
-BEFORE = """
+BEFORE = (
+    DIGESTS
+    + """
 rank = strategy.rank
 keras.utils.set_random_seed(1)
 rng = np.random.default_rng(0)
@@ -63,7 +83,6 @@ def build(optimizer=lambda: "adam", **more):
             metrics=["accuracy"], **more)
     return m
 
-COMMON
 # Of other processes' files and events nothing tells.
 def wait_until(condition, seconds=60):
     end = time.monotonic() + seconds
@@ -75,13 +94,20 @@ def wait_until(condition, seconds=60):
 def wait_for(path):
     wait_until(lambda: os.path.exists(path))
 
-""".replace("COMMON", COMMON)
+"""
+)
 
 SCRIPT = SETUP + BEFORE + "BODY\nstrategy.close()\n"
 
 
+def job(body: str, size: int = 2, **more: Any) -> Workers:
+    """A job of the script with this body, with one server unless `more` says else."""
+    return Workers(
+        SCRIPT.replace("BODY", body), size, **{"servers": 1, "deadline": 120, **more}
+    )
+
+
 def run(body: str, size: int = 2, **env: str) -> list[Any]:
     """Runs the script with this body; returns each worker's result."""
-    script = SCRIPT.replace("BODY", body)
-    with Workers(script, size, servers=1, env=env, deadline=120) as job:
-        return [worker.result for worker in job.succeed()[:size]]
+    with job(body, size, env=env) as workers:
+        return [worker.result for worker in workers.succeed()[:size]]

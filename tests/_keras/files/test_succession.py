@@ -12,6 +12,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from scripts import PRELUDE
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.util.tensor_util import make_ndarray
 
@@ -19,13 +20,10 @@ from workers import Workers
 
 pytestmark = pytest.mark.timeout(170)
 
-SCRIPT = """
-import json, os, signal, sys
-import keras
-import numpy as np
-import tensorflow as tf
+SCRIPT = (
+    PRELUDE
+    + """
 from tensorflow.python.checkpoint import checkpoint
-import kerasdist
 
 os.chdir(os.environ["FOLDER"])
 ENDS = json.loads(os.environ["ENDS"])  # by rank: the moment at which it ends
@@ -95,7 +93,7 @@ if moment == ["checkpoint"]:
         os.getpid(), signal.SIGKILL)
 kept = tf.train.CheckpointManager(tf.train.Checkpoint(model=model), "kept", 2)
 kept.save()
-print("RESULT", json.dumps({
+result({
     "rank": strategy.rank, "history": history.history, "sums": sums,
     "best": best.best, "waited": stop.wait, "end": total(),
     "kept": kept.latest_checkpoint,
@@ -103,9 +101,10 @@ print("RESULT", json.dumps({
     "user": float(sum(
         np.abs(w).sum()
         for w in keras.models.load_model("user_0.keras").get_weights())),
-}))
+})
 strategy.close()
 """
+)
 
 
 def fit(folder: Path, size: int, ends: dict[int, Any]) -> list[Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+from scripts import PRELUDE
 
 from kerasdist.cluster import Cluster, resolve
 from kerasdist.strategies.role.cluster_resolver import resolver_of
@@ -48,12 +49,9 @@ def test_the_resolver_without_addresses():
     assert resolved(evaluator) == ("evaluator", 0, {}, "")
 
 
-START = """
-import json, sys, time
-import keras
-import numpy as np
-import tensorflow as tf
-import kerasdist
+START = (
+    PRELUDE
+    + """
 from kerasdist import errors
 
 strategy = STRATEGY
@@ -63,15 +61,6 @@ known = [resolver.task_type, resolver.task_id,
 x = np.ones((64, 8), "float32")
 y = np.ones((64, 1), "float32")
 data = tf.data.Dataset.from_tensor_slices((x, y)).batch(16)
-
-def result(value):
-    sys.stdout.write("\\nRESULT " + json.dumps(value) + "\\n")  # one write
-
-def error(do):
-    try:
-        do()
-    except Exception as caught:
-        return [type(caught).__name__, str(caught)]
 
 def loop(jit=False, seed=1):
     keras.utils.set_random_seed(seed)
@@ -92,10 +81,10 @@ def loop(jit=False, seed=1):
         train(a, b)
     return [float(w.sum()) for w in model.get_weights()]
 """
+)
 
 
 PLAIN_LOOP = """
-import contextlib, hashlib
 x = np.random.default_rng(0).normal(size=(20, 5)).astype("float32")
 y = x.sum(1, keepdims=True)
 def weights(kind, optimizer, model_scope, loop_scope, rows=slice(None)):
@@ -123,11 +112,10 @@ def weights(kind, optimizer, model_scope, loop_scope, rows=slice(None)):
 def plain_loop():
     plain, scope = contextlib.nullcontext, strategy.scope
     adam = lambda: keras.optimizers.Adam(0.01, clipnorm=1.0)
-    for kind in ("eager", "function"):
-        expected = weights(kind, adam, plain, plain)
-        for where in (plain, scope):
-            for one, other in zip(weights(kind, adam, scope, where), expected):
-                np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+    expected = weights("eager", adam, plain, plain)
+    for kind, where in (("eager", scope), ("function", plain)):
+        for one, other in zip(weights(kind, adam, scope, where), expected):
+            np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
     # Batches that differ are parts of one.
     mine = slice(8 * strategy.rank, 8 * strategy.rank + 8)
     sgd = lambda: keras.optimizers.SGD(0.01)
@@ -146,7 +134,7 @@ def build():
     with strategy.scope():
         keras.Sequential([keras.Input((8,)), keras.layers.Dense(3 + strategy.rank)])
 
-result([known, error(lambda: loop(jit=True)), plain_loop(), error(build)])
+result([known, error_of(lambda: loop(jit=True)), plain_loop(), error_of(build)])
 """
 
 
@@ -182,12 +170,12 @@ given = strategy.experimental_distribute_dataset(data)
 history = model.fit(given, epochs=3, verbose=0).history["loss"]
 evaluated = model.evaluate(given, verbose=0)
 weights = loop()
-second = error(lambda: kerasdist.ParameterServerStrategy("async"))
+second = error_of(lambda: kerasdist.ParameterServerStrategy("async"))
 # Without `strategy.run` each worker would take the same step.
 with strategy.scope():
     variable = keras.Variable(1.0)
     optimizer = keras.optimizers.SGD(0.1)
-plain = error(lambda: optimizer.apply([tf.constant(1.0)], [variable]))
+plain = error_of(lambda: optimizer.apply([tf.constant(1.0)], [variable]))
 strategy.close()
 result([known, history, evaluated, weights, second, plain])
 """

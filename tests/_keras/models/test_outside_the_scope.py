@@ -5,20 +5,17 @@ from __future__ import annotations
 import keras
 import numpy as np
 import pytest
+from scripts import PRELUDE
 
 import kerasdist
 from workers import Workers
 
-SCRIPT = """
-import hashlib, json, os, warnings
-import tensorflow as tf
-import numpy as np
-import keras
-import kerasdist
+SCRIPT = (
+    PRELUDE
+    + """
+import warnings
 
-tf.config.set_logical_device_configuration(
-    tf.config.list_physical_devices("CPU")[0],
-    [tf.config.LogicalDeviceConfiguration()] * 2)
+logical_devices(2)
 x = np.random.default_rng(0).normal(size=(24, 4)).astype("float32")
 y = x.sum(axis=1, keepdims=True)
 strategy = kerasdist.RingStrategy(devices=["CPU:0"], timeout=60)
@@ -40,16 +37,8 @@ def said(do):
 
 def train(model, data=(x, y)):
     return lambda: model.fit(*data, batch_size=8, verbose=0)
-
-def refused(do):
-    try:
-        do()
-    except (ValueError, RuntimeError) as error:
-        return str(error)
-
-def result(value):
-    print("RESULT", json.dumps(value), flush=True)
 """
+)
 
 
 # A model made outside and used inside: some variables were created outside of the
@@ -113,12 +102,12 @@ few = [loop(strategy, inside) for inside in (["model"], [])]
 """
 TOLD = """
 made = build()
-made.compile("sgd", "mse")
+made.compile("sgd", "mse", run_eagerly=True)
 with strategy.scope():
     model = build()
-    model.compile("sgd", "mse")
+    model.compile("sgd", "mse", run_eagerly=True)
 cloned = keras.models.clone_model(model)
-cloned.compile("sgd", "mse")
+cloned.compile("sgd", "mse", run_eagerly=True)
 found = {
     "evaluated": said(lambda: made.evaluate(x, y, verbose=0)),
     "made": said(train(made)),
@@ -128,10 +117,10 @@ found = {
 }
 with tf.distribute.OneDeviceStrategy("CPU:0").scope():
     other = build()
-    other.compile("sgd", "mse")
+    other.compile("sgd", "mse", run_eagerly=True)
 found["of another strategy"] = said(train(other))
 meant = build()
-meant.compile("sgd", "mse")
+meant.compile("sgd", "mse", run_eagerly=True)
 with kerasdist.local_training():
     found["meant"] = said(train(meant))
     contradiction = refused(train(model))
@@ -143,7 +132,7 @@ with strategy.scope():
     into = refused(lambda: made.predict(x, verbose=0))
 strategy.close()
 late = build()
-late.compile("sgd", "mse")
+late.compile("sgd", "mse", run_eagerly=True)
 found["closed"] = said(train(late))
 result([found, contradiction, into])
 """

@@ -6,9 +6,10 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from soak import but_soak, soak
 
 import kerasdist
-from asynchronous import BEFORE, SETUP
+from asynchronous import BEFORE, OPTIMIZERS, SETUP
 from asynchronous import run as run_apart
 from sessions import Session
 
@@ -22,29 +23,6 @@ def mlp(*, normalized=False):
     if normalized:
         layers.append(keras.layers.BatchNormalization())
     return keras.Sequential([keras.Input((5,)), *layers, keras.layers.Dense(3)])
-
-
-OPTIMIZERS = {
-    "sgd": lambda: keras.optimizers.SGD(0.1, momentum=0.9),
-    "adam": lambda: keras.optimizers.Adam(0.01),
-    "decay": lambda: keras.optimizers.AdamW(0.01, weight_decay=0.1),
-    "clipping": lambda: keras.optimizers.SGD(0.1, global_clipnorm=0.1),
-    "average": lambda: keras.optimizers.SGD(
-        0.1, use_ema=True, ema_momentum=0.8, ema_overwrite_frequency=3
-    ),
-    "accumulation": lambda: keras.optimizers.SGD(0.1, gradient_accumulation_steps=3),
-    "loss_scale": lambda: keras.optimizers.LossScaleOptimizer(
-        keras.optimizers.SGD(0.1)
-    ),
-    "schedule": lambda: keras.optimizers.SGD(
-        keras.optimizers.schedules.ExponentialDecay(0.1, 2, 0.5)
-    ),
-    # Keras asks for the number of the step here, and not of the update.
-    "schedule_accumulation": lambda: keras.optimizers.SGD(
-        keras.optimizers.schedules.ExponentialDecay(0.1, 2, 0.5),
-        gradient_accumulation_steps=3,
-    ),
-}
 
 
 @pytest.fixture
@@ -63,16 +41,7 @@ def products_in_order():
 @pytest.mark.usefixtures("products_in_order")
 @pytest.mark.parametrize(
     "name",
-    [
-        # The others in the soak test.
-        pytest.param(
-            name,
-            marks=[]
-            if name in ("sgd", "schedule_accumulation")
-            else [pytest.mark.soak],
-        )
-        for name in [*OPTIMIZERS, "normalized"]
-    ],
+    but_soak(["schedule_accumulation"], [*OPTIMIZERS, "normalized"]),
 )
 def test_one_worker_is_plain_keras(name, tmp_path):
     """Alone, and with a table of weights, which it has for the sake of snapshots."""
@@ -118,8 +87,7 @@ def run():
         yield session.run
 
 
-@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.soak), 3])
-def test_workers_learn_and_agree_after_each_epoch(size):
+def test_workers_learn_and_agree_after_each_epoch(run):
     body = """
 class Observe(keras.callbacks.Callback):
     def on_train_begin(self, logs=None):
@@ -148,9 +116,8 @@ result([digests.found, evaluated, hashlib.sha256(predicted.tobytes()).hexdigest(
         observe.stale])
 assert strategy.staleness == observe.stale[-1]
 """
-    results = run_apart(body, size)
-    for other in results[1:]:
-        assert other[:3] == results[0][:3]
+    results = run(body)
+    assert results[1][:3] == results[0][:3]
     digests, evaluated, _, _ = results[0]
     assert len({digest for digest, _ in digests}) == 8
     assert evaluated[1] > 0.85
@@ -161,7 +128,7 @@ assert strategy.staleness == observe.stale[-1]
         assert reads == (epoch + 1) * 30
 
 
-def test_epoch_metrics_are_of_all_workers():
+def test_epoch_metrics_are_of_all_workers(run):
     body = """
 class Counted(keras.Model):
     def __init__(self):
@@ -189,8 +156,8 @@ digests = Digests()
 m.fit(x, y, batch_size=17, epochs=3, verbose=0, callbacks=[digests])
 result([logs for _, logs in digests.found])
 """
-    first, second, third = run_apart(body, 3)
-    assert first == second == third
+    first, second = run(body)
+    assert first == second
     rng = np.random.default_rng(0)
     mean = rng.normal(size=(600, 8)).astype("float32")[:, 0].mean()
     for logs in first:
@@ -224,7 +191,7 @@ with strategy.scope():
 """
 
 
-@pytest.mark.parametrize("bound", [0, 1, 3])
+@pytest.mark.parametrize("bound", [0, soak(1), 3])
 def test_no_read_misses_an_update_older_than_its_bound(bound, tmp_path):
     body = (
         READS
@@ -300,16 +267,16 @@ result([m.get_weights()[0].tolist(), strategy.staleness])
     assert first[1]["98"] == 1
 
 
-def test_statistics_and_a_worker_without_any_step():
+def test_statistics_and_a_worker_without_any_step(run):
     """One batch per epoch: one of the workers has nothing to do, and no logs."""
     body = """
 digests = Digests()
 m = build()
-m.fit(x, y, batch_size=600, epochs=4, verbose=0, callbacks=[digests])
+m.fit(x, y, batch_size=600, epochs=2, verbose=0, callbacks=[digests])
 result(digests.found)
 """
-    first, second, third = run_apart(body, 3)
-    assert first == second == third
+    first, second = run(body)
+    assert first == second
     assert all(set(logs) == {"accuracy", "loss"} for _, logs in first)
 
 
@@ -335,34 +302,6 @@ result([each for each, _ in digests.found])
     first, second = run(body)
     # What the callback set isn't in the digest of that epoch's end on any of them.
     assert first == second
-
-
-@pytest.mark.parametrize(
-    "optimizer",
-    [
-        pytest.param("keras.optimizers.SGD(0.1, use_ema=True)", marks=pytest.mark.soak),
-        pytest.param(
-            "keras.optimizers.Adam(0.01, gradient_accumulation_steps=3)",
-            marks=pytest.mark.soak,
-        ),
-        # One worker's is equal to Keras, see above.
-        pytest.param(
-            "keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1))",
-            marks=pytest.mark.soak,
-        ),
-    ],
-)
-def test_optimizers_with_a_state_of_their_own(run, optimizer):
-    body = f"""
-m = build(lambda: {optimizer})
-digests = Digests()
-for _ in range(2):
-    m.fit(x, y, batch_size=20, epochs=2, verbose=0, callbacks=[digests])
-result([digests.found, digest(m), m.evaluate(x, y, verbose=0)])
-"""
-    first, second = run(body)
-    assert first == second
-    assert first[2][1] > 0.4
 
 
 def test_an_evaluation_asks_nobody_for_windows_of_accumulation(run):

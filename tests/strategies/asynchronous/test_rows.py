@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
+
 import keras
 import ml_dtypes
 import numpy as np
 import pytest
+from scripts import PRELUDE
+from soak import but_soak, soak
 
 import kerasdist
-from asynchronous import COMMON
+from asynchronous import DIGESTS, OPTIMIZERS
 from kerasdist.strategies.asynchronous.rows import rows_that_differ
-from workers import Workers
+from sessions import Session
 
 pytestmark = pytest.mark.timeout(150)
 
@@ -45,7 +49,7 @@ def test_what_is_not_a_number_differs_once():
 ROWS = 3000
 
 
-def recommender(table=None, **more):
+def recommender(**more):
     """Users and items in one table, used twice; and a smaller one."""
     users, items = keras.Input((), dtype="int32"), keras.Input((), dtype="int32")
     shared = keras.layers.Embedding(ROWS, 16, **more)
@@ -54,30 +58,9 @@ def recommender(table=None, **more):
     return keras.Model([users, items], keras.layers.Dense(1)(both))
 
 
-o = keras.optimizers
-OPTIMIZERS = {
-    "sgd": lambda: o.SGD(0.1),
-    "momentum": lambda: o.SGD(0.1, momentum=0.9),
-    "adam": lambda: o.Adam(0.01),
-    "decay": lambda: o.AdamW(0.01, weight_decay=0.1),
-    "adagrad": lambda: o.Adagrad(0.1),
-    "clipping": lambda: o.SGD(0.1, global_clipnorm=0.1),
-    "accumulation": lambda: o.SGD(0.1, gradient_accumulation_steps=3),
-    "average": lambda: o.SGD(
-        0.1, use_ema=True, ema_momentum=0.8, ema_overwrite_frequency=3
-    ),
-    "loss_scale": lambda: o.LossScaleOptimizer(o.SGD(0.1)),
-    "constraint": lambda: o.SGD(0.1),
-}
-
-
 @pytest.mark.parametrize(
     "name",
-    [
-        # The others in the soak test.
-        pytest.param(name, marks=[] if name == "adam" else [pytest.mark.soak])
-        for name in OPTIMIZERS
-    ],
+    but_soak(["adam"], [*OPTIMIZERS, "constraint"]),
 )
 def test_one_worker_is_plain_keras(name, tmp_path):
     rng = np.random.default_rng(0)
@@ -90,7 +73,7 @@ def test_one_worker_is_plain_keras(name, tmp_path):
     def train():
         keras.utils.set_random_seed(1)
         model = recommender(**more)
-        model.compile(OPTIMIZERS[name](), "mse")
+        model.compile(OPTIMIZERS.get(name, OPTIMIZERS["sgd"])(), "mse")
         history = model.fit(x, y, batch_size=16, epochs=3, shuffle=False, verbose=0)
         return [*model.get_weights(), np.asarray(history.history["loss"])]
 
@@ -109,21 +92,20 @@ def test_one_worker_is_plain_keras(name, tmp_path):
 
 # Several workers.
 
-SCRIPT = """
-import hashlib, json, os, sys
-import keras
-import numpy as np
-import tensorflow as tf
-import kerasdist
-
+SETUP = (
+    PRELUDE
+    + """
 replicas = int(os.environ.get("REPLICAS", "1"))
-tf.config.set_logical_device_configuration(
-    tf.config.list_physical_devices("CPU")[0],
-    [tf.config.LogicalDeviceConfiguration()] * replicas)
+logical_devices(replicas)
 strategy = kerasdist.ParameterServerStrategy(
     "async", timeout=40, startup_timeout=60,
     devices=[f"CPU:{i}" for i in range(replicas)],
     max_staleness=json.loads(os.environ.get("STALENESS", "null")))
+"""
+)
+
+BEFORE = (
+    """
 rank, client = strategy.rank, strategy.extended.workers.client
 keras.utils.set_random_seed(1)
 rng = np.random.default_rng(0)
@@ -153,46 +135,59 @@ def build(make, optimizer):
         m(np.zeros(1, "int32"))
     return m
 
-COMMON
-BODY
-strategy.close()
-""".replace("COMMON", COMMON)
+"""
+    + DIGESTS
+)
 
 
-def run(body, size=2, servers=2, **env):
-    script = SCRIPT.replace("BODY", body)
-    with Workers(script, size, servers=servers, env=env, deadline=120) as job:
-        return [worker.result for worker in job.succeed()[:size]]
+def job(size=2, replicas=1, staleness=None):
+    env = {"REPLICAS": str(replicas), "STALENESS": json.dumps(staleness)}
+    return Session(SETUP, size, before=BEFORE, servers=2, env=env)
+
+
+@pytest.fixture(scope="module")
+def run():
+    """Runs a script, with some names, in the job that has such options."""
+    with job() as free, job(staleness=0) as in_step, job(replicas=2) as double:
+        jobs = {(2, 1, None): free, (2, 1, 0): in_step, (2, 2, None): double}
+
+        def run(body, size=2, replicas=1, staleness=None, **names):
+            body = "".join(f"{k} = {v!r}\n" for k, v in names.items()) + body
+            options = (size, replicas, staleness)
+            if options in jobs:
+                return jobs[options].run(body)
+            with job(*options) as another:
+                return another.run(body)
+
+        yield run
 
 
 COUNTING = """
-constraint = json.loads(os.environ.get("CONSTRAINT", "null"))
 m = build(lambda: Counts(constraint=constraint), lambda: keras.optimizers.SGD(32.0))
 x = rng.integers(0, 4000, size=640).astype("int32") // 3
 digests = Digests()
 m.fit(x, batch_size=32, epochs=3, verbose=0, callbacks=[digests])
 expected = np.bincount(x, minlength=4000)[:, None] * np.full(8, 3.0)
-(table,) = client.tables
+table = client.tables[-1]
 result([[d for d, _ in digests.found], table.layout.variables[0].sparse,
         float(np.abs(m.get_weights()[0] - expected).max())])
 """
 
 
 @pytest.mark.parametrize(
-    ("size", "env"),
+    "options",
     [
-        (2, {"STALENESS": "0"}),
-        (3, {"STALENESS": "2"}),
-        (2, {}),
-        pytest.param(2, {"REPLICAS": "2"}, marks=pytest.mark.soak),
-        pytest.param(2, {"CONSTRAINT": '"non_neg"'}, marks=pytest.mark.soak),
-        (2, {"CONSTRAINT": '"non_neg"', "REPLICAS": "2"}),
+        pytest.param({"staleness": 0}, id="in_step"),
+        soak({"size": 3, "staleness": 2}, id="bounded"),
+        pytest.param({}, id="free"),
+        soak({"replicas": 2}, id="two_replicas"),
+        soak({"constraint": "non_neg"}, id="compared"),
+        pytest.param({"constraint": "non_neg", "replicas": 2}, id="compared_two"),
     ],
-    ids=["in_step", "bounded", "free", "two_replicas", "compared", "compared_two"],
 )
-def test_no_change_of_any_worker_is_missing_or_there_twice(size, env):
+def test_no_change_of_any_worker_is_missing_or_there_twice(run, options):
     """Steps of 1 and sums of whole numbers: all of them are exact."""
-    results = run(COUNTING, size, **env)
+    results = run(COUNTING, **{"constraint": None, **options})
     for digests, sparse, error in results:
         assert digests == results[0][0]
         assert len(set(digests)) == 3
@@ -203,19 +198,14 @@ def test_no_change_of_any_worker_is_missing_or_there_twice(size, env):
 @pytest.mark.parametrize(
     "optimizer",
     [
-        pytest.param("keras.optimizers.Adam(0.01)", marks=pytest.mark.soak),
-        pytest.param("keras.optimizers.RMSprop(0.01)", marks=pytest.mark.soak),
-        pytest.param(
-            "keras.optimizers.SGD(0.02, momentum=0.9)", marks=pytest.mark.soak
-        ),
-        "keras.optimizers.Adam(0.01, gradient_accumulation_steps=3)",
-        pytest.param(
-            "keras.optimizers.LossScaleOptimizer(keras.optimizers.Adagrad(0.1))",
-            marks=pytest.mark.soak,
-        ),
+        soak("Adam(0.01)"),
+        soak("RMSprop(0.01)"),
+        soak("SGD(0.02, momentum=0.9)"),
+        "Adam(0.01, gradient_accumulation_steps=3)",
+        soak("LossScaleOptimizer(keras.optimizers.Adagrad(0.1))"),
     ],
 )
-def test_workers_learn_and_agree_after_each_epoch(optimizer):
+def test_workers_learn_and_agree_after_each_epoch(run, optimizer):
     """Does a user like an item? By the products of what was learned of both."""
     body = f"""
 def make():
@@ -226,7 +216,7 @@ def make():
     return keras.Model([users, items], keras.layers.Dense(1)(product))
 with strategy.scope():
     m = make()
-    m.compile({optimizer}, "mse")
+    m.compile(keras.optimizers.{optimizer}, "mse")
 users, items = rng.integers(0, 200, size=(2, 3200)).astype("int32")
 hidden = rng.normal(size=(400, 3)).astype("float32")
 x, y = [users, items + 200], (hidden[users] * hidden[items + 200]).sum(axis=1)
@@ -235,7 +225,7 @@ digests = Digests()
 for _ in range(2):
     m.fit(x, y, batch_size=32, epochs=2, verbose=0, callbacks=[digests])
 after = m.evaluate(x, y, verbose=0, batch_size=512)
-(table,) = client.tables
+table = client.tables[-1]
 result([digests.found, after, before, digest(m), table.layout.variables[0].sparse])
 """
     first, second = run(body)
@@ -247,7 +237,7 @@ result([digests.found, after, before, digest(m), table.layout.variables[0].spars
         assert after < before
 
 
-def test_bytes_grow_with_the_rows_touched_and_not_with_the_table():
+def test_bytes_grow_with_the_rows_touched_and_not_with_the_table(run):
     """Rows of 64 float32 and an index each, there and back: and little else."""
     body = """
 class Note(keras.callbacks.Callback):
@@ -268,7 +258,7 @@ for rows in (20_000, 200_000):
         counts[f"{rows} {touched}"] = found
 result(counts)
 """
-    results = run(body, STALENESS="0")
+    results = run(body, staleness=0)
     row_bytes = 64 * 4 + 4
     for touched in (10, 100, 1000):
         size = touched * row_bytes
@@ -283,7 +273,7 @@ result(counts)
                 assert len(steps) * size <= received < 8 * (size + 4000)
 
 
-def test_what_else_changes_rows():
+def test_what_else_changes_rows(run):
     """Between epochs rank 0's rows are everybody's; in the midst of one they aren't."""
     body = """
 class Set(keras.callbacks.Callback):
@@ -308,19 +298,12 @@ result([callback.found, m.get_weights()[0][:, 0].tolist()])
 
 
 @pytest.mark.parametrize(
-    "env",
-    [
-        {},
-        pytest.param({"EAGER": "1"}, marks=pytest.mark.soak),
-        {"EAGER": "1", "REPLICAS": "2"},
-        pytest.param({"EAGER": "1", "ROWS": "960"}, marks=pytest.mark.soak),
-    ],
-    ids=["traced", "eager", "eager_two_replicas", "eager_dense"],
+    ("eager", "replicas", "rows"),
+    [(False, 1, 4000), soak(True, 1, 4000), (True, 2, 4000), soak(True, 1, 960)],
 )
-def test_steps_outside_of_fit(env):
+def test_steps_outside_of_fit(run, eager, replicas, rows):
     """Also the first one, which opens the table; eagerly it was once lost."""
     body = """
-rows, eager = int(os.environ.get("ROWS", "4000")), "EAGER" in os.environ
 m = build(lambda: Counts(rows), lambda: keras.optimizers.SGD(4.0))
 m.run_eagerly = eager
 x = np.arange(160, dtype="int32")
@@ -329,7 +312,7 @@ for start in range(0, 40, 4):
 # Here the workers meet.
 m.predict(x, verbose=0)
 outside = m.get_weights()[0][:, 0].tolist()
-(table,) = client.tables
+table = client.tables[-1]
 dataset = tf.data.Dataset.from_tensor_slices(x).batch(4, drop_remainder=True)
 
 def step(batch):
@@ -340,10 +323,10 @@ for batch in strategy.experimental_distribute_dataset(dataset):
     step(batch)
 result([outside, m.get_weights()[0][:, 0].tolist(), table.layout.variables[0].sparse])
 """
-    for outside, after, sparse in run(body, **env):
-        assert sparse == ("ROWS" not in env)
+    names = {"eager": eager, "rows": rows}
+    for outside, after, sparse in run(body, replicas=replicas, **names):
+        assert sparse == (rows == 4000)
         rest = [0.0] * (len(outside) - 160)
         assert outside == [1.0] * 80 + [0.0] * 80 + rest
         # A loop's own gradients are summed over replicas.
-        more = float(env.get("REPLICAS", "1"))
-        assert after == [1 + more] * 80 + [more] * 80 + rest
+        assert after == [1.0 + replicas] * 80 + [float(replicas)] * 80 + rest

@@ -11,33 +11,67 @@ import json
 
 import numpy as np
 import pytest
+from scripts import PRELUDE
+from soak import soak
 
 import kerasdist
+from sessions import Session
 from workers import Workers
 
-MODEL = """
-import json, os
-import keras
-import numpy as np
-import tensorflow as tf
+WORKER = (
+    PRELUDE
+    + """
+logical_devices(2)
+kind = getattr(kerasdist, os.environ.get("STRATEGY", "RingStrategy"))
+options = json.loads(os.environ.get("OPTIONS", "{}"))
+strategy = kind(devices=["CPU:0"], timeout=60, **options)
+rank, size, scope = strategy.rank, strategy.size, strategy.scope
+def another(**options):
+    return kerasdist.RingStrategy(timeout=60, **options).scope
+"""
+)
 
+PLAIN = (
+    PRELUDE
+    + """
+logical_devices(2)
+rank, scope = 0, contextlib.nullcontext
+def another(**options):
+    return scope
+"""
+)
+
+BEFORE = """
 tf.random.set_seed(3)
 rows = np.random.default_rng(5)
 X = rows.normal(size=(400, 8)).astype("float32")
 Y = X.sum(axis=1, keepdims=True) + rows.normal(size=(400, 1)).astype("float32")
 
+def result(*value):
+    print("RESULT", json.dumps(value), flush=True)
+
 def random_of(rank):
     return np.random.default_rng(100 + rank)
 
-def build():
-    m = keras.Sequential([keras.Input((8,)), keras.layers.Dense(1, "linear")])
-    m.compile(keras.optimizers.SGD(0.02), "mse")
+def build(**more):
+    with scope():
+        m = keras.Sequential([keras.Input((8,)), keras.layers.Dense(1, "linear")])
+        m.compile(keras.optimizers.SGD(0.02), "mse", **more)
     m.set_weights([np.full((8, 1), 0.1), np.zeros(1)])
     return m
 
 def numbers(m, *more):
     flat = [w.ravel() for w in m.get_weights()] + [np.ravel(v) for v in more]
     return [float(v) for v in np.concatenate(flat)]
+
+def refused(call):
+    '''The error's text, and that no step was taken.'''
+    m = build()
+    try:
+        call(m)
+    except ValueError as error:
+        return [str(error), int(m.optimizer.iterations.numpy())]
+    return ["no error", -1]
 
 class Items(keras.utils.PyDataset):
     def __init__(self, x, y, random=None, every=False):
@@ -56,83 +90,58 @@ class Items(keras.utils.PyDataset):
             self.random.shuffle(self.order)
 """
 
-WORKER = (
-    """
-import json, os
-import tensorflow as tf
-import kerasdist
-if os.environ.get("DEVICES"):
-    tf.config.set_logical_device_configuration(
-        tf.config.list_physical_devices("CPU")[0],
-        [tf.config.LogicalDeviceConfiguration()] * 2)
-options = json.loads(os.environ.get("OPTIONS", "{}"))
-kind = getattr(kerasdist, os.environ.get("STRATEGY", "RingStrategy"))
-strategy = kind(timeout=60, **options)
-rank, size = strategy.rank, strategy.size
-scope = strategy.scope
-def result(*value):
-    print("RESULT", json.dumps(value), flush=True)
-def refused(call):
-    '''The error's text, and that no step was taken.'''
-    with scope():
-        m = build()
-    try:
-        call(m)
-    except ValueError as error:
-        return [str(error), int(m.optimizer.iterations.numpy())]
-    return ["no error", -1]
-"""
-    + MODEL
-)
 
-PLAIN = (
-    """
-import contextlib
-rank, scope = 0, contextlib.nullcontext
-def result(*value):
-    print("RESULT", json.dumps(value), flush=True)
-"""
-    + MODEL
-)
+def apart(body, **options):
+    """What the workers have found with a parameter server."""
+    env = {"OPTIONS": json.dumps(options), "STRATEGY": "ParameterServerStrategy"}
+    script = WORKER + BEFORE + body
+    with Workers(script, 2, servers=1, env=env, deadline=120) as job:
+        return job.succeed()[:2]
 
 
-def run(body, size=2, servers=0, **options):
-    strategy = "ParameterServerStrategy" if servers else "RingStrategy"
-    env = {"OPTIONS": json.dumps(options), "STRATEGY": strategy}
-    if "devices" in options:
-        env["DEVICES"] = "1"
-    script = WORKER + body
-    with Workers(script, size, servers=servers, env=env, deadline=120) as job:
-        return job.succeed()[:size]
+@pytest.fixture(scope="module")
+def run():
+    with Session(WORKER, 2, before=BEFORE) as session:
+        yield session.finish
 
 
-def check(body, **options):
+@pytest.fixture(scope="module")
+def alone():
+    more = {"env": {"TF_CONFIG": None}, "handover": False}
+    with Session(PLAIN, 1, before=BEFORE, **more) as session:
+        yield session.finish
+
+
+@pytest.fixture(scope="module")
+def check(run, alone):
     """All ranks have the numbers of one process that has the chief's data."""
-    with (
-        Workers(PLAIN + body, 1, env={"TF_CONFIG": None}, handover=False) as plain,
-    ):
-        workers = run(body, **options)
-        (expected,) = plain.succeed()
-    assert len(expected.results) > 0
-    for worker in workers:
-        for ours, theirs in zip(worker.results, expected.results, strict=True):
-            np.testing.assert_allclose(ours[1], theirs[1], rtol=1e-5, atol=1e-6)
-    return workers
+
+    def compare(body, run=run):
+        (expected,) = alone(body)
+        workers = run(body)
+        assert len(expected.results) > 0
+        for worker in workers:
+            for ours, theirs in zip(worker.results, expected.results, strict=True):
+                np.testing.assert_allclose(ours[1], theirs[1], rtol=1e-5, atol=1e-6)
+        return workers
+
+    return compare
 
 
 ARRAYS = """
 import random
-def trial(name, x, y, val):
-    with scope():
-        m = build()
+def trial(name, x, y, val, more=False):
+    m = build()
     h = m.fit(x, y, batch_size=50, epochs=2, shuffle=False, verbose=0,
               validation_data=val)
-    result(name, numbers(m, *h.history.values(), m.evaluate(*val, verbose=0),
-                         m.predict(val[0], verbose=0)))
+    found = [*h.history.values()]
+    if more:
+        found += [m.evaluate(*val, verbose=0), m.predict(val[0], verbose=0)]
+    result(name, numbers(m, *found))
 
 r = random_of(rank)
 p = r.permutation(400)                                 # train_test_split
-trial("split", X[p[:300]], Y[p[:300]], (X[p[300:]], Y[p[300:]]))
+trial("split", X[p[:300]], Y[p[:300]], (X[p[300:]], Y[p[300:]]), more=True)
 order = list(range(400))                               # a list that is shuffled
 random.Random(rank).shuffle(order)
 x = np.stack([X[i] for i in order]); y = np.stack([Y[i] for i in order])
@@ -145,17 +154,18 @@ trial("noise", noisy, labels, (noisy[:37], labels[:37]))
 """
 
 
-@pytest.mark.parametrize("servers", [0, pytest.param(1, marks=pytest.mark.soak)])
-def test_arrays_in_another_order_or_split_are_the_chiefs(servers):
+@pytest.mark.parametrize("servers", [0, soak(1)])
+def test_arrays_in_another_order_or_split_are_the_chiefs(check, run, servers):
     """Each rank had split them in its own way: rows were trained on and tested on."""
-    chief, other = check(ARRAYS, servers=servers)
+    chief, other = check(ARRAYS, apart if servers else run)
     assert chief.output.count("the chief's arrays are used") == 1
     assert "are sent once" in chief.output
     assert "the chief's arrays" not in other.output
 
 
-def test_what_may_be_a_workers_own_part_is_an_error_before_the_first_step():
+def test_what_may_be_a_workers_own_part_is_an_error_before_the_first_step(run):
     body = """
+scope = another()
 duplicates = np.random.default_rng(rank).integers(0, 2, (400, 8)).astype("float32")
 twice = np.concatenate([X[:200]] * 2)[np.random.default_rng(0).permutation(400)]
 positions = np.arange(200, dtype="float32")[:, None] * np.ones(8, "float32")
@@ -181,8 +191,9 @@ for x, y in (
             assert steps == 0
 
 
-def test_the_difference_is_an_error_or_no_matter_if_that_is_asked_for():
+def test_the_difference_is_an_error_or_no_matter_if_that_is_asked_for(check, run):
     body = """
+scope = another(data="same")
 p = random_of(rank).permutation(400)
 dataset = tf.data.Dataset.from_tensor_slices((X[p], Y[p])).batch(50)
 def generate():
@@ -193,7 +204,7 @@ result([refused(lambda m: m.fit(X[p], Y[p], verbose=0)),
         refused(lambda m: m.fit(generate(), verbose=0)),
         refused(lambda m: m.train_on_batch(X[p], Y[p]))])
 """
-    for worker in run(body, data="same"):
+    for worker in run(body):
         (errors,) = worker.result
         starts = (
             "All workers must be given the same data",
@@ -207,27 +218,27 @@ result([refused(lambda m: m.fit(X[p], Y[p], verbose=0)),
             assert "data='chief'" in message
             assert steps <= 1
     body = """
+scope = another(data="chief")
 shard = slice(0, 200) if rank == 0 else slice(200, 400)
 x, y = X[shard], Y[shard]
-with scope():
-    m = build()
+m = build()
 m.fit(x, y, batch_size=50, shuffle=False, verbose=0)
 m.fit(tf.data.Dataset.from_tensor_slices((x, y)).batch(50), verbose=0)
 m.fit(Items(x, y), shuffle=False, verbose=0)
 result("chief", numbers(m, m.train_on_batch(x, y), m.predict_on_batch(x[:3])))
 """
-    check(body, data="chief")
+    check(body)
 
 
 DATASETS = """
-def trial(name, make, steps=None, epochs=2):
-    with scope():
-        m = build()
-    h = m.fit(make(0), epochs=epochs, steps_per_epoch=steps, verbose=0, shuffle=False,
-              validation_data=make(1), validation_steps=steps)
-    result(name, numbers(m, *h.history.values(),
-                         m.evaluate(make(2), verbose=0, steps=4),
-                         m.predict(make(3), verbose=0, steps=4)))
+def trial(name, make, more=False, epochs=2):
+    m = build()
+    h = m.fit(make(0), epochs=epochs, verbose=0, shuffle=False, validation_data=make(1))
+    found = [*h.history.values()]
+    if more:
+        found += [m.evaluate(make(2), verbose=0, steps=4),
+                  m.predict(make(3), verbose=0, steps=4)]
+    result(name, numbers(m, *found))
 
 r = random_of(rank)
 def shuffled(number):
@@ -242,52 +253,46 @@ def from_generator(number):
             yield X[i], Y[i]
     specs = tf.TensorSpec((8,)), tf.TensorSpec((1,))
     return tf.data.Dataset.from_generator(generate, output_signature=specs).batch(60)
-def generator(number):
-    def draw(x, y):
-        while True:
-            chosen = r.integers(0, len(x), 32)
-            yield x[chosen], y[chosen]
-    return draw(X, Y)
+def draw(x, y):
+    while True:
+        chosen = r.integers(0, len(x), 32)
+        yield x[chosen], y[chosen]
 trial("shuffled", lambda n: shuffled(n).batch(64))
-trial("listed", listed)
+trial("listed", listed, more=True)
 trial("from_generator", from_generator)
-once = generator(0)
-with scope():
-    m = build()
-h = m.fit(once, epochs=3, steps_per_epoch=4, verbose=0)
+m = build()
+h = m.fit(draw(X, Y), epochs=3, steps_per_epoch=4, verbose=0)
 result("generator", numbers(m, *h.history.values()))
 def ends():
     for i in range(5):
         yield X[10 * i:10 * i + 9 + i], Y[10 * i:10 * i + 9 + i]
-with scope():
-    m = build()
+m = build()
 h = m.fit(ends(), verbose=0)
 result("ends", numbers(m, *h.history.values(), m.predict(ends(), verbose=0)))
-trial("items", lambda n: Items(X, Y, random_of(rank + 5 * n)), epochs=1)
+trial("items", lambda n: Items(X, Y, random_of(rank + 5 * n)), True, epochs=1)
 """
 
 
-def test_datasets_and_generators_that_differ_are_the_chiefs():
+def test_datasets_and_generators_that_differ_are_the_chiefs(check):
     """Also at the end of a source that can be read only once: no batch is lost."""
     chief, _ = check(DATASETS)
     for kind in ("datasets", "generators", "PyDatasets"):
         assert chief.output.count(f"the chief's {kind} are used") == 1
 
 
-def test_several_replicas_and_steps_at_once():
+def test_several_replicas_and_steps_at_once(check):
     body = """
+scope = another(devices=["CPU:0", "CPU:1"])
 p = random_of(rank).permutation(400)
-with scope():
-    m = build()
-    m.compile(keras.optimizers.SGD(0.02), "mse", steps_per_execution=3)
+m = build(steps_per_execution=3)
 d = tf.data.Dataset.from_tensor_slices((X[p], Y[p])).batch(33)
 h = m.fit(d, epochs=2, verbose=0)
 result("several", numbers(m, *h.history.values(), m.predict(d, verbose=0)))
 """
-    check(body, devices=["CPU:0", "CPU:1"])
+    check(body)
 
 
-def test_a_dataset_that_is_the_same_is_read_once():
+def test_a_dataset_that_is_the_same_is_read_once(check):
     """The first batches are compared; no pass begins twice for that."""
     body = """
 passes, taken = [], []
@@ -298,16 +303,16 @@ def generate():
         yield X[i:i + 40], Y[i:i + 40]
 specs = tf.TensorSpec((None, 8)), tf.TensorSpec((None, 1))
 d = tf.data.Dataset.from_generator(generate, output_signature=specs)
-with scope():
-    m = build()
+m = build()
 h = m.fit(d, epochs=2, verbose=0)
 result("once", numbers(m, *h.history.values()) + [len(passes), len(taken)])
 """
     check(body)
 
 
-def test_each_workers_own_part_of_a_dataset_is_named():
+def test_each_workers_own_part_of_a_dataset_is_named(run):
     body = """
+scope = another()
 d = tf.data.Dataset.from_tensor_slices((X, Y))
 def generate(x, y):
     yield x, y
@@ -350,14 +355,13 @@ for data in (
             assert steps == 0
 
 
-def test_what_the_chiefs_generator_raises_is_raised_on_all_workers():
+def test_what_the_chiefs_generator_raises_is_raised_on_all_workers(run):
     body = """
 def generate():
     for i in range(4):
         yield X[:20], Y[:20]
     raise KeyError("no more files")
-with scope():
-    m = build()
+m = build()
 try:
     m.fit(generate(), verbose=0)
 except Exception as error:
@@ -370,22 +374,20 @@ except Exception as error:
 
 
 @pytest.mark.soak
-def test_items_that_are_reordered_after_each_epoch_are_the_chiefs_from_then_on():
+def test_items_that_are_reordered_after_each_epoch_are_the_chiefs_from_then_on(check):
     body = """
-with scope():
-    m = build()
+m = build()
 h = m.fit(Items(X, Y, random_of(rank), every=True), epochs=3, shuffle=False, verbose=0)
 result("every", numbers(m, *h.history.values()))
 """
     check(body)
 
 
-def test_batches_that_differ():
+def test_batches_that_differ(check, run):
     """They were mixed: each rank took its rows of a batch that no other had."""
     body = """
 p = random_of(rank).permutation(400)
-with scope():
-    m = build()
+m = build()
 for _ in range(2):
     loss = m.train_on_batch(X[p], Y[p])
 result("batch", numbers(m, loss, m.test_on_batch(X[p], Y[p]), m.predict_on_batch(X[p])))
@@ -393,6 +395,7 @@ result("batch", numbers(m, loss, m.test_on_batch(X[p], Y[p]), m.predict_on_batch
     chief, _ = check(body)
     assert chief.output.count("the chief's batches are used") == 1
     body = """
+scope = another()
 chosen = random_of(rank).integers(0, 400, 8)
 result(refused(lambda m: m.train_on_batch(X[chosen], Y[chosen])))
 """
@@ -403,7 +406,7 @@ result(refused(lambda m: m.train_on_batch(X[chosen], Y[chosen])))
         assert steps == 0
 
 
-def test_text_and_sparse_tensors_are_the_chiefs():
+def test_text_and_sparse_tensors_are_the_chiefs(check):
     body = """
 p = random_of(rank).permutation(60)
 words = np.array([f"w{i % 7} w{i}" for i in range(60)], dtype=object)[p]
@@ -430,13 +433,12 @@ def test_asynchronous_workers_take_batches_of_the_chiefs_arrays():
     body = """
 p = random_of(rank).permutation(400)[:300]
 seen = []
-with scope():
-    m = build()
+m = build()
 m.fit(X[p], Y[p], batch_size=50, epochs=1, verbose=0)
 predicted = m.predict(X[p], verbose=0)[:, 0].tolist()
 result([float(m.evaluate(X[p], Y[p], verbose=0)), predicted])
 """
-    first, second = run(body, servers=1, mode="async")
+    first, second = apart(body, mode="async")
     assert first.result == second.result
     assert len(first.result[0][1]) == 300
     assert "the chief's arrays are used" in first.output

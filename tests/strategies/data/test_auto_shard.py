@@ -5,22 +5,19 @@ from __future__ import annotations
 import itertools
 
 import pytest
+from scripts import NOTING, PRELUDE
 
 from kerasdist.strategies.data.auto_shard import own_sizes
 from workers import Workers
 
-SCRIPT = """
-import json, os, pathlib, sys
-import keras
-import numpy as np
-import tensorflow as tf
-import kerasdist
-
+SCRIPT = (
+    PRELUDE
+    + """
 strategy = kerasdist.RingStrategy(timeout=100)
 rank, size = strategy.rank, strategy.size
 Policy = tf.data.experimental.AutoShardPolicy
 # Each rank has a folder of its own, where the others' files aren't.
-folder = pathlib.Path(sys.argv[1]) / str(rank)
+folder = Path(sys.argv[1]) / str(rank)
 folder.mkdir()
 SAMPLES = [5, 9, 2, 12]
 
@@ -56,28 +53,10 @@ def read(paths, batch_size=8):
     records = tf.data.TFRecordDataset(paths).batch(1).map(parse).unbatch()
     return by(Policy.FILE, records.batch(batch_size))
 
-trained = []
-class Noting(keras.Model):
-    '''Notes the feature of every row that this worker trains on.'''
-    def __init__(self):
-        super().__init__()
-        self.dense = keras.layers.Dense(1, kernel_initializer="ones", use_bias=False)
-    def build(self, shape):
-        self.dense.build(shape)
-    def call(self, x):
-        return self.dense(x)
-    def train_step(self, data):
-        x, _, _ = keras.utils.unpack_x_y_sample_weight(data)
-        def note(values):
-            trained.append([int(v) for v in values])
-            return np.int64(0)
-        tf.numpy_function(note, [x[:, 0]], tf.int64)
-        return super().train_step(data)
-
-with strategy.scope():
-    model = Noting()
-    model.build((None, 1))
-    model.compile(keras.optimizers.SGD(0.0), "mse")
+"""
+    + NOTING
+    + """
+model = noting(0.0)
 
 def fit(dataset, **options):
     '''What was trained on: the rows of each step that had any.'''
@@ -94,15 +73,10 @@ def fit(dataset, **options):
 def predict(dataset):
     return model.predict(dataset, verbose=0).ravel().tolist()
 
-def refused(dataset):
-    try:
-        model.fit(dataset, verbose=0)
-    except ValueError as error:
-        return str(error)
-
-def result(value):
-    print("RESULT", json.dumps(value), flush=True)
+def refusal(dataset):
+    return refused(lambda: model.fit(dataset, verbose=0))
 """
+)
 
 
 def test_each_worker_reads_its_own_files(tmp_path):
@@ -117,10 +91,10 @@ result([evaluated, predict(data), steps, mapped, given, weighted])
 
 none = write("none", [])
 outer = [
-    refused(read(files[rank:rank + 1])),
-    refused(read([files[0], none] if rank == 0 else [none, none])),
-    refused(by(Policy.FILE, tf.data.Dataset.range(10).batch(2))),
-    refused(by(Policy.FILE, tf.data.TFRecordDataset(files))),
+    refusal(read(files[rank:rank + 1])),
+    refusal(read([files[0], none] if rank == 0 else [none, none])),
+    refusal(by(Policy.FILE, tf.data.Dataset.range(10).batch(2))),
+    refusal(by(Policy.FILE, tf.data.TFRecordDataset(files))),
 ]
 # After these errors, which all ranks raise, the strategy can still be used.
 result([outer, fit(data)[1]])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import tensorflow as tf
+from scripts import PRELUDE
 
 from kerasdist._tf.graph.row_pipelines import row_pipeline
 from kerasdist.strategies.data.batch_check import SameBatches
@@ -107,42 +108,42 @@ def test_why_rows_cannot_be_made_alone(make, why):
     assert why in row_pipeline(make())
 
 
-MODEL = """
-import contextlib, json, os
-import keras
-import numpy as np
-import tensorflow as tf
-
+MODEL = (
+    PRELUDE
+    + """
 tf.random.set_seed(3)
 X = np.random.default_rng(5).normal(size=(46, 8)).astype("float32")
 
-def trial(dataset, scope):
+def trial(dataset, scope, epochs=1, **more):
     with scope():
         m = keras.Sequential([keras.Input((8,)), keras.layers.Dense(1)])
         m.compile(keras.optimizers.SGD(0.02), "mse", weighted_metrics=["mae"])
         m.set_weights([np.full((8, 1), 0.1), np.zeros(1)])
-    h = m.fit(dataset, epochs=2, verbose=0, validation_data=dataset)
+    h = m.fit(dataset, epochs=epochs, verbose=0, **more)
     flat = [w.ravel() for w in m.get_weights()]
     flat += [np.ravel(v) for v in h.history.values()]
-    print("RESULT", json.dumps([float(v) for v in np.concatenate(flat)]), flush=True)
+    result([float(v) for v in np.concatenate(flat)])
 
 def weigh(x):
     return x * 2, tf.reduce_sum(x), tf.abs(x[0])
 
 rows = tf.data.Dataset.from_tensor_slices
 def trials(scope, rank):
-    trial(rows(X).shuffle(46).map(weigh, tf.data.AUTOTUNE).batch(9), scope)
+    data = rows(X).shuffle(46).map(weigh, tf.data.AUTOTUNE).batch(9)
+    trial(data, scope, epochs=2, validation_data=data)
     # The order differs between the ranks: rank 0's.
     order = np.random.default_rng(rank).permutation(46)
     trial(rows(X[order]).map(weigh).batch(9).prefetch(2), scope)
 """
+)
 
 
 def test_fit_has_the_numbers_of_one_process():
     plain_body = MODEL + "\ntrials(contextlib.nullcontext, 0)"
-    body = MODEL + "\nimport kerasdist\ns = kerasdist.RingStrategy(timeout=60)"
-    body += """
-import time
+    body = (
+        MODEL
+        + """
+s = kerasdist.RingStrategy(timeout=60)
 trials(s.scope, s.rank)
 def slow(x, y):
     time.sleep(0.002)
@@ -155,6 +156,7 @@ told = rows(X).map(slowly).map(shaped).cache().batch(9)
 trial(told, s.scope)
 trial(told, s.scope)
 """
+    )
     with (
         Workers(plain_body, 1, env={"TF_CONFIG": None}, handover=False) as plain,
         Workers(body, 2, deadline=120) as job,

@@ -8,6 +8,7 @@ import types
 
 import numpy as np
 import pytest
+from scripts import NOTING, PRELUDE
 
 from kerasdist._keras.data import pydataset
 from kerasdist.collectives.ops import equal_part
@@ -15,37 +16,17 @@ from kerasdist.strategies.data.item_codec import ItemCodec
 from pace import bound
 from workers import Workers
 
-SCRIPT = """
-import json
-import keras
-import numpy as np
-import tensorflow as tf
-import kerasdist
-
+SCRIPT = (
+    PRELUDE
+    + """
 keras.utils.set_random_seed(1)  # and the orders of epochs
 strategy = kerasdist.RingStrategy(timeout=60)
 rank, size = strategy.rank, strategy.size
 x = np.arange(42, dtype="float32")[:, None]
-trained = []
-
-class Noting(keras.Model):
-    '''Notes the first feature of every row that this worker trains on.'''
-    def __init__(self):
-        super().__init__()
-        self.dense = keras.layers.Dense(1, kernel_initializer="ones")
-    def call(self, x):
-        return self.dense(x)
-    def train_step(self, data):
-        def note(values):
-            trained.append([int(v) for v in values])
-            return np.int64(0)
-        tf.numpy_function(note, [data[0][:, 0]], tf.int64)
-        return super().train_step(data)
-
-with strategy.scope():
-    model = Noting()
-    model.build((None, 1))
-    model.compile(keras.optimizers.SGD(1e-6), "mse")
+"""
+    + NOTING
+    + """
+model = noting(1e-6)
 
 class Items(keras.utils.PyDataset):
     '''Notes which items are read.'''
@@ -66,24 +47,11 @@ def taken(log):
     result, log[:] = list(log), []
     return result
 
-def result(value):
-    print("RESULT", json.dumps(value), flush=True)
-
-def refused(function):
-    try:
-        function()
-    except ValueError as error:
-        return str(error)
 """
+)
 
 
-def run(body, size=2):
-    with Workers(SCRIPT + body, size, deadline=120) as job:
-        return [finished.result for finished in job.succeed()]
-
-
-def test_each_worker_reads_its_share_and_its_rows_of_all():
-    body = """
+READ = """
 class Calls(Items):
     def on_epoch_begin(self):
         self.calls.append("begin")
@@ -132,44 +100,8 @@ import threading
 seen["left"] = [t.name for t in threading.enumerate() if t.name.startswith("Worker_")]
 result(seen)
 """
-    results = run(body, size=3)
-    whole = [list(range(6 * i, 6 * i + 6)) for i in range(7)]
 
-    def steps(what):
-        """The rows of each step, in rank order."""
-        parts = [seen[what] for seen in results]
-        return [list(itertools.chain(*step)) for step in zip(*parts, strict=True)]
-
-    for rank, seen in enumerate(results):
-        own = list(range(rank, 7, 3))
-        # Item 0 is read by all, once for each call, to be compared.
-        assert seen["in order read"] == [0, *own, *own]
-        assert seen["predicted"] == [[0, *own], 42]
-        assert seen["evaluated"][0] == [0, *own]
-        assert seen["evaluated"][1] == results[0]["evaluated"][1]
-        assert len(seen["shuffled read"]) == 1 + 2 * len(own)
-        assert seen["calls"] == ["end", "begin", "end", "begin", "end"]
-        assert len(seen["threads read"]) == 1 + len(own)
-        assert seen["left"] == []
-    assert steps("in order") == whole * 2
-    shuffled = steps("shuffled")
-    assert sorted(shuffled[:7]) == sorted(shuffled[7:]) == whole
-    assert whole != shuffled[:7] != shuffled[7:]
-    read = [index for seen in results for index in seen["shuffled read"][1:]]
-    assert sorted(read) == sorted([*range(7), *range(7)])
-    assert sorted(steps("threads")) == sorted(steps("processes")) == whole
-    shuffling = steps("shuffling")
-    assert sorted(shuffling[:7]) == sorted(shuffling[7:]) == whole
-    assert shuffling[:7] != shuffling[7:]
-    assert steps("augmenting") == whole
-
-
-def test_other_datasets_and_what_getitem_raises():
-    """What can't be exchanged is read by all, as before; differences are errors.
-
-    They are errors on all ranks alike, so that the strategy can still be used.
-    """
-    body = """
+OTHERS = """
 class Ragged(Items):
     def item(self, index):
         rows = tf.RaggedTensor.from_row_lengths(np.arange(6.0), [1, 3, 2])
@@ -239,10 +171,56 @@ except (KeyError, kerasdist.errors.WorkerLost) as error:
     result([type(error).__name__, str(error)])
     raise SystemExit(0 if rank == 0 else 1)
 """
-    with Workers(SCRIPT + body, 2, deadline=150) as job:
-        here, there = job.wait()
+
+
+@pytest.fixture(scope="module")
+def job():
+    """Both workers, of which one ends badly."""
+    with Workers(SCRIPT + READ + OTHERS, 2, deadline=150) as started:
+        return started.wait()
+
+
+def test_each_worker_reads_its_share_and_its_rows_of_all(job):
+    results = [finished.results[0] for finished in job]
+    whole = [list(range(6 * i, 6 * i + 6)) for i in range(7)]
+
+    def steps(what):
+        """The rows of each step, in rank order."""
+        parts = [seen[what] for seen in results]
+        return [list(itertools.chain(*step)) for step in zip(*parts, strict=True)]
+
+    for rank, seen in enumerate(results):
+        own = list(range(rank, 7, 2))
+        # Item 0 is read by all, once for each call, to be compared.
+        assert seen["in order read"] == [0, *own, *own]
+        assert seen["predicted"] == [[0, *own], 42]
+        assert seen["evaluated"][0] == [0, *own]
+        assert seen["evaluated"][1] == results[0]["evaluated"][1]
+        assert len(seen["shuffled read"]) == 1 + 2 * len(own)
+        assert seen["calls"] == ["end", "begin", "end", "begin", "end"]
+        assert len(seen["threads read"]) == 1 + len(own)
+        assert seen["left"] == []
+    assert steps("in order") == whole * 2
+    shuffled = steps("shuffled")
+    assert sorted(shuffled[:7]) == sorted(shuffled[7:]) == whole
+    assert whole != shuffled[:7] != shuffled[7:]
+    read = [index for seen in results for index in seen["shuffled read"][1:]]
+    assert sorted(read) == sorted([*range(7), *range(7)])
+    assert sorted(steps("threads")) == sorted(steps("processes")) == whole
+    shuffling = steps("shuffling")
+    assert sorted(shuffling[:7]) == sorted(shuffling[7:]) == whole
+    assert shuffling[:7] != shuffling[7:]
+    assert steps("augmenting") == whole
+
+
+def test_other_datasets_and_what_getitem_raises(job):
+    """What can't be exchanged is read by all, as before; differences are errors.
+
+    They are errors on all ranks alike, so that the strategy can still be used.
+    """
+    here, there = job
     for finished in (here, there):
-        (predicted, read, sums), errors, _ = finished.results
+        _, (predicted, read, sums), errors, _ = finished.results
         assert predicted == [1, 2, 3] * 4
         assert read == [0, 1, 2, 3]
         assert sums == [0, 6, 9] * 2
@@ -260,9 +238,9 @@ except (KeyError, kerasdist.errors.WorkerLost) as error:
         "kerasdist: 2 worker(s) with 2 replica(s) in all, global batch 6, per worker "
         "3, 7 batch(es), about 42 samples, about 21 of them here, learning rate 1e-06"
     ) in here.output
-    assert there.results[2] == ["KeyError", "'no such row'"]
-    assert here.results[2][0] == "WorkerLost"
-    assert "Rank 1" in here.results[2][1]
+    assert there.results[3] == ["KeyError", "'no such row'"]
+    assert here.results[3][0] == "WorkerLost"
+    assert "Rank 1" in here.results[3][1]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "int64", "uint8", "bool", "float16"])

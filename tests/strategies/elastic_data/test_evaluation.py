@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import pytest
+from scripts import PRELUDE
+from soak import soak
 
 from workers import Workers
 
-SCRIPT = """
-import json, os, sys
-import numpy as np
-import keras
-import tensorflow as tf
-import kerasdist
-
+SCRIPT = (
+    PRELUDE
+    + """
 strategy = kerasdist.RingStrategy(elastic="TF_CONFIG" in os.environ)
 keras.utils.set_random_seed(1)
 
@@ -52,13 +50,12 @@ held = Items() if sys.argv[1] == "items" else batches(20)
 history = model.fit(batches(40), verbose=0, validation_data=held).history
 found = [history["loss"][0], history["val_loss"][0]]
 found.append(model.evaluate(held, verbose=0, return_dict=True)["loss"])
-print("RESULT", json.dumps([float(each) for each in found]))
+result([float(each) for each in found])
 """
-
-
-@pytest.mark.parametrize(
-    "data", [pytest.param("items", marks=pytest.mark.soak), "dataset"]
 )
+
+
+@pytest.mark.parametrize("data", [soak("items"), "dataset"])
 def test_a_loss_of_each_row_from_add_loss(data: str) -> None:
     with Workers(SCRIPT, 1, [data], env={"TF_CONFIG": None}) as job:
         expected = job.succeed()[0].result

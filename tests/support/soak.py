@@ -1,0 +1,24 @@
+"""Parameters of tests that only `make soak` runs.
+
+@pytest.mark.parametrize("size", [2, soak(1), soak(3)])
+@pytest.mark.parametrize("name", but_soak(["sgd"], OPTIMIZERS))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable
+from typing import Any
+
+import pytest
+
+__all__ = ["but_soak", "soak"]
+
+
+def soak(*values: Any, id: str | None = None) -> Any:
+    """A set of parameters for `make soak` alone."""
+    return pytest.param(*values, id=id, marks=pytest.mark.soak)
+
+
+def but_soak(always: Container[Any], values: Iterable[Any]) -> list[Any]:
+    """All values, those that aren't in `always` for `make soak` alone."""
+    return [value if value in always else soak(value) for value in values]
