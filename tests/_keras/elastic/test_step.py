@@ -202,6 +202,7 @@ def test_several_steps_in_one_execution(check):
     assert [each["ends"] for each in results[0]] == [[3, 7, 3, 7]] * 3
 
 
+@pytest.mark.soak
 def test_a_step_with_two_optimizers(check):
     check("""
 class Gan(keras.Model):
