@@ -64,24 +64,6 @@ def test_a_function_from_python():
     assert float(found) > 0.8
 
 
-@pytest.mark.soak
-@pytest.mark.netns
-def test_two_hosts_by_hand_made_tf_config(two_hosts):
-    """Each worker in a network namespace of its own, with an address of its own."""
-    with Workers(
-        EXAMPLES / "digits.py",
-        2,
-        args=["--epochs", "5"],
-        cluster=[two_hosts.address(0), two_hosts.address(1)],
-        prefix=two_hosts.prefix,
-        deadline=120,
-    ) as job:
-        outputs = [f.output for f in job.succeed()]
-    hashes = [re.search(r"weights (\w{16})$", o, re.M).group(1) for o in outputs]
-    assert hashes[0] == hashes[1]
-    assert accuracy(outputs[0]) > 0.85
-
-
 @pytest.mark.netns
 def test_other_hosts_need_a_secret(two_hosts):
     script = """

@@ -282,17 +282,7 @@ ZOO_SCRIPT = (
 sys.path[:0] = os.environ["TESTS"].split(os.pathsep)
 import placement_zoo as zoo
 
-def taken(name):
-    "Whether the other process has it: some kinds take ten times as long as others."
-    try:
-        open(os.path.join(os.environ["TAKEN"], name), "x").close()
-    except FileExistsError:
-        return True
-    return False
-
 for name, cuts in json.loads(os.environ["CUTS"]).items():
-    if taken(name):
-        continue
     kind = zoo.ZOO[name]
     plain = zoo.plain_numbers(name, os.environ["PLAIN"])
     for parts, count in cuts:
@@ -322,35 +312,32 @@ CUTS = ((3, 3), (4, 2), (3, 2), (4, 3))
 CUT = {"everything": CUTS[1]}
 
 
-def differences(cuts, plain, taken, processes=2):
+def differences(cuts, plain):
     """Of each kind of model and its cuts what differs from the model as it is."""
     env = {
         "TESTS": SCRIPTS_PATH,
         "PLAIN": str(plain),
-        "TAKEN": str(taken),
         "CUTS": json.dumps(cuts),
         "TF_CONFIG": None,
     }
-    with Workers(ZOO_SCRIPT, processes, env=env, deadline=580, handover=False) as job:
-        return [result for worker in job.succeed() for result in worker.results]
+    with Workers(ZOO_SCRIPT, 1, env=env, deadline=580) as job:
+        return job.succeed()[0].results
 
 
 @pytest.mark.timeout(300)
-def test_kinds_of_models(plain_folder, tmp_path):
+def test_kinds_of_models(plain_folder):
     """With batches of 4 rows, and of 2 at last."""
-    cuts = {name: [cut] for name, cut in CUT.items()}
-
-    found = differences(cuts, plain_folder, tmp_path, processes=1)
+    found = differences({name: [cut] for name, cut in CUT.items()}, plain_folder)
 
     assert found == [[name, parts, [], []] for name, (parts, _) in CUT.items()]
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(600)
-def test_kinds_of_models_in_other_cuts(plain_folder, tmp_path):
+def test_kinds_of_models_in_other_cuts(plain_folder):
     others = {name: [c for c in CUTS if c != CUT.get(name)] for name in BY_ROWS}
 
-    found = differences(others, plain_folder, tmp_path)
+    found = differences(others, plain_folder)
 
     assert len(BY_ROWS) >= 12
     assert sorted(found) == sorted(
