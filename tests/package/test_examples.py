@@ -4,29 +4,14 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 import sys
 
 import pytest
 
-from pace import bound
 from places import ROOT
-from workers import Workers, python_env
+from workers import Workers, output_of
 
 EXAMPLES = ROOT / "examples"
-
-
-def run(*command: str) -> str:
-    done = subprocess.run(
-        [sys.executable, *command],
-        env=python_env(),
-        capture_output=True,
-        text=True,
-        timeout=bound(150),
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
 
 
 def trained(script: str, *args: str, size: int = 1, servers: int = 0) -> str:
@@ -56,7 +41,7 @@ def test_the_demo_on_two_workers():
 @pytest.mark.soak
 def test_a_function_from_python():
     """TensorFlow is in use in the caller, before and after."""
-    output = run(str(EXAMPLES / "from_python.py"))
+    output = output_of(sys.executable, EXAMPLES / "from_python.py")
     assert output.startswith("4810 weights, 10 kinds of digits\n")
     assert "Epoch 8/8" in output
     assert "the same on all workers: True" in output
