@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import textwrap
-
 import devices
 import pytest
 from devices import begin
 
 from places import SCRIPTS_PATH
-from workers import Workers
 
 SETUP = (
     begin(3)
@@ -30,9 +27,10 @@ def sharded_layers(**how):
     return (lambda *args, **kwargs: ShardedEmbedding(*args, **kwargs, **embedding),
             lambda *args, **kwargs: ShardedDense(*args, **kwargs, **dense))
 
-def build(layers, dtype="float32", eagerly=True):
+def build(layers, dtype="float32", eagerly=True, clear=True):
     embedding, dense = layers
-    keras.backend.clear_session()
+    if clear:  # not inside of a scope
+        keras.backend.clear_session()
     keras.utils.set_random_seed(3)
     given = keras.Input((7,), dtype="int32")
     x = embedding(50, 20, mask_zero=True, embeddings_regularizer="l2", dtype=dtype)(
@@ -79,10 +77,9 @@ def test_they_compute_and_learn_what_plain_layers_do(run):
         before = whole(plain)
         history, predicted = fit(plain), numpy(plain(words))
         devices = {}
-        for split in ("columns", "rows"):
-            for how in ({"devices": THREE}, {"shards": 2}, {}):
-                model = build(
-                    sharded_layers(split=split, **how), eagerly="devices" not in how)
+        for split, other in (("columns", {"shards": 2}), ("rows", {})):
+            for how in ({"devices": THREE}, other):
+                model = build(sharded_layers(split=split, **how))
                 for a, b in zip(before, whole(model), strict=True):
                     np.testing.assert_array_equal(a, b)
                 if "devices" in how:
@@ -221,65 +218,56 @@ def test_mixed_precision_ragged_words_and_given_tables(run):
     """)
 
 
-def test_each_shard_s_gradients_are_computed_on_its_device():
+def test_each_shard_s_gradients_are_computed_on_its_device(run):
     """Whatever patterns say: a shard names its device."""
-    body = """
-import os, sys
-sys.path[:0] = os.environ["TESTS"].split(os.pathsep)
-import placement_zoo as zoo
+    found = run(f"""
+        sys.path[:0] = {SCRIPTS_PATH!r}.split(os.pathsep)
+        import placement_zoo as zoo
 
-keras.backend.clear_session = lambda: None  # not inside of a scope
+        def train(layers, scope):
+            with scope:
+                model = build(layers, eagerly=False, clear=False)
+            fit(model)
+            return whole(model)
 
-def train(layers, scope):
-    with scope:
-        model = build(layers, eagerly=False)
-    fit(model)
-    return whole(model)
+        plain = train(plain_layers(), contextlib.nullcontext())
+        found = {{}}
+        for split in ("rows", "columns"):
+            keras.backend.clear_session()
+            strategy = kerasdist.ModelParallelStrategy({{".*": "CPU:0"}}, devices=THREE)
+            with zoo.run_metadata() as graphs:
+                sharded = train(sharded_layers(split=split), strategy.scope())
+            for a, b in zip(plain, sharded, strict=True):
+                np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+            # Where the products of each shard were computed, forward and back.
+            found[split] = sorted({{
+                (node.device[-5:], shard.group(1), "gradient_tape" in node.name)
+                for graph in graphs for node in graph.node
+                if (shard := re.search(r"shard_(\\d)", node.name))
+                and "MatMul" in node.op}})
+        result(found)
+    """)
 
-plain = train(plain_layers(), contextlib.nullcontext())
-found = {}
-for split in ("rows", "columns"):
-    strategy = kerasdist.ModelParallelStrategy({".*": "CPU:0"}, devices=THREE)
-    with zoo.run_metadata() as graphs:
-        sharded = train(sharded_layers(split=split), strategy.scope())
-    for a, b in zip(plain, sharded, strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
-    # Where the products of each shard were computed, forward and back.
-    found[split] = sorted({
-        (node.device[-5:], shard.group(1), "gradient_tape" in node.name)
-        for graph in graphs for node in graph.node
-        if (shard := re.search(r"shard_(\\d)", node.name))
-        and "MatMul" in node.op})
-result(found)
-"""
-    env = {"TF_CONFIG": None, "TESTS": SCRIPTS_PATH}
-    script = SETUP + textwrap.dedent(body)
-    with Workers(script, 1, env=env, deadline=120) as job:
-        found = job.succeed()[0].result
     own = [[f"CPU:{i}", str(i), back] for i in range(3) for back in (False, True)]
     assert found == {"rows": own, "columns": own}
 
 
-def test_a_ring_with_a_placement_and_one_without():
+def test_a_ring_with_a_placement_and_one_without(run):
     """Once both were taken for a ModelParallelStrategy, whose `devices` they lack."""
-    body = """
-def shards(**placement):
-    with kerasdist.RingStrategy(timeout=60, **placement).scope():
-        layer = ShardedDense(6)
-        layer.build((None, 4))
-    return [str(v.value.device)[-5:] for v in layer.variables if "kernel" in v.path]
+    placed, plain, message = run("""
+        def shards(**placement):
+            with kerasdist.RingStrategy(timeout=60, **placement).scope():
+                layer = ShardedDense(6)
+                layer.build((None, 4))
+            kernels = [v for v in layer.variables if "kernel" in v.path]
+            return [str(v.value.device)[-5:] for v in kernels]
 
-def refused():
-    with kerasdist.RingStrategy(timeout=60).scope():
-        try:
-            ShardedDense(6, devices=THREE).build((None, 4))
-        except ValueError as error:
-            return str(error)
+        with kerasdist.RingStrategy(timeout=60).scope():
+            layer = ShardedDense(6, devices=THREE)
+            message = refused(lambda: layer.build((None, 4)))
+        result([shards(placement={}, devices=THREE), len(shards()), message])
+    """)
 
-result([shards(placement={}, devices=THREE), len(shards()), refused()])
-"""
-    with Workers(SETUP + body, 1, env={"TF_CONFIG": None}, deadline=90) as job:
-        placed, plain, message = job.succeed()[0].result
     assert placed == ["CPU:0", "CPU:1", "CPU:2"]
     assert plain == 1
     assert "need a strategy that places layers" in message

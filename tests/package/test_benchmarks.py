@@ -12,7 +12,7 @@ import pytest
 
 from pace import bound
 from places import ROOT
-from workers import python_env
+from workers import output_of, python_env
 
 FOLDER = ROOT / "benchmarks"
 RESULTS = sorted(FOLDER.glob("*/results.json"))
@@ -20,16 +20,8 @@ RESULTS = sorted(FOLDER.glob("*/results.json"))
 
 def run(name: str, output: Path, *arguments: str) -> dict:
     """Runs a benchmark; returns its results."""
-    command = [sys.executable, str(FOLDER / name / "run.py"), "--quick"]
-    done = subprocess.run(
-        [*command, "--output", str(output), *arguments],
-        env=python_env(),
-        capture_output=True,
-        text=True,
-        timeout=bound(150),
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    command = (sys.executable, FOLDER / name / "run.py", "--quick")
+    output_of(*command, "--output", output, *arguments)
     text = (output / "output.txt").read_text(encoding="utf-8")
     assert "load before" in text
     assert "| --" in text
@@ -43,16 +35,8 @@ def test_each_script_starts(name):
     """Also those that run in the soak tests only."""
     for path in FOLDER.joinpath(name).glob("*.py"):
         compile(path.read_text("utf-8"), path, "exec")
-    done = subprocess.run(
-        [sys.executable, str(FOLDER / name / "run.py"), "--help"],
-        env=python_env(),
-        capture_output=True,
-        text=True,
-        timeout=bound(60),
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "--quick" in done.stdout
+    shown = output_of(sys.executable, FOLDER / name / "run.py", "--help")
+    assert "--quick" in shown
 
 
 @pytest.mark.parametrize("path", RESULTS, ids=[p.parent.name for p in RESULTS])
@@ -82,18 +66,8 @@ def test_gpu_check_without_a_gpu(tmp_path):
 @pytest.mark.timeout(900)
 def test_gpu_check_on_parts_of_the_cpu(tmp_path):
     """Five jobs, which also MirroredStrategy and TensorFlow's collectives run."""
-    done = subprocess.run(
-        [
-            *(sys.executable, FOLDER / "gpu_check" / "run.py", "--devices", "cpu"),
-            *("--quick", "--output", tmp_path),
-        ],
-        env=python_env(),
-        capture_output=True,
-        text=True,
-        timeout=bound(880),
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    command = (sys.executable, FOLDER / "gpu_check" / "run.py", "--devices", "cpu")
+    output_of(*command, "--quick", "--output", tmp_path, within=880)
     results = json.loads((tmp_path / "results.json").read_text("utf-8"))["results"]
     assert len(results) == 6
     losses = {name: found["mlp"]["loss"] for name, found in results.items()}

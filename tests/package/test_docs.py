@@ -20,7 +20,7 @@ from kerasdist.cluster import resolve
 from kerasdist.collectives.connect import TRANSPORTS
 from pace import bound
 from places import ROOT
-from workers import Workers, free_ports, python_env
+from workers import Workers, free_ports, output_of
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 STRATEGIES, LAUNCHING, FAILURES = (
@@ -110,20 +110,6 @@ def change() -> tuple[str, str]:
     before = "".join(f"{line[1:]}\n" for line in lines if line[0] in " -")
     after = "".join(f"{line[1:]}\n" for line in lines if line[0] in " +")
     return before, after
-
-
-def run(*command: str, **extra: str) -> str:
-    done = subprocess.run(
-        command,
-        cwd=ROOT,
-        env=python_env(extra),
-        capture_output=True,
-        text=True,
-        timeout=bound(150),
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
 
 
 def trained(script: Path, size: int) -> list[str]:
@@ -337,7 +323,7 @@ def pod_lines() -> str:
 def test_kubernetes_tf_config_is_accepted_for_every_index(workers):
     names = [f"digits-{index}.digits:12345" for index in range(workers)]
     for index in range(workers):
-        printed = run(
+        printed = output_of(
             *("/bin/sh", "-c", pod_lines(), "sh", "printenv", "TF_CONFIG"),
             WORKERS=str(workers),
             JOB_NAME="digits",
@@ -404,8 +390,8 @@ def test_slurm_script_hands_a_secret_and_its_arguments_to_srun(tmp_path):
     )
     srun.chmod(0o755)
     outputs = [
-        run(
-            *("bash", "examples/slurm.sbatch", "train.py", "--epochs", "5"),
+        output_of(
+            *("bash", ROOT / "examples/slurm.sbatch", "train.py", "--epochs", "5"),
             PATH=f"{tmp_path}{os.pathsep}{os.environ['PATH']}",
             SLURM_CPUS_PER_TASK="4",
             TF_CONFIG="left over",
@@ -439,8 +425,8 @@ def test_every_environment_variable_is_explained():
 
 def run_two_hosts(*arguments: str, **env: str) -> str:
     (port,) = free_ports(1)
-    script = ("bash", "examples/two_hosts.sh", *arguments)
-    return run(*script, PYTHON=sys.executable, PORT=str(port), **env)
+    script = ("bash", ROOT / "examples/two_hosts.sh", *arguments)
+    return output_of(*script, PYTHON=sys.executable, PORT=str(port), **env)
 
 
 def check_two_hosts(output: str) -> None:

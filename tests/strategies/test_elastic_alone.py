@@ -9,18 +9,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+from elastic_jobs import BEGIN
 
 from workers import Finished, Workers
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(300)]
 
-SCRIPT = """
-import json, os, signal, sys, time
-import numpy as np
-import keras
-import tensorflow as tf
-import kerasdist
-
+SCRIPT = (
+    BEGIN
+    + """
 kind, when = sys.argv[1], os.environ.get("WHEN")
 cpu = tf.config.list_physical_devices("CPU")[0]
 tf.config.set_logical_device_configuration(
@@ -32,22 +29,7 @@ strategy = kerasdist.RingStrategy(
     elastic=True,
     shard="off" if kind == "own" else "rows",
 )
-random = np.random.default_rng(0)
-x = random.normal(size=(250, 8)).astype("float32")
-y = x[:, :3].argmax(1)
-keras.utils.set_random_seed(1)
-with strategy.scope():
-    model = keras.Sequential([
-        keras.Input((8,)),
-        keras.layers.Dense(16, activation="relu"),
-        keras.layers.Dense(3, activation="softmax"),
-    ])
-    model.compile(
-        "adam",
-        "sparse_categorical_crossentropy",
-        metrics=["accuracy"],
-        steps_per_execution=steps,
-    )
+model = classifier(strategy, steps_per_execution=steps)
 
 
 class Items(keras.utils.PyDataset):
@@ -117,13 +99,13 @@ history = model.fit(
     validation_data=(x[:50], y[:50]), validation_batch_size=10,
 )
 after = model.evaluate(x[:50], y[:50], verbose=0)
-weights = np.concatenate([w.numpy().ravel() for w in model.weights])
 text = json.dumps([
-    history.epoch, history.history, weights.tolist(), after, [ask.begun, ask.seen],
+    history.epoch, history.history, whole(model), after, [ask.begun, ask.seen],
     earlier,
 ])
 os.write(1, f"RESULT {text}\\n".encode())
 """
+)
 
 
 def run(folder: Path, kind: str, when: str | None = None, **env: str) -> Finished:

@@ -96,37 +96,6 @@ def counts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, int]:
     return dict(first.results)
 
 
-# What a step keeps, and how it is taken, in other ways. Of four workers
-# one is lost in each case.
-MECHANISMS = {
-    "slots": (
-        "accumulation_of_slices",
-        "overflow_on_one_replica",
-        "average_of_weights",
-    ),
-    "steps": ("two_optimizers_and_dictionaries", "run_eagerly", "steps_per_execution"),
-    "data": ("pydataset_of_sequences", "dataset_infinite", "dataset_with_weights"),
-    "sums": ("many_metrics", "synchronized_batch_normalization", "embedding"),
-    "calls": ("on_batch", "callbacks_that_compute", "kinds_of_evaluate_and_predict"),
-}
-# Each rank, and at which collective of its case.
-PLACES = ((3, 24), (0, 17), (2, 21))
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("servers", [0, 2])
-@pytest.mark.parametrize("mechanism", MECHANISMS)
-def test_cases_with_lost_workers(mechanism: str, servers: int, tmp_path: Path) -> None:
-    names = MECHANISMS[mechanism]
-    faults = [
-        Fault(rank=rank, at=name, after=after)
-        for name, (rank, after) in zip(names, PLACES, strict=True)
-    ]
-    path = tmp_path / "numbers"
-    ours = lossy_job(RUN, 4, faults, path, args=names, servers=servers)
-    fail_on(differences(ours, plain(names, tmp_path)))
-
-
 # What an elastic job doesn't continue: the rows of a state that each worker has its own
 # of, and a loop that is none of Keras's.
 NOT_CONTINUED = ("stateful_rows", "slices_in_a_loop")

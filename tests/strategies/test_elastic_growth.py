@@ -6,17 +6,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from elastic_jobs import BEGIN
 
 from workers import Workers
 
-SCRIPT = """
-import json, os, sys, time
-import numpy as np
-import keras
-import kerasdist
-
-alone = "TF_CONFIG" not in os.environ
-me = 0 if alone else json.loads(os.environ["TF_CONFIG"])["task"]["index"]
+SCRIPT = (
+    BEGIN
+    + """
 start, all_of_them, folder = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 if not alone and me >= start:
     while not os.path.exists(f"{folder}/fit"):
@@ -26,17 +22,7 @@ strategy = kerasdist.RingStrategy(**options)
 batch = 32 if alone else 32 // start * strategy.num_replicas_in_sync
 sizes = [strategy.size]
 local = [strategy.local_rank, strategy.local_size]
-random = np.random.default_rng(0)
-x = random.normal(size=(250, 8)).astype("float32")
-y = x[:, :3].argmax(1)
-with strategy.scope():
-    keras.utils.set_random_seed(1)
-    model = keras.Sequential([
-        keras.Input((8,)),
-        keras.layers.Dense(16, activation="relu"),
-        keras.layers.Dense(3, activation="softmax"),
-    ])
-    model.compile("adam", "sparse_categorical_crossentropy", metrics=["accuracy"])
+model = classifier(strategy)
 
 
 class Grow(keras.callbacks.Callback):
@@ -66,20 +52,20 @@ history = model.fit(
         kerasdist.callbacks.ScaleLearningRate(warmup_epochs=0, base_batch_size=16),
     ],
 )
-weights = np.concatenate([w.numpy().ravel() for w in model.weights])
 print("RESULT", json.dumps([
-    {name: [float(v) for v in values] for name, values in history.history.items()},
-    weights.tolist(),
+    lists(history.history),
+    whole(model),
     sizes,
     strategy.size,
     float(model.optimizer.learning_rate),
     [*local, strategy.local_rank - strategy.rank, strategy.local_size],
 ]))
 """
+)
 
 
 @pytest.mark.parametrize(
-    ("start", "size"), [(2, 3), pytest.param(1, 3, marks=pytest.mark.soak)]
+    ("start", "size"), [(1, 2), pytest.param(2, 3, marks=pytest.mark.soak)]
 )
 def test_the_numbers_are_those_of_one_process(
     tmp_path: Any, start: int, size: int

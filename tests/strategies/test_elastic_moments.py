@@ -160,116 +160,61 @@ SAMPLES, EPOCHS = 70, 3
 LAST = 5
 Job = tuple[int, Sequence[Fault], dict[str, Any]]
 
+STEP = "on_train_batch_begin"
+
+
+def lost(rank: int, at: str = STEP, number: int = 1, **more: Any) -> Fault:
+    """Return the loss of a worker at a moment."""
+    return Fault(rank=rank, at=at, number=number, **more)
+
+
 # Each name: (workers, faults, options).
 MOMENTS: dict[str, Job] = {
-    "trace": (3, [Fault(rank=1, at="trace")], {}),
-    "trace-chief": (3, [Fault(rank=0, at="trace")], {}),
-    "build": (3, [Fault(rank=1, at="build")], {}),
-    "build-chief": (2, [Fault(rank=0, at="build")], {}),
-    "train_begin": (3, [Fault(rank=0, at="on_train_begin")], {}),
+    "trace": (3, [lost(1, "trace")], {}),
+    "trace-chief": (3, [lost(0, "trace")], {}),
+    "build": (3, [lost(1, "build")], {}),
+    "build-chief": (2, [lost(0, "build")], {}),
+    "train_begin": (3, [lost(0, "on_train_begin")], {}),
+    **{f"start-{n}": (3, [lost(n % 3, "strategy", after=n)], {}) for n in range(9)},
+    **{f"step-{n}": (3, [lost(n % 3, STEP, 7, after=n)], {}) for n in range(7)},
+    "last_step": (3, [lost(2, STEP, LAST)], {}),
+    "last_step_of_all": (3, [lost(0, STEP, EPOCHS * LAST, after=2)], {}),
+    "after_last_step": (3, [lost(0, "on_train_batch_end", LAST)], {}),
     **{
-        f"start-{after}": (3, [Fault(rank=after % 3, at="strategy", after=after)], {})
-        for after in range(9)
+        f"epoch_end-{n}": (3, [lost(n % 3, "on_train_batch_end", LAST, after=n)], {})
+        for n in range(1, 6)
     },
-    **{
-        f"step-{after}": (
-            3,
-            [Fault(rank=after % 3, at="on_train_batch_begin", number=7, after=after)],
-            {},
-        )
-        for after in range(7)
-    },
-    "last_step": (3, [Fault(rank=2, at="on_train_batch_begin", number=LAST)], {}),
-    "last_step_of_all": (
-        3,
-        [Fault(rank=0, at="on_train_batch_begin", number=EPOCHS * LAST, after=2)],
-        {},
-    ),
-    "after_last_step": (3, [Fault(rank=0, at="on_train_batch_end", number=LAST)], {}),
-    **{
-        f"epoch_end-{after}": (
-            3,
-            [Fault(rank=after % 3, at="on_train_batch_end", number=LAST, after=after)],
-            {},
-        )
-        for after in range(1, 6)
-    },
-    "on_epoch_end": (3, [Fault(rank=0, at="on_epoch_end")], {}),
-    "on_epoch_begin": (3, [Fault(rank=2, at="on_epoch_begin", number=2)], {}),
-    "test": (3, [Fault(rank=1, at="on_test_batch_begin", number=2)], {}),
-    "test-chief": (3, [Fault(rank=0, at="on_test_batch_end", number=5)], {}),
-    "evaluate": (3, [Fault(rank=0, at="on_test_batch_begin", number=11)], {}),
-    "predict": (3, [Fault(rank=0, at="on_predict_batch_begin", number=3)], {}),
-    "save": (3, [Fault(rank=0, at="save", number=2)], {"save": True}),
-    "two_at_once": (
-        4,
-        [Fault(rank=r, at="on_train_batch_begin", number=8, after=1) for r in (1, 3)],
-        {},
-    ),
-    "two_at_once-chief": (
-        3,
-        [Fault(rank=r, at="on_train_batch_begin", number=8) for r in (0, 1)],
-        {},
-    ),
-    "during_the_change": (
-        4,
-        [
-            Fault(rank=2, at="on_train_batch_begin", number=8),
-            Fault(rank=1, at="on_train_batch_begin", number=8, delay=0.05),
-        ],
-        {},
-    ),
+    "on_epoch_end": (3, [lost(0, "on_epoch_end")], {}),
+    "on_epoch_begin": (3, [lost(2, "on_epoch_begin", 2)], {}),
+    "test": (3, [lost(1, "on_test_batch_begin", 2)], {}),
+    "test-chief": (3, [lost(0, "on_test_batch_end", 5)], {}),
+    "evaluate": (3, [lost(0, "on_test_batch_begin", 11)], {}),
+    "predict": (3, [lost(0, "on_predict_batch_begin", 3)], {}),
+    "save": (3, [lost(0, "save", 2)], {"save": True}),
+    "two_at_once": (4, [lost(r, STEP, 8, after=1) for r in (1, 3)], {}),
+    "two_at_once-chief": (3, [lost(r, STEP, 8) for r in (0, 1)], {}),
+    "during_the_change": (3, [lost(2, STEP, 8), lost(1, STEP, 8, delay=0.05)], {}),
     "during_the_change-chief": (
         3,
-        [
-            Fault(rank=2, at="on_train_batch_begin", number=8),
-            Fault(rank=0, at="on_train_batch_begin", number=8, delay=0.05),
-        ],
+        [lost(2, STEP, 8), lost(0, STEP, 8, delay=0.05)],
         {},
     ),
     "all_but_one": (
         4,
-        [
-            Fault(rank=0, at="on_train_batch_begin", number=3),
-            Fault(rank=2, at="on_train_batch_begin", number=7, after=1),
-            Fault(rank=1, at="on_train_batch_begin", number=12, after=2),
-        ],
+        [lost(0, STEP, 3), lost(2, STEP, 7, after=1), lost(1, STEP, 12, after=2)],
         {},
     ),
-    "stop": (
-        3,
-        [Fault(rank=1, at="on_train_batch_begin", number=8, signum=signal.SIGSTOP)],
-        {},
-    ),
-    "stop-chief": (
-        3,
-        [Fault(rank=0, at="on_epoch_end", number=1, signum=signal.SIGSTOP)],
-        {},
-    ),
-    "dataset": (
-        3,
-        [
-            Fault(rank=0, at="on_train_batch_begin", number=4, after=1),
-            Fault(rank=1, at="on_train_batch_begin", number=9, after=0),
-        ],
-        {"data": "dataset"},
-    ),
-    "eager": (
-        3,
-        [Fault(rank=0, at="on_train_batch_begin", number=4, after=2)],
-        {"compile": {"run_eagerly": True}},
-    ),
+    "stop": (3, [lost(1, STEP, 8, signum=signal.SIGSTOP)], {}),
+    "stop-chief": (3, [lost(0, "on_epoch_end", signum=signal.SIGSTOP)], {}),
+    "dataset": (3, [lost(0, STEP, 4, after=1)], {"data": "dataset"}),
+    "eager": (3, [lost(0, STEP, 4, after=2)], {"compile": {"run_eagerly": True}}),
     "steps_per_execution": (
         3,
-        [Fault(rank=0, at="on_train_batch_begin", number=2, after=5)],
+        [lost(0, STEP, 2, after=5)],
         {"compile": {"steps_per_execution": 3}},
     ),
-    "two_workers": (2, [Fault(rank=0, at="on_train_batch_begin", number=4)], {}),
-    "two_workers-end": (
-        2,
-        [Fault(rank=1, at="on_train_batch_end", number=LAST, after=1)],
-        {},
-    ),
+    "two_workers": (2, [lost(0, STEP, 4)], {}),
+    "two_workers-end": (2, [lost(1, "on_train_batch_end", LAST, after=1)], {}),
 }
 
 
@@ -278,13 +223,11 @@ _plain: dict[str, Any] = {}
 
 def plain(options: dict[str, Any], folder: Path) -> Any:
     """Return the numbers of one process without kerasdist."""
-    options = {name: value for name, value in options.items() if name != "leave"}
-    key = json.dumps(options)
+    # A dataset has the same batches as the arrays.
+    key = json.dumps({k: v for k, v in options.items() if k not in ("leave", "data")})
     if key not in _plain:
         path = folder / "plain"
-        env = {
-            **{"TESTS": SCRIPTS_PATH, "OPTIONS": key, "PLAIN": "1", "TF_CONFIG": None},
-        }
+        env = {"TESTS": SCRIPTS_PATH, "OPTIONS": key, "PLAIN": "1", "TF_CONFIG": None}
         with Workers(RUN, 1, args=[str(path)], env=env, handover=False) as job:
             job.succeed()
         _plain[key] = pickle.loads(Path(f"{path}0").read_bytes())
@@ -317,28 +260,18 @@ def run(job: Job, folder: Path, servers: int = 0) -> dict[str, Any]:
     return ours
 
 
-# In the suite: one of each kind.
-SOME = ("during_the_change",)
+def all_but(quick: str) -> pytest.MarkDecorator:
+    """All moments, of which one is no soak test."""
+    soak = [pytest.param(n, marks=pytest.mark.soak) for n in MOMENTS if n != quick]
+    return pytest.mark.parametrize("name", [quick, *soak])
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=[] if name in SOME else [pytest.mark.soak])
-        for name in MOMENTS
-    ],
-)
+@all_but("during_the_change")
 def test_lost_at_a_moment(name: str, tmp_path: Path) -> None:
     run(MOMENTS[name], tmp_path)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=[] if name == "dataset" else [pytest.mark.soak])
-        for name in MOMENTS
-    ],
-)
+@all_but("dataset")
 def test_lost_at_a_moment_with_servers(name: str, tmp_path: Path) -> None:
     run(MOMENTS[name], tmp_path, servers=2)
 
@@ -350,7 +283,7 @@ def test_the_same_bits_as_of_a_prescribed_membership(rank: int, tmp_path: Path) 
     fault = Fault(rank=rank, at="left")
     expected = run((3, [fault], {"leave": [rank, step]}), tmp_path)
     for after in (1, 3):
-        fault = Fault(rank=rank, at="on_train_batch_begin", number=step, after=after)
+        fault = lost(rank, STEP, step, after=after)
         ours = run((3, [fault], {}), tmp_path)
         fail_on(differences(ours, expected, exact=True))
 

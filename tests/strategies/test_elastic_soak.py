@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from elastic_jobs import fail_on
+from elastic_jobs import BEGIN, fail_on
 
 from workers import Workers
 
@@ -24,18 +24,11 @@ SIZE = 4
 # continued without a frozen one.
 JOIN, FROZEN = 60.0, 30.0
 
-SCRIPT = """
-import json, os, sys, time
-import numpy as np
-import keras
-import kerasdist
-
-alone = "TF_CONFIG" not in os.environ
+SCRIPT = (
+    BEGIN
+    + """
 stop, epochs = sys.argv[1], int(sys.argv[2])
 strategy = kerasdist.RingStrategy(elastic=True, startup_timeout=60)
-random = np.random.default_rng(0)
-x = random.normal(size=(400, 8)).astype("float32")
-y = x[:, :3].argmax(1)
 with strategy.scope():
     keras.utils.set_random_seed(1)
     # Convex: rounding differs with the number of workers, and mustn't be amplified.
@@ -73,11 +66,10 @@ history = model.fit(
     validation_data=(x[:50], y[:50]), callbacks=[Pace()],
 )
 print("RESULT", json.dumps([
-    {name: [float(v) for v in values] for name, values in history.history.items()},
-    np.concatenate([w.numpy().ravel() for w in model.weights]).tolist(),
-    int(model.optimizer.iterations.numpy()),
+    lists(history.history), whole(model), int(model.optimizer.iterations.numpy()),
 ]))
 """
+)
 
 
 class Losses:

@@ -16,7 +16,42 @@ from moments import Fault, dumps
 from places import SCRIPTS_PATH
 from workers import Workers
 
-__all__ = ["differences", "fail_on", "lossy_job"]
+__all__ = ["BEGIN", "differences", "fail_on", "lossy_job"]
+
+# What scripts of elastic jobs begin with: their data, and a model for these.
+BEGIN = """
+import json, os, signal, sys, time
+import numpy as np
+import keras
+import tensorflow as tf
+import kerasdist
+
+alone = "TF_CONFIG" not in os.environ
+me = 0 if alone else int(json.loads(os.environ["TF_CONFIG"])["task"]["index"])
+random = np.random.default_rng(0)
+x = random.normal(size=(250, 8)).astype("float32")
+y = x[:, :3].argmax(1)
+
+def classifier(strategy, *first, units=16, metrics=("accuracy",), **more):
+    keras.utils.set_random_seed(1)
+    with strategy.scope():
+        model = keras.Sequential([
+            keras.Input((8,)),
+            *first,
+            keras.layers.Dense(units, activation="relu"),
+            keras.layers.Dense(3, activation="softmax"),
+        ])
+        model.compile("adam", "sparse_categorical_crossentropy", metrics=[*metrics],
+                      **more)
+    return model
+
+def lists(values):
+    return {name: [float(v) for v in each] for name, each in values.items()}
+
+def whole(model):
+    return np.concatenate([w.numpy().ravel() for w in model.weights]).tolist()
+
+"""
 
 # Of a process that was frozen: seconds until it ends, once it runs again.
 _END = 30.0

@@ -53,6 +53,7 @@ __all__ = [
     "Workers",
     "free_ports",
     "kill_tagged",
+    "output_of",
     "python_env",
 ]
 
@@ -204,6 +205,26 @@ def python_env(extra: Mapping[str, str] | None = None) -> dict[str, str]:
         "TF_NUM_INTRAOP_THREADS": "1",
     }
     return env | dict(extra or {})
+
+
+def output_of(*command: str | Path, within: float = 150.0, **extra: str) -> str:
+    """The standard output of a command, which must succeed, with `python_env(extra)`.
+
+    Args:
+        command: The program and its arguments.
+        within: Seconds that it may take, see `bound`.
+        extra: Variables.
+    """
+    done = subprocess.run(
+        command,
+        env=python_env(extra),
+        capture_output=True,
+        text=True,
+        timeout=bound(within),
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
 
 
 def _namespace(prefix: Sequence[str]) -> str | None:

@@ -1,4 +1,7 @@
-"""Steps that are repeated after a change of the workers: the numbers stay the same."""
+"""Steps that are repeated after a change of the workers: the numbers stay the same.
+
+Other steps, with real losses, are in `test_elastic_equivalence`.
+"""
 
 from __future__ import annotations
 
@@ -90,16 +93,7 @@ def session():
         yield made
 
 
-COMPARE = "\ncompare(train)\n"
-
-
-@pytest.fixture
-def check(session):
-    """A function that runs the training of one replica in each worker."""
-    return lambda train: checked(session.run(train + COMPARE))
-
-
-def checked(results):
+def check(results):
     for plain, calm, hit in results:
         # Gradients that are accumulated are reduced at other times.
         assert calm["sums"] == pytest.approx(plain["sums"], rel=1e-5)
@@ -116,145 +110,35 @@ def checked(results):
             # The workers' parts are added up in another order.
             assert hit["history"][name] == pytest.approx(values, rel=1e-6), name
     assert results[0][2]["history"] == results[1][2]["history"]
-    return results
 
 
-# What is between the input and the output, what `compile` is told, and the data. By
-# default two epochs of batches of 16, the last of 6.
-PLAIN = """
-optimizer, metrics, more, options = "adam", ["accuracy"], {}, {"batch_size": 16}
-data, middle, output, loss = (x, y), [], lambda: layers.Dense(2), entropy
-"""
+# Two epochs of batches of 16, the last of 6. What a step keeps: statistics, seeds,
+# gradients of the step before, and averages of weights.
 TRAIN = """
 def train():
-    ends = []
-    class Ends(keras.callbacks.Callback):
-        def on_train_batch_end(self, batch, logs=None):
-            ends.append(batch)
     with strategy.scope():
         m = keras.Sequential([
-            keras.Input((6,)), *(make() for make in middle), output()])
-        made = optimizer if isinstance(optimizer, str) else optimizer()
-        m.compile(made, loss, metrics=[
-            each if isinstance(each, str) else each() for each in metrics
-        ], jit_compile=False, **more)
-    history = m.fit(*data, epochs=2, verbose=0, callbacks=[Ends()], **options).history
-    history = {name.rstrip("_0123456789"): v for name, v in history.items()}
-    return {**outcome(m, [m.optimizer], history), "ends": ends}
-"""
-STATISTICS = """
-middle = [
-    lambda: layers.Dense(8), layers.BatchNormalization, lambda: layers.Dropout(0.3)]
+            keras.Input((6,)), layers.Dense(8, use_bias=False),
+            layers.BatchNormalization(),
+            layers.Dropout(0.3), layers.Dense(2)])
+        m.compile(
+            keras.optimizers.Adam(0.01, gradient_accumulation_steps=2, use_ema=True),
+            entropy, metrics=["accuracy"], jit_compile=False)
+    history = m.fit(x, y, batch_size=16, epochs=2, verbose=0).history
+    return outcome(m, [m.optimizer], history)
+
+compare(train)
 """
 
 
-def test_a_model_with_statistics_masks_and_metrics(check):
-    check(PLAIN + STATISTICS + TRAIN)
+def test_a_model_with_statistics_masks_and_metrics(session):
+    check(session.run(TRAIN))
 
 
 @pytest.mark.soak
 def test_two_replicas():
-    script = "REPLICAS = 2\n" + SCRIPT + PLAIN + STATISTICS + TRAIN + COMPARE
-    with Workers(script, 2, deadline=300) as job:
-        checked([finished.result for finished in job.succeed()])
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize(
-    "changes",
-    [
-        # 4 x 5000 numbers: summed in every second step.
-        """
-metrics = [lambda: keras.metrics.AUC(num_thresholds=5000)]
-output, loss = lambda: layers.Dense(1, "sigmoid"), "mse"
-""",
-        """
-optimizer = lambda: keras.optimizers.Adam(
-    0.01, gradient_accumulation_steps=2, use_ema=True)
-""",
-        "more = {'run_eagerly': True}; middle = [lambda: layers.Dropout(0.2)]",
-        # A loss that is scaled.
-        """
-middle = [lambda: layers.Dense(8, dtype="mixed_float16")]
-optimizer = lambda: keras.optimizers.LossScaleOptimizer(
-    keras.optimizers.SGD(0.1, momentum=0.9), dynamic_growth_steps=3)
-""",
-        # An elastic job shuffles items in an order of its own.
-        """
-class Items(keras.utils.PyDataset):
-    def __len__(self):
-        return 4
-    def __getitem__(self, i):
-        return x[16 * i : 16 * i + 16], y[16 * i : 16 * i + 16]
-data, options = (Items(),), {"shuffle": False}
-""",
-    ],
-    ids=["metrics", "accumulated", "eager", "scaled", "items"],
-)
-def test_other_steps(check, changes):
-    check(PLAIN + changes + TRAIN)
-
-
-@pytest.mark.soak
-def test_several_steps_in_one_execution(check):
-    # Of 5 batches: the data end in the second execution.
-    results = check(PLAIN + "more = {'steps_per_execution': 4}" + TRAIN)
-    assert [each["ends"] for each in results[0]] == [[3, 7, 3, 7]] * 3
-
-
-def test_a_step_with_two_optimizers(check):
-    check("""
-class Gan(keras.Model):
-    def __init__(self):
-        super().__init__()
-        self.generator = layers.Dense(6)
-        self.critic = layers.Dense(1)
-        self.loss_of_critic = keras.metrics.Mean(name="critic")
-
-    def compile(self, one, two, **more):
-        super().compile(**more)
-        self.one, self.two = one, two
-
-    def call(self, x):
-        return self.critic(self.generator(x))
-
-    def train_step(self, data):
-        x = data[0]
-        with tf.GradientTape() as tape:
-            fake = self.generator(x)
-            loss = tf.reduce_mean(self.critic(x)) - tf.reduce_mean(self.critic(fake))
-            loss += sum(tf.reduce_sum(w ** 2) for w in self.critic.trainable_weights)
-        weights = self.critic.trainable_weights
-        self.two.apply_gradients(zip(tape.gradient(loss, weights), weights))
-        with tf.GradientTape() as tape:
-            score = tf.reduce_mean(self.critic(self.generator(x)))
-        weights = self.generator.trainable_weights
-        self.one.apply_gradients(zip(tape.gradient(score, weights), weights))
-        self.loss_of_critic.update_state(loss)
-        return {"critic": self.loss_of_critic.result(), "score": score}
-
-def train():
-    with strategy.scope():
-        m = Gan()
-        m.build((None, 6))
-        one, two = keras.optimizers.Adam(0.01), keras.optimizers.RMSprop(0.02)
-        m.compile(one, two, jit_compile=False)
-    history = m.fit(x, y, batch_size=16, epochs=2, verbose=0).history
-    return outcome(m, [one, two], history)
-""")
-
-
-@pytest.mark.soak
-def test_single_batches(check):
-    check("""
-def train():
-    with strategy.scope():
-        m = keras.Sequential([keras.Input((6,)), layers.Dense(2)])
-        m.compile("adam", entropy, metrics=["accuracy"], jit_compile=False)
-    logs = [m.train_on_batch(x[:16], y[:16], return_dict=True) for _ in range(6)]
-    history = {name: [each[name] for each in logs] for name in logs[0]}
-    return outcome(m, [m.optimizer], history)
-""")
+    with Workers("REPLICAS = 2\n" + SCRIPT + TRAIN, 2, deadline=300) as job:
+        check([finished.result for finished in job.succeed()])
 
 
 def test_evaluations_and_predictions_are_begun_again(session):

@@ -8,7 +8,7 @@ import devices
 import pytest
 from devices import begin
 
-from placement_zoo import COUNTS, ZOO
+from placement_zoo import ZOO
 from places import SCRIPTS_PATH
 from workers import Workers
 
@@ -118,7 +118,7 @@ def test_masks_ragged_rows_scalars_and_integers_come_out_as_of_a_whole_batch(run
         ragged = tf.ragged.constant([[1.0], [], [2.0, 3.0], [4.0], [5.0]])
         sparse = tf.sparse.from_dense(np.diag(np.arange(1.0, 6.0)))
         found = []
-        for parts in (1, 2, 7):
+        for parts in (1, 7):
             with scope(parts, {"on0": "CPU:0", "on1": "CPU:1"}):
                 model = Many()
                 model((words, ragged, sparse))
@@ -282,17 +282,7 @@ ZOO_SCRIPT = (
 sys.path[:0] = os.environ["TESTS"].split(os.pathsep)
 import placement_zoo as zoo
 
-def taken(name):
-    "Whether the other process has it: some kinds take ten times as long as others."
-    try:
-        open(os.path.join(os.environ["TAKEN"], name), "x").close()
-    except FileExistsError:
-        return True
-    return False
-
 for name, cuts in json.loads(os.environ["CUTS"]).items():
-    if taken(name):
-        continue
     kind = zoo.ZOO[name]
     plain = zoo.plain_numbers(name, os.environ["PLAIN"])
     for parts, count in cuts:
@@ -318,44 +308,36 @@ for name, cuts in json.loads(os.environ["CUTS"]).items():
 
 # Numbers of parts and devices. With four parts activations are computed again.
 CUTS = ((3, 3), (4, 2), (3, 2), (4, 3))
-# In the suite two kinds have one of the first two; the soak test has all others.
-CUT = {name: CUTS[COUNTS[name] - 2] for name in ("attention", "everything")}
+# In the suite one kind has one of them; the soak test has all others.
+CUT = {"everything": CUTS[1]}
 
 
-def differences(cuts, plain, taken):
+def differences(cuts, plain):
     """Of each kind of model and its cuts what differs from the model as it is."""
     env = {
         "TESTS": SCRIPTS_PATH,
         "PLAIN": str(plain),
-        "TAKEN": str(taken),
         "CUTS": json.dumps(cuts),
         "TF_CONFIG": None,
     }
-    with Workers(ZOO_SCRIPT, 2, env=env, deadline=580, handover=False) as job:
-        return [result for worker in job.succeed() for result in worker.results]
-
-
-@pytest.fixture(scope="module")
-def zoo(plain_folder, tmp_path_factory):
-    cuts = {name: [cut] for name, cut in CUT.items()}
-    return differences(cuts, plain_folder, tmp_path_factory.mktemp("taken"))
+    with Workers(ZOO_SCRIPT, 1, env=env, deadline=580) as job:
+        return job.succeed()[0].results
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("name", CUT)
-def test_kinds_of_models(zoo, name):
+def test_kinds_of_models(plain_folder):
     """With batches of 4 rows, and of 2 at last."""
-    found = [result[1:] for result in zoo if result[0] == name]
+    found = differences({name: [cut] for name, cut in CUT.items()}, plain_folder)
 
-    assert found == [[CUT[name][0], [], []]]
+    assert found == [[name, parts, [], []] for name, (parts, _) in CUT.items()]
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(600)
-def test_kinds_of_models_in_other_cuts(plain_folder, tmp_path):
+def test_kinds_of_models_in_other_cuts(plain_folder):
     others = {name: [c for c in CUTS if c != CUT.get(name)] for name in BY_ROWS}
 
-    found = differences(others, plain_folder, tmp_path)
+    found = differences(others, plain_folder)
 
     assert len(BY_ROWS) >= 12
     assert sorted(found) == sorted(

@@ -328,27 +328,6 @@ def test_the_first_failing_rank_is_shown_and_the_rest_is_ended(launcher):
     launcher.nothing_runs(within=5.0)
 
 
-def test_a_server_that_crashes(launcher):
-    code, _, err = launcher.run(
-        *("-n", 2, "--ps", 1, "script.py"),
-        script="""
-        if config["task"]["type"] == "ps":
-            print("last words")
-            os.kill(os.getpid(), signal.SIGSEGV)
-        hang()
-        """,
-        quick=True,
-    )
-    assert code == 128 + signal.SIGSEGV
-    assert (
-        "server 0 was ended by signal SIGSEGV (11); the other workers and serv" in err
-    )
-    assert "\nlast words\n" in err
-    (folder,) = launcher.temporary()
-    assert f"all of its output: {folder / 'ps-0.log'}\n" in err
-    launcher.nothing_runs(within=5.0)
-
-
 # --- tasks that are stopped ---
 
 
