@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import shlex
+import signal
 import sys
 from collections.abc import Mapping, Sequence
 
@@ -62,7 +64,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         if unknown:
             # With the usage of the command that was given, not of `kerasdist`.
             arguments.parser.error(f"unrecognized arguments: {shlex.join(unknown)}")
-        code: int = arguments.handler(arguments)
+        try:
+            code: int = arguments.handler(arguments)
+            sys.stdout.flush()
+        except BrokenPipeError:
+            # The reader has enough, as `head` has. At its end Python writes the rest.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+            return 128 + signal.SIGPIPE
         if document is not None:
             document["ok"] = code == 0
         return code

@@ -63,4 +63,4 @@ def ask_tensorflow(command: Sequence[str], seconds: float) -> Any:
 
 def python_command(script: str) -> list[str]:
     """Return the command that runs a script by this process's Python."""
-    return [sys.executable, "-c", script]
+    return [sys.executable, "-P", "-c", script]

@@ -118,7 +118,8 @@ def _run(
         streams = _Streams()
         process = subprocess.Popen(
             [
-                *(sys.executable, "-m", "kerasdist.cli.run.function"),
+                # Nothing of the working folder is imported.
+                *(sys.executable, "-P", "-m", "kerasdist.cli.run.function"),
                 str(os.getpid()),
                 *options,
             ],

@@ -83,6 +83,8 @@ def test_results_of_closures_by_rank_and_the_chiefs_output(
 ) -> None:
     """The workers have this process's environment, folder, path and arguments."""
     (tmp_path / "mine.py").write_text("VALUE = 7\n")
+    # A file in the working folder, which may be another user's, is no standard module.
+    (tmp_path / "json.py").write_text("raise SystemExit('not json')\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setenv("MINE", "yes")

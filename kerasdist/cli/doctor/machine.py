@@ -103,7 +103,7 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 def check_devices(
     seconds: float,
-    command: Sequence[str] = (sys.executable, "-c", _LIST_DEVICES),
+    command: Sequence[str] = (sys.executable, "-P", "-c", _LIST_DEVICES),
     drivers: str = "/proc/driver/nvidia/gpus",
 ) -> list[Finding]:
     """List TensorFlow's devices, in a process of its own.

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
+import hmac
 import json
 import os
 import socket
+import stat
 import subprocess
 import sys
 import tempfile
@@ -92,6 +95,40 @@ class Started:
         if self.tail is not None:
             return self.tail.read()
         return ("", 0) if self.log is None else Tail.of_file(self.log)
+
+
+def _opened(path: Path, *, append: bool) -> IO[bytes]:
+    """Open a log file, which may be in a folder that another user can write to.
+
+    Raises:
+        OSError: There is something else than a file: no link is followed, and no reader
+            of a FIFO is waited for.
+    """
+    flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
+    try:
+        opened = os.open(path, flags | (os.O_APPEND if append else 0), 0o666)
+        try:
+            if not stat.S_ISREG(os.fstat(opened).st_mode):
+                raise OSError(errno.EEXIST, "it isn't a file")
+            if not append:
+                os.ftruncate(opened, 0)
+        except BaseException:
+            os.close(opened)
+            raise
+    except OSError as error:
+        raise OSError(
+            error.errno,
+            f"A task's log can't be written: {error.strerror}. It must be a file of "
+            "this user, no link. Remove it, or name another folder with --log-dir",
+            str(path),
+        ) from error
+    return os.fdopen(opened, "ab" if append else "wb", buffering=0)
+
+
+def _hash_seed(secret: str) -> str:
+    """Return the PYTHONHASHSEED of all tasks of a job, from its secret."""
+    digest = hmac.digest(secret.encode(), b"PYTHONHASHSEED", "sha256")
+    return str(int.from_bytes(digest[:4], "big"))
 
 
 def lines_of(task: Task) -> Lines:
@@ -203,6 +240,10 @@ class Launch:
             **mine,
             **(thread_variables(len(cores)) if cores else {}),
             "KERASDIST_SECRET": self.secret,
+            # The order of a `set` of strings is the same in all tasks, on all hosts and
+            # after a restart.
+            "PYTHONHASHSEED": job.environ.get("PYTHONHASHSEED")
+            or _hash_seed(self.secret),
             **self.environ,
             **errors,
             "PYTHONUNBUFFERED": "1",
@@ -211,13 +252,17 @@ class Launch:
         if job.elastic is not None:
             environ["KERASDIST_INCARNATION"] = str(incarnation)
         arguments: Sequence[str] = job.command
+        if job.function is not None:
+            # The function's modules are found by the caller's `sys.path`: until then
+            # nothing of the working folder is imported.
+            arguments = ["-P", *arguments]
         if job.hosts is not None:
             terminal = None
             if chief and not piped and os.isatty(1):
                 terminal = os.get_terminal_size(1)
             arguments, environ = job.hosts.command(
                 (task.kind, task.index),
-                job.command,
+                arguments,
                 environ,
                 None if terminal is None else (terminal.columns, terminal.lines),
                 mine,
@@ -231,7 +276,7 @@ class Launch:
         ]
         log: IO[bytes] | None = None
         if path is not None:
-            log = path.open("ab" if incarnation else "wb", buffering=0)
+            log = _opened(path, append=incarnation > 0)
         with contextlib.ExitStack() as undo:
             errors_to = None if chief else subprocess.STDOUT
             if chief and self.chief_errors is not None:

@@ -22,6 +22,7 @@ from kerasdist.transport.rendezvous.waiting_notice import (
     WaitingNotice,
 )
 from kerasdist.transport.tls.credentials import Credentials
+from kerasdist.transport.tls.tls_socket import binding_of
 from kerasdist.transport.tls.upgrade import connect_tls, wrap_dialed
 from kerasdist.transport.wire import handshake
 from kerasdist.transport.wire.same_user import why_not_same_user
@@ -136,7 +137,9 @@ def _authenticate(
     try:
         with stop.bound(sock):
             connect_tls(sock, limit, address)
-            auth = handshake.authenticate_as_client(sock, secret, hello, limit, address)
+            auth = handshake.authenticate_as_client(
+                *(sock, secret, hello, limit, address), binding=binding_of(sock)
+            )
             if not secret and is_loopback(address):
                 _check_user(sock, address)
     except BaseException:

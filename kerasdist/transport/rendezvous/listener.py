@@ -32,6 +32,7 @@ from kerasdist.transport.log.limited_log import LimitedLog
 from kerasdist.transport.rendezvous.bind import inherited_socket, listen_at
 from kerasdist.transport.rendezvous.mailboxes import Mailboxes
 from kerasdist.transport.tls.credentials import Credentials
+from kerasdist.transport.tls.tls_socket import binding_of
 from kerasdist.transport.tls.upgrade import accept_tls, wrap_accepted
 from kerasdist.transport.wire import handshake
 from kerasdist.transport.wire.framing import FrameType
@@ -265,7 +266,8 @@ class Listener:
             if encrypted:
                 self._check_user(sock, deadline)
             hello, auth = handshake.receive(
-                sock, self._secret, deadline, where, self.address
+                *(sock, self._secret, deadline, where, self.address),
+                binding=binding_of(sock),
             )
             self._drop_stale()
             connection = Connection(sock, auth)

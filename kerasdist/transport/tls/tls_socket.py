@@ -27,7 +27,7 @@ from typing import Any, TypeVar
 
 from kerasdist.transport.forks import close_in_children
 
-__all__ = ["TlsSocket", "holds_bytes", "wrap"]
+__all__ = ["TlsSocket", "binding_of", "holds_bytes", "wrap"]
 
 _Result = TypeVar("_Result")
 
@@ -156,6 +156,19 @@ class TlsSocket(ssl.SSLSocket):
             super().close()
 
     @property
+    def binding(self) -> bytes:
+        """A number of 32 or 48 bytes, which the ends of this connection alone know.
+
+        It's the client's Finished message: a MAC, with a key of this connection alone,
+        of its whole handshake, which contains both certificates (RFC 8446, 4.4.4).
+        """
+        with self._lock:
+            found = self.get_channel_binding("tls-unique")
+        if not found:
+            raise ssl.SSLError("OpenSSL doesn't tell the handshake's Finished message")
+        return found
+
+    @property
     def holds_bytes(self) -> bool:
         """Whether bytes were received that `poll` doesn't report."""
         with self._lock:
@@ -222,6 +235,14 @@ def wrap(sock: socket.socket, context: ssl.SSLContext, *, server: bool) -> TlsSo
     wrapped.settimeout(seconds)
     close_in_children(wrapped)
     return wrapped
+
+
+def binding_of(sock: socket.socket) -> bytes:
+    """Return what tells a connection from all others, after the handshake.
+
+    Empty for a socket without TLS.
+    """
+    return sock.binding if isinstance(sock, TlsSocket) else b""
 
 
 def holds_bytes(sock: socket.socket) -> bool:

@@ -10,11 +10,14 @@
     4. c -> s   PROOF      H("client")      s checks it, and whether A is its own
     5. s -> c   PROOF      H("server")      c checks it
 
-    T        = SHA-256(version | Nc | Ns | the payload of 3.)
+    B        = the TLS connection's `tls_socket.binding_of`; empty without TLS
+    T        = SHA-256(version | Nc | Ns | B | the payload of 3.)
     H(label) = HMAC-SHA256(K, label | T)
 
 T covers all messages before, so a proof holds for this connection, this address and
-this purpose alone. A process of the job proves nothing for another's address: a process
+this purpose alone. With TLS it covers the TLS connection, too: who stands between c and
+s, with a certificate of the CA, has a connection of his own with each of them, and
+can't pass on the proofs. A process of the job proves nothing for another's address: one
 that listens at an address without being the one that belongs there can't get a proof
 from any other listener of the job. c proves first: a foreign process that only connects
 gets nothing that depends on the secret. (One that listens at an address gets
@@ -62,9 +65,11 @@ _HELLO_BYTES = 1 << 16
 class _Proofs:
     """The proofs and keys, which both sides can compute after the hello."""
 
-    def __init__(self, secret: bytes, ours: bytes, theirs: bytes, hello: bytes) -> None:
-        # Only the hello has no fixed length, and it is last.
-        transcript = bytes([VERSION]) + ours + theirs + hello
+    def __init__(
+        self, secret: bytes, nonces: bytes, binding: bytes, hello: bytes
+    ) -> None:
+        # Only the hello has no fixed length on both sides, and it is last.
+        transcript = bytes([VERSION]) + nonces + binding + hello
         self._secret = secret
         self._transcript = hashlib.sha256(transcript).digest()
 
@@ -86,6 +91,7 @@ def authenticate_as_client(
     hello: dict[str, Any],
     deadline: Deadline,
     address: str,
+    binding: bytes = b"",
 ) -> FrameAuthenticator:
     """Send a hello to the side that listens, prove the secret to it, check its proof.
 
@@ -95,6 +101,7 @@ def authenticate_as_client(
         hello: The purpose of this connection; a small JSON object.
         deadline: When to give up.
         address: The other side's, as the cluster's settings have it.
+        binding: See `tls_socket.binding_of`.
 
     Returns:
         The authenticator of the frames that follow.
@@ -110,7 +117,7 @@ def authenticate_as_client(
     write_frame(sock, FrameType.CHALLENGE, mine, deadline)
     theirs = _nonce(sock, deadline, address)
     text = json.dumps({"address": address, "hello": hello}).encode()
-    proofs = _Proofs(secret, mine, theirs, text)
+    proofs = _Proofs(secret, mine + theirs, binding, text)
     write_frame(sock, FrameType.HELLO, text, deadline)
     write_frame(sock, FrameType.PROOF, proofs.of(b"client"), deadline)
     kind, reply = read_frame(sock, deadline, bound=_PROOF_BYTES)
@@ -130,7 +137,12 @@ def authenticate_as_client(
 
 
 def receive(
-    sock: socket.socket, secret: bytes, deadline: Deadline, where: str, address: str
+    sock: socket.socket,
+    secret: bytes,
+    deadline: Deadline,
+    where: str,
+    address: str,
+    binding: bytes = b"",
 ) -> tuple[dict[str, Any], FrameAuthenticator]:
     """Authenticate a client: the listening side of `authenticate_as_client`.
 
@@ -140,6 +152,7 @@ def receive(
         deadline: When to give up.
         where: The other side's address, for messages.
         address: This side's own, as the cluster's settings have it.
+        binding: See `tls_socket.binding_of`.
 
     Returns:
         The other side's hello, and the authenticator of the frames that follow.
@@ -158,7 +171,7 @@ def receive(
     mine = os.urandom(_NONCE_BYTES)
     write_frame(sock, FrameType.CHALLENGE, mine, deadline)
     text = _expect(sock, FrameType.HELLO, deadline, _HELLO_BYTES, where)
-    proofs = _Proofs(secret, theirs, mine, text)
+    proofs = _Proofs(secret, theirs + mine, binding, text)
     proof = _expect(sock, FrameType.PROOF, deadline, _PROOF_BYTES, where)
     if not proofs.check(b"client", proof):
         write_frame(sock, FrameType.REFUSAL, b"", deadline)

@@ -278,6 +278,26 @@ def test_tagged_output_and_logs(launcher):
     assert launcher.temporary() == []
 
 
+@pytest.mark.parametrize("kind", ["link", "fifo"])
+def test_a_log_is_written_to_no_link_and_waits_for_no_reader(launcher, kind):
+    """Another user may have prepared the folder."""
+    folder = launcher.folder / "logs"
+    folder.mkdir()
+    mine = launcher.folder / "mine"
+    mine.write_text("my file")
+    if kind == "link":
+        (folder / "rank-1.log").symlink_to(mine)
+    else:
+        os.mkfifo(folder / "rank-1.log")
+    code, _, err = launcher.run(
+        *("-n", 2, "--log-dir", "logs", "script.py"), script='mark("ran")'
+    )
+    assert code == 1
+    assert "A task's log can't be written" in err
+    assert "rank-1.log" in err
+    assert mine.read_text() == "my file"
+
+
 def test_tagged_output_that_nobody_reads_doesnt_stop_the_job(launcher):
     process = launcher.start(
         *("-n", 2, "--output", "all", "script.py"),

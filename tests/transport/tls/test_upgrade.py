@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import re
+import select
 import shutil
 import socket
 import socketserver
@@ -35,7 +36,14 @@ from kerasdist.transport.rendezvous.dial import dial_tcp, retry
 from kerasdist.transport.rendezvous.listener import Listener
 from kerasdist.transport.rendezvous.probe import why_unreachable
 from kerasdist.transport.tls.credentials import Credentials, tls_fault
-from kerasdist.transport.tls.tls_socket import TlsSocket
+from kerasdist.transport.tls.tls_socket import TlsSocket, binding_of
+from kerasdist.transport.tls.upgrade import (
+    accept_tls,
+    connect_tls,
+    wrap_accepted,
+    wrap_dialed,
+)
+from kerasdist.transport.wire.handshake import authenticate_as_client
 from pace import bound
 from waiting import wait_until
 
@@ -104,6 +112,51 @@ def test_the_secret_is_still_needed(authority, use):
         pytest.raises(errors.AuthenticationError, match=r"hold the same job secret"),
     ):
         dial_tcp(listener.address, b"another secret...", HELLO, Deadline(60))
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_nobody_stands_between_two_tasks_with_a_certificate_alone(
+    authority, use, shared
+):
+    """He passes on all bytes, also with the tasks' own certificate and key."""
+    own = authority.issue("task")
+    stranger = own if shared else authority.issue("stranger")
+    use(own)
+    with listening() as listener:
+        host, port = split_address(listener.address)
+        credentials = Credentials.read({"KERASDIST_TLS": stranger})
+        with socket.create_server((host, 0)) as between:
+
+            def relay():
+                near, _ = between.accept()
+                near = wrap_accepted(near, credentials)
+                far = wrap_dialed(socket.create_connection((host, port)), credentials)
+                with near, far:
+                    accept_tls(near, Deadline(20), "near")
+                    connect_tls(far, Deadline(20), listener.address)
+                    pair = {near: far, far: near}
+                    with contextlib.suppress(OSError):
+                        while True:
+                            ready, _, _ = select.select(pair, [], [], 20)
+                            for one in ready:
+                                data = one.recv(1 << 16)
+                                if not data:
+                                    return
+                                pair[one].sendall(data)
+
+            thread = threading.Thread(target=relay, daemon=True)
+            thread.start()
+            with socket.create_connection(between.getsockname()) as plain:
+                sock = wrap_dialed(plain, Credentials.read({"KERASDIST_TLS": own}))
+                with sock:
+                    connect_tls(sock, Deadline(20), listener.address)
+                    with pytest.raises(errors.AuthenticationError, match="job secret"):
+                        authenticate_as_client(
+                            *(sock, SECRET, HELLO, Deadline(20), listener.address),
+                            binding=binding_of(sock),
+                        )
+            thread.join(20)
+        assert not thread.is_alive()
 
 
 def other_ca(authority):

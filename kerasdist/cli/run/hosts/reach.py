@@ -61,13 +61,13 @@ class Reach:
             alone: Whether it has a connection of its own.
         """
         if is_here(host):
-            return [sys.executable, *options, "-c", _BOOT]
+            return [sys.executable, "-P", *options, "-c", _BOOT]
         shared = f"ControlPath={'none' if alone else f'{self.control}/%C'}"
         return [
             *(*self.ssh, *_OPTIONS),
             *("-o", f"ControlMaster={'yes' if first else 'no'}", "-o", shared),
             *("--", host.target),
-            shlex.join([self.python, *options, "-c", _BOOT]),
+            shlex.join([self.python, "-P", *options, "-c", _BOOT]),
         ]
 
 

@@ -9,11 +9,13 @@ All prove the job's secret. The ports are kept from the exchange on.
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
+import select
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +23,7 @@ from kerasdist.cli.console import print_line
 from kerasdist.cli.run.hosts.places import Host
 from kerasdist.cli.run.hosts.reach import is_here
 from kerasdist.cli.run.nodes.options import NodeOptions
-from kerasdist.cluster.address import split_address
+from kerasdist.cluster.address import address_fault, split_address
 from kerasdist.errors import AuthenticationError, ClusterError, ProtocolError
 from kerasdist.transport.connection import Connection
 from kerasdist.transport.deadline import Deadline
@@ -81,10 +83,20 @@ def meeting(
         try:
             part = _meet(options, workers, servers, secret, undo)
         except (OSError, ClusterError) as error:
+            hint = ""
+            if errno.EADDRINUSE in (getattr(error, "errno", 0), _errno_behind(error)):
+                hint = (
+                    ". If another launcher of this job runs on this machine, give each "
+                    "its --node-rank"
+                )
             raise RendezvousError(
-                f"the rendezvous at {options.rendezvous} isn't possible: {error}"
+                f"the rendezvous at {options.rendezvous} isn't possible: {error}{hint}"
             ) from error
         yield part
+
+
+def _errno_behind(error: BaseException) -> int | None:
+    return getattr(error.__cause__, "errno", None)
 
 
 def _meet(
@@ -160,14 +172,22 @@ def _collect(options: NodeOptions, mine: dict[str, list[str]], secret: bytes) ->
         undo.callback(listener.release)
         listener.enter(_SESSION)
         undo.enter_context(waiting.notice("host 0", look, goal=options.rendezvous))
-        while len(named) + len(unnamed) < options.count - 1:
+        while True:
+            # One that was killed while it waited may come again, to its place.
+            for rank in [r for r, (each, _) in named.items() if _has_left(each)]:
+                del named[rank]
+            unnamed[:] = [each for each in unnamed if not _has_left(each[0])]
+            if len(named) + len(unnamed) == options.count - 1:
+                break
             waiting.check(
                 f"{len(named) + len(unnamed) + 1} of {options.count} hosts are here"
             )
             arrived = listener.mailboxes.take_any(_SESSION, _PURPOSE, _AGAIN_SECONDS)
             for rank, connection, hello in arrived:
                 undo.callback(connection.close)
-                fault = _fault(options, rank, hello, named)
+                here = [mine, *(e[1]["tasks"] for e in (*named.values(), *unnamed))]
+                lists = [each for some in here for each in some.values()]
+                fault = _fault(options, rank, hello, named, lists)
                 if fault:
                     print_line(f"a host was refused: {fault}", logging.WARNING)
                     _reply(connection, {"fault": fault})
@@ -190,6 +210,14 @@ def _collect(options: NodeOptions, mine: dict[str, list[str]], secret: bytes) ->
         return cluster, _counts([])
 
 
+def _has_left(connection: Connection) -> bool:
+    """Return whether a launcher has gone, which sends nothing while it waits."""
+    try:
+        return bool(select.select([connection.sock], [], [], 0)[0])
+    except (OSError, ValueError):
+        return True
+
+
 def _where(host: tuple[Connection, dict[str, Any]]) -> str:
     """Return the address of a host that has connected."""
     addresses = [text for some in host[1]["tasks"].values() for text in some]
@@ -201,21 +229,42 @@ def _counts(parts: Sequence[dict[str, list[str]]]) -> dict[str, int]:
 
 
 def _fault(
-    options: NodeOptions, rank: int, hello: dict[str, Any], named: dict[int, Any]
+    options: NodeOptions,
+    rank: int,
+    hello: dict[str, Any],
+    ranks: Container[int],
+    named: Sequence[list[str]],
 ) -> str:
-    """Return why a launcher can't take part; empty if it can."""
+    """Return why a launcher can't take part; empty if it can.
+
+    Args:
+        options: Those of this launcher.
+        rank: The other's, negative if it hasn't any.
+        hello: What the other has sent.
+        ranks: Those that have arrived.
+        named: The addresses of the tasks of all that are here.
+    """
     if hello.get("count") != options.count:
         return (
             f"it was started with --nnodes {hello.get('count')}, and the host of the "
             f"rendezvous with --nnodes {options.count}"
         )
-    if rank == 0 or rank >= options.count or rank in named:
+    if rank == 0 or rank >= options.count or rank in ranks:
         return f"there is a host with --node-rank {rank} already"
     tasks = hello.get("tasks")
     if not isinstance(tasks, dict) or not all(
         isinstance(tasks.get(kind), list) for kind in ("worker", "ps")
     ):
         return "it names no tasks"
+    # They go into every task's TF_CONFIG, and into messages.
+    addresses = [*tasks["worker"], *tasks["ps"]]
+    for address in addresses:
+        fault = address_fault(address)
+        if fault is not None:
+            return f"an address of a task {fault} (received: {address!r})"
+    others = [text for each in named for text in each]
+    if len({*addresses, *others}) < len(addresses) + len(others):
+        return "it names an address that another task has"
     return ""
 
 

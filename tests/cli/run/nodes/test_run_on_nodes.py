@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import signal
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,12 @@ from typing import Any
 import pytest
 
 from hosts import Hosts
+from kerasdist.transport.deadline import Deadline
+from kerasdist.transport.rendezvous.dial import dial_tcp, retry
 from launching import Launcher, launcher_in
 from pace import bound
 from waiting import wait_until
+from workers import free_ports
 
 _WHY_NOT = Hosts.available()
 pytestmark = [
@@ -145,6 +149,36 @@ def test_launchers_that_do_not_fit(
     assert not [*launchers[0].folder.glob("started"), *launchers[1].folder.glob("st*")]
 
 
+def test_odd_addresses_of_another_host_are_refused(tmp_path: Path) -> None:
+    """Its launcher holds the secret; but they go into the TF_CONFIG of all tasks."""
+    (port,) = free_ports(1)
+    address = f"127.0.0.1:{port}"
+    with launcher_in(tmp_path) as launcher:
+        launcher.env["KERASDIST_SECRET"] = SECRET
+        options = ("--nnodes", 2, "--rendezvous", address, "--node-rank", 0)
+        job = launcher.start("-n", 1, *options, "script.py", script=SHOW)
+        twice = ["h:1", "h:1"]
+        for worker in (5, None, "h", "h:\x1b[31m1", ["h:1"], "h:99999", *twice):
+            tasks = {"worker": twice if worker == "h:1" else [worker], "ps": []}
+            hello = {"session": "kerasdist run", "purpose": "node", "rank": 1}
+            hello |= {"count": 2, "tasks": tasks}
+            deadline = Deadline(bound(60))
+            connection = retry(
+                lambda: dial_tcp(address, SECRET.encode(), hello, deadline),  # noqa: B023
+                *(deadline, 1, address, threading.Event()),
+            )
+            with connection:
+                _, reply = connection.read_json(deadline)
+            assert "an address" in reply["fault"], worker
+        unnamed = launcher.run("-n", 1, *options[:4], "script.py", script=SHOW)
+        assert unnamed[0] == 1
+        assert "give each its --node-rank" in unnamed[2]
+        job.send_signal(signal.SIGINT)
+        _, errors = job.communicate(timeout=bound(60))
+        assert "\x1b" not in errors
+        assert not [*tmp_path.glob("worker-*")]
+
+
 SOON = (
     "from kerasdist.transport.rendezvous import waiting_notice as w; "
     "w.FIRST_SECONDS = w.AGAIN_SECONDS = 0.5"
@@ -154,7 +188,10 @@ SOON = (
 def test_launchers_say_for_whom_they_wait(
     hosts: Hosts, launchers: list[Launcher]
 ) -> None:
-    """Host 2 comes when the others have said that it is missing."""
+    """Host 2 comes when the others have said that it is missing.
+
+    Before, the launcher of host 1 is killed, and started again: it takes its place.
+    """
     jobs = {}
     lines: dict[int, str] = {}
     for host, expected in ((1, "Missing: host 0: "), (0, "Here: host 0, host 1 (")):
@@ -170,8 +207,13 @@ def test_launchers_say_for_whom_they_wait(
     while "host 0 waits for them" not in connected:
         connected = jobs[1].stderr.readline()
         assert connected, "it has ended"
-    options = nodes(hosts, 3, 2)
-    jobs[2] = launchers[2].start(*("-n", 1, *options, "script.py"), script=SHOW)
+    jobs[1].kill()
+    jobs[1].communicate(timeout=bound(30))
+    for host in (1, 2):
+        options = nodes(hosts, 3, host)
+        jobs[host] = launchers[host].start(
+            *("-n", 1, *options, "script.py"), script=SHOW
+        )
     assert [code for code, _, _ in ends(list(jobs.values()))] == [0, 0, 0]
     assert lines[1].startswith("kerasdist run: host 1 has been waiting for host 0 (")
     assert "connection refused: nothing listens there." in lines[1]
