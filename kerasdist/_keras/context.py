@@ -10,7 +10,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from kerasdist._keras.loss_kinds import LossKinds
+from kerasdist._keras.global_batch.loss_kinds import LossKinds
 from kerasdist._keras.protocols import KerasHooks
 
 __all__ = ["StepContext", "current", "gradients_are_reduced", "is_timed", "setting"]
@@ -24,6 +24,10 @@ class StepContext(threading.local):
         rows: The replica's number of rows inside a Keras step, else None.
         total: The global batch's number of rows, if known without communication.
         kinds: The kinds of the step's losses, if there are several replicas.
+        state: The `global_batch.step_state.StepState` of a step, if there are several
+            replicas.
+        taken: The `global_batch.gradients.Taken` of that step.
+        direct: Whether gradients go from the tape to Keras's own `apply` unseen.
         reduced: Whether gradients have been reduced already.
         window: Whether gradients will be reduced once for several steps.
         late: Takes a reduction of gradients, and the update with its result, that are
@@ -74,6 +78,9 @@ class StepContext(threading.local):
     rows: Any = None
     total: Any = None
     kinds: LossKinds | None = None
+    state: Any = None
+    taken: Any = None
+    direct: bool = False
     reduced: bool = False
     window: bool = False
     late: Callable[[Callable[..., Any], Callable[[Any], Any]], bool] | None = None

@@ -68,62 +68,78 @@ def _rate(hook: str, does: str, *targets: str) -> Patch:
 TABLE = (
     # Losses and metrics.
     _core(
-        "training.losses.keep_loss_unscaled",
+        "global_batch.losses.keep_loss_unscaled",
         "leaves the loss unchanged: gradients are weighted by rows",
         f"{_LOSS}.scale_loss_for_distribution(value)",
     ),
     _core(
-        "training.losses.reported_loss",
+        "global_batch.losses.reported_loss",
         "records the loss of the global batch, if it isn't a mean over rows",
         f"{_LOSS}.unscale_loss_for_distribution(value)",
     ),
     _core(
-        "training.losses.average_loss",
+        "global_batch.losses.average_loss",
         "doesn't divide by the number of replicas in steps of `fit`",
         "tensorflow.nn.compute_average_loss"
         "(per_example_loss, sample_weight, global_batch_size)",
     ),
     _core(
-        "training.losses.regularization_loss",
+        "global_batch.losses.regularization_loss",
         "the same",
         "tensorflow.nn.scale_regularization_loss(regularization_loss)",
     ),
     _core(
-        "training.losses.reduce_values",
+        "global_batch.losses.reduce_values",
         "corrects losses that aren't a mean over rows: sums, weighted means",
         f"{_LOSS}.reduce_values(values, sample_weight, reduction)",
     ),
     _core(
-        "training.losses.reduce_weighted_values",
+        "global_batch.losses.reduce_weighted_values",
         "the same for loss functions that return one number",
         f"{_LOSS}.reduce_weighted_values(values, ...)",
     ),
     _core(
-        "training.losses.mask_weights",
+        "global_batch.losses.mask_weights",
         "counts valid entries over all replicas",
         f"{_LOSS}.apply_mask(sample_weight, mask, dtype, reduction)",
     ),
     _core(
-        "training.losses.compile_loss",
+        "global_batch.losses.compile_loss",
         "lets the parts of a loss be recorded",
         "keras.src.trainers.compile_utils.CompileLoss.call(self, ...)",
     ),
     _core(
-        "training.losses.mean_metric",
+        "global_batch.whole_batch.loss",
+        "computes a loss that mixes rows of the rows of all replicas",
+        f"{_LOSS}.Loss.__call__(self, y_true, y_pred, sample_weight)",
+    ),
+    _core(
+        "global_batch.whole_batch.metric",
+        "the same for functions given as metrics",
+        "keras.src.metrics.reduction_metrics.MeanMetricWrapper.update_state"
+        "(self, y_true, y_pred, sample_weight)",
+    ),
+    _core(
+        "global_batch.losses.mean_metric",
         "records the parts of a loss by the rows that they count for",
         "keras.src.metrics.reduction_metrics.Mean.update_state"
         "(self, values, sample_weight)",
     ),
     _core(
-        "training.losses.additional_loss",
+        "global_batch.losses.additional_loss",
         "corrects losses of `add_loss` that aren't a mean over rows",
         f"{_MODEL}._aggregate_additional_loss(self, loss)",
     ),
     _core(
-        "training.losses.gradient",
-        "the same for losses that a custom `train_step` differentiates",
+        "global_batch.gradients.gradient",
+        "returns the gradients of the global batch, whatever its loss is",
         "tensorflow.python.eager.backprop.GradientTape.gradient"
         "(self, target, sources, output_gradients, ...)",
+    ),
+    _core(
+        "global_batch.step_state.assign",
+        "what layers and metrics keep is made of all replicas' rows",
+        "keras.src.backend.tensorflow.core.Variable._direct_assign(self, value)",
     ),
     # Optimizers.
     _core(
@@ -178,6 +194,11 @@ TABLE = (
         "keras.src.random.seed_generator.SeedGenerator.next(self, ...)",
     ),
     # Data, and the loops of `fit`, `evaluate` and `predict`.
+    _core(
+        "data.cache_files.cache",
+        "a file for each rank",
+        "tensorflow.python.data.ops.dataset_ops.DatasetV2.cache(self, filename, name)",
+    ),
     _core(
         "data.epoch_iterators.init_epoch_iterator",
         "arrays in an order that all workers agree on, each worker its rows; for a "

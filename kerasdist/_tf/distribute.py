@@ -66,6 +66,12 @@ def local_results(value: Any) -> tuple[Any, ...]:
     return tuple(value._values) if isinstance(value, DistributedValues) else (value,)
 
 
+def copy_here(variable: Any) -> Any:
+    """Return the copy of a variable that belongs to the current replica."""
+    copies = local_results(variable)
+    return copies[local_replica_id() if len(copies) > 1 else 0]
+
+
 def tensor_or_slices(value: Any) -> Any:
     """Return a value as a tensor; IndexedSlices as they are."""
     return value if isinstance(value, tf.IndexedSlices) else tf.convert_to_tensor(value)

@@ -10,10 +10,12 @@ import weakref
 from typing import Any, Generic, TypeVar
 
 __all__ = [
+    "CHIEFS_STATE",
     "COMPILED",
     "LAST_LOGS",
     "OTHERS_STEPS",
     "OWN_DATA",
+    "OWN_FILES",
     "PREDICTING_EPOCH",
     "SCALING",
     "STAGE",
@@ -54,6 +56,8 @@ class Mark(Generic[T]):
 
 # A distributed dataset: each worker has its own. True if it is divided by file.
 OWN_DATA = Mark[bool]()
+# A callback: whether each rank writes its files, to a temporary folder of its own.
+OWN_FILES = Mark[bool]()
 # A distributed dataset whose batches are divided: the dataset of global batches.
 WHOLE_DATA = Mark[Any]()
 # A layer: the device of the stage that it was created in.
@@ -62,6 +66,8 @@ STAGE = Mark[str]()
 VARIABLE_DEVICE = Mark[str]()
 # A model: each worker trains it for itself. True if the script has declared that.
 TRAINED_LOCALLY = Mark[bool]()
+# A variable of a layer: its value differs between replicas, and the chief's counts.
+CHIEFS_STATE = Mark[bool]()
 # A function that replicas run: XLA compiles what doesn't communicate.
 COMPILED = Mark[bool]()
 # A train or test function: the `_keras.training.logs.LastLogs` of its steps.

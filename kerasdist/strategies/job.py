@@ -7,6 +7,7 @@ import os
 import weakref
 from typing import Protocol
 
+from kerasdist._keras.data.cache_files import note_rank
 from kerasdist._keras.data.reading_threads import destroy_iterators
 from kerasdist.collectives import Communicator
 from kerasdist.transport.liveness.announcements import ChiefActions
@@ -52,6 +53,9 @@ _open: weakref.WeakSet[Closable] = weakref.WeakSet()
 def close_at_exit(job: Closable) -> None:
     """Inform the others at the end of this process whether it ended well."""
     _open.add(job)
+    communicator = getattr(job, "communicator", None)
+    if communicator is not None:
+        note_rank(communicator.rank)
     hand_over_final_error()
     # TensorFlow has written all that it writes at its start.
     take_stderr()

@@ -10,7 +10,14 @@ import pytest
 import tensorflow as tf
 from keras import ops
 
-from kerasdist._keras.loss_kinds import CONSTANT, OTHER, ROWS, Kind, LossKinds
+from kerasdist._keras.global_batch.loss_kinds import (
+    CONSTANT,
+    OTHER,
+    ROWS,
+    Extreme,
+    Kind,
+    LossKinds,
+)
 from workers import Workers
 
 MEAN, SUM = Kind(0), Kind(1)
@@ -71,7 +78,7 @@ LOSSES = {
     "product": (lambda x: ops.mean(rows_of(x)) * ops.sum(x), "function"),
     "pairs": (lambda x: ops.mean(rows_of(x)[:, None] * rows_of(x)[None, :]), OTHER),
     "some": (lambda x: ops.mean(tf.boolean_mask(x, x[:, 0, 0] > 0)), OTHER),
-    "the largest": (lambda x: ops.max(rows_of(x)), OTHER),
+    "the largest": (lambda x: ops.max(rows_of(x)), Extreme("max")),
     "the first": (lambda x: rows_of(x)[0], OTHER),
 }
 
@@ -176,8 +183,10 @@ def test_what_is_not_known_is_said_once():
     assert found == {
         "ordinary": [],
         "dice": [],
-        "function": ["A loss function that returns one number"],
+        "function": [],
         "add_loss": ["A loss of `add_loss`"],
         "train_step": ["The loss of `train_step`"],
     }
-    assert "isn't known to be" not in second.output
+    assert said["function"].count("kerasdist: the loss ") == 1
+    assert "mixes the rows of a batch, or isn't known not to" in said["function"]
+    assert "isn't known" not in second.output

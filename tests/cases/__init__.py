@@ -10,8 +10,10 @@ from __future__ import annotations
 # Each adds its cases to CASES.
 from cases import (  # noqa: F401
     datasets,
+    gradients,
     loops,
     losses,
+    mixing,
     models,
     optimizers,
     outside,

@@ -1,8 +1,11 @@
 """`fit` with `jit_compile=True`: the numbers of plain Keras that compiles."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
+from kerasdist._keras.models.compilation import make_compiled
 from workers import Workers
 
 SCRIPT = """
@@ -98,3 +101,11 @@ def test_one_asynchronous_worker():
     options = '{"mode": "async"}'
     ((ours, plain),) = run(1, 1, 1, "ParameterServerStrategy", options)
     same(ours, plain)
+
+
+def test_an_elastic_job_is_refused():
+    workers = SimpleNamespace(replicas=2)
+    elastic = SimpleNamespace(is_fixed=False)
+    hooks = SimpleNamespace(workers=workers, elastic=elastic, dynamic=None)
+    with pytest.raises(ValueError, match=r"Received: jit_compile=True in `compile`"):
+        make_compiled(SimpleNamespace(jit_compile=True), hooks, print, print)

@@ -105,6 +105,13 @@ SUMS = ("fewer_rows_than_replicas", "accumulation_of_slices")
 ODD = (*SUMS, "overflow_on_one_replica", "all_of_it")
 # And a placement: where the gradients are, and where they are updated.
 PLACED = ("custom_train_step", "embedding")
+# What a script does with gradients, and functions and state that mix rows.
+GRADIENTS = ("changed_gradients", "gradients_of_other_things", "upstream_gradients")
+MIXED = (
+    "functions_that_mix_rows",
+    "state_of_layers",
+    "optimizers_that_change_gradients",
+)
 # A job of all cases would take minutes: they are dealt out to six, of which the suite
 # runs one with two workers.
 SIXTHS = [tuple(list(CASES)[i::6]) for i in range(6)]
@@ -114,27 +121,30 @@ def layouts() -> list[object]:
     made: list[object] = []
     for workers, devices, servers, chosen, *micro_batches in [
         (1, 2, 0, SUMS),
-        (2, 1, 0, None),  # all
+        (2, 1, 0, (*GRADIENTS, *MIXED)),  # and a sixth of all
         (1, 1, 0, (*ODD, *PLACED)),
         (3, 1, 0, ODD),
         (4, 1, 0, (*ODD, *PLACED)),
-        (2, 2, 0, SUMS),
-        (2, 1, 2, (*SUMS, *PLACED, "synchronized_batch_normalization")),
+        (2, 2, 0, (*SUMS, *MIXED)),
+        (
+            2,
+            1,
+            2,
+            (*SUMS, *PLACED, "synchronized_batch_normalization", "state_of_layers"),
+        ),
         # One replica per worker, whose layers are on two devices; micro-batches.
         (2, 2, 0, PLACED, 2),
     ]:
         name = f"{workers}x{devices}" + (f"-servers{servers}" if servers else "")
         placed = sum(micro_batches)
         name += f"-placed{placed}" if placed else ""
-        if chosen:
-            layout = workers, devices, servers, placed, chosen
-            # Three workers show what an odd number adds, four only more of it.
-            marks = [pytest.mark.soak] if workers > 3 else []
-            made.append(pytest.param(*layout, id=f"{name}-core", marks=marks))
+        # Three workers show what an odd number adds, four only more of it.
+        marks = [pytest.mark.soak] if workers > 3 else []
+        layout = workers, devices, servers, placed
+        made.append(pytest.param(*layout, chosen, id=f"{name}-core", marks=marks))
         for i, cases in enumerate(SIXTHS):
-            marks = [pytest.mark.soak] if chosen or i > 0 else []
-            layout = workers, devices, servers, placed, cases
-            made.append(pytest.param(*layout, id=f"{name}-{i}", marks=marks))
+            marks = [] if (name, i) == ("2x1", 0) else [pytest.mark.soak]
+            made.append(pytest.param(*layout, cases, id=f"{name}-{i}", marks=marks))
     return made
 
 

@@ -276,3 +276,26 @@ def test_models_that_only_their_own_step_can_build():
     env = {"TESTS": SCRIPTS_PATH}
     with Workers(TWO_LAYERS + textwrap.dedent(script), 1, env=env, deadline=200) as job:
         assert max(job.succeed()[0].result) < 1e-5
+
+
+def test_layers_that_were_built_outside_of_the_scope_are_trained_in_their_place():
+    script = """
+    strategy = kerasdist.ModelParallelStrategy({"first": "CPU:1", ".*": "CPU:0"})
+    outside = keras.layers.Dense(4, name="first")
+    outside.build((None, x.shape[1]))
+    before = outside.get_weights()[0]
+    with strategy.scope():
+        inputs = keras.Input((x.shape[1],))
+        model = keras.Model(inputs, keras.layers.Dense(1, name="last")(outside(inputs)))
+        model.compile(keras.optimizers.Adam(0.1), "mse")
+    model.fit(x, np.ones((len(x), 1)), epochs=1, verbose=0)
+    devices = {v.path: v.value.device[-5:] for v in model.optimizer.variables}
+    moved = bool(np.abs(outside.get_weights()[0] - before).max() > 0)
+    print("RESULT", json.dumps([moved, outside.kernel.value.device[-5:], devices]))
+    """
+    with Workers(TWO_LAYERS + textwrap.dedent(script), 1) as job:
+        moved, device, slots = job.succeed()[0].result
+    assert moved
+    assert device == "CPU:1"
+    found = {path: where for path, where in slots.items() if "first_kernel" in path}
+    assert set(found.values()) == {"CPU:1"}, slots

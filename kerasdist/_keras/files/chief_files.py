@@ -16,7 +16,6 @@ import contextlib
 import logging
 import os
 import re
-import shutil
 import tempfile
 import time
 from collections.abc import Iterator
@@ -31,6 +30,7 @@ from kerasdist.errors import CollectiveTimeout
 __all__ = [
     "announcing",
     "any_missing",
+    "is_temporary",
     "state_of_file",
     "wait_for_chief",
     "why_missing",
@@ -114,9 +114,10 @@ def wait_for_chief(hooks: KerasHooks, path: str, own: bool = False) -> bool:
     """Wait until the chief has written the file, or will not write it.
 
     Returns:
-        Whether this rank must write `path`, a file of its `own` that doesn't exist yet:
-        the chief has gone on without it, and no callback asks, whose logs may differ.
-        Or this rank has become the chief.
+        Whether this rank must write `path`: it's in a temporary folder that the chief
+        doesn't have; or it's a file of its `own` that doesn't exist yet, the chief has
+        gone on without it, and no callback asks, whose logs may differ; or this rank
+        has become the chief.
 
     Raises:
         Exception: The error of the chief's attempt.
@@ -143,10 +144,12 @@ def wait_for_chief(hooks: KerasHooks, path: str, own: bool = False) -> bool:
             "`timeout=`."
         )
     if outcome.kind == "done":
-        if _topic(path) != path:
-            _copy(str(outcome.facts.get("path")), path)
+        if is_temporary(path) and outcome.facts.get("path") != _key(path):
+            return True  # not a copy: the chief may have removed its own
         _expect(path, outcome.facts)
         return False
+    if is_temporary(path):
+        return True
     # Asynchronous workers continue without a lost chief.
     left = outcome.kind == "gone" and not hooks.dynamic
     if (outcome.kind == "past" or left) and own and not current.fitting:
@@ -166,18 +169,6 @@ def wait_for_chief(hooks: KerasHooks, path: str, own: bool = False) -> bool:
     if not current.fitting:
         _warn_once("unwritten", text)
     return False
-
-
-def _copy(source: str, path: str) -> None:
-    """Copy the chief's file in its temporary folder to this rank's own."""
-    if os.path.abspath(path) == source:
-        return
-    # If it can't be read here, `load` reports that.
-    with contextlib.suppress(OSError):
-        if os.path.isdir(source):
-            shutil.copytree(source, path, dirs_exist_ok=True)
-        else:
-            shutil.copyfile(source, path)
 
 
 def _expect(given: str, facts: dict[str, Any]) -> None:
@@ -242,6 +233,11 @@ def _error(facts: dict[str, Any], path: str) -> Exception:
         return kind(f"{text} {where}")
     except TypeError:  # its constructor needs more arguments
         return RuntimeError(f"{name}: {text} {where}")
+
+
+def is_temporary(path: str) -> bool:
+    """Return whether a part of a path was drawn by `tempfile`, by each rank its own."""
+    return _topic(path) != path
 
 
 def _topic(path: str) -> str:

@@ -11,7 +11,7 @@ import contextlib
 import inspect
 import os
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -20,6 +20,7 @@ from kerasdist._keras.context import current, setting
 from kerasdist._keras.files.chief_files import (
     announcing,
     any_missing,
+    is_temporary,
     state_of_file,
     wait_for_chief,
     why_missing,
@@ -27,12 +28,14 @@ from kerasdist._keras.files.chief_files import (
 from kerasdist._keras.files.succession import flush_board, take_over
 from kerasdist._keras.models.local_models import writer_hooks
 from kerasdist._keras.protocols import KerasHooks, current_hooks, hooks_of
+from kerasdist._tf.marks import OWN_FILES
 from kerasdist._tf.scopes import outside_of_scopes
 from kerasdist._tf.variables import is_distributed
 
 __all__ = [
     "finish_background",
     "load",
+    "note_own_files",
     "on_chief_only",
     "outside",
     "save_state",
@@ -49,7 +52,7 @@ def on_chief_only(
     # `set_model` is called before the callback has one.
     model = callback.model if callback.model is not None else (args or [None])[0]
     hooks = writer_hooks(model) if model is not None else None
-    if hooks is not None and not _is_chief(hooks):
+    if hooks is not None and not _is_chief(hooks) and not OWN_FILES.get(callback):
         if current.succession is not None:
             with _leaving(hooks):
                 current.succession.keep(original, callback, args, kwargs)
@@ -62,6 +65,18 @@ def on_chief_only(
         if current.succession is not None and original.__name__ == "on_epoch_end":
             flush_board(callback)
         return result
+
+
+def note_own_files(hooks: KerasHooks, callbacks: Sequence[Any]) -> None:
+    """Note the callbacks that write to temporary folders which each rank has made.
+
+    All workers call it alike, with the same callbacks.
+    """
+    for callback in callbacks:
+        path = str(getattr(callback, "filepath", None) or "")
+        if is_temporary(path):
+            paths = hooks.consensus.texts(os.path.abspath(path))
+            OWN_FILES.set(callback, len(set(paths.values())) > 1)
 
 
 def _is_chief(hooks: KerasHooks) -> bool:

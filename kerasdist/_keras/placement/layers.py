@@ -253,9 +253,14 @@ def prepare(trainer: Any, placer: LayerPlacer) -> None:
         if device is None:
             continue
         for variable in own_variables(layer):
+            # Made outside of the scope: an optimizer's variables couldn't be beside it.
+            foreign = getattr(variable.value, "_distribute_strategy", None) is None
             # A variable that an optimizer was built for must stay the same object.
-            if variable.value.device != device and not (built and variable.trainable):
-                move(variable, device)
+            if (foreign or variable.value.device != device) and not (
+                built and variable.trainable
+            ):
+                with trainer.distribute_strategy.scope():
+                    move(variable, device)
     if all(layer.built for layer, _, _ in layers):
         placer.check(facts for _, facts, _ in layers)
     else:

@@ -29,7 +29,7 @@ from keras.src import tree
 from keras.src.backend.common import global_state, masking
 
 from kerasdist._keras.context import current
-from kerasdist._keras.loss_kinds import LossKinds
+from kerasdist._keras.global_batch.loss_kinds import LossKinds
 from kerasdist.collectives.ops import equal_part
 from kerasdist.placement.micro_batch_order import Part
 

@@ -12,16 +12,18 @@ import hashlib
 import json
 import os
 import secrets
+import stat
 import sys
 import time
 import zipfile
 import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
+from kerasdist._keras.preemption.checkpoint_facts import fault_of
 from kerasdist.collectives.ops import Array
 from kerasdist.errors import SnapshotError
 
@@ -69,10 +71,12 @@ class CheckpointFile:
 
     def _read(self, *, arrays: bool) -> tuple[dict[str, Any], list[Array]] | None:
         try:
-            with np.load(self.path, allow_pickle=False) as file:
+            with self._opened() as opened, np.load(opened, allow_pickle=False) as file:
                 facts = json.loads(file["facts"].tobytes())
                 if facts["version"] != _VERSION:
                     raise ValueError(f"its format is {facts['version']!r}")
+                if fault := fault_of(facts):
+                    raise ValueError(fault)
                 found = []
                 for number, (name, shape) in enumerate(facts["arrays"]):
                     if arrays:
@@ -86,6 +90,15 @@ class CheckpointFile:
             *(zipfile.BadZipFile, zlib.error),
         ) as error:
             raise self.unusable(f"it can't be read ({error})") from error
+
+    def _opened(self) -> BinaryIO:
+        """Open the file without waiting for the writer of a FIFO in its place."""
+        flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
+        opened = open(os.open(self.path, flags), "rb")  # noqa: SIM115
+        if not stat.S_ISREG(os.fstat(opened.fileno()).st_mode):
+            opened.close()
+            raise ValueError("it isn't a regular file")
+        return opened
 
     def unusable(self, why: str) -> SnapshotError:
         """Return the error for a checkpoint from which `fit` can't continue."""

@@ -25,6 +25,7 @@ from kerasdist._keras.data.batches import RepeatableIterator
 from kerasdist._keras.data.epoch_iterators import batch_size_of_fit, batches_of_fit
 from kerasdist._keras.elastic.continuable import ContinuableStep
 from kerasdist._keras.elastic.state import training_state
+from kerasdist._keras.elastic.state.callback_state import unfit
 from kerasdist._keras.elastic.state.data_place import DataPlace
 from kerasdist._keras.elastic.state.finished_calls import fits_of
 from kerasdist._keras.preemption.checkpoint_file import CheckpointFile
@@ -296,6 +297,13 @@ def _objection(
     present = [type(callback).__name__ for callback in callbacks]
     if names != present:
         return f"it is of a `fit` with the callbacks {names}, and here are {present}"
+    for callback, (name, state) in zip(callbacks, facts["callbacks"], strict=True):
+        if fault := unfit(callback, state):
+            return f"its state of the callback {name} has another {fault}"
+    for index, name, _ in facts["callback_arrays"]:
+        mine = vars(callbacks[index]).get(name, 0) if index < len(callbacks) else 0
+        if not (mine is None or isinstance(mine, list)):
+            return f"it has arrays {name!r} of a callback that hasn't any"
     pairs = zip(facts["data"], _data(), strict=True)
     # Of some data the number of batches is known after the first epoch.
     if any(one != other and None not in (one, other) for one, other in pairs):

@@ -32,6 +32,7 @@ from kerasdist._keras.elastic.state.finished_calls import (
 from kerasdist._keras.elastic.state.training_state import begin as begin_fit
 from kerasdist._keras.elastic.state.training_state import leave_out_epochs
 from kerasdist._keras.files.succession import Succession, take_over
+from kerasdist._keras.files.writers import note_own_files
 from kerasdist._keras.models.local_models import warn_if_outside
 from kerasdist._keras.optimizer.sparse_updates import embedding_tables, moves_all_rows
 from kerasdist._keras.placement.trainer import failure_behind
@@ -44,16 +45,18 @@ from kerasdist._keras.protocols import (
     translating,
 )
 from kerasdist._keras.training.job_callback import JobCallback
-from kerasdist._keras.training.logs import whole_logs
+from kerasdist._keras.training.logs import numbers_of, whole_logs
 from kerasdist._keras.training.optimizers import open_window
 from kerasdist._keras.training.progress_bar import show_on_chief, without_bars
 from kerasdist._keras.training.state import (
+    chiefs_state,
     share_state,
     state_of,
     state_to_give,
     statistics_of,
     take_epoch,
 )
+from kerasdist._keras.training.vocabularies import check_vocabularies
 from kerasdist.transport.log import status
 
 __all__ = [
@@ -83,17 +86,26 @@ def finish_epoch(original: Callable[..., Any], trainer: Any, logs: Any) -> Any:
         dynamic.end_epoch(statistics)
         dynamic.weights.average_own(open_window(trainer.optimizer))
         # A worker that took no step has no logs.
-        return original(trainer, whole_logs(trainer, hooks, logs))
+        return numbers_of(original(trainer, whole_logs(trainer, hooks, logs)))
     step = None if current.evaluating else _continuable_step_of(trainer)
+
+    def read() -> tuple[Any, Any]:
+        found = original(trainer, logs)
+        return found, numbers_of(found)
+
     if step is None:
-        result = original(trainer, logs)
+        found, result = read()
     else:
-        result = step.read_metrics(lambda: original(trainer, logs))
+        found, result = step.read_metrics(read)
     if hooks.workers.replicas == 1:
         return result
     hooks.consensus.average(statistics)
     flush_accumulators(hooks, trainer)
-    return whole_logs(trainer, hooks, logs) if result is logs else result
+    if current.fitting and not current.evaluating:
+        if left := chiefs_state(trainer):
+            hooks.state.share(left, 0)
+        hooks.state.check(*state_of(trainer, only_weights=False), epoch=current.epoch)
+    return whole_logs(trainer, hooks, logs) if found is logs else result
 
 
 def flush_accumulators(hooks: KerasHooks, trainer: Any) -> None:
@@ -159,6 +171,8 @@ def before_first_step(trainer: Any, callbacks: Sequence[Any]) -> Any:
     dynamic = hooks.dynamic
     has_own_state = dynamic is not None and dynamic.has_own_state()
     share_state(trainer, hooks, callbacks)
+    note_own_files(hooks, callbacks)
+    check_vocabularies(trainer, hooks)
     hooks.state.check(*state_of(trainer, only_weights=has_own_state))
     take_epoch(trainer, hooks, 0)
     current.epoch = getattr(trainer, "_initial_epoch", None) or current.epoch

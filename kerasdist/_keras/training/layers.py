@@ -7,6 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from kerasdist import _tf
 from kerasdist._keras.context import current
 from kerasdist._keras.protocols import current_hooks
 
@@ -41,15 +42,13 @@ def synchronized_moments(
     """Replace the moments of `BatchNormalization(synchronized=True)`.
 
     They are the mean and variance over the rows of the global batch. There is one
-    collective instead of three, a replica without rows adds nothing, and the backward
-    pass weights each replica's loss by its rows, as the gradients are weighted.
+    collective instead of three, and a replica without rows adds nothing.
     """
     hooks = current.hooks
     if hooks is None or hooks.workers.replicas == 1:
         return original(x, axes, keepdims)
-    rows = tf.cast(current.rows, x.dtype)
     there = tf.cast(current.rows > 0, x.dtype)
-    sums = _weighted_sum(
+    sums = _sum(
         tf.stack(
             [
                 tf.reduce_sum(x, axis=axes, keepdims=True),
@@ -58,7 +57,7 @@ def synchronized_moments(
             ]
         )
         * there,
-        rows,
+        there,
     )
     mean = tf.math.divide_no_nan(sums[0], sums[2])
     square = tf.math.divide_no_nan(sums[1], sums[2])
@@ -68,20 +67,15 @@ def synchronized_moments(
     return mean, variance
 
 
-def _weighted_sum(tensor: Any, rows: Any) -> Any:
-    """Sum over the replicas, for losses that are weighted by rows afterwards.
-
-    The global loss is sum(n_q L_q) / N, and this replica's gradient will be
-    multiplied by n_r / N; so the gradient that is passed back through the sum is
-    sum(n_q dL_q) / n_r.
-    """
+def _sum(tensor: Any, there: Any) -> Any:
+    """Sum over the replicas, whose gradients are parts of the global batch's."""
     hooks = current.hooks
 
     @tf.custom_gradient
     def summed(x: Any) -> Any:
         def backward(dy: Any) -> Any:
-            total = hooks.gradients.sum_over_replicas([dy * rows])[0]  # type: ignore[union-attr]
-            return tf.math.divide_no_nan(total, rows)
+            mine = _tf.weighted(dy, there)
+            return hooks.gradients.sum_over_replicas([mine])[0]  # type: ignore[union-attr]
 
         return hooks.gradients.sum_over_replicas([x])[0], backward  # type: ignore[union-attr]
 

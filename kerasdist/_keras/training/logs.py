@@ -25,12 +25,12 @@ import tensorflow as tf
 
 from kerasdist import _tf
 from kerasdist._keras.context import current
+from kerasdist._keras.global_batch.losses import recorded
 from kerasdist._keras.protocols import KerasHooks
-from kerasdist._keras.training.losses import recorded
 from kerasdist._tf.marks import LAST_LOGS
 from kerasdist.transport.log import status
 
-__all__ = ["LastLogs", "keeping", "whole_logs"]
+__all__ = ["LastLogs", "keeping", "numbers_of", "whole_logs"]
 
 # The path of a number in logs: names, from outside to inside.
 _Path = tuple[str, ...]
@@ -103,6 +103,19 @@ def keeping(
     return None if function in own else LastLogs()
 
 
+def numbers_of(logs: Any) -> Any:
+    """Return logs with a tensor in place of each variable; all workers call it alike.
+
+    Keras would read variables later, and some workers only.
+    """
+
+    def number(value: Any) -> Any:
+        is_variable = isinstance(value, (keras.Variable, tf.Variable))
+        return tf.convert_to_tensor(value) if is_variable else value
+
+    return _map(number, logs)
+
+
 def whole_logs(trainer: Any, hooks: KerasHooks, logs: Any) -> dict[str, Any]:
     """Reduce logs over the workers; all workers call it at the same point.
 
@@ -115,6 +128,7 @@ def whole_logs(trainer: Any, hooks: KerasHooks, logs: Any) -> dict[str, Any]:
     Returns:
         The logs, the same on all workers.
     """
+    logs = numbers_of(logs)
     function = trainer.test_function if current.evaluating else trainer.train_function
     last: LastLogs | None = LAST_LOGS.get(inspect.unwrap(function))
     rows, complete, kept = (0.0, False, {}) if last is None else last.values()
@@ -223,7 +237,10 @@ def _results(trainer: Any, *, local: bool) -> dict[_Path, Any]:
     found: dict[_Path, Any] = {}
     for metric in trainer.metrics:
         try:
-            result = _of_this_worker(trainer, metric) if local else metric.result()
+            if local:
+                result = _of_this_worker(trainer, metric)
+            else:
+                result = numbers_of(metric.result())
         except ValueError:
             continue  # it isn't built
         for path, value in _leaves({metric.name: result}):

@@ -25,7 +25,8 @@ from keras.src.optimizers import base_optimizer, sgd
 from keras.src.optimizers.schedules import learning_rate_schedule
 
 from kerasdist import _tf
-from kerasdist._keras.context import current, is_timed, setting
+from kerasdist._keras.context import current, setting
+from kerasdist._keras.global_batch.gradients import RAW, WHOLE, exchange, weighted
 from kerasdist._keras.models.plain_loops import apply_on_all, strategy_outside
 from kerasdist._keras.models.step_build import build_only
 from kerasdist._keras.optimizer.global_step import own_steps, shared_steps
@@ -35,8 +36,7 @@ from kerasdist._keras.optimizer.table_reads import share_reads
 from kerasdist._keras.protocols import KerasHooks, hooks_of
 from kerasdist._keras.training.adoption import adopt_in_step
 from kerasdist._tf.compiled.slices import padded
-from kerasdist._tf.facets import Facets, current_facets
-from kerasdist._tf.gradient_placement import move_beside
+from kerasdist._tf.facets import current_facets
 
 __all__ = [
     "accumulate",
@@ -80,24 +80,41 @@ def apply(
     if hooks is None or current.reduced or tf.distribute.in_cross_replica_context():
         return original(optimizer, grads, trainable_variables)
     adopt_in_step(hooks, optimizer, trainable_variables or ())
-    grads, rows, scale = list(grads), current.rows, 1
+    grads, scale = list(grads), 1
     inner = getattr(optimizer, "inner_optimizer", optimizer)
-    if rows is None and inner.gradient_accumulation_steps:
+    replicas, share = hooks.workers.replicas, None
+    if replicas > 1 and current.rows is not None:
+        share = current.share
+    elif replicas > 1 and inner.gradient_accumulation_steps:
         # In custom loops gradients are summed. Keras accumulates each replica's own
         # and sums last: its accumulators hold values of the size of one replica's,
         # so here they hold the mean of the replicas.
-        rows, scale = tf.constant(1, tf.int64), hooks.workers.replicas
+        scale, share = replicas, tf.constant(1 / replicas)
+    taken = current.taken
+    kinds = [RAW if g is None or taken is None else taken.kind_of(g) for g in grads]
     window = (
-        hooks.workers.replicas > 1
+        replicas > 1
         and hooks.elastic is None
+        and WHOLE not in kinds
         and _has_windows(optimizer, trainable_variables)
     )
 
-    total = None if current.rows is None else current.total
+    def parts() -> list[Any]:
+        """Return this replica's parts of those that aren't summed yet."""
+        return [
+            weighted(each, share) if kind == RAW and share is not None else each
+            for each, kind in zip(grads, kinds, strict=True)
+        ]
 
     def reduce(beside: Sequence[Any] = ()) -> list[Any]:
-        arguments = grads, rows, total, _is_linear(inner)
-        reduced = _exchange(facets, hooks.gradients.reduce, *arguments, beside=beside)
+        reduced = exchange(
+            *(facets, hooks.gradients.reduce),
+            [None if k == WHOLE else g for g, k in zip(parts(), kinds, strict=True)],
+            share,
+            linear=_is_linear(inner),
+            beside=beside,
+            step=WHOLE not in kinds,
+        )
         if _tf.in_parts() and _is_linear(inner):
             # How many different rows there are changes with each batch.
             with _tf.outside_of_xla():
@@ -106,6 +123,9 @@ def apply(
                     padded(each) if sparse else each
                     for each, sparse in zip(reduced, is_sparse, strict=True)
                 ]
+        for i, kind in enumerate(kinds):
+            if kind == WHOLE:
+                reduced[i] = grads[i]
         return reduced
 
     def update(reduced: list[Any]) -> Any:
@@ -117,11 +137,12 @@ def apply(
 
     if current.late is not None and current.late(reduce, update):
         return None
-    if not window:
+    if not (window or all(kind == WHOLE for kind in kinds)):
         grads = reduce()
-    elif current.rows is not None:
-        weight = current.share * hooks.workers.replicas
-        grads = [None if g is None else _weighted(g, weight) for g in grads]
+    elif window and current.rows is not None:
+        # As large as those of one process, see `reduce.accumulation`.
+        weight = tf.cast(current.rows > 0, tf.float32) * replicas
+        grads = [weighted(each, weight) for each in parts()]
     updated: list[Any] = []
     dynamic = hooks.dynamic
     if dynamic is not None and grads:
@@ -151,7 +172,7 @@ def accumulate(
         ]
         last = tf.equal((own_steps(optimizer) + 1) % steps, 0)
         end_window = hooks.gradients.end_window
-        grads = _exchange(facets, end_window, grads, accumulators, last, steps)
+        grads = exchange(facets, end_window, grads, accumulators, last, steps)
     return original(optimizer, grads, trainable_variables)
 
 
@@ -225,36 +246,6 @@ def _unscaled(original: Callable[..., Any], optimizer: Any) -> Any:
     return original(optimizer)
 
 
-def _exchange(
-    facets: Facets,
-    reduce: Callable[..., list[Any]],
-    gradients: list[Any],
-    *args: Any,
-    **options: Any,
-) -> list[Any]:
-    """Reduce gradients; with a placement they return to the devices they are from."""
-    with _tf.outside_of_xla():
-        return _reduce(facets, reduce, gradients, *args, **options)
-
-
-def _reduce(
-    facets: Facets,
-    reduce: Callable[..., list[Any]],
-    gradients: list[Any],
-    *args: Any,
-    **options: Any,
-) -> list[Any]:
-    if is_timed():
-        reduced = facets.timer.exchange(
-            gradients, lambda after: reduce(gradients, *args, after, **options)
-        )
-    else:
-        reduced = reduce(gradients, *args, **options)
-    if facets.places_gradients:
-        reduced = [move_beside(*pair) for pair in zip(reduced, gradients, strict=True)]
-    return reduced
-
-
 def _variables_of(optimizer: Any) -> list[Any]:
     inner = getattr(optimizer, "inner_optimizer", optimizer)
     return list(getattr(inner, "_trainable_variables", None) or ())
@@ -285,10 +276,3 @@ def _is_linear(optimizer: Any) -> bool:
     return type(optimizer) is sgd.SGD and not (
         optimizer.clipnorm or optimizer.global_clipnorm or optimizer.clipvalue
     )
-
-
-def _weighted(gradient: Any, weight: Any) -> Any:
-    if isinstance(gradient, tf.IndexedSlices):
-        values = _tf.weighted(gradient.values, weight)
-        return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
-    return _tf.weighted(gradient, weight)

@@ -13,8 +13,11 @@ from kerasdist._keras.placement.layers import move
 from kerasdist._keras.protocols import KerasHooks
 from kerasdist._keras.training.job_callback import JobCallback
 from kerasdist._keras.training.optimizers import own_accumulators
+from kerasdist._tf.facets import facets_of
+from kerasdist._tf.marks import CHIEFS_STATE
 
 __all__ = [
+    "chiefs_state",
     "copied_to",
     "share_state",
     "state_of",
@@ -35,17 +38,27 @@ def _statistics(trainer: Any) -> list[Any]:
     replicas, including those without rows.
     """
     shared: set[int] = set()
+    # Then a synchronized layer computes with a part of this replica's rows.
+    divided = facets_of(trainer.distribute_strategy).micro_batches > 1
     for layer in trainer._flatten_layers():
         own = list(getattr(layer, "_trainable_variables", ()))
-        if getattr(layer, "synchronized", False):
+        if getattr(layer, "synchronized", False) and not divided:
             own += layer.non_trainable_variables
         own += _states_of_rows(layer)
         shared.update(id(variable) for variable in own)
     return [
         variable
         for variable in trainer.non_trainable_weights
-        if "float" in str(variable.dtype) and id(variable) not in shared
+        if "float" in str(variable.dtype)
+        and id(variable) not in shared
+        and not CHIEFS_STATE.get(variable)
     ]
+
+
+def chiefs_state(trainer: Any) -> list[Any]:
+    """Return TensorFlow's variables of layers, of which the chief's values count."""
+    found = trainer.non_trainable_variables
+    return [variable.value for variable in found if CHIEFS_STATE.get(variable)]
 
 
 def _states_of_rows(layer: Any) -> list[Any]:

@@ -19,6 +19,8 @@ from kerasdist._keras.elastic.evaluation import renew_prediction, test_function
 from kerasdist._keras.elastic.repetition import repeated
 from kerasdist._keras.elastic.state.finished_calls import refuse_newcomer
 from kerasdist._keras.elastic.step import ElasticStep
+from kerasdist._keras.global_batch.gradients import Taken, are_unseen
+from kerasdist._keras.global_batch.step_state import StepState
 from kerasdist._keras.models.compilation import make_compiled
 from kerasdist._keras.models.step_build import (
     build_by_step,
@@ -85,15 +87,22 @@ def make_function(
             trainer, lambda: original(trainer, step_function), timer
         )
 
-    last = keeping(step_function)
+    last, training = keeping(step_function), current.training
     elastic: ElasticStep | None = None
 
     def counted(data: Any) -> Any:
         data, rows, total = hooks.data.split(data)
         updates = None if elastic is None else elastic.late_updates()
         late = None if updates is None else updates.add
+        taking: dict[str, Any] = {}
+        if hooks.workers.replicas > 1:
+            taking = {
+                "taken": Taken(),
+                "direct": are_unseen(trainer),
+                "state": StepState(trainer, hooks, rows, training=training),
+            }
         if hooks.workers.replicas == 1 or (tf.get_static_value(rows) or 0) > 0:
-            with current.of(hooks, rows, total), setting(late=late):
+            with current.of(hooks, rows, total), setting(late=late, **taking):
                 logs = step_function(data)
                 if last is not None and hooks.workers.replicas > 1:
                     last.keep(logs, rows)
@@ -105,7 +114,7 @@ def make_function(
         metrics = [variable.value for variable in trainer.metrics_variables]
         variables = [*metrics, *statistics_of(trainer)]
         before = [variable.read_value() for variable in variables]
-        with current.of(hooks, rows, total), setting(late=late):
+        with current.of(hooks, rows, total), setting(late=late, **taking):
             logs = step_function(hooks.data.fill_if_empty(data))
             if last is not None:
                 last.keep(logs, rows)

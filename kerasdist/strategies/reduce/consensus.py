@@ -87,23 +87,31 @@ def check_state(
     parts: Sequence[tuple[str, Any]] = (),
     *,
     broadcast: bool = False,
+    epoch: int | None = None,
 ) -> None:
-    """Check that all workers hold the same values before the first step.
+    """Check that all workers hold the same values.
 
     Args:
         workers: The workers that reduce together.
         variables: Names and variables, in the same order on all workers.
         parts: The same for variables of which each replica may have its own part, see
             `strategies.reduce.accumulation`: if they differ, all take the mean.
-        broadcast: Whether all take the chief's values if they differ.
+        broadcast: Whether all take the chief's values if they differ before the first
+            step.
+        epoch: The number of the epoch that has ended; None before the first step.
 
     Raises:
         ValueError: They differ, and `broadcast` is false. All ranks raise it.
     """
     communicator = workers.communicator
-    if communicator.size == 1:
+    if workers.is_alone or (communicator.size == 1 and epoch is None):
         return
-    digests = [digest_of(workers.copies(variable)[0]) for _, variable in variables]
+    copies = [workers.copies(variable) for _, variable in variables]
+    digests = [digest_of(each[0]) for each in copies]
+    if epoch is not None and workers.local_replicas > 1:
+        for number, each in enumerate(copies):
+            if len({digest_of(copy) for copy in each}) > 1:
+                digests[number] = secrets.token_bytes(32)  # it equals no other
     contents = hashlib.sha256()
     for _, part in parts:
         for copy in workers.copies(part):
@@ -115,7 +123,7 @@ def check_state(
             Consensus(workers).average([part for _, part in parts])
         return
     counts = [int(c[0]) for c in communicator.all_gather([np.int64(len(digests))])]
-    if len(set(counts)) == 1 and broadcast:
+    if len(set(counts)) == 1 and broadcast and epoch is None:
         _take_chiefs(workers, [*variables, *parts])
         return
     if len(set(counts)) > 1:
@@ -137,6 +145,17 @@ def check_state(
             f"{len(differing)} of {len(digests)} variables of ranks {ranks} differ "
             f"from rank {communicator.ranks[0]}'s: {differing[:5]}"
             f"{'...' if len(differing) > 5 else ''}"
+        )
+    if epoch is not None:
+        raise ValueError(
+            f"The workers hold different states after epoch {epoch + 1}. Received: "
+            f"{what}. Something other than an optimizer has written numbers that "
+            "differ between the workers: `assign` in `train_step`, in a layer or in a "
+            "callback, of what is made of a worker's own rows, of the time, or of "
+            "random numbers. Make them of gradients that a tape returns (those of the "
+            "global batch), reduce them with "
+            "`tf.distribute.get_replica_context().all_reduce`, or draw random numbers "
+            "with the same seed on all workers."
         )
     raise ValueError(
         "The workers would begin to train from different states. "

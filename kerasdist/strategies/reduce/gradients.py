@@ -1,9 +1,8 @@
-"""The mean gradient of a global batch, from each replica's mean over its rows.
+"""The gradients of a global batch, as sums of the replicas' parts.
 
-A replica's loss is the mean over its own n_r rows, so its gradient is g_r, and the
-global batch's gradient is sum(n_r g_r) / sum(n_r): the same for every division of
-the rows, and right for the last batch of an epoch. The row counts are sent in the
-bucket of the gradients: one round trip, not two.
+A replica with n of the N rows multiplies its loss by n / N before the backward pass. So
+its gradient is a part of the global batch's, for every division of the rows, and in the
+last batch of an epoch, too.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import tensorflow as tf
 
 from kerasdist import _tf
 from kerasdist.strategies.reduce.buckets import in_buckets
-from kerasdist.strategies.reduce.indexed_slices import mean_of_slices
+from kerasdist.strategies.reduce.indexed_slices import sum_of_slices
 from kerasdist.strategies.reduce.replicas import sum_once_per_worker, sum_over_replicas
 from kerasdist.strategies.reduce.sparse_parts import SplitGradients
 from kerasdist.strategies.reduce.workers import Workers
@@ -31,28 +30,27 @@ def reduce_gradients(
     workers: Workers,
     log_once: Callable[[str, str], None],
     gradients: Sequence[Any],
-    rows: Any,
-    total: Any = None,
+    share: Any,
+    *,
     linear: bool = False,
     after: Sequence[Any] = (),
     beside: Sequence[Any] = (),
+    step: bool = True,
 ) -> list[Any]:
-    """Reduce gradients over all replicas of all workers, in replica context.
+    """Sum gradients over all replicas of all workers, in replica context.
 
     Args:
         workers: The workers that reduce together.
         log_once: Logs a line on the chief, given its kind: on inexact results.
         gradients: One tensor or IndexedSlices per variable, or None.
-        rows: Number of rows that this replica's gradients are the mean over, a
-            scalar integer tensor: the result is the mean over all rows. Or None:
-            the result is the sum over the replicas, as in custom loops of
-            `tf.distribute`.
-        total: Number of rows of all replicas, if it's known: otherwise it's reduced,
-            or sent with the gradients.
+        share: This replica's part of all rows, a float32 scalar: a replica without
+            rows adds nothing, whatever its gradients hold. None in custom loops of
+            `tf.distribute`, whose gradients may be as large as all replicas'.
         linear: Whether slices of one index may be added up: see `Returns`.
         after: Tensors that the last bucket waits for.
         beside: Host tensors that are summed over the workers, by the last collective,
             for workers of one replica.
+        step: Whether an optimizer step begins with it.
 
     Returns:
         Tensors (or None), the same on all replicas; then the sums. IndexedSlices are
@@ -70,9 +68,9 @@ def reduce_gradients(
     slices = [g for g in gradients if _is_slices(g)]
     # Without the table's shape they can't be sent as one.
     linear = linear and all(s.dense_shape is not None for s in slices)
-    split = SplitGradients(gradients, linear=linear)
+    split = SplitGradients(gradients, linear=linear, share=share)
     pieces = split.pieces
-    if rows is None:
+    if share is None:
         replicas = workers.replicas
         shares = [narrow(workers, piece, 1 / replicas) for piece in pieces]
         totals = sum_once_per_worker(workers, shares)
@@ -83,6 +81,7 @@ def reduce_gradients(
         _warn_of_constants(split, wide, linear, log_once)
         sums = workers.ops.all_reduce(beside) if beside else []
         return [*split.combine(wide, replicas), *sums]
+    there = tf.cast(share > 0, tf.int32)
     slices = [piece for piece in pieces if _is_slices(piece)]
     dense = [piece for piece in pieces if not _is_slices(piece)]
 
@@ -93,28 +92,27 @@ def reduce_gradients(
     # The collective with the sums is the last one.
     with_slices = bool(slices) and len(workers.devices) == 1
     taken = beside if buckets and workers.compression is None and not slices else ()
-    means, sums = _mean_of_dense(
-        workers, dense, buckets, rows, total, () if slices else after, taken
+    totals, sums = _sum_of_dense(
+        *(workers, dense, buckets, there, () if slices else after, taken), step=step
     )
     gathered: list[Any] = []
     if slices:
         with tf.control_dependencies(after):
-            gathered, small = mean_of_slices(
+            gathered, small = sum_of_slices(
                 workers,
                 slices,
-                rows,
-                total,
+                there,
                 linear=linear,
-                means=[dense[i] for i in riding],
+                dense=[dense[i] for i in riding],
                 beside=beside if with_slices else (),
-                step=not buckets,
+                step=step and not buckets,
             )
-        for i, mean in zip(riding, small, strict=False):
-            means[i] = mean
+        for i, total in zip(riding, small, strict=False):
+            totals[i] = total
         sums = small[len(riding) :]
     if beside and not (taken or with_slices):
         sums = workers.ops.all_reduce(beside)
-    parts = {True: iter(gathered), False: iter(means)}
+    parts = {True: iter(gathered), False: iter(totals)}
     reduced = [next(parts[_is_slices(piece)]) for piece in pieces]
     _warn_of_constants(split, reduced, linear, log_once)
     return [*split.combine(reduced), *sums]
@@ -162,51 +160,42 @@ def _is_slices(gradient: Any) -> bool:
     return isinstance(gradient, tf.IndexedSlices)
 
 
-def _mean_of_dense(
+def _sum_of_dense(
     workers: Workers,
     gradients: list[Any],
     buckets: list[list[int]],
-    rows: Any,
-    total: Any,
+    there: Any,
     after: Sequence[Any],
     beside: Sequence[Any],
+    *,
+    step: bool,
 ) -> tuple[list[Any], list[Any]]:
-    """Reduce buckets of gradients to their means; the last one with what's beside.
+    """Sum buckets of gradients; the last one with what's beside.
 
     Returns:
-        A mean for each gradient, None if it's in no bucket; then the sums.
+        A sum for each gradient, None if it's in no bucket; then the sums beside.
     """
-    share = None
-    if workers.compression is not None and buckets:
-        share = _share(workers, rows, total)
-    means: list[Any] = [None] * len(gradients)
+    totals: list[Any] = [None] * len(gradients)
     sums: list[Any] = []
     for number, bucket in enumerate(buckets):
         some = [gradients[i] for i in bucket]
         last = bucket is buckets[-1]
         with tf.control_dependencies(after if last else ()):
-            if share is None:
-                reduced = _mean_of_bucket(
-                    *(workers, some, rows, total, number == 0, beside if last else ())
+            if workers.compression is None:
+                reduced = _sum_of_bucket(
+                    *(workers, some, there, step and number == 0),
+                    beside if last else (),
                 )
                 reduced, sums = reduced[: len(some)], reduced[len(some) :]
             else:
-                shares = [narrow(workers, g, share) for g in some]
-                totals = sum_over_replicas(workers, shares)
+                sent = [narrow(workers, g, there) for g in some]
+                wide = sum_over_replicas(workers, sent)
                 reduced = [
-                    widen(workers, t, g, 1) for t, g in zip(totals, some, strict=True)
+                    widen(workers, t, g, 1) for t, g in zip(wide, some, strict=True)
                 ]
-        for i, mean in zip(bucket, reduced, strict=True):
-            means[i] = mean
-    return means, sums
-
-
-def _share(workers: Workers, rows: Any, total: Any) -> Any:
-    """Return this replica's rows divided by those of all: float32, scalar."""
-    count = tf.cast(rows, tf.float32)
-    if total is None:
-        (total,) = sum_over_replicas(workers, [count])
-    return tf.math.divide_no_nan(count, tf.cast(total, tf.float32))
+        for i, total in zip(bucket, reduced, strict=True):
+            totals[i] = total
+    return totals, sums
 
 
 def narrow(workers: Workers, gradient: Any, share: Any) -> Any:
@@ -235,50 +224,34 @@ def _is_narrowed(workers: Workers, gradient: Any) -> bool:
     )
 
 
-def _mean_of_bucket(
+def _sum_of_bucket(
     workers: Workers,
     gradients: list[Any],
-    rows: Any,
-    total: Any,
+    there: Any,
     step: bool,
     beside: Sequence[Any],
 ) -> list[Any]:
-    devices = workers.devices
+    devices, one = workers.devices, tf.constant(1)
     if len(devices) == 1:
         return workers.ops.weighted_mean(
-            gradients, rows, total, beside=beside, step=step
+            gradients, there, one, beside=beside, step=step
         )
     host = _tf.host_of(devices[0])
-    weighted = [_tf.weighted(gradient, rows) for gradient in gradients]
+    weighted = [_tf.weighted(gradient, there) for gradient in gradients]
 
     # Local replicas are added before the workers are. From there on the steps are those
     # of a worker with one replica, because workers may have different numbers of
     # replicas.
-    def merge(_: Any, rows: Any, total: Any, *weighted: Any) -> Any:
+    def merge(_: Any, *weighted: Any) -> Any:
         values = [workers.local(value) for value in weighted]
-        counts = workers.local(rows)
-        known = None if total is None else workers.local(total)[0]
-        floats = [tf.cast(count, tf.float32) for count in counts]
-        sums = workers.ops.reduce_replicas([*values, floats], step=step)
+        sums = workers.ops.reduce_replicas(values, step=step)
         if sums is not None:
-            *sums, totals = sums
-            return [_tf.regroup(divided(parts, totals)) for parts in sums]
+            return [_tf.regroup(parts) for parts in sums]
         added = workers.ops.add_replicas(values)
-        with tf.device(host):
-            count = tf.cast(tf.add_n(counts), tf.int64)
-            some = tf.maximum(count, 1)
-            means = [total / tf.cast(some, total.dtype) for total in added]
-            reduced = means
-            if workers.size > 1:
-                reduced = workers.ops.weighted_mean(means, count, known, step=step)
-        return [_tf.broadcast_to_devices(mean, devices) for mean in reduced]
-
-    def divided(parts: list[Any], totals: list[Any]) -> list[Any]:
-        means = []
-        for part, total, device in zip(parts, totals, devices, strict=True):
-            with tf.device(device):
-                means.append(part / tf.cast(tf.maximum(total, 1.0), part.dtype))
-        return means
+        if workers.size > 1:
+            with tf.device(host):
+                added = workers.ops.weighted_mean(added, one, one, step=step)
+        return [_tf.broadcast_to_devices(total, devices) for total in added]
 
     replica = tf.distribute.get_replica_context()
-    return list(replica.merge_call(merge, args=(rows, total, *weighted)))
+    return list(replica.merge_call(merge, args=tuple(weighted)))

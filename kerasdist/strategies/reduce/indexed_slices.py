@@ -1,4 +1,4 @@
-"""Means of IndexedSlices over the workers: one exchange for all tables.
+"""Sums of IndexedSlices over the workers: one exchange for all tables.
 
 Slices are the gradient of an embedding: rows of a table, by their indices, some of
 which occur more than once. In one collective all workers get the slices of all tables,
@@ -30,7 +30,7 @@ import tensorflow as tf
 from kerasdist import _tf
 from kerasdist.strategies.reduce.workers import Workers
 
-__all__ = ["add_up", "mean_of_slices", "rows_of", "sum_over_workers"]
+__all__ = ["add_up", "rows_of", "sum_of_slices", "sum_over_workers"]
 
 # The part of the slices that may be left for the sum to be cheaper: TensorFlow takes
 # several times longer to update a row than to add one up, see benchmarks/fit.
@@ -101,36 +101,34 @@ def sum_over_workers(workers: Workers, slices: Sequence[Any]) -> list[Any]:
     return workers.ops.exchange_rows(slices, once=once)[0]
 
 
-def mean_of_slices(
+def sum_of_slices(
     workers: Workers,
     slices: Sequence[Any],
-    rows: Any,
-    total: Any = None,
+    there: Any,
     *,
     linear: bool = False,
-    means: Sequence[Any] = (),
+    dense: Sequence[Any] = (),
     beside: Sequence[Any] = (),
     step: bool = False,
 ) -> tuple[list[Any], list[Any]]:
-    """Reduce slices to their mean over the rows of all replicas, in replica context.
+    """Sum slices over all replicas, in replica context.
 
     Args:
         workers: The workers that reduce together.
         slices: This replica's IndexedSlices.
-        rows: Number of rows that they are the mean over, a scalar integer tensor.
-        total: Number of rows of all replicas, if it's known, or None.
+        there: 1; or 0 for a replica without rows, which adds nothing.
         linear: Whether slices of one index may be added up.
-        means: Small dense gradients whose means are wanted, too, for workers of one
+        dense: Small dense gradients whose sums are wanted, too, for workers of one
             replica.
         beside: Small host tensors whose sums are wanted, likewise.
         step: Whether an optimizer step begins with it.
 
     Returns:
-        IndexedSlices; then means and sums.
+        IndexedSlices; then sums.
     """
     host = workers.host
 
-    def exchange(slices: list[Any], rows: Any, total: Any) -> tuple[list[Any], Any]:
+    def exchange(slices: list[Any], there: Any) -> tuple[list[Any], Any]:
         once: list[Any] = []
         if linear and workers.ops.shares_memory:
             pairs = [_added_if_few(each) for each in slices]
@@ -141,37 +139,35 @@ def mean_of_slices(
         if workers.size == 1:
             return slices, []
         return workers.ops.exchange_rows(
-            *(slices, rows, total), once=once, means=means, beside=beside, step=step
+            *(slices, there, tf.constant(1)),
+            once=once,
+            means=dense,
+            beside=beside,
+            step=step,
         )
 
     if len(workers.devices) == 1:
         with tf.device(host):
-            return exchange(list(slices), rows, total)
+            return exchange(list(slices), there)
 
-    def merge(_: Any, rows: Any, total: Any, *slices: Any) -> Any:
+    def merge(_: Any, there: Any, *slices: Any) -> Any:
         with tf.device(host):
-            counts = workers.local(rows)
-            known = None if total is None else workers.local(total)[0]
-            count = tf.cast(tf.add_n(counts), tf.int64)
-            joined = [_joined(workers.local(s), counts, count) for s in slices]
-            reduced, _ = exchange(joined, count, known)
+            present = workers.local(there)
+            joined = [_joined(workers.local(s), present) for s in slices]
+            reduced, _ = exchange(joined, tf.constant(1))
         return [_tf.broadcast_to_devices(each, workers.devices) for each in reduced]
 
     replica = tf.distribute.get_replica_context()
-    return list(replica.merge_call(merge, args=(rows, total, *slices))), []
+    return list(replica.merge_call(merge, args=(there, *slices))), []
 
 
-def _joined(parts: list[Any], counts: list[Any], total: Any) -> Any:
-    """Concatenate the replicas' slices, each times its part of the worker's rows."""
+def _joined(parts: list[Any], present: list[Any]) -> Any:
+    """Concatenate the replicas' slices; those without rows contribute none."""
     values = []
     indices = []
-    for part, count in zip(parts, counts, strict=True):
-        # A replica without rows contributes none, whatever its slices hold.
-        kept = tf.where(count > 0, tf.shape(part.indices)[0], 0)
-        some = part.values[:kept]
-        wide = tf.float32 if some.dtype.size < 4 else some.dtype
-        share = tf.cast(count, wide) / tf.cast(tf.maximum(total, 1), wide)
-        values.append(tf.cast(tf.cast(some, wide) * share, some.dtype))
+    for part, there in zip(parts, present, strict=True):
+        kept = tf.where(there > 0, tf.shape(part.indices)[0], 0)
+        values.append(part.values[:kept])
         indices.append(part.indices[:kept])
     return tf.IndexedSlices(
         tf.concat(values, 0), tf.concat(indices, 0), parts[0].dense_shape

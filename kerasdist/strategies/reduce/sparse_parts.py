@@ -47,12 +47,16 @@ class SplitGradients:
         gradients: Tensors, IndexedSlices or None.
         linear: Whether slices of one index may be added up: then all but `FIXED` parts
             of a gradient stay together.
+        share: This replica's part of the sums of `reduced`; None: they are sums of
+            whole numbers, one for each replica.
 
     Attributes:
         pieces: Tensors and IndexedSlices.
     """
 
-    def __init__(self, gradients: Sequence[Any], *, linear: bool) -> None:
+    def __init__(
+        self, gradients: Sequence[Any], *, linear: bool, share: Any = None
+    ) -> None:
         self._gradients = list(gradients)
         self._parts: list[list[Part]] = []
         self.pieces: list[Any] = []
@@ -69,7 +73,8 @@ class SplitGradients:
         fixed = [p for parts in self._parts for p in parts if p.kind == FIXED]
         self._checksum = _checksum([part.indices for part in fixed]) if fixed else None
         if self._checksum is not None:
-            self.pieces.append(self._checksum)
+            part = 1 if share is None else share
+            self.pieces.append(self._checksum * part)
 
     def seem_constant(self, reduced: Sequence[Any]) -> bool:
         """Return whether eager slices of all replicas have the same indices.

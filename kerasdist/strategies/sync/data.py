@@ -18,6 +18,7 @@ from kerasdist.strategies.chief_data.arrays import settle_arrays
 from kerasdist.strategies.chief_data.batches import settle_batch
 from kerasdist.strategies.chief_data.choice import DataChoice
 from kerasdist.strategies.chief_data.datasets import PeekedRows, settle_dataset
+from kerasdist.strategies.chief_data.encoding import Encoded, decode, encode
 from kerasdist.strategies.chief_data.items import ChiefItems
 from kerasdist.strategies.data.array_epochs import ArrayEpochs
 from kerasdist.strategies.data.batch_check import CHECKSUM, SameBatches
@@ -243,9 +244,20 @@ class SynchronousData:
 
     def gather_outputs(self, output: Any) -> Any:
         """Concatenate all workers' outputs along the first dimension."""
-        if self._workers.communicator.size == 1 or not self.shards:
+        communicator, ops = self._workers.communicator, self._workers.ops
+        if communicator.size == 1 or not self.shards:
             return output
-        return self._workers.ops.all_gather(output)
+        if output.dtype != tf.string:
+            return ops.all_gather(output)
+
+        def gather(texts: Any) -> list[Any]:
+            lengths, octets = map(communicator.all_gather, encode(texts).arrays)
+            pairs = zip(lengths, octets, strict=True)
+            parts = [decode(Encoded("text", pair)).numpy() for pair in pairs]
+            return [np.concatenate(parts)]
+
+        shape = tf.TensorShape([None, *output.shape[1:]])
+        return ops.call(gather, [output], [tf.string], [shape])[0]
 
     def distribute_arrays(self, data: ArrayData) -> Any:
         """Return the iterable over this worker's parts of an `ArrayData`.

@@ -256,6 +256,27 @@ except ValueError as error:
         assert steps == 0
 
 
+def test_weights_that_have_become_different_end_fit_with_their_names(run):
+    """After that epoch; here a callback writes to the weights of one rank."""
+    body = """
+m = build()
+class Drift(keras.callbacks.Callback):
+    def on_train_batch_end(self, batch, logs=None):
+        if rank == 1 and batch == 0:
+            self.model.layers[-1].bias.assign(self.model.layers[-1].bias + 1)
+try:
+    m.fit(x, y, batch_size=40, epochs=3, verbose=0, callbacks=[Drift()])
+except ValueError as error:
+    result([str(error), len(m.history.epoch)])
+"""
+    for message, epochs in run(body):
+        assert "The workers hold different states after epoch 1." in message
+        assert "1 of" in message
+        assert "variables of ranks [1] differ" in message
+        assert "bias" in message
+        assert epochs == 0
+
+
 def test_where_asked_all_take_the_chiefs_state(tmp_path):
     body = """
 strategy.close()

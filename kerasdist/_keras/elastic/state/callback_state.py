@@ -12,7 +12,15 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["adopt", "arrays_of", "changed", "numbers_of", "numbers_of_one", "plain"]
+__all__ = [
+    "adopt",
+    "arrays_of",
+    "changed",
+    "numbers_of",
+    "numbers_of_one",
+    "plain",
+    "unfit",
+]
 
 # Attributes of callbacks that aren't numbers of the training.
 _OWN = frozenset({"model", "params", "validation_data", "_model", "_params"})
@@ -69,6 +77,22 @@ def adopt(
             vars(callback).update(copy.deepcopy(state))
         elif not again:
             callback._adopt_state(state)
+
+
+def unfit(callback: Any, state: dict[str, Any]) -> str:
+    """Return an attribute that has a value of another type here; empty if none has."""
+    if hasattr(callback, "_adopt_state"):
+        return ""  # it has a form of its own
+    for name, value in state.items():
+        mine = vars(callback).get(name)
+        if None not in (mine, value) and _type(mine) is not _type(value):
+            return f"{name!r}: {value!r:.80} in place of {mine!r:.80}"
+    return ""
+
+
+def _type(value: Any) -> type:
+    value = value.item() if isinstance(value, np.generic) else value
+    return float if isinstance(value, (bool, int)) else type(value)
 
 
 def arrays_of(callbacks: Sequence[Any]) -> list[tuple[int, str, list[Any]]]:

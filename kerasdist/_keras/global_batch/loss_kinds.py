@@ -14,12 +14,15 @@ of 5 and of 7 rows; a reduction of such a tensor is n ** d times a mean:
                     sum(l * m) / sum(m); or not recognized: the largest of the rows, a
                     mean of some of them, a number of pairs of rows
 
-A function of reduced numbers is computed from those of all replicas (`whole`).
+    Extreme("max")  the largest of the rows, or the smallest
+
+A function of reduced numbers is computed from those of all replicas: of a loss with its
+slopes (`whole`), of any other tensor without rows as it is (`of_all`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,7 +30,7 @@ import tensorflow as tf
 
 from kerasdist._tf.graph import tensor_origins
 
-__all__ = ["CONSTANT", "OTHER", "ROWS", "Kind", "LossKinds", "Whole"]
+__all__ = ["CONSTANT", "OTHER", "ROWS", "Extreme", "Kind", "LossKinds", "Whole"]
 
 
 class Kind(NamedTuple):
@@ -42,6 +45,12 @@ class Kind(NamedTuple):
     counted: bool = False
 
 
+class Extreme(NamedTuple):
+    """The largest or the smallest of the rows: `op` is "max" or "min"."""
+
+    op: str
+
+
 ROWS = "rows"
 OTHER = "other"
 CONSTANT = Kind(0, counted=True)
@@ -50,6 +59,10 @@ _SAME = (*tensor_origins.SAME_NUMBERS, "IdentityN", "Neg", "Transpose")
 _SUMS = ("Add", "AddN", "AddV2", "ConcatV2", "Pack", "Sub")
 _PRODUCTS = ("Mul", "MulNoNan")
 _QUOTIENTS = ("Div", "DivNoNan", "RealDiv")
+# Sums over rows, if the result has none: of products, and by an index.
+_CONTRACTIONS = ("BatchMatMul", "BatchMatMulV2", "BatchMatMulV3", "Einsum", "MatMul")
+_COUNTS = ("Bincount", "DenseBincount", "ScatterNd", "UnsortedSegmentSum")
+_EXTREMES = {"Max": Extreme("max"), "Min": Extreme("min")}
 _SIZES = ("GatherV2", "Prod", "Size", "StridedSlice")
 
 
@@ -74,10 +87,18 @@ class LossKinds:
 
     Args:
         rows: The replica's number of rows, a scalar integer tensor.
+        summed: TensorFlow's variables whose values are summed over the replicas.
+        counting: Whether a constant that is the number of rows stands for it: where a
+            batch's shape is known, the graph has it as a constant.
     """
 
-    def __init__(self, rows: Any) -> None:
+    def __init__(
+        self, rows: Any, summed: Sequence[Any] = (), *, counting: bool = False
+    ) -> None:
         self._rows = rows
+        self._summed = {id(variable.handle) for variable in summed}
+        known = tf.get_static_value(rows) if counting else None
+        self._known = int(known) if known is not None and known > 1 else None
         self._kinds: dict[Any, Any] = {}
         self._wholes: dict[Any, Whole | None] = {}
         self._graph: Any = None
@@ -87,6 +108,11 @@ class LossKinds:
         """Declare a number as a mean over rows: it was corrected already."""
         if tf.is_tensor(tensor) and not _is_eager(tensor):
             self._kinds[_key(tensor)] = Kind(0)
+
+    def set_constant(self, tensor: Any) -> None:
+        """Declare a tensor as the same on all replicas."""
+        if isinstance(tensor, tf.Tensor) and not _is_eager(tensor):
+            self._kinds[_key(tensor)] = CONSTANT
 
     def set_rows(self, tensor: Any) -> None:
         """Declare a tensor as one with the batch's rows, whatever its origin."""
@@ -145,6 +171,37 @@ class LossKinds:
         """Return the result of an earlier call of `whole`; None if there was none."""
         return None if _is_eager(tensor) else self._wholes.get(_key(tensor))
 
+    def is_function(self, tensor: Any) -> bool:
+        """Return whether a scalar is a function of reduced numbers, see `whole`."""
+        return self._function(tensor) is not None
+
+    def of_all(
+        self, tensor: Any, reduce: Callable[[list[Any], list[Any]], list[Any]]
+    ) -> Any | None:
+        """Compute a function of reduced numbers or extremes from those of all replicas.
+
+        Args:
+            tensor: A tensor of any shape.
+            reduce: Reduces numbers, given with their kinds. It may communicate.
+
+        Returns:
+            The function's value for the global batch; None if the tensor isn't such a
+            function.
+        """
+        if _is_eager(tensor):
+            return None
+        found = self._function(tensor, of_all=True)
+        if found is None:
+            return None
+        operations, terms = found
+        given = {_key(term): term for term in terms}
+        reduced = [term for term in terms if self.of(term) != CONSTANT]
+        kinds = [self.of(term) for term in reduced]
+        if reduced:
+            keys = [_key(term) for term in reduced]
+            given |= zip(keys, reduce(reduced, kinds), strict=True)
+        return _with(operations, given)[_key(tensor)]
+
     def _compute(self, tensor: Any, sums: Any) -> Whole | None:
         found = self._function(tensor)
         if found is None:
@@ -160,13 +217,9 @@ class LossKinds:
         for i in floats:
             # A copy, because one term may be computed from another one.
             given[i] = tf.stop_gradient(tf.identity(given[i]))
-        made = dict(zip((_key(term) for term in terms), given, strict=True))
-        for operation in operations:
-            copied = tensor_origins.copied(
-                operation, [made[_key(t)] for t in operation.inputs]
-            )
-            made |= zip((_key(t) for t in operation.outputs), copied, strict=True)
-        value = made[_key(tensor)]
+        value = _with(
+            operations, dict(zip((_key(term) for term in terms), given, strict=True))
+        )[_key(tensor)]
         slopes = tf.gradients(
             value, [given[i] for i in floats], unconnected_gradients="zero"
         )
@@ -177,10 +230,16 @@ class LossKinds:
             [kinds[i].degree for i in floats],
         )
 
-    def _function(self, tensor: Any) -> tuple[list[Any], list[Any]] | None:
+    def _function(
+        self, tensor: Any, *, of_all: bool = False
+    ) -> tuple[list[Any], list[Any]] | None:
         """Return the operations from reduced numbers to a tensor, and those numbers.
 
         None if the tensor also depends on something else.
+
+        Args:
+            tensor: The tensor.
+            of_all: Whether extremes, and sums of integers, are such numbers, too.
         """
         operations: list[Any] = []
         terms: dict[Any, Any] = {}
@@ -192,7 +251,7 @@ class LossKinds:
                 operations.append(one.op)
                 continue
             kind = self.of(one)
-            if isinstance(kind, Kind):
+            if isinstance(kind, (Kind, Extreme) if of_all else Kind):
                 terms[_key(one)] = one
                 continue
             operation = one.op
@@ -204,8 +263,12 @@ class LossKinds:
             waiting.append((one, True))
             waiting += [(given, False) for given in operation.inputs]
         found = list(terms.values())
-        if any(not t.dtype.is_floating and self.of(t) != CONSTANT for t in found):
-            return None
+        known = (CONSTANT, Kind(1), Kind(1, True), *_EXTREMES.values())
+        for term in found:
+            if not term.dtype.is_floating and self.of(term) not in (
+                known if of_all else (CONSTANT,)
+            ):
+                return None
         return operations, found
 
     def _find(self, tensor: Any) -> Any:
@@ -229,6 +292,14 @@ class LossKinds:
         inner = tensor_origins.called(tensor)
         if inner is not None:
             return self._inside(inner[1], tensor.graph).of(inner[0])
+        if kind == "ReadVariableOp" and self._summed:
+            handle = operation.inputs[0]
+            while (outer := _outer(handle)) is not None:
+                handle = outer
+            return Kind(1) if id(handle) in self._summed else CONSTANT
+        if kind == "Const" and scalar and self._known is not None:
+            is_number = tensor_origins.constant(tensor) == self._known
+            return Kind(1, counted=True) if is_number else CONSTANT
         if kind in ("Const", "ReadVariableOp") or "Random" in kind:
             return CONSTANT
         kinds = [self.of(given) for given in operation.inputs]
@@ -239,6 +310,13 @@ class LossKinds:
         if kind in ("Sum", "Mean"):
             reduced = Kind(1 if kind == "Sum" else 0)
             return reduced if kinds[0] == ROWS else kinds[0]
+        if kind in _CONTRACTIONS:
+            return Kind(1) if kinds == [ROWS, ROWS] else OTHER
+        if kind in _COUNTS:
+            known = [one for one in kinds if one != CONSTANT]
+            return Kind(1) if known and set(known) == {ROWS} else OTHER
+        if kind in _EXTREMES:
+            return _EXTREMES[kind] if kinds[0] == ROWS else OTHER
         if kind == "L2Loss":
             return Kind(1) if kinds[0] == ROWS else OTHER
         if kind == "ConcatV2":
@@ -275,6 +353,7 @@ class LossKinds:
     def _inside(self, given: list[tuple[Any, Any]], graph: Any) -> LossKinds:
         """Return the kinds of a function's tensors, in one of its calls."""
         kinds = LossKinds(self._rows)
+        kinds._summed, kinds._known = self._summed, self._known
         kinds._graph = given[0][0].graph if given else None
         kinds._rebuilt = [rebuilt.inside(given) for rebuilt in self._for(graph)]
         kinds._kinds = {_key(inner): self.of(outer) for inner, outer in given}
@@ -306,8 +385,21 @@ class LossKinds:
         if some is None or others is None:
             return None
         if np.array_equal(some, others):
-            return CONSTANT
+            return Kind(1, counted=True) if some == self._known else CONSTANT
         return Kind(1, counted=True) if 7 * some == 5 * others else None
+
+
+def _outer(tensor: Any) -> Any | None:
+    return None if _is_eager(tensor) else tensor_origins.captured(tensor)
+
+
+def _with(operations: Sequence[Any], given: dict[Any, Any]) -> dict[Any, Any]:
+    """Copy operations with other inputs; return all tensors by their keys."""
+    for operation in operations:
+        inputs = [given[_key(tensor)] for tensor in operation.inputs]
+        outputs = tensor_origins.copied(operation, inputs)
+        given |= zip((_key(t) for t in operation.outputs), outputs, strict=True)
+    return given
 
 
 def _of_sum(kinds: list[Kind]) -> Any:

@@ -25,14 +25,12 @@ import tensorflow as tf
 
 from kerasdist import _tf
 from kerasdist._keras.context import current, setting
-from kerasdist._keras.loss_kinds import OTHER, ROWS, Kind, LossKinds, Whole
-from kerasdist._keras.models.plain_loops import copies_of
+from kerasdist._keras.global_batch.loss_kinds import ROWS, Kind, LossKinds, Whole
 
 __all__ = [
     "additional_loss",
     "average_loss",
     "compile_loss",
-    "gradient",
     "keep_loss_unscaled",
     "mask_weights",
     "mean_metric",
@@ -41,6 +39,7 @@ __all__ = [
     "reduce_weighted_values",
     "regularization_loss",
     "reported_loss",
+    "terms_of",
 ]
 
 
@@ -175,41 +174,11 @@ def _replicas() -> int:
     return int(tf.distribute.get_strategy().num_replicas_in_sync)
 
 
-def gradient(
-    original: Callable[..., Any],
-    tape: Any,
-    target: Any,
-    sources: Any,
-    output_gradients: Any = None,
-    **more: Any,
-) -> Any:
-    """Replace `tf.GradientTape.gradient`: correct a step's loss for its variables."""
-    if tf.distribute.in_cross_replica_context():
-        # A single-process loop in the scope: only replicas have handles.
-        return original(tape, target, copies_of(sources), output_gradients, **more)
-    if (
-        current.kinds is None
-        or current.reduced
-        or output_gradients is not None
-        or not all(hasattr(source, "assign") for source in tf.nest.flatten(sources))
-    ):
-        return original(tape, target, sources, output_gradients, **more)
-    terms: list[Any] = []
-    weights: list[Any] = []
-    for one in tf.nest.flatten(target):
-        if not isinstance(one, tf.Tensor):
-            return original(tape, target, sources, **more)
-        for term, slope, degree in _terms_of(current.kinds, one):
-            terms.append(term)
-            weights.append(slope * tf.cast(_scale(degree), term.dtype))
-    return original(tape, terms, sources, weights, **more)
-
-
-def _terms_of(kinds: LossKinds, loss: Any) -> Iterator[tuple[Any, Any, int]]:
+def terms_of(kinds: LossKinds, loss: Any) -> Iterator[tuple[Any, Any, int]]:
     """Yield the terms to differentiate in place of a loss, with slope and degree."""
     kind = kinds.of(loss)
     whole = None
-    if kind == OTHER:
+    if kind != ROWS and not isinstance(kind, Kind):
         whole = _whole(kinds, loss, "The loss of `train_step`")
     if whole is not None:
         yield from zip(whole.terms, whole.slopes, whole.degrees, strict=True)
@@ -306,14 +275,19 @@ def mean_metric(
         current.in_compile_loss
         or (sample_weight is None and len(getattr(values, "shape", (0,))) == 0)
     ):
-        return original(self, recorded(values), current.share)
+        whole = recorded(values, communicate=not current.in_compile_loss)
+        # Eagerly Keras knows a batch's size, and weights by it.
+        eager = _tf.executing_eagerly() and sample_weight is not None
+        return original(self, whole, current.rows if eager else current.share)
     return original(self, values, sample_weight)
 
 
-def recorded(value: Any) -> Any:
+def recorded(value: Any, *, communicate: bool = False) -> Any:
     """Correct a step's number, so that its mean weighted by rows is that of all rows.
 
-    Only where that needs no communication.
+    Args:
+        value: The number.
+        communicate: Whether it may be computed from the numbers of all replicas.
     """
     kinds = current.kinds
     if kinds is None or not isinstance(value, tf.Tensor) or value.shape.rank != 0:
@@ -322,6 +296,9 @@ def recorded(value: Any) -> Any:
     if whole is not None:
         return whole.value
     kind = kinds.of(value)
+    if communicate and kind != ROWS and not isinstance(kind, Kind):
+        whole = kinds.whole(value, _sums)
+        return value if whole is None else whole.value
     if isinstance(kind, Kind) and kind.degree:
         if value.dtype.is_integer:
             value = tf.cast(value, tf.float64)

@@ -1,0 +1,230 @@
+"""State that layers and metrics of a script keep, by what its update does.
+
+A layer that counts rows, or keeps a codebook's moving sums, has on each replica what
+this replica's rows made of it. The update is read from the graph, where it's assigned:
+
+    layers
+        the same on all replicas      left as it is
+        a mean over rows, perhaps     left as it is, and averaged at the end of an
+        added to the old value        epoch, as BatchNormalization's statistics are
+        a function of sums, means,    computed from those of all replicas: one small
+        largest and smallest rows     collective
+        anything else                 the chief's at the end of an epoch, with a line
+    metrics, whose values are summed over the replicas when they are read
+        something is added            left as it is
+        a function, as above          of all replicas; the first one writes it, others 0
+        anything else                 left as it is, with a line
+
+Keras's own layers and metrics aren't looked at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from kerasdist import _tf
+from kerasdist._keras.context import current
+from kerasdist._keras.global_batch.loss_kinds import CONSTANT, Extreme, Kind, LossKinds
+from kerasdist._keras.protocols import KerasHooks
+from kerasdist._tf.graph.tensor_origins import captured
+from kerasdist._tf.marks import CHIEFS_STATE
+
+__all__ = ["StepState", "assign"]
+
+
+def assign(original: Callable[..., Any], variable: Any, value: Any) -> Any:
+    """Replace `Variable._direct_assign`: write what one process would write."""
+    state = current.state
+    if state is None or current.reduced or tf.distribute.in_cross_replica_context():
+        return original(variable, value)
+    return original(variable, state.written(variable, value))
+
+
+class StepState:
+    """The state that a replica's step may write.
+
+    Args:
+        trainer: The model.
+        hooks: The hooks of its strategy.
+        rows: The replica's number of rows.
+        training: Whether layers may write theirs, too.
+    """
+
+    def __init__(
+        self, trainer: Any, hooks: KerasHooks, rows: Any, *, training: bool
+    ) -> None:
+        self._hooks = hooks
+        self._rows = rows
+        self._layers: dict[int, str] = {}
+        self._metrics: dict[int, str] = {}
+        metrics = _metrics_of(trainer.metrics)
+        for metric in metrics:
+            for variable in metric.variables:
+                self._metrics[id(variable)] = metric.name
+        self._summed = [v.value for metric in metrics for v in metric.variables]
+        for layer in trainer._flatten_layers() if training else ():
+            if not _is_kerass(layer) and not getattr(layer, "stateful", False):
+                for variable in getattr(layer, "_non_trainable_variables", ()):
+                    self._layers[id(variable)] = layer.name
+        self._kinds: LossKinds | None = None
+
+    def written(self, variable: Any, value: Any) -> Any:
+        """Return what this replica writes in place of a value."""
+        metric = self._metrics.get(id(variable))
+        layer = self._layers.get(id(variable))
+        if metric is None and layer is None:
+            return value
+        value = tf.cast(value, variable.value.dtype)
+        if metric is not None:
+            return self._of_metric(metric, variable, value)
+        if not _tf.executing_eagerly():
+            kind = self._of(value)
+            if kind == CONSTANT or (kind == Kind(0) and value.dtype.is_floating):
+                return value
+            whole = self._known().of_all(value, self._reduce)
+            if whole is not None:
+                return whole
+            added = _added_to(value, _tf.copy_here(variable.value).handle)
+            if added is not None and value.dtype.is_integer:
+                # A count, of whatever: by an operation that isn't known.
+                (total,) = self._reduce([added], [Kind(1)])
+                return variable.value + total
+        elif value.dtype.is_floating:
+            return value  # averaged
+        CHIEFS_STATE.set(variable, True)
+        self._hooks.log_once(
+            f"state {variable.path}",
+            f"kerasdist: what the layer {layer!r} writes to its variable "
+            f"{variable.name!r} isn't known to be made of sums, means and extremes of "
+            "a batch's rows. Each replica writes what its own rows make of it, and the "
+            "chief's value counts at the end of an epoch: it may differ from that of "
+            "one process.",
+        )
+        return value
+
+    def _of_metric(self, metric: str, variable: Any, value: Any) -> Any:
+        if _tf.executing_eagerly():
+            return value
+        if _added_to(value, _tf.copy_here(variable.value).handle) is not None:
+            return value
+        whole = self._known().of_all(value, self._reduce)
+        if whole is None:
+            self._hooks.log_once(
+                f"metric {metric}",
+                f"kerasdist: what the metric {metric!r} writes to its variable "
+                f"{variable.name!r} isn't known to be made of sums, means and extremes "
+                "of a batch's rows, so its result may differ from that of one process. "
+                "Add numbers to variables with `assign_add`, and compute the result of "
+                "them in `result`.",
+            )
+            return value
+        first = self._hooks.workers.current_replica() == 0
+        return whole if first else tf.zeros_like(whole)
+
+    def _known(self) -> LossKinds:
+        if self._kinds is None:
+            copies = [_tf.copy_here(variable) for variable in self._summed]
+            self._kinds = LossKinds(self._rows, copies, counting=True)
+        return self._kinds
+
+    def _of(self, value: Any) -> Any:
+        return self._known().of(value)
+
+    def _reduce(self, values: list[Any], kinds: list[Any]) -> list[Any]:
+        """Return the numbers of the global batch."""
+        replicas, mine = self._hooks.workers.replicas, current.rows > 0
+        me = self._hooks.workers.current_replica()
+        parts = []
+        for value, kind in zip(values, kinds, strict=True):
+            if isinstance(kind, Extreme):
+                # A sum with a place for each replica.
+                none = value.dtype.min if kind.op == "max" else value.dtype.max
+                own = tf.where(mine, value, tf.constant(none, value.dtype))
+                zeros = tf.zeros_like(own)
+                places = [own if i == me else zeros for i in range(replicas)]
+                parts.append(tf.stack(places))
+                continue
+            if kind.degree != 1:
+                value *= tf.cast(_power(current.share, 1 - kind.degree), value.dtype)
+            parts.append(tf.where(mine, value, tf.zeros_like(value)))
+        sums = self._hooks.gradients.sum_over_replicas(parts)
+        found = []
+        for total, kind in zip(sums, kinds, strict=True):
+            if isinstance(kind, Extreme):
+                largest = kind.op == "max"
+                total = (tf.reduce_max if largest else tf.reduce_min)(total, 0)
+            found.append(total)
+        return found
+
+
+def _metrics_of(metrics: Iterable[Any]) -> list[Any]:
+    """Return the metrics that a script has written, also those given to `compile`."""
+    found: list[Any] = []
+    for metric in metrics:
+        if not _is_kerass(metric):
+            found.append(metric)
+        elif isinstance(getattr(metric, "metrics", None), list):
+            found += _metrics_of(metric.metrics)
+    return found
+
+
+def _power(share: Any, exponent: int) -> Any:
+    if exponent < 0:
+        return tf.math.reciprocal_no_nan(share) ** -exponent
+    return share**exponent
+
+
+def _is_kerass(owner: Any) -> bool:
+    """Return whether a layer or metric is Keras's own, not a subclass of a script."""
+    return type(owner).__module__.startswith(keras.__name__ + ".")
+
+
+def _added_to(value: Any, handle: Any) -> Any | None:
+    """Return what is added to a variable's value, if that isn't made of it."""
+    while value.op.type in ("Identity", "Cast"):
+        value = value.op.inputs[0]
+    if value.op.type not in ("Add", "AddV2", "Sub"):
+        return None
+    one, other = value.op.inputs
+    if _is_read(one, handle):
+        added = other if value.op.type != "Sub" else -other
+    elif _is_read(other, handle) and value.op.type != "Sub":
+        added = one
+    else:
+        return None
+    return None if _depends(added, handle) else added
+
+
+def _is_read(tensor: Any, handle: Any) -> bool:
+    while tensor.op.type in ("Identity", "Cast"):
+        tensor = tensor.op.inputs[0]
+    return tensor.op.type == "ReadVariableOp" and _origin(tensor.op.inputs[0]) is handle
+
+
+def _origin(tensor: Any) -> Any:
+    while not isinstance(tensor, tf.__internal__.EagerTensor):
+        outer = captured(tensor)
+        if outer is None:
+            return tensor
+        tensor = outer
+    return tensor
+
+
+def _depends(tensor: Any, handle: Any) -> bool:
+    waiting, seen = [tensor], set()
+    while waiting:
+        one = waiting.pop()
+        if one is handle:
+            return True
+        if isinstance(one, tf.__internal__.EagerTensor):
+            continue
+        key = id(one.graph), one.name
+        if key not in seen:
+            seen.add(key)
+            outer = captured(one)
+            waiting += one.op.inputs if outer is None else [outer]
+    return False

@@ -1,0 +1,128 @@
+"""Scripts of people who train on several workers: what they report, in one job."""
+
+from __future__ import annotations
+
+import pytest
+from scripts import PRELUDE
+
+from sessions import Session
+
+BEFORE = """
+x = np.random.default_rng(0).normal(size=(23, 4)).astype("float32")
+y = x.sum(1, keepdims=True)
+rank = strategy.rank
+
+def model(*layers):
+    keras.utils.set_random_seed(3)
+    with strategy.scope():
+        made = keras.Sequential([keras.Input((4,)), *layers, keras.layers.Dense(1)])
+        made.compile("sgd", "mse")
+    return made
+"""
+
+
+@pytest.fixture(scope="module")
+def run():
+    setup = PRELUDE + "strategy = kerasdist.RingStrategy(timeout=60)\n"
+    with Session(setup, 2, before=BEFORE) as session:
+        yield session.run
+
+
+def test_predictions_may_be_strings(run):
+    found = run("""
+class Named(keras.Model):
+    def call(self, x):
+        return {"sign": tf.where(x > 0, "plus", "minus"), "same": x}
+
+with strategy.scope():
+    named = Named()
+found = named.predict(x, batch_size=8, verbose=0)
+expected = np.where(x > 0, b"plus", b"minus")
+result([bool((found["sign"] == expected).all()), bool((found["same"] == x).all())])
+""")
+    assert found == [[True, True]] * 2
+
+
+def test_temporary_folders_are_each_ranks_own(run):
+    """A file may be read in the next line, although others remove theirs."""
+    found = run("""
+import tempfile
+trained = model()
+loaded = []
+for number in range(4):
+    with tempfile.TemporaryDirectory() as folder:
+        if rank == 1:
+            time.sleep(0.05 * number)  # the chief has removed its own
+        path = os.path.join(folder, "w.weights.h5")
+        best = keras.callbacks.ModelCheckpoint(path, save_weights_only=True)
+        trained.fit(x, y, batch_size=8, verbose=0, callbacks=[best])
+        trained.load_weights(path)
+        whole = os.path.join(folder, "model.keras")
+        trained.save(whole)
+        again = keras.models.load_model(whole)
+        loaded.append([w.tolist() for w in again.get_weights()])
+result([len(loaded), loaded[-1]])
+""")
+    assert found[0][0] == 4
+    assert found[0] == found[1]
+
+
+def test_cache_files_are_each_ranks_own(run, tmp_path):
+    found = run(
+        """
+data = tf.data.Dataset.from_tensor_slices((x, y)).cache(os.environ["FILE"]).batch(8)
+losses = model().fit(data, epochs=3, verbose=0).history["loss"]
+result(losses)
+""",
+        FILE=str(tmp_path / "cached"),
+    )
+    assert len(found[0]) == 3
+    assert found[0] == found[1]
+    names = {path.name.partition(".data")[0] for path in tmp_path.iterdir()}
+    assert names >= {"cached.index", "cached.rank-1.index"}
+
+
+def test_vocabularies_that_differ_are_found_before_the_first_step(run):
+    found = run("""
+words = ["a", "b", "c"]
+with strategy.scope():
+    inputs = keras.Input((1,), dtype="string")
+    lookup = keras.layers.StringLookup(vocabulary=words[::-1] if rank else words)
+    numbers = keras.ops.cast(lookup(inputs), "float32")
+    looking = keras.Model(inputs, keras.layers.Dense(1)(numbers))
+    looking.compile("sgd", "mse")
+texts = tf.constant([["a"], ["b"], ["c"], ["a"]])
+result(refused(lambda: looking.fit(texts, np.ones((4, 1)), verbose=0)))
+""")
+    assert found[0] == found[1]
+    assert "look up words in different vocabularies" in found[0]
+    assert "of ranks [1] have other words, or another order" in found[0]
+    assert "PYTHONHASHSEED" in found[0]
+
+
+def test_metrics_that_cannot_be_those_of_all_rows_are_named(run):
+    first, second = run("""
+class Odd(keras.metrics.Metric):
+    def __init__(self):
+        super().__init__(name="odd")
+        self.kept = self.add_variable((3,), "zeros", name="kept")
+    def update_state(self, y, p, sample_weight=None):
+        self.kept.assign(tf.sort(p[:, 0])[:3])
+    def result(self):
+        return keras.ops.sum(self.kept)
+
+import logging
+lines, handler, logger = [], logging.Handler(), logging.getLogger("kerasdist")
+handler.emit = lambda record: lines.append(record.getMessage())
+logger.addHandler(handler)
+logger.setLevel(logging.INFO)
+made = model()
+made.compile("sgd", "mse", metrics=[Odd()])
+made.fit(x, y, batch_size=8, epochs=2, verbose=0)
+logger.removeHandler(handler)
+logger.setLevel(logging.NOTSET)
+result([line for line in lines if "'odd'" in line])
+""")
+    assert len(first) == 1
+    assert "its result may differ from that of one process" in first[0]
+    assert second == []
