@@ -38,7 +38,10 @@ def check_cluster(
         remedy = "correct the settings; on the other workers, too"
         return None, [Finding(level="fault", text=str(error), remedy=remedy)]
     if cluster.source == "none":
-        text = "no cluster settings: one worker"
+        text = (
+            "no cluster settings: one worker\nNo other host was looked at: "
+            "`kerasdist run -H` and `--nnodes` check theirs when they start"
+        )
         return cluster, [Finding(level="ok", text=text)]
     if cluster.needs_mpi:
         return cluster, _by_mpi(cluster)

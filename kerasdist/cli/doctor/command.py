@@ -100,6 +100,9 @@ def _sections(seconds: float) -> Iterator[tuple[str, list[Finding]]]:
             yield "peers", peers
             if peers:
                 time.sleep(max(0.0, began + _LISTEN_AT_LEAST - time.monotonic()))
+    elif environ.get("KERASDIST_TLS", "").strip():
+        # `kerasdist run` will use it.
+        yield "encryption", encryption.check_encryption(None, environ)
     yield "devices", machine.check_devices(_DEVICES_SECONDS)
 
 

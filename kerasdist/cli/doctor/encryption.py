@@ -12,8 +12,15 @@ from kerasdist.transport.wire.secret import is_loopback
 __all__ = ["check_encryption"]
 
 
-def check_encryption(cluster: Cluster, environ: Mapping[str, str]) -> list[Finding]:
-    """Check whether the job's connections are encrypted, and the certificates fit."""
+def check_encryption(
+    cluster: Cluster | None, environ: Mapping[str, str]
+) -> list[Finding]:
+    """Check whether the job's connections are encrypted, and the certificates fit.
+
+    Args:
+        cluster: The cluster; None if the settings have none.
+        environ: The environment.
+    """
     fault = tls_fault(environ)
     if fault is not None:
         text, _, remedy = fault.partition(" Expected ")
@@ -24,7 +31,8 @@ def check_encryption(cluster: Cluster, environ: Mapping[str, str]) -> list[Findi
             "encrypted"
         )
         return [Finding(level="ok", text=text)]
-    local = all(is_loopback(a) for a in (*cluster.workers, *cluster.servers))
+    addresses = () if cluster is None else (*cluster.workers, *cluster.servers)
+    local = all(is_loopback(address) for address in addresses)
     why = (
         "and isn't needed: no address can be reached from other machines"
         if local

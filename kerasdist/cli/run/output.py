@@ -235,6 +235,8 @@ class OutputPump:
             events = self._selector.select(0 if ending else None)
             if ending and not events:
                 break
+            # Calls first: they were made before what has arrived with them is shown.
+            events.sort(key=lambda event: event[0].data is not None)
             for key, _ in events:
                 if key.data is None:
                     if not os.read(self._wake, 512):

@@ -19,6 +19,7 @@ it authenticates all but the body.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -92,7 +93,7 @@ class SocketChannel(Channel):
         self._aborted = False
         self._room: npt.NDArray[np.uint8] = np.empty(0, np.uint8)  # for receiving
         self._arena: npt.NDArray[np.uint8] = np.empty(0, np.uint8)  # for sending
-        self._fresh: int | None = None  # descriptor of an arena not yet sent
+        self._fresh: list[int] = []  # descriptor of an arena not yet sent
         self._placed: list[Array] = []
         self._theirs: npt.NDArray[np.uint8] | None = None
         if not self._unix:
@@ -134,11 +135,13 @@ class SocketChannel(Channel):
             length += size
         header = pack_header(message.frame, length, message.call)
         try:
-            if shared and self._fresh is not None:
+            if shared and self._fresh:
                 self._give_segment(deadline)
             head = header + prefix + text
             self._send([head + self._auth.sign(head), *parts], deadline)
         except OSError as error:
+            # Another thread may have closed the channel before the segment was made.
+            self._drop_fresh()
             raise self._broken(error) from error
         self._placed = []
         self.bytes_sent += HEADER_BYTES + len(prefix) + len(text) + TAG_BYTES + size
@@ -239,7 +242,7 @@ class SocketChannel(Channel):
                 self._shared = False
             else:
                 self._drop_fresh()
-                self._fresh = descriptor
+                self._fresh.append(descriptor)
                 self._arena = map_segment(descriptor, rounded)
                 return
         # Smaller than any segment, or there are none.
@@ -263,20 +266,18 @@ class SocketChannel(Channel):
 
     def _give_segment(self, deadline: Deadline) -> None:
         size = struct.pack("!Q", self._arena.size)
-        if self._fresh is None:
-            return
+        fresh = self._fresh[:1]
         frame = pack_header(FrameType.DESCRIPTOR, len(size)) + size
         frame += self._auth.sign(frame)
         self._sock.settimeout(_seconds(deadline))
-        sent = socket.send_fds(self._sock, [frame], [self._fresh])
+        sent = socket.send_fds(self._sock, [frame], fresh)
         self._drop_fresh()
         if sent < len(frame):
             self._send([frame[sent:]], deadline)
 
     def _drop_fresh(self) -> None:
-        if self._fresh is not None:
-            os.close(self._fresh)
-            self._fresh = None
+        with contextlib.suppress(IndexError):
+            os.close(self._fresh.pop())
 
     def _take_segment(
         self, head: bytearray, descriptors: list[int], length: int, deadline: Deadline

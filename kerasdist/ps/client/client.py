@@ -4,7 +4,7 @@ client = connect_servers(cluster, settings, timeouts=timeouts)   # ps/client/con
 table = client.open_table(variables, values)      # the chief's values count
 ...
 pulled = table.push_pull(deltas)                  # one message per server and step
-means = weighted_mean(client.communicator, rows, gradients)     # mode="sync"
+sums = sum_gradients(client.communicator, gradients)            # mode="sync"
 client.close()
 """
 

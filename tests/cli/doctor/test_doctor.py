@@ -112,6 +112,14 @@ def test_wrong_settings_dont_stop_the_rest(doctor):
     assert out.splitlines()[-1].startswith("1 fault")
 
 
+def test_certificates_are_checked_without_a_cluster(doctor):
+    code, out, _ = doctor(KERASDIST_TLS="/nope,x,y")
+    assert code == 1
+    assert "no cluster settings: one worker\n" in out
+    assert "No other host was looked at" in out
+    assert "  FAULT" in out.partition("encryption:")[2]
+
+
 def test_json_has_the_findings(doctor, closed):
     config = tf_config(0, "127.0.0.1:1", closed)
     code, out, _ = doctor("--json", "--timeout", "1", TF_CONFIG=config)

@@ -95,11 +95,12 @@ class ElasticOutcome(JobOutcome):
             self._pauses.append(members.pause)
         chief = members.ranks[0]
         if chief != self._output.chief and self.task("worker", chief) is not None:
+            # First: who reads the line may cause the output that it announces.
+            self._output.show(chief)
             print_line_soon(
                 f"rank {chief} is the chief from step {members.step} on: its output is "
                 "shown from here"
             )
-            self._output.show(chief)
 
     # Losses and restarts.
 
