@@ -21,7 +21,7 @@
 #   bench-memory-startup, bench-server-throughput, bench-server-steps,
 #   bench-straggler, bench-staleness, bench-embedding-rows,
 #   bench-placement-memory, bench-planning-time, bench-placed-overhead, bench-pipeline,
-#   bench-board-cost, bench-chief-data, bench-elastic, bench-heartbeats,
+#   bench-board-cost, bench-epoch-check, bench-chief-data, bench-elastic, bench-heartbeats,
 #   bench-membership, bench-tls
 #                 measure one claim: see the folder in benchmarks/
 #   make gpu-check  what kerasdist does on the GPUs of this machine: a table to be sent
@@ -75,7 +75,7 @@ PACKAGING := setup.py pyproject.toml kerasdist/_version.py Makefile $(CONSTRAINT
 .PHONY: bench-memory-startup bench-server-throughput bench-server-steps
 .PHONY: bench-straggler bench-staleness bench-embedding-rows
 .PHONY: bench-placement-memory bench-planning-time bench-placed-overhead bench-pipeline
-.PHONY: bench-board-cost bench-chief-data bench-heartbeats bench-membership
+.PHONY: bench-board-cost bench-epoch-check bench-chief-data bench-heartbeats bench-membership
 .PHONY: bench-elastic bench-tls gpu-check
 .PHONY: test-versions test-oldest test-newest test-next
 .DEFAULT_GOAL := test
@@ -213,6 +213,9 @@ bench-placed-overhead: $(VENV)/.bench
 
 bench-board-cost: $(VENV)/.bench
 	$(BIN)/python benchmarks/board_cost/run.py
+
+bench-epoch-check: $(VENV)/.bench
+	$(BIN)/python benchmarks/epoch_check/run.py
 
 bench-chief-data: $(VENV)/.bench
 	$(BIN)/python benchmarks/chief_data/run.py

@@ -190,6 +190,7 @@ BENCHMARKS = {
     "planning_time": ([], lambda r: {len(s) for s in r["seconds"].values()} == {1}),
     "pipeline": ([], lambda r: close(*r["loss"].values(), 1e-4)),
     "chief_data": ([], lambda r: list(r["compare"]) == ["10"]),
+    "epoch_check": ([], lambda r: [len(each) for each in r["samples"]] == [2]),
     "board_cost": ([], lambda r: [len(each) for each in r["samples"]] == [2]),
 }
 

@@ -20,7 +20,7 @@ from places import ROOT
 from workers import TAG, kill_tagged, python_env
 
 _START = 60.0  # seconds until TensorBoard listens
-_SHOWN = 60  # seconds until a page shows what it should
+_SHOWN = 90  # seconds until a page shows what it should, see `bound`
 
 
 def browser_missing() -> str | None:
@@ -121,7 +121,7 @@ def chromium(folder: Path) -> Iterator[Any]:
 
 def wait_for(what: str, look: Callable[[], Any]) -> Any:
     """What `look` finds, as soon as it finds something."""
-    end = time.monotonic() + _SHOWN
+    end = time.monotonic() + bound(_SHOWN)
     while True:
         found = look()
         if found:

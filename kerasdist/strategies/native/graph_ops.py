@@ -145,44 +145,35 @@ class NativeOps(CollectiveOps):
             (given,) = self._collective("broadcast", "none", [flat], give)
             return tf.reshape(_unpack(given[:-1], tensor.dtype), tf.shape(tensor))
 
-    def weighted_mean(
+    def sum_gradients(
         self,
         gradients: Sequence[Any],
-        rows: Any,
-        total: Any = None,
+        there: Any,
         *,
         beside: Sequence[Any] = (),
         step: bool = False,
     ) -> list[Any]:
-        """See `CollectiveOps.weighted_mean`, `collectives.weighted_mean`."""
+        """See `CollectiveOps.sum_gradients`."""
         groups: dict[Any, list[int]] = {}
         for index, gradient in enumerate(gradients):
             wide = tf.float64 if gradient.dtype == tf.float64 else tf.float32
             groups.setdefault(wide, []).append(index)
-        means: list[Any] = [None] * len(gradients)
+        sums: list[Any] = [None] * len(gradients)
         for number, (wide, indices) in enumerate(groups.items()):
             with tf.device(self._devices[0]):
-                weight = tf.cast(rows, wide)
-                if total is not None:
-                    weight = tf.math.divide_no_nan(weight, tf.cast(total, wide))
                 parts = []
                 for i in indices:
-                    weighted = _tf.weighted(tf.cast(gradients[i], wide), weight)
+                    weighted = _tf.weighted(tf.cast(gradients[i], wide), there)
                     parts.append(tf.reshape(weighted, [-1]))
-                count = [] if total is not None else [[weight]]
-                bucket = tf.concat([*parts, *count], 0)
+                bucket = tf.concat(parts, 0)
             (reduced,) = self._reduce_on_devices([bucket], step=step and number == 0)
             with tf.device(self._devices[0]):
-                mean = reduced
-                if count:
-                    mean = reduced[:-1] / tf.maximum(reduced[-1], 1)
-                for i, part in zip(
-                    indices, tf.split(mean, [tf.size(p) for p in parts]), strict=True
-                ):
+                sizes = [tf.size(part) for part in parts]
+                for i, part in zip(indices, tf.split(reduced, sizes), strict=True):
                     shaped = tf.reshape(part, tf.shape(gradients[i]))
                     shaped = tf.cast(shaped, gradients[i].dtype)
-                    means[i] = tf.ensure_shape(shaped, gradients[i].shape)
-        return [*means, *(self.all_reduce(beside) if beside else ())]
+                    sums[i] = tf.ensure_shape(shaped, gradients[i].shape)
+        return [*sums, *(self.all_reduce(beside) if beside else ())]
 
     @property
     def shares_memory(self) -> bool:
@@ -192,17 +183,16 @@ class NativeOps(CollectiveOps):
     def exchange_rows(
         self,
         tables: Sequence[Any],
-        rows: Any = None,
-        total: Any = None,
+        there: Any = None,
         *,
         once: Sequence[Any] = (),
-        means: Sequence[Any] = (),
+        dense: Sequence[Any] = (),
         beside: Sequence[Any] = (),
         step: bool = False,
     ) -> tuple[list[Any], list[Any]]:
         """See `CollectiveOps.exchange_rows`; one collective after the other."""
         return exchange_rows(
-            self, tables, rows, total, bool(once), means=means, beside=beside, step=step
+            self, tables, there, bool(once), dense=dense, beside=beside, step=step
         )
 
     def reduce_replicas(

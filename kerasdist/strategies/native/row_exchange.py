@@ -18,11 +18,10 @@ __all__ = ["exchange_rows"]
 def exchange_rows(
     ops: CollectiveOps,
     tables: Sequence[Any],
-    rows: Any,
-    total: Any,
+    there: Any,
     once: bool,
     *,
-    means: Sequence[Any],
+    dense: Sequence[Any],
     beside: Sequence[Any],
     step: bool,
 ) -> tuple[list[Any], list[Any]]:
@@ -31,34 +30,24 @@ def exchange_rows(
     Args:
         ops: Has the other collectives.
         tables: IndexedSlices.
-        rows: Number of rows of this worker, or None.
-        total: Number of rows of all, if it's known.
+        there: 1; or 0 for a worker that contributes none, whatever its slices hold.
         once: Whether no index of any table occurs twice.
-        means: Small tensors whose weighted means are wanted.
+        dense: Small gradients whose sums are wanted, too.
         beside: Small tensors whose sums are wanted.
         step: Whether an optimizer step begins with it.
     """
-    numbers = []
-    if rows is not None:
-        # A worker without rows contributes none, whatever its slices hold.
-        tables = [_if_any(table, rows) for table in tables]
-        if total is None:
-            numbers.append(tf.cast(rows, tf.int64))
-    if once:
-        numbers += [tf.size(table.indices, tf.int64) for table in tables]
+    if there is not None:
+        tables = [_if_any(table, there) for table in tables]
     sums: list[Any] = []
-    if numbers:
+    if once:
+        numbers = [tf.size(table.indices, tf.int64) for table in tables]
         (stacked,) = ops.all_reduce([tf.stack(numbers)], step=step)
         sums, step = tf.unstack(stacked, len(numbers)), False
-    if rows is not None:
-        if total is None:
-            total, *sums = sums
-        tables = [_times(table, rows, total) for table in tables]
-    small = list(means)
-    if small and rows is None:
+    small = list(dense)
+    if small and there is None:
         small = ops.all_reduce(small, step=step)
     elif small:
-        small = ops.weighted_mean(small, rows, total, step=step)
+        small = ops.sum_gradients(small, there, step=step)
     slices = [
         _sum(ops, table, sums[place]) if once else _gathered(ops, table)
         for place, table in enumerate(tables)
@@ -66,20 +55,11 @@ def exchange_rows(
     return slices, [*small, *(ops.all_reduce(beside) if beside else ())]
 
 
-def _if_any(table: Any, rows: Any) -> Any:
-    count = tf.where(rows > 0, tf.size(table.indices), 0)
+def _if_any(table: Any, there: Any) -> Any:
+    count = tf.where(there > 0, tf.size(table.indices), 0)
     return tf.IndexedSlices(
         table.values[:count], table.indices[:count], table.dense_shape
     )
-
-
-def _times(table: Any, rows: Any, total: Any) -> Any:
-    """Multiply slices by rows / total; those of 16 bits in 32."""
-    values = table.values
-    wide = tf.float32 if values.dtype.size < 4 else values.dtype
-    share = tf.math.divide_no_nan(tf.cast(rows, wide), tf.cast(total, wide))
-    values = tf.cast(tf.cast(values, wide) * share, values.dtype)
-    return tf.IndexedSlices(values, table.indices, table.dense_shape)
 
 
 def _gathered(ops: CollectiveOps, table: Any) -> Any:

@@ -231,11 +231,9 @@ def _sum_of_bucket(
     step: bool,
     beside: Sequence[Any],
 ) -> list[Any]:
-    devices, one = workers.devices, tf.constant(1)
+    devices = workers.devices
     if len(devices) == 1:
-        return workers.ops.weighted_mean(
-            gradients, there, one, beside=beside, step=step
-        )
+        return workers.ops.sum_gradients(gradients, there, beside=beside, step=step)
     host = _tf.host_of(devices[0])
     weighted = [_tf.weighted(gradient, there) for gradient in gradients]
 
@@ -250,7 +248,7 @@ def _sum_of_bucket(
         added = workers.ops.add_replicas(values)
         if workers.size > 1:
             with tf.device(host):
-                added = workers.ops.weighted_mean(added, one, one, step=step)
+                added = workers.ops.sum_gradients(added, tf.constant(1), step=step)
         return [_tf.broadcast_to_devices(total, devices) for total in added]
 
     replica = tf.distribute.get_replica_context()

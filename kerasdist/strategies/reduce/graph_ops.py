@@ -22,8 +22,8 @@ import tensorflow as tf
 from kerasdist import _tf
 from kerasdist._tf.graph.graph_clocks import COLLECTIVE
 from kerasdist.collectives import Communicator
+from kerasdist.collectives.gradient_sum import sum_gradients
 from kerasdist.collectives.row_exchange import Slices
-from kerasdist.collectives.weighted_mean import weighted_mean
 from kerasdist.strategies.job import StrategyJob
 
 __all__ = ["CollectiveOps", "make_ops"]
@@ -93,45 +93,38 @@ class CollectiveOps:
 
         return self.call(give, [tensor], [tensor.dtype], [tensor.shape])[0]
 
-    def weighted_mean(
+    def sum_gradients(
         self,
         gradients: Sequence[Any],
-        rows: Any,
-        total: Any = None,
+        there: Any,
         *,
         beside: Sequence[Any] = (),
         step: bool = False,
     ) -> list[Any]:
-        """Return sum(rows x gradients) / sum(rows) over the workers.
+        """Return the sums of gradients over the workers.
 
         Args:
             gradients: Host tensors of float dtypes.
-            rows: This worker's number of rows, a scalar integer tensor.
-            total: sum(rows), if it's known, or None.
-            beside: Host tensors whose sums are returned after the means.
+            there: 1; or 0 for a worker that adds nothing. A scalar integer tensor.
+            beside: Host tensors whose sums are returned after the gradients'.
             step: Whether an optimizer step begins with it.
         """
-        counts = [rows] if total is None else [rows, total]
         # Arrays of eager code belong to that code, so buffers aren't lent.
         lend = not _tf.executing_eagerly()
 
-        def reduce(*arrays: Any) -> list[Any]:
+        def reduce(present: Any, *arrays: Any) -> list[Any]:
             self._communicator.step += step
-            numbers = [int(count) for count in arrays[: len(counts)]]
-            end = len(counts) + len(gradients)
-            return weighted_mean(
+            return sum_gradients(
                 self._communicator,
-                numbers[0],
-                arrays[len(counts) : end],
-                None if total is None else numbers[1],
-                beside=arrays[end:],
+                arrays[: len(gradients)],
+                there=bool(present),
+                beside=arrays[len(gradients) :],
                 lend=lend,
             )
 
         sent = [*gradients, *beside]
-        return self.call(
-            reduce, [*counts, *sent], [each.dtype for each in sent], _shapes(sent)
-        )
+        dtypes = [each.dtype for each in sent]
+        return self.call(reduce, [there, *sent], dtypes, _shapes(sent))
 
     @property
     def shares_memory(self) -> bool:
@@ -141,11 +134,10 @@ class CollectiveOps:
     def exchange_rows(
         self,
         tables: Sequence[Any],
-        rows: Any = None,
-        total: Any = None,
+        there: Any = None,
         *,
         once: Sequence[Any] = (),
-        means: Sequence[Any] = (),
+        dense: Sequence[Any] = (),
         beside: Sequence[Any] = (),
         step: bool = False,
     ) -> tuple[list[Any], list[Any]]:
@@ -153,18 +145,17 @@ class CollectiveOps:
 
         Args:
             tables: IndexedSlices, host tensors, one for each table.
-            rows: See `weighted_mean`; it holds for slices, too. None: the sums.
-            total: See `weighted_mean`.
+            there: See `sum_gradients`; it holds for slices, too. None: 1.
             once: For each table whether no index occurs twice; then it may be summed
                 as a whole. Empty: no table may be.
-            means: Small host tensors of float dtypes.
-            beside: See `weighted_mean`; small ones.
+            dense: Small host tensors of float dtypes, which are summed.
+            beside: See `sum_gradients`; small ones.
             step: Whether an optimizer step begins with it.
 
         Returns:
-            IndexedSlices, the workers' in rank order; then means and sums.
+            IndexedSlices, the workers' in rank order; then sums.
         """
-        weights = [each for each in (rows, total) if each is not None]
+        weights = [] if there is None else [there]
         may = [
             tf.where(one, tf.cast(table.dense_shape[0], tf.int64), 0)
             for one, table in zip(once, tables, strict=False)
@@ -174,7 +165,7 @@ class CollectiveOps:
             *(table.values for table in tables),
             *(table.indices for table in tables),
             *may,
-            *means,
+            *dense,
             *beside,
         ]
         # Arrays of eager code belong to that code, so buffers aren't lent.
@@ -184,20 +175,20 @@ class CollectiveOps:
         def exchange(*arrays: Any) -> list[Any]:
             self._communicator.step += step
             given = iter(arrays)
-            numbers = [int(next(given)) for _ in weights]
+            numbers = [(int(next(given)), 1) for _ in weights]
             values, indices = ([next(given) for _ in range(count)] for _ in range(2))
             whole = [int(next(given)) for _ in may] or [0] * count
             return self._communicator.exchange_rows(
                 [Slices(*t) for t in zip(values, indices, whole, strict=True)],
-                *numbers,
-                means=[next(given) for _ in means],
+                *(numbers[0] if numbers else ()),
+                means=[next(given) for _ in dense],
                 sums=list(given),
                 lend=lend,
             )
 
         sent = [part for table in tables for part in (table.values, table.indices)]
         shapes = [tf.TensorShape([None, *part.shape[1:]]) for part in sent]
-        small = [*means, *beside]
+        small = [*dense, *beside]
         results = self.call(
             exchange,
             arguments,

@@ -139,11 +139,7 @@ def sum_of_slices(
         if workers.size == 1:
             return slices, []
         return workers.ops.exchange_rows(
-            *(slices, there, tf.constant(1)),
-            once=once,
-            means=dense,
-            beside=beside,
-            step=step,
+            *(slices, there), once=once, dense=dense, beside=beside, step=step
         )
 
     if len(workers.devices) == 1:
