@@ -4,7 +4,7 @@
 
 Two workers, each on a core of its own, train epochs of 100 steps with Adam. At the end
 of each they compare hashes of all variables. The time of that is measured by itself, as
-a part of the epoch's.
+a part of the epoch's: that of the worker which comes last, and doesn't wait.
 """
 
 from __future__ import annotations
@@ -22,13 +22,12 @@ sys.path.insert(0, str(HERE.parent))
 
 from common import Report, arguments, table
 
-RUNS, EPOCHS = 3, 8
+RUNS, EPOCHS = 2, 5
 # Title, width of the three hidden layers, rows of a global batch.
 MODELS = (
     ("0.04 million parameters", 100, 64),
     ("0.2 million parameters", 300, 128),
     ("2.1 million parameters", 1000, 256),
-    ("13 million parameters", 2550, 256),
 )
 
 
@@ -57,10 +56,14 @@ def main() -> None:
     report.data["samples"] = []
     rows = []
     for title, width, batch in models:
-        found = [each for _ in range(runs) for each in measure(width, batch, epochs)]
+        jobs = [measure(width, batch, epochs) for _ in range(runs)]
+        found = [each for job in jobs for each in job]
         report.data["samples"].append(found)
         whole = np.concatenate([each["epochs"] for each in found])
-        checks = np.concatenate([each["checks"] for each in found])
+        # The worker that comes last doesn't wait for the other one.
+        checks = np.concatenate(
+            [np.min([each["checks"] for each in job], axis=0) for job in jobs]
+        )
         rows.append(
             [
                 title,
