@@ -100,6 +100,48 @@ result(refused(lambda: looking.fit(texts, np.ones((4, 1)), verbose=0)))
     assert "PYTHONHASHSEED" in found[0]
 
 
+def test_state_in_mixed_precision_has_its_own_dtype(run):
+    found = run("""
+class Rows(keras.layers.Layer):
+    def build(self, shape):
+        self.rows = self.add_weight(shape=(), initializer="zeros", trainable=False)
+        self.mean = self.add_weight(shape=(), initializer="zeros", trainable=False)
+    def call(self, x, training=False):
+        if training:
+            self.rows.assign_add(tf.cast(tf.shape(x)[0], tf.float16))
+            self.mean.assign(0.5 * self.mean + tf.reduce_mean(x))
+        return x
+
+counted = Rows(dtype="mixed_float16")
+model(counted).fit(x, y, batch_size=8, epochs=4, verbose=0)
+result([float(counted.rows), counted.mean.dtype])
+""")
+    assert found == [[4 * 23.0, "float32"]] * 2
+
+
+def test_functions_that_need_the_number_of_rows_are_told_of(run):
+    first, second = run("""
+import logging
+lines, handler, logger = [], logging.Handler(), logging.getLogger("kerasdist")
+handler.emit = lambda record: lines.append(record.getMessage())
+logger.addHandler(handler)
+logger.setLevel(logging.INFO)
+
+def fixed(y, p):
+    return tf.reduce_mean(tf.reshape(p - y, [int(p.shape[0])]) ** 2)
+
+made = model()
+made.compile("sgd", fixed)
+made.fit(x[:16], y[:16], batch_size=8, epochs=2, verbose=0)
+logger.removeHandler(handler)
+logger.setLevel(logging.NOTSET)
+result([line for line in lines if "fixed" in line])
+""")
+    assert len(first) == 1
+    assert "the loss 'fixed' can't be looked at by itself" in first[0]
+    assert second == []
+
+
 def test_metrics_that_cannot_be_those_of_all_rows_are_named(run):
     first, second = run("""
 class Odd(keras.metrics.Metric):

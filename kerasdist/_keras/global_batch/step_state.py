@@ -65,7 +65,7 @@ class StepState:
         for metric in metrics:
             for variable in metric.variables:
                 self._metrics[id(variable)] = metric.name
-        self._summed = [v.value for metric in metrics for v in metric.variables]
+        self._summed = [v._value for metric in metrics for v in metric.variables]
         for layer in trainer._flatten_layers() if training else ():
             if not _is_kerass(layer) and not getattr(layer, "stateful", False):
                 for variable in getattr(layer, "_non_trainable_variables", ()):
@@ -78,7 +78,8 @@ class StepState:
         layer = self._layers.get(id(variable))
         if metric is None and layer is None:
             return value
-        value = tf.cast(value, variable.value.dtype)
+        # Not `variable.value`, which mixed precision casts.
+        value = tf.cast(value, variable._value.dtype)
         if metric is not None:
             return self._of_metric(metric, variable, value)
         if not _tf.executing_eagerly():
@@ -88,11 +89,11 @@ class StepState:
             whole = self._known().of_all(value, self._reduce)
             if whole is not None:
                 return whole
-            added = _added_to(value, _tf.copy_here(variable.value).handle)
+            added = _added_to(value, _tf.copy_here(variable._value).handle)
             if added is not None and value.dtype.is_integer:
                 # A count, of whatever: by an operation that isn't known.
                 (total,) = self._reduce([added], [Kind(1)])
-                return variable.value + total
+                return variable._value.read_value() + total
         elif value.dtype.is_floating:
             return value  # averaged
         CHIEFS_STATE.set(variable, True)
@@ -109,7 +110,7 @@ class StepState:
     def _of_metric(self, metric: str, variable: Any, value: Any) -> Any:
         if _tf.executing_eagerly():
             return value
-        if _added_to(value, _tf.copy_here(variable.value).handle) is not None:
+        if _added_to(value, _tf.copy_here(variable._value).handle) is not None:
             return value
         whole = self._known().of_all(value, self._reduce)
         if whole is None:

@@ -40,7 +40,7 @@ def loss(
         current.kinds is None
         or not current.in_compile_loss
         or _is_plain(getattr(self, "fn", None), losses)
-        or not _is_mixed(self.call, y_true, y_pred, self.dtype)
+        or not _is_mixed(f"loss {self.name!r}", self.call, y_true, y_pred, self.dtype)
     ):
         return original(self, y_true, y_pred, sample_weight)
     _inform("loss", self.name, y_true, y_pred)
@@ -76,7 +76,9 @@ def metric(
         current.kinds is None
         or _is_plain(function, metrics)
         or not _is_mixed(
-            lambda *given: function(*given, **self._fn_kwargs), y_true, y_pred, None
+            f"metric {self.name!r}",
+            lambda *given: function(*given, **self._fn_kwargs),
+            *(y_true, y_pred, None),
         )
     ):
         return original(self, y_true, y_pred, sample_weight)
@@ -102,13 +104,22 @@ def _is_plain(function: Any, package: Any) -> bool:
     )
 
 
-def _is_mixed(function: Any, y_true: Any, y_pred: Any, dtype: Any) -> bool:
+def _is_mixed(what: str, function: Any, y_true: Any, y_pred: Any, dtype: Any) -> bool:
     given = [_converted(each, dtype) for each in (y_true, y_pred)]
-    if None in tree.flatten(given):
-        return False
-    kind = kind_of_function(function, *given)
+    kind = None
+    if all(each is not None for each in tree.flatten(given)):
+        kind = kind_of_function(function, *given)
     if _tf.executing_eagerly():
         return kind in (None, FUNCTION, MIXED, SUM)
+    hooks = current.hooks
+    if kind is None and hooks is not None and not current.building:
+        hooks.log_once(
+            f"unknown {what}",
+            f"kerasdist: the {what} can't be looked at by itself: it needs values, the "
+            "number of rows, or tensors that aren't dense. So each replica computes it "
+            "from its own rows. If it mixes the rows of a batch, its numbers differ "
+            "from those of one process.",
+        )
     return kind == MIXED
 
 
