@@ -27,7 +27,7 @@ from keras.src.optimizers import loss_scale_optimizer, optimizer
 
 from kerasdist import _tf
 from kerasdist._keras.context import current, is_timed, setting
-from kerasdist._keras.global_batch.losses import terms_of
+from kerasdist._keras.global_batch.losses import part_of, terms_of
 from kerasdist._keras.models.plain_loops import copies_of
 from kerasdist._keras.models.step_build import has_own_step
 from kerasdist._tf.facets import Facets, current_facets
@@ -152,7 +152,7 @@ def gradient(
         for one in targets:
             for term, slope, degree in terms_of(kinds, one):
                 terms.append(term)
-                weights.append(slope * tf.cast(_factor(degree), term.dtype))
+                weights.append(slope * tf.cast(part_of(degree), term.dtype))
         target, output_gradients = terms, weights
     else:
         given = tf.nest.flatten(output_gradients)
@@ -195,14 +195,6 @@ def _is_shared(source: Any) -> bool:
     A `tf.Variable` that isn't may have a value for each row of a replica.
     """
     return isinstance(source, Variable) or is_distributed(source)
-
-
-def _factor(degree: int) -> Any:
-    """Return what makes this replica's loss its part of the global batch's."""
-    if degree == 1:
-        return tf.ones([])
-    share = current.share
-    return share if not degree else tf.math.reciprocal_no_nan(share) ** (degree - 1)
 
 
 def _summed(gradients: list[Any], recording: bool) -> list[Any]:

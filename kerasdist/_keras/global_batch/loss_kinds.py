@@ -293,9 +293,7 @@ class LossKinds:
         if inner is not None:
             return self._inside(inner[1], tensor.graph).of(inner[0])
         if kind == "ReadVariableOp" and self._summed:
-            handle = operation.inputs[0]
-            while (outer := _outer(handle)) is not None:
-                handle = outer
+            handle = tensor_origins.outermost(operation.inputs[0])
             return Kind(1) if id(handle) in self._summed else CONSTANT
         if kind == "Const" and scalar and self._known is not None:
             is_number = tensor_origins.constant(tensor) == self._known
@@ -387,10 +385,6 @@ class LossKinds:
         if np.array_equal(some, others):
             return Kind(1, counted=True) if some == self._known else CONSTANT
         return Kind(1, counted=True) if 7 * some == 5 * others else None
-
-
-def _outer(tensor: Any) -> Any | None:
-    return None if _is_eager(tensor) else tensor_origins.captured(tensor)
 
 
 def _with(operations: Sequence[Any], given: dict[Any, Any]) -> dict[Any, Any]:

@@ -34,6 +34,7 @@ __all__ = [
     "keep_loss_unscaled",
     "mask_weights",
     "mean_metric",
+    "part_of",
     "recorded",
     "reduce_values",
     "reduce_weighted_values",
@@ -241,6 +242,13 @@ def _sums(values: list[Any], degrees: list[int]) -> list[Any]:
 def _scale(degree: int) -> Any:
     """Return N / n to the power of `degree`; 0 for a replica without rows."""
     return tf.math.reciprocal_no_nan(current.share) ** degree
+
+
+def part_of(degree: int) -> Any:
+    """Return what makes a number of this replica its part of the global batch's."""
+    if degree == 1:
+        return tf.ones([])
+    return _scale(degree - 1) if degree else current.share
 
 
 def _set_mean(loss: Any) -> None:

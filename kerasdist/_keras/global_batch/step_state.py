@@ -29,8 +29,9 @@ import tensorflow as tf
 from kerasdist import _tf
 from kerasdist._keras.context import current
 from kerasdist._keras.global_batch.loss_kinds import CONSTANT, Extreme, Kind, LossKinds
+from kerasdist._keras.global_batch.losses import part_of
 from kerasdist._keras.protocols import KerasHooks
-from kerasdist._tf.graph.tensor_origins import captured
+from kerasdist._tf.graph.tensor_origins import captured, outermost
 from kerasdist._tf.marks import CHIEFS_STATE
 
 __all__ = ["StepState", "assign"]
@@ -83,7 +84,7 @@ class StepState:
         if metric is not None:
             return self._of_metric(metric, variable, value)
         if not _tf.executing_eagerly():
-            kind = self._of(value)
+            kind = self._known().of(value)
             if kind == CONSTANT or (kind == Kind(0) and value.dtype.is_floating):
                 return value
             whole = self._known().of_all(value, self._reduce)
@@ -132,9 +133,6 @@ class StepState:
             self._kinds = LossKinds(self._rows, copies, counting=True)
         return self._kinds
 
-    def _of(self, value: Any) -> Any:
-        return self._known().of(value)
-
     def _reduce(self, values: list[Any], kinds: list[Any]) -> list[Any]:
         """Return the numbers of the global batch."""
         replicas, mine = self._hooks.workers.replicas, current.rows > 0
@@ -150,7 +148,7 @@ class StepState:
                 parts.append(tf.stack(places))
                 continue
             if kind.degree != 1:
-                value *= tf.cast(_power(current.share, 1 - kind.degree), value.dtype)
+                value *= tf.cast(part_of(kind.degree), value.dtype)
             parts.append(tf.where(mine, value, tf.zeros_like(value)))
         sums = self._hooks.gradients.sum_over_replicas(parts)
         found = []
@@ -171,12 +169,6 @@ def _metrics_of(metrics: Iterable[Any]) -> list[Any]:
         elif isinstance(getattr(metric, "metrics", None), list):
             found += _metrics_of(metric.metrics)
     return found
-
-
-def _power(share: Any, exponent: int) -> Any:
-    if exponent < 0:
-        return tf.math.reciprocal_no_nan(share) ** -exponent
-    return share**exponent
 
 
 def _is_kerass(owner: Any) -> bool:
@@ -203,16 +195,9 @@ def _added_to(value: Any, handle: Any) -> Any | None:
 def _is_read(tensor: Any, handle: Any) -> bool:
     while tensor.op.type in ("Identity", "Cast"):
         tensor = tensor.op.inputs[0]
-    return tensor.op.type == "ReadVariableOp" and _origin(tensor.op.inputs[0]) is handle
-
-
-def _origin(tensor: Any) -> Any:
-    while not isinstance(tensor, tf.__internal__.EagerTensor):
-        outer = captured(tensor)
-        if outer is None:
-            return tensor
-        tensor = outer
-    return tensor
+    return (
+        tensor.op.type == "ReadVariableOp" and outermost(tensor.op.inputs[0]) is handle
+    )
 
 
 def _depends(tensor: Any, handle: Any) -> bool:

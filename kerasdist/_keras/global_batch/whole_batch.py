@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
-from keras.src import backend, losses, metrics, tree
+from keras.src import backend, tree
 
 from kerasdist import _tf
 from kerasdist._keras.context import current, setting
@@ -22,7 +22,7 @@ from kerasdist._keras.global_batch.row_mixing import (
     kind_of_function,
 )
 
-__all__ = ["loss", "metric", "rows_of_all"]
+__all__ = ["loss", "metric"]
 
 # Functions of Keras that aren't a mean over rows which are each computed alone.
 _MIXING = ("circle", "dice", "tversky")
@@ -39,18 +39,18 @@ def loss(
     if (
         current.kinds is None
         or not current.in_compile_loss
-        or _is_plain(getattr(self, "fn", None), losses)
+        or _is_plain(getattr(self, "fn", None))
         or not _is_mixed(f"loss {self.name!r}", self.call, y_true, y_pred, self.dtype)
     ):
         return original(self, y_true, y_pred, sample_weight)
     _inform("loss", self.name, y_true, y_pred)
     targets, weights = (
-        tree.map_structure(rows_of_all, x) for x in (y_true, sample_weight)
+        tree.map_structure(_rows_of_all, x) for x in (y_true, sample_weight)
     )
     outputs = tree.map_structure(_with_own, y_pred)
     mask = backend.get_keras_mask(y_pred)
     if mask is not None:
-        backend.set_keras_mask(outputs, rows_of_all(mask))
+        backend.set_keras_mask(outputs, _rows_of_all(mask))
     with setting(kinds=None, hooks=None, in_compile_loss=False):
         whole = original(self, targets, outputs, weights)
     if len(whole.shape):
@@ -74,7 +74,7 @@ def metric(
     function = self._fn
     if (
         current.kinds is None
-        or _is_plain(function, metrics)
+        or _is_plain(function)
         or not _is_mixed(
             f"metric {self.name!r}",
             lambda *given: function(*given, **self._fn_kwargs),
@@ -83,7 +83,7 @@ def metric(
     ):
         return original(self, y_true, y_pred, sample_weight)
     _inform("metric", self.name, y_true, y_pred)
-    targets, outputs = (tree.map_structure(rows_of_all, x) for x in (y_true, y_pred))
+    targets, outputs = (tree.map_structure(_rows_of_all, x) for x in (y_true, y_pred))
     with setting(kinds=None, hooks=None):
         whole = tf.convert_to_tensor(function(targets, outputs, **self._fn_kwargs))
     if len(whole.shape):
@@ -96,7 +96,7 @@ def metric(
         self._fn = function
 
 
-def _is_plain(function: Any, package: Any) -> bool:
+def _is_plain(function: Any) -> bool:
     """Return whether Keras's own function computes each row by itself."""
     module, name = (getattr(function, n, "") or "" for n in ("__module__", "__name__"))
     return module.startswith(("keras.src.losses", "keras.src.metrics")) and (
@@ -157,7 +157,7 @@ def _inform(what: str, name: str, *given: Any) -> None:
     )
 
 
-def rows_of_all(tensor: Any) -> Any:
+def _rows_of_all(tensor: Any) -> Any:
     """Return the rows of all replicas, in their order, in replica context."""
     if tensor is None:
         return None
@@ -185,7 +185,7 @@ def _with_own(tensor: Any) -> Any:
     """Return the rows of all replicas; only this replica's can be differentiated."""
     tensor = tf.convert_to_tensor(tensor)
     begin, rows = _place()
-    every = rows_of_all(tensor)
+    every = _rows_of_all(tensor)
     return tf.concat([every[:begin], tensor[:rows], every[begin + rows :]], 0)
 
 

@@ -25,6 +25,7 @@ __all__ = [
     "copied",
     "function_graph",
     "origin_of",
+    "outermost",
 ]
 
 # Operations that keep a tensor's numbers and their order.
@@ -219,6 +220,16 @@ def captured(tensor: Any) -> Any | None:
     if tensor.op.type == "Placeholder":
         found = _outside((tensor, ()))
     return None if found is None else found[0]
+
+
+def outermost(tensor: Any) -> Any:
+    """Return the tensor that a placeholder was captured for, through all functions."""
+    while not isinstance(tensor, tf.__internal__.EagerTensor):
+        outer = captured(tensor)
+        if outer is None:
+            break
+        tensor = outer
+    return tensor
 
 
 def copied(operation: Any, inputs: Sequence[Any], graph: Any = None) -> Sequence[Any]:
