@@ -13,8 +13,11 @@ from kerasdist._tf.compiled.step import (
     outside_of_xla,
 )
 from kerasdist._tf.distribute import (
+    DistributedIterable,
+    DistributedIterator,
     DistributedValues,
     MirroredExtended,
+    OptionalBatch,
     ReduceOp,
     auto_shard,
     broadcast_to_devices,
@@ -32,6 +35,7 @@ from kerasdist._tf.distribute import (
     rebatch_each,
     reduce_undistributed,
     regroup,
+    same_for_all,
     select_replica,
     static_batch_size,
     tensor_or_slices,
@@ -57,8 +61,11 @@ from kerasdist._tf.eager_context import (
 from kerasdist._tf.graph.tensor_origins import function_graph
 
 __all__ = [
+    "DistributedIterable",
+    "DistributedIterator",
     "DistributedValues",
     "MirroredExtended",
+    "OptionalBatch",
     "ReduceOp",
     "abort_collectives",
     "as_operation",
@@ -90,6 +97,7 @@ __all__ = [
     "rebatch_each",
     "reduce_undistributed",
     "regroup",
+    "same_for_all",
     "seeding",
     "select_replica",
     "serve_collectives",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from typing import Any
 
 import tensorflow as tf
@@ -21,12 +22,16 @@ from tensorflow.python.distribute import (
 from tensorflow.python.distribute.v1 import input_lib as input_lib_v1
 from tensorflow.python.eager import def_function
 from tensorflow.python.trackable import base as trackable
+from tensorflow.python.types import distribute as distribute_types
 
 from kerasdist._tf.eager_context import executing_eagerly
 
 __all__ = [
+    "DistributedIterable",
+    "DistributedIterator",
     "DistributedValues",
     "MirroredExtended",
+    "OptionalBatch",
     "ReduceOp",
     "auto_shard",
     "broadcast_to_devices",
@@ -42,6 +47,7 @@ __all__ = [
     "rebatch_each",
     "reduce_undistributed",
     "regroup",
+    "same_for_all",
     "select_replica",
     "static_batch_size",
 ]
@@ -49,6 +55,71 @@ __all__ = [
 MirroredExtended = mirrored_strategy.MirroredExtended
 ReduceOp = reduce_util.ReduceOp
 DistributedValues = values.DistributedValues
+# `for` statements in a `tf.function` call `reduce` of the one, and
+# `get_next_as_optional` of the other.
+DistributedIterable = distribute_types.Iterable
+DistributedIterator = distribute_types.Iterator
+
+
+@dataclasses.dataclass(frozen=True)
+class OptionalBatch:
+    """What a `for` statement in a `tf.function` gets for a batch.
+
+    Attributes:
+        present: Whether there is one; a boolean tensor.
+        batch: The batch; of any values if there is none.
+    """
+
+    present: Any
+    batch: Any
+
+    def has_value(self) -> Any:
+        """Return `present`."""
+        return self.present
+
+    def get_value(self) -> Any:
+        """Return `batch`."""
+        return self.batch
+
+
+class _SameForAll(tf.types.experimental.TraceType):
+    """The type of arguments in whose place a `tf.function` is traced with one value.
+
+    Args:
+        value: The value.
+    """
+
+    def __init__(self, value: Any) -> None:
+        self._value = value
+
+    def is_subtype_of(self, other: Any) -> bool:
+        """See `TraceType`."""
+        return bool(self == other)
+
+    def most_specific_common_supertype(self, others: Any) -> _SameForAll | None:
+        """See `TraceType`."""
+        return self if all(self == other for other in others) else None
+
+    def placeholder_value(self, placeholder_context: Any) -> Any:
+        """See `TraceType`."""
+        del placeholder_context
+        return self._value
+
+    def cast(self, value: Any, cast_context: Any) -> Any:
+        """See `TraceType`."""
+        del value, cast_context
+        return self._value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _SameForAll) and other._value is self._value
+
+    def __hash__(self) -> int:
+        return id(self._value)
+
+
+def same_for_all(value: Any) -> Any:
+    """Return the tracing type of arguments for which `value` is traced."""
+    return _SameForAll(value)
 
 
 def is_mirrored(value: Any) -> bool:

@@ -137,9 +137,10 @@ def as_operation(value: Any) -> Any:
     """Return an eager tensor as an operation of the current graph, without an input.
 
     A graph captures a large tensor as an input, and initial values of variables must
-    not depend on inputs: they are lifted out of the function that creates them.
+    not depend on inputs, or on operations before: they are lifted out of the function
+    that creates them.
     """
-    tensor = tf.numpy_function(value.numpy, [], value.dtype)
+    tensor = tf.numpy_function(value.numpy, [], value.dtype, stateful=False)
     tensor.set_shape(value.shape)
     return tensor
 

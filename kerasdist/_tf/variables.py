@@ -13,7 +13,14 @@ from tensorflow.python.distribute import distribute_utils
 
 from kerasdist._tf.facets import current_facets
 
-__all__ = ["aggregate", "distribute_copies", "is_distributed", "to_float", "to_int"]
+__all__ = [
+    "aggregate",
+    "distribute_copies",
+    "is_distributed",
+    "of_tensorflow",
+    "to_float",
+    "to_int",
+]
 
 
 def aggregate(
@@ -44,6 +51,12 @@ def to_float(variable: Any) -> float:
 def to_int(variable: Any) -> int:
     """Return a distributed variable's value as an int, see `to_float`."""
     return int(variable.numpy())
+
+
+def of_tensorflow(variable: Any) -> Any:
+    """Return TensorFlow's variable: of Keras's, whose `value` it is, or itself."""
+    value = getattr(variable, "value", variable)
+    return variable if callable(value) else value
 
 
 def is_distributed(variable: Any) -> bool:

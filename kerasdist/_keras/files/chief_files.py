@@ -115,9 +115,10 @@ def wait_for_chief(hooks: KerasHooks, path: str, own: bool = False) -> bool:
 
     Returns:
         Whether this rank must write `path`: it's in a temporary folder that the chief
-        doesn't have; or it's a file of its `own` that doesn't exist yet, the chief has
-        gone on without it, and no callback asks, whose logs may differ; or this rank
-        has become the chief.
+        doesn't have; or, in asynchronous jobs, in one with this rank's number, to which
+        the chief doesn't write; or it's a file of its `own` that doesn't exist yet, the
+        chief has gone on without it, and no callback asks, whose logs may differ; or
+        this rank has become the chief.
 
     Raises:
         Exception: The error of the chief's attempt.
@@ -128,7 +129,14 @@ def wait_for_chief(hooks: KerasHooks, path: str, own: bool = False) -> bool:
     if announcements is None or (hooks.dynamic and current.after_batch):
         return False
     _Process.missing.pop(_key(path), None)
-    outcome = announcements.wait(_topic(path))
+    dynamic = None if current.fitting else hooks.dynamic
+    alone = dynamic is not None and _names_rank(path, hooks.workers.rank)
+    in_pass = dynamic is not None and dynamic.in_pass
+    outcome = announcements.wait(_topic(path), own=alone and in_pass)
+    if outcome.kind == "elsewhere":
+        return True
+    if outcome.kind == "gone" and alone and not outcome.known:
+        return True
     if outcome.kind == "mine":
         if hooks.elastic is not None and not current.fitting:
             # In `fit` all workers learn of the change at the same point.
@@ -233,6 +241,13 @@ def _error(facts: dict[str, Any], path: str) -> Exception:
         return kind(f"{text} {where}")
     except TypeError:  # its constructor needs more arguments
         return RuntimeError(f"{name}: {text} {where}")
+
+
+def _names_rank(path: str, rank: int) -> bool:
+    """Return whether the name of a folder in a path has a rank's number."""
+    is_file = bool(os.path.splitext(path)[1])
+    folder = os.path.dirname(path) if is_file else path
+    return re.search(rf"(?<!\d){rank}(?!\d)", folder) is not None
 
 
 def is_temporary(path: str) -> bool:

@@ -17,6 +17,7 @@ import tensorflow as tf
 from kerasdist._keras.context import current, setting
 from kerasdist._keras.protocols import KerasHooks, current_hooks, hooks_of
 from kerasdist._tf.marks import TRAINED_LOCALLY
+from kerasdist._tf.variables import of_tensorflow
 
 __all__ = [
     "begin_use",
@@ -130,8 +131,7 @@ def writer_hooks(saved: Any) -> KerasHooks | None:
     if hooks is not None or TRAINED_LOCALLY.get(saved):
         return hooks
     with contextlib.suppress(AttributeError, IndexError, TypeError, ValueError):
-        variable = saved.variables[0]
-        variable = getattr(variable, "value", variable)
+        variable = of_tensorflow(saved.variables[0])
         hooks = hooks_of(getattr(variable, "distribute_strategy", None))
     return hooks or current_hooks() or _hooks_in_use(saved)
 

@@ -29,6 +29,7 @@ from kerasdist import _tf
 from kerasdist._keras.context import current, setting
 from kerasdist._keras.optimizer.global_step import device_beside, steps_of
 from kerasdist._tf.marks import SCALING
+from kerasdist._tf.variables import of_tensorflow
 
 __all__ = [
     "Scaling",
@@ -164,7 +165,7 @@ def scaled(optimizer: Any, rate: Any) -> Any:
     if scaling is None or current.base_rate:
         return rate
     is_number = isinstance(rate, backend.Variable)
-    rate = tf.convert_to_tensor(getattr(rate, "value", rate))
+    rate = tf.convert_to_tensor(of_tensorflow(rate))
     rate = rate * tf.cast(scaling.factor(optimizer), rate.dtype)
     if is_number and tf.executing_eagerly():
         # Keras returns a variable here, and scripts assign to it.

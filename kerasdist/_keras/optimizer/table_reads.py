@@ -15,6 +15,7 @@ from typing import Any
 import tensorflow as tf
 
 from kerasdist import _tf
+from kerasdist._tf.variables import of_tensorflow
 
 __all__ = ["share_reads"]
 
@@ -32,6 +33,6 @@ def share_reads(gradients: Sequence[Any], variables: Sequence[Any]) -> None:
         return
     for gradient, variable in zip(gradients, variables, strict=False):
         if isinstance(gradient, tf.IndexedSlices):
-            (table,) = _tf.local_results(getattr(variable, "value", variable))
+            (table,) = _tf.local_results(of_tensorflow(variable))
             if isinstance(table, tf.Variable):
                 tf.raw_ops.DisableCopyOnRead(resource=table.handle)

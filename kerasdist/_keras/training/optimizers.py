@@ -147,14 +147,11 @@ def apply(
     dynamic = hooks.dynamic
     if dynamic is not None and grads:
         updated = trainable_variables or inner._trainable_variables
-    touched = touched_rows(inner, grads, updated) if updated else []
-    if dynamic is not None and updated:
-        dynamic.weights.prepare_update(updated, touched)
-    result = update(grads)
-    if dynamic is not None and updated:
-        with _tf.outside_of_xla():
-            dynamic.weights.exchange_update(inner, updated, touched)
-    return result
+    if dynamic is None or not updated:
+        return update(grads)
+    touched = touched_rows(inner, grads, updated)
+    with dynamic.weights.sharing(inner, updated, touched):
+        return update(grads)
 
 
 def accumulate(

@@ -152,16 +152,21 @@ class ServerClient(ControlRequests):
         return len(self.connections)
 
     def open_table(
-        self, variables: Sequence[Variable], values: Sequence[Array]
+        self,
+        variables: Sequence[Variable],
+        values: Sequence[Array],
+        *,
+        together: bool = True,
     ) -> RemoteTable:
         """Begin to use a table; all workers open the same tables in the same order.
 
-        Waits until the chief has sent its values, unless the table exists.
-
         Args:
             variables: The variables, the same on all workers.
-            values: Their values, one array of the variable's shape each; the chief's
-                count, and none of them if the job continues from a snapshot.
+            values: Their values, one array of the variable's shape each; none of them
+                counts if the job continues from a snapshot.
+            together: Whether all workers open it at the same point: the chief's values
+                count, and the others wait for them. Otherwise those of the first worker
+                that opens it count; the values are the same on all.
 
         Returns:
             The table, whose `initial` are the values that all begin with.
@@ -174,7 +179,7 @@ class ServerClient(ControlRequests):
         layout.check(values)
         table = RemoteTable(self, len(self.tables), layout)
         with self.calling(f"opening table {table.number}"):
-            table.open(values if self.rank == 0 else None)
+            table.open(None if together and self.rank > 0 else values)
             self.tables.append(table)
         return table
 

@@ -1,6 +1,6 @@
-"""Control requests: a worker's short requests besides gradients and weights.
+"""Control requests: a worker's requests to server 0 besides gradients and weights.
 
-Server 0 assigns batches; each server has statistics of its own.
+It assigns batches, and keeps first values; each server has statistics of its own.
 """
 
 from __future__ import annotations
@@ -8,6 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
+from kerasdist.collectives.ops import Array
 from kerasdist.ps.channel.channel import Message
 from kerasdist.ps.client.job import Build, Job
 from kerasdist.ps.server.batch_queue import REMEMBERED
@@ -22,6 +25,8 @@ class ControlRequests(Job):
     def __init__(self) -> None:
         # By dataset: the epoch, and this worker's last claims in it.
         self._claims: dict[int, tuple[int, tuple[int, ...]]] = {}
+        # Number of variables that steps have created.
+        self._created = 0
 
     @property
     def claims(self) -> Mapping[int, tuple[int, Sequence[int]]]:
@@ -62,6 +67,25 @@ class ControlRequests(Job):
             kept = before[1 - REMEMBERED :] if present == epoch else ()
             self._claims[dataset] = epoch, (*kept, number)
         return number
+
+    def first_value(self, value: Array) -> Array:
+        """Return the first value of a variable that a step creates: any worker's.
+
+        Workers don't wait for each other. All create such variables in one order.
+
+        Args:
+            value: This worker's value, of a numeric dtype.
+
+        Raises:
+            CollectiveError: See `kerasdist.errors`.
+        """
+        meta = {"do": "first", "number": self._created}
+        request = Message(FrameType.REQUEST, Call(0), meta, (value,))
+        others: list[Build | None] = [None] * (self.servers - 1)
+        with self.calling("creating a variable"):
+            self._created += 1
+            reply = self.request_all([lambda _: request, *others])[0]
+            return np.array(reply.arrays[0]) if reply.arrays else value
 
     def request(self, what: str, meta: dict[str, Any]) -> dict[str, Any]:
         """Send server 0 a request without arrays; return the reply's JSON object.

@@ -114,6 +114,7 @@ class RemoteTable:
             "do": "open",
             "table": self.number,
             "variables": layout.to_json(),
+            "has_values": values is not None,
         }
 
         def build(server: int) -> Any:

@@ -5,6 +5,7 @@ to before the next one is read. A request's JSON object has under "do" the opera
 
     meet    a collective of all workers                (kerasdist.ps.server.collectives)
     open    begin to use a table                       (kerasdist.ps.tables.tables)
+    first   get the first value of a new variable      (the same)
     push    add a step's changes, and read             (the same)
     pull    read                                       (the same)
     claim   get the next number of a queue             (kerasdist.ps.server.batch_queue)
@@ -290,10 +291,19 @@ class RequestHandler:
             if self.on_split is not None:
                 self.on_split(loads)
             return Message(FrameType.REPLY, call, {}, ())
+        if do == "first":
+            if len(arrays) != 1:
+                raise errors.ProtocolError(
+                    f"A request is damaged. Received: {len(arrays)} first values."
+                )
+            number = _whole(meta, "number")
+            first = self.tables.first_value(worker, number, arrays[0])
+            return Message(FrameType.REPLY, call, {}, first)
         number = _whole(meta, "table")
         if do == "open":
             answer, parts = self.tables.open(
-                worker, number, meta.get("variables"), arrays, deadline
+                *(worker, number, meta.get("variables"), arrays, deadline),
+                has_values=meta.get("has_values") is True,
             )
             if self.snapshotter is not None:
                 self.snapshotter.request(at_once=True)

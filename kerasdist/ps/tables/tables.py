@@ -24,6 +24,8 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from kerasdist import errors
 from kerasdist.collectives.ops import Array, octets
 from kerasdist.ps.layout import Layout
@@ -65,6 +67,10 @@ class ServedTables:
         self.updates = 0
         self.tables: dict[int, ServedTable] = {}
         self.seed = secrets.randbits(31)
+        # Of variables that a step creates, by number: their first values, and how many
+        # each worker has asked for.
+        self._first: dict[int, Array] = {}
+        self._asked: dict[int, int] = {}
         self._server = server
         self._servers = servers
         self._max_staleness = settings.max_staleness
@@ -80,19 +86,23 @@ class ServedTables:
         variables: Any,
         parts: Sequence[Array],
         deadline: Deadline,
+        *,
+        has_values: bool,
     ) -> Reply:
-        """Open a table for a worker; the chief sends its first values.
+        """Open a table for a worker.
 
         Args:
             worker: The worker.
             number: The table's number: all workers open theirs in one order, from 0.
             variables: `Layout.to_json` of its layout.
-            parts: The chief's first values (`Layout.cut`); of others nothing.
-            deadline: When to give up waiting for the chief.
+            parts: The first values (`Layout.cut`), if it `has_values`. They count only
+                if the table is new.
+            deadline: When to give up waiting for a worker that has values.
+            has_values: Whether the worker sends first values: only the chief does if
+                all open the table together.
 
         Returns:
-            The present values, with "crc" (of their bytes), "version" and "clock". The
-            chief's first values count only if the table is new.
+            The present values, with "crc" (of their bytes), "version" and "clock".
 
         Raises:
             CollectiveError: The job's failure; workers have different models.
@@ -103,12 +113,12 @@ class ServedTables:
         with members.changed:
             self._check(worker)
             self._check_joiner(worker, number, layout)
-            if not 0 <= number <= len(self.tables) and worker.rank == 0:
+            if not 0 <= number <= len(self.tables) and has_values:
                 raise errors.ProtocolError(
                     f"Tables are opened in order. Received: table={number}; there are "
                     f"{len(self.tables)}."
                 )
-            if number not in self.tables and worker.rank == 0:
+            if number not in self.tables and has_values:
                 ranks = [p.rank for p in members.live() if not p.joining]
                 made = ServedTable(layout, self._server, ranks, self._max_staleness)
                 made.table.load(parts)
@@ -159,6 +169,46 @@ class ServedTables:
         for array in values:
             crc = zlib.crc32(octets(array), crc)
         return {"crc": crc, "version": version, "clock": clock}, values
+
+    def first_value(
+        self, worker: WorkerRecord, number: int, value: Array
+    ) -> list[Array]:
+        """Return the first value that a worker has sent for a new variable.
+
+        Steps create variables at different times on different workers.
+
+        Args:
+            worker: The worker.
+            number: The variable's number: all create theirs in one order, from 0.
+            value: The worker's own value.
+
+        Returns:
+            The value alone in a list; nothing if all workers of that time have it: then
+            a table has newer ones.
+
+        Raises:
+            CollectiveError: The job's failure; workers have different models.
+        """
+        members = self._membership
+        with members.changed:
+            self._check(worker)
+            if number < self._asked.get(worker.rank, 0):
+                return []  # a process that was started again
+            self._asked[worker.rank] = number + 1
+            known = self._first.setdefault(number, np.array(value))
+            if (known.shape, known.dtype) != (value.shape, value.dtype):
+                raise members.fail(
+                    errors.CollectiveMismatch(
+                        f"{worker} creates another variable {number} in a step than "
+                        f"the others. Received: shape {value.shape}, dtype "
+                        f"{value.dtype}; theirs has shape {known.shape}, dtype "
+                        f"{known.dtype}. All workers must build the same model."
+                    )
+                )
+            asked = [self._asked.get(each.rank, 0) for each in members.live()]
+            for done in [n for n in self._first if n < min(asked)]:
+                del self._first[done]
+        return [known]
 
     def push(
         self,

@@ -16,14 +16,14 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import tensorflow as tf
 
 from kerasdist import _tf
-from kerasdist._keras import BatchIterable, BatchIterator, LoopData, StepTimer
+from kerasdist._keras import BatchIterable, BatchIterator, StepTimer
 from kerasdist.ps import END
 from kerasdist.strategies.asynchronous.sources import Source
 from kerasdist.strategies.asynchronous.tables import SharedTables
@@ -31,7 +31,7 @@ from kerasdist.strategies.asynchronous.workers import AsyncWorkers
 from kerasdist.strategies.data.batch_split import count_rows, part_of_batch, split_part
 from kerasdist.strategies.reduce.consensus import Consensus
 
-__all__ = ["DynamicBatches", "DynamicDataset", "DynamicLoop"]
+__all__ = ["DynamicBatches", "DynamicDataset"]
 
 
 class DynamicDataset(BatchIterable):
@@ -74,6 +74,10 @@ class DynamicDataset(BatchIterable):
         self._limit: int | None = None
         self._batches: DynamicBatches | None = None
 
+    def __str__(self) -> str:
+        """Return its name in messages."""
+        return f"dataset {self._number}"
+
     @property
     def length(self) -> int | None:
         """The number of batches in a pass over the data; None if not known."""
@@ -95,7 +99,8 @@ class DynamicDataset(BatchIterable):
         # A joining worker has no batches yet but still takes part in this collective.
         if self._epoch:
             exhausted = self._batches is not None and self._batches.exhausted
-            if Consensus(self.workers).any_of(exhausted):
+            place = f"begins pass {self._epoch + 1} of {self}"
+            if Consensus(self.workers).any_at(place, exhausted):
                 self._used = 0
         self.weights.rebase()
         self.weights.count.begin_epoch()
@@ -234,11 +239,11 @@ class DynamicBatches(BatchIterator):
         self._dynamic.steps += 1
         return batch
 
-    def close(self) -> None:
-        """End the reading thread."""
+    def close(self, wait: bool = True) -> None:
+        """End the reading thread; it may still read a batch if nobody waits for it."""
         pool, self._pool = self._pool, None
         if pool is not None:
-            pool.shutdown(cancel_futures=True)
+            pool.shutdown(wait=wait, cancel_futures=True)
 
     def _read(self) -> tuple[int, Any] | None:
         number = self._claim()
@@ -249,35 +254,9 @@ class DynamicBatches(BatchIterator):
         if found is None:
             self.exhausted = True
             return None
+        if self._dynamic.source.is_distributed:
+            return number, found[0]
         return number, _for_replicas(self._dynamic.workers.devices, found[0])
-
-
-class DynamicLoop(LoopData):
-    """The iterable of a custom loop; the workers meet at the end of each pass.
-
-    Args:
-        dynamic: The dataset's dynamic batches.
-        dataset: The dataset.
-    """
-
-    def __init__(self, dynamic: DynamicDataset, dataset: Any) -> None:
-        self._dynamic = dynamic
-        self.dataset = dataset
-
-    @property
-    def element_spec(self) -> Any:
-        """The specification of a batch."""
-        return tf.nest.map_structure(tf.type_spec_from_value, self._dynamic.example())
-
-    def __iter__(self) -> Iterator[Any]:
-        batches = self._dynamic.begin_epoch()
-        try:
-            for batch in batches:
-                # Keras's steps get the number of rows, a user's steps don't.
-                yield split_part(batch)[0]
-        finally:
-            batches.close()
-        self._dynamic.weights.settle()
 
 
 def _for_replicas(devices: Sequence[str], batch: Any) -> Any:

@@ -65,7 +65,7 @@ class AsyncEpochs:
 
         All workers call it.
         """
-        self.weights.settle()
+        self.weights.settle("begins `fit`")
         differs = self.data.datasets > 1 or self.weights.has_begun
         return self._consensus.any_of(differs)
 
@@ -96,6 +96,11 @@ class AsyncEpochs:
     def joining(self) -> bool:
         """Whether this worker has started late, and hasn't joined the others."""
         return self._workers.client.joining
+
+    @property
+    def in_pass(self) -> bool:
+        """Whether a custom loop is in a pass over a distributed dataset."""
+        return bool(self._workers.passes)
 
     def admit(self, epoch: int, known: dict[str, Any], statistics: Any) -> None:
         """Let late workers join before another epoch.
@@ -141,7 +146,7 @@ class AsyncEpochs:
         other workers.
         """
         live = self._workers.live
-        self.weights.settle()
+        self.weights.settle("evaluates or predicts")
         all_workers = len(self._workers.client.peers)
         while True:
             if live.ranks != self._divided_over:

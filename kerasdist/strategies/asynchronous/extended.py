@@ -12,9 +12,9 @@ from typing import Any
 from kerasdist._keras import KerasHooks
 from kerasdist.ps import ServerClient
 from kerasdist.strategies.asynchronous.data import DynamicData
-from kerasdist.strategies.asynchronous.dynamic_batches import DynamicLoop
 from kerasdist.strategies.asynchronous.epochs import AsyncEpochs
 from kerasdist.strategies.asynchronous.live_group import LiveJob
+from kerasdist.strategies.asynchronous.loop import DynamicLoop
 from kerasdist.strategies.asynchronous.tables import SharedTables
 from kerasdist.strategies.asynchronous.workers import AsyncWorkers
 from kerasdist.strategies.measure.step_clock import StepClock
@@ -66,6 +66,22 @@ class AsyncExtended(SynchronousExtended):
             client.communicator.barrier()
         return client.seed
 
+    def first_value(self, value: Any) -> Any:
+        """See `SynchronousExtended.first_value`; in a step nobody waits for others."""
+        workers = self.workers
+        numeric = (
+            value.dtype.is_floating or value.dtype.is_integer or value.dtype.is_bool
+        )
+        if not workers.is_local or not numeric:
+            return super().first_value(value)
+        if workers.client.joining:
+            return value
+
+        def first(mine: Any) -> list[Any]:
+            return [workers.client.first_value(mine)]
+
+        return workers.ops.call(first, [value], [value.dtype], [value.shape])[0]
+
     def _call_for_each_replica(self, fn: Any, args: Any, kwargs: Any) -> Any:
         if self.workers.is_evaluating:
             return super()._call_for_each_replica(fn, args, kwargs)
@@ -75,4 +91,11 @@ class AsyncExtended(SynchronousExtended):
     def _experimental_distribute_dataset(self, dataset: Any, options: Any) -> Any:
         if self.workers.is_evaluating:
             return super()._experimental_distribute_dataset(dataset, options)
+        return self._loop(dataset)
+
+    def _distribute_datasets_from_function(self, dataset_fn: Any, options: Any) -> Any:
+        made = super()._distribute_datasets_from_function(dataset_fn, options)
+        return made if self.workers.is_evaluating else self._loop(made)
+
+    def _loop(self, dataset: Any) -> DynamicLoop:
         return DynamicLoop(self.dynamic_data.distribute_dataset(dataset, None), dataset)

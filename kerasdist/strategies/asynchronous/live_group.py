@@ -17,7 +17,7 @@ Work that was divided must be repeated if a worker is lost meanwhile: such a blo
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -51,10 +51,13 @@ class LiveCommunicator(Communicator):
     Attributes:
         ranks: The ranks in the job of the participants of the last collective.
         changed: Whether `WorkersChanged` was raised, perhaps inside a graph.
+        owed: Meetings that the others may wait in, and this worker has left out: they
+            come before its next collective.
     """
 
     def __init__(self, client: ServerClient) -> None:
         self.changed = False
+        self.owed: list[Callable[[], None]] = []
         self._strict = False
         self._client = client
         self._inner: Communicator = client.communicator
@@ -80,6 +83,7 @@ class LiveCommunicator(Communicator):
         Args:
             facts: The state that they get.
         """
+        self._catch_up()
         joined = self._client.communicator.join_barrier(facts)
         self._note()
         return bool(joined)
@@ -105,6 +109,7 @@ class LiveCommunicator(Communicator):
         lend: bool = False,
     ) -> list[Array]:
         """See `Communicator.all_reduce`."""
+        self._catch_up()
         result = self._inner.all_reduce(
             buffers, op, scale=scale, unscaled=unscaled, lend=lend
         )
@@ -113,6 +118,7 @@ class LiveCommunicator(Communicator):
 
     def all_gather(self, array: npt.ArrayLike) -> list[Array]:
         """See `Communicator.all_gather`; one array per live rank."""
+        self._catch_up()
         result = self._inner.all_gather(array)
         if self._client.joining:
             return result
@@ -130,6 +136,7 @@ class LiveCommunicator(Communicator):
         lend: bool = False,
     ) -> list[Array]:
         """See `Communicator.exchange_rows`."""
+        self._catch_up()
         result = self._inner.exchange_rows(
             tables, weight, total, means=means, sums=sums, lend=lend
         )
@@ -138,6 +145,7 @@ class LiveCommunicator(Communicator):
 
     def broadcast(self, buffers: Sequence[npt.ArrayLike], root: int = 0) -> list[Array]:
         """See `Communicator.broadcast`."""
+        self._catch_up()
         arrays = [np.asarray(buffer) for buffer in buffers]
         if sum(array.nbytes for array in arrays) >= _LEAST_BROADCAST_BYTES:
             alone = self._client.joining
@@ -152,8 +160,13 @@ class LiveCommunicator(Communicator):
 
     def barrier(self) -> None:
         """See `Communicator.barrier`."""
+        self._catch_up()
         self._inner.barrier()
         self._note()
+
+    def _catch_up(self) -> None:
+        while self.owed:
+            self.owed.pop(0)()
 
     def _note(self) -> None:
         if self._client.joining:

@@ -34,6 +34,7 @@ class Source(abc.ABC):
 
     Attributes:
         length: Number of batches in a pass; None: not known.
+        is_distributed: Whether a batch is divided over this worker's replicas already.
         is_shared: Whether all workers have the same batches, each for one of them.
         seed: The seed of the orders of passes, the same on all workers; None if unused.
         evidence: A checksum of each of the first batches of this pass that this worker
@@ -41,6 +42,7 @@ class Source(abc.ABC):
     """
 
     length: int | None = None
+    is_distributed = False
     is_shared = True
     seed: int | None = None
 
@@ -194,6 +196,7 @@ class OwnSource(Source):
     def __init__(self, dataset: Any, length: int | None) -> None:
         super().__init__()
         self.length = length
+        self.is_distributed = isinstance(dataset, tf.distribute.DistributedDataset)
         self._dataset = dataset
         self._elements: Iterator[Any] = iter(())
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,8 @@ import tensorflow as tf
 
 from kerasdist import _tf
 from kerasdist._keras import own_steps
+from kerasdist._tf.variables import of_tensorflow
+from kerasdist.collectives.ops import Array
 from kerasdist.strategies.asynchronous.step_count import StepCount
 from kerasdist.strategies.asynchronous.weights import SharedWeights, key_of
 from kerasdist.strategies.asynchronous.workers import AsyncWorkers
@@ -114,82 +117,121 @@ class SharedTables:
         """Return the steps by all workers, int64; None: the optimizer's own count."""
         return None if self._agreed is None else self.count.of(optimizer)
 
-    def prepare_update(self, variables: Sequence[Any], touched: Sequence[Any]) -> None:
-        """Open a table before an optimizer's update of variables, if there is none."""
-        values = [getattr(variable, "value", variable) for variable in variables]
-
-        if not self._have_values(values):
-            return
-
-        def prepare(_: Any) -> None:
-            self.table_of(values, touched)
-
-        if self._workers.local_replicas == 1:
-            prepare(None)
-        else:
-            tf.distribute.get_replica_context().merge_call(prepare)
-
-    def exchange_update(
+    @contextlib.contextmanager
+    def sharing(
         self, optimizer: Any, variables: Sequence[Any], touched: Sequence[Any]
-    ) -> None:
-        """Exchange the weights after an optimizer's update, in replica context.
+    ) -> Iterator[None]:
+        """Share the update that the block makes with the others, in replica context.
 
-        `touched` has for each variable indices of all rows that may have changed, or
-        None if they aren't known.
+        Args:
+            optimizer: The optimizer that makes it.
+            variables: The variables that it updates.
+            touched: For each of them indices of all rows that may change, or None if
+                they aren't known.
         """
+        values = [of_tensorflow(variable) for variable in variables]
+        before: list[Any] | None = None
+        if self._have_values(values):
+            self._in_all_replicas(lambda: self._open(values, touched))
+        else:
+            before = [tf.identity(value.read_value()) for value in values]
+        yield
         if self._workers.excluding:
-            return
-        values = [getattr(variable, "value", variable) for variable in variables]
-        if not self._have_values(values):
-            self._workers.ops.call(_too_early, [], [tf.int32], [tf.TensorShape([])])
             return
         window = getattr(optimizer, "gradient_accumulation_steps", None)
         steps = own_steps(optimizer) if window else None
         known = [indices for indices in touched if indices is not None]
 
-        def merge(_: Any, *known: Any) -> Any:
+        def ended() -> Any:
+            """Return whether a window ends with this step."""
+            if steps is None:
+                return tf.constant(True)
+            count = self._workers.local(steps)[0]
+            return tf.equal(count % tf.cast(window, count.dtype), 0)
+
+        def exchange(*known: Any) -> None:
             local = iter([self._workers.local(indices)[0] for indices in known])
             own = [None if indices is None else next(local) for indices in touched]
 
-            def exchange() -> Any:
+            def push() -> Any:
                 keys = [key_of(variable) for variable in values]
                 pairs = zip(keys, own, strict=True)
-                self.table_of(values, own).exchange(
+                self._open(values, own).exchange(
                     {key: rows for key, rows in pairs if rows is not None}
                 )
                 return tf.constant(0)
 
             if steps is None:
-                return exchange()
-            count = self._workers.local(steps)[0]
-            ended = tf.equal(count % tf.cast(window, count.dtype), 0)
-            return tf.cond(ended, exchange, lambda: tf.constant(0))
+                push()
+            else:
+                tf.cond(ended(), push, lambda: tf.constant(0))
 
+        def exchange_late(*before: Any) -> None:
+            first = [self._workers.local(value)[0] for value in before]
+            self._exchange_late(values, first, ended())
+
+        with _tf.outside_of_xla():
+            if before is None:
+                self._in_all_replicas(exchange, *known)
+            else:
+                self._in_all_replicas(exchange_late, *before)
+
+    def _in_all_replicas(self, function: Callable[..., Any], *args: Any) -> None:
+        """Call a function once for all replicas, with their arguments."""
         if self._workers.local_replicas == 1:
-            merge(None, *known)
-        else:
-            replica = tf.distribute.get_replica_context()
-            replica.merge_call(merge, args=tuple(known))
+            function(*args)
+            return
+        replica = tf.distribute.get_replica_context()
+        replica.merge_call(lambda _, *args: function(*args), args=args)
 
-    def table_of(
-        self, variables: Sequence[Any], touched: Sequence[Any]
+    def _exchange_late(
+        self, variables: Sequence[Any], before: Sequence[Any], ended: Any
+    ) -> None:
+        """Exchange variables that had no values when the step was traced.
+
+        So their table is opened by the step itself, with the values before it.
+        """
+        copies = [self._workers.copies(variable)[0] for variable in variables]
+        after = [tf.convert_to_tensor(copy.read_value()) for copy in copies]
+
+        def push(ends: Array, *arrays: Array) -> list[Any]:
+            first, last = arrays[: len(before)], arrays[len(before) :]
+            weights = self._open(variables, [None] * len(before), first)
+            taken = weights.push_values(last) if ends else last
+            return [*taken, weights.updates]
+
+        *taken, updates = self._workers.ops.call(
+            push,
+            [ended, *before, *after],
+            [*[value.dtype for value in after], tf.int64],
+            [*[value.shape for value in after], tf.TensorShape([])],
+        )
+        for variable, value in zip(variables, taken, strict=True):
+            for copy in self._workers.copies(variable):
+                copy.assign(value)
+        if self._agreed is None:
+            return
+        if {key_of(variable) for variable in variables} <= set(self._agreed.keys):
+            self.count.note(updates)
+
+    def _open(
+        self,
+        variables: Sequence[Any],
+        touched: Sequence[Any],
+        first: Sequence[Array] | None = None,
     ) -> SharedWeights:
         """Return the table of these variables; open it if there is none.
 
         Must be called before a step updates them: each worker's changes count from
-        there.
-
-        Args:
-            variables: The variables.
-            touched: For each of them indices of all rows that the step may change, or
-                None if they aren't known.
+        there; or be given their `first` values, those before that step.
         """
         keys = [key_of(variable) for variable in variables]
         for weights in self._in_use:
             if set(keys) <= set(weights.keys):
                 return weights
         with tf.init_scope():
-            weights = self._table(variables, [few is not None for few in touched])
+            sparse = [few is not None for few in touched]
+            weights = self._table(variables, sparse, first, together=False)
         self._own.append(weights)
         return weights
 
@@ -222,13 +264,13 @@ class SharedTables:
         """Return whether there is a table."""
         return bool(self._all)
 
-    def settle(self) -> None:
+    def settle(self, place: str) -> None:
         """Meet; if a worker has taken steps since the last time, all take the weights.
 
-        All workers call it at the same point.
+        All workers call it at the same `place` of the script, given in words.
         """
         dirty = any(weights.dirty for weights in self._in_use)
-        if self._consensus.any_of(dirty):
+        if self._consensus.any_at(place, dirty):
             self.pull()
             self._workers.communicator.barrier()
 
@@ -240,13 +282,22 @@ class SharedTables:
             for part in parts:
                 part.assign(tf.cast(mean, part.dtype))
 
-    def _table(self, variables: Sequence[Any], sparse: Sequence[bool]) -> SharedWeights:
+    def _table(
+        self,
+        variables: Sequence[Any],
+        sparse: Sequence[bool],
+        first: Sequence[Array] | None = None,
+        *,
+        together: bool = True,
+    ) -> SharedWeights:
         keys = [key_of(variable) for variable in variables]
         for weights in self._all:
             if weights.keys == keys:
                 return weights
         self._workers.check_joined()
-        weights = SharedWeights(self._workers, variables, sparse, self.note_updates)
+        weights = SharedWeights(
+            *(self._workers, variables, sparse, self.note_updates, first, together)
+        )
         self._all.append(weights)
         return weights
 
@@ -260,11 +311,3 @@ class SharedTables:
         copies = [self._workers.copies(v)[0] for v in variables]
         with tf.init_scope():
             return all(bool(copy.is_initialized()) for copy in copies)
-
-
-def _too_early() -> list[Any]:
-    raise RuntimeError(
-        "A step ran in the function that creates its variables: their changes would be "
-        "this worker's alone. Build the model and the optimizer before the first step: "
-        "`model.build(...)`, `optimizer.build(model.trainable_variables)`."
-    )

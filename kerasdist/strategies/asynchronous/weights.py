@@ -52,6 +52,8 @@ class SharedWeights:
             all workers.
         note_updates: Is called with this and the number of all workers' updates that
             this worker knows of.
+        values: Their values before this worker's first step; None: the present ones.
+        together: Whether all workers open it at the same point.
     """
 
     def __init__(
@@ -60,6 +62,8 @@ class SharedWeights:
         variables: Sequence[Any],
         sparse: Sequence[bool],
         note_updates: Callable[[SharedWeights, Any], None],
+        values: Sequence[Array] | None = None,
+        together: bool = True,
     ) -> None:
         self._workers = workers
         self._note_updates = note_updates
@@ -67,7 +71,7 @@ class SharedWeights:
         # They are identified by their ids, so they must stay alive.
         self._variables = list(variables)
         self.keys = [key_of(variable) for variable in variables]
-        own = [np.asarray(parts[0]) for parts in self._copies]
+        own = list(values or [np.asarray(parts[0]) for parts in self._copies])
         held = [
             Variable(
                 name=v.name,
@@ -82,7 +86,7 @@ class SharedWeights:
             for index, (array, variable) in enumerate(zip(own, held, strict=True))
             if not variable.sparse
         }
-        self.table = workers.client.open_table(held, own)
+        self.table = workers.client.open_table(held, own, together=together)
         del own  # the variables' memory: holding it would force copies
         first, self.table.initial = self.table.initial, []
         self._rows = {
@@ -131,12 +135,9 @@ class SharedWeights:
             ]
 
         def push(*arrays: Array) -> list[Any]:
-            self.dirty = True
             rest = iter(arrays[len(values) :])
             some = [[next(rest) for _ in tensors] for tensors in rows]
-            changes = self._changes(arrays[: len(values)], some)
-            taken = self._take(self.table.push_pull(changes))
-            return [*taken, np.int64(self.table.updates)]
+            return [*self.push_values(arrays[: len(values)], some), self.updates]
 
         *results, updates = workers.ops.call(
             push,
@@ -144,8 +145,26 @@ class SharedWeights:
             [*dtypes, tf.int64],
             [*shapes, tf.TensorShape([])],
         )
-        self._assign(results)
+        self.assign(results)
         self._note_updates(self, updates)
+
+    @property
+    def updates(self) -> np.int64:
+        """The number of all workers' updates that this worker knows of."""
+        return np.int64(self.table.updates)
+
+    def push_values(
+        self, values: Sequence[Array], rows: Sequence[Sequence[Array]] = ()
+    ) -> list[Array]:
+        """Push the changes to these values; return the servers', for `assign`.
+
+        Args:
+            values: Of the dense variables.
+            rows: For each of the others what `SharedRows.read` returns.
+        """
+        self.dirty = True
+        changes = self._changes(values, rows)
+        return self._take(self.table.push_pull(changes))
 
     def changed(self) -> bool:
         """Return whether the weights were changed by anything but a step."""
@@ -164,7 +183,7 @@ class SharedWeights:
 
     def pull(self) -> None:
         """Take the servers' values."""
-        self._assign([tf.convert_to_tensor(v) for v in self._take(self.table.pull())])
+        self.assign([tf.convert_to_tensor(v) for v in self._take(self.table.pull())])
         for part in self._rows.values():
             part.restore()
         self._note_updates(self, self.table.updates)
@@ -204,7 +223,8 @@ class SharedWeights:
             taken += part.take(pulled.rows[index])
         return taken
 
-    def _assign(self, values: Sequence[Any]) -> None:
+    def assign(self, values: Sequence[Any]) -> None:
+        """Assign values that were received, in any context."""
         rest = iter(values)
         for index in self._base:
             value = next(rest)

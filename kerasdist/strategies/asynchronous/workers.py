@@ -7,7 +7,8 @@
                         all live workers, synchronously, as with the synchronous
                         strategies
 
-Code in `strategy.run`, or in a graph that isn't an evaluation, is a local step.
+Code in `strategy.run`, in a graph that isn't an evaluation, or in a pass of a custom
+loop (`strategies.asynchronous.loop`) is a local step.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ class AsyncWorkers(Workers):
     Attributes:
         client: This worker's connection to the servers.
         live: The communicator between the live workers.
+        passes: The custom loops over distributed datasets that are in a pass.
     """
 
     def __init__(
@@ -49,6 +51,7 @@ class AsyncWorkers(Workers):
         super().__init__(job, devices, ops, options)
         self.client: ServerClient = job.client
         self.live: LiveCommunicator = job.live
+        self.passes: set[object] = set()
         self._evaluating = 0
         self._stepping = 0
 
@@ -67,7 +70,8 @@ class AsyncWorkers(Workers):
         """Whether the code that is run or traced now is this worker's own step."""
         if self._evaluating:
             return False
-        return self._stepping > 0 or not _tf.executing_eagerly()
+        in_step = self._stepping > 0 or bool(self.passes)
+        return in_step or not _tf.executing_eagerly()
 
     @contextlib.contextmanager
     def local_step(self) -> Iterator[None]:

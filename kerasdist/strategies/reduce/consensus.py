@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from kerasdist.errors import CollectiveMismatch
 from kerasdist.strategies.reduce.workers import Workers
 
 __all__ = ["Consensus", "check_state", "digest_of"]
@@ -35,6 +36,28 @@ class Consensus:
         """Return whether the flag is set on any worker."""
         communicator = self._workers.communicator
         return bool(communicator.all_reduce([np.bool_(flag)], "max")[0])
+
+    def any_at(self, place: str, flag: bool) -> bool:
+        """Return whether the flag is set on any worker, and all are at this place.
+
+        Args:
+            place: The place in the script, in words.
+            flag: This worker's flag.
+
+        Raises:
+            CollectiveMismatch: A worker is at another place.
+        """
+        every = self.texts(f"{int(flag)}{place}")
+        places = {rank: text[1:] for rank, text in every.items()}
+        if len(set(places.values())) > 1:
+            where = "; ".join(f"rank {rank} {at}" for rank, at in places.items())
+            raise CollectiveMismatch(
+                f"Ranks are at different places of the script. Received: {where}. All "
+                "ranks begin and end the same passes over distributed datasets, and "
+                "call `fit`, `evaluate` and `predict` in the same order, outside of "
+                "these passes: ranks of mode='async' take different numbers of steps."
+            )
+        return any(text[0] == "1" for text in every.values())
 
     def common_seed(self) -> int:
         """Return a random seed, with which all workers shuffle datasets alike."""

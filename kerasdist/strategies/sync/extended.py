@@ -74,6 +74,8 @@ class SynchronousExtended(SharingExtended):
         ops = make_ops(job, devices)
         super().__init__(container, self.workers_class(job, devices, ops, options))
         workers = self.workers
+        # The initial value of the variable that is being created, in a function.
+        self._initial_value: Any = None
         # With servers, waiting is first of all for the servers.
         timer = StepClock(
             workers.devices,
@@ -156,13 +158,17 @@ class SynchronousExtended(SharingExtended):
         value = super()._get_variable_creator_initial_value(
             replica_id, device, primary_var, **kwargs
         )
-        if replica_id > 0 or self.workers.communicator.size == 1:
-            return value
+        if replica_id > 0:
+            # TensorFlow reads the first copy, which has no value yet in a function
+            # that creates it.
+            known = self._initial_value
+            return value if known is None else lambda: _tf.as_operation(known)
+        self._initial_value = None
 
         def from_chief() -> Any:
             mine = _tf.initial_tensor(value, kwargs.get("dtype"))
             try:
-                return self.workers.ops.broadcast(mine)
+                return self.first_value(mine)
             except CollectiveMismatch as error:
                 raise CollectiveMismatch(
                     f"{error} Here the variable {kwargs.get('name')!r} of shape "
@@ -180,10 +186,17 @@ class SynchronousExtended(SharingExtended):
                 if _tf.executing_eagerly():
                     found = from_chief()
             if found is not None:
+                self._initial_value = found
                 return _tf.as_operation(found)
             return from_chief()  # it's computed from tensors inside of the function
 
-        return from_chief if _tf.executing_eagerly() else now
+        if not _tf.executing_eagerly():
+            return now
+        return value if self.workers.communicator.size == 1 else from_chief
+
+    def first_value(self, value: Any) -> Any:
+        """Return the value that a new variable begins with on all workers."""
+        return self.workers.ops.broadcast(value)
 
     def adopt(self, keras_variable: Any, variable: Any) -> Any:
         """Wrap a variable of this process in a distributed one; return that.

@@ -57,16 +57,19 @@ class Outcome:
     """The end of a wait.
 
     Attributes:
-        kind: "done", "failed"; "past": the chief continued without it; "gone": the
-            chief can't do it any more; "late": it hasn't begun by the deadline; "busy":
-            it has begun, but not finished; "mine": this worker is the chief now.
+        kind: "done", "failed"; "past": the chief continued without it; "elsewhere": it
+            has done other actions alone; "gone": the chief can't do it any more;
+            "late": it hasn't begun by the deadline; "busy": it has begun, but not
+            finished; "mine": this worker is the chief now.
         facts: Those of the announcement.
         reason: Why the chief can't do it.
+        known: Whether the chief has ever begun it, if it's gone.
     """
 
     kind: str
     facts: dict[str, Any] = dataclasses.field(default_factory=dict)
     reason: str = ""
+    known: bool = False
 
 
 class ChiefActions(Protocol):
@@ -88,7 +91,7 @@ class ChiefActions(Protocol):
     def end(self, topic: str, facts: dict[str, Any], *, failed: bool = False) -> None:
         """See `Announcements.end`."""
 
-    def wait(self, topic: str) -> Outcome:
+    def wait(self, topic: str, *, own: bool = False) -> Outcome:
         """See `Announcements.wait`."""
 
 
@@ -167,11 +170,13 @@ class Announcements:
 
     # On the others.
 
-    def wait(self, topic: str) -> Outcome:
+    def wait(self, topic: str, *, own: bool = False) -> Outcome:
         """Wait until the chief has done the action that is next in this rank's script.
 
         Args:
             topic: The action.
+            own: Whether it's likely to be this rank's alone: then it ends, too, when
+                the chief has only ever done others.
 
         Raises:
             CollectiveError: The failure that ended the job.
@@ -188,6 +193,8 @@ class Announcements:
             outcome = self._look(topic, place, count)
             if outcome is not None and outcome.kind != "busy":
                 return outcome
+            if outcome is None and own and self._last and topic not in self._last:
+                return Outcome(kind="elsewhere")
             if outcome is not None and not begun:
                 began, begun = time.monotonic(), True
             reason = self._gone()
@@ -196,7 +203,8 @@ class Announcements:
                 outcome = self._look(topic, place, count)
                 if outcome is not None and outcome.kind != "busy":
                     return outcome
-                return Outcome(kind="gone", reason=reason)
+                known = topic in self._last
+                return Outcome(kind="gone", reason=reason, known=known)
             left = began + self.seconds - time.monotonic()
             if left <= 0:
                 return Outcome(kind="busy" if begun else "late")

@@ -48,7 +48,7 @@ __all__ = [
 ]
 
 MAGIC = b"KDST"
-VERSION = 5
+VERSION = 6
 MAX_CONTROL = 1 << 20
 _HEADER = struct.Struct("!4sBBHQBBBxIQQ")
 HEADER_BYTES = _HEADER.size

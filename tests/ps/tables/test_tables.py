@@ -145,3 +145,31 @@ def test_nobody_reads_while_numbers_are_being_added():
                 assert values.min() == values.max()
 
         in_threads(3, lambda rank: work(job.clients[rank]))
+
+
+def test_the_first_value_of_a_variable_is_everybodys():
+    """Whoever creates it first; nobody waits, and the server keeps it no longer."""
+    with Servers(3, 2, kind="tcp") as job:
+
+        def create(client, count):
+            mine = np.full(2, client.rank + 1, "float32")
+            return [client.first_value(mine).tolist() for _ in range(count)]
+
+        first = create(job.clients[1], 2)
+        second = create(job.clients[0], 3)
+        assert first == [[2, 2]] * 2
+        assert second == [[2, 2], [2, 2], [1, 1]]
+        assert create(job.clients[2], 2) == [[2, 2], [2, 2]]
+        served = job.servers[0].handler.tables
+        assert sorted(served._first) == [2]
+        with pytest.raises(errors.CollectiveMismatch, match="shape \\(3,\\)"):
+            job.clients[1].first_value(np.zeros(3, "float32"))
+
+
+def test_a_table_that_is_not_opened_together_waits_for_nobody():
+    with Servers(2, 2, kind="tcp") as job:
+        values = [np.ones(WORKERS, "float32")]
+        second = job.clients[1].open_table(SLOTS, values, together=False)
+        second.push_pull([np.ones(WORKERS, "float32")])
+        first = job.clients[0].open_table(SLOTS, values, together=False)
+        np.testing.assert_array_equal(first.initial[0], [2] * WORKERS)

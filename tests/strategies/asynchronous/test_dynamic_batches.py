@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import types
 
 import pytest
 from scripts import PRELUDE
+from soak import soak
 
 from kerasdist.ps import END
 from kerasdist.strategies.asynchronous.dynamic_batches import DynamicDataset
@@ -255,41 +257,213 @@ fit(np.tile(x, (800, 1)), batch_size=5, epochs=3, callbacks=[log, Stop()])
     assert sum(len(worker[0][1]) for worker in results) < 8_000
 
 
-def test_a_custom_loop(run):
-    body = """
-with strategy.scope():
-    optimizer = keras.optimizers.SGD(0.01)
-    model(x[:1])
-    optimizer.build(model.trainable_variables)
-seen = []
+LOOP = """
+def new():
+    global dense, optimizer, mean
+    with strategy.scope():
+        # The first step creates their variables.
+        dense, optimizer = keras.layers.Dense(1), keras.optimizers.Adam(0.01)
+        mean = keras.metrics.Mean()
+    traced.clear()
 
-def step(a, b):
+def step(batch):
+    a, b = batch
+    traced.append(1)
+    def note(a):
+        mine.append([int(v) for v in a[:, 0]])
+        return np.int64(0)
+    with tf.control_dependencies([tf.numpy_function(note, [a], tf.int64)]):
+        a = tf.identity(a)
     with tf.GradientTape() as tape:
-        loss = tf.reduce_mean((model(a) - b) ** 2)
-    optimizer.apply(tape.gradient(loss, model.trainable_variables),
-                    model.trainable_variables)
-    return loss
+        loss = tf.reduce_mean((dense(a) - b) ** 2)
+    optimizer.apply_gradients(
+        zip(tape.gradient(loss, dense.trainable_variables), dense.trainable_variables))
+    mean.update_state(1.0)
+    return tf.constant(1.0)
+
+def run(batch):
+    return strategy.reduce("SUM", strategy.run(step, args=(batch,)), axis=None)
+
+mine, traced = [], []
+data = tf.data.Dataset.from_tensor_slices((x, x)).batch(5)
+loop = strategy.experimental_distribute_dataset(data)
+"""
+
+
+@pytest.mark.parametrize("devices", ["1", soak("2")])
+def test_custom_loops(devices):
+    """As TensorFlow's guides write them; the first step creates the variables."""
+    body = (
+        LOOP
+        + """
+def plain():
+    return sum(float(run(batch)) for batch in loop)
+
+def with_a_function():
+    return sum(float(train(batch)) for batch in loop)
+
+def with_next():
+    total, iterator = 0.0, iter(loop)
+    while True:
+        try:
+            total += float(train_next(iterator))
+        except tf.errors.OutOfRangeError:
+            return total
+
+def within():
+    return float(train_all(iter(loop)))
+
+def over_the_dataset():
+    return float(train_dataset())
+
+def total_of(batches):
+    total = tf.constant(0.0)
+    for batch in batches:
+        total += run(batch)
+    return total
+
+for kind in (plain, with_a_function, with_next, within, over_the_dataset):
+    new()
+    train, train_all = tf.function(run), tf.function(total_of)
+    train_next = tf.function(lambda batches: run(next(batches)))
+    train_dataset = tf.function(lambda: total_of(loop))
+    epochs = []
+    for epoch in range(3):
+        mine.clear()
+        ones = kind()
+        epochs.append([[batch for batch in mine if batch], ones, float(mean.result()),
+                       [w.tolist() for w in dense.get_weights()]])
+    log.epochs.append([kind.__name__, epochs, len(traced)])
+"""
+    )
+    kinds = list(zip(*run_apart(body, DEVICES=devices), strict=True))
+    assert len(kinds) == 5
+    for workers in kinds:
+        name = workers[0][0]
+        for epoch in range(3):
+            each = [epochs[epoch] for _, epochs, _ in workers]
+            batches = [batch for batches, *_ in each for batch in batches]
+            flat = sorted(itertools.chain(*batches))
+            assert flat == list(range(50)), name
+            # A reduction in a pass is over this worker's replicas.
+            for own, ones, *_ in each:
+                assert ones == len(own), name
+            assert {mean for *_, mean, _ in each} <= {1.0}, name
+            # Who had no batch so far has no variables.
+            assert len({str(w) for *_, w in each if w}) == 1, name
+        if name != "plain":
+            assert max(traces for *_, traces in workers) <= 2 * int(devices), name
+
+
+def test_a_batch_for_one_worker_and_loops_that_are_left(run):
+    """Workers take other numbers of batches, and meet after each pass in any case."""
+    body = (
+        LOOP
+        + """
+one = strategy.experimental_distribute_dataset(data.take(1))
+new()
+ones = [float(run(batch)) for batch in one]
+mine.clear()
+for epoch in range(3):
+    for number, batch in enumerate(loop):
+        run(batch)
+        if number == rank:
+            break
+together = strategy.reduce("SUM", tf.constant(1.0), axis=None)
+log.epochs = [len(ones), float(together), len(mine),
+              [w.tolist() for w in dense.get_weights()]]
+"""
+    )
+    first, second = run(body)
+    assert first[0] + second[0] == 1
+    assert [first[1], second[1]] == [2.0, 2.0]
+    # Rank 1 may find that the other one has taken all.
+    assert 1 <= first[2] <= 3
+    assert second[2] <= 6
+    weights = [worker[3] for worker in (first, second) if worker[3]]
+    assert all(w == weights[0] for w in weights)
+
+
+def test_ranks_at_different_places_are_told_where(run):
+    body = (
+        LOOP
+        + """
+other = strategy.experimental_distribute_dataset(data)
+new()
+text = ""
+try:
+    for batch in (loop if rank == 0 else other):
+        run(batch)
+except kerasdist.errors.CollectiveMismatch as error:
+    text = str(error)
+log.epochs = text
+"""
+    )
+    for text in run(body):
+        assert re.search(
+            r"rank 0 ends pass 1 of dataset (\d+); rank 1 ends pass 1", text
+        )
+
+
+def test_a_variable_whose_value_is_computed_from_a_batch():
+    """No step is lost, also not the first, in which it has no value at first."""
+    body = """
+held = []
+with strategy.scope():
+    optimizer = keras.optimizers.SGD(1.0)
+
+def step(batch):
+    if not held:
+        held.append(tf.Variable(tf.reduce_sum(0 * batch) + 100.0))
+    with tf.GradientTape() as tape:
+        loss = held[0] * tf.cast(tf.shape(batch)[0], tf.float32)
+    optimizer.apply(tape.gradient(loss, held), held)
 
 @tf.function
 def train(batch):
-    return strategy.reduce("SUM", strategy.run(step, args=batch), axis=None)
+    strategy.run(step, args=(batch,))
 
-data = tf.data.Dataset.from_tensor_slices((x, x)).batch(5)
-loop = strategy.experimental_distribute_dataset(data)
-for epoch in range(3):
-    mine = []
-    for batch in loop:
-        train(batch)
-        mine.append([int(v) for v in batch[0][:, 0]])
-    seen.append([mine, [w.tolist() for w in model.get_weights()]])
-log.epochs = seen
+data = tf.data.Dataset.from_tensor_slices(x).batch(5)
+for batch in strategy.experimental_distribute_dataset(data):
+    train(batch)
+log.epochs = [float(each.numpy()) for each in held]
 """
-    results = run(body)
-    for epoch in range(3):
-        batches = [batch for worker in results for batch in worker[epoch][0]]
-        assert sorted(batches) == FIVES
-        weights = [worker[epoch][1] for worker in results]
-        assert weights[0] == weights[1]
+    for devices in "12":
+        values = [v for found in run_apart(body, DEVICES=devices) for v in found]
+        assert set(values) == {50.0}
+
+
+def test_checkpoints_within_passes(run, tmp_path):
+    """Ranks are at different steps: each with a folder of its own, which it removes."""
+    body = (
+        f"FOLDER = {str(tmp_path)!r}"
+        + LOOP
+        + """
+new()
+checkpoint = tf.train.Checkpoint(dense=dense, optimizer=optimizer)
+own = os.path.join(FOLDER, f"workertemp_{rank}") if rank else FOLDER
+manager = tf.train.CheckpointManager(checkpoint, own, max_to_keep=1)
+saved = 0
+for epoch in range(4):
+    for number, batch in enumerate(loop):
+        run(batch)
+        if number % (2 + rank) == 0:
+            manager.save()
+            saved += 1
+            if rank:
+                tf.io.gfile.rmtree(own)
+log.epochs = [saved, [w.tolist() for w in dense.get_weights()]]
+if rank == 0:
+    dense.set_weights([0 * w for w in dense.get_weights()])
+    manager.restore_or_initialize()
+    log.epochs.append(int(np.any(dense.get_weights()[0])))
+"""
+    )
+    (saved, weights, restored), (_, theirs) = run(body)
+    assert saved
+    assert weights == theirs
+    assert restored == 1
+    assert not (tmp_path / "workertemp_1").exists()
 
 
 def test_a_reading_thread_that_claims_meanwhile_does_not_undo_the_end():
