@@ -124,29 +124,39 @@ def of_valid(t: Any, p: Any) -> Any:
 @case
 def losses_of_one_number(scope: Scope) -> Numbers:
     """Loss functions that reduce the rows themselves, with weights and without."""
-    weights = np.linspace(0.1, 2.0, 19)
-    numbers: Numbers = {}
-    for name, loss in (
-        ("mean", lambda t, p: keras.ops.mean((t - p) ** 2)),
-        ("sum", lambda t, p: keras.ops.sum((t - p) ** 2)),
-        ("root", lambda t, p: keras.ops.sqrt(keras.ops.mean((t - p) ** 2))),
-        ("valid", of_valid),
-        ("dice", keras.losses.Dice()),
-    ):
-        x, y = data(19)
-        target = keras.utils.to_categorical(y, 3)
+    functions = {
+        "mean": lambda t, p: keras.ops.mean((t - p) ** 2),
+        "sum": lambda t, p: keras.ops.sum((t - p) ** 2),
+        "root": lambda t, p: keras.ops.sqrt(keras.ops.mean((t - p) ** 2)),
+        "valid": of_valid,
+        "dice": keras.losses.Dice(),
+    }
+    x, y = data(19)
+    target = keras.utils.to_categorical(y, 3)
 
-        def compiled(loss: Any = loss) -> dict[str, Any]:
-            return {"loss": loss, "optimizer": keras.optimizers.SGD(0.01)}
+    # One model: each loss has an output, so weights, of its own.
+    def build() -> keras.Model:
+        inputs = keras.Input((5,))
+        hidden = keras.layers.Dense(7, activation="tanh")(inputs)
+        heads = {name: keras.layers.Dense(3, name=name)(hidden) for name in functions}
+        return keras.Model(inputs, heads)
 
-        found = train(
-            scope,
-            arrays=(x, target),
-            compiled=compiled,
-            fit={"batch_size": 8, "epochs": 1, "sample_weight": weights},
-            then=["evaluate"],
-        )
-        numbers |= {f"{name} {key}": number for key, number in found.items()}
+    numbers = train(
+        scope,
+        build,
+        arrays=(x, dict.fromkeys(functions, target)),
+        compiled=lambda: {
+            "loss": functions,
+            "optimizer": keras.optimizers.SGD(0.01),
+            "metrics": None,
+        },
+        fit={
+            "batch_size": 8,
+            "epochs": 1,
+            "sample_weight": dict.fromkeys(functions, np.linspace(0.1, 2.0, 19)),
+        },
+        then=["evaluate"],
+    )
     return numbers
 
 
