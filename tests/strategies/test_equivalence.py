@@ -117,16 +117,26 @@ MIXED = (
     "state_of_layers",
     "optimizers_that_change_gradients",
 )
-# A job of all cases would take minutes: what a layout doesn't always run is dealt out
-# to six jobs, of which the suite runs one with two workers.
-SIXTHS = [tuple(list(CASES)[i::6]) for i in range(6)]
+# Of each other kind of case one, which two workers run; no other layout adds to these.
+SAMPLE = (
+    "dataset_with_weights",
+    "zipped_batches_of_two_sizes",
+    "several_fits_and_initial_epoch",
+    "losses_of_one_number",
+    "one_row_and_several_losses",
+    "average_of_weights",
+    "mixed_precision",
+    "changed_slices",
+    "slices_adagrad",
+    "autoencoder_without_call",
+)
 
 
 def layouts() -> list[object]:
     made: list[object] = []
-    for workers, devices, servers, chosen, *micro_batches in [
+    for workers, devices, servers, core, *micro_batches in [
         (1, 2, 0, SUMS),
-        (2, 1, 0, (*OWN, *MIXED)),  # and a sixth of the others
+        (2, 1, 0, (*OWN, *MIXED)),
         (1, 1, 0, (*ODD, *PLACED)),
         (3, 1, 0, ODD),
         (4, 1, 0, (*ODD, *PLACED)),
@@ -143,14 +153,18 @@ def layouts() -> list[object]:
         name = f"{workers}x{devices}" + (f"-servers{servers}" if servers else "")
         placed = sum(micro_batches)
         name += f"-placed{placed}" if placed else ""
+        parts = {"core": core}
+        if name == "2x1":
+            parts["sample"] = SAMPLE
         # Three workers show what an odd number adds, four only more of it.
-        marks = [pytest.mark.soak] if workers > 3 else []
-        layout = workers, devices, servers, placed
-        made.append(pytest.param(*layout, chosen, id=f"{name}-core", marks=marks))
-        for i, sixth in enumerate(SIXTHS):
-            cases = tuple(name for name in sixth if name not in chosen)
-            marks = [] if (name, i) == ("2x1", 0) else [pytest.mark.soak]
-            made.append(pytest.param(*layout, cases, id=f"{name}-{i}", marks=marks))
+        chosen = [] if workers > 3 else list(parts)
+        # A job of all others would take minutes: they are dealt out to six.
+        others = [case for case in CASES if case not in sum(parts.values(), ())]
+        parts |= {f"{i}": tuple(others[i::6]) for i in range(6)}
+        for part, cases in parts.items():
+            marks = [] if part in chosen else [pytest.mark.soak]
+            layout = workers, devices, servers, placed, cases
+            made.append(pytest.param(*layout, id=f"{name}-{part}", marks=marks))
     return made
 
 
