@@ -137,7 +137,8 @@ def layouts() -> list[object]:
     for workers, devices, servers, core, *micro_batches in [
         (1, 2, 0, SUMS),
         (2, 1, 0, (*OWN, *MIXED)),
-        (1, 1, 0, (*ODD, *PLACED)),
+        # Of one worker there is nothing to divide.
+        (1, 1, 0, ("all_of_it", *PLACED)),
         (3, 1, 0, ODD),
         (4, 1, 0, (*ODD, *PLACED)),
         (2, 2, 0, (*SUMS, *MIXED)),
@@ -172,34 +173,29 @@ def layouts() -> list[object]:
     ("workers", "devices", "servers", "placed", "cases"), layouts()
 )
 def test_workers_equal_one_process(workers, devices, servers, placed, cases, tmp_path):
-    # One worker would leave cores idle.
-    parts = [cases[::2], cases[1::2]] if workers == 1 else [cases]
-    paths = [tmp_path / f"numbers-{i}" for i in range(len(parts))]
-    strategy = "ParameterServerStrategy" if servers else "RingStrategy"
-    env = {"TESTS": SCRIPTS_PATH, "DEVICES": str(devices), "STRATEGY": strategy}
+    path = tmp_path / "numbers"
+    env = {
+        "TESTS": SCRIPTS_PATH,
+        "DEVICES": str(devices),
+        "STRATEGY": "ParameterServerStrategy" if servers else "RingStrategy",
+    }
     if placed:
         env["PLACED"] = str(placed)
-    ours: Numbers = {}
-    with contextlib.ExitStack() as stack:
-        wait_for_reference = stack.enter_context(reference(cases, tmp_path))
-        jobs = [
-            stack.enter_context(
-                Workers(
-                    RUN,
-                    workers,
-                    servers=servers,
-                    args=[str(path), *part],
-                    env=env,
-                    deadline=300,
-                )
-            )
-            for path, part in zip(paths, parts, strict=True)
-        ]
-        for job, path in zip(jobs, paths, strict=True):
-            first, *others = job.succeed()[:workers]
-            for other in others:
-                assert other.results == first.results, "the ranks' numbers differ"
-            ours |= pickle.loads(path.read_bytes())
+    with (
+        reference(cases, tmp_path) as wait_for_reference,
+        Workers(
+            RUN,
+            workers,
+            servers=servers,
+            args=[str(path), *cases],
+            env=env,
+            deadline=300,
+        ) as job,
+    ):
+        first, *others = job.succeed()[:workers]
+        for other in others:
+            assert other.results == first.results, "the ranks' numbers differ"
+        ours: Numbers = pickle.loads(path.read_bytes())
         expected_of = wait_for_reference()
     assert set(ours) == set(cases)
     faults = []
