@@ -29,6 +29,9 @@ from workers import WARM
 # Before anything imports TensorFlow.
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "-1")
+# What pytest makes of asserts is kept for the next run, whatever the environment says:
+# it takes each process that runs tests as long as the import of TensorFlow.
+sys.dont_write_bytecode = False
 # Keras without its wrappers of scikit-learn: a fifth of the import.
 sys.modules.setdefault("sklearn", None)
 
