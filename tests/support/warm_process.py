@@ -95,7 +95,8 @@ def _keep_alive() -> None:
 
     Otherwise each worker takes TensorFlow and Keras apart when it ends, object by
     object: that takes longer than many a test. What a worker makes itself ends as
-    it does elsewhere, modules are emptied, threads waited for, exit functions called.
+    it does elsewhere: its modules are emptied, threads waited for, exit functions
+    called.
     """
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(gc.get_objects()))
 
