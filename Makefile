@@ -39,7 +39,7 @@ VENV := .venv
 PYTEST_ARGS ?=
 # How many processes run tests at the same time, each of them whole files; 0: this one
 # alone. Four for two cores: tests wait for deadlines and for each other's processes.
-# Files in the order of their names: no long one is among the last.
+# Files in the order of their names, but the long ones first, see tests/conftest.py.
 TESTS_AT_ONCE ?= 4
 PYTEST := -m pytest -m "not soak" -n $(TESTS_AT_ONCE) --dist loadfile \
   --no-loadscope-reorder

@@ -29,6 +29,11 @@ from workers import WARM
 # Before anything imports TensorFlow.
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "-1")
+# What pytest makes of asserts is kept for the next run, whatever the environment says:
+# it takes each process that runs tests as long as the import of TensorFlow.
+sys.dont_write_bytecode = False
+# Keras without its wrappers of scikit-learn: a fifth of the import.
+sys.modules.setdefault("sklearn", None)
 
 # The same examples in each run, and none that depends on how fast the machine is.
 hypothesis.settings.register_profile(
@@ -43,6 +48,8 @@ _UNNAMED = f"/memfd:{SEGMENT_NAME}"
 # What ends by itself after a test (a peer's thread, a killed process) may take
 # this long, in seconds, see `bound`.
 _GRACE = 15.0
+# Files with a test that may take so many seconds are long.
+_LONG = 400.0
 # What Open MPI's segments are called that killed processes leave behind, and those that
 # were there before. Tests put them elsewhere, see `test_mpi.py`; one that doesn't would
 # cost 16 MB of memory each time.
@@ -119,12 +126,17 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 def pytest_collection_modifyitems(
     config: pytest.Config, items: list[pytest.Item]
 ) -> None:
-    """Time-outs of tests grow as all bounds do."""
+    """Time-outs of tests grow as all bounds do; long files are begun first."""
+    long = set()
     for item in items:
         mark = item.get_closest_marker("timeout")
         if seconds := mark.args[0] if mark else config.getini("timeout"):
+            if float(seconds) >= _LONG and not item.get_closest_marker("soak"):
+                long.add(item.path)
             scaled = pytest.mark.timeout(bound(float(seconds)))
             item.add_marker(scaled, append=False)
+    # Or `pytest -n` would wait for one of them in the end.
+    items.sort(key=lambda item: item.path not in long)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

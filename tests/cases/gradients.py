@@ -213,14 +213,26 @@ def _all_of(scope: Scope, steps: dict[str, _Step], **more: Any) -> Numbers:
     return found
 
 
+# All of them at once, one by one, and with weights that change meanwhile.
+CHANGES = ("clipped", "signs", "sharpness", "by hand")
+# Another function of each gradient by itself.
+MORE_CHANGES = ("normalized",)
+
+
 @case
 def changed_gradients(scope: Scope) -> Numbers:
-    return _all_of(scope, dict(list(STEPS.items())[:5]))
+    return _all_of(scope, {n: STEPS[n] for n in CHANGES})
+
+
+@case
+def more_changed_gradients(scope: Scope) -> Numbers:
+    return _all_of(scope, {n: STEPS[n] for n in MORE_CHANGES})
 
 
 @case
 def gradients_of_other_things(scope: Scope) -> Numbers:
-    return _all_of(scope, dict(list(STEPS.items())[5:]))
+    others = {n: s for n, s in STEPS.items() if n not in (*CHANGES, *MORE_CHANGES)}
+    return _all_of(scope, others)
 
 
 @case

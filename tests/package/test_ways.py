@@ -18,6 +18,7 @@ GRADIENT, FAILURE = (
 )
 MODEL = """
 import json, os, sys
+sys.path[:0] = os.environ["TESTS"].split(os.pathsep)
 import keras
 import numpy as np
 import kerasdist
@@ -71,7 +72,7 @@ print("RESULT", json.dumps([each for each in stacks if each[0] == names[0]]))
 
 def test_the_way_of_a_gradient():
     script = MODEL.replace("EAGERLY", "True") + STACK
-    with Workers(script, 2, env={"PYTHONPATH": SCRIPTS_PATH}) as workers:
+    with Workers(script, 2, env={"TESTS": SCRIPTS_PATH}) as workers:
         for worker in workers.succeed():
             assert worker.result
             assert all(stack == GRADIENT for stack in worker.result)
@@ -97,7 +98,7 @@ def test_the_way_of_a_failure(tmp_path):
     script = MODEL.replace("EAGERLY", "False") + KILL
     script = script.replace("with", f"track('way', {FAILURE[:6]})\n\nwith", 1)
     with launcher_in(tmp_path) as launcher:
-        launcher.env["PYTHONPATH"] = SCRIPTS_PATH
+        launcher.env |= {"PYTHONPATH": SCRIPTS_PATH, "TESTS": SCRIPTS_PATH}
         before = TRACK.format(names=FAILURE[6:])
         code, _, err = launcher.run("-n", 2, "script.py", script=script, before=before)
         way = (tmp_path / "way").read_text().splitlines()

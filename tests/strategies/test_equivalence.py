@@ -106,23 +106,39 @@ ODD = (*SUMS, "overflow_on_one_replica", "all_of_it")
 # And a placement: where the gradients are, and where they are updated.
 PLACED = ("custom_train_step", "embedding")
 # What a script does with gradients, and functions and state that mix rows.
-GRADIENTS = ("changed_gradients", "gradients_of_other_things", "upstream_gradients")
+OWN = (
+    "changed_gradients",
+    "gradients_of_other_things",
+    "upstream_gradients",
+    "functions_of_sums_and_unknown_ones",
+)
 MIXED = (
     "functions_that_mix_rows",
     "state_of_layers",
     "optimizers_that_change_gradients",
 )
-# A job of all cases would take minutes: they are dealt out to six, of which the suite
-# runs one with two workers.
-SIXTHS = [tuple(list(CASES)[i::6]) for i in range(6)]
+# Of each other kind of case one, which two workers run; no other layout adds to these.
+SAMPLE = (
+    "dataset_with_weights",
+    "zipped_batches_of_two_sizes",
+    "several_fits_and_initial_epoch",
+    "losses_of_one_number",
+    "one_row_and_several_losses",
+    "average_of_weights",
+    "mixed_precision",
+    "changed_slices",
+    "slices_adagrad",
+    "autoencoder_without_call",
+)
 
 
 def layouts() -> list[object]:
     made: list[object] = []
-    for workers, devices, servers, chosen, *micro_batches in [
+    for workers, devices, servers, core, *micro_batches in [
         (1, 2, 0, SUMS),
-        (2, 1, 0, (*GRADIENTS, *MIXED)),  # and a sixth of all
-        (1, 1, 0, (*ODD, *PLACED)),
+        (2, 1, 0, (*OWN, *MIXED)),
+        # Of one worker there is nothing to divide.
+        (1, 1, 0, ("all_of_it", *PLACED)),
         (3, 1, 0, ODD),
         (4, 1, 0, (*ODD, *PLACED)),
         (2, 2, 0, (*SUMS, *MIXED)),
@@ -138,13 +154,18 @@ def layouts() -> list[object]:
         name = f"{workers}x{devices}" + (f"-servers{servers}" if servers else "")
         placed = sum(micro_batches)
         name += f"-placed{placed}" if placed else ""
+        parts = {"core": core}
+        if name == "2x1":
+            parts["sample"] = SAMPLE
         # Three workers show what an odd number adds, four only more of it.
-        marks = [pytest.mark.soak] if workers > 3 else []
-        layout = workers, devices, servers, placed
-        made.append(pytest.param(*layout, chosen, id=f"{name}-core", marks=marks))
-        for i, cases in enumerate(SIXTHS):
-            marks = [] if (name, i) == ("2x1", 0) else [pytest.mark.soak]
-            made.append(pytest.param(*layout, cases, id=f"{name}-{i}", marks=marks))
+        chosen = [] if workers > 3 else list(parts)
+        # A job of all others would take minutes: they are dealt out to six.
+        others = [case for case in CASES if case not in sum(parts.values(), ())]
+        parts |= {f"{i}": tuple(others[i::6]) for i in range(6)}
+        for part, cases in parts.items():
+            marks = [] if part in chosen else [pytest.mark.soak]
+            layout = workers, devices, servers, placed, cases
+            made.append(pytest.param(*layout, id=f"{name}-{part}", marks=marks))
     return made
 
 
@@ -152,34 +173,29 @@ def layouts() -> list[object]:
     ("workers", "devices", "servers", "placed", "cases"), layouts()
 )
 def test_workers_equal_one_process(workers, devices, servers, placed, cases, tmp_path):
-    # One worker would leave cores idle.
-    parts = [cases[::2], cases[1::2]] if workers == 1 else [cases]
-    paths = [tmp_path / f"numbers-{i}" for i in range(len(parts))]
-    strategy = "ParameterServerStrategy" if servers else "RingStrategy"
-    env = {"TESTS": SCRIPTS_PATH, "DEVICES": str(devices), "STRATEGY": strategy}
+    path = tmp_path / "numbers"
+    env = {
+        "TESTS": SCRIPTS_PATH,
+        "DEVICES": str(devices),
+        "STRATEGY": "ParameterServerStrategy" if servers else "RingStrategy",
+    }
     if placed:
         env["PLACED"] = str(placed)
-    ours: Numbers = {}
-    with contextlib.ExitStack() as stack:
-        wait_for_reference = stack.enter_context(reference(cases, tmp_path))
-        jobs = [
-            stack.enter_context(
-                Workers(
-                    RUN,
-                    workers,
-                    servers=servers,
-                    args=[str(path), *part],
-                    env=env,
-                    deadline=300,
-                )
-            )
-            for path, part in zip(paths, parts, strict=True)
-        ]
-        for job, path in zip(jobs, paths, strict=True):
-            first, *others = job.succeed()[:workers]
-            for other in others:
-                assert other.results == first.results, "the ranks' numbers differ"
-            ours |= pickle.loads(path.read_bytes())
+    with (
+        reference(cases, tmp_path) as wait_for_reference,
+        Workers(
+            RUN,
+            workers,
+            servers=servers,
+            args=[str(path), *cases],
+            env=env,
+            deadline=300,
+        ) as job,
+    ):
+        first, *others = job.succeed()[:workers]
+        for other in others:
+            assert other.results == first.results, "the ranks' numbers differ"
+        ours: Numbers = pickle.loads(path.read_bytes())
         expected_of = wait_for_reference()
     assert set(ours) == set(cases)
     faults = []

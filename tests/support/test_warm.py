@@ -18,9 +18,12 @@ from pace import bound
 from waiting import wait_until
 from workers import TAG, WARM, Workers, python_env
 
-# Scripts that import TensorFlow are run by forks.
+# Scripts that import TensorFlow are run by forks; of Keras without scikit-learn.
 IMPORT = """
+import sys
+sys.modules["sklearn"] = None
 import keras, tensorflow
+del sys.modules["sklearn"]
 from kerasdist import ModelParallelStrategy, ParameterServerStrategy, RingStrategy
 """
 

@@ -38,7 +38,7 @@ from pace import bound
 __all__ = ["Forked", "WarmProcesses", "imports_tensorflow"]
 
 _PR_GET_CHILD_SUBREAPER = 37
-# Each takes 5 s of CPU to begin with, and 250 MB as long as the tests run, in each of
+# Each takes 3 s of CPU to begin with, and 250 MB as long as the tests run, in each of
 # the processes that run tests. Two are the fewest of which ranks can differ.
 _MOST = 2
 # Seconds until a warm process has imported TensorFlow.

@@ -23,6 +23,7 @@ started by itself. This process ends when pytest closes the socket, or is gone.
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import fcntl
 import gc
@@ -45,8 +46,16 @@ def main() -> None:
     control = socket.socket(fileno=int(sys.argv[1]))
     name, tag = sys.argv[2], os.environ[sys.argv[2]]
     before = dict(os.environ)
+    # First, hence the last at the end.
+    kept: list[str] = []
+    atexit.register(_forget, kept)
+    # A fifth of the import is scikit-learn's, for wrappers of Keras that nobody needs;
+    # a script that imports it gets it all the same.
+    sys.modules["sklearn"] = None
     import keras  # noqa: F401
     import tensorflow  # noqa: F401
+
+    del sys.modules["sklearn"]
 
     # 150 modules, which take a worker of a small job a fifth of its time. The import
     # changes nothing of Keras and TensorFlow: the first strategy does.
@@ -62,6 +71,7 @@ def main() -> None:
     # would copy its memory into each of them.
     gc.collect()
     _keep_alive()  # all that will be frozen
+    kept += _of_others()
     gc.freeze()
     control.send(json.dumps({"threads": len(os.listdir("/proc/self/task"))}).encode())
     while True:
@@ -85,9 +95,26 @@ def _keep_alive() -> None:
 
     Otherwise each worker takes TensorFlow and Keras apart when it ends, object by
     object: that takes longer than many a test. What a worker makes itself ends as
-    it does elsewhere, modules are emptied, threads waited for, exit functions called.
+    it does elsewhere: its modules are emptied, threads waited for, exit functions
+    called.
     """
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(gc.get_objects()))
+
+
+def _of_others() -> list[str]:
+    """The modules that are neither Python's nor kerasdist's."""
+    own = {"__main__", "kerasdist", *sys.stdlib_module_names, *sys.builtin_module_names}
+    return [name for name in sys.modules if name.partition(".")[0] not in own]
+
+
+def _forget(names: list[str]) -> None:
+    """Takes modules out of the interpreter's table, so that it doesn't empty them.
+
+    It would write into most of the memory that a worker shares with this process until
+    then, which takes longer than many a test.
+    """
+    for name in names:
+        sys.modules.pop(name, None)
 
 
 def _fork_twice(before: str, after: str) -> int | None:
