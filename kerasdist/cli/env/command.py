@@ -112,7 +112,7 @@ def _launcher(environ: Mapping[str, str]) -> dict[str, Any]:
         text = str(error).partition("\nReceived: ")[0]
         return {**found, "place": {"unreadable": text}}
     who = f"{place.task_type} {place.task_index}"
-    rank = f"server of {place.size} workers"
+    rank = f"server of {place.size} worker{'' if place.size == 1 else 's'}"
     if place.rank is not None:
         rank = f"rank {place.rank} of {place.size}"
     settings = "no settings" if place.source == "none" else place.source
