@@ -187,8 +187,8 @@ def _straggler(figures: Figures) -> tuple[list[str], list[str]]:
         first += (
             ", its memory."
             if figures.arrays
-            else "; `prefetch` and `map(..., num_parallel_calls=tf.data.AUTOTUNE)` hide "
-            "some of it."
+            else "; `prefetch` and `map(..., num_parallel_calls=tf.data.AUTOTUNE)` "
+            "hide some of it."
         )
     elif figures.slow_part == "outside":
         first = (

@@ -31,7 +31,7 @@ from kerasdist.transport.log.default_handler import format_fault, level_fault
 from kerasdist.transport.tls.credentials import tls_fault
 from kerasdist.transport.wire.secret import secret_fault
 
-__all__ = ["add_options", "add_parser", "split", "start"]
+__all__ = ["add_options", "add_parser", "read_number", "split", "start"]
 
 _DESCRIPTION = """\
 Start N workers on this machine, or on hosts that ssh reaches, each with a TF_CONFIG and
@@ -175,9 +175,9 @@ def start(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int
     if arguments.size is None and hosts is None:
         faults.append("-n, the number of workers, is missing")
     default = "1" if hosts is None else str(max(hosts.slots, 1))
-    size = _number("-n", arguments.size or default, 1, faults)
-    servers = _number("--ps", arguments.servers, 0, faults)
-    number = functools.partial(_number, faults=faults)
+    size = read_number("-n", arguments.size or default, 1, faults)
+    servers = read_number("--ps", arguments.servers, 0, faults)
+    number = functools.partial(read_number, faults=faults)
     nodes = node_options.read_options(arguments, number, faults)
     count = 1 if nodes is None else nodes.count
     elastic = elastic_options.read_options(arguments, count * size, number, faults)
@@ -275,7 +275,7 @@ def start(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int
         return launch(arguments, job)
 
 
-def _number(option: str, text: str, least: int, faults: list[str]) -> int:
+def read_number(option: str, text: str, least: int, faults: list[str]) -> int:
     """Return an option's number; `least` if it's wrong."""
     try:
         number = int(text)

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
 import sys
 
 import pytest
@@ -13,7 +10,6 @@ import pytest
 from kerasdist import __version__, cli
 from kerasdist.cli.env import command, machine, software
 from kerasdist.cli.env.variables import HIDDEN, hide_secrets, shown_variables
-from pace import bound
 
 PARTS = (
     *("versions", "extras", "system", "memory", "control_group", "limits", "network"),
