@@ -75,6 +75,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader has enough, as `head` has. At its end Python writes the rest.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return 128 + signal.SIGPIPE
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
 
 
 def _wants_json(

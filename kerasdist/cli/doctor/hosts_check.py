@@ -215,9 +215,7 @@ def _of_nodes(
     ):
         name = f"host {number} ({split_address(address)[0]})"
         faults = differences(name, there, here)
-        same = (
-            "is this one" if number == rank else "has come; its versions are the same"
-        )
+        same = "is this one" if number == rank else "is here, with the same versions"
         if not faults:
             found.append(Finding(level="ok", text=f"{name} {same}"))
         found += [

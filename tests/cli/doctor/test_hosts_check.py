@@ -15,8 +15,10 @@ from typing import Any
 import pytest
 
 from kerasdist import cli
+from kerasdist.transport.rendezvous.probe import why_unreachable
 from launching import Launcher, launcher_in
 from pace import bound
+from waiting import wait_until
 from workers import free_ports
 
 pytestmark = pytest.mark.timeout(120)
@@ -74,7 +76,7 @@ def meet(
 def test_two_hosts_meet(launchers: list[Launcher]) -> None:
     for rank, (code, found) in enumerate(meet(launchers, [0, 1], "--nnodes", 2)):
         assert code == 0, found
-        words = ["has come; its versions are the same"] * 2
+        words = ["is here, with the same versions"] * 2
         words[rank] = "is this one"
         texts = [each["text"] for each in found]
         assert texts[:2] == [f"host {i} (127.0.0.1) {words[i]}" for i in (0, 1)]
@@ -85,7 +87,7 @@ def test_two_hosts_meet(launchers: list[Launcher]) -> None:
 def test_another_secret_and_another_python(launchers: list[Launcher]) -> None:
     """Those that came say so of the one that didn't; nobody waits for it for ever."""
     launchers[1].env["KERASDIST_SECRET"] = "f" * 32
-    options = ("--nnodes", 3, "--start-timeout", round(bound(5)))
+    options = ("--nnodes", 3, "--start-timeout", round(bound(2)))
     another = {2: "import platform; platform.python_version = lambda: '2.7'"}
     first, second, third = meet(launchers, [0, 1, 2], *options, before=another)
     assert [code for code, _ in (first, second, third)] == [1, 1, 1]
@@ -135,6 +137,22 @@ def test_a_doctor_does_not_meet_a_job(launchers: list[Launcher]) -> None:
     job.send_signal(signal.SIGINT)
     job.communicate(timeout=bound(60))
     assert not (launchers[0].folder / "started").exists()
+
+
+def test_ctrl_c_while_others_are_waited_for(launchers: list[Launcher]) -> None:
+    (port,) = free_ports(1)
+    options = ("--nnodes", 2, "--rendezvous", f"127.0.0.1:{port}", "--node-rank", 0)
+    job = launchers[0].start(*options)
+
+    def listens() -> bool:
+        return why_unreachable(f"127.0.0.1:{port}", bound(5)) is None
+
+    wait_until(listens, "the rendezvous")
+    job.send_signal(signal.SIGINT)
+    _, err = job.communicate(timeout=bound(60))
+    assert job.returncode == 130
+    assert "Traceback" not in err
+    assert not listens()
 
 
 @pytest.mark.parametrize(

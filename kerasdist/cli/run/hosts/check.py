@@ -99,7 +99,7 @@ class HostProbe:
         return bool(data) and not self.answer.endswith(b"\n")
 
     def result(self, seconds: float = ANSWER_SECONDS) -> dict[str, Any] | str:
-        """Return the answer; if there was none in so many seconds, the reason."""
+        """Return the answer; if there was none in `seconds`, the reason."""
         with contextlib.suppress(ValueError):
             return dict(json.loads(self.answer.rpartition(b"\n")[0].split(b"\n")[-1]))
         try:
@@ -217,7 +217,7 @@ def asking(
 
 
 def await_answers(probes: Sequence[HostProbe], seconds: float = ANSWER_SECONDS) -> None:
-    """Wait until all have answered, or ended, for at most so many seconds."""
+    """Wait until all have answered, or ended, for at most `seconds`."""
     end = time.monotonic() + seconds
     with selectors.DefaultSelector() as selector:
         for each in probes:
