@@ -16,6 +16,7 @@ from kerasdist.cli.doctor.findings import Finding
 from kerasdist.cli.run import command as run
 from kerasdist.cli.run.hosts import options as host_options
 from kerasdist.cli.run.nodes import options as node_options
+from kerasdist.placement.sizes import counted
 
 __all__ = ["add_parser"]
 
@@ -101,9 +102,9 @@ def _run(arguments: argparse.Namespace) -> int:
 
 def _last_line(counts: Mapping[str, int]) -> str:
     if counts["fault"]:
-        return f"{_counted(counts['fault'], 'fault')}: see the lines that begin with ->"
+        return f"{counted(counts['fault'], 'fault')}: see the lines that begin with ->"
     warnings = counts["warn"]
-    return "no faults" + (f", {_counted(warnings, 'warning')}" if warnings else "")
+    return "no faults" + (f", {counted(warnings, 'warning')}" if warnings else "")
 
 
 def _sections(
@@ -150,7 +151,3 @@ def _print(title: str, found: Sequence[Finding]) -> None:
         if finding.remedy:
             print(f"          -> {finding.remedy}")
     sys.stdout.flush()
-
-
-def _counted(number: int, what: str) -> str:
-    return f"{number} {what}{'' if number == 1 else 's'}"

@@ -231,6 +231,7 @@ def _of_nodes(
         text = "\n".join([f"{text} (--start-timeout {options.seconds})", *refused])
         found.append(Finding(level="fault", text=text, remedy=remedy))
     elif refused:
-        text = "\n".join(["processes that aren't of this job tried to join", *refused])
-        found.append(Finding(level="warn", text=text, remedy="end them"))
+        text = "\n".join(["others were refused before all were here", *refused])
+        remedy = "nothing, if these were earlier attempts; else end those processes"
+        found.append(Finding(level="warn", text=text, remedy=remedy))
     return found

@@ -27,6 +27,7 @@ from kerasdist.cli.run.nodes import options as node_options
 from kerasdist.cli.run.nodes.rendezvous import RendezvousError, meeting
 from kerasdist.cli.run.start.launch import launch
 from kerasdist.cli.run.start.script import check_command
+from kerasdist.placement.sizes import counted
 from kerasdist.transport.log.default_handler import format_fault, level_fault
 from kerasdist.transport.tls.credentials import tls_fault
 from kerasdist.transport.wire.secret import secret_fault
@@ -186,8 +187,9 @@ def start(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int
     most = elastic.max_workers if elastic is not None and elastic.grows else size
     if hosts is not None and hosts.hosts and most > hosts.slots:
         faults.append(
-            f"the hosts have room for {hosts.slots} workers. Received: {most} workers. "
-            "Expected at most as many as the hosts' SLOTS in all"
+            f"the hosts have room for {counted(hosts.slots, 'worker')}. Received: "
+            f"{counted(most, 'worker')}. Expected at most as many as the hosts' SLOTS "
+            "in all"
         )
     command = check_command(arguments.script, environ, faults)
     log_dir = None if arguments.log_dir is None else Path(arguments.log_dir)
