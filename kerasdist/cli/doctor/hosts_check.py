@@ -208,13 +208,11 @@ def _of_nodes(
 ) -> list[Finding]:
     """Tell which hosts came, and in what they differ from this one."""
     found = []
-    # Each launcher runs its own part of the job, in a folder of its own.
-    here = {name: v for name, v in part.facts[rank].items() if name != "working folder"}
     for address, (number, there) in zip(
         part.cluster["worker"], sorted(part.facts.items()), strict=True
     ):
         name = f"host {number} ({split_address(address)[0]})"
-        faults = differences(name, there, here)
+        faults = differences(name, there, part.facts[rank])
         same = "is this one" if number == rank else "is here, with the same versions"
         if not faults:
             found.append(Finding(level="ok", text=f"{name} {same}"))

@@ -128,7 +128,11 @@ def _meet(
     }
     for sock in bound["worker"] if options.only_looks else ():
         sock.listen()  # before the others know of it, and look
-    facts = probe.facts(os.getcwd(), []) if options.only_looks else None
+    facts = None
+    if options.only_looks:
+        facts = probe.facts(os.getcwd(), [])
+        # Each launcher runs its own part of the job, in a folder of its own.
+        del facts["working folder"]
     exchange = _collect if here else _ask
     found = exchange(options, {"tasks": mine, "facts": facts}, secret)
     return LocalPart(
