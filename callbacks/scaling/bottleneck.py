@@ -182,8 +182,13 @@ def _straggler(figures: Figures) -> tuple[list[str], list[str]]:
     if figures.slow_part == "input":
         first = (
             f"Look at how rank {rank} reads its data: its disk, its network, the "
-            "number of its cores; `prefetch` and "
-            "`map(..., num_parallel_calls=tf.data.AUTOTUNE)` hide some of it."
+            "number of its cores"
+        )
+        first += (
+            ", its memory."
+            if figures.arrays
+            else "; `prefetch` and `map(..., num_parallel_calls=tf.data.AUTOTUNE)` "
+            "hide some of it."
         )
     elif figures.slow_part == "outside":
         first = (
@@ -214,6 +219,13 @@ def _input(figures: Figures) -> tuple[list[str], list[str]]:
         f"A worker waits {in_seconds(figures.phases['input'])} in each step for its "
         f"next batch, and computes {in_seconds(figures.phases['compute'])}."
     ]
+    if figures.arrays:
+        return reasons, [
+            "Use a larger `batch_size`: the rows of each batch are taken out of the "
+            "arrays, which costs nearly the same for a few rows as for more.",
+            "Give `fit` arrays that are in memory, and of the dtype that the model "
+            "computes with: `numpy.memmap` and HDF5 are read from disk in each step.",
+        ]
     return reasons, [
         "Read ahead and in parallel: `dataset.map(f, num_parallel_calls="
         "tf.data.AUTOTUNE)...prefetch(tf.data.AUTOTUNE)`, `cache()` for data that fit "
@@ -334,9 +346,10 @@ def _efficiency(figures: Figures) -> list[str]:
             f"{'worker' if figures.devices == 1 else 'device'}: give `baseline=` "
             "examples per second, or `calibrate=True`."
         ]
+    count = figures.workers * figures.devices
     return [
         f"{figures.examples_per_second:,.0f} examples/s are {efficiency:.0%} of "
-        f"{figures.workers * figures.devices} times the speed of one "
+        f"{f'{count} times ' if count > 1 else ''}the speed of one "
         f"{'worker' if figures.devices == 1 else 'device'} "
         f"({figures.baseline:,.0f})."
     ]

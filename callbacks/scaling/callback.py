@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from kerasdist._keras.data.epoch_iterators import fits_arrays
 from kerasdist._keras.training.job_callback import JobCallback
 from kerasdist.callbacks.scaling import charts, report
 from kerasdist.callbacks.scaling.baseline import Baseline
@@ -123,7 +124,7 @@ class ScalingTensorBoard(JobCallback):
         self._update_freq = update_freq
         self._verbose = verbose
         self._summaries: Summaries | None = None
-        self._active = False
+        self._active = self._arrays = False
         self._job: JobView
         self._forget(1)
 
@@ -191,6 +192,7 @@ class ScalingTensorBoard(JobCallback):
         self._job.take_reads()
         self._events = Events(self._job.happened())
         self._link = link_speed(self._job.communicator)
+        self._arrays = fits_arrays()
         self._changes = ElasticView.of(self.model, self._job.clock)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
@@ -462,6 +464,7 @@ class ScalingTensorBoard(JobCallback):
             times,
             seconds=seconds,
             in_step=self._job.in_step,
+            arrays=self._arrays,
             link=self._link,
             baseline=self._baseline.speed(times),
             devices=self._job.devices,

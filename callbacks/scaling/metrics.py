@@ -39,6 +39,7 @@ class Figures:
             if they aren't known.
         devices: How many devices the worker has, if the baseline is that of one device.
         in_step: Whether workers take each step together.
+        arrays: Whether the batches are rows of arrays.
         staleness: Number of reads of weights, by their staleness in steps.
         idle: By stage the share of a step in which it has nothing to do, 0 to 1.
     """
@@ -60,6 +61,7 @@ class Figures:
     baseline: float | None = None
     devices: int = 1
     in_step: bool = True
+    arrays: bool = False
     staleness: Mapping[int, int] = dataclasses.field(default_factory=dict)
     idle: Sequence[float] = ()
 
@@ -85,6 +87,7 @@ def combine(
     *,
     seconds: float | None = None,
     in_step: bool = True,
+    arrays: bool = False,
     link: float | None = None,
     baseline: float | None = None,
     devices: int = 1,
@@ -103,6 +106,7 @@ def combine(
         seconds: The duration of all steps; by default that of the worker that took
             longest.
         in_step: Whether workers take each step together.
+        arrays: See `Figures`.
         link: See `Figures`.
         baseline: See `Figures`.
         devices: See `Figures`.
@@ -163,6 +167,7 @@ def combine(
         baseline=baseline,
         devices=devices,
         in_step=in_step,
+        arrays=arrays,
         staleness=dict(staleness or {}),
         idle=tuple(idle),
     )

@@ -55,25 +55,28 @@ def main(argv: Sequence[str] | None = None) -> int:
     command: list[str] = []
     if options[:1] in (["run"], ["bench"]):
         options, command = run.split(options, bench.WITH_VALUE)
-    with contextlib.ExitStack() as stack:
-        document = None
-        if _wants_json(options, commands.choices):
-            document = stack.enter_context(json_document(options[0]))
-        known = argparse.Namespace(script=command, document=document)
-        arguments, unknown = parser.parse_known_args(options, known)
-        if unknown:
-            # With the usage of the command that was given, not of `kerasdist`.
-            arguments.parser.error(f"unrecognized arguments: {shlex.join(unknown)}")
-        try:
+    try:
+        with contextlib.ExitStack() as stack:
+            # Also of help, and after the document: not when the interpreter ends.
+            stack.callback(lambda: sys.stdout.flush())
+            document = None
+            if _wants_json(options, commands.choices):
+                document = stack.enter_context(json_document(options[0]))
+            known = argparse.Namespace(script=command, document=document)
+            arguments, unknown = parser.parse_known_args(options, known)
+            if unknown:
+                # With the usage of the command that was given, not of `kerasdist`.
+                arguments.parser.error(f"unrecognized arguments: {shlex.join(unknown)}")
             code: int = arguments.handler(arguments)
-            sys.stdout.flush()
-        except BrokenPipeError:
-            # The reader has enough, as `head` has. At its end Python writes the rest.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-            return 128 + signal.SIGPIPE
-        if document is not None:
-            document["ok"] = code == 0
-        return code
+            if document is not None:
+                document["ok"] = code == 0
+            return code
+    except BrokenPipeError:
+        # The reader has enough, as `head` has. At its end Python writes the rest.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return 128 + signal.SIGPIPE
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
 
 
 def _wants_json(

@@ -12,7 +12,7 @@ from typing import Any
 from kerasdist._version import __version__
 from kerasdist.cli.parser import UsageError
 
-__all__ = ["json_document"]
+__all__ = ["json_document", "output_to_errors"]
 
 
 @contextlib.contextmanager
@@ -37,7 +37,7 @@ def json_document(command: str) -> Iterator[dict[str, Any]]:
         "error": None,
     }
     try:
-        with _output_to_errors():
+        with output_to_errors():
             yield document
     except BaseException as error:
         document["ok"] = False
@@ -50,7 +50,7 @@ def json_document(command: str) -> Iterator[dict[str, Any]]:
 
 
 @contextlib.contextmanager
-def _output_to_errors() -> Iterator[None]:
+def output_to_errors() -> Iterator[None]:
     """Redirect standard output to standard error, also that of libraries in C."""
     sys.stdout.flush()
     kept = os.dup(1)

@@ -1,13 +1,18 @@
-"""Bytes and operations as text, and sizes that users write."""
+"""Numbers, bytes and operations as text, and sizes that users write."""
 
 from __future__ import annotations
 
 import math
 import re
 
-__all__ = ["human_bytes", "human_flops", "parse_bytes"]
+__all__ = ["counted", "human_bytes", "human_flops", "parse_bytes"]
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+
+
+def counted(number: int, noun: str) -> str:
+    """Return a number of things as text, for instance `1 worker` or `2 workers`."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def human_bytes(count: float) -> str:

@@ -32,6 +32,7 @@ __all__ = [
     "claim_batches",
     "draws_order",
     "first_item",
+    "fits_arrays",
     "init_epoch_iterator",
 ]
 
@@ -160,6 +161,12 @@ def draws_order(iterator: Any) -> bool:
     """Return whether the seed of an order was drawn for an epoch iterator's arrays."""
     adapter = adapter_of(iterator)
     return isinstance(adapter, array_data_adapter.ArrayDataAdapter)
+
+
+def fits_arrays() -> bool:
+    """Return whether `fit` was given arrays, and neither a dataset nor items."""
+    iterator = None if current.iterator is None else current.iterator()
+    return iterator is not None and draws_order(iterator)
 
 
 def claim_batches(iterator: Any, hooks: KerasHooks, data: DynamicDataHooks) -> None:

@@ -4,10 +4,14 @@
 
 The figures are those of `ScalingTensorBoard`, which replaces the script's own one, if
 any. After the steps every worker ends as a script does, by `SystemExit`.
+
+Standard output is for the result, which the chief writes. What the script prints, the
+progress bar of Keras too, goes to standard error.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import runpy
 import sys
@@ -17,7 +21,9 @@ from typing import Any
 from kerasdist._keras.context import setting
 from kerasdist._keras.training.job_callback import JobCallback
 from kerasdist.callbacks import ScalingTensorBoard
+from kerasdist.callbacks.scaling import report
 from kerasdist.callbacks.scaling.job_view import JobView
+from kerasdist.cli.json_output import output_to_errors
 
 __all__ = ["main"]
 
@@ -77,21 +83,39 @@ def main() -> None:
         SystemExit: The first `fit` has been measured; or, with a text, there was none.
     """
     steps, *command = sys.argv[1:]
-    with tempfile.TemporaryDirectory(prefix="kerasdist-bench-") as folder:
+    with contextlib.ExitStack() as undo:
+        folder = undo.enter_context(
+            tempfile.TemporaryDirectory(prefix="kerasdist-bench-")
+        )
+        board = ScalingTensorBoard(folder, calibrate=True, verbose=0)
 
         def measure(trainer: Any, given: list[Any]) -> list[Any]:
             del trainer
-            board = ScalingTensorBoard(folder, calibrate=True)
             own = [one for one in given if not isinstance(one, ScalingTensorBoard)]
             return [*own, _Limit(board, int(steps)), board]
 
-        with setting(replace_callbacks=measure):
-            _run(command)
+        # Also after an error, which ends `fit`: for the steps before it.
+        undo.callback(_print_result, board)
+        undo.enter_context(output_to_errors())
+        undo.enter_context(setting(replace_callbacks=measure))
+        _run(command)
     raise SystemExit(
         "kerasdist bench found nothing to measure. The script ended without a call of "
         "`model.fit` under a strategy of kerasdist. Build and compile the model in "
         "`with kerasdist.RingStrategy().scope():`, and train it by `fit`."
     )
+
+
+def _print_result(board: ScalingTensorBoard) -> None:
+    """Write the report to standard output, on the chief."""
+    if board.figures is None or board.verdict is None:
+        return
+    print(file=sys.stderr)  # a progress bar's line hasn't ended
+    try:
+        print(report.to_text(board.figures, board.verdict), flush=True)
+    except BrokenPipeError:
+        # Its reader has enough. At its end Python writes the rest.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
 def _run(command: list[str]) -> None:

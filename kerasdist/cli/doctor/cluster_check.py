@@ -39,8 +39,8 @@ def check_cluster(
         return None, [Finding(level="fault", text=str(error), remedy=remedy)]
     if cluster.source == "none":
         text = (
-            "no cluster settings: one worker\nNo other host was looked at: "
-            "`kerasdist run -H` and `--nnodes` check theirs when they start"
+            "no cluster settings: one worker\nNo other host was looked at: for a job "
+            "of `kerasdist run -H` or `--nnodes`, give the doctor these options, too"
         )
         return cluster, [Finding(level="ok", text=text)]
     if cluster.needs_mpi:
@@ -172,6 +172,7 @@ def check_peers(
     cluster: Cluster,
     seconds: float,
     probe: Callable[[str, float], str | None] = why_unreachable,
+    names: Mapping[str, str] | None = None,
 ) -> list[Finding]:
     """Try to reach all peers, at the same time.
 
@@ -183,8 +184,9 @@ def check_peers(
         seconds: How long to try.
         probe: Returns why an address can't be reached within some seconds; None if
             it can.
+        names: The peers' names, by address; by default those of their tasks.
     """
-    peers = {
+    peers = dict(names or {}) or {
         address: f"rank {rank} ({address})"
         for rank, address in enumerate(cluster.workers)
     } | {

@@ -12,7 +12,7 @@ from kerasdist.cli.env import machine, software
 from kerasdist.cli.env.variables import hide_secrets, shown_variables
 from kerasdist.cluster import resolve
 from kerasdist.errors import ClusterError
-from kerasdist.placement.sizes import human_bytes
+from kerasdist.placement.sizes import counted, human_bytes
 
 __all__ = ["add_parser", "report"]
 
@@ -112,7 +112,7 @@ def _launcher(environ: Mapping[str, str]) -> dict[str, Any]:
         text = str(error).partition("\nReceived: ")[0]
         return {**found, "place": {"unreadable": text}}
     who = f"{place.task_type} {place.task_index}"
-    rank = f"server of {place.size} workers"
+    rank = f"server of {counted(place.size, 'worker')}"
     if place.rank is not None:
         rank = f"rank {place.rank} of {place.size}"
     settings = "no settings" if place.source == "none" else place.source

@@ -27,11 +27,12 @@ from kerasdist.cli.run.nodes import options as node_options
 from kerasdist.cli.run.nodes.rendezvous import RendezvousError, meeting
 from kerasdist.cli.run.start.launch import launch
 from kerasdist.cli.run.start.script import check_command
+from kerasdist.placement.sizes import counted
 from kerasdist.transport.log.default_handler import format_fault, level_fault
 from kerasdist.transport.tls.credentials import tls_fault
 from kerasdist.transport.wire.secret import secret_fault
 
-__all__ = ["add_options", "add_parser", "split", "start"]
+__all__ = ["add_options", "add_parser", "read_number", "split", "start"]
 
 _DESCRIPTION = """\
 Start N workers on this machine, or on hosts that ssh reaches, each with a TF_CONFIG and
@@ -175,9 +176,9 @@ def start(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int
     if arguments.size is None and hosts is None:
         faults.append("-n, the number of workers, is missing")
     default = "1" if hosts is None else str(max(hosts.slots, 1))
-    size = _number("-n", arguments.size or default, 1, faults)
-    servers = _number("--ps", arguments.servers, 0, faults)
-    number = functools.partial(_number, faults=faults)
+    size = read_number("-n", arguments.size or default, 1, faults)
+    servers = read_number("--ps", arguments.servers, 0, faults)
+    number = functools.partial(read_number, faults=faults)
     nodes = node_options.read_options(arguments, number, faults)
     count = 1 if nodes is None else nodes.count
     elastic = elastic_options.read_options(arguments, count * size, number, faults)
@@ -186,8 +187,9 @@ def start(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int
     most = elastic.max_workers if elastic is not None and elastic.grows else size
     if hosts is not None and hosts.hosts and most > hosts.slots:
         faults.append(
-            f"the hosts have room for {hosts.slots} workers. Received: {most} workers. "
-            "Expected at most as many as the hosts' SLOTS in all"
+            f"the hosts have room for {counted(hosts.slots, 'worker')}. Received: "
+            f"{counted(most, 'worker')}. Expected at most as many as the hosts' SLOTS "
+            "in all"
         )
     command = check_command(arguments.script, environ, faults)
     log_dir = None if arguments.log_dir is None else Path(arguments.log_dir)
@@ -275,7 +277,7 @@ def start(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int
         return launch(arguments, job)
 
 
-def _number(option: str, text: str, least: int, faults: list[str]) -> int:
+def read_number(option: str, text: str, least: int, faults: list[str]) -> int:
     """Return an option's number; `least` if it's wrong."""
     try:
         number = int(text)

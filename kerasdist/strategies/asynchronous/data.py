@@ -6,6 +6,7 @@ from typing import Any
 
 from kerasdist._keras import ArrayData, ItemData, StepTimer
 from kerasdist._tf.marks import OWN_DATA
+from kerasdist.placement.sizes import counted
 from kerasdist.strategies.asynchronous.dynamic_batches import DynamicDataset
 from kerasdist.strategies.asynchronous.sources import (
     ArraySource,
@@ -106,11 +107,9 @@ class DynamicData:
     def describe(self) -> str:
         """Describe the workers and their data, for the start-up line."""
         job = self._workers.job
-        count, replicas = len(job.replicas), sum(job.replicas)
-        return (
-            f"{count} asynchronous worker(s) with {replicas} replica(s) in all, "
-            f"{self._words}"
-        )
+        workers = counted(len(job.replicas), "asynchronous worker")
+        replicas = counted(sum(job.replicas), "replica")
+        return f"{workers} with {replicas} in all, {self._words}"
 
     def end_batches(self) -> None:
         """End the epoch for all workers, because one of them wants to stop."""

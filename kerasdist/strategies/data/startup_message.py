@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kerasdist.collectives.ops import equal_part
+from kerasdist.placement.sizes import counted
 
 __all__ = ["GivenData", "describe"]
 
@@ -38,7 +39,8 @@ def describe(given: GivenData | None, replicas: Sequence[int], rank: int) -> str
         rank: The worker that prints it.
     """
     total = sum(replicas)
-    parts = [f"{len(replicas)} worker(s) with {total} replica(s) in all"]
+    workers = counted(len(replicas), "worker")
+    parts = [f"{workers} with {counted(total, 'replica')} in all"]
     if given is None:
         return parts[0]
     batch = given.batch_size

@@ -304,7 +304,7 @@ result(None)
         chief, other = [finished.output for finished in job.succeed()]
     assert "3/3 - " in chief
     line = (
-        "kerasdist: 2 worker(s) with 2 replica(s) in all, global batch 16, per worker "
+        "kerasdist: 2 workers with 2 replicas in all, global batch 16, per worker "
         "8, 40 samples, 20 of them here, learning rate 0.5"
     )
     assert line in chief

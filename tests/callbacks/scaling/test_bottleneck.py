@@ -59,6 +59,12 @@ SAID = [
         [],
     ),
     (
+        figures(compute=50, input=45, communicate=5, arrays=True),
+        "input",
+        ["waits 45.0 ms in each step for its next batch", "a larger `batch_size`"],
+        ["dataset", "prefetch", "PyDataset", "shard"],
+    ),
+    (
         figures(compute=50, communicate=45, pack=5),
         "network",
         [

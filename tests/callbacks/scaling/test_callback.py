@@ -269,6 +269,7 @@ def check_counts(kind, chief, other, output, folder):
         assert found["workers"] == 2
         assert near(found["global_batch"], batch, 0.01)
         assert near(sum(found["phases"].values()), found["step_seconds"], 1e-6)
+    assert (figures["arrays"], throttled["arrays"]) == (True, False)
     assert other["slow"].get("figures") is None
     assert figures["busy"]["1"] > SLOW
     if not asynchronous:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
 import pytest
 
 from kerasdist import cli
+from kerasdist.callbacks.scaling.bottleneck import judge
+from kerasdist.callbacks.scaling.metrics import PHASES, Figures
 from kerasdist.cli.bench import worker
 from launching import Launcher
 
@@ -29,7 +32,7 @@ with strategy.scope():
     model.compile("sgd", "mse")
 x = np.random.rand(ROWS, 8).astype("float32")
 print(__name__, sys.argv[1:], flush=True)
-model.fit(x, x[:, :1], batch_size=16, epochs=int(sys.argv[2]), verbose=0,
+model.fit(x, x[:, :1], batch_size=16, epochs=int(sys.argv[2]),
           callbacks=[ScalingTensorBoard("never")])
 print("AFTER", flush=True)
 """
@@ -49,22 +52,27 @@ def _bench(launcher: Launcher, *arguments: object) -> tuple[int, str, str]:
 
 
 def _check_report(out: str, err: str, workers: int) -> None:
-    assert "AFTER" not in out
-    assert f"\n  workers             {workers}\n" in err
-    assert "\n  a step:\n" in err
+    """Check that standard output is the result, and nothing of the script's."""
+    assert "AFTER" not in out + err
+    assert out.startswith("kerasdist: how this job scales\n")
+    assert "loss" not in out
+    assert " - loss: " in err
+    assert f"\n  workers             {workers}\n" in out
+    assert "\n  a step:\n" in out
     for part in _PARTS:
-        assert f"\n    {part} " in err
+        assert f"\n    {part} " in out
     assert "Traceback" not in err
+    assert "how this job scales" not in err
 
 
 def test_steps_end_in_the_midst_of_fit(launcher: Launcher) -> None:
     script = ("folder/train.py", "ring", 1000)
     code, out, err = _bench(launcher, "-n", 2, "--steps", 60, *script)
     assert code == 0, err
-    assert out == "__main__ ['ring', '1000']\n"
+    assert "__main__ ['ring', '1000']\n" in err
     _check_report(out, err, 2)
-    assert "\n  global batch        16\n" in err
-    assert "\n  scaling efficiency " in err
+    assert "\n  global batch        16\n" in out
+    assert "\n  scaling efficiency " in out
 
 
 @pytest.mark.soak
@@ -87,6 +95,45 @@ def test_no_fit_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         SystemExit, match=r"^kerasdist bench found nothing to measure\."
     ):
         worker.main()
+
+
+def test_a_result_that_nobody_reads_is_no_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in `kerasdist bench train.py | head`."""
+
+    class Measured:
+        figures = Figures(
+            workers=1,
+            steps=1.0,
+            examples_per_second=1.0,
+            by_rank={0: 1.0},
+            step_seconds=1.0,
+            phases=dict.fromkeys(PHASES, 0.1),
+            busy={0: 1.0},
+        )
+        verdict = judge(figures)
+
+        def __init__(self, *arguments: object, **more: object) -> None:
+            pass
+
+    monkeypatch.setattr(worker, "ScalingTensorBoard", Measured)
+    (tmp_path / "script.py").write_text("")
+    monkeypatch.setattr(sys, "argv", ["worker", "60", str(tmp_path / "script.py")])
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    reading, writing = os.pipe()
+    os.close(reading)
+    kept = os.dup(1)
+    os.dup2(writing, 1)
+    os.close(writing)
+    try:
+        with open(1, "w", encoding="utf-8", closefd=False) as pipe:
+            monkeypatch.setattr(sys, "stdout", pipe)
+            with pytest.raises(SystemExit, match=r"^kerasdist bench found nothing"):
+                worker.main()
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
 
 
 def test_wrong_options(capsys: pytest.CaptureFixture[str]) -> None:

@@ -156,7 +156,7 @@ result([
         "global batch 4, per worker 2, number of samples unknown",
     ):
         assert (
-            f"kerasdist: 2 worker(s) with 2 replica(s) in all, {said}, learning rate 0"
+            f"kerasdist: 2 workers with 2 replicas in all, {said}, learning rate 0"
         ) in chief.output
 
 

@@ -235,7 +235,7 @@ def test_other_datasets_and_what_getitem_raises(job):
         assert one_epoch == 7
         assert after == 1
     assert (
-        "kerasdist: 2 worker(s) with 2 replica(s) in all, global batch 6, per worker "
+        "kerasdist: 2 workers with 2 replicas in all, global batch 6, per worker "
         "3, 7 batch(es), about 42 samples, about 21 of them here, learning rate 1e-06"
     ) in here.output
     assert there.results[3] == ["KeyError", "'no such row'"]

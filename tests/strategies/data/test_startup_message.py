@@ -10,7 +10,8 @@ from kerasdist.strategies.data.startup_message import GivenData, describe
 @pytest.mark.parametrize(
     ("given", "replicas", "rank", "text"),
     [
-        (None, [1, 1], 0, "2 worker(s) with 2 replica(s) in all"),
+        (None, [1, 1], 0, "2 workers with 2 replicas in all"),
+        (None, [1], 0, "1 worker with 1 replica in all"),
         (
             GivenData(batch_size=16, samples=40),
             [1, 1],

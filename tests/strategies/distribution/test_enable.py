@@ -199,7 +199,7 @@ def test_the_script_of_the_page(tmp_path):
     script = f"import os\n\nos.chdir({str(tmp_path)!r})\n{script}"
     with Workers(script, 2, deadline=120) as job:
         first, second = (finished.output for finished in job.succeed())
-    assert "2 worker(s) with 2 replica(s) in all, global batch 64" in first
+    assert "2 workers with 2 replicas in all, global batch 64" in first
     assert "loss" not in second
     assert zipfile.is_zipfile(tmp_path / "model.keras")
 

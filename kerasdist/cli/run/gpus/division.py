@@ -7,6 +7,7 @@ import itertools
 from collections.abc import Sequence
 
 from kerasdist.cli.run.gpus.find import VARIABLE
+from kerasdist.placement.sizes import counted
 
 __all__ = ["Division", "divide", "in_words"]
 
@@ -55,7 +56,7 @@ def divide(
     """
     count = len(found)
     here = f"{host} has" if host else "this host has"
-    have = f"{here} {count} {'GPU' if count == 1 else 'GPUs'} for {workers} workers"
+    have = f"{here} {counted(count, 'GPU')} for {counted(workers, 'worker')}"
     names = tuple(found)
     if option == "all" or (option == "auto" and not found) or not workers:
         return Division(host=host, found=names)
@@ -114,11 +115,10 @@ def _of_host(division: Division) -> str:
     shares = division.shares or ()
     used = sum(map(len, shares))
     all_of_them = len(division.found)
-    gpus = f"{all_of_them} {'GPU' if all_of_them == 1 else 'GPUs'}"
+    gpus = counted(all_of_them, "GPU")
     if not used:
         return f"no worker uses the {gpus}"
     most, least = max(map(len, shares)), min(map(len, shares))
     each = f"{least} each" if most == least else f"{least} or {most} each"
-    workers = "1 worker" if len(shares) == 1 else f"{len(shares)} workers"
     rest = "" if used == all_of_them else f"; {all_of_them - used} not used"
-    return f"{gpus} for {workers}, {each}{rest}"
+    return f"{gpus} for {counted(len(shares), 'worker')}, {each}{rest}"

@@ -20,10 +20,19 @@ from kerasdist.cli.run.hosts.places import Host, Place, assign
 from kerasdist.cli.run.hosts.reach import Reach, program_text
 from kerasdist.cli.run.hosts.tasks import TasksOnHosts
 
-__all__ = ["HostsError", "on_hosts"]
+__all__ = [
+    "ANSWER_SECONDS",
+    "HostProbe",
+    "HostsError",
+    "asking",
+    "await_answers",
+    "differences",
+    "faults_of",
+    "on_hosts",
+]
 
 # Seconds until all hosts must have answered; ssh gives up a connection earlier.
-_SECONDS = 60.0
+ANSWER_SECONDS = 60.0
 _END_SECONDS = 2.0
 _MOST = 65536
 
@@ -36,7 +45,7 @@ class HostsError(Exception):
         self.faults = list(faults)
 
 
-class _Probe:
+class HostProbe:
     """The process that answers for one host, and keeps its ports."""
 
     def __init__(
@@ -89,17 +98,23 @@ class _Probe:
         self.answer += data
         return bool(data) and not self.answer.endswith(b"\n")
 
-    def result(self) -> dict[str, Any] | str:
-        """Return the answer; if there's none, the reason."""
+    def result(self, seconds: float = ANSWER_SECONDS) -> dict[str, Any] | str:
+        """Return the answer; if there was none in `seconds`, the reason."""
         with contextlib.suppress(ValueError):
             return dict(json.loads(self.answer.rpartition(b"\n")[0].split(b"\n")[-1]))
         try:
             code = self.process.wait(_END_SECONDS)
         except subprocess.TimeoutExpired:
-            return f"it hasn't answered within {_SECONDS:.0f} s"
+            return f"it hasn't answered within {seconds:g} s"
         self.errors.seek(0)
         text = self.errors.read().decode(errors="replace").strip()
         return text.splitlines()[-1] if text else f"ssh has ended with {code}"
+
+    def ask_again(self, question: Mapping[str, Any]) -> None:
+        """Ask one more question, see `kerasdist.cli.run.hosts.probe`."""
+        self.answer = b""
+        with contextlib.suppress(BrokenPipeError):
+            self._pipe(self.process.stdin).write(json.dumps(question).encode() + b"\n")
 
     def close(self) -> None:
         """End the process."""
@@ -135,55 +150,18 @@ def on_hosts(
     Raises:
         HostsError: Some can't be used; all of them are named.
     """
-    more = {
-        "find_gpus": Path(find.__file__).read_text("utf-8") if finds_gpus else "",
-        "exported": dict(options.exported),
-    }
-    # Not in TMPDIR: the paths of sockets may have 108 characters.
-    with tempfile.TemporaryDirectory(prefix="kerasdist-ssh-", dir="/tmp") as folder:
-        reach = Reach(ssh=options.ssh, python=options.python, control=Path(folder))
-        hosts = assign(options.hosts, workers, servers)
-        with _connected(hosts, reach, command, more) as (places, gpus):
-            yield TasksOnHosts(places, reach, options.exported, gpus)
-
-
-_Connected = tuple[
-    Mapping[tuple[str, int], Place], Mapping[str, tuple[Sequence[str], str]]
-]
-
-
-@contextlib.contextmanager
-def _connected(
-    hosts: Mapping[tuple[str, int], Host],
-    reach: Reach,
-    command: Sequence[str],
-    more: Mapping[str, Any],
-) -> Iterator[_Connected]:
-    """Connect to the hosts, and keep a port for each task in the block.
-
-    Args:
-        hosts: The host of each task.
-        reach: How hosts are reached.
-        command: The arguments of the tasks' interpreter.
-        more: Further questions to each host.
-
-    Yields:
-        The place of each task; what `find_gpus` returns on each host, by its name.
-
-    Raises:
-        HostsError: Some can't be used; all of them are named.
-    """
     tasks: dict[Host, list[tuple[str, int]]] = {}
-    for task, host in hosts.items():
+    for task, host in assign(options.hosts, workers, servers).items():
         tasks.setdefault(host, []).append(task)
-    with contextlib.ExitStack() as undo:
-        probes = []
-        for host, some in tasks.items():
-            probes.append(_Probe(host, reach, command, len(some), more))
-            undo.callback(probes[-1].close)
-        _await(probes)
+    counts = {host: len(some) for host, some in tasks.items()}
+    with asking(options, counts, command, finds_gpus=finds_gpus) as (reach, probes):
         answers = {each.host: each.result() for each in probes}
-        faults = _faults(answers, probe.facts(os.getcwd(), list(command)))
+        here = probe.facts(os.getcwd(), list(command))
+        faults = [
+            fault
+            for host, answer in answers.items()
+            for fault in faults_of(host, answer, here)
+        ]
         if faults:
             raise HostsError(faults)
         found = {host: a for host, a in answers.items() if isinstance(a, dict)}
@@ -194,11 +172,53 @@ def _connected(
                 some, found[host]["addresses"], strict=True
             )
         }
-        yield places, {host.name: answer["gpus"] for host, answer in found.items()}
+        gpus = {host.name: answer["gpus"] for host, answer in found.items()}
+        yield TasksOnHosts(places, reach, options.exported, gpus)
 
 
-def _await(probes: Sequence[_Probe]) -> None:
-    end = time.monotonic() + _SECONDS
+@contextlib.contextmanager
+def asking(
+    options: HostOptions,
+    counts: Mapping[Host, int],
+    command: Sequence[str],
+    *,
+    finds_gpus: bool,
+    listens: bool = False,
+) -> Iterator[tuple[Reach, list[HostProbe]]]:
+    """Ask the hosts, and keep connections and ports in the block.
+
+    Args:
+        options: The settings.
+        counts: The number of ports that each host keeps.
+        command: The arguments of the tasks' interpreter; empty: none is compared.
+        finds_gpus: Whether each lists its GPUs.
+        listens: Whether the ports can be connected to, as those of tasks can.
+
+    Yields:
+        How the hosts are reached; a probe for each, which has answered, or won't.
+    """
+    more = {
+        "find_gpus": Path(find.__file__).read_text("utf-8") if finds_gpus else "",
+        "exported": dict(options.exported),
+        "listens": listens,
+    }
+    with contextlib.ExitStack() as undo:
+        # Not in TMPDIR: the paths of sockets may have 108 characters.
+        folder = undo.enter_context(
+            tempfile.TemporaryDirectory(prefix="kerasdist-ssh-", dir="/tmp")
+        )
+        reach = Reach(ssh=options.ssh, python=options.python, control=Path(folder))
+        probes = []
+        for host, count in counts.items():
+            probes.append(HostProbe(host, reach, command, count, more))
+            undo.callback(probes[-1].close)
+        await_answers(probes)
+        yield reach, probes
+
+
+def await_answers(probes: Sequence[HostProbe], seconds: float = ANSWER_SECONDS) -> None:
+    """Wait until all have answered, or ended, for at most `seconds`."""
+    end = time.monotonic() + seconds
     with selectors.DefaultSelector() as selector:
         for each in probes:
             selector.register(each, selectors.EVENT_READ)
@@ -209,21 +229,31 @@ def _await(probes: Sequence[_Probe]) -> None:
                     selector.unregister(found)
 
 
-def _faults(
-    answers: Mapping[Host, dict[str, Any] | str], here: dict[str, Any]
+def faults_of(
+    host: Host, answer: dict[str, Any] | str, here: Mapping[str, Any]
 ) -> list[str]:
-    faults = []
-    for host, answer in answers.items():
-        if isinstance(answer, str):
-            faults.append(f"{host.target} can't be used: {answer}")
-            continue
-        there = answer["facts"]
-        faults += [
-            f"{host.target} differs in its {name}: {there.get(name)}. Expected as on "
-            f"this host: {expected}"
-            for name, expected in here.items()
-            if there.get(name, expected) != expected
-        ]
-        if "fault" in answer:
-            faults.append(f"{host.target} can't be used: {answer['fault']}")
+    """Return why a host can't be used, or differs; empty if all is well.
+
+    Args:
+        host: The host.
+        answer: The result of its probe.
+        here: The facts of this host.
+    """
+    if isinstance(answer, str):
+        return [f"{host.target} can't be used: {answer}"]
+    faults = differences(host.target, answer["facts"], here)
+    if "fault" in answer:
+        faults.append(f"{host.target} can't be used: {answer['fault']}")
     return faults
+
+
+def differences(
+    name: str, there: Mapping[str, Any], here: Mapping[str, Any]
+) -> list[str]:
+    """Return in what a host with this name differs from this one, by both's facts."""
+    return [
+        f"{name} differs in its {fact}: {there.get(fact)}. Expected as on this host: "
+        f"{expected}"
+        for fact, expected in here.items()
+        if there.get(fact, expected) != expected
+    ]

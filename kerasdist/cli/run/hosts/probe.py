@@ -1,7 +1,8 @@
 """The facts about a host on which a job's tasks depend, and the ports of its tasks.
 
 The text of this module is sent through ssh to each host, so it uses the standard
-library alone. The process keeps the ports, and ends with its standard input.
+library alone. The process keeps the ports, and ends with its standard input. Before
+that it answers further questions, each a line: whether it can connect to addresses.
 """
 
 from __future__ import annotations
@@ -24,13 +25,15 @@ _PACKAGES = {
     "numpy": ("numpy",),
 }
 
+_MOST_PROBES = 64
+
 
 def facts(folder: str, command: list[str]) -> dict[str, Any]:
     """Return what must be the same on all hosts, in words.
 
     Args:
         folder: The working folder of the tasks.
-        command: The arguments of their interpreter.
+        command: The arguments of their interpreter; empty: there is no script.
     """
     found: dict[str, Any] = {"Python": platform.python_version()}
     try:
@@ -40,7 +43,8 @@ def facts(folder: str, command: list[str]) -> dict[str, Any]:
     found["working folder"] = folder
     for name, distributions in _PACKAGES.items():
         found[name] = _version(distributions)
-    found["script"] = _digest(command)
+    if command:
+        found["script"] = _digest(command)
     return found
 
 
@@ -110,15 +114,33 @@ def gpus(program: str, exported: dict[str, str]) -> Any:
     return found["find_gpus"]({**os.environ, **exported})
 
 
-def main() -> None:
-    """Answer the one question on standard input, and keep the ports until it ends."""
+def unreachable(addresses: list[str], seconds: float) -> list[str | None]:
+    """Return for each address why this host can't connect to it; None if it can."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    # As tasks do; where kerasdist is missing, the error says so.
+    from kerasdist.transport.rendezvous.probe import why_unreachable
+
+    with ThreadPoolExecutor(_MOST_PROBES) as pool:
+        return list(pool.map(lambda each: why_unreachable(each, seconds), addresses))
+
+
+def _read_question() -> Any:
+    """Return the next question; None when standard input has ended."""
     text = b""
     while not text.endswith(b"\n"):
         data = os.read(0, 65536)
         if not data:
-            return
+            return None
         text += data
-    question = json.loads(text)
+    return json.loads(text)
+
+
+def main() -> None:
+    """Answer questions on standard input, and keep the ports until it ends."""
+    question = _read_question()
+    if question is None:
+        return
     sys.path[1:1] = filter(None, question["path"].split(os.pathsep))
     answer: dict[str, Any] = {"facts": facts(question["folder"], question["command"])}
     answer["gpus"] = gpus(question["find_gpus"], question["exported"])
@@ -128,9 +150,13 @@ def main() -> None:
     except OSError as error:
         answer["fault"] = f"it has no free port for {question['host']}: {error}"
     answer["addresses"] = [[sock.family, sock.getsockname()] for sock in kept]
+    if question["listens"]:
+        for sock in kept:
+            sock.listen(1024)
     os.write(1, json.dumps(answer).encode() + b"\n")
-    while os.read(0, 65536):
-        pass
+    while (question := _read_question()) is not None:
+        reasons = unreachable(question["addresses"], question["seconds"])
+        os.write(1, json.dumps({"unreachable": reasons}).encode() + b"\n")
 
 
 if __name__ == "__main__":

@@ -28,16 +28,26 @@ class NodeOptions:
         rank: The number of this one; None: the order of their arrival decides.
         rendezvous: The address at which the first one listens.
         seconds: How long it waits for the others.
+        only_looks: Whether there will be no job, as in `kerasdist doctor`: then the
+            launchers exchange their versions, too, and those that are here at the end
+            of the time go on without the others.
     """
 
     count: int
     rank: int | None
     rendezvous: str
     seconds: int
+    only_looks: bool = False
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options to those of `run`."""
+def add_options(parser: argparse.ArgumentParser, seconds: int = _SECONDS) -> None:
+    """Add the options to those of `run`, or of another command.
+
+    Args:
+        parser: The command's.
+        seconds: How long it waits for other hosts by default.
+    """
+    parser.set_defaults(start_seconds=seconds)
     parser.add_argument(
         "--nnodes",
         metavar="K",
@@ -69,7 +79,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--start-timeout",
         metavar="S",
-        help=f"with --nnodes: seconds to wait for other hosts (default: {_SECONDS})",
+        help=f"with --nnodes: seconds to wait for other hosts (default: {seconds})",
     )
 
 
@@ -130,7 +140,11 @@ def read_options(
             f"Received: {arguments.rendezvous!r}: {fault}"
         )
     if arguments.hosts is not None or arguments.hostfile is not None:
-        faults.append("--nnodes and -H, or --hostfile, can't be used together")
+        faults.append(
+            "--nnodes and -H, or --hostfile, can't be used together. Received: both. "
+            "Expected -H where ssh reaches the hosts from this one, else --nnodes on "
+            "each of them"
+        )
     if count > 1 and not os.environ.get("KERASDIST_SECRET"):
         faults.append(
             "several hosts need a secret: set KERASDIST_SECRET, or --secret-file, to "
@@ -141,7 +155,11 @@ def read_options(
         count=count,
         rank=rank,
         rendezvous=arguments.rendezvous or "",
-        seconds=number("--start-timeout", arguments.start_timeout or str(_SECONDS), 1),
+        seconds=number(
+            "--start-timeout",
+            arguments.start_timeout or str(arguments.start_seconds),
+            1,
+        ),
     )
 
 

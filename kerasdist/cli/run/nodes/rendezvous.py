@@ -3,7 +3,8 @@
     launcher 0   listens ─────────── all have arrived ── the list of all tasks ──┐
     launcher i   connects, with its tasks' addresses ────────────────────────────┴─ runs
 
-All prove the job's secret. The ports are kept from the exchange on.
+All prove the job's secret. The ports are kept from the exchange on. `kerasdist doctor`
+meets in the same way, and starts no job.
 """
 
 from __future__ import annotations
@@ -11,15 +12,17 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
+import os
 import select
 import socket
 import threading
 import time
-from collections.abc import Callable, Container, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from kerasdist.cli.console import print_line
+from kerasdist.cli.run.hosts import probe
 from kerasdist.cli.run.hosts.places import Host
 from kerasdist.cli.run.hosts.reach import is_here
 from kerasdist.cli.run.nodes.options import NodeOptions
@@ -27,6 +30,7 @@ from kerasdist.cluster.address import address_fault, split_address
 from kerasdist.errors import AuthenticationError, ClusterError, ProtocolError
 from kerasdist.transport.connection import Connection
 from kerasdist.transport.deadline import Deadline
+from kerasdist.transport.log.default_handler import LOGGER
 from kerasdist.transport.rendezvous.dial import dial_tcp
 from kerasdist.transport.rendezvous.listener import Listener
 from kerasdist.transport.rendezvous.waiting_notice import (
@@ -56,11 +60,16 @@ class LocalPart:
         cluster: The addresses of all tasks, as `TF_CONFIG` has them.
         first: The index of this host's first task, by kind.
         bound: Sockets that keep the ports of this host's tasks, by kind.
+        facts: The versions of each host that is here, by its number; empty if there
+            will be a job.
+        refused: Why launchers were refused, as host 0 knows it.
     """
 
     cluster: dict[str, list[str]]
     first: dict[str, int]
     bound: dict[str, list[socket.socket]]
+    facts: Mapping[int, Mapping[str, str]] = field(default_factory=dict)
+    refused: Sequence[str] = ()
 
 
 @contextlib.contextmanager
@@ -117,9 +126,22 @@ def _meet(
         kind: [f"{named}:{sock.getsockname()[1]}" for sock in some]
         for kind, some in bound.items()
     }
+    for sock in bound["worker"] if options.only_looks else ():
+        sock.listen()  # before the others know of it, and look
+    facts = None
+    if options.only_looks:
+        facts = probe.facts(os.getcwd(), [])
+        # Each launcher runs its own part of the job, in a folder of its own.
+        del facts["working folder"]
     exchange = _collect if here else _ask
-    cluster, first = exchange(options, mine, secret)
-    return LocalPart(cluster=cluster, first=first, bound=bound)
+    found = exchange(options, {"tasks": mine, "facts": facts}, secret)
+    return LocalPart(
+        cluster=found["cluster"],
+        first=found["first"],
+        bound=bound,
+        facts={int(rank): each for rank, each in found.get("facts", {}).items()},
+        refused=found.get("refused", ()),
+    )
 
 
 def _own_address(host: str, port: int) -> str:
@@ -148,24 +170,22 @@ def _bound(host: str) -> socket.socket:
     return sock
 
 
-_Found = tuple[dict[str, list[str]], dict[str, int]]
-
-
-def _collect(options: NodeOptions, mine: dict[str, list[str]], secret: bytes) -> _Found:
+def _collect(
+    options: NodeOptions, mine: dict[str, Any], secret: bytes
+) -> dict[str, Any]:
     """Wait for the others at the rendezvous, and send them the list."""
     waiting = _Waiting(options)
     named: dict[int, tuple[Connection, dict[str, Any]]] = {}
     unnamed: list[tuple[Connection, dict[str, Any]]] = []
+    refused: list[str] = []
 
     def look() -> Sight:
         here = [f"host {rank} ({_where(each)})" for rank, each in named.copy().items()]
         here += [f"a host ({_where(each)})" for each in unnamed.copy()]
         number = options.count - 1 - len(here)
         missing = [Absent(f"{number} of {options.count} hosts", "")] if number else []
-        refused = listener.refusals()
-        return Sight(
-            missing, ", ".join(["host 0", *here]), refused[-1] if refused else ""
-        )
+        last = listener.refusals()[-1:]
+        return Sight(missing, ", ".join(["host 0", *here]), "".join(last))
 
     with contextlib.ExitStack() as undo:
         listener = Listener.acquire(options.rendezvous, secret, float(options.seconds))
@@ -179,35 +199,43 @@ def _collect(options: NodeOptions, mine: dict[str, list[str]], secret: bytes) ->
             unnamed[:] = [each for each in unnamed if not _has_left(each[0])]
             if len(named) + len(unnamed) == options.count - 1:
                 break
+            if options.only_looks and not waiting.rest:
+                break
             waiting.check(
                 f"{len(named) + len(unnamed) + 1} of {options.count} hosts are here"
             )
             arrived = listener.mailboxes.take_any(_SESSION, _PURPOSE, _AGAIN_SECONDS)
             for rank, connection, hello in arrived:
                 undo.callback(connection.close)
-                here = [mine, *(e[1]["tasks"] for e in (*named.values(), *unnamed))]
-                lists = [each for some in here for each in some.values()]
+                here = [mine, *(each[1] for each in (*named.values(), *unnamed))]
+                lists = [each for some in here for each in some["tasks"].values()]
                 fault = _fault(options, rank, hello, named, lists)
                 if fault:
-                    print_line(f"a host was refused: {fault}", logging.WARNING)
+                    refused.append(fault)
+                    if not options.only_looks:
+                        print_line(f"a host was refused: {fault}", logging.WARNING)
                     _reply(connection, {"fault": fault})
                 elif rank < 0:
                     unnamed.append((connection, hello))
                 else:
                     named[rank] = connection, hello
         free = (i for i in range(1, options.count) if i not in named)
-        named.update(zip(free, unnamed, strict=True))
-        parts = [mine, *(named[rank][1]["tasks"] for rank in sorted(named))]
+        named.update(zip(free, unnamed, strict=not options.only_looks))
+        hellos = {0: mine, **{rank: named[rank][1] for rank in sorted(named)}}
+        parts = [hello["tasks"] for hello in hellos.values()]
         cluster = {
             kind: [address for part in parts for address in part[kind]]
             for kind in ("worker", "ps")
         }
         if not cluster["ps"]:
             del cluster["ps"]
+        found: dict[str, Any] = {"cluster": cluster, "first": _counts([])}
+        if options.only_looks:
+            found["facts"] = {rank: hello["facts"] for rank, hello in hellos.items()}
+            found["refused"] = [*listener.refusals(), *refused]
         for index, rank in enumerate(sorted(named), 1):
-            first = _counts(parts[:index])
-            _reply(named[rank][0], {"cluster": cluster, "first": first})
-        return cluster, _counts([])
+            _reply(named[rank][0], {**found, "first": _counts(parts[:index])})
+        return found
 
 
 def _has_left(connection: Connection) -> bool:
@@ -249,6 +277,12 @@ def _fault(
             f"it was started with --nnodes {hello.get('count')}, and the host of the "
             f"rendezvous with --nnodes {options.count}"
         )
+    facts = hello.get("facts")
+    if (facts is not None) != options.only_looks:
+        return (
+            "one of `kerasdist run` and `kerasdist doctor` was started on it, and the "
+            "other on the host of the rendezvous"
+        )
     if rank == 0 or rank >= options.count or rank in ranks:
         return f"there is a host with --node-rank {rank} already"
     tasks = hello.get("tasks")
@@ -256,6 +290,11 @@ def _fault(
         isinstance(tasks.get(kind), list) for kind in ("worker", "ps")
     ):
         return "it names no tasks"
+    if facts is not None and not (
+        isinstance(facts, dict)
+        and all(isinstance(v, str) and v.isprintable() for v in facts.values())
+    ):
+        return "it names no versions"
     # They go into every task's TF_CONFIG, and into messages.
     addresses = [*tasks["worker"], *tasks["ps"]]
     for address in addresses:
@@ -273,7 +312,7 @@ def _reply(connection: Connection, value: dict[str, Any]) -> None:
         connection.write_json(FrameType.ROSTER, value, Deadline(_REPLY_SECONDS))
 
 
-def _ask(options: NodeOptions, mine: dict[str, list[str]], secret: bytes) -> _Found:
+def _ask(options: NodeOptions, mine: dict[str, Any], secret: bytes) -> dict[str, Any]:
     """Connect to the rendezvous, and wait for the list."""
     waiting = _Waiting(options)
     hello = {
@@ -281,7 +320,7 @@ def _ask(options: NodeOptions, mine: dict[str, list[str]], secret: bytes) -> _Fo
         "purpose": _PURPOSE,
         "rank": -1 if options.rank is None else options.rank,
         "count": options.count,
-        "tasks": mine,
+        **mine,
     }
     connected = threading.Event()
     me = "this host" if options.rank is None else f"host {options.rank}"
@@ -313,14 +352,14 @@ def _ask(options: NodeOptions, mine: dict[str, list[str]], secret: bytes) -> _Fo
             time.sleep(_AGAIN_SECONDS)
 
 
-def _await_list(connection: Connection, waiting: _Waiting) -> _Found:
+def _await_list(connection: Connection, waiting: _Waiting) -> dict[str, Any]:
     try:
-        _, value = connection.read_json(Deadline(waiting.rest))
+        _, value = connection.read_json(Deadline(waiting.for_list()))
     except TimeoutError as error:
         raise waiting.error("other hosts aren't here") from error
     if "fault" in value:
         raise RendezvousError(f"host 0 has refused this one: {value['fault']}")
-    return value["cluster"], value["first"]
+    return value
 
 
 class _Waiting:
@@ -335,6 +374,14 @@ class _Waiting:
         """Seconds that are left."""
         return self._deadline.remaining()
 
+    def for_list(self) -> float:
+        """Return for how many seconds host 0, which was there, may wait for others."""
+        if self._options.only_looks:
+            # It goes on without them at the end of its own time, which began earlier
+            # than the connection.
+            return self._options.seconds + _REPLY_SECONDS
+        return self.rest
+
     def notice(
         self, me: str, look: Callable[[], Sight], goal: str = ""
     ) -> WaitingNotice:
@@ -346,7 +393,7 @@ class _Waiting:
             goal=goal,
             option="--start-timeout",
             hint=f"Start the same command on all {self._options.count} hosts.",
-            logger=logging.getLogger("kerasdist.run"),
+            logger=LOGGER if self._options.only_looks else LOGGER.getChild("run"),
         )
 
     def check(self, what: str) -> None:

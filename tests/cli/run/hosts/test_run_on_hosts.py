@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -213,6 +215,79 @@ def test_hosts_that_cannot_be_reached(
     assert (code, out) == (2, "")
     assert words in err
     assert not (launcher.folder / "started").exists()
+
+
+# What TensorFlow has takes seconds.
+NO_DEVICES = (
+    "from kerasdist.cli.doctor import machine; machine.check_devices = lambda _: []"
+)
+
+
+def doctor(launcher: Launcher, *options: str) -> tuple[int, list[dict[str, str]]]:
+    """Return the exit code and the findings of `kerasdist doctor`."""
+    launcher.verb = "doctor"
+    code, out, err = launcher.run(*options, "--json", before=NO_DEVICES)
+    assert "Traceback" not in err
+    found = {each["name"]: each["findings"] for each in json.loads(out)["sections"]}
+    assert found["cluster"][0]["text"].startswith("a job on hosts that ssh reaches: ")
+    assert "Not looked at: the script, " in found["cluster"][0]["text"]
+    return code, [*found["hosts"], *found["ports"]]
+
+
+def test_the_doctor_asks_the_hosts(hosts: SshHosts, launcher: Launcher) -> None:
+    """As the launcher does; and each tries to reach the others."""
+    code, found = doctor(launcher, *arguments(hosts, 1, 1, 1, first=0))
+    assert code == 0, found
+    for each, name in zip(found, hosts.addresses, strict=False):
+        assert each["text"].startswith(f"{name} has the folder and versions of this ")
+    for each, name in zip(found[3:], hosts.addresses, strict=True):
+        assert each["level"] == "ok"
+        others = [other for other in hosts.addresses if other != name]
+        begin = rf"{name} reaches {others[0]}:\d+, {others[1]}:\d+"
+        assert re.fullmatch(begin, each["text"])
+    launcher.nothing_runs()
+
+
+def test_the_doctor_names_hosts_that_do_not_fit(
+    hosts: SshHosts, launcher: Launcher
+) -> None:
+    """One isn't there, two don't reach each other, and all have another Python."""
+    first, second = hosts.address(1), hosts.address(2)
+    (launcher.folder / "hosts.txt").write_text(f"{first}\n{second}\n10.77.0.200\n")
+    options = ("--hostfile", "hosts.txt", "--timeout", "1")
+    ssh = ("--ssh", f"{hosts.ssh} -o ConnectTimeout=1")
+    route = ("ip", "-n", hosts.names[1], "route")
+    way = ("unreachable", f"{second}/32")
+    subprocess.run([*route, "add", *way], check=True, timeout=bound(30))
+    try:
+        code, found = doctor(launcher, *options, *ssh)
+    finally:
+        subprocess.run([*route, "del", *way], check=True, timeout=bound(30))
+    assert code == 1
+    assert [each["level"] for each in found] == ["ok"] * 2 + ["fault", "warn"] + [
+        *("fault", "fault")
+    ]
+    assert all(each["remedy"] for each in found[2:])
+    assert found[2]["text"].startswith("10.77.0.200 can't be used: ssh: connect to ")
+    assert found[3]["text"] == "no port of 10.77.0.200 was tried, which can't be used"
+    assert re.match(rf"{first} can't reach {second}:\d+: ", found[4]["text"])
+    assert re.match(rf"{second} can't reach {first}:\d+: no answer", found[5]["text"])
+
+    code, found = doctor(
+        launcher, *arguments(hosts, 1, 1), "--python", _other_python(launcher)
+    )
+    assert code == 1
+    texts = [each["text"] for each in found]
+    for host in (first, second):
+        assert any(
+            each.startswith(f"{host} differs in its kerasdist: not installed. Expected")
+            for each in texts
+        )
+        # Unless PYTHONPATH has it, which probes get, too.
+        reason = "ModuleNotFoundError: No module named 'kerasdist'"
+        unable = f"{host} can't try to reach the others: {reason}"
+        assert unable in texts or any(t.startswith(f"{host} reaches ") for t in texts)
+    launcher.nothing_runs()
 
 
 def test_addresses_of_ipv6(hosts: SshHosts, launcher: Launcher) -> None:
