@@ -63,7 +63,7 @@ DistributedIterator = distribute_types.Iterator
 
 @dataclasses.dataclass(frozen=True)
 class OptionalBatch:
-    """What a `for` statement in a `tf.function` gets for a batch.
+    """A batch of a `for` statement in a `tf.function`, if there is another one.
 
     Attributes:
         present: Whether there is one; a boolean tensor.

@@ -53,7 +53,7 @@ class ElasticChiefActions:
             group.job.announcements.begin(topic)
         group.job.announcements.end(topic, facts, failed=failed)
 
-    def wait(self, topic: str) -> Outcome:
+    def wait(self, topic: str, *, own: bool = False) -> Outcome:
         """See `Announcements.wait`; "mine": this worker has become the chief.
 
         Raises:
@@ -65,6 +65,6 @@ class ElasticChiefActions:
             if announcements is None or announcements.announces:
                 return Outcome(kind="mine")
             try:
-                return announcements.wait(topic)
+                return announcements.wait(topic, own=own)
             except BROKEN:
                 group = self._group(group.epoch)

@@ -53,6 +53,8 @@ class ServedTables:
         mode: As in `settings`.
         updates: Number of updates of all tables.
         seed: Random; that of server 0 is the workers'.
+        first_values: Those of variables that steps create, by number, until all
+            workers have them.
     """
 
     def __init__(
@@ -67,9 +69,8 @@ class ServedTables:
         self.updates = 0
         self.tables: dict[int, ServedTable] = {}
         self.seed = secrets.randbits(31)
-        # Of variables that a step creates, by number: their first values, and how many
-        # each worker has asked for.
-        self._first: dict[int, Array] = {}
+        self.first_values: dict[int, Array] = {}
+        # How many of them each worker has asked for.
         self._asked: dict[int, int] = {}
         self._server = server
         self._servers = servers
@@ -195,7 +196,7 @@ class ServedTables:
             if number < self._asked.get(worker.rank, 0):
                 return []  # a process that was started again
             self._asked[worker.rank] = number + 1
-            known = self._first.setdefault(number, np.array(value))
+            known = self.first_values.setdefault(number, np.array(value))
             if (known.shape, known.dtype) != (value.shape, value.dtype):
                 raise members.fail(
                     errors.CollectiveMismatch(
@@ -206,8 +207,8 @@ class ServedTables:
                     )
                 )
             asked = [self._asked.get(each.rank, 0) for each in members.live()]
-            for done in [n for n in self._first if n < min(asked)]:
-                del self._first[done]
+            for done in [n for n in self.first_values if n < min(asked)]:
+                del self.first_values[done]
         return [known]
 
     def push(

@@ -240,7 +240,7 @@ class DynamicBatches(BatchIterator):
         return batch
 
     def close(self, wait: bool = True) -> None:
-        """End the reading thread; it may still read a batch if nobody waits for it."""
+        """End the reading thread, which may still read a batch without `wait`."""
         pool, self._pool = self._pool, None
         if pool is not None:
             pool.shutdown(wait=wait, cancel_futures=True)

@@ -67,7 +67,7 @@ class AsyncExtended(SynchronousExtended):
         return client.seed
 
     def first_value(self, value: Any) -> Any:
-        """See `SynchronousExtended.first_value`; in a step nobody waits for others."""
+        """See `SynchronousExtended.first_value`; a step waits for no other worker."""
         workers = self.workers
         numeric = (
             value.dtype.is_floating or value.dtype.is_integer or value.dtype.is_bool

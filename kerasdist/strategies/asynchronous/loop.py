@@ -180,7 +180,7 @@ class DynamicLoop(LoopData, _tf.DistributedIterable):
         return more, parts[0] if len(parts) == 1 else _tf.regroup(parts)
 
     def _nothing(self) -> list[Any]:
-        """Return arrays in the place of a batch that isn't there, which nobody uses."""
+        """Return arrays in the place of a batch that isn't there."""
         flat = tf.nest.flatten(self.element_spec, expand_composites=True)
         return [
             np.zeros([size or 0 for size in each.shape], each.dtype.as_numpy_dtype)

@@ -160,8 +160,7 @@ def test_the_first_value_of_a_variable_is_everybodys():
         assert first == [[2, 2]] * 2
         assert second == [[2, 2], [2, 2], [1, 1]]
         assert create(job.clients[2], 2) == [[2, 2], [2, 2]]
-        served = job.servers[0].handler.tables
-        assert sorted(served._first) == [2]
+        assert sorted(job.servers[0].handler.tables.first_values) == [2]
         with pytest.raises(errors.CollectiveMismatch, match="shape \\(3,\\)"):
             job.clients[1].first_value(np.zeros(3, "float32"))
 
