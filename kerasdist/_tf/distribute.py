@@ -44,6 +44,7 @@ __all__ = [
     "is_mirrored",
     "local_replica_id",
     "mirrored",
+    "not_converted",
     "rebatch_each",
     "reduce_undistributed",
     "regroup",
@@ -120,6 +121,14 @@ class _SameForAll(tf.types.experimental.TraceType):
 def same_for_all(value: Any) -> Any:
     """Return the tracing type of arguments for which `value` is traced."""
     return _SameForAll(value)
+
+
+def not_converted(function: Any) -> Any:
+    """Return a function that AutoGraph calls as it is; its arguments may be converted.
+
+    `do_not_convert` would leave a user's functions in the arguments as they are, too.
+    """
+    return autograph.autograph_artifact(function)
 
 
 def is_mirrored(value: Any) -> bool:

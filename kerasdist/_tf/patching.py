@@ -139,6 +139,9 @@ class Wrapped(functools.partial):  # type: ignore[type-arg]
     for pickle, which finds it by its name.
     """
 
+    # AutoGraph converts neither Keras nor TensorFlow, and no hook of theirs either.
+    autograph_info__ = None
+
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         return self if instance is None else types.MethodType(self, instance)
 

@@ -68,13 +68,17 @@ def iterator_dataset(iterator: Any, dataset: Any) -> Any:
         iterator: The iterator.
         dataset: The dataset that it iterates over, whose options are kept.
     """
+    plain = tf.autograph.experimental.do_not_convert
 
     def following(_: Any) -> Any:
         return iterator.get_next_as_optional()
 
-    numbers = tf.data.Dataset.counter()
-    rest = numbers.map(following).take_while(lambda optional: optional.has_value())
-    made = rest.map(lambda optional: optional.get_value())
+    made = (
+        tf.data.Dataset.counter()
+        .map(plain(following))
+        .take_while(plain(lambda optional: optional.has_value()))
+        .map(plain(lambda optional: optional.get_value()))
+    )
     return made.with_options(dataset.options())
 
 

@@ -93,7 +93,12 @@ class RowPipeline:
 
     def batches(self, windows: Any) -> Any:
         """Return a dataset of the whole batches of a dataset of windows."""
-        made = windows.map(lambda *window: self.batch_of(_packed(windows, window)))
+
+        @tf.autograph.experimental.do_not_convert
+        def batch(*window: Any) -> Any:
+            return self.batch_of(_packed(windows, window))
+
+        made = windows.map(batch)
         return made.with_options(self.options)
 
 
@@ -202,6 +207,7 @@ def _call(stage: Any, elements: Any) -> Any:
     """Map the second components of a dataset's elements as a stage does."""
     wrapper, spec = stage._map_func, stage._input_dataset.element_spec
 
+    @tf.autograph.experimental.do_not_convert
     def call(other: Any, element: Any) -> Any:
         flat = wrapper.function(*structure.to_tensor_list(spec, element))
         made = structure.from_compatible_tensor_list(wrapper.output_structure, flat)
@@ -213,6 +219,7 @@ def _call(stage: Any, elements: Any) -> Any:
     return elements.map(call, calls, deterministic=True)
 
 
+@tf.autograph.experimental.do_not_convert
 def _second(other: Any, row: Any) -> Any:
     del other
     return row

@@ -255,7 +255,9 @@ def slice_dataset(
         in order. Without `wrap` parts may have no rows.
     """
 
-    def part(index: Any, batch: Any, replica: int) -> Any:
+    # No Python here depends on a tensor, and converting it takes the longest.
+    @tf.autograph.experimental.do_not_convert
+    def part(index: Any, batch: Any, replica: int = first) -> Any:
         rows = count_rows(batch)
         if wrap is None:
             return take_rows(batch, replica, replicas)
@@ -266,10 +268,11 @@ def slice_dataset(
 
     numbered = dataset.enumerate()
     if local == 1:
-        return ahead(numbered.map(lambda i, batch: part(i, batch, first)))
+        return ahead(numbered.map(part))
 
+    @tf.autograph.experimental.do_not_convert
     def parts(index: Any, batch: Any) -> Any:
-        result = tf.data.Dataset.from_tensors(part(index, batch, first))
+        result = tf.data.Dataset.from_tensors(part(index, batch))
         for replica in range(first + 1, first + local):
             result = result.concatenate(
                 tf.data.Dataset.from_tensors(part(index, batch, replica))

@@ -60,17 +60,19 @@ class OwnRows:
             checksums: Those of the first batches; by default they are computed from
                 the batches.
         """
+        # As in `slice_dataset`.
+        plain = tf.autograph.experimental.do_not_convert
 
         def own(index: Any, window: Any) -> Any:
             return self._own_elements(index, window, checksums)
 
-        rows = self._pipeline.make_rows(windows.enumerate().flat_map(own))
+        rows = self._pipeline.make_rows(windows.enumerate().flat_map(plain(own)))
         # Only whole batches: see above.
         batches = rows.batch(self._most, drop_remainder=True)
         if self._local == 1:
-            parts = batches.map(lambda facts, rows: self._part(facts, rows, 0))
+            parts = batches.map(plain(lambda facts, rows: self._part(facts, rows, 0)))
         else:
-            parts = batches.flat_map(self._parts)
+            parts = batches.flat_map(plain(self._parts))
         if reads_ahead(windows):
             parts = parts.prefetch(tf.data.AUTOTUNE)
         return parts.with_options(self._pipeline.options)

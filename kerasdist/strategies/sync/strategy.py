@@ -65,6 +65,7 @@ class DataParallelStrategy(BlockStrategy):
         self._finalizer.atexit = False
         close_at_exit(job)
 
+    @_tf.not_converted
     def run(
         self, fn: Any, args: Any = (), kwargs: Any = None, options: Any = None
     ) -> Any:
